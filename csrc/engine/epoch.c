@@ -56,10 +56,11 @@ static fsdpc_status begin_sharded(fsdpc_root *root)
     return FSDPC_OK;
 }
 
-/* Masters that somebody else may have written are not known to equal the wire. */
+/* Masters that somebody else may have written are not known to equal the wire, where there is one. */
 static bool is_in_doubt(const fsdpc_unit *unit)
 {
-    return unit->foreign && !unit->dirty;
+    bool published = !unit->root->full->at_use || unit->state == FSDPC_UNIT_FULL;
+    return unit->foreign && !unit->dirty && published;
 }
 
 static fsdpc_status compare_all(const fsdpc_root *root, bool *equal_io)

@@ -5,6 +5,7 @@
 #include "base/size.h"
 #include "engine/acts.h"
 #include "engine/order.h"
+#include "ops/flat_ops.h"
 
 static size_t own_slices_bytes(const fsdpc_unit_group *group)
 {
@@ -54,6 +55,8 @@ fsdpc_status fsdpc_full_create(fsdpc_root *root, const bool *encloses)
         for (int g = 0; g < unit->layout->n_groups; g++) {
             fsdpc_unit_group *group = &unit->groups[g];
             FSDPC_TRY(root->full->place(unit, group));
+            if (!group->full)
+                continue;
             fsdpc_fault_watch(&(fsdpc_fault_range){.begin = group->full,
                                                    .bytes = fsdpc_full_bytes(group),
                                                    .rank = root->comm->world_rank,
@@ -73,6 +76,30 @@ void fsdpc_full_remove(fsdpc_unit *unit)
         unit->root->full->remove(unit);
     for (int g = 0; g < unit->layout->n_groups; g++)
         unit->groups[g].full = unit->groups[g].target = unit->groups[g].published = NULL;
+}
+
+fsdpc_status fsdpc_full_cast(fsdpc_unit *unit, size_t *bytes_out)
+{
+    const fsdpc_root *root = unit->root;
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
+    size_t bytes = 0;
+    FSDPC_TRY(fsdpc_unit_end_step(unit));
+    for (int g = 0; g < unit->layout->n_groups; g++) {
+        fsdpc_unit_group *group = &unit->groups[g];
+        for (size_t i = 0; i < group->plan->n_bands; i++) {
+            const fsdpc_slice *band = &group->plan->bands[i];
+            if (!fsdpc_slice_is_of(band, root->comm->rank))
+                continue;
+            const unsigned char *from = fsdpc_unit_masters(unit, group) +
+                                        band->shard_offset * fsdpc_dtype_bytes(group->plan->dtype);
+            FSDPC_TRY(fsdpc_flat_cast(fsdpc_full_published(unit, group, band, band->shard_offset),
+                                      group->wire_dtype, from, group->plan->dtype, band->numel,
+                                      main));
+            bytes += band->numel * fsdpc_dtype_bytes(group->wire_dtype);
+        }
+    }
+    *bytes_out = bytes;
+    return FSDPC_OK;
 }
 
 fsdpc_status fsdpc_full_settle(fsdpc_unit *unit)

@@ -5,13 +5,15 @@
  *     fsdpc_full_shared    ranks share a wire that holds every full; a gather copies nothing
  *     fsdpc_full_file      the same wire, in a file on a disk
  *     fsdpc_full_moved     a gather moves bytes, into slots that units share (slots.h)
+ *     fsdpc_full_lent      a rank alone casts its masters, into memory of a front door
  *     fsdpc_full_private   no-alias mode: pages of the unit's own, unreadable while it is SHARDED
  *
  * Another way is another table.  The simplest, full_shared.c, is the
  * template.
  *
- * The address of a full is fixed from place to remove.  Both announce it to base/fault.h, so that a
- * write to a full, or a read of one that was given up, names rank, unit and parameter.
+ * The address of a full is fixed from place to remove, unless it is lent.  Both announce it to
+ * base/fault.h, so that a write to a full, or a read of one that was given up, names rank, unit and
+ * parameter.
  *
  * Publishing writes a rank's own slices, between the arrival of all ranks in an epoch and its own
  * publication (epoch.h).  Modules read between reveal and drop.
@@ -23,6 +25,7 @@
 
 struct fsdpc_full_ops {
     const char *name;
+    bool at_use; /* masters are cast where they are used: nothing is published */
 
     /* Once for each root. */
     fsdpc_status (*create)(fsdpc_root *root, const bool *encloses); /* collective; NULL: no room is
@@ -43,7 +46,7 @@ struct fsdpc_full_ops {
 };
 
 extern const fsdpc_full_ops fsdpc_full_shared, fsdpc_full_file, fsdpc_full_moved,
-    fsdpc_full_private;
+    fsdpc_full_private, fsdpc_full_lent;
 
 /* `place` of fulls that modules read where the wire has them. */
 fsdpc_status fsdpc_full_place_in_wire(fsdpc_unit *unit, fsdpc_unit_group *group);
@@ -78,6 +81,9 @@ static inline unsigned char *fsdpc_full_published(const fsdpc_unit *unit,
     return unit->root->wire->write + group->wire_offset +
            fsdpc_slice_full(band, fsdpc_unit_rank(unit), at) * element;
 }
+
+/* Casts masters to where this rank's slices are published; `bytes_out` are written. */
+fsdpc_status fsdpc_full_cast(fsdpc_unit *unit, size_t *bytes_out);
 
 /* What was published is complete. */
 static inline void fsdpc_full_seal(fsdpc_unit *unit)

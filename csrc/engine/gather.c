@@ -75,23 +75,9 @@ fsdpc_status fsdpc_gather_wait(fsdpc_unit *unit, bool in_backward)
 fsdpc_status fsdpc_gather_publish(fsdpc_unit *unit)
 {
     fsdpc_root *root = unit->root;
-    fsdpc_stream *main = fsdpc_device_main(unit->device);
     size_t bytes = 0;
-    FSDPC_TRY(fsdpc_unit_end_step(unit));
-    for (int g = 0; g < unit->layout->n_groups; g++) {
-        fsdpc_unit_group *group = &unit->groups[g];
-        for (size_t i = 0; i < group->plan->n_bands; i++) {
-            const fsdpc_slice *band = &group->plan->bands[i];
-            if (!fsdpc_slice_is_of(band, root->comm->rank))
-                continue;
-            const unsigned char *from = fsdpc_unit_masters(unit, group) +
-                                        band->shard_offset * fsdpc_dtype_bytes(group->plan->dtype);
-            FSDPC_TRY(fsdpc_flat_cast(fsdpc_full_published(unit, group, band, band->shard_offset),
-                                      group->wire_dtype, from, group->plan->dtype, band->numel,
-                                      main));
-            bytes += band->numel * fsdpc_dtype_bytes(group->wire_dtype);
-        }
-    }
+    if (!root->full->at_use)
+        FSDPC_TRY(fsdpc_full_cast(unit, &bytes));
     fsdpc_root_trace(unit, FSDPC_TRACE_PUBLISH, bytes, root->in_backward);
     fsdpc_full_seal(unit);
     unit->dirty = false;

@@ -94,7 +94,7 @@ static fsdpc_status step_front(const fsdpc_optim *optim, const unit_states *stat
         FSDPC_TRY(
             fsdpc_optim_host_bring(optim, states, place->group, part.begin, &part.end, &args));
     args.numel = part.end - part.begin;
-    if (unit->root && (!on_host || unit->root->wire->pinned))
+    if (unit->root && !unit->root->full->at_use && (!on_host || unit->root->wire->pinned))
         args.wire = fsdpc_full_published(unit, group, band, part.begin);
     rest->begin = part.end;
     rest->first += args.numel;

@@ -60,6 +60,17 @@ static fsdpc_status create_wire(fsdpc_root *root, size_t bytes)
     return FSDPC_OK;
 }
 
+/* Whether fulls come to lie in memory of a front door. */
+static bool is_lent(const fsdpc_root *root)
+{
+    for (int i = 0; i < root->n_units; i++) {
+        const fsdpc_unit *unit = root->units[i];
+        if (!unit->full_room.take || unit->no_alias || unit->offload.params || unit->offload.masters)
+            return false;
+    }
+    return root->comm->size == 1;
+}
+
 fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, int n_units,
                                fsdpc_root **out)
 {
@@ -85,9 +96,11 @@ fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, i
     }
     size_t wire_bytes = 0;
     FSDPC_TRY_GOTO(status, adopt_units(root, units, &wire_bytes), destroy);
-    FSDPC_TRY_GOTO(status, create_wire(root, wire_bytes), destroy);
+    bool lent = is_lent(root);
+    FSDPC_TRY_GOTO(status, create_wire(root, lent ? 0 : wire_bytes), destroy);
     root->wire->kind_text = fsdpc_epoch_text;
-    root->full = units[0]->no_alias         ? &fsdpc_full_private
+    root->full = lent                       ? &fsdpc_full_lent
+                 : units[0]->no_alias       ? &fsdpc_full_private
                  : root->wire->moved        ? &fsdpc_full_moved
                  : units[0]->offload.params ? &fsdpc_full_file
                                             : &fsdpc_full_shared;

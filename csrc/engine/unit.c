@@ -339,6 +339,11 @@ void fsdpc_unit_place_grads(fsdpc_unit *unit, void *const *groups)
     unit->grads_away = !groups;
 }
 
+void fsdpc_unit_lend_fulls(fsdpc_unit *unit, const fsdpc_full_room *room)
+{
+    unit->full_room = room ? *room : (fsdpc_full_room){0};
+}
+
 void *fsdpc_unit_full(const fsdpc_unit *unit, int param)
 {
     const fsdpc_place *place = &unit->layout->params[param];

@@ -107,7 +107,22 @@ void *fsdpc_unit_grad_rows(const fsdpc_unit *unit, int param, fsdpc_piece *piece
  * gives memory keeps it until it has called again, or until the unit has gone. */
 void fsdpc_unit_place_grads(fsdpc_unit *unit, void *const *groups);
 
-/* The whole parameter as modules read it: address fixed once the root exists, NULL before. */
+/* Memory for fulls that a front door has: take calls place_fulls with an address for each flat group,
+ * which hold until give.  May run in any thread. */
+typedef struct fsdpc_full_room {
+    fsdpc_status (*take)(void *of);
+    void (*give)(void *of);
+    void *of;
+} fsdpc_full_room;
+
+/* Before there is a root: should this rank be alone, its fulls come to lie there (full_lent.c); NULL:
+ * no longer, and none of them is used again. */
+void fsdpc_unit_lend_fulls(fsdpc_unit *unit, const fsdpc_full_room *room);
+bool fsdpc_unit_fulls_are_lent(const fsdpc_unit *unit); /* it has a root, and they do */
+void fsdpc_unit_place_fulls(fsdpc_unit *unit, void *const *groups);
+
+/* The whole parameter as modules read it; NULL before the root exists.  Its address is fixed unless
+ * fulls are lent. */
 void *fsdpc_unit_full(const fsdpc_unit *unit, int param);
 
 /* Writes the own rows of `value` (the full tensor, any float dtype) into the master. */

@@ -40,7 +40,7 @@ typedef struct fsdpc_unit_group {
     fsdpc_slice whole;    /* of the shard, as a reduction of partials takes it */
     unsigned char *master, *grad;
     fsdpc_extent *master_extent, *grad_extent; /* that they are the memory of; NULL: the device's */
-    unsigned char *full;      /* what modules read, at a fixed address; see full.h */
+    unsigned char *full;                       /* what modules read; see full.h */
     unsigned char *target;    /* where a gather writes it: the same memory, by the address that
                                  transports are given; NULL where a gather moves nothing */
     void *own_block;          /* the block that holds it in no-alias mode */
@@ -70,9 +70,10 @@ struct fsdpc_unit {
     int n_ahead[2];
 
     /* Memory where gathers move bytes.  Written by full_moved.c. */
-    int slot;             /* -1: it shares with nobody */
-    fsdpc_window *window; /* what shares, or did */
-    unsigned char *room;  /* of its own */
+    int slot;                  /* -1: it shares with nobody */
+    fsdpc_window *window;      /* what shares, or did */
+    unsigned char *room;       /* of its own */
+    fsdpc_full_room full_room; /* take NULL: none */
 
     /* Gather.  Written by gather.c, full.c and sched.c; changes of masters by whoever makes them.
      */

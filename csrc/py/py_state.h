@@ -62,7 +62,8 @@
 #define FSDPC_PY_GETSETS(X)                                                                        \
     X(unit, unit_value)                                                                            \
     X(unit, unit_schedule)                                                                         \
-    X(torch_unit, torch_call)
+    X(torch_unit, torch_call)                                                                      \
+    X(torch_unit, torch_lent)
 
 /* X(part): functions of the module, fsdpc_py_part_functions. */
 #define FSDPC_PY_FUNCTIONS(X)                                                                      \

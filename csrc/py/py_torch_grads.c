@@ -120,7 +120,7 @@ void fsdpc_torch_hook_part(PyObject *callable)
 
 /* ---- between backwards ---- */
 
-static int read_version(const fsdpc_py_torch_unit *self, PyObject *tensor, long long *out)
+int fsdpc_torch_version(const fsdpc_py_torch_unit *self, PyObject *tensor, long long *out)
 {
     PyObject *number = PyObject_GetAttr(tensor, self->names._version);
     *out = number ? PyLong_AsLongLong(number) : -1;
@@ -140,7 +140,7 @@ static int take_one(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, bool live)
     int result = 1;
     bool same = live && grad == p->given;
     if (same && grad != p->grad)
-        result = read_version(self, grad, &version) < 0 ? -1 : 1;
+        result = fsdpc_torch_version(self, grad, &version) < 0 ? -1 : 1;
     if (result == 1 && (!same || version != p->version)) {
         bool opened = fsdpc_py_check(fsdpc_unit_take_write(fsdpc_torch_unit(self))) == 0;
         PyObject *copied =
@@ -244,7 +244,7 @@ int fsdpc_torch_give_grads(fsdpc_py_torch_unit *self)
             return -1;
         Py_XSETREF(p->given, grad);
         if (PyObject_SetAttr(p->piece, self->names.grad, grad) < 0 ||
-            (grad != p->grad && read_version(self, grad, &p->version) < 0))
+            (grad != p->grad && fsdpc_torch_version(self, grad, &p->version) < 0))
             return -1;
         PyObject *hooks = PyObject_GetAttr(p->piece, self->names._post_accumulate_grad_hooks);
         if (!hooks)

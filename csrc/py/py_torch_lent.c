@@ -1,52 +1,71 @@
-/* TorchUnit: the memory of gradients.
+/* TorchUnit: memory that the foreign library has.
  *
  * Gradient shards lie in memory of foreign tensors, whose rows are the pieces' gradients.  So a
  * gradient that its user keeps after zero_grad stays what it was, as in the foreign library: the
- * next backward goes into other memory (renew).  Somebody keeps one if its tensor has more
- * references than when it was made, or its memory more tensors, which the front door counts.
+ * next backward goes into other memory.  Somebody keeps one if its tensor has more references than
+ * when it was made, or its memory more tensors, which the front door counts.
  *
  * On a device where the foreign library has an allocator of its own, memory that nobody keeps goes
- * back to it when a forward begins, and comes when the unit's backward does (lend).  There the
- * activations of that forward have it in between.  Elsewhere the unit keeps it: to map it anew costs
- * more than it saves.
+ * back to it when a forward begins, and comes when the unit's backward does.  There the activations
+ * of that forward have it in between.  Elsewhere the unit keeps it: to map it anew costs more than
+ * it saves.
+ *
+ * On such a device a rank that is alone takes fulls from there too, for as long as a unit is used
+ * (engine/full_lent.c).
+ *
+ * The front door has an object for each piece of memory: take() returns its address, give() lets go
+ * of it, and `is_kept` says whether somebody has made other tensors over it.
  */
 #include "py/py_torch_unit.h"
 
-static void put_away(fsdpc_py_torch_unit *self)
+/* Takes memory for every flat group, and tells the engine where it is. */
+static int take(fsdpc_py_torch_unit *self, PyObject *lent,
+                void (*place)(fsdpc_unit *unit, void *const *groups))
 {
-    fsdpc_unit_place_grads(fsdpc_torch_unit(self), NULL);
-    self->away = true;
-}
-
-/* Tells the engine where the shards are. */
-static int place(fsdpc_py_torch_unit *self, PyObject *flats)
-{
-    Py_ssize_t n = PyList_GET_SIZE(flats);
+    Py_ssize_t n = PyList_GET_SIZE(lent);
     void **groups = fsdpc_py_room(n, sizeof *groups);
-    if (!groups)
-        return -1;
-    for (Py_ssize_t g = 0; g < n && !PyErr_Occurred(); g++)
-        groups[g] = fsdpc_torch_data(self, PyList_GET_ITEM(flats, g));
-    if (!PyErr_Occurred()) {
-        fsdpc_unit_place_grads(fsdpc_torch_unit(self), groups);
-        self->away = false;
+    for (Py_ssize_t g = 0; groups && g < n && !PyErr_Occurred(); g++) {
+        PyObject *number = PyObject_CallMethodNoArgs(PyList_GET_ITEM(lent, g), self->names.take);
+        groups[g] = number ? PyLong_AsVoidPtr(number) : NULL;
+        Py_XDECREF(number);
     }
+    if (!PyErr_Occurred())
+        place(fsdpc_torch_unit(self), groups);
     PyMem_Free(groups);
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* place(grads, flats, away): the tensors of gradients, and those they are rows of (None: they lie in
- * the engine's memory), which have no memory where `away`. */
+static int give(const fsdpc_py_torch_unit *self, PyObject *lent)
+{
+    for (Py_ssize_t g = 0; g < PyList_GET_SIZE(lent); g++) {
+        PyObject *done = PyObject_CallMethodNoArgs(PyList_GET_ITEM(lent, g), self->names.give);
+        Py_XDECREF(done);
+        if (!done)
+            return -1;
+    }
+    return 0;
+}
+
+/* ---- gradients ---- */
+
+static int give_grads(fsdpc_py_torch_unit *self)
+{
+    fsdpc_unit_place_grads(fsdpc_torch_unit(self), NULL);
+    self->away = true;
+    return give(self, self->unit->ref->lent);
+}
+
+/* place(grads, lent): the tensors of gradients, which only this list has, and the memory of every
+ * flat group that they are rows of; None: the engine's. */
 static PyObject *place_method(PyObject *object, PyObject *args)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
-    PyObject *grads, *flats;
-    int away;
-    if (!PyArg_ParseTuple(args, "O!Op", &PyList_Type, &grads, &flats, &away))
+    PyObject *grads, *lent;
+    if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &grads, &lent))
         return NULL;
     int n_groups = fsdpc_unit_layout(fsdpc_torch_unit(self))->n_groups;
     if (PyList_GET_SIZE(grads) != self->n_params ||
-        (flats != Py_None && (!PyList_Check(flats) || PyList_GET_SIZE(flats) != n_groups)))
+        (lent != Py_None && (!PyList_Check(lent) || PyList_GET_SIZE(lent) != n_groups)))
         return PyErr_Format(PyExc_ValueError,
                             "place: gradients of %d parameters, and memory of %d flat groups",
                             self->n_params, n_groups);
@@ -56,15 +75,15 @@ static PyObject *place_method(PyObject *object, PyObject *args)
         Py_XSETREF(p->given, Py_NewRef(p->grad));
     }
     for (int i = 0; i < self->n_params; i++)
-        self->params[i].refs = Py_REFCNT(self->params[i].grad);
-    if (flats == Py_None)
+        self->params[i].refs = Py_REFCNT(self->params[i].grad) - 1; /* without the list's */
+    if (lent == Py_None)
         Py_RETURN_NONE;
-    if (!away && place(self, flats) < 0)
+    if (!self->gives_back && take(self, lent, fsdpc_unit_place_grads) < 0)
         return NULL;
-    if (away)
-        put_away(self);
-    /* The unit keeps them: a reduction that a dropped model leaves in flight writes there. */
-    Py_XSETREF(self->unit->ref->lent, Py_NewRef(flats));
+    /* The unit keeps it: a reduction that a dropped model leaves in flight writes there. */
+    Py_XSETREF(self->unit->ref->lent, Py_NewRef(lent));
+    if (self->gives_back && give_grads(self) < 0)
+        return NULL;
     Py_RETURN_NONE;
 }
 
@@ -72,30 +91,41 @@ int fsdpc_torch_lend(fsdpc_py_torch_unit *self)
 {
     if (!self->away)
         return 0;
-    PyObject *done = PyObject_CallNoArgs(self->lend);
-    Py_XDECREF(done);
-    return done ? place(self, self->unit->ref->lent) : -1;
+    self->away = take(self, self->unit->ref->lent, fsdpc_unit_place_grads) < 0;
+    return self->away ? -1 : 0;
 }
 
-int fsdpc_torch_renew(fsdpc_py_torch_unit *self, bool idle)
+/* Has somebody references to a gradient, or tensors over its memory?  -1: an exception. */
+static int are_kept(fsdpc_py_torch_unit *self, PyObject *lent)
 {
-    bool kept = false;
+    int kept = 0;
     for (int i = 0; i < self->n_params; i++) {
         fsdpc_torch_param *p = &self->params[i];
         if (p->given != p->grad)
             Py_SETREF(p->given, Py_NewRef(p->grad));
         kept |= Py_REFCNT(p->grad) > p->refs;
     }
-    if (!self->unit->ref->lent || self->away)
+    for (Py_ssize_t g = 0; g < PyList_GET_SIZE(lent) && !kept; g++) {
+        PyObject *flag = PyObject_GetAttr(PyList_GET_ITEM(lent, g), self->names.is_kept);
+        kept = flag ? flag == Py_True : -1;
+        Py_XDECREF(flag);
+    }
+    return kept;
+}
+
+int fsdpc_torch_renew(fsdpc_py_torch_unit *self, bool idle)
+{
+    PyObject *lent = self->unit->ref->lent;
+    if (!lent || self->away)
         return 0;
-    PyObject *args[] = {kept ? Py_True : Py_False, idle ? Py_True : Py_False};
-    PyObject *gone = PyObject_Vectorcall(self->renew, args, 2, NULL);
-    if (!gone)
-        return -1;
-    if (gone == Py_True)
-        put_away(self);
-    Py_DECREF(gone);
-    return 0;
+    int kept = are_kept(self, lent);
+    if (kept == 0 && idle && self->gives_back)
+        return give_grads(self);
+    if (kept <= 0)
+        return kept;
+    PyObject *done = PyObject_CallNoArgs(self->renew);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
 }
 
 int fsdpc_torch_drop_grads(fsdpc_py_torch_unit *self)
@@ -107,6 +137,50 @@ int fsdpc_torch_drop_grads(fsdpc_py_torch_unit *self)
     fsdpc_unit_zero_grad(unit);
     return fsdpc_torch_renew(self, true);
 }
+
+/* ---- fulls ---- */
+
+static fsdpc_status take_fulls(void *of)
+{
+    fsdpc_py_torch_unit *self = of;
+    PyGILState_STATE gil = PyGILState_Ensure();
+    fsdpc_status status = FSDPC_OK;
+    if (take(self, self->fulls, fsdpc_unit_place_fulls) < 0)
+        status = fsdpc_fail(FSDPC_ERR_CALLBACK, "no memory for the parameters of unit '%s'",
+                            fsdpc_unit_name(fsdpc_torch_unit(self)));
+    PyGILState_Release(gil);
+    return status;
+}
+
+static void give_fulls(void *of)
+{
+    fsdpc_py_torch_unit *self = of;
+    PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback); /* resharding may be what an exception asks for */
+    if (give(self, self->fulls) < 0)
+        PyErr_WriteUnraisable((PyObject *)self);
+    PyErr_Restore(type, value, traceback);
+    PyGILState_Release(gil);
+}
+
+void fsdpc_torch_lend_fulls(fsdpc_py_torch_unit *self)
+{
+    const fsdpc_full_room room = {.take = take_fulls, .give = give_fulls, .of = self};
+    if (self->gives_back)
+        fsdpc_unit_lend_fulls(fsdpc_torch_unit(self), &room);
+}
+
+static PyObject *get_lends(PyObject *object, void *Py_UNUSED(unused))
+{
+    return PyBool_FromLong(
+        fsdpc_unit_fulls_are_lent(fsdpc_torch_unit((fsdpc_py_torch_unit *)object)));
+}
+
+PyGetSetDef fsdpc_py_torch_lent_getset[] = {
+    FSDPC_PY_ATTRIBUTE(TorchUnit, lends_fulls, get_lends, NULL),
+    {NULL, NULL, NULL, NULL, NULL},
+};
 
 PyMethodDef fsdpc_py_torch_lent_methods[] = {
     FSDPC_PY_METHOD(TorchUnit, place, place_method, METH_VARARGS),

@@ -43,11 +43,13 @@ static int fill(fsdpc_py_torch_unit *self, PyObject *slots, PyObject *pieces)
 
 static PyObject *torch_unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    PyObject *unit, *slots, *pieces, *adopt, *lend, *renew, *streams;
-    FSDPC_PY_KEYWORDS(keywords, "unit", "slots", "pieces", "adopt", "lend", "renew", "streams");
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!O!OOOO", keywords, &unit, &PyList_Type,
-                                     &slots, &PyList_Type, &pieces, &adopt, &lend, &renew,
-                                     &streams))
+    PyObject *unit, *slots, *pieces, *adopt, *renew, *streams;
+    int gives_back;
+    FSDPC_PY_KEYWORDS(keywords, "unit", "slots", "pieces", "adopt", "renew", "streams",
+                      "gives_back");
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!O!OOOp", keywords, &unit, &PyList_Type,
+                                     &slots, &PyList_Type, &pieces, &adopt, &renew, &streams,
+                                     &gives_back))
         return NULL;
     fsdpc_py_unit *inner = fsdpc_py_unit_of(PyType_GetModule(type), unit);
     if (!inner)
@@ -61,28 +63,30 @@ static PyObject *torch_unit_new(PyTypeObject *type, PyObject *args, PyObject *kw
     self->unit_object = Py_NewRef(unit);
     self->unit = inner;
     self->adopt = Py_NewRef(adopt);
-    self->lend = Py_NewRef(lend);
     self->renew = Py_NewRef(renew);
+    self->gives_back = gives_back;
     self->streams = streams == Py_None ? NULL : Py_NewRef(streams);
     self->params = fsdpc_py_room(n, sizeof *self->params);
     self->slots = fsdpc_py_room(PyList_GET_SIZE(slots), sizeof *self->slots);
     if (self->params && self->slots) {
         self->n_params = n;
         self->n_slots = (int)PyList_GET_SIZE(slots);
-        if (init_names(&self->names) && fill(self, slots, pieces) == 0)
+        if (init_names(&self->names) && fill(self, slots, pieces) == 0) {
+            fsdpc_torch_lend_fulls(self);
             return (PyObject *)self;
+        }
     }
     Py_DECREF(self);
     return NULL;
 }
 
-/* bind(fulls, bases, set_version, at_end, mates) */
+/* bind(fulls, bases, lent, set_version, at_end, mates): `lent` is the memory of `bases`, or None. */
 static PyObject *torch_unit_bind(PyObject *object, PyObject *args)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
-    PyObject *fulls, *bases, *set, *at_end, *mates;
-    if (!PyArg_ParseTuple(args, "O!O!OOO!", &PyList_Type, &fulls, &PyTuple_Type, &bases, &set,
-                          &at_end, &PyList_Type, &mates))
+    PyObject *fulls, *bases, *lent, *set, *at_end, *mates;
+    if (!PyArg_ParseTuple(args, "O!O!OOOO!", &PyList_Type, &fulls, &PyTuple_Type, &bases, &lent,
+                          &set, &at_end, &PyList_Type, &mates))
         return NULL;
     if (PyList_GET_SIZE(fulls) != self->n_params)
         return PyErr_Format(PyExc_ValueError, "bind takes a full for each of %d parameters",
@@ -95,6 +99,7 @@ static PyObject *torch_unit_bind(PyObject *object, PyObject *args)
             return NULL;
     }
     Py_XSETREF(self->bases, Py_NewRef(bases));
+    Py_XSETREF(self->fulls, PyList_Check(lent) ? Py_NewRef(lent) : NULL);
     Py_XSETREF(self->set_version, Py_NewRef(set));
     Py_XSETREF(self->at_end, Py_NewRef(at_end));
     Py_XSETREF(self->mates, Py_NewRef(mates));
@@ -123,8 +128,8 @@ static int torch_unit_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(self->set_version);
     Py_VISIT(self->at_end);
     Py_VISIT(self->adopt);
-    Py_VISIT(self->lend);
     Py_VISIT(self->renew);
+    Py_VISIT(self->fulls);
     Py_VISIT(self->mates);
     Py_VISIT(self->streams);
     Py_VISIT(Py_TYPE(object));
@@ -160,8 +165,10 @@ static int torch_unit_clear(PyObject *object)
     Py_CLEAR(self->set_version);
     Py_CLEAR(self->at_end);
     Py_CLEAR(self->adopt);
-    Py_CLEAR(self->lend);
     Py_CLEAR(self->renew);
+    if (self->unit)
+        fsdpc_unit_lend_fulls(fsdpc_torch_unit(self), NULL);
+    Py_CLEAR(self->fulls);
     Py_CLEAR(self->mates);
     Py_CLEAR(self->streams);
     return 0;

@@ -29,6 +29,7 @@ typedef struct fsdpc_torch_param {
     void *master;           /* where the piece's memory is; NULL: it has none */
     bool narrow;            /* the piece's dtype is not the gradient shard's */
     long long version;      /* of `given` when it was handed out, if a copy */
+    long long written; /* the piece's version, where fulls are lent, when it was followed last */
     bool trainable, listening;
 } fsdpc_torch_param;
 
@@ -55,6 +56,9 @@ typedef struct fsdpc_torch_guard {
     X(copy_)                                                                                       \
     X(to)                                                                                          \
     X(_version)                                                                                    \
+    X(take)                                                                                        \
+    X(give)                                                                                        \
+    X(is_kept)                                                                                     \
     X(forward)                                                                                     \
     X(_post_accumulate_grad_hooks)                                                                 \
     X(register_post_accumulate_grad_hook)
@@ -76,9 +80,8 @@ struct fsdpc_py_torch_unit {
     PyObject *bases;       /* the tensors that fulls are views of */
     PyObject *set_version; /* set_version(bases, versions) */
     PyObject *adopt;       /* adopt(i): take over what a piece's memory was replaced by */
-    PyObject *lend;        /* lend(): gives the memory of gradients back to their tensors */
-    PyObject *renew;       /* renew(kept, idle): other tensors if users keep these; whether they
-                              gave their memory back, which they may where nothing runs */
+    PyObject *renew;       /* renew(): other gradients, as users keep these */
+    PyObject *fulls;       /* memory of every flat group's full, where it is lent; else NULL */
     PyObject *mates;       /* the TorchUnits of the root, this one too; NULL before bind */
     PyObject *at_end;      /* at_end(): arranges that finish() runs when this backward ends */
     bool shown;            /* dictionaries hold fulls */
@@ -88,7 +91,8 @@ struct fsdpc_py_torch_unit {
     int pins;              /* calls of Unit.unshard that are not given back */
     bool lifted;           /* modules may be called: they stand on private copies */
     bool bound;
-    bool away;         /* gradients have no memory */
+    bool gives_back;   /* the foreign library has a use for memory that is not needed for a while */
+    bool away;         /* gradients have none */
     PyObject *streams; /* streams(): the handle of the foreign library's current one; or NULL */
     fsdpc_torch_names names;
 };
@@ -130,6 +134,10 @@ int fsdpc_torch_lend(fsdpc_py_torch_unit *self);
 int fsdpc_torch_renew(fsdpc_py_torch_unit *self, bool idle);
 /* A forward begins: drops gradients that no piece has any more. */
 int fsdpc_torch_drop_grads(fsdpc_py_torch_unit *self);
+/* Lets fulls come to lie in foreign memory, where that is given back. */
+void fsdpc_torch_lend_fulls(fsdpc_py_torch_unit *self);
+/* The version counter of a foreign tensor. */
+int fsdpc_torch_version(const fsdpc_py_torch_unit *self, PyObject *tensor, long long *out);
 
 /* Gives back what Unit.unshard took, all of it. */
 void fsdpc_torch_unpin(fsdpc_py_torch_unit *self);

@@ -2135,14 +2135,12 @@ class TorchUnit:
         slots: list[tuple[dict[str, Any], str, int]],
         pieces: list[Any],
         adopt: Callable[[int], None],
-        lend: Callable[[], None],
-        renew: Callable[[bool, bool], bool],
+        renew: Callable[[], None],
         streams: Callable[[], int] | None,
+        gives_back: bool,
     ) -> None: ...
-    def place(self, grads: list[Any], flats: list[Any] | None, away: bool, /) -> None:
-        """Let these be the gradients, rows of these tensors, which have no memory if ``away``;
-        None: rows of the unit's own memory.
-        """
+    def place(self, grads: list[Any], lent: list[Any] | None, /) -> None:
+        """Let these be the gradients, rows of this memory; None: of the unit's own."""
     @property
     def in_backward(self) -> bool:
         """Whether the root's backward runs."""
@@ -2152,12 +2150,16 @@ class TorchUnit:
     @property
     def has_factor(self) -> bool:
         """Whether clipping left a factor to be applied."""
+    @property
+    def lends_fulls(self) -> bool:
+        """Whether fulls lie in memory that :meth:`bind` was given."""
     generation: int
     """Of the weights; set: what the forward saw that is computed again."""
     def bind(
         self,
         fulls: list[Any],
         bases: tuple[Any, ...],
+        lent: list[Any] | None,
         set_version: Callable[[tuple[Any, ...], tuple[int, ...]], None],
         at_end: Callable[[], None],
         mates: list[TorchUnit],

@@ -6,8 +6,8 @@ what the engine does elsewhere without order it sees what happens to be done: to
 with delays.
 
 Memory of a GPU's tensors goes back in the order of their stream; here it is kept until the end of
-:meth:`Gpu.stream`, or the process. That of gradients is the engine's, filled with NaN when it goes
-back to torch.
+:meth:`Gpu.stream`, or the process. What torch lends for gradients and fulls is memory of
+the engine's, filled with NaN when torch has it back.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ class Gpu:
         _device.raw_stream = lambda: self.told()
         _device._over = self._over
         _device._under = lambda t: _core.from_dlpack(relabel(t.__dlpack__(), CUDA))
-        _device.grad_memory = lambda unit, _: ([self._over(m) for m in _core.grad_memory(unit)],
-                                               True)
-        _device.Lent.resize = lambda lent, n_bytes: self._resized(lent, n_bytes)
+        _device.like = lambda m: self._over(fsdpc.zeros(m.shape, dtype=m.dtype))
+        _device.grad_memory = lambda unit, _: [self._over(m) for m in _core.grad_memory(unit)]
+        _device.Lent.take = lambda lent: lent.storage.data_ptr()
+        _device.Lent.give = lambda lent: self._spoil(lent.storage)
         InOrder(self).__enter__()
 
     def _over(self, memory: Any) -> torch.Tensor:
         capsule = memory.__dlpack__(stream=self.current, max_version=(1, 0))
         return torch.from_dlpack(relabel(capsule, CPU))
 
-    def _resized(self, lent: _device.Lent, n_bytes: int) -> None:
-        if n_bytes == 0:
-            self.runtime.fill(lent.storage.data_ptr(), 0xff, lent.bytes, self.current)
+    def _spoil(self, storage: torch.UntypedStorage) -> None:
+        self.runtime.fill(storage.data_ptr(), 0xff, storage.nbytes(), self.current)
 
     @contextmanager
     def stream(self, handle: int) -> Iterator[None]:

@@ -118,3 +118,97 @@ def test_torch_has_the_memory_while_there_are_no_gradients(
     assert fsdpc.memory_stats()["grad_bytes"] == before  # the engine's count: it has none of it
     # Of five forwards, the fourth of which finds gradients to add to; then as that one's were.
     assert held == [0, 0, 0, all_bytes, 0, all_bytes, 0]
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_rank_alone_takes_parameters_from_torch(
+    monkeypatch: pytest.MonkeyPatch, reshard: bool
+) -> None:
+    """As on a GPU: they are cast where a unit is used, and torch has the memory otherwise."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+    def train() -> list[Any]:
+        model = shard(build(), mp_policy=policy, reshard_after_forward=reshard)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, seen = batch(0, 0), []
+
+        def step(loss: torch.Tensor) -> None:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.item())
+
+        step(loss_of(model, x))
+        model.last.weight.data.mul_(2)  # between steps: no version says so
+        step(loss_of(model, x) + loss_of(model, batch(1, 0)))  # two forwards, one backward
+        with model.hold(), torch.no_grad():
+            seen.append(loss_of(model, x).item())
+        model.unshard()
+        seen.append(model.last.weight.float().norm().item())
+        model.reshard()
+        with fsdpc.torch.summon_full_params(model), torch.no_grad():
+            model.first.bias.fill_(0.5)
+        loss = loss_of(model, x)
+        with torch.no_grad():
+            model.last.weight.mul_(0.5)
+        loss_of(model, x)
+        with pytest.raises(RuntimeError, match="changed between forward and backward"):
+            loss.backward()
+        step(loss_of(model, x))
+        return [*seen, *(v.tolist() for v in model.state_dict().values())]
+
+    usual = train()
+    monkeypatch.setattr(_device, "takes_back", lambda: True)
+    before = fsdpc.memory_stats()["wire_bytes"]
+    assert train() == usual
+    model = shard(build(), mp_policy=policy, reshard_after_forward=reshard)
+    inside: list[int] = []
+
+    def full_bytes() -> int:
+        return sum(f.untyped_storage().nbytes() for f in firsts)
+
+    model(batch(0, 0))
+    firsts = [s.fulls[0] for s in model._fsdpc_state.root.states]  # of each one flat group
+    assert model._fsdpc_state.torch_unit.lends_fulls
+    assert fsdpc.memory_stats()["wire_bytes"] == before
+    for block in model.blocks:
+        block.register_forward_hook(lambda *_: inside.append(full_bytes()))
+    loss = loss_of(model, batch(0, 0))
+    kept = full_bytes()
+    loss.backward()
+    assert full_bytes() == 0
+    if reshard:  # the outermost unit, and one block at a time
+        assert max(inside) < sum(2 * p.numel() for p in model.parameters()) and kept < max(inside)
+    else:
+        assert kept > max(inside[:-1])
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("what", ["parameters", "gradients"])
+def test_no_memory_is_an_error_where_it_is_needed(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(_device, "takes_back", lambda: True)
+    model, x = shard(build()), batch(0, 0)
+    loss_of(model, x).backward()
+    wanted = model.last.weight.grad.clone()
+    model.zero_grad()
+    take = _device.Lent.take
+
+    def full(lent: _device.Lent) -> int:
+        raise torch.OutOfMemoryError("out of memory")
+
+    if what == "parameters":
+        monkeypatch.setattr(_device.Lent, "take", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            model(x)
+    else:
+        loss = loss_of(model, x)
+        monkeypatch.setattr(_device.Lent, "take", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            loss.backward()
+        assert all(p.grad is None for p in model.parameters())
+    monkeypatch.setattr(_device.Lent, "take", take)
+    loss_of(model, x).backward()
+    assert torch.equal(model.last.weight.grad, wanted)

@@ -58,46 +58,54 @@ def to_engine(t: torch.Tensor) -> _core.Tensor:
 
 
 def takes_back() -> bool:
-    """Whether torch's allocator has a use for the memory of gradients while there are none."""
+    """Whether torch's allocator has a use for memory that is not needed for a while."""
     return not on_cpu()
 
 
-def grad_memory(
-    unit: _core.Unit, masters: list[torch.Tensor]
-) -> tuple[list[torch.Tensor], bool]:
-    """Return memory for the gradient shards beside a unit's masters, and whether it is new.
+def like(memory: _core.Tensor) -> torch.Tensor:
+    """Return a tensor in memory of torch's."""
+    dtype = getattr(torch, memory.dtype.name)
+    return torch.empty(memory.shape, dtype=dtype, device=home())
 
-    Where a policy offloads gradients it is the unit's own.
+
+def grad_memory(unit: _core.Unit, masters: list[torch.Tensor]) -> list[torch.Tensor] | None:
+    """Return new memory for the gradient shards beside a unit's masters.
+
+    None where a policy offloads them: they lie in the unit's own.
     """
     if unit.offload and unit.offload[4]:
-        return [_over(m) for m in _core.unit_memory(unit, "grad")], False
+        return None
     if not takes_back():
-        return [_over(m) for m in _core.grad_memory(unit)], True
-    return [
-        torch.empty_like(m, dtype=torch.promote_types(m.dtype, torch.float32)) for m in masters
-    ], True
+        return [_over(m) for m in _core.grad_memory(unit)]
+    return [torch.empty_like(m, dtype=torch.promote_types(m.dtype, torch.float32)) for m in masters]
 
 
 class Lent:
-    """Memory of torch's that gradients lie in, with as many users as it has now."""
+    """Memory of torch's that the engine works in; the extension calls its methods."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         self.storage: torch.UntypedStorage = flat.untyped_storage()
         self.bytes: int = self.storage.nbytes()
-        self.users: int = _count_users(self.storage)
+        self.users: int | None = None  # before the first count
+
+    def count_users(self) -> int:
+        """Return how many tensors, and Python objects, stand for it."""
+        return torch._C._storage_Use_Count(self.storage._cdata)
 
     @property
     def is_kept(self) -> bool:
-        """Whether somebody has made other tensors over it, which live."""
-        return _count_users(self.storage) > self.users
+        """Whether there are more users than ``users``."""
+        return self.users is not None and self.count_users() > self.users
 
-    def resize(self, n_bytes: int) -> None:
-        """Give the memory back to torch (0), or take as much again."""
-        self.storage.resize_(n_bytes)
+    def take(self) -> int:
+        """Return its address, where torch may have given it others meanwhile."""
+        if self.storage.nbytes() != self.bytes:
+            self.storage.resize_(self.bytes)
+        return self.storage.data_ptr()
 
-
-def _count_users(storage: torch.UntypedStorage) -> int:
-    return torch._C._storage_Use_Count(storage._cdata)
+    def give(self) -> None:
+        """Let torch have the memory; its tensors stay, over none."""
+        self.storage.resize_(0)
 
 
 def choose(params: Sequence[tuple[str, nn.Parameter]], asked: str | None = None) -> None:

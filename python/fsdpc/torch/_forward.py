@@ -204,13 +204,19 @@ def _recall(root: Root, torch_unit: _core.TorchUnit) -> None:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
     found: list[torch.Tensor] = []
 
     def note(t: torch.Tensor) -> torch.Tensor:
         found.append(t)
         return t
 
-    _rebuild(value, note)
+    for item in value if type(value) is tuple else (value,):
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        else:
+            _rebuild(item, note)
     return found
 
 
@@ -262,7 +268,9 @@ def _mark_inputs(torch_unit: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return next(marked) if t.requires_grad else t
 
     if n_positional:
-        args = _rebuild(args, change)
+        args = tuple(
+            [change(a) if isinstance(a, torch.Tensor) else _rebuild(a, change) for a in args]
+        )
     if len(inputs) > n_positional:
         kwargs = _rebuild(kwargs, change)
     return args, kwargs

@@ -180,7 +180,13 @@ class UnitState:
             self._describe(i, piece)
         self.trusted: list[int] = [piece._version for piece in self.pieces]
         self.torch_unit: _core.TorchUnit = _core.TorchUnit(
-            unit, self.slots, self.pieces, self.adopt, self._lend, self._renew, _device.streams()
+            unit,
+            self.slots,
+            self.pieces,
+            self.adopt,
+            self._make_grads,
+            _device.streams(),
+            _device.takes_back(),
         )
         self.torch_unit.guard(self.guards)
         self._make_grads()
@@ -196,33 +202,15 @@ class UnitState:
 
     def _make_grads(self) -> None:
         """Let gradients lie in other memory; whoever holds earlier ones keeps them."""
-        flats, is_lent = _device.grad_memory(self.unit, self.masters)
-        self.grads: list[PieceGrad] = [
-            as_piece_grad(self._rows(flats, i), self, i) for i in range(len(self.pieces))
-        ]
-        self.lent: list[_device.Lent] = [_device.Lent(flat) for flat in flats] if is_lent else []
-        goes_back = _device.takes_back()
-        if goes_back:
-            self._give_back()
-        self.torch_unit.place(self.grads, flats if is_lent else None, goes_back)
-
-    def _renew(self, kept: bool, idle: bool) -> bool:
-        """Part from gradients that somebody keeps; return whether the memory of others went back."""
-        if kept or any(one.is_kept for one in self.lent):
-            self._make_grads()
-            return False
-        if not idle or not _device.takes_back():
-            return False
-        self._give_back()
-        return True
-
-    def _give_back(self) -> None:
+        flats = _device.grad_memory(self.unit, self.masters)
+        self.lent: list[_device.Lent] = [_device.Lent(flat) for flat in flats or ()]
+        if flats is None:
+            flats = [_device.to_torch(m) for m in _core.unit_memory(self.unit, "grad")]
+        grads = [as_piece_grad(self._rows(flats, i), self, i) for i in range(len(self.pieces))]
+        del flats
         for one in self.lent:
-            one.resize(0)
-
-    def _lend(self) -> None:
-        for one in self.lent:
-            one.resize(one.bytes)
+            one.users = one.count_users()
+        self.torch_unit.place(grads, self.lent or None)
 
     def _describe(self, i: int, piece: nn.Parameter) -> None:
         piece.__dict__.update(self.attributes[i])
@@ -325,7 +313,10 @@ class UnitState:
         """Make the fulls, now that the wire is there."""
         self.root = root
         with torch.inference_mode(False), torch.no_grad():
-            bases = tuple(_device.to_torch(m) for m in _core.unit_memory(self.unit, "full"))
+            flats = _core.unit_memory(self.unit, "full")
+            lends = self.torch_unit.lends_fulls
+            bases = tuple((_device.like if lends else _device.to_torch)(m) for m in flats)
+            lent = [_device.Lent(base) for base in bases] if lends else None
             for i, shape in enumerate(self.shapes):
                 group, offset, _, _, _ = self.places[i]
                 values = bases[group][offset : offset + shape.numel()].view(shape)
@@ -333,7 +324,9 @@ class UnitState:
                 full.__dict__.update(self.attributes[i])
                 target(full, self, i)
                 self.fulls.append(full)
-        self.torch_unit.bind(self.fulls, bases, _set_version, root.at_end, root.torch_units)
+            for one in lent or ():
+                one.give()
+        self.torch_unit.bind(self.fulls, bases, lent, _set_version, root.at_end, root.torch_units)
 
 
 # Optimizers choose their calls over lists by it; torch adds DTensor the same way.

@@ -1,0 +1,58 @@
+/* A rank that is alone, in memory of a front door whose users may write masters at any time.
+ *
+ * There nobody else reads what this rank publishes, and what it published would have to be compared
+ * with the masters before each step.  So it publishes nothing: a full is a cast of the masters, made
+ * where the unit begins to use it, and its memory goes back where the use ends.  This is what
+ * FSDP2 does on one rank.  On an H200, SmolLM3-3B under torch had 5.8 GiB of published parameters
+ * all the time, and compared them in 4.9 of 464 ms.
+ *
+ * A write that the front door does not see (through `.data`, say) between a forward and its backward
+ * is used by the backward, as it would be there.
+ */
+#include "engine/full.h"
+
+static fsdpc_status place(fsdpc_unit *unit, fsdpc_unit_group *group)
+{
+    (void)unit;
+    (void)group;
+    return FSDPC_OK;
+}
+
+void fsdpc_unit_place_fulls(fsdpc_unit *unit, void *const *groups)
+{
+    for (int g = 0; g < unit->layout->n_groups; g++)
+        unit->groups[g].full = unit->groups[g].published = groups[g];
+}
+
+bool fsdpc_unit_fulls_are_lent(const fsdpc_unit *unit)
+{
+    return unit->root && unit->root->full == &fsdpc_full_lent;
+}
+
+static fsdpc_status reveal(fsdpc_unit *unit)
+{
+    size_t bytes;
+    if (!unit->full_room.take)
+        return fsdpc_fail(FSDPC_ERR_STATE, "the model of unit '%s' was deleted", unit->name);
+    FSDPC_TRY(unit->full_room.take(unit->full_room.of));
+    return fsdpc_full_cast(unit, &bytes);
+}
+
+static void hide(fsdpc_unit *unit)
+{
+    if (unit->layout->n_groups == 0 || !unit->groups[0].full)
+        return; /* it was to be used, and was not */
+    for (int g = 0; g < unit->layout->n_groups; g++)
+        unit->groups[g].full = unit->groups[g].published = NULL;
+    if (unit->full_room.give)
+        unit->full_room.give(unit->full_room.of);
+}
+
+const fsdpc_full_ops fsdpc_full_lent = {
+    .name = "lent",
+    .at_use = true,
+    .place = place,
+    .remove = hide,
+    .reveal = reveal,
+    .hide = hide,
+};
