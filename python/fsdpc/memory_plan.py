@@ -304,7 +304,10 @@ def memory_plan(
         shards["cuda"]["pinned"] += sum(published)
     ahead = model._fsdpc_unit.prefetch if isinstance(model, FSDPModule) else 1
     two_stages = replicate > 1 and shard > 1
-    alone = replicate * shard == 1
+    world = distributed._world
+    alone = replicate * shard == 1 and (
+        world is None or world.size > 1 or world.transport == "self"
+    )
     buffers = {
         name: _buffers(units, plans, keeps, two_stages, name if alone else None) for name in DEVICES
     }
@@ -327,7 +330,7 @@ def memory_plan(
     activation = None
     if batch_shape is not None:
         activation = _activation_bytes(model, tuple(batch_shape), mp_policy)
-    here, world = get_default_device(), distributed._world
+    here = get_default_device()
     is_here = world is not None and world.size == replicate * shard
     return MemoryPlan(
         device=here, hosts=world.hosts if world is not None and is_here else 1,

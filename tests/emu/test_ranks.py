@@ -330,10 +330,13 @@ def test_fulls_take_turns_in_the_memory_that_was_planned(
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_process_without_a_gpu_plans_what_one_holds(nccl: dict[str, str], world: int) -> None:
+def test_a_process_without_a_gpu_plans_what_one_holds(
+    environment: dict[str, str], nccl: dict[str, str], world: int
+) -> None:
     """In pieces of 2 MiB, as a GPU that is not here is taken to map."""
     assert fsdpc.get_default_device() == "cpu"
-    for rank in ranks(nccl, "planned", "cuda", str(world), EMU_GRANULE=str(2 << 20)):
+    where = environment if world == 1 else nccl
+    for rank in ranks(where, "planned", "cuda", str(world), EMU_GRANULE=str(2 << 20)):
         for key, (held, planned) in rank.items():
             name, strategy, *grid = key.split()
             mesh = tuple(map(int, grid[0].split("x"))) if grid else world
