@@ -5,7 +5,8 @@
  *     fsdpc_full_shared    ranks share a wire that holds every full; a gather copies nothing
  *     fsdpc_full_file      the same wire, in a file on a disk
  *     fsdpc_full_moved     a gather moves bytes, into slots that units share (slots.h)
- *     fsdpc_full_lent      a rank alone casts its masters, into memory of a front door
+ *     fsdpc_full_lent      a rank alone in its shard group casts its masters, into memory of a
+ *                          front door
  *     fsdpc_full_private   no-alias mode: pages of the unit's own, unreadable while it is SHARDED
  *
  * Another way is another table.  The simplest, full_shared.c, is the

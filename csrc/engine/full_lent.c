@@ -1,4 +1,5 @@
-/* A rank that is alone, in memory of a front door whose users may write masters at any time.
+/* A rank that is alone in its shard group, in memory of a front door whose users may write masters at
+ * any time.
  *
  * There nobody else reads what this rank publishes, and what it published would have to be compared
  * with the masters before each step.  So it publishes nothing: a full is a cast of the masters, made
@@ -6,8 +7,8 @@
  * FSDP2 does on one rank.  On an H200, SmolLM3-3B under torch had 5.8 GiB of published parameters
  * all the time, and compared them in 4.9 of 464 ms.
  *
- * A write that the front door does not see (through `.data`, say) between a forward and its backward
- * is used by the backward, as it would be there.
+ * A write between a forward and its backward is an error in the backward, as weights are cast anew.
+ * One that the front door does not see (through `.data`, say) is used, as FSDP2 would.
  */
 #include "engine/full.h"
 
@@ -40,11 +41,12 @@ static fsdpc_status reveal(fsdpc_unit *unit)
 
 static void hide(fsdpc_unit *unit)
 {
-    if (unit->layout->n_groups == 0 || !unit->groups[0].full)
-        return; /* it was to be used, and was not */
-    for (int g = 0; g < unit->layout->n_groups; g++)
+    bool taken = false; /* else it was to be used, and was not */
+    for (int g = 0; g < unit->layout->n_groups; g++) {
+        taken |= unit->groups[g].full != NULL;
         unit->groups[g].full = unit->groups[g].published = NULL;
-    if (unit->full_room.give)
+    }
+    if (taken && unit->full_room.give)
         unit->full_room.give(unit->full_room.of);
 }
 

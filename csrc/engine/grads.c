@@ -73,6 +73,42 @@ void fsdpc_unit_zero_grad(fsdpc_unit *unit)
         fsdpc_fill_drop(unit); /* what was accumulated without synchronising */
 }
 
+bool fsdpc_unit_grads_rest(const fsdpc_unit *unit)
+{
+    return !unit->grad_live && !fsdpc_fill_is_in_shard(unit) &&
+           unit->reduction == FSDPC_REDUCTION_NONE && unit->n_sums == 0 && !unit->pending;
+}
+
+static bool can_part(const fsdpc_unit *unit)
+{
+    return fsdpc_unit_grads_rest(unit) && !unit->grads_lent && !unit->offload.gradients &&
+           !(unit->root && unit->root->captures > 0);
+}
+
+fsdpc_status fsdpc_unit_part_grads(fsdpc_unit *unit, void **groups_out, bool *parted_out)
+{
+    int n_groups = unit->layout->n_groups, n = 0;
+    fsdpc_status status = FSDPC_OK;
+    *parted_out = can_part(unit);
+    for (; *parted_out && status == FSDPC_OK && n < n_groups; n++) {
+        const fsdpc_unit_group *group = &unit->groups[n];
+        size_t bytes = group->plan->shard_numel * fsdpc_dtype_bytes(group->grad_dtype);
+        groups_out[n] = NULL;
+        status = fsdpc_device_alloc_zeroed(unit->device, FSDPC_MEM_GRAD, bytes, &groups_out[n]);
+    }
+    for (int g = 0; g < n; g++) {
+        unsigned char *fresh = groups_out[g];
+        if (status != FSDPC_OK) {
+            fsdpc_device_free(unit->device, fresh);
+        } else {
+            groups_out[g] = unit->groups[g].grad;
+            unit->groups[g].grad = fresh;
+        }
+    }
+    *parted_out &= status == FSDPC_OK;
+    return status;
+}
+
 fsdpc_status fsdpc_unit_take_begin(fsdpc_unit *unit)
 {
     FSDPC_TRY(fsdpc_unit_advance(unit));

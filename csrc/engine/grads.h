@@ -28,6 +28,11 @@ bool fsdpc_unit_has_factor(const fsdpc_unit *unit);
 /* Folds micro-steps together and applies the pending factor. */
 fsdpc_status fsdpc_unit_apply_scale(fsdpc_unit *unit);
 
+/* After zero_grad: the memory of its shards, which somebody still looks at, is the caller's to free,
+ * and the unit has other memory, of zeros.  Not where it is lent, offloaded or about to be written,
+ * nor where a graph of a step knows its address: then nothing happens. */
+fsdpc_status fsdpc_unit_part_grads(fsdpc_unit *unit, void **groups_out, bool *parted_out);
+
 /* ---- Gradients that a front door keeps for its users ---- */
 
 /* Users may have changed gradients: the front door writes what they gave into the rows, between
@@ -44,5 +49,8 @@ bool fsdpc_unit_give_grad(fsdpc_unit *unit, int param);
 
 /* Are there gradients, all of which were handed out, and nothing is to be added? */
 bool fsdpc_unit_gave_all(const fsdpc_unit *unit);
+
+/* Do the shards hold nothing, and is nothing about to write or read them? */
+bool fsdpc_unit_grads_rest(const fsdpc_unit *unit);
 
 #endif

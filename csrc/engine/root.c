@@ -65,7 +65,8 @@ static bool is_lent(const fsdpc_root *root)
 {
     for (int i = 0; i < root->n_units; i++) {
         const fsdpc_unit *unit = root->units[i];
-        if (!unit->full_room.take || unit->no_alias || unit->offload.params || unit->offload.masters)
+        if (!unit->full_room.take || unit->no_alias || unit->offload.params ||
+            unit->offload.masters)
             return false;
     }
     return root->comm->size == 1;

@@ -140,7 +140,8 @@ uint64_t fsdpc_unit_generation(const fsdpc_unit *unit)
 
 fsdpc_status fsdpc_unit_check_generation(const fsdpc_unit *unit, uint64_t generation)
 {
-    if (generation == fsdpc_unit_generation(unit))
+    bool written = unit->root && unit->root->full->at_use && unit->dirty;
+    if (generation == fsdpc_unit_generation(unit) && !written)
         return FSDPC_OK;
     return fsdpc_fail(FSDPC_ERR_STATE,
                       "the weights of unit '%s' changed between forward and backward: run backward "
@@ -382,6 +383,20 @@ static const char *where_of(const fsdpc_root *root)
     return root->in_backward ? "backward" : root->forward_depth ? "forward" : NULL;
 }
 
+/* All units, or none. */
+static fsdpc_status hold_all(fsdpc_root *root)
+{
+    fsdpc_status status = FSDPC_OK;
+    int n = 0;
+    for (; status == FSDPC_OK && n < root->n_units; n++) {
+        status = fsdpc_gather_wait(root->units[n], false);
+        root->units[n]->held += status == FSDPC_OK;
+    }
+    for (int i = 0; status != FSDPC_OK && i < n - 1; i++)
+        (void)fsdpc_reshard(root->units[i]);
+    return status;
+}
+
 fsdpc_status fsdpc_hold_begin(fsdpc_root *root)
 {
     if (where_of(root))
@@ -389,10 +404,7 @@ fsdpc_status fsdpc_hold_begin(fsdpc_root *root)
                           where_of(root), root->units[0]->name);
     if (root->holds == 0) {
         FSDPC_TRY(fsdpc_root_epoch(root, FSDPC_EPOCH_HOLD, root->units[0], 0));
-        for (int i = 0; i < root->n_units; i++) {
-            FSDPC_TRY(fsdpc_gather_wait(root->units[i], false));
-            root->units[i]->held++;
-        }
+        FSDPC_TRY(hold_all(root));
     }
     root->holds++;
     return FSDPC_OK;

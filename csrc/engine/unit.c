@@ -1,8 +1,9 @@
 /* A unit's private memory, and moving single parameters in and out of it.
  *
  * Masters are allocated once, with the unit, and never move: optimizers and exported pieces may keep
- * pointers.  So are gradient shards, unless a front door lends memory for them.  Loops over elements
- * are the kernels of flat_ops; this file only finds out which elements.
+ * pointers.  Gradient shards are too, but may move while they hold nothing (place_grads here, and
+ * grads.h).  Loops over elements are the kernels of flat_ops; this file only finds out which
+ * elements.
  */
 #include "engine/unit_internal.h"
 

@@ -44,7 +44,7 @@ typedef struct fsdpc_unit_group {
     unsigned char *target;    /* where a gather writes it: the same memory, by the address that
                                  transports are given; NULL where a gather moves nothing */
     void *own_block;          /* the block that holds it in no-alias mode */
-    unsigned char *published; /* this rank's slices, where gathers move bytes; else NULL */
+    unsigned char *published; /* this rank's slices, where the wire does not hold them; else NULL */
     fsdpc_work gather, reduce;
 } fsdpc_unit_group;
 

@@ -50,6 +50,7 @@
     X(tensor, ops)                                                                                 \
     X(unit, unit_call)                                                                             \
     X(unit, unit_value)                                                                            \
+    X(unit, unit_grad)                                                                             \
     X(unit, unit_schedule)                                                                         \
     X(torch_unit, torch_call)                                                                      \
     X(torch_unit, torch_follow)                                                                    \

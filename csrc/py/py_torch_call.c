@@ -70,7 +70,7 @@ int fsdpc_torch_begin_backward(fsdpc_py_torch_unit *self, uint64_t generation)
     Py_DECREF(asked);
     if (fsdpc_unit_in_backward(unit) && self->shown)
         return 0;
-    if (catch_up(self) < 0)
+    if (catch_up(self) < 0 || fsdpc_torch_follow_writes(self) < 0)
         return -1;
     fsdpc_status status;
     FSDPC_PY_WITHOUT_GIL(status = fsdpc_call_begin_backward(unit, generation));
@@ -206,9 +206,9 @@ static PyObject *torch_unit_hide(PyObject *object, PyObject *gave_up)
     for (int i = 0; i < self->n_params; i++)
         (void)fsdpc_unit_give_grad(unit, i); /* as if it had been */
     int any = gave_up == Py_True ? fsdpc_torch_has_grads(self) : 1;
-    if (any == 0)
-        fsdpc_unit_zero_grad(unit);
-    return any < 0 || fsdpc_torch_hide(self) < 0 ? NULL : Py_NewRef(Py_None);
+    if (any < 0 || (any == 0 && fsdpc_torch_zero_grad(self, false) < 0))
+        return NULL;
+    return fsdpc_torch_hide(self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* hold(begin): fulls stay shown once Unit.unshard has gathered them, until it is given back. */

@@ -24,8 +24,7 @@ static int follow_piece(const fsdpc_py_torch_unit *self, int i)
     return done ? 0 : -1;
 }
 
-/* Where nothing is published, nothing can be compared: writes are known by the piece's version. */
-static int follow_writes(fsdpc_py_torch_unit *self)
+int fsdpc_torch_follow_writes(fsdpc_py_torch_unit *self)
 {
     fsdpc_unit *unit = fsdpc_torch_unit(self);
     bool written = false;
@@ -87,8 +86,8 @@ int fsdpc_torch_follow_root(fsdpc_py_torch_unit *self)
         return 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->mates); i++) {
         fsdpc_py_torch_unit *mate = (fsdpc_py_torch_unit *)PyList_GET_ITEM(self->mates, i);
-        if (follow_memory(mate) < 0 || follow_trainable(mate) < 0 || follow_writes(mate) < 0 ||
-            fsdpc_torch_drop_grads(mate) < 0)
+        if (follow_memory(mate) < 0 || follow_trainable(mate) < 0 ||
+            fsdpc_torch_follow_writes(mate) < 0 || fsdpc_torch_drop_grads(mate) < 0)
             return -1;
     }
     return 0;

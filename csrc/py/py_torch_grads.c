@@ -188,13 +188,9 @@ int fsdpc_torch_take_grads(fsdpc_py_torch_unit *self)
     int any = fsdpc_torch_has_grads(self);
     if (any < 0)
         return -1;
-    if (!any) {
-        bool settled = fsdpc_unit_gave_all(unit);
-        if (was_live)
-            fsdpc_unit_zero_grad(unit);
-        return settled ? fsdpc_torch_renew(self, false) : 0;
-    }
-    if (fsdpc_torch_lend(self) < 0)
+    if (!any)
+        return was_live ? fsdpc_torch_zero_grad(self, false) : fsdpc_torch_renew(self, false);
+    if ((!was_live && fsdpc_torch_renew(self, false) < 0) || fsdpc_torch_lend(self) < 0)
         return -1;
     fsdpc_status status = fsdpc_unit_take_begin(unit);
     if (fsdpc_py_check(status) < 0)

@@ -48,6 +48,12 @@ static int give(const fsdpc_py_torch_unit *self, PyObject *lent)
 
 /* ---- gradients ---- */
 
+/* Not where a half-filled buffer is to be reduced, which may be before the unit's backward. */
+static bool can_give(const fsdpc_py_torch_unit *self)
+{
+    return self->gives_back && !fsdpc_grad_is_open(fsdpc_torch_unit(self));
+}
+
 static int give_grads(fsdpc_py_torch_unit *self)
 {
     fsdpc_unit_place_grads(fsdpc_torch_unit(self), NULL);
@@ -78,11 +84,12 @@ static PyObject *place_method(PyObject *object, PyObject *args)
         self->params[i].refs = Py_REFCNT(self->params[i].grad) - 1; /* without the list's */
     if (lent == Py_None)
         Py_RETURN_NONE;
-    if (!self->gives_back && take(self, lent, fsdpc_unit_place_grads) < 0)
+    bool away = can_give(self);
+    if (!away && take(self, lent, fsdpc_unit_place_grads) < 0)
         return NULL;
     /* The unit keeps it: a reduction that a dropped model leaves in flight writes there. */
     Py_XSETREF(self->unit->ref->lent, Py_NewRef(lent));
-    if (self->gives_back && give_grads(self) < 0)
+    if (away && give_grads(self) < 0)
         return NULL;
     Py_RETURN_NONE;
 }
@@ -116,10 +123,10 @@ static int are_kept(fsdpc_py_torch_unit *self, PyObject *lent)
 int fsdpc_torch_renew(fsdpc_py_torch_unit *self, bool idle)
 {
     PyObject *lent = self->unit->ref->lent;
-    if (!lent || self->away)
+    if (!lent || self->away || !fsdpc_unit_grads_rest(fsdpc_torch_unit(self)))
         return 0;
     int kept = are_kept(self, lent);
-    if (kept == 0 && idle && self->gives_back)
+    if (kept == 0 && idle && can_give(self))
         return give_grads(self);
     if (kept <= 0)
         return kept;
@@ -128,14 +135,24 @@ int fsdpc_torch_renew(fsdpc_py_torch_unit *self, bool idle)
     return done ? 0 : -1;
 }
 
+int fsdpc_torch_zero_grad(fsdpc_py_torch_unit *self, bool idle)
+{
+    fsdpc_unit *unit = fsdpc_torch_unit(self);
+    PyObject *lent = self->unit->ref->lent;
+    int kept = lent && fsdpc_unit_has_factor(unit) ? are_kept(self, lent) : 0;
+    if (kept < 0 || (kept && fsdpc_py_check(fsdpc_unit_apply_scale(unit)) < 0))
+        return -1;
+    fsdpc_unit_zero_grad(unit);
+    return fsdpc_torch_renew(self, idle);
+}
+
 int fsdpc_torch_drop_grads(fsdpc_py_torch_unit *self)
 {
     fsdpc_unit *unit = fsdpc_torch_unit(self);
     int any = fsdpc_unit_gave_all(unit) ? fsdpc_torch_has_grads(self) : 1;
-    if (any != 0)
-        return any < 0 ? -1 : 0;
-    fsdpc_unit_zero_grad(unit);
-    return fsdpc_torch_renew(self, true);
+    if (any < 0)
+        return -1;
+    return any == 0 ? fsdpc_torch_zero_grad(self, true) : fsdpc_torch_renew(self, true);
 }
 
 /* ---- fulls ---- */

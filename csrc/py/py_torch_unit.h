@@ -117,6 +117,8 @@ int fsdpc_torch_param_arg(const fsdpc_py_torch_unit *self, PyObject *const *args
 /* What the user may change between steps, before an epoch publishes masters: which pieces are
  * trainable, and their memory, for all units of the root.  Does nothing inside an epoch. */
 int fsdpc_torch_follow_root(fsdpc_py_torch_unit *self);
+/* Where nothing is published, nothing can be compared: writes are known by the pieces' versions. */
+int fsdpc_torch_follow_writes(fsdpc_py_torch_unit *self);
 
 /* Whether any piece has a `.grad`; -1 with an exception. */
 int fsdpc_torch_has_grads(const fsdpc_py_torch_unit *self);
@@ -130,7 +132,9 @@ int fsdpc_torch_give_grads(fsdpc_py_torch_unit *self);
 void *fsdpc_torch_data(const fsdpc_py_torch_unit *self, PyObject *tensor);
 /* Gradient shards have memory after it. */
 int fsdpc_torch_lend(fsdpc_py_torch_unit *self);
-/* The gradients were dropped: what users keep of them is theirs alone.  `idle`: a forward begins. */
+/* Drops gradients; what users keep of them is theirs alone, and clipped.  `idle`: a forward begins. */
+int fsdpc_torch_zero_grad(fsdpc_py_torch_unit *self, bool idle);
+/* The same where there may be none any more; does nothing where there are. */
 int fsdpc_torch_renew(fsdpc_py_torch_unit *self, bool idle);
 /* A forward begins: drops gradients that no piece has any more. */
 int fsdpc_torch_drop_grads(fsdpc_py_torch_unit *self);

@@ -1,4 +1,4 @@
-/* Unit: its parameters, one by one: pieces, gradients, whole values, what their tensors stand on.
+/* Unit: its parameters, one by one: pieces, whole values, what their tensors stand on.
  */
 #include "py/py_engine.h"
 
@@ -72,22 +72,6 @@ static PyObject *unit_local(PyObject *object, PyObject *arg)
         return NULL;
     void *data = fsdpc_unit_master(unit_of(object), param, &piece);
     return piece_tensor(object, param, &piece, place_of(object, param)->dtype, data);
-}
-
-static PyObject *unit_grad(PyObject *object, PyObject *arg)
-{
-    int param = index_arg(object, arg);
-    if (param < 0)
-        return NULL;
-    fsdpc_piece piece;
-    void *data;
-    fsdpc_status status = fsdpc_unit_grad(unit_of(object), param, true, &piece, &data);
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
-    if (!data)
-        Py_RETURN_NONE;
-    return piece_tensor(object, param, &piece,
-                        fsdpc_unit_flat_with(unit_of(object), param).grad_dtype, data);
 }
 
 /* The (param, value) that a method takes; -1 with an exception. */
@@ -169,12 +153,6 @@ static PyObject *unit_collect(PyObject *object, PyObject *args)
     return fsdpc_py_result(PyType_GetModuleState(Py_TYPE(object)), status, t);
 }
 
-static PyObject *unit_zero_grad(PyObject *object, PyObject *Py_UNUSED(unused))
-{
-    fsdpc_unit_zero_grad(unit_of(object));
-    Py_RETURN_NONE;
-}
-
 static PyObject *unit_bind(PyObject *object, PyObject *args)
 {
     PyObject *value;
@@ -214,11 +192,9 @@ static PyObject *get_params(PyObject *object, void *Py_UNUSED(unused))
 
 PyMethodDef fsdpc_py_unit_value_methods[] = {
     FSDPC_PY_METHOD(Unit, local, unit_local, METH_O),
-    FSDPC_PY_METHOD(Unit, grad, unit_grad, METH_O),
     FSDPC_PY_METHOD(Unit, write, unit_write, METH_VARARGS),
     FSDPC_PY_METHOD(Unit, init, unit_init, METH_VARARGS),
     FSDPC_PY_METHOD(Unit, collect, unit_collect, METH_VARARGS),
-    FSDPC_PY_METHOD(Unit, zero_grad, unit_zero_grad, METH_NOARGS),
     FSDPC_PY_METHOD(Unit, bind, unit_bind, METH_VARARGS),
     {NULL, NULL, 0, NULL},
 };

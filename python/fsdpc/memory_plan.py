@@ -246,10 +246,11 @@ def memory_plan(
     -------
     MemoryPlan
         Equal to the run's own peaks, category by category, once the schedule is recorded and as
-        long as no unit keeps gradients over several backwards (``no_sync``, and, of a rank that is
-        alone, gradients that are added up). It is of this
-        process's device and, for as many ranks as this run has, of its hosts;
-        :meth:`MemoryPlan.for_device` and :meth:`MemoryPlan.for_hosts` give that of others.
+        long as no unit keeps gradients over several backwards (``no_sync``). A rank that is alone
+        may take more, where gradients are added up or divided, or a unit is used twice in a
+        forward. The plan is of this process's device and, for as many ranks as this run has, of
+        its hosts; :meth:`MemoryPlan.for_device` and :meth:`MemoryPlan.for_hosts` give that of
+        others.
 
     Raises
     ------

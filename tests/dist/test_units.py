@@ -209,6 +209,30 @@ def freeze(m: Any, names: Callable[[str], bool]) -> None:
         p.requires_grad = not names(name)
 
 
+@pytest.mark.ranks([1, 2, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_that_are_kept_over_zero_grad_stay(strategy: str) -> None:
+    """As in PyTorch; and their memory lasts as long as they do."""
+    if strategy == "HYBRID_SHARD" and fsdpc.world_size() < 4:
+        return
+    model, twin = pair(strategy)
+    check(model, twin, lambda m, rank: loss_of(m(batch(rank))).backward())
+    before = fsdpc.memory_stats()["grad_bytes"]
+    kept = [p.grad for p in model.parameters()]
+    arrays = [g.numpy() for g in kept]
+    values = [a.copy() for a in arrays]
+    assert fsdpc.all_reduce(float(any(a.any() for a in arrays))) > 0
+    model.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    for k in (1, 2):  # other batches, into other memory
+        model.zero_grad()
+        check(model, twin, lambda m, rank, k=k: loss_of(m(batch(rank, k))).backward())
+    assert all((a == v).all() for a, v in zip(arrays, values, strict=True))
+    assert fsdpc.memory_stats()["grad_bytes"] > before
+    del kept, arrays
+    assert fsdpc.memory_stats()["grad_bytes"] == before
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.ranks([1, 2, 3])
 def test_frozen_first_and_unfrozen_later(strategy: str) -> None:

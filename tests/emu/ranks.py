@@ -329,7 +329,8 @@ def drop_what_is_in_use(_: str) -> list[Any]:
     pressed = False
     try:
         del t
-        time.sleep(30)
+        while True:
+            time.sleep(0.05)
     except KeyboardInterrupt:
         pressed = True
     given_back = list(GIVEN_BACK)

@@ -13,6 +13,7 @@ import torch
 
 import fsdpc
 from fsdpc.torch import MixedPrecisionPolicy, _device, clip_grad_norm_, optim
+from fsdpc.torch._unit import states_of
 from tests.torch.common import batch, build, loss_of, shard
 
 KEEP: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -49,6 +50,65 @@ def test_a_gradient_that_is_kept_stays(how: str, between: str) -> None:
     loss_of(again, batch(1, fsdpc.rank())).backward()
     for p, q in zip(ours.parameters(), again.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
+
+
+def fails(model: Any, x: torch.Tensor) -> None:
+    """A backward that ends in the middle."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> Any:
+            raise ValueError("on purpose")
+
+    hook = model.blocks[1].register_forward_hook(lambda m, args, y: Fails.apply(y))
+    loss = loss_of(model, x)
+    hook.remove()
+    model.zero_grad()
+    with pytest.raises(ValueError, match="on purpose"):
+        loss.backward()
+
+
+def accumulates(model: Any, x: torch.Tensor) -> None:
+    """A backward that is not reduced, dropped before it is."""
+    model.set_requires_gradient_sync(False)
+    loss_of(model, x).backward()
+    model.set_requires_gradient_sync(True)
+    model.zero_grad()
+
+
+def clips(model: Any, x: torch.Tensor) -> None:
+    """Clipping, whose factor the optimizer's step takes."""
+    clip_grad_norm_(model.parameters(), 1e-3)
+    optim.SGD(model.parameters(), lr=0.0).step()
+    model.zero_grad()
+
+
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("takes_back", [False, True])
+@pytest.mark.parametrize("between", [fails, accumulates, clips], ids=lambda f: f.__name__)
+def test_what_happens_between_leaves_kept_gradients(
+    monkeypatch: pytest.MonkeyPatch, between: Callable[..., None], takes_back: bool
+) -> None:
+    monkeypatch.setattr(_device, "takes_back", lambda: takes_back)
+    model = shard(build())
+    loss_of(model, batch(0, fsdpc.rank())).backward()
+    kept = [p.grad for p in model.parameters()]
+    before = [as_list(k.to_local()) for k in kept]
+    between(model, batch(1, fsdpc.rank()))
+    loss_of(model, batch(2, fsdpc.rank())).backward()
+    after = [as_list(k.to_local()) for k in kept]
+    if between is clips:
+        rows = [(a, b) for a, b in zip(after, before, strict=True) if torch.tensor(b).any()]
+        for a, b in rows:
+            ratio = torch.tensor(a).norm() / torch.tensor(b).norm()
+            assert 0 < ratio < 0.1  # as clipped, and not what the last backward left
+            torch.testing.assert_close(torch.tensor(a), ratio * torch.tensor(b))
+    else:
+        assert after == before
 
 
 @pytest.mark.ranks(2)
@@ -163,6 +223,11 @@ def test_a_rank_alone_takes_parameters_from_torch(
     before = fsdpc.memory_stats()["wire_bytes"]
     assert train() == usual
     model = shard(build(), mp_policy=policy, reshard_after_forward=reshard)
+    loss = loss_of(model, batch(0, 0))
+    with torch.no_grad():
+        model.last.weight.mul_(0.5)
+    with pytest.raises(RuntimeError, match="changed between forward and backward"):
+        loss.backward()  # would cast what is there now
     inside: list[int] = []
 
     def full_bytes() -> int:
@@ -185,7 +250,7 @@ def test_a_rank_alone_takes_parameters_from_torch(
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("what", ["parameters", "gradients"])
+@pytest.mark.parametrize("what", ["parameters", "gradients", "hold"])
 def test_no_memory_is_an_error_where_it_is_needed(
     monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -199,7 +264,16 @@ def test_no_memory_is_an_error_where_it_is_needed(
     def full(lent: _device.Lent) -> int:
         raise torch.OutOfMemoryError("out of memory")
 
-    if what == "parameters":
+    if what == "hold":
+        left = [None, None]
+
+        def third_is_full(lent: _device.Lent) -> int:
+            return take(lent) if left and left.pop() is None else full(lent)
+
+        monkeypatch.setattr(_device.Lent, "take", third_is_full)
+        with pytest.raises(torch.OutOfMemoryError), model.hold():
+            pass
+    elif what == "parameters":
         monkeypatch.setattr(_device.Lent, "take", full)
         with pytest.raises(torch.OutOfMemoryError):
             model(x)
@@ -210,5 +284,7 @@ def test_no_memory_is_an_error_where_it_is_needed(
             loss.backward()
         assert all(p.grad is None for p in model.parameters())
     monkeypatch.setattr(_device.Lent, "take", take)
+    optim.SGD(model.parameters(), lr=0.0).step()  # weights may change: nothing is held
     loss_of(model, x).backward()
     assert torch.equal(model.last.weight.grad, wanted)
+    assert sum(f.untyped_storage().nbytes() for s in states_of(model) for f in s.fulls) == 0

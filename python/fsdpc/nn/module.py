@@ -100,7 +100,11 @@ class Parameter(Tensor):
 
     @property
     def grad(self) -> Tensor | None:
-        """Gradient of the local rows, averaged over ranks; None where there is none."""
+        """Gradient of the local rows, averaged over ranks; None where there is none.
+
+        One that you keep over ``zero_grad()`` stays as it is, unless gradients are offloaded or a
+        step was captured (:func:`fsdpc.graph_step`): then the next backward writes over it.
+        """
         if self._unit is None:
             return Tensor.grad.__get__(self)
         return self._unit.grad(self._index)
