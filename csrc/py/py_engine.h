@@ -38,8 +38,8 @@ struct fsdpc_unit_ref {
     fsdpc_unit *unit;
     fsdpc_root_ref *root; /* NULL before the first forward */
     fsdpc_param_ref *params;
-    PyObject *comms[2];                  /* strong: shard, replicate or NULL */
-    PyObject *tier;                      /* strong: what it is offloaded to; NULL: nothing */
+    PyObject *comms[2];                   /* strong: shard, replicate or NULL */
+    PyObject *tier;                       /* strong: what it is offloaded to; NULL: nothing */
     struct fsdpc_grad_memory *handed_out; /* py_unit_grad.c: its gradients; NULL: none yet */
     PyObject *lent; /* strong: foreign tensors that gradient shards lie in; NULL: its own memory */
 };
