@@ -45,8 +45,6 @@ FAULTS = ("kill", "exit", "exception", "stop", "host", "cable")
 # A phase, and how others name it.
 PHASES = {"in forward": "forward of ", "in backward": "backward of ",
           "optimizer": "user code", "save": "user code"}
-# Names in /dev/shm: MPICH's, where its launcher killed the ranks, and of tests beside this one.
-OF_MPI = ("mpich_shar", "vader_segment", "ucx_shm")
 ENDED = "its launcher may have ended it for another rank"
 LAUNCHERS = ("torchrun", "mpich", "openmpi")
 
@@ -266,7 +264,7 @@ def test_a_fault(cell: Cell, hosts: two_hosts.Hosts, tmp_path: Path) -> None:
     check(cell, found)
     assert 0 not in found.codes, found
     assert found.left == []
-    assert [name for name in shm_names() - names if not name.startswith(OF_MPI)] == []
+    assert shm_names() - names == set()
 
 
 def saved(folder: Path) -> list[bytes]:
