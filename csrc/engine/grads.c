@@ -90,20 +90,15 @@ fsdpc_status fsdpc_unit_part_grads(fsdpc_unit *unit, void **groups_out, bool *pa
     int n_groups = unit->layout->n_groups, n = 0;
     fsdpc_status status = FSDPC_OK;
     *parted_out = can_part(unit);
-    for (; *parted_out && status == FSDPC_OK && n < n_groups; n++) {
-        const fsdpc_unit_group *group = &unit->groups[n];
-        size_t bytes = group->plan->shard_numel * fsdpc_dtype_bytes(group->grad_dtype);
-        groups_out[n] = NULL;
-        status = fsdpc_device_alloc_zeroed(unit->device, FSDPC_MEM_GRAD, bytes, &groups_out[n]);
-    }
+    for (; *parted_out && status == FSDPC_OK && n < n_groups; n++)
+        status = fsdpc_unit_alloc_grad(unit, n, &groups_out[n]);
     for (int g = 0; g < n; g++) {
         unsigned char *fresh = groups_out[g];
-        if (status != FSDPC_OK) {
-            fsdpc_device_free(unit->device, fresh);
-        } else {
-            groups_out[g] = unit->groups[g].grad;
+        groups_out[g] = status == FSDPC_OK ? unit->groups[g].grad : NULL;
+        if (status == FSDPC_OK)
             unit->groups[g].grad = fresh;
-        }
+        else
+            fsdpc_device_free(unit->device, fresh);
     }
     *parted_out &= status == FSDPC_OK;
     return status;

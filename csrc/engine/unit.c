@@ -329,6 +329,14 @@ void *fsdpc_unit_grad_rows(const fsdpc_unit *unit, int param, fsdpc_piece *piece
     return group->grad + piece_out->shard_offset * fsdpc_dtype_bytes(group->grad_dtype);
 }
 
+fsdpc_status fsdpc_unit_alloc_grad(const fsdpc_unit *unit, int group, void **out)
+{
+    const fsdpc_unit_group *g = &unit->groups[group];
+    *out = NULL;
+    return fsdpc_device_alloc_zeroed(unit->device, FSDPC_MEM_GRAD,
+                                     g->plan->shard_numel * fsdpc_dtype_bytes(g->grad_dtype), out);
+}
+
 void fsdpc_unit_place_grads(fsdpc_unit *unit, void *const *groups)
 {
     for (int g = 0; g < unit->layout->n_groups; g++) {

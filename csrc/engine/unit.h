@@ -102,6 +102,9 @@ void fsdpc_unit_lend(fsdpc_unit *unit, int change);
 /* Where its rows of the gradient lie, whatever they hold. */
 void *fsdpc_unit_grad_rows(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out);
 
+/* New memory for the gradient shard of a flat group: zeros, the caller's to free. */
+fsdpc_status fsdpc_unit_alloc_grad(const fsdpc_unit *unit, int group, void **out);
+
 /* Lets gradient shards lie in memory of others, one address for each flat group, until the next
  * call; NULL: nowhere, as long as they hold nothing.  Not those that a policy offloads.  Whoever
  * gives memory keeps it until it has called again, or until the unit has gone. */

@@ -69,7 +69,8 @@ struct fsdpc_unit {
     fsdpc_unit **ahead[2]; /* gathered ahead of forward [0] and backward [1]; NULL: as recorded */
     int n_ahead[2];
 
-    /* Memory where gathers move bytes.  Written by full_moved.c. */
+    /* Memory where gathers move bytes, written by full_moved.c; and where fulls are lent, by unit.c.
+     */
     int slot;                  /* -1: it shares with nobody */
     fsdpc_window *window;      /* what shares, or did */
     unsigned char *room;       /* of its own */

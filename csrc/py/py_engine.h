@@ -71,6 +71,8 @@ fsdpc_py_unit *fsdpc_py_unit_of(PyObject *module, PyObject *object);
 fsdpc_optim *fsdpc_py_optim_of(PyObject *module, PyObject *object);
 /* 0, or -1 with IndexError. */
 int fsdpc_py_unit_check_param(const fsdpc_py_unit *unit, int param);
+/* The parameter of a Unit that a method was given; -1 with an exception. */
+int fsdpc_py_unit_param_arg(PyObject *object, PyObject *arg);
 /* 0, or -1 with an exception when shutdown() has ended what the unit communicates over. */
 int fsdpc_py_unit_check_open(const fsdpc_py_unit *unit);
 

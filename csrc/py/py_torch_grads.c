@@ -45,7 +45,7 @@ static PyObject *dense(const fsdpc_py_torch_unit *self, const fsdpc_torch_param 
     return result;
 }
 
-void *fsdpc_torch_data(const fsdpc_py_torch_unit *self, PyObject *tensor)
+static void *data_of(const fsdpc_py_torch_unit *self, PyObject *tensor)
 {
     PyObject *number = PyObject_CallMethodNoArgs(tensor, self->names.data_ptr);
     void *data = number ? PyLong_AsVoidPtr(number) : NULL;
@@ -61,7 +61,7 @@ static int accept(fsdpc_py_torch_unit *self, int index, PyObject *grad)
     PyObject *plain = dense(self, &self->params[index], grad);
     if (!plain)
         return -1;
-    void *data = fsdpc_torch_data(self, plain);
+    void *data = data_of(self, plain);
     fsdpc_status status = FSDPC_OK;
     if (!PyErr_Occurred()) {
         fsdpc_runtime *runtime = &fsdpc_py_state_of_ref(self->unit_object)->runtime;

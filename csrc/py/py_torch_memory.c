@@ -68,16 +68,14 @@ static PyObject *grad_memory(PyObject *module, PyObject *object)
     PyObject *list = PyList_New(n_groups);
     for (int g = 0; list && g < n_groups; g++) {
         const fsdpc_unit_flat flat = fsdpc_unit_flat_of(unit, g);
-        size_t bytes = flat.shard_numel * fsdpc_dtype_bytes(flat.grad_dtype);
         void *data;
         fsdpc_tensor *t = NULL;
-        fsdpc_status status = fsdpc_device_alloc_zeroed(device, FSDPC_MEM_GRAD, bytes, &data);
-        if (status == FSDPC_OK) {
+        fsdpc_status status = fsdpc_unit_alloc_grad(unit, g, &data);
+        if (status == FSDPC_OK)
             status = fsdpc_tensor_wrap(device, flat.grad_dtype, 1, &flat.shard_numel, data,
                                        free_block, NULL, &t);
-            if (status != FSDPC_OK)
-                fsdpc_device_free(device, data);
-        }
+        if (status != FSDPC_OK)
+            fsdpc_device_free(device, data);
         fsdpc_py_put(&list, g,
                      status == FSDPC_OK ? fsdpc_py_tensor_wrap(module, t) : fsdpc_py_raise(status));
     }

@@ -128,8 +128,6 @@ int fsdpc_torch_take_grads(fsdpc_py_torch_unit *self);
  * for that, 0, or -1. */
 int fsdpc_torch_give_grads(fsdpc_py_torch_unit *self);
 
-/* Where a foreign tensor's data is; an exception is set if it cannot say. */
-void *fsdpc_torch_data(const fsdpc_py_torch_unit *self, PyObject *tensor);
 /* Gradient shards have memory after it. */
 int fsdpc_torch_lend(fsdpc_py_torch_unit *self);
 /* Drops gradients; what users keep of them is theirs alone, and clipped.  `idle`: a forward begins. */

@@ -78,11 +78,9 @@ static fsdpc_status hand_out(fsdpc_unit_ref *ref, int param, fsdpc_tensor **out)
 static PyObject *unit_grad(PyObject *object, PyObject *arg)
 {
     fsdpc_py_unit *self = (fsdpc_py_unit *)object;
-    int param = (int)PyLong_AsLong(arg);
-    if ((param == -1 && PyErr_Occurred()) || fsdpc_py_unit_check_param(self, param) < 0)
-        return NULL;
+    int param = fsdpc_py_unit_param_arg(object, arg);
     fsdpc_tensor *t;
-    if (fsdpc_py_check(hand_out(self->ref, param, &t)) < 0)
+    if (param < 0 || fsdpc_py_check(hand_out(self->ref, param, &t)) < 0)
         return NULL;
     if (!t)
         Py_RETURN_NONE;

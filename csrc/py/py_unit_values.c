@@ -24,7 +24,7 @@ int fsdpc_py_unit_check_param(const fsdpc_py_unit *unit, int param)
     return -1;
 }
 
-static int index_arg(PyObject *object, PyObject *arg)
+int fsdpc_py_unit_param_arg(PyObject *object, PyObject *arg)
 {
     int param = (int)PyLong_AsLong(arg);
     if (param == -1 && PyErr_Occurred())
@@ -63,7 +63,7 @@ static PyObject *piece_tensor(PyObject *object, int param, const fsdpc_piece *pi
 
 static PyObject *unit_local(PyObject *object, PyObject *arg)
 {
-    int param = index_arg(object, arg);
+    int param = fsdpc_py_unit_param_arg(object, arg);
     if (param < 0)
         return NULL;
     fsdpc_piece piece;
