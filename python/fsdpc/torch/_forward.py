@@ -16,6 +16,7 @@ weights it saw. The checkpoint's own context does, where an outermost forward ru
 from __future__ import annotations
 
 import copy
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -204,19 +205,13 @@ def _recall(root: Root, torch_unit: _core.TorchUnit) -> None:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
     found: list[torch.Tensor] = []
 
     def note(t: torch.Tensor) -> torch.Tensor:
         found.append(t)
         return t
 
-    for item in value if type(value) is tuple else (value,):
-        if isinstance(item, torch.Tensor):
-            found.append(item)
-        else:
-            _rebuild(item, note)
+    _rebuild(value, note)
     return found
 
 
@@ -225,8 +220,11 @@ def _rebuild(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, (tuple, list)):
-        items = [_rebuild(item, change) for item in value]
-        if all(a is b for a, b in zip(items, value, strict=True)):
+        items = [
+            change(item) if isinstance(item, torch.Tensor) else _rebuild(item, change)
+            for item in value
+        ]  # tensors at once, as a call a unit and step is what sharding costs
+        if all(map(operator.is_, items, value)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
@@ -268,9 +266,7 @@ def _mark_inputs(torch_unit: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return next(marked) if t.requires_grad else t
 
     if n_positional:
-        args = tuple(
-            [change(a) if isinstance(a, torch.Tensor) else _rebuild(a, change) for a in args]
-        )
+        args = _rebuild(args, change)
     if len(inputs) > n_positional:
         kwargs = _rebuild(kwargs, change)
     return args, kwargs
