@@ -178,7 +178,8 @@ typedef struct fsdpc_comm_ops {
                   const char *reason); /* poison, tell the peers; takes seconds at most */
     /* Tells the peers that this rank takes part no more; memory stays until destroy.  Optional. */
     void (*leave)(fsdpc_comm *comm);
-    /* Sets apart the communicators that this one stands on.  Optional: there are none. */
+    /* Sets apart the communicators that this one stands on.  Optional: there is no other than its
+     * control. */
     void (*set_apart)(fsdpc_comm *comm);
 
     /* Wire and epochs */
@@ -236,6 +237,8 @@ typedef struct fsdpc_comm_ops {
 
 struct fsdpc_comm {
     const fsdpc_comm_ops *ops;
+    fsdpc_comm *control;  /* owned: another one of the same ranks, which leaves, sets apart and
+                             waits where `ops` has nothing for it; NULL: there is none */
     fsdpc_device *device; /* borrowed: whose kernels sum */
     fsdpc_trace *trace;   /* borrowed, may be NULL */
     int rank, size;
@@ -388,6 +391,8 @@ static inline void fsdpc_comm_set_apart(fsdpc_comm *comm)
     comm->trace = NULL;
     if (comm->ops->set_apart)
         comm->ops->set_apart(comm);
+    else if (comm->control)
+        fsdpc_comm_set_apart(comm->control);
 }
 
 const char *fsdpc_coll_name(fsdpc_coll_kind kind);
@@ -418,6 +423,8 @@ static inline void fsdpc_comm_leave(fsdpc_comm *comm)
 {
     if (comm->ops->leave)
         comm->ops->leave(comm);
+    else if (comm->control)
+        fsdpc_comm_leave(comm->control);
 }
 
 static inline void fsdpc_comm_abort(fsdpc_comm *comm, const char *reason)
@@ -429,12 +436,16 @@ static inline void fsdpc_comm_locate(fsdpc_comm *comm, const char *phase, const 
 {
     if (comm->ops->locate)
         comm->ops->locate(comm, phase, unit);
+    else if (comm->control)
+        fsdpc_comm_locate(comm->control, phase, unit);
 }
 
 static inline void fsdpc_comm_waits(fsdpc_comm *comm, const char *what)
 {
     if (comm->ops->waits)
         comm->ops->waits(comm, what);
+    else if (comm->control)
+        fsdpc_comm_waits(comm->control, what);
 }
 
 static inline fsdpc_status fsdpc_comm_look(fsdpc_comm *comm, char *note, size_t bytes)
@@ -459,12 +470,16 @@ static inline void fsdpc_comm_describe(fsdpc_comm *comm, char *text, size_t byte
     text[0] = 0;
     if (comm->ops->describe)
         comm->ops->describe(comm, text, bytes);
+    else if (comm->control)
+        fsdpc_comm_describe(comm->control, text, bytes);
 }
 
 static inline fsdpc_status fsdpc_comm_idle(fsdpc_comm *comm, int64_t max_ns)
 {
     if (comm->ops->idle)
         return comm->ops->idle(comm, max_ns);
+    if (comm->control)
+        return fsdpc_comm_idle(comm->control, max_ns);
     if (max_ns > 0)
         sched_yield();
     return FSDPC_OK;

@@ -18,11 +18,6 @@
 #include "cuda/device_cuda.h"
 #include "cuda/local_cuda.h"
 
-static fsdpc_comm *control_of(fsdpc_comm *comm)
-{
-    return fsdpc_local_of(comm)->control;
-}
-
 /* ---- Life ---- */
 
 static const fsdpc_comm_ops local_ops;
@@ -33,7 +28,7 @@ static fsdpc_status comm_new(const fsdpc_control_config *config, fsdpc_local_com
     if (!self)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a communicator");
     fsdpc_comm_init(&self->base, &local_ops, &config->comm);
-    self->control = config->control;
+    self->base.control = config->control;
     self->host = config->control->device;
     self->base.world_rank = self->base.log.rank = config->control->world_rank;
     *out = self;
@@ -43,7 +38,7 @@ static fsdpc_status comm_new(const fsdpc_control_config *config, fsdpc_local_com
 static void local_destroy(fsdpc_comm *comm)
 {
     fsdpc_local_comm *self = fsdpc_local_of(comm);
-    fsdpc_comm_destroy(self->control); /* first: it may know of what our operations hold */
+    fsdpc_comm_destroy(self->base.control); /* first: it may know of what our operations hold */
     while (self->made) {
         fsdpc_local_op *it = self->made;
         self->made = it->next;
@@ -57,9 +52,10 @@ static fsdpc_status local_split(fsdpc_comm *comm, int color, int key, fsdpc_comm
 {
     fsdpc_local_comm *self = fsdpc_local_of(comm), *part = NULL;
     fsdpc_control_config config;
-    FSDPC_TRY(fsdpc_control_split(comm, self->control, color, key, &config));
+    FSDPC_TRY(fsdpc_control_split(comm, color, key, &config));
     fsdpc_status status = config.control ? comm_new(&config, &part) : FSDPC_OK;
-    status = fsdpc_local_settle(self, fsdpc_comm_agree(self->control, status, "split"));
+    status =
+        fsdpc_control_settle(&self->base, fsdpc_comm_agree(self->base.control, status, "split"));
     if (status != FSDPC_OK) {
         if (part)
             local_destroy(&part->base);
@@ -74,17 +70,7 @@ static fsdpc_status local_split(fsdpc_comm *comm, int color, int key, fsdpc_comm
 static void local_abort(fsdpc_comm *comm, const char *reason)
 {
     fsdpc_comm_abort_local(comm, reason);
-    fsdpc_comm_abort(fsdpc_local_of(comm)->control, comm->poison);
-}
-
-static void local_leave(fsdpc_comm *comm)
-{
-    fsdpc_comm_leave(fsdpc_local_of(comm)->control);
-}
-
-static void local_set_apart(fsdpc_comm *comm)
-{
-    fsdpc_comm_set_apart(fsdpc_local_of(comm)->control);
+    fsdpc_comm_abort(comm->control, comm->poison);
 }
 
 /* ---- Copies ---- */
@@ -216,8 +202,8 @@ static fsdpc_status local_post(fsdpc_work *work)
     fsdpc_coll op = work->op;
     fsdpc_status status = go_out(self, it, &op);
     if (status == FSDPC_OK)
-        status =
-            fsdpc_local_settle(self, fsdpc_comm_post(control_of(work->comm), &op, &it->carried));
+        status = fsdpc_control_settle(&self->base,
+                                      fsdpc_comm_post(work->comm->control, &op, &it->carried));
     if (status == FSDPC_OK)
         work->impl = it;
     else
@@ -229,7 +215,7 @@ static fsdpc_status local_test(fsdpc_work *work)
 {
     fsdpc_local_comm *self = fsdpc_local_of(work->comm);
     fsdpc_local_op *it = work->impl;
-    fsdpc_status status = fsdpc_local_settle(self, fsdpc_comm_test(&it->carried));
+    fsdpc_status status = fsdpc_control_settle(&self->base, fsdpc_comm_test(&it->carried));
     if (status == FSDPC_IN_PROGRESS)
         return status;
     if (status == FSDPC_OK) {
@@ -242,35 +228,11 @@ static fsdpc_status local_test(fsdpc_work *work)
     return status;
 }
 
-/* ---- Waiting ---- */
-
-static fsdpc_status local_idle(fsdpc_comm *comm, int64_t max_ns)
-{
-    return fsdpc_comm_idle(control_of(comm), max_ns);
-}
-
-static void local_describe(fsdpc_comm *comm, char *text, size_t bytes)
-{
-    fsdpc_comm_describe(fsdpc_local_of(comm)->control, text, bytes);
-}
-
-static void local_locate(fsdpc_comm *comm, const char *phase, const char *unit)
-{
-    fsdpc_comm_locate(control_of(comm), phase, unit);
-}
-
-static void local_waits(fsdpc_comm *comm, const char *what)
-{
-    fsdpc_comm_waits(control_of(comm), what);
-}
-
 static const fsdpc_comm_ops local_ops = {
     .name = "local_cuda",
     .destroy = local_destroy,
     .split = local_split,
     .abort = local_abort,
-    .leave = local_leave,
-    .set_apart = local_set_apart,
     .wire_create = fsdpc_local_wire_create,
     .wire_destroy = fsdpc_local_wire_destroy,
     .epoch_arrive = fsdpc_controlled_arrive,
@@ -282,10 +244,6 @@ static const fsdpc_comm_ops local_ops = {
     .buffer_idle = fsdpc_local_buffer_idle,
     .post = local_post,
     .test = local_test,
-    .idle = local_idle,
-    .describe = local_describe,
-    .locate = local_locate,
-    .waits = local_waits,
 };
 
 fsdpc_status fsdpc_comm_local_cuda_create(const fsdpc_control_config *config, fsdpc_comm **out)

@@ -40,7 +40,7 @@ static void nccl_abort(fsdpc_comm *comm, const char *reason)
     fsdpc_comm_nccl *group = NULL;
     while ((group = fsdpc_nccl_ending(self, group))) {
         fsdpc_comm_abort_local(&group->base, comm->poison);
-        fsdpc_comm_abort(group->control, comm->poison);
+        fsdpc_comm_abort(group->base.control, comm->poison);
     }
     fsdpc_nccl_groups_abort(self);
     while ((group = fsdpc_nccl_ending(self, group)))
@@ -62,7 +62,7 @@ static fsdpc_status comm_new(const fsdpc_control_config *config, fsdpc_nccl_worl
     if (!self)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a communicator");
     fsdpc_comm_init(&self->base, &nccl_ops, &config->comm);
-    self->control = config->control;
+    self->base.control = config->control;
     self->base.world_rank = self->base.log.rank = config->control->world_rank;
     self->base.carry = config->control->carry;
     self->base.carry_arg = config->control->carry_arg;
@@ -82,12 +82,7 @@ static void nccl_leave(fsdpc_comm *comm)
         for (fsdpc_comm_nccl *group = self->world->groups; group; group = group->next_group)
             if (group->base.apart == comm->apart)
                 fsdpc_nccl_ops_finish(group);
-    fsdpc_comm_leave(self->control);
-}
-
-static void nccl_set_apart(fsdpc_comm *comm)
-{
-    fsdpc_comm_set_apart(fsdpc_nccl_of(comm)->control);
+    fsdpc_comm_leave(self->base.control);
 }
 
 static void nccl_destroy(fsdpc_comm *comm)
@@ -102,14 +97,15 @@ static void nccl_destroy(fsdpc_comm *comm)
     if (!fsdpc_nccl_is_forked(self)) {
         if (!comm->poison[0])
             fsdpc_nccl_ops_finish(self);
-        bool idle = !self->in_flight && !comm->poison[0] && !self->control->poison[0];
+        bool idle =
+            comm->control && !self->in_flight && !comm->poison[0] && !comm->control->poison[0];
         fsdpc_nccl_ops_drop(self, FSDPC_ERR_STATE);
         if (idle)
             fsdpc_nccl_channels_close(self);
         else
             fsdpc_nccl_channels_abort(self);
     }
-    fsdpc_comm_destroy(self->control); /* first: it may know of our operations' agreements */
+    fsdpc_comm_destroy(self->base.control); /* first: it may know of our operations' agreements */
     if (!fsdpc_nccl_is_forked(self))
         fsdpc_nccl_ops_free(self);
     world_release(self->world);
@@ -122,9 +118,10 @@ static fsdpc_status nccl_split(fsdpc_comm *comm, int color, int key, fsdpc_comm 
     fsdpc_control_config config;
     FSDPC_TRY(fsdpc_comm_health(comm));
     FSDPC_TRY(fsdpc_nccl_launched(self));
-    FSDPC_TRY(fsdpc_control_split(comm, self->control, color, key, &config));
+    FSDPC_TRY(fsdpc_control_split(comm, color, key, &config));
     fsdpc_status status = config.control ? comm_new(&config, self->world, &part) : FSDPC_OK;
-    status = fsdpc_nccl_settle(self, fsdpc_comm_agree(self->control, status, "split"));
+    status =
+        fsdpc_control_settle(&self->base, fsdpc_comm_agree(self->base.control, status, "split"));
     if (status != FSDPC_OK) {
         if (part)
             nccl_destroy(&part->base);
@@ -145,8 +142,8 @@ static fsdpc_status memory_create(fsdpc_comm_nccl *self, const char *what, fsdpc
 {
     FSDPC_TRY(fsdpc_comm_health(&self->base));
     FSDPC_TRY(fsdpc_nccl_launched(self));
-    return out ? fsdpc_control_memory(&self->base, self->control, what, kind, bytes, out)
-               : fsdpc_control_sizes(&self->base, self->control, what, bytes);
+    return out ? fsdpc_control_memory(&self->base, what, kind, bytes, out)
+               : fsdpc_control_sizes(&self->base, what, bytes);
 }
 
 static fsdpc_status nccl_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out)
@@ -161,9 +158,10 @@ static fsdpc_status nccl_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire 
     FSDPC_TRY_GOTO(status,
                    memory_create(self, "wire_create", FSDPC_MEM_WIRE, bytes, moved ? NULL : &data),
                    free_wire);
-    FSDPC_TRY_GOTO(status,
-                   fsdpc_nccl_settle(self, fsdpc_wire_create(self->control, 0, &wire->control)),
-                   free_data);
+    FSDPC_TRY_GOTO(
+        status,
+        fsdpc_control_settle(&self->base, fsdpc_wire_create(self->base.control, 0, &wire->control)),
+        free_data);
     FSDPC_TRY_GOTO(status, fsdpc_nccl_channel_open(self, FSDPC_NCCL_GATHERS), destroy_control);
     wire->base =
         (fsdpc_wire){.comm = comm, .bytes = bytes, .moved = moved, .read = data, .write = data};
@@ -278,7 +276,7 @@ static bool goes_on_alone(fsdpc_comm_nccl *self)
 static fsdpc_status nccl_idle(fsdpc_comm *comm, int64_t max_ns)
 {
     fsdpc_comm_nccl *self = fsdpc_nccl_of(comm);
-    fsdpc_comm *control = self->control;
+    fsdpc_comm *control = self->base.control;
     if (max_ns > 0)
         FSDPC_TRY(fsdpc_nccl_carry_on(self));
     if (max_ns > GPU_NAP_NS && gpu_is_busy(self))
@@ -342,21 +340,6 @@ static fsdpc_status watch_wait(void *arg, fsdpc_status (*poll)(void *poll_arg), 
     return status;
 }
 
-static void nccl_describe(fsdpc_comm *comm, char *text, size_t bytes)
-{
-    fsdpc_comm_describe(fsdpc_nccl_of(comm)->control, text, bytes);
-}
-
-static void nccl_locate(fsdpc_comm *comm, const char *phase, const char *unit)
-{
-    fsdpc_comm_locate(fsdpc_nccl_of(comm)->control, phase, unit);
-}
-
-static void nccl_waits(fsdpc_comm *comm, const char *what)
-{
-    fsdpc_comm_waits(fsdpc_nccl_of(comm)->control, what);
-}
-
 /* ---- The table ---- */
 
 static const fsdpc_comm_ops nccl_ops = {
@@ -365,7 +348,6 @@ static const fsdpc_comm_ops nccl_ops = {
     .split = nccl_split,
     .abort = nccl_abort,
     .leave = nccl_leave,
-    .set_apart = nccl_set_apart,
     .wire_create = nccl_wire_create,
     .wire_destroy = nccl_wire_destroy,
     .wire_attach = fsdpc_nccl_wire_attach,
@@ -381,9 +363,6 @@ static const fsdpc_comm_ops nccl_ops = {
     .test = fsdpc_nccl_test,
     .order = fsdpc_nccl_order,
     .idle = nccl_idle,
-    .describe = nccl_describe,
-    .locate = nccl_locate,
-    .waits = nccl_waits,
 };
 
 fsdpc_status fsdpc_comm_nccl_create(const fsdpc_control_config *config, fsdpc_comm **out)
@@ -414,7 +393,7 @@ fsdpc_status fsdpc_comm_nccl_create(const fsdpc_control_config *config, fsdpc_co
         return FSDPC_OK;
     }
     if (self) {
-        self->control = NULL; /* the caller's still */
+        self->base.control = NULL; /* the caller's still */
         nccl_destroy(&self->base);
     }
     return status;

@@ -28,8 +28,9 @@ fsdpc_status fsdpc_control_check(const fsdpc_control_config *config, const char 
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_control_settle(fsdpc_comm *comm, const fsdpc_comm *control, fsdpc_status status)
+fsdpc_status fsdpc_control_settle(fsdpc_comm *comm, fsdpc_status status)
 {
+    const fsdpc_comm *control = comm->control;
     if (status >= 0 || !control->poison[0] || comm->poison[0])
         return status;
     if (status == FSDPC_ERR_POISONED) /* the reason, not that there was one */
@@ -59,12 +60,12 @@ fsdpc_status fsdpc_control_tell(fsdpc_comm *control, const char *what, fsdpc_sta
     return status;
 }
 
-fsdpc_status fsdpc_control_split(fsdpc_comm *comm, fsdpc_comm *control, int color, int key,
+fsdpc_status fsdpc_control_split(fsdpc_comm *comm, int color, int key,
                                  fsdpc_control_config *config_out)
 {
     fsdpc_comm *part = NULL;
     FSDPC_TRY(fsdpc_comm_health(comm));
-    FSDPC_TRY(fsdpc_control_settle(comm, control, fsdpc_comm_split(control, color, key, &part)));
+    FSDPC_TRY(fsdpc_control_settle(comm, fsdpc_comm_split(comm->control, color, key, &part)));
     *config_out = (fsdpc_control_config){.control = part};
     if (part)
         config_out->comm = fsdpc_comm_config_like(comm, part->rank, part->size);
@@ -73,25 +74,24 @@ fsdpc_status fsdpc_control_split(fsdpc_comm *comm, fsdpc_comm *control, int colo
 
 /* ---- Memory ---- */
 
-fsdpc_status fsdpc_control_sizes(fsdpc_comm *comm, fsdpc_comm *control, const char *what,
-                                 size_t bytes)
+fsdpc_status fsdpc_control_sizes(fsdpc_comm *comm, const char *what, size_t bytes)
 {
     FSDPC_TRY(fsdpc_comm_health(comm));
-    fsdpc_status status = fsdpc_comm_run(control, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER,
-                                                                .unit = -1,
-                                                                .what = what,
-                                                                .dtype = FSDPC_U8,
-                                                                .numel = bytes});
-    return fsdpc_control_settle(comm, control, status);
+    fsdpc_status status = fsdpc_comm_run(comm->control, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER,
+                                                                      .unit = -1,
+                                                                      .what = what,
+                                                                      .dtype = FSDPC_U8,
+                                                                      .numel = bytes});
+    return fsdpc_control_settle(comm, status);
 }
 
-fsdpc_status fsdpc_control_memory(fsdpc_comm *comm, fsdpc_comm *control, const char *what,
-                                  fsdpc_mem_kind kind, size_t bytes, void **out)
+fsdpc_status fsdpc_control_memory(fsdpc_comm *comm, const char *what, fsdpc_mem_kind kind,
+                                  size_t bytes, void **out)
 {
     void *data = NULL;
-    FSDPC_TRY(fsdpc_control_sizes(comm, control, what, bytes));
+    FSDPC_TRY(fsdpc_control_sizes(comm, what, bytes));
     fsdpc_status status = fsdpc_device_alloc_zeroed(comm->device, kind, bytes, &data);
-    status = fsdpc_control_settle(comm, control, fsdpc_comm_agree(control, status, what));
+    status = fsdpc_control_settle(comm, fsdpc_comm_agree(comm->control, status, what));
     if (status != FSDPC_OK)
         fsdpc_device_free(comm->device, data);
     else
@@ -108,16 +108,11 @@ static fsdpc_wire *control_wire(fsdpc_wire *base)
     return control;
 }
 
-static fsdpc_status settle(fsdpc_wire *base, fsdpc_status status)
-{
-    return fsdpc_control_settle(base->comm, ((fsdpc_controlled_wire *)base)->control->comm, status);
-}
-
 fsdpc_status fsdpc_controlled_arrive(fsdpc_wire *base, const fsdpc_epoch_note *mine)
 {
     FSDPC_TRY(fsdpc_comm_health(base->comm));
     fsdpc_wire *control = control_wire(base);
-    FSDPC_TRY(settle(base, fsdpc_wire_arrive(control, mine)));
+    FSDPC_TRY(fsdpc_control_settle(base->comm, fsdpc_wire_arrive(control, mine)));
     base->epoch = control->epoch;
     return FSDPC_OK;
 }
@@ -126,18 +121,18 @@ fsdpc_status fsdpc_controlled_test(fsdpc_wire *base, fsdpc_epoch_note *all_out)
 {
     fsdpc_wire *control = control_wire(base);
     FSDPC_TRY(fsdpc_comm_health(base->comm));
-    return settle(base, control->comm->ops->epoch_test(control, all_out));
+    return fsdpc_control_settle(base->comm, control->comm->ops->epoch_test(control, all_out));
 }
 
 fsdpc_status fsdpc_controlled_publish(fsdpc_wire *base)
 {
     FSDPC_TRY(fsdpc_comm_health(base->comm));
-    return settle(base, fsdpc_wire_publish(control_wire(base)));
+    return fsdpc_control_settle(base->comm, fsdpc_wire_publish(control_wire(base)));
 }
 
 fsdpc_status fsdpc_controlled_published(fsdpc_wire *base)
 {
     FSDPC_TRY(fsdpc_comm_health(base->comm));
     fsdpc_wire *control = control_wire(base);
-    return settle(base, control->comm->ops->epoch_published(control));
+    return fsdpc_control_settle(base->comm, control->comm->ops->epoch_published(control));
 }

@@ -1,7 +1,7 @@
 /* The control of GPU transports: another communicator of the same ranks, over host memory, which
  * they take over.  It is shared memory on one host, and a link beside it on several.
  *
- * A communicator that stands on a control has a `base` for its callers and the control beside it.
+ * A communicator that stands on a control owns it (comm.h).
  * Words and notes go over the control: epochs, agreement on what is posted, who died and who is
  * late.  What closes the control closes the communicator, with the same reason.
  */
@@ -28,7 +28,7 @@ static inline int fsdpc_control_hosts(const fsdpc_control_config *config)
 fsdpc_status fsdpc_control_check(const fsdpc_control_config *config, const char *who);
 
 /* `status` of a call on the control; what closed that closes `comm` too. */
-fsdpc_status fsdpc_control_settle(fsdpc_comm *comm, const fsdpc_comm *control, fsdpc_status status);
+fsdpc_status fsdpc_control_settle(fsdpc_comm *comm, fsdpc_status status);
 
 /* Collective over `control`.  Ranks show each other `mine`: *all_out holds the `bytes` of each, by
  * rank, and is the caller's to free. `status` says whether the rank could make `mine`; if it is an
@@ -38,17 +38,16 @@ fsdpc_status fsdpc_control_tell(fsdpc_comm *control, const char *what, fsdpc_sta
 
 /* Collective.  Splits the control; *config_out is what the part begins with, its control NULL where
  * this rank is in none. */
-fsdpc_status fsdpc_control_split(fsdpc_comm *comm, fsdpc_comm *control, int color, int key,
+fsdpc_status fsdpc_control_split(fsdpc_comm *comm, int color, int key,
                                  fsdpc_control_config *config_out);
 
 /* Collective.  What all make alike, of as many bytes on each rank. */
-fsdpc_status fsdpc_control_sizes(fsdpc_comm *comm, fsdpc_comm *control, const char *what,
-                                 size_t bytes);
+fsdpc_status fsdpc_control_sizes(fsdpc_comm *comm, const char *what, size_t bytes);
 
 /* Collective.  Memory of the GPU, zeroed, that all make alike: the sizes agree, and all have it or
  * none. */
-fsdpc_status fsdpc_control_memory(fsdpc_comm *comm, fsdpc_comm *control, const char *what,
-                                  fsdpc_mem_kind kind, size_t bytes, void **out);
+fsdpc_status fsdpc_control_memory(fsdpc_comm *comm, const char *what, fsdpc_mem_kind kind,
+                                  size_t bytes, void **out);
 
 /* A wire in the GPU's memory, or in none (of several ranks), whose epochs are those of a wire of
  * the control. */

@@ -20,8 +20,7 @@ typedef struct fsdpc_local_op {
 
 typedef struct fsdpc_local_comm {
     fsdpc_comm base;
-    fsdpc_comm *control; /* owned */
-    fsdpc_device *host;  /* the control's */
+    fsdpc_device *host; /* the control's */
     fsdpc_local_op *made;
 } fsdpc_local_comm;
 
@@ -33,11 +32,6 @@ typedef struct fsdpc_local_buffer {
 static inline fsdpc_local_comm *fsdpc_local_of(fsdpc_comm *comm)
 {
     return (fsdpc_local_comm *)comm;
-}
-
-static inline fsdpc_status fsdpc_local_settle(fsdpc_local_comm *self, fsdpc_status status)
-{
-    return fsdpc_control_settle(&self->base, self->control, status);
 }
 
 /* ---- local_staged.c ---- */

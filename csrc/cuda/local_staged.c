@@ -41,11 +41,10 @@ static fsdpc_status wire_open(fsdpc_comm *comm, size_t bytes, fsdpc_controlled_w
     void *data = NULL;
     bool moved = comm->size > 1;
     fsdpc_wire *control;
-    FSDPC_TRY(moved ? fsdpc_control_sizes(comm, self->control, "wire_create", bytes)
-                    : fsdpc_control_memory(comm, self->control, "wire_create", FSDPC_MEM_WIRE,
-                                           bytes, &data));
+    FSDPC_TRY(moved ? fsdpc_control_sizes(comm, "wire_create", bytes)
+                    : fsdpc_control_memory(comm, "wire_create", FSDPC_MEM_WIRE, bytes, &data));
     fsdpc_status status =
-        fsdpc_local_settle(self, fsdpc_wire_create(self->control, bytes, &control));
+        fsdpc_control_settle(&self->base, fsdpc_wire_create(self->base.control, bytes, &control));
     if (status != FSDPC_OK) {
         fsdpc_device_free(comm->device, data);
         return status;
@@ -92,14 +91,13 @@ fsdpc_status fsdpc_local_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buf
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a buffer");
     void *data = NULL;
     fsdpc_status status;
-    FSDPC_TRY_GOTO(
-        status,
-        fsdpc_control_memory(comm, self->control, "buffer_create", FSDPC_MEM_REDUCE, bytes, &data),
-        free_buffer);
-    FSDPC_TRY_GOTO(
-        status,
-        fsdpc_local_settle(self, fsdpc_buffer_create(self->control, bytes, &buffer->control)),
-        free_data);
+    FSDPC_TRY_GOTO(status,
+                   fsdpc_control_memory(comm, "buffer_create", FSDPC_MEM_REDUCE, bytes, &data),
+                   free_buffer);
+    FSDPC_TRY_GOTO(status,
+                   fsdpc_control_settle(&self->base, fsdpc_buffer_create(self->base.control, bytes,
+                                                                         &buffer->control)),
+                   free_data);
     buffer->base = (fsdpc_buffer){.comm = comm, .bytes = bytes, .data = data};
     *out = &buffer->base;
     return FSDPC_OK;
@@ -123,7 +121,7 @@ fsdpc_status fsdpc_local_buffer_idle(fsdpc_buffer *base)
 {
     fsdpc_buffer *control = ((fsdpc_local_buffer *)base)->control;
     FSDPC_TRY(fsdpc_comm_health(base->comm));
-    return fsdpc_local_settle(fsdpc_local_of(base->comm), control->comm->ops->buffer_idle(control));
+    return fsdpc_control_settle(base->comm, control->comm->ops->buffer_idle(control));
 }
 
 /* ---- Gathers ---- */

@@ -54,13 +54,13 @@ static fsdpc_status identity(fsdpc_comm_nccl *self, const char *name, fsdpc_nccl
     memset(id, 0, sizeof *id);
     if (self->base.rank == 0)
         status = fsdpc_nccl_check(nccl, nccl->ncclGetUniqueId(id), "draw an identity");
-    FSDPC_TRY(fsdpc_comm_agree(self->control, status, name));
-    return fsdpc_comm_run(self->control, &(fsdpc_coll){.kind = FSDPC_COLL_BROADCAST,
-                                                       .unit = -1,
-                                                       .what = name,
-                                                       .dtype = FSDPC_U8,
-                                                       .recv = id,
-                                                       .numel = sizeof *id});
+    FSDPC_TRY(fsdpc_comm_agree(self->base.control, status, name));
+    return fsdpc_comm_run(self->base.control, &(fsdpc_coll){.kind = FSDPC_COLL_BROADCAST,
+                                                            .unit = -1,
+                                                            .what = name,
+                                                            .dtype = FSDPC_U8,
+                                                            .recv = id,
+                                                            .numel = sizeof *id});
 }
 
 static fsdpc_status begin(fsdpc_comm_nccl *self, fsdpc_nccl_channel channel)
@@ -69,15 +69,15 @@ static fsdpc_status begin(fsdpc_comm_nccl *self, fsdpc_nccl_channel channel)
     const char *name = channel_names[channel];
     fsdpc_nccl_id id;
     if (channel == FSDPC_NCCL_GATHERS)
-        FSDPC_TRY(fsdpc_nccl_settle(self, fsdpc_nccl_learn(self)));
-    FSDPC_TRY(fsdpc_nccl_settle(self, identity(self, name, &id)));
+        FSDPC_TRY(fsdpc_control_settle(&self->base, fsdpc_nccl_learn(self)));
+    FSDPC_TRY(fsdpc_control_settle(&self->base, identity(self, name, &id)));
     FSDPC_TRY(fsdpc_device_cuda_select(self->base.device)); /* NCCL takes this thread's GPU */
     fsdpc_nccl_config config = fsdpc_nccl_nonblocking(nccl->version);
     fsdpc_nccl_result result = nccl->ncclCommInitRankConfig(
         &self->channels[channel], self->base.size, id, self->base.rank, &config);
     fsdpc_status status =
         result == FSDPC_NCCL_IN_PROGRESS ? FSDPC_OK : fsdpc_nccl_check(nccl, result, "begin");
-    status = fsdpc_nccl_settle(self, fsdpc_comm_agree(self->control, status, name));
+    status = fsdpc_control_settle(&self->base, fsdpc_comm_agree(self->base.control, status, name));
     if (status != FSDPC_OK) {
         fsdpc_nccl_channels_abort(self);
         return status;

@@ -274,7 +274,7 @@ static fsdpc_status gpu_step(fsdpc_comm_nccl *self, fsdpc_nccl_op *op, bool *bus
 static fsdpc_status name_death(fsdpc_comm_nccl *self)
 {
     enum { LOOKS = 80, LOOK_NS = 10000000 }; /* beyond a tick of the watch between hosts */
-    fsdpc_comm *control = self->control;
+    fsdpc_comm *control = self->base.control;
     fsdpc_status status = FSDPC_OK;
     for (int look = 0; control->ops->idle && look < LOOKS && status == FSDPC_OK; look++)
         status = control->ops->idle(control, LOOK_NS);

@@ -88,7 +88,6 @@ typedef struct fsdpc_nccl_registered fsdpc_nccl_registered;
 
 typedef struct fsdpc_comm_nccl {
     fsdpc_comm base;
-    fsdpc_comm *control; /* owned */
     fsdpc_nccl_world *world;
     struct fsdpc_comm_nccl *next_group;
     fsdpc_nccl_comm channels[FSDPC_NCCL_CHANNELS];
@@ -114,12 +113,6 @@ static inline bool fsdpc_nccl_is_forked(const fsdpc_comm_nccl *self)
 static inline fsdpc_comm_nccl *fsdpc_nccl_of(fsdpc_comm *comm)
 {
     return (fsdpc_comm_nccl *)comm;
-}
-
-/* `status` of a call on the control; what closed that closes this one too. */
-static inline fsdpc_status fsdpc_nccl_settle(fsdpc_comm_nccl *self, fsdpc_status status)
-{
-    return fsdpc_control_settle(&self->base, self->control, status);
 }
 
 /* ---- nccl_call.c ---- */

@@ -89,8 +89,8 @@ static fsdpc_status staging_grow(fsdpc_comm_nccl *self, size_t bytes)
     if (!staging->read)
         FSDPC_CUDA_TRY(cudaEventCreateWithFlags(&staging->read, cudaEventDisableTiming),
                        "create an event");
-    FSDPC_TRY(fsdpc_control_memory(&self->base, self->control, "more staging memory",
-                                   FSDPC_MEM_REDUCE, bytes, &staging->at));
+    FSDPC_TRY(fsdpc_control_memory(&self->base, "more staging memory", FSDPC_MEM_REDUCE, bytes,
+                                   &staging->at));
     staging->bytes = bytes;
     return FSDPC_OK;
 }

@@ -67,7 +67,8 @@ static fsdpc_status agreement_post(fsdpc_comm_nccl *self, fsdpc_nccl_op *op, boo
         return FSDPC_OK;
     coll.agree_only = coll.agree_only || for_gpu || coll.kind == FSDPC_COLL_GATHER;
     coll.stream = NULL;
-    return fsdpc_nccl_settle(self, fsdpc_comm_post(self->control, &coll, &op->agreement));
+    return fsdpc_control_settle(&self->base,
+                                fsdpc_comm_post(self->base.control, &coll, &op->agreement));
 }
 
 /* The outcome of a work that is not in flight. */

@@ -74,10 +74,11 @@ static fsdpc_status make_window(fsdpc_comm_nccl *self, fsdpc_nccl_registered *ma
         status = accepted(nccl, nccl->ncclCommWindowRegister(
                                     self->channels[FSDPC_NCCL_GATHERS], made->memory, made->bytes,
                                     &made->window, FSDPC_NCCL_WIN_COLL_SYMMETRIC));
-    FSDPC_TRY(fsdpc_nccl_settle(self, fsdpc_comm_agree(self->control, status, what)));
+    FSDPC_TRY(
+        fsdpc_control_settle(&self->base, fsdpc_comm_agree(self->base.control, status, what)));
     registering r = {self, fsdpc_clock_ns() + patience_ns(&self->base)};
     status = fsdpc_comm_wait_for(&self->base, poll_registered, &r, what, NULL);
-    return fsdpc_nccl_settle(self, fsdpc_comm_agree(self->control, status, what));
+    return fsdpc_control_settle(&self->base, fsdpc_comm_agree(self->base.control, status, what));
 }
 
 static void make_buffer(const fsdpc_comm_nccl *self, fsdpc_nccl_registered *made)

@@ -14,14 +14,14 @@ fsdpc_status fsdpc_nccl_learn(fsdpc_comm_nccl *self)
     bool windows = tries && nccl->ncclCommWindowRegister && nccl->ncclCommWindowDeregister;
     bool buffers = tries && nccl->ncclCommRegister && nccl->ncclCommDeregister;
     int64_t all[2] = {windows, buffers};
-    FSDPC_TRY(fsdpc_comm_run(self->control, &(fsdpc_coll){.kind = FSDPC_COLL_ALL_REDUCE,
-                                                          .unit = -1,
-                                                          .what = "what gathers can do",
-                                                          .dtype = FSDPC_I64,
-                                                          .op = FSDPC_RED_MIN,
-                                                          .send = all,
-                                                          .recv = all,
-                                                          .numel = 2}));
+    FSDPC_TRY(fsdpc_comm_run(self->base.control, &(fsdpc_coll){.kind = FSDPC_COLL_ALL_REDUCE,
+                                                               .unit = -1,
+                                                               .what = "what gathers can do",
+                                                               .dtype = FSDPC_I64,
+                                                               .op = FSDPC_RED_MIN,
+                                                               .send = all,
+                                                               .recv = all,
+                                                               .numel = 2}));
     self->registers = all[0]   ? FSDPC_NCCL_WINDOWS
                       : all[1] ? FSDPC_NCCL_BUFFERS
                                : FSDPC_NCCL_NOTHING;

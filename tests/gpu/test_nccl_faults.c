@@ -207,7 +207,7 @@ static void fault(rank_context *self)
         r.comm->timeout_s = SOON_S; /* of what NCCL does; the control's is generous */
     }
     if (which == ABSENT)
-        fsdpc_nccl_of(r.comm)->control->timeout_s = SOON_S;
+        r.comm->control->timeout_s = SOON_S;
     fsdpc_status status = FSDPC_ERR_STATE;
     if (which != ABSENT || !guilty)
         status = fsdpc_buffer_create(r.comm, 4096, &buffer);
@@ -299,6 +299,20 @@ static void test_clinging(void)
     }
 }
 
+/* A peer gives up while NCCL is opened: this rank is told why, and keeps nothing. */
+static void beginning_alone(rank_context *self)
+{
+    gpu_rank r;
+    if (self->rank == 1) {
+        fsdpc_comm_abort(self->comm, "out of cheese");
+        return;
+    }
+    fsdpc_status status = rank_create(&r, self, library);
+    EXPECT(self, status < 0 && strstr(fsdpc_last_error(), "out of cheese"), "%s",
+           fsdpc_last_error());
+    rank_destroy(&r);
+}
+
 static void test_faults(void)
 {
     for (int size = 2; size <= 3; size++)
@@ -321,6 +335,7 @@ int main(void)
 #if defined(FSDPC_EMU)
     fake_open();
     ranks_run_threads(3, full_device, &(rank_options){0});
+    ranks_run_threads(2, beginning_alone, &(rank_options){0});
     test_faults();
     test_clinging();
     fake_check();
