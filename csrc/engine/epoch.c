@@ -60,7 +60,7 @@ static fsdpc_status begin_sharded(fsdpc_root *root)
 static bool is_in_doubt(const fsdpc_unit *unit)
 {
     bool published = !unit->root->full->at_use || unit->state == FSDPC_UNIT_FULL;
-    return unit->foreign && !unit->dirty && published;
+    return unit->foreign && !unit->dirty && published && !fsdpc_unit_reads_masters(unit);
 }
 
 static fsdpc_status compare_all(const fsdpc_root *root, bool *equal_io)

@@ -139,10 +139,12 @@ int fsdpc_torch_hide(fsdpc_py_torch_unit *self)
     if (fsdpc_py_check(fsdpc_unit_mark_written(unit)) < 0)
         return -1;
     PyErr_Format(PyExc_RuntimeError,
-                 "a parameter of unit '%s' was written in place while the model ran: what forward "
-                 "sees is a copy, and the write is lost; write before or after the call, under "
-                 "no_grad()",
-                 fsdpc_unit_name(unit));
+                 "a parameter of unit '%s' was written in place while the model ran: %s; write "
+                 "before or after the call, under no_grad()",
+                 fsdpc_unit_name(unit),
+                 fsdpc_unit_reads_masters(unit)
+                     ? "on this one rank the write stays, on several it would be lost"
+                     : "what forward sees is a copy, and the write is lost");
     return -1;
 }
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fsdpc
-from fsdpc.torch import MixedPrecisionPolicy, _device, clip_grad_norm_, optim
+from fsdpc.torch import MixedPrecisionPolicy, _device, clip_grad_norm_, fully_shard, optim
 from fsdpc.torch._unit import states_of
 from tests.torch.common import batch, build, loss_of, shard
 
@@ -256,7 +256,8 @@ def test_no_memory_is_an_error_where_it_is_needed(
     monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     monkeypatch.setattr(_device, "takes_back", lambda: True)
-    model, x = shard(build()), batch(0, 0)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model, x = shard(build(), mp_policy=policy), batch(0, 0)
     loss_of(model, x).backward()
     wanted = model.last.weight.grad.clone()
     model.zero_grad()
@@ -289,3 +290,55 @@ def test_no_memory_is_an_error_where_it_is_needed(
     loss_of(model, x).backward()
     assert torch.equal(model.last.weight.grad, wanted)
     assert sum(f.untyped_storage().nbytes() for s in states_of(model) for f in s.fulls) == 0
+
+
+@pytest.mark.ranks(1)
+def test_a_rank_alone_computes_with_its_masters_where_no_cast_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU. Units that cast, and those that do not, are of one model here."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+
+    def train() -> tuple[Any, list[Any]]:
+        model: Any = build()
+        fully_shard(model.blocks[0], mp_policy=policy)
+        fully_shard(model.blocks[1])
+        fully_shard(model)
+        optimizer, seen = optim.AdamW(model.parameters(), lr=1e-2), []
+        for step in range(4):
+            loss = loss_of(model, batch(step, 0))
+            loss.backward()
+            seen.append(loss.item())
+            seen.append(float(clip_grad_norm_(model.parameters(), 1e-2)))
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model.last.weight.mul_(1.5)
+                seen.append(model(batch(9, 0)).sum().item())
+        model.last.weight.data.mul_(2.0)  # no version says so
+        with model.hold(), torch.no_grad():
+            seen.append(model(batch(9, 0)).sum().item())
+        return model, [*seen, *(v.tolist() for v in model.state_dict().values())]
+
+    _, usual = train()
+    monkeypatch.setattr(_device, "takes_back", lambda: True)
+    model, ours = train()
+    assert ours == usual
+    for module, is_cast in ((model, False), (model.blocks[0], True), (model.blocks[1], False)):
+        state = module._fsdpc_state
+        assert state.torch_unit.lends_fulls == is_cast
+        same = [f.data_ptr() == p.data_ptr() for f, p in zip(state.fulls, state.pieces)]
+        assert same == [not is_cast] * len(same)
+    before = model.last.weight.clone()
+    with pytest.raises(RuntimeError, match="changed between forward and backward"):
+        loss = loss_of(model, batch(0, 0))
+        with torch.no_grad():
+            model.last.weight.mul_(0.5)
+        loss.backward()
+    assert torch.equal(model.last.weight, before * 0.5)
+    model.unshard()
+    with torch.no_grad():
+        model.last.weight.mul_(2.0)  # of what forward sees: an error, as where it would be lost
+    with pytest.raises(RuntimeError, match="of unit 'Net' was written in place.*the write stays"):
+        model.reshard()
+    assert torch.equal(model.last.weight, before)
