@@ -156,6 +156,8 @@ static PyObject *torch_unit_leave(PyObject *object, PyObject *Py_UNUSED(unused))
 static PyObject *torch_unit_end_backward(PyObject *object, PyObject *Py_UNUSED(unused))
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
+    if (!fsdpc_unit_in_backward(fsdpc_torch_unit(self)))
+        Py_RETURN_NONE; /* autograd.grad inside forward, through the unit's inputs */
     if (fsdpc_torch_join(self) < 0)
         return NULL;
     fsdpc_status status;
