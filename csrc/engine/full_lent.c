@@ -13,20 +13,20 @@
  */
 #include "engine/full.h"
 
+bool fsdpc_unit_fulls_are_lent(const fsdpc_unit *unit)
+{
+    return unit->root && unit->root->full == &fsdpc_full_lent;
+}
+
 bool fsdpc_unit_reads_masters(const fsdpc_unit *unit)
 {
-    if (!unit->root || unit->root->full != &fsdpc_full_lent)
+    if (!fsdpc_unit_fulls_are_lent(unit))
         return false;
     for (int g = 0; g < unit->layout->n_groups; g++) {
         if (unit->groups[g].wire_dtype != unit->groups[g].plan->dtype)
             return false;
     }
     return true;
-}
-
-bool fsdpc_unit_fulls_are_lent(const fsdpc_unit *unit)
-{
-    return unit->root && unit->root->full == &fsdpc_full_lent && !fsdpc_unit_reads_masters(unit);
 }
 
 void fsdpc_unit_place_fulls(fsdpc_unit *unit, void *const *groups)

@@ -122,7 +122,7 @@ typedef struct fsdpc_full_room {
  * no longer, and none of them is used again. */
 void fsdpc_unit_lend_fulls(fsdpc_unit *unit, const fsdpc_full_room *room);
 bool fsdpc_unit_fulls_are_lent(const fsdpc_unit *unit); /* it has a root, and they do */
-bool fsdpc_unit_reads_masters(const fsdpc_unit *unit);  /* they would, and need no cast */
+bool fsdpc_unit_reads_masters(const fsdpc_unit *unit);  /* and are the masters: it casts nothing */
 void fsdpc_unit_place_fulls(fsdpc_unit *unit, void *const *groups);
 
 /* The whole parameter as modules read it; NULL before the root exists.  Its address is fixed unless

@@ -27,9 +27,8 @@ static int follow_piece(const fsdpc_py_torch_unit *self, int i)
 int fsdpc_torch_follow_writes(fsdpc_py_torch_unit *self)
 {
     fsdpc_unit *unit = fsdpc_torch_unit(self);
-    bool at_use = fsdpc_unit_fulls_are_lent(unit) || fsdpc_unit_reads_masters(unit);
-    bool written = false;
-    for (int i = 0; at_use && i < self->n_params; i++) {
+    bool lent = fsdpc_unit_fulls_are_lent(unit), written = false;
+    for (int i = 0; lent && i < self->n_params; i++) {
         fsdpc_torch_param *p = &self->params[i];
         long long before = p->written;
         if (fsdpc_torch_version(self, p->piece, &p->written) < 0)

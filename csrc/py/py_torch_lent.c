@@ -190,8 +190,8 @@ void fsdpc_torch_lend_fulls(fsdpc_py_torch_unit *self)
 
 static PyObject *get_lends(PyObject *object, void *Py_UNUSED(unused))
 {
-    return PyBool_FromLong(
-        fsdpc_unit_fulls_are_lent(fsdpc_torch_unit((fsdpc_py_torch_unit *)object)));
+    const fsdpc_unit *unit = fsdpc_torch_unit((fsdpc_py_torch_unit *)object);
+    return PyBool_FromLong(fsdpc_unit_fulls_are_lent(unit) && !fsdpc_unit_reads_masters(unit));
 }
 
 PyGetSetDef fsdpc_py_torch_lent_getset[] = {

@@ -99,12 +99,13 @@ import fsdpc.torch
 from fsdpc.torch import fully_shard
 torch.manual_seed(1)
 plain, x = nn.Linear(3, 4), torch.ones(2, 3)
-model = fully_shard(nn.Linear(3, 4))
+policy = fsdpc.torch.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+model = fully_shard(nn.Linear(3, 4), mp_policy=policy)  # else a rank alone reads its masters
 model.load_state_dict(plain.state_dict())
 optimizer, other = (kind(m.parameters(), lr=0.1) for kind, m in (
     (fsdpc.torch.optim.SGD, model), (torch.optim.SGD, plain)))
 def forward():
-    return model(x), plain(x)
+    return model(x), nn.functional.linear(*(t.bfloat16() for t in (x, plain.weight, plain.bias)))
 def backward():
     for y in outputs:
         y.sum().backward()
@@ -174,13 +175,13 @@ print(model._fsdpc_unit.offload)
 def test_each_phase_needs_its_order_point(environment: dict[str, str]) -> None:
     """With it the engine goes on behind its old stream, and torch behind the engine.
 
-    Without it the engine stays where it was, and torch reads what was there before: not in forward,
-    where a rank alone reads its masters without a cast.  A thread that runs backward selects the
-    device.
+    Without it the engine stays where it was, and torch reads what was there before.  A thread that
+    runs backward selects the device.
     """
     assert show(environment, "-c", ORDER).splitlines() == [
-        "forward True True", "forward False True", "backward True True", "backward False False",
-        "step True True", "step False False",
+        f"{phase} {joined} {joined}" for phase in ("forward", "backward", "step")
+        for joined in (True, False)
+    ] + [
         "selected 1", "True",
         "CPUOffloadPolicy(pin_memory=False): the GPU reads masters where they lie, so they are in "
         "pinned memory; leave pin_memory out",
