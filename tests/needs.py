@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+import fsdpc
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -50,3 +53,13 @@ def need_hosts() -> None:
     if os.geteuid() != 0:  # CI too: .ci/run may be a user's, and root's only where it installs
         pytest.skip(f"{two_hosts.missing()}", allow_module_level=True)
     need(two_hosts.missing())
+
+
+def need_nccl(ranks: int) -> None:
+    """An NCCL that serves this many ranks on this machine's GPUs; CI has neither."""
+    found = fsdpc.cuda.describe_nccl()
+    version = re.match(r"NCCL (\d+)\.(\d+)", found)
+    if not version:
+        pytest.skip(found)
+    if ranks > fsdpc.cuda.device_count() and tuple(map(int, version.groups())) < (2, 30):
+        pytest.skip(f"{found}: ranks share a GPU over 2.30 and newer alone")

@@ -83,6 +83,11 @@ static int choose_pooled(const fsdpc_root *root)
     return best;
 }
 
+bool fsdpc_unit_stays_open(const fsdpc_unit *unit)
+{
+    return unit->stays_open;
+}
+
 int fsdpc_fill_choose(const fsdpc_unit *unit)
 {
     bool stays = !unit->settings.requires_sync && !unit->settings.deterministic;

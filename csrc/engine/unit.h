@@ -125,6 +125,9 @@ bool fsdpc_unit_fulls_are_lent(const fsdpc_unit *unit); /* it has a root, and th
 bool fsdpc_unit_reads_masters(const fsdpc_unit *unit);  /* and are the masters: it casts nothing */
 void fsdpc_unit_place_fulls(fsdpc_unit *unit, void *const *groups);
 
+/* Do backwards of other units come between its gradients?  False before the root exists. */
+bool fsdpc_unit_stays_open(const fsdpc_unit *unit);
+
 /* The whole parameter as modules read it; NULL before the root exists.  Its address is fixed unless
  * fulls are lent. */
 void *fsdpc_unit_full(const fsdpc_unit *unit, int param);

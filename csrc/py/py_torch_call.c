@@ -56,7 +56,7 @@ static int catch_up(fsdpc_py_torch_unit *self)
     if (!self->taken && (fsdpc_torch_give_grads(self) < 0 || fsdpc_torch_take_grads(self) < 0))
         return -1;
     self->taken = true;
-    return fsdpc_torch_lend(self);
+    return 0;
 }
 
 int fsdpc_torch_begin_backward(fsdpc_py_torch_unit *self, uint64_t generation)
@@ -85,7 +85,7 @@ int fsdpc_torch_reach_backward(fsdpc_py_torch_unit *self)
     if (fsdpc_torch_join(self) < 0)
         return -1;
     if (fsdpc_root_in_backward(fsdpc_unit_root(unit)))
-        return fsdpc_torch_lend(self);
+        return 0;
     return fsdpc_torch_begin_backward(self, fsdpc_unit_generation(unit));
 }
 
@@ -158,7 +158,7 @@ static PyObject *torch_unit_end_backward(PyObject *object, PyObject *Py_UNUSED(u
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
     if (!fsdpc_unit_in_backward(fsdpc_torch_unit(self)))
         Py_RETURN_NONE; /* autograd.grad inside forward, through the unit's inputs */
-    if (fsdpc_torch_join(self) < 0)
+    if (fsdpc_torch_join(self) < 0 || (self->early_bytes > 0 && fsdpc_torch_add_early(self) < 0))
         return NULL;
     fsdpc_status status;
     FSDPC_PY_WITHOUT_GIL(status = fsdpc_post_backward(fsdpc_torch_unit(self)));
@@ -174,6 +174,11 @@ static PyObject *torch_unit_finish(PyObject *object, PyObject *Py_UNUSED(unused)
     fsdpc_root *root = root_of(self);
     if (fsdpc_torch_join(self) < 0)
         return NULL;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->mates); i++) {
+        fsdpc_py_torch_unit *mate = (fsdpc_py_torch_unit *)PyList_GET_ITEM(self->mates, i);
+        if (mate->early_bytes > 0 && fsdpc_torch_add_early(mate) < 0)
+            return NULL;
+    }
     fsdpc_status status;
     FSDPC_PY_WITHOUT_GIL(status = fsdpc_call_end_backward(root, FSDPC_OK));
     return fsdpc_py_none(status);
@@ -183,7 +188,9 @@ static PyObject *torch_unit_finish(PyObject *object, PyObject *Py_UNUSED(unused)
 static PyObject *torch_unit_catch_up(PyObject *object, PyObject *Py_UNUSED(unused))
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
-    return fsdpc_torch_join(self) < 0 || catch_up(self) < 0 ? NULL : Py_NewRef(Py_None);
+    if (fsdpc_torch_join(self) < 0 || catch_up(self) < 0 || fsdpc_torch_lend(self) < 0)
+        return NULL;
+    Py_RETURN_NONE;
 }
 
 /* reset(): after an exception; the engine's part concerns the whole root. */
@@ -204,6 +211,7 @@ static PyObject *torch_unit_hide(PyObject *object, PyObject *gave_up)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
     self->taken = false;
+    fsdpc_torch_drop_early(self);
     fsdpc_unit *unit = fsdpc_torch_unit(self);
     for (int i = 0; i < self->n_params; i++)
         (void)fsdpc_unit_give_grad(unit, i); /* as if it had been */

@@ -2,7 +2,8 @@
  *
  * In backward: the foreign autograd puts a gradient into a full's `.grad` and calls our hook, which
  * writes it into the reduce buffer (a cast, or a sum after the first) and drops it.  So the
- * gradient exists once, for as long as one parameter's backward.
+ * gradient exists once, for as long as one parameter's backward, unless it had better wait for
+ * the memory of the shard (py_torch_lent.c).
  *
  * Between backwards `.grad` of a piece belongs to the user.  What was handed out is a tensor over
  * the gradient shard itself, so scaling it in place reaches the engine by itself.  Dropping and
@@ -53,28 +54,60 @@ static void *data_of(const fsdpc_py_torch_unit *self, PyObject *tensor)
     return data;
 }
 
-static int accept(fsdpc_py_torch_unit *self, int index, PyObject *grad)
+/* Writes a dense gradient into the reduce buffer. */
+static int add(fsdpc_py_torch_unit *self, int index, PyObject *grad)
 {
     fsdpc_unit *unit = fsdpc_torch_unit(self);
+    void *data = data_of(self, grad);
+    fsdpc_status status = FSDPC_OK;
+    if (PyErr_Occurred())
+        return -1;
+    fsdpc_runtime *runtime = &fsdpc_py_state_of_ref(self->unit_object)->runtime;
+    if (fsdpc_grad_is_open(unit))
+        FSDPC_PY_RUN(runtime, fsdpc_torch_place(self, index)->numel, status,
+                     fsdpc_grad_add(unit, index, data));
+    else
+        FSDPC_PY_WITHOUT_GIL(status = fsdpc_grad_add(unit, index, data));
+    return fsdpc_py_check(status);
+}
+
+int fsdpc_torch_add_early(fsdpc_py_torch_unit *self)
+{
+    int done = fsdpc_torch_lend(self);
+    for (int i = 0; self->early_bytes > 0 && done == 0 && i < self->n_params; i++) {
+        if (self->params[i].early)
+            done = add(self, i, self->params[i].early);
+    }
+    fsdpc_torch_drop_early(self);
+    return done;
+}
+
+void fsdpc_torch_drop_early(fsdpc_py_torch_unit *self)
+{
+    for (int i = 0; self->early_bytes > 0 && i < self->n_params; i++)
+        Py_CLEAR(self->params[i].early);
+    self->early_bytes = 0;
+}
+
+static int accept(fsdpc_py_torch_unit *self, int index, PyObject *grad)
+{
+    fsdpc_torch_param *p = &self->params[index];
     if (fsdpc_torch_reach_backward(self) < 0)
         return -1;
-    PyObject *plain = dense(self, &self->params[index], grad);
+    PyObject *plain = dense(self, p, grad);
     if (!plain)
         return -1;
-    void *data = data_of(self, plain);
-    fsdpc_status status = FSDPC_OK;
-    if (!PyErr_Occurred()) {
-        fsdpc_runtime *runtime = &fsdpc_py_state_of_ref(self->unit_object)->runtime;
-        if (fsdpc_grad_is_open(unit))
-            FSDPC_PY_RUN(runtime, fsdpc_torch_place(self, index)->numel, status,
-                         fsdpc_grad_add(unit, index, data));
-        else
-            FSDPC_PY_WITHOUT_GIL(status = fsdpc_grad_add(unit, index, data));
+    size_t bytes =
+        fsdpc_torch_place(self, index)->numel *
+        fsdpc_dtype_bytes(fsdpc_unit_flat_with(fsdpc_torch_unit(self), index).wire_dtype);
+    if (!p->early && fsdpc_torch_can_wait(self, bytes)) {
+        p->early = plain;
+        self->early_bytes += bytes;
+        return 0;
     }
+    int done = fsdpc_torch_add_early(self) < 0 ? -1 : add(self, index, plain);
     Py_DECREF(plain);
-    if (status != FSDPC_OK)
-        fsdpc_py_raise(status);
-    return PyErr_Occurred() ? -1 : 0;
+    return done;
 }
 
 static PyObject *hook_call(PyObject *capsule, PyObject *full)

@@ -6,9 +6,12 @@
  * when it was made, or its memory more tensors, which the front door counts.
  *
  * On a device where the foreign library has an allocator of its own, memory that nobody keeps goes
- * back to it when a forward begins, and comes when the unit's backward does.  There the activations
+ * back to it when a forward begins, and comes at the unit's first gradient.  There the activations
  * of that forward have it in between.  Elsewhere the unit keeps it: to map it anew costs more than
  * it saves.
+ *
+ * A unit around others has its first gradients long before its last: those of a model's head and
+ * norm come when its backward begins, that of its embedding when it ends.  There small ones wait.
  *
  * On such a device a rank that is alone takes fulls from there too, for as long as a unit is used
  * (engine/full_lent.c).
@@ -100,6 +103,21 @@ int fsdpc_torch_lend(fsdpc_py_torch_unit *self)
         return 0;
     self->away = take(self, self->unit->ref->lent, fsdpc_unit_place_grads) < 0;
     return self->away ? -1 : 0;
+}
+
+/* A third of the shard at most: the head of a model waits for its embedding if gradients are in half
+ * precision, and not if they are as wide as the shard. */
+bool fsdpc_torch_can_wait(const fsdpc_py_torch_unit *self, size_t bytes)
+{
+    const fsdpc_unit *unit = fsdpc_torch_unit(self);
+    if (!self->away || bytes == 0 || !fsdpc_unit_stays_open(unit))
+        return false;
+    size_t room = 0;
+    for (int g = 0; g < fsdpc_unit_layout(unit)->n_groups; g++) {
+        const fsdpc_unit_flat flat = fsdpc_unit_flat_of(unit, g);
+        room += flat.shard_numel * fsdpc_dtype_bytes(flat.grad_dtype);
+    }
+    return self->early_bytes + bytes <= room / 3;
 }
 
 /* Has somebody references to a gradient, or tensors over its memory?  -1: an exception. */

@@ -114,6 +114,7 @@ static int torch_unit_traverse(PyObject *object, visitproc visit, void *arg)
         Py_VISIT(self->params[i].piece);
         Py_VISIT(self->params[i].full);
         Py_VISIT(self->params[i].grad);
+        Py_VISIT(self->params[i].early);
         Py_VISIT(self->params[i].given);
         Py_VISIT(self->params[i].hook);
     }
@@ -149,6 +150,7 @@ static int torch_unit_clear(PyObject *object)
         Py_CLEAR(p->piece);
         Py_CLEAR(p->full);
         Py_CLEAR(p->grad);
+        Py_CLEAR(p->early);
         Py_CLEAR(p->given);
         Py_CLEAR(p->hook);
         Py_CLEAR(p->dtype);

@@ -23,6 +23,7 @@ typedef struct fsdpc_torch_param {
     PyObject *piece, *full; /* foreign tensors; full: NULL before bind */
     PyObject *grad;         /* over the rows of the gradient shard */
     Py_ssize_t refs;        /* to `grad` when it was made: more are the user's */
+    PyObject *early;        /* in a backward: the gradient, while shards have no memory for it */
     PyObject *given;        /* what `.grad` was set to: grad, or a copy in the piece's dtype */
     PyObject *hook;         /* GradHook, registered on the full once it is trainable */
     PyObject *dtype;        /* of the full; foreign dtypes are compared by identity */
@@ -91,9 +92,10 @@ struct fsdpc_py_torch_unit {
     int pins;              /* calls of Unit.unshard that are not given back */
     bool lifted;           /* modules may be called: they stand on private copies */
     bool bound;
-    bool gives_back;   /* the foreign library has a use for memory that is not needed for a while */
-    bool away;         /* gradients have none */
-    PyObject *streams; /* streams(): the handle of the foreign library's current one; or NULL */
+    bool gives_back; /* the foreign library has a use for memory that is not needed for a while */
+    bool away;       /* gradients have none */
+    size_t early_bytes; /* of gradients that wait */
+    PyObject *streams;  /* streams(): the handle of the foreign library's current one; or NULL */
     fsdpc_torch_names names;
 };
 
@@ -130,6 +132,12 @@ int fsdpc_torch_give_grads(fsdpc_py_torch_unit *self);
 
 /* Gradient shards have memory after it. */
 int fsdpc_torch_lend(fsdpc_py_torch_unit *self);
+/* Whether a gradient of so many bytes had better wait for it. */
+bool fsdpc_torch_can_wait(const fsdpc_py_torch_unit *self, size_t bytes);
+/* Before a gradient is written: shards have memory, and hold the gradients that waited. */
+int fsdpc_torch_add_early(fsdpc_py_torch_unit *self);
+/* Forgets those. */
+void fsdpc_torch_drop_early(fsdpc_py_torch_unit *self);
 /* Drops gradients; what users keep of them is theirs alone, and clipped.  `idle`: a forward begins. */
 int fsdpc_torch_zero_grad(fsdpc_py_torch_unit *self, bool idle);
 /* The same where there may be none any more; does nothing where there are. */

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from processes import ON_GPU, built
+from tests.needs import need_nccl
 
 
 @pytest.fixture(scope="session")
@@ -38,6 +39,7 @@ def environment(request: pytest.FixtureRequest) -> dict[str, str]:
 def nccl(request: pytest.FixtureRequest, environment: dict[str, str]) -> dict[str, str]:
     """The same, with the fake NCCL, which ranks take although they share the GPU."""
     if ON_GPU:
+        need_nccl(2)
         return {**environment, "FSDPC_TRANSPORT": "nccl"}
     emulated = request.getfixturevalue("emulated")
     library = emulated["libfsdpc_cuda.so"].with_name("libnccl.so.2")

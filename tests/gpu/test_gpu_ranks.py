@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.needs import need_nccl
 
 import fsdpc
 
@@ -26,12 +26,7 @@ def ranks(transport: str, *arguments: str, program: Path = PROGRAM) -> list[Any]
     if not fsdpc.cuda.device_count():
         pytest.skip(fsdpc.cuda.describe())
     if transport == "nccl":
-        version = re.match(r"NCCL (\d+)\.(\d+)", found := fsdpc.cuda.describe_nccl())
-        if not version:
-            pytest.skip(found)
-        shared = int(arguments[2]) > fsdpc.cuda.device_count()
-        if shared and tuple(map(int, version.groups())) < (2, 30):
-            pytest.skip(f"{found}: ranks share a GPU over 2.30 and newer alone")
+        need_nccl(int(arguments[2]))
     done = subprocess.run([sys.executable, str(program), *arguments], capture_output=True,
                           text=True, env={**os.environ, "FSDPC_TRANSPORT": transport},
                           timeout=TIMEOUT_S)

@@ -167,7 +167,7 @@ print(len({line.split()[-1] for line in open("/proc/self/maps") if "libnccl" in 
 
 def describe(site: Path, *first: str | Path, **more: str) -> list[str]:
     """show_config()'s line, and how many copies of NCCL the process has then."""
-    more = {"FSDPC_NCCL_LIB": "", "PYTHONPATH": str(site), **more}
+    more = {"FSDPC_NCCL_LIB": "", "LD_LIBRARY_PATH": "", "PYTHONPATH": str(site), **more}
     printed = run(sys.executable, "-c", DESCRIBE, *first, **more)
     return printed.splitlines()
 

@@ -342,3 +342,82 @@ def test_a_rank_alone_computes_with_its_masters_where_no_cast_is_asked(
     with pytest.raises(RuntimeError, match="of unit 'Net' was written in place.*the write stays"):
         model.reshard()
     assert torch.equal(model.last.weight, before)
+
+
+class Tied(torch.nn.Module):
+    """As language models are: an embedding, layers, a norm and a head."""
+
+    def __init__(self, tie: bool) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(48, 16)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(3))
+        self.norm = torch.nn.LayerNorm(16)
+        self.head = torch.nn.Linear(16, 48, bias=False)
+        if tie:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+# Whether the root has memory at the backward of each layer, from the last to the first.
+WAITING = {
+    "tied": (True, True, None, False),
+    "in half precision": (False, True, None, False),
+    "as wide as the shard": (False, False, None, True),
+    "of a frozen embedding": (True, True, "embed", False),
+    "of a frozen norm": (True, True, "norm", False),
+}
+
+
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("case", WAITING)
+def test_early_gradients_wait_for_memory(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """Those of a root whose last gradient ends the backward, as on a GPU; with the same bits."""
+    tie, narrow, frozen, takes = WAITING[case]
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if narrow else None
+    held: list[int] = []
+
+    def train() -> list[Any]:
+        torch.manual_seed(0)
+        model: Any = Tied(tie)
+        if frozen:
+            getattr(model, frozen).requires_grad_(False)
+        for layer in model.layers:
+            fully_shard(layer, **({"mp_policy": policy} if policy else {}))
+        fully_shard(model, **({"mp_policy": policy} if policy else {}))
+        root = model._fsdpc_state
+        fails: list[bool] = []
+
+        def look(layer: Any, _: Any) -> None:
+            held.append(sum(one.storage.nbytes() for one in root.lent))
+            if fails and layer is model.layers[0]:
+                raise ValueError("on purpose")
+
+        for layer in model.layers:
+            layer.register_full_backward_pre_hook(look)
+        optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step in range(3):
+            ids = (torch.arange(40) * (3 + step + fsdpc.rank()) % 48).view(4, 10)
+            loss = model(ids).square().mean()
+            if step == 1:
+                fails.append(True)
+                with pytest.raises(ValueError, match="on purpose"):
+                    loss.backward()
+                fails.clear()
+                loss = model(ids).square().mean()
+            loss.backward()
+            seen += [loss.item(), [p.grad.tolist() for p in model.parameters() if p.requires_grad]]
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    usual = train()
+    held.clear()
+    monkeypatch.setattr(_device, "takes_back", lambda: True)
+    assert train() == usual
+    if fsdpc.world_size() == 1:
+        assert len(held) == 12 and [n > 0 for n in held] == [takes] * 12

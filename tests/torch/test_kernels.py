@@ -14,7 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import fsdpc
-from fsdpc.torch import MixedPrecisionPolicy, full_grad, fully_shard, kernels, use_kernels
+from fsdpc.torch import (
+    MixedPrecisionPolicy,
+    _device,
+    full_grad,
+    fully_shard,
+    kernels,
+    use_kernels,
+)
 
 from .common import (
     average_grads,
@@ -143,7 +150,10 @@ def test_a_sharded_model_is_refused() -> None:
 
 
 @pytest.mark.ranks([1, 2, 3])
-def test_training_is_a_plain_models(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("takes_back", [False, True])
+def test_training_is_a_plain_models(monkeypatch: pytest.MonkeyPatch, takes_back: bool) -> None:
+    """Also where torch has the memory of gradients in between."""
+    monkeypatch.setattr(_device, "takes_back", lambda: takes_back)
     plain = build()
     ours = shard(use_kernels(copy.deepcopy(plain)))  # type: ignore[arg-type]
     taken = Taken(monkeypatch)
