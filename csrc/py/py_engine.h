@@ -38,9 +38,9 @@ struct fsdpc_unit_ref {
     fsdpc_unit *unit;
     fsdpc_root_ref *root; /* NULL before the first forward */
     fsdpc_param_ref *params;
-    PyObject *comms[2];                   /* strong: shard, replicate or NULL */
-    PyObject *tier;                       /* strong: what it is offloaded to; NULL: nothing */
-    struct fsdpc_grad_memory *handed_out; /* py_unit_grad.c: its gradients; NULL: none yet */
+    PyObject *comms[2];                    /* strong: shard, replicate or NULL */
+    PyObject *tier;                        /* strong: what it is offloaded to; NULL: nothing */
+    struct fsdpc_shared_grads *handed_out; /* py_unit_grad.c: its gradients; NULL: none yet */
     PyObject *lent; /* strong: foreign tensors that gradient shards lie in; NULL: its own memory */
 };
 
@@ -88,7 +88,7 @@ PyObject *fsdpc_py_unit_tensor(PyObject *module, fsdpc_unit_ref *ref, fsdpc_dtyp
                                const size_t *shape, void *data);
 
 /* The unit goes: gradients that were handed out stay. */
-void fsdpc_py_grad_memory_release(struct fsdpc_grad_memory *block);
+void fsdpc_py_shared_grads_release(struct fsdpc_shared_grads *block);
 
 /* Lets the parameter's tensor stand on the unit: on nothing before the root is known. */
 fsdpc_status fsdpc_py_unit_bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tensor *t);

@@ -20,7 +20,7 @@
 static void free_unit_ref(fsdpc_unit_ref *ref)
 {
     fsdpc_unit_destroy(ref->unit);
-    fsdpc_py_grad_memory_release(ref->handed_out);
+    fsdpc_py_shared_grads_release(ref->handed_out);
     PyGILState_STATE gil = PyGILState_Ensure();
     for (int i = 0; i < 2; i++) {
         if (ref->comms[i])

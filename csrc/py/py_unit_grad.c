@@ -8,7 +8,7 @@
 
 #include <stdatomic.h>
 
-struct fsdpc_grad_memory {
+struct fsdpc_shared_grads {
     _Atomic int refs;    /* of the unit, while its shards lie there, and of every tensor */
     fsdpc_unit_ref *ref; /* of which each tensor has a reference */
     fsdpc_device *device;
@@ -16,9 +16,9 @@ struct fsdpc_grad_memory {
     void *memory[]; /* by flat group, once the unit has other; NULL before */
 };
 
-typedef struct fsdpc_grad_memory fsdpc_grad_memory;
+typedef struct fsdpc_shared_grads fsdpc_shared_grads;
 
-void fsdpc_py_grad_memory_release(fsdpc_grad_memory *block)
+void fsdpc_py_shared_grads_release(fsdpc_shared_grads *block)
 {
     if (!block || atomic_fetch_sub_explicit(&block->refs, 1, memory_order_acq_rel) != 1)
         return;
@@ -29,19 +29,19 @@ void fsdpc_py_grad_memory_release(fsdpc_grad_memory *block)
 
 static void release_grad(fsdpc_storage *storage)
 {
-    fsdpc_grad_memory *block = storage->owner;
+    fsdpc_shared_grads *block = storage->owner;
     fsdpc_unit_ref *ref = block->ref;
     fsdpc_unit_lend(ref->unit, -1);
-    fsdpc_py_grad_memory_release(block);
+    fsdpc_py_shared_grads_release(block);
     fsdpc_unit_ref_release(ref);
 }
 
 /* The block of the unit's gradients. */
-static fsdpc_status block_of(fsdpc_unit_ref *ref, fsdpc_grad_memory **out)
+static fsdpc_status block_of(fsdpc_unit_ref *ref, fsdpc_shared_grads **out)
 {
     if (!ref->handed_out) {
         int n = fsdpc_unit_layout(ref->unit)->n_groups;
-        fsdpc_grad_memory *block =
+        fsdpc_shared_grads *block =
             PyMem_RawCalloc(1, sizeof *block + (size_t)n * sizeof *block->memory);
         if (!block)
             return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to hand out a gradient");
@@ -58,7 +58,7 @@ static fsdpc_status block_of(fsdpc_unit_ref *ref, fsdpc_grad_memory **out)
 static fsdpc_status hand_out(fsdpc_unit_ref *ref, int param, fsdpc_tensor **out)
 {
     size_t shape[FSDPC_MAX_DIMS];
-    fsdpc_grad_memory *block = NULL;
+    fsdpc_shared_grads *block = NULL;
     fsdpc_piece piece;
     void *data;
     *out = NULL;
@@ -90,7 +90,7 @@ static PyObject *unit_grad(PyObject *object, PyObject *arg)
 static PyObject *unit_zero_grad(PyObject *object, PyObject *Py_UNUSED(unused))
 {
     fsdpc_unit_ref *ref = ((fsdpc_py_unit *)object)->ref;
-    fsdpc_grad_memory *block = ref->handed_out;
+    fsdpc_shared_grads *block = ref->handed_out;
     bool parted = false;
     bool kept = block && atomic_load_explicit(&block->refs, memory_order_acquire) > 1;
     fsdpc_status status = kept ? fsdpc_unit_apply_scale(ref->unit) : FSDPC_OK; /* clipped */
@@ -99,7 +99,7 @@ static PyObject *unit_zero_grad(PyObject *object, PyObject *Py_UNUSED(unused))
         status = fsdpc_unit_part_grads(ref->unit, block->memory, &parted);
     if (parted) {
         ref->handed_out = NULL;
-        fsdpc_py_grad_memory_release(block);
+        fsdpc_py_shared_grads_release(block);
     }
     return fsdpc_py_none(status);
 }
