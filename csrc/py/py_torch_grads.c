@@ -71,15 +71,25 @@ static int add(fsdpc_py_torch_unit *self, int index, PyObject *grad)
     return fsdpc_py_check(status);
 }
 
-int fsdpc_torch_add_early(fsdpc_py_torch_unit *self)
+/* On the stream of those that waited: whoever has their memory next there is behind it. */
+static int add_all(fsdpc_py_torch_unit *self)
 {
-    int done = fsdpc_torch_lend(self);
-    for (int i = 0; self->early_bytes > 0 && done == 0 && i < self->n_params; i++) {
+    fsdpc_device *device = fsdpc_unit_device(fsdpc_torch_unit(self));
+    uintptr_t now = fsdpc_device_handle(device);
+    int done = fsdpc_py_check(fsdpc_device_adopt(device, self->early_stream));
+    for (int i = 0; done == 0 && i < self->n_params; i++) {
         if (self->params[i].early)
             done = add(self, i, self->params[i].early);
     }
     fsdpc_torch_drop_early(self);
-    return done;
+    return done == 0 ? fsdpc_py_check(fsdpc_device_adopt(device, now)) : done;
+}
+
+int fsdpc_torch_add_early(fsdpc_py_torch_unit *self)
+{
+    if (fsdpc_torch_lend(self) < 0)
+        return -1;
+    return self->early_bytes > 0 ? add_all(self) : 0;
 }
 
 void fsdpc_torch_drop_early(fsdpc_py_torch_unit *self)
@@ -97,12 +107,15 @@ static int accept(fsdpc_py_torch_unit *self, int index, PyObject *grad)
     PyObject *plain = dense(self, p, grad);
     if (!plain)
         return -1;
-    size_t bytes =
-        fsdpc_torch_place(self, index)->numel *
-        fsdpc_dtype_bytes(fsdpc_unit_flat_with(fsdpc_torch_unit(self), index).wire_dtype);
-    if (!p->early && fsdpc_torch_can_wait(self, bytes)) {
+    const fsdpc_unit *unit = fsdpc_torch_unit(self);
+    size_t bytes = fsdpc_torch_place(self, index)->numel *
+                   fsdpc_dtype_bytes(fsdpc_unit_flat_with(unit, index).wire_dtype);
+    uintptr_t stream = fsdpc_device_handle(fsdpc_unit_device(unit));
+    bool alike = self->early_bytes == 0 || stream == self->early_stream;
+    if (!p->early && alike && fsdpc_torch_can_wait(self, bytes)) {
         p->early = plain;
         self->early_bytes += bytes;
+        self->early_stream = stream;
         return 0;
     }
     int done = fsdpc_torch_add_early(self) < 0 ? -1 : add(self, index, plain);

@@ -94,8 +94,9 @@ struct fsdpc_py_torch_unit {
     bool bound;
     bool gives_back; /* the foreign library has a use for memory that is not needed for a while */
     bool away;       /* gradients have none */
-    size_t early_bytes; /* of gradients that wait */
-    PyObject *streams;  /* streams(): the handle of the foreign library's current one; or NULL */
+    size_t early_bytes; /* of gradients that wait, whose memory is the foreign library's on: */
+    uintptr_t early_stream;
+    PyObject *streams; /* streams(): the handle of the foreign library's current one; or NULL */
     fsdpc_torch_names names;
 };
 

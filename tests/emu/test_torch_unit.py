@@ -192,6 +192,48 @@ def test_each_phase_needs_its_order_point(environment: dict[str, str]) -> None:
     ]
 
 
+EARLY = """
+import torch_beside
+gpu = torch_beside.Gpu()
+import torch
+from torch import nn
+from fsdpc.torch import MixedPrecisionPolicy, fully_shard
+policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+def make():
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8), nn.LayerNorm(8))
+    for module in (model[1], model):
+        fully_shard(module, mp_policy=policy, reshard_after_forward=False)
+    return model
+usual, model = make(), make()
+first, second = gpu.current, gpu.runtime.stream()
+memory, held = [], []
+def change(*_):                        # torch's stream, as the engine sees it; that one is stopped
+    memory.extend(gpu.memory)          # what the norm's backward made
+    gpu.told = lambda: second
+    held.append(gpu.runtime.block(second))
+model[2].register_full_backward_pre_hook(lambda *_: gpu.memory.clear())
+model[1].register_full_backward_pre_hook(change)
+x = torch.rand(4, 8)
+for m in (usual, model):
+    m(x).float().square().sum().backward()
+for one in memory:                     # torch gives it to others, which write it on its stream
+    gpu.runtime.fill(one.data_ptr(), 0xff, one.nbytes(), first)
+held[0].set()
+for stream in (second, first):
+    gpu.runtime.synchronize(stream)
+for name in ("1.weight", "2.weight", "2.bias"):
+    print(*(m.get_parameter(name).grad.to_local().sum().item() for m in (usual, model)))
+"""
+
+
+def test_gradients_that_waited_are_read_on_their_stream(environment: dict[str, str]) -> None:
+    """Torch's allocator gives their memory to others on it."""
+    for line in show(environment, "-c", EARLY).splitlines():
+        usual, ours = map(float, line.split())
+        assert usual == ours != 0
+
+
 WHERE = """
 import fsdpc, torch
 from types import SimpleNamespace
