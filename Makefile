@@ -62,16 +62,9 @@ test: ctest pytest ## the C tests and the Python tests
 ctest: $(VENV)/stamp-base ## the C tests
 	$(PY) tools/ctest.py plain $(ARGS)
 
-# Ranks are forked from a process that has imported all tests, in half the time if torch is in none.
-BARE = $(shell grep -rLE 'torch|transformers' tests --include='test_*.py' --exclude-dir=lint --exclude-dir=torch)
-# In `make test ARGS="-k name"` one of the two may choose no test, which is pytest's 5.
-tests = bash -o pipefail -c '$(PY) -m pytest $(1) $(SPREAD) $(ARGS) | tee -a build/pytest.log'$(AGAIN) || [ $$? -eq 5 ]
-
 pytest: venv
 	mkdir -p build
-	rm -f build/pytest.log
-	$(call tests,$(BARE))
-	$(call tests,tests --ignore=tests/lint $(addprefix --ignore=,$(BARE)))
+	bash -o pipefail -c '$(PY) -m pytest tests --ignore=tests/lint $(SPREAD) $(ARGS) | tee build/pytest.log'$(AGAIN)
 	FSDPC_NO_ALIAS=1 $(PY) -m pytest -q tests/dist $(SPREAD) $(ARGS) || [ $$? -eq 5 ] # 5: ARGS chose none
 
 asan: $(VENV)/stamp-base ## the C tests under AddressSanitizer and UBSan
