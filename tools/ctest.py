@@ -98,17 +98,22 @@ def selected(kind: str, names: Sequence[str]) -> list[Path]:
     return [path for path in found if not names or any(name in path.stem for name in names)]
 
 
+def builder_of(flavour_name: str) -> native.Builder:
+    """What compiles csrc for a flavour; whoever wants it in that one shares the objects."""
+    flavour = FLAVOURS[flavour_name]
+    objects = native.ROOT / "build" / "c" / flavour_name if flavour.flags else native.OBJECTS
+    return native.Builder(objects, compiler_of(flavour), flavour.flags)
+
+
 def build(flavour_name: str, programs: Sequence[Path]) -> list[Path]:
     """Compile csrc and these programs; returns the executables."""
-    flavour = FLAVOURS[flavour_name]
     out = native.ROOT / "build" / "c" / flavour_name
-    objects = out if flavour.flags else native.OBJECTS
-    builder = native.Builder(objects, compiler_of(flavour), flavour.flags)
+    builder = builder_of(flavour_name)
 
     def link(main: Path) -> Path:
         return builder.link([main, *library], out / "bin" / main.stem)
 
-    with native.building(objects), ThreadPoolExecutor(native.usable_cores()) as pool:
+    with native.building(builder.out), ThreadPoolExecutor(native.usable_cores()) as pool:
         library = builder.compile(native.sources())
         mains = builder.compile(programs, [f"-I{TESTS}"])
         return list(pool.map(link, mains))

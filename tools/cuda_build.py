@@ -36,6 +36,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import ctest
 import native
 
 KERNELS = native.ROOT / "kernels"
@@ -84,8 +85,9 @@ SHARED_WITH_CORE = ("guest/guest.c",
                     "comm/coll_math.c", "comm/comm.c", "ops/flat_check.c", "ops/gemm_gelu.c")
 
 
-# Of the core, the tests link these.
+# Of the core, the tests link these, in a flavour of the C tests by what looks at them.
 CORE_LAYERS = ("base", "tier", "device", "comm", "engine", "ops")
+FLAVOURS = {"": "plain", "address": "asan", "thread": "tsan"}
 
 
 @dataclass(frozen=True)
@@ -332,14 +334,14 @@ def install(folder: Path, in_place: bool) -> None:
         print(f"fsdpc: the plugin for GPUs is not built: {LEFT_OUT}", file=sys.stderr)
 
 
-def core_objects(folder: Path, sanitizer: Sequence[str] = (),
-                 layers: Sequence[str] = CORE_LAYERS) -> list[Path]:
-    """Objects of the core's layers that the tests link, by the core's own build.
+def core_objects(flavour: str = "plain", layers: Sequence[str] = CORE_LAYERS) -> list[Path]:
+    """Objects of the core's layers that the tests link: those of the C tests.
 
-    A sanitizer has to see the locks of the core, so it is clang's there too.
+    A sanitizer has to see the locks of the core too.
     """
-    builder = native.Builder(folder, ["clang"] if sanitizer else (), sanitizer)
-    return builder.compile(native.sources(layers))
+    builder = ctest.builder_of(flavour)
+    with native.building(builder.out):
+        return builder.compile(native.sources(layers))
 
 
 def test_sources() -> list[Path]:
@@ -381,7 +383,7 @@ def build_tests(archs: Sequence[str]) -> tuple[list[Path], dict[str, str]]:
         objects = Builder(object_folder(archs)).compile_all(
             [*cudnn_commands(toolkit), *kernel_commands(toolkit, archs),
              *((path, command) for path in without_border())])
-        objects += core_objects(native.OBJECTS)
+        objects += core_objects()
     looks = [to_linker("-rpath", each / "lib") for each in pip_folders()]  # as the plugin does
 
     def build(source: Path) -> Path:
@@ -432,7 +434,7 @@ def build_emulated(sanitizer: str = "", streams: bool = False) -> list[Path]:
         with native.building(plain):
             others = {path for path in KERNELS.glob("*.cu") if path.stem not in ENGINE_KERNELS}
             ready = [*emulated_kernels(plain, others),
-                     *core_objects(plain / "core", layers=("ops",))]
+                     *core_objects(layers=("ops",))]
         return compile_emulated(folder, sanitizer, ready,
                                 [TESTS / f"{name}.c" for name in STREAM_TESTS])
 
@@ -441,6 +443,8 @@ def compile_emulated(folder: Path, sanitizer: str, ready: Sequence[Path],
                      tests: Sequence[Path]) -> list[Path]:
     """Build them in `folder`; kernels that are `ready` are not compiled again."""
     extra = [f"-fsanitize={sanitizer}", "-fno-omit-frame-pointer"] if sanitizer else []
+    flavour = FLAVOURS[sanitizer]
+    linking = [*extra, *ctest.FLAVOURS[flavour].flags]
     aliases = alias_flags() if "thread" in sanitizer else []
     if "address" in sanitizer:  # quicker to compile
         extra.append("-fsanitize-address-outline-instrumentation")
@@ -454,7 +458,7 @@ def compile_emulated(folder: Path, sanitizer: str, ready: Sequence[Path],
                                     (EMULATION / "emu_driver.c", c),
                                     (EMULATION / "fake_cudnn.c", c)])]
     layers = [layer for layer in CORE_LAYERS if not ready or layer != "ops"]
-    objects = [*shared, *ready, *core_objects(folder / "core", extra, layers)]
+    objects = [*shared, *ready, *core_objects(flavour, layers)]
     for soname, files in FAKES.items():  # beside the programs, whose runtime they call
         if ready and soname != "libnccl.so.2":
             continue  # tests of streams multiply nothing
@@ -465,7 +469,7 @@ def compile_emulated(folder: Path, sanitizer: str, ready: Sequence[Path],
         objects.append(builder.compile(ALIASES, emulated_commands()[1]))
     programs = []
     for path in tests:
-        programs.append(link(["clang++", *extra, *aliases, "-pthread", "-rdynamic"],
+        programs.append(link(["clang++", *linking, *aliases, "-pthread", "-rdynamic"],
                              folder / path.stem, [builder.compile(path, c), *objects]))
     return programs if sanitizer else [*programs, link_emulated_plugin(builder, c, shared)]
 
@@ -495,7 +499,7 @@ def main() -> int:
     parser.add_argument("--archs", default="", help="e.g. 90 or 80,90; default 80,90,100")
     parser.add_argument("--tests", action="store_true", help="build the GPU's tests")
     parser.add_argument("--emulate", action="store_true", help="build them, and the plugin, here")
-    parser.add_argument("--sanitizer", default="", help="with --emulate: address or thread")
+    parser.add_argument("--sanitizer", default="", choices=FLAVOURS, help="with --emulate")
     parser.add_argument("--streams", action="store_true", help="with --sanitizer: tests of streams")
     args = parser.parse_args()
     archs = args.archs.split(",") if args.archs else []

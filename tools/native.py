@@ -236,7 +236,8 @@ def build_core(target: Path) -> Path:
     flags += ["-DNPY_TARGET_VERSION=NPY_1_25_API_VERSION"]
     python_side = Builder(ROOT / "build" / f"core-{sys.implementation.cache_tag}")
     made = stub_docs.write(python_side.out / "made")
-    objects = Builder(OBJECTS).compile(sources())
+    with building(OBJECTS):
+        objects = Builder(OBJECTS).compile(sources())
     objects += python_side.compile([*sources(["py"]), made], [f"-I{made.parents[1]}", *flags])
     return python_side.link(
         objects, target, ["-shared", "-Wl,--compress-debug-sections=zlib", "-Wl,-z,relro"]

@@ -15,7 +15,12 @@ import cuda_build  # noqa: E402
 
 
 @pytest.fixture(scope="session")
-def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """libfsdpc_cuda.so for one architecture, unless $FSDPC_CUDA_ARCHS asks for others."""
-    archs = os.environ.get("FSDPC_CUDA_ARCHS", "90").split(",")
+def archs() -> list[str]:
+    """One architecture, unless $FSDPC_CUDA_ARCHS asks for others."""
+    return os.environ.get("FSDPC_CUDA_ARCHS", "90").split(",")
+
+
+@pytest.fixture(scope="session")
+def plugin(tmp_path_factory: pytest.TempPathFactory, archs: list[str]) -> Path:
+    """libfsdpc_cuda.so for these."""
     return cuda_build.build_plugin(tmp_path_factory.mktemp("cuda") / cuda_build.PLUGIN, archs)

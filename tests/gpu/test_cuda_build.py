@@ -49,10 +49,11 @@ def test_folders_names_may_have_blanks(tmp_path: Path) -> None:
 
 
 def test_it_loads_and_says_what_it_found(plugin: Path, tmp_path: Path) -> None:
-    builder = native.Builder(tmp_path)
-    tests = ROOT / "tests" / "c"
-    objects = builder.compile([tests / "test_plugin.c"], [f"-I{tests}"])
-    objects += builder.compile(native.sources(("base", "tier", "device", "ops", "comm", "plugin")))
+    builder, tests = native.Builder(native.OBJECTS), ROOT / "tests" / "c"
+    with native.building(native.OBJECTS):
+        objects = builder.compile([tests / "test_plugin.c"], [f"-I{tests}"])
+        objects += builder.compile(native.sources(("base", "tier", "device", "ops", "comm",
+                                                   "plugin")))
     program = builder.link(objects, tmp_path / "test_plugin")
     done = subprocess.run([program, plugin], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -145,11 +145,11 @@ def test_a_copy_that_the_process_has_is_taken_first(loader: Path, tmp_path: Path
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(tmp_path_factory: pytest.TempPathFactory, plugin: Path) -> Path:
     """A site-packages with fsdpc, its plugin, and pip's NCCL."""
     site = tmp_path_factory.mktemp("site")
     shutil.copytree(Path(fsdpc.__file__).parent, site / "fsdpc")
-    cuda_build.build_plugin(site / "fsdpc" / cuda_build.PLUGIN, ("90",))
+    shutil.copy2(plugin, site / "fsdpc")
     (site / "nvidia").mkdir()
     (site / "nvidia" / "nccl").symlink_to(LIBRARY.parent.parent)
     return site
@@ -179,9 +179,11 @@ def test_pip_s_library_is_found_beside_the_plugin(installed: Path) -> None:
 
 
 @pytest.mark.parametrize("stays", [True, False], ids=["stays", "goes"])
-def test_a_plugin_in_the_source_tree_finds_pip_s_library(tmp_path: Path, stays: bool) -> None:
+def test_a_plugin_in_the_source_tree_finds_pip_s_library(
+    tmp_path: Path, archs: list[str], stays: bool
+) -> None:
     """Away from site-packages; one that was built to go there would find the system's at most."""
-    plugin = cuda_build.build_plugin(tmp_path / cuda_build.PLUGIN, ("90",), stays=stays)
+    plugin = cuda_build.build_plugin(tmp_path / cuda_build.PLUGIN, archs, stays=stays)
     line, _ = describe(Path(fsdpc.__file__).parents[1], FSDPC_CUDA_PLUGIN=str(plugin))
     found = " at " in line and Path(line.split(" at ")[1]).resolve() == LIBRARY.resolve()
     assert found == stays, line
