@@ -158,7 +158,7 @@ static PyObject *torch_unit_end_backward(PyObject *object, PyObject *Py_UNUSED(u
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
     if (!fsdpc_unit_in_backward(fsdpc_torch_unit(self)))
         Py_RETURN_NONE; /* autograd.grad inside forward, through the unit's inputs */
-    if (fsdpc_torch_join(self) < 0 || (self->early_bytes > 0 && fsdpc_torch_add_early(self) < 0))
+    if (fsdpc_torch_join(self) < 0 || fsdpc_torch_add_early(self) < 0)
         return NULL;
     fsdpc_status status;
     FSDPC_PY_WITHOUT_GIL(status = fsdpc_post_backward(fsdpc_torch_unit(self)));
@@ -175,8 +175,7 @@ static PyObject *torch_unit_finish(PyObject *object, PyObject *Py_UNUSED(unused)
     if (fsdpc_torch_join(self) < 0)
         return NULL;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->mates); i++) {
-        fsdpc_py_torch_unit *mate = (fsdpc_py_torch_unit *)PyList_GET_ITEM(self->mates, i);
-        if (mate->early_bytes > 0 && fsdpc_torch_add_early(mate) < 0)
+        if (fsdpc_torch_add_early((fsdpc_py_torch_unit *)PyList_GET_ITEM(self->mates, i)) < 0)
             return NULL;
     }
     fsdpc_status status;

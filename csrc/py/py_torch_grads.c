@@ -72,24 +72,21 @@ static int add(fsdpc_py_torch_unit *self, int index, PyObject *grad)
 }
 
 /* On the stream of those that waited: whoever has their memory next there is behind it. */
-static int add_all(fsdpc_py_torch_unit *self)
+int fsdpc_torch_add_early(fsdpc_py_torch_unit *self)
 {
+    if (self->early_bytes == 0)
+        return 0;
     fsdpc_device *device = fsdpc_unit_device(fsdpc_torch_unit(self));
     uintptr_t now = fsdpc_device_handle(device);
-    int done = fsdpc_py_check(fsdpc_device_adopt(device, self->early_stream));
+    int done = fsdpc_torch_lend(self);
+    if (done == 0)
+        done = fsdpc_py_check(fsdpc_device_adopt(device, self->early_stream));
     for (int i = 0; done == 0 && i < self->n_params; i++) {
         if (self->params[i].early)
             done = add(self, i, self->params[i].early);
     }
     fsdpc_torch_drop_early(self);
     return done == 0 ? fsdpc_py_check(fsdpc_device_adopt(device, now)) : done;
-}
-
-int fsdpc_torch_add_early(fsdpc_py_torch_unit *self)
-{
-    if (fsdpc_torch_lend(self) < 0)
-        return -1;
-    return self->early_bytes > 0 ? add_all(self) : 0;
 }
 
 void fsdpc_torch_drop_early(fsdpc_py_torch_unit *self)
@@ -118,7 +115,9 @@ static int accept(fsdpc_py_torch_unit *self, int index, PyObject *grad)
         self->early_stream = stream;
         return 0;
     }
-    int done = fsdpc_torch_add_early(self) < 0 ? -1 : add(self, index, plain);
+    int done = fsdpc_torch_lend(self) < 0 || fsdpc_torch_add_early(self) < 0
+                   ? -1
+                   : add(self, index, plain);
     Py_DECREF(plain);
     return done;
 }

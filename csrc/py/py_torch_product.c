@@ -83,7 +83,8 @@ static PyObject *add_product_method(PyObject *object, PyObject *args)
     fsdpc_dtype dtype = flat.wire_dtype, to = flat.reduce_dtype;
     if (to != dtype && to != FSDPC_F32) /* gemm.h: nothing else can be written */
         Py_RETURN_FALSE;
-    if (fsdpc_torch_reach_backward(self) < 0 || fsdpc_torch_add_early(self) < 0)
+    if (fsdpc_torch_reach_backward(self) < 0 || fsdpc_torch_lend(self) < 0 ||
+        fsdpc_torch_add_early(self) < 0)
         return NULL;
     product p = {dense_args(n_out, n_in, rows, true, false, dtype), fsdpc_unit_device(unit)};
     fsdpc_status status;

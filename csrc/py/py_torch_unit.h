@@ -135,9 +135,9 @@ int fsdpc_torch_give_grads(fsdpc_py_torch_unit *self);
 int fsdpc_torch_lend(fsdpc_py_torch_unit *self);
 /* Whether a gradient of so many bytes had better wait for it. */
 bool fsdpc_torch_can_wait(const fsdpc_py_torch_unit *self, size_t bytes);
-/* Before a gradient is written: shards have memory, and hold the gradients that waited. */
+/* Writes those that waited, before any other is written and when the unit's backward ends. */
 int fsdpc_torch_add_early(fsdpc_py_torch_unit *self);
-/* Forgets those. */
+/* Forgets them. */
 void fsdpc_torch_drop_early(fsdpc_py_torch_unit *self);
 /* Drops gradients; what users keep of them is theirs alone, and clipped.  `idle`: a forward begins. */
 int fsdpc_torch_zero_grad(fsdpc_py_torch_unit *self, bool idle);

@@ -378,7 +378,8 @@ WAITING = {
 def test_early_gradients_wait_for_memory(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """Those of a root whose last gradient ends the backward, as on a GPU; with the same bits."""
     tie, narrow, frozen, takes = WAITING[case]
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if narrow else None
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    options: dict[str, Any] = {"mp_policy": policy} if narrow else {}
     held: list[int] = []
 
     def train() -> list[Any]:
@@ -387,8 +388,8 @@ def test_early_gradients_wait_for_memory(monkeypatch: pytest.MonkeyPatch, case: 
         if frozen:
             getattr(model, frozen).requires_grad_(False)
         for layer in model.layers:
-            fully_shard(layer, **({"mp_policy": policy} if policy else {}))
-        fully_shard(model, **({"mp_policy": policy} if policy else {}))
+            fully_shard(layer, **options)
+        fully_shard(model, **options)
         root = model._fsdpc_state
         fails: list[bool] = []
 
