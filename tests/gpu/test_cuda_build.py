@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 900
 
 sys.path.insert(0, str(ROOT / "tools"))
+import ctest  # noqa: E402
 import cuda_build  # noqa: E402
-import native  # noqa: E402
 
 pytestmark = pytest.mark.skipif(cuda_build.find_toolkit() is None, reason="there is no nvcc")
 
@@ -48,13 +48,8 @@ def test_folders_names_may_have_blanks(tmp_path: Path) -> None:
     assert f"[$ORIGIN/..:{folder}]" in done.stdout
 
 
-def test_it_loads_and_says_what_it_found(plugin: Path, tmp_path: Path) -> None:
-    builder, tests = native.Builder(native.OBJECTS), ROOT / "tests" / "c"
-    with native.building(native.OBJECTS):
-        objects = builder.compile([tests / "test_plugin.c"], [f"-I{tests}"])
-        objects += builder.compile(native.sources(("base", "tier", "device", "ops", "comm",
-                                                   "plugin")))
-    program = builder.link(objects, tmp_path / "test_plugin")
+def test_it_loads_and_says_what_it_found(plugin: Path) -> None:
+    [program] = ctest.build("plain", [ctest.TESTS / "test_plugin.c"])
     done = subprocess.run([program, plugin], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "CUDA " in done.stdout

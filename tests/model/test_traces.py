@@ -21,19 +21,14 @@ CHOICES = "FFEBBNWOLLCfebl|"
 
 
 @pytest.fixture(scope="session")
-def recorder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recorder() -> Path:
     """The program that records."""
     sys.path.insert(0, str(ROOT / "tools"))
     try:
-        import native
+        import ctest
     finally:
         sys.path.pop(0)
-    include = f"-I{ROOT / 'tests' / 'c'}"
-    builder = native.Builder(native.OBJECTS)
-    with native.building(native.OBJECTS):
-        library = builder.compile(native.sources())
-        main = builder.compile([ROOT / "tests" / "model" / "record_traces.c"], [include])
-        return builder.link([*main, *library], tmp_path_factory.mktemp("model") / "record_traces")
+    return ctest.build("plain", [ROOT / "tests" / "model" / "record_traces.c"])[0]
 
 
 def record(recorder: Path, texts: Sequence[str], seeds: Iterable[int], without: str) -> list[Trace]:

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120
 
 sys.path.insert(0, str(ROOT / "tools"))
+import ctest  # noqa: E402
 import mpi_build  # noqa: E402
 import native  # noqa: E402
 
@@ -34,12 +35,7 @@ Start = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.fixture(scope="session")
 def program() -> Path:
     """The C program, which opens the plugin as the extension does."""
-    builder = native.Builder(native.OBJECTS)
-    with native.building(native.OBJECTS):
-        objects = builder.compile([ROOT / "tests" / "mpi" / "test_link_mpi.c"],
-                                  [f"-I{ROOT / 'tests' / 'c'}"])
-        objects += builder.compile(native.sources())
-        return builder.link(objects, FOLDER / "test_link_mpi")
+    return ctest.build("plain", [ROOT / "tests" / "mpi" / "test_link_mpi.c"])[0]
 
 
 @pytest.fixture(scope="session", params=mpi_build.FAMILIES)
