@@ -8,7 +8,6 @@ floating point operations came before.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -95,16 +94,15 @@ def play_step(
 
     def steps() -> Played:
         world = distributed._world
-        before, classes = Snapshot(model), [(m, type(m)) for m in model.modules()]
-        try:
-            distributed._world = _core.Comm(0, mesh[0] * mesh[1], None)
-            return _play(model, shape, mesh, options, OPTIMIZERS[optimizer], accumulate)
-        finally:
-            distributed._world = world
-            before.restore()
-            for m, cls in classes:
-                object.__setattr__(m, "__class__", cls)
-            gc.collect()
+        classes = [(m, type(m)) for m in model.modules()]
+        with Snapshot(model):
+            try:
+                distributed._world = _core.Comm(0, mesh[0] * mesh[1], None)
+                return _play(model, shape, mesh, options, OPTIMIZERS[optimizer], accumulate)
+            finally:
+                distributed._world = world
+                for m, cls in classes:
+                    object.__setattr__(m, "__class__", cls)
 
     played, left = _core.play(steps, orders)
     check_left(model, left)

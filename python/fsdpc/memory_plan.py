@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import operator
 from collections.abc import Sequence
@@ -499,12 +498,8 @@ def _activation_bytes(
         forward(model, x).sum().backward()
 
     def step_without_trace() -> None:
-        before = Snapshot(model)
-        try:
+        with Snapshot(model):
             step()
-        finally:
-            before.restore()
-            gc.collect()
 
     peak, left = _core.dry_run(params, dtypes, step_without_trace)
     check_left(model, left)

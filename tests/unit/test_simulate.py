@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import resource
@@ -204,6 +205,36 @@ def test_what_a_forward_keeps_is_named() -> None:
     assert type(model) is Keeper
     assert model(fsdpc.tensor(np.ones((2, 8), np.float32))).shape == (2, 8)
     assert fsdpc.memory_stats()["wire_bytes"] == 0
+
+
+class Cyclic(nn.Module):
+    """Leaves a cycle that holds a tensor, among the oldest objects if it `collects`."""
+
+    def __init__(self, collects: bool) -> None:
+        super().__init__()
+        self.inner, self.collects = nn.Linear(8, 8), collects
+
+    def forward(self, x: Any) -> Any:
+        cycle = [self.inner(x)]
+        cycle.append(cycle)
+        if self.collects:
+            gc.collect()
+        return cycle[0]
+
+
+@pytest.mark.parametrize("collects", [False, True])
+def test_cycles_go_without_a_look_at_older_objects(collects: bool) -> None:
+    model, options = Cyclic(collects), {"bandwidth": 1e9, "latency": 0.0, "flops": 1e9}
+    gc.disable()  # else Python might look at them for reasons of its own
+    try:
+        before = gc.get_stats()[2]["collections"]
+        simulate(model, (2, 8), hosts=1, ranks_per_host=2, **options)
+        assert not gc.isenabled()
+        assert collects or gc.get_stats()[2]["collections"] == before
+    finally:
+        gc.enable()
+    fsdpc.memory_plan(model, 1, (2, 8))
+    assert gc.isenabled()
 
 
 def test_zero_2_and_3_of_a_published_study() -> None:

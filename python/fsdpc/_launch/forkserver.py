@@ -12,6 +12,7 @@ The server leads a separate process group and is tied to pytest as ranks are to 
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import pickle
 import signal
@@ -102,6 +103,7 @@ def _pickle_job(job: Job) -> bytes:
 
 def _serve(channel: socket.socket, call: Call) -> None:
     """Run jobs until the other end closes."""
+    gc.freeze()  # else each rank's collections look at, and so copy, all that was imported here
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     while (request := _receive(channel)) is not None:
         job = pickle.loads(request)
