@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ["--batch", "2", "--seq", "32", "--sample", "0", "--data", str(ROOT / "docs")]
+QUICK = ["--sample", "0", "--eval-bytes", "0"]
+SMALL = ["--batch", "2", "--seq", "32", *QUICK, "--data", str(ROOT / "docs")]
 
 
 def command(*options: object) -> list[str]:

@@ -101,17 +101,18 @@ def test_data_that_are_no_text_are_refused(head: bytes, kind: str, tmp_path: Pat
 def test_a_file_of_metrics_is_begun_anew(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     for _ in range(2):
-        run("--steps", 1, "--sample", 0, "--metrics", path)
+        run("--steps", 1, "--sample", 0, "--eval-bytes", 64, "--metrics", path)
     assert len(path.read_text().splitlines()) == 2
 
 
 def test_fp32_gpt2_that_accumulates_and_recomputes(tmp_path: Path) -> None:
     """Options that change the work, not the result: the checksum of the parameters tells."""
-    common = ("--model", "gpt2", "--dtype", "fp32", "--steps", 2, "--sample", 0, "--accumulate", 2)
+    common = ("--model", "gpt2", "--dtype", "fp32", "--steps", 2, "--accumulate", 2)
+    quick = ("--sample", 0, "--eval-bytes", 0)
     found = []
     for i, more in enumerate(((), ("--checkpoint-activations",), ("--checkpoint-activations", 2))):
         path = tmp_path / str(i)
-        run("--ranks", 2, *common, *more, "--metrics", path)
+        run("--ranks", 2, *common, *quick, *more, "--metrics", path)
         found.append(json.loads(path.read_text().splitlines()[-1])["params_crc32c"])
     assert len(set(found)) == 1
 
