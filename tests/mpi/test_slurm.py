@@ -35,6 +35,14 @@ NETWORK = two_hosts.ADDRESSES[0].rpartition(".")[0] + ".0/24"
 if absent := [tool for tool in TOOLS if shutil.which(tool) is None]:
     need(f"needs {', '.join(absent)}: apt-get install slurm-wlm munge")
 
+# Open MPI 4.1.4 under SLURM's pmix: a rank that has left MPI_Init may send to one that is still in
+# it and has no handler yet, which then calls NULL. A program of MPI_Init and MPI_Barrier alone did
+# so in one of 283 starts on a busy machine. There is no frame but the signal's own.
+STARTS = 3
+CRASHED_IN_MPI_INIT = re.compile(
+    r"Signal: Segmentation fault .*\n.*\n.*address: \(nil\)\n.*\[ 0\] .*\n.*End of error message"
+)
+
 CONFIGURATION = """
 ClusterName=fsdpc
 SlurmctldHost=node0({addresses[0]})
@@ -138,7 +146,15 @@ def start(request: pytest.FixtureRequest, cluster: Cluster) -> Start:
     need_mpi(family)
     command = ["srun", f"--mpi={request.param}", "-N2", "--ntasks-per-node=2",
                *two_hosts.OWN_SYS, sys.executable]
-    return lambda *words: cluster.run(*command, str(PROGRAM), "launcher", *words)
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        for _ in range(STARTS):
+            done = cluster.run(*command, str(PROGRAM), "launcher", *words)
+            if not CRASHED_IN_MPI_INIT.search(done.stderr):
+                break
+        return done
+
+    return run
 
 
 def test_bits_are_those_of_one_host(start: Start, cluster: Cluster) -> None:
