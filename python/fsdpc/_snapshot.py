@@ -58,13 +58,13 @@ class Snapshot:
     def __enter__(self) -> None:
         self._collects = gc.isenabled()
         gc.disable()
-        self._collections = _collections()
+        self._collected = _collections()
 
     def __exit__(self, *_: object) -> None:
         try:
             self._restore()
             # A collection within the block, by whoever asked for it, has made what it left older.
-            gc.collect(0 if _collections() == self._collections else 2)
+            gc.collect(0 if _collections() == self._collected else 2)
         finally:
             if self._collects:
                 gc.enable()

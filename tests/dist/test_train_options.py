@@ -18,7 +18,8 @@ def crc_of(tmp_path: Path, *options: str) -> str:
     """Train a little and return the checksum of the parameters."""
     metrics = tmp_path / "metrics.jsonl"
     command = [sys.executable, "-m", "fsdpc", "train", "--steps", "2", "--batch", "1", "--seq", "48"]
-    command += ["--sample", "0", "--eval-bytes", "0", "--data", str(DATA), "--metrics", str(metrics), *options]
+    command += ["--sample", "0", "--eval-bytes", "0", "--data", str(DATA)]
+    command += ["--metrics", str(metrics), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(metrics.read_text().splitlines()[-1])["params_crc32c"]
