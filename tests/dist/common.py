@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import fsdpc
 import numpy as np
+
+import fsdpc
 from fsdpc.models import Llama, ModelConfig
 
 CONFIG = ModelConfig(vocab_size=61, dim=48, layers=3, heads=3, inner=80)

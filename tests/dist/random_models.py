@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-import fsdpc
 import numpy as np
+
+import fsdpc
 from fsdpc import functional as F
 from fsdpc import nn
-
 from tests.offload import on_disk
 
 from .random_cases import Leaf, Node, Policy

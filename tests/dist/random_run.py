@@ -13,8 +13,9 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-import fsdpc
 import numpy as np
+
+import fsdpc
 from fsdpc import _core
 
 from .random_cases import Case

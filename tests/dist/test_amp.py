@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import fsdpc
 import numpy as np
 import pytest
+
+import fsdpc
 from fsdpc import _core
 from fsdpc.amp import LossScaler
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import fsdpc
 import numpy as np
 import pytest
+
+import fsdpc
 from fsdpc import MismatchError, _core, nn
 
 MESHES = {"FULL_SHARD": (1, 4), "NO_SHARD": (4, 1), "HYBRID_SHARD": (2, 2)}

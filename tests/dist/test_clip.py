@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import fsdpc
 import numpy as np
 import pytest
+
+import fsdpc
 from fsdpc import _core, nn
 
 POWERS = [1, 2, 3, 2.5, math.inf]

@@ -12,9 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import fsdpc
 import numpy as np
 import pytest
+
+import fsdpc
 from fsdpc import cli, flight, nn
 
 SCRIPT = """
@@ -89,7 +90,8 @@ def test_a_signal_writes_and_goes_on(tmp_path: Path) -> None:
     assert "test_a_signal_writes_and_goes_on" in "".join(found.ranks[0]["stack"])
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["flight-rank-0.json"]
     recorder.remove()
-    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL and sys.excepthook is sys.__excepthook__
+    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+    assert sys.excepthook is sys.__excepthook__
     recorder.folder = tmp_path / "file"
     recorder.folder.write_text("")
     recorder._on_signal(signal.SIGUSR2, None)  # says that it cannot, and goes on

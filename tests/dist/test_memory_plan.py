@@ -5,9 +5,10 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-import fsdpc
 import numpy as np
 import pytest
+
+import fsdpc
 from fsdpc import nn, wrap
 from fsdpc._launch import pretend
 from fsdpc.models import GPT2, Llama
@@ -124,7 +125,7 @@ def test_hosts_cost_what_the_docs_say() -> None:
     for h, lanes in ((2, 1), (2, 4), (8, 4)):
         ranks = h * lanes
 
-        def beside(mesh: Any, policy: Any = None) -> int:
+        def beside(mesh: Any, policy: Any = None, h: int = h) -> int:
             plan = fsdpc.memory_plan(layer, mesh, mp_policy=policy)
             assert plan.for_hosts(h).for_device("cuda") == plan.for_device("cuda").for_hosts(h)
             return plan.for_hosts(h).reduce - plan.reduce

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import fsdpc
 import numpy as np
 import pytest
+
+import fsdpc
 from fsdpc import _core, nn, wrap
 
 from .test_units import Block, Net, batch, compare, loss_of, pair, twin_gradients

@@ -6,10 +6,10 @@ import gc
 from pathlib import Path
 from typing import Any
 
-import fsdpc
 import pytest
-from fsdpc import _core
 
+import fsdpc
+from fsdpc import _core
 from tests.offload import (
     BF16,
     OPTIMIZERS,
@@ -213,7 +213,7 @@ def test_a_step_goes_on_behind_the_next_forward(classes: tuple[str, ...], disk: 
     before = go_on()
     run()
     assert stepped() == before + 3
-    held = weight.local  # and from here on, whenever somebody may write
+    _held = weight.local  # and from here on, whenever somebody may write
     before = go_on()
     run()
     assert stepped() == before + 2
@@ -282,7 +282,8 @@ def test_what_ends_a_step_that_goes_on(disk: Path) -> None:
         before = stepped()
         del optimizer, optimizers[1]
         counts.append(stepped() - before)
-        values = {n: fsdpc.full_tensor(p).numpy().tobytes() for n, p in models[1].named_parameters()}
+        named = models[1].named_parameters()
+        values = {n: fsdpc.full_tensor(p).numpy().tobytes() for n, p in named}
         found.append((everything(models[0], optimizers[0]), values))
     assert found[0] == found[1]
     assert counts == [1, 4, 1, 4, 1, 4, 3]

@@ -13,9 +13,10 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
-import fsdpc
 import numpy as np
 import pytest
+
+import fsdpc
 from fsdpc import _core, _perfetto, nn, profiler
 from fsdpc.flight import Operation
 

@@ -7,12 +7,13 @@ import xml.etree.ElementTree as ET
 from math import prod
 from typing import Any
 
-import fsdpc
 import numpy as np
 import pytest
+
+import fsdpc
 from fsdpc import _core, _shard, nn
-from fsdpc.models import Llama, preset
 from fsdpc.layout import ShardingLayout
+from fsdpc.models import Llama, preset
 
 from .common import CONFIG, build
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from math import prod
 
-import fsdpc
 import pytest
+
+import fsdpc
 from fsdpc._played import play_step
 from fsdpc.models import Llama
 from fsdpc.schedule import Act, Schedule, Use

@@ -13,9 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import fsdpc
 import numpy as np
 import pytest
+
+import fsdpc
 from fsdpc import StabilizerOptions, TrainingStabilizer, _core, nn
 from fsdpc.checkpoint import CheckpointManager
 from fsdpc.data import DistributedSampler, Loader, SequenceDataset

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import fsdpc
 import numpy as np
 import pytest
+
+import fsdpc
 from fsdpc import _core, nn
 
 from .common import CLIP, CONFIG, LR, assert_same, batch, build, parameters, train
@@ -85,7 +86,7 @@ def gradients(tied: bool, synced: str, sharded: bool) -> dict[str, bytes]:
 
 @pytest.mark.ranks(1)
 def test_micro_steps_add_up_as_in_an_unsharded_model() -> None:
-    """As docs/design/engine.md says: where only the last reduces, or all do and each weight is used once."""
+    """As docs/design/engine.md says: only the last reduces, or all do and each is used once."""
     for tied, synced in ((0, "s"), (0, "ns"), (0, "nns"), (0, "sss"), (1, "s"), (1, "nns")):
         both = [gradients(bool(tied), synced, sharded) for sharded in (False, True)]
         assert both[0] == both[1], (tied, synced)

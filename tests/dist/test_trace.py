@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-import fsdpc
 import numpy as np
 import pytest
+
+import fsdpc
 from fsdpc import _core
 
 from .common import CONFIG, batch, build

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from fsdpc.data import GlobalBatchSampler
 
 DATA = Path(__file__).parents[2] / "docs"
@@ -17,8 +18,8 @@ DATA = Path(__file__).parents[2] / "docs"
 def crc_of(tmp_path: Path, *options: str) -> str:
     """Train a little and return the checksum of the parameters."""
     metrics = tmp_path / "metrics.jsonl"
-    command = [sys.executable, "-m", "fsdpc", "train", "--steps", "2", "--batch", "1", "--seq", "48"]
-    command += ["--sample", "0", "--eval-bytes", "0", "--data", str(DATA)]
+    command = [sys.executable, "-m", "fsdpc", "train", "--steps", "2", "--batch", "1"]
+    command += ["--seq", "48", "--sample", "0", "--eval-bytes", "0", "--data", str(DATA)]
     command += ["--metrics", str(metrics), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

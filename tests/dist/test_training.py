@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import fsdpc
 import numpy as np
 import pytest
+
+import fsdpc
 from fsdpc import _core
 from fsdpc.launcher import launch
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import fsdpc
 import numpy as np
 import pytest
+
+import fsdpc
 from fsdpc import _core, nn
 
 pytestmark = pytest.mark.usefixtures("no_engine_threads")  # launch() forks

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import fsdpc
 import numpy as np
 import pytest
+
+import fsdpc
 from fsdpc import nn
 
 from .test_strategies import variants
