@@ -105,20 +105,41 @@ size_t fsdpc_coll_part(const fsdpc_coll *op, const fsdpc_slice *slice, int rank,
     return all || even || slice->owner == rank ? slice->numel : 0;
 }
 
+/* Adds what one sum has left to another. */
+static fsdpc_status join_sums(const fsdpc_coll *op, const fsdpc_slice *slice,
+                              const fsdpc_coll_sum *sum, fsdpc_stream *stream)
+{
+    size_t at = slice->shard_offset * fsdpc_dtype_bytes(op->shard_dtype);
+    return fsdpc_flat_accumulate((unsigned char *)sum->shard + at, op->shard_dtype,
+                                 (const unsigned char *)sum->from + at, op->shard_dtype,
+                                 slice->numel, stream);
+}
+
 fsdpc_status fsdpc_coll_reduce_part(const fsdpc_coll *op, const fsdpc_slice *slice,
                                     const void *const *srcs, int n_srcs, fsdpc_stream *stream)
 {
     size_t at = slice->shard_offset * fsdpc_dtype_bytes(op->shard_dtype);
-    return fsdpc_flat_reduce(&(fsdpc_reduce_args){.srcs = srcs,
-                                                  .n_srcs = n_srcs,
-                                                  .dtype = op->dtype,
-                                                  .numel = slice->numel,
-                                                  .scale = op->scale,
-                                                  .round_dtype = op->round_dtype,
-                                                  .out = (unsigned char *)op->shard + at,
-                                                  .out_dtype = op->shard_dtype,
-                                                  .accumulate = op->accumulate},
-                             stream);
+    const fsdpc_coll_sum whole = {
+        .n_ranks = n_srcs, .shard = op->shard, .accumulate = op->accumulate};
+    const fsdpc_coll_sum *sum = op->sums ? op->sums : &whole;
+    for (int left = op->sums ? op->n_sums : 1; left > 0; left--, sum++) {
+        if (sum->n_ranks == 0) {
+            FSDPC_TRY(join_sums(op, slice, sum, stream));
+            continue;
+        }
+        FSDPC_TRY(fsdpc_flat_reduce(&(fsdpc_reduce_args){.srcs = srcs,
+                                                         .n_srcs = sum->n_ranks,
+                                                         .dtype = op->dtype,
+                                                         .numel = slice->numel,
+                                                         .scale = op->scale,
+                                                         .round_dtype = op->round_dtype,
+                                                         .out = (unsigned char *)sum->shard + at,
+                                                         .out_dtype = op->shard_dtype,
+                                                         .accumulate = sum->accumulate},
+                                    stream));
+        srcs += sum->n_ranks;
+    }
+    return FSDPC_OK;
 }
 
 fsdpc_status fsdpc_coll_reduce_slices(const fsdpc_coll *op, int rank, int size,

@@ -13,7 +13,8 @@ fsdpc_status fsdpc_coll_combine(fsdpc_red red, fsdpc_dtype dtype, const void *co
  * of a REDUCE_ALL's, and none if the slice is whole on another rank. */
 size_t fsdpc_coll_part(const fsdpc_coll *op, const fsdpc_slice *slice, int rank, size_t *first_out);
 
-/* This rank's part of one slice into its shard: srcs[p] is where rank p's contribution begins. */
+/* This rank's part of one slice into its shard: srcs[p] is where rank p's contribution begins.
+ * The n_srcs are all ranks, if the operation has several sums. */
 fsdpc_status fsdpc_coll_reduce_part(const fsdpc_coll *op, const fsdpc_slice *slice,
                                     const void *const *srcs, int n_srcs, fsdpc_stream *stream);
 

@@ -331,6 +331,8 @@ static fsdpc_status op_check(const fsdpc_comm *comm, const fsdpc_coll *op)
             return bad_op(op, "needs a buffer of this communicator");
         if (!fsdpc_dtype_is_float(op->dtype) || !fsdpc_dtype_is_float(op->shard_dtype))
             return bad_op(op, "reduces floats only");
+        if (op->sums && !(comm->ops->splits_sums && op->tree))
+            return bad_op(op, "this transport sums all ranks at once");
         return slices_check(comm, op);
     case FSDPC_COLL_BROADCAST:
         if (op->root < 0 || op->root >= comm->size)

@@ -101,6 +101,14 @@ static inline bool fsdpc_coll_reduces(fsdpc_coll_kind kind)
 
 typedef enum fsdpc_red { FSDPC_RED_SUM, FSDPC_RED_MAX, FSDPC_RED_MIN } fsdpc_red;
 
+/* One of the sums that a reduction leaves, in the order in which they are made. */
+typedef struct fsdpc_coll_sum {
+    int n_ranks;      /* over the contributions of the next n_ranks ranks, scaled and rounded, */
+    const void *from; /* or, if that is 0, what another sum has left here, as it is */
+    void *shard;      /* the destination, whose slices are at their shard_offset */
+    bool accumulate;  /* add to the destination instead of overwriting it */
+} fsdpc_coll_sum;
+
 typedef struct fsdpc_coll {
     fsdpc_coll_kind kind;
     int unit;         /* trace and fingerprint; -1: none */
@@ -124,9 +132,13 @@ typedef struct fsdpc_coll {
     bool same_filling;    /* REDUCE_*: the buffer was posted already since it was filled */
     void *shard;          /* REDUCE_*: where the slices go, at their shard_offset */
     fsdpc_dtype shard_dtype;
-    double scale;            /* applied once to the sum, in fp32 unless dtype is F64 */
-    fsdpc_dtype round_dtype; /* through which the scaled sum is rounded; see fsdpc_reduce_args */
-    bool accumulate;         /* add to the shard instead of overwriting it */
+    double scale;               /* applied once to the sum, in fp32 unless dtype is F64 */
+    fsdpc_dtype round_dtype;    /* through which the scaled sum is rounded; see fsdpc_reduce_args */
+    bool accumulate;            /* add to the shard instead of overwriting it */
+    const fsdpc_coll_sum *sums; /* n_sums of them replace `shard` and `accumulate`, and together
+                                   cover all ranks; borrowed until the work is done; NULL: one sum
+                                   over all ranks.  Only if the transport `splits_sums` */
+    int n_sums;
     bool tree; /* REDUCE_*: ranks are summed as the pairwise tree, wide, also by a transport that is
                   quicker in another order */
 
@@ -203,7 +215,8 @@ typedef struct fsdpc_comm_ops {
                                   fsdpc_buffer **out); /* collective */
     void (*buffer_destroy)(fsdpc_buffer *buffer);
     fsdpc_status (*buffer_idle)(fsdpc_buffer *buffer); /* FSDPC_IN_PROGRESS while a peer reads it */
-    bool any_buffer; /* a buffer may also be made by the caller, over any memory of the device */
+    bool any_buffer;  /* a buffer may also be made by the caller, over any memory of the device */
+    bool splits_sums; /* a REDUCE_* with `tree` set may leave sums over some of its ranks */
 
     /* Collectives */
     fsdpc_status (*post)(fsdpc_work *work); /* work->op is set */

@@ -254,7 +254,8 @@ static fsdpc_status null_order(fsdpc_work *work, fsdpc_stream *stream)
     .epoch_arrive = null_epoch_arrive, .epoch_test = null_epoch_test,                              \
     .epoch_publish = null_epoch_publish, .epoch_published = null_epoch_published,                  \
     .buffer_create = null_buffer_create, .buffer_destroy = null_buffer_destroy,                    \
-    .buffer_idle = null_buffer_idle, .post = null_post, .test = null_test, .idle = null_idle
+    .buffer_idle = null_buffer_idle, .splits_sums = true, .post = null_post, .test = null_test,    \
+    .idle = null_idle
 
 static const fsdpc_comm_ops null_ops = {NULL_OPS};
 static const fsdpc_comm_ops ordering_ops = {NULL_OPS, .order = null_order};

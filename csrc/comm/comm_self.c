@@ -210,6 +210,7 @@ static const fsdpc_comm_ops self_ops = {
     .buffer_destroy = self_buffer_destroy,
     .buffer_idle = self_buffer_idle,
     .any_buffer = true,
+    .splits_sums = true,
     .post = self_post,
     .test = self_test,
 };

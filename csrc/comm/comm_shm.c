@@ -263,6 +263,7 @@ static const fsdpc_comm_ops shm_ops = {
     .buffer_create = fsdpc_shm_buffer_create,
     .buffer_destroy = fsdpc_shm_buffer_destroy,
     .buffer_idle = fsdpc_shm_buffer_idle,
+    .splits_sums = true,
     .post = fsdpc_shm_post,
     .test = fsdpc_shm_test,
     .idle = shm_idle,

@@ -359,6 +359,7 @@ static const fsdpc_comm_ops nccl_ops = {
     .buffer_create = nccl_buffer_create,
     .buffer_destroy = nccl_buffer_destroy,
     .buffer_idle = nccl_buffer_idle,
+    .splits_sums = true,
     .post = fsdpc_nccl_post,
     .test = fsdpc_nccl_test,
     .order = fsdpc_nccl_order,

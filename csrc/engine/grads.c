@@ -65,7 +65,7 @@ void fsdpc_unit_zero_grad(fsdpc_unit *unit)
 {
     unit->grad_live = unit->partial_live = unit->folded = false;
     memset(unit->grads, FSDPC_GRAD_NONE, (size_t)unit->layout->n_params);
-    unit->n_sums = 0;
+    unit->micro.n = unit->n_micro = 0;
     unit->pending_scale = 1;
     unit->clipped = false;
     unit->forget = unit->reduction != FSDPC_REDUCTION_NONE;
@@ -76,7 +76,7 @@ void fsdpc_unit_zero_grad(fsdpc_unit *unit)
 bool fsdpc_unit_grads_rest(const fsdpc_unit *unit)
 {
     return !unit->grad_live && !fsdpc_fill_is_in_shard(unit) &&
-           unit->reduction == FSDPC_REDUCTION_NONE && unit->n_sums == 0 && !unit->pending;
+           unit->reduction == FSDPC_REDUCTION_NONE && unit->micro.n == 0 && !unit->pending;
 }
 
 static bool can_part(const fsdpc_unit *unit)

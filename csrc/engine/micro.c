@@ -1,64 +1,152 @@
 /* A stack of sums, highest first: heights[0] belongs to the gradient shard, heights[k] to
- * sums[k - 1].  n_sums counts the stack.
+ * sums[k - 1].  A sum of height h is over 2^h leaves.  The heights are the ones of the binary number
+ * of leaves so far, so they also say where in the tree the next leaf is.
  *
- * A micro-step whose sum would merge at once (the top has height 0) is added by the reduction
- * itself.  So a new level is opened only above a sum of two or more; merging further is one pass
- * over a shard.  Levels are allocated when first needed and stay, as every step needs the same
- * ones.
+ * A run whose sum would merge at once (the top has its height) is added by the reduction itself.  So
+ * a new level is opened only below higher ones; merging further is one pass over a shard.  If a
+ * reduction leaves one sum, that pass follows it.  If it leaves several, the next run may merge with
+ * the outcome, so the passes are among the sums of the operation.  Levels are allocated when first
+ * needed and stay, as every step needs the same ones.
+ *
+ * Ranks that count as one leaf make all this simpler: if they are a power of two, which changes no
+ * bit, and if they cannot be told apart.
+ *
+ * A gradient shard that was folded and divided is no longer a node of a tree.  Its height is then
+ * FSDPC_MICRO_CLOSED, which equals no other, and the next tree begins above it.
  *
  * A posted reduction has its target chosen already, so the next post waits for it (reduce.c): a
  * unit has one reduction in flight.
  */
 #include "engine/micro.h"
 
+#include <math.h>
+#include <stdlib.h>
+
 #include "engine/grad_file.h"
 #include "engine/root_internal.h"
 #include "ops/flat_ops.h"
+
+enum { FSDPC_MICRO_CLOSED = 64 };
 
 static unsigned char *level_of(const fsdpc_unit *unit, const fsdpc_unit_group *group, int level)
 {
     return level == 0 ? group->grad : unit->sums[level - 1] + group->grad_offset;
 }
 
-/* Adds level k to level k - 1. */
-static fsdpc_status merge_top(fsdpc_unit *unit)
+static bool is_power_of_two(int n)
 {
-    fsdpc_stream *main = fsdpc_device_main(unit->device);
-    int top = unit->n_sums - 1;
-    if (top == 1)
-        FSDPC_TRY(fsdpc_grad_file_open(unit, true));
-    for (int g = 0; g < unit->layout->n_groups; g++) {
-        const fsdpc_unit_group *group = &unit->groups[g];
-        FSDPC_TRY(fsdpc_flat_accumulate(level_of(unit, group, top - 1), group->grad_dtype,
-                                        level_of(unit, group, top), group->grad_dtype,
-                                        group->plan->shard_numel, main));
-    }
-    unit->heights[top - 1]++;
-    unit->n_sums--;
-    return FSDPC_OK;
+    return (n & (n - 1)) == 0;
 }
 
-fsdpc_status fsdpc_micro_target(fsdpc_unit *unit, unsigned char **base_out, bool *accumulate_out)
+/* ---- The counter ---- */
+
+/* The group whose reduction leaves final sums. */
+static const fsdpc_comm *last_group(const fsdpc_root *root)
 {
-    int top = unit->n_sums - 1;
-    *accumulate_out = top >= 0 && unit->heights[top] == 0;
-    int level = *accumulate_out ? top : top + 1;
-    if (level > 0 && !unit->sums[level - 1]) {
-        void *memory;
-        /* Zeroed because padding is summed too, though nobody reads it. */
-        FSDPC_TRY(
-            fsdpc_device_alloc_zeroed(unit->device, FSDPC_MEM_GRAD, unit->grad_bytes, &memory));
-        unit->sums[level - 1] = memory;
+    return root->replicate ? root->replicate : root->reduce_comm;
+}
+
+/* Do the ranks of a micro-step have places of their own in the tree? */
+static bool can_split(const fsdpc_root *root)
+{
+    const fsdpc_comm *comm = last_group(root);
+    int summed_before = root->ranks / comm->size; /* by a first stage */
+    return is_power_of_two(summed_before) &&
+           (is_power_of_two(comm->size) || comm->ops->splits_sums);
+}
+
+/* How many leaves one micro-step has. */
+static int leaves_of(const fsdpc_root *root)
+{
+    int ranks = last_group(root)->size;
+    return is_power_of_two(ranks) || !can_split(root) ? 1 : ranks;
+}
+
+static uint64_t leaves_in(const fsdpc_micro_stack *stack)
+{
+    uint64_t leaves = 0;
+    for (int i = 0; i < stack->n; i++)
+        leaves += stack->heights[i] == FSDPC_MICRO_CLOSED ? 0 : (uint64_t)1 << stack->heights[i];
+    return leaves;
+}
+
+/* One of the sums that a micro-step leaves, by levels. */
+typedef struct act {
+    int n_leaves; /* 0: the level `from` is added */
+    int to, from;
+    bool accumulate;
+} act;
+
+/* The next one of a micro-step that has `left` leaves still to come; false: there is none. */
+static bool next_act(fsdpc_micro_stack *stack, int *left, act *out)
+{
+    int *heights = stack->heights, top = stack->n - 1;
+    if (top > 0 && heights[top] == heights[top - 1]) {
+        *out = (act){.to = top - 1, .from = top, .accumulate = true};
+        heights[top - 1]++;
+        stack->n--;
+        return true;
     }
-    *base_out = level > 0 ? unit->sums[level - 1] : NULL;
-    return FSDPC_OK;
+    if (*left == 0)
+        return false;
+    uint64_t at = leaves_in(stack);
+    int height = 0;
+    while (*left >> (height + 1) && !(at >> height & 1))
+        height++;
+    *left -= 1 << height;
+    *out = (act){.n_leaves = 1 << height, .to = top};
+    out->accumulate = top >= 0 && heights[top] == height;
+    if (out->accumulate) {
+        heights[top]++;
+    } else {
+        out->to = stack->n++;
+        heights[out->to] = height;
+    }
+    return true;
+}
+
+/* ---- Warnings ---- */
+
+/* The sums are correct, but other splits of the batch give other bits. */
+static void warn_once(const fsdpc_unit *unit, bool *warned, const char *why, const char *cure)
+{
+    if (!*warned)
+        FSDPC_WARN(&unit->root->comm->log,
+                   "deterministic mode: gradients of '%s' %s, so their sums depend on how ranks "
+                   "split the batch: %s",
+                   unit->name, why, cure);
+    *warned = true;
+}
+
+/* What is alike on all ranks is said by one. */
+static void warn_one_rank(const fsdpc_unit *unit, bool *warned, const char *why, const char *cure)
+{
+    *warned |= unit->root->comm->world_rank != 0;
+    warn_once(unit, warned, why, cure);
+}
+
+#define WHOLE_LOSS                                                                                 \
+    "call set_gradient_divide_factor(ranks x micro-steps) on every sharded module, and leave the " \
+    "loss whole"
+
+static void warn_of_ranks(const fsdpc_unit *unit)
+{
+    if (!can_split(unit->root))
+        warn_one_rank(unit, &unit->root->warned_ranks,
+                      "are summed over shard groups or hosts whose size is not a power of two",
+                      "take powers of two, or one host without replicas");
+}
+
+static bool is_divided_by_ranks(const fsdpc_unit *unit)
+{
+    return unit->settings.divide_factor == fsdpc_mesh_ranks(&unit->mesh);
 }
 
 /* Were gradients divided by the number of micro-steps before they were summed?  fp16 then rounds
  * small ones away; formats with wider exponents do not. */
 static bool is_divided_in_half(const fsdpc_unit *unit)
 {
-    if (unit->n_sums == 0 || unit->settings.divide_factor != fsdpc_mesh_ranks(&unit->mesh))
+    if (unit->micro.n == 0 || !is_divided_by_ranks(unit))
         return false;
     bool half = false;
     for (int g = 0; g < unit->layout->n_groups; g++)
@@ -67,61 +155,172 @@ static bool is_divided_in_half(const fsdpc_unit *unit)
     return half;
 }
 
-/* The sums are correct, but other splits of the batch give other bits. */
-static void warn_once(const fsdpc_unit *unit, bool *warned, const char *why, const char *cure)
+/* ---- A micro-step ---- */
+
+static fsdpc_status make_level(fsdpc_unit *unit, int level)
 {
-    if (!*warned)
-        FSDPC_WARN(&unit->root->comm->log,
-                   "deterministic mode: gradients of '%s' %s, so their sums depend on how ranks "
-                   "split the batch: call %s",
-                   unit->name, why, cure);
-    *warned = true;
+    if (level == 0 || unit->sums[level - 1])
+        return FSDPC_OK;
+    void *memory;
+    /* Zeroed because padding is summed too, though nobody reads it. */
+    FSDPC_TRY(fsdpc_device_alloc_zeroed(unit->device, FSDPC_MEM_GRAD, unit->grad_bytes, &memory));
+    unit->sums[level - 1] = memory;
+    return FSDPC_OK;
+}
+
+/* The acts as the sums of each group's operation. */
+static fsdpc_status list_sums(fsdpc_unit *unit, const act *acts, int n)
+{
+    for (int g = 0; g < unit->layout->n_groups; g++) {
+        fsdpc_unit_group *group = &unit->groups[g];
+        if (!group->sums)
+            group->sums = calloc(FSDPC_MICRO_ACTS, sizeof *group->sums);
+        if (!group->sums)
+            return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the sums of '%s'", unit->name);
+        for (int i = 0; i < n; i++)
+            group->sums[i] = (fsdpc_coll_sum){
+                .n_ranks = acts[i].n_leaves,
+                .from = acts[i].n_leaves ? NULL : level_of(unit, group, acts[i].from),
+                .shard = level_of(unit, group, acts[i].to),
+                .accumulate = acts[i].accumulate};
+    }
+    return FSDPC_OK;
+}
+
+/* Dividing by a power of two is exact, so reductions do that.  Else sums stay whole until the fold. */
+static double fold_scale_of(const fsdpc_unit *unit)
+{
+    int exponent;
+    bool exact = frexp(unit->settings.divide_factor, &exponent) == 0.5;
+    return exact ? 1 : 1 / unit->settings.divide_factor;
+}
+
+fsdpc_status fsdpc_micro_begin(fsdpc_unit *unit)
+{
+    warn_of_ranks(unit);
+    double fold_scale = fold_scale_of(unit);
+    if (unit->micro.n > 0 && fold_scale != unit->fold_scale)
+        FSDPC_TRY(fsdpc_micro_fold(unit));
+    unit->fold_scale = fold_scale;
+    fsdpc_micro_stack after = unit->micro;
+    int left = leaves_of(unit->root), n = 0, runs = 0;
+    act acts[FSDPC_MICRO_ACTS];
+    for (; next_act(&after, &left, &acts[n]); n++) {
+        assert(n + 1 < FSDPC_MICRO_ACTS);
+        runs += acts[n].n_leaves > 0;
+        FSDPC_TRY(make_level(unit, acts[n].to));
+    }
+    unit->sum_to = acts[0].to;
+    unit->sum_adds = acts[0].accumulate;
+    unit->n_sums = runs > 1 ? n : 0;
+    if (runs > 1)
+        FSDPC_TRY(list_sums(unit, acts, n));
+    bool to_shard = false;
+    for (int i = 0; i < (runs > 1 ? n : 1); i++)
+        to_shard |= acts[i].to == 0;
+    return to_shard ? fsdpc_grad_file_open(unit, unit->micro.n > 0) : FSDPC_OK;
+}
+
+void fsdpc_micro_target(const fsdpc_unit *unit, const fsdpc_unit_group *group, fsdpc_coll *op)
+{
+    op->shard = level_of(unit, group, unit->sum_to);
+    op->accumulate = unit->sum_adds;
+    op->sums = unit->n_sums ? group->sums : NULL;
+    op->n_sums = unit->n_sums;
+    op->scale = unit->fold_scale == 1 ? 1 / unit->settings.divide_factor : 1;
+    op->round_dtype = group->grad_dtype;
+}
+
+/* Adds level k to level k - 1. */
+static fsdpc_status merge(const fsdpc_unit *unit, int level)
+{
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
+    if (level == 1)
+        FSDPC_TRY(fsdpc_grad_file_open(unit, true));
+    for (int g = 0; g < unit->layout->n_groups; g++) {
+        const fsdpc_unit_group *group = &unit->groups[g];
+        FSDPC_TRY(fsdpc_flat_accumulate(level_of(unit, group, level - 1), group->grad_dtype,
+                                        level_of(unit, group, level), group->grad_dtype,
+                                        group->plan->shard_numel, main));
+    }
+    return FSDPC_OK;
+}
+
+/* A backward may reduce a unit several times. */
+static void count_micro_step(fsdpc_unit *unit)
+{
+    unit->n_micro += unit->n_micro == 0 || unit->micro_backward != unit->root->backwards;
+    unit->micro_backward = unit->root->backwards;
 }
 
 fsdpc_status fsdpc_micro_added(fsdpc_unit *unit)
 {
     if (unit->folded)
         warn_once(unit, &unit->root->warned_folded, "were read between micro-steps",
-                  "set_requires_gradient_sync(False) on the model for all backwards of a step but "
-                  "the last");
+                  "call set_requires_gradient_sync(False) on the model for all backwards of a step "
+                  "but the last");
     else if (is_divided_in_half(unit))
         warn_once(unit, &unit->root->warned_half, "are fp16 and divided by micro-steps too early",
-                  "set_gradient_divide_factor(ranks x micro-steps) on every sharded module, and "
-                  "leave the loss whole");
-    int top = unit->n_sums - 1;
+                  WHOLE_LOSS);
     unit->folded = false;
-    if (top >= 0 && unit->heights[top] == 0)
-        unit->heights[top] = 1;
-    else
-        unit->heights[unit->n_sums++] = 0;
-    while (unit->n_sums > 1 && unit->heights[unit->n_sums - 1] == unit->heights[unit->n_sums - 2])
-        FSDPC_TRY(merge_top(unit));
+    count_micro_step(unit);
+    int left = leaves_of(unit->root);
+    act one;
+    while (next_act(&unit->micro, &left, &one))
+        if (one.n_leaves == 0 && unit->n_sums == 0)
+            FSDPC_TRY(merge(unit, one.from));
+    return FSDPC_OK;
+}
+
+/* ---- The fold ---- */
+
+/* The bottom sum becomes the gradient, or is added to what was folded before. */
+static fsdpc_status finish(const fsdpc_unit *unit, int bottom)
+{
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
+    if (bottom > 0)
+        FSDPC_TRY(fsdpc_grad_file_open(unit, true));
+    for (int g = 0; g < unit->layout->n_groups; g++) {
+        const fsdpc_unit_group *group = &unit->groups[g];
+        bool wide = group->reduce_dtype == FSDPC_F32 || group->reduce_dtype == FSDPC_F64;
+        if (wide && bottom == 0 && unit->fold_scale == 1)
+            continue;
+        const void *sum = level_of(unit, group, bottom);
+        FSDPC_TRY(fsdpc_flat_reduce(
+            &(fsdpc_reduce_args){.srcs = &sum,
+                                 .n_srcs = 1,
+                                 .dtype = group->grad_dtype,
+                                 .numel = group->plan->shard_numel,
+                                 .scale = unit->fold_scale,
+                                 .round_dtype = wide ? group->grad_dtype : group->reduce_dtype,
+                                 .out = group->grad,
+                                 .out_dtype = group->grad_dtype,
+                                 .accumulate = bottom > 0},
+            main));
+    }
+    fsdpc_grad_file_seal(unit);
     return FSDPC_OK;
 }
 
 fsdpc_status fsdpc_micro_fold(fsdpc_unit *unit)
 {
-    if (unit->n_sums == 0 || unit->folded)
+    fsdpc_micro_stack *stack = &unit->micro;
+    if (stack->n == 0 || unit->folded)
         return FSDPC_OK;
-    while (unit->n_sums > 1)
-        FSDPC_TRY(merge_top(unit));
-    unit->folded = true;
-    fsdpc_stream *main = fsdpc_device_main(unit->device);
-    for (int g = 0; g < unit->layout->n_groups; g++) {
-        const fsdpc_unit_group *group = &unit->groups[g];
-        if (group->reduce_dtype == FSDPC_F32 || group->reduce_dtype == FSDPC_F64)
-            continue;
-        const void *self = group->grad;
-        FSDPC_TRY(fsdpc_flat_reduce(&(fsdpc_reduce_args){.srcs = &self,
-                                                         .n_srcs = 1,
-                                                         .dtype = group->grad_dtype,
-                                                         .numel = group->plan->shard_numel,
-                                                         .scale = 1,
-                                                         .round_dtype = group->reduce_dtype,
-                                                         .out = group->grad,
-                                                         .out_dtype = group->grad_dtype},
-                                    main));
+    /* A tree that was cut short has been warned of, and what cures that comes first. */
+    if (!is_power_of_two(unit->n_micro) && is_divided_by_ranks(unit) && !unit->root->warned_folded)
+        warn_one_rank(unit, &unit->root->warned_divided,
+                      "are divided by ranks, not by ranks x micro-steps, and the number of "
+                      "micro-steps is not a power of two",
+                      WHOLE_LOSS);
+    int bottom = stack->heights[0] == FSDPC_MICRO_CLOSED ? 1 : 0;
+    for (; stack->n > bottom + 1; stack->n--) {
+        FSDPC_TRY(merge(unit, stack->n - 1));
+        stack->heights[stack->n - 2]++;
     }
-    fsdpc_grad_file_seal(unit);
+    unit->folded = true;
+    FSDPC_TRY(finish(unit, bottom));
+    if (bottom > 0 || unit->fold_scale != 1)
+        *stack = (fsdpc_micro_stack){.heights = {FSDPC_MICRO_CLOSED}, .n = 1};
     return FSDPC_OK;
 }

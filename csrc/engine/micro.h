@@ -1,26 +1,41 @@
 /* Sums over micro-steps whose bits do not depend on how a batch is split (deterministic mode).
  *
- * The ranks of one micro-step are summed as a pairwise tree.  Micro-steps continue the same tree:
- * sums of equal height merge, as a binary counter counts.  So with powers of two, micro-step m of
- * rank r contributes leaf m * ranks + r of one tree.  Then 1 rank with 4 micro-steps, 2 with 2 and
- * 4 with 1 end with the same bits.  Sums stay wide (fp32, fp64) and are rounded through the reduce
- * dtype once, at the first read.
+ * Micro-step m of rank r contributes leaf m * ranks + r of one pairwise tree.  A sum over a run of
+ * leaves that is a whole node of that tree (2^k leaves, the first one a multiple of 2^k) is kept
+ * until its neighbour is there, and then added to it, as a binary counter counts.  The ranks of a
+ * micro-step are a run of leaves too.  If their number is a power of two, that run is one node and
+ * their reduction leaves one sum.  Else it is cut into at most 2 log2(ranks) nodes and the reduction
+ * leaves a sum for each.  So 1 rank with 12 micro-steps, 3 with 4 and 12 with 1 end with the same
+ * bits.
  *
- * The highest sum lives in the gradient shard itself, lower ones in separate memory that is kept
- * for the next step: one micro-step costs nothing extra.  Looking (a norm, a step, reading
+ *     3 ranks   micro-step 0       1       2       3
+ *               leaves  0 1  2 | 3  4 5 | 6 7  8 | 9 10 11
+ *               nodes   ---  - | -  --- | ---  - | -  ----
+ *
+ * Two groups of ranks sum whole micro-steps only: those of several hosts, and the shard groups of a
+ * hybrid mesh.  If their sizes are no powers of two, the bits depend on the split, and a warning
+ * says so.
+ *
+ * Sums stay wide (fp32, fp64).  At the first read they are added up, divided if that is not exact
+ * (by a factor that is no power of two), and rounded through the reduce dtype, once each.
+ *
+ * The highest sum is in the gradient shard itself, lower ones in separate memory that is kept for
+ * the next step: one micro-step of 2^k ranks costs nothing extra.  Looking (a norm, a step, reading
  * .grad) folds what there is into the gradient shard; gradients added after that make another tree.
  */
 #ifndef FSDPC_ENGINE_MICRO_H
 #define FSDPC_ENGINE_MICRO_H
 
 #include "engine/unit.h"
+#include "engine/unit_internal.h"
 
-/* Where the sums of the next micro-step go, and whether they add to the contents.  Group g's go to
- * the returned base + groups[g].grad_offset, or to groups[g].grad if the base is NULL. */
-fsdpc_status fsdpc_micro_target(fsdpc_unit *unit, unsigned char **base_out, bool *accumulate_out);
+/* Chooses the sums of the next micro-step, which is about to be posted, and makes room for them. */
+fsdpc_status fsdpc_micro_begin(fsdpc_unit *unit);
+/* Fills in where a group's sums go, how they are scaled and whether they add to the contents. */
+void fsdpc_micro_target(const fsdpc_unit *unit, const fsdpc_unit_group *group, fsdpc_coll *op);
 /* They are in. */
 fsdpc_status fsdpc_micro_added(fsdpc_unit *unit);
-/* Brings all sums together in the gradient shard, rounded. */
+/* Brings all sums together in the gradient shard, divided and rounded. */
 fsdpc_status fsdpc_micro_fold(fsdpc_unit *unit);
 
 #endif

@@ -402,7 +402,7 @@ static fsdpc_status decide(fsdpc_optim *optim)
         fsdpc_unit *unit = states->unit;
         bool any = false;
         FSDPC_TRY(fsdpc_unit_end_step(unit)); /* another optimizer's */
-        if (unit->grad_live && unit->n_sums > 0)
+        if (unit->grad_live && unit->micro.n > 0)
             FSDPC_TRY(fsdpc_micro_fold(unit));
         for (int p = 0; p < unit->layout->n_params; p++) {
             param_states *own = &states->params[p];

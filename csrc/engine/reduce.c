@@ -54,30 +54,26 @@ static void trace(const fsdpc_unit *unit, fsdpc_trace_kind kind, size_t bytes)
         fsdpc_root_trace(unit, kind, bytes, true);
 }
 
-/* The destination of final sums. */
-typedef struct final_sums {
-    unsigned char *base; /* NULL: the gradient shards */
-    bool accumulate;
-} final_sums;
-
-static fsdpc_status final_of(fsdpc_unit *unit, final_sums *out)
+/* Prepares the destination of final sums. */
+static fsdpc_status begin_final(fsdpc_unit *unit)
 {
     if (unit->settings.deterministic)
-        FSDPC_TRY(fsdpc_micro_target(unit, &out->base, &out->accumulate));
-    else
-        *out = (final_sums){.base = NULL, .accumulate = unit->grad_live};
-    return out->base ? FSDPC_OK : fsdpc_grad_file_open(unit, out->accumulate);
+        return fsdpc_micro_begin(unit);
+    return fsdpc_grad_file_open(unit, unit->grad_live);
 }
 
 /* Fills in what makes an operation produce final sums. */
-static void make_final(const fsdpc_unit *unit, const fsdpc_unit_group *group,
-                       const final_sums *sums, fsdpc_coll *op)
+static void make_final(const fsdpc_unit *unit, const fsdpc_unit_group *group, fsdpc_coll *op)
 {
-    op->shard = sums->base ? sums->base + group->grad_offset : group->grad;
     op->shard_dtype = group->grad_dtype;
+    if (unit->settings.deterministic) {
+        fsdpc_micro_target(unit, group, op);
+        return;
+    }
+    op->shard = group->grad;
     op->scale = 1.0 / unit->settings.divide_factor;
-    op->round_dtype = unit->settings.deterministic ? group->grad_dtype : group->reduce_dtype;
-    op->accumulate = sums->accumulate;
+    op->round_dtype = group->reduce_dtype;
+    op->accumulate = unit->grad_live;
 }
 
 static void make_partial(const fsdpc_unit *unit, const fsdpc_unit_group *group, fsdpc_coll *op)
@@ -104,9 +100,8 @@ static fsdpc_status post_first(fsdpc_unit *unit, fsdpc_buffer *buffer)
     bool replicas_alone = root->reduce_comm == root->replicate;
     /* Replicas have separate epochs (one may evaluate alone); their steps must agree. */
     uint64_t epoch = replicas_alone ? root->steps : root->wire->epoch;
-    final_sums sums = {0};
     if (!unit->partial)
-        FSDPC_TRY(final_of(unit, &sums));
+        FSDPC_TRY(begin_final(unit));
     size_t bytes = 0;
     uint32_t trains = hash_trainable(unit);
     for (int g = 0; g < unit->layout->n_groups; g++) {
@@ -127,7 +122,7 @@ static fsdpc_status post_first(fsdpc_unit *unit, fsdpc_buffer *buffer)
         if (unit->partial)
             make_partial(unit, group, &op);
         else
-            make_final(unit, group, &sums, &op);
+            make_final(unit, group, &op);
         FSDPC_TRY(fsdpc_comm_post(root->reduce_comm, &op, &group->reduce));
         bytes += group->plan->full_numel * fsdpc_dtype_bytes(group->reduce_dtype);
     }
@@ -145,8 +140,7 @@ static fsdpc_stream *second_stream(const fsdpc_root *root)
 static fsdpc_status post_second(fsdpc_unit *unit)
 {
     fsdpc_root *root = unit->root;
-    final_sums sums;
-    FSDPC_TRY(final_of(unit, &sums));
+    FSDPC_TRY(begin_final(unit));
     unit->reduction = FSDPC_REDUCTION_REPLICATE;
     unit->partial_live = false;
     uint32_t trains = hash_trainable(unit);
@@ -165,7 +159,7 @@ static fsdpc_status post_second(fsdpc_unit *unit)
                          .trains = trains,
                          .same_filling = g > 0,
                          .tree = unit->settings.deterministic};
-        make_final(unit, group, &sums, &op);
+        make_final(unit, group, &op);
         FSDPC_TRY(fsdpc_comm_post(root->replicate, &op, &group->reduce));
     }
     trace(unit, FSDPC_TRACE_ALL_REDUCE, unit->grad_bytes);

@@ -203,6 +203,7 @@ fsdpc_status fsdpc_pre_backward(fsdpc_unit *unit, uint64_t generation)
                           "the backward of unit '%s' after a forward was interrupted while weights "
                           "were being published: run forward again",
                           unit->name);
+    root->backwards += !root->in_backward;
     root->in_backward = root->notes_acts = true;
     if (unit->in_backward)
         return FSDPC_OK;

@@ -67,7 +67,7 @@ static unit_mark mark_of(const fsdpc_unit *unit)
 {
     return (unit_mark){.grad_live = unit->grad_live,
                        .held = unit->held,
-                       .n_sums = unit->n_sums,
+                       .n_sums = unit->micro.n,
                        .pending_scale = unit->pending_scale,
                        .settings = settings_of(unit),
                        .written = unit->window ? unit->window->memory : NULL};

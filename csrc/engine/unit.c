@@ -128,6 +128,7 @@ void fsdpc_unit_destroy(fsdpc_unit *unit)
     if (!unit)
         return;
     for (int g = 0; unit->groups && g < unit->layout->n_groups; g++) {
+        free(unit->groups[g].sums);
         destroy_shard(unit, unit->groups[g].master_extent, unit->groups[g].master);
         if (!unit->grads_lent)
             destroy_shard(unit, unit->groups[g].grad_extent, unit->groups[g].grad);

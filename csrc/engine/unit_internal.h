@@ -21,7 +21,13 @@ typedef enum fsdpc_grad_state {
     FSDPC_GRAD_NEW, /* a contribution came since */
 } fsdpc_grad_state;
 
-enum { FSDPC_MICRO_LEVELS = 32 }; /* 2^32 micro-steps */
+/* 2^32 contributions; and the sums that one micro-step leaves, of up to 2^15 ranks. */
+enum { FSDPC_MICRO_LEVELS = 32, FSDPC_MICRO_ACTS = 96 };
+
+/* Sums of 2^height contributions each, highest first; see micro.c. */
+typedef struct fsdpc_micro_stack {
+    int heights[FSDPC_MICRO_LEVELS], n;
+} fsdpc_micro_stack;
 
 /* An optimizer's step that goes on after its call: its units are stepped when somebody needs them
  * (optim_step.c).  Until it has ended, masters and states of its units may be old. */
@@ -38,6 +44,7 @@ typedef struct fsdpc_unit_group {
     size_t reduce_offset; /* bytes into a reduce buffer of this unit */
     size_t grad_offset;   /* bytes into a partial, or into a level of micro-step sums */
     fsdpc_slice whole;    /* of the shard, as a reduction of partials takes it */
+    fsdpc_coll_sum *sums; /* that the posted reduction leaves, where it leaves several (micro.c) */
     unsigned char *master, *grad;
     fsdpc_extent *master_extent, *grad_extent; /* that they are the memory of; NULL: the device's */
     unsigned char *full;                       /* what modules read; see full.h */
@@ -122,8 +129,13 @@ struct fsdpc_unit {
     uint8_t *grads;                          /* per parameter, the state of its reduced gradient:
                                                 fsdpc_grad_state */
     unsigned char *sums[FSDPC_MICRO_LEVELS]; /* deterministic: see micro.h */
-    int heights[FSDPC_MICRO_LEVELS], n_sums;
+    fsdpc_micro_stack micro;
+    int sum_to, n_sums; /* of the posted reduction: the level of its sum, or how many it leaves */
+    bool sum_adds;      /* to what is there */
     bool folded;
+    double fold_scale;       /* by which the fold multiplies; 1: reductions divide */
+    int n_micro;             /* micro-steps since the gradient was zeroed */
+    uint64_t micro_backward; /* the backward of the last one */
     double pending_scale;
     double *clip_factor; /* in a remote device's memory; NULL on others */
     bool clipped;        /* clip_factor is pending too */

@@ -206,7 +206,9 @@ def add_sharding_options(p: argparse.ArgumentParser) -> None:
     sharding.add_argument(
         "--deterministic",
         action="store_true",
-        help="the same bits however --ranks and --accumulate split the global batch",
+        help="the same bits however --ranks and --accumulate split the global batch into "
+        "micro-batches of --batch; on several hosts, and over a --mesh whose shard groups are no "
+        "power of two, for powers of two only",
     )
 
 
@@ -500,10 +502,13 @@ def keep_global_batch(options: argparse.Namespace, ranks: int) -> str:
             f"a global batch of {whole} sequences does not divide among {ranks} ranks: steps are "
             f"of {ranks * options.batch * options.accumulate} from here"
         )
+    before = options.batch
     options.batch, options.accumulate = shared
+    changed = options.deterministic and options.batch != before
     return (
         f"{ranks} rank{'s' if ranks > 1 else ''} keep the global batch of {whole} sequences: "
         f"--batch {options.batch} --accumulate {options.accumulate}"
+        + (f"; micro-batches of {before} had other bits" if changed else "")
     )
 
 

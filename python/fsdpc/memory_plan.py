@@ -84,6 +84,7 @@ class MemoryPlan:
     units: str = field(default="", compare=False)
     _by_device: dict[str, dict[str, int]] = field(default_factory=dict, compare=False, repr=False)
     _mesh: tuple[int, int] = field(default=(1, 1), compare=False, repr=False)
+    _micro_steps: int = field(default=0, compare=False, repr=False)  # 0: not deterministic
     _buffers: tuple[_Buffer, ...] = field(default=(), compare=False, repr=False)
 
     def for_device(self, device: str) -> MemoryPlan:
@@ -110,6 +111,7 @@ class MemoryPlan:
         held = dict(self._by_device[device])
         if device == "cpu":
             held["reduce"] += _room_bytes(self._buffers, self._mesh, self.hosts)
+        held["grad"] += self._more_sums(device) * self.micro_sum
         return replace(self, device=device, **held)
 
     def for_hosts(self, hosts: int) -> MemoryPlan:
@@ -133,11 +135,20 @@ class MemoryPlan:
         return replace(self, hosts=hosts).for_device(self.device)
 
     def for_micro_steps(self, n: int) -> MemoryPlan:
-        """Return the plan of deterministic mode with n micro-steps a step, whose sums it keeps."""
-        levels = max(0, (n + 1).bit_length() - 2)  # as many as a counter to n has ones, less one
-        more = levels * self.micro_sum
-        held = {d: {**each, "grad": each["grad"] + more} for d, each in self._by_device.items()}
-        return replace(self, grad=self.grad + more, _by_device=held)
+        """Return the plan of deterministic mode with n micro-steps a step, whose sums it keeps.
+
+        A step that reads gradients between its micro-steps may keep one more.
+        """
+        return replace(self, _micro_steps=n).for_device(self.device)
+
+    def _more_sums(self, device: str) -> int:
+        """How many sums deterministic mode keeps beside the gradient shard."""
+        replicate, shard = self._mesh
+        ranks = shard if replicate == 1 else replicate  # of the reduction that leaves the sums
+        splits = self.hosts == 1 or device == "cuda"  # see can_split in csrc/engine/micro.c
+        if not splits or (replicate > 1 and shard & (shard - 1)):
+            ranks = 1
+        return _most_sums(ranks, self._micro_steps) - 1
 
     @property
     def total(self) -> int:
@@ -196,6 +207,21 @@ class _UnitShape:
             and not (offload and offload[4])
             and not distributed.is_deterministic()
         )
+
+
+def _most_sums(ranks: int, n: int) -> int:
+    """Return how many sums n micro-steps keep at a time, see csrc/engine/micro.h.
+
+    A run ends where a number of leaves has been summed; each one bit of it is a sum that is kept.
+    """
+    ranks = 1 if ranks & (ranks - 1) == 0 else ranks
+    most, leaves = 1, 0
+    for end in range(ranks, n * ranks + 1, ranks):
+        while leaves < end:
+            left = 1 << (end - leaves).bit_length() - 1
+            leaves += min(left, leaves & -leaves or left)
+            most = max(most, leaves.bit_count())
+    return most
 
 
 class _Buffer(NamedTuple):
@@ -336,6 +362,7 @@ def memory_plan(
         device=here, hosts=world.hosts if world is not None and is_here else 1,
         micro_sum=sum(one["partial"] for one in plans), **by_device[here], activation=activation,
         units=described, _by_device=by_device, _mesh=(replicate, shard), _buffers=buffers["cpu"],
+        _micro_steps=int(distributed.is_deterministic()),
     ).for_device(here)  # fmt: skip
 
 

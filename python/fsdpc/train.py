@@ -226,8 +226,8 @@ class Trainer:
         text, said = as_toml(options), keep_global_batch(options, self.world)
         if said and self.rank == 0:
             print(said, flush=True)
-        whole = options.deterministic and options.dtype == "fp16"  # see distributed.init()
-        self.divisor = 1 if whole else options.accumulate  # of losses
+        # Of losses; the engine divides sums in deterministic mode, see distributed.init().
+        self.divisor = 1 if options.deterministic else options.accumulate
         self.model, self.optimizer = self._build()
         self.scaler: LossScaler | None = LossScaler() if options.dtype == "fp16" else None
         self.schedule: LRScheduler = make_schedule(options, self.optimizer)
@@ -395,7 +395,8 @@ class Trainer:
         seconds = time.perf_counter() - begin
         return {
             "skipped": skipped,
-            "loss": distributed.all_reduce(float(np.mean(losses)), "mean"),
+            # In the order of the global batch, so that ranks and micro-steps do not change it.
+            "loss": float(np.mean(distributed.all_gather(np.array(losses)).T.ravel())),
             "grad_norm": float(norm),
             "lr": lr,
             "seconds": seconds,
@@ -413,7 +414,7 @@ class Trainer:
         length = min(len(data), max(1, o.eval_bytes // o.seq))
         batches = [range(i, min(i + o.batch, length)) for i in range(0, length, o.batch)]
         rounds = math.ceil(len(batches) / self.world)
-        sums = np.zeros(3)
+        found = np.zeros((rounds, 3))
         self.model.eval()
         for i in range(rounds):
             mine = i * self.world + self.rank
@@ -422,10 +423,12 @@ class Trainer:
             loss = float(self.model(x, y, **self.source.arguments(x)))
             targets = np.count_nonzero(y != IGNORED)
             if counted and targets:
-                sums += loss * targets, targets, self.source.text_bytes(y)
+                found[i] = loss * targets, targets, self.source.text_bytes(y)
             self.progress.show_validation(i + 1, rounds)
         self.model.train()
-        sums = distributed.all_reduce(sums)
+        # In the order of the batches, so that the sum does not depend on the number of ranks.
+        everyones = distributed.all_gather(found).swapaxes(0, 1).reshape(-1, 3)
+        sums = everyones[: len(batches)].sum(axis=0)
         return float(sums[0] / sums[1]), int(sums[1]), int(sums[2])
 
     def _params_crc(self) -> int:

@@ -269,21 +269,25 @@ def test_estimate_of_gpus() -> None:
         wire("FULL_SHARD", "tpu")
 
 
-def _peak_of_micro_steps(n: int) -> tuple[int, int]:
+def _peak_of_micro_steps(n: int) -> tuple[int, int, int]:
     fsdpc.init(deterministic=True)
     model = build(True)
     fsdpc.reset_peak_memory_stats()
     for micro in range(n):
         model(*batch(0, fsdpc.rank(), micro)).backward()
-    plan = fsdpc.memory_plan(model).for_micro_steps(n)
+    plan = fsdpc.memory_plan(model)
     fsdpc.shutdown()
-    return plan.grad, fsdpc.memory_stats()["grad_peak_bytes"]
+    return plan.for_micro_steps(n).grad, plan.grad, fsdpc.memory_stats()["grad_peak_bytes"]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 7, 8])
-def test_plan_of_micro_steps(n: int) -> None:
-    for planned, peak in fsdpc.launch(_peak_of_micro_steps, 2, n):
+@pytest.mark.parametrize(
+    ("ranks", "n"),
+    [*((2, n) for n in (1, 2, 3, 5, 7, 8)), *((3, n) for n in (1, 4, 5)), (5, 2), (6, 2)],
+)
+def test_plan_of_micro_steps(ranks: int, n: int) -> None:
+    for planned, plain, peak in fsdpc.launch(_peak_of_micro_steps, ranks, n):
         assert planned == peak
+        assert plain == peak or n > 1
 
 
 @pytest.mark.ranks(2)

@@ -72,7 +72,7 @@ def test_bits_are_those_of_memory(kind: str, disk: Path) -> None:
         assert fsdpc.memory_stats()["disk_file_bytes"] > 0
 
 
-@pytest.mark.ranks([1, 2], init=False)
+@pytest.mark.ranks([1, 2, 3], init=False)
 def test_deterministic_steps_and_scaled_losses(disk: Path) -> None:
     """Micro-steps add up in a memory of their own; a step that overflows leaves files alone."""
     fsdpc.init(deterministic=True)

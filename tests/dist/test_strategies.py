@@ -10,6 +10,7 @@ import pytest
 
 import fsdpc
 from fsdpc import _core, nn
+from fsdpc._launch.forked import Report, run_forked
 
 from .common import CLIP, CONFIG, LR, assert_same, batch, build, parameters, train
 
@@ -195,21 +196,28 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def deterministic_run(options: dict[str, Any], total: int, precision: str) -> Any:
-    """Two steps over the same `total` micro-batches a step, however ranks share them."""
+def deterministic_run(
+    options: dict[str, Any], total: int, precision: str, whole: bool = False
+) -> Any:
+    """Two steps over the same `total` micro-batches a step, however ranks share them.
+
+    The loss is divided by micro-steps, or left `whole` and the engine divides.
+    """
     param, reduce = PRECISIONS[precision]
     options = dict(options)
     make = OPTIMIZERS[options.pop("optimizer", "AdamW")]
     model = build(True, param, reduce, **options)
     optimizer = make(model.parameters())
     ranks = fsdpc.world_size()
+    for m in (*model.blocks(), model) if whole else ():
+        m.set_gradient_divide_factor(total)
     norms = []
     for step in range(2):
         optimizer.zero_grad()
         for micro in range(total // ranks):
             leaf = micro * ranks + fsdpc.rank()
             loss = model(*batch(step, leaf))
-            (loss / (total // ranks)).backward()
+            (loss if whole else loss / (total // ranks)).backward()
         norms.append(float(fsdpc.clip_grad_norm_(model, CLIP)))
         optimizer.step()
     crc = 0
@@ -245,6 +253,81 @@ def test_deterministic_mode_does_not_see_the_split(precision: str) -> None:
             wanted = first[name] if name in OPTIMIZERS else first["FULL_SHARD"]
             assert result == wanted, name
     assert len({first[name] for name in OPTIMIZERS}) == len(OPTIMIZERS)
+
+
+def _run_twelve(precision: str) -> dict[str, Any]:
+    fsdpc.init(deterministic=True)
+    ranks = fsdpc.world_size()
+    options: dict[str, dict[str, Any]] = {"FULL_SHARD": {}}
+    for name in ("SHARD_GRAD_OP", "SHARD_OPTIM", "NO_SHARD"):
+        options[name] = {"strategy": name}
+    if ranks % 2 == 0:
+        options["HYBRID_SHARD"] = {"mesh": fsdpc.init_device_mesh("cpu", (ranks // 2, 2))}
+    results = {name: deterministic_run(o, 12, precision, True) for name, o in options.items()}
+    fsdpc.shutdown()
+    return results
+
+
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+def test_deterministic_mode_does_not_see_splits_other_than_powers_of_two(precision: str) -> None:
+    """1 rank x 12 micro-steps = 2 x 6 = 3 x 4 = 4 x 3 = 6 x 2 = 12 x 1, bitwise."""
+    worlds = (1, 2, 3, 4, 6, 12) if precision == "bf16-f32" else (1, 2, 3, 4, 6)
+    found = {
+        result
+        for n in worlds
+        for per_rank in fsdpc.launch(_run_twelve, n, precision)
+        for result in per_rank.values()
+    }
+    assert len(found) == 1
+
+
+def _warned(options: dict[str, Any], mesh: tuple[int, int] | None = None) -> int:
+    fsdpc.init(deterministic=True)
+    if mesh is not None:
+        options["mesh"] = fsdpc.init_device_mesh("cpu", mesh)
+    deterministic_run(options, 12, "f32", mesh is not None)
+    fsdpc.shutdown()
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "why", "cure"),
+    [
+        (2, None, "are divided by ranks, not by ranks x micro-steps", "leave the loss whole"),
+        (3, None, "", ""),  # four micro-steps each, by which dividing is exact
+        (6, (2, 3), "are summed over shard groups or hosts", "take powers of two"),
+        (6, (3, 2), "", ""),
+    ],
+)
+def test_rank_0_warns_of_splits_that_show(
+    ranks: int, mesh: tuple[int, int] | None, why: str, cure: str
+) -> None:
+    lines: list[str] = []
+    outcome = run_forked(lambda: Report("ok", _warned({}, mesh)), ranks, lines.append, timeout=300)
+    assert not outcome.failures, outcome.describe()
+    text = "".join(lines)
+    assert text.count("warning: deterministic mode: gradients of '") == bool(why), text
+    assert why in text and cure in text
+    assert not why or "fsdpc rank 0: " in text
+
+
+@pytest.mark.ranks(3, init=False)
+def test_what_was_read_between_micro_steps_is_divided_once() -> None:
+    """By a factor that is no power of two; and it is added to what was read before."""
+    fsdpc.init(deterministic=True)
+    found = []
+    for looks in (False, True):
+        model = build(True)
+        for m in (*model.blocks(), model):
+            m.set_gradient_divide_factor(12)
+        for micro in range(4):
+            model(*batch(0, fsdpc.rank(), micro)).backward()
+            if looks and micro in (0, 2):
+                fsdpc.clip_grad_norm_(model, 1e9)
+        found.append([fsdpc.full_grad(p).numpy().copy() for p in model.parameters()])
+    for plain, looked in zip(*found, strict=True):
+        np.testing.assert_allclose(looked, plain, rtol=1e-5, atol=1e-7)
+    fsdpc.shutdown()
 
 
 @pytest.mark.ranks(2)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,15 +16,23 @@ from fsdpc.data import GlobalBatchSampler
 DATA = Path(__file__).parents[2] / "docs"
 
 
-def crc_of(tmp_path: Path, *options: str) -> str:
-    """Train a little and return the checksum of the parameters."""
+def records_of(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
+    """Train a little and return what was measured, without times."""
     metrics = tmp_path / "metrics.jsonl"
     command = [sys.executable, "-m", "fsdpc", "train", "--steps", "2", "--batch", "1"]
     command += ["--seq", "48", "--sample", "0", "--eval-bytes", "0", "--data", str(DATA)]
     command += ["--metrics", str(metrics), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    return json.loads(metrics.read_text().splitlines()[-1])["params_crc32c"]
+    assert "warning" not in done.stderr + done.stdout
+    keys = ("loss", "grad_norm", "val_loss", "val_bits_per_byte", "params_crc32c")
+    records = map(json.loads, metrics.read_text().splitlines())
+    return [{key: record[key] for key in keys if key in record} for record in records]
+
+
+def crc_of(tmp_path: Path, *options: str) -> str:
+    """Return the checksum of the parameters at the end."""
+    return records_of(tmp_path, *options)[-1]["params_crc32c"]
 
 
 def test_deterministic_splits_end_equal(tmp_path: Path) -> None:
@@ -34,8 +43,16 @@ def test_deterministic_splits_end_equal(tmp_path: Path) -> None:
         for more in ([], ["--strategy", "no_shard"])
     }
     assert len(found) == 1
+    splits = [("1", "6"), ("2", "3"), ("3", "2"), ("6", "1")]
+    records = [
+        records_of(tmp_path, "--deterministic", "--ranks", ranks, "--accumulate", micro,
+                   "--eval-bytes", "480")
+        for ranks, micro in splits
+    ]  # fmt: skip
+    assert all(each == records[0] for each in records)
     half = ["--deterministic", "--dtype", "fp16"]
-    one, two = (crc_of(tmp_path, *half, "--ranks", n, "--accumulate", m) for n, m in splits[:2])
+    splits = [("1", "4"), ("2", "2")]
+    one, two = (crc_of(tmp_path, *half, "--ranks", n, "--accumulate", m) for n, m in splits)
     assert one == two
 
 

@@ -462,7 +462,7 @@ class Dropped(nn.Module):
 
 
 def run_with_dropout() -> int:
-    """Three steps over the same four micro-batches each, however ranks share them."""
+    """Three steps over the same twelve micro-batches each, however ranks share them."""
     fsdpc.init(deterministic=True)
     fsdpc.manual_seed(4)
     model = Dropped()
@@ -470,10 +470,12 @@ def run_with_dropout() -> int:
     fsdpc.fully_shard(model)
     optimizer = fsdpc.optim.AdamW(model.parameters(), lr=0.1)
     ranks = fsdpc.world_size()
+    for module in (model.first, model):
+        module.set_gradient_divide_factor(12)
     for step in range(3):
-        for micro in range(4 // ranks):
+        for micro in range(12 // ranks):
             x = batch(0, 100 * step + micro * ranks + fsdpc.rank())
-            (loss_of(model(x)) / (4 // ranks)).backward()
+            loss_of(model(x)).backward()
         optimizer.step()
         optimizer.zero_grad()
     crc = 0
@@ -484,8 +486,8 @@ def run_with_dropout() -> int:
 
 
 def test_dropout_does_not_see_the_split_in_deterministic_mode() -> None:
-    """1 rank x 4 micro-steps = 2 x 2 = 4 x 1, to the bit."""
-    results = [fsdpc.launch(run_with_dropout, n) for n in (1, 2, 4)]
+    """1 rank x 12 micro-steps = 2 x 6 = 3 x 4 = 4 x 3 = 6 x 2, to the bit."""
+    results = [fsdpc.launch(run_with_dropout, n) for n in (1, 2, 3, 4, 6)]
     assert len({crc for per_rank in results for crc in per_rank}) == 1, results
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -16,17 +18,24 @@ from .common import batch, build, loss_of, shard
 MICRO = 8
 
 
-def trained(postponed: bool) -> int:
-    """Two steps over the same micro-batches each, however ranks share them; a checksum."""
+def trained(postponed: bool, total: int = MICRO, dtype: torch.dtype | None = None) -> int:
+    """Two steps over the same micro-batches each, however ranks share them; a checksum.
+
+    Of powers of two the loss is divided, of others it is left whole.
+    """
     fsdpc.init(deterministic=True)
-    ours = shard(build())
+    ours = shard(build(), mp_policy=MixedPrecisionPolicy(dtype, dtype))
     optimizer = optim.AdamW(ours.parameters(), lr=1e-2)
     ranks = fsdpc.world_size()
+    if total != MICRO:
+        for _, module in sharded_modules(ours):
+            module.set_gradient_divide_factor(total)
     for step in range(2):
-        for micro in range(MICRO // ranks):
-            last = micro == MICRO // ranks - 1
+        for micro in range(total // ranks):
+            last = micro == total // ranks - 1
             ours.set_requires_gradient_sync(last or not postponed)
-            (loss_of(ours, batch(step, micro * ranks + fsdpc.rank())) * ranks / MICRO).backward()
+            loss = loss_of(ours, batch(step, micro * ranks + fsdpc.rank()).to(dtype))
+            (loss * ranks / total if total == MICRO else loss).backward()
         optimizer.step()
         optimizer.zero_grad()
     values = torch.cat([v.reshape(-1) for v in ours.state_dict().values()])
@@ -34,9 +43,11 @@ def trained(postponed: bool) -> int:
     return _core.crc32c(0, values.numpy())
 
 
-def results(ranks: int, postponed: bool) -> tuple[set[int], str]:
+def results(ranks: int, postponed: bool, *options: Any) -> tuple[set[int], str]:
     lines: list[str] = []
-    outcome = run_forked(lambda: Report("ok", trained(postponed)), ranks, lines.append, timeout=300)
+    outcome = run_forked(
+        lambda: Report("ok", trained(postponed, *options)), ranks, lines.append, timeout=300
+    )
     assert not outcome.failures, outcome.describe()
     return {report.value for report in outcome.reports if report}, "".join(lines)
 
@@ -47,6 +58,15 @@ def test_micro_steps_that_postpone_gradients_do_not_see_the_split() -> None:
     assert text == ""
     for ranks in (2, 4):
         assert results(ranks, True) == ({alone}, "")
+
+
+@pytest.mark.ranks(1, init=False)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_splits_other_than_powers_of_two(dtype: torch.dtype | None) -> None:
+    (alone,), text = results(1, True, 12, dtype)
+    assert text == ""
+    for ranks in (2, 3, 4, 6):
+        assert results(ranks, True, 12, dtype) == ({alone}, "")
 
 
 @pytest.mark.ranks(1, init=False)
