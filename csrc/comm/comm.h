@@ -109,6 +109,8 @@ typedef struct fsdpc_coll_sum {
     bool accumulate;  /* add to the destination instead of overwriting it */
 } fsdpc_coll_sum;
 
+enum { FSDPC_COLL_MAX_SUMS = 96 }; /* of one operation */
+
 typedef struct fsdpc_coll {
     fsdpc_coll_kind kind;
     int unit;         /* trace and fingerprint; -1: none */

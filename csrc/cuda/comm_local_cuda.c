@@ -242,6 +242,7 @@ static const fsdpc_comm_ops local_ops = {
     .buffer_create = fsdpc_local_buffer_create,
     .buffer_destroy = fsdpc_local_buffer_destroy,
     .buffer_idle = fsdpc_local_buffer_idle,
+    .splits_sums = true,
     .post = local_post,
     .test = local_test,
 };

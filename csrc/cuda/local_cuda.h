@@ -16,6 +16,7 @@ typedef struct fsdpc_local_op {
     fsdpc_work carried;  /* on the control */
     unsigned char *host; /* staging */
     size_t host_bytes;
+    fsdpc_coll_sum sums[FSDPC_COLL_MAX_SUMS]; /* a reduction: those of the control */
 } fsdpc_local_op;
 
 typedef struct fsdpc_local_comm {

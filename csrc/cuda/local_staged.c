@@ -198,13 +198,63 @@ static fsdpc_status copy_shard(fsdpc_local_comm *self, const fsdpc_coll *op, uns
     return FSDPC_OK;
 }
 
+typedef struct destination {
+    void *shard;
+    bool read; /* what it holds is added to */
+} destination;
+
+/* The destinations of an operation, each once, and which one each sum has; how many. */
+static int destinations_of(const fsdpc_coll *op, destination *out, int *which_out)
+{
+    const fsdpc_coll_sum whole = {.shard = op->shard, .accumulate = op->accumulate};
+    const fsdpc_coll_sum *sums = op->sums ? op->sums : &whole;
+    int n = 0, n_sums = op->sums ? op->n_sums : 1;
+    for (int i = 0; i < n_sums; i++) {
+        int k = 0;
+        while (k < n && out[k].shard != sums[i].shard)
+            k++;
+        if (k == n)
+            out[n++] = (destination){sums[i].shard, sums[i].accumulate};
+        which_out[i] = k;
+    }
+    return n;
+}
+
+/* Between two copies of a shard in staging. */
+static size_t shard_stride(const fsdpc_coll *op)
+{
+    size_t numel = 0;
+    for (size_t i = 0; i < op->n_slices; i++)
+        numel = fsdpc_max_size(numel, op->slices[i].shard_offset + op->slices[i].numel);
+    return numel * fsdpc_dtype_bytes(op->shard_dtype);
+}
+
+/* Sums go to the staging of their destinations, which are copied there if they are added to. */
+static fsdpc_status stage_sums(fsdpc_local_comm *self, fsdpc_local_op *it, fsdpc_coll *op)
+{
+    destination found[FSDPC_COLL_MAX_SUMS];
+    int which[FSDPC_COLL_MAX_SUMS], n = destinations_of(op, found, which);
+    size_t stride = shard_stride(op);
+    FSDPC_TRY(fsdpc_local_room(self, it, (size_t)n * stride));
+    for (int k = 0; k < n; k++)
+        if (found[k].read)
+            FSDPC_TRY(copy_shard(self, op, it->host + (size_t)k * stride, found[k].shard));
+    op->shard = it->host;
+    for (int i = 0; op->sums && i < op->n_sums; i++) {
+        it->sums[i] = op->sums[i];
+        it->sums[i].shard = it->host + (size_t)which[i] * stride;
+        for (int k = 0; op->sums[i].from && k < n; k++)
+            if (found[k].shard == op->sums[i].from)
+                it->sums[i].from = it->host + (size_t)k * stride;
+    }
+    if (op->sums)
+        op->sums = it->sums;
+    return FSDPC_OK;
+}
+
 static fsdpc_status reduction_out(fsdpc_local_comm *self, fsdpc_local_op *it, fsdpc_coll *op)
 {
     fsdpc_local_buffer *buffer = (fsdpc_local_buffer *)op->buffer;
-    size_t shard_numel = 0;
-    for (size_t i = 0; i < op->n_slices; i++)
-        shard_numel = fsdpc_max_size(shard_numel, op->slices[i].shard_offset + op->slices[i].numel);
-    FSDPC_TRY(fsdpc_local_room(self, it, shard_numel * fsdpc_dtype_bytes(op->shard_dtype)));
     bool evenly = op->kind == FSDPC_COLL_REDUCE_SCATTER;
     size_t element = fsdpc_dtype_bytes(op->dtype);
     for (size_t i = 0; i < op->n_slices; i++) {
@@ -214,17 +264,19 @@ static fsdpc_status reduction_out(fsdpc_local_comm *self, fsdpc_local_op *it, fs
         FSDPC_TRY(fsdpc_local_copy(self, buffer->control->data + at, buffer->base.data + at,
                                    slice->numel * times * element));
     }
-    if (op->accumulate)
-        FSDPC_TRY(copy_shard(self, op, it->host, op->shard));
+    FSDPC_TRY(stage_sums(self, it, op));
     op->buffer = buffer->control;
-    op->shard = it->host;
     return fsdpc_local_copied(self);
 }
 
 static fsdpc_status reduction_back(fsdpc_local_comm *self, const fsdpc_local_op *it,
                                    const fsdpc_coll *op)
 {
-    FSDPC_TRY(copy_shard(self, op, op->shard, it->host));
+    destination found[FSDPC_COLL_MAX_SUMS];
+    int which[FSDPC_COLL_MAX_SUMS], n = destinations_of(op, found, which);
+    size_t stride = shard_stride(op);
+    for (int k = 0; k < n; k++)
+        FSDPC_TRY(copy_shard(self, op, found[k].shard, it->host + (size_t)k * stride));
     return fsdpc_local_copied(self);
 }
 

@@ -174,7 +174,7 @@ static fsdpc_status list_sums(fsdpc_unit *unit, const act *acts, int n)
     for (int g = 0; g < unit->layout->n_groups; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
         if (!group->sums)
-            group->sums = calloc(FSDPC_MICRO_ACTS, sizeof *group->sums);
+            group->sums = calloc(FSDPC_COLL_MAX_SUMS, sizeof *group->sums);
         if (!group->sums)
             return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the sums of '%s'", unit->name);
         for (int i = 0; i < n; i++)
@@ -204,9 +204,9 @@ fsdpc_status fsdpc_micro_begin(fsdpc_unit *unit)
     unit->fold_scale = fold_scale;
     fsdpc_micro_stack after = unit->micro;
     int left = leaves_of(unit->root), n = 0, runs = 0;
-    act acts[FSDPC_MICRO_ACTS];
+    act acts[FSDPC_COLL_MAX_SUMS];
     for (; next_act(&after, &left, &acts[n]); n++) {
-        assert(n + 1 < FSDPC_MICRO_ACTS);
+        assert(n + 1 < FSDPC_COLL_MAX_SUMS);
         runs += acts[n].n_leaves > 0;
         FSDPC_TRY(make_level(unit, acts[n].to));
     }

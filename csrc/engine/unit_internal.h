@@ -21,8 +21,7 @@ typedef enum fsdpc_grad_state {
     FSDPC_GRAD_NEW, /* a contribution came since */
 } fsdpc_grad_state;
 
-/* 2^32 contributions; and the sums that one micro-step leaves, of up to 2^15 ranks. */
-enum { FSDPC_MICRO_LEVELS = 32, FSDPC_MICRO_ACTS = 96 };
+enum { FSDPC_MICRO_LEVELS = 32 }; /* 2^32 contributions */
 
 /* Sums of 2^height contributions each, highest first; see micro.c. */
 typedef struct fsdpc_micro_stack {

@@ -44,15 +44,21 @@ def variants() -> dict[str, dict[str, Any]]:
     return found
 
 
-def train(model: Any, name: str, micro_steps: int = MICRO_STEPS) -> Result:
-    """Train on batches of (step, micro-step, rank); losses, norms, a digest of the parameters."""
+def train(model: Any, name: str, micro_steps: int = MICRO_STEPS, whole: bool = False) -> Result:
+    """Train on batches of (step, micro-step, rank); losses, norms, a digest of the parameters.
+
+    Losses are divided by micro-steps, or left `whole` and the engine divides.
+    """
+    for module in model.modules() if whole else ():
+        if isinstance(module, fsdpc.FSDPModule):
+            module.set_gradient_divide_factor(micro_steps * fsdpc.world_size())
     optimizer = fsdpc.optim.AdamW(model.parameters(), lr=1e-2)
     losses, norms = [], []
     for step in range(STEPS):
         for micro in range(micro_steps):
             number = micro * fsdpc.world_size() + fsdpc.rank()
             loss = model(*MODELS[name][1](np.random.default_rng([step, number])))
-            (loss / micro_steps).backward()
+            (loss if whole else loss / micro_steps).backward()
             losses.append(float(loss))
         norms.append(float(fsdpc.clip_grad_norm_(model, MAX_NORM)))
         optimizer.step()
@@ -75,18 +81,20 @@ def strategies(names: str) -> dict[str, Any]:
     return results
 
 
-def deterministic(dtypes: str) -> dict[str, Any]:
-    """Four contributions a step, however many ranks give them, by strategies of theirs.
+def deterministic(argument: str) -> dict[str, Any]:
+    """Contributions to a step, however many ranks give them, by strategies of theirs.
 
-    Returns norms and digest, and bytes of reduce buffers as held at most and as planned.
+    The argument is dtypes, and after a colon how many there are (four).  Returns norms and digest,
+    and bytes of reduce buffers as held at most and as planned.
     """
-    name = "perceptron"
+    dtypes, _, total = argument.partition(":")
+    name, micro_steps = "perceptron", int(total or 4) // fsdpc.world_size()
 
     def one(dtype: str, mesh: Any = None, strategy: str | None = None) -> Any:
         before = fsdpc.memory_stats()["reduce_bytes"]
         fsdpc.reset_peak_memory_stats()
         model = build(name, dtype, mesh=mesh, strategy=strategy)
-        result = train(model, name, 4 // fsdpc.world_size())[1:]
+        result = train(model, name, micro_steps, whole=bool(total))[1:]
         held = fsdpc.memory_stats()["reduce_peak_bytes"] - before
         return [result, [held, fsdpc.memory_plan(model, mesh, strategy=strategy).reduce]]
 

@@ -139,6 +139,17 @@ def test_deterministic_mode_does_not_see_how_ranks_split(
     assert min(plans) > 0
 
 
+@pytest.mark.parametrize("transport", ["local_cuda", "nccl"])
+def test_three_ranks_sum_as_one_does(nccl: dict[str, str], transport: str) -> None:
+    """Deterministic mode, where each reduction leaves sums over some of the ranks."""
+    environment = {**nccl, "FSDPC_TRANSPORT": transport}
+    ((wanted, _),) = ranks(environment, "deterministic", "cuda", "1", "fp32:6")[0].values()
+    for rank in ranks(environment, "deterministic", "cuda", "3", "fp32:6"):
+        assert len(rank) == 6
+        for variant, (result, (held, planned)) in rank.items():
+            assert result == wanted and held == planned, variant
+
+
 def test_checkpoints_load_elsewhere_with_the_same_bytes(environment: dict[str, str],
                                                         tmp_path: Path) -> None:
     path = str(tmp_path / "run")
