@@ -79,6 +79,25 @@ def test_bits_are_those_of_one_host(strategy: str, dtype: str) -> None:
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.ranks(4, init=False)
+def test_micro_steps_that_are_no_power_of_two() -> None:
+    """Deterministic mode divides by twelve once, on any number of hosts."""
+    found = []
+    for hosts in (1, 2, 4):
+        pretend.on_hosts(hosts)
+        fsdpc.init(deterministic=True)
+        fsdpc.manual_seed(0)
+        model = fsdpc.fully_shard(nn.Linear(24, 40))
+        model.set_gradient_divide_factor(12)
+        rng = np.random.default_rng(fsdpc.rank())
+        for _ in range(3):
+            y = model(fsdpc.tensor(rng.standard_normal((8, 24)).astype(np.float32)))
+            (y * y).mean().backward()
+        found.append(fsdpc.full_grad(model.weight).numpy().tobytes())
+        fsdpc.shutdown()
+    assert found[0] == found[1] == found[2]
+
+
 def shared_memory() -> set[str]:
     """The files without names that this rank has mapped shared, by their numbers."""
     return {

@@ -10,6 +10,7 @@ import pytest
 
 import fsdpc
 from fsdpc import _core, nn
+from fsdpc._launch import pretend
 from fsdpc._launch.forked import Report, run_forked
 
 from .common import CLIP, CONFIG, LR, assert_same, batch, build, parameters, train
@@ -281,34 +282,43 @@ def test_deterministic_mode_does_not_see_splits_other_than_powers_of_two(precisi
     assert len(found) == 1
 
 
-def _warned(options: dict[str, Any], mesh: tuple[int, int] | None = None) -> int:
+def _warned(whole: bool, hosts: int, mesh: tuple[int, int] | None) -> int:
+    pretend.on_hosts(hosts)
     fsdpc.init(deterministic=True)
-    if mesh is not None:
-        options["mesh"] = fsdpc.init_device_mesh("cpu", mesh)
-    deterministic_run(options, 12, "f32", mesh is not None)
+    options = {} if mesh is None else {"mesh": fsdpc.init_device_mesh("cpu", mesh)}
+    deterministic_run(options, 12, "f32", whole)
     fsdpc.shutdown()
     return 0
 
 
+DIVIDED = ("are divided by ranks, not by ranks x micro-steps", "leave the loss whole")
+APART = ("are summed over shard groups or hosts", "take powers of two")
+
+
 @pytest.mark.parametrize(
-    ("ranks", "mesh", "why", "cure"),
+    ("ranks", "whole", "hosts", "mesh", "words"),
     [
-        (2, None, "are divided by ranks, not by ranks x micro-steps", "leave the loss whole"),
-        (3, None, "", ""),  # four micro-steps each, by which dividing is exact
-        (6, (2, 3), "are summed over shard groups or hosts", "take powers of two"),
-        (6, (3, 2), "", ""),
+        (2, False, 1, None, DIVIDED),
+        (2, True, 1, None, ()),
+        (3, False, 1, None, ()),  # four micro-steps each, by which dividing is exact
+        (6, True, 1, (2, 3), APART),
+        (6, True, 1, (3, 2), ()),
+        (6, True, 2, None, APART),
+        (4, True, 2, None, ()),
     ],
 )
 def test_rank_0_warns_of_splits_that_show(
-    ranks: int, mesh: tuple[int, int] | None, why: str, cure: str
+    ranks: int, whole: bool, hosts: int, mesh: tuple[int, int] | None, words: tuple[str, ...]
 ) -> None:
     lines: list[str] = []
-    outcome = run_forked(lambda: Report("ok", _warned({}, mesh)), ranks, lines.append, timeout=300)
+    outcome = run_forked(
+        lambda: Report("ok", _warned(whole, hosts, mesh)), ranks, lines.append, timeout=300
+    )
     assert not outcome.failures, outcome.describe()
     text = "".join(lines)
-    assert text.count("warning: deterministic mode: gradients of '") == bool(why), text
-    assert why in text and cure in text
-    assert not why or "fsdpc rank 0: " in text
+    warned = "fsdpc rank 0: warning: deterministic mode: gradients of '"
+    assert text.count("warning: deterministic mode") == text.count(warned) == bool(words), text
+    assert all(each in text for each in words)
 
 
 @pytest.mark.ranks(3, init=False)
