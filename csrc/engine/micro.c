@@ -62,7 +62,7 @@ static int leaves_of(const fsdpc_root *root)
     return is_power_of_two(ranks) || !can_split(root) ? 1 : ranks;
 }
 
-static uint64_t leaves_in(const fsdpc_micro_stack *stack)
+static uint64_t leaves_in(const fsdpc_micro_sums *stack)
 {
     uint64_t leaves = 0;
     for (int i = 0; i < stack->n; i++)
@@ -78,7 +78,7 @@ typedef struct act {
 } act;
 
 /* The next one of a micro-step that has `left` leaves still to come; false: there is none. */
-static bool next_act(fsdpc_micro_stack *stack, int *left, act *out)
+static bool next_act(fsdpc_micro_sums *stack, int *left, act *out)
 {
     int *heights = stack->heights, top = stack->n - 1;
     if (top > 0 && heights[top] == heights[top - 1]) {
@@ -118,7 +118,7 @@ static void warn_once(const fsdpc_unit *unit, bool *warned, const char *why, con
     *warned = true;
 }
 
-/* What is alike on all ranks is said by one. */
+/* For conditions that are the same on all ranks: only rank 0 warns. */
 static void warn_one_rank(const fsdpc_unit *unit, bool *warned, const char *why, const char *cure)
 {
     *warned |= unit->root->comm->world_rank != 0;
@@ -202,7 +202,7 @@ fsdpc_status fsdpc_micro_begin(fsdpc_unit *unit)
     if (unit->micro.n > 0 && fold_scale != unit->fold_scale)
         FSDPC_TRY(fsdpc_micro_fold(unit));
     unit->fold_scale = fold_scale;
-    fsdpc_micro_stack after = unit->micro;
+    fsdpc_micro_sums after = unit->micro;
     int left = leaves_of(unit->root), n = 0, runs = 0;
     act acts[FSDPC_COLL_MAX_SUMS];
     for (; next_act(&after, &left, &acts[n]); n++) {
@@ -304,7 +304,7 @@ static fsdpc_status finish(const fsdpc_unit *unit, int bottom)
 
 fsdpc_status fsdpc_micro_fold(fsdpc_unit *unit)
 {
-    fsdpc_micro_stack *stack = &unit->micro;
+    fsdpc_micro_sums *stack = &unit->micro;
     if (stack->n == 0 || unit->folded)
         return FSDPC_OK;
     /* A tree that was cut short has been warned of, and what cures that comes first. */
@@ -321,6 +321,6 @@ fsdpc_status fsdpc_micro_fold(fsdpc_unit *unit)
     unit->folded = true;
     FSDPC_TRY(finish(unit, bottom));
     if (bottom > 0 || unit->fold_scale != 1)
-        *stack = (fsdpc_micro_stack){.heights = {FSDPC_MICRO_CLOSED}, .n = 1};
+        *stack = (fsdpc_micro_sums){.heights = {FSDPC_MICRO_CLOSED}, .n = 1};
     return FSDPC_OK;
 }

@@ -1,23 +1,23 @@
 /* Sums over micro-steps whose bits do not depend on how a batch is split (deterministic mode).
  *
- * Micro-step m of rank r contributes leaf m * ranks + r of one pairwise tree.  A sum over a run of
- * leaves that is a whole node of that tree (2^k leaves, the first one a multiple of 2^k) is kept
- * until its neighbour is there, and then added to it, as a binary counter counts.  The ranks of a
- * micro-step are a run of leaves too.  If their number is a power of two, that run is one node and
- * their reduction leaves one sum.  Else it is cut into at most 2 log2(ranks) nodes and the reduction
- * leaves a sum for each.  So 1 rank with 12 micro-steps, 3 with 4 and 12 with 1 end with the same
- * bits.
+ * Micro-step m of rank r contributes leaf m * ranks + r of one pairwise tree.  A node of the tree
+ * has 2^k leaves, the first one a multiple of 2^k.  The sum of a node is kept until its neighbour's
+ * is complete, and then added to that, as a binary counter counts.  The ranks of a micro-step are a
+ * run of leaves.  If their number is a power of two, that run is one node and their reduction leaves
+ * one sum.  Else it is cut into at most 2 log2(ranks) nodes, and the reduction leaves a sum for
+ * each.  So 1 rank with 12 micro-steps, 3 with 4 and 12 with 1 end with the same bits.
  *
  *     3 ranks   micro-step 0       1       2       3
  *               leaves  0 1  2 | 3  4 5 | 6 7  8 | 9 10 11
  *               nodes   ---  - | -  --- | ---  - | -  ----
  *
  * Two groups of ranks sum whole micro-steps only: those of several hosts, and the shard groups of a
- * hybrid mesh.  If their sizes are no powers of two, the bits depend on the split, and a warning
+ * hybrid mesh.  If their size is not a power of two, the bits depend on the split, and a warning
  * says so.
  *
- * Sums stay wide (fp32, fp64).  At the first read they are added up, divided if that is not exact
- * (by a factor that is no power of two), and rounded through the reduce dtype, once each.
+ * Sums stay wide (fp32, fp64).  The first read adds them up, divides by a factor that is not a power
+ * of two, and rounds through the reduce dtype, once each.  (Dividing by a power of two is exact, so
+ * reductions do that.)
  *
  * The highest sum is in the gradient shard itself, lower ones in separate memory that is kept for
  * the next step: one micro-step of 2^k ranks costs nothing extra.  Looking (a norm, a step, reading

@@ -24,9 +24,9 @@ typedef enum fsdpc_grad_state {
 enum { FSDPC_MICRO_LEVELS = 32 }; /* 2^32 contributions */
 
 /* Sums of 2^height contributions each, highest first; see micro.c. */
-typedef struct fsdpc_micro_stack {
+typedef struct fsdpc_micro_sums {
     int heights[FSDPC_MICRO_LEVELS], n;
-} fsdpc_micro_stack;
+} fsdpc_micro_sums;
 
 /* An optimizer's step that goes on after its call: its units are stepped when somebody needs them
  * (optim_step.c).  Until it has ended, masters and states of its units may be old. */
@@ -128,7 +128,7 @@ struct fsdpc_unit {
     uint8_t *grads;                          /* per parameter, the state of its reduced gradient:
                                                 fsdpc_grad_state */
     unsigned char *sums[FSDPC_MICRO_LEVELS]; /* deterministic: see micro.h */
-    fsdpc_micro_stack micro;
+    fsdpc_micro_sums micro;
     int sum_to, n_sums; /* of the posted reduction: the level of its sum, or how many it leaves */
     bool sum_adds;      /* to what is there */
     bool folded;

@@ -207,8 +207,8 @@ def add_sharding_options(p: argparse.ArgumentParser) -> None:
         "--deterministic",
         action="store_true",
         help="the same bits however --ranks and --accumulate split the global batch into "
-        "micro-batches of --batch; on several hosts, and over a --mesh whose shard groups are no "
-        "power of two, for powers of two only",
+        "micro-batches of --batch; on several hosts, and for the shard groups of a --mesh, only "
+        "for powers of two",
     )
 
 
@@ -508,7 +508,8 @@ def keep_global_batch(options: argparse.Namespace, ranks: int) -> str:
     return (
         f"{ranks} rank{'s' if ranks > 1 else ''} keep the global batch of {whole} sequences: "
         f"--batch {options.batch} --accumulate {options.accumulate}"
-        + (f"; micro-batches of {before} had other bits" if changed else "")
+        + (f"; sums of micro-batches of {options.batch} sequences have other bits than of {before}"
+           if changed else "")
     )
 
 

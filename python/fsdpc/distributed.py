@@ -64,12 +64,14 @@ def init(
         Who this process is and how many there are; from the environment where not given, and a
         world of one where that says nothing.
     deterministic : bool, default False
-        Sum micro-steps as the tree that ranks are summed in. With powers of two the result then
-        depends on the list of micro-batches alone, not on how ranks and accumulation split it.
-        Every micro-step is then reduced; ``no_sync()`` only hides it until a later one is. In fp16
-        that holds if the loss is left whole and ``set_gradient_divide_factor`` gets the number of
-        micro-steps times that of ranks: dividing the loss rounds small gradients. On a GPU
-        attention's backward is cuDNN's with a fixed order, which takes three times as long.
+        Sum micro-steps as the tree that ranks are summed in. The result then depends only on the
+        list of micro-batches, not on how ranks and accumulation split it. On several hosts, and
+        over shard groups of a hybrid mesh, that holds for powers of two; else rank 0 warns. In
+        fp16, and if the number of micro-steps is not a power of two, it holds if the loss is left
+        whole and ``set_gradient_divide_factor`` gets the number of micro-steps times that of ranks:
+        dividing the loss rounds each gradient. Every micro-step is reduced; ``no_sync()`` only
+        hides it until a later one is. On a GPU attention's backward is cuDNN's with a fixed order,
+        which takes three times as long.
 
     Raises
     ------

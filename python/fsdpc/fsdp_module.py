@@ -183,7 +183,10 @@ class FSDPModule:
         self._fsdpc_join()
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide summed gradients by ``factor`` instead of the number of ranks."""
+        """Divide summed gradients by ``factor`` instead of the number of ranks.
+
+        A sum over micro-steps is divided once in deterministic mode, else each micro-step is.
+        """
         if not factor > 0:
             raise ValueError(f"the divide factor must be above 0, got {factor}")
         self._fsdpc_unit.divide_factor = float(factor)

@@ -42,22 +42,28 @@ def crc(output: str) -> str:
     return re.findall(r"parameters crc32c (\w+)", output)[-1]
 
 
-def test_a_killed_rank_leaves_a_run_of_one_fewer_with_its_bits(tmp_path: Path) -> None:
-    folder, other = tmp_path / "run", tmp_path / "other"
-    fault = {"FSDPC_FAULT": "rank 1: kill at backward of model.layers.0 in step 4"}
-    options = ("--steps", 5, "--deterministic")
-    said = train("--elastic", "1:2", "--max-restarts", 2, "--checkpoint", folder, "--save-every", 2,
-                 *options, **fault, FSDPC_FAULT_ENABLE="1")  # fmt: skip
-    assert "all ranks start again, 1 in the place of 2 (1 of 2)" in said
+@pytest.mark.parametrize(("most", "micro", "then"), [(2, 1, 2), (3, 2, 3), (4, 3, 4)])
+def test_a_killed_rank_leaves_a_run_of_one_fewer_with_its_bits(
+    most: int, micro: int, then: int, tmp_path: Path
+) -> None:
+    folder, other, left = tmp_path / "run", tmp_path / "other", most - 1
+    backward = 3 * micro + 1  # each is a step to the fault
+    fault = {"FSDPC_FAULT": f"rank 1: kill at backward of model.layers.0 in step {backward}"}
+    options, begun = ("--steps", 5, "--deterministic"), ("--accumulate", micro)
+    said = train("--elastic", f"1:{most}", "--max-restarts", 2, "--checkpoint", folder,
+                 "--save-every", 2, *begun, *options, **fault, FSDPC_FAULT_ENABLE="1")  # fmt: skip
+    assert f"all ranks start again, {left} in the place of {most} (1 of 2)" in said
     assert "resumed after step 2" in said
-    assert "1 rank keep the global batch of 4 sequences: --batch 2 --accumulate 2" in said
+    whole = 2 * most * micro
+    assert f"the global batch of {whole} sequences: --batch 2 --accumulate {then}" in said
     shutil.copytree(folder / "step-00000002", other / "step-00000002")
-    resumed = train("--ranks", 1, "--accumulate", 2, "--checkpoint", other, *options, "--resume")
+    resumed = train("--ranks", left, "--accumulate", then, "--checkpoint", other, *options,
+                    "--resume")  # fmt: skip
     assert "resumed after step 2" in resumed
-    undisturbed = train("--ranks", 2, *options)
+    undisturbed = train("--ranks", most, *begun, *options)
     assert crc(said) == crc(resumed) == crc(undisturbed)
     text = (folder / "run.toml").read_text()  # as the run was begun
-    assert 'elastic = "1:2"' in text and "accumulate = 1\n" in text
+    assert f'elastic = "1:{most}"' in text and f"accumulate = {micro}\n" in text
 
 
 def starts(out: str) -> list[int]:
@@ -159,6 +165,14 @@ def test_a_global_batch_that_does_not_divide_is_named() -> None:
     assert (options.batch, options.accumulate) == (2, 1)
     assert "2 ranks keep the global batch of 8" in keep_global_batch(options, 2)
     assert (options.batch, options.accumulate) == (2, 2)
+
+
+def test_micro_batches_of_another_size_are_named_in_deterministic_mode() -> None:
+    for words, named in ((["--deterministic"], True), ([], False)):
+        options = parser().parse_args(["--elastic", "2:4", "--batch", "3", *words])
+        said = keep_global_batch(options, 3)
+        assert (options.batch, options.accumulate) == (2, 2)
+        assert ("sums of micro-batches of 2 sequences have other bits than of 3" in said) == named
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is Python 3.11's")

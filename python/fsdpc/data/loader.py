@@ -134,8 +134,8 @@ class GlobalBatchSampler(DistributedSampler):
 
     Notes
     -----
-    Micro-step m of rank r takes the block m * world + r of a global batch. So 1 rank with 4
-    micro-steps, 2 with 2 and 4 with 1 see the same blocks in the order in which deterministic mode
+    Micro-step m of rank r takes the block m * world + r of a global batch. So 1 rank with 12
+    micro-steps, 3 with 4 and 12 with 1 see the same blocks in the order in which deterministic mode
     sums them.  Sequences that do not fill a global batch are left out.
 
     Examples
