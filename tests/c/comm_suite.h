@@ -337,6 +337,45 @@ static void reductions(rank_context *self)
         fsdpc_buffer_destroy(buffers[b]);
 }
 
+/* The first rank's contribution alone, the others added to what is there, and both added up. */
+static void several_sums(rank_context *self)
+{
+    enum { N = 300 };
+    fsdpc_buffer *buffer;
+    EXPECT_OK(self, fsdpc_buffer_create(self->comm, 4 * N * (size_t)self->size, &buffer));
+    for (int j = 0; j < N * self->size; j++)
+        ((float *)buffer->data)[j] = (float)(self->rank + 1);
+    float first[N], rest[N];
+    for (int j = 0; j < N; j++)
+        rest[j] = 100;
+    const fsdpc_coll_sum sums[] = {{.n_ranks = 1, .shard = first},
+                                   {.n_ranks = self->size - 1, .shard = rest, .accumulate = true},
+                                   {.from = rest, .shard = first, .accumulate = true}};
+    const fsdpc_slice slice = {.numel = N, .owner = -1};
+    fsdpc_coll op = {.kind = FSDPC_COLL_REDUCE_SCATTER,
+                     .what = "sums",
+                     .stream = self->stream,
+                     .slices = &slice,
+                     .n_slices = 1,
+                     .buffer = buffer,
+                     .scale = 2,
+                     .sums = sums,
+                     .n_sums = 3,
+                     .tree = true};
+    fsdpc_work work = {0};
+    fsdpc_status status = fsdpc_comm_post(self->comm, &op, &work);
+    if (self->comm->ops->splits_sums) {
+        EXPECT_OK(self, status);
+        EXPECT_OK(self, fsdpc_comm_wait(&work));
+        float others = 100 + 2 * (float)(self->size * (self->size + 1) / 2 - 1);
+        EXPECT(self, rest[0] == others && rest[N - 1] == others, "the others' are %g", rest[0]);
+        EXPECT(self, first[N - 1] == others + 2, "all are %g", first[N - 1]);
+    } else {
+        EXPECT(self, status == FSDPC_ERR_VALUE, "several sums are refused: %d", (int)status);
+    }
+    fsdpc_buffer_destroy(buffer);
+}
+
 /* Several in flight, and ranks that wait for them in different orders. */
 static void pipelined(rank_context *self)
 {
@@ -467,6 +506,8 @@ static inline void everything(rank_context *self)
     copying_collectives(self);
     extrema_carry_nan(self);
     reductions(self);
+    if (self->size > 1)
+        several_sums(self);
     pipelined(self);
     run_ahead(self);
     agreements(self);
