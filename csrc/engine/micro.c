@@ -246,11 +246,17 @@ static fsdpc_status merge(const fsdpc_unit *unit, int level)
     return FSDPC_OK;
 }
 
-/* A backward may reduce a unit several times. */
+/* If a backward reduces a unit twice, the two are different leaves. */
 static void count_micro_step(fsdpc_unit *unit)
 {
-    unit->n_micro += unit->n_micro == 0 || unit->micro_backward != unit->root->backwards;
-    unit->micro_backward = unit->root->backwards;
+    uint64_t backwards = unit->root->backwards;
+    if (unit->n_micro > 0 && unit->micro_backward == backwards)
+        warn_one_rank(unit, &unit->root->warned_twice,
+                      "are reduced twice in a backward, because a forward uses that unit twice",
+                      "do not shard that module itself, so that it belongs to an enclosing unit");
+    else
+        unit->n_micro++;
+    unit->micro_backward = backwards;
 }
 
 fsdpc_status fsdpc_micro_added(fsdpc_unit *unit)

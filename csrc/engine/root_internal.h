@@ -78,10 +78,11 @@ struct fsdpc_root {
     uint64_t step_streams, streams_step, step_forwards; /* deterministic: dropout's, of this step */
     bool captured;         /* a step of it is being captured (step_graph.h) */
     uint32_t captures;     /* that were begun */
-    bool warned_folded;    /* deterministic: that the tree of micro-steps was cut short */
-    bool warned_half;      /* and that fp16 gradients are divided too early, */
-    bool warned_divided;   /* or others, by a number of micro-steps that is no power of two, */
-    bool warned_ranks;     /* and that groups of ranks are no powers of two */
+    bool warned_folded;    /* deterministic: that the tree of micro-steps was cut short, */
+    bool warned_half;      /* that fp16 gradients are divided too early, */
+    bool warned_divided;   /* or others, by a number of micro-steps that is not a power of two, */
+    bool warned_ranks;     /* that groups of ranks are not powers of two, */
+    bool warned_twice;     /* and that a backward reduces a unit twice */
     uint64_t backwards;    /* that have begun */
     bool is_last_backward; /* the end of backward waits for the reductions */
     int prefetch;          /* how many units ahead to gather */

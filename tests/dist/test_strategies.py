@@ -321,6 +321,45 @@ def test_rank_0_warns_of_splits_that_show(
     assert all(each in text for each in words)
 
 
+class Twice(nn.Module):
+    """A layer that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(self.layer(x).tanh()).mean()
+
+
+def _used_twice(own_unit: bool) -> int:
+    fsdpc.init(deterministic=True)
+    fsdpc.manual_seed(0)
+    model: Any = Twice()
+    if own_unit:
+        fsdpc.fully_shard(model.layer)
+    fsdpc.fully_shard(model)
+    for micro in range(4 // fsdpc.world_size()):
+        rng = np.random.default_rng(micro * fsdpc.world_size() + fsdpc.rank())
+        model(fsdpc.tensor(rng.standard_normal((4, 8)).astype(np.float32))).backward()
+    crc = _core.crc32c(0, fsdpc.full_grad(model.layer.weight).numpy() * fsdpc.world_size())
+    fsdpc.shutdown()
+    return crc
+
+
+@pytest.mark.parametrize("own_unit", [False, True])
+def test_a_unit_that_is_used_twice_is_named(own_unit: bool) -> None:
+    lines: list[str] = []
+    found = set()
+    for ranks in (1, 2, 4):
+        outcome = run_forked(lambda: Report("ok", _used_twice(own_unit)), ranks, lines.append)
+        assert not outcome.failures, outcome.describe()
+        found |= {report.value for report in outcome.reports if report}
+    named = "gradients of 'layer' are reduced twice in a backward"
+    assert "".join(lines).count(named) == (3 if own_unit else 0), lines
+    assert own_unit or len(found) == 1
+
+
 @pytest.mark.ranks(3, init=False)
 def test_what_was_read_between_micro_steps_is_divided_once() -> None:
     """By a factor that is no power of two; and it is added to what was read before."""
