@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms import Join
 
 import fsdpc
 from fsdpc.torch import (
@@ -99,6 +102,145 @@ def test_ddp_of_what_units_do_not_hold(how: str, tmp_path: Any) -> None:
     dist.destroy_process_group()
 
 
+class Counted(nn.Module):
+    """Batch norms, a running sum that forward adds to, and a buffer that no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.last = nn.Linear(6, 5)
+        self.register_buffer("seen", torch.zeros(2, 3))
+        self.register_buffer("table", torch.arange(6), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += x.detach().sum()
+        return self.last(self.norm(self.first(x))) + self.seen.sum()
+
+
+def counted(seed: int) -> Counted:
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    model = Counted()
+    model.seen += seed  # ranks begin with different buffers
+    return model
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "options", [{}, {"broadcast_buffers": False}, {"forward_sync_buffers": False}], ids=str
+)
+def test_buffers_are_sent_when_torchs_ddp_sends_them(
+    options: dict[str, Any], tmp_path: Any
+) -> None:
+    join_gloo(tmp_path)
+    rank = fsdpc.rank()
+    ours = DistributedDataParallel(counted(3 + rank), **options)
+    theirs: Any = nn.parallel.DistributedDataParallel(counted(3 + rank), **options)
+    assert ours.broadcast_buffers == theirs.broadcast_buffers == (not options)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (ours, theirs)]
+
+    def same() -> None:
+        theirs_now = dict(theirs.module.named_buffers())
+        for name, buffer in ours.named_buffers():
+            torch.testing.assert_close(buffer, theirs_now[name], rtol=1e-6, atol=1e-6)
+
+    same()
+    for step in range(4):
+        for micro in range(2):
+            x = batch(step, rank, micro)
+            losses = []
+            for m in (ours, theirs):
+                with contextlib.nullcontext() if micro else m.no_sync():
+                    losses.append(loss_of(m, x))
+                    losses[-1].backward()
+            torch.testing.assert_close(*losses)
+            same()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step % 2:
+            outputs = []
+            for m in (ours, theirs):
+                m.eval()
+                with torch.no_grad():
+                    outputs.append(m(batch(9, 9)))
+                m.train()
+            torch.testing.assert_close(*outputs)
+            same()
+            of_ranks = fsdpc.all_gather(outputs[0].numpy()).reshape(2, -1)
+            assert np.array_equal(of_ranks[0], of_ranks[1]) == (not options)
+    dist.destroy_process_group()
+
+
+@pytest.mark.ranks(2)
+def test_forwards_that_send_no_buffers() -> None:
+    """Recomputation, ``hold()`` and a rank that evaluates ``model.module`` alone."""
+    rank = fsdpc.rank()
+    model = DistributedDataParallel(counted(3 + rank))
+    x = batch(0, rank).requires_grad_()
+    torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
+    # Rank 0's first value, to which this rank's forward and recomputation added.
+    torch.testing.assert_close(model.seen, torch.full((2, 3), 3 + 2 * x.detach().sum()))
+    model(batch(1, rank)).sum().backward()
+    before = model.seen.clone()
+    with torch.no_grad():
+        if rank == 0:
+            model.module(batch(9, 9))
+        assert torch.equal(model.seen, before) or rank == 0
+        model.eval()
+        with model.hold():
+            ends = [model(batch(9, 9)).numpy() for _ in range(1 + rank)]
+    np.testing.assert_array_equal(*fsdpc.all_gather(ends[0]).reshape(2, -1))
+
+
+@pytest.mark.ranks(2)
+def test_what_ddp_is_to_ignore() -> None:
+    rank = fsdpc.rank()
+    plain = counted(3 + rank)
+    names = ["last.bias", "seen"]
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(plain, names)
+    model = DistributedDataParallel(plain)
+    assert not hasattr(model.last.bias, "fsdpc") and hasattr(model.last.weight, "fsdpc")
+    assert model.seen[0, 0] == 3 + rank
+    for _ in range(2):
+        model(torch.full((2, 7), float(rank))).sum().backward()
+    assert model.seen[0, 0] == 3 + rank + 2 * 14 * rank
+    assert torch.equal(model.norm.num_batches_tracked, torch.tensor(2))
+
+
+@pytest.mark.ranks(2)
+def test_ddp_without_an_initial_sync() -> None:
+    DistributedDataParallel(counted(3), init_sync=False)
+    with pytest.raises(fsdpc.MismatchError, match=r"first\.weight"):
+        DistributedDataParallel(counted(3 + fsdpc.rank()), init_sync=False)
+
+
+@pytest.mark.ranks([1, 2])
+def test_sync_batch_norm_without_a_process_group() -> None:
+    """torch's computes with each rank's own statistics there."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
+    if fsdpc.world_size() == 1:
+        fully_shard(model)
+        return
+    with pytest.raises(RuntimeError, match=r"SyncBatchNorm '1' on 2 ranks, and torch.distributed"):
+        fully_shard(model)
+
+
+@pytest.mark.ranks(1)
+def test_what_ddp_refuses() -> None:
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(NotImplementedError, match="join: ranks take equal numbers of steps"):
+        model.join()
+    with pytest.raises(NotImplementedError, match="join: ranks take equal numbers of steps"):
+        Join([model])
+    with pytest.raises(ValueError, match="only be None or contain a single element"):
+        DistributedDataParallel(nn.Linear(2, 2), device_ids=[0, 1])
+    with pytest.raises(ValueError, match=r"SyncBatchNorm layers only work with GPU.*'1' is on"):
+        DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
+
+
 @pytest.mark.ranks(1)
 def test_options_of_ddp() -> None:
     DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb=25, static_graph=True)
@@ -138,9 +280,11 @@ def test_what_changes_nothing_is_said_once() -> None:
         "set_allocate_memory_from_process_group_for_comm changes",
         "set_reduce_scatter_max_input_buffers changes",
     ]
-    assert [a[: len(b)] for a, b in zip(said, begin, strict=True)] == begin if (
-        fsdpc.rank() == 0
-    ) else said == []
+    assert (
+        [a[: len(b)] for a, b in zip(said, begin, strict=True)] == begin
+        if (fsdpc.rank() == 0)
+        else said == []
+    )
 
 
 @pytest.mark.ranks(2)

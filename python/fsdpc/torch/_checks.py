@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdpc import distributed
+from fsdpc._shard import Inside
 from fsdpc.torch import _device, _forward, _rows
 from fsdpc.torch._unit import PieceInfo, UnitState
 from fsdpc.torch.policies import CPUOffloadPolicy, MixedPrecisionPolicy, core_dtype
@@ -110,6 +111,19 @@ def check_whole(whole: list[nn.Parameter], found: list[tuple[str, nn.Parameter]]
         raise ValueError(
             f"whole_params has {len(whole)} parameters, and none of them is of {of}, which has "
             f"{[name for name, _ in found][:5]}: pick them with model.get_parameter(name)"
+        )
+
+
+def check_sync_norms(inside: Inside, ranks: int) -> None:
+    """Raise if a SyncBatchNorm would find no process group, and so take each rank's statistics."""
+    if ranks == 1 or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return  # torch's own forward refuses tensors on CPUs
+    name = next((path for path, m in inside if isinstance(m, nn.SyncBatchNorm)), None)
+    if name is not None:
+        raise RuntimeError(
+            f"SyncBatchNorm '{name.rstrip('.')}' on {ranks} ranks, and torch.distributed is not "
+            "initialised: it would compute with each rank's own statistics. Call "
+            "torch.distributed.init_process_group() before fully_shard(), or use BatchNorm"
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdpc import _shard, fsdp_module, offload
+from fsdpc import _shard, distributed, fsdp_module, offload
 from fsdpc._agree import check_agreement
 from fsdpc.torch import _compiled, _convert, _device, _forward, _initialise
 from fsdpc.torch._checks import (
@@ -20,6 +20,7 @@ from fsdpc.torch._checks import (
     check_parameter,
     check_place,
     check_policy,
+    check_sync_norms,
     check_whole,
     log_once,
     mark_replaced,
@@ -276,7 +277,8 @@ def fully_shard(
     dp_mesh_dims : optional
         Refused: give a mesh of the dimensions to shard over.
     sync_module_states : bool, default False
-        Take rank 0's initial values on every rank; else a difference is an error.
+        Take rank 0's initial parameters on every rank; else a difference is an error. Buffers are
+        left as they are.
     strategy : fsdpc.strategies.ShardingStrategy or str, optional
         A name for a mesh and ``reshard_after_forward`` (NO_SHARD is DDP).
     plan : mapping of str to dict, or callable, optional
@@ -356,6 +358,7 @@ def fully_shard(
     offload_policy = as_offload(offload_policy)
     given = as_mesh(mesh)  # joins the others
     where = _shard.place(None if mesh is None else given, strategy, reshard_after_forward)
+    check_sync_norms(inside, distributed.world_size())
     dtypes, policy = widened(found, mp_policy, master_dtype)
     title = "+".join(type(m).__name__ for m in modules)
     lines = [_shard.describe(name, p, _value(p, sync_module_states)) for name, p in named]

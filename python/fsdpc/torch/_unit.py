@@ -37,13 +37,13 @@ _grad: Any = torch._C.TensorBase.grad  # as a descriptor
 _BECOME_GRADS = frozenset({torch.Tensor, nn.Parameter, PieceCopy, Rows})
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-_set_version: Callable[[tuple[Any, ...], tuple[int, ...]], None]
-_set_version = torch._C._autograd._unsafe_set_version_counter
+set_version: Callable[[tuple[Any, ...], tuple[int, ...]], None]
+set_version = torch._C._autograd._unsafe_set_version_counter
 try:
-    _set_version((torch.empty(0),), (0,))
+    set_version((torch.empty(0),), (0,))
 except TypeError:  # of torch 2.6 and older, which take one tensor
 
-    def _set_version(bases: tuple[Any, ...], versions: tuple[int, ...]) -> None:
+    def set_version(bases: tuple[Any, ...], versions: tuple[int, ...]) -> None:
         for base, version in zip(bases, versions, strict=True):
             torch._C._autograd._unsafe_set_version_counter(base, version)
 
@@ -326,7 +326,7 @@ class UnitState:
                 self.fulls.append(full)
             for one in lent or ():
                 one.give()
-        self.torch_unit.bind(self.fulls, bases, lent, _set_version, root.at_end, root.torch_units)
+        self.torch_unit.bind(self.fulls, bases, lent, set_version, root.at_end, root.torch_units)
 
 
 # Optimizers choose their calls over lists by it; torch adds DTensor the same way.

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from fsdpc._shard import sharded_class
 from fsdpc.fsdp_module import plain_class
+from fsdpc.torch import _compiled, _device, fsdp1
 from fsdpc.torch.fsdp1 import FullyShardedDataParallel
+from fsdpc.torch.state_dict import sync_buffers
 
-#: What torch's takes besides, and what means nothing here.
+#: Options of torch's that say how gradients are sent, which changes no number.
 _ACCEPTED = frozenset({
-    "batched_grad_copy", "broadcast_buffers", "bucket_cap_mb", "bucket_cap_mb_list",
-    "check_reduction", "dim", "find_unused_parameters", "forward_sync_buffers",
-    "gradient_as_bucket_view", "init_sync", "skip_all_reduce_unused_params", "static_graph",
+    "batched_grad_copy", "bucket_cap_mb", "bucket_cap_mb_list", "check_reduction", "dim",
+    "find_unused_parameters", "gradient_as_bucket_view", "skip_all_reduce_unused_params",
+    "static_graph",
 })  # fmt: skip
 
 
@@ -33,6 +38,13 @@ class DistributedDataParallel(FullyShardedDataParallel):
         All ranks where not given.
     device_mesh : DeviceMesh, optional
         Of one dimension, in the place of a group.
+    broadcast_buffers : bool, optional
+        False leaves buffers alone, at construction too; else see ``forward_sync_buffers``.
+    forward_sync_buffers : bool, default True
+        Send rank 0's buffers when torch's DDP does: before the first forward and before each
+        forward, of any kind, that follows a forward with gradients outside of ``no_sync()``.
+    init_sync : bool, default True
+        False takes each rank's own values, which must be equal.
     options
         Others of torch's: accepted where they say how gradients are sent (``bucket_cap_mb``,
         ``find_unused_parameters``, ``static_graph`` ...).
@@ -45,12 +57,15 @@ class DistributedDataParallel(FullyShardedDataParallel):
     ------
     NotImplementedError
         ``mixed_precision`` or a delayed all-reduce is requested, or an option is unknown.
+    ValueError
+        There are several ``device_ids``, or a SyncBatchNorm on CPUs.
 
     Notes
     -----
     It is :class:`FullyShardedDataParallel` with NO_SHARD: make the optimizer after it. Names in
-    state dicts are the plain module's, without ``module.``. A forward without gradients and
-    ``state_dict()`` wait for nobody, so rank 0 may run them alone. Buffers are not sent again.
+    state dicts are the plain module's, without ``module.``. Rank 0 may run ``state_dict()`` and
+    forwards without gradients alone. If the model has buffers, rank 0 calls ``model.module`` there,
+    because the first forward of ``model`` after a training step sends them.
 
     Examples
     --------
@@ -62,6 +77,9 @@ class DistributedDataParallel(FullyShardedDataParallel):
     [1.0, 1.0, 1.0, 1.0]
     """
 
+    forward_sync_buffers: bool
+    require_forward_param_sync: bool
+
     def __new__(
         cls,
         module: nn.Module,
@@ -72,19 +90,122 @@ class DistributedDataParallel(FullyShardedDataParallel):
         device_mesh: Any = None,
         **options: Any,
     ) -> Any:
+        at_init, at_forward, synced = _when_buffers_are_sent(options)
         refused = sorted(k for k, v in options.items() if k not in _ACCEPTED and v is not None)
         if refused:
             raise NotImplementedError(
                 f"DistributedDataParallel({refused[0]}=...): leave it out; fully_shard(strategy="
                 '"NO_SHARD", mp_policy=...) has precision'
             )
-        ours = FullyShardedDataParallel(
+        if device_ids is not None and len(device_ids) > 1:
+            raise ValueError(
+                f"device_ids can only be None or contain a single element, got {device_ids}"
+            )
+        fsdp1._move(module, device_ids[0] if device_ids else None)
+        _refuse_sync_batch_norm(module)
+        left = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        fsdp1._shard(
             module,
-            process_group,
-            "NO_SHARD",
-            device_id=device_ids[0] if device_ids else None,
-            sync_module_states=True,
-            device_mesh=device_mesh,
+            {
+                "sharding_strategy": "NO_SHARD",
+                "mixed_precision": None,
+                "param_init_fn": None,
+                "sync_module_states": synced,
+                "process_group": process_group,
+                "device_mesh": device_mesh,
+                "cpu_offload": None,
+                "kept_buffers": [b for n, b in module.named_buffers() if not at_init or n in left],
+            },
+            [p for n, p in module.named_parameters() if n in left],
+            outer=True,
         )
-        ours.__class__ = sharded_class(cls, plain_class(type(ours)), cls.__name__)
+        ours: Any = module
+        ours.__class__ = sharded_class(cls, plain_class(type(module)), cls.__name__)
+        ours.forward_sync_buffers = at_forward
+        ours.require_forward_param_sync = True
         return ours
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether forwards send buffers; torch's older name of ``forward_sync_buffers``."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        recomputes = torch._C._current_graph_task_id() != -1
+        if not recomputes:
+            self._sync_buffers()
+        result = super().__call__(*args, **kwargs)
+        if not recomputes:
+            self.require_forward_param_sync = (
+                torch.is_grad_enabled() and self._fsdpc_unit.requires_sync
+            )
+        return result
+
+    def _sync_buffers(self) -> None:
+        """Take rank 0's buffers if a synced forward has changed them."""
+        state = self._fsdpc_state
+        if not (self.require_forward_param_sync and self.forward_sync_buffers) or state.summoned:
+            return
+        left = getattr(self, "_ddp_params_and_buffers_to_ignore", ())
+        found = [b for n, b in self.named_buffers() if n not in left]  # type: ignore[attr-defined]
+        if found:
+            sync_buffers(state, found)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Fix the weights and buffers; see :meth:`fsdpc.torch.FSDPModule.hold`."""
+        self._sync_buffers()  # by all ranks, as those may run different numbers of forwards inside
+        self.require_forward_param_sync = False
+        with super().hold():
+            yield
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> NoReturn:
+        """Refuse: ranks take equal numbers of steps."""
+        raise NotImplementedError(_NO_JOIN)
+
+    def join_hook(self, **kwargs: Any) -> NoReturn:
+        """Refuse, as :meth:`join`: ``torch.distributed.algorithms.Join`` asks for it."""
+        raise NotImplementedError(_NO_JOIN)
+
+
+_NO_JOIN = (
+    "DistributedDataParallel.join: ranks take equal numbers of steps here, because a rank without "
+    "inputs has no forward to take part in. Give all ranks equally many batches "
+    "(DistributedSampler does), or stop all ranks when one has none left (fsdpc.all_reduce)"
+)
+
+_compiled.leave_out(DistributedDataParallel.__call__)
+_compiled.leave_out(DistributedDataParallel._sync_buffers, inside=True)
+
+
+def _when_buffers_are_sent(options: dict[str, Any]) -> tuple[bool, bool, bool]:
+    """Take torch's three options; whether construction and forwards send buffers, and values."""
+    synced = bool(options.pop("init_sync", True))
+    older, forward = (
+        options.pop("broadcast_buffers", None),
+        options.pop("forward_sync_buffers", None),
+    )
+    if forward is not None:  # the older option is ignored then, as by torch
+        return synced, bool(forward), synced
+    sent = older is None or bool(older)
+    return synced and sent, sent, synced
+
+
+def _refuse_sync_batch_norm(module: nn.Module) -> None:
+    """Raise as torch's DDP does: its SyncBatchNorm has kernels for accelerators alone."""
+    for name, m in module.named_modules():
+        if isinstance(m, nn.SyncBatchNorm) and _device.on_cpu():
+            raise ValueError(
+                f"SyncBatchNorm layers only work with GPU modules: '{name}' is on CPUs. Use "
+                "BatchNorm, whose statistics are each rank's, or fsdpc.nn.SyncBatchNorm in a "
+                "native model"
+            )

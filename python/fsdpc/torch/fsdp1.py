@@ -484,11 +484,10 @@ def _shard(
     )
     kind = FullyShardedDataParallel
     module.__class__ = sharded_class(kind, plain_class(type(module)), kind.__name__)
-    for buffer in [b for m in own for b in m._buffers.values() if b is not None and synced]:
-        values = buffer.detach().clone().to(_device.home()).contiguous()
-        state_dict._broadcast(module._fsdpc_state, values)  # type: ignore[arg-type]
-        with torch.no_grad():
-            buffer.copy_(values)
+    kept = {id(b) for b in options.get("kept_buffers", ())}
+    buffers = [b for m in own for b in m._buffers.values() if b is not None and id(b) not in kept]
+    if synced:
+        state_dict.sync_buffers(module._fsdpc_state, buffers)  # type: ignore[arg-type]
 
 
 def _move(module: nn.Module, device_id: Any) -> None:

@@ -6,7 +6,7 @@ and ``load_state_dict`` takes them; what stands here is that, and its options.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 
 from fsdpc.torch import _device
 from fsdpc.torch._copies import FullValue
-from fsdpc.torch._unit import UnitState, full_value, on_copies, states_of
+from fsdpc.torch._unit import UnitState, full_value, on_copies, set_version, states_of
 
 
 class _Option:
@@ -346,6 +346,28 @@ def _broadcast(state: UnitState, value: torch.Tensor) -> None:
         flat = _device.to_engine(value.detach().reshape(-1).view(torch.uint8))
         for comm in reversed(state.comms):
             comm.broadcast(flat, 0)
+
+
+def sync_buffers(state: UnitState, buffers: Sequence[torch.Tensor]) -> None:
+    """Give every rank rank 0's values of buffers, as one message for each dtype and device.
+
+    Their versions stay, as under torch's DDP: a backward to come may have saved them.
+    """
+    if all(comm.size == 1 for comm in state.comms):
+        return
+    alike: dict[Any, list[torch.Tensor]] = {}
+    for buffer in buffers:
+        alike.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    for same in alike.values():
+        flat = torch.cat([b.detach().reshape(-1) for b in same]).to(_device.home())
+        _broadcast(state, flat)
+        if _rank([state]) != 0:
+            values = flat.to(same[0].device).split([b.numel() for b in same])
+            versions = tuple(b._version for b in same)
+            with torch.no_grad():
+                for buffer, value in zip(same, values, strict=True):
+                    buffer.copy_(value.view_as(buffer))
+            set_version(tuple(same), versions)
 
 
 _FITS, _MISSING, _OTHER = 1, 0, 2
