@@ -184,9 +184,73 @@ def test_checkpoints_halves_and_groups(tmp_path: Path) -> None:
     fsdpc.shutdown()
 
 
+@pytest.mark.ranks(2, init=False)
+def test_defaults_are_deepspeeds(tmp_path: Path) -> None:
+    """Since 0.19.3 norms are clipped to 1.0, and bf16 skips steps that are not finite."""
+    join_gloo(tmp_path)
+    base = {"train_micro_batch_size_per_gpu": 4, "optimizer": BASE["optimizer"]}
+    assert engine_of(base).gradient_clipping() == 1.0
+    plain = engine_of({**base, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}})
+    before = plain.module.first.weight.full_tensor()
+    plain.backward(1e3 * loss_of(plain, batch(0, fsdpc.rank())))
+    plain.step()
+    assert plain.get_global_grad_norm() > 100 and plain.was_step_applied()
+    assert (plain.module.first.weight.full_tensor() - before).norm() <= 1
+    bad = float("nan") if fsdpc.rank() == 1 else 1.0
+    for stage, said, skips in (
+        (0, {}, False), (1, {}, True), (2, {}, True), (3, {}, False),
+        (2, {"check_grad_overflow": False}, False), (3, {"check_grad_overflow": True}, True),
+    ):  # fmt: skip
+        bf16 = {"enabled": True, **said}
+        engine = engine_of({**base, "bf16": bf16, "zero_optimization": {"stage": stage}})
+        engine.backward(loss_of(engine, batch(0, fsdpc.rank())) * bad)
+        engine.step()
+        values = engine.module.first.weight.full_tensor()
+        assert bool(values.isfinite().all()) == skips == (not engine.was_step_applied())
+        assert (engine.global_steps, engine.skipped_steps) == (1, int(skips))
+    dist.destroy_process_group()
+    fsdpc.shutdown()
+
+
+@pytest.mark.ranks(1)
+def test_what_scripts_ask_an_engine() -> None:
+    engine = engine_of({**BASE, "train_batch_size": 8})
+    assert engine.device == torch.device("cpu") and engine.local_rank == 0
+    assert (engine.dp_world_size, engine.mp_world_size, engine.global_samples) == (1, 1, 0)
+    assert not (engine.fp16_enabled() or engine.bfloat16_enabled() or engine.zero_optimization())
+    assert engine.get_batch_info() == (8, 4, 2)
+    loss = engine.forward(batch(0, 0).to(engine.device)).mean()
+    whole = engine.backward(loss, retain_graph=True, scale_wrt_gas=False)
+    assert torch.equal(whole, loss)
+    engine.step()
+    assert not engine.was_step_applied()
+    assert torch.equal(engine.backward(loss), loss / 2)
+    plain = build()
+    plain(batch(0, 0)).mean().backward()
+    torch.testing.assert_close(
+        engine.module.first.bias.grad, 1.5 * plain.first.bias.grad, check_dtype=False
+    )
+    engine.zero_grad()
+    assert engine.module.first.bias.grad is None
+    engine.step()
+    engine.module(batch(0, 0)).mean().backward()
+    with pytest.raises(RuntimeError, match="without engine.backward.*accumulation_steps 2"):
+        engine.step()
+    with pytest.raises(AttributeError, match="has no .train_batch. here, and neither has"):
+        engine.train_batch()
+
+
 @pytest.mark.ranks(1)
 def test_what_cannot_be_honoured_is_refused() -> None:
     for more, message in (
+        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation': False"),
+        ({"gradient_allreduce_op": "sum"}, 'refused unless "mean"'),
+        ({"expert_parallel": {"enabled": True}}, "AutoEP"),
+        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zenflow"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}},
+            "super_offload",
+        ),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_quantized_weights': True"),
         ({"zero_optimization": {"mics_shard_size": 2}}, "mics_shard_size"),
         ({"elasticity": {"enabled": True}}, "'elasticity'"),
@@ -207,7 +271,12 @@ def test_what_cannot_be_honoured_is_refused() -> None:
             engine_of({**BASE, "train_batch_size": 8, **more})
     with pytest.raises(NotImplementedError, match=r"initialize\(mpu=...\)"):
         engine_of({**BASE, "train_batch_size": 8}, mpu=object())
-    off = {"wandb": {"enabled": False}, "zero_optimization": {"zero_hpz_partition_size": 1}}
+    off = {
+        "wandb": {"enabled": False},
+        "zero_optimization": {"zero_hpz_partition_size": 1},
+        "managed_gradient_accumulation": True,
+        "gradient_allreduce_op": "mean",
+    }
     said: list[str] = []
     log = logging.getLogger("fsdpc.integrations")
     log.setLevel(logging.INFO)

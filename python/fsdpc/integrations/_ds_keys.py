@@ -42,7 +42,13 @@ KEYS: dict[str, Key] = {
     "gradient_accumulation_steps": _used(
         "backwards in a step; the last reduces (`set_requires_gradient_sync`)"
     ),
-    "gradient_clipping": _used("`clip_grad_norm_` before the step"),
+    "managed_gradient_accumulation": Key(
+        "refused",
+        "refused unless true: `step()` ends a step after `gradient_accumulation_steps` backwards",
+    ),
+    "gradient_clipping": _used(
+        "`clip_grad_norm_` before the step; 1.0 where not given, as there since 0.19.3; 0: none"
+    ),
     "optimizer": _used(
         "`type`: Adam (with `adam_w_mode`), AdamW, SGD of `fsdpc.torch.optim`, or the class of "
         "that name in `torch.optim`; `params`: its options, `weight_decay` 0 where not given"
@@ -62,7 +68,12 @@ KEYS: dict[str, Key] = {
     "fp16.auto_cast": _nothing("inputs of units are cast always"),
     "fp16.fp16_master_weights_and_grads": _refused("masters are fp32"),
     "bf16.immediate_grad_update": _nothing("gradients are reduced within backward"),
-    "bf16.check_grad_overflow": _nothing("bfloat16 has no loss scale"),
+    "bf16.check_grad_overflow": _used(
+        "a step whose gradients are not finite is skipped; true in stages 1 and 2 and false in 0 "
+        "and 3 where not given, as there since 0.19.3"
+    ),
+    "bf16.bf16_master_weights_and_grads": _refused("masters are fp32"),
+    "bf16.bf16_optimizer_states": _refused("`fsdpc.torch.optim` has states in fp32"),
     "zero_optimization.stage": _used(
         "0, 1, 2, 3: NO_SHARD, SHARD_OPTIM, SHARD_GRAD_OP, FULL_SHARD"
     ),
@@ -118,7 +129,9 @@ KEYS: dict[str, Key] = {
         "`save_16bit_model` gathers always"
     ),
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": _nothing(_UNIT),
-    "zero_optimization.elastic_checkpoint": _nothing("checkpoints load at any number of ranks"),
+    "zero_optimization.elastic_checkpoint": _nothing(
+        "deprecated there; checkpoints load at any number of ranks"
+    ),
     "zero_optimization.load_from_fp32_weights": _nothing("masters are what is loaded"),
     "zero_optimization.ignore_unused_parameters": _nothing(
         "parameters that no rank used have no gradient"
@@ -135,6 +148,12 @@ KEYS: dict[str, Key] = {
     "zero_optimization.offload_optimizer.pipeline_read": _nothing(_RING),
     "zero_optimization.offload_optimizer.pipeline_write": _nothing(_RING),
     "zero_optimization.offload_optimizer.pipeline": _nothing(_RING),
+    "zero_optimization.offload_optimizer.super_offload": _refused(
+        "a step begins when all gradients are there"
+    ),
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": _nothing(
+        "`fsdpc.set_num_threads` says how many"
+    ),
     "zero_optimization.offload_param.pin_memory": _nothing("memory of the host is used as it is"),
     "zero_optimization.offload_param.buffer_count": _nothing(
         "the page cache holds as many as memory has room for"
@@ -146,6 +165,8 @@ KEYS: dict[str, Key] = {
         "the page cache holds as many as memory has room for"
     ),
     "zero_optimization.cpu_offload": _nothing("on CPUs states are there anyway"),
+    "zero_optimization.zenflow": _refused("every step updates all parameters"),
+    "zero_optimization.leaf_module": _refused("`units=` says what is gathered as one"),
     "zero_optimization.zero_hpz_partition_size": _refused(
         "`fully_shard(mesh=...)` of (replicate, shard) by hand is HYBRID_SHARD"
     ),
@@ -160,6 +181,9 @@ KEYS: dict[str, Key] = {
     "aio": _nothing(_RING),
     "prescale_gradients": _nothing("sums are in fp32 and scaled once"),
     "gradient_predivide_factor": _nothing("sums are in fp32 and scaled once"),
+    "gradient_allreduce_op": Key(
+        "refused", 'refused unless "mean": gradients are means over ranks'
+    ),
     "sparse_gradients": _refused("gradients are dense"),
     "data_types.grad_accum_dtype": _used('"fp32", which it is; others are refused'),
     "seq_parallel_communication_data_type": _nothing("there is no sequence parallelism"),
@@ -188,12 +212,19 @@ KEYS: dict[str, Key] = {
     "curriculum_learning": _refused("data is the script's"),
     "hybrid_engine": _refused("`summon_full_params` lets a model generate"),
     "tensor_parallel": _refused("there is none"),
+    "expert_parallel": _refused("AutoEP; there is no expert parallelism"),
     "pipeline": _refused("there is none"),
     "compile": _refused("call `torch.compile` on layers before"),
 }
 
 #: Values by which a key is off, beside those that are false.
 _OFF = ("none", "auto", -1)
+#: And what is as if they were not given, by key.
+_DEFAULT: dict[str, tuple[Any, ...]] = {
+    "gradient_allreduce_op": ("mean",),
+    "managed_gradient_accumulation": (True,),
+    "zero_optimization.zero_hpz_partition_size": (0, 1),
+}
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -205,6 +236,12 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from flatten(value, key + ".")
         elif not (inside and value in (None, False)):
             yield key, value
+
+
+def _is_off(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return not value or not value.get("enabled", True)
+    return not value or value in _OFF
 
 
 def check(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,9 +263,7 @@ def check(config: Mapping[str, Any]) -> dict[str, Any]:
                 "of docs/coming-from-deepspeed.md"
             )
         kind, says = KEYS[key]
-        off = not value or value in _OFF
-        off = off or (isinstance(value, Mapping) and not value.get("enabled", True))
-        off = off or (key.endswith("zero_hpz_partition_size") and value == 1)
+        off = value in (None, "auto", *_DEFAULT[key]) if key in _DEFAULT else _is_off(value)
         if kind == "refused" and not off:
             raise NotImplementedError(f"'{key}': {value!r} in a DeepSpeed configuration: {says}")
         if kind == "used" and value is not None and value != "auto":

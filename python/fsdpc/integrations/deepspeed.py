@@ -6,6 +6,7 @@ of each key of a configuration stands in one table, :data:`KEYS`, which the docs
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 import os
@@ -28,6 +29,7 @@ from fsdpc.torch import (
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    _device,
     clip_grad_norm_,
     get_model_state_dict,
     optim,
@@ -44,15 +46,28 @@ _OFFLOADS = {
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def init_distributed(dist_backend: str = "gloo", **_: Any) -> None:
+def init_distributed(
+    dist_backend: str | None = "gloo",
+    *,
+    timeout: datetime.timedelta | None = None,
+    init_method: str | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+    **_: Any,
+) -> None:
     """Join torch's process group, where a launcher set its variables and nothing has yet.
 
     Parameters
     ----------
     dist_backend : str, default "gloo"
+    timeout, init_method, rank, world_size : optional
+        Of ``torch.distributed.init_process_group``.
     """
-    if not torch.distributed.is_initialized() and "RANK" in os.environ:
-        torch.distributed.init_process_group(dist_backend)
+    if torch.distributed.is_initialized() or ("RANK" not in os.environ and init_method is None):
+        return
+    torch.distributed.init_process_group(
+        dist_backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size
+    )
 
 
 def initialize(
@@ -259,6 +274,10 @@ class DeepSpeedEngine:
         As :func:`initialize` returns them.
     micro_steps, global_steps, skipped_steps : int
         Calls of :meth:`step`; those that ended a step; those of them that overflowed.
+    device : torch.device
+        Where the parameters are.
+    global_rank, local_rank, world_size, dp_world_size, mp_world_size : int
+        This rank of all, and of its host; all ranks, which share the data; 1, of a model's parts.
     """
 
     def __init__(
@@ -276,11 +295,19 @@ class DeepSpeedEngine:
         self.micro_steps: int = 0
         self.global_steps: int = 0
         self.skipped_steps: int = 0
+        self.device: torch.device = torch.device(_device.home())
         self.global_rank: int = fsdpc.rank()
+        self.local_rank: int = fsdpc.local_rank()
         self.world_size: int = fsdpc.world_size()
+        self.dp_world_size: int = self.world_size
+        self.mp_world_size: int = 1
         self._said, self._batch = said, batch
-        self._clip = float(said.get("gradient_clipping", 0))
+        self._clip = float(said.get("gradient_clipping", 1.0))
         self._norm: float | None = None
+        self._applied = False
+        self._ran_backward = False
+        checks = said.get("bf16.check_grad_overflow", self.zero_optimization_stage() in (1, 2))
+        self._skips = self.fp16_enabled() or (self.bfloat16_enabled() and bool(checks))
         self._in_no_sync = False
         self._scaler: LossScaler | None = None
         if said.get("fp16.enabled"):
@@ -297,10 +324,18 @@ class DeepSpeedEngine:
     def __getattr__(self, name: str) -> Any:
         if name == "module":
             raise AttributeError(name)
-        return getattr(self.module, name)
+        try:
+            return getattr(self.module, name)
+        except AttributeError:
+            raise AttributeError(
+                f"DeepSpeedEngine has no '{name}' here, and neither has its module, a "
+                f"{type(self.module).__name__}: docs/coming-from-deepspeed.md lists what there is"
+            ) from None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
+
+    forward = __call__
 
     def train_batch_size(self) -> int:
         """Return the sequences of all ranks in a step."""
@@ -313,6 +348,27 @@ class DeepSpeedEngine:
     def gradient_accumulation_steps(self) -> int:
         """Return the backwards of a step."""
         return self._batch[2]
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Return sequences of a step, of a rank's backward, and backwards of a step."""
+        return self._batch
+
+    @property
+    def global_samples(self) -> int:
+        """Sequences of all ranks in all steps so far."""
+        return self.global_steps * self._batch[0]
+
+    def fp16_enabled(self) -> bool:
+        """Return whether the configuration computes in float16."""
+        return bool(self._said.get("fp16.enabled"))
+
+    def bfloat16_enabled(self) -> bool:
+        """Return whether the configuration computes in bfloat16."""
+        return bool(self._said.get("bf16.enabled"))
+
+    def zero_optimization(self) -> bool:
+        """Return whether anything is sharded."""
+        return self.zero_optimization_stage() > 0
 
     def zero_optimization_stage(self) -> int:
         """Return the configuration's stage."""
@@ -329,6 +385,14 @@ class DeepSpeedEngine:
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of the last step's gradients before clipping; None before a step."""
         return self._norm
+
+    def was_step_applied(self) -> bool:
+        """Return whether the last :meth:`step` changed parameters."""
+        return self._applied
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of the optimizer's parameters."""
+        self.optimizer.zero_grad()
 
     @property
     def cur_scale(self) -> float:
@@ -350,13 +414,19 @@ class DeepSpeedEngine:
             finally:
                 self._in_no_sync = False
 
-    def backward(self, loss: torch.Tensor, **_: Any) -> torch.Tensor:
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
         """Run backward of this rank's loss, divided by the backwards of a step.
 
         Parameters
         ----------
         loss : Tensor
             Of this micro-batch alone.
+        retain_graph : bool, default False
+            Keep what another backward of the same forward needs.
+        scale_wrt_gas : bool, default True
+            False: the loss is divided already.
 
         Returns
         -------
@@ -369,22 +439,37 @@ class DeepSpeedEngine:
                     m.set_requires_gradient_sync(
                         self.is_gradient_accumulation_boundary(), recurse=False
                     )
-        loss = loss / self._batch[2]
-        (loss * self.cur_scale if self._scaler else loss).backward()
+        loss = loss / self._batch[2] if scale_wrt_gas else loss
+        (loss * self.cur_scale if self._scaler else loss).backward(retain_graph=retain_graph)
+        self._ran_backward = True
         return loss
 
-    def step(self) -> None:
-        """End a micro-step; after the last of a step clip, step and drop gradients; collective."""
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """End a micro-step; after the last of a step clip, step and drop gradients; collective.
+
+        Parameters
+        ----------
+        lr_kwargs : mapping, optional
+            Arguments of the scheduler's ``step``.
+        """
         if self._in_no_sync:
             raise RuntimeError("engine.step() inside engine.no_sync(): gradients are not reduced")
+        if not self._ran_backward and (self._batch[2] > 1 or self._scaler is not None):
+            raise RuntimeError(
+                "engine.step() without engine.backward(loss): loss.backward() does not divide by "
+                f"gradient_accumulation_steps {self._batch[2]}, and knows no loss scale"
+            )
+        self._ran_backward = False
         ends = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
+        self._applied = False
         if not ends:
             return
         self.global_steps += 1
-        if self._apply():
+        self._applied = self._apply()
+        if self._applied:
             if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
+                self.lr_scheduler.step(**(lr_kwargs or {}))
         else:
             self.skipped_steps += 1
         self.optimizer.zero_grad()
@@ -393,13 +478,14 @@ class DeepSpeedEngine:
         """Clip and step, unless gradients overflowed."""
         params = [p for g in self.optimizer.param_groups for p in g["params"]]
         scale = self.cur_scale
-        limit = self._clip * scale if self._clip else math.inf
+        limit = self._clip * scale if self._clip > 0 else math.inf
         norm = float(clip_grad_norm_(params, limit))
+        overflowed = self._skips and not math.isfinite(norm)
         if self._scaler is not None:
-            overflowed = not math.isfinite(norm)
             self._scaler._adjust(overflowed)
-            if overflowed:
-                return False
+        if overflowed:
+            return False
+        if self._scaler is not None:
             torch._foreach_mul_([p.grad for p in params if p.grad is not None], 1 / scale)
         self._norm = norm / scale
         self.optimizer.step()
