@@ -36,6 +36,7 @@ Slot = tuple[dict[str, Any], str, int]
 _grad: Any = torch._C.TensorBase.grad  # as a descriptor
 _BECOME_GRADS = frozenset({torch.Tensor, nn.Parameter, PieceCopy, Rows})
 
+_SPLIT_BACKWARD = "torch.distributed.pipelining._backward"
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 set_version: Callable[[tuple[Any, ...], tuple[int, ...]], None]
 set_version = torch._C._autograd._unsafe_set_version_counter
@@ -101,6 +102,21 @@ class Piece(Part, nn.Parameter):
             f"torch.distributed.checkpoint.async_save of {self.fsdpc}, the parameter itself: give "
             "it get_model_state_dict(model, sharded=True), which has the same memory"
         )
+
+    def view_as(self, other: torch.Tensor) -> torch.Tensor:
+        """As of any tensor; refused to pipelines that compute weights' gradients apart.
+
+        Their schedules find a weight in autograd's graph by a view of it. A piece is never there,
+        so they would leave it without a gradient.
+        """
+        if sys._getframe(1).f_globals.get("__name__") == _SPLIT_BACKWARD:
+            raise NotImplementedError(
+                f"a pipeline schedule that splits backward, with {self.fsdpc}: "
+                "ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble and ScheduleDualPipeV find "
+                "weights in autograd's graph, which a sharded parameter is not in, and would leave "
+                "it without a gradient. Use ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B"
+            )
+        return super().view_as(other)
 
     def _set_grad(self, value: Any) -> None:
         if type(value) in _BECOME_GRADS:
