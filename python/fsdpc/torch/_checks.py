@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -15,7 +16,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdpc import distributed
+from fsdpc import _core, distributed
 from fsdpc._shard import Inside
 from fsdpc.torch import _device, _forward, _rows
 from fsdpc.torch._unit import PieceInfo, UnitState
@@ -114,8 +115,9 @@ def check_whole(whole: list[nn.Parameter], found: list[tuple[str, nn.Parameter]]
         )
 
 
-def check_sync_norms(inside: Inside, ranks: int) -> None:
+def check_sync_norms(inside: Inside, comms: list[_core.Comm]) -> None:
     """Raise if a SyncBatchNorm would find no process group, and so take each rank's statistics."""
+    ranks = math.prod(comm.size for comm in comms)
     if ranks == 1 or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return  # torch's own forward refuses tensors on CPUs
     name = next((path for path, m in inside if isinstance(m, nn.SyncBatchNorm)), None)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdpc import _shard, distributed, fsdp_module, offload
+from fsdpc import _shard, fsdp_module, offload
 from fsdpc._agree import check_agreement
 from fsdpc.torch import _compiled, _convert, _device, _forward, _initialise
 from fsdpc.torch._checks import (
@@ -358,7 +358,7 @@ def fully_shard(
     offload_policy = as_offload(offload_policy)
     given = as_mesh(mesh)  # joins the others
     where = _shard.place(None if mesh is None else given, strategy, reshard_after_forward)
-    check_sync_norms(inside, distributed.world_size())
+    check_sync_norms(inside, where.comms)
     dtypes, policy = widened(found, mp_policy, master_dtype)
     title = "+".join(type(m).__name__ for m in modules)
     lines = [_shard.describe(name, p, _value(p, sync_module_states)) for name, p in named]
