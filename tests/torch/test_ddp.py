@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,14 @@ def test_buffers_are_sent_when_torchs_ddp_sends_them(
     options: dict[str, Any], tmp_path: Any
 ) -> None:
     join_gloo(tmp_path)
+    compare_buffers(options)
+    # torch's DDP is gone, and gloo's threads have the GIL to end their work: a process group that
+    # its destructor ends would wait for them with the GIL held.
+    time.sleep(0.2)
+    dist.destroy_process_group()
+
+
+def compare_buffers(options: dict[str, Any]) -> None:
     rank = fsdpc.rank()
     ours = DistributedDataParallel(counted(3 + rank), **options)
     theirs: Any = nn.parallel.DistributedDataParallel(counted(3 + rank), **options)
@@ -171,7 +180,6 @@ def test_buffers_are_sent_when_torchs_ddp_sends_them(
             same()
             of_ranks = fsdpc.all_gather(outputs[0].numpy()).reshape(2, -1)
             assert np.array_equal(of_ranks[0], of_ranks[1]) == (not options)
-    dist.destroy_process_group()
 
 
 @pytest.mark.ranks(2)
