@@ -3,8 +3,7 @@
     enter -> cast and mark the inputs -> forward -> mark and cast the outputs -> leave
 
 A mark on an output's node tells the schedule that the unit's backward begins; a Function over the
-inputs that need gradients tells it that it has ended. Tensors are found in tuples, lists, dicts and
-dataclasses at any depth; other objects pass through.
+inputs that need gradients tells it that it has ended. _structures.py says where tensors are found.
 
 Inside backward a forward is a recomputation (activation checkpointing), which may stop early: the
 exception that does so is none of ours.
@@ -15,8 +14,6 @@ weights it saw. The checkpoint's own context does, where an outermost forward ru
 
 from __future__ import annotations
 
-import copy
-import operator
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -28,6 +25,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from fsdpc import _core
 from fsdpc.torch import _profile
 from fsdpc.torch._late import Registered, check_late
+from fsdpc.torch._structures import rebuild, returned, tensors
 from fsdpc.torch._unit import Root, UnitState, make_root, states_of
 
 _FORWARD = CheckpointFunction.forward.__code__
@@ -35,6 +33,8 @@ _BACKWARD = CheckpointFunction.backward.__code__
 
 _task_id = torch._C._current_graph_task_id
 _is_grad_enabled = torch.is_grad_enabled
+#: The number of the next node; where torch does not tell, no object of an output is looked into.
+_next_node: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: sys.maxsize)
 _transform = torch._C._functorch.peek_interpreter_stack
 
 #: By what torch calls it, a transform, and those that are made of it.
@@ -79,6 +79,7 @@ def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: An
     if not in_task and torch_unit.in_backward:
         root.reset()  # a backward was abandoned by an exception
     outermost = torch_unit.depth == 0
+    since = _next_node() if grad else 0
     if root.registered != Registered.count and outermost and not in_task:
         root.registered = check_late(root.states)
     if in_task and grad and not torch_unit.in_backward:
@@ -108,7 +109,7 @@ def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: An
         if state.policy.output_dtype is not None:
             result = _cast(result, state.policy.output_dtype)
         if grad:
-            _mark_outputs(marks, result)
+            _mark_outputs(marks, result, since)
     except BaseException:
         if in_task and torch_unit.in_backward:
             torch_unit.leave()
@@ -201,63 +202,21 @@ def _recall(root: Root, torch_unit: _core.TorchUnit) -> None:
             return
 
 
-# ---- structures ----
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-
-    def note(t: torch.Tensor) -> torch.Tensor:
-        found.append(t)
-        return t
-
-    _rebuild(value, note)
-    return found
-
-
-def _rebuild(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The structure with its tensors changed; the same objects where nothing changes."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, (tuple, list)):
-        items = [
-            change(item) if isinstance(item, torch.Tensor) else _rebuild(item, change)
-            for item in value
-        ]  # tensors at once, as a call a unit and step is what sharding costs
-        if all(map(operator.is_, items, value)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        items = {key: _rebuild(item, change) for key, item in value.items()}
-        if all(items[key] is value[key] for key in value):
-            return value
-        if type(value) is dict:
-            return items
-        copied = copy.copy(value)
-        for key, item in items.items():
-            copied[key] = item
-        return copied
-    if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
-        fields = {key: _rebuild(item, change) for key, item in vars(value).items()}
-        if any(fields[key] is not item for key, item in vars(value).items()):
-            value = copy.copy(value)
-            for key, item in fields.items():
-                object.__setattr__(value, key, item)
-    return value
+# ---- casts and marks ----
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     def change(t: torch.Tensor) -> torch.Tensor:
         return t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t
 
-    return _rebuild(value, change)
+    return rebuild(value, change)
 
 
 def _mark_inputs(torch_unit: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    inputs = [t for t in _tensors(args) if t.requires_grad]
+    inputs = [t for t in tensors(args) if t.requires_grad]
     n_positional = len(inputs)
     if kwargs:
-        inputs += [t for t in _tensors(kwargs) if t.requires_grad]
+        inputs += [t for t in tensors(kwargs) if t.requires_grad]
     if not inputs:
         return args, kwargs
     marked = iter(_EndBackward.apply(torch_unit, *inputs))
@@ -266,15 +225,15 @@ def _mark_inputs(torch_unit: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return next(marked) if t.requires_grad else t
 
     if n_positional:
-        args = _rebuild(args, change)
+        args = rebuild(args, change)
     if len(inputs) > n_positional:
-        kwargs = _rebuild(kwargs, change)
+        kwargs = rebuild(kwargs, change)
     return args, kwargs
 
 
-def _mark_outputs(torch_unit: Any, result: Any) -> None:
+def _mark_outputs(torch_unit: Any, result: Any, since: int) -> None:
     mark = None
-    for t in _tensors(result):
+    for t in (result,) if isinstance(result, torch.Tensor) else returned(result, since):
         if not t.requires_grad:
             continue
         if mark is None:
