@@ -5,7 +5,8 @@
  * The marks are boundaries on the tape.  One on each output that needs gradients tells the engine
  * that the unit's backward begins; one on each input tells it that it has ended.  They carry the
  * generation of the weights that this forward saw, and keep the unit alive as long as the graph.
- * Tensors are found in tuples, lists and dicts, any depth; other objects pass through as they are.
+ * Tensors are found in tuples, lists and dicts, any depth; other objects pass through as they are,
+ * unless forward returns one with a tensor inside that needs gradients.
  *
  * What a call means for the schedule, and what an exception in it does, is engine/call.h's; the
  * tape's numbers are the clock by which that knows recomputations.
@@ -132,17 +133,38 @@ static PyObject *visit_dict(walk *w, PyObject *object)
     return copy;
 }
 
+/* An object that is not opened.  Of those that forward returns, none may hide a tensor whose
+ * backward is the unit's. */
+static PyObject *visit_other(const walk *w, PyObject *object)
+{
+    bool plain = object == Py_None || PyLong_Check(object) || PyFloat_Check(object) ||
+                 PyUnicode_Check(object) || PyBytes_Check(object);
+    if (plain || w->inputs || w->dry || !w->tape->grad_enabled)
+        return Py_NewRef(object);
+    PyObject *structures = PyImport_ImportModule("fsdpc._structures");
+    if (!structures)
+        return NULL;
+    PyObject *done = PyObject_CallMethod(structures, "refuse_hidden", "Os", object,
+                                         fsdpc_unit_name(w->self->ref->unit));
+    Py_DECREF(structures);
+    Py_XDECREF(done);
+    return done ? Py_NewRef(object) : NULL;
+}
+
 /* A structure with its tensors cast and marked; the same object where nothing changes. */
 static PyObject *visit(walk *w, PyObject *object)
 {
     fsdpc_tensor *t = fsdpc_py_tensor_peek(w->module, object);
     if (t)
         return visit_tensor(w, object, t);
-    if (PyTuple_CheckExact(object) || PyList_CheckExact(object))
-        return visit_sequence(w, object);
-    if (PyDict_CheckExact(object))
-        return visit_dict(w, object);
-    return Py_NewRef(object);
+    bool sequence = PyTuple_CheckExact(object) || PyList_CheckExact(object);
+    if (!sequence && !PyDict_CheckExact(object))
+        return visit_other(w, object);
+    if (Py_EnterRecursiveCall(" in what a module takes or returns: does it hold itself?"))
+        return NULL;
+    PyObject *made = sequence ? visit_sequence(w, object) : visit_dict(w, object);
+    Py_LeaveRecursiveCall();
+    return made;
 }
 
 static PyObject *call_forward(walk *w, PyObject *forward, PyObject *args, PyObject *kwargs)

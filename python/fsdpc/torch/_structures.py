@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections import deque
-from collections.abc import Callable, Iterator
-from functools import cache
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from fsdpc._structures import MOST, attributes, children, is_dataclass
+
 #: Objects that lead to more than their forward returns.
-_CLOSED = (type, ModuleType, nn.Module, torch.optim.Optimizer)
-#: How many objects of an output are looked into: one may lead to half the program.
-_MOST = 10_000
+_CLOSED = (nn.Module, torch.optim.Optimizer)
 
 
 def rebuild(
@@ -47,7 +44,7 @@ def rebuild(
     if isinstance(value, torch.Tensor):
         return change(value)
     is_sequence, is_dict = isinstance(value, (tuple, list)), isinstance(value, dict)
-    if not (is_sequence or is_dict or _is_dataclass(value)):
+    if not (is_sequence or is_dict or is_dataclass(value)):
         return value
     around = {} if around is None else around
     if id(value) in around:
@@ -61,7 +58,7 @@ def rebuild(
         ]  # tensors at once, as a call a unit and step is what sharding costs
         same = all(map(operator.is_, items, value))
     else:
-        held = value if is_dict else _attributes(value)
+        held = value if is_dict else attributes(value)
         items = {key: rebuild(item, change, around) for key, item in held.items()}
         same = all(items[key] is item for key, item in held.items())
     cyclic = around.pop(id(value))
@@ -126,41 +123,9 @@ def _collect(
         if made:
             found.append(value)
         return
-    if id(value) in seen or len(seen) == _MOST or isinstance(value, _CLOSED):
+    if id(value) in seen or len(seen) == MOST or isinstance(value, _CLOSED):
         return
     seen.add(id(value))
-    if isinstance(value, (tuple, list)):
-        inside: Any = value
-    elif isinstance(value, (deque, set, frozenset)):
-        inside, hidden = value, True
-    elif isinstance(value, dict):
-        inside = value.values()
-    else:
-        inside = _attributes(value).values()
-        hidden = hidden or not _is_dataclass(value)
-    for item in inside:
-        _collect(item, since, hidden, found, seen)
-
-
-def _is_dataclass(value: Any) -> bool:
-    return hasattr(value, "__dataclass_fields__") and not isinstance(value, type)
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object, those in slots too."""
-    held = dict(getattr(value, "__dict__", ()))
-    for name in _slots(type(value)):
-        if hasattr(value, name):
-            held[name] = getattr(value, name)
-    return held
-
-
-@cache
-def _slots(kind: type) -> tuple[str, ...]:
-    def of(cls: type) -> Iterator[str]:
-        slots = cls.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if not name.startswith("__"):
-                yield name
-
-    return tuple(name for cls in kind.__mro__ for name in of(cls))
+    opened = isinstance(value, (tuple, list, dict)) or is_dataclass(value)
+    for _, item in children(value):
+        _collect(item, since, hidden or not opened, found, seen)

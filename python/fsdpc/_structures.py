@@ -1,0 +1,78 @@
+"""What lies in objects that modules take and return, for both front doors."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from fsdpc._core import Tensor
+
+#: How many objects are looked into: one may lead to half the program.
+MOST = 10_000
+
+
+def children(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return what a container or any other object holds, with its key, place or attribute."""
+    if isinstance(value, (tuple, list, deque, set, frozenset)):
+        return enumerate(value)
+    if isinstance(value, dict):
+        return value.items()
+    if isinstance(value, (type, ModuleType)):
+        return ()
+    return attributes(value).items()
+
+
+def is_dataclass(value: Any) -> bool:
+    """Whether this is an object of a dataclass."""
+    return hasattr(value, "__dataclass_fields__") and not isinstance(value, type)
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, those in slots too."""
+    held = dict(getattr(value, "__dict__", ()))
+    for name in _slots(type(value)):
+        if hasattr(value, name):
+            held[name] = getattr(value, name)
+    return held
+
+
+@cache
+def _slots(kind: type) -> tuple[str, ...]:
+    def of(cls: type) -> Iterator[str]:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if not name.startswith("__"):
+                yield name
+
+    return tuple(name for cls in kind.__mro__ for name in of(cls))
+
+
+def refuse_hidden(value: Any, unit: str) -> None:
+    """Raise if an object that a native unit returns holds a tensor that requires grad.
+
+    The backward of a unit begins at the tensors in the tuples, lists and dicts that it returned.
+    The engine calls this for other objects.
+    """
+    from fsdpc.nn import Module
+
+    seen: set[int] = set()
+    waiting = [(value, "")]
+    while waiting and len(seen) < MOST:
+        held, path = waiting.pop()
+        if isinstance(held, Tensor) and held.requires_grad:
+            raise TypeError(
+                f"forward of unit '{unit}' returned a {type(value).__name__} that holds a tensor "
+                f"which requires grad, at {path}: its backward would not begin there. Return "
+                "tensors in plain tuples, lists and dicts"
+            )
+        if id(held) not in seen and not isinstance(held, (Tensor, Module)):
+            seen.add(id(held))
+            waiting += [(item, _path(held, path, key)) for key, item in children(held)]
+
+
+def _path(held: Any, path: str, key: Any) -> str:
+    plain = isinstance(held, (tuple, list, deque, set, frozenset, dict))
+    return f"{path}[{key!r}]" if plain else f"{path}.{key}"
