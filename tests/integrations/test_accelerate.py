@@ -141,6 +141,11 @@ def test_what_is_refused(tmp_path: Any) -> None:
     stepped.step()
     with pytest.raises(ValueError, match="AdamW has states of the unsharded 'first.weight'"):
         prepare(accelerator, other, stepped, classes=["Block"])
+    accelerator.ddp_handler = accelerate.DistributedDataParallelKwargs(comm_hook="fp16")
+    with pytest.raises(ValueError, match=r"comm_hook=fp16.*reduce_dtype"):
+        check(accelerator)
+    accelerator.ddp_handler = accelerate.DistributedDataParallelKwargs(find_unused_parameters=True)
+    check(accelerator)
     accelerator.project_configuration.save_on_each_node = True
     with pytest.raises(ValueError, match="save_on_each_node"):
         check(accelerator)

@@ -19,6 +19,34 @@ MODULES = files(".py", under="python")
 # What these do is PyTorch's to say.
 HOOKS = {"forward", "extra_repr"}
 
+#: Parameters that their function does not read, because no value of them changes what it does.
+UNREAD = {
+    # Hints on memory or communication, and PyTorch's arguments that it has deprecated.
+    "FSDPModule.set_reduce_scatter_max_input_buffers": {"recurse"},
+    "FSDPModule.set_separate_reduce_scatter_group": {"enable", "recurse"},
+    "FSDPModule.set_force_sum_reduction_for_comms": {"enable"},
+    "FSDPModule.set_unshard_in_backward": {"unshard_in_backward"},
+    "DistributedDataParallel.__new__": {"output_device"},
+    "FullyShardedDataParallel.__new__": {"use_orig_params"},
+    "FullyShardedDataParallel.__init__": {"args", "kwargs"},
+    "FullyShardedDataParallel.full_optim_state_dict": {"optim_input", "group"},
+    "FullyShardedDataParallel.optim_state_dict": {"group"},
+    "FullyShardedDataParallel.optim_state_dict_to_load": {"group"},
+    "FullyShardedDataParallel.rekey_optim_state_dict": {"optim_input"},
+    "FullyShardedDataParallel.scatter_full_optim_state_dict": {"optim_input", "group"},
+    "FullyShardedDataParallel.shard_full_optim_state_dict": {"optim_input"},
+    "FullyShardedDataParallel.sharded_optim_state_dict": {"group"},
+    "ShardedGradScaler.__init__": {"process_group"},
+    "init_distributed": {"_"},
+    "summon_full_params": {"offload_to_cpu"},
+    # Signatures that a base class or a caller gives.
+    "FsdpcStrategy.on_exception": {"exception"},
+    "Identity.__init__": {"args", "kwargs"},
+    "WarmupCosine.factor": {"group"},
+    "WarmupDecayLR.factor": {"group"},
+    "WarmupStableDecay.factor": {"group"},
+}
+
 # Calls that mirror PyTorch's, or DeepSpeed's, keep their signatures.
 MIRRORS = {
     "fully_shard", "memory_plan", "AdamW", "Adam", "SGD", "FullyShardedDataParallel", "initialize",
@@ -55,6 +83,33 @@ def is_setter(node: Function) -> bool:
     return any(ast.unparse(each).endswith((".setter", ".deleter")) for each in node.decorator_list)
 
 
+def unread(node: Function) -> set[str]:
+    """Parameters of a function that it never reads; none of one that only raises."""
+    body = [each for each in node.body if not isinstance(each, ast.Expr)]
+    if [type(each) for each in body] == [ast.Raise]:
+        return set()
+    a = node.args
+    named = [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))]
+    read = {n.id for each in node.body for n in ast.walk(each) if isinstance(n, ast.Name)}
+    return {each.arg for each in named} - read - {"self", "cls"}
+
+
+def test_no_option_is_taken_and_dropped() -> None:
+    """A parameter is read, or is listed here because it may mean nothing."""
+    found: dict[str, set[str]] = {}
+    for path in files(".py", under="python/fsdpc"):
+        if not is_public_module(path) and path.name != "_module.py":
+            continue
+        for name, node in public(path):
+            if not isinstance(node, ast.ClassDef):
+                found |= {name: unread(node)} if unread(node) else {}
+                continue
+            for made in node.body:
+                if isinstance(made, Function) and made.name in ("__init__", "__new__", "__call__"):
+                    found |= {f"{name}.{made.name}": unread(made)} if unread(made) else {}
+    assert found == UNREAD
+
+
 @pytest.mark.parametrize("path", files(".py"), ids=label)
 def test_functions_are_short(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
@@ -78,8 +133,10 @@ def test_public_names_have_docstrings(path: Path) -> None:
 def test_public_functions_take_few_parameters(path: Path) -> None:
     for name, node in public(path):
         makers = [
-            member for member in getattr(node, "body", ())
-            if isinstance(node, ast.ClassDef) and isinstance(member, Function)
+            member
+            for member in getattr(node, "body", ())
+            if isinstance(node, ast.ClassDef)
+            and isinstance(member, Function)
             and member.name == "__init__"
         ]
         for function in [node] if isinstance(node, Function) else makers:

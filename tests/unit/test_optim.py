@@ -141,6 +141,16 @@ def reference(kind: str, options: dict[str, Any], fused: bool) -> Callable[[Any]
     return lambda p: getattr(torch.optim, kind)(p, **options, **how)
 
 
+def test_zero_grad_drops_gradients() -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = optim.SGD(layer.parameters(), lr=0.1)
+    layer(fsdpc.ones(1, 2)).sum().backward()
+    with pytest.raises(NotImplementedError, match="gradients are dropped, so that"):
+        optimizer.zero_grad(set_to_none=False)
+    optimizer.zero_grad()
+    assert layer.weight.grad is None
+
+
 @pytest.mark.ranks([1, 2, 3])
 def test_bits_of_torch() -> None:
     """fp32 parameters and states are torch's to the bit, by its fused Adams and its plain SGD."""

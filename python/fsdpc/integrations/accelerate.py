@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
+from accelerate.utils import DDPCommunicationHookType, DistributedType
 from torch import nn
 
 from fsdpc._shard import is_sharded
@@ -172,6 +172,12 @@ def check(accelerator: Accelerator) -> None:
     engine = _OTHERS.get(accelerator.distributed_type)
     if getattr(accelerator, "parallelism_config", None) is not None:
         engine = "a parallelism_config"
+    hook = getattr(accelerator.ddp_handler, "comm_hook", None)
+    if hook is not None and hook != DDPCommunicationHookType.NO:
+        raise ValueError(
+            f"DistributedDataParallelKwargs(comm_hook={hook}): units reduce gradients themselves; "
+            "mp_policy=MixedPrecisionPolicy(reduce_dtype=...) says in what dtype"
+        )
     if accelerator.project_configuration.save_on_each_node:
         raise ValueError("save_on_each_node: rank 0 alone has whole states, for all hosts' folder")
     if engine is not None:

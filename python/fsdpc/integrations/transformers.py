@@ -29,6 +29,7 @@ from fsdpc.torch.plan import has_plan, layer_classes
 #: Arguments that would train something else, or end with half-dead ranks.
 _REFUSED = {
     "auto_find_batch_size": "a rank that runs out of memory alone would leave the others waiting",
+    "ddp_broadcast_buffers": "units send no buffers; each rank keeps its own",
     "torch_compile": "compile the layers of the model before it is given to the Trainer",
     "save_on_each_node": "checkpoints lie in one folder that all hosts see",
 }
@@ -49,8 +50,8 @@ class ShardedTrainer:
     ------
     ValueError
         An argument cannot be honoured (``auto_find_batch_size``, ``torch_compile``,
-        ``save_on_each_node``, some keys of ``fsdp_config``), or the launch is for FSDP or
-        DeepSpeed.
+        ``ddp_broadcast_buffers``, ``save_on_each_node``, some keys of ``fsdp_config``), or
+        the launch is for FSDP or DeepSpeed.
 
     Examples
     --------

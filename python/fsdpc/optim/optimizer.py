@@ -176,7 +176,19 @@ class Optimizer:
         return {name: own.states[name] for name in names}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients; touches no memory. ``set_to_none`` is accepted for PyTorch's sake."""
+        """Drop all gradients; touches no memory.
+
+        Parameters
+        ----------
+        set_to_none : bool, default True
+            False is refused: with gradients of zero, momentum and weight decay would step
+            parameters that the next backward does not reach.
+        """
+        if not set_to_none:
+            raise NotImplementedError(
+                "zero_grad(set_to_none=False): gradients are dropped, so that a parameter without "
+                "a new one is not stepped; leave the argument out"
+            )
         for unit in self._units:
             unit.zero_grad()
         for p in self._params():
@@ -216,9 +228,7 @@ class Optimizer:
         if p._unit is None:
             return self._plain_states(p)
         self._core.make_states(p._unit, p._index)
-        views = {
-            name: self._view(p, k, name, write) for k, name in enumerate(self._state_names(p))
-        }
+        views = {name: self._view(p, k, name, write) for k, name in enumerate(self._state_names(p))}
         return {name: view for name, view in views.items() if view is not None}
 
     def step_count(self, p: Parameter) -> int:
