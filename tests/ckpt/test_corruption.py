@@ -164,3 +164,36 @@ def test_what_the_manager_keeps(tmp_path: Path) -> None:
         one.path(12).rename(tmp_path / "one" / "step-0000000012")  # a name of somebody else's
     fsdpc.barrier()
     assert one.list() == [] and one.latest() is None
+
+
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("extra", [None, "a word"])
+def test_the_manifest_says_which_step_it_is(extra: str | None, tmp_path: Path) -> None:
+    """Folders that were renamed or copied are found by their names, and count by what they hold."""
+    manager = CheckpointManager(tmp_path / "run", max_to_keep=2)
+    for step in (2, 4):
+        manager.save(step, {"model": llama(seed=step), "extra": extra})
+    if fsdpc.rank() == 0:
+        shutil.copytree(manager.path(2), manager.path(9))
+        shutil.copytree(manager.path(4), manager.path(3))
+    fsdpc.barrier()
+    found = [(each.step, each.path.name[-1], each.renamed) for each in manager.list()]
+    assert found == [(2, "9", True), (2, "2", False), (4, "3", True), (4, "4", False)]
+    assert manager.latest() == manager.path(4)
+    assert checkpoint.inspect(manager.path(9)).step == 2
+    fsdpc.barrier()
+    if fsdpc.rank() == 0:
+        shutil.rmtree(manager.path(3))
+        shutil.rmtree(manager.path(4))
+        shutil.rmtree(manager.path(2))
+    fsdpc.barrier()
+    model, said = llama(seed=9), io.StringIO()
+    with contextlib.redirect_stderr(said):
+        assert manager.restore({"model": model}) == 2
+    assert values(model) == values(llama(seed=2))
+    assert ("step-00000009 holds step 2" in said.getvalue()) == (fsdpc.rank() == 0)
+    with pytest.raises(FileExistsError, match="step 9 cannot be saved: .* holds step 2"):
+        manager.save(9, {"model": model})
+    for step in (5, 6, 7):  # and what somebody put there is not deleted
+        manager.save(step, {"model": model})
+    assert [each.path.name[-1] for each in manager.list()] == ["9", "6", "7"]

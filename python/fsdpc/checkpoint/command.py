@@ -122,7 +122,8 @@ def _ls(path: Path) -> int:
         rows = [("step", "state", "size")]
         for each in checkpoints_in(path):
             total = sum(f.stat().st_size for f in each.path.iterdir())
-            rows.append((str(each.step), each.problem or "valid", size(total)))
+            state = each.problem or (f"valid, in {each.path.name}" if each.renamed else "valid")
+            rows.append((str(each.step), state, size(total)))
         _table(rows)
         return 0
     found = inspect(path)

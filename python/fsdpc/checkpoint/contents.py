@@ -9,6 +9,7 @@ from typing import Any
 
 from fsdpc import _shown
 from fsdpc._svg import size
+from fsdpc.checkpoint import manifest
 from fsdpc.checkpoint.source import Source, damaged, open_source
 from fsdpc.checkpoint.values import decode
 
@@ -68,7 +69,7 @@ class CheckpointInfo:
     ----------
     path : Path
     step : int or None
-        Of the run, where it was saved as ``extra["step"]``: :class:`CheckpointManager` does.
+        Of the run, if :class:`CheckpointManager` saved it, or it is in ``extra["step"]``.
     world : int or None
         Number of ranks that saved; None in files of others.
     strategies : tuple of str
@@ -196,10 +197,9 @@ def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
     source = open_source(Path(path))
     content = source.content
     extra = decode(content.get("extra"))
-    step = extra.get("step") if isinstance(extra, dict) else None
     return CheckpointInfo(
         path=Path(path),
-        step=step if isinstance(step, int) else None,
+        step=manifest.step_of(content),
         world=content.get("world"),
         strategies=tuple(content.get("strategies", [])),  # which older ones do not say
         meshes=tuple((m["replicate"], m["shard"]) for m in content.get("meshes", [])),

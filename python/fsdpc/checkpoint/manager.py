@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fsdpc import distributed
 from fsdpc._agree import agreed
 from fsdpc._say import say
@@ -18,7 +20,7 @@ from fsdpc.checkpoint import manifest
 from fsdpc.checkpoint.claim import Claim, claim_folder
 from fsdpc.checkpoint.loading import LoadReport, load
 from fsdpc.checkpoint.manifest import CheckpointError
-from fsdpc.checkpoint.saving import SaveHandle, finish, save
+from fsdpc.checkpoint.saving import SaveHandle, finish, save_step
 from fsdpc.checkpoint.stops import StopSignals
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -31,6 +33,8 @@ class Found:
     Parameters
     ----------
     step : int
+        As its manifest says, whatever the folder is called; by its name if the manifest cannot be
+        read or does not say.
     path : Path
     problem : str, optional
         Why it cannot be used; None where its manifest, sizes and headers are right.
@@ -39,6 +43,11 @@ class Found:
     step: int
     path: Path
     problem: str | None = None
+
+    @property
+    def renamed(self) -> bool:
+        """Whether the folder is named for another step."""
+        return self.path.name != _name_of(self.step)
 
 
 class CheckpointManager:
@@ -209,7 +218,9 @@ class CheckpointManager:
         extra = state.get("extra")
         if extra is None or isinstance(extra, dict):
             state = {**state, "extra": {**(extra or {}), "step": step}}
-        self._handle = save(self.path(step), state, layout=self.layout, async_=self.async_)
+        self._handle = save_step(
+            self.path(step), state, step, layout=self.layout, async_=self.async_
+        )
         self._saved_at, self._last = time.monotonic(), step
         if self._handle is None:
             self._on_rank_0(self._delete_old)
@@ -227,11 +238,16 @@ class CheckpointManager:
         found = _look_at(self.path(step))
         if found is not None and found.problem is not None:
             _remove(found.path)
+        elif found is not None and found.renamed:
+            raise FileExistsError(
+                f"step {step} cannot be saved: {found.path} holds step {found.step}; rename it to "
+                f"{_name_of(found.step)}, or move it elsewhere"
+            )
 
     def _delete_old(self) -> None:
         if self.max_to_keep is None:
             return
-        valid = [found for found in self.list() if found.problem is None]
+        valid = [found for found in self.list() if found.problem is None and not found.renamed]
         for found in valid[: -self.max_to_keep]:
             kept = self.keep_every and found.step % self.keep_every == 0
             if not kept and found.step != self._last:  # a run may have gone back some steps
@@ -248,23 +264,26 @@ class CheckpointManager:
 
         Broken ones that are newer are named on stderr, on rank 0.
         """
-        step = self._newest(None)
-        return None if step is None else self.path(step)
+        found = self._newest(0)
+        return None if found is None else found.path
 
-    def _newest(self, below: int | None) -> int | None:
-        """The step of the newest usable checkpoint below another; what rank 0 sees counts."""
+    def _newest(self, skip: int) -> Found | None:
+        """The newest usable checkpoint after so many others; what rank 0 sees counts."""
 
-        def newest() -> int:
+        def newest() -> tuple[int, int]:
+            left = skip
             for found in reversed(self.list()):
-                if below is not None and found.step >= below:
-                    continue
-                if found.problem is None:
-                    return found.step
-                say(f"skipping {found.path}: {found.problem}")
-            return -1
+                if left > 0:  # said before
+                    left -= found.problem is None
+                elif found.problem is None:
+                    return found.step, _named(found.path)
+                else:
+                    say(f"skipping {found.path}: {found.problem}")
+            return -1, -1
 
-        step = int(distributed.broadcast(self._on_rank_0(newest) or 0))
-        return None if step < 0 else step
+        told = self._on_rank_0(newest) or (-1, -1)
+        step, named = distributed.broadcast(np.array(told, np.int64)).tolist()
+        return None if step < 0 else Found(step, self.path(named))
 
     def restore(self, state: Mapping[str, Any], **options: Any) -> int | None:
         """Load the newest valid checkpoint; return its step, or None where there is none.
@@ -282,18 +301,21 @@ class CheckpointManager:
             There are checkpoints and none is usable, or one does not fit the model.
         """
         self.wait()
-        below: int | None = None
+        damaged = 0
         last: CheckpointError | None = None
-        while (step := self._newest(below)) is not None:
+        while (found := self._newest(damaged)) is not None:
             try:
-                self.report: LoadReport = load(self.path(step), state, **options)
-                return step
+                self.report: LoadReport = load(found.path, state, **options)
             except CheckpointError as error:
                 if not str(error).partition("damaged: ")[1]:
                     raise
                 if distributed.rank() == 0:
-                    say(f"skipping {self.path(step)}: {error}")
-                below, last = step, error
+                    say(f"skipping {found.path}: {error}")
+                damaged, last = damaged + 1, error
+                continue
+            if found.renamed and distributed.rank() == 0:
+                say(f"{found.path} holds step {found.step}, whatever its name says")
+            return found.step
         if last is not None:
             raise last
         return None
@@ -305,25 +327,37 @@ def checkpoints_in(folder: Path) -> list[Found]:
     The folder is read and not touched: a run may be saving to it.
     """
     found = [_look_at(path) for path in folder.iterdir()]
-    return sorted((each for each in found if each), key=lambda each: each.step)
+    # Of two that hold the same step, the one that is named for it counts as newer.
+    return sorted((f for f in found if f), key=lambda f: (f.step, not f.renamed, f.path.name))
+
+
+def newest_in(folder: Path) -> Path | None:
+    """Return what :meth:`CheckpointManager.latest` does, for one process alone."""
+    return next((f.path for f in reversed(checkpoints_in(folder)) if f.problem is None), None)
 
 
 def _name_of(step: int) -> str:
     return f"step-{step:08}"
 
 
-def _look_at(path: Path) -> Found | None:
+def _named(path: Path) -> int:
+    """The step in a folder's name; -1 if it is no name of ours."""
     match = _NAME.fullmatch(path.name)
-    if match is None or not path.is_dir():
-        return None
-    step = int(match.group(1))
-    if path.name != _name_of(step):  # more zeros than ours
+    step = int(match.group(1)) if match else -1
+    return step if path.name == _name_of(step) else -1  # else it has more zeros than ours
+
+
+def _look_at(path: Path) -> Found | None:
+    named = _named(path)
+    if named < 0 or not path.is_dir():
         return None
     try:
-        manifest.check_files(path, manifest.read(path))
+        content = manifest.read(path)
+        step = manifest.step_of(content)
+        manifest.check_files(path, content)
     except (CheckpointError, OSError) as error:
-        return Found(step, path, str(error))
-    return Found(step, path)
+        return Found(named, path, str(error))
+    return Found(named if step is None else step, path)
 
 
 def _remove(path: Path) -> None:

@@ -130,6 +130,13 @@ def read(folder: Path) -> dict[str, Any]:
     return content
 
 
+def step_of(content: dict[str, Any]) -> int | None:
+    """Return the step that a manifest is of; None if its saver did not say."""
+    extra = content.get("extra")
+    step = content.get("step", extra.get("step") if isinstance(extra, dict) else None)
+    return step if type(step) is int and step >= 0 else None
+
+
 def plain_name(name: str, what: str) -> str:
     """Return the name of a file in a folder; refuse one that leads elsewhere.
 

@@ -184,6 +184,26 @@ def save(
     >>> folder = tempfile.TemporaryDirectory()
     >>> checkpoint.save(folder.name + "/step-1", {"model": model, "extra": {"step": 1}})
     """
+    return _save(path, state, layout, dtype, max_shard_bytes, async_, overwrite)
+
+
+def save_step(
+    path: Path, state: Mapping[str, Any], step: int, *, layout: str, async_: bool
+) -> SaveHandle | None:
+    """Save as :func:`save` does, with the step in the manifest."""
+    return _save(path, state, layout, None, 5e9, async_, False, step)
+
+
+def _save(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    layout: str,
+    dtype: Any,
+    max_shard_bytes: float,
+    async_: bool,
+    overwrite: bool,
+    step: int | None = None,
+) -> SaveHandle | None:
     finish()
     folder = os.path.abspath(os.fspath(path))
     plan: _Plan | None = None
@@ -192,6 +212,8 @@ def save(
     try:
         plan = _Plan(folder, state, layout, dtype, max_shard_bytes)
         plan.overwrite = overwrite
+        if step is not None:
+            plan.content["step"] = step
         if distributed.rank() == 0:
             claim = claim_name(Path(folder))
             _refuse_to_replace(Path(folder), overwrite)

@@ -31,6 +31,7 @@ def check(content: dict[str, Any]) -> None:
     """Raise :class:`Unfit` unless all that loading goes by is in the manifest and fits together."""
     _one_of(content, "layout", ("full", "per_rank"))
     _whole(content, "world", 1)
+    _whole({"step": 0, **content}, "step")
     rng = _get(content, "rng", dict)
     for key in ("seed", "next_stream"):
         _whole(rng, key, 0, _U64)
