@@ -35,7 +35,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the newest valid checkpoint in DIR, if there is one",
+        help="go on from the newest valid checkpoint in DIR, if there is one; what that decides is "
+        "listed below",
     )
     group.add_argument(
         "--max-restarts",
@@ -90,16 +91,21 @@ def _check_elastic(options: argparse.Namespace) -> None:
 class TrainCheckpoints:
     """The checkpoints of one run of ``fsdpc train``; without ``--checkpoint`` it does nothing.
 
-    The state is as :func:`fsdpc.checkpoint.save` takes it, with ``"tokenizer"`` in its ``"extra"``;
-    ``text`` has the options of the run, and is kept beside its checkpoints.
+    The state is as :func:`fsdpc.checkpoint.save` takes it, with ``"tokenizer"`` and ``"options"``
+    in its ``"extra"``; ``text`` has the options of the run, and is kept beside its checkpoints.
     """
 
     def __init__(self, options: argparse.Namespace, state: dict[str, Any], text: str) -> None:
         self.options: argparse.Namespace = options
         self.state: dict[str, Any] = state
         self.text: str = text
+        self._groups = [
+            {key: value for key, value in group.items() if key not in ("params", "lr")}
+            for group in state["optimizer"].param_groups
+        ]
         self.stopped: bool = False
         self._saved: int | None = None
+        self._resumed: Path | None = None
         self._returned_to, self._returns = -1, 0
         self._manager: Any = None
         self._signals: Any = None
@@ -109,7 +115,8 @@ class TrainCheckpoints:
         o = self.options
         if o.checkpoint is None:
             return 0
-        from fsdpc.checkpoint import CheckpointManager
+        from fsdpc._train_config import changes
+        from fsdpc.checkpoint import CheckpointManager, manifest
         from fsdpc.checkpoint.stops import StopSignals
 
         self._manager = CheckpointManager(
@@ -124,16 +131,35 @@ class TrainCheckpoints:
                 f"{latest} is there already: add --resume to go on from it, or name another "
                 "--checkpoint folder"
             )
+        step, changed, self._resumed = None, "", latest
         if latest is not None:
-            check_resumed(latest, self.state["extra"]["tokenizer"])
-        step = self._manager.restore(self.state)
+            content = manifest.read(latest)
+            extra, loader = self.state["extra"], self.state["data"]
+            check_resumed(latest, content, extra["tokenizer"], len(loader.dataset))
+            changed = changes(content, extra["options"], distributed.world_size())
+            if "scaler" not in content:  # it was no fp16, and begins at its first scale
+                step = self._restore({**self.state, "scaler": None})
+            else:
+                step = self._restore(self.state)
         if distributed.rank() == 0 and o.resume:
             found = "nothing to resume" if step is None else f"resumed after step {step}"
-            print(f"{found} in {o.checkpoint}")
+            print(f"{found} in {o.checkpoint}" + (f", with {changed}" if changed else ""))
         self._saved = step
         if distributed.rank() == 0:
-            (o.checkpoint / OPTIONS).write_text(self.text)
+            (o.checkpoint / OPTIONS).write_text(self.text, encoding="utf-8")
         return step or 0
+
+    def _restore(self, state: dict[str, Any]) -> int:
+        """Load the newest checkpoint; the options of the optimizer stay those of this run."""
+        step = self._manager.restore(state)
+        self._keep_options()
+        return step
+
+    def _keep_options(self) -> None:
+        for group, own in zip(self.state["optimizer"].param_groups, self._groups, strict=True):
+            group.update(own)
+        schedule = self.state["scheduler"]
+        schedule.load_state_dict(schedule.state_dict())  # sets the rates anew
 
     def go_back(self, stabilizer: TrainingStabilizer) -> int:
         """Return the step of the newest checkpoint, with its state loaded. Collective."""
@@ -143,11 +169,12 @@ class TrainCheckpoints:
                 "is no --checkpoint to go back to; take a lower --lr"
             )
         step = stabilizer.go_back(self._manager, self.state)
+        self._keep_options()
         self._returns = self._returns + 1 if step == self._returned_to else 1
         if self._returns > RETURNS:
             raise FloatingPointError(
                 f"training diverged: {RETURNS} times it went back to step {step}, and did not get "
-                "beyond its skipped steps; take a lower --lr"
+                "beyond its skipped steps; --resume with a lower --lr"
             )
         self._saved = self._returned_to = step
         if distributed.rank() == 0:
@@ -173,4 +200,5 @@ class TrainCheckpoints:
             self._signals.restore()
         if distributed.rank() == 0:
             text = f"stopped by {self._signals.name}" if self.stopped else "saved"
-            print(f"{text} after step {step}: {self._manager.path(step)}")
+            path = self._manager.path(step)
+            print(f"{text} after step {step}: {path if path.is_dir() else self._resumed}")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +26,18 @@ from fsdpc.strategies import ShardingStrategy, apply_strategy
 
 DTYPES = {"fp32": _core.float32, "bf16": _core.bfloat16, "fp16": _core.float16}
 
+# Options without a value, and those of them that --no-NAME turns off.
+SWITCHES = ("deterministic", "separate-documents", "stabilize")
+FLAGS = (*SWITCHES, "no-progress", "resume")
+# What a resume cannot change: the state in the checkpoint depends on it.
+FIXED = ("model", "preset", "lora", "lora_alpha", "lora_targets", "optimizer", "seq", "seed")
+# What checkpoints keep: a resume takes it from there unless it is given.
+KEPT = (
+    *FIXED, "steps", "lr", "betas", "weight_decay", "clip", "schedule", "warmup", "decay",
+    "min_lr_ratio", "batch", "accumulate", "dtype", "reduce_dtype", "deterministic", "stabilize",
+    "data", "tokenizer", "vocab", "separate_documents", "init_from",
+)  # fmt: skip
+
 _EPILOG = """\
 examples:
   fsdpc train --ranks 2      the defaults: a LLaMA of 2 M parameters on Python's own library
@@ -35,6 +47,14 @@ examples:
 
 The data are bytes of text, or tokens (docs/data.md). The last 500,000 of them (at most a tenth) are
 held out for the validation loss, which is printed at the end, with a sample of generated text.
+
+with --resume:
+  from the checkpoint, and refused if given otherwise:
+    {fixed}
+  from the checkpoint unless given; what is given wins, and the run says what changed:
+    {kept}
+  all other options are those of this command. A switch is turned off by --no-deterministic,
+  --no-stabilize, --no-separate-documents. Options in a --config file count as given.
 """
 
 
@@ -44,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
         prog="fsdpc train",
         usage="fsdpc train [--option value ...]",
         description="Train a language model on text with fully sharded data parallelism.",
-        epilog=_EPILOG,
+        epilog=_EPILOG.format(fixed=_listed(FIXED), kept=_listed(KEPT[len(FIXED) :])),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -74,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
         help="draw losses and rates into this picture, once a minute and at the end",
     )
     run.add_argument(
-        "--config", type=Path, metavar="FILE", help="options in TOML; those given here go before"
+        "--config", type=Path, metavar="FILE", help="options in TOML; the command line overrides it"
     )
     run.add_argument(
         "--no-progress",
@@ -94,12 +114,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="where to, for ui.perfetto.dev (default: profile.json)",
     )
-    run.add_argument(
-        "--stabilize",
-        action="store_true",
-        help="skip steps whose loss or gradients jump; after three in a row go back to the newest "
-        "checkpoint",
-    )
+    add_switch(run, "--stabilize", "skip steps whose loss or gradients jump; after three in a row "
+               "go back to the newest checkpoint")  # fmt: skip
     add_number(run, "--sample", 300, "bytes, or tokens, of text to generate at the end")
     model = p.add_argument_group("model")
     add_choice(model, "--model", ("llama", "gpt2"), None, "family (default: llama)")
@@ -125,6 +141,8 @@ def parser() -> argparse.ArgumentParser:
         "standard library)",
     )
     _train_tokens.add_options(data)
+    add_switch(data, "--separate-documents",
+               "tokens see their own document alone, where several share a sequence")  # fmt: skip
     add_number(data, "--batch", 16, "sequences in a micro-step of one rank")
     add_number(data, "--eval-bytes", _train_tokens.HELD_OUT,
             "held-out bytes, or tokens, to validate on; 0 skips it", shown="all")  # fmt: skip
@@ -138,6 +156,11 @@ def parser() -> argparse.ArgumentParser:
     add_options(p)
     p.add_argument("--live", type=int, default=0, help=argparse.SUPPRESS)  # columns
     return p
+
+
+def _listed(names: Iterable[str]) -> str:
+    words = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+    return textwrap.fill(words, 92, subsequent_indent=" " * 4, break_on_hyphens=False)
 
 
 def add_number(group: Any, name: str, default: float, text: str, shown: str = "") -> None:
@@ -162,6 +185,15 @@ def add_choice(
         help=(f"{text} (default: {default})" if default is not None else text).strip(),
         **options,
     )
+
+
+def add_switch(group: Any, name: str, text: str) -> None:
+    """Add an option without a value, which ``--no-NAME`` turns off."""
+    group.add_argument(name, action="store_true", help=text)
+    group.add_argument(
+        name.replace("--", "--no-", 1), dest=name[2:].replace("-", "_"), action="store_false",
+        default=False, help=argparse.SUPPRESS,
+    )  # fmt: skip
 
 
 def estimate_parser() -> argparse.ArgumentParser:
@@ -203,10 +235,10 @@ def add_sharding_options(p: argparse.ArgumentParser) -> None:
         help="what lies on a disk: optimizer=disk:/var/tmp, or masters=...,optimizer=...; "
         "fraction=X: how much of it; or in host memory beside a GPU: masters=host,optimizer=host",
     )
-    sharding.add_argument(
+    add_switch(
+        sharding,
         "--deterministic",
-        action="store_true",
-        help="the same bits however --ranks and --accumulate split the global batch into "
+        "the same bits however --ranks and --accumulate split the global batch into "
         "micro-batches of --batch; on several hosts, and for the shard groups of a --mesh, only "
         "for powers of two",
     )
@@ -276,8 +308,6 @@ OPTIMIZERS = {
 }
 
 
-# Options without a value.
-FLAGS = ("deterministic", "no-progress", "resume", "separate-documents", "stabilize")
 SCHEDULES = ("cosine", "linear", "wsd", "wsd-cosine", "wsd-sqrt")
 
 
@@ -292,72 +322,6 @@ def make_schedule(options: argparse.Namespace, optimizer: Optimizer) -> LRSchedu
         decay = min(decay, steps - warmup)
         lengths = {"warmup": warmup, "stable": steps - warmup - decay, "decay": decay}
     return schedule_by_name(options.schedule, optimizer, min_ratio=options.min_lr_ratio, **lengths)
-
-
-def with_config(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with those that ``--config`` names before them.
-
-    Raises
-    ------
-    ValueError
-        The file is no TOML, or a value of it no option's.
-    """
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--config", type=Path)
-    path = first.parse_known_args(arguments)[0].config
-    if path is None:
-        return list(arguments)
-    try:
-        import tomllib
-    except ImportError:
-        raise ValueError("--config needs Python 3.11 or newer, which reads TOML") from None
-    try:
-        values = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"--config {path}: {error}") from None
-    found: list[str] = []
-    for name, value in values.items():
-        option = name.replace("_", "-")
-        if isinstance(value, dict) or option == "config":
-            raise ValueError(f"--config {path}: '{name}' is no option of fsdpc train")
-        if option in FLAGS:
-            found += [f"--{option}"] if value else []
-        else:
-            found += [f"--{option}", *map(_word, value if isinstance(value, list) else [value])]
-    return [*found, *arguments]
-
-
-def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def as_toml(options: argparse.Namespace) -> str:
-    """Return the options as ``--config`` takes them, without those that are not set."""
-    lines = ["# As fsdpc train --config takes it; options on the command line go before.\n"]
-    for name, value in sorted(vars(options).items()):
-        option = name.replace("_", "-")
-        if option in ("config", "live", "no-progress", "resume") or value is None:
-            continue
-        if option not in FLAGS:
-            lines.append(f"{option} = {_toml_value(value)}\n")
-        elif value:
-            lines.append(f"{option} = true\n")
-    return "".join(lines)
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml_value, value))}]"
-    if isinstance(value, (int, float)):
-        return repr(value).lower()  # true and false too
-    if isinstance(value, range):
-        value = f"{value[0]}:{value[-1]}"
-    elif isinstance(value, OffloadPolicy):
-        words = [f"{name}=disk:{os.fspath(value.path or '')}" for name in value.on_disk]
-        value = ",".join([*words, f"fraction={value.fraction}"])
-    elif isinstance(value, tuple):  # a mesh
-        value = "x".join(map(str, value))
-    return json.dumps(str(value), ensure_ascii=False)
 
 
 def _add_optimizer_options(p: argparse.ArgumentParser) -> None:

@@ -52,11 +52,6 @@ def add_options(data: Any) -> None:
         metavar="N",
         help="ids that the model knows (default: the tokenizer's; of bytes, the preset's)",
     )
-    data.add_argument(
-        "--separate-documents",
-        action="store_true",
-        help="tokens see their own document alone, where several share a sequence",
-    )
 
 
 def make_source(options: argparse.Namespace) -> Bytes | Tokens:
@@ -105,16 +100,34 @@ def with_vocabulary(options: argparse.Namespace, config: Any) -> Any:
     return config
 
 
-def check_resumed(path: Path, identity: dict[str, str] | None) -> None:
-    """Refuse to resume from a checkpoint that was trained with another tokenizer."""
-    from fsdpc.checkpoint import manifest
+def check_resumed(
+    path: Path, content: dict[str, Any], identity: dict[str, str] | None, sequences: int
+) -> None:
+    """Refuse to resume from a checkpoint that was trained with another tokenizer, or other data.
 
-    extra = manifest.read(path).get("extra")
+    Parameters
+    ----------
+    path : Path
+    content : dict
+        Its manifest.
+    identity : dict, optional
+        Of this run's tokenizer.
+    sequences : int
+        How many this run trains on.
+    """
+    extra = content.get("extra")
     saved = extra.get("tokenizer") if isinstance(extra, dict) else None
     if (saved or {}).get("sha256") != (identity or {}).get("sha256"):
         raise ValueError(
             f"{path} was trained {_with(saved)}, and this run is {_with(identity)}: resume with "
             "the same --tokenizer and --data, or name another --checkpoint folder"
+        )
+    data = content.get("data")
+    theirs = data.get("length") if isinstance(data, dict) else None
+    if theirs not in (None, sequences):
+        raise ValueError(
+            f"{path} was trained on {theirs} sequences, and --data has {sequences}: resume with "
+            "the same --data, or name another --checkpoint folder"
         )
 
 

@@ -18,10 +18,10 @@ from fsdpc import _core, _train_pretrained, distributed, models
 from fsdpc._launch import hosts
 from fsdpc._launch.environment import adopt_scheduler, available_bytes
 from fsdpc._train_checkpoint import TrainCheckpoints
+from fsdpc._train_config import as_toml, kept_options, parse, with_config
 from fsdpc._train_options import (
     DTYPES,
     OPTIMIZERS,
-    as_toml,
     check,
     check_sharding,
     check_values,
@@ -31,8 +31,6 @@ from fsdpc._train_options import (
     make_schedule,
     mesh_shape,
     most_ranks,
-    parser,
-    with_config,
 )
 from fsdpc._train_progress import Progress, live
 from fsdpc._train_tokens import (
@@ -75,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        options = parser().parse_args(with_config(arguments))
+        options = parse(arguments)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # as the launcher blocked it
         adopt_scheduler(os.environ)
         check(options)
@@ -169,15 +167,15 @@ def plan_memory(
 
 def estimate(argv: Sequence[str]) -> int:
     """Run ``fsdpc estimate`` and return its exit code."""
-    options = estimate_parser().parse_args(argv)
-    meshed = options.mesh is not None and options.ranks is None
-    ranks = math.prod(options.mesh) if meshed else most_ranks(options)
     try:
+        options = estimate_parser().parse_args(with_config(argv))
+        meshed = options.mesh is not None and options.ranks is None
+        ranks = math.prod(options.mesh) if meshed else most_ranks(options)
         check_values(options)
         check_sharding(options, ranks)
         distributed.init(0, 1, deterministic=options.deterministic)
         plan = plan_memory(options, ranks, (options.batch, options.seq))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"fsdpc estimate: {error}", file=sys.stderr)
         return 2
     if options.deterministic:
@@ -208,7 +206,7 @@ def make_policy(options: argparse.Namespace) -> MixedPrecisionPolicy:
 
 
 class Trainer:
-    """One training run on this rank, by the options of :func:`parser`."""
+    """One training run on this rank, by the options of :func:`parse`."""
 
     train_data: SequenceDataset
     val_data: SequenceDataset
@@ -223,7 +221,8 @@ class Trainer:
             distributed.init(deterministic=options.deterministic)
         self.rank: int = distributed.rank()
         self.world: int = distributed.world_size()
-        text, said = as_toml(options), keep_global_batch(options, self.world)
+        text, kept = as_toml(options), kept_options(options)
+        said = keep_global_batch(options, self.world)
         if said and self.rank == 0:
             print(said, flush=True)
         # Of losses; the engine divides sums in deterministic mode, see distributed.init().
@@ -240,7 +239,7 @@ class Trainer:
         self.flops_per_token: float = self.model.config.flops_per_token(options.seq)
         state = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.schedule,
                  "scaler": self.scaler, "data": self.loader,
-                 "extra": {"tokenizer": self.source.identity}}  # fmt: skip
+                 "extra": {"tokenizer": self.source.identity, "options": kept}}  # fmt: skip
         self.checkpoints: TrainCheckpoints = TrainCheckpoints(options, state, text)
         self.progress: Progress = Progress(self)
         steps = options.profile or range(0)

@@ -14,7 +14,8 @@ import pytest
 from fsdpc import cli
 from fsdpc._launch import process
 from fsdpc._launch.elastic import Elastic, parse_elastic, share_batch
-from fsdpc._train_options import as_toml, check, keep_global_batch, parser, with_config
+from fsdpc._train_config import as_toml, with_config
+from fsdpc._train_options import check, keep_global_batch, parser
 from fsdpc.launcher import run
 
 SMALL = ["--batch", "2", "--seq", "32", "--sample", "0", "--eval-bytes", "0", "--data", __file__]

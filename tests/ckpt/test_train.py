@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from fsdpc import _train_config, checkpoint, models
+from fsdpc.checkpoint import CheckpointError, manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ["--sample", "0", "--eval-bytes", "0"]
@@ -75,19 +82,131 @@ def test_a_resume_that_has_nothing_to_do_removes_what_a_killed_save_left(tmp_pat
     assert names(tmp_path) == ["step-00000002"]
 
 
-def test_a_resume_with_another_model_is_refused_by_a_short_table(tmp_path: Path) -> None:
-    train("--steps", 1, "--checkpoint", tmp_path, "--preset", "2M")
-    done = subprocess.run(
-        command("--steps", 2, "--checkpoint", tmp_path, "--preset", "10M", "--resume"),
-        capture_output=True,
-        text=True,
-        timeout=300,
+@pytest.mark.ranks(1)
+def test_another_model_is_refused_by_a_short_table(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "c", {"model": models.Llama(models.preset("2M"))})
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(tmp_path / "c", {"model": models.Llama(models.preset("10M"))})
+    text = str(caught.value)
+    assert re.search(r"parameter +saved +now", text), text
+    assert re.search(r"layers.\*.\S+' \(4 of them\) +\(512, 192\) +\(864, 320\)", text), text
+    assert len(text.splitlines()) < 30, text
+
+
+def lines_of(metrics: Path) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [line for line in found if "loss" in line]
+
+
+def test_a_resume_takes_given_options_and_else_those_of_the_checkpoint(tmp_path: Path) -> None:
+    """Bits are those of an undisturbed run if nothing is given, although defaults differ."""
+    run, metrics = tmp_path / "run", tmp_path / "m.jsonl"
+    first = ("--steps", 4, "--lr", 0.002, "--betas", 0.7, 0.8, "--weight-decay", 0.3, "--clip", 0.5,
+             "--schedule", "wsd", "--warmup", 0, "--decay", 1, "--accumulate", 2, "--seed", 5,
+             "--deterministic", "--dtype", "fp32")  # fmt: skip
+    whole = train(*first, "--checkpoint", run, "--save-every", 2)
+    shutil.copytree(run, tmp_path / "copy")
+    shutil.rmtree(run / "step-00000004")
+
+    same = command("--checkpoint", run, "--resume")
+    for option in ("--batch", "--seq", "--data"):  # nor are these given
+        at = same.index(option)
+        del same[at : at + 2]
+    done = subprocess.run(same, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert f"resumed after step 2 in {run}\n" in done.stdout and crc(done.stdout) == crc(whole)
+
+    run = tmp_path / "copy"
+    said = train("--resume", "--checkpoint", run, "--lr", 5e-4, "--betas", 0.6, 0.75, "--steps", 8,
+                 "--weight-decay", 0.2, "--no-deterministic", "--schedule", "cosine", "--metrics",
+                 metrics, "--ranks", 2)  # fmt: skip
+    changed = re.search(rf"resumed after step 4 in {run}, with (.*)\n", said)
+    assert changed is not None, said
+    assert changed[1].split(", ") == [
+        "--steps 8 (was 4)", "--lr 0.0005 (was 0.002)", "--betas 0.6 0.75 (was 0.7 0.8)",
+        "--weight-decay 0.2 (was 0.3)", "--schedule cosine (was wsd)",
+        "no --decay (was 1)", "--no-deterministic", "2 ranks (was 1)",
+    ]  # fmt: skip
+    rates = [line["lr"] for line in lines_of(metrics)]
+    factors = [0.05 + 0.95 * (1 + math.cos(math.pi * step / 8)) / 2 for step in range(4, 8)]
+    assert rates == pytest.approx([5e-4 * factor for factor in factors])
+    groups = manifest.read(run / "step-00000008")["optimizer"]["param_groups"]
+    assert [group["betas"] for group in groups] == [[0.6, 0.75]] * 2
+    assert [group["weight_decay"] for group in groups] == [0.2, 0.0]
+    assert "lr = 0.0005\n" in (run / "run.toml").read_text()
+    train("--resume", "--checkpoint", run, "--steps", 9, "--metrics", metrics)
+    assert lines_of(metrics)[-1]["lr"] == pytest.approx(
+        5e-4 * (0.05 + 0.95 * (1 + math.cos(math.pi * 8 / 9)) / 2)
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (("--preset", "10M"), "--preset 2M"),
+        (("--model", "gpt2"), "--model llama"),
+        (("--optimizer", "lion"), "--optimizer adamw"),
+        (("--seed", 1), "--seed 0"),
+        (("--seq", 64), "--seq 32"),
+    ],
+)
+def test_what_a_resume_cannot_change_is_refused_by_name(
+    given: tuple[object, ...], kept: str, tmp_path: Path
+) -> None:
+    train("--steps", 0, "--checkpoint", tmp_path)
+    words = command("--steps", 2, "--ranks", 2, "--checkpoint", tmp_path, "--resume", *given)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and not done.stdout  # no rank has started
+    said = f"{' '.join(map(str, given))}, and {tmp_path}/step-00000000 was trained with {kept}"
+    assert said in done.stderr
+
+
+def test_a_configuration_counts_as_given(tmp_path: Path) -> None:
+    train("--steps", 1, "--checkpoint", tmp_path)
+    (tmp_path / "own.toml").write_text("lr = 0.25\nsteps = 2\n")
+    said = train("--config", tmp_path / "own.toml", "--checkpoint", tmp_path, "--resume")
+    assert "with --steps 2 (was 1), --lr 0.25 (was 0.003)\n" in said
+
+
+def test_a_resume_from_before_options_were_kept(tmp_path: Path) -> None:
+    """What the optimizer has of them is in every checkpoint."""
+    groups = [{"initial_lr": 0.25, "lr": 0.125, "betas": [0.5, 0.75], "weight_decay": 0.0}]
+    content = {"world": 1, "extra": {"tokenizer": None}, "optimizer": {"param_groups": groups}}
+    assert _train_config.options_in(content) == {
+        "lr": 0.25, "betas": [0.5, 0.75], "weight_decay": 0.0
+    }  # fmt: skip
+    hostile = {"options": {"lr": "--export", "data": ["--export"], "steps": 3, "export": "/x"}}
+    assert _train_config.options_in({"extra": hostile}) == {"steps": 3}
+
+
+def test_other_data_are_refused(tmp_path: Path) -> None:
+    train("--steps", 0, "--checkpoint", tmp_path)
+    words = command("--checkpoint", tmp_path, "--resume", "--data", ROOT / "python/fsdpc/nn")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and re.search(r"sequences, and --data has \d+: ", done.stderr)
+
+
+def test_fp16_begins_with_a_scale_of_its_own(tmp_path: Path) -> None:
+    train("--steps", 1, "--checkpoint", tmp_path)
+    said = train("--steps", 2, "--checkpoint", tmp_path, "--resume", "--dtype", "fp16")
+    assert "with --steps 2 (was 1), --dtype fp16 (was bf16)\n" in said
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_renamed_copy_goes_on_from_its_own_step(ranks: int, tmp_path: Path) -> None:
+    whole, copy = tmp_path / "whole", tmp_path / "copy"
+    options = ("--ranks", ranks, "--steps", 4)
+    end = train(*options, "--checkpoint", whole, "--save-every", 2)
+    shutil.copytree(whole / "step-00000002", copy / "step-00000009")
+    said = train("--ranks", ranks, "--checkpoint", copy, "--resume")
+    assert f"resumed after step 2 in {copy}" in said and crc(said) == crc(end)
+    done = subprocess.run(
+        command(*options, "--checkpoint", copy, "--resume", "--steps", 9, "--save-every", 1),
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
     assert done.returncode == 2
-    lines = done.stderr.splitlines()
-    assert re.search(r"parameter +saved +now", done.stderr), done.stderr
-    assert re.search(r"layers.\*.\S+' \(4 of them\) +\(512, 192\) +\(864, 320\)", done.stderr)
-    assert len(lines) < 30, done.stderr
+    assert f"step 9 cannot be saved: {copy}/step-00000009 holds step 2" in done.stderr
+    assert names(copy) == [f"step-{step:08}" for step in (4, 5, 6, 7, 8, 9)]
 
 
 def test_steps_0_saves_the_initial_state(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_metrics_are_json_lines(ranks: int, tmp_path: Path) -> None:
     assert (max(line["comm_ms"] for line in steps) > 0) == (ranks > 1)
     assert set(last) == AT_THE_END
     assert 0 < last["val_loss"] < 7 and re.fullmatch("[0-9a-f]{8}", last["params_crc32c"])
-    held_out = make_source(train.parser().parse_args(command()[4:])).datasets()[1]
+    held_out = make_source(train.parse(command()[4:])).datasets()[1]
     assert last["val_tokens"] == len(held_out) * 32
     assert f"validation loss {last['val_loss']:.4f} nats per byte" in output
     sample = output.partition("---- sample ----")[2]

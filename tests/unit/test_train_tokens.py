@@ -50,7 +50,7 @@ def run(*options: object) -> subprocess.CompletedProcess[str]:
 
 
 def parsed(*options: object) -> Any:
-    return train.parser().parse_args(["--seq", "32", *map(str, options)])
+    return train.parse(["--seq", "32", *map(str, options)])
 
 
 def test_tokens_of_a_folder_and_of_text_are_the_same_run(place: Place, tmp_path: Path) -> None:
@@ -94,25 +94,21 @@ def test_a_resume_with_another_tokenizer_is_refused_by_name(place: Place, tmp_pa
     assert run(*data, *quick, "--tokenizer", place.tokenizer).returncode == 0
     other = write_tokenizer(tmp_path / "other.json", 310)
     old, new = (Tokenizer(path).sha256[:16] for path in (place.tokenizer, other))
-    for options, text in (
-        (("--tokenizer", other), rf"with the tokenizer 'other' \(sha256 {new}\)"),
-        ((), "on bytes, without a tokenizer"),
-    ):
-        done = run(*data, *quick, "--resume", *options)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-        was = rf"step-00000000 was trained with the tokenizer 'small' \(sha256 {old}\)"
-        assert re.search(f"{was}, and this run is {text}: resume with the same", done.stderr)
+    done = run(*data, *quick, "--resume", "--tokenizer", other)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    was = rf"step-00000000 was trained with the tokenizer 'small' \(sha256 {old}\)"
+    text = rf"with the tokenizer 'other' \(sha256 {new}\)"
+    assert re.search(f"{was}, and this run is {text}: resume with the same", done.stderr)
+    done = run(*data, *quick, "--resume")  # by the checkpoint's
+    assert done.returncode == 0 and "resumed after step 0" in done.stdout, done.stderr
 
 
 def test_a_checkpoint_of_bytes_is_not_resumed_on_tokens(place: Place, tmp_path: Path) -> None:
-    from fsdpc.checkpoint import manifest
-
-    for extra, identity in (({"step": 3}, None), (None, None), ({"tokenizer": None}, None)):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(manifest, "read", lambda path, extra=extra: {"extra": extra})
-            _train_tokens.check_resumed(tmp_path, identity)
-            with pytest.raises(ValueError, match="was trained on bytes, .* 'x' .sha256 abc"):
-                _train_tokens.check_resumed(tmp_path, {"name": "x", "sha256": "abc"})
+    for extra in ({"step": 3}, None, {"tokenizer": None}):
+        content = {"extra": extra}
+        _train_tokens.check_resumed(tmp_path, content, None, 5)
+        with pytest.raises(ValueError, match="was trained on bytes, .* 'x' .sha256 abc"):
+            _train_tokens.check_resumed(tmp_path, content, {"name": "x", "sha256": "abc"}, 5)
 
 
 def test_documents_apart(place: Place, tmp_path: Path) -> None:

@@ -1,0 +1,197 @@
+"""Where the options of ``fsdpc train`` come from: the command line, a file, a checkpoint.
+
+Options on the command line override those of the ``--config`` file. A resumed run takes the options
+of `KEPT` that neither gives from the checkpoint; everything else has its default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdpc._train_options import FIXED, FLAGS, KEPT, SWITCHES, parser
+from fsdpc.offload import OffloadPolicy
+
+_PATHS = ("data", "tokenizer", "init_from")
+_OF_THE_COMMAND = ("config", "live", "no_progress", "resume")  # which no file keeps
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options of ``fsdpc train``, a resumed run's from its checkpoint too.
+
+    Raises
+    ------
+    ValueError
+        The ``--config`` is no TOML, or an option is given that a resume cannot change.
+    """
+    words, p = with_config(arguments), parser()
+    unset = object()
+    blank = argparse.Namespace(**dict.fromkeys(vars(p.parse_args([])), unset))
+    given = {k: v for k, v in vars(p.parse_args(words, blank)).items() if v is not unset}
+    folder = given.get("checkpoint")
+    if given.get("resume") and folder is not None and folder.is_dir():
+        from fsdpc.checkpoint import manager, manifest
+
+        latest = manager.newest_in(folder)
+        if latest is not None:
+            kept = options_in(manifest.read(latest))
+            _refuse_changes(latest, kept, given)
+            if not given.get("schedule", "wsd").startswith("wsd"):
+                kept.pop("decay", None)
+            taken = {k: v for k, v in kept.items() if k not in given and v is not None}
+            words = [*words_of(taken), *words]
+    return p.parse_args(words)
+
+
+def _refuse_changes(path: Path, kept: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    for name in FIXED:
+        if name in kept and plain(given.get(name)) not in (None, kept[name]):
+            raise ValueError(
+                f"{_shown(name, plain(given[name]))}, and {path} was trained with "
+                f"{_shown(name, kept[name])}, which a resume cannot change: leave it out, or name "
+                "another --checkpoint folder"
+            )
+
+
+# ---- in checkpoints ----
+
+
+def kept_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what a checkpoint keeps of the options, as JSON; paths become absolute."""
+    found: dict[str, Any] = {}
+    for name in KEPT:
+        value = getattr(options, name)
+        if name in _PATHS and value is not None:
+            value = [os.path.abspath(p) for p in value] if name == "data" else value.absolute()
+        found[name] = plain(value)
+    return found
+
+
+def options_in(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that a manifest keeps; of an older one, what its optimizer has of them."""
+    extra = content.get("extra")
+    kept = extra.get("options") if isinstance(extra, dict) else None
+    if isinstance(kept, dict):
+        return {k: kept[k] for k in KEPT if k in kept and (kept[k] is None or _is_plain(kept[k]))}
+    groups = content.get("optimizer", {}).get("param_groups") or [{}]
+    names = {"lr": "initial_lr", "betas": "betas", "weight_decay": "weight_decay"}
+    found = {name: groups[0].get(key) for name, key in names.items()}
+    return {name: value for name, value in found.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a value of an option, whoever wrote it."""
+    if isinstance(value, list):
+        return bool(value) and all(_is_plain(v) and not isinstance(v, list) for v in value)
+    return isinstance(value, (bool, int, float)) or (
+        isinstance(value, str) and not value.startswith("-")
+    )
+
+
+def changes(content: Mapping[str, Any], now: Mapping[str, Any], ranks: int) -> str:
+    """Say which kept options, and whether the number of ranks, differ from a manifest's."""
+    found = [
+        _shown(name, now[name]) + ("" if was is False or was is True else f" (was {_value(was)})")
+        for name, was in options_in(content).items()
+        if now[name] != was
+    ]
+    if content["world"] != ranks:
+        found.append(f"{ranks} rank{'s' if ranks > 1 else ''} (was {content['world']})")
+    return ", ".join(found)
+
+
+def _shown(name: str, value: Any) -> str:
+    option = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{'' if value else 'no-'}{option}"
+    return f"no --{option}" if value is None else f"--{option} {_value(value)}"
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "the default"
+    return " ".join(map(_word, value if isinstance(value, list) else [value]))
+
+
+# ---- in files ----
+
+
+def with_config(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with those that ``--config`` names before them.
+
+    Raises
+    ------
+    ValueError
+        The file is no TOML, or a value of it no option's.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", type=Path)
+    path = first.parse_known_args(arguments)[0].config
+    if path is None:
+        return list(arguments)
+    try:
+        import tomllib
+    except ImportError:
+        raise ValueError("--config needs Python 3.11 or newer, which reads TOML") from None
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config {path}: {error}") from None
+    for name, value in values.items():
+        if isinstance(value, dict) or name == "config":
+            raise ValueError(f"--config {path}: '{name}' is no option of fsdpc train")
+    return [*words_of(values), *arguments]
+
+
+def words_of(values: Mapping[str, Any]) -> list[str]:
+    """Return options as a command line has them."""
+    found: list[str] = []
+    for name, value in values.items():
+        option = name.replace("_", "-")
+        if option in FLAGS:
+            found += [f"--{option}"] if value else [f"--no-{option}"] * (option in SWITCHES)
+        else:
+            found += [f"--{option}", *map(_word, value if isinstance(value, list) else [value])]
+    return found
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def as_toml(options: argparse.Namespace) -> str:
+    """Return the options as ``--config`` takes them, without those that are not set."""
+    lines = ["# As fsdpc train --config takes it; options on the command line override it.\n"]
+    for name, value in sorted(vars(options).items()):
+        option = name.replace("_", "-")
+        if name in _OF_THE_COMMAND or value is None or (option in FLAGS and not value):
+            continue
+        lines.append(f"{option} = {_toml_value(plain(value))}\n")
+    return "".join(lines)
+
+
+def plain(value: Any) -> Any:
+    """Return an option's value as numbers, text and lists of them, from which it can be read."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    if isinstance(value, range):
+        return f"{value[0]}:{value[-1]}"
+    if isinstance(value, OffloadPolicy):
+        words = [f"{name}=disk:{os.fspath(value.path or '')}" for name in value.on_disk]
+        words += [f"{name}=host" for name in value.on_host]
+        return ",".join([*words, f"fraction={value.fraction}"])
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)  # a mesh
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    if isinstance(value, (int, float)):
+        return repr(value).lower()  # true and false too
+    return json.dumps(value, ensure_ascii=False)
