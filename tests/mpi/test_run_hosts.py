@@ -151,12 +151,12 @@ def test_what_makes_no_sense_is_said(words: list[str], said: str) -> None:
 def test_lines_of_both_families() -> None:
     """A line gives ranks the variables that are theirs, by name: values are in no argument."""
     given = {"FSDPC_RUN_ID": "a secret", "HOME": "/root", "OMP_NUM_THREADS": "2"}
-    line = fsdpc_hosts.command_line(("/bin/mpirun", "openmpi"), ["a", "b"], 4, None, 9.6, given)
+    line = fsdpc_hosts.command_line(("/bin/mpirun", "openmpi"), ["a", "b"], 4, None, given)
     assert " ".join(line) == (
-        "/bin/mpirun -timeout 10 --tag-output --bind-to none -x FSDPC_RUN_ID -x OMP_NUM_THREADS "
+        "/bin/mpirun --tag-output --bind-to none -x FSDPC_RUN_ID -x OMP_NUM_THREADS "
         "--host a:4,b:4 -n 8"
     )
-    line = fsdpc_hosts.command_line(("/bin/mpiexec", "mpich"), ["a", "b"], 4, "rsh", None, given)
+    line = fsdpc_hosts.command_line(("/bin/mpiexec", "mpich"), ["a", "b"], 4, "rsh", given)
     assert " ".join(line) == (
         "/bin/mpiexec -launcher ssh -launcher-exec rsh -prepend-rank -hosts a,b -ppn 4 -n 8"
     )

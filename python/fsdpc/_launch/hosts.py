@@ -6,6 +6,7 @@ and exit codes. So this process becomes one of them.
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import shutil
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 # By what a launcher says of itself.
 FAMILIES = {"Open MPI": "openmpi", "OpenRTE": "openmpi", "HYDRA": "mpich"}
 PROGRAMS = ("mpirun", "mpiexec", "mpirun.openmpi", "mpiexec.mpich", "mpiexec.hydra")
+TIMEOUT = "MPIEXEC_TIMEOUT"  # both families read it; as an option Hydra's mpiexec refuses it
 OURS = ("FSDPC_", "OMP_", "MKL_", "PYTHON", "GLOO_", "NCCL_", "CUDA_")  # what ranks are given
 
 
@@ -120,21 +122,19 @@ def command_line(
     hosts: Sequence[str],
     ranks_per_host: int,
     agent: str | None,
-    timeout: float | None,
     environment: Mapping[str, str],
 ) -> list[str]:
     """Return what stands before a command that each rank is to run."""
     path, family = launcher
     size = str(len(hosts) * ranks_per_host)
-    seconds = [] if timeout is None else ["-timeout", str(max(1, round(timeout)))]
     if family == "mpich":
         by = ["-launcher", "ssh", "-launcher-exec", agent] if agent else []
         where = ["-hosts", ",".join(hosts), "-ppn", str(ranks_per_host), "-n", size]
-        return [path, *by, *seconds, "-prepend-rank", *where]
+        return [path, *by, "-prepend-rank", *where]
     by = ["--mca", "plm_rsh_agent", agent] if agent else []
     where = ["--host", ",".join(f"{host}:{ranks_per_host}" for host in hosts), "-n", size]
     given = [w for name in sorted(environment) if name.startswith(OURS) for w in ("-x", name)]
-    return [path, *by, *seconds, "--tag-output", "--bind-to", "none", *given, *where]
+    return [path, *by, "--tag-output", "--bind-to", "none", *given, *where]
 
 
 def run(
@@ -171,7 +171,9 @@ def run(
         It cannot be started.
     """
     found = find_launcher(launcher)
-    line = command_line(found, hosts, ranks_per_host, agent, timeout, os.environ)
+    line = command_line(found, hosts, ranks_per_host, agent, os.environ)
     line += [sys.executable, *command]
-    print("fsdpc:", shlex.join(line), file=sys.stderr, flush=True)
-    os.execv(line[0], line)
+    limit = {} if timeout is None else {TIMEOUT: str(max(1, math.ceil(timeout)))}
+    words = [f"{name}={seconds}" for name, seconds in limit.items()]
+    print("fsdpc:", shlex.join([*words, *line]), file=sys.stderr, flush=True)
+    os.execve(line[0], line, {**os.environ, **limit})
