@@ -282,6 +282,17 @@ static fsdpc_status hosts_idle(fsdpc_comm *comm, int64_t max_ns)
     return fsdpc_comm_idle(self->host, max_ns);
 }
 
+/* Whether an operation before the i-th waits for the same peer. */
+static bool is_named(const fsdpc_hosts_op *op, int i)
+{
+    for (int before = 0; before < i; before++)
+        if (op->ops[before].link && op->ops[before].sends == op->ops[i].sends &&
+            op->ops[before].peer == op->ops[i].peer)
+            return true;
+    return false;
+}
+
+/* A peer over there may itself wait for a rank of its host, of which nothing is known here. */
 static void hosts_describe(fsdpc_comm *comm, char *text, size_t bytes)
 {
     fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
@@ -290,10 +301,11 @@ static void hosts_describe(fsdpc_comm *comm, char *text, size_t bytes)
     for (int sends = 0; sends < 2 && !text[0]; sends++) { /* who takes nothing is late too */
         size_t used = strlen(text);
         for (int i = 0; op && i < op->n_ops && used + 1 < bytes; i++) {
-            if (!op->ops[i].link || op->ops[i].sends != sends)
+            if (!op->ops[i].link || op->ops[i].sends != sends || is_named(op, i))
                 continue;
-            int n = snprintf(text + used, bytes - used, "%srank %d on another host",
-                             used ? ", " : "", op->ops[i].peer);
+            const char *other = self->host->size > 1 ? ", or a rank there that it waits for" : "";
+            int n = snprintf(text + used, bytes - used, "%srank %d on another host%s",
+                             used ? "; " : "", op->ops[i].peer, other);
             used += n > 0 ? (size_t)n : 0;
         }
     }

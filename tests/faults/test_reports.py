@@ -6,9 +6,11 @@ import os
 import re
 import time
 
+import numpy as np
 import pytest
 
 import fsdpc
+from fsdpc._launch import pretend
 from fsdpc._launch.forked import Report, run_forked
 
 from .common import build, raised, step
@@ -99,3 +101,23 @@ def test_a_late_rank_is_shown_with_what_it_waits_in_itself() -> None:
 
     text = printed(rank_of, 2, FSDPC_TIMEOUT_S="0.8", FSDPC_NOTICE_S="0.3")
     assert re.search(r"for rank 1 \(pid \d+, waiting in barrier of 'barrier'\)", text), text
+
+
+@pytest.mark.ranks(1, init=False)
+def test_a_late_rank_of_another_host_is_named_once() -> None:
+    """Rank 3 hears from rank 1 alone, which waits for rank 0."""
+
+    def rank_of(rank: int) -> None:
+        pretend.on_hosts(2)
+        fsdpc.init()
+        fsdpc.barrier()
+        if rank == 0:
+            time.sleep(1.0)  # the subject of the test
+        fsdpc.all_gather(np.zeros(3))
+        fsdpc.barrier()
+        fsdpc.shutdown()
+
+    text = printed(rank_of, 4, FSDPC_NOTICE_S="0.3")
+    waits = dict(re.findall(r"rank (\d) waits since \S+ s in all_gather of \S+ for (.*)", text))
+    assert waits["3"] == "rank 1 on another host, or a rank there that it waits for", text
+    assert waits["2"] == waits["3"].replace("1", "0"), text
