@@ -33,6 +33,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <unistd.h>
 
 #include "base/wait.h"
 
@@ -110,6 +111,24 @@ static fsdpc_status start_mpi(fsdpc_mpi_link *link)
     return FSDPC_OK;
 }
 
+/* MPICH 5 keeps a name in /dev/shm until MPI_Finalize, which a rank that is killed does not reach.
+ * All ranks have mapped the memory once a collective has returned, and none looks for it again. */
+static void unlink_early(void)
+{
+    static const char SHARED[] = "/dev/shm/mpich_shm_";
+    char line[512];
+    FILE *maps = fopen("/proc/self/maps", "re");
+    while (maps && fgets(line, sizeof line, maps)) {
+        char *path = strstr(line, SHARED);
+        if (!path)
+            continue;
+        path[strcspn(path, " \n")] = '\0'; /* "(deleted)" may follow */
+        unlink(path);                      /* or another rank has */
+    }
+    if (maps)
+        fclose(maps);
+}
+
 static fsdpc_status join_world(fsdpc_mpi_link *link)
 {
     int size, rank, flag, *limit;
@@ -124,6 +143,8 @@ static fsdpc_status join_world(fsdpc_mpi_link *link)
                "MPI_Comm_split") ||
         failed(link, MPI_Comm_dup(link->comm, &link->news), "MPI_Comm_dup"))
         return fsdpc_fail(FSDPC_ERR_OS, "%s", link->reason);
+    if (link->ours)
+        unlink_early();
     MPI_Comm_rank(link->comm, &rank);
     if (rank != link->base.rank)
         return fsdpc_fail(FSDPC_ERR_VALUE, "two processes of MPI are rank %d or %d", rank,

@@ -8,8 +8,11 @@
  *     fail    the last rank exits with status 3 after destroying its link
  *     stuck   as late, with a deadline of a second for MPI_Finalize
  *     again   a second link in a process is refused
+ *     names   shared memory that is named as MPICH 5 names its own has lost its name
  *     speed   latency, bandwidth, and what a computing thread loses; prints rows
  */
+#include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <time.h>
 #include <unistd.h>
@@ -341,11 +344,24 @@ static void orphans(void)
     CHECK_OK(fsdpc_link_health(mpi));
 }
 
+/* Maps shared memory as MPICH 5 does in MPI_Init, and returns its name. */
+static const char *map_as_mpich(void)
+{
+    static char name[64];
+    snprintf(name, sizeof name, "/mpich_shm_fsdpc_test_%d", (int)getpid());
+    int fd = shm_open(name, O_CREAT | O_RDWR, 0600);
+    CHECK(fd >= 0 && ftruncate(fd, 4096) == 0);
+    CHECK(mmap(NULL, 4096, PROT_READ, MAP_SHARED, fd, 0) != MAP_FAILED);
+    close(fd);
+    return name;
+}
+
 int main(int argc, char **argv)
 {
     const char *mode = argc > 2 ? argv[2] : "suite";
     int rank = variable("OMPI_COMM_WORLD_RANK", "PMI_RANK");
     int size = variable("OMPI_COMM_WORLD_SIZE", "PMI_SIZE");
+    const char *shared = strcmp(mode, "names") == 0 ? map_as_mpich() : NULL;
     const fsdpc_plugin *plugin = NULL;
     fsdpc_status status = fsdpc_plugin_load(argc > 1 ? argv[1] : "none", &plugin);
     if (status == FSDPC_OK)
@@ -354,6 +370,8 @@ int main(int argc, char **argv)
         printf("refused: %s\n", fsdpc_last_error());
         return 2;
     }
+    if (shared)
+        CHECK(shm_unlink(shared) != 0); /* it has no name any more */
     mpi->ops->set_wake(mpi, ring, NULL);
     int last = mpi->size - 1, me = mpi->rank;
     if (strcmp(mode, "suite") == 0)
