@@ -197,3 +197,33 @@ def test_overwrite_replaces_checkpoints_alone(tmp_path: Path) -> None:
         checkpoint.save(tmp_path / "mine", {"model": nn.Linear(3, 3)})
     with pytest.raises(FileExistsError):
         CheckpointManager(tmp_path / "file", every_steps=2)
+
+
+@pytest.mark.ranks(1, init=False)
+def test_the_next_save_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+    """Under another name, beside hidden files of other programs and a save that is under way."""
+
+    def save(name: str, hook: Any = None) -> None:
+        fsdpc.init()
+        with hooked(hook):
+            checkpoint.save(tmp_path / name, {"model": nn.Linear(3, 3)})
+
+    run(lambda rank: save("step-3", lambda call, _: die() if call == "rename" else None), 1)
+    assert sorted(os.listdir(tmp_path)) == [".step-3.lock", ".step-3.saving"]
+    (tmp_path / ".app.lock").write_text("1234")
+    (tmp_path / ".app.saving").mkdir()
+    seen: list[list[str]] = []
+
+    def meanwhile(call: str, where: str) -> None:
+        if call == "rename":
+            assert other("save", tmp_path / "step-5").returncode == 0
+            seen.append(sorted(os.listdir(tmp_path)))
+
+    def look(rank: int) -> list[list[str]]:
+        save("step-4", meanwhile)
+        return [*seen, sorted(os.listdir(tmp_path))]
+
+    (found,) = run(look, 1)
+    others = [".app.lock", ".app.saving"]
+    assert found[0] == [*others, ".step-4.lock", ".step-4.saving", "step-5"]
+    assert found[1] == [*others, "step-4", "step-5"]

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 import socket
 import sys
@@ -23,6 +24,7 @@ from fsdpc import distributed
 from fsdpc._agree import agreed, gather_bytes
 
 PATIENCE_S = 5.0  # for a file system of the network to show a new file
+_OWNER = re.compile(rb"process \d+ on \S+ \(.*\)", re.DOTALL)  # what a claim writes
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system that has none
 
 
@@ -110,6 +112,39 @@ def claim_name(path: Path) -> Claim:
     """Claim the name of a checkpoint, for one save; its parents are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return claim(path.with_name(f".{path.name}.lock"), path)
+
+
+def remove_remains(parent: Path) -> None:
+    """Remove from a folder what saves that were killed there left behind, whatever their names."""
+    for file in list(parent.glob(".?*.lock")):
+        if not _is_left_behind(file):
+            continue
+        name = file.name[1 : -len(".lock")]
+        with contextlib.suppress(OSError):  # another save may have begun
+            saver = claim_name(parent / name)
+            for state in ("saving", "removing"):
+                shutil.rmtree(parent / f".{name}.{state}", ignore_errors=True)
+            saver.release()
+
+
+def _is_left_behind(file: Path) -> bool:
+    """Whether a claim wrote this file, and its process has ended; a second look drops no lock."""
+    mine = _claims.get(file.parent.resolve() / file.name)
+    if mine is not None and mine.is_held():
+        return False
+    try:
+        fd = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        if _OWNER.fullmatch(os.pread(fd, 512, 0)) is None:  # the file of another program
+            return False
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # it is held, or there are no locks to tell by
+        return False
+    finally:
+        os.close(fd)
+    return True
 
 
 def check_shared(path: Path, claim: Claim | None) -> None:

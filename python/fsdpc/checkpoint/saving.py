@@ -16,7 +16,7 @@ import numpy as np
 from fsdpc import _core, distributed
 from fsdpc._agree import agree
 from fsdpc.checkpoint import config_json, generators, manifest, projections
-from fsdpc.checkpoint.claim import Claim, check_shared, claim_name
+from fsdpc.checkpoint.claim import Claim, check_shared, claim_name, remove_remains
 from fsdpc.checkpoint.pieces import Held, Piece, States, pieces_of, states_of
 from fsdpc.checkpoint.schema import FILE_DTYPES, FLOATS, ITEM_BYTES
 from fsdpc.checkpoint.values import encode
@@ -216,6 +216,7 @@ def _save(
             plan.content["step"] = step
         if distributed.rank() == 0:
             claim = claim_name(Path(folder))
+            remove_remains(Path(folder).parent)
             _refuse_to_replace(Path(folder), overwrite)
     except Exception as caught:
         error = caught
