@@ -122,7 +122,7 @@ if rank == 0:
     count, total = sum(math.prod(p.shape) for p in trained), model.num_parameters()
     print(f"before: {before}\ntraining {count:,} of {total:,} elements")
 optimizer = optim.AdamW(trained, lr=options.lr or (2e-4 if options.model else 1e-2))
-lines = options.data.read_text() if options.data else days(-1)
+lines = options.data.read_text(encoding="utf-8") if options.data else days(-1)
 train(model, optimizer, text.encode(lines), options.steps)
 after = reply(model)
 

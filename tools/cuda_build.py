@@ -150,7 +150,7 @@ class Builder:
             native.run_command(whole)
             # Dated back, so that a source saved while the compiler ran counts as newer.
             os.utime(target, ns=(started, started))
-            target.with_suffix(".cmd").write_text(line)
+            target.with_suffix(".cmd").write_text(line, encoding="utf-8")
         return target
 
     def compile_all(self, work: Sequence[tuple[Path, Sequence[str]]]) -> list[Path]:
@@ -288,7 +288,7 @@ def compile_plugin(toolkit: Toolkit, archs: Sequence[str], folder: Path, stays: 
                                            *kernel_commands(toolkit, archs),
                                            *((path, command) for path in sources)])
     script = folder / "plugin.map"  # C++ would export what it instantiates of its library
-    script.write_text("{ global: fsdpc_plugin_open; local: *; };\n")
+    script.write_text("{ global: fsdpc_plugin_open; local: *; };\n", encoding="utf-8")
     return link([str(toolkit.nvcc), "-shared", "-cudart=static",
                  "-Xlinker=--no-undefined,--exclude-libs=ALL",
                  to_linker("--version-script", script), to_linker("-rpath", run_path(stays))],
@@ -329,7 +329,7 @@ def install(folder: Path, in_place: bool) -> None:
         note.unlink(missing_ok=True)
         return
     plugin.unlink(missing_ok=True)
-    note.write_text(LEFT_OUT + "\n")
+    note.write_text(LEFT_OUT + "\n", encoding="utf-8")
     if not in_place:
         print(f"fsdpc: the plugin for GPUs is not built: {LEFT_OUT}", file=sys.stderr)
 
@@ -476,7 +476,8 @@ def compile_emulated(folder: Path, sanitizer: str, ready: Sequence[Path],
 
 def alias_flags() -> list[str]:
     """What has the linker put the functions of :data:`ALIASES` before those of their names."""
-    names = re.findall(r"^(?:TOLD|COPIED)\((\w+)\)", ALIASES.read_text(), re.MULTILINE)
+    text = ALIASES.read_text(encoding="utf-8")
+    names = re.findall(r"^(?:TOLD|COPIED)\((\w+)\)", text, re.MULTILINE)
     return [f"-Wl,--wrap={name}" for name in (*names, "memset")]
 
 
@@ -487,7 +488,7 @@ def link_emulated_plugin(builder: Builder, c: Sequence[str], shared: Sequence[Pa
     objects = [*shared, *builder.compile_all([(path, c) for path in border])]
     script = builder.folder / "plugin.map"
     # Beside the border, what tests call as another library of the process would.
-    script.write_text("{ global: fsdpc_plugin_open; cuda*; emu_*; local: *; };\n")
+    script.write_text("{ global: fsdpc_plugin_open; cuda*; emu_*; local: *; };\n", encoding="utf-8")
     return link(["clang++", "-shared", "-pthread", f"-Wl,--version-script={script},--no-undefined"],
                 builder.folder / PLUGIN, objects)
 

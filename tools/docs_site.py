@@ -60,7 +60,7 @@ def on_files(files: Files, config: Any) -> Files:
             files.append(File.generated(config, page, content=_reference(module[1])))
     files.append(File.generated(config, "reference/commands.md", content=_commands()))
     for name in COPIED:
-        _add(files, config, name, ELSEWHERE[name], (ROOT / name).read_text())
+        _add(files, config, name, ELSEWHERE[name], (ROOT / name).read_text(encoding="utf-8"))
     for path in sorted((ROOT / "benchmarks").glob("*.png")):
         ELSEWHERE[f"benchmarks/{path.name}"] = f"pictures/{path.name}"
         page = ELSEWHERE[f"benchmarks/{path.name}"]
@@ -100,7 +100,7 @@ def _imports(module: str) -> Iterator[tuple[str, str]]:
     """Yield (module, name) of what a module's source imports by name."""
     path = ROOT / "python" / module.replace(".", "/")
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    for node in ast.parse(source.read_text()).body:
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom):
             yield from ((node.module or "", each.name) for each in node.names)
 
@@ -162,13 +162,13 @@ def _examples(files: Files, config: Any) -> None:
 
 
 def _script(path: Path) -> tuple[str, str]:
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     about = (ast.get_docstring(ast.parse(text)) or "").split("\n\n")[0]
     return " ".join(about.split()), f"```python\n{text}```"
 
 
 def _notebook(path: Path) -> tuple[str, str]:
-    cells = json.loads(path.read_text())["cells"]
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     texts = ["".join(cell["source"]) for cell in cells]
     parts = [
         text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```"

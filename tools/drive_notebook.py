@@ -54,7 +54,7 @@ def write_settings(folder: Path) -> None:
     for name, values in settings.items():
         at = folder / "config/lab/user-settings/@jupyterlab" / f"{name}.jupyterlab-settings"
         at.parent.mkdir(parents=True)
-        at.write_text(json.dumps(values))
+        at.write_text(json.dumps(values), encoding="utf-8")
 
 
 def write_kernel(folder: Path, python: str) -> None:
@@ -63,7 +63,7 @@ def write_kernel(folder: Path, python: str) -> None:
     spec.mkdir(parents=True)
     argv = [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     text = {"argv": argv, "display_name": "Python 3", "language": "python"}
-    (spec / "kernel.json").write_text(json.dumps(text))
+    (spec / "kernel.json").write_text(json.dumps(text), encoding="utf-8")
 
 
 @contextmanager
@@ -79,15 +79,16 @@ def jupyterlab(folder: Path) -> Iterator[str]:
         "--port=0", "--LabApp.expose_app_in_browser=True",
         f"--ServerApp.root_dir={folder / 'books'}",
     ]  # fmt: skip
-    log = (folder / "lab.log").open("w+")
+    log = (folder / "lab.log").open("w+", encoding="utf-8")
     lab = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     try:
         end = time.monotonic() + START_S
         while not (found := list((folder / "runtime").glob("jpserver-*.json"))):
             if lab.poll() is not None or time.monotonic() > end:
-                raise SystemExit(f"JupyterLab did not start:\n{(folder / 'lab.log').read_text()}")
+                said = (folder / "lab.log").read_text(encoding="utf-8")
+                raise SystemExit(f"JupyterLab did not start:\n{said}")
             time.sleep(0.1)
-        url = json.loads(found[0].read_text())["url"]
+        url = json.loads(found[0].read_text(encoding="utf-8"))["url"]
         yield f"{url}lab/tree/{{}}?token={token}"
     finally:
         begun = psutil.Process(lab.pid).children(recursive=True) if lab.poll() is None else []

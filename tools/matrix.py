@@ -133,7 +133,7 @@ class Matrix:
         metrics = folder / "run.jsonl"
         command: list[object] = [programs / "fsdpc"]
         if row.torch:
-            (folder / "train.py").write_text(TORCH)
+            (folder / "train.py").write_text(TORCH, encoding="utf-8")
             command += ["run", "--ranks", 2, folder / "train.py"]
         else:
             text = self.tree / "docs" / "torch.md"
@@ -145,7 +145,8 @@ class Matrix:
         seconds = f"ok, {time.monotonic() - begin:.1f} s"
         if row.torch:
             return seconds, ""
-        return seconds, json.loads(metrics.read_text().splitlines()[-1])["params_crc32c"]
+        last = metrics.read_text(encoding="utf-8").splitlines()[-1]
+        return seconds, json.loads(last)["params_crc32c"]
 
 
 def main() -> int:
@@ -170,7 +171,7 @@ def main() -> int:
             lines.append(f"| {' | '.join(cells)} |")
             print(lines[-1], flush=True)
     (ROOT / "build").mkdir(exist_ok=True)
-    (ROOT / "build" / "matrix.md").write_text("\n".join(lines) + "\n")
+    (ROOT / "build" / "matrix.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return int(failed)
 
 

@@ -34,6 +34,9 @@ LAYERS = ("base", "tier", "device", "ops", "comm", "engine", "ckpt", "nn", "plug
 
 WARNINGS = ("-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Wvla",
             "-Werror=implicit-function-declaration")
+# Of files with paths, which the locale may not be able to say.
+AS_NAMES = {"encoding": "utf-8", "errors": "surrogateescape"}
+
 FLAGS = (
     "-std=c11",
     "-D_GNU_SOURCE",
@@ -57,7 +60,7 @@ class CompileError(RuntimeError):
 def isa_flags() -> dict[str, list[str]]:
     """Suffix of a source's stem -> the flags that file gets on top."""
     table = {}
-    for line in (CSRC / "isa_flags.txt").read_text().splitlines():
+    for line in (CSRC / "isa_flags.txt").read_text(encoding="utf-8").splitlines():
         if line.strip() and not line.startswith("#"):
             suffix, *flags = line.split()
             table[suffix] = flags
@@ -116,13 +119,13 @@ def run_command(command: Sequence[str]) -> None:
 def building(folder: Path) -> Iterator[None]:
     """Keep other processes from building in this folder; they find what this one has built."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as lock:
+    with open(folder / ".lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _dependencies(depfile: Path) -> list[str]:
-    text = depfile.read_text().replace("\\\n", " ")
+    text = depfile.read_text(**AS_NAMES).replace("\\\n", " ")
     return text.split(":", 1)[1].split()
 
 
@@ -130,7 +133,7 @@ def up_to_date(target: Path, command_line: str, depfile: Path) -> bool:
     """Whether a target was made by this command and is as new as all that it was made of."""
     stamp = target.with_suffix(".cmd")
     try:
-        if stamp.read_text() != command_line:
+        if stamp.read_text(**AS_NAMES) != command_line:
             return False
         built = target.stat().st_mtime_ns
         return all(os.stat(name).st_mtime_ns <= built for name in _dependencies(depfile))
@@ -147,14 +150,14 @@ def link(command: Sequence[str], target: Path, objects: Sequence[Path], librarie
     made = target.with_name(target.name + ".new")
     whole = [*command, "-o", str(made), *map(str, objects), *libraries]
     line = shlex.join(whole)
-    fresh = target.exists() and stamp.exists() and stamp.read_text() == line
+    fresh = target.exists() and stamp.exists() and stamp.read_text(**AS_NAMES) == line
     built = target.stat().st_mtime_ns if fresh else 0
     if not fresh or any(path.stat().st_mtime_ns > built for path in objects):
         target.parent.mkdir(parents=True, exist_ok=True)
         stamp.parent.mkdir(parents=True, exist_ok=True)
         run_command(whole)
         made.replace(target)
-        stamp.write_text(line)
+        stamp.write_text(line, **AS_NAMES)
     return target
 
 
@@ -196,7 +199,7 @@ class Builder:
             run_command(command)
             # Dated back, so that a source saved while the compiler ran counts as newer.
             os.utime(target, ns=(started, started))
-            target.with_suffix(".cmd").write_text(line)
+            target.with_suffix(".cmd").write_text(line, **AS_NAMES)
         return target
 
     def compile(self, files: Iterable[Path], flags: Sequence[str] = ()) -> list[Path]:

@@ -74,7 +74,7 @@ def texts(stub: str) -> dict[str, str]:
 
 def write(folder: Path) -> Path:
     """Write ``py/stub_docs.h`` and ``.c`` below a folder, if they change; returns the latter."""
-    found = texts(STUB.read_text())
+    found = texts(STUB.read_text(encoding="utf-8"))
     head = "/* Made from python/fsdpc/_core.pyi by tools/stub_docs.py. */\n"
     header = head + "#ifndef FSDPC_STUB_DOCS_H\n#define FSDPC_STUB_DOCS_H\n"
     header += "".join(f"extern const char fsdpc_doc_{name}[];\n" for name in found) + "#endif\n"
@@ -84,9 +84,9 @@ def write(folder: Path) -> Path:
         source += f"const char fsdpc_doc_{name}[] =\n{lines or literal('')};\n"
     for path, content in ((folder / "py" / "stub_docs.h", header),
                           (folder / "py" / "stub_docs.c", source)):  # fmt: skip
-        if not path.exists() or path.read_text() != content:
+        if not path.exists() or path.read_text(encoding="utf-8") != content:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content)
+            path.write_text(content, encoding="utf-8")
     return folder / "py" / "stub_docs.c"
 
 

@@ -47,7 +47,7 @@ class Hosts:
                        for i in range(2)]  # fmt: skip
         self.agent = folder / "agent"
         inside = [shlex.join(words) for words in self.inside]
-        self.agent.write_text(AGENT.format(addresses=ADDRESSES, inside=inside))
+        self.agent.write_text(AGENT.format(addresses=ADDRESSES, inside=inside), encoding="utf-8")
         self.agent.chmod(0o755)
 
     def entered(self, i: int) -> list[str]:
@@ -108,7 +108,8 @@ class Hosts:
         lines = []
         for pid in pids:
             with suppress(OSError):  # it has just ended
-                lines.append(Path(f"/proc/{pid.decode()}/cmdline").read_text().replace("\0", " "))
+                line = Path(f"/proc/{pid.decode()}/cmdline").read_bytes().decode("utf-8", "replace")
+                lines.append(line.replace("\0", " "))
         return lines
 
     def remove(self) -> None:

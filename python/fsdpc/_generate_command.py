@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpc import lora
+from fsdpc._say import as_text
 from fsdpc._text_codec import open_text, render_chat
 from fsdpc.models import from_pretrained
 
@@ -89,7 +90,7 @@ def run(options: argparse.Namespace) -> None:
         lora.merge(model)
     places = [folder, folder.parent] if folder != options.folder else [folder]
     text = open_text(places, options.tokenizer, model.config.vocab_size, trained_with(folder))
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    prompt = sys.stdin.read() if options.prompt == "-" else as_text(options.prompt)
     if options.chat:
         prompt = render_chat(places, [{"role": "user", "content": prompt}])
     ids = text.encode(prompt, not options.chat)  # a template spells the tokens that it begins with
@@ -156,7 +157,7 @@ def find_ends(folder: Path, configured: Any) -> set[int]:
     """Return the tokens that end a text, by the configuration and ``generation_config.json``."""
     found = [configured]
     if (folder / "generation_config.json").is_file():
-        content = json.loads((folder / "generation_config.json").read_text())
+        content = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
         found.append(content.get("eos_token_id"))
     ends: set[int] = set()
     for each in found:

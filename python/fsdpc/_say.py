@@ -1,8 +1,18 @@
-"""Lines on stderr, as the library's own."""
+"""Text for people: lines on stderr as the library's own, and what a locale cannot say.
+
+Under an ASCII locale Python reads the bytes of names beyond ASCII as surrogates, and its streams
+raise for other letters. Files of text are UTF-8 in any locale, and output never ends a run.
+"""
 
 from __future__ import annotations
 
+import codecs
+import io
+import os
 import sys
+from typing import Any
+
+_HANDLER = "fsdpc.degrade"
 
 
 def say(text: str) -> None:
@@ -10,3 +20,30 @@ def say(text: str) -> None:
     if sys.stderr is not None:
         sys.stderr.write(f"fsdpc: {text}\n")
         sys.stderr.flush()
+
+
+def as_text(name: str | os.PathLike[str]) -> str:
+    """Return the name of a file as a file of text has it: the same in any locale."""
+    return os.fsencode(name).decode("utf-8", "surrogateescape")
+
+
+def as_name(text: str) -> str:
+    """Return the name of a file that :func:`as_text` returned in any locale."""
+    return os.fsdecode(text.encode("utf-8", "surrogateescape"))
+
+
+def never_raise(stream: Any) -> None:
+    """Let a stream write names as their bytes, and "?" for other letters that it cannot say."""
+    if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+        stream.reconfigure(errors=_HANDLER)
+
+
+def _degrade(error: UnicodeError) -> tuple[bytes, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    bad = error.object[error.start : error.end]
+    known = (bytes([ord(c) & 0xFF]) if "\udc80" <= c <= "\udcff" else b"?" for c in bad)
+    return b"".join(known), error.end
+
+
+codecs.register_error(_HANDLER, _degrade)

@@ -157,7 +157,7 @@ def read_config(path: Path) -> ModelConfig:
         It is no JSON, or lacks what a model needs, or has what these models have not.
     """
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"--config {path}: {error}") from None
     if not isinstance(found, dict):

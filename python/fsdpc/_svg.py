@@ -125,7 +125,8 @@ def save(path: str | os.PathLike[str], title: str, drawn: str) -> None:
     suffix = Path(path).suffix
     if suffix not in (".svg", ".html"):
         raise ValueError(f"a picture is written as .svg or .html, got '{os.fspath(path)}'")
-    Path(path).write_text(drawn + "\n" if suffix == ".svg" else page(title, [drawn]))
+    text = drawn + "\n" if suffix == ".svg" else page(title, [drawn])
+    Path(path).write_text(text, encoding="utf-8")
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]], numbers: Container[int] = ()) -> str:

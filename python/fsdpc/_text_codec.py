@@ -203,7 +203,7 @@ def _find_template(folders: list[Path]) -> tuple[str | None, dict[str, Any]]:
     for folder in folders:
         content: dict[str, Any] = {}
         if (folder / "tokenizer_config.json").is_file():
-            content = json.loads((folder / "tokenizer_config.json").read_text())
+            content = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         words = {}
         for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
             value = content.get(name)
@@ -212,7 +212,7 @@ def _find_template(folders: list[Path]) -> tuple[str | None, dict[str, Any]]:
         if isinstance(found, list):  # several, by name
             found = {each["name"]: each["template"] for each in found}.get("default")
         if (folder / "chat_template.jinja").is_file():
-            found = (folder / "chat_template.jinja").read_text()
+            found = (folder / "chat_template.jinja").read_text(encoding="utf-8")
         if found:
             return found, words
     return None, {}

@@ -115,7 +115,7 @@ class TrainCheckpoints:
         o = self.options
         if o.checkpoint is None:
             return 0
-        from fsdpc._train_config import changes
+        from fsdpc._train_config import AS_NAMES, changes
         from fsdpc.checkpoint import CheckpointManager, manifest
         from fsdpc.checkpoint.stops import StopSignals
 
@@ -146,7 +146,7 @@ class TrainCheckpoints:
             print(f"{found} in {o.checkpoint}" + (f", with {changed}" if changed else ""))
         self._saved = step
         if distributed.rank() == 0:
-            (o.checkpoint / OPTIONS).write_text(self.text, encoding="utf-8")
+            (o.checkpoint / OPTIONS).write_text(self.text, **AS_NAMES)
         return step or 0
 
     def _restore(self, state: dict[str, Any]) -> int:

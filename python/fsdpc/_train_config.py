@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdpc._say import as_name, as_text
 from fsdpc._train_options import FIXED, FLAGS, KEPT, SWITCHES, parser
 from fsdpc.offload import OffloadPolicy
 
+AS_NAMES: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape"}  # of run.toml
 _PATHS = ("data", "tokenizer", "init_from")
 _OF_THE_COMMAND = ("config", "live", "no_progress", "resume")  # which no file keeps
 
@@ -66,7 +67,7 @@ def kept_options(options: argparse.Namespace) -> dict[str, Any]:
     for name in KEPT:
         value = getattr(options, name)
         if name in _PATHS and value is not None:
-            value = [os.path.abspath(p) for p in value] if name == "data" else value.absolute()
+            value = [p.absolute() for p in value] if name == "data" else value.absolute()
         found[name] = plain(value)
     return found
 
@@ -138,8 +139,8 @@ def with_config(arguments: Sequence[str]) -> list[str]:
     except ImportError:
         raise ValueError("--config needs Python 3.11 or newer, which reads TOML") from None
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        values = tomllib.loads(path.read_text(**AS_NAMES))
+    except tomllib.TOMLDecodeError as error:
         raise ValueError(f"--config {path}: {error}") from None
     for name, value in values.items():
         if isinstance(value, dict) or name == "config":
@@ -160,7 +161,7 @@ def words_of(values: Mapping[str, Any]) -> list[str]:
 
 
 def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if isinstance(value, bool) else as_name(str(value))
 
 
 def as_toml(options: argparse.Namespace) -> str:
@@ -183,9 +184,11 @@ def plain(value: Any) -> Any:
     if isinstance(value, range):
         return f"{value[0]}:{value[-1]}"
     if isinstance(value, OffloadPolicy):
-        words = [f"{name}=disk:{os.fspath(value.path or '')}" for name in value.on_disk]
+        words = [f"{name}=disk:{as_text(value.path or '')}" for name in value.on_disk]
         words += [f"{name}=host" for name in value.on_host]
         return ",".join([*words, f"fraction={value.fraction}"])
+    if isinstance(value, Path):
+        return as_text(value)
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)  # a mesh
 
 

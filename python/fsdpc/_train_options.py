@@ -443,7 +443,7 @@ def check(options: argparse.Namespace) -> None:
     for name, path in written.items():
         try:
             if path:
-                path.open("a").close()
+                path.open("a", encoding="utf-8").close()
         except OSError as error:
             raise type(error)(f"cannot write {name} {path}: {error.strerror}") from None
 

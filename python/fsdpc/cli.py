@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import fsdpc
 from fsdpc._launch import hosts
 from fsdpc._launch.elastic import parse_elastic
+from fsdpc._say import never_raise
 
 _EPILOG = """\
 examples:
@@ -113,7 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed, as in a daemon: nobody reads what is printed
-            setattr(sys, name, open(os.devnull, mode))
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+    for stream in (sys.stdout, sys.stderr):
+        never_raise(stream)
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()  # here, where a closed pipe is answered

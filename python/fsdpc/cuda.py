@@ -66,7 +66,9 @@ def _found() -> dict[str, Any]:
         return {"description": f"does not load: {error}", "devices": 0}
     if not path.exists():
         note = path.with_suffix(".txt")
-        reason = note.read_text().strip() if note.exists() else "the build left no reason"
+        reason = "the build left no reason"
+        if note.exists():
+            reason = note.read_text(encoding="utf-8").strip()
         return {"description": f"not built: {reason}", "devices": 0}
     try:
         return _core.plugin_config(str(path))

@@ -133,7 +133,7 @@ class FlightRecorder:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"flight-rank-{record['rank']}.json"
         beside = path.with_suffix(f".{os.getpid()}.part")
-        beside.write_text(json.dumps(record))
+        beside.write_text(json.dumps(record), encoding="utf-8")
         beside.replace(path)
         return path
 
@@ -216,7 +216,7 @@ class Flight:
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`trace` as JSON."""
-        Path(path).write_text(json.dumps(self.trace()))
+        Path(path).write_text(json.dumps(self.trace()), encoding="utf-8")
 
 
 def merge(folder: str | os.PathLike[str]) -> Flight:
@@ -240,7 +240,7 @@ def merge(folder: str | os.PathLike[str]) -> Flight:
     paths = sorted(Path(folder).glob("flight-rank-*.json"))
     if not paths:
         raise FileNotFoundError(f"{folder}: no rank has written there (flight-rank-N.json)")
-    return join([json.loads(path.read_text()) for path in paths])
+    return join([json.loads(path.read_text(encoding="utf-8")) for path in paths])
 
 
 def join(records: list[dict[str, Any]]) -> Flight:

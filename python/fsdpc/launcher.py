@@ -269,6 +269,7 @@ def _run_once(
     previous = {which: signal.signal(which, forward) for which in STOPS}
     # Lines appear when they are printed, and SIGABRT at the timeout shows every thread's stack.
     extra = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **variables}
+    extra["PYTHONIOENCODING"] = os.environ.get("PYTHONIOENCODING", "utf-8")  # as it is read here
     extra |= _share_of_cores(ranks)
     try:
         for own in rank_environments(ranks):

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from fsdpc import distributed
+from fsdpc._say import as_text
 
 Value = float | int | str | None
 
@@ -143,14 +144,14 @@ class Csv(Logger):
     def _found(self) -> list[str]:
         if not self.path.exists():
             return []
-        with self.path.open(newline="") as file:
+        with self.path.open(newline="", encoding="utf-8") as file:
             return next(csv.reader(file), [])
 
     def _widen(self, names: list[str]) -> None:
         """Write all lines under the new names beside the file, and take its place at once."""
         rows: list[dict[str, str]] = []
         if self._names:
-            with self.path.open(newline="") as file:
+            with self.path.open(newline="", encoding="utf-8") as file:
                 rows = list(csv.DictReader(file))
         self._file.close()
         beside = _Appended(self.path.with_name(f".{self.path.name}.wider"), fresh=True)
@@ -200,6 +201,11 @@ class TensorBoard(Logger):
                 "logging to TensorBoard needs its package: pip install tensorboard, or log to "
                 "jsonl:FILE"
             ) from error
+        if as_text(self._folder) != self._folder:  # it takes names for UTF-8
+            raise ValueError(
+                f"TensorBoard cannot write to {as_text(self._folder)!r} under this locale: set "
+                "LC_ALL=C.UTF-8, or name a folder in ASCII"
+            )
         self._make, self._event, self._summary = EventFileWriter, event_pb2.Event, summary_pb2
 
     def write(self, step: int, values: dict[str, Value]) -> None:

@@ -352,7 +352,8 @@ def save(model: Module, folder: str | os.PathLike[str], *, base: str | None = No
             place = Path(folder)
             place.mkdir(parents=True, exist_ok=True)
             _write(place / WEIGHTS, tensors)
-            (place / CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+            text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+            (place / CONFIG).write_text(text, encoding="utf-8")
 
     agreed(write)
 
@@ -455,7 +456,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(folder) / CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: it is no folder of PEFT's adapters")
-    content = json.loads(path.read_text())
+    content = json.loads(path.read_text(encoding="utf-8"))
     for name, value in content.items():
         if name in _KNOWN or value in (None, False, [], {}) or (name, value) == ("bias", "none"):
             continue

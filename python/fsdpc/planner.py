@@ -137,7 +137,8 @@ class Plans:
         OSError
             The file cannot be written.
         """
-        Path(path).write_text(_plan_page.page_of(self, self._model, self._plan, rows))
+        text = _plan_page.page_of(self, self._model, self._plan, rows)
+        Path(path).write_text(text, encoding="utf-8")
 
     def _repr_html_(self) -> str:
         """Return a table and a picture, which notebooks show."""

@@ -81,7 +81,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         A line is no JSON object, or there is no step yet.
     """
     run = Run(Path(path).stem, {})
-    for number, line in enumerate(Path(path).read_text().splitlines(keepends=True), 1):
+    lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
         try:
             run.add_line(line)
         except ValueError as error:

@@ -245,9 +245,9 @@ class Trainer:
         steps = options.profile or range(0)
         self.profiled: ProfiledSteps = ProfiledSteps(steps, options.profile_file, self.model)
         mode = "a" if options.resume else "w"
-        self.metrics: IO[str] | None = (
-            open(options.metrics, mode) if options.metrics and self.rank == 0 else None
-        )
+        self.metrics: IO[str] | None = None
+        if options.metrics and self.rank == 0:
+            self.metrics = open(options.metrics, mode, encoding="utf-8")
         self.loggers: Loggers = open_loggers(options.log) if options.log else Loggers([])
         if options.plot and self.rank == 0:
             self.loggers.loggers.append(self._plot())

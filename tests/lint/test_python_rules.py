@@ -53,6 +53,9 @@ MIRRORS = {
     "Conv1d", "Conv2d", "TransformerEncoderLayer",
 }  # fmt: skip
 
+# Calls named `open` that open no file of text.
+ELSEWHERE = ("os.open", "self.progress.open")
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -160,3 +163,24 @@ def test_only_the_adapters_import_torch(path: Path) -> None:
 
 def test_the_package_says_that_it_is_typed() -> None:
     assert (PACKAGE / "py.typed").is_file()
+
+
+TEXT = files(".py", under="python") + files(".py", under="examples")
+
+
+@pytest.mark.parametrize("path", TEXT, ids=label)
+def test_files_of_text_say_their_encoding(path: Path) -> None:
+    """The locale's may be ASCII."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        name = called.rpartition(".")[2]
+        if name not in ("open", "read_text", "write_text") or called in ELSEWHERE:
+            continue
+        mode = node.args[1:2] if called == "open" else node.args[:1]
+        binary = name == "open" and "b" in "".join(map(ast.unparse, mode))
+        keywords = [each.arg for each in node.keywords]  # None: **options
+        assert binary or "encoding" in keywords or None in keywords, (
+            f"{label(path)}:{node.lineno}: {called}() without encoding="
+        )

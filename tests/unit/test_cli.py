@@ -117,3 +117,38 @@ def test_estimate_shows_what_a_gpu_would_hold() -> None:
 def test_estimate_refuses_what_cannot_be(options: list[str], said: str) -> None:
     done = run(fsdpc_command("estimate", *options))
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is Python 3.11's")
+def test_folders_beyond_ascii_under_an_ascii_locale(tmp_path: Path) -> None:
+    """What is written there is read under UTF-8 as well, and the other way round."""
+    text, folder = tmp_path / "données" / "texte", tmp_path / "données" / "exécution"
+    text.mkdir(parents=True)
+    (text / "é.txt").write_text("café €\n" * 2000, encoding="utf-8")
+
+    def command(*words: object, **variables: str) -> str:
+        environment = ENVIRONMENT | ASCII | variables
+        done = subprocess.run(fsdpc_command(*map(str, words)), env=environment,
+                              capture_output=True, timeout=300)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout.decode()
+
+    small = ("--batch", 1, "--seq", 32, "--eval-bytes", 64, "--sample", 20)
+    log = ("--log", f"csv:{folder}.csv", "--metrics", f"{folder}.jsonl")
+    said = command("train", *small, "--data", text, "--steps", 1, "--checkpoint", folder, *log)
+    assert f"saved after step 1: {folder}/step-00000001" in said  # its bytes
+    assert f'data = ["{text}"]\n' in (folder / "run.toml").read_text(encoding="utf-8")
+    config = ("--config", folder / "run.toml")
+    command("train", *config, "--resume", "--steps", 2, "--ranks", 2, PYTHONIOENCODING="ascii")
+    utf8 = command("train", "--checkpoint", folder, "--resume", "--steps", 3, PYTHONUTF8="1")
+    assert f"resumed after step 2 in {folder}, with --steps 3 (was 2)" in utf8
+    assert "valid" in command("ckpt", "ls", folder)
+    command("ckpt", "verify", folder)
+    command("generate", folder, "café", "--max-new-tokens", 5)
+    script = tmp_path / "données" / "é.py"
+    script.write_text("print('caf\\u00e9')\n", encoding="utf-8")
+    assert "[1] caf?" in command("run", "--ranks", 2, script)
+    assert "[1] café" in command("run", "--ranks", 2, script, PYTHONUTF8="1")

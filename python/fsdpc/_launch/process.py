@@ -130,7 +130,7 @@ def _take_over(output: int, env: Mapping[str, str]) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(null)
-    sys.stdin = open(0, closefd=False)
+    sys.stdin = open(0, closefd=False, encoding="utf-8")  # /dev/null
     sys.stdout = _line_stream(1)
     sys.stderr = _line_stream(2)
     signal.set_wakeup_fd(-1)

@@ -114,7 +114,7 @@ def _learn(options: argparse.Namespace) -> None:
         raise FileExistsError(f"{options.output} is there already: name another --output file")
     text = train_tokenizer(options.inputs, options.vocab, options.field)
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(text)
+    options.output.write_text(text, encoding="utf-8")
     print(f"{options.output}: {Tokenizer(options.output).vocab_size:,} tokens")
 
 

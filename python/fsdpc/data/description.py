@@ -75,7 +75,7 @@ class TokenDescription:
                 "end_of_document": self.end_of_document, "tokens": self.tokens,
                 "documents": self.documents, "text_bytes": self.text_bytes,
                 "tokenizer": self.tokenizer, "shards": list(self.shards)}  # fmt: skip
-        (folder / NAME).write_text(json.dumps(rows, indent=1) + "\n")
+        (folder / NAME).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 def read_description(folder: Path) -> TokenDescription | None:
@@ -101,7 +101,7 @@ def read_description(folder: Path) -> TokenDescription | None:
     if not path.is_file():
         return None
     with explained(path):
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     try:
         found = json.loads(text)
         shards = tuple(dict(shard) for shard in found.get("shards") or ())

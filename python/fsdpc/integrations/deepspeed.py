@@ -130,7 +130,7 @@ def initialize(
     if model is None or config is None:
         raise ValueError("deepspeed.initialize needs model= and config=")
     if not isinstance(config, Mapping):
-        config = json.loads(Path(config).read_text())
+        config = json.loads(Path(config).read_text(encoding="utf-8"))
     init_distributed()
     world = join()
     said = _ds_keys.check(config)
@@ -516,7 +516,7 @@ class DeepSpeedEngine:
         checkpoint.save(Path(save_dir) / tag, self._state(extra=extra), overwrite=True)
         if save_latest and self.global_rank == 0:
             made = Path(save_dir) / f".latest.{os.getpid()}"
-            made.write_text(tag)
+            made.write_text(tag, encoding="utf-8")
             made.replace(Path(save_dir) / "latest")
         fsdpc.barrier()
         return True
@@ -540,7 +540,7 @@ class DeepSpeedEngine:
         latest = Path(load_dir) / "latest"
         if tag is None and not latest.is_file():
             return None, {}
-        path = Path(load_dir) / (tag or latest.read_text().strip())
+        path = Path(load_dir) / (tag or latest.read_text(encoding="utf-8").strip())
         state = self._state()
         if load_module_only or not load_optimizer_states:
             state.pop("optimizer", None)

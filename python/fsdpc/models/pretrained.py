@@ -252,7 +252,7 @@ def read_json(folder: PathLike) -> dict[str, Any]:
             "as transformers' save_pretrained() writes it; nothing is downloaded"
         )
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
     if not isinstance(content, dict):
