@@ -472,8 +472,11 @@ def keep_global_batch(options: argparse.Namespace, ranks: int) -> str:
     return (
         f"{ranks} rank{'s' if ranks > 1 else ''} keep the global batch of {whole} sequences: "
         f"--batch {options.batch} --accumulate {options.accumulate}"
-        + (f"; sums of micro-batches of {options.batch} sequences have other bits than of {before}"
-           if changed else "")
+        + (
+            f"; sums of micro-batches of {options.batch} sequences have other bits than of {before}"
+            if changed
+            else ""
+        )
     )
 
 
