@@ -94,6 +94,8 @@ fsdpc_status fsdpc_node_save_output(fsdpc_node *node, int slot, const fsdpc_tens
 {
     fsdpc_tensor *view;
     FSDPC_TRY(fsdpc_tensor_detach(out, &view));
+    view->kept = true;
+    atomic_fetch_add_explicit(&view->storage->kept, 1, memory_order_relaxed);
     node->saved[slot] = view;
     node->saved_version[slot] = view->storage->version;
     return FSDPC_OK;

@@ -220,16 +220,9 @@ fsdpc_status fsdpc_op_expand(fsdpc_tape *tape, fsdpc_tensor *x, int ndim, const 
 
 /* ---- slice ---- */
 
-typedef struct slice_extra {
-    size_t offset; /* elements, of the box's first */
-    int ndim;
-    size_t count[FSDPC_MAX_DIMS];
-    size_t strides[FSDPC_MAX_DIMS]; /* in the input */
-} slice_extra;
-
 static fsdpc_status slice_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
 {
-    const slice_extra *extra = node->extra;
+    const fsdpc_box *extra = node->extra; /* in the input */
     const fsdpc_edge *edge = &node->inputs[0];
     size_t dense[FSDPC_MAX_DIMS], numel = 1;
     fsdpc_grad_target target;
@@ -239,8 +232,8 @@ static fsdpc_status slice_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_ten
         numel *= fsdpc_edge_shape(edge)[i];
     if (!target.accumulate)
         FSDPC_TRY(fsdpc_device_fill(tape->device, target.data, 0, numel * bytes, tape->stream));
-    fsdpc_op_strides(extra->ndim, extra->count, dense);
-    return copy_box(tape, dy->dtype, extra->ndim, extra->count,
+    fsdpc_op_strides(extra->ndim, extra->shape, dense);
+    return copy_box(tape, dy->dtype, extra->ndim, extra->shape,
                     (char *)target.data + extra->offset * bytes, target.dtype, extra->strides,
                     dy->data, dense, target.accumulate);
 }
@@ -265,12 +258,12 @@ fsdpc_status fsdpc_op_slice(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_range
                             fsdpc_tensor **out)
 {
     FSDPC_TRY(fsdpc_tensor_check(x));
-    slice_extra box = {.ndim = x->ndim};
+    fsdpc_box box = {.ndim = x->ndim};
     size_t shape[FSDPC_MAX_DIMS], dense[FSDPC_MAX_DIMS], strides[FSDPC_MAX_DIMS], numel = 1;
     int ndim = 0;
     fsdpc_op_strides(x->ndim, x->shape, strides);
     for (int i = 0; i < x->ndim; i++) {
-        box.count[i] = slices[i].count;
+        box.shape[i] = slices[i].count;
         box.strides[i] = strides[i] * slices[i].step;
         box.offset += slices[i].count ? strides[i] * slices[i].start : 0;
         numel *= slices[i].count;
@@ -286,15 +279,15 @@ fsdpc_status fsdpc_op_slice(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_range
         FSDPC_TRY(fsdpc_tensor_view(x, ndim, shape, first, &y));
     } else {
         FSDPC_TRY(fsdpc_tensor_create(tape->device, x->dtype, ndim, shape, &y));
-        fsdpc_op_strides(box.ndim, box.count, dense);
-        st = copy_box(tape, x->dtype, box.ndim, box.count, y->data, y->dtype, dense, first,
+        fsdpc_op_strides(box.ndim, box.shape, dense);
+        st = copy_box(tape, x->dtype, box.ndim, box.shape, y->data, y->dtype, dense, first,
                       box.strides, false);
     }
     if (st == FSDPC_OK && fsdpc_tape_wants(tape, 1, &x)) {
         fsdpc_node *node;
         st = fsdpc_op_record(tape, &slice_ops, 1, &x, y, sizeof box, &node);
         if (st == FSDPC_OK)
-            *(slice_extra *)node->extra = box;
+            *(fsdpc_box *)node->extra = box;
     }
     return fsdpc_op_return(st, y, out);
 }

@@ -58,6 +58,24 @@ typedef struct fsdpc_range {
 fsdpc_status fsdpc_op_slice(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_range *slices,
                             fsdpc_tensor **out);
 
+/* ---- writes in place: op_write.c ---- */
+
+/* Elements of a dense tensor's memory, counted from its first. */
+typedef struct fsdpc_box {
+    size_t offset; /* of the box's first element */
+    int ndim;
+    size_t shape[FSDPC_MAX_DIMS];
+    size_t strides[FSDPC_MAX_DIMS];
+} fsdpc_box;
+/* Is a part of the value in the run of memory from the box's first element to its last? */
+bool fsdpc_box_overlaps(const fsdpc_tensor *x, const fsdpc_box *box, const fsdpc_tensor *value);
+/* x[box] = value, broadcast (more leading extents of 1 are fine) and converted; the value may be a
+ * part of x.  Raises the version.  `out` may be given if x has floats.  The write is then recorded
+ * if x or the value requires grad: *out is a tensor over x's memory with the node of the write, and
+ * takes x's place.  Else *out stays. */
+fsdpc_status fsdpc_op_write(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_box *box,
+                            fsdpc_tensor *value, fsdpc_tensor **out);
+
 /* ---- reductions: op_reduce.c ---- */
 
 /* Over the dimensions whose flag is set (ndim of them). */

@@ -59,6 +59,7 @@ static fsdpc_status storage_new(fsdpc_device *device, void *data, size_t bytes,
     *storage = (fsdpc_storage){
         .data = data, .bytes = bytes, .device = device, .release = release, .owner = owner};
     atomic_init(&storage->refs, 1);
+    atomic_init(&storage->kept, 0);
     *out = storage;
     return FSDPC_OK;
 }
@@ -160,6 +161,8 @@ fsdpc_node *fsdpc_tensor_drop(fsdpc_tensor *t)
     fsdpc_node *node = t->node;
     fsdpc_tensor_release(t->grad); /* a gradient has no node: this ends here */
     fsdpc_leaf_hooks_destroy(t->hooks);
+    if (t->kept)
+        atomic_fetch_sub_explicit(&t->storage->kept, 1, memory_order_relaxed);
     fsdpc_storage_release(t->storage);
     free(t);
     return node;
@@ -212,7 +215,7 @@ fsdpc_status fsdpc_tensor_check(const fsdpc_tensor *t)
     return t->guard.check ? t->guard.check(t->guard.arg) : FSDPC_OK;
 }
 
-fsdpc_status fsdpc_tensor_check_write(fsdpc_tensor *t)
+fsdpc_status fsdpc_tensor_check_writable(const fsdpc_tensor *t)
 {
     FSDPC_TRY(fsdpc_tensor_check(t));
     if (t->storage->readonly) {
@@ -222,6 +225,12 @@ fsdpc_status fsdpc_tensor_check_write(fsdpc_tensor *t)
                           "clone() it first",
                           fsdpc_shape_text(t->ndim, t->shape, text));
     }
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_tensor_check_write(fsdpc_tensor *t)
+{
+    FSDPC_TRY(fsdpc_tensor_check_writable(t));
     t->storage->version++;
     return FSDPC_OK;
 }
@@ -231,6 +240,14 @@ bool fsdpc_tensor_is_exclusive(const fsdpc_tensor *t)
     /* acquire: pairs with the releases above, a former holder's reads are over */
     return atomic_load_explicit(&t->refs, memory_order_acquire) == 1 && t->storage &&
            atomic_load_explicit(&t->storage->refs, memory_order_acquire) == 1;
+}
+
+int fsdpc_tensor_sharers(const fsdpc_tensor *t)
+{
+    /* acquire: a former holder's writes are over.  A node that goes on another thread takes itself
+     * from `kept` first, so the difference is never too small. */
+    int kept = atomic_load_explicit(&t->storage->kept, memory_order_acquire);
+    return atomic_load_explicit(&t->storage->refs, memory_order_acquire) - kept;
 }
 
 const char *fsdpc_shape_text(int ndim, const size_t *shape, char text[FSDPC_SHAPE_TEXT])

@@ -29,6 +29,7 @@ typedef struct fsdpc_node fsdpc_node;
 
 typedef struct fsdpc_storage {
     _Atomic int refs;
+    _Atomic int kept; /* of them: outputs that only their node has, for its backward */
     void *data;
     size_t bytes;
     fsdpc_device *device;
@@ -65,7 +66,7 @@ struct fsdpc_tensor {
     size_t numel;
     void *data; /* inside the storage; NULL while deferred */
     fsdpc_storage *storage;
-    bool requires_grad;
+    bool requires_grad, kept;       /* kept: storage->kept counts it */
     fsdpc_node *node;               /* what made it; NULL for a leaf; owned */
     fsdpc_tensor *grad;             /* of a leaf without sink; owned; NULL: none yet */
     fsdpc_grad_sink sink;           /* sink.target NULL: none */
@@ -101,10 +102,14 @@ void fsdpc_storage_release(fsdpc_storage *storage);
 
 size_t fsdpc_tensor_bytes(const fsdpc_tensor *t);
 fsdpc_status fsdpc_tensor_check(const fsdpc_tensor *t); /* deferred or guarded away: an error */
-/* Before a write in place: valid, not read-only; counts the version up. */
+/* May be written in place: valid, not read-only. */
+fsdpc_status fsdpc_tensor_check_writable(const fsdpc_tensor *t);
+/* The same before a write, which counts the version up. */
 fsdpc_status fsdpc_tensor_check_write(fsdpc_tensor *t);
 /* True if the caller holds the only references: one to the tensor, one to its storage. */
 bool fsdpc_tensor_is_exclusive(const fsdpc_tensor *t);
+/* How many tensors that someone may use share its memory: those that only nodes have do not count. */
+int fsdpc_tensor_sharers(const fsdpc_tensor *t);
 /* A leaf over the same memory: no node, no gradient, no hooks. */
 fsdpc_status fsdpc_tensor_detach(const fsdpc_tensor *t, fsdpc_tensor **out);
 

@@ -25,9 +25,15 @@ static const char *format_of(fsdpc_dtype dtype)
     return formats[dtype];
 }
 
+/* Of a buffer: the memory stays, whatever the object goes over to. */
+typedef struct exported {
+    fsdpc_tensor *tensor;
+    Py_ssize_t extents[]; /* of the shape, then strides */
+} exported;
+
 int fsdpc_py_tensor_getbuffer(PyObject *object, Py_buffer *view, int flags)
 {
-    const fsdpc_tensor *t = fsdpc_py_self(object)->tensor;
+    fsdpc_tensor *t = fsdpc_py_self(object)->tensor;
     view->obj = NULL;
     fsdpc_status status = fsdpc_tensor_check(t);
     if (fsdpc_py_check(status) < 0)
@@ -52,10 +58,13 @@ int fsdpc_py_tensor_getbuffer(PyObject *object, Py_buffer *view, int flags)
         PyErr_SetString(PyExc_BufferError, "the tensor is row-major");
         return -1;
     }
-    Py_ssize_t *extents = fsdpc_py_room((Py_ssize_t)2 * t->ndim, sizeof *extents);
-    if (!extents)
+    exported *e = PyMem_Malloc(sizeof *e + 2 * (size_t)t->ndim * sizeof *e->extents);
+    if (!e) {
+        PyErr_NoMemory();
         return -1;
-    Py_ssize_t *strides = extents + t->ndim;
+    }
+    e->tensor = fsdpc_tensor_acquire(t);
+    Py_ssize_t *extents = e->extents, *strides = extents + t->ndim;
     Py_ssize_t stride = (Py_ssize_t)fsdpc_dtype_bytes(t->dtype);
     for (int i = t->ndim - 1; i >= 0; i--) {
         extents[i] = (Py_ssize_t)t->shape[i];
@@ -71,13 +80,15 @@ int fsdpc_py_tensor_getbuffer(PyObject *object, Py_buffer *view, int flags)
                         .format = flags & PyBUF_FORMAT ? (char *)format_of(t->dtype) : NULL,
                         .shape = flags & PyBUF_ND ? extents : NULL,
                         .strides = (flags & PyBUF_STRIDES) == PyBUF_STRIDES ? strides : NULL,
-                        .internal = extents};
+                        .internal = e};
     return 0;
 }
 
 void fsdpc_py_tensor_releasebuffer(PyObject *Py_UNUSED(object), Py_buffer *view)
 {
-    PyMem_Free(view->internal);
+    exported *e = view->internal;
+    fsdpc_tensor_release(e->tensor);
+    PyMem_Free(e);
 }
 
 static PyObject *numpy_call(const char *function, PyObject *argument)

@@ -138,7 +138,7 @@ static PyObject *cast(fsdpc_py_state *state, PyObject *const *a)
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
     if (!x || fsdpc_py_dtype_parse(a[1], &dtype) < 0)
         return NULL;
-    return fsdpc_py_op_cast(state, x, dtype);
+    return dtype == x->dtype ? Py_NewRef(a[0]) : fsdpc_py_op_cast(state, x, dtype);
 }
 
 /* ---- products, reductions ---- */

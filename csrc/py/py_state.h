@@ -169,9 +169,10 @@ typedef struct fsdpc_py_state {
 } fsdpc_py_state;
 
 typedef struct fsdpc_py_tensor {
-    PyObject_HEAD fsdpc_tensor *tensor; /* never changes, except in tp_clear */
+    PyObject_HEAD fsdpc_tensor *tensor; /* changes only where a write in place is recorded */
     fsdpc_py_state *state;
     PyObject *weakrefs;
+    PyObject *base; /* of rows that share its memory: the tensor that was indexed; or NULL */
 } fsdpc_py_tensor;
 
 extern PyModuleDef fsdpc_py_module;

@@ -18,18 +18,21 @@ static void tensor_dealloc(PyObject *object)
     if (self->weakrefs)
         PyObject_ClearWeakRefs(object);
     fsdpc_tensor_release(self->tensor);
+    Py_XDECREF(self->base);
     fsdpc_py_free(object);
 }
 
 static int tensor_traverse(PyObject *object, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(object));
+    Py_VISIT(fsdpc_py_self(object)->base);
     return fsdpc_py_hooks_traverse(fsdpc_py_self(object)->tensor, visit, arg);
 }
 
 static int tensor_clear(PyObject *object)
 {
     fsdpc_py_hooks_clear(fsdpc_py_self(object)->tensor);
+    Py_CLEAR(fsdpc_py_self(object)->base);
     return 0;
 }
 
@@ -356,6 +359,10 @@ static PyType_Slot slots[] = {
     {Py_nb_absolute, tensor_absolute},
     {Py_nb_power, tensor_power},
     {Py_nb_matrix_multiply, tensor_matmul},
+#define X(name, function, sign) {Py_nb_inplace_##name, fsdpc_py_tensor_inplace_##name},
+    FSDPC_PY_INPLACE(X)
+#undef X
+        {Py_nb_inplace_power, fsdpc_py_tensor_inplace_power},
     {Py_nb_bool, tensor_bool},
     {Py_nb_float, tensor_float},
     {Py_nb_int, tensor_int},

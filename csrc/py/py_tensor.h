@@ -40,9 +40,29 @@ fsdpc_tensor *fsdpc_py_tensor_from_data(fsdpc_py_state *state, PyObject *data, i
 
 /* May this tensor be written in place now?  -1 with an exception if not. */
 int fsdpc_py_tensor_check_inplace(fsdpc_py_tensor *self, const char *what);
-/* dst = src over the box, broadcasting src; 0 or -1 with an exception. */
-int fsdpc_py_tensor_assign(fsdpc_py_tensor *self, void *dst, int ndim, const size_t *shape,
-                           const size_t *strides, PyObject *value);
+/* x[box] = value, broadcast and converted, and recorded where gradients flow; 0 or -1 with an
+ * exception, which begins with `what`. */
+int fsdpc_py_tensor_assign(fsdpc_py_tensor *self, const char *what, const fsdpc_box *box,
+                           PyObject *value);
+void fsdpc_py_tensor_whole(const fsdpc_tensor *t, fsdpc_box *out);
+/* The object goes over to another tensor, which it takes. */
+void fsdpc_py_tensor_replace(fsdpc_py_tensor *self, fsdpc_tensor *t);
+/* Slots of `+=` and so on: py_tensor_operator.c. */
+#define FSDPC_PY_INPLACE(X)                                                                        \
+    X(add, PyNumber_Add, "+")                                                                      \
+    X(subtract, PyNumber_Subtract, "-")                                                            \
+    X(multiply, PyNumber_Multiply, "*")                                                            \
+    X(true_divide, PyNumber_TrueDivide, "/")                                                       \
+    X(floor_divide, PyNumber_FloorDivide, "//")                                                    \
+    X(remainder, PyNumber_Remainder, "%")                                                          \
+    X(matrix_multiply, PyNumber_MatrixMultiply, "@")                                               \
+    X(and, PyNumber_And, "&")                                                                      \
+    X(or, PyNumber_Or, "|")                                                                        \
+    X(xor, PyNumber_Xor, "^")
+#define X(name, function, sign) PyObject *fsdpc_py_tensor_inplace_##name(PyObject *a, PyObject *b);
+FSDPC_PY_INPLACE(X)
+#undef X
+PyObject *fsdpc_py_tensor_inplace_power(PyObject *a, PyObject *b, PyObject *modulus);
 
 /* Whether two tensors of one size hold equal bytes; waits for what computes them. */
 fsdpc_status fsdpc_py_tensor_same_bytes(const fsdpc_tensor *x, const fsdpc_tensor *y,

@@ -82,7 +82,11 @@ static int parse_items(parsed_index *p, const fsdpc_tensor *t, PyObject *const *
         ellipses += items[i] == Py_Ellipsis;
         used += items[i] != Py_None && items[i] != Py_Ellipsis;
     }
-    if (used > t->ndim || ellipses > 1) {
+    if (ellipses > 1) {
+        PyErr_SetString(PyExc_IndexError, "an index has one ellipsis (...) at most");
+        return -1;
+    }
+    if (used > t->ndim) {
         PyErr_Format(PyExc_IndexError, "%zd indices for a tensor with %d dimensions", used,
                      t->ndim);
         return -1;
@@ -130,11 +134,17 @@ PyObject *fsdpc_py_tensor_getitem(PyObject *object, PyObject *index)
     fsdpc_status status;
     FSDPC_PY_RUN(runtime, self->tensor->numel, status,
                  fsdpc_op_slice(runtime->tape, self->tensor, p.slices, &y));
-    if (status != FSDPC_OK || !p.has_new)
-        return fsdpc_py_result(self->state, status, y);
-    status = fsdpc_op_reshape(runtime->tape, y, p.ndim, p.shape, &reshaped);
-    fsdpc_tensor_release(y);
-    return fsdpc_py_result(self->state, status, reshaped);
+    if (status == FSDPC_OK && p.has_new) {
+        status = fsdpc_op_reshape(runtime->tape, y, p.ndim, p.shape, &reshaped);
+        fsdpc_tensor_release(y);
+        y = reshaped;
+    }
+    bool shares = status == FSDPC_OK && y->storage == self->tensor->storage;
+    PyObject *result = fsdpc_py_result(self->state, status, y);
+    /* Without gradients there is none to bring up to date, and a base would keep its graph. */
+    if (result && shares && runtime->tape->grad_enabled)
+        fsdpc_py_self(result)->base = Py_NewRef(self->base ? self->base : object);
+    return result;
 }
 
 int fsdpc_py_tensor_setitem(PyObject *object, PyObject *index, PyObject *value)
@@ -151,26 +161,25 @@ int fsdpc_py_tensor_setitem(PyObject *object, PyObject *index, PyObject *value)
         Py_XDECREF(done);
         return done ? 0 : -1;
     }
-    if (parse_index(&p, t, index) < 0 || fsdpc_py_tensor_check_inplace(self, "[...] =") < 0)
+    if (parse_index(&p, t, index) < 0)
         return -1;
-    size_t strides[FSDPC_MAX_DIMS], shape[FSDPC_MAX_DIMS], offset = 0, stride = 1;
+    fsdpc_box box = {0};
+    size_t stride = 1, numel = 1;
     for (int i = t->ndim - 1; i >= 0; i--) {
-        strides[i] = stride * p.slices[i].step;
-        offset += p.slices[i].count ? stride * p.slices[i].start : 0;
+        box.offset += p.slices[i].count ? stride * p.slices[i].start : 0;
+        numel *= p.slices[i].count;
         stride *= t->shape[i];
     }
-    int ndim = 0;
+    if (!numel)
+        box.offset = 0;
     for (int i = 0; i < t->ndim; i++) {
+        stride = t->shape[i] ? stride / t->shape[i] : 0; /* of an empty one nothing is written */
         if (p.slices[i].drop)
             continue;
-        shape[ndim] = p.slices[i].count;
-        strides[ndim++] = strides[i];
+        box.shape[box.ndim] = p.slices[i].count;
+        box.strides[box.ndim++] = stride * p.slices[i].step;
     }
-    for (int i = 0; i < ndim; i++)
-        if (!shape[i])
-            offset = 0;
-    char *first = (char *)t->data + offset * fsdpc_dtype_bytes(t->dtype);
-    return fsdpc_py_tensor_assign(self, first, ndim, shape, strides, value);
+    return fsdpc_py_tensor_assign(self, "[...] =", &box, value);
 }
 
 PyObject *fsdpc_py_element_places(fsdpc_py_state *state, PyObject *const *a)

@@ -1,28 +1,48 @@
 /* Tensors that are changed in place: their values, or the memory that they stand on.
  *
- * A tensor that requires grad is changed inside no_grad() alone, and a full never: who may write is
+ * A leaf that requires grad is changed inside no_grad() alone, and a full never: who may write is
  * asked once, in check_inplace.  Values may come from tensors, arrays, lists and numbers; they are
  * broadcast and cast on their way.
+ *
+ * If gradients flow into a write or through it, the write is recorded (nn/op_write.c), and the
+ * Python object goes over to the tensor that has the node.  Other tensors over the memory would
+ * keep their old history.  Rows know the tensor that was indexed, so that one such pair is brought
+ * up to date together, which is what `x[0] += y` needs; with more of them the write is refused.
  */
 #include "py/py_ops.h"
 #include "py/py_tensor.h"
 
+#include "nn/op.h"
 #include "ops/flat_ops.h"
 
 int fsdpc_py_tensor_check_inplace(fsdpc_py_tensor *self, const char *what)
 {
     fsdpc_runtime *runtime = fsdpc_py_state_runtime(self->state);
-    fsdpc_tensor *t = self->tensor;
+    const fsdpc_tensor *t = self->tensor;
     if (!runtime)
         return -1;
-    if (t->requires_grad && runtime->tape->grad_enabled) {
+    if (t->requires_grad && !t->node && runtime->tape->grad_enabled) {
         PyErr_Format(PyExc_RuntimeError,
-                     "%s changes a tensor that requires grad in place: do it inside no_grad()",
-                     what);
+                     "%s changes a leaf that requires grad in place: do it inside no_grad()", what);
         return -1;
     }
-    fsdpc_status status = fsdpc_tensor_check_write(t);
+    fsdpc_status status = fsdpc_tensor_check_writable(t);
     return fsdpc_py_check(status);
+}
+
+void fsdpc_py_tensor_replace(fsdpc_py_tensor *self, fsdpc_tensor *t)
+{
+    fsdpc_tensor *old = self->tensor;
+    self->tensor = t;
+    fsdpc_tensor_release(old);
+}
+
+void fsdpc_py_tensor_whole(const fsdpc_tensor *t, fsdpc_box *out)
+{
+    *out = (fsdpc_box){.ndim = t->ndim};
+    for (int i = 0; i < t->ndim; i++)
+        out->shape[i] = t->shape[i];
+    fsdpc_op_strides(t->ndim, t->shape, out->strides);
 }
 
 /* The value as a tensor, new reference. */
@@ -39,58 +59,140 @@ static fsdpc_tensor *value_tensor(fsdpc_py_tensor *self, PyObject *value)
     return fsdpc_tensor_acquire(t);
 }
 
-int fsdpc_py_tensor_assign(fsdpc_py_tensor *self, void *dst, int ndim, const size_t *shape,
-                           const size_t *strides, PyObject *value)
+/* The value is what the box holds: `x[0] += y` ends with such a write. */
+static bool is_place(const fsdpc_tensor *t, const fsdpc_box *box, const fsdpc_tensor *value)
 {
+    size_t dense[FSDPC_MAX_DIMS], numel = 1;
+    fsdpc_op_strides(box->ndim, box->shape, dense);
+    for (int i = 0; i < box->ndim; i++) {
+        if (box->shape[i] != 1 && box->strides[i] != dense[i])
+            return false;
+        numel *= box->shape[i];
+    }
+    return value->storage == t->storage && value->dtype == t->dtype && value->numel == numel &&
+           (char *)value->data == (char *)t->data + box->offset * fsdpc_dtype_bytes(t->dtype);
+}
+
+/* The object whose memory these are rows of, or itself. */
+static fsdpc_py_tensor *root_of(fsdpc_py_tensor *self)
+{
+    fsdpc_py_tensor *base = (fsdpc_py_tensor *)self->base;
+    return base && base->tensor->storage == self->tensor->storage ? base : self;
+}
+
+/* Elements in front of t in the tensor that it is rows of. */
+static size_t rows_before(const fsdpc_tensor *root, const fsdpc_tensor *t)
+{
+    return (size_t)((char *)t->data - (char *)root->data) / fsdpc_dtype_bytes(t->dtype);
+}
+
+/* Do only these tensors stand on the memory?  The value may, beside what is written. */
+static int check_shared(fsdpc_py_tensor *self, const char *what, const fsdpc_box *box,
+                        fsdpc_tensor *src, PyObject *value)
+{
+    const fsdpc_tensor *t = self->tensor;
+    PyObject *root = (PyObject *)root_of(self);
+    int known = root == (PyObject *)self ? 1 : 2;
+    known += src->storage == t->storage && value != (PyObject *)self && value != root &&
+             !fsdpc_box_overlaps(t, box, src);
+    if (fsdpc_tensor_sharers(t) <= known)
+        return 0;
+    PyErr_Format(PyExc_RuntimeError,
+                 "%s would put a gradient into memory that another tensor shares (by indexing, "
+                 "reshape or detach), whose own gradient would be wrong: write into a clone(), "
+                 "index the whole tensor (x[0, 1], not x[0][1]), or make a "
+                 "new one (x = x + y, functional.where, functional.cat)",
+                 what);
+    return -1;
+}
+
+/* t's place in `root`, which has a new history, as a tensor. */
+static fsdpc_status rows_again(fsdpc_tape *tape, fsdpc_tensor *root, const fsdpc_tensor *t,
+                               fsdpc_tensor **out)
+{
+    int64_t flat = (int64_t)root->numel, shape[FSDPC_MAX_DIMS];
+    fsdpc_tensor *row, *part;
+    fsdpc_range range = {rows_before(root, t), t->numel, 1, false};
+    for (int i = 0; i < t->ndim; i++)
+        shape[i] = (int64_t)t->shape[i];
+    FSDPC_TRY(fsdpc_op_reshape(tape, root, 1, &flat, &row));
+    fsdpc_status st = fsdpc_op_slice(tape, row, &range, &part);
+    fsdpc_tensor_release(row);
+    FSDPC_TRY(st);
+    st = fsdpc_op_reshape(tape, part, t->ndim, shape, out);
+    fsdpc_tensor_release(part);
+    return st;
+}
+
+static int write_recorded(fsdpc_py_tensor *self, const char *what, const fsdpc_box *box,
+                          fsdpc_tensor *src, PyObject *value)
+{
+    fsdpc_runtime *runtime = &self->state->runtime;
+    fsdpc_py_tensor *root = root_of(self);
+    fsdpc_tensor *written = NULL, *rows = NULL;
+    fsdpc_box at = *box;
+    if (fsdpc_py_tensor_check_inplace(root, what) < 0 ||
+        check_shared(self, what, box, src, value) < 0)
+        return -1;
+    at.offset += rows_before(root->tensor, self->tensor);
+    fsdpc_status status;
+    FSDPC_PY_RUN(runtime, self->tensor->numel, status,
+                 fsdpc_op_write(runtime->tape, root->tensor, &at, src, &written));
+    if (status == FSDPC_OK && root != self)
+        status = rows_again(runtime->tape, written, self->tensor, &rows);
+    if (status != FSDPC_OK) {
+        fsdpc_tensor_release(written);
+        return fsdpc_py_check(status);
+    }
+    fsdpc_py_tensor_replace(root, written);
+    if (rows)
+        fsdpc_py_tensor_replace(self, rows);
+    return 0;
+}
+
+int fsdpc_py_tensor_assign(fsdpc_py_tensor *self, const char *what, const fsdpc_box *box,
+                           PyObject *value)
+{
+    if (fsdpc_py_tensor_check_inplace(self, what) < 0)
+        return -1;
     fsdpc_runtime *runtime = &self->state->runtime;
     fsdpc_tensor *src = value_tensor(self, value);
     if (!src)
         return -1;
-    fsdpc_copy_args args = {.ndim = ndim,
-                            .dst_dtype = self->tensor->dtype,
-                            .src_dtype = src->dtype,
-                            .dst = dst,
-                            .src = src->data};
-    size_t stride = 1, numel = 1;
-    bool fits = src->ndim <= ndim;
-    for (int i = ndim - 1; fits && i >= 0; i--) {
-        int at = i - (ndim - src->ndim);
-        size_t extent = at >= 0 ? src->shape[at] : 1;
-        fits = extent == 1 || extent == shape[i];
-        args.shape[i] = shape[i];
-        args.stride_dst[i] = strides[i];
-        args.stride_src[i] = extent == 1 ? 0 : stride;
-        stride *= extent;
-        numel *= shape[i];
+    fsdpc_tensor *t = self->tensor, *both[] = {t, src};
+    bool records = fsdpc_dtype_is_float(t->dtype) && fsdpc_tape_wants(runtime->tape, 2, both),
+         known = !records;
+    if (records && fsdpc_py_tensor_peek(NULL, value)) {
+        PyObject *root = (PyObject *)root_of(self);
+        known = value == (PyObject *)self || value == root || fsdpc_py_self(value)->base == root;
     }
-    if (!fits) {
-        char want[FSDPC_SHAPE_TEXT], is[FSDPC_SHAPE_TEXT];
-        PyErr_Format(PyExc_ValueError, "values of shape %s do not broadcast to shape %s",
-                     fsdpc_shape_text(src->ndim, src->shape, is),
-                     fsdpc_shape_text(ndim, shape, want));
+    fsdpc_status status = FSDPC_OK;
+    int result = 0;
+    if (known && is_place(t, box, src)) {
         fsdpc_tensor_release(src);
-        return -1;
+        return 0;
     }
-    fsdpc_status status;
-    FSDPC_PY_RUN(runtime, numel, status, runtime->device->nn->copy(&args, runtime->compute));
+    if (records) {
+        result = write_recorded(self, what, box, src, value);
+    } else {
+        FSDPC_PY_RUN(runtime, t->numel, status, fsdpc_op_write(runtime->tape, t, box, src, NULL));
+        result = fsdpc_py_check(status);
+    }
     fsdpc_tensor_release(src);
-    return fsdpc_py_check(status);
+    return result;
+}
+
+static PyObject *assign_whole(PyObject *object, const char *what, PyObject *value)
+{
+    fsdpc_box box;
+    fsdpc_py_tensor_whole(fsdpc_py_self(object)->tensor, &box);
+    return fsdpc_py_tensor_assign(fsdpc_py_self(object), what, &box, value) < 0 ? NULL
+                                                                                : Py_NewRef(object);
 }
 
 static PyObject *tensor_copy(PyObject *object, PyObject *source)
 {
-    fsdpc_py_tensor *self = fsdpc_py_self(object);
-    const fsdpc_tensor *t = self->tensor;
-    size_t strides[FSDPC_MAX_DIMS], stride = 1;
-    if (fsdpc_py_tensor_check_inplace(self, "copy_") < 0)
-        return NULL;
-    for (int i = t->ndim - 1; i >= 0; i--) {
-        strides[i] = stride;
-        stride *= t->shape[i];
-    }
-    if (fsdpc_py_tensor_assign(self, t->data, t->ndim, t->shape, strides, source) < 0)
-        return NULL;
-    return Py_NewRef(object);
+    return assign_whole(object, "copy_", source);
 }
 FSDPC_PY_NAMED(tensor_copy, "copy_", "source")
 
@@ -101,7 +203,7 @@ static PyObject *tensor_fill(PyObject *object, PyObject *value)
     if (!fsdpc_py_number(value, &number, &integral))
         return PyErr_Format(PyExc_TypeError, "fill_: a number is needed, not %s",
                             Py_TYPE(value)->tp_name);
-    return tensor_copy(object, value);
+    return assign_whole(object, "fill_", value);
 }
 FSDPC_PY_NAMED(tensor_fill, "fill_", "value")
 
@@ -111,10 +213,17 @@ static PyObject *tensor_zero(PyObject *object, PyObject *Py_UNUSED(unused))
     if (fsdpc_py_tensor_check_inplace(self, "zero_") < 0)
         return NULL;
     fsdpc_runtime *r = &self->state->runtime;
-    fsdpc_status status;
-    FSDPC_PY_RUN(r, self->tensor->numel, status,
-                 fsdpc_device_fill(r->device, self->tensor->data, 0,
-                                   fsdpc_tensor_bytes(self->tensor), r->compute));
+    if (fsdpc_tape_wants(r->tape, 1, &self->tensor)) {
+        PyObject *zero = PyFloat_FromDouble(0), *done;
+        done = zero ? assign_whole(object, "zero_", zero) : NULL;
+        Py_XDECREF(zero);
+        return done;
+    }
+    fsdpc_status status = fsdpc_tensor_check_write(self->tensor);
+    if (status == FSDPC_OK)
+        FSDPC_PY_RUN(r, self->tensor->numel, status,
+                     fsdpc_device_fill(r->device, self->tensor->data, 0,
+                                       fsdpc_tensor_bytes(self->tensor), r->compute));
     return status == FSDPC_OK ? Py_NewRef(object) : fsdpc_py_raise(status);
 }
 

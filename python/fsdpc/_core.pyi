@@ -5,7 +5,7 @@ The build takes signatures and docstrings from here (tools/stub_docs.py): build 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -304,6 +304,8 @@ class Tensor:
     def __int__(self) -> int: ...
     def __bool__(self) -> bool: ...
     def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Tensor]: ...
+    def __contains__(self, element: Any) -> bool: ...
     # other dtypes, copies
     def to(self, dtype: DTypeLike) -> Tensor:
         """Convert to another dtype; return the tensor itself if it has that dtype.
@@ -379,12 +381,12 @@ class Tensor:
         True
         """
 
-    # in place (leaves that require grad: inside no_grad only)
+    # in place (leaves that require grad: inside no_grad only); gradients go through
     def copy_(self, source: Any) -> Tensor:
         """Take the values of a tensor, array or number, broadcast and converted; return the tensor.
 
-        RuntimeError if it requires grad, except inside ``no_grad``; ValueError if the shape does
-        not fit.
+        RuntimeError if it is a leaf that requires grad, except inside ``no_grad``, or if another
+        tensor shares its memory and gradients flow; ValueError if the shape does not fit.
 
         Examples
         --------
@@ -396,7 +398,7 @@ class Tensor:
     def fill_(self, value: Number) -> Tensor:
         """Set every element to a number; return the tensor.
 
-        RuntimeError if it requires grad, except inside ``no_grad``; TypeError for no number.
+        RuntimeError as for ``copy_``; TypeError for no number.
 
         Examples
         --------
@@ -408,7 +410,7 @@ class Tensor:
     def zero_(self) -> Tensor:
         """Set every element to 0; return the tensor.
 
-        RuntimeError if it requires grad, except inside ``no_grad``.
+        RuntimeError as for ``copy_``.
 
         Examples
         --------
@@ -612,6 +614,18 @@ class Tensor:
     def __neg__(self) -> Tensor: ...
     def __abs__(self) -> Tensor: ...
     def __matmul__(self, other: Tensor) -> Tensor: ...
+    # in place; the result's shape must be the tensor's
+    def __iadd__(self, other: Operand) -> Tensor: ...
+    def __isub__(self, other: Operand) -> Tensor: ...
+    def __imul__(self, other: Operand) -> Tensor: ...
+    def __itruediv__(self, other: Operand) -> Tensor: ...
+    def __ifloordiv__(self, other: Operand) -> Tensor: ...
+    def __imod__(self, other: Operand) -> Tensor: ...
+    def __ipow__(self, exponent: Operand) -> Tensor: ...
+    def __imatmul__(self, other: Tensor) -> Tensor: ...
+    def __iand__(self, other: Operand) -> Tensor: ...
+    def __ior__(self, other: Operand) -> Tensor: ...
+    def __ixor__(self, other: Operand) -> Tensor: ...
 
 # ---- making tensors ----
 

@@ -6,6 +6,7 @@ package with the tensor as first argument, set on the type once.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from fsdpc import _core
@@ -44,6 +45,16 @@ def _inverted(self: Tensor) -> Tensor:
     return elementwise.logical_not(self)
 
 
+def _rows(self: Tensor) -> Iterator[Tensor]:
+    if self.ndim == 0:
+        raise TypeError("iteration over a tensor without dimensions: it is one number, item()")
+    return (self[i] for i in range(len(self)))
+
+
+def _contains(self: Tensor, element: Any) -> bool:
+    return bool(reductions.any(self == element).item())
+
+
 def install() -> None:
     """Set them on the type."""
     for module, names in METHODS.items():
@@ -57,5 +68,7 @@ def install() -> None:
         setattr(Tensor, f"__{name}__", _of_bools(sign, fn))
         setattr(Tensor, f"__r{name}__", _of_bools(sign, fn))
     type.__setattr__(Tensor, "__invert__", _inverted)
+    type.__setattr__(Tensor, "__iter__", _rows)
+    type.__setattr__(Tensor, "__contains__", _contains)
     type.__setattr__(Tensor, "_take", indexing.take_along)
     type.__setattr__(Tensor, "_put", indexing.put_along)

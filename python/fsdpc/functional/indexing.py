@@ -137,29 +137,29 @@ def put_along(x: Tensor, index: Any, value: Any) -> None:
     number = isinstance(value, (int, float)) and x.dtype.is_floating_point
     if number and isinstance(index, Tensor) and index.dtype is _core.bool_:
         if index.shape == x.shape:
-            x.copy_(where(index, value, x.detach()))
+            x.copy_(where(index, value, x))
             return
     index = _plain(index)
     lead = _reach(x, index)
     rows, dim = math.prod(x.shape[:lead]), math.prod(x.shape[lead:])
     ids = np.asarray(np.arange(rows, dtype=np.int64).reshape(x.shape[:lead])[index])
-    value = value.detach() if isinstance(value, Tensor) else _core.tensor(value)
+    value = value if isinstance(value, Tensor) else _core.tensor(value)
     if not (rows and dim and ids.size):
         return
     shape = (*ids.shape, *x.shape[lead:])
     given = value.to(x.dtype)
     given = (given if given.shape == shape else given.expand(*shape)).reshape(ids.size, dim)
-    if _core.device_name() == "cpu":
+    recorded = _core.is_grad_enabled() and (x.requires_grad or given.requires_grad)
+    if _core.device_name() == "cpu" and not recorded:
         x[:0] = 0  # where x may be written, that counts its version up
         if not _core.in_dry_run():  # which has nothing to write
-            x.detach().bits().reshape(rows, dim)[ids.reshape(-1)] = given.bits()
+            x.detach().bits().reshape(rows, dim)[ids.reshape(-1)] = given.detach().bits()
         return
     source = np.full(rows, -1, dtype=np.int64)
     source[ids.reshape(-1)] = np.arange(ids.size)
     written = _rows(_core.tensor(np.maximum(source, 0)), given)
     hit = _core.tensor(source[:, None] >= 0)
-    old = x.detach().reshape(rows, dim)
-    x.copy_(where(hit, written, old).reshape(x.shape))
+    x.copy_(where(hit, written, x.reshape(rows, dim)).reshape(x.shape))
 
 
 def argsort(x: Tensor, dim: int = -1, descending: bool = False) -> Tensor:
