@@ -169,7 +169,7 @@ def _make_unit(
         recipe = p._recipe
         p._unit, p._index, p._name = unit, i, names[i]
         if recipe is not None:
-            unit.init(i, *recipe)
+            recipe.fill_unit(unit, i)
             p._recipe = None
     for m in modules:
         m.__dict__["_fsdpc_unit"] = unit

@@ -203,9 +203,7 @@ def test_forward_hooks_with_keywords() -> None:
     module.register_forward_pre_hook(
         lambda m, args, kwargs: (args, {"by": kwargs["by"] + 1}), with_kwargs=True
     )
-    module.register_forward_hook(
-        lambda m, args, kwargs, y: y + kwargs["by"], with_kwargs=True
-    )
+    module.register_forward_hook(lambda m, args, kwargs, y: y + kwargs["by"], with_kwargs=True)
     assert nn.Sequential(module)[0](fsdpc.ones(1), by=2.0).tolist() == [6.0]
 
 
@@ -249,3 +247,106 @@ def test_names_of_methods_are_refused() -> None:
     ):
         with pytest.raises(KeyError, match="already exists: a method of Module"):
             add()
+
+
+def registered(library, make):
+    module = library.nn.Module()
+    module.weight = library.nn.Parameter(make([1.0]))
+    module.register_buffer("count", make([0.0]))
+    module.register_buffer("scratch", make([2.0]), persistent=False)
+    module.child = library.nn.Linear(1, 1, bias=False)
+    module.plain = 1
+    return module
+
+
+def assign(name, value):
+    return lambda module, library, make: setattr(module, name, value(library, make))
+
+
+ASSIGNMENTS = {
+    f"{name} = {kind}": assign(name, value)
+    for name in ("weight", "count", "scratch", "child", "plain", "new")
+    for kind, value in {
+        "tensor": lambda library, make: make([5.0]),
+        "None": lambda library, make: None,
+        "number": lambda library, make: 5,
+        "parameter": lambda library, make: library.nn.Parameter(make([5.0])),
+        "module": lambda library, make: library.nn.Identity(),
+    }.items()
+} | {
+    f"del {name}": lambda module, library, make, name=name: delattr(module, name)
+    for name in ("weight", "count", "scratch", "child", "plain")
+} | {
+    "buffer over parameter": lambda m, lib, make: m.register_buffer("weight", make([1.0])),
+    "parameter over buffer": lambda m, lib, make: m.register_parameter(
+        "count", lib.nn.Parameter(make([1.0]))
+    ),
+    "parameter over attribute": lambda m, lib, make: m.register_parameter("plain", None),
+    "buffer over module": lambda m, lib, make: m.register_buffer("child", None),
+    "buffer again": lambda m, lib, make: m.register_buffer("scratch", make([3.0])),
+    "transient again": lambda m, lib, make: m.register_buffer("count", make([3.0]), False),
+    "tensor as parameter": lambda m, lib, make: m.register_parameter("weight", make([1.0])),
+    "number as buffer": lambda m, lib, make: m.register_buffer("count", 3),
+    "dotted": lambda m, lib, make: m.register_buffer("a.b", make([3.0])),
+    "empty": lambda m, lib, make: m.register_parameter("", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ASSIGNMENTS)
+def test_assignments_do_what_they_do_in_torch(what: str) -> None:
+    torch = pytest.importorskip("torch")
+
+    def after(library, make):
+        module = registered(library, make)
+        error = None
+        try:
+            ASSIGNMENTS[what](module, library, make)
+        except (TypeError, KeyError, AttributeError) as e:
+            error = type(e)
+        kinds = {name: type(getattr(module, name, 0)).__name__ for name in
+                 ("weight", "count", "scratch", "child", "plain", "new")}  # fmt: skip
+        return (
+            error,
+            list(module.state_dict()),
+            [name for name, _ in module.named_parameters()],
+            [name for name, _ in module.named_buffers()],
+            [name for name, _ in module.named_children()],
+            kinds,
+        )
+
+    assert after(fsdpc, fsdpc.tensor) == after(torch, torch.tensor)
+
+
+def test_a_counter_of_a_forward_stays_a_buffer() -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", fsdpc.zeros(1))
+            self.register_buffer("total", fsdpc.zeros(1))
+
+        def forward(self, x: fsdpc.Tensor) -> fsdpc.Tensor:
+            self.calls = self.calls + 1
+            self.total += x.sum()
+            return x
+
+    model = Counter()
+    for _ in range(2):
+        model(fsdpc.ones(3))
+    assert {n: t.tolist() for n, t in model.state_dict().items()} == {
+        "calls": [2.0],
+        "total": [6.0],
+    }
+
+
+def test_what_cannot_be_assigned_is_named() -> None:
+    layer = nn.Linear(1, 1)
+    with pytest.raises(TypeError, match=r"'Tensor' as parameter 'weight' \(Parameter or None exp"):
+        layer.weight = fsdpc.ones(1, 1)
+    with pytest.raises(TypeError, match="'int' as buffer 'running_mean'"):
+        nn.BatchNorm1d(2).running_mean = 3
+    with pytest.raises(TypeError, match="'Tensor' as child module '0'"):
+        setattr(nn.Sequential(layer), "0", fsdpc.ones(1))
+    with pytest.raises(TypeError, match="holds modules, not int"):
+        nn.ModuleList([3])
+    with pytest.raises(AttributeError, match=r"call super\(\).__init__\(\) before"):
+        nn.Module.register_buffer(nn.Module.__new__(nn.Module), "x", None)

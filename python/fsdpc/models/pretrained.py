@@ -159,7 +159,7 @@ def load_pretrained(model: Llama | GPT2, folder: PathLike) -> None:
     for p in added.values():
         if p.is_deferred and p._unit is None:  # the files do not have them
             p.materialize_()
-            _core.init_(p, *p._recipe)
+            p._recipe.fill(p)
     report = checkpoint.load(
         folder, {"model": model}, names="gpt2" if gpt2 else "llama", strict=not added
     )

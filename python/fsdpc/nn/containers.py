@@ -27,7 +27,7 @@ class ModuleList(Module):
 
     def append(self, module: Module) -> ModuleList:
         """Add a module at the end."""
-        self._modules[str(len(self._modules))] = module
+        self._put(str(len(self._modules)), module)
         return self
 
     def extend(self, modules: Iterable[Module]) -> ModuleList:
@@ -55,7 +55,7 @@ class ModuleList(Module):
         return list(self._modules.values())[index]
 
     def __setitem__(self, index: int, module: Module) -> None:
-        self._modules[str(range(len(self))[index])] = module
+        self._put(str(range(len(self))[index]), module)
 
 
 class Sequential(ModuleList):
@@ -120,7 +120,9 @@ class ModuleDict(Module):
 
     def pop(self, name: str) -> Module:
         """Take a module out."""
-        return self._modules.pop(name)
+        module = self._modules[name]
+        del self[name]
+        return module
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -137,10 +139,11 @@ class ModuleDict(Module):
     def __setitem__(self, name: str, module: Module) -> None:
         if not isinstance(module, Module) or "." in name:
             raise TypeError(f"ModuleDict: '{name}' of {type(module).__name__}; modules by names")
-        self._modules[name] = module
+        self._put(name, module)
 
     def __delitem__(self, name: str) -> None:
-        del self._modules[name]
+        self._modules[name]  # KeyError where there is none
+        delattr(self, name)
 
 
 class ParameterList(Module):

@@ -14,21 +14,30 @@ import numpy as np
 from fsdpc import _core
 from fsdpc._core import Tensor
 from fsdpc.grad_mode import no_grad
-from fsdpc.nn.module import Parameter
+from fsdpc.nn.parameter import Parameter, Recipe
 
 P = TypeVar("P", bound=Tensor)
 
 
 def _init(p: P, kind: str, a: float, b: float) -> P:
-    recipe = (kind, float(a), float(b), _core.initial_seed(), _core.next_stream())
-    if not isinstance(p, Parameter):
-        _core.init_(p, *recipe)
-    elif p._unit is not None:
-        p._unit.init(p._index, *recipe)
-    elif p.is_deferred:
+    recipe = Recipe(kind, float(a), float(b), _core.initial_seed(), _core.next_stream())
+    if isinstance(p, Parameter) and p._unit is not None:
+        recipe.fill_unit(p._unit, p._index)
+    elif isinstance(p, Parameter) and p.is_deferred:
         p._recipe = recipe
     else:
-        _core.init_(p, *recipe)
+        recipe.fill(p)
+    return p
+
+
+def zero_row_(p: P, row: int) -> P:
+    """Fill a row of a new parameter with 0, whatever it is filled with otherwise."""
+    if isinstance(p, Parameter) and p.is_deferred:
+        assert p._recipe is not None
+        p._recipe = p._recipe._replace(zero_row=row)
+    else:
+        with no_grad():
+            p[row] = 0
     return p
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,118 +11,11 @@ from fsdpc import _core
 from fsdpc._core import Tensor
 from fsdpc.grad_mode import no_grad
 from fsdpc.nn._hooks import Hooked
+from fsdpc.nn.parameter import Parameter, deferred_init, is_deferring
+
+__all__ = ["Module", "Parameter", "check_real", "deferred_init", "float_tensor", "is_deferring"]
 
 M = TypeVar("M", bound="Module")
-
-_deferring = False
-
-
-class deferred_init:
-    """Build modules without memory for their parameters.
-
-    Inside the context a new parameter has a shape and a dtype and remembers how it is to be
-    initialised. ``fully_shard`` then initialises on each rank only the rows that rank owns;
-    ``Module.materialize`` does it for a module that is not sharded. The values are the same either
-    way, and the same as without the context.
-
-    Examples
-    --------
-    >>> import fsdpc
-    >>> with fsdpc.deferred_init():
-    ...     layer = fsdpc.nn.Linear(1 << 20, 1 << 20)   # 4 TB, were it real
-    >>> layer.weight.is_deferred
-    True
-    """
-
-    def __enter__(self) -> deferred_init:
-        global _deferring
-        self._before = _deferring
-        _deferring = True
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        global _deferring
-        _deferring = self._before
-
-
-def is_deferring() -> bool:
-    """Say whether this is inside :class:`deferred_init`."""
-    return _deferring
-
-
-class Parameter(Tensor):
-    """A leaf tensor that a module owns and an optimizer trains.
-
-    Parameters
-    ----------
-    data : Tensor or array_like
-        Initial values; a tensor's memory is shared.
-    requires_grad : bool, default True
-        Whether gradients are wanted.
-
-    Notes
-    -----
-    Once its module is sharded, ``shape`` stays the full shape, and the values can be read by
-    modules inside the unit's forward and backward only. ``local`` is this rank's rows, ``grad``
-    the gradient of those rows, and :func:`fsdpc.full_tensor` and :func:`fsdpc.full_grad` gather.
-
-    Examples
-    --------
-    >>> import fsdpc
-    >>> from fsdpc import nn
-    >>> layer = nn.Module()
-    >>> layer.factor = nn.Parameter(fsdpc.ones(3))
-    >>> [(name, p.shape) for name, p in layer.named_parameters()]
-    [('factor', (3,))]
-    """
-
-    _unit: Any = None
-    _index: int = -1
-    _recipe: tuple[str, float, float, int, int] | None = None
-
-    def __new__(cls, data: Any, dtype: Any = None, requires_grad: bool = True) -> Parameter:
-        return super().__new__(cls, data, dtype, requires_grad)
-
-    @classmethod
-    def empty(cls, shape: Iterable[int], dtype: Any = None) -> Parameter:
-        """Make an uninitialised parameter, deferred inside :class:`deferred_init`."""
-        shape = tuple(shape)
-        make = _core.empty_deferred if _deferring else _core.empty
-        return cls(make(shape, dtype=dtype or _core.float32))
-
-    @property
-    def local(self) -> Tensor:
-        """This rank's rows in the original dtype (the whole parameter while it is not sharded).
-
-        Memory is shared with the engine: what is written here is seen by the next forward.
-        """
-        return self if self._unit is None else self._unit.local(self._index)
-
-    @property
-    def grad(self) -> Tensor | None:
-        """Gradient of the local rows, averaged over ranks; None where there is none.
-
-        One that you keep over ``zero_grad()`` stays as it is, unless gradients are offloaded or a
-        step was captured (:func:`fsdpc.graph_step`): then the next backward writes over it.
-        """
-        if self._unit is None:
-            return Tensor.grad.__get__(self)
-        return self._unit.grad(self._index)
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        if self._unit is None:
-            Tensor.grad.__set__(self, value)
-        elif value is None:
-            self._unit.zero_grad()
-        else:
-            raise ValueError(
-                "the gradient of a sharded parameter is written by reductions alone; assign None "
-                "to drop its unit's gradients, or write into p.grad in place"
-            )
-
-    def __reduce__(self) -> Any:
-        raise TypeError("parameters are not pickled: save state_dict() instead")
 
 
 class Module(Hooked):
@@ -157,17 +50,37 @@ class Module(Hooked):
                 )
             d[name] = value
             return
-        home = "_parameters" if isinstance(value, Parameter) else None
-        home = "_modules" if isinstance(value, Module) else home
-        for table in ("_parameters", "_modules", "_buffers"):
-            if table != home:  # within its own table a replaced entry keeps its place
-                d[table].pop(name, None)
-        if home:
+        if isinstance(value, Parameter):
             self._refuse_method(name)
-            d.pop(name, None)
-            d[home][name] = value
+            self._enter("_parameters", name, value)
+        elif name in self._parameters:
+            _check_kind("parameter", name, value, None)
+            self._enter("_parameters", name, None)
+        elif isinstance(value, Module):
+            self._refuse_method(name)
+            self._enter("_modules", name, value)
+        elif name in self._modules:
+            _check_kind("child module", name, value, None)
+            self._enter("_modules", name, None)
+        elif name in self._buffers:
+            _check_kind("buffer", name, value, Tensor)
+            self._buffers[name] = value
         else:
             d[name] = value
+
+    def _enter(self, table: str, name: str, value: Any) -> None:
+        """Put a parameter or module into its table, out of the others; in its own it stays."""
+        d = self.__dict__
+        known = d["_parameters"].get(name)
+        known = d["_modules"].get(name) if known is None else known
+        if known is not value:
+            _check_sharded(self, name, known, value)
+        for other in ("_parameters", "_modules", "_buffers"):
+            if other != table:
+                d[other].pop(name, None)
+        d.get("_transient", set()).discard(name)
+        d.pop(name, None)
+        d[table][name] = value
 
     def __getattr__(self, name: str) -> Any:
         d = self.__dict__
@@ -179,7 +92,10 @@ class Module(Hooked):
     def __delattr__(self, name: str) -> None:
         for table in (self._parameters, self._modules, self._buffers):
             if name in table:
+                if table is not self._buffers:
+                    _check_sharded(self, name, table[name], None)
                 del table[name]
+                self.__dict__.get("_transient", set()).discard(name)
                 return
         object.__delattr__(self, name)
 
@@ -191,18 +107,40 @@ class Module(Hooked):
         if callable(getattr(type(self), name, None)):
             raise KeyError(f"attribute '{name}' already exists: a method of {type(self).__name__}")
 
+    def _refuse_name(self, table: str, name: str) -> None:
+        """Refuse names that state dicts cannot have, and those of other attributes."""
+        if table not in self.__dict__:
+            raise AttributeError(
+                f"{type(self).__name__}: call super().__init__() before registering '{name}'"
+            )
+        if not isinstance(name, str):
+            raise TypeError(f"a name is a string, not {type(name).__name__}")
+        if not name or "." in name:
+            raise KeyError(f"the name {name!r} is empty or has a '.': state dicts join names by it")
+        self._refuse_method(name)
+        if name not in self.__dict__[table] and hasattr(self, name):
+            raise KeyError(f"attribute '{name}' already exists: delete it first, or take another")
+
+    def _put(self, name: str, module: Module) -> None:
+        """Add a module under a name, for lists and dictionaries of modules."""
+        if not isinstance(module, Module):
+            raise TypeError(f"{type(self).__name__} holds modules, not {type(module).__name__}")
+        self._refuse_name("_modules", name)
+        self._enter("_modules", name, module)
+
     def register_parameter(self, name: str, value: Parameter | None) -> None:
         """Add a parameter under a name; None reserves the name."""
-        self._refuse_method(name)
-        self.__dict__.pop(name, None)
-        self._parameters[name] = value
+        self._refuse_name("_parameters", name)
+        _check_kind("parameter", name, value, Parameter)
+        self._enter("_parameters", name, value)
 
     def register_buffer(self, name: str, value: Tensor | None, persistent: bool = True) -> None:
         """Add a tensor that is not trained; a persistent one is part of ``state_dict``."""
-        self.__dict__.pop(name, None)
+        self._refuse_name("_buffers", name)
+        _check_kind("buffer", name, value, Tensor)
         self._buffers[name] = value
-        if not persistent:
-            self.__dict__.setdefault("_transient", set()).add(name)
+        transient = self.__dict__.setdefault("_transient", set())
+        (transient.discard if persistent else transient.add)(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module's output; subclasses define it."""
@@ -370,7 +308,7 @@ class Module(Hooked):
                 if p._recipe is None:
                     raise RuntimeError(f"parameter '{name}' was made without an initial value")
                 p.materialize_()
-                _core.init_(p, *p._recipe)
+                p._recipe.fill(p)
         return self
 
     def num_parameters(self) -> int:
@@ -462,6 +400,56 @@ class Module(Hooked):
         lines = [f"({name}): {text}".replace("\n", "\n  ") for name, text in rows]
         head = type(self).__name__ + "(" + self.extra_repr()
         return head + ("\n  " + "\n  ".join(lines) + "\n" if lines else "") + ")"
+
+
+def _check_kind(what: str, name: str, value: Any, kind: type | None) -> None:
+    """Refuse a value that would take a registered name out of its table, as PyTorch does."""
+    if value is None or (kind is not None and isinstance(value, kind)):
+        return
+    wanted = {"parameter": "Parameter", "child module": "Module", "buffer": "Tensor"}[what]
+    cure = {
+        "parameter": f"write its values inside no_grad(), {name}.copy_(values), or compute with "
+        "another attribute",
+        "child module": "del it first, or take another name",
+        "buffer": "make it a tensor, or del it first",
+    }[what]
+    raise TypeError(
+        f"cannot assign '{type(value).__name__}' as {what} '{name}' ({wanted} or None expected): "
+        f"{cure}"
+    )
+
+
+def _parameters_of(value: Any) -> list[Parameter]:
+    if isinstance(value, Module):
+        return list(value.parameters())
+    return [value] if isinstance(value, Parameter) else []
+
+
+def _check_sharded(owner: Module, name: str, known: Any, value: Any) -> None:
+    """Refuse what the units around would not see: their parameters taken out, others put in."""
+    kept = _parameters_of(value)
+    ids = {id(p) for p in kept}
+    lost = [p for p in _parameters_of(known) if p._unit is not None and id(p) not in ids]
+    if lost:
+        raise RuntimeError(
+            f"'{name}' of {type(owner).__name__} holds parameter '{lost[0]._name}' of unit "
+            f"'{lost[0]._unit.name}', which would go on without it: change the model before "
+            "fully_shard; to change values, use load_state_dict or p.local.copy_()"
+        )
+    fresh = any(p._unit is None and not p._ignored for p in kept)
+    if fresh and _in_unit(owner):
+        raise RuntimeError(
+            f"{type(owner).__name__} is sharded, and '{name}' would bring a parameter that no unit "
+            "holds, whose gradients no rank would share: add it before fully_shard"
+        )
+
+
+def _in_unit(owner: Module) -> bool:
+    """Whether a unit has taken the module's parameters, as far as the module itself can tell."""
+    own = owner.__dict__
+    return "_fsdpc_unit" in own or any(
+        p is not None and p._unit is not None for p in owner._parameters.values()
+    )
 
 
 def _converted(p: Parameter, target: _core.dtype, made: dict[int, Parameter]) -> Parameter:

@@ -1,0 +1,163 @@
+"""Parameters, and how those without memory yet get their initial values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from fsdpc import _core
+from fsdpc._core import Tensor
+from fsdpc.grad_mode import no_grad
+
+_deferring = False
+
+
+class deferred_init:
+    """Build modules without memory for their parameters.
+
+    Inside the context a new parameter has a shape and a dtype and remembers how it is to be
+    initialised. ``fully_shard`` then initialises on each rank only the rows that rank owns;
+    ``Module.materialize`` does it for a module that is not sharded. The values are the same either
+    way, and the same as without the context.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> with fsdpc.deferred_init():
+    ...     layer = fsdpc.nn.Linear(1 << 20, 1 << 20)   # 4 TB, were it real
+    >>> layer.weight.is_deferred
+    True
+    """
+
+    def __enter__(self) -> deferred_init:
+        global _deferring
+        self._before = _deferring
+        _deferring = True
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        global _deferring
+        _deferring = self._before
+
+
+def is_deferring() -> bool:
+    """Say whether this is inside :class:`deferred_init`."""
+    return _deferring
+
+
+class Recipe(NamedTuple):
+    """How a parameter's initial values are drawn; ``zero_row`` of them is zeros."""
+
+    kind: str
+    a: float
+    b: float
+    seed: int
+    stream: int
+    zero_row: int | None = None
+
+    def fill(self, p: Tensor) -> None:
+        """Draw them into a tensor."""
+        _core.init_(p, *self[:5])
+        if self.zero_row is not None:
+            with no_grad():
+                p[self.zero_row] = 0
+
+    def fill_unit(self, unit: _core.Unit, index: int) -> None:
+        """Draw this rank's rows into a unit."""
+        unit.init(index, *self[:5])
+        if self.zero_row is None:
+            return
+        rows, first, _, _ = _core.master_piece(unit, index, True)
+        dim = unit.params[index][2][1]
+        at = self.zero_row * dim - first
+        if 0 <= at < rows.numel():
+            with no_grad():
+                rows[at : at + dim] = 0
+
+
+class Parameter(Tensor):
+    """A leaf tensor that a module owns and an optimizer trains.
+
+    Parameters
+    ----------
+    data : Tensor or array_like
+        Initial values; a tensor's memory is shared.
+    requires_grad : bool, default True
+        Whether gradients are wanted.
+
+    Notes
+    -----
+    Once its module is sharded, ``shape`` stays the full shape, and the values can be read by
+    modules inside the unit's forward and backward only. ``local`` is this rank's rows, ``grad``
+    the gradient of those rows, and :func:`fsdpc.full_tensor` and :func:`fsdpc.full_grad` gather.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> layer = nn.Module()
+    >>> layer.factor = nn.Parameter(fsdpc.ones(3))
+    >>> [(name, p.shape) for name, p in layer.named_parameters()]
+    [('factor', (3,))]
+    """
+
+    _unit: Any = None
+    _index: int = -1
+    _recipe: Recipe | None = None
+    _ignored: bool = False  # by fully_shard(ignored_params=...)
+
+    def __new__(cls, data: Any, dtype: Any = None, requires_grad: bool = True) -> Parameter:
+        return super().__new__(cls, data, dtype, requires_grad)
+
+    @classmethod
+    def empty(cls, shape: Iterable[int], dtype: Any = None) -> Parameter:
+        """Make an uninitialised parameter, deferred inside :class:`deferred_init`."""
+        shape = tuple(shape)
+        make = _core.empty_deferred if _deferring else _core.empty
+        return cls(make(shape, dtype=dtype or _core.float32))
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's rows in the original dtype (the whole parameter while it is not sharded).
+
+        Memory is shared with the engine: what is written here is seen by the next forward.
+        """
+        return self if self._unit is None else self._unit.local(self._index)
+
+    @local.setter
+    def local(self, value: Tensor) -> None:
+        if not _is_same(value, self.local):  # `p.local -= y` ends here, its rows written already
+            raise AttributeError("rows are written in place: p.local.copy_(values)")
+
+    @property
+    def grad(self) -> Tensor | None:
+        """Gradient of the local rows, averaged over ranks; None where there is none.
+
+        One that you keep over ``zero_grad()`` stays as it is, unless gradients are offloaded or a
+        step was captured (:func:`fsdpc.graph_step`): then the next backward writes over it.
+        """
+        if self._unit is None:
+            return Tensor.grad.__get__(self)
+        return self._unit.grad(self._index)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if self._unit is None:
+            Tensor.grad.__set__(self, value)
+        elif value is None:
+            self._unit.zero_grad()
+        elif not _is_same(value, self.grad):  # `p.grad *= y` ends here, it is written already
+            raise ValueError(
+                "the gradient of a sharded parameter is written by reductions alone; assign None "
+                "to drop its unit's gradients, or write into p.grad in place"
+            )
+
+    def __reduce__(self) -> Any:
+        raise TypeError("parameters are not pickled: save state_dict() instead")
+
+
+def _is_same(x: Any, own: Tensor | None) -> bool:
+    """Whether x is the tensor that a property gives, perhaps by another object."""
+    if not isinstance(x, Tensor) or own is None:
+        return False
+    return (x.data_ptr, x.shape, x.dtype) == (own.data_ptr, own.shape, own.dtype)

@@ -1,0 +1,108 @@
+"""Sharded models whose parameters are written by hand, and whose parts are replaced."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fsdpc
+from fsdpc import nn
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.last = nn.Linear(6, 3)
+        self.scale = nn.Parameter(fsdpc.ones(3))
+        self.register_buffer("calls", fsdpc.zeros(1))
+
+    def forward(self, x: fsdpc.Tensor) -> fsdpc.Tensor:
+        self.calls = self.calls + 1
+        h = self.first(x)
+        h += self.first(x * 2)
+        y = fsdpc.zeros(x.shape[0], 3)
+        y[:, :2] = self.last(h)[:, :2]
+        y[:, 2] = h[:, 0]
+        y *= self.scale
+        return y
+
+
+def make(sharded: bool) -> Net:
+    fsdpc.manual_seed(3)
+    model = Net()
+    if sharded:
+        fsdpc.fully_shard(model.first)
+        fsdpc.fully_shard(model)
+    return model
+
+
+def train(model: Net, sharded: bool) -> dict[str, np.ndarray]:
+    x = fsdpc.tensor(np.random.default_rng(0).standard_normal((5, 4)).astype(np.float32))
+    average = [p.local.detach().clone() for p in model.parameters()]
+    for _ in range(3):
+        model(x).sum().backward()
+        with fsdpc.no_grad():
+            for p, e in zip(model.parameters(), average, strict=True):
+                p.grad *= 0.5
+                if sharded:
+                    p.local -= 0.1 * p.grad
+                else:
+                    p -= 0.1 * p.grad
+                e *= 0.9
+                e += 0.1 * p.local
+        model.zero_grad()
+    return {name: t.detach().numpy() for name, t in model.state_dict().items()}
+
+
+@pytest.mark.ranks([1, 2, 3])
+def test_shards_are_written_by_hand_and_the_engine_sees_it() -> None:
+    want = train(make(False), False)
+    got = train(make(True), True)
+    assert list(got) == list(want) and got["calls"].tolist() == [3.0]
+    for name, values in want.items():
+        np.testing.assert_allclose(got[name], values, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.ranks([1, 2])
+def test_a_sharded_parameter_names_its_rows() -> None:
+    model = make(True)
+    model(fsdpc.ones(2, 4)).sum().backward()
+    weight = model.first.weight
+    with fsdpc.no_grad(), pytest.raises(RuntimeError, match=r"p\.local|\.local"):
+        weight -= 1.0
+    with pytest.raises(AttributeError, match="in place"):
+        weight.local = fsdpc.ones(1)
+    with pytest.raises(ValueError, match="written by reductions alone"):
+        weight.grad = fsdpc.ones(1)
+    weight.grad *= 0.0
+    assert not weight.grad.any()
+
+
+@pytest.mark.ranks([1, 2])
+def test_parts_of_a_sharded_model_are_not_replaced() -> None:
+    model = make(True)
+    kept = model.scale
+    for change, match in (
+        (lambda: setattr(model, "scale", nn.Parameter(fsdpc.ones(3))), "'scale' .* of unit 'Net'"),
+        (lambda: setattr(model, "scale", fsdpc.ones(3)), "as parameter 'scale'"),
+        (lambda: setattr(model, "scale", None), "before fully_shard"),
+        (lambda: delattr(model, "scale"), "before fully_shard"),
+        (lambda: delattr(model, "last"), "'last.weight' of unit 'Net'"),
+        (lambda: setattr(model, "last", nn.Linear(6, 3)), "'last.weight' of unit"),
+        (lambda: setattr(model, "last", None), "'last.weight' of unit"),
+        (lambda: setattr(model, "first", nn.Identity()), "'weight' of unit 'Linear'"),
+        (lambda: setattr(model, "more", nn.Linear(2, 2)), "'more' would bring a parameter"),
+        (lambda: setattr(model.first, "more", nn.Parameter(fsdpc.ones(2))), "that no unit holds"),
+    ):
+        with pytest.raises((RuntimeError, TypeError), match=match):
+            change()
+    model.scale = kept
+    model.calls = fsdpc.ones(1)
+    model.activation = nn.ReLU()
+    with fsdpc.no_grad():
+        model.calls += 1
+    model(fsdpc.ones(2, 4)).sum().backward()
+    names = ["scale", "calls", "first.weight", "first.bias", "last.weight", "last.bias"]
+    assert list(model.state_dict()) == names
+    assert model.state_dict()["calls"].tolist() == [3.0]
