@@ -6,7 +6,7 @@
 
 enum { SAVED_IDS };
 
-static fsdpc_status embedding_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
+static fsdpc_status add_rows(fsdpc_tape *tape, fsdpc_node *node, const fsdpc_tensor *dy)
 {
     const fsdpc_edge *edge = &node->inputs[0];
     const fsdpc_tensor *ids = node->saved[SAVED_IDS];
@@ -23,6 +23,37 @@ static fsdpc_status embedding_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc
                                  .dtable_dtype = target.dtype,
                                  .accumulate = target.accumulate};
     return fsdpc_op_kernels(tape)->embedding_backward(&args, tape->stream);
+}
+
+/* dy with zeros where the id is the padding. */
+static fsdpc_status without_padding(fsdpc_tape *tape, fsdpc_tensor *ids, int64_t padding,
+                                    const fsdpc_tensor *dy, fsdpc_tensor **out)
+{
+    fsdpc_tensor *others, *column;
+    size_t shape[FSDPC_MAX_DIMS] = {0};
+    for (int i = 0; i < ids->ndim; i++)
+        shape[i] = ids->shape[i];
+    shape[ids->ndim] = 1;
+    FSDPC_TRY(
+        fsdpc_op_binary_scalar(tape, FSDPC_BINARY_NE, ids, (double)padding, true, false, &others));
+    fsdpc_status st = fsdpc_tensor_view(others, ids->ndim + 1, shape, others->data, &column);
+    fsdpc_tensor_release(others);
+    FSDPC_TRY(st);
+    st = fsdpc_op_binary_compute(tape, FSDPC_BINARY_KEEP, dy, column, out);
+    fsdpc_tensor_release(column);
+    return st;
+}
+
+static fsdpc_status embedding_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
+{
+    const int64_t *padding = node->extra;
+    fsdpc_tensor *kept;
+    if (*padding < 0)
+        return add_rows(tape, node, dy);
+    FSDPC_TRY(without_padding(tape, node->saved[SAVED_IDS], *padding, dy, &kept));
+    fsdpc_status st = add_rows(tape, node, kept);
+    fsdpc_tensor_release(kept);
+    return st;
 }
 
 static const fsdpc_node_ops embedding_ops = {.name = "embedding", .backward = embedding_backward};
@@ -54,22 +85,23 @@ static fsdpc_status pick_rows(fsdpc_tape *tape, fsdpc_tensor *ids, fsdpc_tensor 
 }
 
 static fsdpc_status record(fsdpc_tape *tape, const fsdpc_node_ops *ops, fsdpc_tensor *x,
-                           fsdpc_tensor *ids, fsdpc_tensor *y)
+                           fsdpc_tensor *ids, int64_t padding, fsdpc_tensor *y)
 {
     fsdpc_node *node;
     if (!fsdpc_tape_wants(tape, 1, &x))
         return FSDPC_OK;
-    FSDPC_TRY(fsdpc_op_record(tape, ops, 1, &x, y, 0, &node));
+    FSDPC_TRY(fsdpc_op_record(tape, ops, 1, &x, y, sizeof padding, &node));
+    *(int64_t *)node->extra = padding;
     fsdpc_node_save(node, SAVED_IDS, ids);
     return FSDPC_OK;
 }
 
 fsdpc_status fsdpc_op_embedding(fsdpc_tape *tape, fsdpc_tensor *ids, fsdpc_tensor *weight,
-                                fsdpc_tensor **out)
+                                int64_t padding, fsdpc_tensor **out)
 {
     fsdpc_tensor *y = NULL;
     FSDPC_TRY(pick_rows(tape, ids, weight, &y));
-    return fsdpc_op_return(record(tape, &embedding_ops, weight, ids, y), y, out);
+    return fsdpc_op_return(record(tape, &embedding_ops, weight, ids, padding, y), y, out);
 }
 
 static fsdpc_status scatter_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
@@ -105,7 +137,7 @@ fsdpc_status fsdpc_op_scatter_rows(fsdpc_tape *tape, fsdpc_tensor *ids, fsdpc_te
                                  .dtable = y->data,
                                  .dtable_dtype = x->dtype};
     fsdpc_status st = fsdpc_op_kernels(tape)->embedding_backward(&args, tape->stream);
-    return fsdpc_op_return(st == FSDPC_OK ? record(tape, &scatter_ops, x, ids, y) : st, y, out);
+    return fsdpc_op_return(st == FSDPC_OK ? record(tape, &scatter_ops, x, ids, -1, y) : st, y, out);
 }
 
 /* ---- places ---- */

@@ -160,9 +160,10 @@ fsdpc_status fsdpc_op_attention(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_tensor 
 fsdpc_status fsdpc_op_varlen_attention(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_tensor *k,
                                        fsdpc_tensor *v, const fsdpc_attention_options *options,
                                        size_t documents, const size_t *lengths, fsdpc_tensor **out);
-/* ids of any shape, weight (rows, dim) -> (..., dim) */
+/* ids of any shape, weight (rows, dim) -> (..., dim); of row `padding`, unless it is -1, weight gets
+ * no gradient */
 fsdpc_status fsdpc_op_embedding(fsdpc_tape *tape, fsdpc_tensor *ids, fsdpc_tensor *weight,
-                                fsdpc_tensor **out);
+                                int64_t padding, fsdpc_tensor **out);
 /* On the host: where in a tensor of this shape the elements stand (I64) that an index names along
  * dim.  *out is NULL where it names some that are not there. */
 fsdpc_status fsdpc_op_element_places(fsdpc_tape *tape, const fsdpc_tensor *index, int ndim,

@@ -303,7 +303,16 @@ static PyObject *embedding(fsdpc_py_state *state, PyObject *const *a)
     if (!weight)
         return NULL;
     size_t dim = weight->ndim == 2 ? weight->shape[1] : 0;
-    RETURN_OP(state, ids->numel * dim, fsdpc_op_embedding(r->tape, ids, weight, &y));
+    int64_t padding = -1, rows = weight->ndim ? (int64_t)weight->shape[0] : 0;
+    if (a[2] && a[2] != Py_None) {
+        if (fsdpc_py_arg_int64(a[2], &padding) < 0)
+            return NULL;
+        if (padding < -rows || padding >= rows)
+            return PyErr_Format(PyExc_IndexError, "embedding: padding_idx %lld of %lld rows",
+                                (long long)padding, (long long)rows);
+        padding += padding < 0 ? rows : 0;
+    }
+    RETURN_OP(state, ids->numel * dim, fsdpc_op_embedding(r->tape, ids, weight, padding, &y));
 }
 
 static PyObject *scatter_rows(fsdpc_py_state *state, PyObject *const *a)
@@ -510,7 +519,7 @@ static PyObject *array_equal(PyObject *const *a)
     F(conv2d, 7, conv2d(state, a), "x", "weight", "bias", "stride", "padding", "dilation",         \
       "groups")                                                                                    \
     F(pool2d, 5, pool2d(state, a), "x", "max", "kernel", "stride", "padding")                      \
-    F(embedding, 2, embedding(state, a), "ids", "weight")                                          \
+    F(embedding, 2, embedding(state, a), "ids", "weight", "padding_idx")                           \
     F(scatter_rows, 3, scatter_rows(state, a), "ids", "x", "rows")                                 \
     F(element_places, 3, fsdpc_py_element_places(state, a), "index", "shape", "dim")               \
     F(rotary, 3, rotary(state, a), "x", "cos", "sin")                                              \

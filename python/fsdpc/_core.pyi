@@ -1315,7 +1315,7 @@ def row_affine(
     :func:`row_moments` do.
     """
 
-def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     """Pick rows of a table.
 
     Parameters
@@ -1324,6 +1324,8 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
         Any shape, int32 or int64.
     weight : Tensor
         (rows, dim)
+    padding_idx : int, optional
+        A row to which these lookups give no gradient; counted from the end if negative.
 
     Returns
     -------

@@ -147,6 +147,8 @@ def _make_unit(
     lines = [_shard.describe(name, p, _value(p)) for name, p, _ in found]
     lines.append(f"{policy}, {where}{offload.words(offload_policy)}")
     check_agreement([title, *lines], where.comms)
+    # One that has memory has values, perhaps read from a file since it was deferred.
+    recipes = [p._recipe if p.is_deferred else None for p in params]
     unit = _core.Unit(
         title,
         names,
@@ -165,12 +167,11 @@ def _make_unit(
     )
     for p in ignored:
         p._ignored = True
-    for i, p in enumerate(params):
-        recipe = p._recipe
+    for i, (p, recipe) in enumerate(zip(params, recipes, strict=True)):
         p._unit, p._index, p._name = unit, i, names[i]
         if recipe is not None:
             recipe.fill_unit(unit, i)
-            p._recipe = None
+        p._recipe = None
     for m in modules:
         m.__dict__["_fsdpc_unit"] = unit
         m.__dict__["_fsdpc_strategy"] = where.strategy

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -106,3 +108,53 @@ def test_parts_of_a_sharded_model_are_not_replaced() -> None:
     names = ["scale", "calls", "first.weight", "first.bias", "last.weight", "last.bias"]
     assert list(model.state_dict()) == names
     assert model.state_dict()["calls"].tolist() == [3.0]
+
+
+@pytest.mark.ranks([1, 2, 3])
+def test_the_padding_of_an_embedding_begins_as_zeros(tmp_path: Path) -> None:
+    """Deferred, sharded, with masters on a disk: one row of zeros, all others alike."""
+
+    def table(deferred: bool) -> nn.Embedding:
+        fsdpc.manual_seed(5)
+        if not deferred:
+            return nn.Embedding(7, 4, padding_idx=-2)
+        with fsdpc.deferred_init():
+            return nn.Embedding(7, 4, padding_idx=5)
+
+    want = table(False).weight.tolist()
+    assert want[5] == [0.0] * 4 and all(any(row) for i, row in enumerate(want) if i != 5)
+    assert table(True).materialize().weight.tolist() == want
+    on_disk = fsdpc.OffloadPolicy(masters="disk", path=tmp_path)
+    for policy in (None, on_disk):
+        for deferred in (False, True):
+            model = fsdpc.fully_shard(table(deferred), offload_policy=policy)
+            assert model(fsdpc.tensor([5, 0])).tolist() == [want[5], want[0]]
+            model(fsdpc.tensor([5, 1, 5])).sum().backward()
+            grad = np.zeros((7, 4))
+            grad[1] = 1
+            assert fsdpc.full_grad(model.weight).tolist() == grad.tolist()
+            assert fsdpc.full_tensor(model.weight).tolist() == want
+    with pytest.raises(ValueError, match="padding_idx 7 is none of 7 rows"):
+        nn.Embedding(7, 4, 7)
+    assert repr(table(False)) == "Embedding(7, 4, padding_idx=5)"
+
+
+@pytest.mark.ranks([1, 2])
+def test_values_that_came_before_sharding_stay() -> None:
+    """A deferred parameter that was filled since is not drawn again."""
+
+    def filled(how: str) -> nn.Linear:
+        with fsdpc.deferred_init():
+            layer = nn.Linear(2, 3)
+        if how == "load_state_dict":
+            layer.load_state_dict({"weight": np.full((3, 2), 7.0), "bias": np.full(3, 7.0)})
+            return layer
+        layer.materialize()
+        with fsdpc.no_grad():
+            for p in layer.parameters():
+                p.fill_(7)
+        return layer
+
+    for how in ("load_state_dict", "materialize"):
+        layer = fsdpc.fully_shard(filled(how))
+        assert all((t == 7).all() for t in layer.state_dict().values()), how

@@ -65,6 +65,31 @@ def test_embedding(ids, id_dtype, dtype):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("padding", [None, 0, 3, -1])
+def test_embedding_with_padding(padding, dtype):
+    """The padding's rows are read, and get the gradient of other uses alone."""
+    torch = pytest.importorskip("torch")
+    from beside import same_as_torch
+
+    ids = np.array([[1, 3, 3], [4, 0, 3]])
+    same_as_torch(
+        lambda w: F.embedding(_core.tensor(ids), w, padding) * 2 + w[1:2],
+        lambda w: torch.nn.functional.embedding(torch.tensor(ids), w, padding) * 2 + w[1:2],
+        [_inputs((5, 3))], dtype, 4,
+    )  # fmt: skip
+
+
+def test_embedding_with_padding_that_is_not_finite():
+    w = _core.zeros(3, 2, requires_grad=True)
+    y = F.embedding(_core.tensor([0, 2]), w, padding_idx=2)
+    y.backward(_core.tensor([[1.0, 2.0], [np.inf, np.nan]]))
+    assert w.grad.tolist() == [[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]]
+    for padding in (3, -4):
+        with pytest.raises(IndexError, match=f"padding_idx {padding} of 3 rows"):
+            F.embedding(_core.tensor([0]), w, padding)
+
+
 def test_embedding_large_and_out_of_range():
     ids = np.random.default_rng(1).integers(0, 50, (40, 30))
     check(lambda w: F.embedding(_core.tensor(ids), w), lambda w: w[ids], [_inputs((50, 67))],

@@ -52,9 +52,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def theirs_of(case: str, folder: Path, **options: Any) -> Any:
+def theirs_of(case: str, folder: Path, pad: int | None = None, **options: Any) -> Any:
     """A model of transformers, written to a folder; biases and norms are not at 0 and 1."""
     kind, changes = CASES[case]
+    changes = changes if pad is None else {**changes, "pad_token_id": pad}
     sizes = GPT2_SIZES if kind == "gpt2" else SIZES
     torch.manual_seed(3)
     config = transformers.AutoConfig.for_model(kind, **{**sizes, **changes})
@@ -107,6 +108,49 @@ def compare_gradients(theirs: Any, model: Any) -> None:
     for name, p in model.named_parameters():
         grad = want[name].grad.numpy()
         np.testing.assert_allclose(p.grad.numpy(), grad, atol=1e-5, rtol=1e-3, err_msg=name)
+
+
+@pytest.mark.ranks([1, 2], timeout=300)
+def test_lookups_do_not_train_the_padding(tmp_path: Path) -> None:
+    """A tied head does; a GPT-2 has no padding, as in transformers."""
+    for case in CASES:
+        folder = tmp_path / f"{case}-{fsdpc.rank()}"
+        theirs = theirs_of(case, folder, pad=7)
+        fsdpc.barrier()
+        model = from_pretrained(folder).eval()
+        for block in model.blocks():
+            fsdpc.fully_shard(block)
+        fsdpc.fully_shard(model)
+        words = torch.from_numpy(WORDS)
+        loss = theirs(words, labels=words).loss
+        loss.backward()
+        targets = np.concatenate([WORDS[:, 1:], np.full((2, 1), -100)], axis=1)
+        own = model(WORDS, targets)
+        own.backward()
+        np.testing.assert_allclose(own.item(), loss.item(), rtol=1e-5, err_msg=case)
+        want = dict(theirs.named_parameters())
+        for name, p in model.named_parameters():
+            grad = want[name].grad.numpy()
+            np.testing.assert_allclose(
+                fsdpc.full_grad(p).numpy(), grad, atol=1e-5, rtol=1e-3, err_msg=f"{case} {name}"
+            )
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        ours = fsdpc.clip_grad_norm_(model, 1.0)
+        np.testing.assert_allclose(float(ours), norm.item(), rtol=1e-4, err_msg=case)
+        embedding = want.get("model.embed_tokens.weight")
+        if embedding is not None and not CASES[case][1].get("tie_word_embeddings"):
+            assert not embedding.grad[7].any()
+
+
+def test_a_padding_of_the_family() -> None:
+    """A configuration without the key has transformers' default."""
+    for kind in ("llama", "mistral", "qwen2", "qwen3", "smollm3"):
+        sizes = {k: v for k, v in SIZES.items() if k != "pad_token_id"}
+        sizes["vocab_size"] = 128256
+        theirs = transformers.AutoConfig.for_model(kind, **sizes)
+        sizes["model_type"] = kind
+        assert read_config(sizes).pad_token_id == theirs.pad_token_id, kind
+        assert read_config({**sizes, "pad_token_id": None}).pad_token_id is None
 
 
 def compare_greedy_tokens(theirs: Any, model: Any, case: str) -> None:

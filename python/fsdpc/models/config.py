@@ -58,7 +58,8 @@ class ModelConfig:
         The ``model_type`` under which transformers knows the model; found from the shape by
         default.
     bos_token_id, eos_token_id, pad_token_id : int, optional
-        Tokens that begin, end and fill sequences. Several that end one are a tuple.
+        Tokens that begin, end and fill sequences. Several that end one are a tuple. But in a GPT-2,
+        lookups of the filling token give its row of the embedding no gradient, as in transformers.
 
     Examples
     --------

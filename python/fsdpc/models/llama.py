@@ -153,7 +153,9 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens: nn.Embedding = nn.Embedding(config.vocab_size, config.dim, std=INIT_STD)
+        self.embed_tokens: nn.Embedding = nn.Embedding(
+            config.vocab_size, config.dim, config.pad_token_id, std=INIT_STD
+        )
         self.layers: nn.ModuleList = nn.ModuleList(Block(config, i) for i in range(config.layers))
         self.norm: nn.RMSNorm = nn.RMSNorm(config.dim, config.norm_eps)
 

@@ -50,6 +50,8 @@ _GPT2_SIZES = {
     "vocab_size": "vocab_size", "n_embd": "dim", "n_layer": "layers", "n_head": "heads",
 }  # fmt: skip
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+#: transformers' default of that family alone; it is a row that lookups do not train.
+_SMOLLM3_PAD = 128004
 
 #: Keys that say nothing about the numbers of a forward.
 _SILENT = frozenset("""
@@ -101,6 +103,8 @@ def read_config(found: Mapping[str, Any]) -> ModelConfig:
         raise ValueError(f"the configuration of a {family} needs {', '.join(missing)}")
     own = {ours: found[theirs] for theirs, ours in sizes.items()}
     own |= {name: _token(found[name]) for name in _TOKENS if found.get(name) is not None}
+    if family == "smollm3" and "pad_token_id" not in found:
+        own["pad_token_id"] = _SMOLLM3_PAD
     values = {name: found.get(name, default) for name, default in defaults.items()}
     of_family = _gpt2 if family == "gpt2" else _llama
     return ModelConfig(family=family, **own, **of_family(family, found, values, own))

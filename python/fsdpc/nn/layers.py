@@ -77,6 +77,9 @@ class Embedding(Module):
     ----------
     num_embeddings, embedding_dim : int
         Shape of the table ``weight``.
+    padding_idx : int, optional
+        A row that begins as zeros and gets no gradient from lookups, so that training leaves it
+        alone; counted from the end if negative.
     std : float, default 1
         Standard deviation of the normal initial values.
 
@@ -89,20 +92,32 @@ class Embedding(Module):
     """
 
     def __init__(
-        self, num_embeddings: int, embedding_dim: int, *, std: float = 1.0, dtype: Any = None
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        std: float = 1.0,
+        dtype: Any = None,
     ) -> None:
         super().__init__()
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ValueError(f"padding_idx {padding_idx} is none of {num_embeddings} rows")
         self.num_embeddings: int = num_embeddings
         self.embedding_dim: int = embedding_dim
+        self.padding_idx: int | None = None if padding_idx is None else padding_idx % num_embeddings
         self.weight: Parameter = Parameter.empty((num_embeddings, embedding_dim), dtype)
         init.normal_(self.weight, 0.0, std)
+        if self.padding_idx is not None:
+            init.zero_row_(self.weight, self.padding_idx)
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids (...), int32 or int64 -> (..., embedding_dim)."""
-        return _core.embedding(ids, self.weight)
+        return _core.embedding(ids, self.weight, self.padding_idx)
 
     def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}"
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}"
 
 
 class LayerNorm(Module):
