@@ -115,6 +115,8 @@ class Auditor:
         self._units = self._of_units()
         if not self._units:
             raise ValueError(f"{type(model).__name__} is not sharded: there is nothing to audit")
+        if every == 1:  # the first step too
+            self._watch()
 
     def _of_units(self) -> list[list[_Held]]:
         found: dict[Any, list[_Held]] = {}
@@ -152,9 +154,20 @@ class Auditor:
         """Catch the gradients of the next unit, of all micro-steps of the next step."""
         held = self._units[self.checks % len(self._units)]
         for one in held:
-            whole = one.p if self._native else _whole(one.p)
-            if whole is not None and one.p.requires_grad:
-                self._hooks.append(whole.register_hook(self._hook(one.index)))
+            if self._native:
+                self._catch(one, one.p)
+            elif fulls := one.p.fsdpc._state.fulls:
+                self._catch(one, fulls[one.index])
+            else:  # made by the first forward
+                state = one.p.fsdpc._state
+                state.when_rooted.append(
+                    lambda one=one, s=state: self._catch(one, s.fulls[one.index])
+                )
+
+    def _catch(self, one: _Held, whole: Any) -> None:
+        if one.p.requires_grad:
+            whole.requires_grad_()  # as the forward will have it
+            self._hooks.append(whole.register_hook(self._hook(one.index)))
 
     def _hook(self, index: int) -> Any:
         def add(grad: Any) -> None:
@@ -244,12 +257,6 @@ class Auditor:
                         f"{first + numel})"
                     ]
         return []
-
-
-def _whole(p: Any) -> Any:
-    """The parameter that a torch forward sees, once there was one."""
-    fulls = p.fsdpc._state.fulls
-    return fulls[p.fsdpc._index] if fulls else None
 
 
 def _numpy(value: Any) -> np.ndarray:

@@ -31,17 +31,18 @@ def test_gradients_are_checked_as_natively() -> None:
                 loss_of(model, batch(10 * step + micro, fsdpc.rank())).backward()
             seen.append(auditor.step())
             model.zero_grad()
-        assert seen[0] is None and len({each.unit for each in seen[1:]}) == 4
-        assert all(0 < each.largest < 1 for each in seen[1:])
-    model = sharded()
-    auditor = fsdpc.audit(model, every=1)
-    for step in range(2):
-        loss_of(model, batch(step, fsdpc.rank())).backward()
-        if step == 1 and fsdpc.rank() == 0:
-            model.first.weight.grad[1, 3] += 1e-3
-        if step == 0:
-            auditor.step()
-            model.zero_grad()
-        else:
+        assert len({each.unit for each in seen}) == 4
+        assert all(0 < each.largest < 1 for each in seen)
+    for wrong in range(2):
+        model = sharded()
+        auditor = fsdpc.audit(model, every=wrong + 1)
+        for step in range(wrong + 1):
+            loss_of(model, batch(step, fsdpc.rank())).backward()
+            if step < wrong:
+                assert auditor.step() is None
+                model.zero_grad()
+                continue
+            if fsdpc.rank() == 0:
+                model.first.weight.grad[1, 3] += 1e-3
             with pytest.raises(fsdpc.MismatchError, match=r"'first.weight' .* first at \[1, 3\]"):
                 auditor.step()
