@@ -9,12 +9,15 @@ import math
 import pickle
 import sys
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.needs import need_torch
 
-from fsdpc import _core
+import fsdpc
+from fsdpc import _core, nn
+from fsdpc import functional as F
 from fsdpc._core import Tensor
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int32", "int64", "uint8", "bool")
@@ -452,3 +455,111 @@ def test_threads_setting():
     _core.set_num_threads(before)
     config = _core.runtime_config()
     assert config["threads"] == before and config["device"] == "cpu"
+
+
+# ---- iteration, and NumPy's integers ----
+
+
+def test_iteration_gives_rows() -> None:
+    x = fsdpc.arange(6).reshape(3, 2)
+    assert [row.tolist() for row in x] == [[0, 1], [2, 3], [4, 5]]
+    a, b, c = x
+    assert (a.tolist(), c.tolist()) == ([0, 1], [4, 5]) and b.shape == (2,)
+    assert [(i, row.tolist()) for i, row in enumerate(x[:1])] == [(0, [0, 1])]
+    assert list(fsdpc.zeros(0, 3)) == []
+    assert [float(number) for number in fsdpc.tensor([0.5, 1.5])] == [0.5, 1.5]
+    assert 3 in x and 9 not in x and 0.5 not in x
+    for row in x:
+        row += 1
+    assert x.tolist() == [[1, 2], [3, 4], [5, 6]]
+    with pytest.raises(TypeError, match="without dimensions"):
+        iter(fsdpc.tensor(1.0))
+    w = fsdpc.ones(2, 2).requires_grad_()
+    sum((i + 1) * row.sum() for i, row in enumerate(w)).backward()
+    assert w.grad.tolist() == [[1.0, 1.0], [2.0, 2.0]]
+
+
+INTEGERS = {
+    "shapes": lambda n, x, images: [
+        fsdpc.zeros(n(2), n(3)),
+        fsdpc.full((n(2),), 1.0),
+        fsdpc.eye(n(2)),
+        fsdpc.arange(n(1), n(7), n(2)),
+        fsdpc.linspace(0, 1, n(3)),
+    ],
+    "index": lambda n, x, images: [x[n(1)], x[n(0) : n(2), n(-1)], x[:: n(2)]],
+    "reshape": lambda n, x, images: [
+        x.reshape(n(2), n(-1)),
+        x.reshape((n(6),)),
+        x.permute(n(1), n(0)),
+        x[:1].expand(n(4), n(2)),
+        x.transpose(n(0), n(-1)),
+    ],
+    "cut": lambda n, x, images: [*x.split(n(2)), *x.split([n(1), n(2)]), *x.chunk(n(2), n(1))],
+    "repeated": lambda n, x, images: [
+        x.repeat(n(2), n(1)),
+        x.repeat_interleave(n(2), n(0)),
+        x.roll(n(1), n(0)),
+        x.flip(n(1)),
+        F.pad(x, (n(1), n(2))),
+    ],
+    "joined": lambda n, x, images: [F.cat([x, x], n(1)), F.stack([x, x], n(-1)), x.tril(n(-1))],
+    "reduced": lambda n, x, images: [
+        x.sum(n(0)),
+        x.mean((n(0), n(1))),
+        x.var(n(0)),
+        x.std(n(1)),
+        x.amax(n(0)),
+        x.amin((n(0), n(1))),
+        x.max(n(1)).values,
+        x.argmax(n(0)),
+        x.cumsum(n(1)),
+        x.softmax(n(0)),
+        x.logsumexp(n(0)),
+        x.any(n(1)),
+        x.sort(n(0))[0],
+        x.topk(n(1), n(0))[0],
+        x.norm(n(2)),
+    ],
+    "by index": lambda n, x, images: [
+        x.gather(n(0), fsdpc.tensor([[1, 0]])),
+        x.index_select(n(1), fsdpc.tensor([1])),
+        F.one_hot(fsdpc.tensor([1]), n(3)),
+    ],
+    "windows": lambda n, x, images: [
+        nn.MaxPool2d(n(2), n(1))(images),
+        nn.AvgPool2d((n(2), n(3)))(images),
+        F.conv2d(images, images[:, :, :2, :2], stride=n(2), padding=n(1)),
+    ],
+    "modules": lambda n, x, images: [
+        nn.Conv2d(n(1), n(2), n(3), padding=n(1))(images).sum() * 0,
+        nn.Linear(n(2), n(4))(x) * 0,
+        nn.LayerNorm(n(2))(x),
+        nn.Embedding(n(3), n(2), n(1))(fsdpc.tensor([1])),
+        nn.Flatten(n(0))(x),
+        nn.GroupNorm(n(1), n(1))(images),
+    ],
+}
+
+
+@pytest.mark.parametrize("what", INTEGERS)
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8])
+def test_integers_of_numpy_are_integers(what: str, kind: type) -> None:
+    def number(n: int) -> Any:
+        return kind(n) if n >= 0 or kind is not np.uint8 else n
+
+    inputs = fsdpc.arange(6).float().reshape(3, 2), fsdpc.ones(1, 1, 5, 5)
+    pairs = zip(INTEGERS[what](number, *inputs), INTEGERS[what](int, *inputs), strict=True)
+    for got, want in pairs:
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        assert got.tolist() == want.tolist()
+
+
+def test_one_ellipsis() -> None:
+    x = fsdpc.zeros(2, 2)
+    with pytest.raises(IndexError, match="one ellipsis"):
+        x[..., ...]
+    with pytest.raises(IndexError, match="one ellipsis"):
+        x[..., ...] = 1
+    with pytest.raises(IndexError, match="one ellipsis|single ellipsis"):
+        x[..., ..., [0]]

@@ -54,7 +54,7 @@ class SequenceDataset:
         self._set_range(0, self._starts[-1], seq_len)
 
     def _set_range(self, begin: int, end: int, seq_len: int) -> None:
-        if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1:
+        if isinstance(seq_len, bool) or not isinstance(seq_len, (int, np.integer)) or seq_len < 1:
             raise ValueError(f"seq_len must be a whole number of at least 1, got {seq_len!r}")
         if end - begin < seq_len + 1:
             raise ValueError(

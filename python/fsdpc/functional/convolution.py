@@ -76,7 +76,7 @@ def conv2d(
         raise ValueError(
             f"conv2d: x has {x.shape[1]} channels and weight {weight.shape}, in {groups} groups"
         )
-    kernel, steps, spread = weight.shape[2:], _pair(stride), _pair(dilation)
+    kernel, steps, spread = weight.shape[2:], pair(stride), pair(dilation)
     sides = _sides(x, padding, kernel, steps, spread)
     if x.device == "cuda":
         return _on_cuda(x, weight, bias, sides, steps, spread, groups)
@@ -153,11 +153,11 @@ def max_pool2d(x: Tensor, kernel: Pair, stride: Pair | None = None, padding: Pai
     >>> F.max_pool2d(tensor([[[[1.0, 3.0], [5.0, 7.0]]]]), 2).tolist()
     [[[[7.0]]]]
     """
-    size = _pair(kernel)
-    steps = size if stride is None else _pair(stride)
+    size = pair(kernel)
+    steps = size if stride is None else pair(stride)
     sides = _sides(x, padding, size, steps, (1, 1))
     if x.device != "cuda":
-        return _core.pool2d(x, True, size, steps, _pair(padding))
+        return _core.pool2d(x, True, size, steps, pair(padding))
     padded = _padded(x, sides, -math.inf)
     best, *others = _windows(padded, size, steps, (1, 1), (2, 3))
     for other in others:
@@ -174,11 +174,11 @@ def avg_pool2d(x: Tensor, kernel: Pair, stride: Pair | None = None, padding: Pai
     >>> F.avg_pool2d(tensor([[[[1.0, 3.0], [5.0, 7.0]]]]), 2).tolist()
     [[[[4.0]]]]
     """
-    size = _pair(kernel)
-    steps = size if stride is None else _pair(stride)
+    size = pair(kernel)
+    steps = size if stride is None else pair(stride)
     sides = _sides(x, padding, size, steps, (1, 1))
     if x.device != "cuda":
-        return _core.pool2d(x, False, size, steps, _pair(padding))
+        return _core.pool2d(x, False, size, steps, pair(padding))
     padded = _padded(wide(x), sides, 0.0)
     total, *others = _windows(padded, size, steps, (1, 1), (2, 3))
     for other in others:
@@ -212,8 +212,9 @@ def avg_pool1d(x: Tensor, kernel: int, stride: int | None = None, padding: int =
     return avg_pool2d(x.unsqueeze(2), (1, kernel), steps, (0, padding)).squeeze(2)
 
 
-def _pair(value: Pair) -> tuple[int, int]:
-    both = (value, value) if isinstance(value, int) else tuple(value)
+def pair(value: Pair) -> tuple[int, int]:
+    """Return what is for height and width, from one number or two."""
+    both = (value, value) if isinstance(value, (int, np.integer)) else tuple(value)
     if len(both) != 2:
         raise ValueError(f"{value} for height and width: give one number or two")
     return both
@@ -236,7 +237,7 @@ def _sides(
             )
         sides = [(r // 2, r - r // 2) if padding == "same" else (0, 0) for r in reach]
     else:
-        sides = [(p, p) for p in _pair(padding)]
+        sides = [(p, p) for p in pair(padding)]
     if x.ndim != 4 or min(*steps, *spread, *kernel, 1) < 1:
         raise ValueError(
             f"windows of {tuple(kernel)}, stride {steps}, in shape {x.shape}: all must be "

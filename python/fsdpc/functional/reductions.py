@@ -304,8 +304,11 @@ def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
 
 
 def _count(x: Tensor, dim: Dims) -> int:
-    dims = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
-    return math.prod(x.shape[d] for d in dims)
+    return math.prod(x.shape if dim is None else (x.shape[d] for d in _dims(dim)))
+
+
+def _dims(dim: int | Sequence[int]) -> Sequence[int]:
+    return (int(dim),) if isinstance(dim, (int, np.integer)) else dim
 
 
 def _where_extreme(
@@ -335,7 +338,7 @@ def _extremum(
 def _over(find: Callable[..., Any], x: Tensor, dim: Dims, keepdim: bool) -> Tensor:
     if dim is None:
         return find(x, None, keepdim)
-    axes = sorted(dimension("amax", x, d) for d in ([dim] if isinstance(dim, int) else dim))
+    axes = sorted(dimension("amax", x, d) for d in _dims(dim))
     for axis in reversed(axes):
         x = find(x, axis, keepdim).values
     return x

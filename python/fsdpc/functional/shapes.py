@@ -48,7 +48,8 @@ def split(x: Tensor, sizes: int | Sequence[int], dim: int = 0) -> list[Tensor]:
     """
     axis = dim + x.ndim if dim < 0 else dim
     extent = x.shape[axis]
-    if isinstance(sizes, int):
+    if isinstance(sizes, (int, np.integer)):
+        sizes = int(sizes)
         whole, rest = divmod(extent, sizes)
         sizes = [sizes] * whole + ([rest] if rest else [])
     ends = [0]
@@ -76,7 +77,7 @@ def chunk(x: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
     """
     if chunks < 1:
         raise ValueError(f"chunk: {chunks} parts; at least 1")
-    return split(x, max(1, -(-x.shape[dim] // chunks)), dim)
+    return split(x, max(1, -(-x.shape[dim] // int(chunks))), dim)
 
 
 def pad(x: Tensor, widths: Sequence[int], mode: str = "constant", value: float = 0.0) -> Tensor:
@@ -110,7 +111,7 @@ def pad(x: Tensor, widths: Sequence[int], mode: str = "constant", value: float =
     if len(widths) % 2 or len(widths) > 2 * x.ndim:
         raise ValueError(f"pad: {len(widths)} widths for {x.ndim} dimensions; give two each")
     for i in range(0, len(widths), 2):
-        axis, before, after = x.ndim - 1 - i // 2, widths[i], widths[i + 1]
+        axis, before, after = x.ndim - 1 - i // 2, int(widths[i]), int(widths[i + 1])
         if before or after:
             x = _pad_one(x, axis, before, after, mode, value)
     return x
@@ -185,7 +186,7 @@ def repeat(x: Tensor, *counts: int | Sequence[int]) -> Tensor:
     [1, 2, 1, 2]
     """
     first = counts[0] if counts else ()
-    each = list(counts if isinstance(first, int) else first)
+    each = list(counts if isinstance(first, (int, np.integer)) else first)
     if len(each) < x.ndim or any(n < 0 for n in each):
         raise ValueError(f"repeat: counts {each} for a tensor of {x.ndim} dimensions")
     shape = [1] * (len(each) - x.ndim) + list(x.shape)

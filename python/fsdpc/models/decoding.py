@@ -130,7 +130,7 @@ class LanguageModel(nn.Module):
                 "give the end of the prompt"
             )
         ends = self.config.eos_token_id if stop is None else stop
-        ends = () if ends is None else (ends,) if isinstance(ends, int) else ends
+        ends = () if ends is None else (ends,) if isinstance(ends, (int, np.integer)) else ends
         return self._decode(prompts, max_new_tokens, sampler, frozenset(ends))
 
     def _decode(

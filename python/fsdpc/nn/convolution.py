@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdpc import functional as F
 from fsdpc._core import Tensor
-from fsdpc.functional.convolution import Pair
+from fsdpc.functional.convolution import Pair, pair
 from fsdpc.nn import init
 from fsdpc.nn.module import Module, Parameter
 
@@ -68,7 +68,7 @@ class Conv2d(_Conv):
         *,
         dtype: Any = None,
     ) -> None:
-        size = (kernel_size,) * 2 if isinstance(kernel_size, int) else tuple(kernel_size)
+        size = pair(kernel_size)
         super().__init__((out_channels, in_channels, *size), groups, bias, dtype)
         self.stride: Pair = stride
         self.padding: Pair | str = padding

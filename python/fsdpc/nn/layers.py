@@ -101,11 +101,12 @@ class Embedding(Module):
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
-            raise ValueError(f"padding_idx {padding_idx} is none of {num_embeddings} rows")
+        rows = int(num_embeddings)
+        if padding_idx is not None and not -rows <= padding_idx < rows:
+            raise ValueError(f"padding_idx {padding_idx} is none of {rows} rows")
         self.num_embeddings: int = num_embeddings
         self.embedding_dim: int = embedding_dim
-        self.padding_idx: int | None = None if padding_idx is None else padding_idx % num_embeddings
+        self.padding_idx: int | None = None if padding_idx is None else padding_idx % rows
         self.weight: Parameter = Parameter.empty((num_embeddings, embedding_dim), dtype)
         init.normal_(self.weight, 0.0, std)
         if self.padding_idx is not None:
