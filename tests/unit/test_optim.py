@@ -587,3 +587,11 @@ def test_fsdpc_train_learns_by_each(name: str, tmp_path: Path) -> None:
     rates = {"adamw": 3e-3, "adam": 3e-3, "sgd": 0.1, "lion": 3e-4}
     assert max(step["lr"] for step in steps) == pytest.approx(rates[name])
     assert steps[-1]["loss"] < 0.8 * steps[0]["loss"]
+
+
+def test_one_parameter() -> None:
+    """A tensor can be iterated over, and its rows are no parameters."""
+    p = fsdpc.nn.Parameter(fsdpc.ones(2, 2))
+    with pytest.raises(TypeError, match="put the one into a list"):
+        fsdpc.optim.SGD(p, lr=1.0)
+    assert fsdpc.optim.SGD([{"params": p}], lr=1.0).param_groups[0]["params"][0] is p

@@ -46,6 +46,8 @@ class Optimizer:
         state_dtype: Any = None,
         seed: int = 0,
     ) -> None:
+        if isinstance(params, _core.Tensor):  # which would give its rows
+            raise TypeError("optimizers take an iterable of parameters: put the one into a list")
         groups = list(params)
         if not groups:
             raise ValueError("the optimizer got no parameters")
@@ -88,7 +90,9 @@ class Optimizer:
         unknown = set(given) - set(self._defaults) - {"params"}
         if unknown:
             raise ValueError(f"group {index} has unknown options {sorted(unknown)}")
-        group = {**self._defaults, **given, "params": list(given["params"])}
+        params = given["params"]
+        params = [params] if isinstance(params, _core.Tensor) else list(params)
+        group = {**self._defaults, **given, "params": params}
         self._check(group)
         for i, entry in enumerate(group["params"]):
             name, p = entry if isinstance(entry, tuple) else (None, entry)
