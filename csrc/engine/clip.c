@@ -158,7 +158,7 @@ fsdpc_status fsdpc_clip_norms(fsdpc_unit *const *units, int n_units, double p, f
 double fsdpc_clip_scale(fsdpc_unit *const *units, int n_units, double norm, double max_norm)
 {
     double factor = FSDPC_CLIP_FACTOR(norm, max_norm);
-    if (factor < 1)
+    if (factor != 1)
         fsdpc_clip_multiply(units, n_units, factor);
     return factor;
 }

@@ -8,6 +8,8 @@
 #ifndef FSDPC_OPS_FLAT_NORM_H
 #define FSDPC_OPS_FLAT_NORM_H
 
+#include <math.h>
+
 #include <stddef.h>
 
 #include "ops/exact_sum.h"
@@ -31,10 +33,13 @@ typedef struct fsdpc_norm_join_args {
     int exponent; /* not 0 for p of 1, 2 and INFINITY alone */
 } fsdpc_norm_join_args;
 
-/* What clipping multiplies by, on any device; 1 where the norm is NaN: the caller decides what that
- * means. */
+/* What clipping multiplies by, on any device.  A NaN norm makes every gradient NaN, as in PyTorch:
+ * one that is not finite must not end in a step that others take.  An infinite limit only measures.
+ */
 #define FSDPC_CLIP_FACTOR(norm, max_norm)                                                          \
-    ((max_norm) / ((norm) + 1e-6) < 1 ? (max_norm) / ((norm) + 1e-6) : 1.0)
+    ((max_norm) == (double)INFINITY || (max_norm) / ((norm) + 1e-6) >= 1                           \
+         ? 1.0                                                                                     \
+         : (max_norm) / ((norm) + 1e-6))
 
 enum { FSDPC_CLIP_FACTORS = 64 };
 

@@ -261,7 +261,7 @@ static fsdpc_status multiply_plain(const gradients *g, double factor, const doub
 static fsdpc_status clip_by(const gradients *g, double norm, double max_norm)
 {
     double scale = fsdpc_clip_scale(g->units, g->n_units, norm, max_norm);
-    return scale < 1 ? multiply_plain(g, scale, NULL, NULL) : FSDPC_OK;
+    return scale != 1 ? multiply_plain(g, scale, NULL, NULL) : FSDPC_OK;
 }
 
 /* The same by a norm in the memory of a remote device. */

@@ -27,7 +27,7 @@ def clip_grad_norm_(
         Whose gradients count, each once; whole units at a time where they are sharded, without
         ignored ones.
     max_norm : float
-        ``inf`` measures without scaling.
+        ``inf`` measures without scaling. A NaN norm makes all gradients NaN, as in PyTorch.
     norm_type : float, default 2
         1, 2, ``inf`` (the largest magnitude) or another number above 0.
     error_if_nonfinite : bool, default False

@@ -320,10 +320,12 @@ static void test_scale(void)
     CHECK(fabsf(((float *)grad)[5] / before - 0.25f) < 1e-6f);
     CHECK_OK(clip_norm(r.units, 2, &norm));
     CHECK(norm == again);
-    fsdpc_clip_scale(r.units, 2, NAN, 1);
+    fsdpc_clip_scale(r.units, 2, NAN, INFINITY); /* an infinite limit only measures */
     CHECK(r.units[0]->pending_scale == 1);
     fsdpc_clip_scale(r.units, 2, INFINITY, 1);
     CHECK(r.units[0]->pending_scale == 0);
+    fsdpc_clip_scale(r.units, 2, NAN, 1);
+    CHECK(isnan(r.units[0]->pending_scale));
     fsdpc_unit_zero_grad(r.units[0]);
     CHECK(r.units[0]->pending_scale == 1);
     fsdpc_clip_scale(r.units, 1, 10, 1); /* no gradient, no scale */

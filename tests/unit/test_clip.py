@@ -109,6 +109,16 @@ def test_what_is_not_finite_is_torchs(value: float, p: float) -> None:
         fsdpc.clip_grad_norm_(ours, 1.0, p, error_if_nonfinite=True)
 
 
+def test_a_norm_of_nan_makes_all_gradients_nan() -> None:
+    poisoned = [g.copy() for g in GRADIENTS]
+    poisoned[2][1, 1, 1] = math.nan
+    ours, theirs = pair(poisoned)
+    fsdpc.clip_grad_norm_(ours, 1.0)
+    torch.nn.utils.clip_grad_norm_(theirs[:-1], 1.0)
+    for mine, his in zip(ours, theirs[:-1], strict=False):
+        assert np.isnan(mine.grad.numpy()).all() and his.grad.isnan().all()
+
+
 def test_powers_that_do_not_fit_are_told_from_gradients_that_are_not_finite() -> None:
     ours, _ = pair([np.full(3, 1e30, np.float32)])
     assert math.isinf(float(fsdpc.clip_grad_norm_(ours, math.inf, 20)))
