@@ -1,7 +1,7 @@
 /* Softmax and log-softmax over rows; twin of csrc/ops/nn_softmax_body.h.
  *
  * Three passes over a row that stays in cache: the greatest value, the sum of exponents, the
- * result.
+ * result; two for the logarithm of the sum.
  */
 #include "rows.cuh"
 
@@ -21,6 +21,8 @@ static __global__ void __launch_bounds__(BLOCK_THREADS) softmax_kernel(fsdpc_sof
                 top = max_values::of(top, v.at[k]);
         }
         top = block_max(top);
+        if (a.lse && !isfinite(top))
+            top = 0;
         FSDPC_FOR_ROW(N, c, a.cols)
         {
             vec<W, N> v = load_wide<N, W>(x + c);
@@ -29,6 +31,11 @@ static __global__ void __launch_bounds__(BLOCK_THREADS) softmax_kernel(fsdpc_sof
                 sum += exp(v.at[k] - top);
         }
         sum = block_sum(sum);
+        if (a.lse) {
+            if (threadIdx.x == 0)
+                ((T *)a.lse)[r] = narrow<T>(log(sum) + top);
+            continue;
+        }
         W scale = a.log ? log(sum) : (W)1 / sum;
         FSDPC_FOR_ROW(N, c, a.cols)
         {
@@ -84,7 +91,7 @@ static void softmax_launch(const fsdpc_softmax_args *a, bool backward,
 
 static fsdpc_status softmax(const fsdpc_softmax_args *a, bool backward, fsdpc_stream *stream)
 {
-    if (a->rows == 0 || a->cols == 0)
+    if (a->rows == 0 || (a->cols == 0 && !a->lse))
         return FSDPC_OK;
     const fsdpc_cuda_queue *queue = fsdpc_cuda_queue_of(stream);
     const void *bases[] = {backward ? a->y : a->x, backward ? a->dy : NULL, a->out};

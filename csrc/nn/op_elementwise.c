@@ -1,15 +1,14 @@
 /* Elementwise operations: one node kind for all unary ones, one for all binary ones.
  *
  * Promotion is a cast on the tape before the operation, so a kernel sees one dtype.  PyTorch's
- * rules among floats: equal dtypes stay, bf16 with fp16 gives fp32, else the wider.  A float beside
- * an integer gives the float; Python scalars change nothing but integer tensors.
+ * rules: equal dtypes stay, bf16 with fp16 gives fp32, else the wider; a float with an integer gives
+ * the float.  A tensor without dimensions changes the dtype of one that has some only if it is a
+ * float and the other is not, or an integer and the other is bool.
  *
  * A backward keeps its input or its output, whichever is cheaper (the output, if the next operation
  * keeps it anyway).  A binary operation keeps only the operands that the wanted gradients need.
  */
 #include "nn/op.h"
-
-#include <math.h>
 
 #include "ops/flat_ops.h"
 
@@ -79,6 +78,8 @@ const fsdpc_tensor *fsdpc_op_gelu_input(const fsdpc_node *node)
 fsdpc_status fsdpc_op_unary(fsdpc_tape *tape, fsdpc_unary kind, double scalar, fsdpc_tensor *x,
                             fsdpc_tensor **out)
 {
+    if (kind == FSDPC_UNARY_NEG && !fsdpc_dtype_is_float(x->dtype))
+        return fsdpc_op_binary_scalar(tape, FSDPC_BINARY_SUB, x, fsdpc_scalar_whole(0), true, out);
     FSDPC_TRY(fsdpc_op_check_float(unary_names[kind], "the tensor", x));
     if (kind == FSDPC_UNARY_CLAMP_MIN || kind == FSDPC_UNARY_CLAMP_MAX) { /* as x's dtype has it */
         if (x->dtype == FSDPC_BF16)
@@ -140,30 +141,46 @@ fsdpc_status fsdpc_op_cast(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_dtype dtype,
     return fsdpc_op_return(st, y, out);
 }
 
-static int float_rank(fsdpc_dtype dtype)
+/* bool, integers, floats */
+static int category(fsdpc_dtype dtype)
 {
-    return dtype == FSDPC_F64 ? 3 : dtype == FSDPC_F32 ? 2 : 1;
+    return fsdpc_dtype_is_float(dtype) ? 2 : dtype == FSDPC_BOOL ? 0 : 1;
+}
+
+static fsdpc_dtype wider(fsdpc_dtype a, fsdpc_dtype b)
+{
+    static const int widths[FSDPC_DTYPE_COUNT] = {
+        [FSDPC_U8] = 1,   [FSDPC_I32] = 2, [FSDPC_I64] = 3, [FSDPC_F16] = 4,
+        [FSDPC_BF16] = 4, [FSDPC_F32] = 5, [FSDPC_F64] = 6};
+    if (a != b && widths[a] == widths[b])
+        return FSDPC_F32; /* bf16 and fp16 */
+    return widths[a] > widths[b] ? a : b;
+}
+
+fsdpc_dtype fsdpc_op_result_type(const fsdpc_tensor *a, const fsdpc_tensor *b)
+{
+    if ((a->ndim == 0) != (b->ndim == 0) && category(a->dtype) != category(b->dtype))
+        return category(a->dtype) > category(b->dtype) ? a->dtype : b->dtype;
+    if ((a->ndim == 0) != (b->ndim == 0))
+        return a->ndim ? a->dtype : b->dtype;
+    return wider(a->dtype, b->dtype);
 }
 
 static fsdpc_status promote(fsdpc_binary kind, const fsdpc_tensor *a, const fsdpc_tensor *b,
                             fsdpc_dtype *out)
 {
-    bool fa = fsdpc_dtype_is_float(a->dtype), fb = fsdpc_dtype_is_float(b->dtype);
+    bool compares = fsdpc_binary_compares(kind);
     if (a->dtype == b->dtype || fsdpc_binary_masks(kind))
         *out = a->dtype;
-    else if (fa && fb && float_rank(a->dtype) == float_rank(b->dtype))
-        *out = FSDPC_F32; /* bf16 and fp16 */
-    else if (fa && fb)
-        *out = float_rank(a->dtype) > float_rank(b->dtype) ? a->dtype : b->dtype;
-    else if (fa || fb)
-        *out = fa ? a->dtype : b->dtype;
-    else if (a->dtype == FSDPC_I64 || b->dtype == FSDPC_I64)
-        *out = FSDPC_I64;
     else
-        *out = FSDPC_I32;
+        *out = fsdpc_op_result_type(a, b);
+    /* A narrower integer dtype would change the number without dimensions that is compared, and
+     * there is no arithmetic on bytes. */
+    if (!fsdpc_dtype_is_float(*out) && (compares || *out == FSDPC_U8))
+        *out = wider(a->dtype, b->dtype);
     if (*out != FSDPC_U8 && *out != FSDPC_BOOL)
         return FSDPC_OK;
-    if (!fsdpc_binary_compares(kind))
+    if (!compares)
         return fsdpc_fail(FSDPC_ERR_DTYPE, "%s: there is no arithmetic on %s; use to(int32)",
                           binary_names[kind], fsdpc_dtype_name(*out));
     if (a->dtype != b->dtype)
@@ -411,77 +428,6 @@ fsdpc_status fsdpc_op_binary(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *
     }
     fsdpc_tensor_release(ca);
     return fsdpc_op_return(st, y, out);
-}
-
-/* Of F64 or an integer dtype. */
-static fsdpc_status scalar_tensor(fsdpc_tape *tape, fsdpc_dtype dtype, double s, fsdpc_tensor **out)
-{
-    int64_t wide = dtype == FSDPC_F64 ? 0 : (int64_t)s; /* the first bytes are narrower ones */
-    fsdpc_tensor *t;
-    FSDPC_TRY(fsdpc_tensor_create(tape->device, dtype, 0, NULL, &t));
-    const void *value = dtype == FSDPC_F64 ? (const void *)&s : (const void *)&wide;
-    fsdpc_status st =
-        fsdpc_device_copy(tape->device, t->data, value, fsdpc_tensor_bytes(t), tape->stream);
-    return fsdpc_op_return(st, t, out);
-}
-
-static fsdpc_status integer_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x, double s,
-                                   bool reversed, fsdpc_tensor **out)
-{
-    fsdpc_tensor *t;
-    double most = x->dtype == FSDPC_BOOL ? 1 : UINT8_MAX; /* so many fit */
-    bool byte =
-        fsdpc_dtype_bytes(x->dtype) == 1 && fsdpc_binary_compares(kind) && s >= 0 && s <= most;
-    bool wide = x->dtype == FSDPC_I64 || fabs(s) > INT32_MAX;
-    FSDPC_TRY(scalar_tensor(tape, byte ? x->dtype : wide ? FSDPC_I64 : FSDPC_I32, s, &t));
-    fsdpc_status st = fsdpc_op_binary(tape, kind, reversed ? t : x, reversed ? x : t, out);
-    fsdpc_tensor_release(t);
-    return st;
-}
-
-/* With the number rounded to x's dtype, as if it stood in a tensor of that. */
-static fsdpc_status with_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x, double s,
-                                bool reversed, fsdpc_tensor **out)
-{
-    fsdpc_tensor *wide, *t = NULL;
-    FSDPC_TRY(scalar_tensor(tape, FSDPC_F64, s, &wide));
-    fsdpc_status st = fsdpc_op_cast(tape, wide, x->dtype, &t);
-    if (st == FSDPC_OK)
-        st = fsdpc_op_binary(tape, kind, reversed ? t : x, reversed ? x : t, out);
-    fsdpc_tensor_release(wide);
-    fsdpc_tensor_release(t);
-    return st;
-}
-
-fsdpc_status fsdpc_op_binary_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x, double s,
-                                    bool s_integral, bool reversed, fsdpc_tensor **out)
-{
-    if (!fsdpc_dtype_is_float(x->dtype)) {
-        if (s_integral && kind != FSDPC_BINARY_DIV)
-            return integer_scalar(tape, kind, x, s, reversed, out);
-        fsdpc_tensor *f;
-        bool compares = fsdpc_binary_compares(kind); /* exactly, integers up to 2^53 */
-        FSDPC_TRY(fsdpc_op_cast(tape, x, compares ? FSDPC_F64 : FSDPC_F32, &f));
-        fsdpc_status st = fsdpc_op_binary_scalar(tape, kind, f, s, false, reversed, out);
-        fsdpc_tensor_release(f);
-        return st;
-    }
-    switch (kind) {
-    case FSDPC_BINARY_ADD:
-        return fsdpc_op_unary(tape, FSDPC_UNARY_ADD_SCALAR, s, x, out);
-    case FSDPC_BINARY_SUB:
-        if (reversed)
-            return fsdpc_op_unary(tape, FSDPC_UNARY_RSUB_SCALAR, s, x, out);
-        return fsdpc_op_unary(tape, FSDPC_UNARY_ADD_SCALAR, -s, x, out);
-    case FSDPC_BINARY_MUL:
-        return fsdpc_op_unary(tape, FSDPC_UNARY_MUL_SCALAR, s, x, out);
-    case FSDPC_BINARY_DIV:
-        if (reversed)
-            return fsdpc_op_unary(tape, FSDPC_UNARY_RDIV_SCALAR, s, x, out);
-        return fsdpc_op_unary(tape, FSDPC_UNARY_MUL_SCALAR, 1 / s, x, out);
-    default:
-        return with_scalar(tape, kind, x, s, reversed, out);
-    }
 }
 
 /* ---- swiglu ---- */

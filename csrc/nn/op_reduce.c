@@ -1,6 +1,7 @@
-/* Sums, means, sums of squares, cumulative sums and softmax.  Sums and means are one kernel with a scale; their backward spreads the
- * gradient back out with strides of zero.  Softmax keeps its output, from which its backward
- * follows.
+/* Sums, means, sums of squares, cumulative sums, softmax and logsumexp.
+ *
+ * Sums and means are one kernel with a scale; their backward spreads the gradient back out with
+ * strides of zero.  Softmax keeps its output, from which its backward follows.
  */
 #include "nn/op.h"
 
@@ -196,8 +197,11 @@ typedef struct cumsum_extra {
 static fsdpc_status cumsum_compute(fsdpc_tape *tape, const fsdpc_tensor *x, int dim, bool reverse,
                                    fsdpc_tensor **out)
 {
-    fsdpc_cumsum_args args = {
-        .dtype = x->dtype, .outer = 1, .extent = x->shape[dim], .inner = 1, .reverse = reverse};
+    fsdpc_cumsum_args args = {.dtype = x->dtype,
+                              .outer = 1,
+                              .extent = x->ndim ? x->shape[dim] : 1,
+                              .inner = 1,
+                              .reverse = reverse};
     for (int i = 0; i < x->ndim; i++) {
         args.outer *= i < dim ? x->shape[i] : 1;
         args.inner *= i > dim ? x->shape[i] : 1;
@@ -221,7 +225,7 @@ static const fsdpc_node_ops cumsum_ops = {.name = "cumsum", .backward = cumsum_b
 fsdpc_status fsdpc_op_cumsum(fsdpc_tape *tape, fsdpc_tensor *x, int dim, fsdpc_tensor **out)
 {
     FSDPC_TRY(fsdpc_tensor_check(x));
-    FSDPC_TRY(fsdpc_op_dim("cumsum", dim, x->ndim, &dim));
+    FSDPC_TRY(fsdpc_op_dim("cumsum", dim, x->ndim ? x->ndim : 1, &dim));
     fsdpc_tensor *y;
     FSDPC_TRY(cumsum_compute(tape, x, dim, false, &y));
     fsdpc_status st = FSDPC_OK;
@@ -286,4 +290,75 @@ fsdpc_status fsdpc_op_softmax(fsdpc_tape *tape, fsdpc_tensor *x, bool log, fsdpc
             st = fsdpc_node_save_output(node, 0, y);
     }
     return fsdpc_op_return(st, y, out);
+}
+
+/* ---- logarithms of sums of exponentials ---- */
+
+/* dy * softmax(x) */
+static fsdpc_status logsumexp_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
+{
+    fsdpc_tensor *x = node->saved[0], *kept, *p = NULL, *dx = NULL;
+    size_t shape[FSDPC_MAX_DIMS];
+    for (int i = 0; i < x->ndim; i++)
+        shape[i] = i == x->ndim - 1 ? 1 : x->shape[i];
+    FSDPC_TRY(fsdpc_tensor_view(dy, x->ndim, shape, dy->data, &kept));
+    fsdpc_status st = fsdpc_tensor_create(tape->device, x->dtype, x->ndim, x->shape, &p);
+    if (st == FSDPC_OK) {
+        fsdpc_softmax_args args = softmax_args(x, false);
+        args.x = x->data;
+        args.out = p->data;
+        st = fsdpc_op_kernels(tape)->softmax(&args, tape->stream);
+    }
+    if (st == FSDPC_OK)
+        st = fsdpc_op_binary_compute(tape, FSDPC_BINARY_MUL, p, kept, &dx);
+    fsdpc_tensor_release(kept);
+    fsdpc_tensor_release(p);
+    return fsdpc_op_give_owned(tape, &node->inputs[0], dx, st);
+}
+
+static const fsdpc_node_ops logsumexp_ops = {.name = "logsumexp", .backward = logsumexp_backward};
+
+/* Over the last dimension, which goes. */
+static fsdpc_status logsumexp_rows(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor **out)
+{
+    fsdpc_tensor *y;
+    int ndim = x->ndim ? x->ndim - 1 : 0;
+    FSDPC_TRY(fsdpc_tensor_create(tape->device, x->dtype, ndim, x->shape, &y));
+    fsdpc_softmax_args args = softmax_args(x, false);
+    args.rows = y->numel;
+    args.x = x->data;
+    args.lse = y->data;
+    fsdpc_status st = fsdpc_op_kernels(tape)->softmax(&args, tape->stream);
+    fsdpc_node *node;
+    if (st == FSDPC_OK && fsdpc_tape_wants(tape, 1, &x)) {
+        st = fsdpc_tape_record(tape, &logsumexp_ops, 1, &x, y, &node);
+        if (st == FSDPC_OK)
+            fsdpc_node_save(node, 0, x);
+    }
+    return fsdpc_op_return(st, y, out);
+}
+
+fsdpc_status fsdpc_op_logsumexp(fsdpc_tape *tape, fsdpc_tensor *x, int dim, bool keepdim,
+                                fsdpc_tensor **out)
+{
+    FSDPC_TRY(fsdpc_op_check_float("logsumexp", "the tensor", x));
+    FSDPC_TRY(fsdpc_op_dim("logsumexp", dim, x->ndim ? x->ndim : 1, &dim));
+    if (x->ndim == 0)
+        return logsumexp_rows(tape, x, out);
+    int order[FSDPC_MAX_DIMS];
+    int64_t shape[FSDPC_MAX_DIMS];
+    for (int i = 0, n = 0; i < x->ndim; i++) {
+        shape[i] = i == dim ? 1 : (int64_t)x->shape[i];
+        if (i != dim)
+            order[n++] = i;
+    }
+    order[x->ndim - 1] = dim;
+    fsdpc_tensor *moved = NULL, *y = NULL;
+    FSDPC_TRY(fsdpc_op_permute(tape, x, order, &moved));
+    fsdpc_status st = logsumexp_rows(tape, moved, keepdim ? &y : out);
+    if (st == FSDPC_OK && keepdim)
+        st = fsdpc_op_reshape(tape, y, x->ndim, shape, out);
+    fsdpc_tensor_release(moved);
+    fsdpc_tensor_release(y);
+    return st;
 }

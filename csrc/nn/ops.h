@@ -12,6 +12,7 @@
 #ifndef FSDPC_NN_OPS_H_
 #define FSDPC_NN_OPS_H_
 
+#include "nn/scalar.h"
 #include "nn/tape.h"
 
 /* ---- elementwise: op_elementwise.c ---- */
@@ -20,9 +21,12 @@ fsdpc_status fsdpc_op_unary(fsdpc_tape *tape, fsdpc_unary kind, double scalar, f
                             fsdpc_tensor **out);
 fsdpc_status fsdpc_op_binary(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *a, fsdpc_tensor *b,
                              fsdpc_tensor **out);
-/* x kind s, or s kind x if `reversed`; an integer tensor stays one if s is integral. */
-fsdpc_status fsdpc_op_binary_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x, double s,
-                                    bool s_integral, bool reversed, fsdpc_tensor **out);
+/* The dtype of a and b together, as PyTorch has it. */
+fsdpc_dtype fsdpc_op_result_type(const fsdpc_tensor *a, const fsdpc_tensor *b);
+/* x kind s, or s kind x if `reversed`: op_scalar.c.  An integer tensor stays one if s is integral;
+ * arithmetic with an integer that its dtype cannot hold is an error, comparisons are exact. */
+fsdpc_status fsdpc_op_binary_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
+                                    fsdpc_scalar s, bool reversed, fsdpc_tensor **out);
 fsdpc_status fsdpc_op_cast(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_dtype dtype,
                            fsdpc_tensor **out);
 fsdpc_status fsdpc_op_swiglu(fsdpc_tape *tape, fsdpc_tensor *gate, fsdpc_tensor *up,
@@ -86,6 +90,9 @@ fsdpc_status fsdpc_op_sum_squares(fsdpc_tape *tape, fsdpc_tensor *x, const bool 
                                   bool keepdim, fsdpc_tensor **out);
 /* Each element with all before it along a dimension; of floats, I32 and I64. */
 fsdpc_status fsdpc_op_cumsum(fsdpc_tape *tape, fsdpc_tensor *x, int dim, fsdpc_tensor **out);
+/* Logarithms of sums of exponentials along a dimension. */
+fsdpc_status fsdpc_op_logsumexp(fsdpc_tape *tape, fsdpc_tensor *x, int dim, bool keepdim,
+                                fsdpc_tensor **out);
 /* Over the last dimension. */
 fsdpc_status fsdpc_op_softmax(fsdpc_tape *tape, fsdpc_tensor *x, bool log, fsdpc_tensor **out);
 

@@ -62,6 +62,16 @@ FSDPC_INLINE void softmax_step(const fsdpc_softmax_args *args, size_t i, size_t 
     fsdpc_vf_store_as_n(args->out, i, dtype, args->log ? x - scale : fsdpc_vf_exp(x) * scale, n);
 }
 
+/* Infinite rows are not shifted. */
+FSDPC_INLINE void row_lse(const fsdpc_softmax_args *args, size_t row, fsdpc_dtype dtype)
+{
+    size_t begin = row * args->cols, end = begin + args->cols;
+    float max = row_max(args->x, begin, end, dtype);
+    float shift = isfinite(max) ? max : 0.0f;
+    float sum = row_exp_sum(args->x, begin, end, dtype, shift, NULL);
+    fsdpc_f32_store_as(args->lse, row, dtype, logf(sum) + shift);
+}
+
 FSDPC_INLINE void softmax_range(const fsdpc_softmax_args *args, size_t first, size_t last,
                                 fsdpc_dtype dtype)
 {
@@ -69,6 +79,10 @@ FSDPC_INLINE void softmax_range(const fsdpc_softmax_args *args, size_t first, si
     bool keep = !args->log && args->cols <= SOFTMAX_KEPT;
     for (size_t row = first; row < last; row++) {
         size_t begin = row * args->cols, i = begin, end = i + args->cols;
+        if (args->lse) {
+            row_lse(args, row, dtype);
+            continue;
+        }
         float max = row_max(args->x, i, end, dtype);
         if (keep) {
             float by = 1.0f / row_exp_sum(args->x, i, end, dtype, max, kept);

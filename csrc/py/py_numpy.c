@@ -434,14 +434,43 @@ static fsdpc_tensor *own_copy(fsdpc_runtime *runtime, fsdpc_tensor *t, fsdpc_dty
     return y;
 }
 
+/* 0, or -1 with ValueError if the integer dtype cannot hold the array's element of this name. */
+static int check_end(PyObject *array, const char *end, fsdpc_dtype dtype)
+{
+    int64_t element;
+    fsdpc_scalar number;
+    PyObject *found = PyObject_CallMethod(array, end, NULL);
+    if (!found)
+        return -1;
+    fsdpc_status status = fsdpc_py_number(found, &number)
+                              ? fsdpc_scalar_store(number, dtype, &element)
+                              : fsdpc_fail(FSDPC_ERR_TYPE, "the array's %s is not a number", end);
+    Py_DECREF(found);
+    return fsdpc_py_check(status);
+}
+
+/* The same of all elements, whose greatest and smallest tell. */
+static int check_ends(PyObject *array, fsdpc_dtype dtype)
+{
+    PyObject *numel = PyObject_GetAttrString(array, "size");
+    bool empty = numel && PyLong_AsSize_t(numel) == 0;
+    Py_XDECREF(numel);
+    if (empty || !numel)
+        return numel ? 0 : -1;
+    return check_end(array, "min", dtype) < 0 ? -1 : check_end(array, "max", dtype);
+}
+
 /* Something that is no array: Python numbers and lists.  Floats become float32. */
-static PyObject *as_array(PyObject *data, bool *python_io)
+static PyObject *as_array(PyObject *data, int dtype, bool *python_io)
 {
     *python_io = !dtype_kind(data);
     PyObject *array = PyErr_Occurred() ? NULL : numpy_call("asarray", data);
     char kind = array ? dtype_kind(array) : 0;
     bool known = array && (kind == 'f' || kind == 'b' || is_bfloat16(array) > 0);
     if (PyErr_Occurred())
+        Py_CLEAR(array);
+    bool narrows = dtype >= 0 && !fsdpc_dtype_is_float(dtype) && dtype != FSDPC_BOOL;
+    if (array && narrows && strchr("iuf", kind) && check_ends(array, dtype) < 0)
         Py_CLEAR(array);
     if (!array || known)
         return array;
@@ -455,7 +484,9 @@ static PyObject *as_array(PyObject *data, bool *python_io)
     Py_XDECREF(itemsize);
     if ((kind == 'i' && bytes >= 4) || (kind == 'u' && bytes == 1))
         return array;
-    PyObject *wide = PyObject_CallMethod(array, "astype", "s", "int64");
+    PyObject *wide = bytes == 8 && check_ends(array, FSDPC_I64) < 0
+                         ? NULL
+                         : PyObject_CallMethod(array, "astype", "s", "int64");
     Py_DECREF(array);
     return wide;
 }
@@ -470,7 +501,7 @@ fsdpc_tensor *fsdpc_py_tensor_from_data(fsdpc_py_state *state, PyObject *data, i
     if (source) {
         fsdpc_tensor_acquire(source);
     } else {
-        PyObject *array = as_array(data, &python);
+        PyObject *array = as_array(data, dtype, &python);
         source = array ? from_array(runtime, array) : NULL;
         Py_XDECREF(array);
     }

@@ -98,13 +98,12 @@ static PyObject *binary(PyObject *const *a, const char *name, fsdpc_binary kind)
 
 static PyObject *power(fsdpc_py_state *state, PyObject *const *a)
 {
-    double exponent;
-    bool integral;
+    fsdpc_scalar exponent;
     fsdpc_tensor *x = fsdpc_py_tensor_peek(NULL, a[0]);
     if (!x || !fsdpc_dtype_is_float(x->dtype) || fsdpc_py_tensor_peek(NULL, a[1]) ||
-        !fsdpc_py_number(a[1], &exponent, &integral))
+        !fsdpc_py_number(a[1], &exponent))
         return binary(a, "pow", FSDPC_BINARY_POW);
-    return unary_of(state, FSDPC_UNARY_POW_SCALAR, exponent, x);
+    return unary_of(state, FSDPC_UNARY_POW_SCALAR, exponent.real, x);
 }
 
 static PyObject *unary_scalar(fsdpc_py_state *state, PyObject *const *a, fsdpc_unary kind)
@@ -185,6 +184,22 @@ static PyObject *cumsum(fsdpc_py_state *state, PyObject *const *a)
     if (!x || fsdpc_py_arg_int(a[1], &dim) < 0)
         return NULL;
     RETURN_OP(state, x->numel, fsdpc_op_cumsum(r->tape, x, dim, &y));
+}
+
+static PyObject *logsumexp(fsdpc_py_state *state, PyObject *const *a)
+{
+    int dim = 0;
+    bool keepdim = false;
+    fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
+    if (!x || fsdpc_py_arg_int(a[1], &dim) < 0 || fsdpc_py_arg_bool(a[2], &keepdim) < 0)
+        return NULL;
+    RETURN_OP(state, x->numel, fsdpc_op_logsumexp(r->tape, x, dim, keepdim, &y));
+}
+
+static PyObject *result_type(fsdpc_py_state *state, PyObject *const *a)
+{
+    fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]), *y = x ? fsdpc_py_tensor_of(a[1]) : NULL;
+    return y ? Py_NewRef(state->dtypes[fsdpc_op_result_type(x, y)]) : NULL;
 }
 
 /* Over any dimension: moved to the end and back. */
@@ -510,6 +525,8 @@ static PyObject *array_equal(PyObject *const *a)
     M(mean, 1, reduce(state, a, "mean", true, false), "x", "dim", "keepdim")                       \
     F(sum_squares, 1, reduce(state, a, "sum_squares", false, true), "x", "dim", "keepdim")         \
     F(cumsum, 2, cumsum(state, a), "x", "dim")                                                     \
+    F(logsumexp, 2, logsumexp(state, a), "x", "dim", "keepdim")                                    \
+    F(result_type, 2, result_type(state, a), "x", "y")                                             \
     M(softmax, 1, softmax(state, a, false), "x", "dim")                                            \
     M(log_softmax, 1, softmax(state, a, true), "x", "dim")                                         \
     F(layer_norm, 1, layer_norm(state, a), "x", "weight", "bias", "eps")                           \

@@ -41,8 +41,8 @@ int fsdpc_py_arg_second(const char *what, const char *const names[2], PyObject *
 /* NULL and None give NULL. */
 int fsdpc_py_arg_tensor(PyObject *object, fsdpc_tensor **out);
 
-/* A Python number (also NumPy's): its value, and whether it is integral.  False: not a number. */
-bool fsdpc_py_number(PyObject *object, double *value_out, bool *integral_out);
+/* A Python number (also NumPy's), integers exactly.  False: not a number. */
+bool fsdpc_py_number(PyObject *object, fsdpc_scalar *out);
 
 /* Extents from one sequence or from many integers; the number of them, or -1 with an exception. */
 int fsdpc_py_extents(const char *function, PyObject *const *args, Py_ssize_t nargs, int64_t *out);

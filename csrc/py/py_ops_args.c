@@ -110,28 +110,45 @@ int fsdpc_py_arg_tensor(PyObject *object, fsdpc_tensor **out)
     return *out ? 0 : -1;
 }
 
-bool fsdpc_py_number(PyObject *object, double *value_out, bool *integral_out)
+/* Of an int, and of what NumPy has as an index. */
+static bool whole_number(PyObject *object, fsdpc_scalar *out)
 {
-    *integral_out = false;
+    int overflow = 0;
+    PyObject *index = PyNumber_Index(object);
+    long long whole = index ? PyLong_AsLongLongAndOverflow(index, &overflow) : -1;
+    *out = fsdpc_scalar_whole(whole);
+    if (overflow) {
+        *out = (fsdpc_scalar){.integral = true, .real = PyLong_AsDouble(index)};
+        if (out->real == -1 && PyErr_ExceptionMatches(PyExc_OverflowError)) {
+            PyErr_Clear();
+            out->real = overflow * INFINITY;
+        }
+    }
+    Py_XDECREF(index);
+    return !PyErr_Occurred();
+}
+
+bool fsdpc_py_number(PyObject *object, fsdpc_scalar *out)
+{
+    bool number = true;
     if (PyFloat_Check(object)) {
-        *value_out = PyFloat_AS_DOUBLE(object);
+        *out = fsdpc_scalar_real(PyFloat_AS_DOUBLE(object));
         return true;
     }
     if (PyLong_Check(object)) {
-        *integral_out = true;
-        *value_out = PyLong_AsDouble(object);
+        number = whole_number(object, out);
     } else if (!PyNumber_Check(object) || PyComplex_Check(object) || PySequence_Check(object) ||
                PyObject_CheckBuffer(object) == 0) {
         return false; /* NumPy's scalars are numbers and buffers, not sequences */
+    } else if (PyIndex_Check(object)) {
+        number = whole_number(object, out);
     } else {
-        *integral_out = PyIndex_Check(object);
-        *value_out = PyFloat_AsDouble(object);
+        *out = fsdpc_scalar_real(PyFloat_AsDouble(object));
+        number = !PyErr_Occurred();
     }
-    if (*value_out == -1 && PyErr_Occurred()) {
+    if (!number)
         PyErr_Clear();
-        return false;
-    }
-    return true;
+    return number;
 }
 
 static int extents_of(const char *function, PyObject *const *items, Py_ssize_t n, int64_t *out)
@@ -200,6 +217,11 @@ int fsdpc_py_dims(const char *function, PyObject *object, int ndim, bool *flags_
         if (dim < 0 || dim >= ndim) {
             PyErr_Format(PyExc_IndexError, "%s: dimension %lld of a tensor with %d dimensions",
                          function, (long long)dims[i], ndim);
+            return -1;
+        }
+        if (flags_out[dim]) {
+            PyErr_Format(PyExc_ValueError, "%s: dimension %lld is named twice", function,
+                         (long long)dim);
             return -1;
         }
         flags_out[dim] = true;

@@ -83,28 +83,20 @@ static fsdpc_status convert(fsdpc_runtime *runtime, fsdpc_tensor *t, const fsdpc
     return runtime->device->nn->copy(&args, runtime->compute);
 }
 
-/* Every element = value, in any dtype: cast once, then repeated. */
-static fsdpc_status fill(fsdpc_runtime *runtime, fsdpc_tensor *t, double value)
+/* Every element = value, in any dtype: stored once, then repeated. */
+static fsdpc_status fill(fsdpc_runtime *runtime, fsdpc_tensor *t, fsdpc_scalar value)
 {
-    if (value == 0)
+    if (value.real == 0 && !signbit(value.real))
         return fsdpc_device_fill(runtime->device, t->data, 0, fsdpc_tensor_bytes(t),
                                  runtime->compute);
-    fsdpc_tensor *exact, *cast = NULL;
-    FSDPC_TRY(fsdpc_tensor_create(runtime->device, FSDPC_F64, 0, NULL, &exact));
-    fsdpc_status status =
-        fsdpc_device_copy(runtime->device, exact->data, &value, sizeof value, runtime->compute);
-    if (status == FSDPC_OK)
-        status = fsdpc_tensor_create(runtime->device, t->dtype, 0, NULL, &cast);
-    if (status == FSDPC_OK)
-        status = convert(runtime, cast, exact, 1);
-    if (status == FSDPC_OK)
-        status = convert(runtime, t, cast, 0);
-    fsdpc_tensor_release(exact);
-    fsdpc_tensor_release(cast);
+    fsdpc_tensor *one;
+    FSDPC_TRY(fsdpc_scalar_tensor(runtime->device, runtime->compute, value, t->dtype, &one));
+    fsdpc_status status = convert(runtime, t, one, 0);
+    fsdpc_tensor_release(one);
     return status;
 }
 
-static PyObject *filled(const request *r, double value)
+static PyObject *filled(const request *r, fsdpc_scalar value)
 {
     fsdpc_tensor *t = request_tensor(r);
     if (!t)
@@ -120,7 +112,7 @@ static PyObject *filled(const request *r, double value)
         request r;                                                                                 \
         if (parse_request(&r, #name, module, args, nargs, keywords, false) < 0)                    \
             return NULL;                                                                           \
-        return filled(&r, value);                                                                  \
+        return filled(&r, fsdpc_scalar_whole(value));                                              \
     }
 FILLED(zeros, 0)
 FILLED(ones, 1)
@@ -139,12 +131,11 @@ static PyObject *make_full(FSDPC_PY_FASTCALL(module))
 {
     FSDPC_PY_PARSE("full", 2, "shape", "value", "dtype", "requires_grad");
     request r;
-    double value;
-    bool integral;
+    fsdpc_scalar value;
     if (request_begin(&r, module) < 0 || parse_options(&r, a[2], a[3]) < 0 ||
         (r.ndim = fsdpc_py_shape("full", &a[0], 1, r.shape)) < 0)
         return NULL;
-    if (!fsdpc_py_number(a[1], &value, &integral))
+    if (!fsdpc_py_number(a[1], &value))
         return PyErr_Format(PyExc_TypeError, "full: a number is needed, not %s",
                             Py_TYPE(a[1])->tp_name);
     return filled(&r, value);
@@ -178,15 +169,16 @@ typedef struct source {
     fsdpc_dtype dtype; /* which member of a block it fills */
     size_t numel;
     double start, step, last; /* counted: element i is start + step * i, but for the last */
+    int64_t first, by;        /* the same of whole numbers, modulo 2^64 */
     int64_t low;              /* drawn: at least this, and below low + span */
     uint64_t span, seed, stream;
 } source;
 
 static void count_whole(const source *from, size_t at, size_t n, block *out)
 {
-    int64_t step = (int64_t)from->step, value = (int64_t)from->start + step * (int64_t)at;
+    uint64_t step = (uint64_t)from->by, value = (uint64_t)from->first + step * at;
     for (size_t i = 0; i < n; i++, value += step)
-        out->ints[i] = value;
+        out->ints[i] = (int64_t)value;
 }
 
 static void count_real(const source *from, size_t at, size_t n, block *out)
@@ -249,6 +241,16 @@ static fsdpc_status make_values(fsdpc_runtime *runtime, fsdpc_tensor *t, const s
     return status;
 }
 
+/* Whether the dtype holds the first and the last of all numbers. */
+static fsdpc_status check_ends(const fsdpc_tensor *t, fsdpc_scalar first, fsdpc_scalar last)
+{
+    int64_t element;
+    if (t->numel == 0)
+        return FSDPC_OK;
+    FSDPC_TRY(fsdpc_scalar_store(first, t->dtype, &element));
+    return t->numel > 1 ? fsdpc_scalar_store(last, t->dtype, &element) : FSDPC_OK;
+}
+
 /* As whole numbers where all are, exactly. */
 static fsdpc_status count_up(fsdpc_runtime *runtime, fsdpc_tensor *t, double start, double step,
                              double last)
@@ -261,36 +263,64 @@ static fsdpc_status count_up(fsdpc_runtime *runtime, fsdpc_tensor *t, double sta
                    .numel = t->numel,
                    .start = start,
                    .step = step,
-                   .last = last};
+                   .last = last,
+                   .first = whole ? (int64_t)start : 0,
+                   .by = whole ? (int64_t)step : 0};
+    FSDPC_TRY(check_ends(t, fsdpc_scalar_real(start), fsdpc_scalar_real(last)));
     return make_values(runtime, t, &from);
+}
+
+static fsdpc_status count_integers(fsdpc_runtime *runtime, fsdpc_tensor *t, int64_t first,
+                                   int64_t step)
+{
+    source from = {
+        .fill = count_whole, .dtype = FSDPC_I64, .numel = t->numel, .first = first, .by = step};
+    uint64_t last = (uint64_t)first + (uint64_t)step * (t->numel - 1);
+    FSDPC_TRY(check_ends(t, fsdpc_scalar_whole(first), fsdpc_scalar_whole((int64_t)last)));
+    return make_values(runtime, t, &from);
+}
+
+/* Numbers from start on, in steps, before stop; at most 2^64. */
+static size_t steps_between(int64_t start, int64_t stop, int64_t step)
+{
+    if (step > 0 ? start >= stop : start <= stop)
+        return 0;
+    uint64_t span = step > 0 ? (uint64_t)stop - (uint64_t)start : (uint64_t)start - (uint64_t)stop;
+    uint64_t by = step > 0 ? (uint64_t)step : 0 - (uint64_t)step;
+    return (size_t)((span - 1) / by + 1);
 }
 
 static PyObject *make_arange(FSDPC_PY_FASTCALL(module))
 {
     FSDPC_PY_PARSE("arange", 1, "start", "stop", "step", "dtype");
     request r;
-    double start = 0, stop, step = 1;
-    bool integral[3] = {true, true, true};
+    fsdpc_scalar start = fsdpc_scalar_whole(0), stop, step = fsdpc_scalar_whole(1);
     if (request_begin(&r, module) < 0)
         return NULL;
     bool one = !a[1] || a[1] == Py_None;
-    if (!fsdpc_py_number(a[0], one ? &stop : &start, &integral[0]) ||
-        (!one && !fsdpc_py_number(a[1], &stop, &integral[1])) ||
-        (a[2] && !fsdpc_py_number(a[2], &step, &integral[2])))
+    if (!fsdpc_py_number(a[0], one ? &stop : &start) || (!one && !fsdpc_py_number(a[1], &stop)) ||
+        (a[2] && !fsdpc_py_number(a[2], &step)))
         return PyErr_Format(PyExc_TypeError, "arange: start, stop and step are numbers");
-    if (step == 0 || !isfinite((stop - start) / step))
+    if (step.real == 0 || !isfinite((stop.real - start.real) / step.real))
         return PyErr_Format(PyExc_ValueError, "arange: the step is 0 or the range is not finite");
-    r.dtype = integral[0] && integral[1] && integral[2] ? FSDPC_I64 : FSDPC_F32;
+    bool integers = start.integral && stop.integral && step.integral;
+    bool exact = start.fits && stop.fits && step.fits;
+    r.dtype = integers ? FSDPC_I64 : FSDPC_F32;
     if (fsdpc_py_dtype_optional(a[3], &r.dtype) < 0)
         return NULL;
-    double count = ceil((stop - start) / step);
+    if (integers && !exact)
+        return PyErr_Format(PyExc_ValueError, "arange: start, stop or step does not fit int64");
+    double count = ceil((stop.real - start.real) / step.real);
     r.ndim = 1;
-    r.shape[0] = count > 0 ? (size_t)count : 0;
+    r.shape[0] = exact       ? steps_between(start.whole, stop.whole, step.whole)
+                 : count > 0 ? (size_t)count
+                             : 0;
     fsdpc_tensor *t = request_tensor(&r);
     if (!t)
         return NULL;
-    double last = start + step * (count - 1);
-    fsdpc_status status = count_up(r.runtime, t, start, step, last);
+    fsdpc_status status =
+        exact ? count_integers(r.runtime, t, start.whole, step.whole)
+              : count_up(r.runtime, t, start.real, step.real, start.real + step.real * (count - 1));
     return fsdpc_py_result(r.state, status, t);
 }
 
@@ -332,6 +362,12 @@ static PyObject *make_randint(FSDPC_PY_FASTCALL(module))
     if (low >= high)
         return PyErr_Format(PyExc_ValueError, "randint: there is no integer in [%lld, %lld)",
                             (long long)low, (long long)high);
+    int64_t element;
+    fsdpc_status fits = fsdpc_scalar_store(fsdpc_scalar_whole(low), r.dtype, &element);
+    if (fits == FSDPC_OK)
+        fits = fsdpc_scalar_store(fsdpc_scalar_whole(high - 1), r.dtype, &element);
+    if (fits != FSDPC_OK)
+        return fsdpc_py_raise(fits);
     from.low = low;
     from.span = (uint64_t)high - (uint64_t)low;
     from.fill = from.span <= FEW ? draw_few : draw_many;

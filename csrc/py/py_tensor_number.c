@@ -26,10 +26,9 @@ PyObject *fsdpc_py_tensor_number(PyObject *a, PyObject *b, fsdpc_binary kind)
         return NULL;
     if (ta && tb)
         return both(state, ta, tb, kind);
-    double value;
-    bool integral;
+    fsdpc_scalar value;
     PyObject *other = ta ? b : a;
-    if (!fsdpc_py_number(other, &value, &integral)) {
+    if (!fsdpc_py_number(other, &value)) {
         if (!fsdpc_py_is_array(other))
             return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
         fsdpc_tensor *of = fsdpc_py_tensor_from_data(state, other, -1);
@@ -39,7 +38,7 @@ PyObject *fsdpc_py_tensor_number(PyObject *a, PyObject *b, fsdpc_binary kind)
     }
     fsdpc_tensor *t = ta ? ta : tb;
     FSDPC_PY_RUN(runtime, t->numel, status,
-                 fsdpc_op_binary_scalar(runtime->tape, kind, t, value, integral, ta == NULL, &y));
+                 fsdpc_op_binary_scalar(runtime->tape, kind, t, value, ta == NULL, &y));
     return fsdpc_py_result(state, status, y);
 }
 

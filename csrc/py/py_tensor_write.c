@@ -45,13 +45,26 @@ void fsdpc_py_tensor_whole(const fsdpc_tensor *t, fsdpc_box *out)
     fsdpc_op_strides(t->ndim, t->shape, out->strides);
 }
 
-/* The value as a tensor, new reference. */
+/* The value as a tensor, new reference; a number in self's dtype, or an error if that cannot hold
+ * it. */
 static fsdpc_tensor *value_tensor(fsdpc_py_tensor *self, PyObject *value)
 {
     fsdpc_tensor *t = fsdpc_py_tensor_peek(NULL, value);
-    if (!t)
-        return fsdpc_py_tensor_from_data(self->state, value, -1);
-    fsdpc_status status = fsdpc_tensor_check(t);
+    fsdpc_scalar number;
+    fsdpc_status status;
+    if (!t && fsdpc_py_number(value, &number)) {
+        fsdpc_runtime *runtime = &self->state->runtime;
+        status =
+            fsdpc_scalar_tensor(runtime->device, runtime->compute, number, self->tensor->dtype, &t);
+        if (status != FSDPC_OK)
+            fsdpc_py_raise(status);
+        return t;
+    }
+    if (!t) /* lists of integers are checked as numbers are */
+        return fsdpc_py_tensor_from_data(
+            self->state, value,
+            fsdpc_dtype_is_float(self->tensor->dtype) ? -1 : (int)self->tensor->dtype);
+    status = fsdpc_tensor_check(t);
     if (status != FSDPC_OK) {
         fsdpc_py_raise(status);
         return NULL;
@@ -198,9 +211,8 @@ FSDPC_PY_NAMED(tensor_copy, "copy_", "source")
 
 static PyObject *tensor_fill(PyObject *object, PyObject *value)
 {
-    double number;
-    bool integral;
-    if (!fsdpc_py_number(value, &number, &integral))
+    fsdpc_scalar number;
+    if (!fsdpc_py_number(value, &number))
         return PyErr_Format(PyExc_TypeError, "fill_: a number is needed, not %s",
                             Py_TYPE(value)->tp_name);
     return assign_whole(object, "fill_", value);

@@ -721,6 +721,9 @@ def full(
 ) -> Tensor:
     """Make a tensor of one value.
 
+    Integers are exact.  ValueError if the dtype cannot hold the value: an integer beyond its range,
+    or a finite number that would become infinite.
+
     Examples
     --------
     >>> import fsdpc
@@ -735,6 +738,8 @@ def arange(
     dtype: DTypeLike | None = None,
 ) -> Tensor:
     """Count from start (0 where only one bound is given) up to stop, which is left out.
+
+    Integers are exact.  ValueError if the dtype cannot hold the first number or the last.
 
     Examples
     --------
@@ -1574,6 +1579,12 @@ def sum_squares(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
 
 def cumsum(x: Tensor, dim: int) -> Tensor:
     """Return each element with all before it along a dimension."""
+
+def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    """Return the logarithms of sums of exponentials along a dimension."""
+
+def result_type(x: Tensor, y: Tensor) -> dtype:
+    """Return the dtype of both in one operation, as PyTorch's function of that name does."""
 
 def mean(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     """Average elements over dimensions.

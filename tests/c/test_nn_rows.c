@@ -65,17 +65,25 @@ static void test_softmax(nn_rig *rig, fsdpc_dtype dtype, size_t rows, size_t col
 {
     buffer x = buffer_noise(dtype, rows * cols, 1, -4, 4), y = buffer_make(dtype, rows * cols);
     buffer dy = buffer_noise(dtype, rows * cols, 2, -1, 1), dx = buffer_make(dtype, rows * cols);
-    fsdpc_softmax_args args = {dtype, rows, cols, log_softmax, x.data, NULL, NULL, y.data};
+    fsdpc_softmax_args args = {
+        .dtype = dtype, .rows = rows, .cols = cols, .log = log_softmax, .x = x.data, .out = y.data};
     CHECK_OK(rig->ops->softmax(&args, rig->stream));
     buffer_check(rig, &y, "softmax");
-    fsdpc_softmax_args back = {dtype, rows, cols, log_softmax, NULL, y.data, dy.data, dx.data};
+    fsdpc_softmax_args back = args;
+    back.y = y.data, back.dy = dy.data, back.out = dx.data;
     CHECK_OK(rig->ops->softmax_backward(&back, rig->stream));
     buffer_check(rig, &dx, "softmax backward");
+    buffer sums = buffer_make(dtype, rows);
+    args.out = NULL, args.lse = sums.data;
+    CHECK_OK(rig->ops->softmax(&args, rig->stream));
+    buffer_check(rig, &sums, "logsumexp");
     double coarse = dtype == FSDPC_BF16 ? 0.03 : dtype == FSDPC_F16 ? 0.004 : 0; /* y was rounded */
     for (size_t row = 0; row<rows; row += rows> 10 ? 7 : 1) {
         double *vx = row_of(&x, row, cols), *vdy = row_of(&dy, row, cols);
         double lse = lse_of(vx, cols);
         softmax_loss loss = {vdy, log_softmax};
+        check_near(rig, "logsumexp", dtype, row, buffer_get(&sums, row), lse,
+                   tolerance(dtype, lse, 10, 20));
         for (size_t c = 0; c < cols; c += sample_step(cols)) {
             double want = log_softmax ? vx[c] - lse : exp(vx[c] - lse);
             check_near(rig, "softmax", dtype, c, buffer_get(&y, row * cols + c), want,
@@ -92,6 +100,7 @@ static void test_softmax(nn_rig *rig, fsdpc_dtype dtype, size_t rows, size_t col
     buffer_free(&y);
     buffer_free(&dy);
     buffer_free(&dx);
+    buffer_free(&sums);
 }
 
 /* -- norms ------------------------------------------------------------------------------------- */

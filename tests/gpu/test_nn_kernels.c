@@ -352,7 +352,13 @@ static void test_softmax(void)
                 args.y = y.on_gpu, args.dy = dy.on_gpu, args.out = dx.on_gpu;
                 CHECK_OK(on(gpu_stream)->softmax_backward(&args, gpu_stream));
                 check_close(&dx, log ? sqrt((double)cols) + 1 : 1, 16, "softmax backward");
-                fini_all((buffer *[]){&x, &dy, &y, &dx}, 4);
+                buffer sums = buffer_poison(floats[d], rows, 0);
+                args.x = x.on_cpu, args.lse = sums.on_cpu;
+                CHECK_OK(on(cpu_stream)->softmax(&args, cpu_stream));
+                args.x = x.on_gpu, args.lse = sums.on_gpu;
+                CHECK_OK(on(gpu_stream)->softmax(&args, gpu_stream));
+                check_close(&sums, 10, 8, "logsumexp");
+                fini_all((buffer *[]){&x, &dy, &y, &dx, &sums}, 5);
             }
 }
 

@@ -193,3 +193,19 @@ def test_what_is_refused():
         F.conv1d(x, w)
     with pytest.raises(ValueError, match="must be positive"):
         F.max_pool2d(x, 0)
+
+
+def test_errors_name_the_operation_that_was_called():
+    row, image = fsdpc.zeros(1, 2, 5), fsdpc.zeros(1, 2, 5, 5)
+    for call, text in (
+        (lambda: F.conv1d(row, fsdpc.zeros(3, 1, 2)), r"conv1d: x has 2 .* \(3, 1, 2\)"),
+        (lambda: F.conv1d(row, fsdpc.zeros(3, 2, 7)), r"conv1d: no window of \(7,\) .* \(5,\)"),
+        (lambda: F.conv1d(row, fsdpc.zeros(3, 2, 2), fsdpc.zeros(2)), r"conv1d: bias \(2,\)"),
+        (lambda: F.max_pool1d(row, 7), r"max_pool1d: no window of \(7,\)"),
+        (lambda: F.avg_pool1d(image, 2), "avg_pool1d: x has shape"),
+        (lambda: F.max_pool2d(row, 2), "max_pool2d: windows of"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
+    with pytest.raises(TypeError, match="conv1d: dtypes float32, float64"):
+        F.conv1d(row, fsdpc.zeros(3, 2, 2, dtype="float64"))

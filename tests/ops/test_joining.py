@@ -105,3 +105,35 @@ def test_what_is_refused():
         F.outer(x, x)
     with pytest.raises(ValueError, match="tril: a tensor of 1 dimensions"):
         x[0].tril()
+
+
+def test_parts_of_nothing_and_numbers_of_numpy():
+    """As PyTorch cuts them."""
+    empty = fsdpc.zeros(2, 0)
+    for ours, want in (
+        (F.split(empty, 2, 1), [(2, 0)]),
+        (F.split(empty, 0, -1), [(2, 0)]),
+        (F.chunk(empty, 3, 1), [(2, 0)] * 3),
+        (F.split(fsdpc.zeros(0), []), []),
+        (F.split(fsdpc.zeros(5), np.int64(2)), [(2,), (2,), (1,)]),
+        (F.split(fsdpc.zeros(5), np.array([1, 4])), [(1,), (4,)]),
+        (F.chunk(fsdpc.zeros(5), np.int64(2)), [(3,), (2,)]),
+    ):
+        assert [part.shape for part in ours] == want
+    assert fsdpc.ones(2).repeat(np.int64(2)).shape == (4,)
+
+
+def test_sizes_that_cut_nothing_are_named():
+    x = fsdpc.zeros(2)
+    for sizes, text in (
+        (0, "split: parts of 0 for dimension 0 of 2 elements; give at least 1"),
+        (-1, "split: parts of -1"),
+        ([3, -1], r"split: sizes \[3, -1\] .* at least 0"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            F.split(x, sizes)
+    for op in (F.split, F.chunk):
+        with pytest.raises(IndexError, match=f"{op.__name__}: dimension 1 of a tensor with 1"):
+            op(x, 1, 1)
+    with pytest.raises(ValueError, match="repeat_interleave: -1 repeats"):
+        x.repeat_interleave(-1, 0)

@@ -176,3 +176,12 @@ def test_sync_batch_norm_is_batch_norm_of_one_batch(least, shape):
         np.testing.assert_allclose(total.numpy(), b.grad.numpy(), rtol=1e-5, atol=1e-5)
     for a, b in zip(ours.state_dict().values(), one.state_dict().values(), strict=True):
         np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-6)
+
+
+def test_one_value_a_channel_has_no_variance():
+    for shape in ((1, 3), (1, 3, 1)):
+        with pytest.raises(ValueError, match=r"batch_norm: shape .* one value for each channel"):
+            F.batch_norm(fsdpc.ones(shape))
+    with pytest.raises(ValueError, match="one value for each channel"):
+        fsdpc.nn.BatchNorm1d(3)(fsdpc.ones(1, 3))
+    assert fsdpc.nn.BatchNorm1d(3).eval()(fsdpc.ones(1, 3)).shape == (1, 3)

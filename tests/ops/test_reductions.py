@@ -6,8 +6,9 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from beside import same_as_torch
-from oracle import FLOATS
+from oracle import FLOATS, assert_close, values
 
 import fsdpc
 
@@ -76,7 +77,7 @@ def test_sums_of_integers():
     for dtype in ("int32", "int64"):
         x = fsdpc.tensor(a).to(dtype)
         assert x.sum(0).tolist() == a.sum(0).tolist() and x.sum().dtype is fsdpc.int64
-        assert x.cumsum(1).tolist() == a.cumsum(1).tolist() and x.cumsum(1).dtype is x.dtype
+        assert x.cumsum(1).tolist() == a.cumsum(1).tolist() and x.cumsum(1).dtype is fsdpc.int64
     assert fsdpc.tensor(a > 0).cumsum(0).tolist() == (a > 0).cumsum(0).tolist()
 
 
@@ -119,3 +120,48 @@ def test_what_is_refused():
         x.norm(0)
     assert math.isnan(fsdpc.ones(1).var().item())
     assert fsdpc.zeros(3, 0).cumsum(1).shape == (3, 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "row",
+    [[-3e4, 0, 0], [-5e4, 1, 2], [-math.inf, 0, 1], [0, -math.inf, -math.inf], [1e3, 1e3, 1e3]],
+)
+def test_logsumexp_is_exact_whatever_comes_first(row, dtype):
+    x, theirs = fsdpc.tensor([row] * 2).to(dtype), torch.tensor([row] * 2, dtype=torch.float64)
+    x.requires_grad_(), theirs.requires_grad_()
+    ours, want = F.logsumexp(x, 1), torch.logsumexp(theirs, 1)
+    assert_close(values(ours), want.detach().numpy(), dtype, 1, "logsumexp")
+    ours.sum().backward()
+    want.sum().backward()
+    assert_close(values(x.grad), theirs.grad.numpy(), dtype, 1, "gradient")
+
+
+def test_logsumexp_of_what_is_special():
+    inf, nan = math.inf, math.nan
+    assert F.logsumexp(fsdpc.tensor([-1e9, 0.0, 0.0]), 0).item() == pytest.approx(math.log(2))
+    rows = fsdpc.tensor([[-inf, -inf], [inf, 0.0], [inf, -inf], [nan, inf], [-inf, nan]])
+    for x in (rows, rows.double(), rows.half()):
+        got = F.logsumexp(x, 1).tolist()
+        assert got[:3] == [-inf, inf, inf] and np.isnan(got[3:]).all()
+    assert F.logsumexp(fsdpc.zeros(2, 0), 1).tolist() == [-inf, -inf]
+    assert F.logsumexp(fsdpc.zeros(2, 0), 0, True).shape == (1, 0)
+    assert F.logsumexp(fsdpc.zeros(2, 3, 4), 1).shape == (2, 4)
+    assert F.logsumexp(fsdpc.tensor(3.0), -1).item() == 3
+    with pytest.raises(IndexError, match="logsumexp: dimension 2 of a tensor with 2 dimensions"):
+        F.logsumexp(rows, 2)
+
+
+def test_variances_of_equal_elements():
+    x = fsdpc.full((2, 3), 2.5, requires_grad=True)
+    x.std(1).sum().backward()
+    assert x.grad.tolist() == [[0.0] * 3] * 2
+    assert fsdpc.tensor([1.0, 3.0]).var(correction=2).item() == math.inf
+    assert math.isnan(fsdpc.tensor([1.0, 1.0]).var(correction=2).item())
+    assert fsdpc.ones(2, 3).var(np.int64(0)).shape == (3,)
+
+
+def test_dimensions_are_named_once():
+    for op in (F.sum, F.mean, F.any, F.var):
+        with pytest.raises(ValueError, match="dimension 0 is named twice"):
+            op(fsdpc.ones(2, 3), (0, -2))

@@ -8,7 +8,7 @@ times the input from forward to backward; pooling compares or adds them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -69,15 +69,22 @@ def conv2d(
     >>> F.conv2d(x, weight).tolist()
     [[[[10.0]]]]
     """
-    if x.ndim != 4 or weight.ndim != 4:
-        raise ValueError(f"conv2d: x {x.shape} and weight {weight.shape}; both need 4 dimensions")
-    out, part = weight.shape[:2]
-    if groups < 1 or out % groups or part * groups != x.shape[1]:
-        raise ValueError(
-            f"conv2d: x has {x.shape[1]} channels and weight {weight.shape}, in {groups} groups"
-        )
+    _check_convolution("conv2d", x, weight, bias, groups)
+    return _convolved("conv2d", x, weight, bias, stride, padding, dilation, groups)
+
+
+def _convolved(
+    name: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Pair,
+    padding: Pair | str,
+    dilation: Pair,
+    groups: int,
+) -> Tensor:
     kernel, steps, spread = weight.shape[2:], pair(stride), pair(dilation)
-    sides = _sides(x, padding, kernel, steps, spread)
+    sides = _sides(name, x, padding, kernel, steps, spread)
     if x.device == "cuda":
         return _on_cuda(x, weight, bias, sides, steps, spread, groups)
     return _core.conv2d(x, weight, bias, steps, sum(sides, ()), spread, groups)
@@ -117,11 +124,11 @@ def conv1d(
     >>> F.conv1d(x, weight).tolist()
     [[[-1.0, -2.0]]]
     """
-    if x.ndim != 3 or weight.ndim != 3:
-        raise ValueError(f"conv1d: x {x.shape} and weight {weight.shape}; both need 3 dimensions")
+    _check_convolution("conv1d", x, weight, bias, groups)
+    x, weight = x.unsqueeze(2), weight.unsqueeze(2)
     given = padding if isinstance(padding, str) else (0, padding)
-    y = conv2d(x.unsqueeze(2), weight.unsqueeze(2), bias, (1, stride), given, (1, dilation), groups)
-    return y.squeeze(2)
+    spread = (1, dilation)
+    return _convolved("conv1d", x, weight, bias, (1, stride), given, spread, groups).squeeze(2)
 
 
 def max_pool2d(x: Tensor, kernel: Pair, stride: Pair | None = None, padding: Pair = 0) -> Tensor:
@@ -153,9 +160,13 @@ def max_pool2d(x: Tensor, kernel: Pair, stride: Pair | None = None, padding: Pai
     >>> F.max_pool2d(tensor([[[[1.0, 3.0], [5.0, 7.0]]]]), 2).tolist()
     [[[[7.0]]]]
     """
+    return _max_pool("max_pool2d", x, kernel, stride, padding)
+
+
+def _max_pool(name: str, x: Tensor, kernel: Pair, stride: Pair | None, padding: Pair) -> Tensor:
     size = pair(kernel)
     steps = size if stride is None else pair(stride)
-    sides = _sides(x, padding, size, steps, (1, 1))
+    sides = _sides(name, x, padding, size, steps, (1, 1))
     if x.device != "cuda":
         return _core.pool2d(x, True, size, steps, pair(padding))
     padded = _padded(x, sides, -math.inf)
@@ -174,9 +185,13 @@ def avg_pool2d(x: Tensor, kernel: Pair, stride: Pair | None = None, padding: Pai
     >>> F.avg_pool2d(tensor([[[[1.0, 3.0], [5.0, 7.0]]]]), 2).tolist()
     [[[[4.0]]]]
     """
+    return _avg_pool("avg_pool2d", x, kernel, stride, padding)
+
+
+def _avg_pool(name: str, x: Tensor, kernel: Pair, stride: Pair | None, padding: Pair) -> Tensor:
     size = pair(kernel)
     steps = size if stride is None else pair(stride)
-    sides = _sides(x, padding, size, steps, (1, 1))
+    sides = _sides(name, x, padding, size, steps, (1, 1))
     if x.device != "cuda":
         return _core.pool2d(x, False, size, steps, pair(padding))
     padded = _padded(wide(x), sides, 0.0)
@@ -196,7 +211,8 @@ def max_pool1d(x: Tensor, kernel: int, stride: int | None = None, padding: int =
     [[[3.0, 7.0]]]
     """
     steps = (1, kernel if stride is None else stride)
-    return max_pool2d(x.unsqueeze(2), (1, kernel), steps, (0, padding)).squeeze(2)
+    _check_rows("max_pool1d", x)
+    return _max_pool("max_pool1d", x.unsqueeze(2), (1, kernel), steps, (0, padding)).squeeze(2)
 
 
 def avg_pool1d(x: Tensor, kernel: int, stride: int | None = None, padding: int = 0) -> Tensor:
@@ -209,18 +225,46 @@ def avg_pool1d(x: Tensor, kernel: int, stride: int | None = None, padding: int =
     [[[2.0, 6.0]]]
     """
     steps = (1, kernel if stride is None else stride)
-    return avg_pool2d(x.unsqueeze(2), (1, kernel), steps, (0, padding)).squeeze(2)
+    _check_rows("avg_pool1d", x)
+    return _avg_pool("avg_pool1d", x.unsqueeze(2), (1, kernel), steps, (0, padding)).squeeze(2)
+
+
+def _check_rows(name: str, x: Tensor) -> None:
+    if x.ndim != 3:
+        raise ValueError(f"{name}: x has shape {x.shape}; give (batch, channels, length)")
+
+
+def _check_convolution(
+    name: str, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int
+) -> None:
+    """Raise an error that names the operation and shows shapes as its caller gave them."""
+    ndim = 3 if name == "conv1d" else 4
+    if x.ndim != ndim or weight.ndim != ndim:
+        raise ValueError(
+            f"{name}: x {x.shape} and weight {weight.shape}; both need {ndim} dimensions"
+        )
+    out, part = weight.shape[:2]
+    if groups < 1 or out % groups or part * groups != x.shape[1]:
+        raise ValueError(
+            f"{name}: x has {x.shape[1]} channels and weight {weight.shape}, in {groups} groups"
+        )
+    if bias is not None and bias.shape != (out,):
+        raise ValueError(f"{name}: bias {bias.shape} for {out} filters; give it shape ({out},)")
+    dtypes = [t.dtype.name for t in (x, weight, bias) if t is not None]
+    if len(set(dtypes)) > 1 or not x.dtype.is_floating_point:
+        raise TypeError(f"{name}: dtypes {', '.join(dtypes)}; give floats of one dtype, with to()")
 
 
 def pair(value: Pair) -> tuple[int, int]:
     """Return what is for height and width, from one number or two."""
-    both = (value, value) if isinstance(value, (int, np.integer)) else tuple(value)
+    both = tuple(value) if isinstance(value, Iterable) else (value, value)
     if len(both) != 2:
         raise ValueError(f"{value} for height and width: give one number or two")
     return both
 
 
 def _sides(
+    name: str,
     x: Tensor,
     padding: Pair | str,
     kernel: Sequence[int],
@@ -232,20 +276,23 @@ def _sides(
     if isinstance(padding, str):
         if padding not in ("same", "valid") or (padding == "same" and steps != (1, 1)):
             raise ValueError(
-                f"padding {padding!r} with stride {steps}: give numbers, 'valid', or 'same' with "
-                "stride 1"
+                f"{name}: padding {padding!r} with stride {steps}: give numbers, 'valid', or "
+                "'same' with stride 1"
             )
         sides = [(r // 2, r - r // 2) if padding == "same" else (0, 0) for r in reach]
     else:
         sides = [(p, p) for p in pair(padding)]
     if x.ndim != 4 or min(*steps, *spread, *kernel, 1) < 1:
         raise ValueError(
-            f"windows of {tuple(kernel)}, stride {steps}, in shape {x.shape}: all must be "
+            f"{name}: windows of {tuple(kernel)}, stride {steps}, in shape {x.shape}: all must be "
             "positive, and the input (batch, channels, height, width)"
         )
     padded = tuple(n + sum(s) for n, s in zip(x.shape[2:], sides, strict=True))
     if any(n <= r for n, r in zip(padded, reach, strict=True)):
-        raise ValueError(f"no window of {tuple(kernel)} fits the padded input, {padded}")
+        shown = slice(1, None) if name.endswith("1d") else slice(None)  # a row is an image of one
+        raise ValueError(
+            f"{name}: no window of {tuple(kernel)[shown]} fits the padded input, {padded[shown]}"
+        )
     return sides
 
 

@@ -32,7 +32,7 @@ def where(condition: Any, x: Operand, y: Operand) -> Tensor:
     TypeError
         Neither x nor y is a tensor and one of them no number.
     ValueError
-        Shapes do not broadcast.
+        Shapes do not broadcast, or the dtype cannot hold a number.
 
     Examples
     --------
@@ -47,10 +47,10 @@ def where(condition: Any, x: Operand, y: Operand) -> Tensor:
     if _is_zero_beside(x, y):
         return _core.keep(y, keep == 0)
     x, y = _pair(x, y)
-    small = x.dtype if x.dtype is y.dtype and x.dtype.itemsize == 1 else None
-    x, y = (t.to("int32") if t.dtype.itemsize == 1 else t for t in (x, y))
-    chosen = _core.add(_core.mask(x, keep), _core.mask(y, keep == 0))
-    return chosen.to(small) if small is not None else chosen
+    dtype = _core.result_type(x, y)
+    inside = "int32" if dtype.itemsize == 1 else dtype  # there is no arithmetic on bytes
+    chosen = _core.add(_core.mask(x.to(inside), keep), _core.mask(y.to(inside), keep == 0))
+    return chosen.to(dtype)
 
 
 def clamp(x: Tensor, min: Operand | None = None, max: Operand | None = None) -> Tensor:
@@ -60,7 +60,8 @@ def clamp(x: Tensor, min: Operand | None = None, max: Operand | None = None) -> 
     ----------
     x : Tensor
     min, max : Tensor or number, optional
-        Broadcast with x.  Where min exceeds max, the result is max, as in PyTorch.
+        Broadcast with x.  Where min exceeds max, the result is max; where a bound is NaN, so is
+        the result, as in PyTorch.
 
     Returns
     -------
@@ -70,7 +71,7 @@ def clamp(x: Tensor, min: Operand | None = None, max: Operand | None = None) -> 
     Raises
     ------
     ValueError
-        Neither bound is given.
+        Neither bound is given, or the dtype cannot hold one.
 
     Examples
     --------
@@ -80,12 +81,13 @@ def clamp(x: Tensor, min: Operand | None = None, max: Operand | None = None) -> 
     """
     if min is None and max is None:
         raise ValueError("clamp: give min, max or both")
-    if min is not None:
-        plain = x.dtype.is_floating_point and isinstance(min, (int, float))
-        x = _core.clamp_min(x, min) if plain else where(x < min, min, x)
-    if max is not None:
-        plain = x.dtype.is_floating_point and isinstance(max, (int, float))
-        x = _core.clamp_max(x, max) if plain else where(x > max, max, x)
+    for bound, kernel, outside in ((min, _core.clamp_min, _below), (max, _core.clamp_max, _above)):
+        if bound is None:
+            continue
+        if x.dtype.is_floating_point and isinstance(bound, (int, float)):
+            x = where(False, x, math.nan) if math.isnan(bound) else kernel(x, bound)
+        else:
+            x = where(outside(x, bound), bound, x)
     return x
 
 
@@ -110,6 +112,8 @@ def isfinite(x: Tensor) -> Tensor:
     >>> F.isfinite(tensor([1.0, float("inf"), float("nan")])).tolist()
     [True, False, False]
     """
+    if not x.dtype.is_floating_point:
+        return x == x
     return x - x == 0
 
 
@@ -122,7 +126,9 @@ def isinf(x: Tensor) -> Tensor:
     >>> F.isinf(tensor([1.0, float("inf"), float("nan")])).tolist()
     [False, True, False]
     """
-    return _core.abs(x) == float("inf")
+    if not x.dtype.is_floating_point:
+        return x != x
+    return _core.abs(x) == math.inf
 
 
 def logical_not(x: Any) -> Tensor:
@@ -176,6 +182,16 @@ def logical_xor(x: Any, y: Any) -> Tensor:
 def wide(x: Tensor) -> Tensor:
     """Return 16-bit floats as float32, so that a composed operation rounds once."""
     return x.float() if x.dtype.is_floating_point and x.dtype.itemsize == 2 else x
+
+
+def _below(x: Tensor, bound: Any) -> Tensor:
+    below = x < bound
+    return logical_or(below, isnan(bound)) if isinstance(bound, Tensor) else below
+
+
+def _above(x: Tensor, bound: Any) -> Tensor:
+    above = x > bound
+    return logical_or(above, isnan(bound)) if isinstance(bound, Tensor) else above
 
 
 def _truth(x: Any) -> Tensor:

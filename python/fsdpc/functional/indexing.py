@@ -265,12 +265,16 @@ def nonzero(x: Tensor) -> Tensor:
 def masked_fill(x: Tensor, mask: Any, value: float) -> Tensor:
     """Return x with a number where the mask (broadcast) is true; no gradient passes there.
 
+    The result has x's dtype.  ValueError if that cannot hold the number.
+
     Examples
     --------
     >>> from fsdpc import functional as F, tensor
     >>> F.masked_fill(tensor([1.0, 2.0]), tensor([True, False]), 9.0).tolist()
     [9.0, 2.0]
     """
+    if isinstance(value, (int, float)) and (value or math.copysign(1, value) < 0):
+        value = _core.full((), value, dtype=x.dtype)
     return where(mask, value, x)
 
 

@@ -81,6 +81,11 @@ def batch_norm(
     eps : float
         Added to the variance.
 
+    Raises
+    ------
+    ValueError
+        A channel has one value, or none, and no statistics are given.
+
     Source: Ioffe & Szegedy 2015.
 
     Examples
@@ -109,6 +114,11 @@ def counted_batch_norm(
     ranks' batches, forward is two small sums over ranks, backward is one.
     """
     _check_batch(x, over_ranks)
+    if not over_ranks and math.prod(x.shape) == x.shape[1]:
+        raise ValueError(
+            f"batch_norm: shape {x.shape} has one value for each channel, whose variance is 0: "
+            "give a larger batch, or the statistics to use (eval() of a module)"
+        )
     rows = _long_rows(x)
     sets = _Sets((*rows.shape[:2], 1), 0, over_ranks)
     y, mean, var, count = _normalized(rows, sets, weight, bias, eps)

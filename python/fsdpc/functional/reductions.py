@@ -8,7 +8,7 @@ of sums.  16-bit floats are computed in float32 and rounded once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -186,7 +186,8 @@ def var(x: Tensor, dim: Dims = None, correction: float = 1, keepdim: bool = Fals
         Floats.
     dim : int or sequence of int, optional
     correction : float
-        Subtracted from the number of elements (1: unbiased); NaN if nothing is left of it.
+        Subtracted from the number of elements (1: unbiased).  If nothing is left of that, the
+        result is NaN, or inf where elements differ, as in PyTorch.
     keepdim : bool
 
     Returns
@@ -204,11 +205,11 @@ def var(x: Tensor, dim: Dims = None, correction: float = 1, keepdim: bool = Fals
     away = w - _core.mean(w, dim, True)
     total = _core.sum_squares(away, dim, keepdim)
     left = _count(x, dim) - correction
-    return (total * (1 / left) if left > 0 else total * math.nan).to(x.dtype)
+    return (total / left if left > 0 else total * math.inf).to(x.dtype)
 
 
 def std(x: Tensor, dim: Dims = None, correction: float = 1, keepdim: bool = False) -> Tensor:
-    """Compute the standard deviation, the root of :func:`var`.
+    """Compute the standard deviation, the root of :func:`var`; its gradient at 0 is 0.
 
     Examples
     --------
@@ -216,7 +217,7 @@ def std(x: Tensor, dim: Dims = None, correction: float = 1, keepdim: bool = Fals
     >>> F.std(tensor([1.0, 3.0]), correction=0).item()
     1.0
     """
-    return _core.sqrt(var(wide(x), dim, correction, keepdim)).to(x.dtype)
+    return _root(var(wide(x), dim, correction, keepdim), 2).to(x.dtype)
 
 
 def norm(x: Tensor, p: float = 2, dim: Dims = None, keepdim: bool = False) -> Tensor:
@@ -257,9 +258,7 @@ def norm(x: Tensor, p: float = 2, dim: Dims = None, keepdim: bool = False) -> Te
         total = _core.sum_squares(x, dim, keepdim)
     else:
         total = _core.sum(_core.pow(_core.abs(wide(x)), p), dim, keepdim)
-    positive = where(total == 0, 1.0, total)  # whose slope is finite
-    root = _core.sqrt(positive) if p == 2 else _core.pow(positive, 1 / p)
-    return where(total == 0, 0.0, root).to(x.dtype)
+    return _root(total, p).to(x.dtype)
 
 
 def cumsum(x: Tensor, dim: int) -> Tensor:
@@ -268,7 +267,7 @@ def cumsum(x: Tensor, dim: int) -> Tensor:
     Parameters
     ----------
     x : Tensor
-        Floats or integers (bool and uint8 give int64).
+        Floats, or integers and bool, which give int64.
     dim : int
 
     Returns
@@ -282,13 +281,13 @@ def cumsum(x: Tensor, dim: int) -> Tensor:
     >>> F.cumsum(tensor([[1.0, 5.0], [3.0, 2.0]]), dim=1).tolist()
     [[1.0, 6.0], [3.0, 5.0]]
     """
-    if x.dtype.itemsize == 1:
-        x = x.to("int64")
-    return _core.cumsum(x, dim)
+    return _core.cumsum(x if x.dtype.is_floating_point else x.to("int64"), dim)
 
 
 def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     """Take the logarithm of the sum of exponentials along a dimension, without overflow.
+
+    It is -inf where every element is, or where there is none.
 
     Examples
     --------
@@ -296,19 +295,19 @@ def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     >>> round(F.logsumexp(tensor([0.0, 0.0]), dim=0).item(), 4)  # log(2)
     0.6931
     """
-    axis = dimension("logsumexp", x, dim)
-    first = (*(slice(None),) * axis, slice(0, 1))
-    w = wide(x)
-    log_of_sum = (w[first] - _core.log_softmax(w, axis)[first]).to(x.dtype)
-    return log_of_sum if keepdim else log_of_sum.squeeze(axis)
+    return _core.logsumexp(x, dim, keepdim)
+
+
+def _root(total: Tensor, p: float) -> Tensor:
+    """Take the p-th root; its gradient at 0 is 0."""
+    positive = where(total == 0, 1.0, total)  # whose slope is finite
+    root = _core.sqrt(positive) if p == 2 else _core.pow(positive, 1 / p)
+    return where(total == 0, 0.0, root)
 
 
 def _count(x: Tensor, dim: Dims) -> int:
-    return math.prod(x.shape if dim is None else (x.shape[d] for d in _dims(dim)))
-
-
-def _dims(dim: int | Sequence[int]) -> Sequence[int]:
-    return (int(dim),) if isinstance(dim, (int, np.integer)) else dim
+    dims = range(x.ndim) if dim is None else dim if isinstance(dim, Iterable) else [dim]
+    return math.prod(x.shape[d] for d in dims)
 
 
 def _where_extreme(
@@ -338,7 +337,7 @@ def _extremum(
 def _over(find: Callable[..., Any], x: Tensor, dim: Dims, keepdim: bool) -> Tensor:
     if dim is None:
         return find(x, None, keepdim)
-    axes = sorted(dimension("amax", x, d) for d in _dims(dim))
+    axes = sorted(dimension("amax", x, d) for d in (dim if isinstance(dim, Iterable) else [dim]))
     for axis in reversed(axes):
         x = find(x, axis, keepdim).values
     return x

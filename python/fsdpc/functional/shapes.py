@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from operator import index
 
 import numpy as np
 
@@ -38,7 +40,7 @@ def split(x: Tensor, sizes: int | Sequence[int], dim: int = 0) -> list[Tensor]:
     Raises
     ------
     ValueError
-        The sizes do not add up to the extent.
+        The sizes do not add up to the extent, or one is negative.
 
     Examples
     --------
@@ -46,23 +48,32 @@ def split(x: Tensor, sizes: int | Sequence[int], dim: int = 0) -> list[Tensor]:
     >>> [part.tolist() for part in F.split(tensor([1, 2, 3]), [1, 2])]
     [[1], [2, 3]]
     """
-    axis = dim + x.ndim if dim < 0 else dim
+    axis = dimension("split", x, dim)
     extent = x.shape[axis]
-    if isinstance(sizes, (int, np.integer)):
-        sizes = int(sizes)
-        whole, rest = divmod(extent, sizes)
-        sizes = [sizes] * whole + ([rest] if rest else [])
-    ends = [0]
-    for size in sizes:
-        ends.append(ends[-1] + size)
-    if ends[-1] != extent:
-        raise ValueError(f"split: sizes {list(sizes)} for dimension {dim} of {extent} elements")
+    if isinstance(sizes, Iterable):
+        each = [index(size) for size in sizes]
+    elif extent == 0 and sizes >= 0:
+        each = [0]
+    elif sizes <= 0:
+        raise ValueError(
+            f"split: parts of {sizes} for dimension {dim} of {extent} elements; give at least 1"
+        )
+    else:
+        each = [min(index(sizes), extent - first) for first in range(0, extent, index(sizes))]
+    if sum(each) != extent or min(each, default=0) < 0:
+        raise ValueError(
+            f"split: sizes {each} for dimension {dim} of {extent} elements; give sizes of at least "
+            "0 that add up to it"
+        )
+    ends = [0, *accumulate(each)]
     lead = (slice(None),) * axis
     return [x[(*lead, slice(a, b))] for a, b in zip(ends, ends[1:], strict=False)]
 
 
 def chunk(x: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
     """Cut a tensor into at most so many parts of one size, the last of which may be shorter.
+
+    Of an empty dimension there are as many empty parts.
 
     Raises
     ------
@@ -77,7 +88,8 @@ def chunk(x: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
     """
     if chunks < 1:
         raise ValueError(f"chunk: {chunks} parts; at least 1")
-    return split(x, max(1, -(-x.shape[dim] // int(chunks))), dim)
+    extent = x.shape[dimension("chunk", x, dim)]
+    return split(x, -(-extent // chunks) if extent else [0] * chunks, dim)
 
 
 def pad(x: Tensor, widths: Sequence[int], mode: str = "constant", value: float = 0.0) -> Tensor:
@@ -186,7 +198,7 @@ def repeat(x: Tensor, *counts: int | Sequence[int]) -> Tensor:
     [1, 2, 1, 2]
     """
     first = counts[0] if counts else ()
-    each = list(counts if isinstance(first, (int, np.integer)) else first)
+    each = [index(n) for n in (first if isinstance(first, Iterable) else counts)]
     if len(each) < x.ndim or any(n < 0 for n in each):
         raise ValueError(f"repeat: counts {each} for a tensor of {x.ndim} dimensions")
     shape = [1] * (len(each) - x.ndim) + list(x.shape)
@@ -209,6 +221,8 @@ def repeat_interleave(x: Tensor, repeats: int, dim: int) -> Tensor:
     [1, 1, 2, 2]
     """
     axis = dimension("repeat_interleave", x, dim)
+    if repeats < 0:
+        raise ValueError(f"repeat_interleave: {repeats} repeats; give at least 0")
     before, extent, after = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
     rows = x.reshape(math.prod(before) * extent, 1, math.prod(after))
     copies = rows.expand(rows.shape[0], repeats, rows.shape[2])

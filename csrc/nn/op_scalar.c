@@ -1,0 +1,136 @@
+/* Arithmetic and comparisons of a tensor with a number.
+ *
+ * Float tensors take the number as an argument of a kernel where there is one, else as a tensor
+ * without dimensions.  Integer tensors take an integer as such a tensor, exactly.
+ */
+#include "nn/op.h"
+
+#include <math.h>
+
+/* The number rounded to x's dtype. */
+static fsdpc_status with_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
+                                fsdpc_scalar s, fsdpc_dtype dtype, bool reversed,
+                                fsdpc_tensor **out)
+{
+    fsdpc_tensor *t;
+    FSDPC_TRY(fsdpc_scalar_tensor(tape->device, tape->stream, s, dtype, &t));
+    fsdpc_status st = fsdpc_op_binary(tape, kind, reversed ? t : x, reversed ? x : t, out);
+    fsdpc_tensor_release(t);
+    return st;
+}
+
+/* Comparisons with a number beyond the dtype's range are those with an infinity. */
+static fsdpc_scalar within_range(fsdpc_scalar s, fsdpc_dtype dtype)
+{
+    int64_t element;
+    if (isnan(s.real) || fsdpc_scalar_store(s, dtype, &element) == FSDPC_OK)
+        return s;
+    return fsdpc_scalar_real(s.real > 0 ? INFINITY : -INFINITY);
+}
+
+static fsdpc_status compare_float(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
+                                  fsdpc_scalar s, bool reversed, fsdpc_tensor **out)
+{
+    return with_scalar(tape, kind, x, within_range(s, x->dtype), x->dtype, reversed, out);
+}
+
+/* Integers with any number, exactly: a fraction is rounded to the side that keeps the answer. */
+static fsdpc_status compare_integer(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
+                                    fsdpc_scalar s, bool reversed, fsdpc_tensor **out)
+{
+    bool up = reversed ? kind == FSDPC_BINARY_GT || kind == FSDPC_BINARY_LE
+                       : kind == FSDPC_BINARY_LT || kind == FSDPC_BINARY_GE;
+    bool ordered = kind != FSDPC_BINARY_EQ && kind != FSDPC_BINARY_NE;
+    if (!s.integral && (ordered || s.real == trunc(s.real))) {
+        double whole = up ? ceil(s.real) : floor(s.real);
+        if (whole >= -0x1p63 && whole < 0x1p63)
+            s = fsdpc_scalar_whole((int64_t)whole);
+    }
+    if (s.fits) {
+        bool byte = fsdpc_dtype_bytes(x->dtype) == 1 && s.whole >= 0 &&
+                    s.whole <= (x->dtype == FSDPC_BOOL ? 1 : UINT8_MAX);
+        bool narrow = s.whole >= INT32_MIN && s.whole <= INT32_MAX && x->dtype != FSDPC_I64;
+        return with_scalar(tape, kind, x, s,
+                           byte     ? x->dtype
+                           : narrow ? FSDPC_I32
+                                    : FSDPC_I64,
+                           reversed, out);
+    }
+    /* NaN, a fraction that equals no integer, or a number beyond all of them */
+    if (isfinite(s.real) && s.real != trunc(s.real))
+        s.real = NAN;
+    else if (!isnan(s.real))
+        s.real = s.real > 0 ? INFINITY : -INFINITY;
+    fsdpc_tensor *wide;
+    FSDPC_TRY(fsdpc_op_cast(tape, x, FSDPC_F64, &wide));
+    fsdpc_status st =
+        with_scalar(tape, kind, wide, fsdpc_scalar_real(s.real), FSDPC_F64, reversed, out);
+    fsdpc_tensor_release(wide);
+    return st;
+}
+
+static fsdpc_status integer_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
+                                   fsdpc_scalar s, bool reversed, fsdpc_tensor **out)
+{
+    if (kind == FSDPC_BINARY_POW && !reversed && s.real < 0)
+        return fsdpc_fail(FSDPC_ERR_VALUE,
+                          "pow: an integer tensor to the power of %lld: use a float tensor",
+                          (long long)s.whole);
+    fsdpc_dtype dtype = x->dtype == FSDPC_U8 ? FSDPC_I32 : /* has no arithmetic of its own */
+                            x->dtype == FSDPC_BOOL ? FSDPC_I64
+                                                   : x->dtype;
+    return with_scalar(tape, kind, x, s, dtype, reversed, out);
+}
+
+/* By the reciprocal, unless that rounds away or overflows. */
+static fsdpc_status divide(fsdpc_tape *tape, fsdpc_tensor *x, double s, fsdpc_tensor **out)
+{
+    double by = 1 / s, size = fabs(by);
+    bool narrow = x->dtype != FSDPC_F64;
+    if (s == 0 || isnan(s) ||
+        (size >= (narrow ? 0x1p-126 : 0x1p-1022) && size < (narrow ? 0x1p127 : 0x1p1023)))
+        return fsdpc_op_unary(tape, FSDPC_UNARY_MUL_SCALAR, by, x, out);
+    fsdpc_tensor *wide = NULL, *y = NULL;
+    FSDPC_TRY(fsdpc_op_cast(tape, x, FSDPC_F64, &wide));
+    fsdpc_status st =
+        with_scalar(tape, FSDPC_BINARY_DIV, wide, fsdpc_scalar_real(s), FSDPC_F64, false, &y);
+    if (st == FSDPC_OK)
+        st = fsdpc_op_cast(tape, y, x->dtype, out);
+    fsdpc_tensor_release(wide);
+    fsdpc_tensor_release(y);
+    return st;
+}
+
+fsdpc_status fsdpc_op_binary_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
+                                    fsdpc_scalar s, bool reversed, fsdpc_tensor **out)
+{
+    bool compares = fsdpc_binary_compares(kind);
+    if (!fsdpc_dtype_is_float(x->dtype)) {
+        if (compares)
+            return compare_integer(tape, kind, x, s, reversed, out);
+        if (s.integral && kind != FSDPC_BINARY_DIV)
+            return integer_scalar(tape, kind, x, s, reversed, out);
+        fsdpc_tensor *f;
+        FSDPC_TRY(fsdpc_op_cast(tape, x, FSDPC_F32, &f));
+        fsdpc_status st = fsdpc_op_binary_scalar(tape, kind, f, s, reversed, out);
+        fsdpc_tensor_release(f);
+        return st;
+    }
+    switch (kind) {
+    case FSDPC_BINARY_ADD:
+        return fsdpc_op_unary(tape, FSDPC_UNARY_ADD_SCALAR, s.real, x, out);
+    case FSDPC_BINARY_SUB:
+        if (reversed)
+            return fsdpc_op_unary(tape, FSDPC_UNARY_RSUB_SCALAR, s.real, x, out);
+        return fsdpc_op_unary(tape, FSDPC_UNARY_ADD_SCALAR, -s.real, x, out);
+    case FSDPC_BINARY_MUL:
+        return fsdpc_op_unary(tape, FSDPC_UNARY_MUL_SCALAR, s.real, x, out);
+    case FSDPC_BINARY_DIV:
+        if (reversed)
+            return fsdpc_op_unary(tape, FSDPC_UNARY_RDIV_SCALAR, s.real, x, out);
+        return divide(tape, x, s.real, out);
+    default:
+        return compares ? compare_float(tape, kind, x, s, reversed, out)
+                        : with_scalar(tape, kind, x, s, x->dtype, reversed, out);
+    }
+}

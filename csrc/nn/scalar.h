@@ -1,0 +1,37 @@
+/* A number given along with a tensor.
+ *
+ * An integer stays an integer: it passes through no double on its way into an integer tensor, where
+ * 2^53 + 1 would become 2^53.  A number that a dtype cannot hold is an error that names both.
+ */
+#ifndef FSDPC_NN_SCALAR_H
+#define FSDPC_NN_SCALAR_H
+
+#include "nn/tensor.h"
+
+typedef struct fsdpc_scalar {
+    bool integral; /* an int or a bool, not a float */
+    bool fits;     /* integral, and `whole` holds it */
+    int64_t whole;
+    double real; /* the nearest double */
+} fsdpc_scalar;
+
+static inline fsdpc_scalar fsdpc_scalar_real(double value)
+{
+    return (fsdpc_scalar){.real = value};
+}
+
+static inline fsdpc_scalar fsdpc_scalar_whole(int64_t value)
+{
+    return (fsdpc_scalar){.integral = true, .fits = true, .whole = value, .real = (double)value};
+}
+
+/* Writes one element of dtype.  A float is rounded to a float dtype and truncated to an integer.
+ * ValueError: an integer dtype's range ends before the number, a finite number would become
+ * infinite, or an integer dtype is given NaN. */
+fsdpc_status fsdpc_scalar_store(fsdpc_scalar s, fsdpc_dtype dtype, void *out);
+
+/* The same as a tensor without dimensions. */
+fsdpc_status fsdpc_scalar_tensor(fsdpc_device *device, fsdpc_stream *stream, fsdpc_scalar s,
+                                 fsdpc_dtype dtype, fsdpc_tensor **out);
+
+#endif
