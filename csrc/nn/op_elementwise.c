@@ -81,12 +81,8 @@ fsdpc_status fsdpc_op_unary(fsdpc_tape *tape, fsdpc_unary kind, double scalar, f
     if (kind == FSDPC_UNARY_NEG && !fsdpc_dtype_is_float(x->dtype))
         return fsdpc_op_binary_scalar(tape, FSDPC_BINARY_SUB, x, fsdpc_scalar_whole(0), true, out);
     FSDPC_TRY(fsdpc_op_check_float(unary_names[kind], "the tensor", x));
-    if (kind == FSDPC_UNARY_CLAMP_MIN || kind == FSDPC_UNARY_CLAMP_MAX) { /* as x's dtype has it */
-        if (x->dtype == FSDPC_BF16)
-            scalar = fsdpc_bf16_to_f32(fsdpc_f32_to_bf16((float)scalar));
-        else if (x->dtype == FSDPC_F16)
-            scalar = fsdpc_f16_to_f32(fsdpc_f32_to_f16((float)scalar));
-    }
+    if (kind == FSDPC_UNARY_CLAMP_MIN || kind == FSDPC_UNARY_CLAMP_MAX) /* as x's dtype has it */
+        FSDPC_TRY(fsdpc_scalar_round(&scalar, x->dtype));
     fsdpc_tensor *y;
     FSDPC_TRY(fsdpc_tensor_create(tape->device, x->dtype, x->ndim, x->shape, &y));
     fsdpc_unary_args args = {.kind = kind,

@@ -19,29 +19,42 @@ static fsdpc_status with_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tenso
     return st;
 }
 
-/* Comparisons with a number beyond the dtype's range are those with an infinity. */
-static fsdpc_scalar within_range(fsdpc_scalar s, fsdpc_dtype dtype)
+/* The comparison with its sides exchanged. */
+static fsdpc_binary mirrored(fsdpc_binary kind)
 {
-    int64_t element;
-    if (isnan(s.real) || fsdpc_scalar_store(s, dtype, &element) == FSDPC_OK)
-        return s;
-    return fsdpc_scalar_real(s.real > 0 ? INFINITY : -INFINITY);
+    static const fsdpc_binary kinds[] = {
+        [FSDPC_BINARY_EQ] = FSDPC_BINARY_EQ, [FSDPC_BINARY_NE] = FSDPC_BINARY_NE,
+        [FSDPC_BINARY_LT] = FSDPC_BINARY_GT, [FSDPC_BINARY_LE] = FSDPC_BINARY_GE,
+        [FSDPC_BINARY_GT] = FSDPC_BINARY_LT, [FSDPC_BINARY_GE] = FSDPC_BINARY_LE};
+    return kinds[kind];
 }
 
+/* Floats with a number that is rounded to their dtype.  One between the largest and infinity equals
+ * none of them, and lies beyond all but infinity. */
 static fsdpc_status compare_float(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
-                                  fsdpc_scalar s, bool reversed, fsdpc_tensor **out)
+                                  fsdpc_scalar s, fsdpc_tensor **out)
 {
-    return with_scalar(tape, kind, x, within_range(s, x->dtype), x->dtype, reversed, out);
+    double rounded = s.real;
+    if (fsdpc_scalar_round(&rounded, x->dtype) != FSDPC_OK) {
+        bool above = kind == FSDPC_BINARY_GT || kind == FSDPC_BINARY_GE;
+        rounded = s.real > 0 ? INFINITY : -INFINITY;
+        if (kind == FSDPC_BINARY_EQ || kind == FSDPC_BINARY_NE)
+            rounded = NAN;
+        else if (above)
+            kind = s.real > 0 ? FSDPC_BINARY_GE : FSDPC_BINARY_GT;
+        else
+            kind = s.real > 0 ? FSDPC_BINARY_LT : FSDPC_BINARY_LE;
+    }
+    return with_scalar(tape, kind, x, fsdpc_scalar_real(rounded), x->dtype, false, out);
 }
 
 /* Integers with any number, exactly: a fraction is rounded to the side that keeps the answer. */
 static fsdpc_status compare_integer(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
-                                    fsdpc_scalar s, bool reversed, fsdpc_tensor **out)
+                                    fsdpc_scalar s, fsdpc_tensor **out)
 {
-    bool up = reversed ? kind == FSDPC_BINARY_GT || kind == FSDPC_BINARY_LE
-                       : kind == FSDPC_BINARY_LT || kind == FSDPC_BINARY_GE;
-    bool ordered = kind != FSDPC_BINARY_EQ && kind != FSDPC_BINARY_NE;
-    if (!s.integral && (ordered || s.real == trunc(s.real))) {
+    bool equals = kind == FSDPC_BINARY_EQ || kind == FSDPC_BINARY_NE;
+    bool up = kind == FSDPC_BINARY_LT || kind == FSDPC_BINARY_GE;
+    if (!s.integral && (!equals || s.real == trunc(s.real))) {
         double whole = up ? ceil(s.real) : floor(s.real);
         if (whole >= -0x1p63 && whole < 0x1p63)
             s = fsdpc_scalar_whole((int64_t)whole);
@@ -50,21 +63,17 @@ static fsdpc_status compare_integer(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_t
         bool byte = fsdpc_dtype_bytes(x->dtype) == 1 && s.whole >= 0 &&
                     s.whole <= (x->dtype == FSDPC_BOOL ? 1 : UINT8_MAX);
         bool narrow = s.whole >= INT32_MIN && s.whole <= INT32_MAX && x->dtype != FSDPC_I64;
-        return with_scalar(tape, kind, x, s,
-                           byte     ? x->dtype
-                           : narrow ? FSDPC_I32
-                                    : FSDPC_I64,
-                           reversed, out);
+        fsdpc_dtype dtype = byte ? x->dtype : narrow ? FSDPC_I32 : FSDPC_I64;
+        return with_scalar(tape, kind, x, s, dtype, false, out);
     }
     /* NaN, a fraction that equals no integer, or a number beyond all of them */
-    if (isfinite(s.real) && s.real != trunc(s.real))
-        s.real = NAN;
-    else if (!isnan(s.real))
-        s.real = s.real > 0 ? INFINITY : -INFINITY;
+    double bound = isfinite(s.real) && s.real != trunc(s.real) ? NAN : s.real;
+    if (!isnan(bound))
+        bound = bound > 0 ? INFINITY : -INFINITY;
     fsdpc_tensor *wide;
     FSDPC_TRY(fsdpc_op_cast(tape, x, FSDPC_F64, &wide));
     fsdpc_status st =
-        with_scalar(tape, kind, wide, fsdpc_scalar_real(s.real), FSDPC_F64, reversed, out);
+        with_scalar(tape, kind, wide, fsdpc_scalar_real(bound), FSDPC_F64, false, out);
     fsdpc_tensor_release(wide);
     return st;
 }
@@ -104,10 +113,11 @@ static fsdpc_status divide(fsdpc_tape *tape, fsdpc_tensor *x, double s, fsdpc_te
 fsdpc_status fsdpc_op_binary_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
                                     fsdpc_scalar s, bool reversed, fsdpc_tensor **out)
 {
-    bool compares = fsdpc_binary_compares(kind);
-    if (!fsdpc_dtype_is_float(x->dtype)) {
-        if (compares)
-            return compare_integer(tape, kind, x, s, reversed, out);
+    bool floats = fsdpc_dtype_is_float(x->dtype);
+    if (fsdpc_binary_compares(kind))
+        return (floats ? compare_float : compare_integer)(tape, reversed ? mirrored(kind) : kind, x,
+                                                          s, out);
+    if (!floats) {
         if (s.integral && kind != FSDPC_BINARY_DIV)
             return integer_scalar(tape, kind, x, s, reversed, out);
         fsdpc_tensor *f;
@@ -130,7 +140,6 @@ fsdpc_status fsdpc_op_binary_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_t
             return fsdpc_op_unary(tape, FSDPC_UNARY_RDIV_SCALAR, s.real, x, out);
         return divide(tape, x, s.real, out);
     default:
-        return compares ? compare_float(tape, kind, x, s, reversed, out)
-                        : with_scalar(tape, kind, x, s, x->dtype, reversed, out);
+        return with_scalar(tape, kind, x, s, x->dtype, reversed, out);
     }
 }

@@ -71,14 +71,8 @@ static double store_float(double real, fsdpc_dtype dtype, void *out)
     }
 }
 
-fsdpc_status fsdpc_scalar_store(fsdpc_scalar s, fsdpc_dtype dtype, void *out)
+static fsdpc_status store_finite(fsdpc_scalar s, fsdpc_dtype dtype, void *out)
 {
-    if (dtype == FSDPC_BOOL) {
-        *(uint8_t *)out = s.fits ? s.whole != 0 : s.real != 0;
-        return FSDPC_OK;
-    }
-    if (!fsdpc_dtype_is_float(dtype))
-        return store_integer(s, dtype, out);
     if (isfinite(store_float(s.real, dtype, out)) || !(s.integral || isfinite(s.real)))
         return FSDPC_OK;
     char text[64];
@@ -87,6 +81,25 @@ fsdpc_status fsdpc_scalar_store(fsdpc_scalar s, fsdpc_dtype dtype, void *out)
         FSDPC_ERR_VALUE,
         "the number %s does not fit %s, where it would be infinite: use a wider dtype", text,
         fsdpc_dtype_name(dtype));
+}
+
+fsdpc_status fsdpc_scalar_store(fsdpc_scalar s, fsdpc_dtype dtype, void *out)
+{
+    if (dtype == FSDPC_BOOL) {
+        *(uint8_t *)out = s.fits ? s.whole != 0 : s.real != 0;
+        return FSDPC_OK;
+    }
+    if (!fsdpc_dtype_is_float(dtype))
+        return store_integer(s, dtype, out);
+    return store_finite(s, dtype, out);
+}
+
+fsdpc_status fsdpc_scalar_round(double *inout, fsdpc_dtype dtype)
+{
+    int64_t element;
+    FSDPC_TRY(store_finite(fsdpc_scalar_real(*inout), dtype, &element));
+    *inout = store_float(*inout, dtype, &element);
+    return FSDPC_OK;
 }
 
 fsdpc_status fsdpc_scalar_tensor(fsdpc_device *device, fsdpc_stream *stream, fsdpc_scalar s,

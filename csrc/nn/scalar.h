@@ -30,6 +30,9 @@ static inline fsdpc_scalar fsdpc_scalar_whole(int64_t value)
  * infinite, or an integer dtype is given NaN. */
 fsdpc_status fsdpc_scalar_store(fsdpc_scalar s, fsdpc_dtype dtype, void *out);
 
+/* Rounds a double to a float dtype, with the same errors. */
+fsdpc_status fsdpc_scalar_round(double *inout, fsdpc_dtype dtype);
+
 /* The same as a tensor without dimensions. */
 fsdpc_status fsdpc_scalar_tensor(fsdpc_device *device, fsdpc_stream *stream, fsdpc_scalar s,
                                  fsdpc_dtype dtype, fsdpc_tensor **out);

@@ -35,8 +35,8 @@ PLAIN = set("""
     pieces plan plugin pool portable post preference private product products properties py
     queue random range read real red reduce reduction ref register registered registers registry
     remote rendezvous request result ring rotary round rows rules run runtime safetensors save
-    scalar scalars scale sched schedule self settings shape shared shm size softmax sort spec st staged
-    staging state stats status step storage stream sum sums sumsq swiglu table tables target
+    scalar scalars scale sched schedule self settings shape shared shm size softmax sort spec st
+    staged staging state stats status step storage stream sum sums sumsq swiglu table tables target
     tensor thread tile tiles torch trace transport tree type unary value vec vector version view
     wait window windows work world write
 """.split())

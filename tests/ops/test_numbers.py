@@ -97,6 +97,12 @@ def test_what_a_dtype_cannot_hold_is_refused(make: Callable[[], Any], names: str
 def test_comparisons_hold_beyond_the_dtype() -> None:
     assert (of("uint8") == 300).tolist() == [False, False]
     assert (of("uint8") < 300).tolist() == [True, True]
+    halves = tensor([math.inf, -math.inf, 60000.0]).half()  # as float64 has them
+    for number in (1e9, -1e9):
+        for name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
+            wide = getattr(halves.double(), name)(number).tolist()
+            assert getattr(halves, name)(number).tolist() == wide, (name, number)
+    assert (1e9 > halves).tolist() == [False, True, True]
     ids = tensor([2**63 - 1, -(2**63)])
     for number in (2**63, 2**70, 2**2000, math.inf, 2.0**63):
         assert (ids < number).tolist() == [True, True] == (number > ids).tolist()
@@ -148,8 +154,16 @@ def test_clamp_by_nan_is_nan() -> None:
         assert np.isnan(y.detach().numpy()).all()
         y.sum().backward()
         assert x.grad.tolist() == [0.0, 0.0]
-    y = F.clamp(x, max=tensor([math.nan, 1.0])).tolist()
-    assert math.isnan(y[0]) and y[1] == 1.0
+    for bound in (tensor([math.nan, 1.0]), np.array([math.nan, 1.0], np.float32)):
+        y = F.clamp(x, max=bound).tolist()
+        assert math.isnan(y[0]) and y[1] == 1.0
+    assert np.isnan(F.clamp(x, np.float32("nan")).detach().numpy()).all()
+
+
+def test_clamp_refuses_what_a_float_cannot_hold() -> None:
+    for bound in ({"min": 1e9}, {"max": 1e9}):
+        with pytest.raises(ValueError, match=r"1e\+09 does not fit float16"):
+            F.clamp(of("float16"), **bound)
 
 
 def test_quotients_by_numbers_whose_reciprocal_is_not_normal() -> None:

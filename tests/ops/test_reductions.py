@@ -162,6 +162,6 @@ def test_variances_of_equal_elements():
 
 
 def test_dimensions_are_named_once():
-    for op in (F.sum, F.mean, F.any, F.var):
+    for op in (F.sum, F.mean, F.any, F.var, F.amax, F.amin):
         with pytest.raises(ValueError, match="dimension 0 is named twice"):
             op(fsdpc.ones(2, 3), (0, -2))

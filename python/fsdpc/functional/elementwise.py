@@ -84,6 +84,8 @@ def clamp(x: Tensor, min: Operand | None = None, max: Operand | None = None) -> 
     for bound, kernel, outside in ((min, _core.clamp_min, _below), (max, _core.clamp_max, _above)):
         if bound is None:
             continue
+        if not isinstance(bound, (int, float, Tensor)):
+            bound = _core.tensor(bound)  # NumPy's numbers and arrays
         if x.dtype.is_floating_point and isinstance(bound, (int, float)):
             x = where(False, x, math.nan) if math.isnan(bound) else kernel(x, bound)
         else:

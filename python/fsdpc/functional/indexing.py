@@ -273,7 +273,8 @@ def masked_fill(x: Tensor, mask: Any, value: float) -> Tensor:
     >>> F.masked_fill(tensor([1.0, 2.0]), tensor([True, False]), 9.0).tolist()
     [9.0, 2.0]
     """
-    if isinstance(value, (int, float)) and (value or math.copysign(1, value) < 0):
+    floats = x.dtype.is_floating_point
+    if not floats and (isinstance(value, float) or x.dtype is _core.bool_):  # else where's rule
         value = _core.full((), value, dtype=x.dtype)
     return where(mask, value, x)
 

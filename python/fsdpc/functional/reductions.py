@@ -96,7 +96,7 @@ def amax(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     >>> F.amax(tensor([[1.0, 5.0], [3.0, 2.0]]), dim=1).tolist()
     [5.0, 3.0]
     """
-    return _over(max, x, dim, keepdim)
+    return _over("amax", max, x, dim, keepdim)
 
 
 def amin(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
@@ -108,7 +108,7 @@ def amin(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     >>> F.amin(tensor([[1.0, 5.0], [3.0, 2.0]]), dim=1).tolist()
     [1.0, 2.0]
     """
-    return _over(min, x, dim, keepdim)
+    return _over("amin", min, x, dim, keepdim)
 
 
 def argmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
@@ -334,10 +334,13 @@ def _extremum(
     return ValuesIndices(values, indices)
 
 
-def _over(find: Callable[..., Any], x: Tensor, dim: Dims, keepdim: bool) -> Tensor:
+def _over(name: str, find: Callable[..., Any], x: Tensor, dim: Dims, keepdim: bool) -> Tensor:
     if dim is None:
         return find(x, None, keepdim)
-    axes = sorted(dimension("amax", x, d) for d in (dim if isinstance(dim, Iterable) else [dim]))
+    axes = sorted(dimension(name, x, d) for d in (dim if isinstance(dim, Iterable) else [dim]))
+    twice = [a for a, b in zip(axes, axes[1:], strict=False) if a == b]
+    if twice:
+        raise ValueError(f"{name}: dimension {twice[0]} is named twice")
     for axis in reversed(axes):
         x = find(x, axis, keepdim).values
     return x

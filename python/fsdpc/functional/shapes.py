@@ -131,7 +131,7 @@ def pad(x: Tensor, widths: Sequence[int], mode: str = "constant", value: float =
 
 def _pad_one(x: Tensor, axis: int, before: int, after: int, mode: str, value: float) -> Tensor:
     extent = x.shape[axis]
-    if before + after + extent < 0:
+    if extent - max(0, -before) - max(0, -after) < 0:
         raise ValueError(f"pad: widths {before}, {after} for {extent} elements")
     if mode in ("reflect", "replicate"):
         places = np.arange(-before, extent + after)
