@@ -99,7 +99,7 @@ class Draw:
         return bool(self.rng.random() < likely)
 
     def shape(self, low: int = 0, high: int = 3) -> tuple[int, ...]:
-        extents = [1, 2, 3, 5, 17] if self.flag(0.85) else [0, 1, 2]
+        extents = [1, 2, 3, 5, 17] if self.flag(0.85) else self.choose([[0, 1, 2], [1, 33, 70]])
         return tuple(self.choose(extents) for _ in range(self.rng.integers(low, high + 1)))
 
     def dim(self, shape: Sequence[int]) -> int:

@@ -2,21 +2,62 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as TF
-from drawn import ANY, FLOATS, INTS, NUMBERS, TORCH, Case, Draw, Row
+from drawn import ANY, FLOATS, NUMBERS, Case, Draw, Row
+from drawn_cases import (
+    attention,
+    batch_normed,
+    by_array,
+    by_mask,
+    cast,
+    clamp_numbers,
+    clamp_tensors,
+    classes,
+    convolved,
+    convolved_images,
+    counted,
+    einsums,
+    expanded,
+    filled,
+    first,
+    folded,
+    gather,
+    grouped,
+    joined,
+    linear,
+    looked_up,
+    losses,
+    masked_fill,
+    normed,
+    norms,
+    one_hot,
+    padding,
+    pooled,
+    products,
+    rms_normed,
+    scatter,
+    select,
+    sizes,
+    sliced,
+    spaced,
+    statistic,
+    two,
+    where_number,
+    where_tensors,
+)
 
-import fsdpc
 from fsdpc import functional as F
 
 Ours = Callable[..., Any]
+
+
+NO_DIMENSION = ("of a tensor with 0 dimensions",)  # torch takes -1 and 0 there
 
 
 def each(ours: Ours, theirs: Ours, dtypes: Sequence[str] = FLOATS, **how: Any) -> Row:
@@ -51,8 +92,8 @@ def scalar(op: Ours, theirs: Ours, dtypes: Sequence[str] = NUMBERS, **how: Any) 
 
     def draw(d: Draw) -> Case:
         number, left = d.number(), d.flag()
-        if op is operator.pow and number in (0.1, 1e-3):
-            number = 0.25  # which every dtype holds: powers are steep
+        if op in (operator.pow, operator.eq, operator.lt, operator.ge) and number in (0.1, 1e-3):
+            number = 0.25  # which every dtype holds
         return Case(
             [d.tensor(d.shape(), dtypes)],
             lambda x: op(number, x) if left else op(x, number),
@@ -98,7 +139,7 @@ def along(ours: Ours, theirs: Ours, dtypes: Sequence[str] = FLOATS, **how: Any) 
             f"dim {dim}",
         )
 
-    return Row(draw, **{"lenient": ("of a tensor with 0 dimensions",), **how})
+    return Row(draw, **{"lenient": NO_DIMENSION, **how})
 
 
 def drawn(fn: Callable[[Draw], Case], **how: Any) -> Row:
@@ -128,245 +169,6 @@ def with_arguments(
     return Row(draw, **how)
 
 
-# ---- what rows need ----
-
-
-def where_tensors(d: Draw) -> Case:
-    shape = d.shape()
-    given = [d.tensor(d.broadcastable(shape), ["bool"]), d.tensor(shape, ANY)]
-    given.append(d.tensor(d.broadcastable(shape), ANY))
-    return Case(given, F.where, torch.where)
-
-
-def where_number(d: Draw) -> Case:
-    shape, number = d.shape(), d.number()
-    given = [d.tensor(d.broadcastable(shape), ["bool"]), d.tensor(shape, NUMBERS)]
-    if d.flag():
-        return Case(given, lambda c, x: F.where(c, x, number),
-                    lambda c, x: torch.where(c, x, number), f"else {number}")  # fmt: skip
-    return Case(given, lambda c, x: F.where(c, number, x),
-                lambda c, x: torch.where(c, number, x), f"then {number}")  # fmt: skip
-
-
-def masked_fill(d: Draw) -> Case:
-    shape, number = d.shape(), d.number()
-    given = [d.tensor(shape, NUMBERS), d.tensor(d.broadcastable(shape), ["bool"])]
-    return Case(given, lambda x, m: F.masked_fill(x, m, number),
-                lambda x, m: x.masked_fill(m, number), f"value {number}")  # fmt: skip
-
-
-def clamp_numbers(d: Draw) -> Case:
-    x = d.tensor(d.shape(), NUMBERS)
-    whole = x.dtype in INTS
-    low, high = (d.choose([None, d.number(whole)]) for _ in range(2))
-    if low is None and high is None:
-        low = 0
-    return Case([x], lambda x: F.clamp(x, low, high), lambda x: torch.clamp(x, low, high),
-                f"bounds {low}, {high}")  # fmt: skip
-
-
-def clamp_tensors(d: Draw) -> Case:
-    shape = d.shape()
-    x = d.tensor(shape)
-    bound = d.tensor(d.broadcastable(shape), [x.dtype])
-    name = d.choose(["min", "max"])
-    return Case([x, bound], lambda x, b: F.clamp(x, **{name: b}),
-                lambda x, b: torch.clamp(x, **{name: b}), name)  # fmt: skip
-
-
-def sizes(d: Draw, shape: tuple[int, ...]) -> tuple[Any, ...]:
-    dim = d.dim(shape)
-    extent = shape[dim] if shape else 0
-    if d.flag():
-        return d.choose([-1, 0, 1, 2, 3, 40]), dim
-    first = int(d.rng.integers(0, extent + 1))
-    return [first, extent - first], dim
-
-
-def padding(d: Draw, shape: tuple[int, ...]) -> tuple[Any, ...]:
-    n = int(d.rng.integers(0, len(shape) + 1))
-    number = d.number()
-    number = 3 if abs(number) > 2**53 and number == number // 1 else number  # torch rounds it
-    return [int(w) for w in d.rng.integers(-1, 3, 2 * n)], "constant", number
-
-
-def folded(d: Draw, shape: tuple[int, ...]) -> tuple[Any, ...]:
-    order = tuple(int(i) for i in d.rng.permutation(len(shape)))
-    return (order,)
-
-
-def expanded(d: Draw, shape: tuple[int, ...]) -> tuple[Any, ...]:
-    lead = d.shape(0, 2)
-    return ((*lead, *(d.choose([n, 4]) if n == 1 else n for n in shape)),)
-
-
-def gather(d: Draw) -> Case:
-    shape = d.shape(1)
-    dim = d.dim(shape)
-    x, index = d.tensor(shape, ANY), d.tensor(shape, ["int64"], 0)
-    index.values = index.values % max(shape[dim], 1)
-    return Case([x, index], lambda x, i: F.gather(x, dim, i), lambda x, i: x.gather(dim, i))
-
-
-def scatter(d: Draw) -> Case:
-    shape = d.shape(1)
-    dim = d.dim(shape)
-    x, index = d.tensor(shape), d.tensor(shape, ["int64"], 0)
-    index.values = index.values % max(shape[dim], 1)
-    src = d.tensor(shape, [x.dtype])
-    return Case([x, index, src], lambda x, i, s: F.scatter_add(x, dim, i, s),
-                lambda x, i, s: x.scatter_add(dim, i, s))  # fmt: skip
-
-
-def select(d: Draw) -> Case:
-    shape = d.shape(1)
-    dim = d.dim(shape)
-    x, index = d.tensor(shape, ANY), d.tensor(d.shape(1, 1), ["int64", "int32"], 0)
-    index.values = index.values % max(shape[dim], 1)
-    return Case([x, index], lambda x, i: F.index_select(x, dim, i),
-                lambda x, i: x.index_select(dim, i))  # fmt: skip
-
-
-def joined(ours: Ours, theirs: Ours) -> Callable[[Draw], Case]:
-    def draw(d: Draw) -> Case:
-        shape = d.shape(1)
-        dim, dtype = d.dim(shape), d.choose(ANY)
-        given = [d.tensor(shape, [dtype]) for _ in range(d.choose([1, 2, 3]))]
-        return Case(given, lambda *xs: ours(xs, dim), lambda *xs: theirs(xs, dim), f"dim {dim}")
-
-    return draw
-
-
-def products(ours: Ours, theirs: Ours) -> Callable[[Draw], Case]:
-    def draw(d: Draw) -> Case:
-        n, k, m = (d.choose([0, 1, 2, 5, 17]) for _ in range(3))
-        batch = d.shape(0, 2)
-        left, right = d.choose([((n, k), (k, m)), ((k,), (k, m)), ((n, k), (k,)), ((k,), (k,)),
-                                ((*batch, n, k), (k, m)), ((*batch, n, k), (*batch, k, m)),
-                                ((n, k), (k + 1, m))])  # fmt: skip
-        a = d.tensor(left)
-        return Case([a, d.tensor(right, [a.dtype])], ours, theirs)
-
-    return draw
-
-
-def linear(d: Draw) -> Case:
-    shape = d.shape(1)
-    x = d.tensor(shape)
-    out = d.choose([0, 1, 3, 16])
-    given = [x, d.tensor((out, shape[-1]), [x.dtype]), d.tensor((out,), [x.dtype])]
-    return Case(given, F.linear, TF.linear)
-
-
-def normed(d: Draw) -> Case:
-    shape = d.shape(1)
-    x = d.tensor(shape)
-    given = [x, *(d.tensor(shape[-1:], [x.dtype]) for _ in range(2))]
-    return Case(given, lambda x, w, b: F.layer_norm(x, w, b, 0.1),
-                lambda x, w, b: TF.layer_norm(x, x.shape[-1:], w, b, 0.1))  # fmt: skip
-
-
-def rms_normed(d: Draw) -> Case:
-    shape = d.shape(1)
-    x = d.tensor(shape)
-    return Case([x, d.tensor(shape[-1:], [x.dtype])], lambda x, w: F.rms_norm(x, w, 0.1),
-                lambda x, w: TF.rms_norm(x, x.shape[-1:], w, 0.1))  # fmt: skip
-
-
-def batch_normed(d: Draw) -> Case:
-    shape = d.shape(2)
-    return Case([d.tensor(shape)], lambda x: F.batch_norm(x, eps=0.1),
-                lambda x: TF.batch_norm(x, None, None, training=True, eps=0.1))  # fmt: skip
-
-
-def losses(ours: Ours, theirs: Ours, low: float = -math.inf) -> Callable[[Draw], Case]:
-    def draw(d: Draw) -> Case:
-        shape, reduction = d.shape(), d.choose(["mean", "sum", "none"])
-        x = d.tensor(shape)
-        target = d.tensor(shape, [x.dtype], low)
-        return Case([x, target], partial(ours, reduction=reduction),
-                    partial(theirs, reduction=reduction), reduction)  # fmt: skip
-
-    return draw
-
-
-def classes(ours: Ours, theirs: Ours) -> Callable[[Draw], Case]:
-    def draw(d: Draw) -> Case:
-        rows, count = d.choose([0, 1, 3, 17]), d.choose([1, 2, 7, 40])
-        ids = d.tensor((rows,), ["int64"], 0)
-        ids.values = np.where(d.rng.random(rows) < 0.2, -100, ids.values % count)
-        reduction = d.choose(["mean", "sum", "none"])
-        return Case([d.tensor((rows, count)), ids], partial(ours, reduction=reduction),
-                    partial(theirs, reduction=reduction), reduction)  # fmt: skip
-
-    return draw
-
-
-def statistic(name: str) -> Callable[[Draw], Case]:
-    def draw(d: Draw) -> Case:
-        shape, correction = d.shape(), d.choose([0, 1, 1, 0.5])
-        dim = d.dims(shape)
-        return Case([d.tensor(shape)],
-                    lambda x: getattr(F, name)(x, dim, correction),
-                    lambda x: getattr(torch, name)(x, dim, correction=correction),
-                    f"dim {dim} correction {correction}")  # fmt: skip
-
-    return draw
-
-
-def norms(d: Draw) -> Case:
-    shape, p = d.shape(), d.choose([1, 2, 2, 3, 0.5, math.inf])
-    dim = d.dims(shape)
-    return Case([d.tensor(shape)], lambda x: F.norm(x, p, dim),
-                lambda x: torch.linalg.vector_norm(x, p, dim), f"p {p} dim {dim}")  # fmt: skip
-
-
-def filled(d: Draw) -> Case:
-    number, dtype = d.number(), d.choose(ANY)
-    return Case([], lambda: fsdpc.full((2,), number, dtype=dtype),
-                lambda: torch.full((2,), number, dtype=TORCH[dtype]),
-                f"{number} {dtype}")  # fmt: skip
-
-
-def counted(d: Draw) -> Case:
-    dtype = d.choose([*INTS, "float64"])
-    start = d.choose([0, -3, 2**31 - 2, *[2**53 - 1, -(2**62) - 1] * (dtype != "float64")])
-    step = d.choose([1, -2, 7])
-    stop = start + step * d.choose([1, 3, 1025])
-    return Case([], lambda: fsdpc.arange(start, stop, step, dtype=dtype),
-                lambda: torch.arange(start, stop, step, dtype=TORCH[dtype]),
-                f"{start} {stop} {step} {dtype}")  # fmt: skip
-
-
-def cast(d: Draw) -> Case:
-    dtype = d.choose(ANY)
-    x = d.tensor(d.shape(), ANY)
-    if x.dtype in FLOATS and dtype not in (*FLOATS, "bool"):  # what does not fit is undefined in C
-        x.values = np.clip(np.nan_to_num(x.values), 0, 100)
-    return Case([x], lambda x: x.to(dtype), lambda x: x.to(TORCH[dtype]), dtype)
-
-
-def pooled(ours: Ours, theirs: Ours) -> Callable[[Draw], Case]:
-    def draw(d: Draw) -> Case:
-        shape = (d.choose([0, 1, 2]), d.choose([1, 3]), d.choose([2, 5, 9]), d.choose([3, 8]))
-        kernel, stride = d.choose([1, 2, 3]), d.choose([1, 2, 3])
-        pad = d.choose([0, kernel // 2])
-        return Case([d.tensor(shape)], lambda x: ours(x, kernel, stride, pad),
-                    lambda x: theirs(x, kernel, stride, pad),
-                    f"kernel {kernel} stride {stride} padding {pad}")  # fmt: skip
-
-    return draw
-
-
-def convolved(d: Draw) -> Case:
-    batch, inside, out = d.choose([0, 1, 2]), d.choose([1, 2, 4]), d.choose([1, 3])
-    x = d.tensor((batch, inside, d.choose([3, 8])))
-    kernel, stride, pad = d.choose([1, 2, 3]), d.choose([1, 2]), d.choose([0, 1])
-    given = [x, d.tensor((out, inside, kernel), [x.dtype]), d.tensor((out,), [x.dtype])]
-    return Case(given, lambda x, w, b: F.conv1d(x, w, b, stride, pad),
-                lambda x, w, b: TF.conv1d(x, w, b, stride, pad), f"{stride} {pad}")  # fmt: skip
-
-
 OVERFLOWS = ("does not fit",)
 SMOOTH = {"extreme": False, "whole": True, "units": 16}
 LOSS = {**SMOOTH, "dtyped": False}  # float32 of 16-bit floats
@@ -386,7 +188,7 @@ ROWS: dict[str, Row] = {
     "erf": each(F.erf, torch.erf),
     "sigmoid": each(F.sigmoid, torch.sigmoid),
     "relu": each(F.relu, torch.relu),
-    "silu": each(F.silu, TF.silu),
+    "silu": each(F.silu, TF.silu, whole=True),
     "gelu": each(F.gelu, TF.gelu, whole=True, extreme=False),
     "gelu tanh": each(partial(F.gelu, approximate="tanh"), partial(TF.gelu, approximate="tanh"),
                       whole=True, extreme=False),
@@ -488,6 +290,21 @@ ROWS: dict[str, Row] = {
     "max_pool2d": drawn(pooled(F.max_pool2d, TF.max_pool2d)),
     "avg_pool2d": drawn(pooled(F.avg_pool2d, TF.avg_pool2d), **SMOOTH),
     "conv1d": drawn(convolved, special_grad=False, **SMOOTH),
+    "conv2d": drawn(convolved_images, special_grad=False, **SMOOTH),
+    "attention": drawn(attention, special=False, **SMOOTH),
+    "group_norm": drawn(grouped, whole=True, units=64, extreme=False, special=False,
+                        allows="more than 1 value per channel"),
+    "topk": with_arguments(lambda x, *a: F.topk(x, *a)[0],
+                           lambda x, *a: torch.topk(x, *a)[0], first,
+                           lenient=NO_DIMENSION, allows="does not support bool"),
+    "slices": with_arguments(lambda x, i: x[i], lambda x, i: x[i], sliced),
+    "mask as index": drawn(by_mask),
+    "array as index": drawn(by_array, whole=True),
+    "embedding": drawn(looked_up, whole=True),
+    "einsum": drawn(einsums, **SMOOTH),
+    "swiglu": drawn(two(F.swiglu, lambda a, b: TF.silu(a) * b), **SMOOTH),
+    "one_hot": drawn(one_hot),
+    "linspace": drawn(spaced, whole=True, lenient=OVERFLOWS),
     "full": drawn(filled, lenient=OVERFLOWS, signed=True),
     "arange": drawn(counted, lenient=OVERFLOWS),
     "cast": drawn(cast, lenient=OVERFLOWS),
