@@ -122,7 +122,6 @@ fsdpc_status fsdpc_unit_take_write(fsdpc_unit *unit)
 
 fsdpc_status fsdpc_unit_take_grad(fsdpc_unit *unit, int param, bool given)
 {
-    unit->trainable[param] |= given;          /* to what was frozen, by hand */
     if (unit->grads[param] != FSDPC_GRAD_NEW) /* not handed out yet */
         unit->grads[param] = given ? FSDPC_GRAD_OLD : FSDPC_GRAD_NONE;
     if (given)

@@ -67,6 +67,8 @@ bool fsdpc_unit_in_backward(const fsdpc_unit *unit); /* its backward has begun a
 const fsdpc_unit_settings *fsdpc_unit_settings_of(const fsdpc_unit *unit);
 /* An error, and nothing changed, if what is fixed by now would change. */
 fsdpc_status fsdpc_unit_configure(fsdpc_unit *unit, const fsdpc_unit_settings *settings);
+/* As forwards and backwards with gradients see it now.  Ranks must agree; which parameters get a
+ * gradient, the front door's graph decides. */
 void fsdpc_unit_set_trainable(fsdpc_unit *unit, int param, bool trainable);
 /* Units to gather ahead when this unit runs, in forward or in backward; `units` are of its root;
  * NULL: as recorded. */

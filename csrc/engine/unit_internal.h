@@ -67,11 +67,10 @@ struct fsdpc_unit {
     fsdpc_offload offload;
     size_t reduce_bytes, wire_bytes, grad_bytes;
 
-    /* Settings.  Written by unit.c, and by grads.c where a frozen parameter was given a gradient.
-     */
+    /* Settings.  Written by unit.c. */
     fsdpc_unit_settings settings;
     bool no_alias;
-    bool *trainable;       /* per parameter; may change between steps */
+    bool *trainable;       /* per parameter: ranks compare it; what has a gradient is in `grads` */
     fsdpc_unit **ahead[2]; /* gathered ahead of forward [0] and backward [1]; NULL: as recorded */
     int n_ahead[2];
 
@@ -142,7 +141,7 @@ struct fsdpc_unit {
 
 static inline bool fsdpc_grad_exists(const fsdpc_unit *unit, int param)
 {
-    return unit->grad_live && unit->trainable[param] && unit->grads[param] != FSDPC_GRAD_NONE;
+    return unit->grad_live && unit->grads[param] != FSDPC_GRAD_NONE;
 }
 
 /* Tensors of others lie on its masters, gradients or states, so these may change at any time. */

@@ -300,8 +300,11 @@ fsdpc_status fsdpc_tape_backward_many(fsdpc_tape *tape, int n, fsdpc_tensor *con
     tape->retain_graph = outer_retain;
     tape->grad_enabled = outer_enabled;
     /* Ends run inside the backward that they end: they may still ask for what only it may. */
-    if (tape->backward_depth == 1)
+    if (tape->backward_depth == 1) {
         st = run_ends(tape, st);
+        fsdpc_tensor_release(tape->unwanted);
+        tape->unwanted = NULL;
+    }
     tape->backward_depth--;
     return st;
 }

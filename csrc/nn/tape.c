@@ -92,9 +92,15 @@ fsdpc_status fsdpc_tape_record(fsdpc_tape *tape, const fsdpc_node_ops *ops, int 
 
 /* ---- gradients ---- */
 
+/* A leaf that was frozen since takes none, as in PyTorch; its hooks run. */
+static bool takes(const fsdpc_tensor *leaf)
+{
+    return leaf->requires_grad || fsdpc_leaf_has_hooks(leaf);
+}
+
 bool fsdpc_edge_wanted(const fsdpc_edge *edge)
 {
-    return edge->node || edge->leaf;
+    return edge->node || (edge->leaf && takes(edge->leaf));
 }
 
 static fsdpc_status clone_as(fsdpc_tape *tape, const fsdpc_tensor *t, fsdpc_dtype dtype,
@@ -155,6 +161,8 @@ static fsdpc_status give_sink(fsdpc_tape *tape, fsdpc_grad_sink *sink, fsdpc_ten
 
 fsdpc_status fsdpc_leaf_give(fsdpc_tape *tape, fsdpc_tensor *leaf, fsdpc_tensor *gradient)
 {
+    if (!leaf->requires_grad)
+        return FSDPC_OK;
     if (leaf->sink.target)
         return give_sink(tape, &leaf->sink, gradient);
     if (!leaf->grad) {
@@ -207,6 +215,11 @@ fsdpc_status fsdpc_edge_target(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_d
     }
     if (fsdpc_leaf_has_hooks(leaf))
         return slot_target(tape, &leaf->hooks->pending, true, dtype, ndim, shape, out);
+    if (!leaf->requires_grad) {
+        fsdpc_tensor_release(tape->unwanted);
+        tape->unwanted = NULL;
+        return slot_target(tape, &tape->unwanted, true, dtype, ndim, shape, out);
+    }
     if (leaf->sink.target)
         return leaf->sink.target(leaf->sink.arg, out);
     return slot_target(tape, &leaf->grad, false, dtype, ndim, shape, out);

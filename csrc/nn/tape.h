@@ -76,6 +76,7 @@ struct fsdpc_tape {
     pthread_t backward_thread;
     bool retain_graph;
     struct fsdpc_backward *frame; /* the innermost */
+    fsdpc_tensor *unwanted; /* a gradient that its leaf, frozen since forward, does not take */
     struct fsdpc_tape_end *ends;
     size_t n_ends, ends_capacity;
     bool leaf_hooks; /* some leaf had a hook once: count uses before backward */
@@ -114,7 +115,7 @@ fsdpc_status fsdpc_tape_record(fsdpc_tape *tape, const fsdpc_node_ops *ops, int 
                                fsdpc_tensor *const *inputs, fsdpc_tensor *out,
                                fsdpc_node **node_out);
 
-/* Backward: does input i want a gradient? */
+/* Backward: does input i want a gradient?  A leaf that was frozen after forward wants none. */
 bool fsdpc_edge_wanted(const fsdpc_edge *edge);
 
 /* Backward: hands over a finished gradient (acquired by the call): stored, or added to what is

@@ -223,7 +223,8 @@ static PyObject *call(fsdpc_py_unit *self, PyObject *forward, PyObject *args, Py
     }
     if (fsdpc_py_unit_check_open(self) < 0)
         return NULL;
-    for (Py_ssize_t i = 0; i < self->n_params; i++)
+    /* Evaluations differ between ranks in hold(), also in what they freeze. */
+    for (Py_ssize_t i = 0; runtime->tape->grad_enabled && i < self->n_params; i++)
         fsdpc_unit_set_trainable(unit, (int)i, self->params[i]->requires_grad);
     bool first;
     fsdpc_status status;

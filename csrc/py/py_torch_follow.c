@@ -47,38 +47,6 @@ static int follow_memory(const fsdpc_py_torch_unit *self)
     return 0;
 }
 
-static int listen(fsdpc_py_torch_unit *self, fsdpc_torch_param *p)
-{
-    PyObject *handle =
-        PyObject_CallMethodOneArg(p->full, self->names.register_post_accumulate_grad_hook, p->hook);
-    Py_XDECREF(handle);
-    p->listening = handle != NULL;
-    return handle ? 0 : -1;
-}
-
-static int follow_trainable(fsdpc_py_torch_unit *self)
-{
-    fsdpc_unit *unit = fsdpc_torch_unit(self);
-    for (int i = 0; i < self->n_params; i++) {
-        fsdpc_torch_param *p = &self->params[i];
-        PyObject *flag = PyObject_GetAttr(p->piece, self->names.requires_grad);
-        if (!flag)
-            return -1;
-        bool trainable = flag == Py_True;
-        Py_DECREF(flag);
-        fsdpc_unit_set_trainable(unit, i, trainable);
-        if (trainable == p->trainable)
-            continue;
-        if (PyObject_SetAttr(p->full, self->names.requires_grad, trainable ? Py_True : Py_False) <
-            0)
-            return -1;
-        p->trainable = trainable;
-        if (trainable && !p->listening && listen(self, p) < 0)
-            return -1;
-    }
-    return 0;
-}
-
 int fsdpc_torch_follow_root(fsdpc_py_torch_unit *self)
 {
     const fsdpc_root *root = fsdpc_unit_root(fsdpc_torch_unit(self));
@@ -86,8 +54,8 @@ int fsdpc_torch_follow_root(fsdpc_py_torch_unit *self)
         return 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->mates); i++) {
         fsdpc_py_torch_unit *mate = (fsdpc_py_torch_unit *)PyList_GET_ITEM(self->mates, i);
-        if (follow_memory(mate) < 0 || follow_trainable(mate) < 0 ||
-            fsdpc_torch_follow_writes(mate) < 0 || fsdpc_torch_drop_grads(mate) < 0)
+        if (follow_memory(mate) < 0 || fsdpc_torch_follow_writes(mate) < 0 ||
+            fsdpc_torch_drop_grads(mate) < 0)
             return -1;
     }
     return 0;

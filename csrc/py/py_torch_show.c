@@ -8,6 +8,11 @@
  * foreign autograd refuses a saved full that is no longer what forward saw.  A version that
  * somebody else moved is a write into a full, which no master sees.
  *
+ * Trainable or not.  Users set requires_grad of pieces, and fulls take it over whenever they are
+ * shown.  So each forward records what is trainable then, and each backward gives gradients to what
+ * is trainable when it begins, as in the foreign library.  A forward in between that is frozen (the
+ * reference of a policy with adapters) leaves no trace.
+ *
  * Pieces read as weights would be other weights: a submodule that is called past its unit (a head
  * from a loss function) would compute with this rank's rows.  So modules that read parameters hold
  * a forward that refuses while pieces are shown.  A forward that the user put there is left alone.
@@ -84,12 +89,48 @@ static int take_guards(fsdpc_py_torch_unit *self, PyObject *modules)
 
 /* ---- fulls and pieces ---- */
 
+static int listen(const fsdpc_py_torch_unit *self, fsdpc_torch_param *p)
+{
+    PyObject *handle =
+        PyObject_CallMethodOneArg(p->full, self->names.register_post_accumulate_grad_hook, p->hook);
+    Py_XDECREF(handle);
+    p->listening = handle != NULL;
+    return handle ? 0 : -1;
+}
+
+/* 1, 0 or -1: the flag of a foreign tensor. */
+static int requires_grad(const fsdpc_py_torch_unit *self, PyObject *tensor)
+{
+    PyObject *flag = PyObject_GetAttr(tensor, self->names.requires_grad);
+    Py_XDECREF(flag);
+    return flag ? flag == Py_True : -1;
+}
+
+static int follow_trainable(const fsdpc_py_torch_unit *self)
+{
+    for (int i = 0; i < self->n_params; i++) {
+        fsdpc_torch_param *p = &self->params[i];
+        int wanted = requires_grad(self, p->piece), is = requires_grad(self, p->full);
+        if (wanted < 0 || is < 0)
+            return -1;
+        fsdpc_unit_set_trainable(fsdpc_torch_unit(self), i, wanted == 1);
+        if (wanted != is &&
+            PyObject_SetAttr(p->full, self->names.requires_grad, wanted ? Py_True : Py_False) < 0)
+            return -1;
+        if (wanted && !p->listening && listen(self, p) < 0)
+            return -1;
+    }
+    return 0;
+}
+
 int fsdpc_torch_show(fsdpc_py_torch_unit *self, bool full)
 {
     if (full && set_version(self, (long long)fsdpc_unit_generation(fsdpc_torch_unit(self))) < 0)
         return -1;
     if (self->shown == full)
         return 0;
+    if (full && follow_trainable(self) < 0)
+        return -1;
     for (int s = 0; s < self->n_slots; s++) { /* all of them first: an error changes nothing */
         const fsdpc_torch_slot *slot = &self->slots[s];
         const fsdpc_torch_param *param = &self->params[slot->param];

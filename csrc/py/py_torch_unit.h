@@ -31,7 +31,7 @@ typedef struct fsdpc_torch_param {
     bool narrow;            /* the piece's dtype is not the gradient shard's */
     long long version;      /* of `given` when it was handed out, if a copy */
     long long written; /* the piece's version, where fulls are lent, when it was followed last */
-    bool trainable, listening;
+    bool listening;    /* it is registered */
 } fsdpc_torch_param;
 
 /* Where a parameter stands in a module: dict[name] is the piece or the full. */
@@ -117,8 +117,8 @@ int fsdpc_torch_join(const fsdpc_py_torch_unit *self);
  */
 int fsdpc_torch_param_arg(const fsdpc_py_torch_unit *self, PyObject *const *args, Py_ssize_t n);
 
-/* What the user may change between steps, before an epoch publishes masters: which pieces are
- * trainable, and their memory, for all units of the root.  Does nothing inside an epoch. */
+/* What the user may change between steps, before an epoch publishes masters: the memory of pieces,
+ * and their gradients, for all units of the root.  Does nothing inside an epoch. */
 int fsdpc_torch_follow_root(fsdpc_py_torch_unit *self);
 /* Where nothing is published, nothing can be compared: writes are known by the pieces' versions. */
 int fsdpc_torch_follow_writes(fsdpc_py_torch_unit *self);
@@ -152,7 +152,7 @@ int fsdpc_torch_version(const fsdpc_py_torch_unit *self, PyObject *tensor, long 
 
 /* Gives back what Unit.unshard took, all of it. */
 void fsdpc_torch_unpin(fsdpc_py_torch_unit *self);
-/* Modules' dictionaries hold fulls, or pieces. */
+/* Modules' dictionaries hold fulls, trainable as the pieces are now, or pieces. */
 int fsdpc_torch_show(fsdpc_py_torch_unit *self, bool full);
 /* After the schedule may have resharded. */
 int fsdpc_torch_hide(fsdpc_py_torch_unit *self);

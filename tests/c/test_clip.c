@@ -53,8 +53,8 @@ static fsdpc_status norms(rig *r)
         FSDPC_TRY(set_grads(r, cases[c].poison, cases[c].with));
         FSDPC_TRY(clip_norm(r->units, 2, &r->result[c]));
     }
-    r->units[0]->trainable[1] = false; /* frozen: not counted */
     FSDPC_TRY(set_grads(r, SIZE_MAX, 0));
+    r->units[0]->grads[1] = FSDPC_GRAD_NONE; /* not counted */
     FSDPC_TRY(clip_norm(r->units, 2, &r->result[4]));
     fsdpc_unit_zero_grad(r->units[0]);
     FSDPC_TRY(clip_norm(r->units, 2, &r->result[5]));
@@ -112,7 +112,7 @@ static fsdpc_status all_norms(rig *r)
     found *out = (found *)r->arg + r->rank;
     FSDPC_TRY(add_units(r));
     FSDPC_TRY(set_grads(r, SIZE_MAX, 0));
-    r->units[0]->trainable[4] = false;
+    r->units[0]->grads[4] = FSDPC_GRAD_NONE;
     fsdpc_clip_multiply(&r->units[1], 1, 0x1p-16);
     if (r->rank == 1) { /* this rank alone has looked at its gradients */
         fsdpc_piece piece;

@@ -16,7 +16,8 @@ import transformers
 
 import fsdpc
 from fsdpc.integrations._fsdp_config import from_fsdp_config
-from tests.torch.common import join_gloo
+from fsdpc.torch import fully_shard
+from tests.torch.common import assert_same_grads, average_grads, join_gloo
 
 from .scripts import script_of
 
@@ -221,6 +222,32 @@ def test_generation_adapters_and_own_optimizers(tmp_path: Any) -> None:
         assert_same(*trained)
     del trainer, model, trained
     leave()
+
+
+@pytest.mark.ranks(2, timeout=200)
+@pytest.mark.parametrize("checkpointing", [None, True, False])
+def test_a_reference_without_its_adapters(checkpointing: bool | None) -> None:
+    """DPO: PEFT freezes the adapters for the reference, between policy and backward."""
+    pytest.importorskip("peft")
+    ours, plain = adapted(), adapted()
+    if checkpointing is not None:
+        for m in (ours, plain):
+            m.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+            m.enable_input_require_grads()
+    for layer in ours.model.model.layers:
+        fully_shard(layer)
+    fully_shard(ours)
+    x = Words(4, seed=fsdpc.rank())
+    ids = torch.stack([row["input_ids"] for row in x])
+    for m in (ours, plain):
+        policy = m(ids).logits.log_softmax(-1)
+        with torch.no_grad(), m.disable_adapter():
+            reference = m(ids).logits.log_softmax(-1)
+        ratio = (policy - reference).gather(-1, ids[..., None]).sum((1, 2))
+        (-torch.nn.functional.logsigmoid(ratio[:2] - ratio[2:])).mean().backward()
+    average_grads(plain)
+    assert any(p.grad.any() for n, p in plain.named_parameters() if "lora_B" in n)
+    assert_same_grads(ours, plain)
 
 
 @pytest.mark.ranks(1, init=False, timeout=300)

@@ -157,7 +157,7 @@ class Optimizer:
         self._set_options()
         for i, group in enumerate(self.param_groups if self._plain else ()):
             for p in group["params"]:
-                if id(p) in self._plain and p.grad is not None and p.requires_grad:
+                if id(p) in self._plain and p.grad is not None:
                     self._step_plain(i, p, self._plain[id(p)])
         self._core.step()
 
