@@ -168,11 +168,12 @@ struct fsdpc_work {
 enum fsdpc_epoch_bits {
     FSDPC_EPOCH_CHANGED = 1,  /* this rank's masters differ from its slices of the wire */
     FSDPC_EPOCH_HELD = 2,     /* a unit is held by unshard() */
-    FSDPC_EPOCH_RESET = 4,    /* the last step was interrupted; drop what was half done */
+    FSDPC_EPOCH_RESET = 4,    /* the last step was interrupted: its order of units counts no more */
     FSDPC_EPOCH_GRAD = 8,     /* a forward with gradients */
     FSDPC_EPOCH_STEP = 16,    /* begun by an optimizer */
     FSDPC_EPOCH_REFUSED = 32, /* this rank cannot do what all were called for, so nobody does */
     FSDPC_EPOCH_LATE = 64,    /* it publishes slices before their next gather, not in this epoch */
+    FSDPC_EPOCH_DROP = 128,   /* its backward failed: gradients that are not reduced are dropped */
 };
 
 typedef struct fsdpc_epoch_note {

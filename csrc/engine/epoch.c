@@ -16,8 +16,10 @@
  * was announced, so the next epoch first completes the interrupted one (`stage` says from where).
  * An interrupted optimizer's step cannot be completed without its pass: it closes the communicator.
  *
- * An exception on any rank makes the next epoch a reset for all.  Half-filled gradients and the
- * record are dropped everywhere, so that all ranks continue from the same state.
+ * An exception on any rank makes the next epoch a reset for all: the record is dropped everywhere,
+ * so that all ranks continue from the same state.  If it came in a backward, gradients that are not
+ * reduced are dropped too, as half of them may be in.  A forward leaves none, so those of earlier
+ * micro-steps stay.
  */
 #include "engine/epoch.h"
 
@@ -120,7 +122,7 @@ static fsdpc_status announce(fsdpc_root *root, fsdpc_epoch_kind kind, const fsdp
             bits |= FSDPC_EPOCH_LATE;
     }
     if (root->needs_reset)
-        bits |= FSDPC_EPOCH_RESET;
+        bits |= root->drops ? FSDPC_EPOCH_RESET | FSDPC_EPOCH_DROP : FSDPC_EPOCH_RESET;
     root->note = (fsdpc_epoch_note){
         .bits = bits,
         .kind = (uint32_t)kind,
@@ -148,12 +150,11 @@ static fsdpc_status decide(fsdpc_root *root, const fsdpc_unit *called)
     fsdpc_epoch_note all = root->note;
     if (!root->captured)
         FSDPC_TRY(keep_stage(root, fsdpc_wire_epoch_wait(root->wire, called->name, &all)));
-    if (all.bits & FSDPC_EPOCH_RESET) {
+    if (all.bits & FSDPC_EPOCH_RESET)
         fsdpc_record_clear(&root->record);
-        for (int i = 0; i < root->n_units; i++)
-            fsdpc_fill_drop(root->units[i]);
-    }
-    root->needs_reset = false;
+    if (all.bits & FSDPC_EPOCH_DROP)
+        fsdpc_fill_drop_failed(root);
+    root->needs_reset = root->drops = false;
     root->stage = all.bits & FSDPC_EPOCH_CHANGED ? FSDPC_STAGE_WRITING : FSDPC_STAGE_IDLE;
     if (root->stage != FSDPC_STAGE_WRITING)
         return FSDPC_OK;

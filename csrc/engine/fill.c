@@ -98,6 +98,7 @@ static void fill_nothing(fsdpc_unit *unit)
 {
     memset(unit->filled, 0, (size_t)unit->layout->n_params * sizeof *unit->filled);
     unit->n_filled = 0;
+    unit->keeps = false;
 }
 
 fsdpc_status fsdpc_fill_take(fsdpc_unit *unit, int pooled)
@@ -199,6 +200,23 @@ void fsdpc_fill_drop(fsdpc_unit *unit)
             unit->root->pool_filling[i] = NULL;
     }
     unit->buffer = NULL;
+    unit->keeps = false;
+}
+
+void fsdpc_fill_drop_failed(fsdpc_root *root)
+{
+    const fsdpc_unit *lost = NULL;
+    for (int i = root->n_units - 1; i >= 0; i--) {
+        if (root->units[i]->keeps)
+            lost = root->units[i];
+        fsdpc_fill_drop(root->units[i]);
+    }
+    if (lost)
+        FSDPC_WARN(&root->comm->log,
+                   "a backward failed, so the gradients that earlier micro-steps of unit '%s' had "
+                   "accumulated without synchronisation are dropped on every rank: call "
+                   "zero_grad() and begin the step again",
+                   lost->name);
 }
 
 bool fsdpc_fill_creates_partial(const fsdpc_unit *unit, bool keep)

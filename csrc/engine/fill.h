@@ -35,6 +35,8 @@ static inline bool fsdpc_fill_is_in_shard(const fsdpc_unit *unit)
 fsdpc_status fsdpc_fill_close(fsdpc_unit *unit, fsdpc_buffer **out);
 void fsdpc_fill_released(fsdpc_unit *unit); /* its reduction has read it */
 void fsdpc_fill_drop(fsdpc_unit *unit);     /* forgets what is half filled */
+/* Of all units, as a backward failed; warns if earlier ones had left sums there. */
+void fsdpc_fill_drop_failed(fsdpc_root *root);
 
 /* Where the partial sums of a posted reduction go; set in unit->partial.  `keep`: they stay over
  * several backwards, in a partial of the unit's own.  Creating that is collective over the

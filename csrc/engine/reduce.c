@@ -234,6 +234,7 @@ fsdpc_status fsdpc_reduce_post(fsdpc_unit *unit)
     if (unit->grad_live && fsdpc_unit_is_scaled(unit))
         FSDPC_TRY(fsdpc_unit_apply_scale(unit)); /* the new gradients are not clipped yet */
     FSDPC_TRY(post_seconds(root, NULL));
+    unit->fresh |= !unit->grad_live && !unit->partial_live && unit->n_sums == 0;
     unit->postpone = !unit->settings.requires_all_reduce && !unit->settings.deterministic;
     bool keep = unit->postpone || unit->partial_live;
     if (fsdpc_fill_creates_partial(unit, keep))

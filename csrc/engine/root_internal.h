@@ -73,8 +73,9 @@ struct fsdpc_root {
     bool *equal;           /* epoch.c, per unit: what comparing masters with the wire found */
     int holds;             /* hold() is in force */
     int forward_depth;     /* nested forwards of units of this root */
-    bool in_backward, needs_reset;
-    bool end_asked; /* the front door will end the running backward (call.c) */
+    bool in_backward;
+    bool needs_reset, drops; /* to be announced: a forward or backward failed; it was a backward */
+    bool end_asked;          /* the front door will end the running backward (call.c) */
     uint64_t step_streams, streams_step, step_forwards; /* deterministic: dropout's, of this step */
     bool captured;         /* a step of it is being captured (step_graph.h) */
     uint32_t captures;     /* that were begun */

@@ -38,6 +38,7 @@
 #include "engine/fill.h"
 #include "engine/full.h"
 #include "engine/gather.h"
+#include "engine/grads.h"
 #include "engine/reduce.h"
 #include "ops/flat_ops.h"
 #include "engine/root_internal.h"
@@ -328,6 +329,10 @@ fsdpc_status fsdpc_backward_end(fsdpc_root *root)
     FSDPC_TRY(fsdpc_backward_agree(root));
     if (root->is_last_backward)
         FSDPC_TRY(fsdpc_reduce_wait_all(root));
+    for (int i = 0; i < root->n_units; i++) {
+        root->units[i]->keeps = root->units[i]->buffer != NULL;
+        root->units[i]->fresh = false;
+    }
     root->in_backward = false;
     root->record.ended = true;
     fsdpc_root_end_acts(root);
@@ -364,8 +369,23 @@ fsdpc_status fsdpc_reshard(fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
+/* What this backward has reduced goes too, unless it was added to earlier gradients: other units
+ * have nothing of it, and which ones differs from rank to rank. */
+static void drop_backward(fsdpc_root *root)
+{
+    fsdpc_fill_drop_failed(root);
+    for (int i = 0; i < root->n_units; i++) {
+        if (root->units[i]->fresh)
+            fsdpc_unit_zero_grad(root->units[i]);
+        root->units[i]->fresh = false;
+    }
+}
+
 void fsdpc_root_reset(fsdpc_root *root)
 {
+    if (root->in_backward)
+        drop_backward(root);
+    root->drops |= root->in_backward;
     root->forward_depth = 0;
     root->in_backward = root->notes_acts = false;
     root->needs_reset = true;
@@ -374,7 +394,6 @@ void fsdpc_root_reset(fsdpc_root *root)
         fsdpc_unit *unit = root->units[i];
         unit->in_backward = unit->stays = false;
         unit->running = 0;
-        fsdpc_fill_drop(unit);
         fsdpc_full_drop(unit);
     }
 }

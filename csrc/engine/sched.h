@@ -53,8 +53,8 @@ fsdpc_status fsdpc_reshard(fsdpc_unit *unit);
  * numbers of them; steps and forwards with gradients are refused.  Both collective; they nest. */
 fsdpc_status fsdpc_hold_begin(fsdpc_root *root);
 fsdpc_status fsdpc_hold_end(fsdpc_root *root);
-/* After an exception in user code: drops half-filled gradients, brings all units back to SHARDED.
- */
+/* After an exception in user code: brings all units back to SHARDED.  In backward also drops the
+ * gradients that are not reduced, here and, in the next epoch, on every rank. */
 void fsdpc_root_reset(fsdpc_root *root);
 
 #endif

@@ -108,6 +108,7 @@ struct fsdpc_unit {
     /* Reduce.  Written by fill.c and reduce.c; `forget` by grads.c. */
     bool *filled; /* per parameter: the open reduce buffer holds a contribution */
     int n_filled;
+    bool keeps; /* the open buffer holds the sums of whole backwards, which did not synchronise */
     fsdpc_buffer *buffer;     /* being filled; NULL: none open */
     bool stays_open;          /* through backward, so that it fills no pooled buffer */
     fsdpc_buffer *own_buffer; /* of units that stay open, or were too many; NULL: not created */
@@ -119,6 +120,7 @@ struct fsdpc_unit {
     bool postpone;     /* the posted reduction ends in the partial */
     bool hidden;       /* the sum that is being reduced stays invisible (no_sync) */
     bool forget;       /* gradients were zeroed meanwhile: the sum is not wanted */
+    bool fresh;        /* this backward has reduced, and there was nothing to add to */
 
     /* Accumulate.  Written by reduce.c, grads.c, micro.c and clip.c. */
     bool grad_live;

@@ -212,7 +212,7 @@ static PyObject *torch_unit_hide(PyObject *object, PyObject *gave_up)
     self->taken = false;
     fsdpc_torch_drop_early(self);
     fsdpc_unit *unit = fsdpc_torch_unit(self);
-    for (int i = 0; i < self->n_params; i++)
+    for (int i = 0; gave_up == Py_True && i < self->n_params; i++)
         (void)fsdpc_unit_give_grad(unit, i); /* as if it had been */
     int any = gave_up == Py_True ? fsdpc_torch_has_grads(self) : 1;
     if (any < 0 || (any == 0 && fsdpc_torch_zero_grad(self, false) < 0))

@@ -217,7 +217,8 @@ static fsdpc_status different_calls(rig *r)
     return FSDPC_OK;
 }
 
-/* A reset on one rank: the others drop what they accumulated, and all follow one record. */
+/* A reset on one rank: all follow one record.  If it was in backward, all drop what they
+ * accumulated; else it stays. */
 static fsdpc_status reset_of_one(rig *r)
 {
     FSDPC_TRY(rig_add_units(r, 5, false));
@@ -228,8 +229,11 @@ static fsdpc_status reset_of_one(rig *r)
         r->units[u]->settings.requires_sync = false;
     }
     FSDPC_TRY(rig_step(r)); /* accumulated locally */
-    if (r->rank == 0)
+    const bool *in_backward = r->arg;
+    if (r->rank == 0) {
+        r->root->in_backward = *in_backward;
         fsdpc_root_reset(r->root);
+    }
     for (int u = 0; u < 5; u++)
         r->units[u]->settings.requires_sync = true;
     FSDPC_TRY(rig_step(r));
@@ -238,8 +242,9 @@ static fsdpc_status reset_of_one(rig *r)
         void *grad;
         FSDPC_TRY(fsdpc_unit_grad(r->units[u], 2, false, &piece, &grad));
         float expect = 0;
-        for (int q = 0; q < r->world; q++)
-            expect += rig_gradient(q, 2, u, 2, piece.first);
+        for (int step = *in_backward ? 2 : 1; step <= 2; step++)
+            for (int q = 0; q < r->world; q++)
+                expect += rig_gradient(q, step, u, 2, piece.first);
         r->result[0] += piece.numel > 0 && *(float *)grad != expect / (float)r->world;
     }
     FSDPC_TRY(rig_step(r));
@@ -259,10 +264,13 @@ static void test_agreement(void)
         for (int p = 0; p < world; p++)
             CHECK(rigs[p].result[0] == 1);
         rigs_close(rigs, world);
-        rigs_run(rigs, world, reset_of_one, NULL);
-        for (int p = 0; p < world; p++)
-            CHECK_NOTE(rigs[p].result[0] == 0 && rigs[p].result[1] == 1, "rank %d of %d", p, world);
-        rigs_close(rigs, world);
+        for (int k = 0; k < 2; k++) {
+            rigs_run(rigs, world, reset_of_one, &(bool){k == 1});
+            for (int p = 0; p < world; p++)
+                CHECK_NOTE(rigs[p].result[0] == 0 && rigs[p].result[1] == 1, "rank %d of %d", p,
+                           world);
+            rigs_close(rigs, world);
+        }
     }
 }
 

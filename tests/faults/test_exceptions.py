@@ -12,7 +12,7 @@ import fsdpc
 from fsdpc import PeerError
 from fsdpc.launcher import LaunchError, launch
 
-from .common import SOON_S, Net, batch, build, full_bytes, step
+from .common import SOON_S, Net, batch, build, full_bytes, quiet, step
 
 
 class Oops(Exception):
@@ -67,6 +67,46 @@ def test_an_exception_that_forward_catches_itself() -> None:
     for seed in range(4):
         step(model, optimizer, seed=seed)
     assert full_bytes(model) == trained(None)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(
+    "place",
+    ["forward", "evaluation", "in forward", "reset", "before backward", "in backward"],
+)
+@pytest.mark.ranks([1, 2])
+def test_what_micro_steps_have_is_there_after_it(place: str, reshard: bool) -> None:
+    """A forward that fails leaves sums that wait to be reduced; a backward drops them."""
+
+    def fails(model: Net) -> None:
+        with pytest.raises(ValueError if place in ("forward", "evaluation") else Oops):
+            if place == "evaluation":
+                with fsdpc.no_grad():
+                    model(fsdpc.ones(1, 3))
+            if place == "forward":
+                model(fsdpc.ones(1, 3))
+            model.say = stop_at(place)
+            y = model(batch(9))
+            if place == "before backward":
+                y.register_hook(lambda _: stop_at(place)(place))
+            if place != "reset":
+                y.backward()
+            model.reset_iter_state()
+            raise Oops
+
+    def gradients(exceptions: bool, micro_steps: list[int]) -> list[bytes]:
+        model = build(reshard_after_forward=reshard)
+        step(model, fsdpc.optim.AdamW(model.parameters(), lr=0.1))
+        for number in micro_steps:
+            model.set_requires_gradient_sync(number == 3)
+            if exceptions:
+                fails(model)
+                model.say = quiet
+            model(batch(number)).backward()
+        return [fsdpc.full_grad(p).numpy().tobytes() for p in model.parameters()]
+
+    kept = [3] if place == "in backward" else [1, 2, 3]
+    assert gradients(True, [1, 2, 3]) == gradients(False, kept)
 
 
 @pytest.mark.ranks(2)

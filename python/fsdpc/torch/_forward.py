@@ -111,8 +111,8 @@ def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: An
         if grad:
             _mark_outputs(marks, result, since)
     except BaseException:
-        if in_task and torch_unit.in_backward:
-            torch_unit.leave()
+        if torch_unit.depth > 1 or (in_task and torch_unit.in_backward):
+            torch_unit.leave()  # a forward around it may catch this and go on
         else:
             root.reset()
         if span is not None:
