@@ -282,6 +282,16 @@ fsdpc_status fsdpc_grad_add(fsdpc_unit *unit, int param, const void *data)
     return fsdpc_flat_cast(target, to, data, from, place->numel, main);
 }
 
+bool fsdpc_grad_is_posted(const fsdpc_unit *unit)
+{
+    return unit->reduction != FSDPC_REDUCTION_NONE;
+}
+
+fsdpc_status fsdpc_grad_wait(fsdpc_unit *unit)
+{
+    return fsdpc_reduce_wait(unit);
+}
+
 /* A step was recorded to its end: do all ranks mean to replay the same? */
 static fsdpc_status complete_record(fsdpc_root *root)
 {

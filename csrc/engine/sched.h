@@ -35,6 +35,11 @@ bool fsdpc_grad_is_open(const fsdpc_unit *unit);
 /* Writes it from `data`: whole, dense, of the full's dtype. */
 fsdpc_status fsdpc_grad_add(fsdpc_unit *unit, int param, const void *data);
 
+/* Whether its reduction is in flight, as after set_is_last_backward(false), and what completes it:
+ * every rank has posted it. */
+bool fsdpc_grad_is_posted(const fsdpc_unit *unit);
+fsdpc_status fsdpc_grad_wait(fsdpc_unit *unit);
+
 /* Closes units that are still open, waits for every reduction. */
 fsdpc_status fsdpc_backward_end(fsdpc_root *root);
 

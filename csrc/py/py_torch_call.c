@@ -52,8 +52,7 @@ static int check_usable(const fsdpc_py_torch_unit *self)
 /* What became of pieces' gradients since the last backward, once in a backward. */
 static int catch_up(fsdpc_py_torch_unit *self)
 {
-    /* What an earlier backward did not wait for may be there by now. */
-    if (!self->taken && (fsdpc_torch_give_grads(self) < 0 || fsdpc_torch_take_grads(self) < 0))
+    if (!self->taken && fsdpc_torch_begin_grads(self) < 0)
         return -1;
     self->taken = true;
     return 0;
@@ -209,8 +208,10 @@ static PyObject *torch_unit_reset(PyObject *object, PyObject *Py_UNUSED(unused))
 static PyObject *torch_unit_hide(PyObject *object, PyObject *gave_up)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
-    self->taken = false;
     fsdpc_torch_drop_early(self);
+    if (self->taken && fsdpc_torch_restore_grads(self) < 0)
+        return NULL;
+    self->taken = false;
     fsdpc_unit *unit = fsdpc_torch_unit(self);
     for (int i = 0; gave_up == Py_True && i < self->n_params; i++)
         (void)fsdpc_unit_give_grad(unit, i); /* as if it had been */

@@ -9,6 +9,11 @@
  * the gradient shard itself, so scaling it in place reaches the engine by itself.  Dropping and
  * assigning do not, and are found here by identity: no gradient on any piece drops the unit's shard
  * without touching memory; on some, their rows are zeroed; a tensor that is not ours is copied in.
+ *
+ * A piece may be in the graph itself, as in a penalty on parameters, and the foreign autograd puts
+ * that gradient into its `.grad`.  Before the unit's backward it is taken like any other.  After
+ * that, reductions may be writing the shard.  So pieces have no gradient while a backward runs, and
+ * what they have at its end is added to the shard then.
  */
 #include "py/py_torch_unit.h"
 
@@ -173,7 +178,35 @@ int fsdpc_torch_version(const fsdpc_py_torch_unit *self, PyObject *tensor, long 
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* One piece's `.grad`: 1 if there is one, 0 if not, -1.  Copies in what is not the shard itself. */
+/* rows.how(grad): copy_ or add_. */
+static int write_rows(fsdpc_py_torch_unit *self, const fsdpc_torch_param *p, PyObject *how,
+                      PyObject *grad)
+{
+    if (fsdpc_py_check(fsdpc_unit_take_write(fsdpc_torch_unit(self))) < 0)
+        return -1;
+    PyObject *plain = PyObject_CallMethodNoArgs(grad, self->names.detach); /* of create_graph */
+    PyObject *done = plain ? PyObject_CallMethodOneArg(p->grad, how, plain) : NULL;
+    Py_XDECREF(plain);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+/* Copies in what a piece has, which is not the shard itself.  A narrow piece keeps it beside that,
+ * as the gradient that the front door's attribute made of it. */
+static int copy_in(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, PyObject *grad)
+{
+    PyObject *given = p->narrow ? grad : p->grad;
+    if (write_rows(self, p, self->names.copy_, grad) < 0 ||
+        PyObject_SetAttr(p->piece, self->names.grad, given) < 0)
+        return -1;
+    given = PyObject_GetAttr(p->piece, self->names.grad);
+    if (!given)
+        return -1;
+    Py_SETREF(p->given, given);
+    return given == p->grad ? 0 : fsdpc_torch_version(self, given, &p->version);
+}
+
+/* One piece's `.grad`: 1 if there is one, 0 if not, -1. */
 static int take_one(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, bool live)
 {
     PyObject *grad = PyObject_GetAttr(p->piece, self->names.grad);
@@ -182,25 +215,14 @@ static int take_one(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, bool live)
         return grad ? 0 : -1;
     }
     long long version = p->version;
-    int result = 1;
+    int result = 0;
     bool same = live && grad == p->given;
     if (same && grad != p->grad)
-        result = fsdpc_torch_version(self, grad, &version) < 0 ? -1 : 1;
-    if (result == 1 && (!same || version != p->version)) {
-        bool opened = fsdpc_py_check(fsdpc_unit_take_write(fsdpc_torch_unit(self))) == 0;
-        PyObject *copied =
-            opened ? PyObject_CallMethodOneArg(p->grad, self->names.copy_, grad) : NULL;
-        result = copied ? 1 : -1;
-        Py_XDECREF(copied);
-        p->version = version;
-        if (result == 1 && grad != p->given) {
-            PyObject *given = p->given == p->grad ? p->grad : grad;
-            result = PyObject_SetAttr(p->piece, self->names.grad, given) < 0 ? -1 : 1;
-            Py_SETREF(p->given, Py_NewRef(given));
-        }
-    }
+        result = fsdpc_torch_version(self, grad, &version);
+    if (result == 0 && (!same || version != p->version))
+        result = copy_in(self, p, grad);
     Py_DECREF(grad);
-    return result;
+    return result < 0 ? -1 : 1;
 }
 
 int fsdpc_torch_has_grads(const fsdpc_py_torch_unit *self)
@@ -268,32 +290,113 @@ static PyObject *grad_for(const fsdpc_py_torch_unit *self, const fsdpc_torch_par
     return grad;
 }
 
-int fsdpc_torch_give_grads(fsdpc_py_torch_unit *self)
+/* Hands out the sum of what was reduced and what the graph gave the piece itself: `new`, there is
+ * more than before. */
+static int give_one(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, PyObject *own, bool new)
+{
+    if (own && write_rows(self, p, self->names.add_, own) < 0)
+        return -1;
+    if (new || own) {
+        PyObject *grad = grad_for(self, p);
+        if (!grad)
+            return -1;
+        Py_XSETREF(p->given, grad);
+    }
+    p->aside = false;
+    if (PyObject_SetAttr(p->piece, self->names.grad, p->given) < 0)
+        return -1;
+    return p->given == p->grad ? 0 : fsdpc_torch_version(self, p->given, &p->version);
+}
+
+/* 1 if hooks of the piece wait for its gradient. */
+static int has_hooks(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *p)
+{
+    PyObject *hooks = PyObject_GetAttr(p->piece, self->names._post_accumulate_grad_hooks);
+    Py_XDECREF(hooks);
+    return hooks ? hooks != Py_None : -1;
+}
+
+/* A gradient that a piece has and that was not handed out, a new reference: 1, 0 or -1. */
+static int own_grad(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *p, PyObject **out)
+{
+    PyObject *grad = PyObject_GetAttr(p->piece, self->names.grad);
+    bool own = grad != Py_None && grad != p->given && grad != p->grad;
+    *out = own ? grad : NULL;
+    if (grad && !own)
+        Py_DECREF(grad);
+    return grad ? own : -1;
+}
+
+/* Gives what was reduced; `left_out`: pieces have gradients of their own beside it. */
+static int give_grads(fsdpc_py_torch_unit *self, bool *left_out)
 {
     fsdpc_unit *unit = fsdpc_torch_unit(self);
     int waiting = 0;
     bool any;
     fsdpc_status status = fsdpc_unit_give_begin(unit, &any);
+    *left_out = false;
     if (fsdpc_py_check(status) < 0)
         return -1;
-    for (int i = 0; any && i < self->n_params; i++) {
+    for (int i = 0; i < self->n_params && waiting >= 0; i++) {
         fsdpc_torch_param *p = &self->params[i];
-        if (!fsdpc_unit_give_grad(unit, i))
-            continue;
-        PyObject *grad = grad_for(self, p);
-        if (!grad)
+        PyObject *own;
+        if (own_grad(self, p, &own) < 0)
             return -1;
-        Py_XSETREF(p->given, grad);
-        if (PyObject_SetAttr(p->piece, self->names.grad, grad) < 0 ||
-            (grad != p->grad && fsdpc_torch_version(self, grad, &p->version) < 0))
-            return -1;
-        PyObject *hooks = PyObject_GetAttr(p->piece, self->names._post_accumulate_grad_hooks);
-        if (!hooks)
-            return -1;
-        waiting |= hooks != Py_None;
-        Py_DECREF(hooks);
+        bool new = any &&fsdpc_unit_give_grad(unit, i);
+        *left_out |= own && !new && !p->aside;
+        int given = new || p->aside ? give_one(self, p, own, new) : 0;
+        Py_XDECREF(own);
+        int hooks = given == 0 && new ? has_hooks(self, p) : given;
+        waiting = hooks < 0 ? -1 : waiting | hooks;
     }
     return waiting;
+}
+
+int fsdpc_torch_begin_grads(fsdpc_py_torch_unit *self)
+{
+    bool left;
+    /* What an earlier backward did not wait for may be there by now. */
+    if (give_grads(self, &left) < 0 || fsdpc_torch_take_grads(self) < 0)
+        return -1;
+    if (!fsdpc_unit_has_grads(fsdpc_torch_unit(self)))
+        return 0;
+    for (int i = 0; i < self->n_params; i++) {
+        fsdpc_torch_param *p = &self->params[i];
+        PyObject *grad = PyObject_GetAttr(p->piece, self->names.grad);
+        p->aside = grad && grad != Py_None;
+        Py_XDECREF(grad);
+        if (!grad || (p->aside && PyObject_SetAttr(p->piece, self->names.grad, Py_None) < 0))
+            return -1;
+    }
+    return 0;
+}
+
+int fsdpc_torch_restore_grads(fsdpc_py_torch_unit *self)
+{
+    for (int i = 0; i < self->n_params; i++) {
+        fsdpc_torch_param *p = &self->params[i];
+        PyObject *before = p->aside ? p->given : Py_None;
+        p->aside = false;
+        if (PyObject_SetAttr(p->piece, self->names.grad, before) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+/* Gradients of pieces' own are added to what is reduced, so that has to be in. */
+static int wait_for_own(fsdpc_py_torch_unit *self)
+{
+    fsdpc_unit *unit = fsdpc_torch_unit(self);
+    int own = 0;
+    for (int i = 0; i < self->n_params && fsdpc_grad_is_posted(unit) && own == 0; i++) {
+        PyObject *grad;
+        own = own_grad(self, &self->params[i], &grad);
+        Py_XDECREF(grad);
+    }
+    fsdpc_status status = FSDPC_OK;
+    if (own == 1)
+        FSDPC_PY_WITHOUT_GIL(status = fsdpc_grad_wait(unit));
+    return own < 0 ? -1 : fsdpc_py_check(status);
 }
 
 static PyObject *settle_method(PyObject *object, PyObject *Py_UNUSED(unused))
@@ -304,10 +407,13 @@ static PyObject *settle_method(PyObject *object, PyObject *Py_UNUSED(unused))
     self->taken = false;
     if (fsdpc_unit_settings_of(fsdpc_torch_unit(self))->reshard_after_backward)
         fsdpc_torch_unpin(self);
-    if (fsdpc_torch_hide(self) < 0)
+    bool left;
+    if (fsdpc_torch_hide(self) < 0 || wait_for_own(self) < 0)
         return NULL;
-    int waiting = fsdpc_torch_give_grads(self);
-    return waiting < 0 ? NULL : PyBool_FromLong(waiting);
+    int waiting = give_grads(self, &left);
+    if (waiting < 0 || (left && fsdpc_torch_take_grads(self) < 0))
+        return NULL;
+    return PyBool_FromLong(waiting);
 }
 
 static PyObject *take_grads_method(PyObject *object, PyObject *const *args, Py_ssize_t n)

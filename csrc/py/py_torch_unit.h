@@ -10,7 +10,8 @@
  * Gradients.  `.grad` of a piece is the user's: None after zero_grad, the TorchUnit's own tensor
  * over the shard after a backward, or anything that was assigned.  take_grads brings the engine up
  * to date with it (before the first reduction of a backward, before clipping and stepping); settle
- * hands out what a backward has reduced.
+ * hands out what a backward has reduced.  In between `.grad` is None, and takes what the graph gives
+ * the piece itself: of a penalty on parameters, say.
  */
 #ifndef FSDPC_PY_PY_TORCH_UNIT_H
 #define FSDPC_PY_PY_TORCH_UNIT_H
@@ -25,6 +26,7 @@ typedef struct fsdpc_torch_param {
     Py_ssize_t refs;        /* to `grad` when it was made: more are the user's */
     PyObject *early;        /* in a backward: the gradient, while shards have no memory for it */
     PyObject *given;        /* what `.grad` was set to: grad, or a copy in the piece's dtype */
+    bool aside;             /* in a backward: it was, and is None */
     PyObject *hook;         /* GradHook, registered on the full once it is trainable */
     PyObject *dtype;        /* of the full; foreign dtypes are compared by identity */
     void *master;           /* where the piece's memory is; NULL: it has none */
@@ -55,6 +57,8 @@ typedef struct fsdpc_torch_guard {
     X(is_contiguous)                                                                               \
     X(contiguous)                                                                                  \
     X(copy_)                                                                                       \
+    X(add_)                                                                                        \
+    X(detach)                                                                                      \
     X(to)                                                                                          \
     X(_version)                                                                                    \
     X(take)                                                                                        \
@@ -127,9 +131,10 @@ int fsdpc_torch_follow_writes(fsdpc_py_torch_unit *self);
 int fsdpc_torch_has_grads(const fsdpc_py_torch_unit *self);
 /* Pieces' `.grad` -> the engine; 0 or -1 with an exception. */
 int fsdpc_torch_take_grads(fsdpc_py_torch_unit *self);
-/* The engine -> pieces' `.grad`, after a backward that reduced; 1 if pieces have hooks that wait
- * for that, 0, or -1. */
-int fsdpc_torch_give_grads(fsdpc_py_torch_unit *self);
+/* A backward begins: takes gradients, and pieces have none until it ends. */
+int fsdpc_torch_begin_grads(fsdpc_py_torch_unit *self);
+/* It was given up: pieces have the gradients again that they had when it began. */
+int fsdpc_torch_restore_grads(fsdpc_py_torch_unit *self);
 
 /* Gradient shards have memory after it. */
 int fsdpc_torch_lend(fsdpc_py_torch_unit *self);

@@ -1,0 +1,229 @@
+"""Terms of a loss over parameters themselves: built before a forward, in between or after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fsdpc
+from fsdpc.torch import fully_shard
+
+from .common import (
+    Net,
+    assert_same_grads,
+    assert_same_parameters,
+    average_grads,
+    batch,
+    build,
+    end_step,
+    loss_of,
+    shard,
+    twin,
+)
+
+
+def penalty(m: nn.Module) -> torch.Tensor:
+    return sum((p.pow(2).sum() for p in m.parameters()), torch.zeros(()))
+
+
+def x_of(number: int) -> torch.Tensor:
+    return batch(0, fsdpc.rank(), number)
+
+
+def before(m: Any, number: int) -> torch.Tensor:
+    term = penalty(m)
+    return term + loss_of(m, x_of(number))
+
+
+def after(m: Any, number: int) -> torch.Tensor:
+    loss = loss_of(m, x_of(number))
+    return loss + penalty(m)
+
+
+def between(m: Any, number: int) -> torch.Tensor:
+    first, term, second = loss_of(m, x_of(number)), penalty(m), loss_of(m, x_of(number + 1))
+    return first + term + second
+
+
+def twice(m: Any, number: int) -> torch.Tensor:
+    term = penalty(m)
+    loss = loss_of(m, x_of(number))
+    return loss + term + 0.5 * penalty(m)
+
+
+def recomputed(m: Any, number: int) -> torch.Tensor:
+    term = penalty(m)
+    y = checkpoint(m, x_of(number).requires_grad_(), use_reentrant=True)
+    z = checkpoint(m, x_of(number), use_reentrant=False)
+    return (y**2).mean() + (z**2).mean() + term
+
+
+def of_some(m: Any, number: int) -> torch.Tensor:
+    """Of one parameter of a unit, and of one that forward does not use."""
+    term = m.blocks[0].linear.weight.square().sum() + m.unused.square().sum()
+    return term + loss_of(m, x_of(number))
+
+
+LOSSES: list[Callable[[Any, int], torch.Tensor]] = [
+    before,
+    after,
+    between,
+    twice,
+    recomputed,
+    of_some,
+]
+
+
+def pair(**options: Any) -> tuple[Any, Any]:
+    model: Any = build()
+    model.unused = nn.Parameter(torch.ones(3, 2))
+    model.blocks.append(nn.Linear(4, 3))  # a unit that forward leaves out
+    model.__class__ = LeavesOut
+    plain = twin(model)
+    return shard(model, **options), plain
+
+
+class LeavesOut(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks[:-1]:
+            x = block(x)
+        return self.last(x)
+
+
+def no_sync(m: Any, last: bool) -> None:
+    m.set_requires_gradient_sync(last)
+
+
+def no_all_reduce(m: Any, last: bool) -> None:
+    m.set_requires_all_reduce(last)
+
+
+def no_wait(m: Any, last: bool) -> None:
+    m.set_is_last_backward(last)
+
+
+def every_one(m: Any, last: bool) -> None:
+    pass
+
+
+@pytest.mark.ranks([1, 2, 4])
+@pytest.mark.parametrize("prepare", [no_sync, no_all_reduce, no_wait, every_one])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_each_order_gives_the_same(
+    loss: Callable[[Any, int], torch.Tensor], prepare: Callable[[Any, bool], None]
+) -> None:
+    mesh = fsdpc.init_device_mesh("cpu", (2, 2)) if fsdpc.world_size() == 4 else None
+    for options in ({}, {"reshard_after_forward": False}):
+        ours, plain = pair(mesh=mesh, **options)
+        for micro_steps in (1, 3):
+            for number in range(micro_steps):
+                if number or micro_steps == 3:  # there is a root
+                    prepare(ours, number == micro_steps - 1)
+                for m in (ours, plain):
+                    loss(m, number).backward()
+            average_grads(plain)
+            end_step(ours, plain)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_steps(loss: Callable[[Any, int], torch.Tensor], native: bool) -> None:
+    """Norms are those of the whole, also of units that only the penalty reaches."""
+    ours, plain = pair()
+    kind = fsdpc.torch.optim.AdamW if native else torch.optim.AdamW
+    optimizers = [kind(ours.parameters(), lr=0.1), torch.optim.AdamW(plain.parameters(), lr=0.1)]
+    for _ in range(3):
+        norms = []
+        for number in range(2):
+            for m in (ours, plain):
+                loss(m, number).backward()
+        average_grads(plain)
+        for m, optimizer in zip((ours, plain), optimizers, strict=True):
+            norms.append(nn.utils.clip_grad_norm_(m.parameters(), 0.1))
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(norms[0], norms[1])
+    assert_same_parameters(ours, plain)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("loss", [before, after, twice])
+def test_in_half_precision(loss: Callable[[Any, int], torch.Tensor]) -> None:
+    """Of bf16 parameters, whose gradients are bf16 copies of fp32 sums."""
+    plain = build().bfloat16()
+    ours = shard(twin(plain))
+
+    class Cast(torch.nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x.bfloat16()).float()
+
+    for number in range(3):
+        for m in (ours, plain):
+            loss(Cast(m), number).backward()
+    average_grads(plain)
+    assert_same_grads(ours, plain, rtol=0.05, atol=0.05, check_dtype=False)
+    assert ours.last.weight.grad.dtype is torch.bfloat16
+
+
+@pytest.mark.ranks([1, 2])
+def test_second_derivatives_are_dropped_with_the_graph() -> None:
+    """create_graph: gradients that are handed out are values."""
+    ours, plain = pair(reshard_after_forward=False)
+    ours.set_reshard_after_backward(False)
+    for m in (ours, plain):
+        before(m, 0).backward(create_graph=True)
+        assert m is plain or not m.first.weight.grad.requires_grad
+    with torch.no_grad():
+        average_grads(plain)
+    assert_same_grads(ours, plain)
+    for p in plain.parameters():
+        p.grad = None
+
+
+@pytest.mark.ranks([1, 2])
+def test_a_failed_backward_leaves_what_was_before() -> None:
+    ours, plain = pair()
+    for m in (ours, plain):
+        loss_of(m, x_of(0)).backward()
+    average_grads(plain)
+    kept = [p.grad for p in ours.parameters()]
+
+    def stop(grad: torch.Tensor) -> None:
+        raise KeyError("in backward")
+
+    term = penalty(ours)
+    x = x_of(1).requires_grad_()
+    x.register_hook(stop)
+    loss = term + loss_of(ours, x)
+    with pytest.raises(KeyError):
+        loss.backward()
+    del loss, term
+    ours.reset_iter_state()
+    assert all(p.grad is g for p, g in zip(ours.parameters(), kept, strict=True))
+
+
+@pytest.mark.ranks(2)
+def test_a_penalty_of_frozen_and_of_whole_parameters() -> None:
+    plain = build()
+    ours = twin(plain)
+    for m in (ours, plain):
+        m.first.weight.requires_grad_(False)
+    for block in ours.blocks:
+        fully_shard(block, whole_params=[block.linear.weight])
+    fully_shard(ours)
+    for number in range(2):
+        for m in (ours, plain):
+            before(m, number).backward()
+    average_grads(plain)
+    assert_same_grads(ours, plain)
