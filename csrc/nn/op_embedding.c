@@ -34,8 +34,8 @@ static fsdpc_status without_padding(fsdpc_tape *tape, fsdpc_tensor *ids, int64_t
     for (int i = 0; i < ids->ndim; i++)
         shape[i] = ids->shape[i];
     shape[ids->ndim] = 1;
-    FSDPC_TRY(
-        fsdpc_op_binary_scalar(tape, FSDPC_BINARY_NE, ids, (double)padding, true, false, &others));
+    FSDPC_TRY(fsdpc_op_binary_scalar(tape, FSDPC_BINARY_NE, ids, fsdpc_scalar_whole(padding), false,
+                                     &others));
     fsdpc_status st = fsdpc_tensor_view(others, ids->ndim + 1, shape, others->data, &column);
     fsdpc_tensor_release(others);
     FSDPC_TRY(st);
