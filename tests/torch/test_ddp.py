@@ -22,6 +22,7 @@ from fsdpc.torch import (
     DistributedDataParallel,
     FullyShardedDataParallel,
     fully_shard,
+    summon_full_params,
 )
 
 from .common import (
@@ -198,6 +199,9 @@ def test_forwards_that_send_no_buffers() -> None:
             model.module(batch(9, 9))
         assert torch.equal(model.seen, before) or rank == 0
         model.eval()
+        with summon_full_params(model, writeback=False, rank0_only=True):
+            if rank == 0:
+                model(batch(9, 9))
         with model.hold():
             ends = [model(batch(9, 9)).numpy() for _ in range(1 + rank)]
     np.testing.assert_array_equal(*fsdpc.all_gather(ends[0]).reshape(2, -1))

@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdpc._shard import sharded_class
 from fsdpc.fsdp_module import plain_class
-from fsdpc.torch import _compiled, _device, fsdp1
+from fsdpc.torch import _compiled, fsdp1
 from fsdpc.torch.fsdp1 import FullyShardedDataParallel
 from fsdpc.torch.state_dict import sync_buffers
 
@@ -77,6 +77,7 @@ class DistributedDataParallel(FullyShardedDataParallel):
     [1.0, 1.0, 1.0, 1.0]
     """
 
+    _has_buffers: bool
     forward_sync_buffers: bool
     require_forward_param_sync: bool
 
@@ -123,6 +124,7 @@ class DistributedDataParallel(FullyShardedDataParallel):
         ours.__class__ = sharded_class(cls, plain_class(type(module)), cls.__name__)
         ours.forward_sync_buffers = at_forward
         ours.require_forward_param_sync = True
+        ours._has_buffers = bool(_buffers_of(ours))
         return ours
 
     @property
@@ -135,11 +137,12 @@ class DistributedDataParallel(FullyShardedDataParallel):
         self.forward_sync_buffers = value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        recomputes = torch._C._current_graph_task_id() != -1
-        if not recomputes:
+        # Not those that compute again, nor those on a rank's private copies.
+        counts = torch._C._current_graph_task_id() == -1 and not self._fsdpc_state.summoned
+        if counts:
             self._sync_buffers()
         result = super().__call__(*args, **kwargs)
-        if not recomputes:
+        if counts:
             self.require_forward_param_sync = (
                 torch.is_grad_enabled() and self._fsdpc_unit.requires_sync
             )
@@ -147,13 +150,9 @@ class DistributedDataParallel(FullyShardedDataParallel):
 
     def _sync_buffers(self) -> None:
         """Take rank 0's buffers if a synced forward has changed them."""
-        state = self._fsdpc_state
-        if not (self.require_forward_param_sync and self.forward_sync_buffers) or state.summoned:
-            return
-        left = getattr(self, "_ddp_params_and_buffers_to_ignore", ())
-        found = [b for n, b in self.named_buffers() if n not in left]  # type: ignore[attr-defined]
-        if found:
-            sync_buffers(state, found)
+        due = self.require_forward_param_sync and self.forward_sync_buffers
+        if due and self._has_buffers:  # as at construction: torch looks for no others either
+            sync_buffers(self._fsdpc_state, _buffers_of(self))
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -187,6 +186,12 @@ _compiled.leave_out(DistributedDataParallel.__call__)
 _compiled.leave_out(DistributedDataParallel._sync_buffers, inside=True)
 
 
+def _buffers_of(module: Any) -> list[torch.Tensor]:
+    """Return the buffers that forwards send: those of now, as modules may replace theirs."""
+    left = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    return [buffer for name, buffer in module.named_buffers() if name not in left]
+
+
 def _when_buffers_are_sent(options: dict[str, Any]) -> tuple[bool, bool, bool]:
     """Take torch's three options; whether construction and forwards send buffers, and values."""
     synced = bool(options.pop("init_sync", True))
@@ -203,7 +208,8 @@ def _when_buffers_are_sent(options: dict[str, Any]) -> tuple[bool, bool, bool]:
 def _refuse_sync_batch_norm(module: nn.Module) -> None:
     """Raise as torch's DDP does: its SyncBatchNorm has kernels for accelerators alone."""
     for name, m in module.named_modules():
-        if isinstance(m, nn.SyncBatchNorm) and _device.on_cpu():
+        at = {t.device.type for t in (*m.parameters(False), *m.buffers(False))}
+        if isinstance(m, nn.SyncBatchNorm) and "cpu" in at:
             raise ValueError(
                 f"SyncBatchNorm layers only work with GPU modules: '{name}' is on CPUs. Use "
                 "BatchNorm, whose statistics are each rank's, or fsdpc.nn.SyncBatchNorm in a "
