@@ -75,7 +75,7 @@ int fsdpc_torch_begin_backward(fsdpc_py_torch_unit *self, uint64_t generation)
     FSDPC_PY_WITHOUT_GIL(status = fsdpc_call_begin_backward(unit, generation));
     if (fsdpc_py_check(status) < 0)
         return -1;
-    return fsdpc_torch_show(self, true);
+    return fsdpc_torch_show(self, true, true);
 }
 
 int fsdpc_torch_reach_backward(fsdpc_py_torch_unit *self)
@@ -133,7 +133,7 @@ static PyObject *torch_unit_enter(PyObject *object, PyObject *const *args, Py_ss
     FSDPC_PY_WITHOUT_GIL(status = fsdpc_call_enter(unit, &call, &first));
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    return fsdpc_torch_show(self, true) < 0 ? NULL : PyBool_FromLong(first);
+    return fsdpc_torch_show(self, true, grad) < 0 ? NULL : PyBool_FromLong(first);
 }
 
 static PyObject *torch_unit_leave(PyObject *object, PyObject *Py_UNUSED(unused))
@@ -235,7 +235,7 @@ static PyObject *torch_unit_hold(PyObject *object, PyObject *arg)
     if (!self->pins) /* a forward has used and given it back */
         Py_RETURN_NONE;
     self->held = true;
-    return fsdpc_torch_show(self, true) < 0 ? NULL : Py_NewRef(Py_None);
+    return fsdpc_torch_show(self, true, true) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *get_in_backward(PyObject *object, void *Py_UNUSED(unused))

@@ -106,15 +106,18 @@ static int requires_grad(const fsdpc_py_torch_unit *self, PyObject *tensor)
     return flag ? flag == Py_True : -1;
 }
 
-static int follow_trainable(const fsdpc_py_torch_unit *self)
+/* Without gradients a forward freezes nothing: ranks may evaluate apart, and a backward that passes
+ * the unit's outputs by shows nothing before it needs the flags. */
+static int follow_trainable(const fsdpc_py_torch_unit *self, bool grad)
 {
     for (int i = 0; i < self->n_params; i++) {
         fsdpc_torch_param *p = &self->params[i];
         int wanted = requires_grad(self, p->piece), is = requires_grad(self, p->full);
         if (wanted < 0 || is < 0)
             return -1;
-        fsdpc_unit_set_trainable(fsdpc_torch_unit(self), i, wanted == 1);
-        if (wanted != is &&
+        if (grad)
+            fsdpc_unit_set_trainable(fsdpc_torch_unit(self), i, wanted == 1);
+        if (wanted != is && (grad || wanted) &&
             PyObject_SetAttr(p->full, self->names.requires_grad, wanted ? Py_True : Py_False) < 0)
             return -1;
         if (wanted && !p->listening && listen(self, p) < 0)
@@ -123,13 +126,13 @@ static int follow_trainable(const fsdpc_py_torch_unit *self)
     return 0;
 }
 
-int fsdpc_torch_show(fsdpc_py_torch_unit *self, bool full)
+int fsdpc_torch_show(fsdpc_py_torch_unit *self, bool full, bool grad)
 {
     if (full && set_version(self, (long long)fsdpc_unit_generation(fsdpc_torch_unit(self))) < 0)
         return -1;
     if (self->shown == full)
         return 0;
-    if (full && follow_trainable(self) < 0)
+    if (full && follow_trainable(self, grad) < 0)
         return -1;
     for (int s = 0; s < self->n_slots; s++) { /* all of them first: an error changes nothing */
         const fsdpc_torch_slot *slot = &self->slots[s];
@@ -172,7 +175,7 @@ int fsdpc_torch_hide(fsdpc_py_torch_unit *self)
     if (written < 0 ||
         ((written || fsdpc_unit_where(unit) == FSDPC_UNIT_SHARDED) &&
          set_version(self, RESHARDED) < 0) ||
-        (!self->held && fsdpc_torch_show(self, false) < 0))
+        (!self->held && fsdpc_torch_show(self, false, false) < 0))
         return -1;
     if (!written)
         return 0;

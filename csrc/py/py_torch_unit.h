@@ -157,8 +157,9 @@ int fsdpc_torch_version(const fsdpc_py_torch_unit *self, PyObject *tensor, long 
 
 /* Gives back what Unit.unshard took, all of it. */
 void fsdpc_torch_unpin(fsdpc_py_torch_unit *self);
-/* Modules' dictionaries hold fulls, trainable as the pieces are now, or pieces. */
-int fsdpc_torch_show(fsdpc_py_torch_unit *self, bool full);
+/* Modules' dictionaries hold fulls, trainable as the pieces are now, or pieces.  `grad`: gradients
+ * are recorded. */
+int fsdpc_torch_show(fsdpc_py_torch_unit *self, bool full, bool grad);
 /* After the schedule may have resharded. */
 int fsdpc_torch_hide(fsdpc_py_torch_unit *self);
 

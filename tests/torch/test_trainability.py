@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,8 +77,8 @@ def prepare(kind: Any, **options: Any) -> tuple[Any, Any]:
 
 
 def frozen_parts(m: Any) -> list[nn.Module]:
-    """A whole unit, a part of one and a part of the root."""
-    return [m.blocks[1], m.blocks[2].linear, m.first]
+    """A whole unit, a part of one and parts of the root."""
+    return [m.blocks[1], m.blocks[2].linear, m.first, m.last]
 
 
 def freeze(m: Any, frozen: bool = True) -> None:
@@ -257,6 +258,27 @@ def test_parameters_that_a_forward_froze() -> None:
     handle.remove()
     for m in (ours, plain):
         loss_of(m, batch(0, fsdpc.rank())).backward()
+    average_grads(plain)
+    assert_same_grads(ours, plain)
+
+
+class Boxed(Net):
+    """Its output is in an object that is not looked into, so no mark is on it."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return SimpleNamespace(y=super().forward(x))
+
+
+@pytest.mark.ranks([1, 2])
+def test_a_backward_that_passes_the_marks_by() -> None:
+    model: Any = build()
+    model.__class__ = Boxed
+    plain = twin(model)
+    ours = shard(model, reshard_after_forward=False)
+    for m in (ours, plain):
+        loss = (m(batch(0, fsdpc.rank())).y ** 2).mean()
+        under(m, torch.no_grad())
+        loss.backward()
     average_grads(plain)
     assert_same_grads(ours, plain)
 
