@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -126,6 +127,16 @@ def test_ctrl_c_ends_all(start: Start, tmp_path: Path) -> None:
     while left := subprocess.run(["pgrep", "-f", str(trains)], capture_output=True).stdout:
         assert time.monotonic() < end, left
         time.sleep(0.1)
+
+
+def test_a_time_limit(start: Start, tmp_path: Path) -> None:
+    """Either launcher reads it from a variable; an option MPICH's refuses."""
+    (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(100)\n")
+    begin = time.monotonic()
+    done = finish(start("--ranks", "4", "--timeout", "2.5", str(tmp_path / "sleeps.py")))
+    assert 2.5 < time.monotonic() - begin < 60 and done.returncode != 0, done
+    said = (done.stdout + done.stderr).lower()
+    assert "fsdpc: mpiexec_timeout=3 " in said and re.search("timed out|time limit", said), done
 
 
 @pytest.mark.parametrize(
