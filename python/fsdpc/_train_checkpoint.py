@@ -105,6 +105,7 @@ class TrainCheckpoints:
         ]
         self.stopped: bool = False
         self._saved: int | None = None
+        self._began: int | None = None
         self._resumed: Path | None = None
         self._returned_to, self._returns = -1, 0
         self._manager: Any = None
@@ -126,11 +127,6 @@ class TrainCheckpoints:
         self._manager.claim()
         self._signals = StopSignals()
         latest = self._manager.latest()
-        if latest is not None and not o.resume:
-            raise ValueError(
-                f"{latest} is there already: add --resume to go on from it, or name another "
-                "--checkpoint folder"
-            )
         step, changed, self._resumed = None, "", latest
         if latest is not None:
             content = manifest.read(latest)
@@ -144,7 +140,7 @@ class TrainCheckpoints:
         if distributed.rank() == 0 and o.resume:
             found = "nothing to resume" if step is None else f"resumed after step {step}"
             print(f"{found} in {o.checkpoint}" + (f", with {changed}" if changed else ""))
-        self._saved = step
+        self._saved = self._began = step
         if distributed.rank() == 0:
             (o.checkpoint / OPTIONS).write_text(self.text, **AS_NAMES)
         return step or 0
@@ -198,7 +194,10 @@ class TrainCheckpoints:
             self._manager.save(step, self.state)
         if not self.stopped:  # a signal may come to a rank twice: the launcher passes it on
             self._signals.restore()
-        if distributed.rank() == 0:
-            text = f"stopped by {self._signals.name}" if self.stopped else "saved"
-            path = self._manager.path(step)
-            print(f"{text} after step {step}: {path if path.is_dir() else self._resumed}")
+        if distributed.rank() != 0:
+            return
+        if step == self._began:
+            print(f"nothing was left to train: --steps {self.options.steps}, {self._resumed}")
+            return
+        text = f"stopped by {self._signals.name}" if self.stopped else "saved"
+        print(f"{text} after step {step}: {self._manager.path(step)}")

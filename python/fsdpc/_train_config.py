@@ -27,18 +27,24 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     Raises
     ------
     ValueError
-        The ``--config`` is no TOML, or an option is given that a resume cannot change.
+        The ``--config`` is no TOML, an option is given that a resume cannot change, or there is
+        a checkpoint and no ``--resume``.
     """
     words, p = with_config(arguments), parser()
     unset = object()
     blank = argparse.Namespace(**dict.fromkeys(vars(p.parse_args([])), unset))
     given = {k: v for k, v in vars(p.parse_args(words, blank)).items() if v is not unset}
     folder = given.get("checkpoint")
-    if given.get("resume") and folder is not None and folder.is_dir():
+    if folder is not None and folder.is_dir():
         from fsdpc.checkpoint import manager, manifest
 
         latest = manager.newest_in(folder)
         if latest is not None:
+            if not given.get("resume"):
+                raise ValueError(
+                    f"{latest} is there already: add --resume to go on from it, or name another "
+                    "--checkpoint folder"
+                )
             kept = options_in(manifest.read(latest))
             _refuse_changes(latest, kept, given)
             if not given.get("schedule", "wsd").startswith("wsd"):

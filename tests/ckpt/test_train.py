@@ -78,7 +78,9 @@ def test_a_resume_that_has_nothing_to_do_removes_what_a_killed_save_left(tmp_pat
     train(*options)
     (tmp_path / ".step-00000030.saving").mkdir()
     (tmp_path / ".lock").touch()
-    assert "resumed after step 2" in train(*options, "--resume")
+    said = train(*options, "--resume")
+    assert f"resumed after step 2 in {tmp_path}\n" in said
+    assert f"nothing was left to train: --steps 2, {tmp_path}/step-00000002\n" in said
     assert names(tmp_path) == ["step-00000002"]
 
 
@@ -219,6 +221,7 @@ def test_steps_0_saves_the_initial_state(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 2 and "add --resume" in done.stderr
+    assert not done.stdout  # no rank has started
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
