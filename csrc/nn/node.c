@@ -117,7 +117,7 @@ fsdpc_status fsdpc_node_check(const fsdpc_node *node)
             char text[FSDPC_SHAPE_TEXT];
             return fsdpc_fail(FSDPC_ERR_STATE,
                               "a tensor of shape %s that '%s' needs for its backward was changed "
-                              "in place since: change a clone() instead",
+                              "in place since: change a clone(), or write x = x + y for x += y",
                               fsdpc_shape_text(t->ndim, t->shape, text), node->ops->name);
         }
     }

@@ -44,6 +44,8 @@ int fsdpc_py_tensor_check_inplace(fsdpc_py_tensor *self, const char *what);
  * exception, which begins with `what`. */
 int fsdpc_py_tensor_assign(fsdpc_py_tensor *self, const char *what, const fsdpc_box *box,
                            PyObject *value);
+/* A new tensor made from `object`, or NULL: if it shares the memory, it knows whose that is. */
+PyObject *fsdpc_py_tensor_over(PyObject *object, PyObject *result);
 void fsdpc_py_tensor_whole(const fsdpc_tensor *t, fsdpc_box *out);
 /* The object goes over to another tensor, which it takes. */
 void fsdpc_py_tensor_replace(fsdpc_py_tensor *self, fsdpc_tensor *t);

@@ -139,12 +139,7 @@ PyObject *fsdpc_py_tensor_getitem(PyObject *object, PyObject *index)
         fsdpc_tensor_release(y);
         y = reshaped;
     }
-    bool shares = status == FSDPC_OK && y->storage == self->tensor->storage;
-    PyObject *result = fsdpc_py_result(self->state, status, y);
-    /* Without gradients there is none to bring up to date, and a base would keep its graph. */
-    if (result && shares && runtime->tape->grad_enabled)
-        fsdpc_py_self(result)->base = Py_NewRef(self->base ? self->base : object);
-    return result;
+    return fsdpc_py_tensor_over(object, fsdpc_py_result(self->state, status, y));
 }
 
 int fsdpc_py_tensor_setitem(PyObject *object, PyObject *index, PyObject *value)

@@ -33,7 +33,9 @@ static PyObject *method_numel(PyObject *object, PyObject *Py_UNUSED(unused))
     {                                                                                              \
         int64_t shape[FSDPC_MAX_DIMS];                                                             \
         int n = fsdpc_py_extents(#op, args, nargs, shape);                                         \
-        return n < 0 ? NULL : fsdpc_py_op_##op(STATE(object), TENSOR(object), n, shape);           \
+        return n < 0 ? NULL                                                                        \
+                     : fsdpc_py_tensor_over(                                                       \
+                           object, fsdpc_py_op_##op(STATE(object), TENSOR(object), n, shape));     \
     }
 SHAPED(reshape)
 SHAPED(expand)
@@ -48,6 +50,12 @@ static int dim_of(const char *function, PyObject *value, int ndim, int *inout)
     return fsdpc_py_check(status);
 }
 
+static PyObject *reshaped(PyObject *object, int ndim, const int64_t *shape)
+{
+    return fsdpc_py_tensor_over(object,
+                                fsdpc_py_op_reshape(STATE(object), TENSOR(object), ndim, shape));
+}
+
 static PyObject *method_flatten(FSDPC_PY_FASTCALL(object))
 {
     FSDPC_PY_PARSE("flatten", 0, "start_dim", "end_dim");
@@ -55,7 +63,7 @@ static PyObject *method_flatten(FSDPC_PY_FASTCALL(object))
     int64_t shape[FSDPC_MAX_DIMS];
     int start = 0, end = t->ndim - 1, n = 0;
     if (t->ndim == 0)
-        return fsdpc_py_op_reshape(STATE(object), TENSOR(object), 1, &(int64_t){1});
+        return reshaped(object, 1, &(int64_t){1});
     if (dim_of("flatten", a[0], t->ndim, &start) < 0 || dim_of("flatten", a[1], t->ndim, &end) < 0)
         return NULL;
     for (int i = 0; i < t->ndim; i++) {
@@ -64,7 +72,7 @@ static PyObject *method_flatten(FSDPC_PY_FASTCALL(object))
         else
             shape[n++] = (int64_t)t->shape[i];
     }
-    return fsdpc_py_op_reshape(STATE(object), TENSOR(object), n, shape);
+    return reshaped(object, n, shape);
 }
 
 static PyObject *method_unsqueeze(PyObject *object, PyObject *argument)
@@ -76,7 +84,7 @@ static PyObject *method_unsqueeze(PyObject *object, PyObject *argument)
         return NULL;
     for (int i = 0; i <= t->ndim; i++)
         shape[i] = i == dim ? 1 : (int64_t)t->shape[i - (i > dim)];
-    return fsdpc_py_op_reshape(STATE(object), TENSOR(object), t->ndim + 1, shape);
+    return reshaped(object, t->ndim + 1, shape);
 }
 FSDPC_PY_NAMED(method_unsqueeze, "unsqueeze", "dim")
 
@@ -90,7 +98,7 @@ static PyObject *method_squeeze(PyObject *object, PyObject *argument)
     for (int i = 0; i < t->ndim; i++)
         if (i != dim || t->shape[i] != 1)
             shape[n++] = (int64_t)t->shape[i];
-    return fsdpc_py_op_reshape(STATE(object), TENSOR(object), n, shape);
+    return reshaped(object, n, shape);
 }
 FSDPC_PY_NAMED(method_squeeze, "squeeze", "dim")
 

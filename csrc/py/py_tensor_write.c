@@ -6,8 +6,9 @@
  *
  * If gradients flow into a write or through it, the write is recorded (nn/op_write.c), and the
  * Python object goes over to the tensor that has the node.  Other tensors over the memory would
- * keep their old history.  Rows know the tensor that was indexed, so that one such pair is brought
- * up to date together, which is what `x[0] += y` needs; with more of them the write is refused.
+ * keep their old history.  Rows and reshaped tensors know the one that they were made from, so that
+ * one such pair is brought up to date together, which is what `x[0] += y` needs.  With more of them
+ * the write is refused.
  */
 #include "py/py_ops.h"
 #include "py/py_tensor.h"
@@ -91,6 +92,16 @@ static fsdpc_py_tensor *root_of(fsdpc_py_tensor *self)
 {
     fsdpc_py_tensor *base = (fsdpc_py_tensor *)self->base;
     return base && base->tensor->storage == self->tensor->storage ? base : self;
+}
+
+PyObject *fsdpc_py_tensor_over(PyObject *object, PyObject *result)
+{
+    fsdpc_py_tensor *self = fsdpc_py_self(object), *over = fsdpc_py_self(result);
+    /* Without gradients there are none to bring up to date, and a base would keep its graph. */
+    if (result && over->tensor->storage == self->tensor->storage && self->tensor->storage &&
+        self->state->runtime.tape->grad_enabled)
+        over->base = Py_NewRef(self->base ? self->base : object);
+    return result;
 }
 
 /* Elements in front of t in the tensor that it is rows of. */

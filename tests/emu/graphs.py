@@ -198,6 +198,13 @@ def make_a_batch(run: Run) -> None:
     run.model(*(fsdpc.tensor(array) for array in run.batch_of(run.rng)))
 
 
+def replace_a_buffer(run: Run) -> None:
+    counter = fsdpc.nn.Module()
+    counter.register_buffer("n", run.batch[0].detach())
+    counter.n *= 1
+    counter.n = counter.n + 1
+
+
 def change_the_shape(run: Run) -> None:
     run.batch = LONGER
     run.body()
@@ -252,7 +259,7 @@ def cut_into_documents(run: Run) -> None:
 OTHERS: list[Any] = []
 LONGER: list[Any] = []
 IN_THE_BODY = (read_the_loss, read_it_after_backward, read_it_after_the_step, raise_something,
-               make_a_batch, change_the_shape, keep_gradients, run_another_model,
+               make_a_batch, replace_a_buffer, change_the_shape, keep_gradients, run_another_model,
                step_another_optimizer, step_a_plain_model, draw_a_tensor, set_the_seed,
                scale_the_loss, capture_inside, drop_for_the_first_time, cut_into_documents)
 

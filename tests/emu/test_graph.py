@@ -48,6 +48,7 @@ WAITS = "RuntimeError: the host asks for a value of the GPU inside a captured st
     ("read_it_after_the_step", WAITS),
     ("raise_something", "KeyError: \"the body's own\""),
     ("make_a_batch", "RuntimeError: 1536 bytes of the host are copied to the GPU inside a"),
+    ("replace_a_buffer", "RuntimeError: buffer 'n' of Module is replaced inside a captured step"),
     ("change_the_shape", "RuntimeError: a captured step asks for"),
     ("keep_gradients", "RuntimeError: unit 'Perceptron' has pending gradients when it ends"),
     ("run_another_model", "RuntimeError: 'Perceptron' runs inside the captured step of another"),

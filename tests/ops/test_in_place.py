@@ -184,6 +184,19 @@ def views_in_place(make: Make, w: Any, v: Any) -> Any:
     return x * y
 
 
+def other_shapes_in_place(make: Make, w: Any, v: Any) -> Any:
+    x, y = zeros(make, 2, 3), v * w
+    x.reshape(-1)[1:4] = w
+    x.view(3, 2)[:, 1] += w
+    flat = y.flatten()
+    flat *= 2
+    flat[0] = w[2]
+    part = flat * 3
+    del flat
+    y.unsqueeze(0)[0, :, 1] = w[:2]
+    return x * y + part.reshape(2, 3)
+
+
 def lower_precision(make: Make, w: Any, v: Any) -> Any:
     half = "bfloat16" if make is fsdpc_tensor else torch.bfloat16
     x = make(np.ones(3, np.float32)).to(half)
@@ -205,7 +218,7 @@ def under_no_grad(make: Make, w: Any, v: Any) -> Any:
 PROGRAMS = [
     rows, columns_and_steps, over_and_over, numbers, masks, arrays, copies, rows_of_itself, a_loop,
     leading_ones, every_operator, into_what_had_no_gradient, rows_in_place, views_in_place,
-    lower_precision, under_no_grad,
+    other_shapes_in_place, lower_precision, under_no_grad,
 ]  # fmt: skip
 
 
@@ -257,8 +270,10 @@ def test_memory_that_others_share_takes_no_gradient() -> None:
         x[0] = w
         return kept
 
-    def reshaped(x: Any) -> None:
-        x.reshape(-1)[:3] = w
+    def reshaped(x: Any) -> Any:
+        kept = x.reshape(-1)
+        x[0] = w
+        return kept
 
     def detached(x: Any) -> None:
         d = x.detach()
@@ -431,7 +446,9 @@ class Machine:
     def run(self, what: str, i: int, j: int, kind: int) -> None:
         x = self.live[i]
         value = self.value(kind, j)
-        if what == "set":
+        if what == "flat":
+            x.reshape(-1)[:3] = value
+        elif what == "set":
             x[kind % 2] = value
         elif what == "part":
             x[:, 1:] = value if kind == 2 else value[1:]
@@ -452,7 +469,7 @@ class Machine:
             self.live[i] = self.live[j] if what == "name" else self.live[j] * self.live[i]
 
 
-WHAT = ["set", "part", "add", "mul", "row add", "view", "mask", "copy", "name", "product"]
+WHAT = ["flat", "set", "part", "add", "mul", "row add", "view", "mask", "copy", "name", "product"]
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -64,6 +64,11 @@ class Module(Hooked):
             self._enter("_modules", name, None)
         elif name in self._buffers:
             _check_kind("buffer", name, value, Tensor)
+            if value is not self._buffers[name] and _core.is_capturing():
+                raise RuntimeError(
+                    f"buffer '{name}' of {type(self).__name__} is replaced inside a captured step, "
+                    f"whose replays would begin with the old one each time: {name}.copy_(values)"
+                )
             self._buffers[name] = value
         else:
             d[name] = value
