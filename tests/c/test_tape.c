@@ -1,4 +1,4 @@
-/* nn/tape: order, sinks, boundaries, ends, guards, hooks, nesting, failures. */
+/* nn/tape: order, sinks, boundaries, ends, guards, hooks, nesting, failures, writes. */
 #include "check.h"
 
 #include "nn/hook.h"
@@ -383,6 +383,57 @@ static void test_many_roots_and_order(void)
     fsdpc_tensor_release(x);
 }
 
+/* x[:, 0] = 3 w, which x is then used for as it was before: no cycle holds the memory. */
+static void test_writes(void)
+{
+    size_t start = bytes_now();
+    fsdpc_tensor *v = matrix(2, 2, 5, true), *w = matrix(1, 1, 2, true), *written = NULL, *sum;
+    fsdpc_tensor *x =
+        unary(FSDPC_UNARY_EXP, 0, unary(FSDPC_UNARY_MUL_SCALAR, 0, fsdpc_tensor_acquire(v)));
+    CHECK(fsdpc_tensor_sharers(x) == 1 && !fsdpc_tensor_is_exclusive(x)); /* exp keeps it */
+    fsdpc_tensor *value = unary(FSDPC_UNARY_MUL_SCALAR, 3, fsdpc_tensor_acquire(w));
+    fsdpc_box column = {.ndim = 2, .shape = {2, 1}, .strides = {2, 1}};
+    fsdpc_box wide = {.offset = 1, .ndim = 1, .shape = {3}, .strides = {1}};
+    uint32_t version = x->storage->version;
+    CHECK_FAILS(fsdpc_op_write(tape, x, &wide, v, NULL), FSDPC_ERR_SHAPE, "(2, 2) do not broad");
+    CHECK(x->storage->version == version);
+    CHECK_OK(fsdpc_op_write(tape, x, &column, value, &written));
+    CHECK(written && written->storage == x->storage && x->storage->version == version + 1);
+    CHECK(fsdpc_tensor_sharers(x) == 2);
+    CHECK(fsdpc_box_overlaps(x, &wide, x) && !fsdpc_box_overlaps(x, &wide, v));
+    const float *values = written->data;
+    CHECK(values[0] == 6 && values[1] == 1 && values[2] == 6 && values[3] == 1);
+    fsdpc_tensor_release(value);
+    fsdpc_tensor_release(x);
+    sum = total(written);
+    CHECK_FAILS(fsdpc_tape_backward(tape, sum, NULL, false), FSDPC_ERR_STATE, "'exp' needs");
+    CHECK(w->grad && first(w->grad) == 6); /* of two rows */
+    fsdpc_tensor_release(sum);
+
+    fsdpc_tensor_release(w->grad);
+    w->grad = NULL;
+    x = unary(FSDPC_UNARY_MUL_SCALAR, 4, fsdpc_tensor_acquire(v));
+    written = NULL;
+    CHECK_OK(fsdpc_op_write(tape, x, &column, w, &written));
+    fsdpc_tensor_release(x);
+    sum = total(written);
+    CHECK_OK(fsdpc_tape_backward(tape, sum, NULL, false));
+    const float *grad = v->grad->data;
+    CHECK(first(w->grad) == 2 && grad[0] == 0 && grad[1] == 4 && grad[2] == 0 && grad[3] == 4);
+    fsdpc_tensor_release(sum);
+
+    tape->grad_enabled = false;
+    x = matrix(2, 2, 0, false);
+    written = NULL;
+    CHECK_OK(fsdpc_op_write(tape, x, &column, w, &written));
+    CHECK(!written && ((const float *)x->data)[2] == 2);
+    tape->grad_enabled = true;
+    fsdpc_tensor_release(x);
+    fsdpc_tensor_release(v);
+    fsdpc_tensor_release(w);
+    CHECK(bytes_now() == start);
+}
+
 int main(void)
 {
     CHECK_OK(fsdpc_mem_create(&mem));
@@ -399,6 +450,7 @@ int main(void)
     test_guarded_weights();
     test_nested_backward();
     test_many_roots_and_order();
+    test_writes();
     test_leaf_hooks();
     test_nested_backward(); /* with counting of uses switched on */
     CHECK(bytes_now() == 0);
