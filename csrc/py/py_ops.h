@@ -52,6 +52,8 @@ int fsdpc_py_shape(const char *function, PyObject *const *args, Py_ssize_t nargs
 int fsdpc_py_arg_sizes(const char *what, PyObject *object, int n, size_t *out);
 /* Numbers of a sequence, none of them negative, to be freed; NULL with an exception. */
 size_t *fsdpc_py_sizes(const char *what, PyObject *sequence, size_t *n_out);
+/* A list or tuple of a sequence of tensors, new reference; one tensor is none, though it has rows. */
+PyObject *fsdpc_py_tensors(PyObject *sequence);
 /* An int, a sequence of ints, or all for NULL and None. */
 int fsdpc_py_dims(const char *function, PyObject *object, int ndim, bool *flags_out);
 

@@ -203,6 +203,14 @@ int fsdpc_py_arg_sizes(const char *what, PyObject *object, int n, size_t *out)
     return 0;
 }
 
+PyObject *fsdpc_py_tensors(PyObject *sequence)
+{
+    if (!fsdpc_py_tensor_peek(NULL, sequence))
+        return PySequence_Fast(sequence, "a sequence of tensors is needed");
+    PyErr_SetString(PyExc_TypeError, "a sequence of tensors is needed, not one tensor");
+    return NULL;
+}
+
 int fsdpc_py_dims(const char *function, PyObject *object, int ndim, bool *flags_out)
 {
     bool all = !object || object == Py_None;

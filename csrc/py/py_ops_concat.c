@@ -37,7 +37,7 @@ PyObject *fsdpc_py_op_concat(fsdpc_py_state *state, PyObject *const *a, bool sta
     fsdpc_runtime *r = fsdpc_py_state_runtime(state);
     if (!r || fsdpc_py_arg_int(a[1], &dim) < 0)
         return NULL;
-    PyObject *fast = PySequence_Fast(a[0], "a sequence of tensors is needed");
+    PyObject *fast = fsdpc_py_tensors(a[0]);
     if (!fast)
         return NULL;
     Py_ssize_t n = PySequence_Fast_GET_SIZE(fast);

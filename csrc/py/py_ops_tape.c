@@ -118,7 +118,7 @@ static PyObject *boundary(FSDPC_PY_FASTCALL(module))
 /* Tensors of a sequence (None: NULL), borrowed from it; *fast_out keeps them. */
 static int tensors_of(PyObject *sequence, fsdpc_tensor ***out, PyObject **fast_out)
 {
-    PyObject *fast = PySequence_Fast(sequence, "a sequence of tensors is needed");
+    PyObject *fast = fsdpc_py_tensors(sequence);
     if (!fast)
         return -1;
     Py_ssize_t n = PySequence_Fast_GET_SIZE(fast);

@@ -555,6 +555,13 @@ def test_integers_of_numpy_are_integers(what: str, kind: type) -> None:
         assert got.tolist() == want.tolist()
 
 
+def test_rows_are_no_sequence_of_tensors() -> None:
+    x = fsdpc.ones(2, 2)
+    for call in (lambda: F.cat(x), lambda: F.stack(x), lambda: F.custom(x, [x], lambda d: d)):
+        with pytest.raises(TypeError, match="a sequence of tensors is needed, not one tensor"):
+            call()
+
+
 def test_one_ellipsis() -> None:
     x = fsdpc.zeros(2, 2)
     with pytest.raises(IndexError, match="one ellipsis"):
