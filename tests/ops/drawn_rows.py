@@ -294,8 +294,8 @@ ROWS: dict[str, Row] = {
     "attention": drawn(attention, special=False, **SMOOTH),
     "group_norm": drawn(grouped, whole=True, units=64, extreme=False, special=False,
                         allows="more than 1 value per channel"),
-    "topk": with_arguments(lambda x, *a: F.topk(x, *a)[0],
-                           lambda x, *a: torch.topk(x, *a)[0], first,
+    "topk": with_arguments(lambda x, *a: F.topk(x.detach(), *a)[0],  # of equals
+                           lambda x, *a: torch.topk(x.detach(), *a)[0], first,
                            lenient=NO_DIMENSION, allows="does not support bool"),
     "slices": with_arguments(lambda x, i: x[i], lambda x, i: x[i], sliced),
     "mask as index": drawn(by_mask),

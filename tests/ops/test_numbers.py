@@ -25,8 +25,8 @@ def of(dtype: str) -> fsdpc.Tensor:
     return tensor([1, 2]).to(dtype)
 
 
-def written(x: fsdpc.Tensor, value: Any) -> fsdpc.Tensor:
-    x[0] = value
+def written(x: fsdpc.Tensor, value: Any, at: Any = 0) -> fsdpc.Tensor:
+    x[at] = value
     return x
 
 
@@ -52,6 +52,8 @@ def written(x: fsdpc.Tensor, value: Any) -> fsdpc.Tensor:
         (lambda: F.pad(tensor([1]), (1, 1), value=ODD), [ODD, 1, ODD]),
         (lambda: tensor([1, 2]).fill_(ODD), [ODD, ODD]),
         (lambda: written(tensor([1, 2]), ODD), [ODD, 2]),
+        (lambda: written(tensor([1, 2]), ODD, mask()), [ODD, 2]),
+        (lambda: written(tensor([1, 2]), ODD, [0]), [ODD, 2]),
     ],
 )
 def test_integers_stay_whole(got: Callable[[], fsdpc.Tensor], want: list[Any]) -> None:
@@ -85,6 +87,9 @@ def test_integers_stay_whole(got: Callable[[], fsdpc.Tensor], want: list[Any]) -
         (lambda: F.pad(of("float16"), (1, 1), value=1e9), r"1e\+09 does not fit float16"),
         (lambda: of("float16").fill_(1e9), r"1e\+09 does not fit float16"),
         (lambda: written(of("uint8"), 300), "300 does not fit uint8"),
+        (lambda: written(of("uint8"), 300, mask()), "300 does not fit uint8"),
+        (lambda: written(of("uint8"), [300], [1]), "300 does not fit uint8"),
+        (lambda: written(of("float16"), 1e9, [1]), r"1e\+09 does not fit float16"),
         (lambda: written(of("uint8").reshape(1, 2), [7, 300]), "300 does not fit uint8"),
         (lambda: of("int32") ** -1, "pow: an integer tensor to the power of -1: use a float"),
     ],

@@ -143,7 +143,10 @@ def put_along(x: Tensor, index: Any, value: Any) -> None:
     lead = _reach(x, index)
     rows, dim = math.prod(x.shape[:lead]), math.prod(x.shape[lead:])
     ids = np.asarray(np.arange(rows, dtype=np.int64).reshape(x.shape[:lead])[index])
-    value = value if isinstance(value, Tensor) else _core.tensor(value)
+    if isinstance(value, (int, float)):
+        value = _core.full((), value, dtype=x.dtype)  # or an error that it does not fit
+    else:
+        value = value if isinstance(value, Tensor) else _core.tensor(value, x.dtype)
     if not (rows and dim and ids.size):
         return
     shape = (*ids.shape, *x.shape[lead:])
