@@ -94,6 +94,8 @@ def scalar(op: Ours, theirs: Ours, dtypes: Sequence[str] = NUMBERS, **how: Any) 
         number, left = d.number(), d.flag()
         if op in (operator.pow, operator.eq, operator.lt, operator.ge) and number in (0.1, 1e-3):
             number = 0.25  # which every dtype holds
+        if op is operator.pow and abs(number) > 2**24:
+            number = 3  # fp32 rounds an odd exponent to an even one
         return Case(
             [d.tensor(d.shape(), dtypes)],
             lambda x: op(number, x) if left else op(x, number),
