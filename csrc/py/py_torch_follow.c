@@ -7,6 +7,30 @@
  */
 #include "py/py_torch_unit.h"
 
+PyObject *fsdpc_torch_plain_begin(const fsdpc_py_torch_unit *self)
+{
+    PyObject *context = PyObject_CallNoArgs(self->plainly);
+    PyObject *entered = context ? PyObject_CallMethodNoArgs(context, self->names.__enter__) : NULL;
+    if (!entered)
+        Py_CLEAR(context);
+    Py_XDECREF(entered);
+    return context;
+}
+
+void fsdpc_torch_plain_end(PyObject *context)
+{
+    if (!context)
+        return;
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject *left = PyObject_CallMethod(context, "__exit__", "OOO", Py_None, Py_None, Py_None);
+    Py_XDECREF(left);
+    Py_DECREF(context);
+    if (!left)
+        PyErr_WriteUnraisable(NULL);
+    PyErr_Restore(type, value, trace);
+}
+
 static int follow_piece(const fsdpc_py_torch_unit *self, int i)
 {
     const fsdpc_torch_param *p = &self->params[i];
@@ -24,7 +48,7 @@ static int follow_piece(const fsdpc_py_torch_unit *self, int i)
     return done ? 0 : -1;
 }
 
-int fsdpc_torch_follow_writes(fsdpc_py_torch_unit *self)
+static int follow_writes(fsdpc_py_torch_unit *self)
 {
     fsdpc_unit *unit = fsdpc_torch_unit(self);
     bool lent = fsdpc_unit_fulls_are_lent(unit), written = false;
@@ -36,6 +60,16 @@ int fsdpc_torch_follow_writes(fsdpc_py_torch_unit *self)
         written |= p->written != before;
     }
     return written ? fsdpc_py_check(fsdpc_unit_mark_written(unit)) : 0;
+}
+
+int fsdpc_torch_follow_writes(fsdpc_py_torch_unit *self)
+{
+    if (!fsdpc_unit_fulls_are_lent(fsdpc_torch_unit(self)))
+        return 0;
+    PyObject *plain = fsdpc_torch_plain_begin(self);
+    int done = plain ? follow_writes(self) : -1;
+    fsdpc_torch_plain_end(plain);
+    return done;
 }
 
 static int follow_memory(const fsdpc_py_torch_unit *self)
@@ -52,13 +86,17 @@ int fsdpc_torch_follow_root(fsdpc_py_torch_unit *self)
     const fsdpc_root *root = fsdpc_unit_root(fsdpc_torch_unit(self));
     if (fsdpc_root_in_backward(root) || fsdpc_root_forward_depth(root) > 0)
         return 0;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->mates); i++) {
+    PyObject *plain = fsdpc_torch_plain_begin(self);
+    int done = plain ? 0 : -1;
+    for (Py_ssize_t i = 0; done == 0 && i < PyList_GET_SIZE(self->mates); i++) {
         fsdpc_py_torch_unit *mate = (fsdpc_py_torch_unit *)PyList_GET_ITEM(self->mates, i);
-        if (follow_memory(mate) < 0 || fsdpc_torch_follow_writes(mate) < 0 ||
-            fsdpc_torch_drop_grads(mate) < 0)
-            return -1;
+        if (follow_memory(mate) < 0 || follow_writes(mate) < 0)
+            done = -1;
     }
-    return 0;
+    fsdpc_torch_plain_end(plain);
+    for (Py_ssize_t i = 0; done == 0 && i < PyList_GET_SIZE(self->mates); i++)
+        done = fsdpc_torch_drop_grads((fsdpc_py_torch_unit *)PyList_GET_ITEM(self->mates, i));
+    return done;
 }
 
 static PyObject *follow_method(PyObject *object, PyObject *const *args, Py_ssize_t n)
@@ -67,7 +105,9 @@ static PyObject *follow_method(PyObject *object, PyObject *const *args, Py_ssize
     int i = fsdpc_torch_param_arg(self, args, n);
     if (i < 0 && PyErr_Occurred())
         return NULL;
-    int result = i < 0 ? follow_memory(self) : follow_piece(self, i);
+    PyObject *plain = fsdpc_torch_plain_begin(self);
+    int result = !plain ? -1 : i < 0 ? follow_memory(self) : follow_piece(self, i);
+    fsdpc_torch_plain_end(plain);
     return result < 0 ? NULL : Py_NewRef(Py_None);
 }
 

@@ -178,6 +178,37 @@ int fsdpc_torch_version(const fsdpc_py_torch_unit *self, PyObject *tensor, long 
     return PyErr_Occurred() ? -1 : 0;
 }
 
+/* Within fsdpc_torch_plain_begin. */
+static PyObject *read_grad(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *p)
+{
+    return Py_TYPE(self->grad_of)
+        ->tp_descr_get(self->grad_of, p->piece, (PyObject *)Py_TYPE(p->piece));
+}
+
+static int write_grad(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *p, PyObject *grad)
+{
+    return Py_TYPE(self->grad_of)->tp_descr_set(self->grad_of, p->piece, grad);
+}
+
+static PyObject *get_grad(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *p)
+{
+    PyObject *plain = fsdpc_torch_plain_begin(self);
+    PyObject *grad = plain ? read_grad(self, p) : NULL;
+    fsdpc_torch_plain_end(plain);
+    return grad;
+}
+
+/* 1 if hooks of the piece wait for its gradient, 0, or -1. */
+static int set_grad(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *p, PyObject *grad)
+{
+    PyObject *plain = fsdpc_torch_plain_begin(self), *hooks = NULL;
+    if (plain && write_grad(self, p, grad) == 0)
+        hooks = PyObject_GetAttr(p->piece, self->names._post_accumulate_grad_hooks);
+    fsdpc_torch_plain_end(plain);
+    Py_XDECREF(hooks);
+    return hooks ? hooks != Py_None : -1;
+}
+
 /* rows.how(grad): copy_ or add_. */
 static int write_rows(fsdpc_py_torch_unit *self, const fsdpc_torch_param *p, PyObject *how,
                       PyObject *grad)
@@ -199,7 +230,7 @@ static int copy_in(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, PyObject *gr
     if (write_rows(self, p, self->names.copy_, grad) < 0 ||
         PyObject_SetAttr(p->piece, self->names.grad, given) < 0)
         return -1;
-    given = PyObject_GetAttr(p->piece, self->names.grad);
+    given = get_grad(self, p);
     if (!given)
         return -1;
     Py_SETREF(p->given, given);
@@ -209,7 +240,7 @@ static int copy_in(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, PyObject *gr
 /* One piece's `.grad`: 1 if there is one, 0 if not, -1. */
 static int take_one(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, bool live)
 {
-    PyObject *grad = PyObject_GetAttr(p->piece, self->names.grad);
+    PyObject *grad = get_grad(self, p);
     if (!grad || grad == Py_None) {
         Py_XDECREF(grad);
         return grad ? 0 : -1;
@@ -227,14 +258,14 @@ static int take_one(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, bool live)
 
 int fsdpc_torch_has_grads(const fsdpc_py_torch_unit *self)
 {
-    int any = 0;
-    for (int i = 0; i < self->n_params; i++) {
-        PyObject *grad = PyObject_GetAttr(self->params[i].piece, self->names.grad);
-        if (!grad)
-            return -1;
-        any |= grad != Py_None;
-        Py_DECREF(grad);
+    PyObject *plain = fsdpc_torch_plain_begin(self);
+    int any = plain ? 0 : -1;
+    for (int i = 0; any == 0 && i < self->n_params; i++) {
+        PyObject *grad = read_grad(self, &self->params[i]);
+        any = grad ? grad != Py_None : -1;
+        Py_XDECREF(grad);
     }
+    fsdpc_torch_plain_end(plain);
     return any;
 }
 
@@ -284,51 +315,70 @@ static PyObject *grad_for(const fsdpc_py_torch_unit *self, const fsdpc_torch_par
 {
     if (!p->narrow)
         return Py_NewRef(p->grad);
-    PyObject *dtype = PyObject_GetAttr(p->piece, self->names.dtype);
+    PyObject *plain = fsdpc_torch_plain_begin(self);
+    PyObject *dtype = plain ? PyObject_GetAttr(p->piece, self->names.dtype) : NULL;
+    fsdpc_torch_plain_end(plain);
     PyObject *grad = dtype ? PyObject_CallMethodOneArg(p->grad, self->names.to, dtype) : NULL;
     Py_XDECREF(dtype);
     return grad;
 }
 
 /* Hands out the sum of what was reduced and what the graph gave the piece itself: `new`, there is
- * more than before. */
-static int give_one(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, PyObject *own, bool new)
+ * more than before.  1 if hooks of the piece wait for its gradient, 0, or -1. */
+static int give_one(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, bool new)
 {
-    if (own && write_rows(self, p, self->names.add_, own) < 0)
+    if (p->own && write_rows(self, p, self->names.add_, p->own) < 0)
         return -1;
-    if (new || own) {
+    if (new || p->own) {
         PyObject *grad = grad_for(self, p);
         if (!grad)
             return -1;
         Py_XSETREF(p->given, grad);
     }
     p->aside = false;
-    if (PyObject_SetAttr(p->piece, self->names.grad, p->given) < 0)
+    int waits = set_grad(self, p, p->given);
+    if (waits < 0 || (p->given != p->grad && fsdpc_torch_version(self, p->given, &p->version) < 0))
         return -1;
-    return p->given == p->grad ? 0 : fsdpc_torch_version(self, p->given, &p->version);
+    return waits;
 }
 
-/* 1 if hooks of the piece wait for its gradient. */
-static int has_hooks(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *p)
+static void forget_own(fsdpc_py_torch_unit *self)
 {
-    PyObject *hooks = PyObject_GetAttr(p->piece, self->names._post_accumulate_grad_hooks);
-    Py_XDECREF(hooks);
-    return hooks ? hooks != Py_None : -1;
+    for (int i = 0; i < self->n_params; i++)
+        Py_CLEAR(self->params[i].own);
 }
 
-/* A gradient that a piece has and that was not handed out, a new reference: 1, 0 or -1. */
-static int own_grad(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *p, PyObject **out)
+/* Finds gradients that pieces have and that were not handed out: 1 if there are any, 0, or -1. */
+static int find_own(fsdpc_py_torch_unit *self)
 {
-    PyObject *grad = PyObject_GetAttr(p->piece, self->names.grad);
-    bool own = grad != Py_None && grad != p->given && grad != p->grad;
-    *out = own ? grad : NULL;
-    if (grad && !own)
-        Py_DECREF(grad);
-    return grad ? own : -1;
+    PyObject *plain = fsdpc_torch_plain_begin(self);
+    int any = plain ? 0 : -1;
+    for (int i = 0; i < self->n_params && any >= 0; i++) {
+        fsdpc_torch_param *p = &self->params[i];
+        PyObject *grad = read_grad(self, p);
+        if (grad && grad != Py_None && grad != p->given && grad != p->grad) {
+            Py_XSETREF(p->own, Py_NewRef(grad));
+            any = 1;
+        }
+        Py_XDECREF(grad);
+        if (!grad)
+            any = -1;
+    }
+    fsdpc_torch_plain_end(plain);
+    return any;
 }
 
-/* Gives what was reduced; `left_out`: pieces have gradients of their own beside it. */
-static int give_grads(fsdpc_py_torch_unit *self, bool *left_out)
+/* Gradients of pieces' own are added to what is reduced, so that has to be in. */
+static int wait_for_reduction(fsdpc_py_torch_unit *self)
+{
+    fsdpc_unit *unit = fsdpc_torch_unit(self);
+    fsdpc_status status = FSDPC_OK;
+    if (fsdpc_grad_is_posted(unit))
+        FSDPC_PY_WITHOUT_GIL(status = fsdpc_grad_wait(unit));
+    return fsdpc_py_check(status);
+}
+
+static int give_found(fsdpc_py_torch_unit *self, bool *left_out)
 {
     fsdpc_unit *unit = fsdpc_torch_unit(self);
     int waiting = 0;
@@ -337,18 +387,26 @@ static int give_grads(fsdpc_py_torch_unit *self, bool *left_out)
     *left_out = false;
     if (fsdpc_py_check(status) < 0)
         return -1;
-    for (int i = 0; i < self->n_params && waiting >= 0; i++) {
+    for (int i = 0; i < self->n_params; i++) {
         fsdpc_torch_param *p = &self->params[i];
-        PyObject *own;
-        if (own_grad(self, p, &own) < 0)
-            return -1;
         bool new = any &&fsdpc_unit_give_grad(unit, i);
-        *left_out |= own && !new && !p->aside;
-        int given = new || p->aside ? give_one(self, p, own, new) : 0;
-        Py_XDECREF(own);
-        int hooks = given == 0 && new ? has_hooks(self, p) : given;
-        waiting = hooks < 0 ? -1 : waiting | hooks;
+        *left_out |= p->own && !new && !p->aside;
+        int waits = new || p->aside ? give_one(self, p, new) : 0;
+        if (waits < 0)
+            return -1;
+        waiting |= new &&waits;
     }
+    return waiting;
+}
+
+/* Gives what was reduced; `left_out`: pieces have gradients of their own beside it.  `ended`: a
+ * backward has. */
+static int give_grads(fsdpc_py_torch_unit *self, bool ended, bool *left_out)
+{
+    int own = find_own(self), waiting = -1;
+    if (own == 0 || (own == 1 && (!ended || wait_for_reduction(self) == 0)))
+        waiting = give_found(self, left_out);
+    forget_own(self);
     return waiting;
 }
 
@@ -356,47 +414,36 @@ int fsdpc_torch_begin_grads(fsdpc_py_torch_unit *self)
 {
     bool left;
     /* What an earlier backward did not wait for may be there by now. */
-    if (give_grads(self, &left) < 0 || fsdpc_torch_take_grads(self) < 0)
+    if (give_grads(self, false, &left) < 0 || fsdpc_torch_take_grads(self) < 0)
         return -1;
     if (!fsdpc_unit_has_grads(fsdpc_torch_unit(self)))
         return 0;
-    for (int i = 0; i < self->n_params; i++) {
+    PyObject *plain = fsdpc_torch_plain_begin(self);
+    int done = plain ? 0 : -1;
+    for (int i = 0; i < self->n_params && done == 0; i++) {
         fsdpc_torch_param *p = &self->params[i];
-        PyObject *grad = PyObject_GetAttr(p->piece, self->names.grad);
+        PyObject *grad = read_grad(self, p);
         p->aside = grad && grad != Py_None;
         Py_XDECREF(grad);
-        if (!grad || (p->aside && PyObject_SetAttr(p->piece, self->names.grad, Py_None) < 0))
-            return -1;
+        if (!grad || (p->aside && write_grad(self, p, Py_None) < 0))
+            done = -1;
     }
-    return 0;
+    fsdpc_torch_plain_end(plain);
+    return done;
 }
 
 int fsdpc_torch_restore_grads(fsdpc_py_torch_unit *self)
 {
-    for (int i = 0; i < self->n_params; i++) {
+    PyObject *plain = fsdpc_torch_plain_begin(self);
+    int done = plain ? 0 : -1;
+    for (int i = 0; i < self->n_params && done == 0; i++) {
         fsdpc_torch_param *p = &self->params[i];
         PyObject *before = p->aside ? p->given : Py_None;
         p->aside = false;
-        if (PyObject_SetAttr(p->piece, self->names.grad, before) < 0)
-            return -1;
+        done = write_grad(self, p, before);
     }
-    return 0;
-}
-
-/* Gradients of pieces' own are added to what is reduced, so that has to be in. */
-static int wait_for_own(fsdpc_py_torch_unit *self)
-{
-    fsdpc_unit *unit = fsdpc_torch_unit(self);
-    int own = 0;
-    for (int i = 0; i < self->n_params && fsdpc_grad_is_posted(unit) && own == 0; i++) {
-        PyObject *grad;
-        own = own_grad(self, &self->params[i], &grad);
-        Py_XDECREF(grad);
-    }
-    fsdpc_status status = FSDPC_OK;
-    if (own == 1)
-        FSDPC_PY_WITHOUT_GIL(status = fsdpc_grad_wait(unit));
-    return own < 0 ? -1 : fsdpc_py_check(status);
+    fsdpc_torch_plain_end(plain);
+    return done;
 }
 
 static PyObject *settle_method(PyObject *object, PyObject *Py_UNUSED(unused))
@@ -408,9 +455,9 @@ static PyObject *settle_method(PyObject *object, PyObject *Py_UNUSED(unused))
     if (fsdpc_unit_settings_of(fsdpc_torch_unit(self))->reshard_after_backward)
         fsdpc_torch_unpin(self);
     bool left;
-    if (fsdpc_torch_hide(self) < 0 || wait_for_own(self) < 0)
+    if (fsdpc_torch_hide(self) < 0)
         return NULL;
-    int waiting = give_grads(self, &left);
+    int waiting = give_grads(self, true, &left);
     if (waiting < 0 || (left && fsdpc_torch_take_grads(self) < 0))
         return NULL;
     return PyBool_FromLong(waiting);

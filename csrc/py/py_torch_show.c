@@ -110,20 +110,22 @@ static int requires_grad(const fsdpc_py_torch_unit *self, PyObject *tensor)
  * the unit's outputs by shows nothing before it needs the flags. */
 static int follow_trainable(const fsdpc_py_torch_unit *self, bool grad)
 {
-    for (int i = 0; i < self->n_params; i++) {
+    PyObject *plain = fsdpc_torch_plain_begin(self);
+    int done = plain ? 0 : -1;
+    for (int i = 0; i < self->n_params && done == 0; i++) {
         fsdpc_torch_param *p = &self->params[i];
         int wanted = requires_grad(self, p->piece), is = requires_grad(self, p->full);
-        if (wanted < 0 || is < 0)
-            return -1;
-        if (grad)
+        done = wanted < 0 || is < 0 ? -1 : 0;
+        if (done == 0 && grad)
             fsdpc_unit_set_trainable(fsdpc_torch_unit(self), i, wanted == 1);
-        if (wanted != is && (grad || wanted) &&
-            PyObject_SetAttr(p->full, self->names.requires_grad, wanted ? Py_True : Py_False) < 0)
-            return -1;
-        if (wanted && !p->listening && listen(self, p) < 0)
-            return -1;
+        if (done == 0 && wanted != is && (grad || wanted))
+            done =
+                PyObject_SetAttr(p->full, self->names.requires_grad, wanted ? Py_True : Py_False);
+        if (done == 0 && wanted && !p->listening)
+            done = listen(self, p);
     }
-    return 0;
+    fsdpc_torch_plain_end(plain);
+    return done;
 }
 
 int fsdpc_torch_show(fsdpc_py_torch_unit *self, bool full, bool grad)

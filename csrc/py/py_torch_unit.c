@@ -43,13 +43,13 @@ static int fill(fsdpc_py_torch_unit *self, PyObject *slots, PyObject *pieces)
 
 static PyObject *torch_unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    PyObject *unit, *slots, *pieces, *adopt, *renew, *streams;
+    PyObject *unit, *slots, *pieces, *adopt, *renew, *streams, *plainly, *grad_of;
     int gives_back;
     FSDPC_PY_KEYWORDS(keywords, "unit", "slots", "pieces", "adopt", "renew", "streams",
-                      "gives_back");
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!O!OOOp", keywords, &unit, &PyList_Type,
+                      "gives_back", "plainly", "grad_of");
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!O!OOOpOO", keywords, &unit, &PyList_Type,
                                      &slots, &PyList_Type, &pieces, &adopt, &renew, &streams,
-                                     &gives_back))
+                                     &gives_back, &plainly, &grad_of))
         return NULL;
     fsdpc_py_unit *inner = fsdpc_py_unit_of(PyType_GetModule(type), unit);
     if (!inner)
@@ -66,6 +66,8 @@ static PyObject *torch_unit_new(PyTypeObject *type, PyObject *args, PyObject *kw
     self->renew = Py_NewRef(renew);
     self->gives_back = gives_back;
     self->streams = streams == Py_None ? NULL : Py_NewRef(streams);
+    self->plainly = Py_NewRef(plainly);
+    self->grad_of = Py_NewRef(grad_of);
     self->params = fsdpc_py_room(n, sizeof *self->params);
     self->slots = fsdpc_py_room(PyList_GET_SIZE(slots), sizeof *self->slots);
     if (self->params && self->slots) {
@@ -133,6 +135,8 @@ static int torch_unit_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(self->fulls);
     Py_VISIT(self->mates);
     Py_VISIT(self->streams);
+    Py_VISIT(self->plainly);
+    Py_VISIT(self->grad_of);
     Py_VISIT(Py_TYPE(object));
     return 0;
 }
@@ -173,6 +177,8 @@ static int torch_unit_clear(PyObject *object)
     Py_CLEAR(self->fulls);
     Py_CLEAR(self->mates);
     Py_CLEAR(self->streams);
+    Py_CLEAR(self->plainly);
+    Py_CLEAR(self->grad_of);
     return 0;
 }
 

@@ -27,11 +27,12 @@ typedef struct fsdpc_torch_param {
     PyObject *early;        /* in a backward: the gradient, while shards have no memory for it */
     PyObject *given;        /* what `.grad` was set to: grad, or a copy in the piece's dtype */
     bool aside;             /* in a backward: it was, and is None */
-    PyObject *hook;         /* GradHook, registered on the full once it is trainable */
-    PyObject *dtype;        /* of the full; foreign dtypes are compared by identity */
-    void *master;           /* where the piece's memory is; NULL: it has none */
-    bool narrow;            /* the piece's dtype is not the gradient shard's */
-    long long version;      /* of `given` when it was handed out, if a copy */
+    PyObject *own;     /* while gradients are given: one that the graph gave the piece itself */
+    PyObject *hook;    /* GradHook, registered on the full once it is trainable */
+    PyObject *dtype;   /* of the full; foreign dtypes are compared by identity */
+    void *master;      /* where the piece's memory is; NULL: it has none */
+    bool narrow;       /* the piece's dtype is not the gradient shard's */
+    long long version; /* of `given` when it was handed out, if a copy */
     long long written; /* the piece's version, where fulls are lent, when it was followed last */
     bool listening;    /* it is registered */
 } fsdpc_torch_param;
@@ -65,6 +66,7 @@ typedef struct fsdpc_torch_guard {
     X(give)                                                                                        \
     X(is_kept)                                                                                     \
     X(forward)                                                                                     \
+    X(__enter__)                                                                                   \
     X(_post_accumulate_grad_hooks)                                                                 \
     X(register_post_accumulate_grad_hook)
 
@@ -101,6 +103,8 @@ struct fsdpc_py_torch_unit {
     size_t early_bytes; /* of gradients that wait, whose memory is the foreign library's on: */
     uintptr_t early_stream;
     PyObject *streams; /* streams(): the handle of the foreign library's current one; or NULL */
+    PyObject *plainly; /* plainly(): a context in which pieces are read as plain tensors */
+    PyObject *grad_of; /* the descriptor of a plain tensor's `.grad` */
     fsdpc_torch_names names;
 };
 
@@ -126,6 +130,12 @@ int fsdpc_torch_param_arg(const fsdpc_py_torch_unit *self, PyObject *const *args
 int fsdpc_torch_follow_root(fsdpc_py_torch_unit *self);
 /* Where nothing is published, nothing can be compared: writes are known by the pieces' versions. */
 int fsdpc_torch_follow_writes(fsdpc_py_torch_unit *self);
+
+/* Pieces watch what is asked of them, at a price.  Between begin and end, which keeps a pending
+ * exception, this thread's reads of them are as cheap as of plain tensors.  begin: NULL with an
+ * exception.  Gradients do not watch there either, so nothing is computed with them. */
+PyObject *fsdpc_torch_plain_begin(const fsdpc_py_torch_unit *self);
+void fsdpc_torch_plain_end(PyObject *context);
 
 /* Whether any piece has a `.grad`; -1 with an exception. */
 int fsdpc_torch_has_grads(const fsdpc_py_torch_unit *self);

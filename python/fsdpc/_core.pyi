@@ -2165,6 +2165,8 @@ class TorchUnit:
         renew: Callable[[], None],
         streams: Callable[[], int] | None,
         gives_back: bool,
+        plainly: Callable[[], Any],
+        grad_of: Any,
     ) -> None: ...
     def place(self, grads: list[Any], lent: list[Any] | None, /) -> None:
         """Let these be the gradients, rows of this memory; None: of the unit's own."""

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import nn
 
-from fsdpc.torch import _device
-from fsdpc.torch._rows import Home, LocalRows
-
-if TYPE_CHECKING:
-    from fsdpc.torch._unit import UnitState
-
-
-class Whole(torch.Tensor):
-    """A norm or a value that is whole already, as good as a DTensor; in files a plain tensor."""
-
-    def full_tensor(self) -> torch.Tensor:
-        """Return the same memory as a plain tensor; communicates nothing."""
-        return self.as_subclass(torch.Tensor)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.full_tensor().__reduce_ex__(protocol)
+from fsdpc.torch._dcp import Part
+from fsdpc.torch._grads import PieceGrad
+from fsdpc.torch._reads import AS_NUMBER, ELEMENTWISE, KEEPING, RUNNING, WATCHED, check
+from fsdpc.torch._rows import Home, LocalRows, Whole, as_number, gather_rows
 
 
 class FullValue(Whole):
@@ -38,17 +24,15 @@ class FullValue(Whole):
 
 
 class PieceCopy(LocalRows):
-    """Rows of a copy of a parameter; moved, converted and copied it still is that."""
+    """Rows of a copy of a parameter; moved, converted and computed with it still is that."""
+
+    _fsdpc_what = "a copy of a parameter"
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-        if func in _KEEP and isinstance(args[0], PieceCopy) and result is not args[0]:
-            return _at_home(result, args[0]._fsdpc)
-        return result
+        return on_rows(func, types, args, kwargs)
 
     def full_tensor(self) -> torch.Tensor:
         """Return the rows of all ranks' copies as one tensor; collective."""
@@ -59,34 +43,44 @@ class PieceCopy(LocalRows):
         return copied
 
 
-_KEEP = {
-    torch.Tensor.clone, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.data.__get__,
-    torch.Tensor.detach, torch.Tensor.double, torch.Tensor.float, torch.Tensor.to, torch.clone,
-}  # fmt: skip
+_NOTED = WATCHED | KEEPING | ELEMENTWISE
+_disabled: Callable[..., Any] = torch._C._disabled_torch_function_impl
 
 
-#: Dtypes of the engine, by their size in bytes: rows are gathered as bits.
-_BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+def on_rows(func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Do what is asked of a piece or of a copy of one; a gradient among them answers instead."""
+    if PieceGrad in types:
+        return PieceGrad.__torch_function__(func, types, args, kwargs)
+    kwargs = kwargs or {}
+    if func not in _NOTED and not RUNNING.modules:
+        return _disabled(func, types, args, kwargs)
+    if RUNNING.modules or func in WATCHED:
+        check(func, args, kwargs)
+        if func in AS_NUMBER:
+            return as_number(func, args[0])
+    result = _disabled(func, types, args, kwargs)
+    if func in KEEPING:
+        return _like(args[:1], result)
+    if func in ELEMENTWISE and not torch.is_grad_enabled():
+        return _like(args, result)
+    return result
 
 
-def _at_home(rows: torch.Tensor, home: Home) -> PieceCopy:
+def _like(args: Any, result: Any) -> Any:
+    """Rows as the first of these is.
+
+    Not of recorded arithmetic: a penalty may sum it, as its gradient is right.
+    """
+    if isinstance(result, (list, tuple)):
+        return type(result)(_like((a,), r) for a, r in zip(args[0], result, strict=True))
+    for rows in args:
+        if isinstance(rows, Part) and rows is not result and rows.shape == result.shape:
+            return at_home(result, rows._fsdpc_home())
+    return result
+
+
+def at_home(rows: torch.Tensor, home: Home) -> PieceCopy:
+    """Return a copy of rows of a parameter as such, over its memory."""
     found = rows.as_subclass(PieceCopy)
     found._fsdpc = home
     return found
-
-
-def offer_copies(piece: Any, state: UnitState, index: int) -> None:
-    """Let copies that a piece makes know what they are rows of."""
-    home = (weakref.ref(state), index)
-    for name in ("detach", "clone", "__deepcopy__"):
-        setattr(piece, name, partial(_copy, piece, home, name))
-
-
-def _copy(piece: Any, home: Home, name: str, *args: Any, **kwargs: Any) -> Any:
-    return _at_home(getattr(nn.Parameter, name)(piece, *args, **kwargs), home)
-
-
-def gather_rows(rows: torch.Tensor, state: UnitState, index: int) -> torch.Tensor:
-    """Return the tensor, of any dtype, of which every rank has its rows; collective."""
-    bits = rows.detach().contiguous().view(_BITS[rows.element_size()])
-    return _device.to_torch(state.unit.collect(index, _device.to_engine(bits))).view(rows.dtype)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 _PLANNER = "torch.distributed.checkpoint.default_planner"
+_VMAP = "torch._functorch.vmap"
 _STAGER = "torch.distributed.checkpoint._state_dict_stager"
 #: Makes plain tensors, of a state dict's sizes: stagers of torch 2.8 and older.
 _COPIER = "torch.distributed._state_dict_utils"
@@ -25,8 +26,31 @@ _COPIER = "torch.distributed._state_dict_utils"
 class Part:
     """A tensor that is rows of a whole one; mixed into tensors' classes."""
 
+    _fsdpc_what = "a parameter"  # as errors call it
+    _fsdpc_cure = ""
+
     def _fsdpc_part(self) -> tuple[int, torch.Size]:
         """Return the first row, and the shape of the whole."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        """Say what to use where a program takes this for a DTensor."""
+        kind = type(self).__name__
+        if name in ("device_mesh", "placements"):
+            raise AttributeError(
+                f"'{kind}' object has no attribute '{name}', as it is not a DTensor: "
+                "get_model_state_dict() and get_optimizer_state_dict() of fsdpc.torch give whole "
+                "values, as full_tensor() does; set_model_state_dict() and "
+                "set_optimizer_state_dict() take them"
+            )
+        raise AttributeError(f"'{kind}' object has no attribute '{name}'")
+
+    def _fsdpc_info(self) -> Any:
+        """Return which rows these are; None of those that stand for themselves."""
+        raise NotImplementedError
+
+    def _fsdpc_home(self) -> Any:
+        """Return what a copy of these is rows of."""
         raise NotImplementedError
 
     def _fsdpc_plain(self) -> torch.Tensor:
@@ -45,6 +69,10 @@ class Part:
                 f"{tuple(self._fsdpc_part()[1])}, and would keep one rank's: use "
                 "torch.distributed.checkpoint.save, or fsdpc.checkpoint"
             )
+        if caller == _VMAP:  # its wrappers hide what they stand for
+            from fsdpc.torch import _reads
+
+            _reads.check(torch.vmap, (self,), {})
         return super().size(*args, **kwargs)  # type: ignore[misc]
 
     def new_empty(self, *args: Any, **kwargs: Any) -> torch.Tensor:

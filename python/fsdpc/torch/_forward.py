@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from fsdpc import _core
 from fsdpc.torch import _profile
 from fsdpc.torch._late import Registered, check_late
+from fsdpc.torch._reads import RUNNING
 from fsdpc.torch._structures import rebuild, returned, tensors
 from fsdpc.torch._unit import Root, UnitState, make_root, states_of
 
@@ -99,6 +100,7 @@ def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: An
         raise
     if outermost and not grad and not in_task:
         _remember(root, torch_unit)
+    RUNNING.modules.append(module)
     try:
         if state.cast_to is not None:
             args = _cast(args, state.cast_to)
@@ -118,6 +120,8 @@ def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: An
         if span is not None:
             _profile.leave(span)
         raise
+    finally:
+        RUNNING.modules.pop()
     torch_unit.leave()
     if span is not None:
         _profile.leave(span)
@@ -170,7 +174,11 @@ def _run_on_copies(
     with state.computing():
         if state.cast_to is not None:
             args, kwargs = _cast(args, state.cast_to), _cast(kwargs, state.cast_to)
-        result = call(*args, **kwargs)
+        RUNNING.modules.append(module)
+        try:
+            result = call(*args, **kwargs)
+        finally:
+            RUNNING.modules.pop()
     output = state.policy.output_dtype
     return result if output is None else _cast(result, output)
 

@@ -20,8 +20,8 @@ from torch.utils import _foreach_utils
 
 from fsdpc import _core
 from fsdpc.torch import _device
-from fsdpc.torch._copies import Whole
-from fsdpc.torch._rows import Home, LocalRows
+from fsdpc.torch._reads import AS_NUMBER, ELEMENTWISE, KEEPING, RUNNING, WATCHED, check
+from fsdpc.torch._rows import Home, LocalRows, Whole, as_number
 
 if TYPE_CHECKING:
     from fsdpc.torch._unit import Root, UnitState
@@ -92,6 +92,9 @@ PENDING = _Pending()
 class PieceGrad(LocalRows):
     """This rank's rows of a gradient, whose norms are those of the whole."""
 
+    _fsdpc_what = "a gradient"
+    _fsdpc_cure = ", or take norm() of the gradient, which is the whole's"
+
     _fsdpc_of: PieceGrad | None = None  # what it is a view of, and shares the version with
     _fsdpc_norm: tuple[Any, torch.Tensor] | None = None  # (order, age, version), and the norm then
 
@@ -104,10 +107,14 @@ class PieceGrad(LocalRows):
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(func, args, kwargs or {})
+        if RUNNING.modules or func in WATCHED:
+            check(func, args, kwargs or {})
+            if func in AS_NUMBER:
+                return as_number(func, args[0])
         result = _plain(func, args, kwargs or {})
         if func in _WRITES_LISTS:
             _count_writes(args[0])
-        elif func in _ELEMENTWISE:
+        elif func in ELEMENTWISE:
             return _like(args, result)
         return result
 
@@ -218,13 +225,8 @@ def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], order: Any, 
     if not isinstance(grad, PieceGrad):
         return _plain(func, args, kwargs)
     if not _is_over_all(dim, grad):
-        state, index = grad.home()
-        if not state.pieces[index].fsdpc.is_cut:  # type: ignore[attr-defined]
-            return _plain(func, args, kwargs)
-        raise NotImplementedError(
-            f"the norm of a sharded gradient over dim={dim}: this rank has some of the rows only; "
-            "use the gradient of full_tensor(), or the norm over all dimensions"
-        )
+        check(func, args, kwargs)
+        return _plain(func, args, kwargs)
     return global_norm(grad, _order(order))
 
 
@@ -316,20 +318,8 @@ _WRITES_LISTS = frozenset(
     if name.startswith("_foreach_") and name.endswith("_")
 )
 
-#: So that ``p.grad = p.grad / n`` still answers the norm of the whole. None of these is in place.
-#: What optimizers make of gradients beside that (zeros_like, lerp) is plain, as their states are.
-_ELEMENTWISE = frozenset(
-    getattr(space, name)
-    for space in (torch, torch.Tensor)
-    for word in (
-        "add", "clamp", "clip", "div", "divide", "mul", "multiply", "nan_to_num", "neg", "sub",
-        "subtract", "true_divide", "where", "truediv", "radd", "rmul", "rsub",
-    )
-    for name in (word, f"__{word}__", f"_foreach_{word}")
-    if hasattr(space, name)
-)  # fmt: skip
-
 _HANDLERS: dict[Any, Handler] = {
+    **dict.fromkeys(KEEPING, _keep),
     torch.linalg.vector_norm: _vector_norm,
     torch.linalg.norm: _vector_norm,
     torch.norm: _tensor_norm,
@@ -338,11 +328,6 @@ _HANDLERS: dict[Any, Handler] = {
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
     torch.Tensor.detach: _view,
     torch.Tensor.data.__get__: _view,
-    torch.Tensor.to: _keep,
-    torch.Tensor.float: _keep,
-    torch.Tensor.double: _keep,
-    torch.Tensor.clone: _keep,
-    torch.clone: _keep,
 }
 
 # Clipping takes its calls over lists then, as it does for DTensor, which torch adds the same way.

@@ -8,13 +8,18 @@ writes and reads them as parts of a whole.
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fsdpc import distributed
+from fsdpc.torch import _device
 from fsdpc.torch._dcp import Part
 
 if TYPE_CHECKING:
@@ -23,8 +28,26 @@ if TYPE_CHECKING:
 #: Weak: a piece holds its gradient in C++, where the collector of cycles does not look.
 Home = tuple["weakref.ref[UnitState]", int]
 
+#: Where ``torch.save`` is, which knows the file.
+_SAVER = "torch.serialization"
+
 #: What pickles tensors for another process, which torch's asynchronous saves may have.
 _PROCESSES = "multiprocessing.reduction"
+
+
+#: Dtypes of the engine, by their size in bytes: rows are gathered as bits.
+_BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+
+
+class Whole(torch.Tensor):
+    """A norm or a value that is whole already, as good as a DTensor; in files a plain tensor."""
+
+    def full_tensor(self) -> torch.Tensor:
+        """Return the same memory as a plain tensor; communicates nothing."""
+        return self.as_subclass(torch.Tensor)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.full_tensor().__reduce_ex__(protocol)
 
 
 class LocalRows(Part, torch.Tensor):
@@ -46,6 +69,13 @@ class LocalRows(Part, torch.Tensor):
         """Return the rows as a plain tensor, whose norm is theirs alone."""
         return self.as_subclass(torch.Tensor)
 
+    def _fsdpc_home(self) -> Home:
+        return self._fsdpc
+
+    def _fsdpc_info(self) -> Any:
+        state, index = self._fsdpc[0](), self._fsdpc[1]
+        return None if state is None else state.pieces[index].fsdpc  # type: ignore[attr-defined]
+
     def _fsdpc_part(self) -> tuple[int, torch.Size]:
         state, index = self.home()
         info = state.pieces[index].fsdpc  # type: ignore[attr-defined]
@@ -53,8 +83,61 @@ class LocalRows(Part, torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if sys._getframe(1).f_globals.get("__name__") != _PROCESSES:
+            info = self._fsdpc_info()
+            if info is not None and info.is_spread:
+                check_file(str(info))
             return self.to_local().__reduce_ex__(protocol)
         return Rows._of(self._fsdpc_plain(), *self._fsdpc_part())._reduce_as(Rows)
+
+
+def gather_rows(rows: torch.Tensor, state: UnitState, index: int) -> torch.Tensor:
+    """Return the tensor, of any dtype, of which every rank has its rows; collective."""
+    bits = rows.detach().contiguous().view(_BITS[rows.element_size()])
+    return _device.to_torch(state.unit.collect(index, _device.to_engine(bits))).view(rows.dtype)
+
+
+def check_file(rows: str) -> None:
+    """Raise if ``torch.save`` puts rows into a file whose name does not say of which rank they are.
+
+    Rank 0 alone would save its rows as a checkpoint, or all ranks would write one file.
+    """
+    frame = sys._getframe(2)
+    for _ in range(16):
+        if frame is None:
+            return
+        if frame.f_globals.get("__name__") == _SAVER and frame.f_code.co_name == "save":
+            file, rank = frame.f_locals.get("f"), distributed.rank()
+            if isinstance(file, (str, os.PathLike)):
+                name = "/".join(Path(file).parts[-2:])
+                if str(rank) not in [n.lstrip("0") or n[:1] for n in re.findall(r"\d+", name)]:
+                    raise NotImplementedError(
+                        f"torch.save of {rows} to '{name}': rank {rank} has these rows only, and "
+                        "other ranks have the others. get_model_state_dict() and "
+                        "get_optimizer_state_dict() of fsdpc.torch have whole values, and "
+                        "fsdpc.checkpoint saves them; to save each rank's rows by itself, put the "
+                        f"rank's number into the file's name, as in 'rank{rank}.pt'"
+                    )
+            return
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def as_number(func: Any, rows: Any) -> Any:
+    """Answer ``float()`` and the like for a parameter of one element; collective if ranks share it.
+
+    Raises
+    ------
+    RuntimeError
+        The parameter has more elements than one.
+    """
+    info = rows._fsdpc_info()
+    if info is None or not info.is_cut:
+        return func(rows._fsdpc_plain())
+    if info.shape.numel() != 1:
+        raise RuntimeError(
+            f"a Tensor with {info.shape.numel()} elements cannot be converted to Scalar: this rank "
+            f"has {info}; full_tensor() has all"
+        )
+    return func(gather_rows(rows._fsdpc_plain(), info._state, info._index))
 
 
 class Rows(LocalRows):
@@ -74,6 +157,9 @@ class Rows(LocalRows):
         marked.fsdpc_rows = f"rows {begin}:{end} of {tuple(whole)}"
         return marked
 
+    def _fsdpc_info(self) -> Any:
+        return None
+
     def _fsdpc_part(self) -> tuple[int, torch.Size]:
         return self._begin, self._whole
 
@@ -89,6 +175,7 @@ class Rows(LocalRows):
         """As a plain tensor that has the attribute, which ``weights_only`` loads too."""
         if sys._getframe(1).f_globals.get("__name__") == _PROCESSES:
             return self._reduce_as(Rows)
+        check_file(f"a state of {self.fsdpc_rows}")
         return self._reduce_as(torch.Tensor)
 
     def _reduce_as(self, kind: type) -> Any:

@@ -22,7 +22,8 @@ from fsdpc import _core
 from fsdpc._shard import Found, Inside, enclosing, name_units, outermost, sharded_modules
 from fsdpc.torch import _device
 from fsdpc.torch._buffers import fill_blank
-from fsdpc.torch._copies import PieceCopy, offer_copies
+from fsdpc.torch._copies import PieceCopy, on_rows
+from fsdpc.torch._copies import at_home as copy_at_home
 from fsdpc.torch._dcp import Part
 from fsdpc.torch._drawn import check_drawn
 from fsdpc.torch._grads import Measured, PieceGrad, as_piece_grad, at_home
@@ -34,6 +35,8 @@ from fsdpc.torch.policies import MixedPrecisionPolicy
 Slot = tuple[dict[str, Any], str, int]
 
 _grad: Any = torch._C.TensorBase.grad  # as a descriptor
+_unwatched: Callable[..., Any] = torch._C._disabled_torch_function_impl
+_plainly: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 _BECOME_GRADS = frozenset({torch.Tensor, nn.Parameter, PieceCopy, Rows})
 
 _SPLIT_BACKWARD = "torch.distributed.pipelining._backward"
@@ -85,9 +88,24 @@ class PieceInfo:
 
 
 class Piece(Part, nn.Parameter):
-    """A piece of a parameter: whatever is assigned to its ``.grad`` is rows of a gradient there."""
+    """A piece of a parameter: what is in its ``.grad`` is rows of a gradient, whoever put it there.
+
+    What is asked of it is checked first (``_reads.py``).
+    """
 
     fsdpc: PieceInfo
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return on_rows(func, types, args, kwargs)
+
+    def _fsdpc_info(self) -> PieceInfo:
+        return self.fsdpc
+
+    def _fsdpc_home(self) -> Home:
+        return self.fsdpc.home
 
     def _fsdpc_part(self) -> tuple[int, torch.Size]:
         return self.fsdpc.rows[0], self.fsdpc.shape
@@ -118,12 +136,34 @@ class Piece(Part, nn.Parameter):
             )
         return super().view_as(other)
 
+    def _get_grad(self) -> Any:
+        value = _unwatched(_grad.__get__, (), (self,))
+        if type(value) is torch.Tensor:  # a backward without a forward made it
+            self._set_grad(value)
+            return self._get_grad()
+        return value
+
     def _set_grad(self, value: Any) -> None:
         if type(value) in _BECOME_GRADS:
             value = at_home(value, self.fsdpc.home)
-        _grad.__set__(self, value)
+        _unwatched(_grad.__set__, (), (self, value))
 
-    grad = property(_grad.__get__, _set_grad, _grad.__delete__)  # type: ignore[assignment]
+    grad = property(_get_grad, _set_grad, _grad.__delete__)  # type: ignore[assignment]
+
+    def register_hook(self, hook: Any) -> NoReturn:
+        """Refuse: gradients of pieces come from reductions, which run no hooks of tensors."""
+        raise NotImplementedError(
+            f"register_hook on {self.fsdpc}, where it would never run: "
+            "register_post_accumulate_grad_hook runs when the rows have their gradient"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copy_at_home(self._fsdpc_plain(), self.fsdpc.home).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> PieceCopy:
+        copied = copy_at_home(self._fsdpc_plain().clone(), self.fsdpc.home)
+        memo[id(self)] = copied.requires_grad_(self.requires_grad)
+        return copied
 
 
 class BarePiece(Piece):
@@ -203,6 +243,8 @@ class UnitState:
             self._make_grads,
             _device.streams(),
             _device.takes_back(),
+            _plainly,
+            _grad,
         )
         self.torch_unit.guard(self.guards)
         self._make_grads()
@@ -234,7 +276,6 @@ class UnitState:
         piece.full_tensor = partial(full_value, self, i)  # type: ignore[attr-defined]
         piece.to_local = partial(_local, piece)  # type: ignore[attr-defined]
         piece.is_contiguous = partial(_is_contiguous, piece)  # type: ignore[method-assign]
-        offer_copies(piece, self, i)
         piece._local_tensor = self.rows[i]  # type: ignore[attr-defined]  # as DTensors have
 
     def write(self, i: int, full: torch.Tensor) -> None:
@@ -509,13 +550,6 @@ def make_root(module: nn.Module) -> Root:
         if state.missing:
             refuse_missing(state)
         fill_blank(module, state)
-        for name, piece in zip(state.names, state.pieces, strict=True):
-            if piece._backward_hooks:
-                raise NotImplementedError(
-                    f"parameter '{name}' of unit '{state.unit.name}' has a hook (register_hook), "
-                    "which never runs on this rank's rows: register_post_accumulate_grad_hook "
-                    "runs when they have their gradient"
-                )
     _device.join()
     check_drawn(ordered)
     encloses = enclosing(module)

@@ -11,8 +11,8 @@ from torch import nn
 
 from fsdpc import _core
 from fsdpc.torch import _device
-from fsdpc.torch._copies import Whole
 from fsdpc.torch._grads import PENDING
+from fsdpc.torch._rows import Whole
 from fsdpc.torch._unit import take_grads
 
 

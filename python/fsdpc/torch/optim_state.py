@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from fsdpc.torch import _device, _rows
-from fsdpc.torch._copies import gather_rows
-from fsdpc.torch._rows import params_of
+from fsdpc.torch._rows import gather_rows, params_of
 from fsdpc.torch._unit import UnitState, states_of
 from fsdpc.torch.state_dict import _broadcast, _rank
 

@@ -1,0 +1,237 @@
+"""What rows of a parameter cannot answer, refused by name.
+
+A rank has some rows of a parameter and of its gradient. Arithmetic on them, element by element, is
+right. A sum over rows or a product with a matrix would be that of this rank alone, and nothing
+would look wrong. So tensors of rows hand each operation to :func:`check` first. What is computed
+row by row is right too: ``p.norm(dim=1)`` is allowed, ``p.norm(dim=0)`` is not.
+
+While a module of a unit runs, rows of another unit are no weights, and what is written to them
+comes too late for this forward. So any use of their values raises there, in the thread that runs
+the module.
+
+Only rows are watched, not everything that was computed from them. A penalty ``p.pow(2).sum()`` is
+right, as its gradient is, though its value is this rank's.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsdpc.torch._dcp import Part
+
+_SPACES = (torch, Tensor, torch.linalg, F, torch.special, torch._C._nn)
+
+
+def _named(words: str) -> Iterator[tuple[str, Any]]:
+    for word in words.split():
+        for name in (word, f"__{word}__", f"__r{word}__", f"__i{word}__", f"{word}_"):
+            for space in _SPACES:
+                func = getattr(space, name, None)
+                if callable(func):
+                    yield word, func
+
+
+#: What makes other rows of rows: a copy, of another type or in other memory.
+KEEPING = frozenset(
+    func for _, func in _named("bfloat16 clone cpu cuda detach double float half to type_as")
+) | {Tensor.data.__get__}
+#: Arithmetic element by element, none of it in place: of rows it makes rows.
+ELEMENTWISE = frozenset(
+    getattr(space, name)
+    for space in (torch, Tensor)
+    for word in (
+        "abs", "add", "clamp", "clip", "div", "divide", "lerp", "mul", "multiply", "nan_to_num",
+        "neg", "pow", "radd", "rmul", "rsqrt", "rsub", "sqrt", "square", "sub", "subtract",
+        "true_divide", "truediv", "where",
+    )
+    for name in (word, f"__{word}__", f"_foreach_{word}")
+    if hasattr(space, name)
+)  # fmt: skip
+
+#: Operations along dimensions: at which position these are given, and what stands for none.
+_ALONG: dict[Any, tuple[str, int, Any]] = {
+    func: (word, at, default)
+    for words, at, default in (
+        ("sum nansum mean nanmean prod std var std_mean var_mean count_nonzero logsumexp", 1, None),
+        ("amax amin aminmax max min argmax argmin all any median nanmedian", 1, None),
+        ("norm vector_norm quantile nanquantile", 2, None),
+        ("mode sort msort argsort cumsum cumprod cummax cummin logcumsumexp", 1, -1),
+        ("softmax log_softmax softmin", 1, -1),
+        ("topk kthvalue", 2, -1),
+        ("normalize", 2, 1),
+    )
+    for word, func in _named(words)
+}
+#: Operations that read several rows whatever they are told.
+_ACROSS: dict[Any, str] = {
+    func: word
+    for word, func in _named("""
+        matmul mm bmm mv dot vdot inner outer ger addmm addmv addbmm baddbmm addr einsum tensordot
+        linear bilinear chain_matmul multi_dot kron cdist pdist dist cross cosine_similarity
+        embedding embedding_bag conv1d conv2d conv3d conv_transpose1d conv_transpose2d
+        conv_transpose3d scaled_dot_product_attention
+        svd svdvals qr eig eigh eigvals eigvalsh inv pinv inverse pinverse det slogdet logdet
+        cholesky matrix_norm matrix_rank matrix_power matrix_exp svd_lowrank pca_lowrank
+        cov corrcoef trace histc bincount unique unique_consecutive
+        t adjoint
+    """)
+}
+_ACROSS |= {getattr(Tensor, name).__get__: name for name in ("T", "mT", "H", "mH")}
+#: Of these, what leaves a vector as it is.
+_FLIPS = frozenset(
+    f for f, name in _ACROSS.items() if name in ("T", "mT", "H", "mH", "t", "adjoint")
+)
+#: Losses that sum over elements, unless they are told not to.
+_LOSSES = frozenset((F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss))
+_TRANSPOSES = frozenset(
+    func for _, func in _named("transpose swapaxes swapdims movedim moveaxis permute")
+)
+#: What makes a number of one element.
+AS_NUMBER = frozenset(
+    getattr(Tensor, name)
+    for name in ("item", "__bool__", "__complex__", "__float__", "__index__", "__int__")
+)
+
+#: What :func:`check` may refuse outside of forwards too.
+WATCHED = frozenset((*_ALONG, *_ACROSS, *_LOSSES, *_TRANSPOSES, *AS_NUMBER, torch._foreach_norm))
+
+#: What may be asked of rows anywhere: it reads no values, or gives what is checked in turn.
+_FREE = frozenset(
+    func
+    for _, func in _named("""
+        size dim ndimension numel nelement stride storage_offset is_contiguous element_size type
+        is_floating_point is_complex is_signed is_conj is_neg is_inference is_shared is_same_size
+        get_device requires_grad_ retain_grad detach len repr hash deepcopy reduce_ex as_subclass
+        new_empty new_zeros new_ones new_full new_tensor empty_like zeros_like ones_like full_like
+        register_post_accumulate_grad_hook untyped_storage can_cast promote_types result_type
+    """)
+)
+#: Attributes that are other tensors' memory, or write it: after the gather of a forward, which
+#: would not see it.
+_VALUES = frozenset(
+    (*(getattr(Tensor, n).__get__ for n in "T mT H mH real imag".split()), Tensor.data.__set__)
+)
+
+
+class _Running(threading.local):
+    """The sharded modules that run in this thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.modules: list[Any] = []
+
+
+RUNNING = _Running()
+
+
+def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise if rows cannot answer what is asked of them.
+
+    Raises
+    ------
+    RuntimeError
+        A unit's module runs, and these are rows of another's parameter.
+    NotImplementedError
+        The answer would be that of this rank's rows alone.
+    """
+    if RUNNING.modules:
+        _check_forward(func, args, kwargs)
+    if func in WATCHED and func not in AS_NUMBER:
+        for rows, info in _rows_in(args, kwargs):
+            if info.is_cut and _reads_across(func, rows, args, kwargs):
+                _refuse(func, rows, info)
+
+
+def _rows_in(args: Iterable[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    for value in (*args, *kwargs.values()):
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            info = each._fsdpc_info() if isinstance(each, Part) else None
+            if info is not None:
+                yield each, info
+
+
+def _reads_across(func: Any, rows: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if func in _ALONG:
+        return _is_over_rows(func, rows, args, kwargs)
+    if func in _TRANSPOSES:
+        dims = [d for a in (*args[1:], *kwargs.values()) for d in _as_dims(a)]
+        if func in (torch.permute, Tensor.permute):
+            return not dims or dims[0] % rows.ndim != 0
+        return any(d % rows.ndim == 0 for d in dims)
+    if func in _LOSSES:
+        return kwargs.get("reduction", "mean") != "none"
+    return func not in _FLIPS or rows.ndim > 1
+
+
+def _as_dims(value: Any) -> list[int]:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return [value]
+    return [d for d in value if isinstance(d, int)] if isinstance(value, (list, tuple)) else []
+
+
+def _is_over_rows(func: Any, rows: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    _, at, default = _ALONG[func]
+    dim = kwargs.get("dim", kwargs.get("axis", args[at] if len(args) > at else default))
+    if isinstance(dim, Tensor) or "other" in kwargs:  # max(a, b): element by element
+        return False
+    dims = _as_dims(dim)
+    return not dims or rows.ndim < 2 or any(d % rows.ndim == 0 for d in dims)
+
+
+def _name(func: Any) -> str:
+    if func in _ALONG:
+        return _ALONG[func][0]
+    return _ACROSS.get(func) or getattr(func, "__name__", str(func)).strip("_")
+
+
+def _refuse(func: Any, rows: Any, info: Any) -> NoReturn:
+    optimizer = _stepping()
+    where = f", in {optimizer}.step()" if optimizer else ""
+    cure = (
+        "Name the parameter in fully_shard(whole_params=...), which one rank then steps, or use an "
+        "optimizer that steps each element by itself (AdamW, SGD, Lion)"
+        if optimizer
+        else f"Take it of full_tensor(), which gathers the rows of all ranks{rows._fsdpc_cure}"
+    )
+    raise NotImplementedError(
+        f"{_name(func)} of {rows._fsdpc_what}{where}: this rank has {info} only, and would get "
+        f"another result than the other ranks. {cure}"
+    )
+
+
+def _stepping() -> str:
+    """Name the class of the optimizer that steps in this thread; empty if none does."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        own = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(own, torch.optim.Optimizer):
+            return type(own).__name__
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+# ---- inside a forward ----
+
+
+def _check_forward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    name = getattr(func, "__name__", "")
+    if func in _FREE or (name in ("__get__", "__set__") and func not in _VALUES):
+        return
+    for rows, info in _rows_in(args, kwargs):
+        _refuse_forward(_name(func), rows, info)
+
+
+def _refuse_forward(name: str, rows: Any, info: Any) -> NoReturn:
+    unit = info.unit.name
+    raise RuntimeError(
+        f"{name} of {rows._fsdpc_what} in the forward of {type(RUNNING.modules[-1]).__name__}: "
+        f"unit '{unit}' does not run there, and this rank has {info} only. Do not shard '{unit}' "
+        "by itself, so that the unit around it holds the parameter. Or read the parameter in a "
+        "method of its own module, and call register_fsdp_forward_method(module, name)"
+    )

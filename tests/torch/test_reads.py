@@ -1,0 +1,534 @@
+"""What rows of parameters and gradients answer: the whole's answer, or an error by name."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fsdpc
+from fsdpc.torch import fully_shard, register_fsdp_forward_method
+
+from .common import (
+    assert_same_grads,
+    assert_same_parameters,
+    average_grads,
+    batch,
+    both,
+    build,
+    loss_of,
+    shard,
+    twin,
+)
+
+# ---- another unit's parameter in a forward ----
+
+
+class Product(torch.autograd.Function):
+    """A loss that is fused, say."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Any, weight: Any) -> Any:
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        raise AssertionError("forward went through")
+
+
+def without_grad(hidden: Any, weight: Any) -> Any:
+    with torch.no_grad():
+        return hidden @ weight.mT
+
+
+READS: dict[str, Callable[[Any, Any], Any]] = {
+    "linear": F.linear,
+    "transposed": lambda h, w: h @ w.T,
+    "broadcast": lambda h, w: (h[..., None, :] * w).sum(-1),
+    "data": lambda h, w: h @ w.data.t(),
+    "detached": lambda h, w: F.linear(h, w.detach()),
+    "cast": lambda h, w: F.linear(h.double(), w.double()),
+    "no_grad": without_grad,
+    "function": Product.apply,
+    "aten": torch.ops.aten.linear,
+    "numpy": lambda h, w: h.detach().numpy() @ w.detach().numpy().T,
+    "pointer": lambda h, w: w.data_ptr(),
+    "vmap": lambda h, w: torch.vmap(lambda row: h @ row)(w),
+    "func": lambda h, w: torch.func.grad(lambda x: (x @ w.T).sum())(h),
+    "checkpoint": lambda h, w: checkpoint(F.linear, h, w, use_reentrant=False),
+    "reentrant": lambda h, w: checkpoint(F.linear, h, w, use_reentrant=True),
+    "rows": lambda h, w: w[:3],
+    "norm": lambda h, w: w.norm(),
+}
+
+
+class Tied(nn.Module):
+    """Logits by the embedding's weight, as some heads and trainers compute them."""
+
+    def __init__(self, read: Callable[[Any, Any], Any] = F.linear) -> None:
+        super().__init__()
+        self.e = nn.Embedding(12, 4)
+        self.read = read
+
+    def forward(self, i: torch.Tensor) -> Any:
+        return self.read(self.e(i).tanh(), self.e.weight)
+
+
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("read", sorted(READS))
+def test_a_forward_does_not_read_rows_of_another_unit(read: str) -> None:
+    torch.manual_seed(0)
+    model = Tied(READS[read])
+    fully_shard(model.e)
+    fully_shard(model)
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError,
+            match=r"in the forward of FSDPTied: unit 'e' does not run there, and this rank has "
+            r"rows .* of .*e.weight' \(12, 4\) only. Do not shard 'e' by itself",
+        ):
+            model(torch.arange(6))
+    model.read = lambda h, w: h.to(w.dtype) @ torch.ones(w.shape[1], 1, device=w.device)
+    model(torch.arange(6)).sum().backward()  # types and the like may be asked for
+    assert model.e.weight.grad.norm() > 0
+
+
+@pytest.mark.ranks(2)
+def test_nor_of_another_model() -> None:
+    torch.manual_seed(0)
+    teacher = fully_shard(nn.Linear(4, 4, bias=False))
+    model = Tied(lambda h, w: F.linear(h, teacher.weight))
+    fully_shard(model)
+    with pytest.raises(RuntimeError, match="in the forward of FSDPTied: unit 'Linear'"):
+        model(torch.arange(6))
+
+
+class Reader(nn.Embedding):
+    """An embedding that makes the logits itself."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, self.weight)
+
+
+class Asking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.e = Reader(12, 4)
+
+    def forward(self, i: torch.Tensor) -> torch.Tensor:
+        return self.e.logits(self.e(i).tanh())
+
+
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("cure", ["one unit", "a method"])
+def test_what_the_error_advises_is_right(cure: str, again: bool) -> None:
+    torch.manual_seed(0)
+    ours: Any = Tied() if cure == "one unit" else Asking()
+    plain = copy.deepcopy(ours)
+    if cure == "a method":
+        fully_shard(ours.e)
+        register_fsdp_forward_method(ours.e, "logits")
+    fully_shard(ours)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (ours, plain)]
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + fsdpc.rank())
+        i = torch.randint(0, 12, (2, 3), generator=generator)
+        for model in (ours, plain):
+            out = checkpoint(model, i, use_reentrant=False) if again else model(i)
+            out.square().sum().backward()
+        average_grads(plain)
+        assert_same_grads(ours, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(ours, plain)
+
+
+class Contrast(nn.Module):
+    """A second encoder that follows the first, in forward."""
+
+    def __init__(self, follow: Callable[[Any, Any], None]) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(7, 5), nn.Linear(7, 5)
+        self.follow = follow
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for q, k in zip(self.query.parameters(), self.key.parameters(), strict=True):
+            self.follow(k, q)
+        return self.query(x) - self.key(x)
+
+
+def assign(k: Any, q: Any) -> None:
+    k.data = torch.zeros(k.shape)
+
+
+FOLLOW: dict[str, Callable[[Any, Any], None]] = {
+    "in place": lambda k, q: k.mul_(0.9),
+    "data": lambda k, q: k.data.lerp_(q.data, 0.1),
+    "assigned": assign,
+}
+
+
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("how", sorted(FOLLOW))
+def test_a_forward_does_not_write_rows(how: str) -> None:
+    """They are gathered when the outermost forward begins, so it would not see them."""
+    torch.manual_seed(0)
+    ours = Contrast(FOLLOW[how])
+    for part in (ours.query, ours.key, ours):
+        fully_shard(part)
+    with pytest.raises(RuntimeError, match="in the forward of FSDPContrast: unit 'key' does not"):
+        ours(batch(0, fsdpc.rank()))
+
+
+class Mixed(nn.Module):
+    """A method of the root that nobody made a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(7, 7)
+        self.head = nn.Parameter(torch.ones(7, 7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) @ self.head
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) @ self.head
+
+
+@pytest.mark.ranks(2)
+def test_an_unregistered_method_that_mixes_units_is_named() -> None:
+    torch.manual_seed(0)
+    model = Mixed()
+    fully_shard(model.inner)
+    fully_shard(model)
+    with pytest.raises(NotImplementedError, match="matmul of a parameter.*head'"):
+        model.score(batch(0, fsdpc.rank()))
+
+
+# ---- reductions and products ----
+
+
+def stepped() -> tuple[Any, Any]:
+    """Return a model with gradients, and its matrix whose rows two ranks share."""
+    ours = shard(build())
+    loss_of(ours, batch(0, fsdpc.rank())).backward()
+    return ours, ours.first.weight
+
+
+DIRECT: dict[str, Callable[[Any], Any]] = {
+    "p.norm()": lambda p: p.norm(),
+    "p.norm(2)": lambda p: p.norm(2),
+    "torch.norm(p)": torch.norm,
+    "vector_norm": torch.linalg.vector_norm,
+    "matrix_norm": torch.linalg.matrix_norm,
+    "p.data.norm()": lambda p: p.data.norm(),
+    "p.detach().norm()": lambda p: p.detach().norm(),
+    "p.float().norm()": lambda p: p.double().norm(),
+    "p.norm(dim=0)": lambda p: p.norm(dim=0),
+    "p.std()": lambda p: p.std(),
+    "p.var(unbiased)": lambda p: p.var(unbiased=False),
+    "p.mean()": lambda p: p.mean(),
+    "p.sum(0)": lambda p: p.sum(0),
+    "p.sum((0, 1))": lambda p: p.sum((0, 1)),
+    "p.max()": lambda p: p.max(),
+    "p.amax(dim=-2)": lambda p: p.amax(dim=-2),
+    "p.argmax()": lambda p: p.argmax(),
+    "logsumexp": lambda p: torch.logsumexp(p, dim=0),
+    "p.sort(0)": lambda p: p.sort(0),
+    "p.trace()": lambda p: p.trace(),
+    "p @ x": lambda p: p @ torch.ones(7),
+    "x @ p": lambda p: torch.ones(3, len(p)) @ p,
+    "p.T": lambda p: torch.ones(3, 7) @ p.T,
+    "p.transpose": lambda p: p.transpose(-1, -2),
+    "mm": lambda p: torch.mm(p, torch.ones(7, 2)),
+    "addmm": lambda p: torch.addmm(torch.ones(1), p, torch.ones(7, 2)),
+    "linear": lambda p: F.linear(torch.ones(3, 7), p),
+    "einsum": lambda p: torch.einsum("oi,bi->bo", p, torch.ones(3, 7)),
+    "embedding": lambda p: F.embedding(torch.tensor([0]), p),
+    "svd": lambda p: torch.linalg.svd(p),
+    "mse_loss": lambda p: F.mse_loss(p, p.detach() * 0),
+    "foreach": lambda p: torch._foreach_norm([p]),
+    "g.sum()": lambda p: p.grad.sum(),
+    "g.mean()": lambda p: p.grad.mean(),
+    "g.mean(0)": lambda p: p.grad.mean(0, keepdim=True),
+    "g.norm(dim=0)": lambda p: p.grad.norm(dim=0),
+    "g.data.std()": lambda p: p.grad.data.std(),
+    "g.pow(2).sum()": lambda p: p.grad.pow(2).sum(),
+    "g.pow(2).mean()": lambda p: p.grad.pow(2).mean(),
+    "g.abs().max()": lambda p: p.grad.abs().max(),
+    "(g * g).sum()": lambda p: (p.grad * p.grad).sum(),
+    "g @ g.T": lambda p: p.grad.bfloat16() @ p.grad.bfloat16().T,
+}
+
+
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("what", sorted(DIRECT))
+def test_rows_do_not_answer_for_the_whole(what: str) -> None:
+    _, p = stepped()
+    if fsdpc.world_size() == 1:  # rows are the whole
+        DIRECT[what](p)
+        return
+    with pytest.raises(NotImplementedError, match=r"this rank has rows \d+:\d+ of .*first.weight'"):
+        DIRECT[what](p)
+
+
+ROW_BY_ROW: dict[str, Callable[[Any], Any]] = {
+    "norm": lambda t: t.norm(dim=1),
+    "keepdim": lambda t: t.norm(dim=-1, keepdim=True),
+    "mean": lambda t: t.mean(dim=tuple(range(1, t.dim()))),
+    "amax": lambda t: t.amax(-1),
+    "max": lambda t: torch.max(t, t * 0),
+    "softmax": lambda t: t.softmax(-1),
+    "column": lambda t: t[:, 2],
+    "normalize": lambda t: F.normalize(t),
+}
+
+
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("what", sorted(ROW_BY_ROW))
+def test_what_is_row_by_row_is_right(what: str) -> None:
+    _, p = stepped()
+    begin, end = p.fsdpc.rows
+    call = ROW_BY_ROW[what]
+    for whole, rows in ((p.full_tensor(), p), (p.grad.full_tensor(), p.grad)):
+        torch.testing.assert_close(call(rows), call(whole)[begin:end], check_device=False)
+        torch.testing.assert_close(call(rows.data), call(whole)[begin:end])
+    mask = p.detach() > 0
+    p.data[mask] = 0
+    assert p.full_tensor().max() <= 0
+
+
+# ---- optimizers and recipes, on two ranks as on one ----
+
+
+class Lamb(torch.optim.Optimizer):
+    """A trust ratio for each parameter; in several spellings."""
+
+    def __init__(self, params: Any, norm: Callable[[Any], Any]) -> None:
+        super().__init__(params, {})
+        self.norm = norm
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                mean = state.setdefault("mean", torch.zeros_like(p))
+                square = state.setdefault("square", torch.zeros_like(p))
+                mean.mul_(0.9).add_(p.grad, alpha=0.1)
+                square.mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
+                update = mean / square.sqrt().add_(1e-8)
+                p.add_(update, alpha=-0.01 * float(self.norm(p) / self.norm(update)))
+
+
+class Centralised(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad - p.grad.mean(dim=0, keepdim=True), alpha=0.1)
+
+
+class Orthogonal(torch.optim.Optimizer):
+    """As Muon, by another name."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__([p for p in params if p.ndim == 2], {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                g = p.grad.bfloat16()
+                x = g / (g.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+                p.add_((1.5 * x - 0.5 * (x @ x.mT) @ x).to(p.dtype), alpha=-0.1)
+
+
+STEPS: dict[str, Callable[[Any], Any]] = {
+    "Lamb": lambda params: Lamb(params, lambda t: t.norm()),
+    "Lamb of squares": lambda params: Lamb(params, lambda t: t.pow(2).sum().sqrt()),
+    "Lamb of data": lambda params: Lamb(params, lambda t: t.data.pow(2).sum().sqrt()),
+    "Centralised": Centralised,
+    "Orthogonal": Orthogonal,
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", sorted(STEPS))
+def test_optimizers_are_refused_by_what_they_do(kind: str) -> None:
+    ours, _ = stepped()
+    optimizer = STEPS[kind](ours.parameters())
+    name = type(optimizer).__name__
+    with pytest.raises(
+        NotImplementedError, match=rf", in {name}.step\(\): this rank has rows .*whole_params="
+    ):
+        optimizer.step()
+
+
+@pytest.mark.ranks([1, 2])
+def test_whole_parameters_may_be_read_by_their_rank() -> None:
+    """So optimizers that are refused step them."""
+    model = build()
+    plain = twin(model)
+    for m in (model, plain):
+        for p in m.parameters():
+            p.requires_grad_(p.ndim == 2)
+    ours = shard(model, whole_params=[p for p in model.parameters() if p.ndim == 2])
+    for step in range(2):
+        both(ours, plain, step)
+        for m in (ours, plain):
+            Lamb(
+                [p for p in m.parameters() if p.ndim == 2 and p.numel()],
+                lambda t: t.pow(2).sum().sqrt(),
+            ).step()
+            m.zero_grad()
+    assert_same_parameters(ours, plain)
+
+
+#: Computed from rows that are not watched any more: parameters that are DTensors will have these
+#: right.
+SILENT: dict[str, Callable[[list[Any]], Any]] = {
+    "a penalty's value": lambda ps: sum(p.pow(2).sum() for p in ps),
+    "a flat gradient": lambda ps: torch.cat([p.grad.flatten() for p in ps]).norm(),
+    "a vector": lambda ps: nn.utils.parameters_to_vector(ps).norm(),
+    "a dot product": lambda ps: sum(p.grad.view(-1) @ p.detach().view(-1) for p in ps),
+    "sparsity": lambda ps: (ps[0].grad > 0).double().mean(),
+    "not a number": lambda ps: torch.isnan(ps[0].grad.log()).sum(),
+    "a sign": lambda ps: torch.sign(ps[0].detach()).sum(),
+    "a product": lambda ps: F.linear(torch.ones(3, 7), ps[0].view(-1, 7)).sum(),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.xfail(strict=True, reason="parameters that are DTensors will have it right")
+@pytest.mark.parametrize("what", sorted(SILENT))
+def test_what_is_computed_from_rows(what: str) -> None:
+    model = build()
+    plain = twin(model)
+    ours = shard(model)
+    both(ours, plain)
+    found, wanted = (SILENT[what](list(m.parameters())).detach() for m in (ours, plain))
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.ranks([1, 2])
+def test_sharpness_aware_steps_have_norms_of_the_whole() -> None:
+    model = build()
+    plain = twin(model)
+    ours = shard(model)
+    both(ours, plain)
+    for m in (ours, plain):
+        norms = [p.grad.norm(p=2) for p in m.parameters()]
+        scale = 0.05 / (torch.norm(torch.stack(norms)) + 1e-12)
+        with torch.no_grad():
+            for p in m.parameters():
+                p.add_(p.grad * scale)
+    assert_same_parameters(ours, plain)
+
+
+# ---- a backward without a forward ----
+
+
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, fsdpc.torch.clip_grad_norm_])
+@pytest.mark.parametrize("make", [torch.optim.SGD, fsdpc.torch.optim.SGD])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_penalty_is_differentiated_by_itself(make: Any, clip: Any, after: bool) -> None:
+    """Its gradients are rows of the whole's, and ranks clip by one norm."""
+    model = build()
+    plain = twin(model)
+    ours = shard(model)
+    optimizers = make(ours.parameters(), lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        if after:
+            both(ours, plain, step)
+        for m in (ours, plain):
+            sum((p**2).sum() for p in m.parameters()).backward()
+        norms = [torch.stack([p.grad.norm() for p in m.parameters()]) for m in (ours, plain)]
+        torch.testing.assert_close(*norms)
+        totals = clip(ours.parameters(), 0.5), nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        torch.testing.assert_close(totals[0].full_tensor(), totals[1])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(ours, plain)
+
+
+# ---- files ----
+
+
+@pytest.mark.ranks([1, 2])
+def test_a_file_of_rows_names_the_rank(tmp_path: Path) -> None:
+    """One that rank 0 alone writes would lose the others' rows."""
+    ours, p = stepped()
+    optimizer = torch.optim.AdamW(ours.parameters())
+    optimizer.step()
+    states = optimizer.state_dict()
+    # As an example of FSDP2's gathers states, which asks whether they are DTensors.
+    gathered = {k: {n: t.cpu() for n, t in s.items()} for k, s in states["state"].items()}
+    folder = tmp_path / "step-17"
+    folder.mkdir(exist_ok=True)
+    for rows in (p, [p.detach()], {"w": p.data}, p.grad, states, gathered):
+        if fsdpc.world_size() > 1:
+            with pytest.raises(
+                NotImplementedError,
+                match=r"torch.save of .*rows \d+:\d+ of .*\(20, 7\) to 'step-17/rows.pt': rank",
+            ):
+                torch.save(rows, folder / "rows.pt")
+        torch.save(rows, str(folder / f"rank-{fsdpc.rank():02}.pt"))
+    torch.save(ours.state_dict(), folder / f"model-of-{fsdpc.rank()}.pt")
+
+
+@pytest.mark.ranks(2)
+def test_what_asks_for_a_dtensor_hears_what_to_call() -> None:
+    ours, p = stepped()
+    optimizer = torch.optim.AdamW(ours.parameters())
+    optimizer.step()
+    for rows in (p, p.detach(), p.grad, optimizer.state_dict()["state"][0]["exp_avg"]):
+        for name in ("device_mesh", "placements"):
+            assert not hasattr(rows, name)
+            with pytest.raises(AttributeError, match=f"'{name}'.*get_optimizer_state_dict"):
+                getattr(rows, name)
+        assert not hasattr(rows, "no_such_attribute")
+
+
+# ---- numbers of one element ----
+
+
+@pytest.mark.ranks([1, 2])
+def test_a_parameter_of_one_element_is_a_number() -> None:
+    model = nn.Linear(4, 1)
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+        model.bias.fill_(0.25)
+    ours = fully_shard(model)
+    ours(torch.ones(1, 4)).sum().backward()
+    bias = ours.bias
+    assert bias.item() == float(bias) == bias.detach().item() == float(bias.data) == 0.25
+    assert bool(bias) and int(bias) == 0
+    assert math.isclose(bias.grad.item(), 1)
+    with pytest.raises((RuntimeError, ValueError), match="element"):  # torch's, on one rank
+        float(ours.weight)
+
+
+@pytest.mark.ranks(2)
+def test_the_only_row_of_a_rank_is_no_number() -> None:
+    torch.manual_seed(0)
+    ours = fully_shard(nn.Linear(1, 2, bias=False))
+    with pytest.raises(RuntimeError, match="2 elements cannot be converted to Scalar"):
+        float(ours.weight)
