@@ -173,7 +173,10 @@ def test_bad_input() -> None:
         stale.step()
     for bad, error, match in (
         (nn.ModuleList([nn.Linear(2, 2)]), ValueError, "no forward of its own"),
-        (nn.Embedding(4, 4, max_norm=1.0), NotImplementedError, "max_norm"),
+        (nn.Embedding(4, 4, max_norm=1.0), NotImplementedError, "nn.Embedding whose max_norm"),
+        (nn.Embedding(4, 4, sparse=True), NotImplementedError, "nn.Embedding whose sparse makes"),
+        (nn.EmbeddingBag(4, 4, sparse=True), NotImplementedError, "nn.EmbeddingBag whose sparse"),
+        (nn.EmbeddingBag(4, 4, max_norm=1.0), NotImplementedError, "nn.EmbeddingBag whose max"),
         (net, AssertionError, "sharded already"),
     ):
         with pytest.raises(error, match=match):

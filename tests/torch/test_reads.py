@@ -217,6 +217,35 @@ def test_an_unregistered_method_that_mixes_units_is_named() -> None:
         model.score(batch(0, fsdpc.rank()))
 
 
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_layer_that_reads_its_linears_weights(training: bool) -> None:
+    """torch's fast path of it is not taken then, so that the linears run."""
+    torch.manual_seed(0)
+    plain = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).train(training)
+    ours = copy.deepcopy(plain)
+    for part in (ours.linear1, ours.linear2, ours):
+        fully_shard(part)
+    x = torch.randn(2, 5, 8)
+    with torch.set_grad_enabled(training):
+        torch.testing.assert_close(ours(x), plain(x))
+
+
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_projection_that_attention_reads_is_no_unit(training: bool) -> None:
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(8, 2, batch_first=True).train(training)
+    fully_shard(attention.out_proj)
+    fully_shard(attention)
+    x = torch.randn(2, 5, 8)
+    with (
+        torch.set_grad_enabled(training),
+        pytest.raises(RuntimeError, match="unit 'out_proj' does not run there.*Do not shard"),
+    ):
+        attention(x, x, x)
+
+
 # ---- reductions and products ----
 
 

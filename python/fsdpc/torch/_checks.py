@@ -41,11 +41,15 @@ def check_module(module: nn.Module) -> None:
                 f"{name} holds a {wrapper}, which would handle parameters and gradients a second "
                 "time: give fully_shard the module without it"
             )
-        if isinstance(inner, nn.Embedding) and (inner.max_norm is not None or inner.sparse):
-            what = "max_norm writes weights in forward" if inner.max_norm else "sparse gradients"
-            raise NotImplementedError(
-                f"{name} holds an nn.Embedding whose {what}: make it without, or ignore its weight"
-            )
+        if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)):
+            option = "max_norm" if inner.max_norm is not None else "sparse" if inner.sparse else ""
+            if option:
+                why = {"max_norm": "writes weights in forward", "sparse": "makes sparse gradients"}
+                kind = "Embedding" if isinstance(inner, nn.Embedding) else "EmbeddingBag"
+                raise NotImplementedError(
+                    f"{name} holds an nn.{kind} whose {option} {why[option]}: make it without, or "
+                    "name its weight in ignored_params"
+                )
 
 
 #: What takes the parameters that it wraps for whole ones, or shards them itself.
