@@ -249,6 +249,47 @@ def test_a_projection_that_attention_reads_is_no_unit(training: bool) -> None:
 # ---- reductions and products ----
 
 
+class Headed(nn.Module):
+    """A model whose loss function reads the head's weight, as trainers with chunked losses do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(7, 4), nn.Linear(4, 9, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x).tanh()
+
+
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("split", [False, True])
+def test_a_loss_function_reads_a_weight_that_is_unsharded(split: bool) -> None:
+    torch.manual_seed(0)
+    ours: Any = Headed()
+    plain = copy.deepcopy(ours)
+    if split:
+        fully_shard(ours.head)
+    fully_shard(ours)
+    owner = ours.head if split else ours
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (ours, plain)]
+    for step in range(3):
+        for model in (ours, plain):
+            hidden = model(batch(step, fsdpc.rank()))
+            if model is ours and fsdpc.world_size() > 1:
+                with pytest.raises(NotImplementedError, match="between unshard.. and reshard.. of"):
+                    F.linear(hidden, model.head.weight)
+            if model is ours:
+                owner.unshard()
+            F.linear(hidden, model.head.weight).square().sum().backward()
+            if model is ours:
+                owner.reshard()
+        average_grads(plain)
+        assert_same_grads(ours, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(ours, plain)
+
+
 def stepped() -> tuple[Any, Any]:
     """Return a model with gradients, and its matrix whose rows two ranks share."""
     ours = shard(build())

@@ -23,37 +23,25 @@ class FullValue(Whole):
         return copied
 
 
-class PieceCopy(LocalRows):
-    """Rows of a copy of a parameter; moved, converted and computed with it still is that."""
-
-    _fsdpc_what = "a copy of a parameter"
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return on_rows(func, types, args, kwargs)
-
-    def full_tensor(self) -> torch.Tensor:
-        """Return the rows of all ranks' copies as one tensor; collective."""
-        return gather_rows(self.to_local(), *self.home())
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        memo[id(self)] = copied = self.detach().clone().requires_grad_(self.requires_grad)
-        return copied
-
-
 _NOTED = WATCHED | KEEPING | ELEMENTWISE
 _disabled: Callable[..., Any] = torch._C._disabled_torch_function_impl
 
 
-def on_rows(func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Do what is asked of a piece or of a copy of one; a gradient among them answers instead."""
+def on_rows(
+    cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+) -> Any:
+    """Do what is asked of a piece or of a copy of one; their ``__torch_function__``.
+
+    Optimizers call it several times for each parameter, so what needs no look goes first.
+    """
+    if func in _NOTED or len(types) > 1 or RUNNING.modules:
+        return _looked_at(func, types, args, kwargs or {})
+    return _disabled(func, types, args, kwargs or {})
+
+
+def _looked_at(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if PieceGrad in types:
         return PieceGrad.__torch_function__(func, types, args, kwargs)
-    kwargs = kwargs or {}
-    if func not in _NOTED and not RUNNING.modules:
-        return _disabled(func, types, args, kwargs)
     if RUNNING.modules or func in WATCHED:
         check(func, args, kwargs)
         if func in AS_NUMBER:
@@ -64,6 +52,22 @@ def on_rows(func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     if func in ELEMENTWISE and not torch.is_grad_enabled():
         return _like(args, result)
     return result
+
+
+class PieceCopy(LocalRows):
+    """Rows of a copy of a parameter; moved, converted and computed with it still is that."""
+
+    _fsdpc_what = "a copy of a parameter"
+
+    __torch_function__ = classmethod(on_rows)  # type: ignore[assignment]
+
+    def full_tensor(self) -> torch.Tensor:
+        """Return the rows of all ranks' copies as one tensor; collective."""
+        return gather_rows(self.to_local(), *self.home())
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        memo[id(self)] = copied = self.detach().clone().requires_grad_(self.requires_grad)
+        return copied
 
 
 def _like(args: Any, result: Any) -> Any:

@@ -193,12 +193,18 @@ def _name(func: Any) -> str:
 def _refuse(func: Any, rows: Any, info: Any) -> NoReturn:
     optimizer = _stepping()
     where = f", in {optimizer}.step()" if optimizer else ""
-    cure = (
-        "Name the parameter in fully_shard(whole_params=...), which one rank then steps, or use an "
-        "optimizer that steps each element by itself (AdamW, SGD, Lion)"
-        if optimizer
-        else f"Take it of full_tensor(), which gathers the rows of all ranks{rows._fsdpc_cure}"
-    )
+    if optimizer:
+        cure = (
+            "Name the parameter in fully_shard(whole_params=...), which one rank then steps, or "
+            "use an optimizer that steps each element by itself (AdamW, SGD, Lion)"
+        )
+    else:
+        cure = f"Take it of full_tensor(), which gathers the rows of all ranks{rows._fsdpc_cure}"
+        if torch.is_grad_enabled() and rows.requires_grad:
+            cure += (
+                ". For a gradient, call a method that register_fsdp_forward_method() registered, "
+                "or read the parameter between unshard() and reshard() of its module"
+            )
     raise NotImplementedError(
         f"{_name(func)} of {rows._fsdpc_what}{where}: this rank has {info} only, and would get "
         f"another result than the other ranks. {cure}"

@@ -95,11 +95,7 @@ class Piece(Part, nn.Parameter):
 
     fsdpc: PieceInfo
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return on_rows(func, types, args, kwargs)
+    __torch_function__ = classmethod(on_rows)  # type: ignore[assignment]
 
     def _fsdpc_info(self) -> PieceInfo:
         return self.fsdpc
