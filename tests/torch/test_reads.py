@@ -193,28 +193,67 @@ def test_a_forward_does_not_write_rows(how: str) -> None:
 
 
 class Mixed(nn.Module):
-    """A method of the root that nobody made a forward."""
+    """Methods of the root that nobody made a forward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(7, 7)
         self.head = nn.Parameter(torch.ones(7, 7))
+        self.scale = nn.Parameter(torch.ones(7))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) @ self.head * self.scale
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x) @ self.head
 
-    def score(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) @ self.head
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale
+
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(self.inner(x), (7,), self.scale)
+
+    def joined(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).addcmul(x, self.scale)
 
 
-@pytest.mark.ranks(2)
-def test_an_unregistered_method_that_mixes_units_is_named() -> None:
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("method", ["product", "scaled", "normed", "joined"])
+def test_a_method_that_mixes_units_is_named(method: str) -> None:
+    """Unless it is registered."""
     torch.manual_seed(0)
-    model = Mixed()
-    fully_shard(model.inner)
-    fully_shard(model)
-    with pytest.raises(NotImplementedError, match="matmul of a parameter.*head'"):
-        model.score(batch(0, fsdpc.rank()))
+    plain = Mixed()
+    ours: Any = copy.deepcopy(plain)
+    fully_shard(ours.inner)
+    fully_shard(ours)
+    x = batch(0, fsdpc.rank())
+    if fsdpc.world_size() > 1:
+        with pytest.raises(NotImplementedError, match="of a parameter.*register_fsdp_forward_meth"):
+            getattr(ours, method)(x)
+    ours.reset_iter_state()
+    register_fsdp_forward_method(ours, method)
+    for model in (ours, plain):
+        getattr(model, method)(x).square().sum().backward()
+    average_grads(plain)
+    for name, p in ours.named_parameters():  # a unit's parameters have gradients together
+        wanted = plain.get_parameter(name).grad
+        if wanted is not None:
+            torch.testing.assert_close(p.grad.full_tensor(), wanted)
+
+
+@pytest.mark.ranks([1, 2])
+def test_arithmetic_of_penalties_is_left_alone() -> None:
+    model = build()
+    plain = twin(model)
+    ours = shard(model)
+    starts = [[p.detach().clone() for p in m.parameters()] for m in (ours, plain)]
+    for m, start in zip((ours, plain), starts, strict=True):
+        total: Any = 0
+        for p, q in zip(m.parameters(), start, strict=True):
+            total = total + (p - q + 1).pow(2).sum() + (p * torch.tanh(p)).sum()
+            total = total + F.smooth_l1_loss(p, q + 2, reduction="none").sum()
+        total.backward()
+    assert_same_grads(ours, plain)
 
 
 @pytest.mark.ranks([1, 2])

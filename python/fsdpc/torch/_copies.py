@@ -9,7 +9,7 @@ import torch
 
 from fsdpc.torch._dcp import Part
 from fsdpc.torch._grads import PieceGrad
-from fsdpc.torch._reads import AS_NUMBER, ELEMENTWISE, KEEPING, RUNNING, WATCHED, check
+from fsdpc.torch._reads import AS_NUMBER, ELEMENTWISE, KEEPING, RUNNING, WATCHED, check, check_mixed
 from fsdpc.torch._rows import Home, LocalRows, Whole, as_number, gather_rows
 
 
@@ -24,6 +24,7 @@ class FullValue(Whole):
 
 
 _NOTED = WATCHED | KEEPING | ELEMENTWISE
+_is_grad_enabled = torch.is_grad_enabled
 _disabled: Callable[..., Any] = torch._C._disabled_torch_function_impl
 
 
@@ -34,7 +35,7 @@ def on_rows(
 
     Optimizers call it several times for each parameter, so what needs no look goes first.
     """
-    if func in _NOTED or len(types) > 1 or RUNNING.modules:
+    if func in _NOTED or len(types) > 1 or RUNNING.modules or (args[1:] and _is_grad_enabled()):
         return _looked_at(func, types, args, kwargs or {})
     return _disabled(func, types, args, kwargs or {})
 
@@ -46,10 +47,12 @@ def _looked_at(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, A
         check(func, args, kwargs)
         if func in AS_NUMBER:
             return as_number(func, args[0])
+    if _is_grad_enabled():
+        check_mixed(func, args, kwargs)
     result = _disabled(func, types, args, kwargs)
     if func in KEEPING:
         return _like(args[:1], result)
-    if func in ELEMENTWISE and not torch.is_grad_enabled():
+    if func in ELEMENTWISE and not _is_grad_enabled():
         return _like(args, result)
     return result
 

@@ -190,6 +190,13 @@ def _name(func: Any) -> str:
     return _ACROSS.get(func) or getattr(func, "__name__", str(func)).strip("_")
 
 
+#: How a parameter is read with gradients outside of its unit's forward.
+_GATHER = (
+    "call a method that register_fsdp_forward_method(module, name) registered, or read the "
+    "parameter between unshard() and reshard() of its module"
+)
+
+
 def _refuse(func: Any, rows: Any, info: Any) -> NoReturn:
     optimizer = _stepping()
     where = f", in {optimizer}.step()" if optimizer else ""
@@ -201,14 +208,34 @@ def _refuse(func: Any, rows: Any, info: Any) -> NoReturn:
     else:
         cure = f"Take it of full_tensor(), which gathers the rows of all ranks{rows._fsdpc_cure}"
         if torch.is_grad_enabled() and rows.requires_grad:
-            cure += (
-                ". For a gradient, call a method that register_fsdp_forward_method() registered, "
-                "or read the parameter between unshard() and reshard() of its module"
-            )
+            cure += f". For a gradient, {_GATHER}"
     raise NotImplementedError(
         f"{_name(func)} of {rows._fsdpc_what}{where}: this rank has {info} only, and would get "
         f"another result than the other ranks. {cure}"
     )
+
+
+def check_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise if recorded arithmetic mixes rows with what was computed from a batch, say.
+
+    It would fail on ranks that have other rows, or give gradients that nothing reduces. What was
+    computed from these rows has their shape.
+    """
+    for rows, info in _rows_in(args, kwargs):
+        for other in (*args, *kwargs.values()):
+            if (
+                isinstance(other, Tensor)
+                and other.requires_grad
+                and not isinstance(other, Part)
+                and other.shape != rows.shape
+                and info.is_cut
+                and rows.requires_grad
+            ):
+                raise NotImplementedError(
+                    f"{_name(func)} of {rows._fsdpc_what} and a tensor {tuple(other.shape)} that "
+                    f"needs a gradient: this rank has {info} only. In a method of the module, or "
+                    f"in a loss function, {_GATHER}"
+                )
 
 
 def _stepping() -> str:

@@ -97,8 +97,8 @@ class Piece(Part, nn.Parameter):
 
     __torch_function__ = classmethod(on_rows)  # type: ignore[assignment]
 
-    def _fsdpc_info(self) -> PieceInfo:
-        return self.fsdpc
+    def _fsdpc_info(self) -> PieceInfo | None:
+        return self.__dict__.get("fsdpc")  # None while it is made
 
     def _fsdpc_home(self) -> Home:
         return self.fsdpc.home
