@@ -225,8 +225,8 @@ def check_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
         for other in (*args, *kwargs.values()):
             if (
                 isinstance(other, Tensor)
+                and not isinstance(other, Part)  # whose attributes would be looked at again
                 and other.requires_grad
-                and not isinstance(other, Part)
                 and other.shape != rows.shape
                 and info.is_cut
                 and rows.requires_grad
