@@ -86,6 +86,7 @@ def chunk(x: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
     >>> [part.tolist() for part in F.chunk(tensor([1, 2, 3]), 2)]
     [[1, 2], [3]]
     """
+    chunks = index(chunks)
     if chunks < 1:
         raise ValueError(f"chunk: {chunks} parts; at least 1")
     extent = x.shape[dimension("chunk", x, dim)]
