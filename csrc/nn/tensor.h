@@ -37,6 +37,7 @@ typedef struct fsdpc_storage {
     void *owner;      /* of foreign memory: a NumPy array, a unit ... */
     uint32_t version; /* raised by every write in place */
     bool readonly;    /* writes fault: a unit's full, foreign constants */
+    bool exported;    /* others may see it who hold no reference to it, now or once */
 } fsdpc_storage;
 
 /* Where a leaf's gradient goes instead of `grad`.  `target` says where to write the next

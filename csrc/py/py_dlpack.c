@@ -122,6 +122,7 @@ static PyObject *export_tensor(PyObject *object, bool versioned, bool copied)
                         .shape = e->extents,
                         .strides = e->extents + t->ndim};
     e->object = Py_NewRef(object);
+    t->storage->exported = true;
     e->plain = (dl_managed){tensor, e, delete_plain};
     uint64_t flags = (t->storage->readonly ? DL_READ_ONLY : 0) | (copied ? DL_COPIED : 0);
     e->versioned = (dl_versioned){{1, 0}, e, delete_versioned, flags, tensor};

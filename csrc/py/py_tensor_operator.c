@@ -31,7 +31,7 @@ static int check_result(const fsdpc_tensor *t, const fsdpc_tensor *result, const
 static bool is_own(const fsdpc_tensor *t)
 {
     return atomic_load_explicit(&t->refs, memory_order_acquire) == 1 &&
-           fsdpc_tensor_sharers(t) == 1 && !t->storage->owner;
+           fsdpc_tensor_sharers(t) == 1 && !t->storage->owner && !t->storage->exported;
 }
 
 /* The object over the result, in its own dtype. */

@@ -508,3 +508,14 @@ def test_random_programs(seed: int) -> None:
             got = np.zeros(1) if x is None else x.numpy()
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3, err_msg=str(script))
     assert compared > 10
+
+
+@pytest.mark.parametrize("export", [lambda x: x.numpy(), lambda x: np.from_dlpack(x)])
+def test_memory_that_others_see_stays_where_it_is(export: Any) -> None:
+    """A recorded ``+=`` writes it, and does not leave it to the next tensor."""
+    x, w = fsdpc.zeros((1000,)), fsdpc.ones(())
+    w.requires_grad = True
+    seen = export(x)
+    x += w
+    others = [fsdpc.full((1000,), 7.0) for _ in range(20)]
+    assert (seen == 1).all() and len(others) == 20

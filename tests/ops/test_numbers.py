@@ -184,3 +184,20 @@ def test_questions_and_signs_of_integers() -> None:
     for x in (of("int32"), of("uint8"), mask()):
         assert not F.isnan(x).any().item() and not F.isinf(x).any().item()
         assert F.isfinite(x).all().item()
+
+
+@pytest.mark.parametrize("number", [300, 2**53 + 1, -1])
+def test_numbers_of_numpy_fit_or_raise(number: int) -> None:
+    """As Python's do; they are not arrays whose elements are cast."""
+    x, value = tensor([1, 2], dtype="uint8"), np.int64(number)
+    for write in (
+        lambda: F.where(x > 1, x, value),
+        lambda: F.masked_fill(x, x > 1, value),
+        lambda: F.clamp(x, max=value),
+    ):
+        with pytest.raises(ValueError, match=str(number)):
+            write()
+
+
+def test_nan_bounds_of_integers() -> None:
+    assert np.isnan(F.clamp(tensor([1, 2]), min=math.nan).numpy()).all()

@@ -279,3 +279,26 @@ def test_a_projection_that_attention_reads_is_no_unit(training: bool) -> None:
         pytest.raises(RuntimeError, match="unit 'out_proj' does not run there.*Do not shard"),
     ):
         attention(x, x, x)
+
+
+class Cast(nn.Module):
+    """A model that takes a dtype from another unit's weight."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.a, self.b, self.by = nn.Linear(7, 7), nn.Linear(7, 4), by
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(getattr(self.a(x), self.by)(self.b.weight))
+
+
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("by", ["to", "type_as"])
+def test_a_weight_may_say_which_dtype(by: str) -> None:
+    model = Cast(by)
+    plain = twin(model)
+    for m in (model.a, model.b, model):
+        fully_shard(m)
+    x = torch.ones(3, 7)
+    torch.testing.assert_close(model(x), plain(x))
+    assert getattr(model(x).sum(), by)(model.b.weight).ndim == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -350,3 +352,39 @@ def test_what_cannot_be_assigned_is_named() -> None:
         nn.ModuleList([3])
     with pytest.raises(AttributeError, match=r"call super\(\).__init__\(\) before"):
         nn.Module.register_buffer(nn.Module.__new__(nn.Module), "x", None)
+
+
+def test_properties_with_setters_run() -> None:
+    class Scaled(nn.Module):
+        @property
+        def scale(self) -> float:
+            return self._scale / 2
+
+        @scale.setter
+        def scale(self, value: float) -> None:
+            self._scale = value * 2
+
+        @property
+        def fixed(self) -> int:
+            return 5
+
+    m = Scaled()
+    m.scale = 3.0
+    assert (m._scale, m.scale) == (6.0, 3.0)
+    with pytest.raises(AttributeError, match="fixed"):
+        m.fixed = 3  # type: ignore[misc]
+
+
+def test_a_copied_module_has_parameters() -> None:
+    m = nn.Linear(2, 2)
+    m.bias.requires_grad = False
+    copied = copy.deepcopy(m)
+    assert [type(p) for p in copied.parameters()] == [nn.Parameter] * 2
+    assert [p.requires_grad for p in copied.parameters()] == [True, False]
+    with fsdpc.no_grad():
+        copied.weight *= 0.5
+    np.testing.assert_array_equal(copied.weight.numpy() * 2, m.weight.numpy())
+    tied = nn.Sequential(m, nn.Linear(2, 2))
+    tied[1].weight = m.weight
+    again = copy.deepcopy(tied)
+    assert again[0].weight is again[1].weight is not m.weight

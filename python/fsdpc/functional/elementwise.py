@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from fsdpc import _core
 from fsdpc._core import Tensor
 
@@ -41,7 +43,7 @@ def where(condition: Any, x: Operand, y: Operand) -> Tensor:
     >>> fsdpc.functional.where(x > 0, x, 0.0).tolist()
     [0.0, 2.0]
     """
-    keep = _truth(condition)
+    keep, x, y = _truth(condition), plain_number(x), plain_number(y)
     if _is_zero_beside(y, x):
         return _core.keep(x, keep)
     if _is_zero_beside(x, y):
@@ -84,10 +86,13 @@ def clamp(x: Tensor, min: Operand | None = None, max: Operand | None = None) -> 
     for bound, kernel, outside in ((min, _core.clamp_min, _below), (max, _core.clamp_max, _above)):
         if bound is None:
             continue
+        bound = plain_number(bound)
         if not isinstance(bound, (int, float, Tensor)):
-            bound = _core.tensor(bound)  # NumPy's numbers and arrays
-        if x.dtype.is_floating_point and isinstance(bound, (int, float)):
-            x = where(False, x, math.nan) if math.isnan(bound) else kernel(x, bound)
+            bound = _core.tensor(bound)
+        if isinstance(bound, float) and math.isnan(bound):
+            x = where(False, x, bound)
+        elif x.dtype.is_floating_point and isinstance(bound, (int, float)):
+            x = kernel(x, bound)
         else:
             x = where(outside(x, bound), bound, x)
     return x
@@ -207,6 +212,11 @@ def _is_zero_beside(value: Any, x: Any) -> bool:
         return False
     fits = x.dtype.is_floating_point or isinstance(value, int)
     return fits and value == 0 and math.copysign(1, value) > 0
+
+
+def plain_number(value: Any) -> Any:
+    """Return a number of NumPy's as Python's, which a dtype has to hold; anything else as it is."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _pair(x: Operand, y: Operand) -> tuple[Tensor, Tensor]:

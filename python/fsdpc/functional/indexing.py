@@ -14,7 +14,7 @@ import numpy as np
 
 from fsdpc import _core
 from fsdpc._core import Tensor
-from fsdpc.functional.elementwise import where, wide
+from fsdpc.functional.elementwise import plain_number, where, wide
 
 
 def gather(x: Tensor, dim: int, index: Tensor) -> Tensor:
@@ -134,6 +134,7 @@ def take_along(x: Tensor, index: Any) -> Tensor:
 
 def put_along(x: Tensor, index: Any, value: Any) -> None:
     """Write ``x[index] = value`` with arrays or masks in the index; the last of equals stays."""
+    value = plain_number(value)
     number = isinstance(value, (int, float)) and x.dtype.is_floating_point
     if number and isinstance(index, Tensor) and index.dtype is _core.bool_:
         if index.shape == x.shape:
@@ -276,7 +277,7 @@ def masked_fill(x: Tensor, mask: Any, value: float) -> Tensor:
     >>> F.masked_fill(tensor([1.0, 2.0]), tensor([True, False]), 9.0).tolist()
     [9.0, 2.0]
     """
-    floats = x.dtype.is_floating_point
+    value, floats = plain_number(value), x.dtype.is_floating_point
     if not floats and (isinstance(value, float) or x.dtype is _core.bool_):  # else where's rule
         value = _core.full((), value, dtype=x.dtype)
     return where(mask, value, x)

@@ -71,7 +71,7 @@ class Module(Hooked):
                 )
             self._buffers[name] = value
         else:
-            d[name] = value
+            object.__setattr__(self, name, value)  # by the class's property, if it has one
 
     def _enter(self, table: str, name: str, value: Any) -> None:
         """Put a parameter or module into its table, out of the others; in its own it stays."""

@@ -152,6 +152,10 @@ class Parameter(Tensor):
                 "to drop its unit's gradients, or write into p.grad in place"
             )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+        values = Tensor.__deepcopy__(self, memo)
+        return type(self)(values, requires_grad=self.requires_grad)
+
     def __reduce__(self) -> Any:
         raise TypeError("parameters are not pickled: save state_dict() instead")
 

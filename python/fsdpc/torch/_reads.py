@@ -120,6 +120,10 @@ _VALUES = frozenset(
 )
 
 
+#: What converts its first operand, and asks another for its dtype and device alone.
+_LIKE = frozenset((Tensor.to, Tensor.type_as))
+
+
 class _Running(threading.local):
     """The sharded modules that run in this thread, outermost first."""
 
@@ -221,6 +225,8 @@ def check_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
     It would fail on ranks that have other rows, or give gradients that nothing reduces. What was
     computed from these rows has their shape.
     """
+    if func in _LIKE:
+        return
     for rows, info in _rows_in(args, kwargs):
         for other in (*args, *kwargs.values()):
             if (
@@ -256,6 +262,8 @@ def _check_forward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     name = getattr(func, "__name__", "")
     if func in _FREE or (name in ("__get__", "__set__") and func not in _VALUES):
         return
+    if func in _LIKE:
+        args, kwargs = args[:1], {}
     for rows, info in _rows_in(args, kwargs):
         _refuse_forward(_name(func), rows, info)
 
