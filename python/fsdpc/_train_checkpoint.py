@@ -132,11 +132,15 @@ class TrainCheckpoints:
             content = manifest.read(latest)
             extra, loader = self.state["extra"], self.state["data"]
             check_resumed(latest, content, extra["tokenizer"], len(loader.dataset))
-            changed = changes(content, extra["options"], distributed.world_size())
             if "scaler" not in content:  # it was no fp16, and begins at its first scale
                 step = self._restore({**self.state, "scaler": None})
             else:
                 step = self._restore(self.state)
+            self._resumed = self._manager.restored  # an older one if that is damaged
+            content = manifest.read(self._resumed)
+            changed = changes(content, extra["options"], distributed.world_size())
+        elif o.resume:
+            self._manager.restore(self.state)  # raises if there are damaged ones
         if distributed.rank() == 0 and o.resume:
             found = "nothing to resume" if step is None else f"resumed after step {step}"
             print(f"{found} in {o.checkpoint}" + (f", with {changed}" if changed else ""))

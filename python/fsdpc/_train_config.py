@@ -14,6 +14,7 @@ from typing import Any
 
 from fsdpc._say import as_name, as_text
 from fsdpc._train_options import FIXED, FLAGS, KEPT, SWITCHES, parser
+from fsdpc.lora import ALL_LINEAR
 from fsdpc.offload import OffloadPolicy
 
 AS_NAMES: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape"}  # of run.toml
@@ -49,6 +50,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             _refuse_changes(latest, kept, given)
             if not given.get("schedule", "wsd").startswith("wsd"):
                 kept.pop("decay", None)
+            if "init_from" in given:
+                kept.pop("preset", None)
             taken = {k: v for k, v in kept.items() if k not in given and v is not None}
             words = [*words_of(taken), *words]
     return p.parse_args(words)
@@ -75,6 +78,9 @@ def kept_options(options: argparse.Namespace) -> dict[str, Any]:
         if name in _PATHS and value is not None:
             value = [p.absolute() for p in value] if name == "data" else value.absolute()
         found[name] = plain(value)
+    if options.lora is not None:  # their defaults, as they may be given later
+        found["lora_alpha"] = found["lora_alpha"] or 2.0 * options.lora
+        found["lora_targets"] = found["lora_targets"] or ALL_LINEAR
     return found
 
 
@@ -160,6 +166,8 @@ def words_of(values: Mapping[str, Any]) -> list[str]:
     for name, value in values.items():
         option = name.replace("_", "-")
         if option in FLAGS:
+            if not isinstance(value, bool):
+                raise ValueError(f"'{name}' is true or false, not {value!r}")
             found += [f"--{option}"] if value else [f"--no-{option}"] * (option in SWITCHES)
         else:
             found += [f"--{option}", *map(_word, value if isinstance(value, list) else [value])]

@@ -211,6 +211,48 @@ def test_a_renamed_copy_goes_on_from_its_own_step(ranks: int, tmp_path: Path) ->
     assert names(copy) == [f"step-{step:08}" for step in (4, 5, 6, 7, 8, 9)]
 
 
+def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    """The header says what the older one had, and the damaged one keeps no step taken."""
+    folder = tmp_path / "run"
+    train("--steps", 2, "--checkpoint", folder)
+    train("--resume", "--steps", 4, "--lr", "0.001", "--checkpoint", folder)
+    weights = max((folder / "step-00000004").glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    output = train("--resume", "--checkpoint", folder)
+    header = next(line for line in output.splitlines() if line.startswith("resumed after step 2"))
+    assert "--lr 0.001 (was 0.003)" in header and "--steps 4 (was 2)" in header
+    assert "saved after step 4" in output
+    assert checkpoint.inspect(folder / "step-00000004").step == 4
+
+
+def test_damaged_checkpoints_are_not_trained_over(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train("--steps", 1, "--checkpoint", folder)
+    path = folder / "step-00000001" / "manifest.json"
+    path.write_bytes(path.read_bytes()[:-9])
+    done = subprocess.run(
+        command("--resume", "--steps", 1, "--checkpoint", folder),
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode != 0 and "none of the checkpoints in" in done.stderr
+    assert names(folder) == ["step-00000001"]
+
+
+def test_defaults_of_adapters_may_be_given_to_a_resume() -> None:
+    options = _train_config.parse(["--init-from", "base", "--lora", "4"])
+    kept = _train_config.kept_options(options)
+    assert (kept["lora_alpha"], kept["lora_targets"]) == (8.0, "all-linear")
+
+
+def test_switches_of_a_configuration_are_true_or_false(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('deterministic = "no"\n', encoding="utf-8")
+    with pytest.raises(ValueError, match="'deterministic' is true or false, not 'no'"):
+        _train_config.parse(["--config", str(path)])
+
+
 def test_steps_0_saves_the_initial_state(tmp_path: Path) -> None:
     train("--steps", 0, "--checkpoint", tmp_path / "run")
     assert names(tmp_path / "run") == ["step-00000000"]

@@ -124,6 +124,8 @@ class CheckpointManager:
         self._saved_at = time.monotonic()
         self._handle: SaveHandle | None = None
         self._last: int | None = None  # the step of the newest save of ours
+        self._damaged: set[Path] = set()  # which only loading has shown
+        self.restored: Path | None = None  # what restore() has loaded last
         self._claim: Claim | None = None  # of rank 0
         self.stopped: bool = False
         self._signals: StopSignals | None = None
@@ -236,7 +238,7 @@ class CheckpointManager:
         """Claim the folder; a damaged checkpoint does not keep its step taken."""
         self._claim_here()
         found = _look_at(self.path(step))
-        if found is not None and found.problem is not None:
+        if found is not None and (found.problem is not None or found.path in self._damaged):
             _remove(found.path)
         elif found is not None and found.renamed:
             raise FileExistsError(
@@ -311,13 +313,21 @@ class CheckpointManager:
                     raise
                 if distributed.rank() == 0:
                     say(f"skipping {found.path}: {error}")
+                self._damaged.add(found.path)
                 damaged, last = damaged + 1, error
                 continue
+            self.restored = found.path
             if found.renamed and distributed.rank() == 0:
                 say(f"{found.path} holds step {found.step}, whatever its name says")
             return found.step
         if last is not None:
             raise last
+        broken = distributed.broadcast(self._on_rank_0(lambda: len(self.list())) or 0)
+        if broken:
+            raise CheckpointError(
+                f"none of the checkpoints in {self.folder} can be used: move them elsewhere to "
+                "begin anew"
+            )
         return None
 
 
