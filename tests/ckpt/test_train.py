@@ -183,7 +183,7 @@ def test_a_resume_from_before_options_were_kept(tmp_path: Path) -> None:
 
 def test_other_data_are_refused(tmp_path: Path) -> None:
     train("--steps", 0, "--checkpoint", tmp_path)
-    words = command("--checkpoint", tmp_path, "--resume", "--data", ROOT / "python/fsdpc/nn")
+    words = command("--checkpoint", tmp_path, "--resume", "--data", ROOT / "csrc/nn")
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and re.search(r"sequences, and --data has \d+: ", done.stderr)
 

@@ -13,7 +13,8 @@ from fsdpc.models.config import ModelConfig
 from fsdpc.models.gpt2 import GPT2
 from fsdpc.models.llama import Llama
 from fsdpc.models.published import differences, read_config
-from fsdpc.nn.module import Module, Parameter, deferred_init, is_deferring
+from fsdpc.nn.module import Module, Parameter, deferred_init
+from fsdpc.nn.parameter import is_deferring
 
 PathLike = str | os.PathLike[str]
 _DTYPES = ("float32", "bfloat16", "float16", "float64")

@@ -31,7 +31,15 @@ def _init(p: P, kind: str, a: float, b: float) -> P:
 
 
 def zero_row_(p: P, row: int) -> P:
-    """Fill a row of a new parameter with 0, whatever it is filled with otherwise."""
+    """Fill a row of a new parameter with 0, whatever it is filled with otherwise.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> nn.init.zero_row_(nn.Parameter(fsdpc.ones(2, 2)), 1).tolist()
+    [[1.0, 1.0], [0.0, 0.0]]
+    """
     if isinstance(p, Parameter) and p.is_deferred:
         assert p._recipe is not None
         p._recipe = p._recipe._replace(zero_row=row)

@@ -11,9 +11,9 @@ from fsdpc import _core
 from fsdpc._core import Tensor
 from fsdpc.grad_mode import no_grad
 from fsdpc.nn._hooks import Hooked
-from fsdpc.nn.parameter import Parameter, deferred_init, is_deferring
+from fsdpc.nn.parameter import Parameter, deferred_init
 
-__all__ = ["Module", "Parameter", "check_real", "deferred_init", "float_tensor", "is_deferring"]
+__all__ = ["Module", "Parameter", "deferred_init"]
 
 M = TypeVar("M", bound="Module")
 
