@@ -30,13 +30,13 @@ void fsdpc_nn_softmax_f64(const void *arg, size_t first, size_t last)
     const fsdpc_softmax_args *args = arg;
     for (size_t row = first; row < last; row++) {
         const double *x = (const double *)args->x + row * args->cols;
-        double *out = (double *)args->out + row * args->cols;
         double max = row_max(x, args->cols);
         if (args->lse) {
             double shift = isfinite(max) ? max : 0;
             ((double *)args->lse)[row] = log(row_exp_sum(x, args->cols, shift)) + shift;
             continue;
         }
+        double *out = (double *)args->out + row * args->cols;
         double sum = row_exp_sum(x, args->cols, max);
         for (size_t c = 0; c < args->cols; c++)
             out[c] = args->log ? x[c] - max - log(sum) : exp(x[c] - max) / sum;
