@@ -132,10 +132,9 @@ class TrainCheckpoints:
             content = manifest.read(latest)
             extra, loader = self.state["extra"], self.state["data"]
             check_resumed(latest, content, extra["tokenizer"], len(loader.dataset))
-            if "scaler" not in content:  # it was no fp16, and begins at its first scale
-                step = self._restore({**self.state, "scaler": None})
-            else:
-                step = self._restore(self.state)
+            # Without a scaler it was not fp16: this run's begins at its first scale.
+            kept = {} if "scaler" in content else {"scaler": None}
+            step = self._restore({**self.state, **kept})
             self._resumed = self._manager.restored  # an older one if that is damaged
             content = manifest.read(self._resumed)
             changed = changes(content, extra["options"], distributed.world_size())

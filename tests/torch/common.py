@@ -10,6 +10,7 @@ import torch
 import torch._dynamo  # optimizers import it at their first use: here once, not on every rank
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fsdpc
 from fsdpc.torch import fully_shard
@@ -45,6 +46,18 @@ class Net(nn.Module):
         return self.last(x)
 
 
+class Checkpointed(Net):
+    """Blocks under activation checkpointing."""
+
+    reentrant = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.last(x)
+
+
 def build(seed: int = 3, **sizes: int) -> Net:
     """The same model on every rank."""
     torch.set_num_threads(1)
@@ -68,6 +81,25 @@ def batch(step: int, rank: int, micro: int = 0, rows: int = 4) -> torch.Tensor:
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """A loss whose gradients reach everything."""
     return (model(x) ** 2).mean()
+
+
+# ---- which backwards of a step reduce ----
+
+
+def no_sync(m: Any, last: bool) -> None:
+    m.set_requires_gradient_sync(last)
+
+
+def no_all_reduce(m: Any, last: bool) -> None:
+    m.set_requires_all_reduce(last)
+
+
+def no_wait(m: Any, last: bool) -> None:
+    m.set_is_last_backward(last)
+
+
+def every_one(m: Any, last: bool) -> None:
+    pass
 
 
 def average_grads(model: nn.Module) -> None:

@@ -18,6 +18,7 @@ from fsdpc.torch import fully_shard
 
 from .common import (
     Block,
+    Checkpointed,
     Net,
     assert_same_steps,
     average_grads,
@@ -28,18 +29,6 @@ from .common import (
     shard,
     twin,
 )
-
-
-class Checkpointed(Net):
-    """Blocks under activation checkpointing."""
-
-    reentrant = True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.last(x)
 
 
 class InnerCheckpointed(Block):

@@ -21,7 +21,11 @@ from .common import (
     batch,
     build,
     end_step,
+    every_one,
     loss_of,
+    no_all_reduce,
+    no_sync,
+    no_wait,
     shard,
     twin,
 )
@@ -94,22 +98,6 @@ class LeavesOut(Net):
         for block in self.blocks[:-1]:
             x = block(x)
         return self.last(x)
-
-
-def no_sync(m: Any, last: bool) -> None:
-    m.set_requires_gradient_sync(last)
-
-
-def no_all_reduce(m: Any, last: bool) -> None:
-    m.set_requires_all_reduce(last)
-
-
-def no_wait(m: Any, last: bool) -> None:
-    m.set_is_last_backward(last)
-
-
-def every_one(m: Any, last: bool) -> None:
-    pass
 
 
 @pytest.mark.ranks([1, 2, 4])

@@ -16,6 +16,7 @@ from fsdpc.torch import fully_shard
 
 from .common import (
     Block,
+    Checkpointed,
     Net,
     assert_same_grads,
     assert_same_parameters,
@@ -27,18 +28,6 @@ from .common import (
     shard,
     twin,
 )
-
-
-class Outside(Net):
-    """Units under a checkpoint."""
-
-    reentrant = True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.last(x)
 
 
 class Inside(Block):
@@ -62,7 +51,7 @@ class Around(Net):
         return checkpoint(super().forward, x, use_reentrant=self.reentrant)
 
 
-KINDS = [None, *((k, r) for k in (Outside, Inside, Around) for r in (True, False))]
+KINDS = [None, *((k, r) for k in (Checkpointed, Inside, Around) for r in (True, False))]
 
 
 def prepare(kind: Any, **options: Any) -> tuple[Any, Any]:
@@ -196,7 +185,7 @@ def test_each_forward_records_what_was_trainable_then(kind: Any) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", [None, (Outside, False)])
+@pytest.mark.parametrize("kind", [None, (Checkpointed, False)])
 @pytest.mark.parametrize(
     "options",
     [{"reshard_after_forward": False}, {"strategy": "SHARD_OPTIM"}, {"strategy": "NO_SHARD"}],
