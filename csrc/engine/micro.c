@@ -162,7 +162,7 @@ static fsdpc_status make_level(fsdpc_unit *unit, int level)
     if (level == 0 || unit->sums[level - 1])
         return FSDPC_OK;
     void *memory;
-    /* Zeroed because padding is summed too, though nobody reads it. */
+    /* Zeroed because the sums cover padding too, whose values no caller reads. */
     FSDPC_TRY(fsdpc_device_alloc_zeroed(unit->device, FSDPC_MEM_GRAD, unit->grad_bytes, &memory));
     unit->sums[level - 1] = memory;
     return FSDPC_OK;

@@ -25,7 +25,7 @@ static fsdpc_status add_rows(fsdpc_tape *tape, fsdpc_node *node, const fsdpc_ten
     return fsdpc_op_kernels(tape)->embedding_backward(&args, tape->stream);
 }
 
-/* dy with zeros where the id is the padding. */
+/* Copies dy, with zeros in the rows whose id is the padding. */
 static fsdpc_status without_padding(fsdpc_tape *tape, fsdpc_tensor *ids, int64_t padding,
                                     const fsdpc_tensor *dy, fsdpc_tensor **out)
 {

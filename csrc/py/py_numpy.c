@@ -64,7 +64,7 @@ int fsdpc_py_tensor_getbuffer(PyObject *object, Py_buffer *view, int flags)
         return -1;
     }
     e->tensor = fsdpc_tensor_acquire(t);
-    t->storage->exported = true; /* numpy() gives the buffer back, and keeps the object alone */
+    t->storage->exported = true; /* numpy() releases the buffer and keeps only the object */
     Py_ssize_t *extents = e->extents, *strides = extents + t->ndim;
     Py_ssize_t stride = (Py_ssize_t)fsdpc_dtype_bytes(t->dtype);
     for (int i = t->ndim - 1; i >= 0; i--) {

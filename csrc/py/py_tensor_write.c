@@ -110,7 +110,7 @@ static size_t rows_before(const fsdpc_tensor *root, const fsdpc_tensor *t)
     return (size_t)((char *)t->data - (char *)root->data) / fsdpc_dtype_bytes(t->dtype);
 }
 
-/* Do only these tensors stand on the memory?  The value may, beside what is written. */
+/* Refuses memory that other tensors share; the written value may share it. */
 static int check_shared(fsdpc_py_tensor *self, const char *what, const fsdpc_box *box,
                         fsdpc_tensor *src, PyObject *value)
 {

@@ -237,7 +237,7 @@ static int copy_in(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, PyObject *gr
     return given == p->grad ? 0 : fsdpc_torch_version(self, given, &p->version);
 }
 
-/* One piece's `.grad`: 1 if there is one, 0 if not, -1. */
+/* Takes one piece's `.grad`: 1 if it exists, 0 if not, -1 on error. */
 static int take_one(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, bool live)
 {
     PyObject *grad = get_grad(self, p);

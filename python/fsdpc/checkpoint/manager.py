@@ -351,7 +351,7 @@ def _name_of(step: int) -> str:
 
 
 def _named(path: Path) -> int:
-    """The step in a folder's name; -1 if it is no name of ours."""
+    """Return the step in a folder's name, or -1 if the manager did not choose the name."""
     match = _NAME.fullmatch(path.name)
     step = int(match.group(1)) if match else -1
     return step if path.name == _name_of(step) else -1  # else it has more zeros than ours

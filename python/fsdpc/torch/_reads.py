@@ -120,7 +120,7 @@ _VALUES = frozenset(
 )
 
 
-#: What converts its first operand, and asks another for its dtype and device alone.
+#: Operations that convert the first operand and read only dtype and device of another.
 _LIKE = frozenset((Tensor.to, Tensor.type_as))
 
 

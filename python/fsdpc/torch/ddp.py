@@ -206,7 +206,7 @@ def _when_buffers_are_sent(options: dict[str, Any]) -> tuple[bool, bool, bool]:
 
 
 def _refuse_sync_batch_norm(module: nn.Module) -> None:
-    """Raise as torch's DDP does: its SyncBatchNorm has kernels for accelerators alone."""
+    """Raise as torch's DDP does: its SyncBatchNorm has kernels only for accelerators."""
     for name, m in module.named_modules():
         at = {t.device.type for t in (*m.parameters(False), *m.buffers(False))}
         if isinstance(m, nn.SyncBatchNorm) and "cpu" in at:
