@@ -125,7 +125,7 @@ def test_fp32_gpt2_that_accumulates_and_recomputes(tmp_path: Path) -> None:
         (("--eval-bytes", -1), "--eval-bytes must be at least 0, got -1"),
         (("--seed", 2**64), "--seed must be below 2^63"),
         (("--lr", "inf"), "--lr must be finite, got inf"),
-        (("--batch", 10_000), "sequences of 32 to train on, "),
+        (("--batch", 1_000_000), "sequences of 32 to train on, "),
         (("--preset", "70B"), "--preset 70B on "),
         (("--weight-decay", -0.1), "--weight-decay must be at least 0, got -0.1"),
         (("--weight-decay", "nan"), "--weight-decay must be at least 0, got nan"),
