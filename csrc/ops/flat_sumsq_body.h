@@ -8,6 +8,8 @@
  * WHOLE_POWER_MAX are products of repeated squares, from the lowest bit of p up.  Others are libm's
  * pow, one by one, a hundred times as slow: the same function on every path.  A short leaf behaves
  * as if padded with zeros.  Threads sum into accumulators of their own, which merge exactly.
+ *
+ * Leaves of one element take the accumulator a block of terms at a time: see Note [exact blocks].
  */
 
 /* fp64 vectors as wide as the registers; the sixteen partial sums are a few of them. */
@@ -77,6 +79,21 @@ FSDPC_INLINE void add_terms(f64_vec *partial, const void *x, size_t i, fsdpc_dty
     }
 }
 
+FSDPC_INLINE double fold_partials(f64_vec *partial)
+{
+    for (int half = F64_VECTORS / 2; half; half /= 2)
+        for (int k = 0; k < half; k++)
+            partial[k] += partial[k + half];
+    f64_vec s = partial[0];
+#if defined(__AVX512F__)
+    return ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
+#elif defined(__AVX2__)
+    return (s[0] + s[2]) + (s[1] + s[3]);
+#else
+    return s[0] + s[1];
+#endif
+}
+
 FSDPC_INLINE double leaf_sum(const void *x, size_t begin, size_t numel, fsdpc_dtype dtype,
                              term kind, double p)
 {
@@ -91,17 +108,82 @@ FSDPC_INLINE double leaf_sum(const void *x, size_t begin, size_t numel, fsdpc_dt
         memcpy(padded, fsdpc_flat_at(x, begin + i, dtype), (numel - i) * fsdpc_dtype_bytes(dtype));
         add_terms(partial, padded, 0, dtype, kind, p);
     }
-    for (int half = F64_VECTORS / 2; half; half /= 2)
-        for (int k = 0; k < half; k++)
-            partial[k] += partial[k + half];
-    f64_vec s = partial[0];
-#if defined(__AVX512F__)
-    return ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
-#elif defined(__AVX2__)
-    return (s[0] + s[2]) + (s[1] + s[3]);
-#else
-    return s[0] + s[1];
-#endif
+    return fold_partials(partial);
+}
+
+/* Note [exact blocks].  One addition to the accumulator costs as much as reading a leaf of 64.  So
+ * leaves of one element are first added in fp64, a block at a time, without rounding.
+ *
+ * Sigma is a power of two above the block's sum.  (term + sigma) - sigma rounds a term to a multiple
+ * of 2^-52 sigma: its high part.  Any sum of high parts is a multiple of that too, and below 2 sigma,
+ * so fp64 holds it.  The rest of a term is at most 2^-53 sigma; all rests together are below half of
+ * low = 2^-44 sigma.  With low for sigma, the same step takes a low part from each rest.  If every
+ * low part is all of its rest, both sums are exact.  Squares of fp32 have 48 bits, so this holds for
+ * elements down to 2^-24 of the block's norm.  Other blocks, and those with a NaN or infinity, add
+ * their terms one by one.  Both ways give the accumulator the same number. */
+enum { EXACT_BLOCK = 256 };
+
+/* Adds the high and low parts of the first n terms, a multiple of PARTIALS; false if they are not
+ * all of the terms, and nothing was added. */
+FSDPC_INLINE bool add_parts(const double *terms, size_t n, double bound, fsdpc_exact_sum *sum)
+{
+    double sigma = ldexp(1, ilogb(bound) + 1), low = sigma * 0x1p-44;
+    f64_vec highs[F64_VECTORS] = {{0}}, lows[F64_VECTORS] = {{0}};
+    f64_bits left = {0};
+    for (size_t i = 0; i < n; i += PARTIALS) {
+        for (int k = 0; k < F64_VECTORS; k++) {
+            f64_vec whole = (f64_vec) * (const f64_loose *)(terms + i + k * F64_LANES);
+            f64_vec high = (whole + sigma) - sigma, rest = whole - high;
+            f64_vec part = (rest + low) - low;
+            highs[k] += high;
+            lows[k] += part;
+            left |= (f64_bits)(rest - part); /* +0 if they are equal, whatever their signs */
+        }
+    }
+    int64_t any = 0;
+    for (int lane = 0; lane < F64_LANES; lane++)
+        any |= left[lane];
+    if (any)
+        return false;
+    double high_sum = fold_partials(highs), low_sum = fold_partials(lows);
+    if (low_sum < 0) { /* the accumulator takes no negative numbers; both stay exact */
+        high_sum -= low;
+        low_sum += low;
+    }
+    fsdpc_exact_sum_add(sum, high_sum);
+    fsdpc_exact_sum_add(sum, low_sum);
+    return true;
+}
+
+/* Each of up to EXACT_BLOCK elements is a leaf. */
+FSDPC_INLINE void add_singles(const void *x, size_t begin, size_t numel, fsdpc_dtype dtype,
+                              term kind, double p, fsdpc_exact_sum *sum)
+{
+    double terms[EXACT_BLOCK] __attribute__((aligned(64)));
+    f64_vec totals[F64_VECTORS] = {{0}};
+    size_t n = 0;
+    for (; n < numel; n += PARTIALS) {
+        double padded[PARTIALS] = {0};
+        const void *from = x;
+        size_t at = begin + n;
+        if (numel - n < PARTIALS) {
+            memcpy(padded, fsdpc_flat_at(x, at, dtype), (numel - n) * fsdpc_dtype_bytes(dtype));
+            from = padded, at = 0;
+        } else {
+            prefetch_ahead(x, at, dtype, PARTIALS);
+        }
+        f64_vec own[F64_VECTORS] = {{0}};
+        add_terms(own, from, at, dtype, kind, p);
+        for (int k = 0; k < F64_VECTORS; k++) {
+            *(f64_loose *)(terms + n + k * F64_LANES) = (f64_loose)own[k];
+            totals[k] += own[k];
+        }
+    }
+    double total = fold_partials(totals); /* rounded; no term is above it */
+    if (total == 0 || (total < 0x1p1022 && add_parts(terms, n, total, sum)))
+        return;
+    for (size_t i = 0; i < numel; i++)
+        fsdpc_exact_sum_add(sum, terms[i]);
 }
 
 typedef struct sumpow_args {
@@ -120,6 +202,9 @@ FSDPC_INLINE void sumpow_run(const sumpow_args *a, size_t begin, size_t end, fsd
     const void *x = a->x;
     size_t at = begin, leaf = a->leaf;
     double p = a->p;
+    if (leaf == 1)
+        for (; at < end; at += fsdpc_min_size(EXACT_BLOCK, end - at))
+            add_singles(x, at, fsdpc_min_size(EXACT_BLOCK, end - at), dtype, kind, p, sum);
     if (leaf == 64) /* a constant length, for the loops inside */
         for (; at + 64 <= end; at += 64)
             fsdpc_exact_sum_add(sum, leaf_sum(x, at, 64, dtype, kind, p));

@@ -73,6 +73,33 @@ static void test_case(rig *r, fsdpc_dtype dtype, size_t numel, size_t leaf, doub
     free(x);
 }
 
+/* Leaves of one element, whose sizes are up to 2^spread apart: the same words as one by one. */
+static void test_spread(rig *r, fsdpc_dtype dtype, int spread, double middle)
+{
+    enum { NUMEL = 3000 };
+    uint64_t state = (uint64_t)spread;
+    void *x = test_alloc(NUMEL * sizeof(double));
+    for (size_t i = 0; i < NUMEL; i++) {
+        int exponent = (int)(random_bits(&state) % (uint64_t)(spread + 1)) - spread;
+        double value = ldexp(random_value(&state), exponent) * middle;
+        value = random_bits(&state) % 8 ? value : 0;
+        if (dtype == FSDPC_F64)
+            ((double *)x)[i] = value;
+        else
+            ((float *)x)[i] = (float)value;
+    }
+    for (size_t numel = 1; numel < NUMEL; numel = numel * 3 / 2 + 1) {
+        fsdpc_exact_sum sum = sum_of(r, x, dtype, numel, 1, 0), reference = {{0}, 0, 0};
+        for (size_t i = 0; i < numel; i++)
+            fsdpc_exact_sum_add(&reference, term(element(x, i, dtype), 2));
+        fsdpc_exact_sum_normalize(&reference);
+        CHECK_NOTE(memcmp(&sum, &reference, sizeof sum) == 0,
+                   "%s, %zu elements over 2^%d around %g", fsdpc_dtype_name(dtype), numel, spread,
+                   middle);
+    }
+    free(x);
+}
+
 static void test_not_numbers(rig *r)
 {
     float x[200] = {1, 2};
@@ -129,6 +156,13 @@ int main(void)
                         test_case(&r, all_floats[d], some_sizes[s], leaves[l], 6);
                     }
                 }
+        static const int spreads[] = {0, 3, 10, 20, 26, 40, 130};
+        for (int s = 0; s < 7; s++) {
+            test_spread(&r, FSDPC_F32, spreads[s], 0x1p20);
+            test_spread(&r, FSDPC_F64, spreads[s], 1);
+            test_spread(&r, FSDPC_F64, 8 * spreads[s], 0x1p500);
+            test_spread(&r, FSDPC_F64, spreads[s], 0x1p-490); /* squares: around the smallest */
+        }
         test_not_numbers(&r);
         rig_fini(&r);
     }
