@@ -8,12 +8,13 @@
  *
  * Some rows are so long that even this wastes more than 1 % of the unit and 65,536 elements (fused
  * three-dimensional experts, convolutions over many ranks).  Then the parameters of three and more
- * dimensions of that band are cut by rows of dim 1, if those are multiples of 64, else by
- * 64-element chunks.  The rule reads shapes alone, so every rank decides alike.
+ * dimensions of that band are cut by rows of dim 1, if those are multiples of 256.  Otherwise they
+ * are cut into chunks of 256 elements, the blocks of 8-bit codes.  The rule reads only shapes, so
+ * every rank decides alike.
  *
- * A 1-D parameter has rows of 64 elements, the last one short: its tail is padding like the gaps
- * that alignment leaves.  Padding is part of shard and full; nothing there ever reaches a
- * parameter.
+ * A 1-D parameter has rows of one element, so its cuts are torch.chunk's.  Gaps that alignment
+ * leaves are padding, like the tail of a slice.  Padding is part of shard and full; nothing there
+ * ever reaches a parameter.
  */
 #include "engine/layout.h"
 
@@ -21,7 +22,7 @@
 
 #include "base/size.h"
 
-enum { PADDING_FLOOR = 65536 };
+enum { PADDING_FLOOR = 65536, FINE_ROW = 256 };
 
 static size_t gcd(size_t a, size_t b)
 {
@@ -50,14 +51,14 @@ static size_t trailing_numel(int ndim, const size_t *shape, int first_dim)
 static size_t row_of(int ndim, const size_t *shape)
 {
     if (ndim < 2 || trailing_numel(ndim, shape, 0) == 0)
-        return FSDPC_LAYOUT_ALIGN;
+        return 1;
     return trailing_numel(ndim, shape, 1);
 }
 
 static size_t finer_row_of(const fsdpc_place *place)
 {
     size_t row = trailing_numel(place->ndim, place->shape, 2);
-    return row % FSDPC_LAYOUT_ALIGN == 0 && row < place->row_numel ? row : FSDPC_LAYOUT_ALIGN;
+    return row % FINE_ROW == 0 && row < place->row_numel ? row : FINE_ROW;
 }
 
 /* By shape alone, because norms must not depend on the number of ranks.  Rows may be refined at
@@ -125,7 +126,7 @@ static void refine_rows(fsdpc_layout *layout)
         again = false;
         for (int i = 0; i < layout->n_params; i++) {
             fsdpc_place *first = &layout->params[i];
-            if (first->band == -2 || first->ndim < 3 || first->row_numel == FSDPC_LAYOUT_ALIGN)
+            if (first->band == -2 || first->ndim < 3 || first->row_numel <= FINE_ROW)
                 continue;
             size_t real, rows = band_rows(layout, first, &real);
             size_t slice = fsdpc_ceil_div(rows, (size_t)layout->ranks) * first->row_numel;
@@ -143,8 +144,8 @@ static void refine_rows(fsdpc_layout *layout)
     }
 }
 
-/* Places every parameter of the band that `first` opens and closes the band. */
-static void place_band(fsdpc_layout *layout, fsdpc_group *group, int first, int *owner_io)
+/* Places every parameter before `end` of the band that `first` opens, and closes the band. */
+static void place_band(fsdpc_layout *layout, fsdpc_group *group, int first, int end, int *owner_io)
 {
     fsdpc_place *opener = &layout->params[first];
     fsdpc_place key = *opener;
@@ -161,7 +162,7 @@ static void place_band(fsdpc_layout *layout, fsdpc_group *group, int first, int 
         group->full_numel = band->full_offset + band->numel;
     } else {
         band->owner = -1;
-        for (int i = first; i < layout->n_params; i++) {
+        for (int i = first; i < end; i++) {
             fsdpc_place *place = &layout->params[i];
             if (place->band != -1 || !same_band(&key, place))
                 continue;
@@ -169,7 +170,7 @@ static void place_band(fsdpc_layout *layout, fsdpc_group *group, int first, int 
             place->full_offset = band->full_offset + rows * row;
             rows += fsdpc_ceil_div(place->numel, row);
         }
-        for (int i = first; i < layout->n_params; i++) {
+        for (int i = first; i < end; i++) {
             fsdpc_place *place = &layout->params[i];
             if (place->band == -1 && same_band(&key, place))
                 place->band = (int)group->n_bands;
@@ -201,7 +202,7 @@ static fsdpc_status make_groups(fsdpc_layout *layout)
 }
 
 fsdpc_status fsdpc_layout_create(const fsdpc_param_spec *specs, int n_specs, int ranks,
-                                 int first_owner, fsdpc_layout **out)
+                                 const fsdpc_layout_options *options, fsdpc_layout **out)
 {
     if (ranks < 1)
         return fsdpc_fail(FSDPC_ERR_VALUE, "a layout needs at least one rank, got %d", ranks);
@@ -223,12 +224,14 @@ fsdpc_status fsdpc_layout_create(const fsdpc_param_spec *specs, int n_specs, int
         layout->real_numel += layout->params[i].numel;
     }
     FSDPC_TRY_GOTO(status, make_groups(layout), destroy);
-    refine_rows(layout);
-    int owner = first_owner % ranks;
+    if (!options->band_per_param)
+        refine_rows(layout);
+    int owner = options->first_owner % ranks;
     for (int i = 0; i < n_specs; i++) {
         fsdpc_place *place = &layout->params[i];
+        int end = options->band_per_param ? i + 1 : n_specs;
         if (place->band < 0)
-            place_band(layout, &layout->groups[place->group], i, &owner);
+            place_band(layout, &layout->groups[place->group], i, end, &owner);
         place->leaf_numel = fsdpc_layout_leaf(place->ndim, place->shape);
     }
     *out = layout;

@@ -10,6 +10,8 @@
  * stay whole has its own band, which one rank owns.  The full of a group is its bands one after the
  * other; a shard is this rank's slices one after the other.  Both begin each band at a multiple of
  * 64.
+ *
+ * A row is what lies under one index of dim 0; a row of a 0-D or 1-D parameter is one element.
  */
 #ifndef FSDPC_ENGINE_LAYOUT_H
 #define FSDPC_ENGINE_LAYOUT_H
@@ -37,7 +39,7 @@ typedef struct fsdpc_place {
     size_t numel;
     size_t row_numel; /* never split by a cut */
     /* Elements that a norm sums at a time, the same at every world size: 64.  If the row is no
-     * multiple of 64, the row; of three and more dimensions gcd(row, 64). */
+     * multiple of 64, the row (one element if 1-D); of three and more dimensions gcd(row, 64). */
     size_t leaf_numel;
     int group, band;    /* band within the group */
     size_t full_offset; /* in the group's full */
@@ -65,10 +67,16 @@ typedef struct fsdpc_layout {
     size_t real_numel; /* without padding, all groups */
 } fsdpc_layout;
 
-/* `first_owner` is the rank that owns the first whole parameter; later ones go round robin.  Dtypes
- * must be floats; any shape is fine: 0-D, empty, fewer rows than ranks. */
+typedef struct fsdpc_layout_options {
+    int first_owner; /* owns the first whole parameter; later ones go round robin */
+    /* Every parameter has its own band, and its rows are never cut finer.  Rank r then has rows
+     * [r C, (r + 1) C) of its R, C = ceil(R / ranks), as torch.chunk cuts it.  A unit pads more. */
+    bool band_per_param;
+} fsdpc_layout_options;
+
+/* Dtypes must be floats; any shape is fine: 0-D, empty, fewer rows than ranks. */
 fsdpc_status fsdpc_layout_create(const fsdpc_param_spec *specs, int n_specs, int ranks,
-                                 int first_owner, fsdpc_layout **out);
+                                 const fsdpc_layout_options *options, fsdpc_layout **out);
 void fsdpc_layout_destroy(fsdpc_layout *layout);
 
 /* How many elements a norm sums at a time in a tensor of this shape, sharded or not; see

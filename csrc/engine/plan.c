@@ -71,7 +71,7 @@ fsdpc_status fsdpc_plan_unit(const fsdpc_param_spec *specs, int n_specs, int ran
                              const fsdpc_unit_options *options, fsdpc_unit_plan *out)
 {
     fsdpc_layout *layout = NULL;
-    FSDPC_TRY(fsdpc_layout_create(specs, n_specs, ranks, options->first_owner, &layout));
+    FSDPC_TRY(fsdpc_layout_create(specs, n_specs, ranks, &options->layout, &layout));
     fsdpc_unit_plan sum = {0};
     fsdpc_status status = FSDPC_OK;
     for (int g = 0; status == FSDPC_OK && g < layout->n_groups; g++) {

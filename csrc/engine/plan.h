@@ -35,7 +35,7 @@ typedef struct fsdpc_unit_options {
     bool cast_reduce; /* reduce_dtype is given; else the dtype of the fulls */
     fsdpc_dtype reduce_dtype;
     bool reshard_after_forward;
-    int first_owner;
+    fsdpc_layout_options layout;
     bool no_alias; /* private memory for fulls, out of reach while sharded */
     fsdpc_offload offload;
 } fsdpc_unit_options;

@@ -93,7 +93,7 @@ fsdpc_status fsdpc_unit_create(const fsdpc_param_spec *specs, int n_specs,
     unit->dirty = true;
     unit->pending_scale = 1;
     FSDPC_TRY_GOTO(status,
-                   fsdpc_layout_create(specs, n_specs, unit->mesh.shard->size, options->first_owner,
+                   fsdpc_layout_create(specs, n_specs, unit->mesh.shard->size, &options->layout,
                                        &unit->layout),
                    destroy);
     size_t slots = n_specs > 0 ? (size_t)n_specs : 1;

@@ -6,7 +6,7 @@
 
 enum { N_PARAMS = 5 };
 
-static fsdpc_status add_units(rig *r)
+static fsdpc_status add_units(rig *r, bool band_per_param)
 {
     fsdpc_param_spec specs[N_PARAMS] = {
         rig_spec("odd", FSDPC_F32, 2, 13, 37, 0), rig_spec("even", FSDPC_F32, 2, 29, 128, 0),
@@ -14,6 +14,7 @@ static fsdpc_status add_units(rig *r)
         rig_spec("scalar", FSDPC_F32, 0, 0, 0, 0)};
     for (int u = 0; u < 2; u++) {
         fsdpc_unit_options options = rig_options(r, u ? "a" : "root");
+        options.layout.band_per_param = band_per_param;
         FSDPC_TRY(rig_add(r, &options, specs, N_PARAMS));
     }
     return rig_root(r);
@@ -44,7 +45,7 @@ static fsdpc_status set_grads(rig *r, size_t poison, float with)
 
 static fsdpc_status norms(rig *r)
 {
-    FSDPC_TRY(add_units(r));
+    FSDPC_TRY(add_units(r, r->arg != NULL));
     const struct {
         size_t poison;
         float with;
@@ -66,10 +67,11 @@ static fsdpc_status norms(rig *r)
 static void test_bits(void)
 {
     double expect[7] = {0};
-    for (int world = 1; world <= RIG_RANKS; world++) {
+    for (int i = 0; i < 2 * RIG_RANKS; i++) {
         rig rigs[RIG_RANKS];
-        rigs_run(rigs, world, norms, NULL);
-        if (world == 1)
+        int world = i % RIG_RANKS + 1;
+        rigs_run(rigs, world, norms, i < RIG_RANKS ? NULL : expect); /* then a band per parameter */
+        if (i == 0)
             memcpy(expect, rigs[0].result, sizeof expect);
         for (int p = 0; p < world; p++)
             for (int c = 0; c < 7; c++)
@@ -110,7 +112,7 @@ typedef struct found {
 static fsdpc_status all_norms(rig *r)
 {
     found *out = (found *)r->arg + r->rank;
-    FSDPC_TRY(add_units(r));
+    FSDPC_TRY(add_units(r, false));
     FSDPC_TRY(set_grads(r, SIZE_MAX, 0));
     r->units[0]->grads[4] = FSDPC_GRAD_NONE;
     fsdpc_clip_multiply(&r->units[1], 1, 0x1p-16);
@@ -277,7 +279,7 @@ static void test_layouts(void)
     const int worlds[] = {1, 3, 64, 1000};
     for (int w = 0; w < 4; w++) {
         fsdpc_layout *layout;
-        CHECK_OK(fsdpc_layout_create(&conv, 1, worlds[w], 0, &layout));
+        CHECK_OK(fsdpc_layout_create(&conv, 1, worlds[w], &(fsdpc_layout_options){0}, &layout));
         fsdpc_exact_sum sum = {0};
         for (int rank = worlds[w] - 1; rank >= 0; rank--) {
             fsdpc_exact_sum mine = {0};
@@ -302,7 +304,7 @@ static void test_scale(void)
 {
     rig r;
     CHECK_OK(rig_open(&r, 1, false));
-    CHECK_OK(add_units(&r));
+    CHECK_OK(add_units(&r, false));
     CHECK_OK(set_grads(&r, SIZE_MAX, 0));
     fsdpc_piece piece;
     void *grad;

@@ -3,6 +3,8 @@
 
 enum { MAX_SPECS = 12 };
 
+static const fsdpc_layout_options plain = {0}, even = {.band_per_param = true};
+
 /* Elements of padding in the fulls of all groups, over real ones. */
 static double padding_of(const fsdpc_layout *layout)
 {
@@ -141,18 +143,36 @@ static bool same(const fsdpc_layout *a, const fsdpc_layout *b)
     return equal;
 }
 
-static void check_layout(const fsdpc_param_spec *specs, int n, int ranks, int owner,
-                         const char *what)
+/* With a band per parameter, what torch.chunk gives each rank of dim 0. */
+static void check_chunks(const fsdpc_layout *layout, int param, const char *what)
+{
+    const fsdpc_place *place = &layout->params[param];
+    size_t rows = place->ndim > 0 ? place->shape[0] : 1, ranks = (size_t)layout->ranks;
+    size_t row = rows > 0 ? place->numel / rows : 0, chunk = (rows + ranks - 1) / ranks;
+    for (int rank = 0; row > 0 && rank < layout->ranks; rank++) {
+        size_t begin = (size_t)rank * chunk, end = begin + chunk;
+        begin = begin < rows ? begin : rows, end = end < rows ? end : rows;
+        fsdpc_piece piece = fsdpc_layout_piece(layout, param, rank);
+        CHECK_NOTE(piece.first == begin * row && piece.numel == (end - begin) * row,
+                   "%s: rank %d has %zu elements from %zu of %zu rows of %zu", what, rank,
+                   piece.numel, piece.first, rows, row);
+    }
+}
+
+static void check_layout(const fsdpc_param_spec *specs, int n, int ranks,
+                         const fsdpc_layout_options *options, const char *what)
 {
     fsdpc_layout *layout = NULL, *again = NULL;
-    CHECK_OK(fsdpc_layout_create(specs, n, ranks, owner, &layout));
-    CHECK_OK(fsdpc_layout_create(specs, n, ranks, owner, &again));
+    CHECK_OK(fsdpc_layout_create(specs, n, ranks, options, &layout));
+    CHECK_OK(fsdpc_layout_create(specs, n, ranks, options, &again));
     CHECK_NOTE(same(layout, again), "%s", what);
-    int next_owner = owner % ranks;
+    int next_owner = options->first_owner % ranks;
     for (int i = 0; i < n; i++) {
         check_place(layout, i, what);
         check_pieces(layout, i, what);
         CHECK_NOTE((band_of(layout, i)->owner >= 0) == specs[i].whole, "%s", what);
+        if (options->band_per_param && !specs[i].whole)
+            check_chunks(layout, i, what);
         if (!specs[i].whole || layout->n_groups > 1)
             continue; /* with several groups owners go round in order of placing, too */
         CHECK_NOTE(band_of(layout, i)->owner == next_owner, "%s: owners go round", what);
@@ -189,10 +209,12 @@ static void test_random(void)
         int n = (int)(rig_random(&state) % (MAX_SPECS + 1));
         for (int i = 0; i < n; i++)
             random_spec(&state, &specs[i]);
-        int ranks = worlds[rig_random(&state) % 10], owner = (int)(rig_random(&state) % 9);
+        int ranks = worlds[rig_random(&state) % 10];
+        const fsdpc_layout_options options = {.first_owner = (int)(rig_random(&state) % 9),
+                                              .band_per_param = round % 3 == 0};
         char what[64];
         snprintf(what, sizeof what, "round %d, %d parameters, %d ranks", round, n, ranks);
-        check_layout(specs, n, ranks, owner, what);
+        check_layout(specs, n, ranks, &options, what);
     }
 }
 
@@ -202,7 +224,7 @@ static void test_small(void)
 {
     fsdpc_param_spec scalar = rig_spec("scalar", FSDPC_F32, 0, 0, 0, 0);
     fsdpc_layout *layout;
-    CHECK_OK(fsdpc_layout_create(&scalar, 1, 4, 0, &layout));
+    CHECK_OK(fsdpc_layout_create(&scalar, 1, 4, &plain, &layout));
     CHECK(layout->params[0].numel == 1);
     CHECK(fsdpc_layout_piece(layout, 0, 0).numel == 1);
     for (int rank = 1; rank < 4; rank++)
@@ -213,16 +235,18 @@ static void test_small(void)
     fsdpc_param_spec empty[] = {rig_spec("rows", FSDPC_F32, 2, 0, 7, 0),
                                 rig_spec("columns", FSDPC_F32, 2, 7, 0, 0),
                                 rig_spec("x", FSDPC_F32, 1, 3, 0, 0)};
-    CHECK_OK(fsdpc_layout_create(empty, 3, 3, 0, &layout));
-    CHECK(layout->real_numel == 3 && fsdpc_layout_piece(layout, 2, 0).numel == 3);
+    CHECK_OK(fsdpc_layout_create(empty, 3, 3, &plain, &layout));
+    CHECK(layout->real_numel == 3);
+    for (int rank = 0; rank < 3; rank++)
+        CHECK(fsdpc_layout_piece(layout, 2, rank).numel == 1);
     fsdpc_layout_destroy(layout);
 
-    CHECK_OK(fsdpc_layout_create(NULL, 0, 3, 0, &layout));
+    CHECK_OK(fsdpc_layout_create(NULL, 0, 3, &plain, &layout));
     CHECK(layout->n_groups == 0 && padding_of(layout) == 0);
     fsdpc_layout_destroy(layout);
 
     fsdpc_param_spec uneven = rig_spec("w", FSDPC_F32, 2, 7, 10, 0);
-    CHECK_OK(fsdpc_layout_create(&uneven, 1, 3, 0, &layout)); /* 3 + 3 + 1 rows */
+    CHECK_OK(fsdpc_layout_create(&uneven, 1, 3, &plain, &layout)); /* 3 + 3 + 1 rows */
     CHECK(fsdpc_layout_piece(layout, 0, 0).numel == 30);
     CHECK(fsdpc_layout_piece(layout, 0, 1).first == 30);
     CHECK(fsdpc_layout_piece(layout, 0, 2).numel == 10);
@@ -233,14 +257,15 @@ static void test_refused(void)
 {
     fsdpc_layout *layout = NULL;
     fsdpc_param_spec bad = rig_spec("ids", FSDPC_I64, 1, 8, 0, 0);
-    CHECK_FAILS(fsdpc_layout_create(&bad, 1, 2, 0, &layout), FSDPC_ERR_DTYPE, "'ids'");
+    CHECK_FAILS(fsdpc_layout_create(&bad, 1, 2, &plain, &layout), FSDPC_ERR_DTYPE, "'ids'");
     bad = rig_spec("deep", FSDPC_F32, 9, 1, 1, 1);
-    CHECK_FAILS(fsdpc_layout_create(&bad, 1, 2, 0, &layout), FSDPC_ERR_SHAPE, "9 dimensions");
+    CHECK_FAILS(fsdpc_layout_create(&bad, 1, 2, &plain, &layout), FSDPC_ERR_SHAPE, "9 dimensions");
     bad = rig_spec("huge", FSDPC_F32, 3, SIZE_MAX / 2, 3, 1);
-    fsdpc_status status = fsdpc_layout_create(&bad, 1, 2, 0, &layout);
+    fsdpc_status status = fsdpc_layout_create(&bad, 1, 2, &plain, &layout);
     CHECK(status < 0);
     bad = rig_spec("x", FSDPC_F32, 1, 8, 0, 0);
-    CHECK_FAILS(fsdpc_layout_create(&bad, 1, 0, 0, &layout), FSDPC_ERR_VALUE, "at least one rank");
+    CHECK_FAILS(fsdpc_layout_create(&bad, 1, 0, &plain, &layout), FSDPC_ERR_VALUE,
+                "at least one rank");
     CHECK(layout == NULL);
 }
 
@@ -251,8 +276,9 @@ static void test_whole(void)
         specs[i] = rig_spec("w", FSDPC_F32, 2, 5, 9, 0);
         specs[i].whole = i != 2;
     }
+    const fsdpc_layout_options second = {.first_owner = 2};
     fsdpc_layout *layout;
-    CHECK_OK(fsdpc_layout_create(specs, 5, 3, 2, &layout));
+    CHECK_OK(fsdpc_layout_create(specs, 5, 3, &second, &layout));
     const int owners[] = {2, 0, -1, 1, 2};
     for (int i = 0; i < 5; i++)
         CHECK(band_of(layout, i)->owner == owners[i]);
@@ -261,7 +287,7 @@ static void test_whole(void)
 
 static void test_refinement(void)
 {
-    /* experts: few long rows; dim 1 is cut where its rows are multiples of 64 */
+    /* experts: few long rows; dim 1 is cut if its rows are multiples of 256 */
     fsdpc_param_spec experts[] = {rig_spec("up", FSDPC_F32, 3, 8, 28672, 4096),
                                   rig_spec("norm", FSDPC_F32, 1, 4096, 0, 0)};
     const struct {
@@ -270,32 +296,82 @@ static void test_refinement(void)
     } cases[] = {{2, (size_t)28672 * 4096}, {8, (size_t)28672 * 4096}, {64, 4096}, {3, 4096}};
     for (size_t i = 0; i < 4; i++) {
         fsdpc_layout *layout;
-        CHECK_OK(fsdpc_layout_create(experts, 2, cases[i].ranks, 0, &layout));
+        CHECK_OK(fsdpc_layout_create(experts, 2, cases[i].ranks, &plain, &layout));
         CHECK_NOTE(layout->params[0].row_numel == cases[i].row, "%d ranks: %zu", cases[i].ranks,
                    layout->params[0].row_numel);
         CHECK(layout->params[0].leaf_numel == 64);
         CHECK(padding_of(layout) < 0.01);
         fsdpc_layout_destroy(layout);
     }
-    /* a convolution: rows of dim 1 are 9, so chunks of 64; the leaf stays what it is elsewhere */
+    /* a convolution: rows of dim 1 are 9, so chunks of 256; the leaf stays what it is elsewhere */
     fsdpc_param_spec conv = {
         .name = "conv", .dtype = FSDPC_F32, .ndim = 4, .shape = {512, 511, 3, 3}};
     for (int ranks = 4; ranks <= 1000; ranks += 996) {
         fsdpc_layout *layout;
-        CHECK_OK(fsdpc_layout_create(&conv, 1, ranks, 0, &layout));
-        CHECK(layout->params[0].row_numel == (ranks == 4 ? 511 * 9 : 64));
+        CHECK_OK(fsdpc_layout_create(&conv, 1, ranks, &plain, &layout));
+        CHECK(layout->params[0].row_numel == (ranks == 4 ? 511 * 9 : 256));
         CHECK(layout->params[0].leaf_numel == 1);
         fsdpc_layout_destroy(layout);
     }
+    /* rows of dim 1 that are multiples of 64 but not of 256 */
+    fsdpc_param_spec narrow = rig_spec("narrow", FSDPC_F32, 3, 8, 2048, 320);
+    fsdpc_layout *layout;
+    CHECK_OK(fsdpc_layout_create(&narrow, 1, 64, &plain, &layout));
+    CHECK(layout->params[0].row_numel == 256 && layout->params[0].leaf_numel == 64);
+    fsdpc_layout_destroy(layout);
+    /* rows that are no longer than that are left alone */
+    fsdpc_param_spec kernels = {
+        .name = "kernels", .dtype = FSDPC_F32, .ndim = 4, .shape = {64, 4, 7, 7}};
+    CHECK_OK(fsdpc_layout_create(&kernels, 1, 1024, &plain, &layout));
+    CHECK(layout->params[0].row_numel == 4 * 49 && layout->params[0].leaf_numel == 4);
+    fsdpc_layout_destroy(layout);
     /* two dimensions are never cut finer than rows, and small waste is left alone */
     fsdpc_param_spec head = rig_spec("head", FSDPC_F32, 2, 768, 50257, 0);
-    fsdpc_layout *layout;
-    CHECK_OK(fsdpc_layout_create(&head, 1, 1024, 0, &layout));
+    CHECK_OK(fsdpc_layout_create(&head, 1, 1024, &plain, &layout));
     CHECK(layout->params[0].row_numel == 50257);
     fsdpc_layout_destroy(layout);
     fsdpc_param_spec small = rig_spec("small", FSDPC_F32, 3, 2, 64, 64);
-    CHECK_OK(fsdpc_layout_create(&small, 1, 8, 0, &layout));
+    CHECK_OK(fsdpc_layout_create(&small, 1, 8, &plain, &layout));
     CHECK(layout->params[0].row_numel == 64 * 64);
+    fsdpc_layout_destroy(layout);
+}
+
+/* Rows of a 1-D parameter are its elements, whatever is in its band. */
+static void test_one_dimension(void)
+{
+    fsdpc_param_spec specs[] = {
+        rig_spec("w", FSDPC_F32, 2, 10, 64, 0), rig_spec("a", FSDPC_F32, 1, 10, 0, 0),
+        rig_spec("column", FSDPC_F32, 2, 7, 1, 0), rig_spec("b", FSDPC_F32, 1, 70, 0, 0)};
+    fsdpc_layout *layout;
+    CHECK_OK(fsdpc_layout_create(specs, 4, 4, &plain, &layout)); /* a: 0, column: 64, b: 128 */
+    CHECK(layout->params[1].row_numel == 1 && layout->params[1].leaf_numel == 1);
+    CHECK(layout->params[1].band != layout->params[0].band);
+    CHECK(layout->params[1].band == layout->params[2].band);
+    CHECK(band_of(layout, 3)->numel == 50); /* 198 rows */
+    const size_t a[] = {10, 0, 0, 0}, column[] = {0, 7, 0, 0}, b[] = {0, 0, 22, 48};
+    for (int rank = 0; rank < 4; rank++) {
+        CHECK(fsdpc_layout_piece(layout, 1, rank).numel == a[rank]);
+        CHECK(fsdpc_layout_piece(layout, 2, rank).numel == column[rank]);
+        CHECK(fsdpc_layout_piece(layout, 3, rank).numel == b[rank]);
+    }
+    fsdpc_layout_destroy(layout);
+}
+
+/* A band per parameter: torch's even chunks, also of what the ordinary layout would cut finer. */
+static void test_band_per_param(void)
+{
+    fsdpc_param_spec specs[] = {
+        rig_spec("a", FSDPC_F32, 1, 10, 0, 0), rig_spec("b", FSDPC_F32, 1, 10, 0, 0),
+        rig_spec("up", FSDPC_F32, 3, 8, 28672, 4096), rig_spec("w", FSDPC_F32, 2, 5, 9, 0)};
+    specs[3].whole = true;
+    fsdpc_layout *layout;
+    CHECK_OK(fsdpc_layout_create(specs, 4, 3, &even, &layout));
+    CHECK(layout->n_groups == 1 && layout->groups[0].n_bands == 4);
+    CHECK(layout->params[2].row_numel == (size_t)28672 * 4096);
+    for (int param = 0; param < 2; param++)
+        for (int rank = 0; rank < 3; rank++)
+            CHECK(fsdpc_layout_piece(layout, param, rank).numel == (rank < 2 ? 4 : 2));
+    CHECK(band_of(layout, 3)->owner == 0);
     fsdpc_layout_destroy(layout);
 }
 
@@ -326,9 +402,9 @@ static const model models[] = {
     {"llama 70B", 9, {LLAMA(8192, 1024, 28672)}, 0.01},
     {"qwen2 7B", 12, {LLAMA(3584, 512, 18944), {3584}, {512}, {512}}, 0.042},
     {"qwen2.5 72B", 12, {LLAMA(8192, 1024, 29568), {8192}, {1024}, {1024}}, 0.01},
-    {"smollm3 block", 9, {LLAMA(2048, 512, 11008)}, 0.015},
+    {"smollm3 block", 9, {LLAMA(2048, 512, 11008)}, 0.014},
     {"smollm3 root", 2, {{128256, 2048}, {2048}}, 0.01},
-    {"gpt2 root", 4, {{50257, 768}, {1024, 768}, {768}, {768}}, 0.021},
+    {"gpt2 root", 4, {{50257, 768}, {1024, 768}, {768}, {768}}, 0.019},
     {"experts", 9, {ATTENTION, {8, 4096}, {8, 28672, 4096}, {8, 4096, 14336}}, 0.01},
 };
 
@@ -344,13 +420,14 @@ static void test_real_models(void)
         }
         for (size_t w = 0; w < sizeof worlds / sizeof *worlds; w++) {
             fsdpc_layout *layout;
-            CHECK_OK(fsdpc_layout_create(specs, models[m].n, worlds[w], 0, &layout));
+            CHECK_OK(fsdpc_layout_create(specs, models[m].n, worlds[w], &plain, &layout));
             double padding = padding_of(layout);
             CHECK_NOTE(padding <= models[m].bound, "%s over %d ranks: %.4f", models[m].name,
                        worlds[w], padding);
             fsdpc_layout_destroy(layout);
         }
-        check_layout(specs, models[m].n, 64, 0, models[m].name);
+        check_layout(specs, models[m].n, 64, &plain, models[m].name);
+        check_layout(specs, models[m].n, 64, &even, models[m].name);
     }
 }
 
@@ -361,6 +438,8 @@ int main(void)
     test_refused();
     test_whole();
     test_refinement();
+    test_one_dimension();
+    test_band_per_param();
     test_real_models();
     return check_report("test_layout");
 }

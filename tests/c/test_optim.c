@@ -19,7 +19,7 @@ static float start_of(int param, size_t i)
     return (float)((int)(rig_random(&seed) % 512) - 256) / 128.0f; /* exact in 16 bits */
 }
 
-static fsdpc_status add_unit(rig *r, const scene *s)
+static fsdpc_status add_unit(rig *r, const scene *s, bool band_per_param)
 {
     fsdpc_param_spec specs[N_PARAMS];
     for (int p = 0; p < N_PARAMS; p++)
@@ -28,6 +28,7 @@ static fsdpc_status add_unit(rig *r, const scene *s)
     options.cast_params = options.cast_reduce = true;
     options.param_dtype = s->wire;
     options.reduce_dtype = FSDPC_F32;
+    options.layout.band_per_param = band_per_param;
     FSDPC_TRY(rig_add(r, &options, specs, N_PARAMS));
     for (int p = 0; p < N_PARAMS; p++) {
         float full[NUMEL];
@@ -200,11 +201,11 @@ static fsdpc_status compare(rig *r, const scene *s, fsdpc_optim *optim, int step
     return FSDPC_OK;
 }
 
-static fsdpc_status run_steps(rig *r)
+static fsdpc_status run_steps_of(rig *r, bool band_per_param)
 {
     const scene *s = r->arg;
     fsdpc_optim *optim = NULL;
-    FSDPC_TRY(add_unit(r, s));
+    FSDPC_TRY(add_unit(r, s, band_per_param));
     FSDPC_TRY(make_optim(r, s, &optim));
     fsdpc_status status = FSDPC_OK;
     for (int step = 0; step < 4 && status == FSDPC_OK; step++) {
@@ -223,6 +224,16 @@ static fsdpc_status run_steps(rig *r)
     return status;
 }
 
+static fsdpc_status run_steps(rig *r)
+{
+    return run_steps_of(r, false);
+}
+
+static fsdpc_status run_steps_of_even_chunks(rig *r)
+{
+    return run_steps_of(r, true);
+}
+
 static void test_steps(void)
 {
     scene scenes[] = {{FSDPC_F32, FSDPC_F32, FSDPC_OPTIM_ADAMW, FSDPC_F32},
@@ -237,10 +248,12 @@ static void test_steps(void)
                       {FSDPC_F32, FSDPC_BF16, FSDPC_OPTIM_ADAMW, FSDPC_BF16},
                       {FSDPC_F16, FSDPC_BF16, FSDPC_OPTIM_SGD, FSDPC_BF16}};
     for (size_t c = 0; c < sizeof scenes / sizeof scenes[0]; c++) {
-        for (int world = 1; world <= RIG_RANKS; world++) {
+        for (int run = 1; run <= RIG_RANKS + 1; run++) {
+            bool even = run > RIG_RANKS;
+            int world = even ? 3 : run;
             rig rigs[RIG_RANKS];
             double elements = 0;
-            rigs_run(rigs, world, run_steps, &scenes[c]);
+            rigs_run(rigs, world, even ? run_steps_of_even_chunks : run_steps, &scenes[c]);
             for (int p = 0; p < world; p++) {
                 static const char *const what[] = {"parameters", "wire", "states", "step counts"};
                 for (int k = 0; k < 4; k++)
@@ -259,7 +272,7 @@ static void test_refused(void)
     rig r;
     CHECK_OK(rig_open(&r, 1, false));
     scene s = {FSDPC_F32, FSDPC_F32, FSDPC_OPTIM_ADAMW, FSDPC_F32};
-    CHECK_OK(add_unit(&r, &s));
+    CHECK_OK(add_unit(&r, &s, false));
     fsdpc_optim *optim;
     CHECK_OK(fsdpc_optim_create(FSDPC_OPTIM_ADAMW, r.device, NULL, &optim));
     CHECK_FAILS(fsdpc_optim_set_state_dtype(optim, FSDPC_F16, 0), FSDPC_ERR_DTYPE, "float16");
@@ -288,7 +301,7 @@ static fsdpc_status carry_states(rig *r)
 {
     const scene *s = r->arg;
     fsdpc_optim *optim = NULL, *other = NULL;
-    FSDPC_TRY(add_unit(r, s));
+    FSDPC_TRY(add_unit(r, s, false));
     FSDPC_TRY(make_optim(r, s, &optim));
     FSDPC_TRY(make_optim(r, s, &other));
     FSDPC_TRY(rig_step(r));

@@ -50,7 +50,7 @@ static fsdpc_status init_and_collect(rig *r)
         rig_spec("h", FSDPC_BF16, 1, 100, 0, 0), rig_spec("scalar", FSDPC_F32, 0, 0, 0, 0)};
     specs[1].whole = true;
     fsdpc_unit_options options = rig_options(r, "u");
-    options.first_owner = 1;
+    options.layout.first_owner = 1;
     FSDPC_TRY(rig_add(r, &options, specs, 4));
     for (int p = 0; p < 4; p++)
         FSDPC_TRY(
