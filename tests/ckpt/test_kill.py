@@ -54,11 +54,11 @@ KILLS = {
 def test_killed_at_every_call(who: str, first: bool, async_: bool, tmp_path: Path) -> None:
     victims, ranks, layout = KILLS[who]
     counts = record(tmp_path / "count", layout, ranks)
-    committed = 0
     calls = max(counts[v] for v in victims)
     every = 1 if ranks == 2 and not async_ else 3  # for speed: the calls are the same
-    for k in range(calls, -1, -every):
-        folder = tmp_path / str(k)
+    # The first turn's number is that of all calls: nobody is killed in it.
+    turns = {k: tmp_path / str(k) for k in range(calls, -1, -every)}
+    for k, folder in turns.items():
 
         def save(rank: int, folder: Path = folder, k: int = k) -> None:
             fsdpc.init()
@@ -80,20 +80,25 @@ def test_killed_at_every_call(who: str, first: bool, async_: bool, tmp_path: Pat
 
         run(save, ranks)
 
-        def resume(rank: int, folder: Path = folder) -> tuple[int | None, bool]:
-            fsdpc.init()
+    committed = {k for k, folder in turns.items() if (folder / "step-00000002").exists()}
+    assert calls in committed
+
+    def resume(rank: int) -> dict[int, tuple[int | None, bool]]:
+        fsdpc.init()
+        found = {}
+        for k, folder in turns.items():
             manager = CheckpointManager(folder)
             state = state_of(9)
             step = manager.restore(state)
             same = step is None or values(state["model"]) == values(llama(seed=step))
             manager.save(3, state)  # what was left behind is in nobody's way
-            fsdpc.barrier()
-            return step, same
+            found[k] = step, same
+        fsdpc.barrier()
+        return found
 
-        is_there = (folder / "step-00000002").exists()
-        want = 2 if is_there else None if first else 1
-        assert run(resume, ranks) == [(want, True)] * ranks, k
-        names = sorted(os.listdir(folder))
-        assert names == [f"step-{s:08}" for s in (1, 2, 3) if (folder / f"step-{s:08}").exists()]
-        committed += is_there
-    assert committed >= 1  # the first turn kills nobody
+    before = None if first else 1
+    want = {k: (2 if k in committed else before, True) for k in turns}
+    assert run(resume, ranks) == [want] * ranks
+    for k, folder in turns.items():
+        steps = [1] * (not first) + [2] * (k in committed) + [3]
+        assert sorted(os.listdir(folder)) == [f"step-{s:08}" for s in steps], k
