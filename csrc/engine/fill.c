@@ -33,13 +33,34 @@ static bool has_partials(const fsdpc_root *root)
     return root->replicate && root->reduce_comm == root->comm;
 }
 
+/* A unit outgrows its buffers when a frozen group is to have gradients. */
+static bool is_too_small(const fsdpc_buffer *buffer, size_t bytes)
+{
+    return !buffer || buffer->bytes < bytes;
+}
+
+static fsdpc_status replace(const fsdpc_unit *unit, fsdpc_comm *comm, size_t bytes,
+                            fsdpc_buffer **buffer_io)
+{
+    if (*buffer_io)
+        FSDPC_TRY(fsdpc_buffer_idle_wait(*buffer_io, unit->name));
+    fsdpc_buffer_destroy(*buffer_io);
+    *buffer_io = NULL;
+    return fsdpc_buffer_create(comm, bytes, buffer_io);
+}
+
 static fsdpc_status create_own(fsdpc_unit *unit)
 {
     fsdpc_root *root = unit->root;
-    FSDPC_TRY(fsdpc_buffer_create(root->reduce_comm, unit->reduce_bytes, &unit->own_buffer));
-    if (has_partials(root) && !unit->own_partial)
-        FSDPC_TRY(fsdpc_buffer_create(root->replicate, unit->grad_bytes, &unit->own_partial));
+    FSDPC_TRY(replace(unit, root->reduce_comm, unit->reduce_bytes, &unit->own_buffer));
+    if (has_partials(root) && is_too_small(unit->own_partial, unit->grad_bytes))
+        FSDPC_TRY(replace(unit, root->replicate, unit->grad_bytes, &unit->own_partial));
     return FSDPC_OK;
+}
+
+bool fsdpc_fill_lacks_own(const fsdpc_unit *unit)
+{
+    return is_too_small(unit->own_buffer, unit->reduce_bytes);
 }
 
 static fsdpc_status create_pooled(fsdpc_root *root, int i)
@@ -55,10 +76,10 @@ fsdpc_status fsdpc_fill_create_buffers(fsdpc_root *root, const bool *encloses)
     bool alone = root->reduce_comm->ops->any_buffer;
     for (int i = 0; i < root->n_units; i++) {
         fsdpc_unit *unit = root->units[i];
-        if (unit->reduce_bytes == 0)
-            continue;
         unit->stays_open =
             i == 0 || encloses[i] || unit->settings.keep_grads || unit->settings.rank_dependent;
+        if (unit->reduce_bytes == 0)
+            continue;
         if (!unit->stays_open) {
             root->pool_bytes = fsdpc_max_size(root->pool_bytes, unit->reduce_bytes);
             root->pool_partial_bytes = fsdpc_max_size(root->pool_partial_bytes, unit->grad_bytes);
@@ -91,7 +112,9 @@ bool fsdpc_unit_stays_open(const fsdpc_unit *unit)
 int fsdpc_fill_choose(const fsdpc_unit *unit)
 {
     bool stays = !unit->settings.requires_sync && !unit->settings.deterministic;
-    return unit->stays_open || unit->own_buffer || stays ? -1 : choose_pooled(unit->root);
+    bool fits = unit->reduce_bytes <= unit->root->pool_bytes &&
+                unit->grad_bytes <= unit->root->pool_partial_bytes;
+    return unit->stays_open || unit->own_buffer || stays || !fits ? -1 : choose_pooled(unit->root);
 }
 
 static void fill_nothing(fsdpc_unit *unit)
@@ -104,7 +127,7 @@ static void fill_nothing(fsdpc_unit *unit)
 fsdpc_status fsdpc_fill_take(fsdpc_unit *unit, int pooled)
 {
     fsdpc_root *root = unit->root;
-    if (pooled < 0 && !unit->own_buffer)
+    if (pooled < 0 && fsdpc_fill_lacks_own(unit))
         FSDPC_TRY(create_own(unit));
     if (pooled >= 0 && !root->pool[pooled])
         FSDPC_TRY(create_pooled(root, pooled));
@@ -120,7 +143,7 @@ fsdpc_status fsdpc_fill_take(fsdpc_unit *unit, int pooled)
 bool fsdpc_fill_suits_shard(const fsdpc_unit *unit)
 {
     const fsdpc_unit_group *group = &unit->groups[0];
-    return unit->root->reduce_comm->ops->any_buffer && unit->layout->n_groups == 1 &&
+    return unit->root->reduce_comm->ops->any_buffer && unit->n_trained == 1 &&
            group->reduce_dtype == group->grad_dtype && !unit->grad_live &&
            !unit->offload.gradients && unit->settings.requires_sync &&
            unit->settings.divide_factor == 1 && !unit->settings.deterministic;
@@ -138,7 +161,7 @@ fsdpc_status fsdpc_fill_leave_shard(fsdpc_unit *unit)
 {
     if (!fsdpc_fill_is_in_shard(unit))
         return FSDPC_OK;
-    if (!unit->own_buffer)
+    if (fsdpc_fill_lacks_own(unit))
         FSDPC_TRY(create_own(unit));
     const fsdpc_unit_group *group = &unit->groups[0];
     unit->buffer = unit->own_buffer;
@@ -155,6 +178,8 @@ static fsdpc_status zero_unfilled(fsdpc_unit *unit)
             continue;
         const fsdpc_place *place = &unit->layout->params[i];
         const fsdpc_unit_group *group = &unit->groups[place->group];
+        if (place->group >= unit->n_trained)
+            continue;
         size_t element = fsdpc_dtype_bytes(group->reduce_dtype);
         FSDPC_TRY(fsdpc_device_fill(
             unit->device, unit->buffer->data + group->reduce_offset + place->full_offset * element,
@@ -221,7 +246,7 @@ void fsdpc_fill_drop_failed(fsdpc_root *root)
 
 bool fsdpc_fill_creates_partial(const fsdpc_unit *unit, bool keep)
 {
-    return keep && has_partials(unit->root) && !unit->own_partial;
+    return keep && has_partials(unit->root) && is_too_small(unit->own_partial, unit->grad_bytes);
 }
 
 fsdpc_status fsdpc_fill_partial(fsdpc_unit *unit, const fsdpc_buffer *filled, bool keep)
@@ -231,8 +256,9 @@ fsdpc_status fsdpc_fill_partial(fsdpc_unit *unit, const fsdpc_buffer *filled, bo
     if (!has_partials(root))
         return FSDPC_OK;
     if (fsdpc_fill_creates_partial(unit, keep))
-        FSDPC_TRY(fsdpc_buffer_create(root->replicate, unit->grad_bytes, &unit->own_partial));
-    unit->partial = unit->own_partial;
+        FSDPC_TRY(replace(unit, root->replicate, unit->grad_bytes, &unit->own_partial));
+    bool has_own = !is_too_small(unit->own_partial, unit->grad_bytes);
+    unit->partial = has_own ? unit->own_partial : NULL;
     for (int i = 0; !unit->partial && i < FSDPC_POOLED_BUFFERS; i++) {
         if (root->pool[i] == filled)
             unit->partial = root->pool_partial[i];

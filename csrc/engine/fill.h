@@ -18,6 +18,7 @@ fsdpc_status fsdpc_fill_create_buffers(fsdpc_root *root, const bool *encloses);
 
 /* Which pooled buffer a unit without an open one would fill; -1: its own one. */
 int fsdpc_fill_choose(const fsdpc_unit *unit);
+bool fsdpc_fill_lacks_own(const fsdpc_unit *unit); /* taking its own one creates it */
 /* Opens it: unit->buffer is set.  Its reduction is complete; none is in flight if the unit is to
  * get its first own one, whose creation is collective. */
 fsdpc_status fsdpc_fill_take(fsdpc_unit *unit, int pooled);

@@ -8,7 +8,7 @@
 
 void fsdpc_grad_file_release(const fsdpc_unit *unit)
 {
-    for (int g = 0; fsdpc_unit_is_shared(unit) && g < unit->layout->n_groups; g++)
+    for (int g = 0; fsdpc_unit_is_shared(unit) && g < unit->n_trained; g++)
         if (unit->groups[g].grad_extent)
             fsdpc_extent_forget(unit->groups[g].grad_extent);
 }
@@ -16,7 +16,7 @@ void fsdpc_grad_file_release(const fsdpc_unit *unit)
 fsdpc_status fsdpc_grad_file_open(const fsdpc_unit *unit, bool keep)
 {
     keep = keep && !fsdpc_unit_is_shared(unit);
-    for (int g = 0; g < unit->layout->n_groups; g++) {
+    for (int g = 0; g < unit->n_trained; g++) {
         fsdpc_extent *extent = unit->groups[g].grad_extent;
         if (!extent)
             continue;
@@ -31,7 +31,7 @@ fsdpc_status fsdpc_grad_file_open(const fsdpc_unit *unit, bool keep)
 
 void fsdpc_grad_file_seal(const fsdpc_unit *unit)
 {
-    for (int g = 0; !fsdpc_unit_is_shared(unit) && g < unit->layout->n_groups; g++)
+    for (int g = 0; !fsdpc_unit_is_shared(unit) && g < unit->n_trained; g++)
         if (unit->groups[g].grad_extent)
             fsdpc_extent_seal(unit->groups[g].grad_extent);
 }

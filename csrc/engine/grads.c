@@ -37,7 +37,7 @@ fsdpc_status fsdpc_unit_apply_scale(fsdpc_unit *unit)
         return FSDPC_OK;
     fsdpc_stream *main = fsdpc_device_main(unit->device);
     FSDPC_TRY(fsdpc_grad_file_open(unit, true));
-    for (int g = 0; g < unit->layout->n_groups; g++) {
+    for (int g = 0; g < unit->n_trained; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
         FSDPC_TRY(fsdpc_flat_scale(group->grad, group->grad_dtype, group->plan->shard_numel,
                                    unit->pending_scale, fsdpc_unit_scale_at(unit), NULL, main));
@@ -87,7 +87,7 @@ static bool can_part(const fsdpc_unit *unit)
 
 fsdpc_status fsdpc_unit_part_grads(fsdpc_unit *unit, void **groups_out, bool *parted_out)
 {
-    int n_groups = unit->layout->n_groups, n = 0;
+    int n_groups = unit->n_trained, n = 0;
     fsdpc_status status = FSDPC_OK;
     *parted_out = can_part(unit);
     for (; *parted_out && status == FSDPC_OK && n < n_groups; n++)
@@ -124,7 +124,7 @@ fsdpc_status fsdpc_unit_take_grad(fsdpc_unit *unit, int param, bool given)
 {
     if (unit->grads[param] != FSDPC_GRAD_NEW) /* not handed out yet */
         unit->grads[param] = given ? FSDPC_GRAD_OLD : FSDPC_GRAD_NONE;
-    if (given)
+    if (given || unit->layout->params[param].group >= unit->n_trained)
         return FSDPC_OK;
     FSDPC_TRY(fsdpc_unit_take_write(unit));
     fsdpc_piece piece;

@@ -182,23 +182,35 @@ static void place_band(fsdpc_layout *layout, fsdpc_group *group, int first, int 
     group->n_bands++;
 }
 
-static fsdpc_status make_groups(fsdpc_layout *layout)
+/* Adds the groups of the parameters that are frozen, or of those that are not. */
+static fsdpc_status add_groups(fsdpc_layout *layout, const fsdpc_param_spec *specs, bool frozen)
 {
+    int first = layout->n_groups;
     for (int i = 0; i < layout->n_params; i++) {
         fsdpc_place *place = &layout->params[i];
-        int g = 0;
+        int g = first;
+        if (specs[i].frozen != frozen)
+            continue;
         while (g < layout->n_groups && layout->groups[g].dtype != place->dtype)
             g++;
         place->group = g;
         if (g < layout->n_groups)
             continue;
         layout->groups[g].dtype = place->dtype;
+        layout->groups[g].frozen = frozen;
         layout->groups[g].bands = calloc((size_t)layout->n_params, sizeof(fsdpc_slice));
         if (!layout->groups[g].bands)
             return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the layout");
         layout->n_groups++;
     }
     return FSDPC_OK;
+}
+
+static fsdpc_status make_groups(fsdpc_layout *layout, const fsdpc_param_spec *specs)
+{
+    FSDPC_TRY(add_groups(layout, specs, false));
+    layout->n_trained = layout->n_groups;
+    return add_groups(layout, specs, true);
 }
 
 fsdpc_status fsdpc_layout_create(const fsdpc_param_spec *specs, int n_specs, int ranks,
@@ -223,7 +235,7 @@ fsdpc_status fsdpc_layout_create(const fsdpc_param_spec *specs, int n_specs, int
         FSDPC_TRY_GOTO(status, read_spec(&specs[i], &layout->params[i]), destroy);
         layout->real_numel += layout->params[i].numel;
     }
-    FSDPC_TRY_GOTO(status, make_groups(layout), destroy);
+    FSDPC_TRY_GOTO(status, make_groups(layout, specs), destroy);
     if (!options->band_per_param)
         refine_rows(layout);
     int owner = options->first_owner % ranks;

@@ -4,7 +4,8 @@
  * rank and immutable afterwards.  Offsets and lengths are in elements, so the same numbers serve
  * master, wire and reduce buffer whatever their dtypes.
  *
- * A flat group holds the parameters of one original dtype.  Its parameters of equal row length form
+ * A flat group holds the parameters of one original dtype that are frozen, or that are not.  Groups
+ * that are not come first.  A group's parameters of equal row length form
  * a band.  They lie end to end in declaration order, each beginning at a multiple of lcm(row, 64)
  * elements.  The band's rows are cut into `ranks` equal slices of whole rows.  A parameter asked to
  * stay whole has its own band, which one rank owns.  The full of a group is its bands one after the
@@ -28,7 +29,8 @@ typedef struct fsdpc_param_spec {
     fsdpc_dtype dtype;
     int ndim;
     size_t shape[FSDPC_LAYOUT_MAX_DIMS];
-    bool whole; /* never cut: lives on one owner */
+    bool whole;  /* never cut: lives on one owner */
+    bool frozen; /* it needs no gradient */
 } fsdpc_param_spec;
 
 typedef struct fsdpc_place {
@@ -47,6 +49,7 @@ typedef struct fsdpc_place {
 
 typedef struct fsdpc_group {
     fsdpc_dtype dtype;
+    bool frozen;
     fsdpc_slice *bands; /* as collectives take them */
     size_t n_bands;
     size_t full_numel, shard_numel;
@@ -62,7 +65,7 @@ typedef struct fsdpc_layout {
     int ranks;
     int n_params;
     fsdpc_place *params;
-    int n_groups;
+    int n_groups, n_trained; /* the frozen groups are behind the first n_trained */
     fsdpc_group *groups;
     size_t real_numel; /* without padding, all groups */
 } fsdpc_layout;

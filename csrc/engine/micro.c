@@ -149,7 +149,7 @@ static bool is_divided_in_half(const fsdpc_unit *unit)
     if (unit->micro.n == 0 || !is_divided_by_ranks(unit))
         return false;
     bool half = false;
-    for (int g = 0; g < unit->layout->n_groups; g++)
+    for (int g = 0; g < unit->n_trained; g++)
         half |=
             unit->groups[g].wire_dtype == FSDPC_F16 || unit->groups[g].reduce_dtype == FSDPC_F16;
     return half;
@@ -171,7 +171,7 @@ static fsdpc_status make_level(fsdpc_unit *unit, int level)
 /* The acts as the sums of each group's operation. */
 static fsdpc_status list_sums(fsdpc_unit *unit, const act *acts, int n)
 {
-    for (int g = 0; g < unit->layout->n_groups; g++) {
+    for (int g = 0; g < unit->n_trained; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
         if (!group->sums)
             group->sums = calloc(FSDPC_COLL_MAX_SUMS, sizeof *group->sums);
@@ -237,7 +237,7 @@ static fsdpc_status merge(const fsdpc_unit *unit, int level)
     fsdpc_stream *main = fsdpc_device_main(unit->device);
     if (level == 1)
         FSDPC_TRY(fsdpc_grad_file_open(unit, true));
-    for (int g = 0; g < unit->layout->n_groups; g++) {
+    for (int g = 0; g < unit->n_trained; g++) {
         const fsdpc_unit_group *group = &unit->groups[g];
         FSDPC_TRY(fsdpc_flat_accumulate(level_of(unit, group, level - 1), group->grad_dtype,
                                         level_of(unit, group, level), group->grad_dtype,
@@ -286,7 +286,7 @@ static fsdpc_status finish(const fsdpc_unit *unit, int bottom)
     fsdpc_stream *main = fsdpc_device_main(unit->device);
     if (bottom > 0)
         FSDPC_TRY(fsdpc_grad_file_open(unit, true));
-    for (int g = 0; g < unit->layout->n_groups; g++) {
+    for (int g = 0; g < unit->n_trained; g++) {
         const fsdpc_unit_group *group = &unit->groups[g];
         bool wide = group->reduce_dtype == FSDPC_F32 || group->reduce_dtype == FSDPC_F64;
         if (wide && bottom == 0 && unit->fold_scale == 1)

@@ -193,7 +193,8 @@ fsdpc_status fsdpc_optim_prepare(fsdpc_optim *optim)
     for (int i = 0; i < optim->n_units; i++) {
         unit_states *states = &optim->units[i];
         for (int p = 0; p < states->unit->layout->n_params; p++) {
-            if (states->params[p].group >= 0)
+            bool trains = states->unit->layout->params[p].group < states->unit->n_trained;
+            if (states->params[p].group >= 0 && trains)
                 FSDPC_TRY(make_states(optim, states, p));
         }
     }

@@ -71,7 +71,7 @@ fsdpc_status fsdpc_optim_host_prepare(fsdpc_optim *optim)
     size_t bytes = 0;
     for (int i = 0; i < optim->n_units; i++) {
         const fsdpc_unit *unit = optim->units[i].unit;
-        for (int g = 0; is_ours(unit) && g < unit->layout->n_groups; g++) {
+        for (int g = 0; is_ours(unit) && g < unit->n_trained; g++) {
             const fsdpc_unit_group *group = &unit->groups[g];
             bytes = fsdpc_max_size(bytes,
                                    fsdpc_plan_host_bytes(&unit->offload, group->plan->shard_numel,
@@ -127,7 +127,7 @@ static bool find_next(const fsdpc_optim *optim, fsdpc_optim_host *host, chunk *o
         const unit_states *states = &optim->units[optim->order[host->unit]];
         const fsdpc_unit *unit = states->unit;
         bool steps = is_ours(unit);
-        for (; steps && host->group < unit->layout->n_groups; host->group++, host->at = 0) {
+        for (; steps && host->group < unit->n_trained; host->group++, host->at = 0) {
             size_t numel = unit->groups[host->group].plan->shard_numel, most = FSDPC_HOST_CHUNK;
             if (host->at >= numel || !fsdpc_optim_steps_group(states, host->group))
                 continue;

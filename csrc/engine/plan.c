@@ -56,6 +56,8 @@ static void plan_shards(const fsdpc_group *group, const fsdpc_group_plan *plan,
     size_t wide = fsdpc_dtype_bytes(plan->grad_dtype);
     plan_array(group, fsdpc_dtype_bytes(group->dtype), offload->masters, offload, sum,
                &sum->master_bytes, &sum->master_file_bytes);
+    if (group->frozen)
+        return;
     plan_array(group, wide, offload->gradients, offload, sum, &sum->grad_bytes,
                &sum->grad_file_bytes);
     /* States are as wide as gradients: fp32, or fp64 for fp64 parameters. */
@@ -82,14 +84,16 @@ fsdpc_status fsdpc_plan_unit(const fsdpc_param_spec *specs, int n_specs, int ran
             break;
         size_t published = group->shard_numel * fsdpc_dtype_bytes(plan.wire_dtype);
         size_t sent = group->shard_numel * fsdpc_dtype_bytes(plan.reduce_dtype);
+        sum.wire_bytes += plan.wire_bytes;
+        sum.published_bytes += fsdpc_round_up(published, COUNT_ALIGN);
+        plan_shards(group, &plan, options, &sum);
+        if (group->frozen)
+            continue;
         sum.contribution_bytes =
             fsdpc_max_size(sum.contribution_bytes, fsdpc_round_up(sent, COUNT_ALIGN));
         sum.partial_contribution_bytes =
             fsdpc_max_size(sum.partial_contribution_bytes, plan.partial_bytes);
-        sum.wire_bytes += plan.wire_bytes;
-        sum.published_bytes += fsdpc_round_up(published, COUNT_ALIGN);
         sum.reduce_bytes += plan.reduce_bytes;
-        plan_shards(group, &plan, options, &sum);
         sum.partial_bytes += plan.partial_bytes;
     }
     fsdpc_layout_destroy(layout);

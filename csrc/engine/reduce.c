@@ -104,7 +104,7 @@ static fsdpc_status post_first(fsdpc_unit *unit, fsdpc_buffer *buffer)
         FSDPC_TRY(begin_final(unit));
     size_t bytes = 0;
     uint32_t trains = hash_trainable(unit);
-    for (int g = 0; g < unit->layout->n_groups; g++) {
+    for (int g = 0; g < unit->n_trained; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
         fsdpc_coll op = {.kind = replicas_alone ? FSDPC_COLL_REDUCE_ALL : FSDPC_COLL_REDUCE_SCATTER,
                          .unit = unit->id,
@@ -144,7 +144,7 @@ static fsdpc_status post_second(fsdpc_unit *unit)
     unit->reduction = FSDPC_REDUCTION_REPLICATE;
     unit->partial_live = false;
     uint32_t trains = hash_trainable(unit);
-    for (int g = 0; g < unit->layout->n_groups; g++) {
+    for (int g = 0; g < unit->n_trained; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
         fsdpc_coll op = {.kind = FSDPC_COLL_REDUCE_ALL,
                          .unit = unit->id,
@@ -205,7 +205,7 @@ static fsdpc_status wait_stage(fsdpc_unit *unit)
     fsdpc_root *root = unit->root;
     fsdpc_stream *main = fsdpc_device_main(unit->device);
     fsdpc_stream *next = awaits_second(unit) ? second_stream(root) : main;
-    for (int g = 0; g < unit->layout->n_groups; g++)
+    for (int g = 0; g < unit->n_trained; g++)
         FSDPC_TRY(fsdpc_comm_order(&unit->groups[g].reduce, next));
     return awaits_second(unit) ? post_second(unit) : finish(unit);
 }
@@ -285,7 +285,7 @@ fsdpc_status fsdpc_reduce_open(fsdpc_unit *unit)
     int pooled = fsdpc_fill_choose(unit);
     if (pooled >= 0 && root->pool_reducing[pooled])
         FSDPC_TRY(fsdpc_reduce_wait(root->pool_reducing[pooled]));
-    else if (pooled < 0 && !unit->own_buffer)
+    else if (pooled < 0 && fsdpc_fill_lacks_own(unit))
         FSDPC_TRY(fsdpc_reduce_wait_all(root));
     return fsdpc_fill_take(unit, pooled);
 }
@@ -298,7 +298,7 @@ fsdpc_status fsdpc_reduce_post_rest(fsdpc_root *root)
 static fsdpc_status test_stage(fsdpc_unit *unit)
 {
     fsdpc_status all = FSDPC_OK;
-    for (int g = 0; g < unit->layout->n_groups; g++) {
+    for (int g = 0; g < unit->n_trained; g++) {
         fsdpc_status status = fsdpc_comm_test(&unit->groups[g].reduce);
         if (status < 0)
             return status;

@@ -35,6 +35,24 @@ static void destroy_shard(fsdpc_unit *unit, fsdpc_extent *extent, void *memory)
         fsdpc_device_free(unit->device, memory);
 }
 
+/* Gives the next group, the first one without, a gradient shard and its place in buffers. */
+static fsdpc_status add_grads(fsdpc_unit *unit, const fsdpc_group_plan *sizes)
+{
+    fsdpc_unit_group *group = &unit->groups[unit->n_trained];
+    if (!unit->grads_lent) {
+        FSDPC_TRY(create_shard(unit, group->plan, unit->offload.gradients, FSDPC_MEM_GRAD,
+                               group->grad_dtype, &group->grad_extent, &group->grad));
+        if (group->grad_extent)
+            group->grad_extent->read_only = true;
+    }
+    group->reduce_offset = unit->reduce_bytes;
+    group->grad_offset = unit->grad_bytes;
+    unit->reduce_bytes += sizes->reduce_bytes;
+    unit->grad_bytes += sizes->partial_bytes;
+    unit->n_trained++;
+    return FSDPC_OK;
+}
+
 static fsdpc_status create_group(fsdpc_unit *unit, int g, const fsdpc_unit_options *options)
 {
     fsdpc_unit_group *group = &unit->groups[g];
@@ -46,18 +64,10 @@ static fsdpc_status create_group(fsdpc_unit *unit, int g, const fsdpc_unit_optio
     group->grad_dtype = sizes.grad_dtype;
     group->whole = (fsdpc_slice){.numel = group->plan->shard_numel, .owner = -1};
     group->wire_offset = unit->wire_bytes;
-    group->reduce_offset = unit->reduce_bytes;
-    group->grad_offset = unit->grad_bytes;
     unit->wire_bytes += sizes.wire_bytes;
-    unit->reduce_bytes += sizes.reduce_bytes;
-    unit->grad_bytes += sizes.partial_bytes;
     FSDPC_TRY(create_shard(unit, group->plan, unit->offload.masters, FSDPC_MEM_MASTER,
                            group->plan->dtype, &group->master_extent, &group->master));
-    FSDPC_TRY(create_shard(unit, group->plan, unit->offload.gradients, FSDPC_MEM_GRAD,
-                           group->grad_dtype, &group->grad_extent, &group->grad));
-    if (group->grad_extent)
-        group->grad_extent->read_only = true;
-    return FSDPC_OK;
+    return group->plan->frozen ? FSDPC_OK : add_grads(unit, &sizes);
 }
 
 /* With one unit ahead, the wire between hosts idles from the end of a gather to the post of the next.
@@ -107,7 +117,7 @@ fsdpc_status fsdpc_unit_create(const fsdpc_param_spec *specs, int n_specs,
         goto destroy;
     }
     for (int i = 0; i < n_specs; i++)
-        unit->trainable[i] = true;
+        unit->trainable[i] = !specs[i].frozen;
     for (int g = 0; g < unit->layout->n_groups; g++)
         FSDPC_TRY_GOTO(status, create_group(unit, g, options), destroy);
     if (unit->device->remote)
@@ -229,9 +239,54 @@ fsdpc_status fsdpc_unit_configure(fsdpc_unit *unit, const fsdpc_unit_settings *s
     return FSDPC_OK;
 }
 
-void fsdpc_unit_set_trainable(fsdpc_unit *unit, int param, bool trainable)
+/* Buffers that are too small now are replaced when they are taken (fill.c). */
+static fsdpc_status train_frozen(fsdpc_unit *unit, int param)
 {
+    const char *name = unit->layout->params[param].name;
+    FSDPC_TRY(fsdpc_unit_end_step(unit));
+    if (unit->grad_live || unit->buffer || unit->partial_live || unit->micro.n > 0 ||
+        unit->reduction != FSDPC_REDUCTION_NONE)
+        return fsdpc_fail(FSDPC_ERR_STATE,
+                          "parameter '%s' of unit '%s' was frozen when the unit was made, and needs "
+                          "memory for gradients now, which the unit cannot make while it holds "
+                          "gradients: call zero_grad() between the step and this forward",
+                          name, unit->name);
+    size_t bytes = 0;
+    while (unit->n_trained < unit->layout->n_groups) {
+        const fsdpc_unit_group *group = &unit->groups[unit->n_trained];
+        fsdpc_group_plan sizes;
+        FSDPC_TRY(fsdpc_plan_group(group->plan,
+                                   &(fsdpc_unit_options){.cast_params = true,
+                                                         .param_dtype = group->wire_dtype,
+                                                         .cast_reduce = true,
+                                                         .reduce_dtype = group->reduce_dtype},
+                                   &sizes));
+        FSDPC_TRY(add_grads(unit, &sizes));
+        bytes += sizes.grad_bytes;
+    }
+    for (int i = 0; i < FSDPC_MICRO_LEVELS; i++) {
+        fsdpc_device_free(unit->device, unit->sums[i]); /* of a smaller unit */
+        unit->sums[i] = NULL;
+    }
+    if (unit->mesh.shard->world_rank == 0)
+        FSDPC_NOTE(&unit->mesh.shard->log,
+                   "parameter '%s' of unit '%s' is trained from now on: %zu bytes for gradients of "
+                   "what was frozen in this unit",
+                   name, unit->name, bytes);
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_unit_set_trainable(fsdpc_unit *unit, int param, bool trainable)
+{
+    if (trainable && unit->layout->params[param].group >= unit->n_trained)
+        FSDPC_TRY(train_frozen(unit, param));
     unit->trainable[param] = trainable;
+    return FSDPC_OK;
+}
+
+int fsdpc_unit_trained_groups(const fsdpc_unit *unit)
+{
+    return unit->n_trained;
 }
 
 fsdpc_status fsdpc_unit_set_ahead(fsdpc_unit *unit, bool backward, fsdpc_unit *const *units, int n)
@@ -327,6 +382,8 @@ void *fsdpc_unit_grad_rows(const fsdpc_unit *unit, int param, fsdpc_piece *piece
     const fsdpc_place *place = &unit->layout->params[param];
     const fsdpc_unit_group *group = &unit->groups[place->group];
     *piece_out = fsdpc_layout_piece(unit->layout, param, fsdpc_unit_rank(unit));
+    if (place->group >= unit->n_trained)
+        return NULL;
     return group->grad + piece_out->shard_offset * fsdpc_dtype_bytes(group->grad_dtype);
 }
 
@@ -340,7 +397,7 @@ fsdpc_status fsdpc_unit_alloc_grad(const fsdpc_unit *unit, int group, void **out
 
 void fsdpc_unit_place_grads(fsdpc_unit *unit, void *const *groups)
 {
-    for (int g = 0; g < unit->layout->n_groups; g++) {
+    for (int g = 0; g < unit->n_trained; g++) {
         if (!unit->grads_lent)
             destroy_shard(unit, unit->groups[g].grad_extent, unit->groups[g].grad);
         unit->groups[g].grad = groups ? groups[g] : NULL;

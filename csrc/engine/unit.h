@@ -12,6 +12,9 @@
  * them through exported pieces; such a unit is compared with the wire when an epoch begins.  Only
  * publishing writes fulls.  Reductions write gradient shards.
  *
+ * Frozen groups have masters and fulls alone.  They get gradient shards, for good, when a parameter
+ * of one is to have a gradient for the first time.
+ *
  * Zeroing gradients touches no memory: the unit notes which parameters have one.  A parameter has a
  * gradient on every rank if any rank used it, and on none otherwise.  Clipping leaves a pending
  * factor, which the next reader of the gradients applies.
@@ -68,16 +71,19 @@ const fsdpc_unit_settings *fsdpc_unit_settings_of(const fsdpc_unit *unit);
 /* An error, and nothing changed, if what is fixed by now would change. */
 fsdpc_status fsdpc_unit_configure(fsdpc_unit *unit, const fsdpc_unit_settings *settings);
 /* As forwards and backwards with gradients see it now.  Ranks must agree; which parameters get a
- * gradient, the front door's graph decides. */
-void fsdpc_unit_set_trainable(fsdpc_unit *unit, int param, bool trainable);
+ * gradient, the front door's graph decides.  The first trainable parameter of a frozen group makes
+ * memory for gradients, which is an error while the unit has some. */
+fsdpc_status fsdpc_unit_set_trainable(fsdpc_unit *unit, int param, bool trainable);
+/* How many flat groups have gradients: the first ones. */
+int fsdpc_unit_trained_groups(const fsdpc_unit *unit);
 /* Units to gather ahead when this unit runs, in forward or in backward; `units` are of its root;
  * NULL: as recorded. */
 fsdpc_status fsdpc_unit_set_ahead(fsdpc_unit *unit, bool backward, fsdpc_unit *const *units, int n);
 
 /* ---- Memory ---- */
 
-/* One flat group: dtypes, elements and addresses of this rank's masters and gradient shard, and of
- * the full (NULL before there is a root). */
+/* One flat group: dtypes, elements and addresses of this rank's masters and gradient shard (NULL: it
+ * has none), and of the full (NULL before there is a root). */
 typedef struct fsdpc_unit_flat {
     fsdpc_dtype dtype, wire_dtype, reduce_dtype, grad_dtype;
     size_t shard_numel, full_numel;
@@ -101,14 +107,14 @@ fsdpc_status fsdpc_unit_mark_shared(fsdpc_unit *unit);
  * thread.  While there are any, a step leaves nothing of the unit for later. */
 void fsdpc_unit_lend(fsdpc_unit *unit, int change);
 
-/* Where its rows of the gradient lie, whatever they hold. */
+/* Where its rows of the gradient lie, whatever they hold; NULL if its group has no gradients. */
 void *fsdpc_unit_grad_rows(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out);
 
 /* New memory for the gradient shard of a flat group: zeros, the caller's to free. */
 fsdpc_status fsdpc_unit_alloc_grad(const fsdpc_unit *unit, int group, void **out);
 
-/* Lets gradient shards lie in memory of others, one address for each flat group, until the next
- * call; NULL: nowhere, as long as they hold nothing.  Not those that a policy offloads.  Whoever
+/* Lets gradient shards lie in memory of others, one address for each group that has one, until the
+ * next call; NULL: nowhere, as long as they hold nothing.  Not those that a policy offloads.  Whoever
  * gives memory keeps it until it has called again, or until the unit has gone. */
 void fsdpc_unit_place_grads(fsdpc_unit *unit, void *const *groups);
 

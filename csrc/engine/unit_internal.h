@@ -60,6 +60,7 @@ struct fsdpc_unit {
     char *name;
     fsdpc_layout *layout;
     fsdpc_unit_group *groups; /* layout->n_groups */
+    int n_trained;            /* how many of them, the first ones, have gradients */
     fsdpc_mesh mesh;
     fsdpc_device *device;
     fsdpc_trace *trace;

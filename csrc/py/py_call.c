@@ -224,10 +224,13 @@ static PyObject *call(fsdpc_py_unit *self, PyObject *forward, PyObject *args, Py
     if (fsdpc_py_unit_check_open(self) < 0)
         return NULL;
     /* Evaluations differ between ranks in hold(), also in what they freeze. */
-    for (Py_ssize_t i = 0; runtime->tape->grad_enabled && i < self->n_params; i++)
-        fsdpc_unit_set_trainable(unit, (int)i, self->params[i]->requires_grad);
+    fsdpc_status status = FSDPC_OK;
+    for (Py_ssize_t i = 0; runtime->tape->grad_enabled && i < self->n_params; i++) {
+        status = fsdpc_unit_set_trainable(unit, (int)i, self->params[i]->requires_grad);
+        if (status != FSDPC_OK)
+            return fsdpc_py_raise(status);
+    }
     bool first;
-    fsdpc_status status;
     FSDPC_PY_WITHOUT_GIL(status = enter(self->ref, runtime->tape, &first));
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);

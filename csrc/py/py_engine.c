@@ -80,9 +80,11 @@ static PyObject *trace_resize(PyObject *module, PyObject *args)
 static int read_spec(PyObject *item, fsdpc_param_spec *spec)
 {
     PyObject *dtype, *shape;
-    if (!PyArg_ParseTuple(item, "OO!", &dtype, &PyTuple_Type, &shape) ||
+    int frozen = 0;
+    if (!PyArg_ParseTuple(item, "OO!|p", &dtype, &PyTuple_Type, &shape, &frozen) ||
         fsdpc_py_dtype_parse(dtype, &spec->dtype) < 0)
         return -1;
+    spec->frozen = frozen;
     spec->name = "";
     spec->ndim = (int)PyTuple_GET_SIZE(shape);
     if (spec->ndim > FSDPC_LAYOUT_MAX_DIMS) {

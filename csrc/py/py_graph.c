@@ -46,13 +46,15 @@ static fsdpc_py_unit *model_of(PyObject *module, PyObject *units)
     return NULL;
 }
 
-static void look_up_trainable(const py_graph *self)
+static fsdpc_status look_up_trainable(const py_graph *self)
 {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->units); i++) {
         const fsdpc_py_unit *unit = (fsdpc_py_unit *)PyList_GET_ITEM(self->units, i);
         for (Py_ssize_t p = 0; p < unit->n_params; p++)
-            fsdpc_unit_set_trainable(unit->ref->unit, (int)p, unit->params[p]->requires_grad);
+            FSDPC_TRY(fsdpc_unit_set_trainable(unit->ref->unit, (int)p,
+                                               unit->params[p]->requires_grad));
     }
+    return FSDPC_OK;
 }
 
 /* In the order of the main stream, so each graph writes its own before it is launched. */
@@ -176,7 +178,8 @@ static PyObject *graph_replay(PyObject *object, PyObject *Py_UNUSED(unused))
     py_graph *self = (py_graph *)object;
     if (fsdpc_py_unit_check_open((fsdpc_py_unit *)PyList_GET_ITEM(self->units, 0)) < 0)
         return NULL;
-    look_up_trainable(self);
+    if (fsdpc_py_check(look_up_trainable(self)) < 0)
+        return NULL;
     fsdpc_status status;
     Py_BEGIN_ALLOW_THREADS;
     status = self->n_streams ? send_key(self) : FSDPC_OK;

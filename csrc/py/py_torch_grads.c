@@ -279,6 +279,22 @@ static int take_param(fsdpc_py_torch_unit *self, int i, bool live)
     return fsdpc_py_check(status);
 }
 
+/* Users may give a gradient to what is frozen. */
+static int make_room(fsdpc_py_torch_unit *self)
+{
+    fsdpc_unit *unit = fsdpc_torch_unit(self);
+    for (int i = 0; i < self->n_params; i++) {
+        if (fsdpc_torch_place(self, i)->group < fsdpc_unit_trained_groups(unit))
+            continue;
+        PyObject *grad = get_grad(self, &self->params[i]);
+        Py_XDECREF(grad);
+        if (!grad || (grad != Py_None && (fsdpc_torch_set_trainable(self, i, true) < 0 ||
+                                          fsdpc_torch_set_trainable(self, i, false) < 0)))
+            return -1;
+    }
+    return 0;
+}
+
 int fsdpc_torch_take_grads(fsdpc_py_torch_unit *self)
 {
     fsdpc_unit *unit = fsdpc_torch_unit(self);
@@ -288,7 +304,8 @@ int fsdpc_torch_take_grads(fsdpc_py_torch_unit *self)
         return -1;
     if (!any)
         return was_live ? fsdpc_torch_zero_grad(self, false) : fsdpc_torch_renew(self, false);
-    if ((!was_live && fsdpc_torch_renew(self, false) < 0) || fsdpc_torch_lend(self) < 0)
+    if ((!was_live && fsdpc_torch_renew(self, false) < 0) || make_room(self) < 0 ||
+        fsdpc_torch_lend(self) < 0)
         return -1;
     fsdpc_status status = fsdpc_unit_take_begin(unit);
     if (fsdpc_py_check(status) < 0)

@@ -65,14 +65,14 @@ static int give_grads(fsdpc_py_torch_unit *self)
 }
 
 /* place(grads, lent): the tensors of gradients, which only this list has, and the memory of every
- * flat group that they are rows of; None: the engine's. */
+ * flat group that they are rows of; None: the engine's.  Those of frozen groups are empty. */
 static PyObject *place_method(PyObject *object, PyObject *args)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
     PyObject *grads, *lent;
     if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &grads, &lent))
         return NULL;
-    int n_groups = fsdpc_unit_layout(fsdpc_torch_unit(self))->n_groups;
+    int n_groups = fsdpc_unit_trained_groups(fsdpc_torch_unit(self));
     if (PyList_GET_SIZE(grads) != self->n_params ||
         (lent != Py_None && (!PyList_Check(lent) || PyList_GET_SIZE(lent) != n_groups)))
         return PyErr_Format(PyExc_ValueError,
@@ -97,6 +97,19 @@ static PyObject *place_method(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
+int fsdpc_torch_set_trainable(fsdpc_py_torch_unit *self, int param, bool trainable)
+{
+    fsdpc_unit *unit = fsdpc_torch_unit(self);
+    int before = fsdpc_unit_trained_groups(unit);
+    if (fsdpc_py_check(fsdpc_unit_set_trainable(unit, param, trainable)) < 0)
+        return -1;
+    if (fsdpc_unit_trained_groups(unit) == before)
+        return 0;
+    PyObject *done = PyObject_CallNoArgs(self->renew);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
 int fsdpc_torch_lend(fsdpc_py_torch_unit *self)
 {
     if (!self->away)
@@ -113,7 +126,7 @@ bool fsdpc_torch_can_wait(const fsdpc_py_torch_unit *self, size_t bytes)
     if (!self->away || bytes == 0 || !fsdpc_unit_stays_open(unit))
         return false;
     size_t room = 0;
-    for (int g = 0; g < fsdpc_unit_layout(unit)->n_groups; g++) {
+    for (int g = 0; g < fsdpc_unit_trained_groups(unit); g++) {
         const fsdpc_unit_flat flat = fsdpc_unit_flat_of(unit, g);
         room += flat.shard_numel * fsdpc_dtype_bytes(flat.grad_dtype);
     }

@@ -27,7 +27,7 @@ static PyObject *unit_places(PyObject *module, PyObject *object)
     return list;
 }
 
-/* unit_memory(unit, kind): "master", "grad" or "full" of every flat group, flat. */
+/* unit_memory(unit, kind): "master", "grad" or "full" of every flat group that has one, flat. */
 static PyObject *unit_memory(PyObject *module, PyObject *args)
 {
     PyObject *object;
@@ -38,11 +38,11 @@ static PyObject *unit_memory(PyObject *module, PyObject *args)
     if (!self)
         return NULL;
     const fsdpc_unit *unit = self->ref->unit;
-    int n_groups = fsdpc_unit_layout(unit)->n_groups;
+    bool full = strcmp(kind, "full") == 0, grad = strcmp(kind, "grad") == 0;
+    int n_groups = grad ? fsdpc_unit_trained_groups(unit) : fsdpc_unit_layout(unit)->n_groups;
     PyObject *list = PyList_New(n_groups);
     for (int g = 0; list && g < n_groups; g++) {
         const fsdpc_unit_flat flat = fsdpc_unit_flat_of(unit, g);
-        bool full = strcmp(kind, "full") == 0, grad = strcmp(kind, "grad") == 0;
         fsdpc_dtype dtype = full ? flat.wire_dtype : grad ? flat.grad_dtype : flat.dtype;
         size_t numel = full ? flat.full_numel : flat.shard_numel;
         void *data = full ? flat.full : grad ? flat.grad : flat.master;
@@ -56,7 +56,7 @@ static void free_block(fsdpc_storage *storage)
     fsdpc_device_free(storage->device, storage->data);
 }
 
-/* grad_memory(unit): new memory for the gradient shard of every flat group, flat; zeros. */
+/* grad_memory(unit): new memory for the gradient shards of the flat groups that have one; zeros. */
 static PyObject *grad_memory(PyObject *module, PyObject *object)
 {
     fsdpc_py_unit *self = fsdpc_py_unit_of(module, object);
@@ -64,7 +64,7 @@ static PyObject *grad_memory(PyObject *module, PyObject *object)
         return NULL;
     const fsdpc_unit *unit = self->ref->unit;
     fsdpc_device *device = fsdpc_unit_device(unit);
-    int n_groups = fsdpc_unit_layout(unit)->n_groups;
+    int n_groups = fsdpc_unit_trained_groups(unit);
     PyObject *list = PyList_New(n_groups);
     for (int g = 0; list && g < n_groups; g++) {
         const fsdpc_unit_flat flat = fsdpc_unit_flat_of(unit, g);

@@ -108,7 +108,7 @@ static int requires_grad(const fsdpc_py_torch_unit *self, PyObject *tensor)
 
 /* Without gradients a forward freezes nothing: ranks may evaluate apart, and a backward that passes
  * the unit's outputs by shows nothing before it needs the flags. */
-static int follow_trainable(const fsdpc_py_torch_unit *self, bool grad)
+static int follow_trainable(fsdpc_py_torch_unit *self, bool grad)
 {
     PyObject *plain = fsdpc_torch_plain_begin(self);
     int done = plain ? 0 : -1;
@@ -117,7 +117,7 @@ static int follow_trainable(const fsdpc_py_torch_unit *self, bool grad)
         int wanted = requires_grad(self, p->piece), is = requires_grad(self, p->full);
         done = wanted < 0 || is < 0 ? -1 : 0;
         if (done == 0 && grad)
-            fsdpc_unit_set_trainable(fsdpc_torch_unit(self), i, wanted == 1);
+            done = fsdpc_torch_set_trainable(self, i, wanted == 1);
         if (done == 0 && wanted != is && (grad || wanted))
             done =
                 PyObject_SetAttr(p->full, self->names.requires_grad, wanted ? Py_True : Py_False);

@@ -146,6 +146,8 @@ int fsdpc_torch_begin_grads(fsdpc_py_torch_unit *self);
 /* It was given up: pieces have the gradients again that they had when it began. */
 int fsdpc_torch_restore_grads(fsdpc_py_torch_unit *self);
 
+/* What engine/unit.h says; gradients of what was frozen get tensors. */
+int fsdpc_torch_set_trainable(fsdpc_py_torch_unit *self, int param, bool trainable);
 /* Gradient shards have memory after it. */
 int fsdpc_torch_lend(fsdpc_py_torch_unit *self);
 /* Whether a gradient of so many bytes had better wait for it. */

@@ -138,7 +138,8 @@ static int read_specs(PyObject *names, PyObject *whole, const fsdpc_py_unit *sel
         const char *name = PyUnicode_AsUTF8(PyList_GET_ITEM(names, i));
         if (!name)
             return -1;
-        specs[i] = (fsdpc_param_spec){.name = name, .dtype = t->dtype, .ndim = t->ndim};
+        specs[i] = (fsdpc_param_spec){
+            .name = name, .dtype = t->dtype, .ndim = t->ndim, .frozen = !t->requires_grad};
         memcpy(specs[i].shape, t->shape, sizeof t->shape);
     }
     for (Py_ssize_t k = 0; whole && k < PyList_GET_SIZE(whole); k++) {
@@ -164,7 +165,6 @@ static fsdpc_status take_values(fsdpc_py_unit *self)
     fsdpc_unit *unit = self->ref->unit;
     for (int i = 0; i < (int)self->n_params; i++) {
         fsdpc_tensor *t = self->params[i];
-        fsdpc_unit_set_trainable(unit, i, t->requires_grad);
         if (t->data)
             FSDPC_TRY(fsdpc_unit_write(unit, i, t->data, t->dtype));
         FSDPC_TRY(fsdpc_py_unit_bind_param(self->ref, i, t));

@@ -182,6 +182,8 @@ static PyObject *unit_set_ahead(PyObject *object, PyObject *args)
 
 /* ---- what it is ---- */
 
+FSDPC_PY_GETTER(get_trained_groups,
+                PyLong_FromLong(fsdpc_unit_trained_groups(unit_of(object))))
 FSDPC_PY_GETTER(get_has_root, PyBool_FromLong(fsdpc_unit_root(unit_of(object)) != NULL))
 FSDPC_PY_GETTER(get_name, PyUnicode_FromString(fsdpc_unit_name(unit_of(object))))
 
@@ -275,6 +277,7 @@ PyGetSetDef fsdpc_py_unit_schedule_getset[] = {
     FLAG(keep_grads, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, divide_factor, get_divide_factor, set_divide_factor),
     FSDPC_PY_ATTRIBUTE(Unit, prefetch, get_prefetch, set_prefetch),
+    FSDPC_PY_ATTRIBUTE(Unit, trained_groups, get_trained_groups, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, has_root, get_has_root, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, name, get_name, set_name),
     FSDPC_PY_ATTRIBUTE(Unit, param_dtype, get_param_dtype, NULL),

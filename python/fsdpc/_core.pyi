@@ -1963,6 +1963,9 @@ class Unit:
     name: str
     """Shown in messages and traces."""
     @property
+    def trained_groups(self) -> int:
+        """How many flat groups have gradients: the first ones, frozen groups follow."""
+    @property
     def has_root(self) -> bool:
         """Whether the outermost module has run."""
     prefetch: int
@@ -2131,14 +2134,14 @@ def play(fn: Callable[[], Any], orders: bool, /) -> tuple[Any, int]:
 pooled_buffers: int
 
 def plan_unit(
-    params: list[tuple[dtype, tuple[int, ...]]],
+    params: Sequence[tuple[dtype, tuple[int, ...]] | tuple[dtype, tuple[int, ...], bool]],
     ranks: int,
     param_dtype: dtype | None,
     reduce_dtype: dtype | None,
     offload: Offload | None = None,
     /,
 ) -> dict[str, int]:
-    """Return bytes that a unit of these parameters takes on a rank."""
+    """Return bytes that a unit of parameters (dtype, shape, frozen) takes on a rank."""
 
 def plan_fulls(
     units: list[tuple[int, int, bool]], ranks: int, prefetch: int, remote: bool, /
@@ -2239,10 +2242,10 @@ def unit_places(unit: Unit, /) -> list[tuple[int, int, int, int, int]]:
     """Return (group, full_offset, first, numel, shard_offset) of each parameter."""
 
 def unit_memory(unit: Unit, kind: str, /) -> list[Tensor]:
-    """Return "master", "grad" or "full" of each flat group."""
+    """Return "master", "grad" or "full" of each flat group that has one."""
 
 def grad_memory(unit: Unit, /) -> list[Tensor]:
-    """Return new memory for the gradient shard of each flat group: zeros, in its dtype."""
+    """Return new memory for the gradient shards of groups that have one: zeros."""
 
 def product(
     out: int,

@@ -206,11 +206,11 @@ def sharding_layout(
     replicate, shard = grid(mesh, strategy)
     known: dict[Any, tuple[list[list[Piece]], int, tuple[int, ...]]] = {}
     units = []
-    for name, kind, params, whole in _sharded(model) or _planned(model, plan):
+    for name, kind, params, frozen, whole in _sharded(model) or _planned(model, plan):
         specs = tuple((dtype, shape) for _, dtype, shape in params)
-        key = specs, whole
+        key = specs, frozen, whole
         if key not in known:
-            known[key] = _pieces(specs, whole, shard)
+            known[key] = _pieces(specs, frozen, whole, shard)
         pieces, held, padding = known[key]
         units.append(
             UnitLayout(
@@ -228,8 +228,11 @@ def sharding_layout(
     return ShardingLayout(title=kind, mesh=(replicate, shard), units=tuple(units))
 
 
-#: Of a unit: name, class, (name, dtype, shape) of each parameter, numbers of those that stay whole.
-_Unit = tuple[str, str, list[tuple[str, _core.dtype, tuple[int, ...]]], tuple[int, ...]]
+#: Of a unit: name, class, (name, dtype, shape) of each parameter, whether it is laid out frozen,
+#: numbers of those that stay whole.
+_Unit = tuple[
+    str, str, list[tuple[str, _core.dtype, tuple[int, ...]]], tuple[bool, ...], tuple[int, ...]
+]
 
 
 def _sharded(model: Any) -> list[_Unit]:
@@ -239,7 +242,9 @@ def _sharded(model: Any) -> list[_Unit]:
             state = m.__dict__.get("_fsdpc_state")  # of the torch front door
             whole = tuple(sorted(state.whole)) if state is not None else ()
             kind = type(m).__name__.removeprefix("FSDP")
-            found[m._fsdpc_unit] = name, kind, m._fsdpc_unit.params, whole
+            unit = m._fsdpc_unit
+            frozen = tuple(g >= unit.trained_groups for g, *_ in _core.unit_places(unit))
+            found[unit] = name, kind, unit.params, frozen, whole
     return list(found.values())
 
 
@@ -265,7 +270,7 @@ def _planned(model: Any, plan: Any) -> list[_Unit]:
 
 
 def _unit(name: str, modules: list[Any], claimed: set[int]) -> _Unit:
-    params = []
+    params, frozen = [], []
     for number, m in enumerate(modules):
         for path, p in m.named_parameters():
             if id(p) not in claimed:
@@ -273,11 +278,15 @@ def _unit(name: str, modules: list[Any], claimed: set[int]) -> _Unit:
                 dtype = _core.as_dtype(str(getattr(p.dtype, "name", p.dtype)).split(".")[-1])
                 before = f"{number}." if len(modules) > 1 else ""
                 params.append((before + path, dtype, tuple(p.shape)))
-    return name, "+".join(type(m).__name__ for m in modules), params, ()
+                frozen.append(not p.requires_grad)
+    return name, "+".join(type(m).__name__ for m in modules), params, tuple(frozen), ()
 
 
 def _pieces(
-    specs: tuple[tuple[_core.dtype, tuple[int, ...]], ...], whole: tuple[int, ...], ranks: int
+    specs: tuple[tuple[_core.dtype, tuple[int, ...]], ...],
+    frozen: tuple[bool, ...],
+    whole: tuple[int, ...],
+    ranks: int,
 ) -> tuple[list[list[Piece]], int, tuple[int, ...]]:
     """Of each parameter its pieces; bytes of a shard; of each rank the padding in that."""
     pieces: list[list[Piece]] = [[] for _ in specs]
@@ -289,6 +298,8 @@ def _pieces(
         for rank in range(ranks):
             with deferred_init():
                 params = [init.zeros_(Parameter.empty(shape, dtype)) for dtype, shape in specs]
+            for p, is_frozen in zip(params, frozen, strict=True):
+                p.requires_grad = not is_frozen
             comm = _core.Comm(rank, ranks, None)
             unit = _core.Unit("layout", names, params, comm, whole=list(whole))
             real = 0

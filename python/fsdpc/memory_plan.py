@@ -183,7 +183,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class _UnitShape:
-    specs: list[tuple[_core.dtype, tuple[int, ...]]]
+    specs: list[tuple[_core.dtype, tuple[int, ...], bool]]  # dtype, shape, frozen
     param_dtype: Any
     reduce_dtype: Any
     own_buffer: bool
@@ -192,7 +192,7 @@ class _UnitShape:
 
     def sums(self, stage: str) -> list[_core.dtype]:
         """Return the dtypes of what a reduction, or a partial, sums: one of each flat group."""
-        groups = dict.fromkeys(dtype for dtype, _ in self.specs)
+        groups = dict.fromkeys(dtype for dtype, _, frozen in self.specs if not frozen)
         if stage == "reduce":
             return [self.reduce_dtype or self.param_dtype or dtype for dtype in groups]
         return [d if d == _core.float64 else _core.float32 for d in groups]
@@ -450,10 +450,17 @@ def grid(mesh: Any, strategy: Any) -> tuple[int, int]:
     return tuple(mesh)
 
 
+def _specs(unit: _core.Unit) -> list[tuple[_core.dtype, tuple[int, ...], bool]]:
+    return [
+        (dtype, shape, group >= unit.trained_groups)
+        for (_, dtype, shape), (group, *_) in zip(unit.params, _core.unit_places(unit), strict=True)
+    ]
+
+
 def _sharded_units(model: Any) -> list[_UnitShape]:
     return [
         _UnitShape(
-            specs=[(dtype, shape) for _, dtype, shape in unit.params],
+            specs=_specs(unit),
             param_dtype=unit.param_dtype,
             reduce_dtype=unit.reduce_dtype,
             own_buffer=own or unit.keep_grads,
@@ -493,7 +500,7 @@ def _planned_units(
         alone = module is model or any(id(m) in ids for m in list(module.modules())[1:])
         units.append(
             _UnitShape(
-                specs=[(p.dtype, p.shape) for p in params],
+                specs=[(p.dtype, p.shape, not p.requires_grad) for p in params],
                 param_dtype=own.param_dtype,
                 reduce_dtype=own.reduce_dtype,
                 own_buffer=alone,

@@ -131,10 +131,10 @@ static void test_grad(void)
     CHECK(*(float *)grad == first * 0.5f && r.units[1]->pending_scale == 1);
     CHECK_OK(fsdpc_unit_grad(r.units[1], 0, false, &piece, &grad)); /* once */
     CHECK(*(float *)grad == first * 0.5f);
-    fsdpc_unit_set_trainable(r.units[1], 0, false); /* it keeps what it has */
+    CHECK_OK(fsdpc_unit_set_trainable(r.units[1], 0, false)); /* it keeps what it has */
     CHECK_OK(fsdpc_unit_grad(r.units[1], 0, false, &piece, &grad));
     CHECK(*(float *)grad == first * 0.5f);
-    fsdpc_unit_set_trainable(r.units[1], 0, true);
+    CHECK_OK(fsdpc_unit_set_trainable(r.units[1], 0, true));
     r.units[1]->pending_scale = 0.5;
     fsdpc_unit_zero_grad(r.units[1]);
     CHECK(r.units[1]->pending_scale == 1);

@@ -373,6 +373,7 @@ def fully_shard(
         where=where,
         policy=policy,
         whole=frozenset(i for i, (_, p) in enumerate(named) if id(p) in kept),
+        frozen=frozenset(i for i, (_, p) in enumerate(named) if not p.requires_grad),
         synced=sync_module_states,
         offload=offload_policy,
     )

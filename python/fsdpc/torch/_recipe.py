@@ -31,8 +31,8 @@ class Recipe:
     shapes : list of torch.Size
     where : Placement
     policy : MixedPrecisionPolicy
-    whole : frozenset of int
-        Parameters that are not cut.
+    whole, frozen : frozenset of int
+        Parameters that are not cut, and those that have no gradient.
     synced : bool
         Rank 0's initial values are taken.
     offload : OffloadPolicy, optional
@@ -45,18 +45,22 @@ class Recipe:
     where: Placement
     policy: MixedPrecisionPolicy
     whole: frozenset[int]
+    frozen: frozenset[int]
     synced: bool
     offload: OffloadPolicy | None = None
 
     def make(self, dtypes: list[torch.dtype]) -> _core.Unit:
         """Return a unit whose parameters have these dtypes, and no values yet."""
+        params = [
+            _core.empty_deferred(tuple(shape), core_dtype(dtype))
+            for shape, dtype in zip(self.shapes, dtypes, strict=True)
+        ]
+        for i, p in enumerate(params):
+            p.requires_grad = i not in self.frozen
         return _core.Unit(
             self.name,
             self.names,
-            [
-                _core.empty_deferred(tuple(shape), core_dtype(dtype))
-                for shape, dtype in zip(self.shapes, dtypes, strict=True)
-            ],
+            params,
             self.where.comms[0],
             self.where.replicate,
             param_dtype=core_dtype(self.policy.param_dtype),

@@ -252,6 +252,8 @@ class UnitState:
 
     def _rows(self, flats: list[torch.Tensor], i: int) -> torch.Tensor:
         group, _, _, numel, offset = self.places[i]
+        if group >= len(flats):  # gradients of a frozen group
+            return self.masters[group].new_empty(0)
         return flats[group][offset : offset + numel].view(self.unit.local(i).shape)
 
     def _make_grads(self) -> None:
