@@ -10,7 +10,8 @@ median step counts. "local" communicates nothing: what the computation costs. "f
 fsdpc after ``use_kernels(model)``: linear layers on the engine's products; "fsdpc-torch-clip" clips
 with torch's own function instead of fsdpc's. "fsdpc:HYBRID_SHARD" and "fsdp2:HYBRID_SHARD"
 replicate between hosts (bench_hosts.py). bf16 is autocast for local and DDP, param bf16 and reduce
-fp32 for FSDP2 and fsdpc. DeepSpeed runs on gloo.
+fp32 for FSDP2 and fsdpc. "lora" models are fp32 with PEFT's adapters of rank 16 beside all linear
+layers, and nothing else is trained. DeepSpeed runs on gloo.
 
 ``host``: rank 0 of a world of 8 whose peers pretend (FSDP2: a fake process group); units of n tiny
 parameters; the time of forward and backward less that of the same model unsharded.
@@ -36,8 +37,9 @@ ENGINES = (*OURS, "fsdp2", "ddp", "local")
 BY_MPI = ("native-openmpi", "native-mpich")  # started by that MPI's launcher
 NATIVE = ("native", "native-alone", *BY_MPI)  # bench_hosts.py's
 MLPS = {"mlp-128": (12, 128), "mlp-256": (12, 256), "mlp-512": (8, 512)}
-LLAMAS = {"10M": (2, 256), "41M": (1, 256)}
-MODELS = [*MLPS, *(f"llama-{p}-{d}" for p in LLAMAS for d in ("fp32", "bf16"))]
+LLAMAS = {"10M": (2, 256), "41M": (1, 256), "125M": (1, 128)}
+DTYPES = {"10M": ("fp32", "bf16"), "41M": ("fp32", "bf16", "lora"), "125M": ("lora",)}
+MODELS = [*MLPS, *(f"llama-{p}-{d}" for p in LLAMAS for d in DTYPES[p])]
 WARM, STEPS = 4, 12
 UNITS = 8
 
@@ -86,14 +88,19 @@ def workload(name: str) -> tuple[Any, list[Any], Callable[[Any], Any], str]:
         return model, list(model), lambda m: m(x).square().mean(), "fp32"
     _, preset, dtype = name.split("-")
     model = llama(preset)
+    units = list(model.model.layers)
     rows, words = LLAMAS[preset]
     ids = torch.randint(0, model.config.vocab_size, (rows, words + 1), generator=generator)
+    if dtype == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
 
     def loss(m: Any) -> Any:
         logits = m(input_ids=ids[:, :-1]).logits.flatten(0, 1).float()
         return torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
 
-    return model, list(model.model.layers), loss, dtype
+    return model, units, loss, dtype
 
 
 def shard(engine: str, strategy: str, model: Any, units: list[Any], dtype: str) -> Any:
@@ -148,15 +155,16 @@ def turn(engine: str, name: str) -> dict[str, Any]:
     if engine == "deepspeed":
         return {"seconds": measure(deepspeed_step(model, loss_of, dtype))}
     model = shard(engine, strategy, model, units, dtype)
+    trained = [p for p in model.parameters() if p.requires_grad]
     if engine in OURS:
         from fsdpc.torch import clip_grad_norm_, optim
 
-        optimizer: Any = optim.AdamW(model.parameters(), lr=3e-4)
+        optimizer: Any = optim.AdamW(trained, lr=3e-4)
         clip: Any = clip_grad_norm_
         if engine == "fsdpc-torch-clip":
             clip = torch.nn.utils.clip_grad_norm_
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+        optimizer = torch.optim.AdamW(trained, lr=3e-4, fused=True)
         clip = torch.nn.utils.clip_grad_norm_
     autocast = dtype == "bf16" and engine in ("local", "ddp")
 
@@ -165,7 +173,7 @@ def turn(engine: str, name: str) -> dict[str, Any]:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             loss = loss_of(model)
         loss.backward()
-        clip(model.parameters(), 1.0)
+        clip(trained, 1.0)
         optimizer.step()
 
     return {"seconds": measure(step)}
