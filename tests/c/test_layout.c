@@ -285,6 +285,26 @@ static void test_whole(void)
     fsdpc_layout_destroy(layout);
 }
 
+/* Frozen groups come last, and no band has parameters of both kinds. */
+static void test_frozen(void)
+{
+    fsdpc_param_spec specs[5];
+    for (int i = 0; i < 5; i++) {
+        specs[i] = rig_spec("w", i == 3 ? FSDPC_BF16 : FSDPC_F32, 2, 5, 9, 0);
+        specs[i].frozen = i < 4 && i != 1;
+    }
+    fsdpc_layout *layout;
+    CHECK_OK(fsdpc_layout_create(specs, 5, 3, 0, &layout));
+    CHECK(layout->n_groups == 3 && layout->n_trained == 1);
+    const int groups[] = {1, 0, 1, 2, 0};
+    for (int i = 0; i < 5; i++)
+        CHECK(layout->params[i].group == groups[i]);
+    for (int g = 0; g < 3; g++)
+        CHECK(layout->groups[g].frozen == (g > 0));
+    CHECK(layout->groups[2].dtype == FSDPC_BF16);
+    fsdpc_layout_destroy(layout);
+}
+
 static void test_refinement(void)
 {
     /* experts: few long rows; dim 1 is cut if its rows are multiples of 256 */
@@ -437,6 +457,7 @@ int main(void)
     test_small();
     test_refused();
     test_whole();
+    test_frozen();
     test_refinement();
     test_one_dimension();
     test_band_per_param();
