@@ -16,6 +16,7 @@
 
 #include <stdio.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include "base/crc32c.h"
 #include "base/size.h"
@@ -519,6 +520,22 @@ fsdpc_status fsdpc_wire_own(fsdpc_wire *wire, size_t bytes, unsigned char **out)
     FSDPC_TRY(fsdpc_device_alloc_zeroed(comm->device, kind, bytes, &data));
     *out = wire->own = data;
     return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_wire_map_private(const fsdpc_wire *wire, size_t offset, size_t bytes,
+                                    void *address)
+{
+    void *at = mmap(address, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, wire->memfd,
+                    (off_t)offset);
+    if (at == MAP_FAILED)
+        return fsdpc_fail_errno("mapping %zu bytes of a wire once more", bytes);
+    madvise(at, bytes, MADV_DONTDUMP);
+    return FSDPC_OK;
+}
+
+void fsdpc_wire_drop_copies(void *address, size_t bytes)
+{
+    madvise(address, bytes, MADV_DONTNEED);
 }
 
 fsdpc_status fsdpc_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buffer **out)

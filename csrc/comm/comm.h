@@ -279,6 +279,7 @@ struct fsdpc_wire {
     fsdpc_comm *comm;
     size_t bytes;
     bool moved; /* it has no memory: gathers move bytes, and both pointers are NULL */
+    int memfd;  /* whose first bytes are its memory, as long as it lives; 0: it lies elsewhere */
     const unsigned char *read;
     unsigned char *write;
     bool pinned;        /* moved: what fsdpc_wire_own gives is memory of the host; said before it */
@@ -389,6 +390,12 @@ static inline fsdpc_status fsdpc_wire_create(fsdpc_comm *comm, size_t bytes, fsd
 /* Memory for what this rank publishes in a moved wire, zeroed, counted as WIRE or PINNED; the wire's,
  * with which it goes.  Collective, once. */
 fsdpc_status fsdpc_wire_own(fsdpc_wire *wire, size_t bytes, unsigned char **out);
+/* Puts pages of a wire with a memfd beneath `address`, in the place of as many pages of this
+ * process.  They read as the wire's, also after it is destroyed.  A page that this process writes
+ * there is its copy from then on; fsdpc_wire_drop_copies gives copies up. */
+fsdpc_status fsdpc_wire_map_private(const fsdpc_wire *wire, size_t offset, size_t bytes,
+                                    void *address);
+void fsdpc_wire_drop_copies(void *address, size_t bytes);
 fsdpc_status fsdpc_buffer_create(fsdpc_comm *comm, size_t bytes,
                                  fsdpc_buffer **out); /* collective */
 fsdpc_status fsdpc_wire_epoch_wait(fsdpc_wire *wire, const char *unit, fsdpc_epoch_note *all_out);

@@ -45,8 +45,11 @@ fsdpc_status fsdpc_hosts_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_tier 
         wire_free(wire);
         return status;
     }
-    wire->base = (fsdpc_wire){
-        .comm = comm, .bytes = bytes, .read = wire->host->read, .write = wire->host->write};
+    wire->base = (fsdpc_wire){.comm = comm,
+                              .bytes = bytes,
+                              .memfd = wire->host->memfd,
+                              .read = wire->host->read,
+                              .write = wire->host->write};
     *out = &wire->base;
     return FSDPC_OK;
 }

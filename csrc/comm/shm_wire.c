@@ -60,9 +60,12 @@ static fsdpc_status share(fsdpc_shm_comm *self, fsdpc_shm_wire *wire, uint64_t t
         return status; /* rank 0's failure comes with the agreement */
     status = fsdpc_shm_segment_map(wire->segment, true);
     FSDPC_KEEP_FIRST(status, fsdpc_shm_segment_map(wire->segment, false));
-    fsdpc_shm_segment_close_fd(wire->segment);
     if (status != FSDPC_OK)
         return status;
+    if (wire->segment->fd >= 0 && !wire->segment->file)
+        wire->base.memfd = wire->segment->fd;
+    else
+        fsdpc_shm_segment_close_fd(wire->segment);
     wire->base.read = wire->segment->readable;
     wire->base.write = wire->segment->writable;
     wire->words = (fsdpc_shm_wire_words *)(void *)(wire->segment->writable + data_bytes);

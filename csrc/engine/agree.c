@@ -49,36 +49,54 @@ static fsdpc_status highest(fsdpc_comm *comm, uint8_t *bytes, size_t n, const ch
 
 /* ---- Replicas ---- */
 
-static size_t master_bytes(const fsdpc_unit_group *group)
+/* Of this rank's slice of a band. */
+static size_t master_bytes(const fsdpc_root *root, const fsdpc_group *group, size_t band)
 {
-    return group->plan->shard_numel * fsdpc_dtype_bytes(group->plan->dtype);
+    const fsdpc_slice *slice = &group->bands[band];
+    bool own = fsdpc_slice_is_of(slice, root->comm->rank);
+    return own ? slice->numel * fsdpc_dtype_bytes(group->dtype) : 0;
 }
 
 static uint64_t all_master_bytes(const fsdpc_root *root)
 {
     uint64_t bytes = 0;
-    for (int u = 0; u < root->n_units; u++)
-        for (int g = 0; g < root->units[u]->layout->n_groups; g++)
-            bytes += master_bytes(&root->units[u]->groups[g]);
+    for (int u = 0; u < root->n_units; u++) {
+        const fsdpc_layout *layout = root->units[u]->layout;
+        for (int g = 0; g < layout->n_groups; g++)
+            for (size_t b = 0; b < layout->groups[g].n_bands; b++)
+                bytes += master_bytes(root, &layout->groups[g], b);
+    }
     return bytes;
 }
 
-/* Of the slice of all masters, one behind the other, that begins where the root says. */
+/* How far a walk over all masters, one behind the other, has come. */
+typedef struct walk {
+    uint64_t skip, bytes; /* still to pass over, and to look at after that */
+    uint32_t sum;
+} walk;
+
+static void walk_group(const fsdpc_unit *unit, const fsdpc_unit_group *group, walk *w)
+{
+    for (size_t b = 0; w->bytes > 0 && b < group->plan->n_bands; b++) {
+        const fsdpc_slice *band = &group->plan->bands[b];
+        uint64_t size = master_bytes(unit->root, group->plan, b);
+        uint64_t from = w->skip < size ? w->skip : size;
+        uint64_t part = size - from < w->bytes ? size - from : w->bytes;
+        const unsigned char *at = fsdpc_unit_masters(unit, group, band, band->shard_offset);
+        w->sum = fsdpc_crc32c(w->sum, at + from, part);
+        w->skip -= from;
+        w->bytes -= part;
+    }
+}
+
+/* Of the slice of all masters that begins where the root says. */
 static mark mark_slice(const fsdpc_root *root, uint64_t bytes)
 {
-    uint64_t skip = root->compared;
-    uint32_t sum = 0;
-    for (int u = 0; bytes > 0 && u < root->n_units; u++) {
-        const fsdpc_unit *unit = root->units[u];
-        for (int g = 0; bytes > 0 && g < unit->layout->n_groups; g++) {
-            uint64_t size = master_bytes(&unit->groups[g]);
-            uint64_t from = skip < size ? skip : size;
-            uint64_t part = size - from < bytes ? size - from : bytes;
-            sum = fsdpc_crc32c(sum, fsdpc_unit_masters(unit, &unit->groups[g]) + from, part);
-            skip -= from;
-            bytes -= part;
-        }
-    }
+    walk w = {.skip = root->compared, .bytes = bytes};
+    for (int u = 0; u < root->n_units; u++)
+        for (int g = 0; g < root->units[u]->layout->n_groups; g++)
+            walk_group(root->units[u], &root->units[u]->groups[g], &w);
+    uint32_t sum = w.sum;
     return (mark){root->compared, ~root->compared, sum, ~sum};
 }
 

@@ -90,8 +90,7 @@ fsdpc_status fsdpc_full_cast(fsdpc_unit *unit, size_t *bytes_out)
             const fsdpc_slice *band = &group->plan->bands[i];
             if (!fsdpc_slice_is_of(band, root->comm->rank))
                 continue;
-            const unsigned char *from = fsdpc_unit_masters(unit, group) +
-                                        band->shard_offset * fsdpc_dtype_bytes(group->plan->dtype);
+            const unsigned char *from = fsdpc_unit_masters(unit, group, band, band->shard_offset);
             FSDPC_TRY(fsdpc_flat_cast(fsdpc_full_published(unit, group, band, band->shard_offset),
                                       group->wire_dtype, from, group->plan->dtype, band->numel,
                                       main));

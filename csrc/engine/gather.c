@@ -78,6 +78,7 @@ fsdpc_status fsdpc_gather_publish(fsdpc_unit *unit)
     size_t bytes = 0;
     if (!root->full->at_use)
         FSDPC_TRY(fsdpc_full_cast(unit, &bytes));
+    fsdpc_unit_drop_copies(unit);
     fsdpc_root_trace(unit, FSDPC_TRACE_PUBLISH, bytes, root->in_backward);
     fsdpc_full_seal(unit);
     unit->dirty = false;
@@ -94,11 +95,10 @@ fsdpc_status fsdpc_gather_compare(const fsdpc_unit *unit, bool *equal_io)
             const fsdpc_slice *band = &group->plan->bands[i];
             if (!fsdpc_slice_is_of(band, root->comm->rank))
                 continue;
-            FSDPC_TRY(fsdpc_flat_equal(
-                fsdpc_full_published(unit, group, band, band->shard_offset), group->wire_dtype,
-                fsdpc_unit_masters(unit, group) +
-                    band->shard_offset * fsdpc_dtype_bytes(group->plan->dtype),
-                group->plan->dtype, band->numel, equal_io, main));
+            FSDPC_TRY(fsdpc_flat_equal(fsdpc_full_published(unit, group, band, band->shard_offset),
+                                       group->wire_dtype,
+                                       fsdpc_unit_masters(unit, group, band, band->shard_offset),
+                                       group->plan->dtype, band->numel, equal_io, main));
         }
     }
     return FSDPC_OK;

@@ -78,8 +78,10 @@ static fsdpc_status step_front(const fsdpc_optim *optim, const unit_states *stat
         .number = own->number,
         .first = part.first,
     };
-    FSDPC_TRY(locate(group->master_extent, group->master, fsdpc_dtype_bytes(place->dtype),
-                     part.begin, &part.end, &args.param));
+    size_t element = fsdpc_dtype_bytes(place->dtype);
+    unsigned char *masters =
+        fsdpc_unit_stepped(unit, group, band, part.begin) - part.begin * element;
+    FSDPC_TRY(locate(group->master_extent, masters, element, part.begin, &part.end, &args.param));
     FSDPC_TRY(locate(group->grad_extent, group->grad, fsdpc_dtype_bytes(group->grad_dtype),
                      part.begin, &part.end, &grad));
     args.grad = grad;

@@ -80,7 +80,9 @@ enum { FSDPC_POOLED_BUFFERS = 2 };
 
 typedef struct fsdpc_unit_plan {
     size_t wire_bytes, reduce_bytes, master_bytes, grad_bytes, partial_bytes;
-    size_t state_bytes; /* of one state of every parameter */
+    size_t
+        shared_master_bytes; /* of master_bytes: pages of the wire, where ranks share its memory */
+    size_t state_bytes;      /* of one state of every parameter */
     /* What lies in a file, or in memory of the host, instead. */
     size_t master_file_bytes, state_file_bytes, grad_file_bytes;
     size_t ring_bytes;      /* that a step over them needs; the largest of a root's units is made */

@@ -9,7 +9,9 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
+#include "base/size.h"
 #include "ops/flat_ops.h"
 
 /* An array as long as the shard, in memory of the device or of the host, or in a file; zeros. */
@@ -33,6 +35,92 @@ static void destroy_shard(fsdpc_unit *unit, fsdpc_extent *extent, void *memory)
         fsdpc_extent_destroy(extent);
     else
         fsdpc_device_free(unit->device, memory);
+}
+
+/* Note [spread masters].  A frozen group whose modules read what its masters hold needs one copy in a
+ * host, not two.  Its masters have address space for all of the full, of which they touch their own
+ * rows.  When the wire is there, its pages take the place of theirs, beneath the same addresses
+ * (full_shared.c).  A write to a master then copies its page first, so peers do not see it before it
+ * is published. */
+static bool can_spread(const fsdpc_unit *unit, const fsdpc_unit_group *group)
+{
+    return group->plan->frozen && group->wire_dtype == group->plan->dtype &&
+           group->plan->shard_numel > 0 && unit->device->flat != fsdpc_flat_ops_null() &&
+           !unit->device->remote && !unit->no_alias && !unit->offload.masters &&
+           !unit->offload.params;
+}
+
+static size_t spread_bytes(const fsdpc_unit_group *group)
+{
+    enum { PAGE = 4096 };
+    return fsdpc_round_up(group->plan->full_numel * fsdpc_dtype_bytes(group->plan->dtype), PAGE);
+}
+
+static int64_t spread_counted(const fsdpc_unit_group *group)
+{
+    return (int64_t)(group->plan->shard_numel * fsdpc_dtype_bytes(group->plan->dtype));
+}
+
+static fsdpc_status create_spread(const fsdpc_unit *unit, fsdpc_unit_group *group)
+{
+    void *at = mmap(NULL, spread_bytes(group), PROT_READ | PROT_WRITE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at == MAP_FAILED)
+        return fsdpc_fail_errno("no address space for the frozen parameters of unit '%s'",
+                                unit->name);
+    group->master = at;
+    group->spread = true;
+    fsdpc_mem_count(unit->device->mem, FSDPC_MEM_MASTER, spread_counted(group));
+    return FSDPC_OK;
+}
+
+static void destroy_master(fsdpc_unit *unit, fsdpc_unit_group *group)
+{
+    if (!group->spread) {
+        destroy_shard(unit, group->master_extent, group->master);
+        return;
+    }
+    munmap(group->master, spread_bytes(group));
+    if (!group->in_wire)
+        fsdpc_mem_count(unit->device->mem, FSDPC_MEM_MASTER, -spread_counted(group));
+}
+
+fsdpc_status fsdpc_unit_join_wire(fsdpc_unit *unit, fsdpc_unit_group *group, const fsdpc_wire *wire)
+{
+    size_t element = fsdpc_dtype_bytes(group->plan->dtype);
+    int rank = fsdpc_unit_rank(unit);
+    if (!group->spread || wire->memfd == 0)
+        return FSDPC_OK;
+    for (size_t i = 0; i < group->plan->n_bands; i++) {
+        const fsdpc_slice *band = &group->plan->bands[i];
+        if (fsdpc_slice_is_of(band, rank))
+            memcpy(wire->write + group->wire_offset +
+                       fsdpc_slice_full(band, rank, band->shard_offset) * element,
+                   fsdpc_unit_masters(unit, group, band, band->shard_offset),
+                   band->numel * element);
+    }
+    FSDPC_TRY(fsdpc_wire_map_private(wire, group->wire_offset, spread_bytes(group), group->master));
+    if (!group->in_wire)
+        fsdpc_mem_count(unit->device->mem, FSDPC_MEM_MASTER, -spread_counted(group));
+    group->in_wire = true;
+    return FSDPC_OK;
+}
+
+void fsdpc_unit_leave_wire(fsdpc_unit *unit)
+{
+    for (int g = 0; g < unit->layout->n_groups; g++) {
+        fsdpc_unit_group *group = &unit->groups[g];
+        if (group->in_wire)
+            fsdpc_mem_count(unit->device->mem, FSDPC_MEM_MASTER, spread_counted(group));
+        group->in_wire = false;
+    }
+}
+
+void fsdpc_unit_drop_copies(fsdpc_unit *unit)
+{
+    for (int g = unit->n_trained; g < unit->layout->n_groups; g++)
+        if (unit->groups[g].in_wire)
+            fsdpc_wire_drop_copies(unit->groups[g].master, spread_bytes(&unit->groups[g]));
 }
 
 /* Gives the next group, the first one without, a gradient shard and its place in buffers. */
@@ -65,6 +153,8 @@ static fsdpc_status create_group(fsdpc_unit *unit, int g, const fsdpc_unit_optio
     group->whole = (fsdpc_slice){.numel = group->plan->shard_numel, .owner = -1};
     group->wire_offset = unit->wire_bytes;
     unit->wire_bytes += sizes.wire_bytes;
+    if (can_spread(unit, group))
+        return create_spread(unit, group);
     FSDPC_TRY(create_shard(unit, group->plan, unit->offload.masters, FSDPC_MEM_MASTER,
                            group->plan->dtype, &group->master_extent, &group->master));
     return group->plan->frozen ? FSDPC_OK : add_grads(unit, &sizes);
@@ -139,7 +229,8 @@ void fsdpc_unit_destroy(fsdpc_unit *unit)
         return;
     for (int g = 0; unit->groups && g < unit->layout->n_groups; g++) {
         free(unit->groups[g].sums);
-        destroy_shard(unit, unit->groups[g].master_extent, unit->groups[g].master);
+        if (unit->groups[g].plan)
+            destroy_master(unit, &unit->groups[g]);
         if (!unit->grads_lent)
             destroy_shard(unit, unit->groups[g].grad_extent, unit->groups[g].grad);
     }
@@ -246,11 +337,12 @@ static fsdpc_status train_frozen(fsdpc_unit *unit, int param)
     FSDPC_TRY(fsdpc_unit_end_step(unit));
     if (unit->grad_live || unit->buffer || unit->partial_live || unit->micro.n > 0 ||
         unit->reduction != FSDPC_REDUCTION_NONE)
-        return fsdpc_fail(FSDPC_ERR_STATE,
-                          "parameter '%s' of unit '%s' was frozen when the unit was made, and needs "
-                          "memory for gradients now, which the unit cannot make while it holds "
-                          "gradients: call zero_grad() between the step and this forward",
-                          name, unit->name);
+        return fsdpc_fail(
+            FSDPC_ERR_STATE,
+            "parameter '%s' of unit '%s' was frozen when the unit was made, and needs "
+            "memory for gradients now, which the unit cannot make while it holds "
+            "gradients: call zero_grad() between the step and this forward",
+            name, unit->name);
     size_t bytes = 0;
     while (unit->n_trained < unit->layout->n_groups) {
         const fsdpc_unit_group *group = &unit->groups[unit->n_trained];
@@ -320,6 +412,7 @@ fsdpc_unit_flat fsdpc_unit_flat_of(const fsdpc_unit *unit, int group)
                              .shard_numel = g->plan->shard_numel,
                              .full_numel = g->plan->full_numel,
                              .master = g->master,
+                             .master_numel = g->spread ? g->plan->full_numel : g->plan->shard_numel,
                              .grad = g->grad,
                              .full = g->full};
 }
@@ -372,9 +465,18 @@ fsdpc_status fsdpc_unit_check_master(const fsdpc_unit *unit, int param)
 void *fsdpc_unit_master(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out)
 {
     const fsdpc_place *place = &unit->layout->params[param];
+    const fsdpc_unit_group *group = &unit->groups[place->group];
     *piece_out = fsdpc_layout_piece(unit->layout, param, fsdpc_unit_rank(unit));
-    return fsdpc_unit_masters(unit, &unit->groups[place->group]) +
-           piece_out->shard_offset * fsdpc_dtype_bytes(place->dtype);
+    return fsdpc_unit_masters(unit, group, &group->plan->bands[place->band],
+                              piece_out->shard_offset);
+}
+
+size_t fsdpc_unit_master_offset(const fsdpc_unit *unit, int param)
+{
+    const fsdpc_place *place = &unit->layout->params[param];
+    const fsdpc_unit_group *group = &unit->groups[place->group];
+    fsdpc_piece piece = fsdpc_layout_piece(unit->layout, param, fsdpc_unit_rank(unit));
+    return group->spread ? place->full_offset + piece.first : piece.shard_offset;
 }
 
 void *fsdpc_unit_grad_rows(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out)

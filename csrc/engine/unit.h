@@ -86,7 +86,7 @@ fsdpc_status fsdpc_unit_set_ahead(fsdpc_unit *unit, bool backward, fsdpc_unit *c
  * has none), and of the full (NULL before there is a root). */
 typedef struct fsdpc_unit_flat {
     fsdpc_dtype dtype, wire_dtype, reduce_dtype, grad_dtype;
-    size_t shard_numel, full_numel;
+    size_t shard_numel, full_numel, master_numel; /* masters may lie as they do in the full */
     void *master, *grad, *full;
 } fsdpc_unit_flat;
 
@@ -95,6 +95,8 @@ fsdpc_unit_flat fsdpc_unit_flat_with(const fsdpc_unit *unit, int param); /* the 
 
 /* This rank's piece of a parameter's master; marks nothing.  After check_master, or a mark. */
 void *fsdpc_unit_master(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out);
+/* Where that begins in its flat group's masters, in elements; meaningless if the piece is empty. */
+size_t fsdpc_unit_master_offset(const fsdpc_unit *unit, int param);
 /* Before it is read: a step that goes on ends, and what lies in a file is as it was written. */
 fsdpc_status fsdpc_unit_check_master(const fsdpc_unit *unit, int param);
 

@@ -45,6 +45,8 @@ typedef struct fsdpc_unit_group {
     fsdpc_slice whole;    /* of the shard, as a reduction of partials takes it */
     fsdpc_coll_sum *sums; /* that the posted reduction leaves, where it leaves several (micro.c) */
     unsigned char *master, *grad;
+    bool spread;  /* masters lie in `master` as they do in the full (unit.c) */
+    bool in_wire; /* and read as the wire: what differs from it are copies of pages */
     fsdpc_extent *master_extent, *grad_extent; /* that they are the memory of; NULL: the device's */
     unsigned char *full;                       /* what modules read; see full.h */
     unsigned char *target;    /* where a gather writes it: the same memory, by the address that
@@ -184,17 +186,35 @@ static inline fsdpc_status fsdpc_unit_end_step(const fsdpc_unit *unit)
     return unit->pending ? unit->pending->pass.end(&unit->pending->pass) : FSDPC_OK;
 }
 
-/* The masters of a group, for all but the step itself; a lint holds that. */
-static inline unsigned char *fsdpc_unit_masters(const fsdpc_unit *unit,
-                                                const fsdpc_unit_group *group)
-{
-    assert(!unit->pending);
-    return group->master;
-}
-
 static inline int fsdpc_unit_rank(const fsdpc_unit *unit)
 {
     return unit->mesh.shard->rank;
+}
+
+/* Lets spread masters read as the wire, which has room for the group; others stay as they are. */
+fsdpc_status fsdpc_unit_join_wire(fsdpc_unit *unit, fsdpc_unit_group *group,
+                                  const fsdpc_wire *wire);
+void fsdpc_unit_leave_wire(fsdpc_unit *unit); /* which goes; what masters read stays */
+/* Of frozen masters that were published: they equal the wire. */
+void fsdpc_unit_drop_copies(fsdpc_unit *unit);
+
+/* Where this rank's slice of a band has its master: its elements from `at` on, counted in the shard;
+ * for the step itself, which may go on. */
+static inline unsigned char *fsdpc_unit_stepped(const fsdpc_unit *unit,
+                                                const fsdpc_unit_group *group,
+                                                const fsdpc_slice *band, size_t at)
+{
+    size_t place = group->spread ? fsdpc_slice_full(band, fsdpc_unit_rank(unit), at) : at;
+    return group->master + place * fsdpc_dtype_bytes(group->plan->dtype);
+}
+
+/* The same for all others; a lint holds that. */
+static inline unsigned char *fsdpc_unit_masters(const fsdpc_unit *unit,
+                                                const fsdpc_unit_group *group,
+                                                const fsdpc_slice *band, size_t at)
+{
+    assert(!unit->pending);
+    return fsdpc_unit_stepped(unit, group, band, at);
 }
 
 #endif

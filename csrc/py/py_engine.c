@@ -122,13 +122,13 @@ static PyObject *plan_unit(PyObject *module, PyObject *args)
     PyMem_Free(specs);
     if (result < 0)
         return NULL;
-    return Py_BuildValue("{snsnsnsnsnsnsnsnsnsnsnsnsn}", "wire", plan.wire_bytes, "reduce",
-                         plan.reduce_bytes, "master", plan.master_bytes, "grad", plan.grad_bytes,
-                         "partial", plan.partial_bytes, "state", plan.state_bytes, "published",
-                         plan.published_bytes, "contribution", plan.contribution_bytes,
-                         "partial_contribution", plan.partial_contribution_bytes, "master_file",
-                         plan.master_file_bytes, "state_file", plan.state_file_bytes, "grad_file",
-                         plan.grad_file_bytes, "ring", plan.ring_bytes);
+    return Py_BuildValue(
+        "{snsnsnsnsnsnsnsnsnsnsnsnsnsn}", "wire", plan.wire_bytes, "reduce", plan.reduce_bytes,
+        "master", plan.master_bytes, "grad", plan.grad_bytes, "partial", plan.partial_bytes,
+        "state", plan.state_bytes, "shared_master", plan.shared_master_bytes, "published",
+        plan.published_bytes, "contribution", plan.contribution_bytes, "partial_contribution",
+        plan.partial_contribution_bytes, "master_file", plan.master_file_bytes, "state_file",
+        plan.state_file_bytes, "grad_file", plan.grad_file_bytes, "ring", plan.ring_bytes);
 }
 
 /* Of this process's GPU, if it has one: only then is a runtime made.  False with an exception. */

@@ -51,8 +51,8 @@ static fsdpc_status look_up_trainable(const py_graph *self)
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->units); i++) {
         const fsdpc_py_unit *unit = (fsdpc_py_unit *)PyList_GET_ITEM(self->units, i);
         for (Py_ssize_t p = 0; p < unit->n_params; p++)
-            FSDPC_TRY(fsdpc_unit_set_trainable(unit->ref->unit, (int)p,
-                                               unit->params[p]->requires_grad));
+            FSDPC_TRY(
+                fsdpc_unit_set_trainable(unit->ref->unit, (int)p, unit->params[p]->requires_grad));
     }
     return FSDPC_OK;
 }

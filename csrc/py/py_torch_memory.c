@@ -7,7 +7,8 @@
  */
 #include "py/py_torch_unit.h"
 
-/* unit_places(unit): of each parameter (group, full_offset, first, numel, shard_offset). */
+/* unit_places(unit): of each parameter (group, full_offset, first, numel, shard_offset,
+ * master_offset). */
 static PyObject *unit_places(PyObject *module, PyObject *object)
 {
     fsdpc_py_unit *self = fsdpc_py_unit_of(module, object);
@@ -19,10 +20,12 @@ static PyObject *unit_places(PyObject *module, PyObject *object)
     for (int i = 0; list && i < layout->n_params; i++) {
         const fsdpc_place *place = &layout->params[i];
         fsdpc_piece piece = fsdpc_layout_piece(layout, i, fsdpc_unit_mesh(unit)->shard->rank);
+        size_t at = piece.numel ? piece.shard_offset : 0;
+        size_t master = piece.numel ? fsdpc_unit_master_offset(unit, i) : 0;
         fsdpc_py_put(&list, i,
-                     Py_BuildValue("(innnn)", place->group, (Py_ssize_t)place->full_offset,
-                                   (Py_ssize_t)piece.first, (Py_ssize_t)piece.numel,
-                                   (Py_ssize_t)(piece.numel ? piece.shard_offset : 0)));
+                     Py_BuildValue("(innnnn)", place->group, (Py_ssize_t)place->full_offset,
+                                   (Py_ssize_t)piece.first, (Py_ssize_t)piece.numel, (Py_ssize_t)at,
+                                   (Py_ssize_t)master));
     }
     return list;
 }
@@ -44,7 +47,7 @@ static PyObject *unit_memory(PyObject *module, PyObject *args)
     for (int g = 0; list && g < n_groups; g++) {
         const fsdpc_unit_flat flat = fsdpc_unit_flat_of(unit, g);
         fsdpc_dtype dtype = full ? flat.wire_dtype : grad ? flat.grad_dtype : flat.dtype;
-        size_t numel = full ? flat.full_numel : flat.shard_numel;
+        size_t numel = full ? flat.full_numel : grad ? flat.shard_numel : flat.master_numel;
         void *data = full ? flat.full : grad ? flat.grad : flat.master;
         fsdpc_py_put(&list, g, fsdpc_py_unit_tensor(module, self->ref, dtype, 1, &numel, data));
     }

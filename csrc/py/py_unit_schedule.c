@@ -182,8 +182,7 @@ static PyObject *unit_set_ahead(PyObject *object, PyObject *args)
 
 /* ---- what it is ---- */
 
-FSDPC_PY_GETTER(get_trained_groups,
-                PyLong_FromLong(fsdpc_unit_trained_groups(unit_of(object))))
+FSDPC_PY_GETTER(get_trained_groups, PyLong_FromLong(fsdpc_unit_trained_groups(unit_of(object))))
 FSDPC_PY_GETTER(get_has_root, PyBool_FromLong(fsdpc_unit_root(unit_of(object)) != NULL))
 FSDPC_PY_GETTER(get_name, PyUnicode_FromString(fsdpc_unit_name(unit_of(object))))
 

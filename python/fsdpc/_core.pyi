@@ -2238,8 +2238,8 @@ class TorchUnit:
     def hold(self, begin: bool, /) -> None:
         """Keep fulls shown, or no longer."""
 
-def unit_places(unit: Unit, /) -> list[tuple[int, int, int, int, int]]:
-    """Return (group, full_offset, first, numel, shard_offset) of each parameter."""
+def unit_places(unit: Unit, /) -> list[tuple[int, int, int, int, int, int]]:
+    """Return (group, full_offset, first, numel, shard_offset, master_offset) of each parameter."""
 
 def unit_memory(unit: Unit, kind: str, /) -> list[Tensor]:
     """Return "master", "grad" or "full" of each flat group that has one."""

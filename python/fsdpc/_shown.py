@@ -45,7 +45,7 @@ def tensor(t: _core.Tensor) -> str:
 
 
 def _owned(t: Any, unit: _core.Unit) -> str:
-    _, _, first, numel, _ = _core.unit_places(unit)[t._index]
+    _, _, first, numel, *_ = _core.unit_places(unit)[t._index]
     where = f"parameter '{t._name}' of unit '{unit.name}', over {unit.mesh_shape[1]} ranks"
     if not numel:
         return f"{where}; this rank owns none of it"

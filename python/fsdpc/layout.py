@@ -303,7 +303,7 @@ def _pieces(
             comm = _core.Comm(rank, ranks, None)
             unit = _core.Unit("layout", names, params, comm, whole=list(whole))
             real = 0
-            for i, (_, _, first, numel, _) in enumerate(_core.unit_places(unit)):
+            for i, (_, _, first, numel, *_) in enumerate(_core.unit_places(unit)):
                 real += numel * specs[i][0].itemsize
                 if numel:
                     pieces[i].append(Piece(rank, first, numel))

@@ -334,6 +334,8 @@ def memory_plan(
     alone = replicate * shard == 1 and (
         world is None or world.size > 1 or world.transport == "self"
     )
+    if not alone:  # frozen masters are pages of the wire
+        shards["cpu"]["master"] -= sum(one["shared_master"] for one in plans)
     buffers = {
         name: _buffers(units, plans, keeps, two_stages, name if alone else None) for name in DEVICES
     }

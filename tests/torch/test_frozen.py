@@ -73,7 +73,11 @@ def test_bits_are_those_of_parameters_with_gradients() -> None:
             if step == 2:
                 model.requires_grad_(True)
             optimizer.zero_grad()
-            loss_of(model, batch(step, fsdpc.rank())).backward()
+            loss = loss_of(model, batch(step, fsdpc.rank()))
+            with torch.no_grad():  # the backward reads what the forward read
+                model.first.weight.mul_(0.5)
+                model.blocks[1].linear.weight.data.add_(1)
+            loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
         results.append(full_parameters(model))

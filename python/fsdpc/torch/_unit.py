@@ -65,7 +65,7 @@ class PieceInfo:
         self.is_spread = state.comms[0].size > 1
         self.is_cut = self.is_spread and index not in state.whole
         self.home: Home = (weakref.ref(state), index)
-        _, _, first, numel, _ = state.places[index]
+        _, _, first, numel, *_ = state.places[index]
         row = max(1, shape[1:].numel()) if len(shape) else 1
         self.rows = (first // row, -(-(first + numel) // row))
 
@@ -218,12 +218,12 @@ class UnitState:
         """Let pieces be the masters of this unit, and make its TorchUnit."""
         self.unit: _core.Unit = unit
         self.dtypes: list[torch.dtype] = dtypes
-        self.places: list[tuple[int, int, int, int, int]] = _core.unit_places(unit)
+        self.places: list[tuple[int, int, int, int, int, int]] = _core.unit_places(unit)
         self.masters: list[torch.Tensor] = [
             _device.to_torch(m) for m in _core.unit_memory(unit, "master")
         ]
         self.rows: list[torch.Tensor] = [
-            self._rows(self.masters, i) for i in range(len(self.pieces))
+            self._rows(self.masters, i, self.places[i][5]) for i in range(len(self.pieces))
         ]
         self.is_narrow: bool = any(m.dtype.itemsize < torch.float32.itemsize for m in self.masters)
         for i, piece in enumerate(self.pieces):
@@ -250,8 +250,8 @@ class UnitState:
         """Whether the unit is inside its forward or backward."""
         return bool(self.torch_unit.depth or self.torch_unit.in_backward)
 
-    def _rows(self, flats: list[torch.Tensor], i: int) -> torch.Tensor:
-        group, _, _, numel, offset = self.places[i]
+    def _rows(self, flats: list[torch.Tensor], i: int, offset: int) -> torch.Tensor:
+        group, _, _, numel, *_ = self.places[i]
         if group >= len(flats):  # gradients of a frozen group
             return self.masters[group].new_empty(0)
         return flats[group][offset : offset + numel].view(self.unit.local(i).shape)
@@ -262,7 +262,10 @@ class UnitState:
         self.lent: list[_device.Lent] = [_device.Lent(flat) for flat in flats or ()]
         if flats is None:
             flats = [_device.to_torch(m) for m in _core.unit_memory(self.unit, "grad")]
-        grads = [as_piece_grad(self._rows(flats, i), self, i) for i in range(len(self.pieces))]
+        grads = [
+            as_piece_grad(self._rows(flats, i, self.places[i][4]), self, i)
+            for i in range(len(self.pieces))
+        ]
         del flats
         for one in self.lent:
             one.users = one.count_users()
@@ -373,7 +376,7 @@ class UnitState:
             bases = tuple((_device.like if lends else _device.to_torch)(m) for m in flats)
             lent = [_device.Lent(base) for base in bases] if lends else None
             for i, shape in enumerate(self.shapes):
-                group, offset, _, _, _ = self.places[i]
+                group, offset, *_ = self.places[i]
                 values = bases[group][offset : offset + shape.numel()].view(shape)
                 full = nn.Parameter(values, requires_grad=False)
                 full.__dict__.update(self.attributes[i])

@@ -163,7 +163,7 @@ def _own(p: Any, key: str, value: Any) -> Any:
     info = getattr(p, "fsdpc", None)
     if info is None or not value.dim() or value.shape != info.shape:
         return _rows.check(p, key, value).clone()
-    _, _, first, numel, _ = info._state.places[info._index]
+    _, _, first, numel, *_ = info._state.places[info._index]
     return value.detach().reshape(-1)[first : first + numel].clone().view(p.shape)
 
 

@@ -100,7 +100,7 @@ def _write_grad(state: UnitState, index: int, full: torch.Tensor | None) -> None
     if full is None or grad is None:
         state.pieces[index].grad = None
         return
-    _, _, first, numel, _ = state.places[index]
+    _, _, first, numel, *_ = state.places[index]
     with torch.no_grad():
         grad.copy_(full.reshape(-1)[first : first + numel].view(grad.shape))
 
