@@ -294,7 +294,7 @@ static void test_frozen(void)
         specs[i].frozen = i < 4 && i != 1;
     }
     fsdpc_layout *layout;
-    CHECK_OK(fsdpc_layout_create(specs, 5, 3, 0, &layout));
+    CHECK_OK(fsdpc_layout_create(specs, 5, 3, &(fsdpc_layout_options){0}, &layout));
     CHECK(layout->n_groups == 3 && layout->n_trained == 1);
     const int groups[] = {1, 0, 1, 2, 0};
     for (int i = 0; i < 5; i++)
