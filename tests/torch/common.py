@@ -104,11 +104,13 @@ def every_one(m: Any, last: bool) -> None:
 
 def average_grads(model: nn.Module) -> None:
     """What a plain model needs on each rank to train as one."""
-    for p in model.parameters():
-        if p.grad is not None:
-            total = fsdpc.from_dlpack(p.grad.detach())
-            mean = fsdpc.all_reduce(total, "mean")
-            p.grad.copy_(torch.from_dlpack(mean))
+    grads = [p.grad.detach() for p in model.parameters() if p.grad is not None]
+    for dtype in sorted({g.dtype for g in grads}, key=str):
+        some = [g for g in grads if g.dtype is dtype]
+        flat = torch.cat([g.flatten() for g in some])
+        mean = torch.from_dlpack(fsdpc.all_reduce(fsdpc.from_dlpack(flat), "mean"))
+        for g, each in zip(some, mean.split([g.numel() for g in some]), strict=True):
+            g.copy_(each.view(g.shape))
 
 
 def train_twins(ours: Any, plain: nn.Module, optimizers: Any, steps: int, **clip: Any) -> None:

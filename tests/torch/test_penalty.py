@@ -83,8 +83,15 @@ LOSSES: list[Callable[[Any, int], torch.Tensor]] = [
 ]
 
 
+#: How micro-steps sync, and how many there are.
+PREPARED = [
+    (every_one, 1),
+    *((prepare, 3) for prepare in (no_sync, no_all_reduce, no_wait, every_one)),
+]
+
+
 def pair(**options: Any) -> tuple[Any, Any]:
-    model: Any = build()
+    model: Any = build(blocks=2)
     model.unused = nn.Parameter(torch.ones(3, 2))
     model.blocks.append(nn.Linear(4, 3))  # a unit that forward leaves out
     model.__class__ = LeavesOut
@@ -101,31 +108,82 @@ class LeavesOut(Net):
 
 
 @pytest.mark.ranks([1, 2, 4])
-@pytest.mark.parametrize("prepare", [no_sync, no_all_reduce, no_wait, every_one])
-@pytest.mark.parametrize("loss", LOSSES)
-def test_each_order_gives_the_same(
-    loss: Callable[[Any, int], torch.Tensor], prepare: Callable[[Any, bool], None]
-) -> None:
+@pytest.mark.parametrize("reshard", [True, False])
+def test_each_order_gives_the_same(reshard: bool) -> None:
     mesh = fsdpc.init_device_mesh("cpu", (2, 2)) if fsdpc.world_size() == 4 else None
-    for options in ({}, {"reshard_after_forward": False}):
-        ours, plain = pair(mesh=mesh, **options)
-        for micro_steps in (1, 3):
+    for loss in LOSSES if mesh is None else (between, recomputed):
+        ours, plain = pair(mesh=mesh, reshard_after_forward=reshard)
+        for prepare, micro_steps in PREPARED:
             for number in range(micro_steps):
-                if number or micro_steps == 3:  # there is a root
-                    prepare(ours, number == micro_steps - 1)
+                prepare(ours, number == micro_steps - 1)
                 for m in (ours, plain):
                     loss(m, number).backward()
             average_grads(plain)
             end_step(ours, plain)
 
 
+#: Functions of sums over whole parameters, of which each rank has some rows.
+OF_SUMS: dict[str, Callable[[Any], torch.Tensor]] = {
+    "sum": lambda m: penalty(m),
+    "linear": lambda m: sum(p.sum() for p in m.parameters()),
+    "mean": lambda m: sum((p**2).mean() for p in m.parameters()),
+    "own mean": lambda m: sum(torch.mean(p) for p in m.parameters()) ** 2,
+    "norms": lambda m: sum((p + 1).pow(2).sum().sqrt() for p in m.parameters()),
+    "global norm": lambda m: penalty(m).sqrt(),
+    "distance": lambda m: sum((p - 0.5).abs().sum() ** 1.5 for p in m.parameters()),
+    "cast": lambda m: sum(p.double().square().sum(dtype=torch.float64) for p in m.parameters()),
+}
+
+
+@pytest.mark.ranks([1, 2, 4])
+def test_values_and_gradients_are_of_the_whole() -> None:
+    mesh = fsdpc.init_device_mesh("cpu", (2, 2)) if fsdpc.world_size() == 4 else None
+    ours, plain = pair(mesh=mesh)
+    for term in OF_SUMS.values():
+        values = []
+        for m in (ours, plain):
+            value = term(m)
+            values.append(value.detach())
+            (value + loss_of(m, x_of(0))).backward()
+        torch.testing.assert_close(values[0], values[1])
+        average_grads(plain)
+        end_step(ours, plain)
+
+
+@pytest.mark.ranks([1, 2])
+def test_unused_parameters_times_nothing() -> None:
+    """A line of programs for DDP, which is not needed here."""
+    ours, plain = pair()
+    for m in (ours, plain):
+        (loss_of(m, x_of(0)) + 0.0 * sum(p.sum() for p in m.parameters())).backward()
+    average_grads(plain)
+    assert_same_grads(ours, plain)
+
+
+@pytest.mark.ranks(2)
+def test_parameters_with_other_rows_are_not_mixed() -> None:
+    """On every rank, also on one that has all rows of one of them."""
+    ours = fully_shard(nn.Linear(7, 7))
+    ours(torch.ones(2, 7)).sum().backward()
+    assert ours.bias.fsdpc.rows == ((0, 7), (7, 7))[fsdpc.rank()]
+    for mix in (lambda w, b: w * b, lambda w, b: b + w, lambda w, b: torch.lerp(w, b, 0.5)):
+        with pytest.raises(
+            NotImplementedError, match="of a parameter and a parameter of which it has rows .*bias"
+        ):
+            mix(ours.weight, ours.bias)
+    (ours.weight * ours.weight).sum().backward()
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("loss", LOSSES)
-def test_steps(loss: Callable[[Any, int], torch.Tensor], native: bool) -> None:
+def test_steps(native: bool) -> None:
     """Norms are those of the whole, also of units that only the penalty reaches."""
+    for loss in LOSSES:
+        step_by(loss, fsdpc.torch.optim.AdamW if native else torch.optim.AdamW)
+
+
+def step_by(loss: Callable[[Any, int], torch.Tensor], kind: Any) -> None:
     ours, plain = pair()
-    kind = fsdpc.torch.optim.AdamW if native else torch.optim.AdamW
     optimizers = [kind(ours.parameters(), lr=0.1), torch.optim.AdamW(plain.parameters(), lr=0.1)]
     for _ in range(3):
         norms = []
@@ -141,27 +199,27 @@ def test_steps(loss: Callable[[Any, int], torch.Tensor], native: bool) -> None:
     assert_same_parameters(ours, plain)
 
 
+class Cast(torch.nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.bfloat16()).float()
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("loss", [before, after, twice])
-def test_in_half_precision(loss: Callable[[Any, int], torch.Tensor]) -> None:
+def test_in_half_precision() -> None:
     """Of bf16 parameters, whose gradients are bf16 copies of fp32 sums."""
-    plain = build().bfloat16()
-    ours = shard(twin(plain))
-
-    class Cast(torch.nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x.bfloat16()).float()
-
-    for number in range(3):
-        for m in (ours, plain):
-            loss(Cast(m), number).backward()
-    average_grads(plain)
-    assert_same_grads(ours, plain, rtol=0.05, atol=0.05, check_dtype=False)
-    assert ours.last.weight.grad.dtype is torch.bfloat16
+    for loss in (before, after, twice):
+        plain = build().bfloat16()
+        ours = shard(twin(plain))
+        for number in range(3):
+            for m in (ours, plain):
+                loss(Cast(m), number).backward()
+        average_grads(plain)
+        assert_same_grads(ours, plain, rtol=0.05, atol=0.05, check_dtype=False)
+        assert ours.last.weight.grad.dtype is torch.bfloat16
 
 
 @pytest.mark.ranks([1, 2])

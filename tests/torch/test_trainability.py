@@ -161,12 +161,14 @@ WORK: list[Callable[[Any], None]] = [
 
 
 def run_all(kind: Any, **options: Any) -> None:
+    ours, plain = prepare(kind, **options)
     for work in WORK:
-        ours, plain = prepare(kind, **options)
         for _ in range(2):
             try:
                 work(plain)
             except torch.utils.checkpoint.CheckpointError:
+                plain.requires_grad_(True)
+                plain.zero_grad()
                 break  # of a checkpoint that is frozen when it is computed again
             work(ours)
             average_grads(plain)

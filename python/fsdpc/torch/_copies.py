@@ -9,8 +9,19 @@ import torch
 
 from fsdpc.torch._dcp import Part
 from fsdpc.torch._grads import PieceGrad
-from fsdpc.torch._reads import AS_NUMBER, ELEMENTWISE, KEEPING, RUNNING, WATCHED, check, check_mixed
-from fsdpc.torch._rows import Home, LocalRows, Whole, as_number, gather_rows
+from fsdpc.torch._reads import (
+    AS_NUMBER,
+    ELEMENTWISE,
+    KEEPING,
+    RUNNING,
+    SUMS,
+    TAKING,
+    WATCHED,
+    check,
+    check_mixed,
+    refuse_backward,
+)
+from fsdpc.torch._rows import Home, LocalRows, Whole, as_number, gather_rows, whole_sum
 
 
 class FullValue(Whole):
@@ -23,7 +34,7 @@ class FullValue(Whole):
         return copied
 
 
-_NOTED = WATCHED | KEEPING | ELEMENTWISE
+_NOTED = WATCHED | KEEPING | ELEMENTWISE | TAKING
 _is_grad_enabled = torch.is_grad_enabled
 _disabled: Callable[..., Any] = torch._C._disabled_torch_function_impl
 
@@ -43,17 +54,24 @@ def on_rows(
 def _looked_at(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if PieceGrad in types:
         return PieceGrad.__torch_function__(func, types, args, kwargs)
+    is_recorded = _is_grad_enabled()
+    if is_recorded and func in SUMS and not RUNNING.modules:
+        total = whole_sum(func, args, kwargs)
+        if total is not None:
+            return total
     if RUNNING.modules or func in WATCHED:
         check(func, args, kwargs)
         if func in AS_NUMBER:
             return as_number(func, args[0])
-    if _is_grad_enabled():
+    if is_recorded and len(args) + len(kwargs) > 1:  # an attribute's look would come here again
         check_mixed(func, args, kwargs)
     result = _disabled(func, types, args, kwargs)
     if func in KEEPING:
         return _like(args[:1], result)
-    if func in ELEMENTWISE and not _is_grad_enabled():
+    if func in ELEMENTWISE:
         return _like(args, result)
+    if is_recorded and func in TAKING:
+        refuse_backward(func, args, kwargs, result)
     return result
 
 
@@ -74,10 +92,7 @@ class PieceCopy(LocalRows):
 
 
 def _like(args: Any, result: Any) -> Any:
-    """Rows as the first of these is.
-
-    Not of recorded arithmetic: a penalty may sum it, as its gradient is right.
-    """
+    """Rows as the first of these is."""
     if isinstance(result, (list, tuple)):
         return type(result)(_like((a,), r) for a, r in zip(args[0], result, strict=True))
     for rows in args:

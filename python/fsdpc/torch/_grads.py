@@ -21,7 +21,7 @@ from torch.utils import _foreach_utils
 from fsdpc import _core
 from fsdpc.torch import _device
 from fsdpc.torch._reads import AS_NUMBER, ELEMENTWISE, KEEPING, RUNNING, WATCHED, check
-from fsdpc.torch._rows import Home, LocalRows, Whole, as_number
+from fsdpc.torch._rows import Home, LocalRows, Whole, as_number, gather_rows
 
 if TYPE_CHECKING:
     from fsdpc.torch._unit import Root, UnitState
@@ -119,19 +119,10 @@ class PieceGrad(LocalRows):
         return result
 
     def full_tensor(self) -> torch.Tensor:
-        """Return the whole averaged gradient; collective.
-
-        Raises
-        ------
-        RuntimeError
-            This is not the parameter's gradient any more.
-        """
+        """Return the whole averaged gradient, or what is kept or computed of one; collective."""
         state, index = self.home()
         if state.pieces[index].grad is not self:
-            raise RuntimeError(
-                f"full_tensor() of what was a gradient of {state.pieces[index].fsdpc}: "  # type: ignore[attr-defined]
-                "ask the parameter's .grad itself"
-            )
+            return gather_rows(self.to_local(), state, index)
         state.torch_unit.take_grads(index)
         return _device.to_torch(state.unit.collect(index, True))
 

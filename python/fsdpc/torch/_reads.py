@@ -9,8 +9,9 @@ While a module of a unit runs, rows of another unit are no weights, and what is 
 comes too late for this forward. So any use of their values raises there, in the thread that runs
 the module.
 
-Only rows are watched, not everything that was computed from them. A penalty ``p.pow(2).sum()`` is
-right, as its gradient is, though its value is this rank's.
+Results of arithmetic on rows, masks among them, are watched like rows. With gradients enabled, the
+sum and the mean of all elements are the whole's (``whole_sum``), so penalties are right. Other results
+are not watched.
 """
 
 from __future__ import annotations
@@ -42,14 +43,18 @@ def _named(words: str) -> Iterator[tuple[str, Any]]:
 KEEPING = frozenset(
     func for _, func in _named("bfloat16 clone cpu cuda detach double float half to type_as")
 ) | {Tensor.data.__get__}
-#: Arithmetic element by element, none of it in place: of rows it makes rows.
+#: Arithmetic and comparisons element by element, none in place: they make rows, or masks of rows.
 ELEMENTWISE = frozenset(
     getattr(space, name)
     for space in (torch, Tensor)
     for word in (
-        "abs", "add", "clamp", "clip", "div", "divide", "lerp", "mul", "multiply", "nan_to_num",
-        "neg", "pow", "radd", "rmul", "rsqrt", "rsub", "sqrt", "square", "sub", "subtract",
-        "true_divide", "truediv", "where",
+        "abs", "add", "clamp", "clip", "div", "divide", "exp", "lerp", "log", "mul", "multiply",
+        "nan_to_num", "neg", "pow", "radd", "rmul", "rsqrt", "rsub", "sign", "sqrt", "square",
+        "sub", "subtract", "tanh", "true_divide", "truediv", "where",
+        "and", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "eq", "ge", "greater",
+        "greater_equal", "gt", "invert", "isfinite", "isinf", "isnan", "isneginf",
+        "isposinf", "le", "less", "less_equal", "logical_and", "logical_not", "logical_or",
+        "logical_xor", "lt", "ne", "not_equal", "or", "signbit", "xor",
     )
     for name in (word, f"__{word}__", f"_foreach_{word}")
     if hasattr(space, name)
@@ -66,9 +71,24 @@ _ALONG: dict[Any, tuple[str, int, Any]] = {
         ("softmax log_softmax softmin", 1, -1),
         ("topk kthvalue", 2, -1),
         ("normalize", 2, 1),
+        ("triu tril", sys.maxsize, -2),
+        ("diagonal", 2, 0),
+        ("diag flip roll take", sys.maxsize, None),
     )
     for word, func in _named(words)
 }
+#: Operations that take some rows, in the same form. Reading these is allowed.
+_TAKES: dict[Any, tuple[str, int, Any]] = {
+    func: (word, at, default)
+    for words, at, default in (
+        ("index_select gather narrow narrow_copy select unfold", 1, None),
+        ("chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split", 2, 0),
+        ("take_along_dim", 2, None),
+        ("hsplit", sys.maxsize, 1),
+        ("vsplit", sys.maxsize, 0),
+    )
+    for word, func in _named(words)
+} | {Tensor.__getitem__: ("indexing", 1, None)}
 #: Operations that read several rows whatever they are told.
 _ACROSS: dict[Any, str] = {
     func: word
@@ -99,8 +119,12 @@ AS_NUMBER = frozenset(
     for name in ("item", "__bool__", "__complex__", "__float__", "__index__", "__int__")
 )
 
+#: Of all elements, and with gradients recorded, they are of the whole.
+SUMS = frozenset((torch.sum, Tensor.sum, torch.mean, Tensor.mean))
 #: What :func:`check` may refuse outside of forwards too.
 WATCHED = frozenset((*_ALONG, *_ACROSS, *_LOSSES, *_TRANSPOSES, *AS_NUMBER, torch._foreach_norm))
+#: What needs a look with gradients recorded.
+TAKING = frozenset(_TAKES)
 
 #: What may be asked of rows anywhere: it reads no values, or gives what is checked in turn.
 _FREE = frozenset(
@@ -162,7 +186,7 @@ def _rows_in(args: Iterable[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Any,
 
 def _reads_across(func: Any, rows: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if func in _ALONG:
-        return _is_over_rows(func, rows, args, kwargs)
+        return _is_over_rows(_ALONG[func], rows, args, kwargs)
     if func in _TRANSPOSES:
         dims = [d for a in (*args[1:], *kwargs.values()) for d in _as_dims(a)]
         if func in (torch.permute, Tensor.permute):
@@ -179,8 +203,10 @@ def _as_dims(value: Any) -> list[int]:
     return [d for d in value if isinstance(d, int)] if isinstance(value, (list, tuple)) else []
 
 
-def _is_over_rows(func: Any, rows: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    _, at, default = _ALONG[func]
+def _is_over_rows(
+    along: tuple[str, int, Any], rows: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    _, at, default = along
     dim = kwargs.get("dim", kwargs.get("axis", args[at] if len(args) > at else default))
     if isinstance(dim, Tensor) or "other" in kwargs:  # max(a, b): element by element
         return False
@@ -188,9 +214,43 @@ def _is_over_rows(func: Any, rows: Any, args: tuple[Any, ...], kwargs: dict[str,
     return not dims or rows.ndim < 2 or any(d % rows.ndim == 0 for d in dims)
 
 
+def _is_some_rows(index: Any, rows: Any) -> bool:
+    """Whether an index takes some rows by their numbers; a mask is of this rank's rows."""
+    index = [i for i in (index if isinstance(index, tuple) else (index,)) if i is not None]
+    if not index or (index[0] is Ellipsis and len(index) <= rows.ndim):
+        return False
+    first = index[1] if index[0] is Ellipsis else index[0]
+    if isinstance(first, slice):
+        return first.start not in (None, 0) or first.stop is not None or first.step not in (None, 1)
+    return not (isinstance(first, Tensor) and first.dtype is torch.bool)
+
+
+def refuse_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    """Let a backward through some rows raise, as each rank took other rows of the parameter."""
+    rows, info = next(_rows_in(args, kwargs), (None, None))
+    if info is None or not (info.is_cut and rows.requires_grad):
+        return
+    if func is Tensor.__getitem__:
+        if not _is_some_rows(args[1], rows):
+            return
+    elif not _is_over_rows(_TAKES[func], rows, args, kwargs):
+        return
+    text = (
+        f"backward through {_name(func)} of {rows._fsdpc_what}: this rank has {info} only, and "
+        f"took other rows than the other ranks. For a gradient, {_GATHER}"
+    )
+
+    def refuse(grad: Any) -> NoReturn:
+        raise NotImplementedError(text)
+
+    for each in result if isinstance(result, (list, tuple)) else (result,):
+        each.register_hook(refuse)
+
+
 def _name(func: Any) -> str:
-    if func in _ALONG:
-        return _ALONG[func][0]
+    named = _ALONG.get(func) or _TAKES.get(func)
+    if named:
+        return named[0]
     return _ACROSS.get(func) or getattr(func, "__name__", str(func)).strip("_")
 
 
@@ -212,7 +272,10 @@ def _refuse(func: Any, rows: Any, info: Any) -> NoReturn:
     else:
         cure = f"Take it of full_tensor(), which gathers the rows of all ranks{rows._fsdpc_cure}"
         if torch.is_grad_enabled() and rows.requires_grad:
-            cure += f". For a gradient, {_GATHER}"
+            cure += (
+                ". For a gradient, make it of p.sum(), p.pow(2).sum() and the like, which are of "
+                f"the whole; or {_GATHER}"
+            )
     raise NotImplementedError(
         f"{_name(func)} of {rows._fsdpc_what}{where}: this rank has {info} only, and would get "
         f"another result than the other ranks. {cure}"
@@ -220,7 +283,7 @@ def _refuse(func: Any, rows: Any, info: Any) -> NoReturn:
 
 
 def check_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise if recorded arithmetic mixes rows with what was computed from a batch, say.
+    """Raise if recorded arithmetic mixes rows with other rows, or what a batch gave, say.
 
     It would fail on ranks that have other rows, or give gradients that nothing reduces. What was
     computed from these rows has their shape.
@@ -228,19 +291,22 @@ def check_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
     if func in _LIKE:
         return
     for rows, info in _rows_in(args, kwargs):
+        if not (info.is_spread and rows.requires_grad):
+            continue
         for other in (*args, *kwargs.values()):
-            if (
-                isinstance(other, Tensor)
-                and not isinstance(other, Part)  # whose attributes would be looked at again
-                and other.requires_grad
-                and other.shape != rows.shape
-                and info.is_cut
-                and rows.requires_grad
-            ):
+            if not isinstance(other, Tensor) or other is rows or not other.requires_grad:
+                continue
+            theirs = other._fsdpc_info() if isinstance(other, Part) else None
+            if theirs is not None:
+                is_other = (theirs.shape, theirs.rows) != (info.shape, info.rows)
+                what = f"{other._fsdpc_what} of which it has {theirs}"
+            else:
+                is_other = info.is_cut and other.shape != rows.shape
+                what = f"a tensor {tuple(other.shape)} that needs a gradient"
+            if is_other:
                 raise NotImplementedError(
-                    f"{_name(func)} of {rows._fsdpc_what} and a tensor {tuple(other.shape)} that "
-                    f"needs a gradient: this rank has {info} only. In a method of the module, or "
-                    f"in a loss function, {_GATHER}"
+                    f"{_name(func)} of {rows._fsdpc_what} and {what}: this rank has {info} only. "
+                    f"In a method of the module, or in a loss function, {_GATHER}"
                 )
 
 
@@ -274,5 +340,6 @@ def _refuse_forward(name: str, rows: Any, info: Any) -> NoReturn:
         f"{name} of {rows._fsdpc_what} in the forward of {type(RUNNING.modules[-1]).__name__}: "
         f"unit '{unit}' does not run there, and this rank has {info} only. Do not shard '{unit}' "
         "by itself, so that the unit around it holds the parameter. Or read the parameter in a "
-        "method of its own module, and call register_fsdp_forward_method(module, name)"
+        "method of its own module, and call register_fsdp_forward_method(module, name). A hook "
+        "that logs values calls full_tensor() first"
     )

@@ -96,6 +96,34 @@ def gather_rows(rows: torch.Tensor, state: UnitState, index: int) -> torch.Tenso
     return _device.to_torch(state.unit.collect(index, _device.to_engine(bits))).view(rows.dtype)
 
 
+class _Sum(torch.autograd.Function):
+    """A sum over ranks; the gradient of each rank's part is that of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, comm: Any) -> torch.Tensor:
+        total = part.detach().clone()
+        comm.all_reduce(_device.to_engine(total), "sum")
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad, None
+
+
+def whole_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Return the sum or mean of all elements of whole floats, from rows of them; collective.
+
+    None of masks, of a sum along dimensions and of what is the whole already.
+    """
+    rows = args[0] if len(args) == 1 else None
+    info = rows._fsdpc_info() if isinstance(rows, Part) and not kwargs.keys() - {"dtype"} else None
+    if info is None or not info.is_spread or not rows.is_floating_point():  # type: ignore[union-attr]
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        total = _Sum.apply(torch.sum(rows, **kwargs), info._state.comms[0])
+        return total if func.__name__ == "sum" else total / info.shape.numel()
+
+
 def check_file(rows: str) -> None:
     """Raise if ``torch.save`` puts rows into a file whose name does not say of which rank they are.
 
