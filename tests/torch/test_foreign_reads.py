@@ -21,6 +21,7 @@ from .common import (
     average_grads,
     batch,
     build,
+    loss_of,
     shard,
     twin,
 )
@@ -235,6 +236,28 @@ def test_a_method_that_mixes_units_is_named(method: str) -> None:
         wanted = plain.get_parameter(name).grad
         if wanted is not None:
             torch.testing.assert_close(p.grad.full_tensor(), wanted)
+
+
+@pytest.mark.ranks([1, 2])
+def test_a_hook_of_forward_logs_full_tensors() -> None:
+    model = build()
+    plain = twin(model)
+    ours = shard(model)
+    norms: list[list[torch.Tensor]] = [[], []]
+    for m, found in zip((ours, plain), norms, strict=True):
+
+        def log(module: Any, inputs: Any, output: Any, found: Any = found) -> None:
+            for p in module.parameters():
+                found.append((p.full_tensor() if hasattr(p, "fsdpc") else p.detach()).norm())
+
+        m.register_forward_hook(log)
+        loss_of(m, batch(0, fsdpc.rank())).backward()
+    average_grads(plain)
+    assert_same_grads(ours, plain)
+    torch.testing.assert_close(*norms)
+    ours.register_forward_hook(lambda m, i, o: m.blocks[0].linear.weight.detach().norm() and None)
+    with pytest.raises(RuntimeError, match="hook that logs values calls full_tensor.. first"):
+        ours(batch(0, fsdpc.rank()))
 
 
 @pytest.mark.ranks([1, 2])

@@ -56,15 +56,38 @@ class _EndBackward(torch.autograd.Function):
     """The identity; its backward runs when the gradients of all inputs are there."""
 
     @staticmethod
-    def forward(ctx: Any, torch_unit: _core.TorchUnit, *inputs: torch.Tensor) -> Any:
-        ctx.torch_unit = torch_unit
+    def forward(
+        ctx: Any, torch_unit: _core.TorchUnit, state: UnitState, *inputs: torch.Tensor
+    ) -> Any:
+        ctx.torch_unit, ctx.state = torch_unit, state
         ctx.set_materialize_grads(False)
         return inputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        if _is_grad_enabled():  # create_graph
+            _check_second(ctx.state, grads)
         ctx.torch_unit.end_backward()
-        return (None, *grads)
+        return (None, None, *grads)
+
+
+def _check_second(state: UnitState, grads: Any) -> None:
+    """Let a second backward name a unit that was given up since; autograd's error would not."""
+    seen = [p._version for p in state.fulls]
+
+    def check(_: Any) -> None:
+        if [p._version for p in state.fulls] != seen:
+            raise RuntimeError(
+                f"a second backward (create_graph) through unit '{state.unit.name}': fsdpc freed "
+                "its unsharded parameters after the first one, and to autograd they were modified "
+                "by an inplace operation. Keep them with "
+                "fully_shard(..., reshard_after_forward=False) and "
+                "set_reshard_after_backward(False)"
+            )
+
+    for grad in grads:
+        if grad is not None and grad.requires_grad:
+            grad.register_hook(check)
 
 
 def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -106,7 +129,7 @@ def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: An
             args = _cast(args, state.cast_to)
             kwargs = _cast(kwargs, state.cast_to)
         if grad and first:
-            args, kwargs = _mark_inputs(marks, args, kwargs)
+            args, kwargs = _mark_inputs(marks, state, args, kwargs)
         result = call(*args, **kwargs)
         if state.policy.output_dtype is not None:
             result = _cast(result, state.policy.output_dtype)
@@ -220,14 +243,14 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return rebuild(value, change)
 
 
-def _mark_inputs(torch_unit: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _mark_inputs(torch_unit: Any, state: UnitState, args: Any, kwargs: Any) -> tuple[Any, Any]:
     inputs = [t for t in tensors(args) if t.requires_grad]
     n_positional = len(inputs)
     if kwargs:
         inputs += [t for t in tensors(kwargs) if t.requires_grad]
     if not inputs:
         return args, kwargs
-    marked = iter(_EndBackward.apply(torch_unit, *inputs))
+    marked = iter(_EndBackward.apply(torch_unit, state, *inputs))
 
     def change(t: torch.Tensor) -> torch.Tensor:
         return next(marked) if t.requires_grad else t

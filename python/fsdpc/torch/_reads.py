@@ -10,7 +10,7 @@ comes too late for this forward. So any use of their values raises there, in the
 the module.
 
 Results of arithmetic on rows, masks among them, are watched like rows. With gradients enabled, the
-sum and the mean of all elements are the whole's (``whole_sum``), so penalties are right. Other results
+sum and mean of all elements are the whole's (``whole_sum``), so penalties are right. Other results
 are not watched.
 """
 
