@@ -141,6 +141,8 @@ DIRECT: dict[str, Callable[[Any], Any]] = {
     "triu": lambda p: p.triu(),
     "diagonal": lambda p: p.diagonal(),
     "flip": lambda p: p.flip(0),
+    "roll": lambda p: p.roll(1, dims=0),
+    "diff": lambda p: p.diff(dim=0),
 }
 
 
@@ -180,6 +182,8 @@ def test_masks_say_the_same_on_all_ranks() -> None:
     torch.testing.assert_close(torch.where(mask, p, 0.0), whole.clamp(min=0)[begin:end])
     torch.testing.assert_close(p.masked_fill(mask, 0.0), whole.clamp(max=0)[begin:end])
     torch.testing.assert_close(p[mask], whole[begin:end][whole[begin:end] > 0])
+    torch.testing.assert_close(p[torch.where(mask)], p[mask])
+    torch.testing.assert_close(p.grad[torch.where(p.grad > 0)], p.grad[p.grad > 0])
     torch.testing.assert_close(mask.sum(1), (whole > 0).sum(1)[begin:end])
     one = fully_shard(nn.Linear(4, 1))
     assert bool(one.bias == one.bias) and not (one.bias != one.bias).item()
@@ -200,6 +204,9 @@ SOME: dict[str, Callable[[Any], Any]] = {
     "select": lambda p: p.select(-2, 1),
     "cast": lambda p: p.double()[0],
     "computed": lambda p: (p**2)[0],
+    "unbind": lambda p: p.unbind()[0],
+    "index_fill": lambda p: p.index_fill(0, torch.tensor([1]), 0.0),
+    "slice_scatter": lambda p: p.slice_scatter(torch.zeros(2, 7), 0, 0, 2),
 }
 ALL: dict[str, Callable[[Any], Any]] = {
     "slice": lambda p: p[:],
@@ -248,6 +255,9 @@ ROW_BY_ROW: dict[str, Callable[[Any], Any]] = {
     "softmax": lambda t: t.softmax(-1),
     "column": lambda t: t[:, 2],
     "normalize": lambda t: F.normalize(t),
+    "flip": lambda t: torch.flip(t, (1,)),
+    "roll": lambda t: t.roll(2, -1),
+    "diff": lambda t: t.diff(),
 }
 
 

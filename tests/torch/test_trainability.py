@@ -187,10 +187,13 @@ def test_each_forward_records_what_was_trainable_then(kind: Any) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", [None, (Checkpointed, False)])
 @pytest.mark.parametrize(
-    "options",
-    [{"reshard_after_forward": False}, {"strategy": "SHARD_OPTIM"}, {"strategy": "NO_SHARD"}],
+    ("options", "kind"),
+    [
+        ({"reshard_after_forward": False}, (Checkpointed, False)),
+        ({"strategy": "SHARD_OPTIM"}, None),
+        ({"strategy": "NO_SHARD"}, None),
+    ],
     ids=str,
 )
 def test_strategies(options: dict[str, Any], kind: Any) -> None:

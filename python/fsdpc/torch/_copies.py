@@ -94,6 +94,8 @@ class PieceCopy(LocalRows):
 def _like(args: Any, result: Any) -> Any:
     """Rows as the first of these is."""
     if isinstance(result, (list, tuple)):
+        if not isinstance(args[0], (list, tuple)):
+            return result  # where(mask): numbers of elements
         return type(result)(_like((a,), r) for a, r in zip(args[0], result, strict=True))
     for rows in args:
         if isinstance(rows, Part) and rows is not result and rows.shape == result.shape:

@@ -179,6 +179,8 @@ def _like(args: tuple[Any, ...], result: Any) -> Any:
     Of a parameter that one rank keeps whole it is plain: that rank computes with it alone (Muon).
     """
     if isinstance(result, (list, tuple)):
+        if not isinstance(args[0], (list, tuple)):
+            return result  # where(mask): numbers of elements
         return type(result)(_like((g,), r) for g, r in zip(args[0], result, strict=True))
     for grad in args:
         if isinstance(grad, PieceGrad) and grad is not result and grad.shape == result.shape:

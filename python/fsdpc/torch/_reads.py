@@ -73,7 +73,10 @@ _ALONG: dict[Any, tuple[str, int, Any]] = {
         ("normalize", 2, 1),
         ("triu tril", sys.maxsize, -2),
         ("diagonal", 2, 0),
-        ("diag flip roll take", sys.maxsize, None),
+        ("diff", 2, -1),
+        ("flip", 1, None),
+        ("roll", 2, None),
+        ("diag flipud take", sys.maxsize, None),
     )
     for word, func in _named(words)
 }
@@ -82,7 +85,10 @@ _TAKES: dict[Any, tuple[str, int, Any]] = {
     func: (word, at, default)
     for words, at, default in (
         ("index_select gather narrow narrow_copy select unfold", 1, None),
+        ("index_add index_copy index_fill scatter scatter_add scatter_reduce", 1, None),
         ("chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split", 2, 0),
+        ("select_scatter slice_scatter", 2, 0),
+        ("unbind", 1, 0),
         ("take_along_dim", 2, None),
         ("hsplit", sys.maxsize, 1),
         ("vsplit", sys.maxsize, 0),
@@ -207,7 +213,8 @@ def _is_over_rows(
     along: tuple[str, int, Any], rows: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
     _, at, default = along
-    dim = kwargs.get("dim", kwargs.get("axis", args[at] if len(args) > at else default))
+    given = args[at] if len(args) > at else default
+    dim = next((kwargs[key] for key in ("dim", "dims", "axis") if key in kwargs), given)
     if isinstance(dim, Tensor) or "other" in kwargs:  # max(a, b): element by element
         return False
     dims = _as_dims(dim)
