@@ -9,6 +9,7 @@ from typing import Any
 
 from fsdpc import _core
 from fsdpc._shard import ShardedError, enclosing, name_units, outermost, units_of
+from fsdpc.nn.module import refuse_fresh
 
 
 class UnshardHandle:
@@ -52,6 +53,10 @@ class FSDPModule:
     _fsdpc_strategy: str
     _fsdpc_summoned = False
     _fsdpc_held = False
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a plain module of the class: ``model[:2]`` of a sharded Sequential is one."""
+        return plain_class(cls)(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._fsdpc_run(self._method(), args, kwargs)  # type: ignore[attr-defined]
@@ -241,6 +246,7 @@ def plain_class(cls: type) -> type:
 def make_root(module: Any) -> None:
     """Join all units of the outermost module around this one, at the first call of any."""
     module = outermost(module)
+    refuse_fresh(module, module.named_parameters())
     name_units(module)
     encloses = enclosing(module)
     try:

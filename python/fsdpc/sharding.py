@@ -16,7 +16,7 @@ from fsdpc import _core, _shard, distributed, offload
 from fsdpc._agree import check_agreement
 from fsdpc.fsdp_module import FSDPModule
 from fsdpc.mesh import DeviceMesh
-from fsdpc.nn.module import Module, Parameter
+from fsdpc.nn.module import Module, Parameter, mark_inside
 from fsdpc.offload import OffloadPolicy
 from fsdpc.policies import MixedPrecisionPolicy
 from fsdpc.strategies import ShardingStrategy
@@ -141,7 +141,8 @@ def _make_unit(
     offload_policy: OffloadPolicy | None,
     ignored: list[Parameter],
 ) -> None:
-    found = _shard.collect(_shard.inside_of(modules), ignored, _check_parameter)
+    inside = _shard.inside_of(modules)
+    found = _shard.collect(inside, ignored, _check_parameter)
     names, params = [name for name, _, _ in found], [p for _, p, _ in found]
     title = "+".join(type(m).__name__ for m in modules)
     lines = [_shard.describe(name, p, _value(p)) for name, p, _ in found]
@@ -172,6 +173,7 @@ def _make_unit(
         if recipe is not None:
             recipe.fill_unit(unit, i)
         p._recipe = None
+    mark_inside(m for _, m in inside)
     for m in modules:
         m.__dict__["_fsdpc_unit"] = unit
         m.__dict__["_fsdpc_strategy"] = where.strategy

@@ -94,8 +94,8 @@ def test_parts_of_a_sharded_model_are_not_replaced() -> None:
         (lambda: setattr(model, "last", nn.Linear(6, 3)), "'last.weight' of unit"),
         (lambda: setattr(model, "last", None), "'last.weight' of unit"),
         (lambda: setattr(model, "first", nn.Identity()), "'weight' of unit 'Linear'"),
-        (lambda: setattr(model, "more", nn.Linear(2, 2)), "'more' would bring a parameter"),
-        (lambda: setattr(model.first, "more", nn.Parameter(fsdpc.ones(2))), "that no unit holds"),
+        (lambda: setattr(model, "more", nn.Linear(2, 2)), "'more.weight' .* is a parameter"),
+        (lambda: setattr(model.first, "more", nn.Parameter(fsdpc.ones(2))), "no unit holds"),
     ):
         with pytest.raises((RuntimeError, TypeError), match=match):
             change()
@@ -108,6 +108,119 @@ def test_parts_of_a_sharded_model_are_not_replaced() -> None:
     names = ["scale", "calls", "first.weight", "first.bias", "last.weight", "last.bias"]
     assert list(model.state_dict()) == names
     assert model.state_dict()["calls"].tolist() == [3.0]
+
+
+class Containers(nn.Module):
+    """Containers without a parameter of their own, and of one unit's module only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.ReLU()])
+        self.heads = nn.ModuleDict()
+        self.scales = nn.ParameterList()
+        self.plain = nn.Module()
+
+    def forward(self, x: fsdpc.Tensor) -> fsdpc.Tensor:
+        for layer in (*self.layers, *self.heads.values()):
+            x = layer(x)
+        return x
+
+
+def containers() -> Containers:
+    model = Containers()
+    fsdpc.fully_shard(model.layers[0])
+    return fsdpc.fully_shard(model)
+
+
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("joined", [False, True])
+def test_containers_of_a_sharded_model_take_no_parameter_that_no_unit_holds(joined: bool) -> None:
+    model, name = containers(), "is a parameter that no unit holds"
+    if joined:
+        model(fsdpc.ones(2, 4))
+    parts, fresh = [n for n, _ in model.named_modules()], nn.Linear(4, 4)
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    for change, match in (
+        (lambda: model.layers.append(fresh), f"ModuleList is sharded, and '2.weight' .* {name}"),
+        (lambda: model.layers.append(frozen), f"ModuleList is sharded, and '2.weight' .* {name}"),
+        (lambda: model.layers.extend([fresh]), f"'2.weight' .* {name}"),
+        (lambda: model.layers.insert(2, fresh), f"'2.weight' .* {name}"),
+        (lambda: model.layers.insert(1, nn.ReLU()), None),
+        (lambda: model.layers.__setitem__(1, fresh), f"'1.weight' .* {name}"),
+        (lambda: model.layers.insert(0, nn.ReLU()), "before fully_shard"),
+        (lambda: model.layers.pop(0), "before fully_shard"),
+        (lambda: model.layers.__delitem__(slice(0, 2)), "before fully_shard"),
+        (lambda: model.layers.pop(1), None),
+        (
+            lambda: model.heads.update({"a": fresh}),
+            f"ModuleDict is sharded, and 'a.weight' .* {name}",
+        ),
+        (lambda: model.scales.append(fsdpc.ones(2)), rf"ParameterList .* '0' \(2,\) {name}"),
+        (lambda: setattr(model.plain, "deep", nn.Sequential(fresh)), f"'deep.0.weight' .* {name}"),
+        (lambda: model.plain.register_parameter("p", fresh.weight), f"'p' .* {name}"),
+    ):
+        if match is None:
+            change()
+            continue
+        with pytest.raises(RuntimeError, match=match):
+            change()
+    assert [n for n, _ in model.named_modules()] == parts
+    model.heads["b"] = nn.ModuleList([nn.ReLU()])  # of the unit from here on
+    with pytest.raises(RuntimeError, match=name):
+        model.heads["b"].append(fresh)
+    del model.heads["b"]
+    model.layers.append(nn.Tanh())
+    model(fsdpc.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.ranks([1, 2])
+def test_a_sharded_layer_may_come_into_a_sharded_model() -> None:
+    fsdpc.manual_seed(4)
+    model, layer = containers(), nn.Linear(4, 4)
+    twin = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    for own, other in zip(twin, (model.layers[0], layer), strict=True):
+        own.load_state_dict(other.state_dict())
+    x = fsdpc.ones(2, 4) * (fsdpc.rank() + 1)
+    model(x)
+    model.heads["late"] = fsdpc.fully_shard(layer)
+    model(x).sum().backward()
+    every = [fsdpc.ones(2, 4) * (r + 1) for r in range(fsdpc.world_size())]
+    for own in every:
+        twin[1](twin[0](own).relu()).sum().backward()
+    for p, q in zip(
+        model.parameters(), (*twin[0].parameters(), *twin[1].parameters()), strict=True
+    ):
+        want = q.grad.numpy() / len(every)
+        np.testing.assert_allclose(fsdpc.full_grad(p).numpy(), want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.ranks([1, 2])
+def test_the_first_forward_looks_at_all_parameters() -> None:
+    model = containers()
+    model.layers._modules["2"] = nn.Linear(4, 4)  # past all that would refuse it
+    with pytest.raises(
+        RuntimeError, match=r"Containers is sharded, and 'layers.2.weight' \(4, 4\)"
+    ):
+        model(fsdpc.ones(2, 4))
+    del model.layers._modules["2"]
+    model(fsdpc.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.ranks([1, 2])
+def test_a_model_whose_layers_are_sharded_is_built_further() -> None:
+    model, left_out = Containers(), nn.Linear(4, 4)
+    for _ in range(2):
+        layer = fsdpc.fully_shard(nn.Sequential(nn.Linear(4, 4)))
+        layer(fsdpc.ones(2, 4))  # a root of its own
+        model.layers.append(layer)
+    model = Containers()
+    fsdpc.fully_shard(model.layers[0])
+    model.layers.append(nn.Linear(4, 4))
+    model.heads["ignored"] = left_out
+    fsdpc.fully_shard(model, ignored_params=left_out.parameters())
+    model(fsdpc.ones(2, 4)).sum().backward()
+    model.heads["again"] = left_out
+    model(fsdpc.ones(2, 4)).sum().backward()
 
 
 @pytest.mark.ranks([1, 2, 3])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-from fsdpc.nn.module import Module, Parameter
+from fsdpc.nn.module import Module, Parameter, check_sharded
+
+L = TypeVar("L", bound="ModuleList")
 
 
 class ModuleList(Module):
@@ -25,12 +28,30 @@ class ModuleList(Module):
         super().__init__()
         self.extend(modules)
 
-    def append(self, module: Module) -> ModuleList:
+    def append(self: L, module: Module) -> L:
         """Add a module at the end."""
-        self._put(str(len(self._modules)), module)
+        names = (str(i) for i in itertools.count(len(self)))
+        self._put(next(name for name in names if name not in self._modules), module)
         return self
 
-    def extend(self, modules: Iterable[Module]) -> ModuleList:
+    def insert(self: L, index: int, module: Module) -> L:
+        """Add a module before an index; those behind it move by one, with their names."""
+        if not isinstance(module, Module):
+            raise TypeError(f"{type(self).__name__} holds modules, not {type(module).__name__}")
+        modules, index = list(self), operator.index(index)
+        if not -len(modules) <= index <= len(modules):
+            raise IndexError(f"insert at {index} into {len(modules)} modules")
+        modules.insert(index, module)
+        self._renumber(modules)
+        return self
+
+    def pop(self, index: int | slice) -> Any:
+        """Take a module out; those behind it move, with their names."""
+        module = self[index]
+        del self[index]
+        return module
+
+    def extend(self: L, modules: Iterable[Module]) -> L:
         """Add modules at the end."""
         for module in modules:
             self.append(module)
@@ -51,11 +72,25 @@ class ModuleList(Module):
 
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
-            return ModuleList(list(self._modules.values())[index])
-        return list(self._modules.values())[index]
+            return type(self)(list(self)[index])
+        return list(self)[index]
 
     def __setitem__(self, index: int, module: Module) -> None:
-        self._put(str(range(len(self))[index]), module)
+        self._put(list(self._modules)[index], module)
+
+    def __delitem__(self, index: int | slice) -> None:
+        modules = list(self)
+        del modules[index]
+        self._renumber(modules)
+
+    def _renumber(self, modules: list[Module]) -> None:
+        """Hold these modules by their places; units refuse, before any moves, to lose theirs."""
+        after = {str(i): module for i, module in enumerate(modules)}
+        for name in dict.fromkeys([*self._modules, *after]):
+            if self._modules.get(name) is not after.get(name):
+                check_sharded(self, name, self._modules.get(name), after.get(name))
+        self._modules.clear()
+        self._modules.update(after)
 
 
 class Sequential(ModuleList):
@@ -72,6 +107,14 @@ class Sequential(ModuleList):
 
     def __init__(self, *modules: Module) -> None:
         super().__init__(modules)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if not isinstance(index, slice):
+            return super().__getitem__(index)
+        kept = dict(list(self._modules.items())[index])
+        part = type(self)(*kept.values())
+        part.__dict__["_modules"] = kept  # names stay, as in PyTorch
+        return part
 
     def forward(self, x: Any) -> Any:
         """Apply every module to the previous one's output."""

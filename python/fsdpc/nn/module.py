@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,6 +16,7 @@ from fsdpc.nn.parameter import Parameter, deferred_init
 __all__ = ["Module", "Parameter", "deferred_init"]
 
 M = TypeVar("M", bound="Module")
+INSIDE = "_fsdpc_inside"  # in the dictionary of modules whose parameters a unit has taken
 
 
 class Module(Hooked):
@@ -79,7 +80,7 @@ class Module(Hooked):
         known = d["_parameters"].get(name)
         known = d["_modules"].get(name) if known is None else known
         if known is not value:
-            _check_sharded(self, name, known, value)
+            check_sharded(self, name, known, value)
         for other in ("_parameters", "_modules", "_buffers"):
             if other != table:
                 d[other].pop(name, None)
@@ -98,7 +99,7 @@ class Module(Hooked):
         for table in (self._parameters, self._modules, self._buffers):
             if name in table:
                 if table is not self._buffers:
-                    _check_sharded(self, name, table[name], None)
+                    check_sharded(self, name, table[name], None)
                 del table[name]
                 self.__dict__.get("_transient", set()).discard(name)
                 return
@@ -424,37 +425,47 @@ def _check_kind(what: str, name: str, value: Any, kind: type | None) -> None:
     )
 
 
-def _parameters_of(value: Any) -> list[Parameter]:
+def _parameters_of(name: str, value: Any) -> list[tuple[str, Parameter]]:
     if isinstance(value, Module):
-        return list(value.parameters())
-    return [value] if isinstance(value, Parameter) else []
+        return list(value.named_parameters(name))
+    return [(name, value)] if isinstance(value, Parameter) else []
 
 
-def _check_sharded(owner: Module, name: str, known: Any, value: Any) -> None:
-    """Refuse what the units around would not see: their parameters taken out, others put in."""
-    kept = _parameters_of(value)
-    ids = {id(p) for p in kept}
-    lost = [p for p in _parameters_of(known) if p._unit is not None and id(p) not in ids]
+def check_sharded(owner: Module, name: str, known: Any, value: Any) -> None:
+    """Refuse what the units around would not see: their parameters taken out, others put in.
+
+    What comes into a module of a unit is of that unit from then on.
+    """
+    kept = _parameters_of(name, value)
+    ids = {id(p) for _, p in kept}
+    lost = [p for _, p in _parameters_of(name, known) if p._unit is not None and id(p) not in ids]
     if lost:
         raise RuntimeError(
             f"'{name}' of {type(owner).__name__} holds parameter '{lost[0]._name}' of unit "
             f"'{lost[0]._unit.name}', which would go on without it: change the model before "
             "fully_shard; to change values, use load_state_dict or p.local.copy_()"
         )
-    fresh = any(p._unit is None and not p._ignored for p in kept)
-    if fresh and _in_unit(owner):
-        raise RuntimeError(
-            f"{type(owner).__name__} is sharded, and '{name}' would bring a parameter that no unit "
-            "holds, whose gradients no rank would share: add it before fully_shard"
-        )
+    if INSIDE in owner.__dict__:
+        refuse_fresh(owner, kept)
+        if isinstance(value, Module):
+            mark_inside(value.modules())
 
 
-def _in_unit(owner: Module) -> bool:
-    """Whether a unit has taken the module's parameters, as far as the module itself can tell."""
-    own = owner.__dict__
-    return "_fsdpc_unit" in own or any(
-        p is not None and p._unit is not None for p in owner._parameters.values()
-    )
+def mark_inside(modules: Iterable[Module]) -> None:
+    """Mark modules whose parameters a unit has taken, so that none is added to them later."""
+    for module in modules:
+        module.__dict__[INSIDE] = True
+
+
+def refuse_fresh(owner: Module, named: Iterable[tuple[str, Parameter]]) -> None:
+    """Refuse parameters inside a sharded module that neither a unit holds nor the user ignores."""
+    for name, p in named:
+        if p._unit is None and not p._ignored:
+            raise RuntimeError(
+                f"{type(owner).__name__} is sharded, and '{name}' {p.shape} is a parameter that no "
+                "unit holds: each rank would keep its own. Add modules and parameters before "
+                "fully_shard, or call fully_shard on a module before it is added"
+            )
 
 
 def _converted(p: Parameter, target: _core.dtype, made: dict[int, Parameter]) -> Parameter:

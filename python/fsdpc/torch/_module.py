@@ -51,10 +51,6 @@ class FSDPModule(fsdp_module.FSDPModule):
 
     _fsdpc_state: UnitState
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a plain module of the class: ``model[:2]`` of a sharded Sequential is one."""
-        return fsdp_module.plain_class(cls)(*args, **kwargs)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _forward.run(self, super(fsdp_module.FSDPModule, self).__call__, args, kwargs)
 
