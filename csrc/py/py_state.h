@@ -172,7 +172,7 @@ typedef struct fsdpc_py_tensor {
     PyObject_HEAD fsdpc_tensor *tensor; /* changes only where a write in place is recorded */
     fsdpc_py_state *state;
     PyObject *weakrefs;
-    PyObject *base; /* of rows or another shape: the tensor whose memory that is; or NULL */
+    PyObject *base; /* of rows or another shape: the object it was made from; or NULL */
 } fsdpc_py_tensor;
 
 extern PyModuleDef fsdpc_py_module;

@@ -18,6 +18,7 @@ static void tensor_dealloc(PyObject *object)
     if (self->weakrefs)
         PyObject_ClearWeakRefs(object);
     fsdpc_tensor_release(self->tensor);
+    fsdpc_py_tensor_drop_unseen(self); /* one by one: a long chain would eat the stack */
     Py_XDECREF(self->base);
     fsdpc_py_free(object);
 }

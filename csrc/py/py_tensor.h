@@ -41,11 +41,13 @@ fsdpc_tensor *fsdpc_py_tensor_from_data(fsdpc_py_state *state, PyObject *data, i
 /* May this tensor be written in place now?  -1 with an exception if not. */
 int fsdpc_py_tensor_check_inplace(fsdpc_py_tensor *self, const char *what);
 /* x[box] = value, broadcast and converted, and recorded where gradients flow; 0 or -1 with an
- * exception, which begins with `what`. */
+ * exception, which begins with `what`.  `operand`: what the value was computed from, or NULL. */
 int fsdpc_py_tensor_assign(fsdpc_py_tensor *self, const char *what, const fsdpc_box *box,
-                           PyObject *value);
+                           PyObject *value, PyObject *operand);
 /* A new tensor made from `object`, or NULL: if it shares the memory, it knows whose that is. */
 PyObject *fsdpc_py_tensor_over(PyObject *object, PyObject *result);
+/* Lets go of objects that this one was made from, and that nothing else refers to. */
+void fsdpc_py_tensor_drop_unseen(fsdpc_py_tensor *self);
 void fsdpc_py_tensor_whole(const fsdpc_tensor *t, fsdpc_box *out);
 /* The object goes over to another tensor, which it takes. */
 void fsdpc_py_tensor_replace(fsdpc_py_tensor *self, fsdpc_tensor *t);

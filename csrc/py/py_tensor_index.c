@@ -174,7 +174,7 @@ int fsdpc_py_tensor_setitem(PyObject *object, PyObject *index, PyObject *value)
         box.shape[box.ndim] = p.slices[i].count;
         box.strides[box.ndim++] = stride * p.slices[i].step;
     }
-    return fsdpc_py_tensor_assign(self, "[...] =", &box, value);
+    return fsdpc_py_tensor_assign(self, "[...] =", &box, value, NULL);
 }
 
 PyObject *fsdpc_py_element_places(fsdpc_py_state *state, PyObject *const *a)

@@ -55,6 +55,7 @@ static PyObject *inplace(PyObject *a, PyObject *b, binaryfunc operation, const c
         return NULL;
     fsdpc_tensor *inputs[] = {self->tensor, fsdpc_py_tensor_peek(NULL, b)};
     bool records = fsdpc_tape_wants(self->state->runtime.tape, 2, inputs);
+    fsdpc_py_tensor_drop_unseen(self);
     bool own = records && is_own(self->tensor);
     PyObject *x = records && !own ? PyObject_CallMethod(a, "clone", NULL) : Py_NewRef(a);
     PyObject *result = x ? operation(x, b) : NULL;
@@ -66,7 +67,7 @@ static PyObject *inplace(PyObject *a, PyObject *b, binaryfunc operation, const c
     fsdpc_py_tensor_whole(self->tensor, &box);
     int status = check_result(self->tensor, y, sign);
     if (status == 0)
-        status = own ? go_over(self, y) : fsdpc_py_tensor_assign(self, what, &box, result);
+        status = own ? go_over(self, y) : fsdpc_py_tensor_assign(self, what, &box, result, b);
     Py_DECREF(result);
     return status < 0 ? NULL : Py_NewRef(a);
 }

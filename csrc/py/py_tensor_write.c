@@ -6,9 +6,9 @@
  *
  * If gradients flow into a write or through it, the write is recorded (nn/op_write.c), and the
  * Python object goes over to the tensor that has the node.  Other tensors over the memory would
- * keep their old history.  Rows and reshaped tensors know the one that they were made from, so that
- * one such pair is brought up to date together, which is what `x[0] += y` needs.  With more of them
- * the write is refused.
+ * keep their old history.  Rows and reshaped tensors know the object that they were made from.  So
+ * the object, the value, the other operand of `x[0] += y`, and all that these are rows of, are
+ * brought up to date together.  If further tensors share the memory, the write is refused.
  */
 #include "py/py_ops.h"
 #include "py/py_tensor.h"
@@ -87,11 +87,33 @@ static bool is_place(const fsdpc_tensor *t, const fsdpc_box *box, const fsdpc_te
            (char *)value->data == (char *)t->data + box->offset * fsdpc_dtype_bytes(t->dtype);
 }
 
+void fsdpc_py_tensor_drop_unseen(fsdpc_py_tensor *self)
+{
+    while (self->base && Py_REFCNT(self->base) == 1) {
+        fsdpc_py_tensor *unseen = (fsdpc_py_tensor *)self->base;
+        self->base = unseen->base;
+        unseen->base = NULL;
+        Py_DECREF(unseen);
+    }
+}
+
+/* The object that these are rows of, or another shape of; NULL: this one has a memory or, as a leaf
+ * that requires grad, a gradient of its own. */
+static fsdpc_py_tensor *above(fsdpc_py_tensor *self)
+{
+    const fsdpc_tensor *t = self->tensor;
+    fsdpc_py_tensor_drop_unseen(self);
+    fsdpc_py_tensor *base = (fsdpc_py_tensor *)self->base;
+    bool is_leaf = t->requires_grad && !t->node;
+    return base && !is_leaf && base->tensor->storage == t->storage ? base : NULL;
+}
+
 /* The object whose memory these are rows of, or itself. */
 static fsdpc_py_tensor *root_of(fsdpc_py_tensor *self)
 {
-    fsdpc_py_tensor *base = (fsdpc_py_tensor *)self->base;
-    return base && base->tensor->storage == self->tensor->storage ? base : self;
+    for (fsdpc_py_tensor *next = above(self); next; next = above(self))
+        self = next;
+    return self;
 }
 
 PyObject *fsdpc_py_tensor_over(PyObject *object, PyObject *result)
@@ -99,8 +121,10 @@ PyObject *fsdpc_py_tensor_over(PyObject *object, PyObject *result)
     fsdpc_py_tensor *self = fsdpc_py_self(object), *over = fsdpc_py_self(result);
     /* Without gradients there are none to bring up to date, and a base would keep its graph. */
     if (result && over->tensor->storage == self->tensor->storage && self->tensor->storage &&
-        self->state->runtime.tape->grad_enabled)
-        over->base = Py_NewRef(self->base ? self->base : object);
+        self->state->runtime.tape->grad_enabled) {
+        fsdpc_py_tensor_drop_unseen(self); /* or a loop of views would keep them all */
+        over->base = Py_NewRef(object);
+    }
     return result;
 }
 
@@ -108,26 +132,6 @@ PyObject *fsdpc_py_tensor_over(PyObject *object, PyObject *result)
 static size_t rows_before(const fsdpc_tensor *root, const fsdpc_tensor *t)
 {
     return (size_t)((char *)t->data - (char *)root->data) / fsdpc_dtype_bytes(t->dtype);
-}
-
-/* Refuses memory that other tensors share; the written value may share it. */
-static int check_shared(fsdpc_py_tensor *self, const char *what, const fsdpc_box *box,
-                        fsdpc_tensor *src, PyObject *value)
-{
-    const fsdpc_tensor *t = self->tensor;
-    PyObject *root = (PyObject *)root_of(self);
-    int known = root == (PyObject *)self ? 1 : 2;
-    known += src->storage == t->storage && value != (PyObject *)self && value != root &&
-             !fsdpc_box_overlaps(t, box, src);
-    if (fsdpc_tensor_sharers(t) <= known)
-        return 0;
-    PyErr_Format(PyExc_RuntimeError,
-                 "%s would put a gradient into memory that another tensor shares (by indexing, "
-                 "reshape or detach), whose own gradient would be wrong: write into a clone(), "
-                 "index the whole tensor (x[0, 1], not x[0][1]), or make a "
-                 "new one (x = x + y, functional.where, functional.cat)",
-                 what);
-    return -1;
 }
 
 /* t's place in `root`, which has a new history, as a tensor. */
@@ -148,34 +152,93 @@ static fsdpc_status rows_again(fsdpc_tape *tape, fsdpc_tensor *root, const fsdpc
     return st;
 }
 
+/* Objects over the written memory that a write brings up to date. */
+enum { MOST_KNOWN = 16 };
+typedef struct known {
+    fsdpc_py_tensor *root;
+    int n, apart; /* apart: tensors that keep their history, as the write does not change them */
+    fsdpc_py_tensor *objects[MOST_KNOWN]; /* without the root */
+} known;
+
+/* Adds what the write reads or changes, and all that it is rows of. */
+static void know(known *k, const fsdpc_tensor *t, const fsdpc_box *box, PyObject *object)
+{
+    fsdpc_tensor *of = object ? fsdpc_py_tensor_peek(NULL, object) : NULL;
+    if (!of || of->storage != t->storage)
+        return;
+    fsdpc_py_tensor *self = fsdpc_py_self(object);
+    if (root_of(self) != k->root) {
+        k->apart += !fsdpc_box_overlaps(t, box, of);
+        return;
+    }
+    for (; self != k->root; self = above(self)) {
+        int i = 0;
+        while (i < k->n && k->objects[i] != self)
+            i++;
+        if (i < k->n || k->n == MOST_KNOWN)
+            return;
+        k->objects[k->n++] = self;
+    }
+}
+
+static int check_shared(const fsdpc_tensor *t, const char *what, const known *k)
+{
+    if (fsdpc_tensor_sharers(t) <= 1 + k->n + k->apart)
+        return 0;
+    PyErr_Format(PyExc_RuntimeError,
+                 "%s would put a gradient into memory that another tensor shares (by indexing, "
+                 "reshape or detach), whose own gradient would be wrong: write into a clone(), or "
+                 "make a new one (x = x + y, functional.where, functional.cat)",
+                 what);
+    return -1;
+}
+
+/* What the write changes, with its new history. */
+static fsdpc_status bring_up(fsdpc_tape *tape, const known *k, fsdpc_tensor *written)
+{
+    fsdpc_tensor *again[MOST_KNOWN];
+    fsdpc_status status = FSDPC_OK;
+    int made = 0;
+    while (status == FSDPC_OK && made < k->n) {
+        status = rows_again(tape, written, k->objects[made]->tensor, &again[made]);
+        made += status == FSDPC_OK;
+    }
+    if (status != FSDPC_OK) {
+        while (made-- > 0)
+            fsdpc_tensor_release(again[made]);
+        fsdpc_tensor_release(written);
+        return status;
+    }
+    for (int i = 0; i < k->n; i++)
+        fsdpc_py_tensor_replace(k->objects[i], again[i]);
+    fsdpc_py_tensor_replace(k->root, written);
+    return FSDPC_OK;
+}
+
 static int write_recorded(fsdpc_py_tensor *self, const char *what, const fsdpc_box *box,
-                          fsdpc_tensor *src, PyObject *value)
+                          fsdpc_tensor *src, PyObject *value, PyObject *operand)
 {
     fsdpc_runtime *runtime = &self->state->runtime;
-    fsdpc_py_tensor *root = root_of(self);
-    fsdpc_tensor *written = NULL, *rows = NULL;
+    known k = {.root = root_of(self)};
+    fsdpc_tensor *written = NULL;
     fsdpc_box at = *box;
-    if (fsdpc_py_tensor_check_inplace(root, what) < 0 ||
-        check_shared(self, what, box, src, value) < 0)
+    know(&k, self->tensor, box, (PyObject *)self);
+    know(&k, self->tensor, box, value);
+    if (operand != value)
+        know(&k, self->tensor, box, operand);
+    if (fsdpc_py_tensor_check_inplace(k.root, what) < 0 || check_shared(self->tensor, what, &k) < 0)
         return -1;
-    at.offset += rows_before(root->tensor, self->tensor);
+    at.offset += rows_before(k.root->tensor, self->tensor);
     fsdpc_status status;
     FSDPC_PY_RUN(runtime, self->tensor->numel, status,
-                 fsdpc_op_write(runtime->tape, root->tensor, &at, src, &written));
-    if (status == FSDPC_OK && root != self)
-        status = rows_again(runtime->tape, written, self->tensor, &rows);
-    if (status != FSDPC_OK) {
-        fsdpc_tensor_release(written);
-        return fsdpc_py_check(status);
-    }
-    fsdpc_py_tensor_replace(root, written);
-    if (rows)
-        fsdpc_py_tensor_replace(self, rows);
-    return 0;
+                 fsdpc_op_write(runtime->tape, k.root->tensor, &at, src, &written));
+    if (status == FSDPC_OK && written) /* none: the root was frozen after the rows were taken */
+        status = bring_up(runtime->tape, &k, written);
+    return fsdpc_py_check(status);
 }
 
 int fsdpc_py_tensor_assign(fsdpc_py_tensor *self, const char *what, const fsdpc_box *box,
-                           PyObject *value)
+                           PyObject *value, PyObject *operand)
 {
     if (fsdpc_py_tensor_check_inplace(self, what) < 0)
         return -1;
@@ -185,19 +248,16 @@ int fsdpc_py_tensor_assign(fsdpc_py_tensor *self, const char *what, const fsdpc_
         return -1;
     fsdpc_tensor *t = self->tensor, *both[] = {t, src};
     bool records = fsdpc_dtype_is_float(t->dtype) && fsdpc_tape_wants(runtime->tape, 2, both),
-         known = !records;
-    if (records && fsdpc_py_tensor_peek(NULL, value)) {
-        PyObject *root = (PyObject *)root_of(self);
-        known = value == (PyObject *)self || value == root || fsdpc_py_self(value)->base == root;
-    }
+         current = !records || (fsdpc_py_tensor_peek(NULL, value) &&
+                                root_of(fsdpc_py_self(value)) == root_of(self));
     fsdpc_status status = FSDPC_OK;
     int result = 0;
-    if (known && is_place(t, box, src)) {
+    if (current && is_place(t, box, src)) {
         fsdpc_tensor_release(src);
         return 0;
     }
     if (records) {
-        result = write_recorded(self, what, box, src, value);
+        result = write_recorded(self, what, box, src, value, operand);
     } else {
         FSDPC_PY_RUN(runtime, t->numel, status, fsdpc_op_write(runtime->tape, t, box, src, NULL));
         result = fsdpc_py_check(status);
@@ -210,8 +270,8 @@ static PyObject *assign_whole(PyObject *object, const char *what, PyObject *valu
 {
     fsdpc_box box;
     fsdpc_py_tensor_whole(fsdpc_py_self(object)->tensor, &box);
-    return fsdpc_py_tensor_assign(fsdpc_py_self(object), what, &box, value) < 0 ? NULL
-                                                                                : Py_NewRef(object);
+    int status = fsdpc_py_tensor_assign(fsdpc_py_self(object), what, &box, value, NULL);
+    return status < 0 ? NULL : Py_NewRef(object);
 }
 
 static PyObject *tensor_copy(PyObject *object, PyObject *source)
