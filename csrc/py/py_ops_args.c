@@ -128,24 +128,34 @@ static bool whole_number(PyObject *object, fsdpc_scalar *out)
     return !PyErr_Occurred();
 }
 
+/* The number in a NumPy scalar, or in an array or a tensor without dimensions; else NULL. */
+static PyObject *item_of(PyObject *object)
+{
+    if (!PyObject_CheckBuffer(object) || !PyNumber_Check(object) || PyComplex_Check(object))
+        return NULL;
+    PyObject *ndim = PyObject_GetAttrString(object, "ndim");
+    PyObject *item = ndim && PyLong_Check(ndim) && PyLong_AsLong(ndim) == 0
+                         ? PyObject_CallMethod(object, "item", NULL)
+                         : NULL;
+    Py_XDECREF(ndim);
+    return item;
+}
+
 bool fsdpc_py_number(PyObject *object, fsdpc_scalar *out)
 {
-    bool number = true;
     if (PyFloat_Check(object)) {
         *out = fsdpc_scalar_real(PyFloat_AS_DOUBLE(object));
         return true;
     }
-    if (PyLong_Check(object)) {
-        number = whole_number(object, out);
-    } else if (!PyNumber_Check(object) || PyComplex_Check(object) || PySequence_Check(object) ||
-               PyObject_CheckBuffer(object) == 0) {
-        return false; /* NumPy's scalars are numbers and buffers, not sequences */
-    } else if (PyIndex_Check(object)) {
-        number = whole_number(object, out);
-    } else {
-        *out = fsdpc_scalar_real(PyFloat_AsDouble(object));
-        number = !PyErr_Occurred();
+    PyObject *item = PyLong_Check(object) ? Py_NewRef(object) : item_of(object);
+    bool number = item != NULL;
+    if (number && PyLong_Check(item)) {
+        number = whole_number(item, out);
+    } else if (number) {
+        *out = fsdpc_scalar_real(PyComplex_Check(item) ? -1 : PyFloat_AsDouble(item));
+        number = !PyComplex_Check(item) && !PyErr_Occurred();
     }
+    Py_XDECREF(item);
     if (!number)
         PyErr_Clear();
     return number;

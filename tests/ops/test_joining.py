@@ -78,9 +78,15 @@ def test_einsum(equation, a, b):
 
 def test_outer_and_one_hot():
     same_as_torch(F.outer, torch.outer, [noise(3), noise(4, seed=1)])
-    ids = fsdpc.tensor([[0, 2], [1, 9]])
-    assert F.one_hot(ids, 3).tolist() == [[[1, 0, 0], [0, 0, 1]], [[0, 1, 0], [0, 0, 0]]]
+    ids = fsdpc.tensor([[0, 2], [1, 1]])
+    assert F.one_hot(ids, 3).tolist() == [[[1, 0, 0], [0, 0, 1]], [[0, 1, 0], [0, 1, 0]]]
     assert F.one_hot(ids, 3).dtype is fsdpc.int64
+    assert F.one_hot(ids[:0], 3).shape == (0, 2, 3)
+    for wrong, id_ in ((ids, 2), (ids - 1, -1), (ids.to("uint8"), 2)):
+        with pytest.raises(IndexError, match=f"id {id_} of 2 classes"):
+            F.one_hot(wrong, 2)
+    with pytest.raises(TypeError, match="integers, not float32"):
+        F.one_hot(ids.float(), 3)
 
 
 def test_what_is_refused():

@@ -201,3 +201,62 @@ def test_numbers_of_numpy_fit_or_raise(number: int) -> None:
 
 def test_nan_bounds_of_integers() -> None:
     assert np.isnan(F.clamp(tensor([1, 2]), min=math.nan).numpy()).all()
+
+
+@pytest.mark.parametrize("make", [np.array, tensor], ids=["array", "tensor"])
+@pytest.mark.parametrize(
+    ("dtype", "number"), [("uint8", 300), ("uint8", -1), ("int32", 2**40), ("float16", 1e9)]
+)
+def test_values_without_dimensions_fit_or_raise(make: Any, dtype: str, number: float) -> None:
+    """As Python's numbers do, and as torch's masked_fill; they wrapped."""
+    x, value = of(dtype), make(number)
+    for write in (
+        lambda: F.where(mask(), x, value),
+        lambda: F.where(mask(), value, x),
+        lambda: F.masked_fill(x, mask(), value),
+        lambda: F.pad(x, (1, 0), value=value),
+        lambda: written(x, value, mask()),
+        lambda: written(x, value, np.array([0])),
+    ):
+        with pytest.raises(ValueError, match=f"does not fit {dtype}"):
+            write()
+    assert x.tolist() == [1, 2]
+    if dtype != "float16":
+        with pytest.raises(ValueError, match=f"does not fit {dtype}"):
+            F.clamp(x, max=value)
+    if make is np.array:  # a number everywhere
+        with pytest.raises(ValueError, match=f"does not fit {dtype}"):
+            written(x, value)
+        with pytest.raises(ValueError, match=f"does not fit {dtype}"):
+            x.fill_(value)
+
+
+@pytest.mark.parametrize("make", [np.array, tensor], ids=["array", "tensor"])
+def test_values_without_dimensions_are_exact(make: Any) -> None:
+    x = tensor([1, 2])
+    assert F.where(mask(), make(LARGE), x).tolist() == [LARGE, 2]
+    assert F.masked_fill(x, mask(), make(LARGE)).tolist() == [LARGE, 2]
+    assert F.pad(x, (1, 0), value=make(LARGE)).tolist() == [LARGE, 1, 2]
+    assert fsdpc.full((1,), make(LARGE), dtype="int64").tolist() == [LARGE]
+    assert (x + make(LARGE)).tolist() == [LARGE + 1, LARGE + 2]
+    filled = F.masked_fill(x, mask(), make(1.5))
+    assert filled.tolist() == [1, 2] and filled.dtype is fsdpc.int64
+    assert F.masked_fill(of("float16"), mask(), make(math.inf)).tolist() == [math.inf, 2.0]
+    with pytest.raises(ValueError, match="a value of shape"):
+        F.masked_fill(x, mask(), make([1]))
+
+
+def test_a_filled_value_has_its_gradient() -> None:
+    x, value = tensor([1.0, 2.0], requires_grad=True), tensor(3.0, dtype="float64")
+    value.requires_grad = True
+    (F.masked_fill(x, mask(), value) * tensor([5.0, 7.0])).sum().backward()
+    assert x.grad.tolist() == [0.0, 7.0] and value.grad.tolist() == 5.0
+
+
+def test_arrays_that_hold_no_real_number() -> None:
+    for value in (np.array(1j), np.array("1"), np.array(None)):
+        with pytest.raises((TypeError, ValueError)):
+            written(tensor([1.0, 2.0]), value)
+        with pytest.raises((TypeError, ValueError)):
+            fsdpc.full((1,), value)
+    assert (tensor([1.0]) + np.longdouble(0.5)).tolist() == [1.5]

@@ -34,7 +34,8 @@ def where(condition: Any, x: Operand, y: Operand) -> Tensor:
     TypeError
         Neither x nor y is a tensor and one of them no number.
     ValueError
-        Shapes do not broadcast, or the dtype cannot hold a number.
+        Shapes do not broadcast, or the dtype cannot hold a number.  A tensor without dimensions
+        counts as a number, except on a GPU, which would have to wait for it.
 
     Examples
     --------
@@ -50,6 +51,7 @@ def where(condition: Any, x: Operand, y: Operand) -> Tensor:
         return _core.keep(y, keep == 0)
     x, y = _pair(x, y)
     dtype = _core.result_type(x, y)
+    x, y = fitted(x, dtype), fitted(y, dtype)
     inside = "int32" if dtype.itemsize == 1 else dtype  # there is no arithmetic on bytes
     chosen = _core.add(_core.mask(x.to(inside), keep), _core.mask(y.to(inside), keep == 0))
     return chosen.to(dtype)
@@ -216,7 +218,17 @@ def _is_zero_beside(value: Any, x: Any) -> bool:
 
 def plain_number(value: Any) -> Any:
     """Return a number of NumPy's as Python's, which a dtype has to hold; anything else as it is."""
-    return value.item() if isinstance(value, np.generic) else value
+    is_number = isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0
+    return value.item() if is_number else value
+
+
+def fitted(value: Tensor, dtype: _core.dtype) -> Tensor:
+    """Cast a tensor; one without dimensions has to fit, as a number does, unless a GPU has it."""
+    if value.dtype is dtype:
+        return value
+    if value.ndim == 0 and _core.device_name() == "cpu" and not _core.in_dry_run():
+        _core.full((), value.item(), dtype=dtype)
+    return value.to(dtype)
 
 
 def _pair(x: Operand, y: Operand) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from fsdpc import _core
 from fsdpc._core import Tensor
-from fsdpc.functional.elementwise import plain_number, where, wide
+from fsdpc.functional.elementwise import fitted, plain_number, where, wide
 
 
 def gather(x: Tensor, dim: int, index: Tensor) -> Tensor:
@@ -148,10 +148,11 @@ def put_along(x: Tensor, index: Any, value: Any) -> None:
         value = _core.full((), value, dtype=x.dtype)  # or an error that it does not fit
     else:
         value = value if isinstance(value, Tensor) else _core.tensor(value, x.dtype)
+        value = fitted(value, x.dtype)
     if not (rows and dim and ids.size):
         return
     shape = (*ids.shape, *x.shape[lead:])
-    given = value.to(x.dtype)
+    given = value
     given = (given if given.shape == shape else given.expand(*shape)).reshape(ids.size, dim)
     recorded = _core.is_grad_enabled() and (x.requires_grad or given.requires_grad)
     if _core.device_name() == "cpu" and not recorded:
@@ -266,10 +267,11 @@ def nonzero(x: Tensor) -> Tensor:
     return _core.tensor(np.argwhere(host(x)).astype(np.int64))
 
 
-def masked_fill(x: Tensor, mask: Any, value: float) -> Tensor:
-    """Return x with a number where the mask (broadcast) is true; no gradient passes there.
+def masked_fill(x: Tensor, mask: Any, value: float | Tensor) -> Tensor:
+    """Return x with a number where the mask (broadcast) is true; no gradient of x passes there.
 
-    The result has x's dtype.  ValueError if that cannot hold the number.
+    The number may be a tensor without dimensions, which gets a gradient.  The result has x's
+    dtype.  ValueError if that cannot hold the number.
 
     Examples
     --------
@@ -278,6 +280,12 @@ def masked_fill(x: Tensor, mask: Any, value: float) -> Tensor:
     [9.0, 2.0]
     """
     value, floats = plain_number(value), x.dtype.is_floating_point
+    if isinstance(value, Tensor) and value.ndim == 0:
+        return where(mask, fitted(value, x.dtype), x)
+    if isinstance(value, (Tensor, np.ndarray)):
+        raise ValueError(
+            f"masked_fill: a value of shape {value.shape}; give a number, or use where()"
+        )
     if not floats and (isinstance(value, float) or x.dtype is _core.bool_):  # else where's rule
         value = _core.full((), value, dtype=x.dtype)
     return where(mask, value, x)

@@ -284,7 +284,14 @@ def _matrix(name: str, x: Tensor) -> tuple[int, int]:
 def one_hot(ids: Tensor, num_classes: int) -> Tensor:
     """Compare ids with every class: (...) -> (..., num_classes) of int64, 0 or 1.
 
-    An id that is no class gives zeros.
+    On a GPU, which would have to wait, ids are not checked: one that is no class gives zeros.
+
+    Raises
+    ------
+    IndexError
+        An id is negative, or not below num_classes.
+    TypeError
+        Ids are floats.
 
     Examples
     --------
@@ -292,6 +299,13 @@ def one_hot(ids: Tensor, num_classes: int) -> Tensor:
     >>> F.one_hot(tensor([2, 0]), 3).tolist()
     [[0, 0, 1], [1, 0, 0]]
     """
+    if ids.dtype.is_floating_point:
+        raise TypeError(f"one_hot: ids are integers, not {ids.dtype.name}")
+    if _core.device_name() == "cpu" and not _core.in_dry_run() and ids.numel():
+        values = ids.numpy()
+        for id_ in (values.min(), values.max()):
+            if not 0 <= id_ < num_classes:
+                raise IndexError(f"one_hot: id {id_} of {num_classes} classes, from 0 on")
     return (ids.unsqueeze(-1) == count(num_classes)).to("int64")
 
 
