@@ -95,7 +95,7 @@ void fsdpc_py_tensor_releasebuffer(PyObject *Py_UNUSED(object), Py_buffer *view)
 static PyObject *numpy_call(const char *function, PyObject *argument)
 {
     PyObject *numpy = PyImport_ImportModule("numpy");
-    PyObject *result = numpy ? PyObject_CallMethod(numpy, function, "O", argument) : NULL;
+    PyObject *result = numpy ? PyObject_CallMethod(numpy, function, "(O)", argument) : NULL;
     Py_XDECREF(numpy);
     return result;
 }
@@ -461,6 +461,35 @@ static int check_ends(PyObject *array, fsdpc_dtype dtype)
     return check_end(array, "min", dtype) < 0 ? -1 : check_end(array, "max", dtype);
 }
 
+/* Are all numbers in nested lists integers?  *wide_out: one that int64 does not hold, borrowed. */
+static bool only_integers(PyObject *data, PyObject **wide_out)
+{
+    if (PyLong_Check(data)) {
+        int overflow;
+        PyLong_AsLongLongAndOverflow(data, &overflow);
+        if (overflow)
+            *wide_out = data;
+        return true;
+    }
+    if (!PyList_Check(data) && !PyTuple_Check(data))
+        return false;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(data); i++)
+        if (!only_integers(PySequence_Fast_GET_ITEM(data, i), wide_out))
+            return false;
+    return true;
+}
+
+/* 0, or -1 with ValueError: NumPy makes floats of integers if no integer dtype holds all. */
+static int check_integers(PyObject *data)
+{
+    PyObject *wide = NULL;
+    if (!only_integers(data, &wide) || !wide)
+        return 0;
+    PyErr_Format(PyExc_ValueError,
+                 "the number %S does not fit int64: give floats, or a dtype of floats", wide);
+    return -1;
+}
+
 /* Something that is no array: Python numbers and lists.  Floats become float32. */
 static PyObject *as_array(PyObject *data, int dtype, bool *python_io)
 {
@@ -472,6 +501,8 @@ static PyObject *as_array(PyObject *data, int dtype, bool *python_io)
         Py_CLEAR(array);
     bool narrows = dtype >= 0 && !fsdpc_dtype_is_float(dtype) && dtype != FSDPC_BOOL;
     if (array && narrows && strchr("iuf", kind) && check_ends(array, dtype) < 0)
+        Py_CLEAR(array);
+    if (array && dtype < 0 && kind == 'f' && *python_io && check_integers(data) < 0)
         Py_CLEAR(array);
     if (!array || known)
         return array;
@@ -485,9 +516,10 @@ static PyObject *as_array(PyObject *data, int dtype, bool *python_io)
     Py_XDECREF(itemsize);
     if ((kind == 'i' && bytes >= 4) || (kind == 'u' && bytes == 1))
         return array;
-    PyObject *wide = bytes == 8 && check_ends(array, FSDPC_I64) < 0
+    bool floats = dtype >= 0 && fsdpc_dtype_is_float(dtype);
+    PyObject *wide = bytes == 8 && !floats && check_ends(array, FSDPC_I64) < 0
                          ? NULL
-                         : PyObject_CallMethod(array, "astype", "s", "int64");
+                         : PyObject_CallMethod(array, "astype", "s", floats ? "float64" : "int64");
     Py_DECREF(array);
     return wide;
 }

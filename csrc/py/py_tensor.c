@@ -283,7 +283,7 @@ static PyObject *tensor_power(PyObject *a, PyObject *b, PyObject *modulus)
 {
     if (modulus != Py_None)
         Py_RETURN_NOTIMPLEMENTED;
-    return is_tensor(a) ? PyObject_CallMethod(a, "pow", "O", b)
+    return is_tensor(a) ? PyObject_CallMethod(a, "pow", "(O)", b)
                         : fsdpc_py_tensor_number(a, b, FSDPC_BINARY_POW);
 }
 

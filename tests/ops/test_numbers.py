@@ -260,3 +260,30 @@ def test_arrays_that_hold_no_real_number() -> None:
         with pytest.raises((TypeError, ValueError)):
             fsdpc.full((1,), value)
     assert (tensor([1.0]) + np.longdouble(0.5)).tolist() == [1.5]
+
+
+@pytest.mark.parametrize("numbers", [[2**63, -1], [[1, -1], [2**63 + 1, 0]], (2**63, -(2**63))])
+def test_integers_beyond_int64_become_no_floats(numbers: Any) -> None:
+    """NumPy has no integer dtype for all of them, and takes float64."""
+    with pytest.raises(ValueError, match="922337203685477580[89] does not fit int64"):
+        tensor(numbers)
+    with pytest.raises(ValueError, match="does not fit int64"):
+        tensor([2**63])
+    want = np.array(numbers, np.float64).tolist()
+    assert tensor(numbers, dtype="float64").tolist() == want
+    assert tensor([2**63], dtype="float64").tolist() == [2.0**63]
+    assert tensor([2**63, 1.5]).dtype is fsdpc.float32
+    assert tensor([1, -1, True]).dtype is fsdpc.int64
+
+
+def test_tuples_are_lists() -> None:
+    """They are passed on whole, not as the arguments of NumPy's function."""
+    assert tensor((1, 2)).tolist() == [1, 2] and tensor((1.5,)).tolist() == [1.5]
+    assert tensor(()).shape == (0,) and tensor(((1, 2), (3, 4))).shape == (2, 2)
+    assert written(tensor([1.0, 2.0]), (3, 4), slice(None)).tolist() == [3.0, 4.0]
+    for wrong in ((3, "float64"), (2.5, None)):
+        with pytest.raises((TypeError, ValueError)):
+            tensor(wrong)
+    for operation in (lambda x: x ** (1, 2), lambda x: x @ (1, 2)):
+        with pytest.raises(TypeError, match="tuple"):
+            operation(tensor([1.0, 2.0]))
