@@ -36,7 +36,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS) softmax_kernel(fsdpc_sof
                 ((T *)a.lse)[r] = narrow<T>(log(sum) + top);
             continue;
         }
-        W scale = a.log ? log(sum) : (W)1 / sum;
+        W scale = a.log ? log(sum) : a.slopes && top == (W)INFINITY ? (W)1 : (W)1 / sum;
         FSDPC_FOR_ROW(N, c, a.cols)
         {
             vec<W, N> v = load_wide<N, W>(x + c);

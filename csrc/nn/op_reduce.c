@@ -307,6 +307,7 @@ static fsdpc_status logsumexp_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc
         fsdpc_softmax_args args = softmax_args(x, false);
         args.x = x->data;
         args.out = p->data;
+        args.slopes = true;
         st = fsdpc_op_kernels(tape)->softmax(&args, tape->stream);
     }
     if (st == FSDPC_OK)

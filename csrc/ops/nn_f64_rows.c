@@ -37,7 +37,7 @@ void fsdpc_nn_softmax_f64(const void *arg, size_t first, size_t last)
             continue;
         }
         double *out = (double *)args->out + row * args->cols;
-        double sum = row_exp_sum(x, args->cols, max);
+        double sum = args->slopes && max == INFINITY ? 1 : row_exp_sum(x, args->cols, max);
         for (size_t c = 0; c < args->cols; c++)
             out[c] = args->log ? x[c] - max - log(sum) : exp(x[c] - max) / sum;
     }

@@ -180,7 +180,8 @@ typedef struct fsdpc_softmax_args {
     const void *y;  /* backward: the forward's result */
     const void *dy; /* backward */
     void *out;      /* y, or dx */
-    void *lse; /* forward, or NULL: (rows) of dtype, logarithms of the sums of exponentials, which
+    bool slopes; /* forward: gradients of lse, which are 0 next to an element of +inf, itself NaN */
+    void *lse;   /* forward, or NULL: (rows) of dtype, logarithms of the sums of exponentials, which
                        are written instead of y; -inf for a row of -inf or of no element */
 } fsdpc_softmax_args;
 

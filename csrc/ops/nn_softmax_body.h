@@ -85,14 +85,15 @@ FSDPC_INLINE void softmax_range(const fsdpc_softmax_args *args, size_t first, si
         }
         float max = row_max(args->x, i, end, dtype);
         if (keep) {
-            float by = 1.0f / row_exp_sum(args->x, i, end, dtype, max, kept);
+            float sum = row_exp_sum(args->x, i, end, dtype, max, kept);
+            float by = args->slopes && max == INFINITY ? 1.0f : 1.0f / sum;
             FSDPC_EACH_VECTOR(i, n, end,
                               fsdpc_vf_store_as_n(args->out, i, dtype,
                                                   fsdpc_vf_load_n(kept + (i - begin), n) * by, n));
             continue;
         }
         float sum = row_exp_sum(args->x, i, end, dtype, max, NULL);
-        float scale = args->log ? logf(sum) : 1.0f / sum;
+        float scale = args->log ? logf(sum) : args->slopes && max == INFINITY ? 1.0f : 1.0f / sum;
         FSDPC_EACH_VECTOR(i, n, end, softmax_step(args, i, n, dtype, max, scale));
     }
 }

@@ -240,7 +240,7 @@ ROWS: dict[str, Row] = {
     "var": drawn(statistic("var"), **SMOOTH),
     "std": drawn(statistic("std"), **SMOOTH),
     "norm": drawn(norms, special_grad=False, **SMOOTH),
-    "logsumexp": along(F.logsumexp, torch.logsumexp, whole=True, units=8, special_grad=False),
+    "logsumexp": along(F.logsumexp, torch.logsumexp, whole=True, units=8),
     "softmax": along(F.softmax, torch.softmax, whole=True, units=16),
     "log_softmax": along(F.log_softmax, torch.log_softmax, whole=True, units=16),
     "cumsum": along(F.cumsum, torch.cumsum, (*NUMBERS, "bool"), whole=True, extreme=False),

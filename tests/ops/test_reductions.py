@@ -137,6 +137,19 @@ def test_logsumexp_is_exact_whatever_comes_first(row, dtype):
     assert_close(values(x.grad), theirs.grad.numpy(), dtype, 1, "gradient")
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("cols", [3, 2500])  # a row whose exponents are kept, and one that is long
+def test_gradients_of_logsumexp_beside_infinity(cols, dtype):
+    """As in torch: NaN where the infinity is, 0 next to it."""
+    rows = [[1.0] * cols for _ in range(4)]
+    rows[0][1], rows[1][-1], rows[2][0], rows[2][1] = math.inf, -math.inf, math.inf, -math.inf
+    x = fsdpc.tensor(rows, dtype=dtype, requires_grad=True)
+    y = torch.tensor(rows, dtype=torch.float64, requires_grad=True)
+    F.logsumexp(x, 1).sum().backward()
+    torch.logsumexp(y, 1).sum().backward()
+    np.testing.assert_allclose(values(x.grad), y.grad.numpy(), rtol=0.01)
+
+
 def test_logsumexp_of_what_is_special():
     inf, nan = math.inf, math.nan
     assert F.logsumexp(fsdpc.tensor([-1e9, 0.0, 0.0]), 0).item() == pytest.approx(math.log(2))
