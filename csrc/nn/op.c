@@ -46,10 +46,11 @@ fsdpc_status fsdpc_op_fail_shapes(const char *op, const char *what_a, const fsdp
 
 fsdpc_status fsdpc_op_dim(const char *op, int dim, int ndim, int *out)
 {
-    if (dim < -ndim || dim >= ndim)
+    int count = ndim ? ndim : 1;
+    if (dim < -count || dim >= count)
         return fsdpc_fail(FSDPC_ERR_INDEX, "%s: dimension %d of a tensor with %d dimensions", op,
                           dim, ndim);
-    *out = dim < 0 ? dim + ndim : dim;
+    *out = dim < 0 ? dim + count : dim;
     return FSDPC_OK;
 }
 

@@ -101,6 +101,8 @@ fsdpc_status fsdpc_op_roll(fsdpc_tape *tape, fsdpc_tensor *x, int64_t shift, int
     roll_extra how = {0};
     FSDPC_TRY(fsdpc_tensor_check(x));
     FSDPC_TRY(fsdpc_op_dim("roll", dim, x->ndim, &how.dim));
+    if (x->ndim == 0)
+        return fsdpc_fail(FSDPC_ERR_INDEX, "roll: a tensor without dimensions has no places");
     int64_t extent = (int64_t)x->shape[how.dim], places = extent ? shift % extent : 0;
     how.cut = (size_t)(places > 0 ? extent - places : -places);
     fsdpc_tensor *y;

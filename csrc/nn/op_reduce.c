@@ -225,7 +225,7 @@ static const fsdpc_node_ops cumsum_ops = {.name = "cumsum", .backward = cumsum_b
 fsdpc_status fsdpc_op_cumsum(fsdpc_tape *tape, fsdpc_tensor *x, int dim, fsdpc_tensor **out)
 {
     FSDPC_TRY(fsdpc_tensor_check(x));
-    FSDPC_TRY(fsdpc_op_dim("cumsum", dim, x->ndim ? x->ndim : 1, &dim));
+    FSDPC_TRY(fsdpc_op_dim("cumsum", dim, x->ndim, &dim));
     fsdpc_tensor *y;
     FSDPC_TRY(cumsum_compute(tape, x, dim, false, &y));
     fsdpc_status st = FSDPC_OK;
@@ -343,7 +343,7 @@ fsdpc_status fsdpc_op_logsumexp(fsdpc_tape *tape, fsdpc_tensor *x, int dim, bool
                                 fsdpc_tensor **out)
 {
     FSDPC_TRY(fsdpc_op_check_float("logsumexp", "the tensor", x));
-    FSDPC_TRY(fsdpc_op_dim("logsumexp", dim, x->ndim ? x->ndim : 1, &dim));
+    FSDPC_TRY(fsdpc_op_dim("logsumexp", dim, x->ndim, &dim));
     if (x->ndim == 0)
         return logsumexp_rows(tape, x, out);
     int order[FSDPC_MAX_DIMS];

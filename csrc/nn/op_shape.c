@@ -371,6 +371,9 @@ fsdpc_status fsdpc_op_concat(fsdpc_tape *tape, int n, fsdpc_tensor *const *xs, i
     if (n < 1)
         return fsdpc_fail(FSDPC_ERR_VALUE, "concat: no tensors were given");
     FSDPC_TRY(fsdpc_op_dim("concat", dim, xs[0]->ndim, &dim));
+    if (xs[0]->ndim == 0)
+        return fsdpc_fail(FSDPC_ERR_INDEX,
+                          "concat: tensors without dimensions; stack() gives them one");
     FSDPC_TRY(concat_shape(n, xs, dim, shape));
     fsdpc_tensor *y;
     FSDPC_TRY(fsdpc_tensor_create(tape->device, xs[0]->dtype, xs[0]->ndim, shape, &y));

@@ -229,10 +229,10 @@ int fsdpc_py_dims(const char *function, PyObject *object, int ndim, bool *flags_
     if (all)
         return 0;
     int64_t dims[FSDPC_MAX_DIMS];
-    int n = fsdpc_py_extents(function, &object, 1, dims);
+    int n = fsdpc_py_extents(function, &object, 1, dims), count = ndim ? ndim : 1;
     for (int i = 0; i < n; i++) {
-        int64_t dim = dims[i] < 0 ? dims[i] + ndim : dims[i];
-        if (dim < 0 || dim >= ndim) {
+        int64_t dim = dims[i] < 0 ? dims[i] + count : dims[i];
+        if (dim < 0 || dim >= count) {
             PyErr_Format(PyExc_IndexError, "%s: dimension %lld of a tensor with %d dimensions",
                          function, (long long)dims[i], ndim);
             return -1;

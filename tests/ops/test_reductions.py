@@ -178,3 +178,59 @@ def test_dimensions_are_named_once():
     for op in (F.sum, F.mean, F.any, F.var, F.amax, F.amin):
         with pytest.raises(ValueError, match="dimension 0 is named twice"):
             op(fsdpc.ones(2, 3), (0, -2))
+
+
+ALONG = {
+    "max": lambda x, d: x.max(d),
+    "min kept": lambda x, d: x.min(d, True),
+    "amax": lambda x, d: x.amax(d),
+    "sum": lambda x, d: x.sum(d),
+    "mean": lambda x, d: x.mean(d),
+    "var": lambda x, d: x.var(d, correction=0),
+    "norm": lambda x, d: x.norm(2, d),
+    "cumsum": lambda x, d: x.cumsum(d),
+    "logsumexp": lambda x, d: x.logsumexp(d),
+    "sort": lambda x, d: x.sort(d),
+    "topk": lambda x, d: x.topk(1, d),
+    "flip": lambda x, d: x.flip((d,)),
+    "squeeze": lambda x, d: x.squeeze(d),
+    "transpose": lambda x, d: x.transpose(d, 0),
+}
+INDICES = {
+    "argmax": lambda x, d: x.argmax(d),
+    "argmin": lambda x, d: x.argmin(d, True),
+    "argsort": lambda x, d: x.argsort(d),
+    "any": lambda x, d: x.any(d),
+    "all": lambda x, d: x.all(d),
+}
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+@pytest.mark.parametrize("name", [*ALONG, *INDICES])
+def test_a_tensor_without_dimensions_counts_as_one_with_one(name, dim):
+    """As in torch; it has no dimension 1."""
+    operation = ALONG.get(name) or INDICES[name]
+    made = [lib.tensor(3.0, requires_grad=name in ALONG) for lib in (fsdpc, torch)]
+    found = [operation(x, dim) for x in made]
+    found = [y if isinstance(y, tuple) else (y,) for y in found]
+    assert [y.tolist() for y in found[0]] == [y.tolist() for y in found[1]]
+    assert all(y.shape == () for y in found[0])
+    if name in ALONG:
+        for y, *_ in found:
+            y.backward()
+        assert made[0].grad.tolist() == made[1].grad.tolist()
+    with pytest.raises(IndexError, match="dimension 1 of a tensor with 0 dimensions"):
+        operation(fsdpc.tensor(3.0), 1)
+
+
+def test_elements_of_a_tensor_without_dimensions():
+    for lib, place in ((F, fsdpc), (torch, torch)):
+        x, zero = place.tensor(3.0), place.tensor(0)
+        assert lib.gather(x, 0, zero).tolist() == 3
+        assert lib.scatter_add(x, -1, zero, x).tolist() == 6
+        assert lib.index_select(x, 0, place.tensor([0])).tolist() == 3
+    x = fsdpc.tensor(3.0)
+    for refused in (lambda: F.cat([x, x], 0), lambda: F.roll(x, 1, 0), lambda: x.topk(2, 0),
+                    lambda: F.split(x, 1, 0)):  # fmt: skip
+        with pytest.raises((IndexError, ValueError), match="dimensions"):
+            refused()

@@ -115,7 +115,9 @@ def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
     """
     if index.ndim != 1:
         raise ValueError(f"index_select: the index has shape {index.shape}; make it one row")
-    axis = dimension("index_select", x, dim)
+    axis = dimension("index_select", x, dim, 1)
+    if x.ndim == 0:
+        return index_select(x.reshape(1), 0, index).reshape(())
     front = x if axis == 0 else x.transpose(0, axis)
     rows = _rows(index, front.reshape(x.shape[axis], math.prod(front.shape[1:])))
     picked = rows.reshape(index.shape[0], *front.shape[1:])
@@ -178,7 +180,9 @@ def argsort(x: Tensor, dim: int = -1, descending: bool = False) -> Tensor:
     >>> F.argsort(tensor([2.0, 3.0, 1.0])).tolist()
     [2, 0, 1]
     """
-    axis = dimension("argsort", x, dim)
+    axis = dimension("argsort", x, dim, 1)
+    if x.ndim == 0:
+        return _core.zeros((), dtype="int64")
     array = host(x)
     keys = _keys(array, axis, descending)
     if keys is not None:
@@ -244,7 +248,11 @@ def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True) -> tuple[Tensor
     >>> values.tolist(), indices.tolist()
     ([3.0, 2.0], [1, 0])
     """
-    axis = dimension("topk", x, dim)
+    axis = dimension("topk", x, dim, 1)
+    if x.ndim == 0:
+        if k not in (0, 1):  # torch gives it for 0, too
+            raise ValueError(f"topk: k is {k} for a tensor without dimensions")
+        return x, argsort(x)
     if not 0 <= k <= x.shape[axis]:
         raise ValueError(f"topk: k is {k} for dimension {dim} of {x.shape[axis]} elements")
     found = _first_places(host(x), k, axis, largest) if 0 < k < x.shape[axis] else None
@@ -319,11 +327,15 @@ def host(x: Tensor) -> np.ndarray[Any, Any]:
     return np.asarray(wide(x.detach()).numpy())
 
 
-def dimension(name: str, x: Tensor, dim: int) -> int:
-    """Return a dimension counted from the first; IndexError where there is none."""
-    if not -x.ndim <= dim < x.ndim:
+def dimension(name: str, x: Tensor, dim: int, least: int = 0) -> int:
+    """Return a dimension counted from the first; IndexError where there is none.
+
+    ``least`` of 1 lets a tensor without dimensions count as one with one, as PyTorch does.
+    """
+    count = max(x.ndim, least)
+    if not -count <= dim < count:
         raise IndexError(f"{name}: dimension {dim} of a tensor with {x.ndim} dimensions")
-    return dim % x.ndim
+    return dim % count
 
 
 def _rows(ids: Tensor, table: Tensor) -> Tensor:
@@ -377,7 +389,7 @@ def _linear(name: str, x: Tensor, dim: int, index: Tensor) -> Tensor:
 
     IndexError for one that is out of range; on a GPU it becomes -1, which fails there.
     """
-    axis = dimension(name, x, dim)
+    axis = dimension(name, x, dim, 1)
     fits = index.ndim == x.ndim and all(
         d == axis or i <= n for d, (i, n) in enumerate(zip(index.shape, x.shape, strict=True))
     )
@@ -386,6 +398,8 @@ def _linear(name: str, x: Tensor, dim: int, index: Tensor) -> Tensor:
             f"{name}: index {index.shape} for a tensor of shape {x.shape}; give it as many "
             f"dimensions, nowhere but along {dim} larger"
         )
+    if x.ndim == 0:
+        return _linear(name, x.reshape(1), 0, index.reshape(1))
     if _core.in_dry_run():  # where no memory holds anything
         return _core.empty(index.shape, dtype="int64")
     if _core.device_name() == "cpu":

@@ -307,13 +307,14 @@ def _root(total: Tensor, p: float) -> Tensor:
 
 def _count(x: Tensor, dim: Dims) -> int:
     dims = range(x.ndim) if dim is None else dim if isinstance(dim, Iterable) else [dim]
-    return math.prod(x.shape[d] for d in dims)
+    return math.prod(x.shape[d] for d in dims) if x.ndim else 1
 
 
 def _where_extreme(
     name: str, find: Callable[..., Any], x: Tensor, dim: int | None, keepdim: bool
 ) -> Tensor:
-    axis = None if dim is None else dimension(name, x, dim)
+    axis = None if dim is None else dimension(name, x, dim, 1)
+    axis = axis if x.ndim else None
     if (math.prod(x.shape) if axis is None else x.shape[axis]) == 0:
         raise ValueError(f"{name}: there is no element among shape {x.shape}, dim {dim}")
     return _core.tensor(np.asarray(find(host(x), axis=axis, keepdims=keepdim), dtype=np.int64))
@@ -326,7 +327,7 @@ def _extremum(
         row = x.reshape(-1)
         chosen = gather(row, 0, find(row, 0, True))
         return chosen.reshape((1,) * x.ndim if keepdim else ())
-    axis = dimension(name, x, dim)
+    axis = dimension(name, x, dim, 1)
     indices = find(x, axis, True)
     values = gather(x, axis, indices)
     if not keepdim:
@@ -337,7 +338,7 @@ def _extremum(
 def _over(name: str, find: Callable[..., Any], x: Tensor, dim: Dims, keepdim: bool) -> Tensor:
     if dim is None:
         return find(x, None, keepdim)
-    axes = sorted(dimension(name, x, d) for d in (dim if isinstance(dim, Iterable) else [dim]))
+    axes = sorted(dimension(name, x, d, 1) for d in (dim if isinstance(dim, Iterable) else [dim]))
     twice = [a for a, b in zip(axes, axes[1:], strict=False) if a == b]
     if twice:
         raise ValueError(f"{name}: dimension {twice[0]} is named twice")
