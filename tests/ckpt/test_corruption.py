@@ -14,7 +14,8 @@ import pytest
 
 import fsdpc
 from fsdpc import checkpoint
-from fsdpc.checkpoint import CheckpointError, CheckpointManager
+from fsdpc.checkpoint import CheckpointError, CheckpointManager, manifest
+from fsdpc.checkpoint.manager import newest_in
 
 from .common import llama, values
 
@@ -192,8 +193,55 @@ def test_the_manifest_says_which_step_it_is(extra: str | None, tmp_path: Path) -
         assert manager.restore({"model": model}) == 2
     assert values(model) == values(llama(seed=2))
     assert ("step-00000009 holds step 2" in said.getvalue()) == (fsdpc.rank() == 0)
-    with pytest.raises(FileExistsError, match="step 9 cannot be saved: .* holds step 2"):
-        manager.save(9, {"model": model})
     for step in (5, 6, 7):  # and what somebody put there is not deleted
         manager.save(step, {"model": model})
     assert [each.path.name[-1] for each in manager.list()] == ["9", "6", "7"]
+
+
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_save_renames_what_has_its_name(taken: bool, tmp_path: Path) -> None:
+    """The start says which folder that is, with a command that works."""
+    first = CheckpointManager(tmp_path / "run")
+    for step in (2, 4):
+        first.save(step, {"model": llama(seed=step)})
+    wrong = first.path(9)
+    if fsdpc.rank() == 0:
+        move = shutil.copytree if taken else shutil.move
+        move(first.path(2), wrong)
+    fsdpc.barrier()
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        manager = CheckpointManager(tmp_path / "run", every_steps=9)
+        assert manager.restore({"model": llama()}) == 4
+        free = tmp_path / "run" / ("step-00000002-copy1" if taken else "step-00000002")
+        if fsdpc.rank() == 0:
+            assert f"not named for its step, 2: a save of step 9 would rename it; to do so now: " \
+                f"mv {wrong} {free}\n" in said.getvalue()  # fmt: skip
+        assert manager.step(9, {"model": llama(seed=9)})
+    assert checkpoint.inspect(free).step == 2 and checkpoint.inspect(wrong).step == 9
+    assert (f"is {free} now" in said.getvalue()) == (fsdpc.rank() == 0)
+
+
+
+@pytest.mark.ranks([1])
+def test_older_checkpoints_are_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start, a search and a save read as few manifests of 40 as of 4."""
+    read: list[str] = []
+    look = manifest.read
+    monkeypatch.setattr(manifest, "read", lambda path: (read.append(path.name), look(path))[1])
+    counts = []
+    for kept in (4, 40):
+        folder = tmp_path / str(kept)
+        first = CheckpointManager(folder)
+        for step in range(1, kept + 1):
+            first.save(step, {"model": fsdpc.nn.Linear(1, 1)})
+        read.clear()
+        manager = CheckpointManager(folder, max_to_keep=kept, keep_every=1, every_steps=1)
+        assert manager.latest() == newest_in(folder) == manager.path(kept)
+        counts.append(len(read))
+        manager.max_to_keep = 2
+        manager.step(kept + 1, {"model": fsdpc.nn.Linear(1, 1)})
+        counts.append(len(read))
+        assert len(manager.list()) == kept + 1
+    assert counts[:2] == counts[2:] and counts[1] < 8

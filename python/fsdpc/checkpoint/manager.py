@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,13 @@ class CheckpointManager:
         self._on_rank_0(self._claim_here)
 
     def _claim_here(self) -> None:
+        first = self._claim is None
         self._claim = claim_folder(self.folder)
+        for found in _misnamed(self.folder) if first else ():
+            say(
+                f"{found.path} is not named for its step, {found.step}: a save of step "
+                f"{_named(found.path)} would rename it; to do so now: {_rename_command(found)}"
+            )
 
     def _on_rank_0(self, work: Any) -> Any:
         """Return what ``work`` returns on rank 0, and None elsewhere; its error is everybody's."""
@@ -235,25 +242,30 @@ class CheckpointManager:
             self._on_rank_0(self._delete_old)
 
     def _make_room(self, step: int) -> None:
-        """Claim the folder; a damaged checkpoint does not keep its step taken."""
+        """Claim the folder; a damaged or misnamed checkpoint does not keep its step taken."""
         self._claim_here()
         found = _look_at(self.path(step))
         if found is not None and (found.problem is not None or found.path in self._damaged):
             _remove(found.path)
         elif found is not None and found.renamed:
-            raise FileExistsError(
-                f"step {step} cannot be saved: {found.path} holds step {found.step}; rename it to "
-                f"{_name_of(found.step)}, or move it elsewhere"
-            )
+            free = _free_path(found)
+            found.path.rename(free)
+            say(f"{found.path} held step {found.step} and is {free} now: step {step} is saved")
 
     def _delete_old(self) -> None:
         if self.max_to_keep is None:
             return
-        valid = [found for found in self.list() if found.problem is None and not found.renamed]
-        for found in valid[: -self.max_to_keep]:
-            kept = self.keep_every and found.step % self.keep_every == 0
-            if not kept and found.step != self._last:  # a run may have gone back some steps
-                _remove(found.path)
+        newer = 0
+        for named, path in reversed(_folders_in(self.folder)):
+            kept = self.keep_every and named % self.keep_every == 0
+            if newer >= self.max_to_keep and (kept or named == self._last):
+                continue  # a run may have gone back some steps; most of those kept are not read
+            found = _look_at(path)
+            if found is None or found.problem is not None or found.renamed:
+                continue
+            newer += 1
+            if newer > self.max_to_keep:
+                _remove(path)
 
     # ---- finding ----
 
@@ -264,7 +276,9 @@ class CheckpointManager:
     def latest(self) -> Path | None:
         """Return the newest checkpoint whose manifest, sizes and headers are right, or None.
 
-        Broken ones that are newer are named on stderr, on rank 0.
+        Broken ones that are newer are named on stderr, on rank 0. Only the manifests of folders
+        with the newest names are read, and older checkpoints cost no time. A folder that was
+        renamed to an earlier step than its own may therefore not be found; :meth:`list` reads all.
         """
         found = self._newest(0)
         return None if found is None else found.path
@@ -274,7 +288,7 @@ class CheckpointManager:
 
         def newest() -> tuple[int, int]:
             left = skip
-            for found in reversed(self.list()):
+            for found in newest_first(self.folder):
                 if left > 0:  # said before
                     left -= found.problem is None
                 elif found.problem is None:
@@ -336,14 +350,67 @@ def checkpoints_in(folder: Path) -> list[Found]:
 
     The folder is read and not touched: a run may be saving to it.
     """
-    found = [_look_at(path) for path in folder.iterdir()]
+    found = [_look_at(path) for _, path in _folders_in(folder)]
     # Of two that hold the same step, the one that is named for it counts as newer.
-    return sorted((f for f in found if f), key=lambda f: (f.step, not f.renamed, f.path.name))
+    return sorted((f for f in found if f), key=_age)
+
+
+def newest_first(folder: Path) -> Iterator[Found]:
+    """Yield the checkpoints of a folder from the newest; a manifest is read when it may be next.
+
+    Names are bounds: a folder that holds an earlier step than its name waits for its turn, and one
+    that holds a later step comes when its name does.
+    """
+    waiting: list[Found] = []
+    for named, path in reversed(_folders_in(folder)):
+        while waiting and waiting[-1].step > named:
+            yield waiting.pop()
+        found = _look_at(path)
+        if found is not None and found.step < named:
+            waiting = sorted([*waiting, found], key=_age)
+        elif found is not None:
+            yield found
+    yield from reversed(waiting)
 
 
 def newest_in(folder: Path) -> Path | None:
     """Return what :meth:`CheckpointManager.latest` does, for one process alone."""
-    return next((f.path for f in reversed(checkpoints_in(folder)) if f.problem is None), None)
+    return next((f.path for f in newest_first(folder) if f.problem is None), None)
+
+
+def _age(found: Found) -> tuple[int, bool, str]:
+    return found.step, not found.renamed, found.path.name
+
+
+def _folders_in(folder: Path) -> list[tuple[int, Path]]:
+    """Return what may be a checkpoint by the step in its name, without opening anything."""
+    return sorted((named, path) for path in folder.iterdir() if (named := _named(path)) >= 0)
+
+
+def _misnamed(folder: Path) -> list[Found]:
+    """Return the checkpoints whose names are of later steps than the newest one's."""
+    found = []
+    for named, path in reversed(_folders_in(folder)):
+        each = _look_at(path)
+        if each is not None and each.problem is None:
+            if not each.renamed:
+                break
+            if each.step < named:
+                found.append(each)
+    return found
+
+
+def _free_path(found: Found) -> Path:
+    """Return where a misnamed checkpoint can go: its step's name, or one that the manager skips."""
+    path, copies = found.path.with_name(_name_of(found.step)), 0
+    while path.exists():
+        copies += 1
+        path = path.with_name(f"{_name_of(found.step)}-copy{copies}")
+    return path
+
+
+def _rename_command(found: Found) -> str:
+    return f"mv {shlex.quote(str(found.path))} {shlex.quote(str(_free_path(found)))}"
 
 
 def _name_of(step: int) -> str:
