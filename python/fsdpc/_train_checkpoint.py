@@ -14,6 +14,8 @@ from fsdpc.stabilizer import TrainingStabilizer
 
 OPTIONS = "run.toml"
 RETURNS = 3  # to one checkpoint
+# A checkpoint without a scaler was not fp16: this run's scaler begins at its first scale.
+_RESTORE: dict[str, Any] = {"optional": ("scaler",)}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -132,14 +134,12 @@ class TrainCheckpoints:
             content = manifest.read(latest)
             extra, loader = self.state["extra"], self.state["data"]
             check_resumed(latest, content, extra["tokenizer"], len(loader.dataset))
-            # Without a scaler it was not fp16: this run's begins at its first scale.
-            kept = {} if "scaler" in content else {"scaler": None}
-            step = self._restore({**self.state, **kept})
+            step = self._restore()
             self._resumed = self._manager.restored  # an older one if that is damaged
             content = manifest.read(self._resumed)
             changed = changes(content, extra["options"], distributed.world_size())
         elif o.resume:
-            self._manager.restore(self.state)  # raises if there are damaged ones
+            self._manager.restore(self.state, **_RESTORE)  # raises if there are damaged ones
         if distributed.rank() == 0 and o.resume:
             found = "nothing to resume" if step is None else f"resumed after step {step}"
             print(f"{found} in {o.checkpoint}" + (f", with {changed}" if changed else ""))
@@ -148,9 +148,9 @@ class TrainCheckpoints:
             (o.checkpoint / OPTIONS).write_text(self.text, **AS_NAMES)
         return step or 0
 
-    def _restore(self, state: dict[str, Any]) -> int:
+    def _restore(self) -> int:
         """Load the newest checkpoint; the options of the optimizer stay those of this run."""
-        step = self._manager.restore(state)
+        step = self._manager.restore(self.state, **_RESTORE)
         self._keep_options()
         return step
 
@@ -167,7 +167,7 @@ class TrainCheckpoints:
                 f"training diverged: {stabilizer.in_a_row} steps in a row were skipped, and there "
                 "is no --checkpoint to go back to; take a lower --lr"
             )
-        step = stabilizer.go_back(self._manager, self.state)
+        step = stabilizer.go_back(self._manager, self.state, **_RESTORE)
         self._keep_options()
         self._returns = self._returns + 1 if step == self._returned_to else 1
         if self._returns > RETURNS:

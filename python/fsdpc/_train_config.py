@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from fsdpc._say import as_name, as_text
-from fsdpc._train_options import FIXED, FLAGS, KEPT, SWITCHES, parser
+from fsdpc._train_options import (
+    FIXED,
+    FLAGS,
+    KEPT,
+    OPTIMIZERS,
+    SWITCHES,
+    parser,
+    usual_decay,
+    usual_warmup,
+)
 from fsdpc.lora import ALL_LINEAR
 from fsdpc.offload import OffloadPolicy
 
@@ -106,15 +115,33 @@ def _is_plain(value: Any) -> bool:
 
 
 def changes(content: Mapping[str, Any], now: Mapping[str, Any], ranks: int) -> str:
-    """Say which kept options, and whether the number of ranks, differ from a manifest's."""
+    """Say which kept options, and whether the number of ranks, differ from a manifest's.
+
+    A default counts as its value. The vocabulary is the model's that was loaded: it is the same.
+    """
+    kept = options_in(content)
     found = [
         _shown(name, now[name]) + ("" if was is False or was is True else f" (was {_value(was)})")
-        for name, was in options_in(content).items()
-        if now[name] != was
+        for name, was in kept.items()
+        if name != "vocab" and now[name] != was and _used(name, now) != _used(name, kept)
     ]
     if content["world"] != ranks:
         found.append(f"{ranks} rank{'s' if ranks > 1 else ''} (was {content['world']})")
     return ", ".join(found)
+
+
+def _used(name: str, options: Mapping[str, Any]) -> Any:
+    """Return the value of an option; its default's where that depends on others."""
+    value, steps = options[name], options.get("steps")
+    choice = OPTIMIZERS.get(options.get("optimizer", ""))
+    if value is not None:
+        return value
+    if name == "betas" and choice is not None and choice.betas:
+        return list(choice.betas)
+    if name == "warmup" and isinstance(steps, int):
+        return usual_warmup(steps)
+    wsd = str(options.get("schedule")).startswith("wsd")
+    return usual_decay(steps) if name == "decay" and wsd and isinstance(steps, int) else None
 
 
 def _shown(name: str, value: Any) -> str:
@@ -165,6 +192,9 @@ def words_of(values: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
     for name, value in values.items():
         option = name.replace("_", "-")
+        turned = option.removeprefix("no-")
+        if option != turned and turned in SWITCHES:
+            raise ValueError(f"'{name}' is no option here: write {turned} = false (or true)")
         if option in FLAGS:
             if not isinstance(value, bool):
                 raise ValueError(f"'{name}' is true or false, not {value!r}")

@@ -294,31 +294,42 @@ def _true_false_number(text: str) -> bool | int:
 
 
 class Choice(NamedTuple):
-    """What an optimizer is made by, and its usual learning rate."""
+    """What an optimizer is made by, its usual learning rate, and its betas if it has any."""
 
     make: Callable[..., Optimizer]
     lr: float
+    betas: tuple[float, float] | None
 
 
 OPTIMIZERS = {
-    "adamw": Choice(partial(AdamW, betas=(0.9, 0.95)), 3e-3),
-    "adam": Choice(partial(Adam, betas=(0.9, 0.95)), 3e-3),
-    "sgd": Choice(partial(SGD, momentum=0.9), 0.1),
-    "lion": Choice(Lion, 3e-4),
+    "adamw": Choice(AdamW, 3e-3, (0.9, 0.95)),
+    "adam": Choice(Adam, 3e-3, (0.9, 0.95)),
+    "sgd": Choice(partial(SGD, momentum=0.9), 0.1, None),
+    "lion": Choice(Lion, 3e-4, (0.9, 0.99)),
 }
 
 
 SCHEDULES = ("cosine", "linear", "wsd", "wsd-cosine", "wsd-sqrt")
 
 
+def usual_warmup(steps: int) -> int:
+    """Return the warm-up of a run without ``--warmup``."""
+    return max(1, steps // 20)
+
+
+def usual_decay(steps: int) -> int:
+    """Return the decay of a WSD schedule without ``--decay``."""
+    return max(1, steps // 10)
+
+
 def make_schedule(options: argparse.Namespace, optimizer: Optimizer) -> LRScheduler:
     """Return the schedule that the options name."""
     steps = max(options.steps, 1)
-    warmup = max(1, steps // 20) if options.warmup is None else options.warmup
+    warmup = usual_warmup(steps) if options.warmup is None else options.warmup
     warmup = min(warmup, steps - 1)
     lengths = {"warmup": warmup, "total": steps}
     if options.schedule.startswith("wsd"):
-        decay = max(1, steps // 10) if options.decay is None else options.decay
+        decay = usual_decay(steps) if options.decay is None else options.decay
         decay = min(decay, steps - warmup)
         lengths = {"warmup": warmup, "stable": steps - warmup - decay, "decay": decay}
     return schedule_by_name(options.schedule, optimizer, min_ratio=options.min_lr_ratio, **lengths)

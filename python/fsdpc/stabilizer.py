@@ -253,7 +253,7 @@ class TrainingStabilizer:
         return Stabilized(taken=False, norm=norm, reason=reason, text=text, names=tuple(names),
                           go_back=self.gave_up)  # fmt: skip
 
-    def go_back(self, manager: Any, state: Mapping[str, Any]) -> int:
+    def go_back(self, manager: Any, state: Mapping[str, Any], **options: Any) -> int:
         """Load the newest checkpoint, and go on from it with another order of data; collective.
 
         Parameters
@@ -262,6 +262,8 @@ class TrainingStabilizer:
         state : mapping
             As its ``restore`` takes it. A :class:`fsdpc.data.Loader` under ``"data"`` is told
             :meth:`~fsdpc.data.Loader.reorder`; seed any other from ``went_back``.
+        **options
+            Of ``restore``.
 
         Returns
         -------
@@ -273,7 +275,7 @@ class TrainingStabilizer:
         FloatingPointError
             There is no checkpoint.
         """
-        step: int | None = manager.restore(state)
+        step: int | None = manager.restore(state, **options)
         if step is None:
             raise FloatingPointError(
                 f"{self.in_a_row} steps in a row were skipped, and {manager.folder} has no "

@@ -292,8 +292,9 @@ class Trainer:
             {"params": matrices, "weight_decay": o.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        betas = {"betas": tuple(o.betas)} if o.betas else {}
-        return model, OPTIMIZERS[o.optimizer].make(groups, lr=o.lr, **betas)
+        choice = OPTIMIZERS[o.optimizer]
+        betas = {"betas": tuple(o.betas or choice.betas)} if choice.betas else {}
+        return model, choice.make(groups, lr=o.lr, **betas)
 
     def run(self) -> None:
         """Train, validate, write metrics, show a sample."""

@@ -222,3 +222,15 @@ def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
     few = fsdpc.optim.AdamW(list(made.model.parameters())[:3])
     with pytest.raises(CheckpointError, match="2 parameter groups, this one 1"):
         checkpoint.load(tmp_path / "c", {"model": made.model, "optimizer": few})
+
+
+@pytest.mark.ranks([1, 2])
+def test_what_a_checkpoint_may_lack(tmp_path: Path) -> None:
+    state = {"model": fsdpc.nn.Linear(1, 1), "scaler": fsdpc.amp.LossScaler(3)}
+    checkpoint.save(tmp_path / "none", {"model": state["model"]})
+    with pytest.raises(CheckpointError, match="it has no scaler"):
+        checkpoint.load(tmp_path / "none", state)
+    checkpoint.load(tmp_path / "none", state, optional=("scaler",))
+    assert state["scaler"].state_dict()["scale"] == 8.0
+    with pytest.raises(ValueError, match="'model' is not one of optimizer, scheduler"):
+        checkpoint.load(tmp_path / "none", state, optional=("model",))

@@ -170,6 +170,14 @@ def test_a_configuration_counts_as_given(tmp_path: Path) -> None:
     assert "with --steps 2 (was 1), --lr 0.25 (was 0.003)\n" in said
 
 
+def test_a_configuration_that_negates_is_told_what_to_write(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text("no-deterministic = true\n")
+    with pytest.raises(ValueError, match="'no-deterministic' .* write deterministic = false"):
+        _train_config.parse(["--config", str(tmp_path / "own.toml")])
+    (tmp_path / "own.toml").write_text("deterministic = false\n")
+    assert not _train_config.parse(["--config", str(tmp_path / "own.toml")]).deterministic
+
+
 def test_a_resume_from_before_options_were_kept(tmp_path: Path) -> None:
     """What the optimizer has of them is in every checkpoint."""
     groups = [{"initial_lr": 0.25, "lr": 0.125, "betas": [0.5, 0.75], "weight_decay": 0.0}]
@@ -206,9 +214,11 @@ def test_a_renamed_copy_goes_on_from_its_own_step(ranks: int, tmp_path: Path) ->
         command(*options, "--checkpoint", copy, "--resume", "--steps", 9, "--save-every", 1),
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    assert done.returncode == 2
-    assert f"step 9 cannot be saved: {copy}/step-00000009 holds step 2" in done.stderr
-    assert names(copy) == [f"step-{step:08}" for step in (4, 5, 6, 7, 8, 9)]
+    assert done.returncode == 0, done.stderr
+    free, said = copy / "step-00000002", done.stdout + done.stderr
+    assert f"to do so now: mv {copy}/step-00000009 {free}\n" in said
+    assert f"held step 2 and is {free} now" in said
+    assert names(copy) == [f"step-{step:08}" for step in (2, 4, 5, 6, 7, 8, 9)]
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path) -> None:
@@ -225,6 +235,29 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path) -> None:
     assert "--lr 0.001 (was 0.003)" in header and "--steps 4 (was 2)" in header
     assert "saved after step 4" in output
     assert checkpoint.inspect(folder / "step-00000004").step == 4
+
+
+@pytest.mark.parametrize("dtypes", [("bf16", "fp16"), ("fp16", "bf16")])
+def test_an_older_checkpoint_may_lack_the_scaler(dtypes: tuple[str, str], tmp_path: Path) -> None:
+    """Which checkpoint is loaded decides, not the newest one, which is damaged."""
+    for step, dtype in enumerate(dtypes, 1):
+        train("--steps", step, "--dtype", dtype, "--checkpoint", tmp_path, "--resume")
+    weights = max((tmp_path / "step-00000002").glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    said = train("--resume", "--steps", 2, "--dtype", "fp16", "--checkpoint", tmp_path)
+    assert "resumed after step 1" in said and "saved after step 2" in said
+    scaler = manifest.read(tmp_path / "step-00000002")["scaler"]
+    assert scaler["scale"] == 2.0**16
+
+
+def test_a_default_that_is_given_is_no_change(tmp_path: Path) -> None:
+    train("--steps", 20, "--batch", 1, "--schedule", "wsd", "--checkpoint", tmp_path)
+    said = train("--steps", 20, "--batch", 1, "--schedule", "wsd", "--warmup", 1, "--decay", 2,
+                 "--betas", 0.9, 0.95, "--lr", 0.003, "--vocab", 256, "--clip", 1,
+                 "--checkpoint", tmp_path, "--resume")  # fmt: skip
+    assert f"resumed after step 20 in {tmp_path}\n" in said
 
 
 def test_damaged_checkpoints_are_not_trained_over(tmp_path: Path) -> None:

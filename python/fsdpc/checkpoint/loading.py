@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from fsdpc.checkpoint.source import Source, SourceTensor, open_source
 from fsdpc.checkpoint.values import decode
 
 Names = str | Mapping[str, str] | Callable[[str], str]
+_MAY_LACK = ("optimizer", "scheduler", "scaler", "data")
 
 
 @dataclass
@@ -66,6 +67,7 @@ def load(
     *,
     strict: bool = True,
     names: Names | None = None,
+    optional: Collection[str] = (),
 ) -> LoadReport:
     """Read a checkpoint into what is given; collective.
 
@@ -81,6 +83,9 @@ def load(
     names : "llama", "gpt2", mapping or callable, optional
         Name in the file for a name of the model, where they differ: those of a family of Hugging
         Face's, or your own.
+    optional : collection of str, optional
+        Kinds of the state that the checkpoint may lack, as ``("scaler",)``: what is given for them
+        then stays as it is.
 
     Returns
     -------
@@ -116,7 +121,9 @@ def load(
     {'step': 1}
     """
     saving.finish()
-    job = agreed(lambda: _Load(Path(os.path.abspath(os.fspath(path))), state, strict, names))
+    job = agreed(
+        lambda: _Load(Path(os.path.abspath(os.fspath(path))), state, strict, names, optional)
+    )
     try:
         job.verify(agreed(job.read))
     except Exception:
@@ -130,18 +137,29 @@ class _Load:
     """One load on this rank: what is read from where into what."""
 
     def __init__(
-        self, folder: Path, state: Mapping[str, Any], strict: bool, names: Names | None
+        self,
+        folder: Path,
+        state: Mapping[str, Any],
+        strict: bool,
+        names: Names | None,
+        optional: Collection[str],
     ) -> None:
         saving.check_kinds(state, "loading")
+        unknown = sorted(set(optional) - set(_MAY_LACK))
+        if unknown:
+            raise ValueError(f"optional: {unknown[0]!r} is not one of {', '.join(_MAY_LACK)}")
         self.state = {kind: value for kind, value in state.items() if value is not None}
         self.source: Source = open_source(folder)
         self.report = LoadReport(decode(self.source.content.get("extra")))
         self.reads: list[tuple[Piece, SourceTensor]] = []
         self.wrong: list[str] = []
         self.differ: list[tuple[str, str, str]] = []  # name, what is saved, what is here
-        for kind in ("optimizer", "scheduler", "scaler", "data"):
+        for kind in _MAY_LACK:
             if kind in self.state and kind not in self.source.content:
-                self.wrong.append(f"it has no {kind}")
+                if kind in optional:
+                    del self.state[kind]
+                else:
+                    self.wrong.append(f"it has no {kind}")
         if "model" in self.state:
             self._match_model(names)
         if "optimizer" in self.state and not self.wrong and not self.differ:
