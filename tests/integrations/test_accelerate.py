@@ -124,6 +124,25 @@ def test_a_prepared_script_trains_saves_and_goes_on(tmp_path: Any) -> None:
 
 
 @pytest.mark.ranks(2, init=False, timeout=300)
+def test_layers_that_are_not_to_be_split_are_units(tmp_path: Any) -> None:
+    """Of a model without a plan, as the Trainer does and Accelerate's FSDP."""
+    from fsdpc.integrations.accelerate import prepare
+
+    join_gloo(tmp_path)
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = build()
+    model._no_split_modules = ["Block", "Elsewhere"]
+    prepare(accelerator, model)
+    named = dict(model.named_modules())
+    units = {name for name, m in named.items() if "_fsdpc_state" in m.__dict__}
+    kinds = {name: [c.__name__ for c in type(m).__mro__] for name, m in named.items()}
+    blocks = {name for name, kind in kinds.items() if "Block" in kind}
+    assert blocks and units == {"", *blocks}
+    torch.distributed.destroy_process_group()
+    fsdpc.shutdown()
+
+
+@pytest.mark.ranks(2, init=False, timeout=300)
 def test_what_is_refused(tmp_path: Any) -> None:
     from fsdpc.integrations.accelerate import WholeStateOptimizer, check, prepare
 

@@ -36,6 +36,34 @@ from .common import (
 )
 
 
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("stepped", [False, True])
+def test_an_optimizer_that_was_made_before(stepped: bool) -> None:
+    """As DDP's scripts make it, and nanoGPT's, which load its states first."""
+    model, rank = build(), fsdpc.rank()
+    plain = twin(model)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain)]
+    schedule = torch.optim.lr_scheduler.StepLR(optimizers[0], 100)
+    if stepped:
+        for m, optimizer in zip((model, plain), optimizers, strict=True):
+            loss_of(m, batch(9, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    model = DistributedDataParallel(model)
+    held = [p for group in optimizers[0].param_groups for p in group["params"]]
+    assert all(a is b for a, b in zip(held, model.parameters(), strict=True))
+    for step in range(3):
+        loss_of(model, batch(step, rank)).backward()
+        loss_of(plain, batch(step, rank)).backward()
+        average_grads(plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        schedule.step()
+    assert_same_parameters(model, plain)
+    assert all(len(optimizer.state) == len(held) for optimizer in optimizers)
+
+
 @pytest.mark.ranks([1, 2, 3])
 def test_a_script_of_ddp() -> None:
     """Seeds differ; rank 0 alone evaluates and saves; micro-steps are added up locally."""

@@ -17,6 +17,7 @@ from fsdpc.torch import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from fsdpc.torch._made_before import Places, give_pieces
 from fsdpc.torch._plan import _options as options_of
 from fsdpc.torch.plan import _by_classes, _plan_of, has_plan
 
@@ -115,23 +116,7 @@ def no_sync(module: nn.Module) -> ExitStack:
     return stack
 
 
-def places_of(module: nn.Module) -> dict[int, tuple[dict[str, Any], str]]:
-    """Return where each parameter is, by identity; for :func:`moved` after sharding."""
-    return {
-        id(p): (owner._parameters, key)
-        for owner in module.modules()
-        for key, p in owner._parameters.items()
-        if p is not None
-    }
-
-
-def moved(params: Iterable[Any], places: Mapping[int, tuple[dict[str, Any], str]]) -> list[Any]:
-    """Return what stands in the places of parameters now; others as they are."""
-    found = [(p, places.get(id(p))) for p in params]
-    return [p if at is None else at[0][at[1]] for p, at in found]
-
-
-def move(optimizer: torch.optim.Optimizer, places: Mapping[int, Any]) -> None:
+def move(optimizer: torch.optim.Optimizer, places: Places) -> None:
     """Let an optimizer that was made before sharding step the pieces.
 
     Raises
@@ -144,12 +129,6 @@ def move(optimizer: torch.optim.Optimizer, places: Mapping[int, Any]) -> None:
             f"{type(optimizer).__name__} has stepped before its model was sharded: make it after"
         )
     give_pieces(optimizer, places)
-
-
-def give_pieces(optimizer: torch.optim.Optimizer, places: Mapping[int, Any]) -> None:
-    """Put what stands in the places of parameters now into an optimizer's groups."""
-    for group in optimizer.param_groups:
-        group["params"] = moved(group["params"], places)
 
 
 META = "meta.pt"

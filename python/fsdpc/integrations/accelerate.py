@@ -23,9 +23,10 @@ from accelerate.utils import DDPCommunicationHookType, DistributedType
 from torch import nn
 
 from fsdpc._shard import is_sharded
-from fsdpc.integrations import _units
 from fsdpc.torch import optim_state, shard_by_plan
+from fsdpc.torch._made_before import give_pieces, places_of
 from fsdpc.torch._mesh import join
+from fsdpc.torch.plan import has_plan, layer_classes
 
 #: What shards, splits or wraps a model itself.
 _OTHERS = {
@@ -101,7 +102,8 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
         optimizer that was made over the unsharded model takes the pieces in their place, if it has
         made no step.
     **options
-        Of ``shard_by_plan``: ``classes`` and those of ``fully_shard``.
+        Of ``shard_by_plan``: ``classes`` and those of ``fully_shard``. Without ``classes``, a model
+        whose plan finds no layers has those of its ``_no_split_modules`` as units.
 
     Returns
     -------
@@ -144,10 +146,12 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
         names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
         for optimizer in optimizers:
             _check_new(optimizer, names)
-        places = _units.places_of(model)
+        places = places_of(model)
+        if "classes" not in options and not has_plan(model):
+            options["classes"] = layer_classes(model) or None  # as Accelerate's FSDP does
         shard_by_plan(model, **options)
         for optimizer in optimizers:
-            _units.give_pieces(optimizer, places)
+            give_pieces(optimizer, places)
     elif options:
         raise ValueError(
             f"{type(model).__name__} is sharded already: leave out {sorted(options)}, or give "

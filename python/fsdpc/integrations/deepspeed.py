@@ -34,6 +34,7 @@ from fsdpc.torch import (
     get_model_state_dict,
     optim,
 )
+from fsdpc.torch._made_before import moved, places_of
 from fsdpc.torch._mesh import join
 
 __all__ = ["KEYS", "DeepSpeedEngine", "init_distributed", "initialize"]
@@ -135,7 +136,7 @@ def initialize(
     world = join()
     said = _ds_keys.check(config)
     batch = _batch_sizes(said, world.size)
-    places = _units.places_of(model)
+    places = places_of(model)
     groups = None if model_parameters is None else list(model_parameters)
     _units.shard(model, units, {}, _shard_options(said))
     made = _optimizer(said, optimizer, model, groups, places)
@@ -217,9 +218,9 @@ def _optimizer(
     """The optimizer over the pieces."""
     params: Any = [p for p in model.parameters() if p.requires_grad]
     if groups is not None and groups and isinstance(groups[0], Mapping):
-        params = [{**g, "params": _units.moved(g["params"], places)} for g in groups]
+        params = [{**g, "params": moved(g["params"], places)} for g in groups]
     elif groups is not None:
-        params = _units.moved(groups, places)
+        params = moved(groups, places)
     if isinstance(given, torch.optim.Optimizer):
         _units.move(given, places)
         return given

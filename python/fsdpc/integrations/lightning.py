@@ -38,6 +38,7 @@ from fsdpc.torch import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from fsdpc.torch._made_before import places_of
 from fsdpc.torch.optim_state import rekey
 
 StateDictType = Literal["full", "sharded"]
@@ -279,7 +280,7 @@ class FsdpcFabricStrategy(FabricDDPStrategy):
         self, module: nn.Module, optimizers: list[Any], scheduler: Any = None
     ) -> Any:
         """Shard a module, and let optimizers step its pieces; collective."""
-        places = _units.places_of(module)
+        places = places_of(module)
         self.setup_module(module)
         for optimizer in optimizers:
             _units.move(optimizer, places)

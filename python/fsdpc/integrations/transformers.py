@@ -24,7 +24,6 @@ from fsdpc._shard import is_sharded
 from fsdpc.integrations._fsdp_config import from_fsdp_config
 from fsdpc.integrations.accelerate import WholeStateOptimizer, check, prepare
 from fsdpc.torch import get_model_state_dict
-from fsdpc.torch.plan import has_plan, layer_classes
 
 #: Arguments that would train something else, or end with half-dead ranks.
 _REFUSED = {
@@ -109,11 +108,8 @@ class ShardedTrainer:
 
     def _shard(self) -> None:
         if not is_sharded(self.model):
-            options = dict(self._shard_options)
-            if "classes" not in options and not has_plan(self.model):
-                options["classes"] = layer_classes(self.model) or None  # as Accelerate's FSDP does
             given = [self.optimizer] if self.optimizer is not None else []
-            found = prepare(self.accelerator, self.model, *given, **options)
+            found = prepare(self.accelerator, self.model, *given, **self._shard_options)
             if given:
                 self.optimizer = found[1]
         elif not getattr(self.model, "_is_accelerate_prepared", False):

@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdpc._shard import sharded_class
 from fsdpc.fsdp_module import plain_class
-from fsdpc.torch import _compiled, fsdp1
+from fsdpc.torch import _compiled, _made_before, fsdp1
 from fsdpc.torch.fsdp1 import FullyShardedDataParallel
 from fsdpc.torch.state_dict import sync_buffers
 
@@ -62,7 +62,8 @@ class DistributedDataParallel(FullyShardedDataParallel):
 
     Notes
     -----
-    It is :class:`FullyShardedDataParallel` with NO_SHARD: make the optimizer after it. Names in
+    It is :class:`FullyShardedDataParallel` with NO_SHARD: it replaces the parameter objects. An
+    optimizer of ``torch.optim`` that was made before takes the new ones, with its states. Names in
     state dicts are the plain module's, without ``module.``. Rank 0 may run ``state_dict()`` and
     forwards without gradients alone. If the model has buffers, rank 0 calls ``model.module`` there,
     because the first forward of ``model`` after a training step sends them.
@@ -104,6 +105,8 @@ class DistributedDataParallel(FullyShardedDataParallel):
             )
         fsdp1._move(module, device_ids[0] if device_ids else None)
         _refuse_sync_batch_norm(module)
+        places = _made_before.places_of(module)
+        made = _made_before.optimizers_over(places)
         left = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         fsdp1._shard(
             module,
@@ -120,6 +123,8 @@ class DistributedDataParallel(FullyShardedDataParallel):
             [p for n, p in module.named_parameters() if n in left],
             outer=True,
         )
+        for optimizer in made:
+            _made_before.give_whole_pieces(optimizer, places)
         ours: Any = module
         ours.__class__ = sharded_class(cls, plain_class(type(module)), cls.__name__)
         ours.forward_sync_buffers = at_forward

@@ -1,0 +1,56 @@
+"""Optimizers that were made before their model was sharded: they are given the pieces."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+#: The dict that holds a parameter and its key there, by the parameter's identity.
+Places = Mapping[int, tuple[dict[str, Any], str]]
+
+
+def places_of(module: nn.Module) -> Places:
+    """Return where each parameter is, by identity; for :func:`moved` after sharding."""
+    return {
+        id(p): (owner._parameters, key)
+        for owner in module.modules()
+        for key, p in owner._parameters.items()
+        if p is not None
+    }
+
+
+def moved(params: Iterable[Any], places: Places) -> list[Any]:
+    """Return the parameters that are in these places now; others as they are."""
+    found = [(p, places.get(id(p))) for p in params]
+    return [p if at is None else at[0][at[1]] for p, at in found]
+
+
+def give_pieces(optimizer: torch.optim.Optimizer, places: Places) -> None:
+    """Put the pieces into an optimizer's groups, where their parameters were."""
+    for group in optimizer.param_groups:
+        group["params"] = moved(group["params"], places)
+
+
+def optimizers_over(places: Places) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of this process that hold one of these parameters.
+
+    It looks at every object that Python tracks, some 50 ms: once per model, never per step.
+    """
+    made = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
+    return [
+        o for o in made
+        if any(id(p) in places for g in getattr(o, "param_groups", ()) for p in g["params"])
+    ]  # fmt: skip
+
+
+def give_whole_pieces(optimizer: torch.optim.Optimizer, places: Places) -> None:
+    """Do :func:`give_pieces` with the states, which fit pieces that are whole parameters."""
+    states = optimizer.state
+    held = [p for p in states if id(p) in places]
+    for p, piece in zip(held, moved(held, places), strict=True):
+        states[piece] = states.pop(p)
+    give_pieces(optimizer, places)
