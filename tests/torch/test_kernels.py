@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import weakref
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdpc
 from fsdpc.torch import (
     MixedPrecisionPolicy,
+    _checks,
     _device,
     full_grad,
     fully_shard,
@@ -289,3 +291,24 @@ def test_a_model_that_is_dropped_is_freed() -> None:
     del ours
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("isa", ["avx2", "avx512bf16"])
+def test_slow_bfloat16_products_are_said_once(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, said = fsdpc._core.runtime_config(), []
+    monkeypatch.setattr(_checks._core, "runtime_config", lambda: {**known, "isa": isa})
+    monkeypatch.setattr(_checks, "_warned", False)
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fsdpc.torch").addHandler(handler)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(build())
+    fully_shard(use_kernels(build()), mp_policy=policy)
+    assert said == []
+    for _ in range(2):
+        fully_shard(build(), mp_policy=policy)
+    fully_shard(build().bfloat16())
+    logging.getLogger("fsdpc.torch").removeHandler(handler)
+    assert len(said) == (isa == "avx2" and fsdpc.rank() == 0)
+    assert all("no bfloat16 products" in line and "use_kernels(model)" in line for line in said)

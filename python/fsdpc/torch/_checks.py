@@ -31,6 +31,35 @@ def log_once(text: str) -> None:
         logging.getLogger("fsdpc.torch").warning(text)
 
 
+#: Instruction sets of the engine that multiply bfloat16 pairs.
+_BF16_PRODUCTS = ("avx512bf16", "amx")
+_warned = False
+
+
+def warn_of_slow_products(modules: list[nn.Module], dtypes: set[torch.dtype | None]) -> None:
+    """Log once, on rank 0, that torch's bfloat16 products are slow on this processor.
+
+    Parameters
+    ----------
+    modules : list of nn.Module
+        Of a unit on the CPU.
+    dtypes : set of (torch.dtype or None)
+        In which its modules compute.
+    """
+    global _warned
+    if _warned or torch.bfloat16 not in dtypes:
+        return
+    if _core.runtime_config()["isa"] in _BF16_PRODUCTS:
+        return
+    if not any(type(m) is nn.Linear for module in modules for m in module.modules()):
+        return
+    _warned = True
+    log_once(
+        "this processor has no bfloat16 products (avx512_bf16, amx), and torch's are slow on it: "
+        "fsdpc.torch.use_kernels(model) before fully_shard() takes the engine's for nn.Linear"
+    )
+
+
 def check_module(module: nn.Module) -> None:
     """Raise if a module holds what cannot be in a unit."""
     name = type(module).__name__

@@ -25,6 +25,7 @@ from fsdpc.torch._checks import (
     log_once,
     mark_replaced,
     refuse_resizing,
+    warn_of_slow_products,
 )
 from fsdpc.torch._late import watch
 from fsdpc.torch._mesh import as_mesh
@@ -360,6 +361,8 @@ def fully_shard(
     lines = [_shard.describe(name, p, _value(p, sync_module_states)) for name, p in named]
     lines.append(f"{policy}, {where}{offload.words(offload_policy)}")
     check_agreement([title, *lines], where.comms, _initialise.CURE)
+    if _device.on_cpu():
+        warn_of_slow_products(modules, {policy.param_dtype or d for d in dtypes})
     kept = {id(p) for p in whole}
     recipe = Recipe(
         name=title,
