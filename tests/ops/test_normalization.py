@@ -185,3 +185,14 @@ def test_one_value_a_channel_has_no_variance():
     with pytest.raises(ValueError, match="one value for each channel"):
         fsdpc.nn.BatchNorm1d(3)(fsdpc.ones(1, 3))
     assert fsdpc.nn.BatchNorm1d(3).eval()(fsdpc.ones(1, 3)).shape == (1, 3)
+
+
+def test_states_without_a_count_of_batches_load_as_in_torch() -> None:
+    norm = fsdpc.nn.Sequential(fsdpc.nn.BatchNorm1d(3), fsdpc.nn.Linear(3, 3))
+    state = {name: value + 1 for name, value in norm.state_dict().items()}
+    del state["0.num_batches_tracked"]
+    assert norm.load_state_dict(state) == ([], [])
+    assert norm[0].num_batches_tracked.item() == 0 and norm[0].running_var.numpy()[0] == 2
+    del state["0.running_var"]
+    with pytest.raises(KeyError, match=r"missing \['0.running_var'\]"):
+        norm.load_state_dict(state)

@@ -36,6 +36,8 @@ class Module(Hooked):
     """
 
     training: bool
+    #: Own states that a strict load may lack, as torch's modules of the same name allow.
+    _may_lack: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         d = self.__dict__
@@ -373,7 +375,8 @@ class Module(Hooked):
         After an error nothing is changed.
         """
         own = dict(self._persistent())
-        missing = [name for name in own if name not in state]
+        optional = self._optional_states()
+        missing = [name for name in own if name not in state and name not in optional]
         unexpected = [name for name in state if name not in own]
         if strict and (missing or unexpected):
             raise KeyError(f"state does not fit: missing {missing}, unexpected {unexpected}")
@@ -390,6 +393,14 @@ class Module(Hooked):
             for name, value in given.items():
                 _copy_value(own[name], value)
         return missing, unexpected
+
+    def _optional_states(self) -> set[str]:
+        """Return the names that a strict load may lack; they keep their values."""
+        return {
+            f"{name}.{each}" if name else each
+            for name, module in self.named_modules()
+            for each in module._may_lack
+        }
 
     # ---- showing ----
 

@@ -63,6 +63,7 @@ class _BatchNorm(Module):
 
     _dims: tuple[int, ...] = ()
     _over_ranks = False
+    _may_lack = ("num_batches_tracked",)  # states of torch before 0.4.1 have no count
 
     def __init__(
         self,
