@@ -188,6 +188,17 @@ PRESETS: dict[str, ModelConfig] = {
     "125M": ModelConfig(vocab_size=32000, dim=768, layers=12, heads=12, inner=2048, tied=True),
     "1B": ModelConfig(vocab_size=32000, dim=2048, layers=22, heads=32, inner=5632, kv_heads=4),
     "7B": ModelConfig(vocab_size=32000, dim=4096, layers=32, heads=32, inner=11008, max_seq=4096),
+    "8B": ModelConfig(
+        vocab_size=128256,
+        dim=4096,
+        layers=32,
+        heads=32,
+        inner=14336,
+        kv_heads=8,
+        max_seq=8192,
+        rope_theta=5e5,
+    ),
+    "13B": ModelConfig(vocab_size=32000, dim=5120, layers=40, heads=40, inner=13824, max_seq=4096),
     "70B": ModelConfig(
         vocab_size=32000, dim=8192, layers=80, heads=64, inner=28672, kv_heads=8, max_seq=4096
     ),
