@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpc import lora
+from fsdpc._arguments import Parser
 from fsdpc._say import as_text
 from fsdpc._text_codec import open_text, render_chat
 from fsdpc.models import from_pretrained
@@ -18,7 +19,8 @@ from fsdpc.models import from_pretrained
 _EPILOG = """\
 examples:
   fsdpc generate run/ "def main"
-  fsdpc generate SmolLM2-135M-Instruct "What is a shard?" --chat --max-new-tokens 100
+  fsdpc generate SmolLM2-135M-Instruct "What is a shard?" --chat \\
+      --max-new-tokens 100
   cat story.txt | fsdpc generate gpt2/ - --temperature 0
 
 The text goes to stdout as it is made, the number of tokens a second to stderr.
@@ -27,12 +29,10 @@ The text goes to stdout as it is made, the number of tokens a second to stderr.
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of ``fsdpc generate``."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="fsdpc generate",
         description="Continue a text by a language model.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = p.add_argument
     add(

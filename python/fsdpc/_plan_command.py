@@ -8,50 +8,44 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdpc._simulate_command import (
-    add_model_options,
-    add_world_options,
+from fsdpc._cluster_options import (
+    add_rates,
     check_numbers,
-    read_config,
-    world_options,
+    cluster_parser,
+    header,
+    model_of,
+    rates_of,
 )
-from fsdpc._train_options import DTYPES, OPTIMIZERS, add_choice, add_number
+from fsdpc._train_options import DTYPES, add_choice, add_number
 from fsdpc.planner import plan
-from fsdpc.train import make_model, make_policy
+from fsdpc.train import make_policy
 
 _EPILOG = """\
 example:
-  fsdpc plan --preset 7B --hosts 2 --ranks-per-host 8 --memory 80 --device cuda --tflops 400 \\
-      --bandwidth 3200 --latency 5 --local-bandwidth 2880 --local-latency 2 --batch 8 --seq 4096
+  fsdpc plan --preset 7B --hosts 2 --ranks-per-host 8 --memory 80 \\
+      --device cuda --tflops 400 --bandwidth 3200 --latency 5 \\
+      --local-bandwidth 2880 --local-latency 2 --batch 8 --seq 4096
 
-All ways train on the same batch, so the fastest step is the best. Memory is planned to the byte,
-and what fits is simulated; nothing is started, and neither hosts nor GPUs need be here.
+All ways train on the same batch, so the fastest step is the best. Memory is
+planned to the byte, and what fits is simulated; nothing is started, and
+neither hosts nor GPUs need be here.
 """
 
 
 def plan_parser() -> argparse.ArgumentParser:
     """Return the parser of ``fsdpc plan``."""
-    p = argparse.ArgumentParser(
-        prog="fsdpc plan",
-        usage="fsdpc plan --memory X [--option value ...]",
-        description="Try strategies, meshes, recomputation, offload and micro-batches for a model, "
-        "and show the fastest that fit, with the options of fsdpc train.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    p = cluster_parser("plan", "Try strategies, meshes, recomputation, offload and micro-batches "
+                       "for a model, and show the fastest that fit, with the options of fsdpc "
+                       "train.", _EPILOG,
+                       "sequences of a rank in a step; micro-batches divide it", 8)  # fmt: skip
     p.add_argument("--memory", type=float, required=True, metavar="X",
-                   help="GB of a rank: of its GPU, or its share of the host's")  # fmt: skip
+                   help="GiB of a rank: of its GPU, or its share of the host's")  # fmt: skip
     add_number(p, "--top", 10, "rows to show")
     p.add_argument("--html", type=Path, metavar="FILE",
                    help="write a page: who owns which rows, the memory, the fastest step over time "
                    "and beside another strategy")  # fmt: skip
-    add_world_options(p)
-    model = add_model_options(p)
-    add_number(model, "--batch", 8, "sequences of a rank in a step; micro-batches divide it")
-    add_choice(model, "--reduce-dtype", DTYPES, "fp32", "in which gradients are sent")
-    add_choice(p, "--optimizer", OPTIMIZERS, "adamw", "optimizer")
-    p.set_defaults(checkpoint_activations=None)
+    add_choice(p, "--reduce-dtype", DTYPES, "fp32", "in which gradients are sent")
+    add_rates(p)
     return p
 
 
@@ -63,20 +57,21 @@ def main(argv: Sequence[str]) -> int:
     argv : sequence of str
         Options, as on the command line.
     """
-    o = plan_parser().parse_args(argv)
+    p = plan_parser()
+    o = p.parse_args(argv)
     try:
         check_numbers(o)
         if o.top < 1:
             raise ValueError(f"--top must be at least 1, got {o.top}")
         if o.html is not None:
             check_page(o.html)
-        model = make_model(o, None if o.config is None else read_config(o.config))
+        model = model_of(o)
         found = plan(
-            model, memory=o.memory * 1e9, ranks=o.hosts * o.ranks_per_host,
+            model, memory=o.memory * 2**30, ranks=o.hosts * o.ranks_per_host,
             ranks_per_host=o.ranks_per_host, batch=o.batch, seq=o.seq, mp_policy=make_policy(o),
-            optimizer=o.optimizer, **world_options(o),
+            optimizer=o.optimizer, **rates_of(o),
         )  # fmt: skip
-        print(found.table(o.top))
+        print(header(o, p, model, argv), found.table(o.top), sep="\n")
         if o.html is not None:
             found.save(o.html, o.top)
             print(f"wrote {o.html}")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdpc import plots
+from fsdpc._arguments import Parser
 
 _EPILOG = """\
 examples:
@@ -20,13 +21,11 @@ examples:
 
 def plot_parser() -> argparse.ArgumentParser:
     """Return the parser of ``fsdpc plot``."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="fsdpc plot",
         description="Draw losses and tokens a second of runs, from what fsdpc train --metrics or "
         "--log jsonl:FILE wrote. Needs matplotlib: pip install fsdpc[plots].",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     p.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a file of JSON lines")
     formats = ", ".join(plots.FORMATS)

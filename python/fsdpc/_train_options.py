@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsdpc import _core, _train_pretrained, _train_tokens, models, plots
+from fsdpc._arguments import Parser
 from fsdpc._launch import hosts
 from fsdpc._launch.elastic import share_batch
 from fsdpc._launch.environment import check_ranks
@@ -40,33 +41,34 @@ KEPT = (
 
 _EPILOG = """\
 examples:
-  fsdpc train --ranks 2      the defaults: a LLaMA of 2 M parameters on Python's own library
+  fsdpc train --ranks 2      a LLaMA of 2 M parameters on Python's own library
   fsdpc train --ranks 2 --preset 10M --data notes/ --steps 2000
   fsdpc train --ranks 4 --dtype fp32 --accumulate 2 --metrics run.jsonl
-  fsdpc train --ranks 2 --checkpoint run --save-hours 1 --stabilize --log tensorboard:board
+  fsdpc train --ranks 2 --checkpoint run --save-hours 1 --stabilize \\
+      --log tensorboard:board
 
-The data are bytes of text, or tokens (docs/data.md). The last 500,000 of them (at most a tenth) are
-held out for the validation loss, which is printed at the end, with a sample of generated text.
+The data are bytes of text, or tokens (docs/data.md). The last 500,000 of them
+(at most a tenth) are held out for the validation loss, which is printed at the
+end, with a sample of generated text.
 
 with --resume:
   from the checkpoint, and refused if given otherwise:
     {fixed}
-  from the checkpoint unless given; what is given wins, and the run says what changed:
+  from the checkpoint unless given (the run then says what changed):
     {kept}
-  all other options are those of this command. A switch is turned off by --no-deterministic,
-  --no-stabilize, --no-separate-documents. Options in a --config file count as given.
+  all other options are those of this command. A switch is turned off by
+  --no-deterministic, --no-stabilize, --no-separate-documents. Options in a
+  --config file count as given.
 """
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of ``fsdpc train``."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="fsdpc train",
         usage="fsdpc train [--option value ...]",
         description="Train a language model on text with fully sharded data parallelism.",
         epilog=_EPILOG.format(fixed=_listed(FIXED), kept=_listed(KEPT[len(FIXED) :])),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     run = p.add_argument_group("run")
     run.add_argument(
@@ -160,7 +162,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _listed(names: Iterable[str]) -> str:
     words = ", ".join(f"--{name.replace('_', '-')}" for name in names)
-    return textwrap.fill(words, 92, subsequent_indent=" " * 4, break_on_hyphens=False)
+    return textwrap.fill(words, 74, subsequent_indent=" " * 4, break_on_hyphens=False)
 
 
 def add_number(group: Any, name: str, default: float, text: str, shown: str = "") -> None:
@@ -194,18 +196,6 @@ def add_switch(group: Any, name: str, text: str) -> None:
         name.replace("--", "--no-", 1), dest=name[2:].replace("-", "_"), action="store_false",
         default=False, help=argparse.SUPPRESS,
     )  # fmt: skip
-
-
-def estimate_parser() -> argparse.ArgumentParser:
-    """Return the parser of ``fsdpc estimate``, which takes the options of ``fsdpc train``."""
-    p = parser()
-    p.prog, p.usage = "fsdpc estimate", "fsdpc estimate [--option value ...]"
-    p.description = (
-        "Show what each rank would hold if `fsdpc train` were given these options. Nothing is\n"
-        "started, and neither the ranks nor a GPU need be here."
-    )
-    p.epilog = "example:\n  fsdpc estimate --preset 70B --ranks 2048 --device cuda --batch 1\n"
-    return p
 
 
 def add_sharding_options(p: argparse.ArgumentParser) -> None:

@@ -7,11 +7,37 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple
 
 import fsdpc
+from fsdpc._arguments import Parser
 from fsdpc._launch import hosts
 from fsdpc._launch.elastic import parse_elastic
 from fsdpc._say import never_raise
+
+
+class _Command(NamedTuple):
+    """A command whose module has a ``main`` that takes the words after its name."""
+
+    module: str
+    text: str
+
+
+_COMMANDS = {
+    "train": _Command("fsdpc.train", "train a language model on text (fsdpc train --help)"),
+    "data": _Command("fsdpc.data.command", "turn text into tokens, and look at folders of them"),
+    "generate": _Command("fsdpc._generate_command",
+                         "continue a text by a trained or published model"),
+    "estimate": _Command("fsdpc._estimate_command",
+                         "show what each rank of a training run would hold"),
+    "simulate": _Command("fsdpc._simulate_command",
+                         "show what a step would take and send on hosts that are not here"),
+    "plan": _Command("fsdpc._plan_command",
+                     "show which ways to train fit a cluster, the fastest first"),
+    "plot": _Command("fsdpc._plot_command", "draw losses and rates of runs"),
+    "ckpt": _Command("fsdpc.checkpoint.command", "look at checkpoints, check and convert them"),
+}  # fmt: skip
 
 _EPILOG = """\
 examples:
@@ -23,20 +49,20 @@ examples:
   fsdpc train --ranks 2 --preset 2M --steps 200
   fsdpc data tokenize notes/ --tokenizer tokenizer.json --output tokens
   fsdpc generate run/ "Once upon a time"
-  fsdpc estimate --preset 70B --ranks 2048 --device cuda
-  fsdpc simulate --preset 70B --hosts 256 --ranks-per-host 8 --device cuda --tflops 400
+  fsdpc estimate --preset 70B --hosts 256 --ranks-per-host 8 --device cuda
+  fsdpc simulate --preset 70B --hosts 256 --ranks-per-host 8 --tflops 400
   fsdpc info
 
-Ranks are processes. They find each other without a TCP port, and none outlives this command.
+Ranks are processes. They find each other without a TCP port, and none outlives
+this command.
 """
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="fsdpc",
         description="Fully sharded data parallel training.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"fsdpc {fsdpc.__version__}")
     commands = parser.add_subparsers(
@@ -49,8 +75,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a Python script (or -m MODULE) on N ranks of this machine, or of several "
         "hosts. Output carries the rank in front; when a rank fails the others get 5 s to report "
         "and are then ended.",
-        usage="fsdpc run (--ranks N | --elastic MIN:MAX) [--hosts A,B] [OPTION ...] "
-        "(SCRIPT | -m MODULE) [ARGUMENT ...]",
+        usage="fsdpc run (--ranks N | --elastic MIN:MAX) [--hosts A,B]\n"
+        "                 [OPTION ...] (SCRIPT | -m MODULE) [ARGUMENT ...]",
         allow_abbrev=False,
     )
     size = run.add_mutually_exclusive_group(required=True)
@@ -83,17 +109,8 @@ def _parser() -> argparse.ArgumentParser:
         "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="handed to the script"
     )
 
-    for name, text in (  # named for `fsdpc --help`; _run() hands their arguments on
-        ("train", "train a language model on text (fsdpc train --help)"),
-        ("data", "turn text into tokens, and look at folders of them"),
-        ("generate", "continue a text by a trained or published model"),
-        ("estimate", "show what each rank of a training run would hold"),
-        ("simulate", "show what a step would take and send on hosts that are not here"),
-        ("plan", "show which ways to train fit a cluster, the fastest first"),
-        ("plot", "draw losses and rates of runs"),
-        ("ckpt", "look at checkpoints, check and convert them"),
-    ):
-        commands.add_parser(name, add_help=False, help=text)
+    for name, command in _COMMANDS.items():  # _run() hands their arguments on
+        commands.add_parser(name, add_help=False, help=command.text)
     last = commands.add_parser(
         "flight", help="show the last operations of all ranks, as FlightRecorder wrote them"
     )
@@ -135,38 +152,17 @@ def _run(arguments: list[str]) -> int:
     except ValueError as error:
         print(f"fsdpc: {error}", file=sys.stderr)
         return 2
-    if arguments[:1] in (["train"], ["estimate"]):  # argparse must not look at their options
-        from fsdpc import train
-
-        return (train.main if arguments[0] == "train" else train.estimate)(arguments[1:])
-    if arguments[:1] == ["generate"]:
-        from fsdpc import _generate_command
-
-        return _generate_command.main(arguments[1:])
-    if arguments[:1] == ["simulate"]:
-        from fsdpc import _simulate_command
-
-        return _simulate_command.main(arguments[1:])
-    if arguments[:1] == ["plan"]:
-        from fsdpc import _plan_command
-
-        return _plan_command.main(arguments[1:])
-    if arguments[:1] == ["data"]:
-        from fsdpc.data import command as data_command
-
-        return data_command.main(arguments[1:])
-    if arguments[:1] == ["plot"]:
-        from fsdpc import _plot_command
-
-        return _plot_command.main(arguments[1:])
-    if arguments[:1] == ["ckpt"]:
-        from fsdpc.checkpoint import command
-
-        if "convert" not in arguments[:2] and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            # The others read in C, for hours maybe, and leave nothing: Ctrl-C may end them at once.
+    if arguments[:1] == ["ckpt"] and "convert" not in arguments[:2]:
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            # They read in C, for hours maybe, and leave nothing: Ctrl-C may end them at once.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        return command.main(arguments[1:])
+    if arguments and arguments[0] in _COMMANDS:  # argparse must not look at their options
+        module = import_module(_COMMANDS[arguments[0]].module)
+        return module.main(arguments[1:])
     parser = _parser()
+    if not arguments:
+        parser.print_help()
+        return 0
     options = parser.parse_args(arguments)
     if options.command == "info":
         fsdpc.show_config()

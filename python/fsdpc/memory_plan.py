@@ -13,6 +13,7 @@ import numpy as np
 
 from fsdpc import _core, _memory_picture, _shard, distributed
 from fsdpc._snapshot import Snapshot
+from fsdpc._svg import size
 from fsdpc.device import DEVICES, check_device, get_default_device
 from fsdpc.fsdp_module import FSDPModule
 from fsdpc.mesh import DeviceMesh
@@ -168,11 +169,13 @@ class MemoryPlan:
 
     def _described(self) -> str:
         where = self.device if self.hosts == 1 else f"{self.device}, {self.hosts} hosts"
-        return f"of {self.units}, on {where}"
+        sharing = min(self._mesh[1], math.prod(self._mesh) // self.hosts)
+        shared = f"; {sharing} ranks of a host share its wire"
+        return f"of {self.units}, on {where}{shared * (self.device == 'cpu' and sharing > 1)}"
 
     def __str__(self) -> str:
         rows = [*self._parts(), ("total", self.total), *self._beside()]
-        lines = [f"{name:11}{n / 2**20:14.3f} MiB" for name, n in rows]
+        lines = [f"{name:11}{size(n):>14}" for name, n in rows]
         return "\n".join([*lines, self._described()])
 
     def _repr_html_(self) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsdpc import _core, _plan_page
+from fsdpc._svg import size
 from fsdpc.activation import checkpoint_activations
 from fsdpc.device import check_device, get_default_device
 from fsdpc.memory_plan import MemoryPlan, groups_on_hosts, memory_plan
@@ -156,8 +157,8 @@ class Plans:
         first = self.choices[0]
         if not first.fits:
             raise ValueError(
-                f"nothing fits: {first.options} needs least, {_gib(first.memory)}, among them "
-                f"{first.reason.partition(': ')[2]}; take more ranks, or memory of as much"
+                f"nothing fits: {first.options} needs least, {size(first.memory)}, among them "
+                f"{first.reason.partition(': ')[2]}; use more ranks, or ranks with more memory"
             )
         return first
 
@@ -170,7 +171,7 @@ class Plans:
             if c.simulation is not None:
                 step = f"{1e3 * c.simulation.step:,.4g} ms"
                 rate = f"{self.tokens / c.simulation.step:,.0f}"
-            lines += [f"{step:>11} {rate:>10} {_gib(c.memory):>10}  {c.options}",
+            lines += [f"{step:>11} {rate:>10} {size(c.memory):>10}  {c.options}",
                       f"{'':35}{c.reason}"]  # fmt: skip
         left = len(self.choices) - len(self.choices[:rows])
         return "\n".join(lines + [f"and {left} more"] * bool(left))
@@ -261,7 +262,7 @@ def plan(
     o, hosts = case.options, case.hosts
     return Plans(
         title=f"{ranks} rank{'s' * (ranks > 1)} ({case.device}) on "
-        f"{hosts} host{'s' * (hosts > 1)}, {_gib(memory)} each, "
+        f"{hosts} host{'s' * (hosts > 1)}, {size(memory)} each, "
         f"{o.batch} x {o.seq} words of a rank in a step",
         choices=explained,
         tokens=o.batch * (o.seq or 0) * ranks,
@@ -419,7 +420,7 @@ def _too_much(held: MemoryPlan, shared: int, activation: int) -> str:
     parts = {"wire": held.wire / shared, "master": held.master, "grad": held.grad,
              "state": held.state, "reduce": held.reduce, "activation": activation}  # fmt: skip
     largest = sorted(parts, key=lambda name: -parts[name])[:2]
-    return "does not fit: " + " and ".join(f"{_gib(parts[n])} of {n}" for n in largest)
+    return "does not fit: " + " and ".join(f"{size(parts[n])} of {n}" for n in largest)
 
 
 def _why(mine: Simulation, best: Simulation) -> str:
@@ -438,7 +439,3 @@ def _why(mine: Simulation, best: Simulation) -> str:
         if a - b > 0.002 * best.step
     ]  # fmt: skip
     return f"{slower:.1%} slower: {' and '.join(more)}" if more else f"as fast to 0.4 %: {share}"
-
-
-def _gib(n: float) -> str:
-    return f"{n / 2**30:,.1f} GiB" if n >= 2**29 else f"{n / 2**20:,.1f} MiB"

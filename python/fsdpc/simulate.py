@@ -12,11 +12,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from textwrap import wrap
 from typing import Any
 
 from fsdpc import _core, _shard
 from fsdpc._clock import Clock, Wires
 from fsdpc._played import OPTIMIZERS, Played, play_step
+from fsdpc._svg import size
 from fsdpc.device import check_device, get_default_device
 from fsdpc.memory_plan import STATES, MemoryPlan, groups_on_hosts, memory_plan
 from fsdpc.nn.module import Module
@@ -170,21 +172,24 @@ class Simulation:
                  "reduce": plan.reduce, "activation": plan.activation or 0}  # fmt: skip
         parts = parts if shared else {"wire": plan.wire, **parts}
         parts |= {"staging": plan.staging} if plan.staging else {}
-        held = ", ".join(f"{name} {n / 2**30:.3g}" for name, n in parts.items())
-        filed = f"; on a disk {plan.file / 2**30:.3g}" if plan.file else ""
-        filed += f"; pinned {plan.pinned / 2**30:.3g}" if plan.pinned else ""
-        also = f"; wire {plan.wire / 2**30:.3g}, which {self.wire_ranks} share" if shared else ""
-        also += filed
-        return "\n".join([
-            self.title,
-            f"step      {1e3 * self.step:.4g} ms: compute {1e3 * self.compute:.4g}, exposed "
+        beside = {"on a disk": plan.file, "pinned": plan.pinned}
+        lines = {
+            "step": f"{1e3 * self.step:.4g} ms: compute {1e3 * self.compute:.4g}, exposed "
             f"{1e3 * self.exposed_total:.4g} ({waits})",
-            f"sent      {self.sent_between / 1e9:.4g} GB a host to others in {self.messages:,} "
-            f"messages a rank, {self.sent_inside / 1e9:.4g} GB inside it",
-            f"memory    {sum(parts.values()) / 2**30:.4g} GiB a rank: {held}{also}",
-            f"padding   {100 * self.padding:.3g} % of the parameters",
-            f"products  {self.flops / 1e12:.4g} TFLOP a rank",
-        ])  # fmt: skip
+            "sent": f"{size(self.sent_between)} a host to others in {self.messages:,} messages a "
+            f"rank, {size(self.sent_inside)} inside it",
+            "memory": f"{size(sum(parts.values()))} a rank: "
+            + ", ".join(f"{name} {size(n)}" for name, n in parts.items())
+            + (f"; wire {size(plan.wire)}, which {self.wire_ranks} ranks of a host share"
+               if shared else "")
+            + "".join(f"; {name} {size(n)}" for name, n in beside.items() if n),
+            "padding": f"{100 * self.padding:.3g} % of the parameters",
+            "products": f"{self.flops / 1e12:.4g} TFLOP a rank",
+        }  # fmt: skip
+        text = [wrap(f"{name:10}{value}", 80, subsequent_indent=" " * 10, break_on_hyphens=False)
+                for name, value in lines.items()]  # fmt: skip
+        title = wrap(self.title, 80, subsequent_indent="  ", break_on_hyphens=False)
+        return "\n".join([*title, *(line for each in text for line in each)])
 
 
 def simulate(

@@ -18,15 +18,12 @@ from fsdpc import _core, _train_pretrained, distributed, models
 from fsdpc._launch import hosts
 from fsdpc._launch.environment import adopt_scheduler, available_bytes
 from fsdpc._train_checkpoint import TrainCheckpoints
-from fsdpc._train_config import as_toml, kept_options, parse, with_config
+from fsdpc._train_config import as_toml, kept_options, parse
 from fsdpc._train_options import (
     DTYPES,
     OPTIMIZERS,
     check,
-    check_sharding,
-    check_values,
     checkpoint_choice,
-    estimate_parser,
     keep_global_batch,
     make_schedule,
     mesh_shape,
@@ -123,7 +120,8 @@ def choose_device(options: argparse.Namespace) -> None:
 
 def check_resources(options: argparse.Namespace, ranks: int) -> None:
     """Refuse what this machine's memory, or the data that were named, cannot give."""
-    plan, replicas = plan_memory(options, ranks), mesh_shape(options, ranks)[0]
+    plan = plan_memory(options, make_model(options), ranks)
+    replicas = mesh_shape(options, ranks)[0]
     each = plan.total - plan.wire
     needed, available = replicas * plan.wire + ranks * each, available_bytes()
     if options.device == "cpu" and available is not None and needed > available:
@@ -147,10 +145,10 @@ def check_resources(options: argparse.Namespace, ranks: int) -> None:
 
 
 def plan_memory(
-    options: argparse.Namespace, ranks: int, batch_shape: tuple[int, int] | None = None
+    options: argparse.Namespace, model: Any, ranks: int, batch_shape: tuple[int, int] | None = None
 ) -> MemoryPlan:
     """Return what each of the ranks would hold; activations too where there is a batch."""
-    model, reshard = make_model(options), options.reshard_after_forward
+    reshard = options.reshard_after_forward
     block = type(model.blocks()[0])
     of_block = {} if reshard is None else {"reshard_after_forward": reshard}
     return memory_plan(
@@ -163,25 +161,6 @@ def plan_memory(
         optimizer=1 if options.optimizer == "sgd" else options.optimizer,  # its momentum
         offload_policy=options.offload,
     )
-
-
-def estimate(argv: Sequence[str]) -> int:
-    """Run ``fsdpc estimate`` and return its exit code."""
-    try:
-        options = estimate_parser().parse_args(with_config(argv))
-        meshed = options.mesh is not None and options.ranks is None
-        ranks = math.prod(options.mesh) if meshed else most_ranks(options)
-        check_values(options)
-        check_sharding(options, ranks)
-        distributed.init(0, 1, deterministic=options.deterministic)
-        plan = plan_memory(options, ranks, (options.batch, options.seq))
-    except (ValueError, OSError) as error:
-        print(f"fsdpc estimate: {error}", file=sys.stderr)
-        return 2
-    if options.deterministic:
-        plan = plan.for_micro_steps(options.accumulate)
-    print(plan.for_device(options.device))
-    return 0
 
 
 def make_model(options: argparse.Namespace, config: models.ModelConfig | None = None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -80,17 +81,22 @@ def test_a_function_is_launched_beside_closed_streams(closed: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+ON_2048 = ("--hosts", "1", "--ranks-per-host", "2048")
+
+
 def estimated(*options: str) -> dict[str, float]:
     """What a rank of the 70B in bf16 holds by category, in bytes."""
     done = run(fsdpc_command("estimate", "--preset", "70B", "--batch", "1", *options))
     assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines() if line.endswith(" MiB")]
-    return {name: float(mib) * 2**20 for name, mib, _ in lines}
+    rows = re.findall(r"^(\w+) +([\d.,]+) ([KMGT]iB|B)$", done.stdout, re.M)
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    return {name: float(n.replace(",", "")) * 2 ** (10 * units.index(unit))
+            for name, n, unit in rows}  # fmt: skip
 
 
 def test_estimate_shows_what_a_gpu_would_hold() -> None:
-    here = estimated("--ranks", "2048")
-    there = estimated("--ranks", "2048", "--device", "cuda")
+    here = estimated(*ON_2048)
+    there = estimated(*ON_2048, "--device", "cuda")
     params, rest = 69e9, 0.5e9  # of which embedding and head, the root's
     block = (params - rest) / 80
     wire = 2 * (params / 2048 + rest + 2 * block)  # own slices, the root, two blocks at a time
@@ -100,19 +106,20 @@ def test_estimate_shows_what_a_gpu_would_hold() -> None:
     assert there["state"] == pytest.approx(8 * params / 2048, rel=0.1)
     assert {key for key in here if here[key] != there[key]} == {"wire", "total"}
     assert there["total"] == pytest.approx(sum(there.values()) - there["total"], rel=1e-3)
-    kept = estimated("--mesh", "8x256", "--strategy", "hybrid_shard_zero2", "--device", "cuda")
+    hybrid = ("--mesh", "8x256", "--strategy", "hybrid_shard_zero2", "--device", "cuda")
+    kept = estimated(*ON_2048, *hybrid)
     assert kept["wire"] == pytest.approx(2 * params * (1 + 1 / 256), rel=0.1)
-    stays = ("--ranks", "2048", "--device", "cuda", "--reshard-after-forward", "false")
+    stays = (*ON_2048, "--device", "cuda", "--reshard-after-forward", "false")
     assert estimated(*stays)["wire"] == pytest.approx(2 * params, rel=0.1)
-    less = estimated("--ranks", "2048", "--device", "cuda", "--checkpoint-activations")
+    less = estimated(*ON_2048, "--device", "cuda", "--checkpoint-activations")
     assert less["activation"] < 0.2 * there["activation"]
 
 
 @pytest.mark.parametrize("options, said", [
     (["--device", "tpu"], "choose from 'cpu', 'cuda'"),
-    (["--ranks", "0"], "at least 1 each"),
+    (["--ranks-per-host", "0"], "--ranks-per-host must be at least 1"),
     (["--batch", "0"], "--batch must be at least 1"),
-    (["--mesh", "2x2", "--ranks", "3"], "is of 4 ranks, not 3"),
+    (["--mesh", "2x2", "--ranks-per-host", "3"], "is of 4 ranks, not 3"),
 ])  # fmt: skip
 def test_estimate_refuses_what_cannot_be(options: list[str], said: str) -> None:
     done = run(fsdpc_command("estimate", *options))
@@ -152,3 +159,31 @@ def test_folders_beyond_ascii_under_an_ascii_locale(tmp_path: Path) -> None:
     script.write_text("print('caf\\u00e9')\n", encoding="utf-8")
     assert "[1] caf?" in command("run", "--ranks", 2, script)
     assert "[1] café" in command("run", "--ranks", 2, script, PYTHONUTF8="1")
+
+
+def test_the_command_alone_prints_help() -> None:
+    done = run(fsdpc_command())
+    assert done.returncode == 0 and done.stdout.startswith("usage: fsdpc ") and not done.stderr
+
+
+@pytest.mark.parametrize("words, said", [
+    (["trian"], "did you mean train?"),
+    (["train", "--acumulate", "2"], "did you mean --accumulate?"),
+    (["plan", "--memory", "1", "--rank-per-host", "2"], "did you mean --ranks-per-host?"),
+    (["ckpt", "verfy", "x"], "did you mean verify?"),
+    (["xyzzy"], "invalid choice: 'xyzzy'"),
+])  # fmt: skip
+def test_a_mistyped_word_gets_a_suggestion(words: list[str], said: str) -> None:
+    done = run(fsdpc_command(*words))
+    assert done.returncode == 2 and said in done.stderr, done.stderr
+
+
+def test_help_fits_into_80_columns() -> None:
+    commands = ["", "run", "train", "data", "data tokenize", "generate", "estimate", "simulate",
+                "plan", "plot", "ckpt", "ckpt convert", "flight", "info"]  # fmt: skip
+    for command in commands:
+        narrow = ENVIRONMENT | {"COLUMNS": "80"}
+        done = subprocess.run(fsdpc_command(*command.split(), "--help"), capture_output=True,
+                              text=True, env=narrow, timeout=60)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert not [line for line in done.stdout.splitlines() if len(line) > 80], command

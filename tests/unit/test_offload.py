@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,8 @@ from tests.offload import on_disk
 
 import fsdpc
 from fsdpc import _core, nn, offload
-from fsdpc._train_options import estimate_parser
+from fsdpc._cluster_options import model_of
+from fsdpc._estimate_command import estimate_parser, plan_of
 
 pytestmark = pytest.mark.usefixtures("no_engine_threads")  # launch() forks
 
@@ -94,12 +93,10 @@ def test_a_tier_counts_what_it_holds(disk: Path) -> None:
 
 
 def estimated(*options: str) -> dict[str, float]:
-    """What one of 8 ranks holds by category, in bytes."""
-    command = [sys.executable, "-m", "fsdpc", "estimate", "--preset", "1B", "--ranks", "8"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines() if line.endswith(" MiB")]
-    return {name: float(mib) * 2**20 for name, mib, _ in lines}
+    """What one of 8 ranks holds by category, in bytes; as in the output, without zeros of some."""
+    o = estimate_parser().parse_args(["--preset", "1B", "--ranks-per-host", "8", *options])
+    plan = plan_of(o, model_of(o))
+    return dict([*plan._parts(), ("total", plan.total), *plan._beside()])
 
 
 def test_estimate_shows_files_and_staging() -> None:

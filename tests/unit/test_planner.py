@@ -103,7 +103,7 @@ def test_models_of_transformers_have_a_twin() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"memory": 1e5}, ValueError, r"nothing fits: --strategy .* MiB of reduce and"),
+        ({"memory": 1e5}, ValueError, r"nothing fits: --strategy .* KiB of reduce and"),
         ({"memory": 0}, ValueError, "memory must be above 0"),
         ({"memory": 1e9, "ranks_per_host": 3}, ValueError, "4 ranks on hosts of 3"),
         ({"memory": 1e9, "batch": 0}, ValueError, "batch must be a whole number"),
@@ -133,7 +133,7 @@ def test_a_page_of_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert len(list(root.iter("{http://www.w3.org/2000/svg}svg"))) == 4
     with fsdpc.deferred_init():
         model = Llama(preset("2M"))
-    found = fsdpc.plan(model, memory=1e9, ranks=2, bandwidth=1e9, flops=1e12, batch=1, seq=64)
+    found = fsdpc.plan(model, memory=2**30, ranks=2, bandwidth=1e9, flops=1e12, batch=1, seq=64)
     assert fsdpc.sharding_layout(model, 2)._repr_html_() in text
     assert found.best.simulation is not None and found.best.options in text
     assert f"({found.best.simulation.memory.total:,} bytes)" in text
@@ -166,7 +166,8 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--preset", "2M", "--ranks-per-host", "1", "--batch", "2", "--seq", "64"]
     assert _plan_command.main([*small, "--memory", "1", "--top", "2"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("1 rank (cpu) on 1 host, 0.9 GiB each, 2 x 64 words")
+    assert out.startswith("llama 2M, 1,869,504 parameters\n1 host x 1 rank (cpu), batch 2 x 64")
+    assert "1 rank (cpu) on 1 host, 1.00 GiB each, 2 x 64 words" in out
     assert out.count("--strategy") == 2 and "fastest: " in out
     assert _plan_command.main([*small, "--memory", "0.001"]) == 2
     said = capsys.readouterr()

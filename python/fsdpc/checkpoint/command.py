@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpc import _core
+from fsdpc._arguments import Parser
 from fsdpc._svg import size
 from fsdpc.checkpoint.contents import TITLES, inspect
 from fsdpc.checkpoint.manager import checkpoints_in
@@ -23,7 +24,7 @@ examples:
   fsdpc ckpt diff run/step-00000100 run/step-00000200
   fsdpc ckpt convert run/step-00000100 flat --layout full
   fsdpc ckpt convert flat apart --layout per_rank --ranks 8
-  fsdpc ckpt convert dcp-folder native      from PyTorch's distributed checkpoints
+  fsdpc ckpt convert dcp-folder native    from PyTorch's distributed checkpoints
 """
 
 _ROWS = 200_000  # of tensors at a time, whatever a hostile header says
@@ -31,11 +32,10 @@ _ROWS = 200_000  # of tensors at a time, whatever a hostile header says
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of ``fsdpc ckpt``."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="fsdpc ckpt",
         description="Look at checkpoints: ours, Hugging Face's folders, safetensors files.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = p.add_subparsers(dest="command", metavar="COMMAND", required=True)
     ls = commands.add_parser("ls", help="what it holds: tensors, sizes, checksums, who wrote it")

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from fsdpc import _core
+from fsdpc._arguments import Parser
 from fsdpc.data.description import NAME, TokenDescription, read_description
 from fsdpc.data.files import map_tokens
 from fsdpc.data.tokenize import tokenize, train_tokenizer
@@ -21,7 +22,8 @@ from fsdpc.data.tokens import TokenDataset
 _EPILOG = """\
 examples:
   fsdpc data train-tokenizer notes/ --vocab 8192 --output tokenizer.json
-  fsdpc data tokenize notes/ more.jsonl --tokenizer tokenizer.json --output tokens
+  fsdpc data tokenize notes/ more.jsonl --tokenizer tokenizer.json \\
+      --output tokens
   fsdpc data list .
   fsdpc data show tokens --text 200
   fsdpc data show tokens --verify      reads everything
@@ -31,11 +33,10 @@ _VERIFIED = 1 << 22  # ids read together
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of ``fsdpc data``."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="fsdpc data",
         description="Turn text into tokens to train on, and look at folders of them.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = p.add_subparsers(dest="command", metavar="COMMAND", required=True)
     learn = commands.add_parser(

@@ -1,0 +1,48 @@
+"""The parser of all ``fsdpc`` commands: 80 columns, and a suggestion for a mistyped word."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+
+class _Format(argparse.RawDescriptionHelpFormatter):
+    """Wraps a description of one line, and keeps the lines of an epilog."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n" in text.strip():
+            return super()._fill_text(text, width, indent)
+        return argparse.HelpFormatter._fill_text(self, text, width, indent)
+
+
+class Parser(argparse.ArgumentParser):
+    """An ``ArgumentParser`` without abbreviations that suggests the option a user meant."""
+
+    def __init__(self, **options: Any) -> None:
+        options = {"formatter_class": _Format, "allow_abbrev": False, **options}
+        super().__init__(**options)
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message, with a suggestion, and exit with 2.
+
+        Parameters
+        ----------
+        message : str
+            As argparse words it.
+        """
+        unknown = re.match(r"unrecognized arguments: (--[^ =]+)", message)
+        if unknown:
+            message += suggestion(unknown[1], self._option_string_actions)
+        invalid = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if invalid:
+            message += suggestion(invalid[1], re.findall(r"[\w.-]+", invalid[2]))
+        super().error(message)
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """Return "; did you mean X?" if a known word is close, else nothing."""
+    close = difflib.get_close_matches(word.lower(), list(known), 1)
+    return f"; did you mean {close[0]}?" if close else ""
