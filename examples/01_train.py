@@ -2,6 +2,10 @@
 
 import sys
 
+if "--help" in sys.argv[1:]:  # without ranks or slow imports
+    print(__doc__)
+    sys.exit()
+
 import fsdpc
 from fsdpc import checkpoint, data, lr_scheduler, optim
 from fsdpc.models import Llama, preset

@@ -9,6 +9,10 @@ micro-steps, and the optimizer's states stay float32.
 
 import sys
 
+if "--help" in sys.argv[1:]:  # without ranks or slow imports
+    print(__doc__)
+    sys.exit()
+
 import fsdpc
 from fsdpc import data
 from fsdpc.models import Llama, preset

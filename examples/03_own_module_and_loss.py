@@ -8,6 +8,10 @@ smoothing, spelled out, so that nothing here comes ready-made but the layers.
 
 import sys
 
+if "--help" in sys.argv[1:]:  # without ranks or slow imports
+    print(__doc__)
+    sys.exit()
+
 import numpy as np
 
 import fsdpc

@@ -9,6 +9,10 @@ training adds 4 of gradients and 8 of AdamW's states.
 
 import sys
 
+if "--help" in sys.argv[1:]:  # without ranks or slow imports
+    print(__doc__)
+    sys.exit()
+
 import numpy as np
 
 import fsdpc

@@ -11,6 +11,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+if "--help" in sys.argv[1:]:  # without ranks or slow imports
+    print(__doc__)
+    sys.exit()
+
 import numpy as np
 
 import fsdpc

@@ -9,6 +9,10 @@ points that were held back, and the ranks add up how many they got right.
 
 import sys
 
+if "--help" in sys.argv[1:]:  # without ranks or slow imports
+    print(__doc__)
+    sys.exit()
+
 import numpy as np
 
 import fsdpc

@@ -9,6 +9,10 @@ plain data parallelism and prints the same losses.
 
 import sys
 
+if "--help" in sys.argv[1:]:  # without ranks or slow imports
+    print(__doc__)
+    sys.exit()
+
 import numpy as np
 
 import fsdpc

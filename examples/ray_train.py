@@ -7,6 +7,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+if "--help" in sys.argv[1:]:  # without ranks or slow imports
+    print(__doc__)
+    sys.exit()
+
 import torch
 from torch import nn
 

@@ -7,6 +7,10 @@ The layers learn y = sin(3 x) from random points.
 
 import sys
 
+if "--help" in sys.argv[1:]:  # without ranks or slow imports
+    print(__doc__)
+    sys.exit()
+
 import numpy as np
 from bias_gelu import bias_gelu
 

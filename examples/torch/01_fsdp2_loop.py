@@ -6,6 +6,10 @@ torchrun --nproc_per_node 2 examples/torch/01_fsdp2_loop.py
 
 import sys
 
+if "--help" in sys.argv[1:]:  # without ranks or slow imports
+    print(__doc__)
+    sys.exit()
+
 import torch
 from torch import nn
 

@@ -6,6 +6,10 @@ fsdpc run --ranks 2 examples/torch/02_fsdp1.py [STEPS]
 import functools
 import sys
 
+if "--help" in sys.argv[1:]:  # without ranks or slow imports
+    print(__doc__)
+    sys.exit()
+
 import torch
 from torch import nn
 

@@ -8,6 +8,10 @@ Prints what each strategy keeps on a rank, and that they compute the same.
 import gc
 import sys
 
+if "--help" in sys.argv[1:]:  # without ranks or slow imports
+    print(__doc__)
+    sys.exit()
+
 import torch
 from torch import nn
 

@@ -7,6 +7,10 @@ The plan is what transformers calls an FSDP plan: patterns of names, a star for 
 
 import sys
 
+if "--help" in sys.argv[1:]:  # without ranks or slow imports
+    print(__doc__)
+    sys.exit()
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 

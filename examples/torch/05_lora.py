@@ -5,6 +5,10 @@ fsdpc run --ranks 2 examples/torch/05_lora.py [STEPS]
 
 import sys
 
+if "--help" in sys.argv[1:]:  # without ranks or slow imports
+    print(__doc__)
+    sys.exit()
+
 import torch
 from torch import nn
 

@@ -8,6 +8,10 @@ Open FOLDER/trace_rank0.json at https://ui.perfetto.dev or in chrome://tracing.
 import sys
 from pathlib import Path
 
+if "--help" in sys.argv[1:]:  # without ranks or slow imports
+    print(__doc__)
+    sys.exit()
+
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile

@@ -11,7 +11,7 @@ from fsdpc.device import check_device, get_default_device
 from fsdpc.strategies import ShardingStrategy, as_strategy
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Estimate:
     """Bytes per rank and per step, without activations.
 
@@ -45,6 +45,9 @@ class Estimate:
         if not bandwidth > 0:
             raise ValueError(f"bandwidth must be above 0 bytes a second, got {bandwidth}")
         return self.sent / bandwidth
+
+    def __repr__(self) -> str:
+        return str(self)  # what a prompt shows
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {value / 1e9:.2f}" for name, value in self.held.items())
@@ -180,7 +183,7 @@ def estimate_activations(
     return each * size * layers * batch * seq * dim
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class TrainingCost:
     """How long a run takes and what it costs: ``hours`` on the clock, ``rank_hours``, ``cost``.
 
@@ -195,6 +198,9 @@ class TrainingCost:
     hours: float
     rank_hours: float
     cost: float
+
+    def __repr__(self) -> str:
+        return str(self)  # what a prompt shows
 
     def __str__(self) -> str:
         return (

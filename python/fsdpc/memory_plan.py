@@ -7,6 +7,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from textwrap import wrap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,7 +48,7 @@ def groups_on_hosts(mesh: tuple[int, int], hosts: int, lanes: int) -> tuple[Host
     return HostGroup(shard // lanes, lanes, 1), HostGroup(mesh[0], 1, lanes)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class MemoryPlan:
     """Bytes that the engine will hold on a rank, by the categories of :func:`memory_stats`.
 
@@ -173,10 +174,13 @@ class MemoryPlan:
         shared = f"; {sharing} ranks of a host share its wire"
         return f"of {self.units}, on {where}{shared * (self.device == 'cpu' and sharing > 1)}"
 
+    def __repr__(self) -> str:
+        return str(self)  # what a prompt shows
+
     def __str__(self) -> str:
         rows = [*self._parts(), ("total", self.total), *self._beside()]
         lines = [f"{name:11}{size(n):>14}" for name, n in rows]
-        return "\n".join([*lines, self._described()])
+        return "\n".join([*lines, *wrap(self._described(), 80)])
 
     def _repr_html_(self) -> str:
         """Return a picture, which notebooks show."""

@@ -100,7 +100,7 @@ class Choice:
         return " ".join([*words, f"--batch {self.micro_batch} --accumulate {self.accumulate}"])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plans:
     """All choices, the fastest that fit first, then the others by memory; printing shows a table.
 
@@ -175,6 +175,9 @@ class Plans:
                       f"{'':35}{c.reason}"]  # fmt: skip
         left = len(self.choices) - len(self.choices[:rows])
         return "\n".join(lines + [f"and {left} more"] * bool(left))
+
+    def __repr__(self) -> str:
+        return str(self)  # what a prompt shows
 
     def __str__(self) -> str:
         return self.table()

@@ -28,7 +28,7 @@ class Act(NamedTuple):
     phase: str
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Schedule:
     """The order in which a step uses units, how far ahead they are gathered, and what was done.
 
@@ -90,6 +90,9 @@ class Schedule:
     def _repr_html_(self) -> str:
         """Return a picture of the acts, which notebooks show."""
         return _schedule_picture.picture(self)
+
+    def __repr__(self) -> str:
+        return str(self)  # what a prompt shows
 
     def __str__(self) -> str:
         lines = [f"{len(self.uses)} uses a step, gathered {self.prefetch} ahead"]

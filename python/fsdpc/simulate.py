@@ -104,7 +104,7 @@ class SimulateOptions:
         _check_not_negative(local_latency=self.local_latency, message=self.message)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Simulation:
     """A step as :func:`simulate` finds it: seconds, bytes, and memory of a rank.
 
@@ -164,6 +164,9 @@ class Simulation:
     def exposed_total(self) -> float:
         """Seconds in which a rank waits."""
         return sum(self.exposed.values())
+
+    def __repr__(self) -> str:
+        return str(self)  # what a prompt shows
 
     def __str__(self) -> str:
         waits = ", ".join(f"{name} {1e3 * s:.4g}" for name, s in self.exposed.items())

@@ -81,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                       launcher=options.launcher, agent=options.agent)  # fmt: skip
         if "RANK" not in os.environ:  # one rank reports the error
             check_resources(options, most_ranks(options))
+            check_unclaimed(options)
         alone = options.ranks in (None, 1) and not options.max_restarts
         if not alone and "RANK" not in os.environ:
             from fsdpc import launcher
@@ -142,6 +143,14 @@ def check_resources(options: argparse.Namespace, ranks: int) -> None:
                 f"the data have {length} sequences of {options.seq} to train on, {ranks} x {whole} "
                 "of them are a batch: take a smaller --batch or --seq, or more data"
             )
+
+
+def check_unclaimed(options: argparse.Namespace) -> None:
+    """Refuse a folder of checkpoints that another run saves to, once for all ranks."""
+    if options.checkpoint is not None and options.checkpoint.is_dir():
+        from fsdpc.checkpoint.claim import claim_folder
+
+        claim_folder(options.checkpoint).release()
 
 
 def plan_memory(

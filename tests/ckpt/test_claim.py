@@ -227,3 +227,14 @@ def test_the_next_save_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     others = [".app.lock", ".app.saving"]
     assert found[0] == [*others, ".step-4.lock", ".step-4.saving", "step-5"]
     assert found[1] == [*others, "step-4", "step-5"]
+
+
+def test_a_claimed_folder_is_reported_once(tmp_path: Path) -> None:
+    """Before ranks start, by the command that would start them."""
+    own = claim_folder(tmp_path)
+    command = [sys.executable, "-m", "fsdpc", "train", "--ranks", "2", "--steps", "1"]
+    done = subprocess.run([*command, "--checkpoint", str(tmp_path)], capture_output=True,
+                          text=True, timeout=120)  # fmt: skip
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.count("belongs to another run: process") == 1, done.stderr
+    own.release()

@@ -36,6 +36,18 @@ def test_every_example_is_tested_here() -> None:
     assert names == set(re.findall(r'"(\d\d_\w+\.(?:py|ipynb))"', Path(__file__).read_text()))
 
 
+SCRIPTS = [path for path in sorted(EXAMPLES.rglob("*.py")) if path.name != "bias_gelu.py"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_every_example_shows_its_usage(script: Path) -> None:
+    """Without ranks, and without torch or Ray, which need not be installed."""
+    done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True,
+                          timeout=60)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert script.name in done.stdout and len(done.stdout.splitlines()) >= 1
+
+
 def test_training() -> None:
     seen = losses(run("01_train.py", "21"))
     assert len(seen) == 2 and seen[1] < seen[0] < 6
