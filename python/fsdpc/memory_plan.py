@@ -7,7 +7,6 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from textwrap import wrap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -170,9 +169,7 @@ class MemoryPlan:
 
     def _described(self) -> str:
         where = self.device if self.hosts == 1 else f"{self.device}, {self.hosts} hosts"
-        sharing = min(self._mesh[1], math.prod(self._mesh) // self.hosts)
-        shared = f"; {sharing} ranks of a host share its wire"
-        return f"of {self.units}, on {where}{shared * (self.device == 'cpu' and sharing > 1)}"
+        return f"of {self.units}, on {where}"
 
     def __repr__(self) -> str:
         return str(self)  # what a prompt shows
@@ -180,7 +177,10 @@ class MemoryPlan:
     def __str__(self) -> str:
         rows = [*self._parts(), ("total", self.total), *self._beside()]
         lines = [f"{name:11}{size(n):>14}" for name, n in rows]
-        return "\n".join([*lines, *wrap(self._described(), 80)])
+        sharing = min(self._mesh[1], math.prod(self._mesh) // self.hosts)
+        if self.device == "cpu" and sharing > 1:
+            lines.append(f"{sharing} ranks of a host share one wire")
+        return "\n".join([*lines, self._described()])
 
     def _repr_html_(self) -> str:
         """Return a picture, which notebooks show."""

@@ -103,3 +103,12 @@ def test_colours_differ_for_all_eyes(vision: str) -> None:
     for fills in (list(_svg.CLASSES.values()), ranks):
         for a, b in itertools.combinations(fills, 2):
             assert np.linalg.norm(seen(a, vision) - seen(b, vision)) > 9, (a, b)
+
+
+def test_a_small_plan_has_small_units_and_says_what_is_shared() -> None:
+    plan = fsdpc.memory_plan(fsdpc.nn.Linear(4, 4, bias=False), 4)
+    text = repr(plan.for_device("cpu"))
+    assert "\nmaster               64 B\n" in text and "0.00" not in text
+    assert "\n4 ranks of a host share one wire\n" in text
+    assert "share" not in str(plan.for_device("cuda"))
+    assert "share" not in str(fsdpc.memory_plan(fsdpc.nn.Linear(4, 4), 1).for_device("cpu"))
