@@ -2,9 +2,11 @@
 # each makes .venv, installs what it needs into it and does its job.
 #
 # PYTHON is what .venv is made with; ARGS go to the command, e.g. `make train ARGS="--steps 50"`.
+# TESTS names the Python tests that `make test` runs, e.g. `make test TESTS=tests/unit`.
 
 PYTHON ?= python3
 ARGS ?=
+TESTS ?=
 # Processes of pytest, one a core; most tests start ranks of their own.
 WORKERS ?= logical
 SPREAD := -n $(WORKERS) --maxprocesses 8 --dist worksteal
@@ -57,15 +59,22 @@ venv: build $(VENV)/stamp-test ## .venv with the package and all that its tests 
 train: build ## train a 2M LLaMA on this Python's own library, on 2 ranks
 	$(BIN)/fsdpc train --ranks 2 $(ARGS)
 
-test: ctest pytest ## the C tests and the Python tests
+# Named tests alone, if TESTS names some.
+test: $(if $(TESTS),,ctest) pytest ## the C tests and the Python tests, or those that TESTS names
 
 ctest: $(VENV)/stamp-base ## the C tests
 	$(PY) tools/ctest.py plain $(ARGS)
 
+# Paths in ARGS name tests as TESTS does.
+NAMED = $(strip $(TESTS) $(filter tests/%,$(ARGS)))
+PYTEST_RUN = $(PY) -m pytest $(if $(NAMED),$(TESTS),tests --ignore=tests/lint) $(SPREAD) $(ARGS)
+
 pytest: venv
 	mkdir -p build
-	bash -o pipefail -c '$(PY) -m pytest tests --ignore=tests/lint $(SPREAD) $(ARGS) | tee build/pytest.log'$(AGAIN)
+	bash -o pipefail -c '$(PYTEST_RUN) | tee build/pytest.log'$(AGAIN)
+ifeq ($(NAMED),)
 	FSDPC_NO_ALIAS=1 $(PY) -m pytest -q tests/dist $(SPREAD) $(ARGS) || [ $$? -eq 5 ] # 5: ARGS chose none
+endif
 
 asan: $(VENV)/stamp-base ## the C tests under AddressSanitizer and UBSan
 	$(PY) tools/ctest.py asan $(ARGS)

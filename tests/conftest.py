@@ -1,5 +1,6 @@
 """What all tests share: the plugin that runs them on ranks, and how long hypothesis searches."""
 
+import functools
 import gc
 import os
 import signal
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.needs import missing_packages, reason_to_skip
 
 pytest_plugins = ["fsdpc.testing", "pytester"]
 
@@ -27,6 +30,38 @@ settings.load_profile("default")
 if os.environ.get("CI"):
     settings.load_profile("fixed")
     os.environ.setdefault("FSDPC_TEST_SEED", "1")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Skip a test module that imports a package which is not installed."""
+    report = yield
+    call = getattr(report, "call", None)
+    if report.failed and call is not None:
+        reason = reason_to_skip(call.excinfo.value.__cause__)
+        if reason:
+            report.outcome = "skipped"
+            report.longrepr = (str(collector.path), 0, f"Skipped: {reason}")
+    return report
+
+
+def pytest_itemcollected(item):
+    """Skip a test, on its ranks too, whose body imports a package which is not installed."""
+    if not missing_packages() or not isinstance(item, pytest.Function):
+        return
+    body = item.obj
+
+    @functools.wraps(body)
+    def skipping(*args, **kwargs):
+        try:
+            return body(*args, **kwargs)
+        except ModuleNotFoundError as error:
+            reason = reason_to_skip(error)
+            if reason is None:
+                raise
+        pytest.skip(reason)
+
+    item.obj = skipping
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,11 +1,12 @@
-"""What some tests need beside the package itself.
+"""What some tests need besides the package, NumPy, pytest and hypothesis.
 
-Whoever lacks it skips them. CI has all of it (.ci/run), and there they fail.
+A test is skipped if its need is missing. CI has all of it (.ci/run), and there the test fails.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import re
 import sys
@@ -20,6 +21,28 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 import mpi_build  # noqa: E402
 import two_hosts  # noqa: E402
+
+# Packages that tests import, and that the package does without.
+PACKAGES = (
+    "accelerate", "jinja2", "lightning", "matplotlib", "ml_dtypes", "peft", "psutil", "safetensors",
+    "tokenizers", "torch", "tqdm", "transformers",
+)  # fmt: skip
+
+
+@functools.cache
+def missing_packages() -> frozenset[str]:
+    """Return the packages of `PACKAGES` whose absence skips tests: none in CI."""
+    if "CI" in os.environ:
+        return frozenset()
+    return frozenset(name for name in PACKAGES if importlib.util.find_spec(name) is None)
+
+
+def reason_to_skip(error: BaseException | None) -> str | None:
+    """Return why a test is skipped if it failed to import a missing package, else None."""
+    top = (getattr(error, "name", None) or "").partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and top in missing_packages():
+        return f"needs {top}"
+    return None
 
 
 def need(missing: str | None) -> None:
