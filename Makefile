@@ -29,7 +29,9 @@ $(VENV)/stamp-base:
 	$(PY) -m pip install --quiet --upgrade "setuptools>=77" "numpy>=2"
 	touch $@
 
+# pip hides what a build prints, so setup.py compiles first, and counts; pip then finds all compiled.
 $(VENV)/stamp-package: $(VENV)/stamp-base pyproject.toml setup.py
+	$(PY) setup.py --quiet build_ext --inplace
 	$(PY) -m pip install --quiet --no-build-isolation --editable .
 	touch $@
 

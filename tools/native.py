@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -184,32 +185,34 @@ class Builder:
         """Where the object of this source goes."""
         return self.out / source.resolve().relative_to(ROOT).with_suffix(".o")
 
-    def compile_one(self, source: Path, flags: Sequence[str] = ()) -> Path:
-        """Compile one file if it is out of date; returns the object's path."""
+    def command(self, source: Path, flags: Sequence[str] = ()) -> list[str]:
+        """The command that compiles one file."""
         target = self.object_path(source)
-        depfile = target.with_suffix(".d")
         suffix = isa_suffix(source, self.isa)
         per_file = self.isa[suffix] if suffix else []
         command = [*self.compiler, *base_flags(), *self.extra, *per_file, *flags]
-        command += ["-MMD", "-MF", str(depfile), "-c", str(source), "-o", str(target)]
-        line = shlex.join(command)
-        if not up_to_date(target, line, depfile):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            started = time.time_ns()
-            run_command(command)
-            # Dated back, so that a source saved while the compiler ran counts as newer.
-            os.utime(target, ns=(started, started))
-            target.with_suffix(".cmd").write_text(line, **AS_NAMES)
-        return target
+        depfile = target.with_suffix(".d")
+        return [*command, "-MMD", "-MF", str(depfile), "-c", str(source), "-o", str(target)]
+
+    def is_stale(self, source: Path, flags: Sequence[str] = ()) -> bool:
+        """Whether a file has to be compiled."""
+        target = self.object_path(source)
+        line = shlex.join(self.command(source, flags))
+        return not up_to_date(target, line, target.with_suffix(".d"))
+
+    def compile_one(self, source: Path, flags: Sequence[str] = ()) -> None:
+        """Compile one file."""
+        target, command = self.object_path(source), self.command(source, flags)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        started = time.time_ns()
+        run_command(command)
+        # Dated back, so that a source saved while the compiler ran counts as newer.
+        os.utime(target, ns=(started, started))
+        target.with_suffix(".cmd").write_text(shlex.join(command), **AS_NAMES)
 
     def compile(self, files: Iterable[Path], flags: Sequence[str] = ()) -> list[Path]:
-        """Compile all these files; every failure is reported, not the first alone."""
-        with ThreadPoolExecutor(usable_cores()) as pool:
-            pending = [pool.submit(self.compile_one, path, flags) for path in files]
-        errors = dict.fromkeys(str(error) for job in pending if (error := job.exception()))
-        if errors:
-            raise CompileError("\n".join(errors))
-        return [job.result() for job in pending]
+        """Compile the files that are out of date; returns the objects of all."""
+        return compile_all([(self, path, flags) for path in files])
 
     def link(self, objects: Iterable[Path], target: Path, flags: Sequence[str] = ()) -> Path:
         """Link objects into `target` unless it is newer than all of them."""
@@ -217,6 +220,61 @@ class Builder:
         # A build folder cannot hold the stamp of a target elsewhere, so it is named by the target.
         return link([*self.compiler, *self.extra, *flags], Path(target), list(objects), libraries,
                     self.out / f"{Path(target).name}.link")
+
+
+class Counter:
+    """Says on stderr how many files there are to compile, and how many are done.
+
+    A terminal has one line that is rewritten; elsewhere a line is printed every `EVERY_S` seconds.
+    Builds of less than `LEAST` files are over at once and say nothing.
+    """
+
+    LEAST = 10
+    EVERY_S = 10.0
+    FILE_S = 1.1  # of one core, for an average file
+
+    def __init__(self, files: int) -> None:
+        self.files, self.done, self.said = files, 0, time.monotonic()
+        self.lock = threading.Lock()
+        if files >= self.LEAST:
+            minutes = round(files * self.FILE_S / usable_cores() / 60)
+            length = {0: "less than a minute", 1: "about a minute"}
+            about = length.get(minutes, f"about {minutes} minutes")
+            print(f"compiling {files} files, {about}", file=sys.stderr, flush=True)
+
+    def count(self) -> None:
+        """Take note of one more file; any thread may call this."""
+        with self.lock:
+            self.done += 1
+            now, last = time.monotonic(), self.done == self.files
+            if self.files < self.LEAST:
+                return
+            if sys.stderr.isatty():
+                end = "\n" if last else ""
+                print(f"\r{self.done}/{self.files} compiled", end=end, file=sys.stderr, flush=True)
+            elif last or now - self.said >= self.EVERY_S:
+                self.said = now
+                print(f"{self.done}/{self.files} compiled", file=sys.stderr, flush=True)
+
+
+def compile_all(files: Sequence[tuple[Builder, Path, Sequence[str]]]) -> list[Path]:
+    """Compile the files, with their builders and flags, that are out of date, in parallel.
+
+    Every failure is reported, not only the first.
+    """
+    stale = [each for each in files if each[0].is_stale(each[1], each[2])]
+    counter = Counter(len(stale))
+
+    def work(builder: Builder, source: Path, flags: Sequence[str]) -> None:
+        builder.compile_one(source, flags)
+        counter.count()
+
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        pending = [pool.submit(work, *each) for each in stale]
+    errors = dict.fromkeys(str(error) for job in pending if (error := job.exception()))
+    if errors:
+        raise CompileError("\n".join(errors))
+    return [builder.object_path(source) for builder, source, _ in files]
 
 
 def build_core(target: Path) -> Path:
@@ -239,9 +297,11 @@ def build_core(target: Path) -> Path:
     flags += ["-DNPY_TARGET_VERSION=NPY_1_25_API_VERSION"]
     python_side = Builder(ROOT / "build" / f"core-{sys.implementation.cache_tag}")
     made = stub_docs.write(python_side.out / "made")
+    engine, flags = Builder(OBJECTS), [f"-I{made.parents[1]}", *flags]
+    files = [(engine, path, ()) for path in sources()]
+    files += [(python_side, path, flags) for path in (*sources(["py"]), made)]
     with building(OBJECTS):
-        objects = Builder(OBJECTS).compile(sources())
-    objects += python_side.compile([*sources(["py"]), made], [f"-I{made.parents[1]}", *flags])
+        objects = compile_all(files)
     return python_side.link(
         objects, target, ["-shared", "-Wl,--compress-debug-sections=zlib", "-Wl,-z,relro"]
     )
