@@ -5,7 +5,7 @@
 
 Without --model the script first makes a small model of bytes that lists the days of the week, in a
 folder as transformers writes it.  Fine-tuning turns their order round.  FOLDER is any model that
-docs/models.md names; where it has a tokenizer.json, pip install "fsdpc[tokens]".
+docs/models.md names; where it has a tokenizer.json, pip install tokenizers.
 """
 
 import argparse

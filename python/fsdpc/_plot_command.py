@@ -24,7 +24,7 @@ def plot_parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="fsdpc plot",
         description="Draw losses and tokens a second of runs, from what fsdpc train --metrics or "
-        "--log jsonl:FILE wrote. Needs matplotlib: pip install fsdpc[plots].",
+        "--log jsonl:FILE wrote. Needs matplotlib: pip install matplotlib.",
         epilog=_EPILOG,
     )
     p.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a file of JSON lines")

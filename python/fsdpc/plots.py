@@ -1,4 +1,4 @@
-"""Pictures of runs by matplotlib (``pip install fsdpc[plots]``): losses and rates over steps.
+"""Pictures of runs by matplotlib (``pip install matplotlib``): losses and rates over steps.
 
 :func:`plot_runs` draws the metrics of runs, several of them in one picture. :class:`LivePlot` draws
 a run while it goes on, in the cell of a notebook, which is updated in place, or into a file.
@@ -36,7 +36,7 @@ PANELS: Panels = (
 )
 FORMATS = (".png", ".svg", ".pdf")
 SMOOTH_FROM = 100  # steps: from there on a mean is drawn over the values
-MISSING = "plots need matplotlib: pip install fsdpc[plots]"
+MISSING = "plots need matplotlib: pip install matplotlib"
 
 
 class Run(NamedTuple):

@@ -169,7 +169,7 @@ def test_without_matplotlib_it_is_said_how_to_get_it(tmp_path: Path) -> None:
     run = metrics(tmp_path / "run.jsonl")
     for arguments in (("plot", run), (*SMALL, "--plot", tmp_path / "loss.png")):
         done = command(*arguments, first=str(hiding.parent))
-        sentence = f"fsdpc {arguments[0]}: plots need matplotlib: pip install fsdpc[plots]\n"
+        sentence = f"fsdpc {arguments[0]}: plots need matplotlib: pip install matplotlib\n"
         assert (done.returncode, done.stderr) == (2, sentence)
 
 

@@ -180,7 +180,7 @@ def import_tokenizers(what: str) -> Any:
         import tokenizers
     except ImportError:
         raise ImportError(
-            f"{what} needs the tokenizers package: pip install 'fsdpc[tokens]'"
+            f"{what} needs the tokenizers package: pip install tokenizers"
         ) from None
     return tokenizers
 
