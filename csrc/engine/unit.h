@@ -12,8 +12,8 @@
  * them through exported pieces; such a unit is compared with the wire when an epoch begins.  Only
  * publishing writes fulls.  Reductions write gradient shards.
  *
- * Frozen groups have masters and fulls alone.  They get gradient shards, for good, when a parameter
- * of one is to have a gradient for the first time.
+ * Frozen groups have masters and fulls alone.  They get gradient shards, and keep them, when a
+ * parameter of one is to have a gradient for the first time.
  *
  * Zeroing gradients touches no memory: the unit notes which parameters have one.  A parameter has a
  * gradient on every rank if any rank used it, and on none otherwise.  Clipping leaves a pending

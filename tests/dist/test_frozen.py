@@ -34,7 +34,9 @@ def whole_units(model: Any) -> None:
         part.requires_grad_(False)
 
 
-def build(freeze: Callable[[Any], None], early: bool, param: Any, reduce: Any, **options: Any) -> Any:
+def build(
+    freeze: Callable[[Any], None], early: bool, param: Any, reduce: Any, **options: Any
+) -> Any:
     fsdpc.manual_seed(7)
     with fsdpc.deferred_init():
         model = Llama(CONFIG)

@@ -1,4 +1,4 @@
-"""Parameters that are frozen when they are sharded: no gradients, no states, and torch's numbers."""
+"""Parameters that are frozen when they are sharded: no gradients or states, and torch's numbers."""
 
 from __future__ import annotations
 
@@ -98,7 +98,8 @@ def test_memory_is_that_of_what_is_trained() -> None:
         loss_of(model, batch(0, fsdpc.rank())).backward()
         optimizer.step()
         after = fsdpc.memory_stats()
-        held.append({c: after[f"{c}_bytes"] - before[f"{c}_bytes"] for c in ("grad", "state", "reduce")})
+        kinds = "grad", "state", "reduce"
+        held.append({c: after[f"{c}_bytes"] - before[f"{c}_bytes"] for c in kinds})
         del model, optimizer
     assert all(held[1][c] < held[0][c] / 4 for c in held[0]), held
 
