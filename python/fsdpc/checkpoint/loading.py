@@ -185,10 +185,13 @@ class _Load:
         mapped = file_names(names, [p.name for p in held.pieces], given)
         used: set[str] = set()
         self.filled: list[str] = []
+        aliases_of: dict[str, list[str]] = {}
+        for alias, first in held.aliases.items():
+            aliases_of.setdefault(first, []).append(alias)
         pairs: list[tuple[Piece, SourceTensor]] = []
         for piece in held.pieces:
             candidates = [mapped[piece.name]]
-            aliases = [alias for alias, first in held.aliases.items() if first == piece.name]
+            aliases = aliases_of.get(piece.name, ())
             candidates += [file_names(names, [a], given)[a] for a in aliases]
             found = next((name for name in candidates if name in given), None)
             used.update(candidates)
