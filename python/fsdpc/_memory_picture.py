@@ -65,9 +65,10 @@ def picture(title: str, parts: Sequence[Part], beside: Sequence[Part] = ()) -> s
 
 
 def size(n: int, total: int) -> str:
-    """Return bytes in MiB, or in GiB where the total is large."""
-    large = total >= 10 * 2**30
-    return f"{n / 2**30:,.2f} GiB" if large else f"{n / 2**20:,.2f} MiB"
+    """Return bytes in the unit of the total: GiB from 10 GiB on, KiB below 1 MiB, else MiB."""
+    if total < 2**20:
+        return f"{n / 2**10:,.2f} KiB"
+    return f"{n / 2**30:,.2f} GiB" if total >= 10 * 2**30 else f"{n / 2**20:,.2f} MiB"
 
 
 def _text(x: float, y: float, text: str, more: str = "") -> str:

@@ -58,6 +58,7 @@ def test_odd_numbers_and_names() -> None:
     empty = ET.fromstring(_memory_picture.picture("a < b & c", [("wire", 0)]))
     assert empty.find(f"{SVG}text").text == "a < b & c"  # type: ignore[union-attr]
     assert _memory_picture.size(3 << 30, 20 << 30) == "3.00 GiB"
+    assert _memory_picture.size(64, 8448) == "0.06 KiB"
 
 
 def luminance(colour: str) -> float:
