@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ELSEWHERE = {
     "README.md": "README.md",
     "docs": "README.md",
+    "docs/README.md": "README.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
@@ -39,7 +40,7 @@ ELSEWHERE = {
     "examples": "examples/index.md",
     "examples/torch": "examples/index.md",
 }
-COPIED = ["CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md",
+COPIED = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md",
           "tests/README.md"]  # fmt: skip
 COMMANDS = ["run", "train", "data", "data tokenize", "generate", "estimate", "simulate", "plan",
             "plot", "ckpt", "flight", "info"]  # fmt: skip
@@ -52,7 +53,10 @@ _source_of: dict[str, str] = {}  # a page -> the file of the tree that it shows
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages, and the pictures of benchmarks/README.md."""
+    """Add the pages, and the pictures of benchmarks/README.md; README.md is the front page."""
+    index = files.get_file_from_path("README.md")  # tables of pages, which the site's menu has
+    if index is not None:
+        files.remove(index)
     _source_of.update({file.src_uri: f"docs/{file.src_uri}" for file in files})
     for page in _named(config.nav):
         module = re.fullmatch(r"reference/(fsdpc[\w.]*)\.md", page)

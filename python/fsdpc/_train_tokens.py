@@ -330,7 +330,7 @@ def _read(path: Path) -> Tokenizer:
 
 
 def evaluation(loss: float, targets: int, text_bytes: int, unit: str) -> tuple[str, dict[str, Any]]:
-    """Return a validation as a sentence and as what metrics have of it.
+    """Format a validation result as a sentence and as a metrics dictionary.
 
     Parameters
     ----------

@@ -76,7 +76,7 @@ def init(
     Raises
     ------
     ValueError
-        The numbers make no sense, or two launchers have set different ones.
+        rank or world_size is out of range, or two launchers have set different ones.
     RuntimeError
         Already initialised.
     TimeoutError

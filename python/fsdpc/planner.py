@@ -158,7 +158,7 @@ class Plans:
         if not first.fits:
             raise ValueError(
                 f"nothing fits: {first.options} needs least, {size(first.memory)}, among them "
-                f"{first.reason.partition(': ')[2]}; use more ranks, or ranks with more memory"
+                f"{first.reason.partition(': ')[2]}; use more ranks or larger GPUs"
             )
         return first
 

@@ -64,6 +64,14 @@ def test_links_and_anchors_resolve(site: dict[Path, Page]) -> None:
                 assert found, f"{path.name}: {link}: no such anchor"
 
 
+def test_the_front_page_is_the_readme_and_colours_can_be_chosen(site: dict[Path, Page]) -> None:
+    (front,) = (path for path in site if path.parent / "reference" in {p.parent for p in site}
+                and path.name == "index.html")  # fmt: skip
+    page = site[front]
+    assert "pictures/sharding.svg" in page.fetched and "twenty-lines" in page.ids
+    assert {f"__palette_{i}" for i in range(3)} <= page.ids
+
+
 def test_nothing_is_fetched_from_elsewhere(site: dict[Path, Page]) -> None:
     for path, page in site.items():
         away = [link for link in page.fetched if urlsplit(link).netloc]

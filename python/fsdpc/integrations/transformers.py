@@ -43,7 +43,7 @@ class ShardedTrainer:
         Of the Trainer. ``args.fsdp`` and ``args.fsdp_config`` become options, too.
     shard_options : mapping, optional
         Of :func:`fsdpc.torch.shard_by_plan`: ``classes``, ``mesh``, ``strategy``, ``mp_policy``,
-        ``offload_policy`` and the others of ``fully_shard``. They go before ``args.fsdp_config``.
+        ``offload_policy`` and the others of ``fully_shard``. They override ``args.fsdp_config``.
 
     Raises
     ------

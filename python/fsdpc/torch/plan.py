@@ -35,7 +35,7 @@ def shard_by_plan(
         empty one makes the model one unit.
     **options
         Of :func:`fsdpc.torch.fully_shard`, for all units. ``reshard_after_forward`` and
-        ``strategy`` go before what the plan says.
+        ``strategy`` override what the plan says.
 
     Returns
     -------
