@@ -28,7 +28,7 @@ typedef struct fsdpc_step_graph fsdpc_step_graph;
 fsdpc_status fsdpc_step_graph_begin(fsdpc_root *root, fsdpc_optim *optim, fsdpc_step_graph **out);
 /* An error abandons the step. */
 fsdpc_status fsdpc_step_graph_end(fsdpc_step_graph *step);
-/* Instead of end; the peers, whose end fails, are told why. */
+/* Abandons the capture; `end` fails on the peers with the reason. */
 void fsdpc_step_graph_abandon(fsdpc_step_graph *step, const char *why);
 fsdpc_status fsdpc_step_graph_replay(fsdpc_step_graph *step);
 /* One that was not ended is given up on this rank alone. */

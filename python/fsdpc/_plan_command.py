@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fsdpc import _capacity
 from fsdpc._cluster_options import (
     add_rates,
     check_numbers,
@@ -26,6 +27,8 @@ example:
       --device cuda --tflops 400 --bandwidth 3200 --latency 5 \\
       --local-bandwidth 2880 --local-latency 2 --batch 8 --seq 4096
 
+  fsdpc plan --gpus 4x24GB --batch 1   # what can I train here?
+
 All ways train on the same batch, so the fastest step is the best. Memory is
 planned to the byte, and what fits is simulated; nothing is started, and
 neither hosts nor GPUs need be here.
@@ -38,8 +41,11 @@ def plan_parser() -> argparse.ArgumentParser:
                        "for a model, and show the fastest that fit, with the options of fsdpc "
                        "train.", _EPILOG,
                        "sequences of a rank in a step; micro-batches divide it", 8)  # fmt: skip
-    p.add_argument("--memory", type=float, required=True, metavar="X",
+    p.add_argument("--memory", type=float, metavar="X",
                    help="GiB of a rank: of its GPU, or its share of the host's")  # fmt: skip
+    p.add_argument("--gpus", type=_capacity.gpus, metavar="NxGB",
+                   help="show which presets train on N GPUs of so many GB, as 4x24GB; of the other "
+                   "options it takes --batch, --seq and --dtype")  # fmt: skip
     add_number(p, "--top", 10, "rows to show")
     p.add_argument("--html", type=Path, metavar="FILE",
                    help="write a page: who owns which rows, the memory, the fastest step over time "
@@ -61,6 +67,11 @@ def main(argv: Sequence[str]) -> int:
     o = p.parse_args(argv)
     try:
         check_numbers(o)
+        if o.gpus is not None:
+            print(_what_fits(o))
+            return 0
+        if o.memory is None:
+            raise ValueError("--memory X says how many GiB a rank has; --gpus 4x24GB what fits")
         if o.top < 1:
             raise ValueError(f"--top must be at least 1, got {o.top}")
         if o.html is not None:
@@ -72,6 +83,8 @@ def main(argv: Sequence[str]) -> int:
             optimizer=o.optimizer, **rates_of(o),
         )  # fmt: skip
         print(header(o, p, model, argv), found.table(o.top), sep="\n")
+        if o.lora is not None:
+            print(f"each with --lora {o.lora} --init-from FOLDER")
         if o.html is not None:
             found.save(o.html, o.top)
             print(f"wrote {o.html}")
@@ -80,6 +93,16 @@ def main(argv: Sequence[str]) -> int:
         print(f"fsdpc plan: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _what_fits(o: argparse.Namespace) -> str:
+    ranks, memory = o.gpus
+    head = (
+        f"{ranks} GPU{'s' * (ranks > 1)} of {memory:g} GiB, batch {o.batch} x {o.seq:,} tokens a "
+        f"rank, {o.dtype},\nall blocks recomputed; what CUDA and NCCL take comes on top"
+    )
+    rows = _capacity.table(ranks, memory * 2**30, o.batch, o.seq, make_policy(o))
+    return f"{head}\n{rows}"
 
 
 def check_page(path: Path) -> None:

@@ -79,7 +79,8 @@ def test_a_hang_report_has_the_end_of_the_trace() -> None:
             time.sleep(1.0)  # the subject of the test
 
     text = printed(rank_of, 2, FSDPC_TIMEOUT_S="0.6", FSDPC_NOTICE_S="0.3")
-    assert re.search(r"rank 0 waits since 0\.3\S* s in barrier of 'barrier' for rank 1 \(pid", text)
+    waits = r"rank 0 has been waiting for 0\.3\S* s in barrier of 'barrier' for rank 1 \(pid"
+    assert re.search(waits, text)
     # Once with the notice, once at the deadline.
     tails = re.findall(r"rank 0 before that: (.*)", text)
     assert len(tails) == 2
@@ -118,6 +119,7 @@ def test_a_late_rank_of_another_host_is_named_once() -> None:
         fsdpc.shutdown()
 
     text = printed(rank_of, 4, FSDPC_NOTICE_S="0.3")
-    waits = dict(re.findall(r"rank (\d) waits since \S+ s in all_gather of \S+ for (.*)", text))
+    pattern = r"rank (\d) has been waiting for \S+ s in all_gather of \S+ for (.*)"
+    waits = dict(re.findall(pattern, text))
     assert waits["3"] == "rank 1 on another host, or a rank there that it waits for", text
     assert waits["2"] == waits["3"].replace("1", "0"), text

@@ -65,7 +65,7 @@ NUMBERS = [
 
 # Messages that pages show filled in -> what the source has of them.
 PARTS = {
-    "rank 0 waits since 10 s in ...": ["waits since %.3g s in"],
+    "rank 0 has been waiting for 10 s in ...": ["has been waiting for %.3g s in"],
     "something wrote to parameter ...": ["wrote to", " parameter '"],
 }
 

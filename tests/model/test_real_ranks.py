@@ -37,7 +37,7 @@ TEXTS = {
     "refused: a forward with gradients inside": r"a forward with gradients of .* inside hold\(\)",
     "refused: an optimizer stepped inside": r"an optimizer stepped inside hold\(\)",
     "waits for a rank that ended": "rank . .*(left|died)",
-    "waits for a rank in a foreign barrier": "rank . waits since .* for rank .*in user code",
+    "waits for a rank in a foreign barrier": "rank . has been waiting .* for rank .*in user code",
 }
 
 
