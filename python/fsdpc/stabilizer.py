@@ -308,6 +308,6 @@ def _nonfinite(model: Any) -> list[str]:
         norms = clip.grad_norms(model, math.inf)
         return [name for name, norm in norms.items() if not math.isfinite(norm)]
     named = list(model.named_parameters())
-    bad = [p.grad is not None and not bool(p.grad.isfinite().all()) for _, p in named]
+    bad = [p.grad is not None and not math.isfinite(p.grad.norm(math.inf)) for _, p in named]
     bad = distributed.all_reduce(np.array(bad, np.int32), "max").tolist()
     return [name for (name, _), found in zip(named, bad, strict=True) if found]

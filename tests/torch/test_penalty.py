@@ -163,15 +163,17 @@ def test_unused_parameters_times_nothing() -> None:
 @pytest.mark.ranks(2)
 def test_parameters_with_other_rows_are_not_mixed() -> None:
     """On every rank, also on one that has all rows of one of them."""
-    ours = fully_shard(nn.Linear(7, 7))
-    ours(torch.ones(2, 7)).sum().backward()
-    assert ours.bias.fsdpc.rows == ((0, 7), (7, 7))[fsdpc.rank()]
-    for mix in (lambda w, b: w * b, lambda w, b: b + w, lambda w, b: torch.lerp(w, b, 0.5)):
-        with pytest.raises(
-            NotImplementedError, match="of a parameter and a parameter of which it has rows .*bias"
-        ):
-            mix(ours.weight, ours.bias)
-    (ours.weight * ours.weight).sum().backward()
+    for whole in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Linear(7, 7)
+        ours = fully_shard(layer, whole_params=[layer.bias] if whole else None)
+        ours(torch.ones(2, 7)).sum().backward()
+        of_rank = ((0, 7), (0, 0)) if whole else ((0, 4), (4, 7))
+        assert ours.bias.fsdpc.rows == of_rank[fsdpc.rank()]
+        for mix in (lambda w, b: w * b, lambda w, b: b + w, lambda w, b: torch.lerp(w, b, 0.5)):
+            with pytest.raises(NotImplementedError, match="of a parameter and a parameter of .*bias"):
+                mix(ours.weight, ours.bias)
+        (ours.weight * ours.weight).sum().backward()
 
 
 @pytest.mark.ranks(2)
