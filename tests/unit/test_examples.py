@@ -217,4 +217,4 @@ def test_notebook_of_sharding() -> None:
 def test_notebook_beside_pytorch() -> None:
     text, shown = play("11_beside_pytorch.ipynb", ("steps = 15", "steps = 5"))
     assert "spawned: torch is imported here" in text and pictures(shown) == 1
-    assert re.search(r"^\[1\] [\d,]+ elements here$", text, re.M)
+    assert re.search(r"^\[0, 1\] [\d,]+ elements here$", text, re.M)
