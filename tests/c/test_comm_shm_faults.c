@@ -206,7 +206,7 @@ static void a_rank_is_stuck(rank_context *self)
     fsdpc_comm_locate(self->comm, self->rank == 1 ? "data loader" : "forward", NULL);
     if (self->rank == 1) {
         wait_for_ring(self);
-        EXPECT_FAILS(self, barrier(self), FSDPC_ERR_POISONED, "rank 0: rank 0 waits");
+        EXPECT_FAILS(self, barrier(self), FSDPC_ERR_POISONED, "rank 0: rank 0 has been waiting");
         return;
     }
     int64_t start = fsdpc_clock_ns();
@@ -425,7 +425,8 @@ static void test_rendezvous(void)
 {
     const char *address = ranks_address();
     CHECK_FAILS(meet(0, 3, address, -1), FSDPC_ERR_TIMEOUT, "rank 1 (not started yet?), rank 2");
-    CHECK_NOTE(strstr(board->notice, "rank 0 has been waiting for 0.1") != NULL, "%s", board->notice);
+    CHECK_NOTE(strstr(board->notice, "rank 0 has been waiting for 0.1") != NULL, "%s",
+               board->notice);
     CHECK_FAILS(meet(1, 2, address, -1), FSDPC_ERR_TIMEOUT, "rank 0 (not started yet?)");
     CHECK_FAILS(meet(3, 2, address, -1), FSDPC_ERR_VALUE, "rank 3 of 2");
     CHECK_FAILS(meet(0, 2, "", -1), FSDPC_ERR_VALUE, "address");
