@@ -128,9 +128,9 @@ static void late_text(const waiting *w, double waited_s, char *text, size_t byte
     char who[768] = "";
     fsdpc_comm_describe(w->comm, who, sizeof who);
     bool named = w->unit && w->unit[0];
-    snprintf(text, bytes, "rank %d has been waiting for %.3g s in %s%s%s%s%s%s", w->comm->world_rank,
-             waited_s, w->what, named ? " of '" : "", named ? w->unit : "", named ? "'" : "",
-             who[0] ? " for " : "", who);
+    snprintf(text, bytes, "rank %d has been waiting for %.3g s in %s%s%s%s%s%s",
+             w->comm->world_rank, waited_s, w->what, named ? " of '" : "", named ? w->unit : "",
+             named ? "'" : "", who[0] ? " for " : "", who);
 }
 
 static void carry_above(const fsdpc_comm *comm)

@@ -38,11 +38,13 @@ static fsdpc_status place(fsdpc_unit *unit, fsdpc_unit_group *group)
     group->full = (unsigned char *)fsdpc_round_up((size_t)group->own_block, page);
     group->target = unit->root->wire->moved ? group->full : NULL;
     FSDPC_TRY(fsdpc_device_fill(unit->device, group->full, 0xff, bytes, NULL));
+    FSDPC_TRY(fsdpc_unit_join_wire(unit, group, unit->root->wire));
     return protect(unit, group, FSDPC_ACCESS_NONE);
 }
 
 static void remove_pages(fsdpc_unit *unit)
 {
+    fsdpc_unit_leave_wire(unit);
     for (int g = 0; g < unit->layout->n_groups; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
         if (group->own_block && protect(unit, group, FSDPC_ACCESS_WRITE) == FSDPC_OK)

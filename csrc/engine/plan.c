@@ -89,7 +89,7 @@ fsdpc_status fsdpc_plan_unit(const fsdpc_param_spec *specs, int n_specs, int ran
         plan_shards(group, &plan, options, &sum);
         if (group->frozen && plan.wire_dtype == group->dtype && !options->offload.masters &&
             !options->offload.params)
-            sum.shared_master_bytes += plan.master_bytes;
+            sum.shared_master_bytes += fsdpc_round_up(plan.master_bytes, COUNT_ALIGN);
         if (group->frozen)
             continue;
         sum.contribution_bytes =

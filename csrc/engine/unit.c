@@ -46,8 +46,7 @@ static bool can_spread(const fsdpc_unit *unit, const fsdpc_unit_group *group)
 {
     return group->plan->frozen && group->wire_dtype == group->plan->dtype &&
            group->plan->shard_numel > 0 && unit->device->flat != fsdpc_flat_ops_null() &&
-           !unit->device->remote && !unit->no_alias && !unit->offload.masters &&
-           !unit->offload.params;
+           !unit->device->remote && !unit->offload.masters && !unit->offload.params;
 }
 
 static size_t spread_bytes(const fsdpc_unit_group *group)

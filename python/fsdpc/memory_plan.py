@@ -280,7 +280,8 @@ def memory_plan(
         Equal to the run's own peaks, category by category, once the schedule is recorded and as
         long as no unit keeps gradients over several backwards (``no_sync``). A rank that is alone
         may take more, where gradients are added up or divided, or a unit is used twice in a
-        forward. The plan is of this process's device and, for as many ranks as this run has, of
+        forward. Masters of frozen parameters are memory of their own until the first forward. The
+        plan is of this process's device and, for as many ranks as this run has, of
         its hosts; :meth:`MemoryPlan.for_device` and :meth:`MemoryPlan.for_hosts` give that of
         others.
 
