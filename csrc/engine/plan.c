@@ -87,8 +87,7 @@ fsdpc_status fsdpc_plan_unit(const fsdpc_param_spec *specs, int n_specs, int ran
         sum.wire_bytes += plan.wire_bytes;
         sum.published_bytes += fsdpc_round_up(published, COUNT_ALIGN);
         plan_shards(group, &plan, options, &sum);
-        if (group->frozen && plan.wire_dtype == group->dtype && !options->offload.masters &&
-            !options->offload.params)
+        if (fsdpc_plan_shares_masters(group, plan.wire_dtype, &options->offload))
             sum.shared_master_bytes += fsdpc_round_up(plan.master_bytes, COUNT_ALIGN);
         if (group->frozen)
             continue;

@@ -63,6 +63,13 @@ typedef struct fsdpc_group_plan {
 fsdpc_status fsdpc_plan_group(const fsdpc_group *group, const fsdpc_unit_options *options,
                               fsdpc_group_plan *out);
 
+/* Whether masters can be pages of a wire: modules read what they hold, and nothing steps them. */
+static inline bool fsdpc_plan_shares_masters(const fsdpc_group *group, fsdpc_dtype wire_dtype,
+                                             const fsdpc_offload *offload)
+{
+    return group->frozen && wire_dtype == group->dtype && !offload->masters && !offload->params;
+}
+
 /* Of steps by the CPU beside a remote device (optim_host.h): elements that are brought at a time, so
  * many times. */
 enum { FSDPC_HOST_CHUNK = 1 << 20, FSDPC_HOST_CHUNKS = 4, FSDPC_HOST_HEAD_BYTES = 64 };
@@ -80,9 +87,8 @@ enum { FSDPC_POOLED_BUFFERS = 2 };
 
 typedef struct fsdpc_unit_plan {
     size_t wire_bytes, reduce_bytes, master_bytes, grad_bytes, partial_bytes;
-    size_t
-        shared_master_bytes; /* of master_bytes: pages of the wire, where ranks share its memory */
-    size_t state_bytes;      /* of one state of every parameter */
+    size_t shared_master_bytes; /* of master_bytes: pages of a wire that ranks share */
+    size_t state_bytes;         /* of one state of every parameter */
     /* What lies in a file, or in memory of the host, instead. */
     size_t master_file_bytes, state_file_bytes, grad_file_bytes;
     size_t ring_bytes;      /* that a step over them needs; the largest of a root's units is made */

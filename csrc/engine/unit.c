@@ -44,9 +44,9 @@ static void destroy_shard(fsdpc_unit *unit, fsdpc_extent *extent, void *memory)
  * is published. */
 static bool can_spread(const fsdpc_unit *unit, const fsdpc_unit_group *group)
 {
-    return group->plan->frozen && group->wire_dtype == group->plan->dtype &&
+    return fsdpc_plan_shares_masters(group->plan, group->wire_dtype, &unit->offload) &&
            group->plan->shard_numel > 0 && unit->device->flat != fsdpc_flat_ops_null() &&
-           !unit->device->remote && !unit->offload.masters && !unit->offload.params;
+           !unit->device->remote;
 }
 
 static size_t spread_bytes(const fsdpc_unit_group *group)

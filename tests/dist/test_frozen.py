@@ -96,25 +96,24 @@ def test_tiers(disk: Path, classes: tuple[str, ...]) -> None:
     assert_same(parameters(model), expected[1])
 
 
-@pytest.mark.ranks(4, hosts=2)
-def test_hosts() -> None:
+def adapters_have_the_same_bits() -> None:
     results = []
     for early in (True, False):
         model = build(adapters, early, None, None)
         results.append((train(model, 2), parameters(model)))
     assert results[0][0] == results[1][0]
     assert_same(results[0][1], results[1][1])
+
+
+@pytest.mark.ranks(4, hosts=2)
+def test_hosts() -> None:
+    adapters_have_the_same_bits()
 
 
 @pytest.mark.ranks([2, 3], init=False)
 def test_sums_of_deterministic_mode_grow_with_their_unit() -> None:
     fsdpc.init(deterministic=True)
-    results = []
-    for early in (True, False):
-        model = build(adapters, early, None, None)
-        results.append((train(model, 2), parameters(model)))
-    assert results[0][0] == results[1][0]
-    assert_same(results[0][1], results[1][1])
+    adapters_have_the_same_bits()
     fsdpc.shutdown()
 
 
