@@ -1,6 +1,6 @@
 """A fault on one rank in every phase of a run, and what the others, the launcher and the next do.
 
-conftest.py prints what was measured here as a table; docs/reliability.md holds one.
+conftest.py prints what was measured here as a table; docs/reliability.md has its ranges.
 """
 
 from __future__ import annotations
