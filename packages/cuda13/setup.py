@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import cuda_build  # noqa: E402
 
-FSDPC = (ROOT / "python" / "fsdpc" / "__init__.py").read_text(encoding="utf-8")
+FSDPC = (ROOT / "python" / "fsdpc" / "_version.py").read_text(encoding="utf-8")
 VERSION = re.search(r'^__version__ = "(.*)"$', FSDPC, re.MULTILINE)[1]
 
 

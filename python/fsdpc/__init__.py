@@ -22,9 +22,12 @@ Importing starts no thread, opens no socket and needs NumPy alone.
 
 from __future__ import annotations
 
+import importlib
+import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fsdpc import _shown, cuda, distributed, functional, nn, optim
+from fsdpc import _shard, _shown, cuda, distributed, functional, nn, optim
 from fsdpc._core import (
     MismatchError,
     PeerError,
@@ -43,6 +46,7 @@ from fsdpc._core import (
     set_num_threads,
     uint8,
 )
+from fsdpc._version import __version__ as __version__
 from fsdpc.activation import checkpoint_activations
 from fsdpc.clip import clip_grad_norm_, clip_grad_value_, grad_norms
 from fsdpc.config import show_config
@@ -83,13 +87,14 @@ from fsdpc.distributed import (
 )
 from fsdpc.estimate import TrainingCost, estimate, estimate_activations, training_cost
 from fsdpc.fsdp_module import FSDPModule, register_fsdp_forward_method
-from fsdpc.full_params import full_grad, full_tensor, summon_full_params
+from fsdpc.full_params import summon_full_params
 from fsdpc.grad_mode import enable_grad, no_grad
 from fsdpc.graph import GraphStep, graph_step
 from fsdpc.memory import memory_stats
 from fsdpc.memory_plan import MemoryPlan, memory_plan
 from fsdpc.mesh import DeviceMesh, init_device_mesh
 from fsdpc.nn.module import deferred_init
+from fsdpc.nn.parameter import full_grad, full_tensor
 from fsdpc.offload import OffloadPolicy
 from fsdpc.policies import MixedPrecisionPolicy
 from fsdpc.schedule import Schedule, schedule
@@ -109,9 +114,25 @@ if TYPE_CHECKING:
     from fsdpc.profiler import Profile, profile
     from fsdpc.stabilizer import Stabilized, StabilizerOptions, TrainingStabilizer
 
-__version__ = "0.1.0"
 
-Tensor._repr_html_ = _shown.tensor  # type: ignore[attr-defined]  # for notebooks
+
+# What rooms above add to rooms below: pictures for notebooks, plans in errors, drills of faults.
+def _drill(name: str) -> Callable[[Any], None]:
+    def drill(what: Any) -> None:
+        if "FSDPC_FAULT" in os.environ:
+            getattr(importlib.import_module("fsdpc.faults"), name)(what)
+
+    return drill
+
+
+def _sharding(module: Any) -> str:
+    return importlib.import_module("fsdpc.layout").sharding_layout(module)._repr_html_()
+
+
+Tensor._repr_html_ = _shown.tensor  # type: ignore[attr-defined]
+_shown.draws("sharded module", _sharding)
+_shown.draws("memory of a model", lambda module: str(memory_plan(module, optimizer=0)))
+_shard.drills.append(_shard.Drill(_drill("watch"), _drill("name_missing")))
 
 _LAZY = {
     "amp", "checkpoint", "data", "launcher", "loggers", "lr_scheduler", "models",
@@ -161,8 +182,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    import importlib
-
     if name in ("load_ipython_extension", "unload_ipython_extension"):  # %load_ext fsdpc
         return getattr(importlib.import_module("fsdpc.notebook"), name)
     if name in _FROM:

@@ -13,8 +13,18 @@ from fsdpc import _core, distributed
 from fsdpc._core import MismatchError
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
 
 _BYTES = 1024  # of a rank's word: a line of kind, mark and text
+
+#: Exceptions beside Python's own that the other ranks raise too, by name.
+_KNOWN: dict[str, type[Exception]] = {}
+
+
+def raised_together(kind: type[E]) -> type[E]:
+    """Let ranks raise this class, and not RuntimeError, if another rank does; a decorator."""
+    _KNOWN[kind.__name__] = kind
+    return kind
 
 
 def agreed(work: Callable[[], T]) -> T:
@@ -83,10 +93,8 @@ def gather_bytes(comm: _core.Comm, data: bytes) -> list[bytes]:
 
 def _exception(name: str) -> type[Exception]:
     found = getattr(builtins, name, RuntimeError)
-    if name == "CheckpointError":
-        from fsdpc.checkpoint.manifest import CheckpointError
-
-        return CheckpointError
+    if name in _KNOWN:
+        return _KNOWN[name]
     fine = isinstance(found, type) and issubclass(found, Exception)
     return found if fine and not issubclass(found, UnicodeError) else RuntimeError
 

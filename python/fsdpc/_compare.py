@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fsdpc import _core, _shown, clip, distributed, nn
-from fsdpc.full_params import full_grad, full_tensor
+from fsdpc.nn.parameter import full_grad, full_tensor
 from fsdpc.optim.state import full_states
 
 KINDS = ("parameter", "loss", "gradient", "norm", "state")

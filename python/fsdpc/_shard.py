@@ -6,7 +6,6 @@ Modules are of ``fsdpc.nn`` or of torch. Both have ``named_modules()``, ``named_
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -20,6 +19,17 @@ from fsdpc.strategies import ShardingStrategy, apply_strategy, strategy_name
 Inside = list[tuple[str, Any]]
 #: Of every parameter: its name, itself, and (dictionary, key) of all places where it stands.
 Found = list[tuple[str, Any, list[tuple[dict[str, Any], str]]]]
+
+
+class Drill(NamedTuple):
+    """What fault drills do with the modules of each new unit, and with a model once it is named."""
+
+    sharded: Callable[[Sequence[Any]], None]
+    named: Callable[[Any], None]
+
+
+#: The package puts fault drills here (``fsdpc/__init__.py``); this room knows none of them.
+drills: list[Drill] = []
 
 
 class ShardedError(AssertionError, TypeError, ValueError):
@@ -267,10 +277,8 @@ def enclose(modules: Sequence[Any]) -> None:
             known = m.__dict__.get("_fsdpc_outer")
             if m not in modules and (not known or known() is None):
                 m.__dict__["_fsdpc_outer"] = weakref.ref(outer)
-    if "FSDPC_FAULT" in os.environ:
-        from fsdpc import faults
-
-        faults.watch(modules)
+    for drill in drills:
+        drill.sharded(modules)
 
 
 def outermost(module: Any) -> Any:
@@ -287,10 +295,8 @@ def name_units(module: Any) -> None:
         if id(m._fsdpc_unit) not in named and name:
             m._fsdpc_unit.name = name
         named.add(id(m._fsdpc_unit))
-    if "FSDPC_FAULT" in os.environ:
-        from fsdpc import faults
-
-        faults.name_missing(module)
+    for drill in drills:
+        drill.named(module)
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,21 @@ from fsdpc._svg import picture as svg
 if TYPE_CHECKING:
     from fsdpc.mesh import DeviceMesh
 
+#: What draws objects that rooms below the pictures know, by what they are; see :func:`draws`.
+_DRAWN: dict[str, Callable[[Any], str]] = {}
+
 CORNER = 6  # rows and columns of a tensor that are shown
 ROWS, COLUMNS = 16, 16  # of a mesh
+
+
+def draws(what: str, draw: Callable[[Any], str]) -> None:
+    """Let ``draw`` return the picture, as HTML, of the objects that :func:`drawn` names so."""
+    _DRAWN[what] = draw
+
+
+def drawn(what: str, value: Any) -> str:
+    """Return a picture of an object, as HTML, by what :func:`draws` was given."""
+    return _DRAWN[what](value)
 
 
 def tensor(t: _core.Tensor) -> str:

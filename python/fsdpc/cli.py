@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-import fsdpc
+from fsdpc import _core
 from fsdpc._arguments import Parser
 from fsdpc._launch import hosts
 from fsdpc._launch.elastic import parse_elastic
 from fsdpc._say import never_raise
+from fsdpc._version import __version__
+from fsdpc.config import show_config
 
 
 class _Command(NamedTuple):
@@ -64,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Fully sharded data parallel training.",
         epilog=_EPILOG,
     )
-    parser.add_argument("--version", action="version", version=f"fsdpc {fsdpc.__version__}")
+    parser.add_argument("--version", action="version", version=f"fsdpc {__version__}")
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND", required=True, title="commands"
     )
@@ -148,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     try:
-        fsdpc._core.check_environment()  # once, and not by every rank
+        _core.check_environment()  # once, and not by every rank
     except ValueError as error:
         print(f"fsdpc: {error}", file=sys.stderr)
         return 2
@@ -165,7 +167,7 @@ def _run(arguments: list[str]) -> int:
         return 0
     options = parser.parse_args(arguments)
     if options.command == "info":
-        fsdpc.show_config()
+        show_config()
         return 0
     if options.command == "flight":
         return _flight(options)

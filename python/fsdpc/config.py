@@ -9,6 +9,7 @@ import numpy as np
 
 from fsdpc import _core, cuda, distributed
 from fsdpc._launch import hosts
+from fsdpc._version import __version__
 
 
 def show_config(print_: bool = True) -> dict[str, Any]:
@@ -38,10 +39,8 @@ def show_config(print_: bool = True) -> dict[str, Any]:
     >>> found["device"], found["initialized"]
     ('cpu', False)
     """
-    import fsdpc
-
     config: dict[str, Any] = {
-        "fsdpc": fsdpc.__version__,
+        "fsdpc": __version__,
         "python": platform.python_version(),
         "numpy": np.__version__,
         "machine": platform.machine(),

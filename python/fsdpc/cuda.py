@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpc import _core
+from fsdpc._version import __version__
 
 _PACKAGE = "fsdpc_cuda13"
 _PLUGIN = Path(
@@ -42,8 +43,6 @@ def plugin_path() -> Path:
     if spec is None or spec.origin is None:
         return _PLUGIN
     from importlib.metadata import PackageNotFoundError, version  # takes 20 ms
-
-    from fsdpc import __version__
 
     try:
         there = version(_PACKAGE)

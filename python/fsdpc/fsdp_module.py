@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-from fsdpc import _core
+from fsdpc import _core, _shown
 from fsdpc._shard import ShardedError, enclosing, name_units, outermost, units_of
 from fsdpc.nn.module import refuse_fresh
 
@@ -74,9 +74,7 @@ class FSDPModule:
 
     def _repr_html_(self) -> str:
         """Return a picture of which rank owns what, which notebooks show."""
-        from fsdpc.layout import sharding_layout
-
-        return sharding_layout(self)._repr_html_()
+        return _shown.drawn("sharded module", self)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters and hold them until :meth:`reshard`; collective.
@@ -252,9 +250,7 @@ def make_root(module: Any) -> None:
     try:
         _core.make_root(list(encloses), list(encloses.values()))
     except MemoryError as error:
-        from fsdpc.memory_plan import memory_plan  # which asks this module what is sharded
-
-        plan = memory_plan(module, optimizer=0)
+        plan = _shown.drawn("memory of a model", module)
         raise MemoryError(f"{error}\nA rank is to hold, before optimizer states:\n{plan}") from None
 
 

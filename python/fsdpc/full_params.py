@@ -5,40 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fsdpc._core import Tensor
 from fsdpc.fsdp_module import FSDPModule
 from fsdpc.nn.module import Module
-
-
-def full_tensor(p: Tensor) -> Tensor:
-    """Return a parameter's full value in its original dtype; collective if it is sharded.
-
-    Examples
-    --------
-    >>> import fsdpc
-    >>> layer = fsdpc.fully_shard(fsdpc.nn.Linear(2, 1))
-    >>> fsdpc.full_tensor(layer.weight).shape
-    (1, 2)
-    """
-    unit = getattr(p, "_unit", None)
-    return p.detach() if unit is None else unit.collect(p._index, False)
-
-
-def full_grad(p: Tensor) -> Tensor | None:
-    """Return a parameter's full averaged gradient, or None; collective if it is sharded.
-
-    Examples
-    --------
-    >>> import fsdpc
-    >>> layer = fsdpc.fully_shard(fsdpc.nn.Linear(2, 1))
-    >>> layer(fsdpc.tensor([[3.0, 4.0]])).sum().backward()
-    >>> fsdpc.full_grad(layer.weight).tolist()
-    [[3.0, 4.0]]
-    """
-    unit = getattr(p, "_unit", None)
-    if p.grad is None:
-        return None
-    return p.grad if unit is None else unit.collect(p._index, True)
+from fsdpc.nn.parameter import full_tensor
 
 
 @contextmanager

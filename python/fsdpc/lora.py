@@ -28,10 +28,10 @@ from fsdpc import _core, distributed
 from fsdpc._agree import agreed
 from fsdpc._core import Tensor
 from fsdpc.checkpoint.schema import FILE_DTYPES
-from fsdpc.full_params import full_tensor
 from fsdpc.models.gpt2 import Expansion, Projection
 from fsdpc.models.llama import activate
 from fsdpc.nn import Linear, Module, Parameter, init
+from fsdpc.nn.parameter import full_tensor
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"

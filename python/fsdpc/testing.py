@@ -122,18 +122,18 @@ def _call_on_rank(items: dict[str, pytest.Function], job: Job) -> Report:
     """Run the body on this rank; called in a process forked from the server."""
     import pytest
 
-    import fsdpc
+    from fsdpc import distributed
     from fsdpc._launch import pretend
 
     try:
         if job.hosts != 1:
             pretend.on_hosts(job.hosts)
         if job.init:
-            fsdpc.init()
+            distributed.init()
         items[job.name].obj(**job.arguments)
         # Not after a failure: peers that wait for this rank are to see it leave, at once.
         if job.init:
-            fsdpc.shutdown()
+            distributed.shutdown()
     except pytest.skip.Exception as skipped:
         return Report("skip", str(skipped))
     except BaseException as error:

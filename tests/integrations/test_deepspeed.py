@@ -117,7 +117,7 @@ def test_the_host_is_where_a_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> No
         "zero_optimization.offload_optimizer.ratio": 0.5,  # of what is on a disk
     }
     assert "offload_policy" not in deepspeed._shard_options(said)  # they are there
-    monkeypatch.setattr(fsdpc, "get_default_device", lambda: "cuda")
+    monkeypatch.setattr(deepspeed, "get_default_device", lambda: "cuda")
     policy = deepspeed._shard_options(said)["offload_policy"]
     assert (policy.optimizer, policy.masters, policy.gradients) == ("host",) * 3
     assert (policy.params, policy.fraction) == ("device", 1)

@@ -135,7 +135,7 @@ def test_numpy_is_all_that_an_install_needs(metadata: email.message.Message) -> 
 
 
 def test_the_version_stands_in_one_place() -> None:
-    text = (ROOT / "python" / "fsdpc" / "__init__.py").read_text()
+    text = (ROOT / "python" / "fsdpc" / "_version.py").read_text()
     assert re.findall(r'^__version__ = "(.*)"$', text, re.M) == [fsdpc.__version__]
     for name in ("pyproject.toml", "setup.py", "CITATION.cff", "README.md"):
         assert fsdpc.__version__ not in (ROOT / name).read_text(), name

@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from fsdpc.fsdp_module import plain_class
-from fsdpc.models.gpt2 import GPT2
-from fsdpc.models.llama import Llama
-from fsdpc.models.pretrained import adapters_of
-from fsdpc.models.published import written_config
 
 NAME = "config.json"
 
+#: Return the content for a model of theirs, or None; rooms that define models put theirs here.
+writers: list[Callable[[Any], dict[str, Any] | None]] = []
+
+
 def of_model(model: Any) -> bytes | None:
-    """Return the file's content for a model of transformers, or one of ours with its layout.
+    """Return the file's content for a model of transformers, or one that a writer knows.
 
     Sharded or not. None for models that transformers does not know.
     """
+    content: dict[str, Any] | None = None
     known = [(c.__module__, c.__name__) for c in type(model).__mro__]
     if ("transformers.modeling_utils", "PreTrainedModel") in known:
         name = plain_class(type(model)).__name__
         content = json.loads(model.config.to_json_string()) | {"architectures": [name]}
-    elif isinstance(model, (Llama, GPT2)):
-        try:
-            content = content_of(model)
-        except ValueError:  # of a shape that none of transformers' models has
-            return None
-    else:
+    for writer in writers:
+        content = content or writer(model)
+    if content is None:
         return None
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
-
-
-def content_of(model: Llama | GPT2) -> dict[str, Any]:
-    """Return the content for a model of ours; ValueError where transformers has none like it."""
-    if adapters_of(model):
-        raise ValueError("the model has adapters: lora.merge() them, or lora.save() them alone")
-    return written_config(model.config, "gpt2" if isinstance(model, GPT2) else None)

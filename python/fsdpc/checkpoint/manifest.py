@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpc import _core
+from fsdpc._agree import raised_together
 from fsdpc.checkpoint import schema
 
 NAME = "manifest.json"
@@ -20,6 +21,7 @@ _UNKNOWN = "????????"
 _CHECKSUM = '"checksum":"'
 
 
+@raised_together
 class CheckpointError(ValueError):
     """A checkpoint is damaged, incomplete, or does not fit; the message names what and where.
 

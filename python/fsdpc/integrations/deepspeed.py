@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-import fsdpc
-from fsdpc import checkpoint
+from fsdpc import checkpoint, distributed
 from fsdpc.amp import LossScaler
+from fsdpc.device import get_default_device
 from fsdpc.integrations import _ds_keys, _units
 from fsdpc.integrations._ds_keys import KEYS
 from fsdpc.integrations._ds_schedules import SCHEDULES
@@ -201,7 +201,7 @@ def _shard_options(said: Mapping[str, Any]) -> dict[str, Any]:
         device = said.get(f"zero_optimization.{name}.device", "none")
         if device not in ("none", "cpu", "nvme"):
             raise ValueError(f"zero_optimization.{name}.device is none, cpu or nvme: {device!r}")
-        if device == "cpu" and fsdpc.get_default_device() != "cpu":
+        if device == "cpu" and get_default_device() != "cpu":
             tiers |= dict.fromkeys(classes, "host")
         if device == "nvme":
             tiers |= dict.fromkeys(classes, "disk")
@@ -297,9 +297,9 @@ class DeepSpeedEngine:
         self.global_steps: int = 0
         self.skipped_steps: int = 0
         self.device: torch.device = torch.device(_device.home())
-        self.global_rank: int = fsdpc.rank()
-        self.local_rank: int = fsdpc.local_rank()
-        self.world_size: int = fsdpc.world_size()
+        self.global_rank: int = distributed.rank()
+        self.local_rank: int = distributed.local_rank()
+        self.world_size: int = distributed.world_size()
         self.dp_world_size: int = self.world_size
         self.mp_world_size: int = 1
         self._said, self._batch = said, batch
@@ -519,7 +519,7 @@ class DeepSpeedEngine:
             made = Path(save_dir) / f".latest.{os.getpid()}"
             made.write_text(tag, encoding="utf-8")
             made.replace(Path(save_dir) / "latest")
-        fsdpc.barrier()
+        distributed.barrier()
         return True
 
     def load_checkpoint(
@@ -579,5 +579,5 @@ class DeepSpeedEngine:
                 for name, value in state.items()
             }
             torch.save(found, Path(save_dir) / save_filename)
-        fsdpc.barrier()
+        distributed.barrier()
         return True

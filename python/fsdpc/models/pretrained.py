@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdpc import _core
+from fsdpc import _core, checkpoint
+from fsdpc.checkpoint import config_json
 from fsdpc.models.config import ModelConfig
 from fsdpc.models.gpt2 import GPT2
 from fsdpc.models.llama import Llama
-from fsdpc.models.published import differences, read_config
+from fsdpc.models.published import differences, read_config, written_config
 from fsdpc.nn.module import Module, Parameter, deferred_init
 from fsdpc.nn.parameter import is_deferring
 
@@ -144,8 +145,6 @@ def load_pretrained(model: Llama | GPT2, folder: PathLike) -> None:
     >>> save_pretrained(model, folder.name + "/tiny")
     >>> load_pretrained(model, folder.name + "/tiny")
     """
-    from fsdpc import checkpoint  # which imports models
-
     found = read_config(read_json(folder))
     gpt2 = isinstance(model, GPT2)
     if gpt2 != (found.family == "gpt2"):
@@ -217,15 +216,12 @@ def save_pretrained(
     >>> sorted(path.name for path in Path(folder.name, "tiny").iterdir())
     ['config.json', 'manifest.json', 'model.safetensors']
     """
-    from fsdpc import checkpoint
-    from fsdpc.checkpoint.config_json import content_of
-
     if not isinstance(model, (Llama, GPT2)):
         raise ValueError(
             f"save_pretrained() writes models of fsdpc.models, got {type(model).__name__}: "
             "fsdpc.checkpoint.save() writes any"
         )
-    content_of(model)  # refuses what cannot be written before anything is
+    _content_of(model)  # refuses what cannot be written before anything is
     checkpoint.save(
         folder,
         {"model": model},
@@ -292,3 +288,20 @@ def _change_dtype(model: Module, dtype: _core.dtype) -> None:
                     made[id(p)] = Parameter.empty(p.shape, dtype)
                     made[id(p)]._recipe = p._recipe
                 module._parameters[name] = made[id(p)]
+
+
+def _content_of(model: Llama | GPT2) -> dict[str, Any]:
+    """Return what ``config.json`` says; ValueError if transformers has no model like it."""
+    if adapters_of(model):
+        raise ValueError("the model has adapters: lora.merge() them, or lora.save() them alone")
+    return written_config(model.config, "gpt2" if isinstance(model, GPT2) else None)
+
+
+def _known_content(model: Any) -> dict[str, Any] | None:
+    try:
+        return _content_of(model) if isinstance(model, (Llama, GPT2)) else None
+    except ValueError:  # of a shape that none of transformers' models has
+        return None
+
+
+config_json.writers.append(_known_content)

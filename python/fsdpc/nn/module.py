@@ -11,7 +11,7 @@ from fsdpc import _core
 from fsdpc._core import Tensor
 from fsdpc.grad_mode import no_grad
 from fsdpc.nn._hooks import Hooked
-from fsdpc.nn.parameter import Parameter, deferred_init
+from fsdpc.nn.parameter import Parameter, deferred_init, full_tensor
 
 __all__ = ["Module", "Parameter", "deferred_init"]
 
@@ -334,8 +334,6 @@ class Module(Hooked):
             Parameters in their original dtype, gathered where sharded (tied ones under every name),
             then persistent buffers.
         """
-        from fsdpc.full_params import full_tensor
-
         known: dict[int, Tensor] = {}
         state: dict[str, Tensor] = {}
         for name, t in self._persistent():
