@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from fsdpc._train_tokens import check_resumed
 from fsdpc.stabilizer import TrainingStabilizer
 
 OPTIONS = "run.toml"
+AS_NAMES: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape"}  # its text
 RETURNS = 3  # to one checkpoint
 # A checkpoint without a scaler was not fp16: this run's scaler begins at its first scale.
 _RESTORE: dict[str, Any] = {"optional": ("scaler",)}
@@ -113,12 +115,14 @@ class TrainCheckpoints:
         self._manager: Any = None
         self._signals: Any = None
 
-    def begin(self) -> int:
-        """Load what is to be resumed; return the steps taken already."""
+    def begin(self, changes: Callable[[Any, Any, int], str]) -> int:
+        """Load what is to be resumed; return the steps taken already.
+
+        ``changes`` is that of ``_train_config``: it says what differs from the run before.
+        """
         o = self.options
         if o.checkpoint is None:
             return 0
-        from fsdpc._train_config import AS_NAMES, changes
         from fsdpc.checkpoint import CheckpointManager, manifest
         from fsdpc.checkpoint.stops import StopSignals
 

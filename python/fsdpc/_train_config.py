@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpc._say import as_name, as_text
+from fsdpc._train_checkpoint import AS_NAMES
 from fsdpc._train_options import (
     FIXED,
     FLAGS,
@@ -26,7 +27,6 @@ from fsdpc._train_options import (
 from fsdpc.lora import ALL_LINEAR
 from fsdpc.offload import OffloadPolicy
 
-AS_NAMES: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape"}  # of run.toml
 _PATHS = ("data", "tokenizer", "init_from")
 _OF_THE_COMMAND = ("config", "live", "no_progress", "resume")  # which no file keeps
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from fsdpc import _core
 from fsdpc._core import Tensor
-from fsdpc._launch import environment, watch
+from fsdpc._launch import carriers, environment, watch
 from fsdpc._launch.environment import (
     adopt_scheduler,
     find_mpi,
@@ -35,7 +35,6 @@ V = TypeVar("V")
 
 _world: _core.Comm | None = None
 _met: list[_core.Comm] = []  # other groups that met by themselves; they are left with the world
-_leaving: list[Callable[[], None]] = []  # what is waited for once all groups are left
 _join_torch: Callable[[], bool] | None = None  # by torch's process group; fsdpc.torch sets it
 _local_rank = 0
 _deterministic = False
@@ -213,10 +212,10 @@ def shutdown() -> None:
     for comm in (_world, *_met):
         if comm is not None:
             comm.close()
-    for leave in _leaving:
+    for leave in carriers.leaving:
         leave()
     _met.clear()
-    _leaving.clear()
+    carriers.leaving.clear()
     _world, _deterministic = None, False
     _core.set_ordered(False)
 

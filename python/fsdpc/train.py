@@ -18,7 +18,7 @@ from fsdpc import _core, _train_pretrained, distributed, models
 from fsdpc._launch import hosts
 from fsdpc._launch.environment import adopt_scheduler, available_bytes
 from fsdpc._train_checkpoint import TrainCheckpoints
-from fsdpc._train_config import as_toml, kept_options, parse
+from fsdpc._train_config import as_toml, changes, kept_options, parse
 from fsdpc._train_options import (
     DTYPES,
     OPTIMIZERS,
@@ -291,7 +291,7 @@ class Trainer:
         self._show_header()
         self.progress.open()
         try:
-            step = self.checkpoints.begin()
+            step = self.checkpoints.begin(changes)
             _train_pretrained.keep_tokenizer(self.source.tokenizer, o.checkpoint)
             with self.loader:
                 while step < o.steps:

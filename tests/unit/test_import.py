@@ -42,9 +42,9 @@ print(json.dumps([sorted(imported), sorted(set(sys.modules) - of_numpy - importe
 #: Modules and packages of fsdpc that its import brings; the others come when they are used.
 EAGER = set("""
     _agree _clock _core _launch _memory_picture _overflow _played _schedule_picture _shard _shown
-    _snapshot _svg _timeline_picture _version activation clip config creation cuda device distributed
-    estimate fsdp_module full_params functional grad_mode graph memory memory_plan mesh nn offload
-    optim policies schedule sharding simulate strategies timeline wrap
+    _snapshot _svg _timeline_picture _version activation clip config creation cuda device
+    distributed estimate fsdp_module full_params functional grad_mode graph memory memory_plan mesh
+    nn offload optim policies schedule sharding simulate strategies timeline wrap
 """.split())
 
 # Of the standard library, what takes long to import and only some users need.

@@ -6,13 +6,15 @@ import threading
 import time
 from collections.abc import Callable
 
-from fsdpc import _core, distributed
+from fsdpc import _core
 
 LOOK_S = 3600.0
 LEAVE_S = 10.0
 GRACE_S = 1.0  # for the watch to find out who died, after a connection broke
 
 Work = Callable[[], None]
+
+leaving: list[Work] = []  # what is waited for once all groups are left
 
 
 def start(link: _core.Link, rank: int, works: list[Work], close: Work = lambda: None) -> None:
@@ -45,4 +47,4 @@ def start(link: _core.Link, rank: int, works: list[Work], close: Work = lambda: 
             thread.join(GRACE_S if link.failed else LEAVE_S)
         close()
 
-    distributed._leaving.append(leave)
+    leaving.append(leave)

@@ -17,7 +17,7 @@ from fsdpc._launch.environment import check_ranks
 from fsdpc._launch.forked import name_ranks, refuse_unsafe_fork
 from fsdpc._launch.pool import Pool, Silent, summary
 from fsdpc.launcher import _share_of_cores
-from fsdpc.notebook import RankError
+from fsdpc.notebook._error import RankError
 from fsdpc.notebook._output import All, First, write
 from fsdpc.notebook._rank import INLINE, load, main, pickler, serve
 

@@ -23,6 +23,10 @@ _STAGER = "torch.distributed.checkpoint._state_dict_stager"
 _COPIER = "torch.distributed._state_dict_utils"
 
 
+def check_read(function: Any, args: Any, kwargs: Any) -> None:
+    """Refuse what would read rows for a whole tensor: ``_reads.check``, which puts itself here."""
+
+
 class Part:
     """A tensor that is rows of a whole one; mixed into tensors' classes."""
 
@@ -70,9 +74,7 @@ class Part:
                 "torch.distributed.checkpoint.save, or fsdpc.checkpoint"
             )
         if caller == _VMAP:  # its wrappers hide what they stand for
-            from fsdpc.torch import _reads
-
-            _reads.check(torch.vmap, (self,), {})
+            check_read(torch.vmap, (self,), {})
         return super().size(*args, **kwargs)  # type: ignore[misc]
 
     def new_empty(self, *args: Any, **kwargs: Any) -> torch.Tensor:

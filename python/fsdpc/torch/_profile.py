@@ -55,6 +55,7 @@ class Marks:
             if self._span is None:
                 self._span = _begin(self._state, "backward")
                 self._root.spans.append(self._span)
+                self._root.finish_spans = finish
             mark(grads)
 
         return begin

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsdpc.torch import _dcp
 from fsdpc.torch._dcp import Part
 
 _SPACES = (torch, Tensor, torch.linalg, F, torch.special, torch._C._nn)
@@ -350,3 +351,6 @@ def _refuse_forward(name: str, rows: Any, info: Any) -> NoReturn:
         "method of its own module, and call register_fsdp_forward_method(module, name). A hook "
         "that logs values calls full_tensor() first"
     )
+
+
+_dcp.check_read = check

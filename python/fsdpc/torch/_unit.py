@@ -456,6 +456,7 @@ class Root:
         self.measured: Measured = Measured()
         self.registered = -1  # as many as there were when modules were looked through
         self.spans: list[Any] = []  # ranges of a profiler that backward has open
+        self.finish_spans: Callable[[Root], None]  # by the profiler that opened them
         self.ending: Callable[[], Any] = _none  # what autograd will call, while it lives
 
     def grads(self) -> list[tuple[UnitState, int, PieceGrad]]:
@@ -490,9 +491,7 @@ class Root:
             torch_unit.catch_up()
         try:
             if self.spans:
-                from fsdpc.torch import _profile
-
-                _profile.finish(self)
+                self.finish_spans(self)
             else:
                 self.head.finish()
         except BaseException:

@@ -1,0 +1,22 @@
+"""What a failed cell raises."""
+
+from __future__ import annotations
+
+
+class RankError(RuntimeError):
+    """A cell failed on one or more ranks: docs/troubleshooting.md#exceptions.
+
+    Attributes
+    ----------
+    tracebacks : dict of int to str
+        Each failed rank's traceback, or how the rank ended.
+    """
+
+    def __init__(self, headline: str, lines: list[str], tracebacks: dict[int, str]) -> None:
+        super().__init__(headline)
+        self.tracebacks = tracebacks
+        self._lines = lines
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows instead of the frames of this process."""
+        return self._lines
