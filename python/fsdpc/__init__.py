@@ -22,6 +22,8 @@ Importing starts no thread, opens no socket and needs NumPy alone.
 
 from __future__ import annotations
 
+from fsdpc import _ctrl_c  # isort: skip  # noqa: F401  # before the imports that take time
+
 import importlib
 import os
 from collections.abc import Callable

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-from fsdpc import _core
+from fsdpc import _core, _ctrl_c
 from fsdpc._arguments import Parser
 from fsdpc._launch import hosts
 from fsdpc._launch.elastic import parse_elastic
@@ -154,13 +154,13 @@ def _run(arguments: list[str]) -> int:
     except ValueError as error:
         print(f"fsdpc: {error}", file=sys.stderr)
         return 2
-    if arguments[:1] == ["ckpt"] and "convert" not in arguments[:2]:
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            # They read in C, for hours maybe, and leave nothing: Ctrl-C may end them at once.
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
     if arguments and arguments[0] in _COMMANDS:  # argparse must not look at their options
         module = import_module(_COMMANDS[arguments[0]].module)
+        # Most of ckpt reads in C, maybe for hours, and writes nothing: Ctrl-C may end it at once.
+        if arguments[0] != "ckpt" or "convert" in arguments[:2]:
+            _ctrl_c.answer()
         return module.main(arguments[1:])
+    _ctrl_c.answer()
     parser = _parser()
     if not arguments:
         parser.print_help()
