@@ -130,7 +130,7 @@ typedef struct fsdpc_coll {
     size_t offset;        /* bytes into the wire or buffer where the full begins */
     bool late;            /* GATHER: ranks may have written their slices just before they posted, so
                              it is done when all have; the same on all ranks */
-    uint32_t trains;      /* REDUCE_*: hash of what the caller trains; only compared */
+    uint32_t trains;      /* hash of what the caller trains, or 0; only compared */
     bool same_filling;    /* REDUCE_*: the buffer was posted already since it was filled */
     void *shard;          /* REDUCE_*: where the slices go, at their shard_offset */
     fsdpc_dtype shard_dtype;

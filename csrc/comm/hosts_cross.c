@@ -145,7 +145,7 @@ fsdpc_status fsdpc_hosts_begin(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 
 static void header_text(const fsdpc_hosts_header *header, int rank, char *text, size_t bytes)
 {
-    snprintf(text, bytes, "rank %d posts %s%s%.48s%s (unit %d, %llu bytes of %s, epoch %llu)", rank,
+    snprintf(text, bytes, "rank %d posts %s%s%.64s%s (unit %d, %llu bytes of %s, epoch %llu)", rank,
              fsdpc_coll_name((fsdpc_coll_kind)header->kind), header->what[0] ? " of '" : "",
              header->what, header->what[0] ? "'" : "", header->unit,
              (unsigned long long)header->bytes, fsdpc_dtype_name((fsdpc_dtype)header->dtype),

@@ -32,7 +32,7 @@ typedef struct fsdpc_hosts_header {
     uint64_t sequence, bytes, epoch;
     uint32_t kind, dtype, trains, flags;
     int32_t unit, root;
-    char what[48];
+    char what[64];
 } fsdpc_hosts_header;
 
 enum { FSDPC_HOSTS_PARTS = 4 }; /* messages of one operation to one peer have tags of their own */

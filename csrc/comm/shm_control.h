@@ -20,7 +20,7 @@
 enum {
     FSDPC_SHM_RING = 256,         /* fingerprints kept a rank */
     FSDPC_SHM_CHUNK = 128 * 1024, /* bytes staged at a time */
-    FSDPC_SHM_WHAT_WORDS = 5,
+    FSDPC_SHM_WHAT_WORDS = 8,
     FSDPC_SHM_POISON_WORDS = 60,
 };
 

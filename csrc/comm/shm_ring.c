@@ -38,7 +38,7 @@ static uint64_t mix_text(uint64_t hash, const char *text)
 
 static uint64_t detail_of(const fsdpc_coll *op, uint64_t object)
 {
-    uint64_t hash = mix((uint64_t)op->root << 32 | (uint64_t)op->op, object);
+    uint64_t hash = mix(mix((uint64_t)op->root << 32 | (uint64_t)op->op, object), op->trains);
     if (op->what)
         hash = mix_text(hash, op->what);
     if (op->kind != FSDPC_COLL_GATHER && !fsdpc_coll_reduces(op->kind))
@@ -46,7 +46,7 @@ static uint64_t detail_of(const fsdpc_coll *op, uint64_t object)
     if (fsdpc_coll_reduces(op->kind)) {
         uint64_t scale;
         memcpy(&scale, &op->scale, sizeof scale);
-        hash = mix(mix(hash, (uint64_t)op->shard_dtype << 32 | op->trains), scale);
+        hash = mix(mix(hash, (uint64_t)op->shard_dtype), scale);
     }
     hash = mix(hash, op->offset);
     for (size_t i = 0; i < op->n_slices; i++) {
@@ -137,7 +137,7 @@ fsdpc_status fsdpc_shm_ring_differ(const fsdpc_shm_slot *mine, int my_rank,
                       get(&a->epoch) == get(&b->epoch);
     return fsdpc_fail(FSDPC_ERR_MISMATCH,
                       "ranks disagree in operation %llu: %s, %s%s; every rank must run the same "
-                      "units in the same order",
+                      "units in the same order, with the same requires_grad",
                       (unsigned long long)first, ours, theirs,
                       same_words ? " (names, slices, requires_grad, scale or root differ)" : "");
 }

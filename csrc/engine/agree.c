@@ -1,4 +1,4 @@
-/* One small all-reduce over the replicas and one over the shard group.
+/* At the end of a backward, one small all-reduce over the replicas and one over the shard group.
  *
  * Both take the highest of every byte.  For marks of use that is "any rank".  For a checksum it
  * says whether all are equal, as its complement comes along: the highest of both are complements of
@@ -9,6 +9,7 @@
  */
 #include "engine/agree.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -189,4 +190,48 @@ fsdpc_status fsdpc_backward_agree(fsdpc_root *root)
     }
     free(bytes);
     return status;
+}
+
+/* ---- What is trained ---- */
+
+/* As a peer without the change reads it; of a long name, the end. */
+static void say_change(const fsdpc_unit *unit, int param, char *text, size_t bytes)
+{
+    char whole[512];
+    int n = snprintf(whole, sizeof whole, "%s.%s.requires_grad=%s", unit->name,
+                     unit->layout->params[param].name, unit->trainable[param] ? "True" : "False");
+    size_t length = (size_t)n < sizeof whole ? (size_t)n : sizeof whole - 1;
+    bool fits = length < bytes;
+    snprintf(text, bytes, "%s%s", fits ? "" : "...", fits ? whole : whole + length - bytes + 4);
+}
+
+fsdpc_status fsdpc_trainable_agree(fsdpc_root *root)
+{
+    char what[64];
+    fsdpc_coll op = {.kind = FSDPC_COLL_BARRIER, .unit = -1, .what = what, .dtype = FSDPC_U8};
+    for (int i = 0; i < root->n_units; i++) {
+        const fsdpc_unit *unit = root->units[i];
+        const bool *is = unit->trainable, *was = unit->agreed;
+        int n = unit->layout->n_params, p = 0;
+        if (unit->settings.rank_dependent || memcmp(is, was, (size_t)n * sizeof *is) == 0)
+            continue;
+        while (is[p] == was[p])
+            p++;
+        if (op.unit < 0)
+            say_change(unit, p, what, sizeof what);
+        op.unit = op.unit < 0 ? unit->id : op.unit;
+        op.trains = fsdpc_crc32c(op.trains, is, (size_t)n * sizeof *is);
+    }
+    if (op.unit < 0 || root->captured)
+        return FSDPC_OK;
+    if (root->comm->size > 1)
+        FSDPC_TRY(fsdpc_comm_run(root->comm, &op));
+    if (root->replicate && root->replicate->size > 1)
+        FSDPC_TRY(fsdpc_comm_run(root->replicate, &op));
+    for (int i = 0; i < root->n_units; i++) {
+        const fsdpc_unit *unit = root->units[i];
+        memcpy(unit->agreed, unit->trainable,
+               (size_t)unit->layout->n_params * sizeof *unit->agreed);
+    }
+    return FSDPC_OK;
 }

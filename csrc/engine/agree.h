@@ -1,4 +1,9 @@
-/* Agreement of the ranks at the end of a backward, before anybody sees gradients.
+/* Agreement of the ranks when a backward begins, and at its end, before anybody sees gradients.
+ *
+ * requires_grad may change between steps, but must do so on all ranks.  It decides which units are
+ * reduced, so a difference would show as another order of units.  A rank on which it changed since
+ * ranks agreed last says so before its backward does anything.  Peers that post something else are
+ * told which parameter it is.
  *
  * A parameter has a gradient on all ranks if any rank used it, and on none otherwise: pieces that
  * only some optimizers update would part.
@@ -16,5 +21,8 @@
 /* Collective, over replicas too.  All reductions are posted by now: peers that wait here still make
  * progress on them, so this adds no wait. */
 fsdpc_status fsdpc_backward_agree(fsdpc_root *root);
+
+/* Collective on the ranks where something changed. */
+fsdpc_status fsdpc_trainable_agree(fsdpc_root *root);
 
 #endif

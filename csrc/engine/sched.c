@@ -204,6 +204,8 @@ fsdpc_status fsdpc_pre_backward(fsdpc_unit *unit, uint64_t generation)
                           "the backward of unit '%s' after a forward was interrupted while weights "
                           "were being published: run forward again",
                           unit->name);
+    if (!root->in_backward)
+        FSDPC_TRY(fsdpc_trainable_agree(root));
     root->backwards += !root->in_backward;
     root->in_backward = root->notes_acts = true;
     if (unit->in_backward)

@@ -200,13 +200,15 @@ fsdpc_status fsdpc_unit_create(const fsdpc_param_spec *specs, int n_specs,
     unit->groups = calloc(slots, sizeof *unit->groups);
     unit->filled = calloc(slots, sizeof *unit->filled);
     unit->trainable = calloc(slots, sizeof *unit->trainable);
+    unit->agreed = calloc(slots, sizeof *unit->agreed);
     unit->grads = calloc(slots, sizeof *unit->grads);
-    if (!unit->name || !unit->groups || !unit->filled || !unit->trainable || !unit->grads) {
+    if (!unit->name || !unit->groups || !unit->filled || !unit->trainable || !unit->agreed ||
+        !unit->grads) {
         status = fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for unit '%s'", options->name);
         goto destroy;
     }
     for (int i = 0; i < n_specs; i++)
-        unit->trainable[i] = !specs[i].frozen;
+        unit->trainable[i] = unit->agreed[i] = !specs[i].frozen;
     for (int g = 0; g < unit->layout->n_groups; g++)
         FSDPC_TRY_GOTO(status, create_group(unit, g, options), destroy);
     if (unit->device->remote)
@@ -243,6 +245,7 @@ void fsdpc_unit_destroy(fsdpc_unit *unit)
     free(unit->groups);
     free(unit->filled);
     free(unit->trainable);
+    free(unit->agreed);
     free(unit->grads);
     free(unit->name);
     free(unit);

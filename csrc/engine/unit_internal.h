@@ -74,6 +74,7 @@ struct fsdpc_unit {
     fsdpc_unit_settings settings;
     bool no_alias;
     bool *trainable;       /* per parameter: ranks compare it; what has a gradient is in `grads` */
+    bool *agreed;          /* what it was when they did; written by agree.c */
     fsdpc_unit **ahead[2]; /* gathered ahead of forward [0] and backward [1]; NULL: as recorded */
     int n_ahead[2];
 

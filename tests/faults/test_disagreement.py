@@ -11,7 +11,7 @@ import pytest
 import fsdpc
 from fsdpc import MismatchError, PeerError, nn
 
-from .common import SOON_S, Net, batch, build
+from .common import SOON_S, Net, batch, build, step
 
 Errors = (MismatchError, PeerError)
 
@@ -235,3 +235,60 @@ def test_two_models_in_another_order() -> None:
         model(batch())
     order = [student, teacher] if fsdpc.rank() else [teacher, student]
     fails_soon(lambda: [model(batch()) for model in order], "'Net'", "'Teacher'", "same order")
+
+
+# What each rank sets between two steps, and what the error says on both.
+TRAINED = {
+    "one rank thaws": (
+        (lambda m: None, lambda m: m.blocks[1].requires_grad_(True)),
+        ("rank 1 posted", "blocks.1.weight.requires_grad=True"),
+    ),
+    "one rank freezes": (
+        (lambda m: m.blocks[0].weight.requires_grad_(False), lambda m: None),
+        ("rank 0 posted", "blocks.0.weight.requires_grad=False"),
+    ),
+    "both freeze, another one each": (
+        (lambda m: m.blocks[0].requires_grad_(False), lambda m: m.head.requires_grad_(False)),
+        ("blocks.0.weight.requires_grad=False", "head.weight.requires_grad=False"),
+    ),
+    "both freeze, one of them more": (
+        (
+            lambda m: m.blocks[0].weight.requires_grad_(False),
+            lambda m: m.blocks[0].requires_grad_(False),
+        ),
+        ("blocks.0.weight.requires_grad=False", "names, slices, requires_grad"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TRAINED)
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.ranks(2, timeout=20)
+def test_what_is_trained(early: bool, what: str) -> None:
+    """What was frozen before it was sharded has no place for gradients until it is thawed."""
+    fsdpc.manual_seed(1)
+    model = Net()
+    if early:
+        model.blocks[1].requires_grad_(False)
+    for block in model.blocks:
+        fsdpc.fully_shard(block)
+    fsdpc.fully_shard(model)
+    if not early:
+        model.blocks[1].requires_grad_(False)
+    optimizer = fsdpc.optim.AdamW(model.parameters())
+    changes, words = TRAINED[what]
+    step(model, optimizer)
+    changes[fsdpc.rank()](model)
+    fails_soon(
+        lambda: step(model, optimizer), *words, "same requires_grad", kinds=(MismatchError,)
+    )
+
+
+@pytest.mark.ranks(2, timeout=20)
+def test_all_ranks_may_change_what_is_trained() -> None:
+    model = build()
+    optimizer = fsdpc.optim.AdamW(model.parameters())
+    for wanted in (False, True, True, False):
+        step(model, optimizer)
+        model.blocks[0].requires_grad_(wanted)
+    step(model, optimizer)

@@ -143,3 +143,23 @@ def test_thawed_between_forward_and_backward() -> None:
     end_step(model, plain)
     both(model, plain, 1)
     end_step(model, plain)
+
+
+@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.parametrize("name", ["blocks.1", "first"])
+def test_what_one_rank_trains_alone_is_named(name: str) -> None:
+    """One of them was frozen by all ranks before it was sharded, so it has no gradients yet."""
+    model, _ = prepare()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(2):
+        if step == 1 and fsdpc.rank() == 1:
+            model.get_submodule(name).requires_grad_(True)
+        loss = loss_of(model, batch(step, fsdpc.rank()))
+        if step == 1:
+            words = rf"{name}\.[a-z.]*weight\.requires_grad=True.*the same requires_grad"
+            with pytest.raises(fsdpc.MismatchError, match=words):
+                loss.backward()
+            break
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
