@@ -50,18 +50,19 @@ static void plan_array(const fsdpc_group *group, size_t element, bool offloaded,
 }
 
 static void plan_shards(const fsdpc_group *group, const fsdpc_group_plan *plan,
-                        const fsdpc_unit_options *options, fsdpc_unit_plan *sum)
+                        const fsdpc_unit_options *options, fsdpc_dtype state_dtype,
+                        fsdpc_unit_plan *sum)
 {
     const fsdpc_offload *offload = &options->offload;
     size_t wide = fsdpc_dtype_bytes(plan->grad_dtype);
+    size_t state = group->dtype == FSDPC_F64 ? wide : fsdpc_dtype_bytes(state_dtype);
     plan_array(group, fsdpc_dtype_bytes(group->dtype), offload->masters, offload, sum,
                &sum->master_bytes, &sum->master_file_bytes);
     if (group->frozen)
         return;
     plan_array(group, wide, offload->gradients, offload, sum, &sum->grad_bytes,
                &sum->grad_file_bytes);
-    /* States are as wide as gradients: fp32, or fp64 for fp64 parameters. */
-    plan_array(group, wide, offload->states, offload, sum, &sum->state_bytes,
+    plan_array(group, state, offload->states, offload, sum, &sum->state_bytes,
                &sum->state_file_bytes);
     if (fsdpc_offload_steps_on_host(offload))
         sum->ring_bytes = fsdpc_max_size(
@@ -70,7 +71,8 @@ static void plan_shards(const fsdpc_group *group, const fsdpc_group_plan *plan,
 }
 
 fsdpc_status fsdpc_plan_unit(const fsdpc_param_spec *specs, int n_specs, int ranks,
-                             const fsdpc_unit_options *options, fsdpc_unit_plan *out)
+                             const fsdpc_unit_options *options, fsdpc_dtype state_dtype,
+                             fsdpc_unit_plan *out)
 {
     fsdpc_layout *layout = NULL;
     FSDPC_TRY(fsdpc_layout_create(specs, n_specs, ranks, &options->layout, &layout));
@@ -86,7 +88,7 @@ fsdpc_status fsdpc_plan_unit(const fsdpc_param_spec *specs, int n_specs, int ran
         size_t sent = group->shard_numel * fsdpc_dtype_bytes(plan.reduce_dtype);
         sum.wire_bytes += plan.wire_bytes;
         sum.published_bytes += fsdpc_round_up(published, COUNT_ALIGN);
-        plan_shards(group, &plan, options, &sum);
+        plan_shards(group, &plan, options, state_dtype, &sum);
         if (fsdpc_plan_shares_masters(group, plan.wire_dtype, &options->offload))
             sum.shared_master_bytes += fsdpc_round_up(plan.master_bytes, COUNT_ALIGN);
         if (group->frozen)

@@ -98,8 +98,9 @@ typedef struct fsdpc_unit_plan {
     size_t contribution_bytes, partial_contribution_bytes;
 } fsdpc_unit_plan;
 
-/* Over a shard group of `ranks`. */
+/* Over a shard group of `ranks`.  States have `state_dtype`; those of fp64 parameters are fp64. */
 fsdpc_status fsdpc_plan_unit(const fsdpc_param_spec *specs, int n_specs, int ranks,
-                             const fsdpc_unit_options *options, fsdpc_unit_plan *out);
+                             const fsdpc_unit_options *options, fsdpc_dtype state_dtype,
+                             fsdpc_unit_plan *out);
 
 #endif

@@ -99,10 +99,12 @@ static int read_spec(PyObject *item, fsdpc_param_spec *spec)
 
 static PyObject *plan_unit(PyObject *module, PyObject *args)
 {
-    PyObject *list, *param_dtype, *reduce_dtype, *offload = NULL;
+    PyObject *list, *param_dtype, *reduce_dtype, *offload = NULL, *states = NULL;
     int ranks;
-    if (!PyArg_ParseTuple(args, "O!iOO|O", &PyList_Type, &list, &ranks, &param_dtype, &reduce_dtype,
-                          &offload))
+    fsdpc_dtype state_dtype = FSDPC_F32;
+    if (!PyArg_ParseTuple(args, "O!iOO|OO", &PyList_Type, &list, &ranks, &param_dtype,
+                          &reduce_dtype, &offload, &states) ||
+        (states && fsdpc_py_dtype_parse(states, &state_dtype) < 0))
         return NULL;
     fsdpc_unit_options options = {
         .name = "", .cast_params = param_dtype != Py_None, .cast_reduce = reduce_dtype != Py_None};
@@ -118,7 +120,8 @@ static PyObject *plan_unit(PyObject *module, PyObject *args)
         result = read_spec(PyList_GET_ITEM(list, i), &specs[i]);
     fsdpc_unit_plan plan;
     if (result == 0)
-        result = fsdpc_py_check(fsdpc_plan_unit(specs, (int)n, ranks, &options, &plan));
+        result = fsdpc_py_check(
+            fsdpc_plan_unit(specs, (int)n, ranks, &options, state_dtype, &plan));
     PyMem_Free(specs);
     if (result < 0)
         return NULL;

@@ -2015,9 +2015,9 @@ class Unit:
         """Take the own rows of a full value."""
     def init(self, i: int, kind: str, a: Number, b: Number, seed: int, stream: int, /) -> None:
         """Initialise the own rows, as ``init_`` does."""
-    def collect(self, i: int, what: bool | Tensor, /) -> Tensor:
+    def collect(self, i: int, what: bool | Tensor, out: Tensor | None = None, /) -> Tensor:
         """Return the full value (False), the gradient (True), or that of which every rank gives its
-        rows (a tensor); collective.
+        rows (a tensor), in `out` if that is given; collective.
         """
 
     def zero_grad(self) -> None:
@@ -2139,6 +2139,7 @@ def plan_unit(
     param_dtype: dtype | None,
     reduce_dtype: dtype | None,
     offload: Offload | None = None,
+    state_dtype: dtype = ...,
     /,
 ) -> dict[str, int]:
     """Return bytes that a unit of parameters (dtype, shape, frozen) takes on a rank."""

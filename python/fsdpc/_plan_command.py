@@ -17,7 +17,8 @@ from fsdpc._cluster_options import (
     model_of,
     rates_of,
 )
-from fsdpc._train_options import DTYPES, add_choice, add_number
+from fsdpc._svg import size
+from fsdpc._train_options import STATE_DTYPES, add_number, add_storage_options
 from fsdpc.planner import plan
 from fsdpc.train import make_policy
 
@@ -32,6 +33,10 @@ example:
 All ways train on the same batch, so the fastest step is the best. Memory is
 planned to the byte, and what fits is simulated; nothing is started, and
 neither hosts nor GPUs need be here.
+
+The last lines are advice: if nothing fits, or only just, they say which other
+changes make it fit, from the least costly on: --state-dtype bf16, --offload,
+shorter --seq, --lora.
 """
 
 
@@ -50,7 +55,7 @@ def plan_parser() -> argparse.ArgumentParser:
     p.add_argument("--html", type=Path, metavar="FILE",
                    help="write a page: who owns which rows, the memory, the fastest step over time "
                    "and beside another strategy")  # fmt: skip
-    add_choice(p, "--reduce-dtype", DTYPES, "fp32", "in which gradients are sent")
+    add_storage_options(p)
     add_rates(p)
     return p
 
@@ -80,19 +85,32 @@ def main(argv: Sequence[str]) -> int:
         found = plan(
             model, memory=o.memory * 2**30, ranks=o.hosts * o.ranks_per_host,
             ranks_per_host=o.ranks_per_host, batch=o.batch, seq=o.seq, mp_policy=make_policy(o),
-            optimizer=o.optimizer, **rates_of(o),
+            optimizer=o.optimizer, offload_policy=o.offload,
+            state_dtype=None if o.state_dtype == "fp32" else STATE_DTYPES[o.state_dtype],
+            **rates_of(o),
         )  # fmt: skip
         print(header(o, p, model, argv), found.table(o.top), sep="\n")
-        if o.lora is not None:
-            print(f"each with --lora {o.lora} --init-from FOLDER")
+        if common := _common(o):
+            print(f"each with {common}")
         if o.html is not None:
             found.save(o.html, o.top)
             print(f"wrote {o.html}")
-        found.best  # noqa: B018, raises where nothing fits
+        fits = found.choices[0].fits
+        if not fits:
+            sys.stdout.flush()
+            print(f"fsdpc plan: nothing fits in {size(found.limit)}", file=sys.stderr, flush=True)
+        print(found.advise())
     except (ValueError, OSError) as error:
         print(f"fsdpc plan: {error}", file=sys.stderr)
         return 2
-    return 0
+    return 0 if fits else 2
+
+
+def _common(o: argparse.Namespace) -> str:
+    """Return the options of ``fsdpc train`` that all choices have."""
+    words = [] if o.lora is None else [f"--lora {o.lora} --init-from FOLDER"]
+    words += [] if o.state_dtype == "fp32" else [f"--state-dtype {o.state_dtype}"]
+    return " ".join(words)
 
 
 def _what_fits(o: argparse.Namespace) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from fsdpc._svg import page, size, table
+from fsdpc._svg import milliseconds, page, size, table
 from fsdpc.layout import sharding_layout
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _table(plans: Plans, rows: int) -> str:
     for c in plans.choices[:rows]:
         step, rate = "-", "-"
         if c.simulation is not None:
-            step = f"{1e3 * c.simulation.step:,.4g} ms"
+            step = milliseconds(c.simulation.step)
             rate = f"{plans.tokens / c.simulation.step:,.0f}"
         lines.append((step, rate, size(c.memory), c.options, c.reason))
     if left := len(plans.choices) - len(lines):

@@ -17,7 +17,7 @@ from fsdpc._cluster_options import (
     model_of,
     rates_of,
 )
-from fsdpc._train_options import add_sharding_options
+from fsdpc._train_options import STATE_DTYPES, add_sharding_options
 from fsdpc.simulate import SimulateOptions, simulate
 from fsdpc.train import make_policy
 
@@ -61,7 +61,8 @@ def main(argv: Sequence[str]) -> int:
             distributed.init(0, 1, deterministic=True)
         known = {each.name for each in fields(SimulateOptions)}
         options = {name: value for name, value in vars(o).items() if name in known}
-        options.update(mp_policy=make_policy(o), offload_policy=o.offload, **rates_of(o))
+        options.update(mp_policy=make_policy(o), offload_policy=o.offload, **rates_of(o),
+                       state_dtype=STATE_DTYPES[o.state_dtype])  # fmt: skip
         found = simulate(model, (o.batch, o.seq), hosts=o.hosts, ranks_per_host=o.ranks_per_host,
                          **options)  # fmt: skip
     except (ValueError, OSError) as error:

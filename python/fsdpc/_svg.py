@@ -145,6 +145,12 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], numbers: Container
     return f"<table>{begin}<tbody>{body}</tbody></table>"
 
 
+def milliseconds(seconds: float) -> str:
+    """Return a time to four digits, or to whole milliseconds."""
+    ms = 1e3 * seconds
+    return f"{ms:,.4g} ms" if ms < 9999.5 else f"{ms:,.0f} ms"
+
+
 def size(n: float) -> str:
     """Return bytes in the unit that fits them."""
     for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):

@@ -25,6 +25,7 @@ from fsdpc.offload import CLASSES, OffloadPolicy
 from fsdpc.optim import SGD, Adam, AdamW, Lion, Optimizer
 from fsdpc.strategies import ShardingStrategy, apply_strategy
 
+STATE_DTYPES = {"fp32": _core.float32, "bf16": _core.bfloat16}
 DTYPES = {"fp32": _core.float32, "bf16": _core.bfloat16, "fp16": _core.float16}
 
 # Options without a value, and those of them that --no-NAME turns off.
@@ -35,8 +36,8 @@ FIXED = ("model", "preset", "lora", "lora_alpha", "lora_targets", "optimizer", "
 # What checkpoints keep: a resume takes it from there unless it is given.
 KEPT = (
     *FIXED, "steps", "lr", "betas", "weight_decay", "clip", "schedule", "warmup", "decay",
-    "min_lr_ratio", "batch", "accumulate", "dtype", "reduce_dtype", "deterministic", "stabilize",
-    "data", "tokenizer", "vocab", "separate_documents", "init_from",
+    "min_lr_ratio", "batch", "accumulate", "dtype", "reduce_dtype", "state_dtype",
+    "deterministic", "stabilize", "data", "tokenizer", "vocab", "separate_documents", "init_from",
 )  # fmt: skip
 
 _EPILOG = """\
@@ -125,7 +126,7 @@ def parser() -> argparse.ArgumentParser:
             f"{', '.join(models.PRESETS)} (default: 2M)", metavar="SIZE")  # fmt: skip
     _train_pretrained.add_options(model)
     add_choice(model, "--dtype", DTYPES, "bf16",
-            "of compute; masters, sums and states are fp32; fp16 scales the loss")  # fmt: skip
+            "of compute; masters and sums are fp32; fp16 scales the loss")  # fmt: skip
     model.add_argument(
         "--checkpoint-activations",
         nargs="?",
@@ -216,21 +217,27 @@ def add_sharding_options(p: argparse.ArgumentParser) -> None:
         metavar="WHEN",
         help="true, false or a number of ranks (default: the strategy's)",
     )
-    add_choice(sharding, "--reduce-dtype", DTYPES, "fp32",
-               "in which gradients are written and sent")  # fmt: skip
-    sharding.add_argument(
-        "--offload",
-        type=_offload,
-        metavar="WHAT=disk:PATH",
-        help="what lies on a disk: optimizer=disk:/var/tmp, or masters=...,optimizer=...; "
-        "fraction=X: how much of it; or in host memory beside a GPU: masters=host,optimizer=host",
-    )
+    add_storage_options(sharding)
     add_switch(
         sharding,
         "--deterministic",
         "the same bits however --ranks and --accumulate split the global batch into "
         "micro-batches of --batch; on several hosts, and for the shard groups of a --mesh, only "
         "for powers of two",
+    )
+
+
+def add_storage_options(group: Any) -> None:
+    """Add what says in which dtype and where the engine's arrays lie."""
+    add_choice(group, "--reduce-dtype", DTYPES, "fp32",
+               "in which gradients are written and sent")  # fmt: skip
+    add_choice(group, "--state-dtype", STATE_DTYPES, "fp32", "of the optimizer's states")
+    group.add_argument(
+        "--offload",
+        type=_offload,
+        metavar="WHAT=disk:PATH",
+        help="what lies on a disk: optimizer=disk:/var/tmp, or masters=...,optimizer=...; "
+        "fraction=X: how much of it; or in host memory beside a GPU: masters=host,optimizer=host",
     )
 
 

@@ -249,6 +249,7 @@ def memory_plan(
     mp_policy: MixedPrecisionPolicy | None = None,
     optimizer: str | int = "adamw",
     offload_policy: OffloadPolicy | None = None,
+    state_dtype: Any = None,
 ) -> MemoryPlan:
     """Compute what the engine will hold on each rank while a model trains.
 
@@ -273,6 +274,8 @@ def memory_plan(
         Its name, or how many states it keeps for each parameter.
     offload_policy : OffloadPolicy, optional
         As :func:`fully_shard` takes it, for a model that is not sharded.
+    state_dtype : dtype, default float32
+        As the optimizer takes it.
 
     Returns
     -------
@@ -319,9 +322,12 @@ def memory_plan(
         policy = mp_policy or MixedPrecisionPolicy()
         units = _planned_units(model, plan, policy, strategy, offload_policy)
     n_states = STATES[optimizer] if isinstance(optimizer, str) else int(optimizer)
+    kept_as = _core.float32 if state_dtype is None else _core.as_dtype(state_dtype)
     plans_by = {
         name: [
-            _core.plan_unit(u.specs, shard, u.param_dtype, u.reduce_dtype, u.offload[name])
+            _core.plan_unit(
+                u.specs, shard, u.param_dtype, u.reduce_dtype, u.offload[name], kept_as
+            )
             for u in units
         ]
         for name in DEVICES

@@ -79,6 +79,13 @@ class OffloadPolicy:
                 "a path or a fraction, and nothing is on a disk: say what, as in optimizer='disk'"
             )
 
+    def __str__(self) -> str:
+        """Return what ``--offload`` of ``fsdpc train`` takes for this policy."""
+        tiers = {name: getattr(self, name) for name in CLASSES}
+        text = ",".join(f"{name}={tier}" for name, tier in tiers.items() if tier != "device")
+        text = text.replace("=disk", f"=disk:{self.path}", 1)  # one folder for all
+        return text + (f",fraction={self.fraction:g}" if self.fraction != 1 else "")
+
     @property
     def on_disk(self) -> tuple[str, ...]:
         """The classes that lie on a disk."""

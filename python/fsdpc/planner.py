@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fsdpc import _core, _plan_page
-from fsdpc._svg import size
+from fsdpc._svg import milliseconds, size
 from fsdpc.activation import checkpoint_activations
 from fsdpc.device import check_device, get_default_device
 from fsdpc.memory_plan import MemoryPlan, groups_on_hosts, memory_plan
@@ -28,8 +29,10 @@ from fsdpc.offload import OffloadPolicy
 from fsdpc.policies import MixedPrecisionPolicy
 from fsdpc.simulate import SimulateOptions, Simulation, simulate
 
+if TYPE_CHECKING:
+    from fsdpc._advice import Advice
+
 CHECKPOINTS: tuple[str | float | None, ...] = (None, 0.5, "all")
-OFFLOADS = ("none", "optimizer", "optimizer,masters")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +66,21 @@ class PlanOptions:
     simulated: dict[str, Any] = field(default_factory=dict)
 
 
+def wrapped(options: str, width: int = 76) -> list[str]:
+    """Return lines of options, each with its value on the same line."""
+    pairs = options.replace(" ", "\0").replace("\0--", " --")
+    lines = wrap(pairs, width, break_on_hyphens=False, break_long_words=False)
+    return [line.replace("\0", " ") for line in lines]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """One way to train, and what it takes.
 
     ``memory`` are bytes of a rank, its share of what the ranks of a host have in common included.
     ``simulation`` is None where that is more than there is. ``reason`` says in words why the choice
-    is where it is. ``checkpoint`` is what :func:`fsdpc.checkpoint_activations` is given.
+    is where it is. ``checkpoint`` is what :func:`fsdpc.checkpoint_activations` is given, and
+    ``offload`` what ``--offload`` takes, or "none".
     """
 
     strategy: str
@@ -96,7 +107,7 @@ class Choice:
         if self.checkpoint is not None:
             words += [f"--checkpoint-activations {self.checkpoint}"]
         if self.offload != "none":
-            words += ["--offload " + ",".join(f"{w}=disk:DIR" for w in self.offload.split(","))]
+            words += [f"--offload {self.offload}"]
         return " ".join([*words, f"--batch {self.micro_batch} --accumulate {self.accumulate}"])
 
 
@@ -120,8 +131,7 @@ class Plans:
     choices: tuple[Choice, ...]
     tokens: int
     limit: float
-    _model: Any = field(repr=False, compare=False)
-    _plan: Any = field(repr=False, compare=False)
+    case: Case = field(repr=False, compare=False)
 
     def save(self, path: str | os.PathLike[str], rows: int = 10) -> None:
         """Write a page of pictures: who owns which rows, the memory, and the step over time.
@@ -138,7 +148,7 @@ class Plans:
         OSError
             The file cannot be written.
         """
-        text = _plan_page.page_of(self, self._model, self._plan, rows)
+        text = _plan_page.page_of(self, self.case.model, self.case.simulated.get("plan"), rows)
         Path(path).write_text(text, encoding="utf-8")
 
     def _repr_html_(self) -> str:
@@ -162,17 +172,28 @@ class Plans:
             )
         return first
 
+    def advise(self) -> Advice:
+        """Look for changes by which it fits, if it does not or only just; printing shows them.
+
+        They are bf16 states of the optimizer, offload, gradients too, shorter sequences and LoRA,
+        and pairs of these if one is not enough.
+        """
+        from fsdpc._advice import advise
+
+        return advise(self)
+
     def table(self, rows: int | None = None) -> str:
         """Return the first rows as text; all by default."""
         head = f"{'step':>11} {'tokens/s':>10} {'memory':>10}  options of fsdpc train"
-        lines = [self.title, head]
+        lines = [*wrap(self.title, 80), head]
         for c in self.choices[:rows]:
             step, rate = "-", "-"
             if c.simulation is not None:
-                step = f"{1e3 * c.simulation.step:,.4g} ms"
+                step = milliseconds(c.simulation.step)
                 rate = f"{self.tokens / c.simulation.step:,.0f}"
-            lines += [f"{step:>11} {rate:>10} {size(c.memory):>10}  {c.options}",
-                      f"{'':35}{c.reason}"]  # fmt: skip
+            first, *rest = [*wrapped(c.options, 45), *wrap(c.reason, 45, break_on_hyphens=False)]
+            lines += [f"{step:>11} {rate:>10} {size(c.memory):>10}  {first}",
+                      *(f"{'':35}{each}" for each in rest)]  # fmt: skip
         left = len(self.choices) - len(self.choices[:rows])
         return "\n".join(lines + [f"and {left} more"] * bool(left))
 
@@ -183,8 +204,8 @@ class Plans:
         return self.table()
 
 
-class _Case(NamedTuple):
-    """What all choices have in common."""
+class Case(NamedTuple):
+    """What all choices of a plan have in common."""
 
     model: Any
     memory: float
@@ -230,7 +251,8 @@ def plan(
     Notes
     -----
     It tries the strategies, hybrid ones with all meshes that fit hosts; recomputation of no, half
-    of the and all blocks; micro-batches by factors of two; and a disk for the optimizer. What fits
+    of the and all blocks; micro-batches by factors of two; and a disk for the optimizer, unless an
+    ``offload_policy`` is given. :meth:`Plans.advise` goes on where nothing fits. What fits
     by :func:`fsdpc.memory_plan` is played by :func:`fsdpc.simulate`, whose limits are its own.
 
     Examples
@@ -242,19 +264,13 @@ def plan(
     '--strategy SHARD_GRAD_OP --checkpoint-activations 0.5 --batch 1 --accumulate 1'
     """
     case = _case(model, memory, ranks, bandwidth, flops, options)
-    activations = {}
-    for which in _checkpoints(case.model):
-        with _recomputing(case.model, which):
-            for micro in _micro_batches(case.options.batch):
-                found = memory_plan(case.model, 1, (micro, case.options.seq),
-                                    mp_policy=case.simulated.get("mp_policy"))  # fmt: skip
-                activations[which, micro] = found.activation or 0
-    choices = [
-        _choice(case, strategy, mesh, offload, activations)
+    kept = activations(case)
+    ways = [
+        Way(case, Sharding(strategy, mesh, offload))
         for strategy, mesh in _meshes(case.hosts, case.per_host)
         for offload in _offloads(case)
     ]
-    found = sorted((c for each in choices for c in each), key=_rank)
+    found = sorted((way.choice(*key, n) for way in ways for key, n in kept.items()), key=_rank)
     best = found[0]
     explained = tuple(
         Choice(**{**vars(c), "reason": _why(c.simulation, best.simulation)})
@@ -270,14 +286,13 @@ def plan(
         choices=explained,
         tokens=o.batch * (o.seq or 0) * ranks,
         limit=memory,
-        _model=case.model,
-        _plan=case.simulated.get("plan"),
+        case=case,
     )
 
 
 def _case(
     model: Any, memory: float, ranks: int, bandwidth: float, flops: float, options: dict[str, Any]
-) -> _Case:
+) -> Case:
     own = {each.name for each in fields(PlanOptions)} - {"simulated"}
     theirs = {each.name for each in fields(SimulateOptions)} - _CHOSEN
     latency = options.pop("latency", 0.0)
@@ -304,11 +319,11 @@ def _case(
     device = given.get("device") or get_default_device()
     check_device(device)
     wires = {"bandwidth": bandwidth, "latency": latency, "flops": flops}
-    return _Case(model, memory, ranks // per_host, per_host, device, o, given, wires)
+    return Case(model, memory, ranks // per_host, per_host, device, o, given, wires)
 
 
 #: Options of a simulation that are a choice's.
-_CHOSEN = {"strategy", "mesh", "accumulate", "offload_policy", "reshard_after_forward"}
+_CHOSEN = {"strategy", "mesh", "accumulate", "reshard_after_forward"}
 
 
 def _as_model(model: Any) -> Any:
@@ -348,9 +363,14 @@ def _meshes(hosts: int, per_host: int) -> Iterator[tuple[str, tuple[int, int]]]:
         yield "HYBRID_SHARD_ZERO2", (world // shard, shard)
 
 
-def _offloads(case: _Case) -> tuple[str, ...]:
-    disk = case.device == "cpu" and case.simulated.get("disk_bandwidth", math.inf) < math.inf
-    return OFFLOADS if disk else OFFLOADS[:1]
+def _offloads(case: Case) -> list[OffloadPolicy | None]:
+    given = case.simulated.get("offload_policy")
+    if given is not None:
+        return [given]
+    if case.device != "cpu" or case.simulated.get("disk_bandwidth", math.inf) == math.inf:
+        return [None]
+    on_disk = partial(OffloadPolicy, path=case.options.folder)
+    return [None, on_disk(optimizer="disk"), on_disk(optimizer="disk", masters="disk")]
 
 
 def _blocks(model: Any) -> list[Any]:
@@ -375,42 +395,62 @@ def _recomputing(model: Any, which: Any) -> Iterator[None]:
             block.__dict__.pop("forward", None)
 
 
-def _choice(
-    case: _Case, strategy: str, mesh: tuple[int, int], offload: str, activations: dict[Any, int]
-) -> list[Choice]:
-    """All ways to spend activations on one way to shard."""
-    policy = None
-    if offload != "none":
-        on_disk = dict.fromkeys(offload.split(","), "disk")
-        policy = OffloadPolicy(**on_disk, path=case.options.folder)
-    held = memory_plan(
-        case.model, mesh, strategy=strategy, offload_policy=policy,
-        mp_policy=case.simulated.get("mp_policy"), plan=case.simulated.get("plan"),
-        optimizer=case.simulated.get("optimizer", "adamw"),
-    ).for_device(case.device).for_hosts(case.hosts)  # fmt: skip
-    lanes = groups_on_hosts(mesh, case.hosts, case.per_host)[0].lanes
-    shared = lanes if case.device == "cpu" else 1  # ranks of a host that read one wire
-    engine = held.total - held.wire + held.wire / shared
-    found = []
-    for (which, micro), activation in activations.items():
-        made = partial(Choice, strategy=strategy, mesh=mesh, checkpoint=which, offload=offload,
-                       micro_batch=micro, accumulate=case.options.batch // micro)  # fmt: skip
-        played = None
-        if engine + activation <= case.memory:
+def activations(case: Case) -> dict[tuple[Any, int], int]:
+    """Bytes by recomputation and micro-batch: no recomputation and large micro-batches first."""
+    found = {}
+    for which in _checkpoints(case.model):
+        with _recomputing(case.model, which):
+            for micro in _micro_batches(case.options.batch):
+                plan = memory_plan(case.model, 1, (micro, case.options.seq),
+                                   mp_policy=case.simulated.get("mp_policy"))  # fmt: skip
+                found[which, micro] = plan.activation or 0
+    return found
+
+
+class Sharding(NamedTuple):
+    """How a choice spreads a model."""
+
+    strategy: str
+    mesh: tuple[int, int]
+    offload: OffloadPolicy | None
+
+
+class Way:
+    """One way to shard: what the engine holds, and choices of how to spend activations on it."""
+
+    def __init__(self, case: Case, sharding: Sharding) -> None:
+        self.case = case
+        self.sharding = sharding
+        given = case.simulated
+        self.held: MemoryPlan = memory_plan(
+            case.model, sharding.mesh, strategy=sharding.strategy, offload_policy=sharding.offload,
+            mp_policy=given.get("mp_policy"), plan=given.get("plan"),
+            optimizer=given.get("optimizer", "adamw"), state_dtype=given.get("state_dtype"),
+        ).for_device(case.device).for_hosts(case.hosts)  # fmt: skip
+        lanes = groups_on_hosts(sharding.mesh, case.hosts, case.per_host)[0].lanes
+        self.shared: int = lanes if case.device == "cpu" else 1  # ranks of a host read one wire
+        self.engine: float = self.held.total - self.held.wire + self.held.wire / self.shared
+
+    def choice(self, which: Any, micro: int, activation: int) -> Choice:
+        """Play it if it fits."""
+        case, (strategy, mesh, offload) = self.case, self.sharding
+        accumulate = case.options.batch // micro
+        made = partial(Choice, strategy=strategy, mesh=mesh, checkpoint=which,
+                       offload="none" if offload is None else str(offload), micro_batch=micro,
+                       accumulate=accumulate)  # fmt: skip
+        if self.engine + activation <= case.memory:
             with _recomputing(case.model, which):
                 played = simulate(
                     case.model, (micro, case.options.seq), hosts=case.hosts,
                     ranks_per_host=case.per_host, **case.wires,
                     **{**case.simulated, "strategy": strategy, "mesh": mesh,
-                       "offload_policy": policy, "accumulate": case.options.batch // micro},
+                       "offload_policy": offload, "accumulate": accumulate},
                 )  # fmt: skip
             activation = played.memory.activation or 0  # of the step, not of a dry run
-        if played is None or engine + activation > case.memory:
-            why = _too_much(held, shared, activation)
-            found.append(made(memory=engine + activation, reason=why))
-        else:
-            found.append(made(memory=engine + activation, simulation=played))
-    return found
+            if self.engine + activation <= case.memory:
+                return made(memory=self.engine + activation, simulation=played)
+        why = _too_much(self.held, self.shared, activation)
+        return made(memory=self.engine + activation, reason=why)
 
 
 def _rank(c: Choice) -> tuple[bool, float, float]:

@@ -56,6 +56,8 @@ class SimulateOptions:
         Seconds of a rank for each message to another host; CPUs alone.
     memory_bandwidth : float, default infinite
         Bytes a second of the optimizer's pass over masters, gradients and states.
+    state_dtype : dtype, default float32
+        Of the optimizer's states.
     offload_policy : OffloadPolicy, optional
         What lies on a disk, as :func:`fsdpc.fully_shard` takes it; its folder is not looked at.
     disk_bandwidth : float, default infinite
@@ -86,6 +88,7 @@ class SimulateOptions:
     local_latency: float = 0.0
     message: float = 0.0
     memory_bandwidth: float = math.inf
+    state_dtype: Any = None
     offload_policy: OffloadPolicy | None = None
     disk_bandwidth: float = math.inf
     core_bandwidth: float = math.inf
@@ -277,7 +280,8 @@ def simulate(
         optimizer=o.optimizer, accumulate=o.accumulate, orders=device == "cuda",
     )  # fmt: skip
     planned = partial(memory_plan, model, mesh, strategy=strategy, plan=policy,
-                      mp_policy=o.mp_policy, optimizer=o.optimizer)  # fmt: skip
+                      mp_policy=o.mp_policy, optimizer=o.optimizer,
+                      state_dtype=o.state_dtype)  # fmt: skip
     whole = planned().for_device(device)
     memory = whole
     if o.offload_policy is not None:
@@ -289,9 +293,10 @@ def simulate(
     params = {id(p): p for p in model.parameters()}.values()
     held = sum(math.prod(p.shape) * p.dtype.itemsize for p in params)
     element = (o.mp_policy and o.mp_policy.param_dtype or _core.float32).itemsize
-    numel, states = whole.grad / 4, STATES[o.optimizer]
+    state = 4 if o.state_dtype is None else _core.as_dtype(o.state_dtype).itemsize
+    numel, states = whole.grad / 4, 2 * state * STATES[o.optimizer]  # read and written
     optimizer = max(
-        numel * (12 + 8 * states + element) / o.memory_bandwidth,
+        numel * (12 + states + element) / o.memory_bandwidth,
         numel * _disk_bytes(o.offload_policy, states) / o.disk_bandwidth,
     )
     ranks = f"{hosts} host{'s' * (hosts > 1)} x {ranks_per_host} rank{'s' * (ranks_per_host > 1)}"
@@ -323,7 +328,7 @@ def simulate(
 
 def _disk_bytes(policy: OffloadPolicy | None, states: int) -> float:
     """Read and written for an element of a shard by a step, without what the page cache moves."""
-    each = {"masters": 8, "optimizer": 8 * states, "gradients": 8, "params": 0}
+    each = {"masters": 8, "optimizer": states, "gradients": 8, "params": 0}
     return policy.fraction * sum(each[name] for name in policy.on_disk) if policy else 0.0
 
 

@@ -22,6 +22,7 @@ from fsdpc._train_config import as_toml, changes, kept_options, parse
 from fsdpc._train_options import (
     DTYPES,
     OPTIMIZERS,
+    STATE_DTYPES,
     check,
     checkpoint_choice,
     keep_global_batch,
@@ -169,6 +170,7 @@ def plan_memory(
         mp_policy=make_policy(options),
         optimizer=1 if options.optimizer == "sgd" else options.optimizer,  # its momentum
         offload_policy=options.offload,
+        state_dtype=STATE_DTYPES[options.state_dtype],
     )
 
 
@@ -282,7 +284,7 @@ class Trainer:
         ]
         choice = OPTIMIZERS[o.optimizer]
         betas = {"betas": tuple(o.betas or choice.betas)} if choice.betas else {}
-        return model, choice.make(groups, lr=o.lr, **betas)
+        return model, choice.make(groups, lr=o.lr, state_dtype=STATE_DTYPES[o.state_dtype], **betas)
 
     def run(self) -> None:
         """Train, validate, write metrics, show a sample."""

@@ -67,6 +67,19 @@ def test_plan_is_the_peak(precision: str) -> None:
         del model
 
 
+@pytest.mark.ranks([1, 2])
+def test_plan_of_states_in_bf16() -> None:
+    before = fsdpc.memory_stats()["state_bytes"]
+    model = build(True, None, None)
+    optimizer = fsdpc.optim.AdamW(model.parameters(), state_dtype="bfloat16")
+    model(*batch(0, fsdpc.rank())).backward()
+    optimizer.step()
+    plan = fsdpc.memory_plan(model, state_dtype="bfloat16")
+    assert fsdpc.memory_stats()["state_bytes"] - before == plan.state
+    assert plan.state < 0.6 * fsdpc.memory_plan(model).state
+    assert plan.grad == fsdpc.memory_plan(model).grad
+
+
 @pytest.mark.ranks(4, init=False)
 @pytest.mark.parametrize("hosts", [2, 4])
 @pytest.mark.parametrize("precision", ["f32", "bf16-bf16"])

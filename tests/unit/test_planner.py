@@ -60,22 +60,24 @@ def test_choices_are_planned_and_played() -> None:
     assert "fastest: computes" in found.best.reason
     assert any("slower: " in c.reason and "more" in c.reason for c in fitting)
     text = found.table(3)
-    assert found.best.options in text and f"and {len(found.choices) - 3} more" in text
-    assert str(found).count("\n") == 1 + 2 * len(found.choices)
+    assert found.best.options in " ".join(text.split())
+    assert f"and {len(found.choices) - 3} more" in text
+    assert str(found).count(" ms ") >= len(fitting)
+    assert all(len(line) <= 80 for line in str(found).split("\n"))
 
 
 def test_options_are_those_of_fsdpc_train() -> None:
     # With a byte nothing is played, and all choices are there.
     found = fsdpc.plan(CONFIG, memory=1, batch=2, disk_bandwidth=1e9, device="cpu", **WORLD)
     offloads = {c.offload for c in found.choices}
-    assert offloads == {"none", "optimizer", "optimizer,masters"}
+    both = "masters=disk:/var/tmp,optimizer=disk"
+    assert offloads == {"none", "optimizer=disk:/var/tmp", both}
     for c in found.choices:
-        o = parser().parse_args(c.options.replace("DIR", "/var/tmp").split())
+        o = parser().parse_args(c.options.split())
         assert (o.strategy, o.batch, o.accumulate) == (c.strategy, c.micro_batch, c.accumulate)
         assert o.mesh == (c.mesh if c.strategy.startswith("HYBRID") else None)
         assert o.checkpoint_activations == (None if c.checkpoint is None else str(c.checkpoint))
-        on_disk = () if o.offload is None else o.offload.on_disk
-        assert ",".join(sorted(on_disk, reverse=True)) == c.offload.replace("none", "")
+        assert str(o.offload).replace("None", "none") == c.offload
     gpus = fsdpc.plan(CONFIG, memory=1, disk_bandwidth=1e9, device="cuda", **WORLD)
     assert {c.offload for c in gpus.choices} == {"none"}
 
@@ -124,7 +126,7 @@ def test_a_page_of_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     page = tmp_path / "plan.html"
     small = ["--preset", "2M", "--ranks-per-host", "2", "--batch", "1", "--seq", "64", "--html"]
     assert _plan_command.main([*small, str(page), "--memory", "1", "--top", "2"]) == 0
-    assert capsys.readouterr().out.endswith(f"wrote {page}\n")
+    assert f"wrote {page}\nadvice: it fits" in capsys.readouterr().out
     text = page.read_text()
     root = ET.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
     headings = [each.text for each in root.iter("{http://www.w3.org/1999/xhtml}h2")]
