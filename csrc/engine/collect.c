@@ -1,6 +1,6 @@
-/* The simple way, as it is rare (checkpoints of other tools, tests, printing).  Every rank sends
- * its piece padded to the largest one.  Pieces are runs of whole rows in rank order, so each rank
- * puts them end to end.
+/* Pieces are runs of whole rows in rank order.  If all ranks have the same number of elements, an
+ * all-gather puts them where they belong.  Else each rank sends its piece padded to the largest
+ * one, a part at a time, through a staging buffer whose size does not depend on the parameter's.
  */
 #include "engine/collect.h"
 
@@ -10,6 +10,8 @@
 #include "engine/grad_file.h"
 #include "engine/grads.h"
 #include "engine/unit_internal.h"
+
+enum { STAGING_BYTES = 4 << 20 };
 
 static size_t largest_piece(const fsdpc_layout *layout, int param)
 {
@@ -32,38 +34,66 @@ static fsdpc_status say_collective(fsdpc_status status)
                       text);
 }
 
+static bool is_even(const fsdpc_layout *layout, int param, size_t largest)
+{
+    return largest * (size_t)layout->ranks == layout->params[param].numel;
+}
+
+static fsdpc_status gather_padded(const fsdpc_unit *unit, int param, fsdpc_coll op, size_t largest,
+                                  void *out)
+{
+    const fsdpc_layout *layout = unit->layout;
+    const fsdpc_comm *comm = unit->mesh.shard;
+    fsdpc_device *device = unit->device;
+    fsdpc_stream *main = fsdpc_device_main(device);
+    const char *mine = op.send;
+    size_t element = fsdpc_dtype_bytes(op.dtype), ranks = (size_t)comm->size;
+    size_t own = fsdpc_layout_piece(layout, param, comm->rank).numel;
+    size_t part = fsdpc_max_size(STAGING_BYTES / ((ranks + 1) * element), 1);
+    part = fsdpc_min_size(part, largest);
+    char *staging = NULL;
+    FSDPC_TRY(fsdpc_device_alloc(device, FSDPC_MEM_OTHER, (ranks + 1) * part * element,
+                                 (void **)&staging));
+    char *send = staging + ranks * part * element;
+    op.send = send;
+    op.recv = staging;
+    fsdpc_status status = FSDPC_OK;
+    for (size_t begin = 0; status == FSDPC_OK && begin < largest; begin += part) {
+        op.numel = fsdpc_min_size(part, largest - begin);
+        size_t here = begin < own ? fsdpc_min_size(op.numel, own - begin) : 0;
+        if (here < op.numel)
+            status = fsdpc_device_fill(device, send, 0, op.numel * element, main);
+        if (status == FSDPC_OK)
+            status = fsdpc_device_copy(device, send, mine + begin * element, here * element, main);
+        if (status == FSDPC_OK)
+            status = say_collective(fsdpc_comm_run(unit->mesh.shard, &op));
+        for (int rank = 0; status == FSDPC_OK && rank < comm->size; rank++) {
+            fsdpc_piece piece = fsdpc_layout_piece(layout, param, rank);
+            if (begin < piece.numel)
+                status = fsdpc_device_copy(device, (char *)out + (piece.first + begin) * element,
+                                           staging + (size_t)rank * op.numel * element,
+                                           fsdpc_min_size(op.numel, piece.numel - begin) * element,
+                                           main);
+        }
+    }
+    fsdpc_device_free(device, staging);
+    return status;
+}
+
 fsdpc_status fsdpc_unit_collect_rows(const fsdpc_unit *unit, int param, fsdpc_dtype dtype,
                                      const void *mine, void *out)
 {
-    const fsdpc_layout *layout = unit->layout;
-    fsdpc_comm *comm = unit->mesh.shard;
-    size_t element = fsdpc_dtype_bytes(dtype), largest = largest_piece(layout, param);
-    size_t ranks = (size_t)comm->size, own = fsdpc_layout_piece(layout, param, comm->rank).numel;
-    char *staging = NULL;
-    FSDPC_TRY(fsdpc_device_alloc(unit->device, FSDPC_MEM_OTHER, (ranks + 1) * largest * element,
-                                 (void **)&staging));
-    char *send = staging + ranks * largest * element;
+    size_t largest = largest_piece(unit->layout, param);
     fsdpc_coll op = {.kind = FSDPC_COLL_ALL_GATHER,
                      .unit = unit->id,
-                     .what = layout->params[param].name,
+                     .what = unit->layout->params[param].name,
                      .dtype = dtype,
-                     .send = send,
-                     .recv = staging,
+                     .send = mine,
+                     .recv = out,
                      .numel = largest};
-    fsdpc_stream *main = fsdpc_device_main(unit->device);
-    fsdpc_status status = fsdpc_device_fill(unit->device, send, 0, largest * element, main);
-    if (status == FSDPC_OK)
-        status = fsdpc_device_copy(unit->device, send, mine, own * element, main);
-    if (status == FSDPC_OK)
-        status = say_collective(fsdpc_comm_run(comm, &op));
-    for (int rank = 0; status == FSDPC_OK && rank < comm->size; rank++) {
-        fsdpc_piece piece = fsdpc_layout_piece(layout, param, rank);
-        status = fsdpc_device_copy(unit->device, (char *)out + piece.first * element,
-                                   staging + (size_t)rank * largest * element,
-                                   piece.numel * element, main);
-    }
-    fsdpc_device_free(unit->device, staging);
-    return status;
+    if (is_even(unit->layout, param, largest))
+        return say_collective(fsdpc_comm_run(unit->mesh.shard, &op));
+    return gather_padded(unit, param, op, largest, out);
 }
 
 fsdpc_status fsdpc_unit_collect(fsdpc_unit *unit, int param, bool grads, void *out)

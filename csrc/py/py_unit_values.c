@@ -121,17 +121,39 @@ static PyObject *unit_init(PyObject *object, PyObject *args)
     return fsdpc_py_none(status);
 }
 
+/* The destination: what the caller gave, if it fits, else a new tensor. */
+static fsdpc_tensor *destination(const fsdpc_unit *unit, const fsdpc_place *place,
+                                 fsdpc_dtype dtype, PyObject *given)
+{
+    fsdpc_tensor *t = NULL;
+    if (!given) {
+        fsdpc_py_check(
+            fsdpc_tensor_create(fsdpc_unit_device(unit), dtype, place->ndim, place->shape, &t));
+        return t;
+    }
+    t = fsdpc_py_tensor_of(given);
+    if (!t || fsdpc_py_check(fsdpc_tensor_check_write(t)) < 0)
+        return NULL;
+    if (t->numel == place->numel && t->dtype == dtype)
+        return t;
+    PyErr_Format(PyExc_ValueError, "the destination has %zu elements of %s, and the value %zu of %s",
+                 t->numel, fsdpc_dtype_name(t->dtype), place->numel, fsdpc_dtype_name(dtype));
+    return NULL;
+}
+
 static PyObject *unit_collect(PyObject *object, PyObject *args)
 {
-    PyObject *what;
-    int param = param_and_value(object, args, &what);
-    if (param < 0 || fsdpc_py_unit_check_open((fsdpc_py_unit *)object) < 0)
+    int param;
+    PyObject *what, *given = NULL;
+    if (!PyArg_ParseTuple(args, "iO|O", &param, &what, &given) ||
+        fsdpc_py_unit_check_param((fsdpc_py_unit *)object, param) < 0 ||
+        fsdpc_py_unit_check_open((fsdpc_py_unit *)object) < 0)
         return NULL;
     fsdpc_unit *unit = unit_of(object);
     const fsdpc_place *place = place_of(object, param);
     const bool grads = what == Py_True;
     fsdpc_dtype dtype = grads ? fsdpc_unit_flat_with(unit, param).grad_dtype : place->dtype;
-    fsdpc_tensor *t = NULL, *rows = NULL;
+    fsdpc_tensor *rows = NULL;
     if (!PyBool_Check(what)) {
         const fsdpc_piece piece =
             fsdpc_layout_piece(fsdpc_unit_layout(unit), param, fsdpc_unit_mesh(unit)->shard->rank);
@@ -143,13 +165,18 @@ static PyObject *unit_collect(PyObject *object, PyObject *args)
                                 rows->numel, piece.numel);
         dtype = rows->dtype;
     }
-    fsdpc_status status =
-        fsdpc_tensor_create(fsdpc_unit_device(unit), dtype, place->ndim, place->shape, &t);
-    if (status == FSDPC_OK && rows)
+    given = given == Py_None ? NULL : given;
+    fsdpc_tensor *t = destination(unit, place, dtype, given);
+    if (!t)
+        return NULL;
+    fsdpc_status status;
+    if (rows)
         FSDPC_PY_WITHOUT_GIL(status =
                                  fsdpc_unit_collect_rows(unit, param, dtype, rows->data, t->data));
-    else if (status == FSDPC_OK)
+    else
         FSDPC_PY_WITHOUT_GIL(status = fsdpc_unit_collect(unit, param, grads, t->data));
+    if (given)
+        return status == FSDPC_OK ? Py_NewRef(given) : fsdpc_py_none(status);
     return fsdpc_py_result(PyType_GetModuleState(Py_TYPE(object)), status, t);
 }
 

@@ -49,6 +49,27 @@ def test_state_dict_is_full() -> None:
     assert len(full) == (len(plain.state_dict()) if fsdpc.rank() == 0 else 0)
 
 
+@pytest.mark.ranks([1, 2, 3])
+@pytest.mark.parametrize("rows", [1200, 1001])
+def test_full_values_take_no_memory_of_the_engine(rows: int) -> None:
+    """They are torch's, which has use for it later; uneven rows come in parts, over a buffer."""
+    torch.manual_seed(0)
+    layer = nn.Linear(3000, rows)
+    whole = {name: value.clone() for name, value in layer.state_dict().items()}
+    ours = fully_shard(layer)
+    fsdpc.reset_peak_memory_stats()
+    before = fsdpc.memory_stats()
+    for found in (fsdpc.torch.get_model_state_dict(ours), ours.state_dict()):
+        assert all(torch.equal(found[name], value) for name, value in whole.items())
+    after = fsdpc.memory_stats()
+    staged = after["total_peak_bytes"] - before["total_bytes"]
+    assert staged <= (4 << 20) + 64 < whole["weight"].nbytes
+    assert after["cached_bytes"] - before["cached_bytes"] <= 5 << 20
+    ours(torch.ones(2, 3000)).sum().backward()
+    full = fsdpc.torch.full_grad(ours.weight)
+    assert full.shape == (rows, 3000) and torch.equal(full, torch.full_like(full, 2.0))
+
+
 class Around(nn.Module):
     """A unit with a parameter of its own, and modules that are none."""
 

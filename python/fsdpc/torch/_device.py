@@ -9,11 +9,15 @@ neither waits for the other.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from fsdpc import _core, device
+
+if TYPE_CHECKING:
+    from fsdpc.torch._unit import UnitState
 
 _over: Callable[[_core.Tensor], torch.Tensor] = torch.from_dlpack
 _under: Callable[[torch.Tensor], _core.Tensor] = _core.from_dlpack
@@ -48,6 +52,24 @@ def join() -> None:
 def to_torch(memory: _core.Tensor) -> torch.Tensor:
     """Return a tensor of torch over the engine's memory."""
     return _over(memory)
+
+
+def gathered(state: UnitState, index: int, what: bool | torch.Tensor) -> torch.Tensor:
+    """Return a parameter (False), its gradient (True), or what has such rows; collective.
+
+    The memory is torch's, since users keep the result. Torch's allocator often has free memory that
+    was used before, such as that of the parameters before they were sharded. The engine's would be
+    fresh, and the first touch of a fresh page costs several times its copy.
+    """
+    join()
+    if isinstance(what, torch.Tensor):
+        dtype, rows = what.dtype, to_engine(what)
+    else:
+        dtype, rows = state.pieces[index].dtype, what
+        dtype = torch.promote_types(dtype, torch.float32) if what else dtype
+    full = torch.empty(state.shapes[index], dtype=dtype, device=home())
+    state.unit.collect(index, rows, to_engine(full))
+    return full
 
 
 def to_engine(t: torch.Tensor) -> _core.Tensor:

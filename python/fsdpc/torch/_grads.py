@@ -124,7 +124,7 @@ class PieceGrad(LocalRows):
         if state.pieces[index].grad is not self:
             return gather_rows(self.to_local(), state, index)
         state.torch_unit.take_grads(index)
-        return _device.to_torch(state.unit.collect(index, True))
+        return _device.gathered(state, index, True)
 
     def to_local(self) -> torch.Tensor:
         """Return the rows as a plain tensor, whose norm is theirs alone."""

@@ -93,7 +93,7 @@ class LocalRows(Part, torch.Tensor):
 def gather_rows(rows: torch.Tensor, state: UnitState, index: int) -> torch.Tensor:
     """Return the tensor, of any dtype, of which every rank has its rows; collective."""
     bits = rows.detach().contiguous().view(_BITS[rows.element_size()])
-    return _device.to_torch(state.unit.collect(index, _device.to_engine(bits))).view(rows.dtype)
+    return _device.gathered(state, index, bits).view(rows.dtype)
 
 
 class _Sum(torch.autograd.Function):

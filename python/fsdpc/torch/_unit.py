@@ -436,7 +436,7 @@ def full_value(state: UnitState, index: int) -> torch.Tensor:
     """Return a parameter's full value in its original dtype; collective."""
     _device.join()
     state.torch_unit.follow(index)
-    return _device.to_torch(state.unit.collect(index, False))
+    return _device.gathered(state, index, False)
 
 
 def _none() -> None:

@@ -125,7 +125,7 @@ def full_grad(p: torch.Tensor) -> torch.Tensor | None:
     if p.grad is None or info is None:
         return p.grad
     info._state.torch_unit.take_grads(info._index)
-    return _device.to_torch(info.unit.collect(info._index, True))
+    return _device.gathered(info._state, info._index, True)
 
 
 def module_state_dict(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
