@@ -120,8 +120,8 @@ static PyObject *plan_unit(PyObject *module, PyObject *args)
         result = read_spec(PyList_GET_ITEM(list, i), &specs[i]);
     fsdpc_unit_plan plan;
     if (result == 0)
-        result = fsdpc_py_check(
-            fsdpc_plan_unit(specs, (int)n, ranks, &options, state_dtype, &plan));
+        result =
+            fsdpc_py_check(fsdpc_plan_unit(specs, (int)n, ranks, &options, state_dtype, &plan));
     PyMem_Free(specs);
     if (result < 0)
         return NULL;

@@ -136,8 +136,9 @@ static fsdpc_tensor *destination(const fsdpc_unit *unit, const fsdpc_place *plac
         return NULL;
     if (t->numel == place->numel && t->dtype == dtype)
         return t;
-    PyErr_Format(PyExc_ValueError, "the destination has %zu elements of %s, and the value %zu of %s",
-                 t->numel, fsdpc_dtype_name(t->dtype), place->numel, fsdpc_dtype_name(dtype));
+    PyErr_Format(PyExc_ValueError,
+                 "the destination has %zu elements of %s, and the value %zu of %s", t->numel,
+                 fsdpc_dtype_name(t->dtype), place->numel, fsdpc_dtype_name(dtype));
     return NULL;
 }
 
