@@ -19,8 +19,8 @@
 
 enum { STAGING_BYTES = 4 << 20, POPULATED_FROM_BYTES = 1 << 20 };
 
-/* What users get is often fresh memory.  One call maps its pages for two thirds of what as many
- * faults cost, and ranks do not fault in turn, each in the other's wait for a chunk. */
+/* What users get is often fresh memory.  One call maps its pages, so that ranks
+ * do not fault in turn, each in the other's wait for a chunk. */
 static void populate(const fsdpc_device *device, void *out, size_t bytes)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
