@@ -116,7 +116,6 @@ class Progress:
             self.screen.close()
         if t.rank == 0 and self.rated_steps:
             print(f"{self.rated_seconds / self.rated_steps * 1e3:.1f} ms a step on average, "
-                  f"{t.world} rank{'s' if t.world > 1 else ''}, "
                   f"memory {_core.memory_stats()['total_peak_bytes'] / 2**20:,.0f} MiB, "
                   f"measured peak {t.peak_flops / 1e9:,.0f} GFLOP/s")  # fmt: skip
 

@@ -177,8 +177,8 @@ class Bytes:
         return _split(ByteDataset(self.options.data or default_corpus(), self.options.seq))
 
     def header(self) -> str:
-        """What is trained on."""
-        return "bytes of text"
+        """Say what is trained on; how much of it a step takes follows."""
+        return "bytes of text to train on, "
 
     def text_bytes(self, targets: np.ndarray) -> int:
         """Return how many bytes of text the targets stand for."""
@@ -285,8 +285,8 @@ class Tokens:
                                    ignore_index=ignored))  # fmt: skip
 
     def header(self) -> str:
-        """What is trained on."""
-        return f"tokens of '{self.name}' (vocabulary {self.vocab_size:,})"
+        """Say what is trained on; how much of it a step takes follows."""
+        return f"tokens of '{self.name}' (vocabulary {self.vocab_size:,}) to train on,\n"
 
     def text_bytes(self, targets: np.ndarray) -> int:
         """Return how many bytes of text the targets stand for; 0 where no tokenizer is known."""
@@ -345,9 +345,9 @@ def evaluation(loss: float, targets: int, text_bytes: int, unit: str) -> tuple[s
     """
     perplexity = math.exp(min(loss, 700.0))
     record: dict[str, Any] = {"val_loss": loss, "val_tokens": targets}
-    said = f"validation loss {loss:.4f} nats per {unit} over {targets:,} {unit}s: "
+    said = f"validation loss {loss:.4f} nats per {unit}"
     if text_bytes:
         bits = loss * targets / text_bytes / math.log(2)
         record["val_bits_per_byte"] = bits
-        said += f"{bits:.3f} bits{' per byte' if unit != 'byte' else ''}, "
-    return f"{said}perplexity {perplexity:.4g}", {**record, "val_perplexity": perplexity}
+        said += f", {bits:.3f} bits{' per byte' if unit != 'byte' else ''}"
+    return said, {**record, "val_perplexity": perplexity}

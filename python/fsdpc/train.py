@@ -59,6 +59,8 @@ from fsdpc.sharding import fully_shard
 from fsdpc.stabilizer import TrainingStabilizer
 
 PLOT_S = 60.0  # between two drawings, for which all ranks wait
+# Of samples: a model that has learnt little writes bytes that a terminal obeys.
+_SHOWN = {**dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\ufffd"), ord("\r"): None}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -305,7 +307,7 @@ class Trainer:
                         step = self.checkpoints.go_back(self.stabilizer)
                         continue
                     if o.eval_every and step % o.eval_every == 0 and step < o.steps:
-                        self._write({"step": step, **self._validation(f"step {step}: ")})
+                        self._write({"step": step, **self._validation(step)})
                     healthy = not self.stabilizer or self.stabilizer.in_a_row == 0
                     if self.checkpoints.after(step, healthy):
                         break
@@ -329,13 +331,17 @@ class Trainer:
                 self.metrics.close()
             self.loggers.close()
 
-    def _validation(self, prefix: str = "") -> dict[str, Any]:
+    def _validation(self, step: int | None = None) -> dict[str, Any]:
         """Validate, say how it went, and return the record of it."""
         if not self.options.eval_bytes:
             return {}
         text, record = evaluation(*self.validate(), self.source.unit)
+        if step is None:
+            text += f", perplexity {record['val_perplexity']:.4g}"
+        else:  # a shorter line: what it leaves out follows from the loss
+            text = f"step {step}: {text}"
         if self.rank == 0:
-            print(f"{prefix}{text}", flush=True)
+            print(text, flush=True)
         return record
 
     def _show_header(self) -> None:
@@ -344,7 +350,7 @@ class Trainer:
             title, parameters = _train_pretrained.title(o), self.model.num_parameters()
             print(f"{title}: {parameters:,} parameters, {o.dtype}, "
                   f"{self.world} rank{'s' if self.world > 1 else ''}, {o.strategy}\n"
-                  f"{data.tokens:,} {self.source.header()} to train on, "
+                  f"{data.tokens:,} {self.source.header()}"
                   f"{self.tokens_per_step:,} a step, {self.val_data.tokens:,} held out",
                   flush=True)  # fmt: skip
 
@@ -446,7 +452,7 @@ class Trainer:
 
         def show(text: str) -> None:
             if self.rank == 0:
-                print(text, end="", flush=True)
+                print(text.translate(_SHOWN), end="", flush=True)
 
         prompt = self.source.prompt
         show("---- sample ----\n" + "".join(decode(int(word)) for word in prompt))

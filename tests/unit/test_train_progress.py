@@ -11,6 +11,7 @@ import pytest
 from terminals import in_terminal, visible, widest
 
 import fsdpc
+from fsdpc.data import default_corpus
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--batch", "2", "--seq", "32", "--data", str(ROOT / "docs"), "--sample", "0")
@@ -70,6 +71,18 @@ def test_lines_instead_of_a_bar() -> None:
     output = train("--ranks", 2, "--steps", 5, "--no-progress")
     assert "%|" not in output and "\r" not in output.replace("\r\n", "\n")
     assert re.search(r"^\[0\] step 5/5  loss ", output, re.M)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_lines_fit_a_terminal_of_80_columns(ranks: int) -> None:
+    """The library's text makes the numbers as long as they are by default."""
+    library = ("--data", *default_corpus(), "--eval-bytes", 2000, "--eval-every", 2)
+    written = train("--ranks", ranks, "--steps", 4, *library)
+    lines = visible(written)
+    for each in ("bytes of text to train on", "ms a step on average", "step 2: validation loss",
+                 "bits, perplexity", "s in all"):  # fmt: skip
+        assert any(each in line for line in lines), written
+    assert max(map(len, lines)) <= 80, max(lines, key=len)
 
 
 def test_an_error_has_a_line_of_its_own() -> None:

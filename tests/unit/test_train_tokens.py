@@ -68,7 +68,7 @@ def test_tokens_of_a_folder_and_of_text_are_the_same_run(place: Place, tmp_path:
     (output, last), (_, of_text) = found
     assert last["params_crc32c"] == of_text["params_crc32c"]
     assert last["val_loss"] == of_text["val_loss"]
-    assert "tokens of 'small' (vocabulary 300) to train on" in output
+    assert "tokens of 'small' (vocabulary 300) to train on,\n" in output
     model = models.Llama(models.preset("2M").with_(vocab_size=300))
     assert f"{model.num_parameters():,} parameters" in output
 
@@ -80,7 +80,7 @@ def test_tokens_of_a_folder_and_of_text_are_the_same_run(place: Place, tmp_path:
     bits = last["val_loss"] * len(targets) / math.log(2) / size
     assert last["val_bits_per_byte"] == pytest.approx(bits)
     assert last["val_perplexity"] == pytest.approx(math.exp(last["val_loss"]))
-    assert f"nats per token over {len(targets)} tokens: {bits:.3f} bits per byte" in output
+    assert f" nats per token, {bits:.3f} bits per byte, perplexity " in output
     assert "---- sample ----\n[0] <|endoftext|>" in output and "no sample" not in output
 
     again = run("--steps", 3, "--data", place.tokens, "--checkpoint", tmp_path / "text-run",
@@ -205,12 +205,13 @@ def test_only_samples_need_the_package(place: Place) -> None:
 
 def test_what_an_evaluation_says() -> None:
     text, record = evaluation(math.log(2), 8, 8, "byte")
-    assert text == "validation loss 0.6931 nats per byte over 8 bytes: 1.000 bits, perplexity 2"
+    assert text == "validation loss 0.6931 nats per byte, 1.000 bits"
     assert record == {"val_loss": math.log(2), "val_tokens": 8, "val_bits_per_byte": 1.0,
                       "val_perplexity": pytest.approx(2)}  # fmt: skip
     text, record = evaluation(math.log(16), 8, 32, "token")
-    assert "nats per token over 8 tokens: 1.000 bits per byte, perplexity 16" in text
+    assert text == "validation loss 2.7726 nats per token, 1.000 bits per byte"
     assert record["val_bits_per_byte"] == pytest.approx(1)
+    assert record["val_perplexity"] == pytest.approx(16)
     text, record = evaluation(1.0, 8, 0, "token")
     assert "bits" not in text and "val_bits_per_byte" not in record
 
