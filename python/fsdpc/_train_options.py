@@ -42,7 +42,7 @@ KEPT = (
 
 _EPILOG = """\
 examples:
-  fsdpc train --ranks 2      a LLaMA of 2 M parameters on Python's own library
+  fsdpc train --ranks 2      a 2M LLaMA on Python's library, 1 to 3 minutes
   fsdpc train --ranks 2 --preset 10M --data notes/ --steps 2000
   fsdpc train --ranks 4 --dtype fp32 --accumulate 2 --metrics run.jsonl
   fsdpc train --ranks 2 --checkpoint run --save-hours 1 --stabilize \\
@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
     hosts.add_options(run)
     add_choice(run, "--device", ("cpu", "cuda"), "cpu",
             "what to train on; ranks on cuda take a GPU each, or share")  # fmt: skip
-    add_number(run, "--steps", 400, "optimizer steps")
+    add_number(run, "--steps", 900, "optimizer steps")
     add_number(run, "--seed", 0, "of weights, data order and dropout")
     run.add_argument("--metrics", type=Path, metavar="FILE", help="write JSON, a line a step")
     run.add_argument(
@@ -146,7 +146,7 @@ def parser() -> argparse.ArgumentParser:
     _train_tokens.add_options(data)
     add_switch(data, "--separate-documents",
                "tokens see their own document alone, where several share a sequence")  # fmt: skip
-    add_number(data, "--batch", 16, "sequences in a micro-step of one rank")
+    add_number(data, "--batch", 2, "sequences in a micro-step of one rank")
     add_number(data, "--eval-bytes", _train_tokens.HELD_OUT,
             "held-out bytes, or tokens, to validate on; 0 skips it", shown="all")  # fmt: skip
     data.add_argument(
@@ -299,8 +299,8 @@ class Choice(NamedTuple):
 
 
 OPTIMIZERS = {
-    "adamw": Choice(AdamW, 3e-3, (0.9, 0.95)),
-    "adam": Choice(Adam, 3e-3, (0.9, 0.95)),
+    "adamw": Choice(AdamW, 1.5e-3, (0.9, 0.95)),
+    "adam": Choice(Adam, 1.5e-3, (0.9, 0.95)),
     "sgd": Choice(partial(SGD, momentum=0.9), 0.1, None),
     "lion": Choice(Lion, 3e-4, (0.9, 0.99)),
 }

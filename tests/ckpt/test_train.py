@@ -167,7 +167,7 @@ def test_a_configuration_counts_as_given(tmp_path: Path) -> None:
     train("--steps", 1, "--checkpoint", tmp_path)
     (tmp_path / "own.toml").write_text("lr = 0.25\nsteps = 2\n")
     said = train("--config", tmp_path / "own.toml", "--checkpoint", tmp_path, "--resume")
-    assert "with --steps 2 (was 1), --lr 0.25 (was 0.003)\n" in said
+    assert "with --steps 2 (was 1), --lr 0.25 (was 0.0015)\n" in said
 
 
 def test_a_configuration_that_negates_is_told_what_to_write(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path) -> None:
     weights.write_bytes(content)
     output = train("--resume", "--checkpoint", folder)
     header = next(line for line in output.splitlines() if line.startswith("resumed after step 2"))
-    assert "--lr 0.001 (was 0.003)" in header and "--steps 4 (was 2)" in header
+    assert "--lr 0.001 (was 0.0015)" in header and "--steps 4 (was 2)" in header
     assert "saved after step 4" in output
     assert checkpoint.inspect(folder / "step-00000004").step == 4
 
@@ -255,7 +255,7 @@ def test_an_older_checkpoint_may_lack_the_scaler(dtypes: tuple[str, str], tmp_pa
 def test_a_default_that_is_given_is_no_change(tmp_path: Path) -> None:
     train("--steps", 20, "--batch", 1, "--schedule", "wsd", "--checkpoint", tmp_path)
     said = train("--steps", 20, "--batch", 1, "--schedule", "wsd", "--warmup", 1, "--decay", 2,
-                 "--betas", 0.9, 0.95, "--lr", 0.003, "--vocab", 256, "--clip", 1,
+                 "--betas", 0.9, 0.95, "--lr", 0.0015, "--vocab", 256, "--clip", 1,
                  "--checkpoint", tmp_path, "--resume")  # fmt: skip
     assert f"resumed after step 20 in {tmp_path}\n" in said
 

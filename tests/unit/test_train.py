@@ -55,7 +55,7 @@ def test_metrics_are_json_lines(ranks: int, tmp_path: Path) -> None:
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
     assert all(set(line) == EACH_STEP for line in steps)
     assert all(math.isfinite(value) and value >= 0 for line in steps for value in line.values())
-    assert steps[0]["lr"] == pytest.approx(3e-3) and steps[-1]["lr"] < 3e-3
+    assert steps[0]["lr"] == pytest.approx(1.5e-3) and steps[-1]["lr"] < 1.5e-3
     assert steps[0]["loss"] == pytest.approx(math.log(256), rel=0.1)
     assert (max(line["comm_ms"] for line in steps) > 0) == (ranks > 1)
     assert set(last) == AT_THE_END
@@ -65,6 +65,39 @@ def test_metrics_are_json_lines(ranks: int, tmp_path: Path) -> None:
     assert f"validation loss {last['val_loss']:.4f} nats per byte" in output
     sample = output.partition("---- sample ----")[2]
     assert "def " in sample and len(sample) > 100  # bytes, more than a context of 32 holds
+
+
+def test_the_demonstration_learns_and_shows_a_sample(tmp_path: Path) -> None:
+    """Without options, but for a short end of it."""
+    path = tmp_path / "run.jsonl"
+    words = ("--ranks", "2", "--steps", "20", "--eval-bytes", "4096", "--metrics", str(path))
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdpc", "train", *words],
+        capture_output=True, text=True, timeout=300, env=ENVIRONMENT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    *steps, last = map(json.loads, path.read_text().splitlines())
+    assert steps[0]["loss"] > 5 and last["val_loss"] < 4
+    assert len(done.stdout.partition("---- sample ----")[2]) > 300
+
+
+def test_the_recorded_demonstration_is_the_default_one() -> None:
+    """The page has the time and the loss of these options."""
+    o = train.parse([])
+    train.check(o)
+    text = (ROOT / "benchmarks" / "README.md").read_text()
+    row = " ".join(text.partition("## The main job (`make train`)")[2][:2000].split())
+    assert row.startswith(
+        f"{o.preset} LLaMA, {o.dtype}, 2 ranks on 2 cores, {o.steps} steps of "
+        f"{2 * o.batch * o.accumulate * o.seq:,} bytes, learning rate {o.lr:g}, "
+    )
+
+
+def test_a_sample_has_no_bytes_that_a_terminal_obeys() -> None:
+    """A model that knows nothing writes any byte."""
+    sample = run("--steps", 0, "--eval-bytes", 0, "--sample", 1000).partition("sample ----\n")[2]
+    assert len(sample) > 500 and "\ufffd" in sample
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", sample)
 
 
 @pytest.mark.parametrize(("asked", "seen"), [(0, None), (100, 96)])
