@@ -168,7 +168,7 @@ def test_fsdpc_train_in_fp16(tmp_path: Path) -> None:
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
     command = [sys.executable, "-m", "fsdpc", "train", "--ranks", "2", "--dtype", "fp16"]
     command += ["--data", str(text), "--steps", "12", "--batch", "2", "--seq", "64"]
-    command += ["--sample", "0", "--metrics", str(metrics)]
+    command += ["--sample", "0", "--lr", "3e-3", "--metrics", str(metrics)]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     lines = [json.loads(line, parse_constant=pytest.fail) for line in metrics.open()]
     steps = lines[:-1]
