@@ -14,14 +14,15 @@ from itertools import combinations, product
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fsdpc import _core, lora, planner
+from fsdpc import _core, lora
 from fsdpc._svg import milliseconds, size
+from fsdpc._ways import Case, Choice, Sharding, Way, activations, wrapped
 from fsdpc.models import GPT2, Llama
 from fsdpc.nn.module import deferred_init
 from fsdpc.offload import OffloadPolicy
 
 if TYPE_CHECKING:
-    from fsdpc.planner import Case, Choice, Plans
+    from fsdpc.planner import Plans
 
 #: How much of the limit stays free for allocators and libraries before more is advised.
 ROOM = 0.1
@@ -109,7 +110,7 @@ class Advised:
         head = f"{size(self.choice.memory)} a rank, {milliseconds(step)}, " + (
             f"{self.tokens / step:,.0f} tokens/s:"
         )
-        lines = [*planner.wrapped(self.options), *wrap(f"({prices})", 76, break_on_hyphens=False)]
+        lines = [*wrapped(self.options), *wrap(f"({prices})", 76, break_on_hyphens=False)]
         return "\n".join([f"  {head}", *(f"    {line}" for line in lines)])
 
 
@@ -178,7 +179,7 @@ class _Tries:
             simulated=simulated,
         )  # fmt: skip
         if (rank, seq) not in self.activations:
-            self.activations[rank, seq] = planner.activations(case)
+            self.activations[rank, seq] = activations(case)
         return case, self.activations[rank, seq]
 
     def first(self, changes: Sequence[Change]) -> Advised | None:
@@ -187,8 +188,8 @@ class _Tries:
         case, activations = self._changed(sets)
         ranks = case.hosts * case.per_host
         policy = sets.get("offload", case.simulated.get("offload_policy"))
-        shard = planner.Sharding("FULL_SHARD" if ranks > 1 else "NO_SHARD", (1, ranks), policy)
-        way = planner.Way(case, shard)
+        shard = Sharding("FULL_SHARD" if ranks > 1 else "NO_SHARD", (1, ranks), policy)
+        way = Way(case, shard)
         for key, activation in activations.items():
             if way.engine + activation > case.memory:
                 continue

@@ -10,105 +10,24 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from fsdpc import _core, _plan_page
+from fsdpc._advice import Advice, advise
 from fsdpc._svg import milliseconds, size
-from fsdpc.activation import checkpoint_activations
+from fsdpc._ways import Case, Choice, PlanOptions, Sharding, Way, activations, wrapped
 from fsdpc.device import check_device, get_default_device
-from fsdpc.memory_plan import MemoryPlan, groups_on_hosts, memory_plan
+from fsdpc.memory_plan import groups_on_hosts
 from fsdpc.models import Llama
 from fsdpc.models.config import ModelConfig, of_transformers
 from fsdpc.nn.module import Module, deferred_init
 from fsdpc.offload import OffloadPolicy
 from fsdpc.policies import MixedPrecisionPolicy
-from fsdpc.simulate import SimulateOptions, Simulation, simulate
-
-if TYPE_CHECKING:
-    from fsdpc._advice import Advice
-
-CHECKPOINTS: tuple[str | float | None, ...] = (None, 0.5, "all")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """What :func:`plan` may be told besides memory, ranks and wires.
-
-    Parameters
-    ----------
-    batch : int, default 1
-        Sequences of a rank in a step; micro-batches divide it.
-    seq : int, optional
-        Words in a sequence; by default the longest that the model takes.
-    ranks_per_host : int, optional
-        By default all ranks are on one host.
-    folder : str, default "/var/tmp"
-        For offload to a disk, which is tried where ``disk_bandwidth`` is given; CPUs alone.
-    simulated : dict, optional
-        Other fields of :class:`SimulateOptions`, as ``local_bandwidth``; for all choices.
-
-    Examples
-    --------
-    >>> import fsdpc
-    >>> fsdpc.PlanOptions(batch=8, seq=2048).batch
-    8
-    """
-
-    batch: int = 1
-    seq: int | None = None
-    ranks_per_host: int | None = None
-    folder: str = "/var/tmp"
-    simulated: dict[str, Any] = field(default_factory=dict)
-
-
-def wrapped(options: str, width: int = 76) -> list[str]:
-    """Return lines of options, each with its value on the same line."""
-    pairs = options.replace(" ", "\0").replace("\0--", " --")
-    lines = wrap(pairs, width, break_on_hyphens=False, break_long_words=False)
-    return [line.replace("\0", " ") for line in lines]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """One way to train, and what it takes.
-
-    ``memory`` are bytes of a rank, its share of what the ranks of a host have in common included.
-    ``simulation`` is None where that is more than there is. ``reason`` says in words why the choice
-    is where it is. ``checkpoint`` is what :func:`fsdpc.checkpoint_activations` is given, and
-    ``offload`` what ``--offload`` takes, or "none".
-    """
-
-    strategy: str
-    mesh: tuple[int, int]
-    checkpoint: str | float | None
-    offload: str
-    micro_batch: int
-    accumulate: int
-    memory: float
-    simulation: Simulation | None = None
-    reason: str = ""
-
-    @property
-    def fits(self) -> bool:
-        """Whether it needs no more memory than there is."""
-        return self.simulation is not None
-
-    @property
-    def options(self) -> str:
-        """Return the options of ``fsdpc train`` that choose it."""
-        words = [f"--strategy {self.strategy}"]
-        if self.strategy.startswith("HYBRID"):
-            words += [f"--mesh {self.mesh[0]}x{self.mesh[1]}"]
-        if self.checkpoint is not None:
-            words += [f"--checkpoint-activations {self.checkpoint}"]
-        if self.offload != "none":
-            words += [f"--offload {self.offload}"]
-        return " ".join([*words, f"--batch {self.micro_batch} --accumulate {self.accumulate}"])
+from fsdpc.simulate import SimulateOptions, Simulation
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -178,8 +97,6 @@ class Plans:
         They are bf16 states of the optimizer, offload, gradients too, shorter sequences and LoRA,
         and pairs of these if one is not enough.
         """
-        from fsdpc._advice import advise
-
         return advise(self)
 
     def table(self, rows: int | None = None) -> str:
@@ -202,19 +119,6 @@ class Plans:
 
     def __str__(self) -> str:
         return self.table()
-
-
-class Case(NamedTuple):
-    """What all choices of a plan have in common."""
-
-    model: Any
-    memory: float
-    hosts: int
-    per_host: int
-    device: str
-    options: PlanOptions
-    simulated: dict[str, Any]
-    wires: dict[str, float]
 
 
 def plan(
@@ -341,10 +245,6 @@ def _as_model(model: Any) -> Any:
         return Llama(config)
 
 
-def _micro_batches(batch: int) -> list[int]:
-    return [batch >> i for i in range(batch.bit_length()) if batch % (1 << i) == 0]
-
-
 def _meshes(hosts: int, per_host: int) -> Iterator[tuple[str, tuple[int, int]]]:
     world = hosts * per_host
     yield "NO_SHARD", (world, 1)
@@ -373,97 +273,10 @@ def _offloads(case: Case) -> list[OffloadPolicy | None]:
     return [None, on_disk(optimizer="disk"), on_disk(optimizer="disk", masters="disk")]
 
 
-def _blocks(model: Any) -> list[Any]:
-    return list(model.blocks()) if callable(getattr(model, "blocks", None)) else []
-
-
-def _checkpoints(model: Any) -> tuple[str | float | None, ...]:
-    """Not where blocks are recomputed already, or there are none."""
-    blocks = _blocks(model)
-    plain = blocks and not any("forward" in block.__dict__ for block in blocks)
-    return CHECKPOINTS if plain else CHECKPOINTS[:1]
-
-
-@contextmanager
-def _recomputing(model: Any, which: Any) -> Iterator[None]:
-    if which is not None:
-        checkpoint_activations(_blocks(model), which)
-    try:
-        yield
-    finally:
-        for block in _blocks(model) if which is not None else ():
-            block.__dict__.pop("forward", None)
-
-
-def activations(case: Case) -> dict[tuple[Any, int], int]:
-    """Bytes by recomputation and micro-batch: no recomputation and large micro-batches first."""
-    found = {}
-    for which in _checkpoints(case.model):
-        with _recomputing(case.model, which):
-            for micro in _micro_batches(case.options.batch):
-                plan = memory_plan(case.model, 1, (micro, case.options.seq),
-                                   mp_policy=case.simulated.get("mp_policy"))  # fmt: skip
-                found[which, micro] = plan.activation or 0
-    return found
-
-
-class Sharding(NamedTuple):
-    """How a choice spreads a model."""
-
-    strategy: str
-    mesh: tuple[int, int]
-    offload: OffloadPolicy | None
-
-
-class Way:
-    """One way to shard: what the engine holds, and choices of how to spend activations on it."""
-
-    def __init__(self, case: Case, sharding: Sharding) -> None:
-        self.case = case
-        self.sharding = sharding
-        given = case.simulated
-        self.held: MemoryPlan = memory_plan(
-            case.model, sharding.mesh, strategy=sharding.strategy, offload_policy=sharding.offload,
-            mp_policy=given.get("mp_policy"), plan=given.get("plan"),
-            optimizer=given.get("optimizer", "adamw"), state_dtype=given.get("state_dtype"),
-        ).for_device(case.device).for_hosts(case.hosts)  # fmt: skip
-        lanes = groups_on_hosts(sharding.mesh, case.hosts, case.per_host)[0].lanes
-        self.shared: int = lanes if case.device == "cpu" else 1  # ranks of a host read one wire
-        self.engine: float = self.held.total - self.held.wire + self.held.wire / self.shared
-
-    def choice(self, which: Any, micro: int, activation: int) -> Choice:
-        """Play it if it fits."""
-        case, (strategy, mesh, offload) = self.case, self.sharding
-        accumulate = case.options.batch // micro
-        made = partial(Choice, strategy=strategy, mesh=mesh, checkpoint=which,
-                       offload="none" if offload is None else str(offload), micro_batch=micro,
-                       accumulate=accumulate)  # fmt: skip
-        if self.engine + activation <= case.memory:
-            with _recomputing(case.model, which):
-                played = simulate(
-                    case.model, (micro, case.options.seq), hosts=case.hosts,
-                    ranks_per_host=case.per_host, **case.wires,
-                    **{**case.simulated, "strategy": strategy, "mesh": mesh,
-                       "offload_policy": offload, "accumulate": accumulate},
-                )  # fmt: skip
-            activation = played.memory.activation or 0  # of the step, not of a dry run
-            if self.engine + activation <= case.memory:
-                return made(memory=self.engine + activation, simulation=played)
-        why = _too_much(self.held, self.shared, activation)
-        return made(memory=self.engine + activation, reason=why)
-
-
 def _rank(c: Choice) -> tuple[bool, float, float]:
     """Steps that are the same to four digits go by memory."""
     step = c.simulation.step if c.simulation is not None else 0.0
     return not c.fits, float(f"{step:.4g}"), c.memory
-
-
-def _too_much(held: MemoryPlan, shared: int, activation: int) -> str:
-    parts = {"wire": held.wire / shared, "master": held.master, "grad": held.grad,
-             "state": held.state, "reduce": held.reduce, "activation": activation}  # fmt: skip
-    largest = sorted(parts, key=lambda name: -parts[name])[:2]
-    return "does not fit: " + " and ".join(f"{size(parts[n])} of {n}" for n in largest)
 
 
 def _why(mine: Simulation, best: Simulation) -> str:
