@@ -4,7 +4,7 @@
  * pieces (the first has nine bits, so n times it is exact), exp(r) by a minimax polynomial, the
  * scaling in two steps so that subnormal results are right.  tanh goes through exp(2|x|) - 1, which
  * keeps all bits near zero, as does expm1.  erf is a polynomial below 0.93 and 1 - exp(polynomial)
- * above (after N. Juffa's), with AVX-512 one of sixteen polynomials.
+ * above (after N. Juffa's), with AVX2 one of eight polynomials, with AVX-512 one of sixteen.
  *
  * log(x) = k ln 2 + log(1 + f) with x = 2^k (1 + f) and 1 + f from sqrt(1/2) to sqrt 2, by a
  * minimax polynomial; log1p finds its f without rounding 1 + x.  sin and cos subtract n pi/2 in
@@ -85,12 +85,16 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_tanh(fsdpc_vf x)
     return fsdpc_vf_copysign(t / (t + 2.0f), x);
 }
 
-#if defined(FSDPC_VEC_AVX512)
-/* erf(t) / t by a polynomial of t's distance to the nearest quarter, whose coefficients are looked up:
- * half the work of one polynomial near zero and another with exp. */
+#if defined(FSDPC_VEC_AVX512) || defined(FSDPC_VEC_AVX2)
+/* erf(t) / t by a polynomial of t's distance to the nearest quarter, with AVX2 half, whose
+ * coefficients are looked up: half the work of one polynomial near zero and another with exp. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_erf_table_(fsdpc_vf x)
 {
-    static const float table[6][16] = {
+#if defined(FSDPC_VEC_AVX512)
+    enum { TERMS = 6 };
+    const float end = 3.875f;                         /* from here on it is 1 */
+    const fsdpc_vf magic = fsdpc_vf_splat(0x1.8p21f); /* sums with it end at quarters */
+    static const float table[TERMS][16] = {
         {-3.12642863e-11f, -0.0356895626f, -0.04978019f, -0.0376870818f, -0.0125384182f,
          0.00850323215f, 0.0169937126f, 0.0149851497f, 0.00887202844f, 0.00349453348f,
          0.000448343955f, -0.000704414444f, -0.000878721359f, -0.000718009309f, -0.000514393905f,
@@ -111,16 +115,39 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_erf_table_(fsdpc_vf x)
          0.644070089f, 0.563812375f, 0.497661144f, 0.44379434f, 0.399837226f, 0.363599777f,
          0.333325982f, 0.307690978f, 0.28571406f, 0.266666651f},
     };
-    const fsdpc_vf magic = fsdpc_vf_splat(0x1.8p21f); /* sums with it end at quarters */
+#else
+    enum { TERMS = 7 };
+    const float end = 3.75f;
+    const fsdpc_vf magic = fsdpc_vf_splat(0x1.8p22f);
+    static const float table[TERMS][8] = {
+        {0.0492701605f, -0.000571866636f, 0.0172053389f, 0.0019071094f, -0.00451947981f,
+         -0.00155270414f, -0.000421504141f, 0.000621291867f},
+        {-0.0612757094f, -0.0489163585f, -0.0126927625f, 0.0166624021f, 0.00890268572f,
+         0.000512171362f, -0.000869291194f, -0.000515487045f},
+        {0.131950349f, 0.0324183367f, -0.0567366146f, -0.0405641273f, -0.00459224265f,
+         0.00507366192f, 0.00371274468f, 0.00182628026f},
+        {-0.00287147448f, 0.166864216f, 0.125889927f, 0.0162047371f, -0.0251805596f, -0.0212416593f,
+         -0.0120311817f, -0.00665010512f},
+        {-0.375916272f, -0.229915679f, 0.0124872997f, 0.114466287f, 0.098580204f, 0.0614463128f,
+         0.0368799195f, 0.0233194605f},
+        {-6.59000716e-06f, -0.324434072f, -0.42759335f, -0.350093305f, -0.238497064f, -0.159063548f,
+         -0.111062236f, -0.0816310495f},
+        {1.12837923f, 1.04099977f, 0.842700779f, 0.644070089f, 0.497661144f, 0.399837226f,
+         0.333325982f, 0.28571406f},
+    };
+#endif
     fsdpc_vf t = fsdpc_vf_abs(x), sum = t + magic, u = t - (sum - magic), q = u;
-#pragma GCC unroll 6
-    for (int i = 0; i < 6; i++) {
-        __m512 row = _mm512_permutexvar_ps((__m512i)sum, _mm512_loadu_ps(table[i]));
-        q = i ? fsdpc_vf_fma(q, u, (fsdpc_vf)row) : (fsdpc_vf)row;
+#pragma GCC unroll 7
+    for (int i = 0; i < TERMS; i++) {
+#if defined(FSDPC_VEC_AVX512)
+        fsdpc_vf row = (fsdpc_vf)_mm512_permutexvar_ps((__m512i)sum, _mm512_loadu_ps(table[i]));
+#else
+        fsdpc_vf row = (fsdpc_vf)_mm256_permutevar8x32_ps(_mm256_loadu_ps(table[i]), (__m256i)sum);
+#endif
+        q = i ? fsdpc_vf_fma(q, u, row) : row;
     }
-    const __m512 one = _mm512_set1_ps(1.0f);
-    __mmask16 far = _mm512_cmp_ps_mask((__m512)t, _mm512_set1_ps(3.875f), _CMP_GE_OQ);
-    __m512 y = _mm512_mask_mov_ps(_mm512_min_ps(one, (__m512)(q * t)), far, one); /* NaN stays */
+    const fsdpc_vf one = fsdpc_vf_splat(1.0f);
+    fsdpc_vf y = fsdpc_vf_select(t >= end, one, fsdpc_vf_min(one, q * t)); /* NaN stays */
     return (fsdpc_vf)((fsdpc_vu)y | ((fsdpc_vu)x & 0x80000000u));
 }
 #endif
@@ -128,7 +155,7 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_erf_table_(fsdpc_vf x)
 /* At most 3 ulp; odd, keeps NaN. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_erf(fsdpc_vf x)
 {
-#if defined(FSDPC_VEC_AVX512)
+#if defined(FSDPC_VEC_AVX512) || defined(FSDPC_VEC_AVX2)
     return fsdpc_vf_erf_table_(x);
 #else
     fsdpc_vf t = fsdpc_vf_min(fsdpc_vf_splat(8.0f), fsdpc_vf_abs(x)), s = t * t;
