@@ -51,6 +51,7 @@ enum {
     CLASS_COUNT = LINEAR_CLASSES + 8 * (62 - 9 + 1),
     HUGE_PAGE_BYTES = 2 << 20,
     MAPPED_FROM_BYTES = 4 << 20,
+    HEAP_BLOCK_BYTES = (32 << 20) - (64 << 10), /* with malloc's header and padding not above 32 MiB */
     MAGIC_LIVE = 0x6d656d31,
     MAGIC_CACHED = 0x6d656d30,
 };
@@ -272,4 +273,10 @@ void fsdpc_mem_trim(fsdpc_mem *mem)
             system_release(block);
         }
     }
+}
+
+void fsdpc_mem_keep_heap(void)
+{
+    void *volatile block = malloc(HEAP_BLOCK_BYTES); /* volatile: compilers drop an unused pair */
+    free(block);
 }

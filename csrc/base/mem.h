@@ -64,6 +64,11 @@ void fsdpc_mem_stats_read(fsdpc_mem *mem, fsdpc_mem_stats *out);
 void fsdpc_mem_peak_reset(fsdpc_mem *mem);
 void fsdpc_mem_trim(fsdpc_mem *mem); /* gives cached blocks back to the system */
 
+/* Lets malloc keep up to 64 MiB of free memory at the end of its heap, and take blocks of up to
+ * 32 MiB from there.  glibc comes to that by itself once a block of that size is freed, and not at
+ * all where its user set MALLOC_TRIM_THRESHOLD_ or the like. */
+void fsdpc_mem_keep_heap(void);
+
 static inline const char *fsdpc_mem_kind_name(fsdpc_mem_kind kind)
 {
     static const char *const names[] = {

@@ -105,6 +105,10 @@ static PyObject *torch_unit_bind(PyObject *object, PyObject *args)
     Py_XSETREF(self->set_version, Py_NewRef(set));
     Py_XSETREF(self->at_end, Py_NewRef(at_end));
     Py_XSETREF(self->mates, Py_NewRef(mates));
+    /* The foreign library keeps gradients where activations were, at the end of malloc's heap.  Ours
+     * go at once, so malloc would give that memory back in each backward and fault it in again. */
+    if (!self->gives_back)
+        fsdpc_mem_keep_heap();
     self->bound = true;
     Py_RETURN_NONE;
 }

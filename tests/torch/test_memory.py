@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import resource
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -118,3 +121,33 @@ def test_a_deleted_model_frees_everything(after: str) -> None:
             grad.norm()
         del grad
     assert fsdpc.memory_stats()["master_bytes"] == 0
+
+
+#: Prints the page faults of each of some steps.
+STEPS = """
+import resource, torch
+from torch import nn
+from fsdpc.torch import fully_shard, optim
+
+torch.set_num_threads(1)
+model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8)])
+for unit in model:
+    fully_shard(unit)
+fully_shard(model)
+optimizer = optim.AdamW(model.parameters())
+x = torch.randn(512, 512)
+for _ in range(8):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_steps_fault_no_memory_in_again() -> None:
+    """malloc keeps what a backward frees: gradients do not stay there to hold the heap's end."""
+    done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True)
+    faults = [int(line) for line in done.stdout.split()]
+    assert len(faults) == 8
+    assert max(faults[-4:]) * resource.getpagesize() < 4 * 2**20
