@@ -51,7 +51,7 @@ enum {
     CLASS_COUNT = LINEAR_CLASSES + 8 * (62 - 9 + 1),
     HUGE_PAGE_BYTES = 2 << 20,
     MAPPED_FROM_BYTES = 4 << 20,
-    HEAP_BLOCK_BYTES = (32 << 20) - (64 << 10), /* with malloc's header and padding not above 32 MiB */
+    HEAP_BLOCK_BYTES = (32 << 20) - (64 << 10), /* below 32 MiB with malloc's header */
     MAGIC_LIVE = 0x6d656d31,
     MAGIC_CACHED = 0x6d656d30,
 };

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import resource
 import subprocess
 import sys
 import weakref
@@ -136,7 +135,7 @@ for unit in model:
 fully_shard(model)
 optimizer = optim.AdamW(model.parameters())
 x = torch.randn(512, 512)
-for _ in range(8):
+for _ in range(30):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     model(x).square().mean().backward()
     optimizer.step()
@@ -149,5 +148,5 @@ def test_steps_fault_no_memory_in_again() -> None:
     """malloc keeps what a backward frees: gradients do not stay there to hold the heap's end."""
     done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True)
     faults = [int(line) for line in done.stdout.split()]
-    assert len(faults) == 8
-    assert max(faults[-4:]) * resource.getpagesize() < 4 * 2**20
+    assert len(faults) == 30
+    assert sum(faults[10:]) < 2_000  # 260 found, 8,000 where malloc gives memory back
