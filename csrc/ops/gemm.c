@@ -11,10 +11,10 @@
  * and reading A once each through L3, which at 30 GB/s took a quarter of a bf16 product at 1024.
  *
  * With one block of k a tile's sums go straight to C.  With several in one pass, a row of tiles
- * keeps its sums in fp32 in between; with several passes (k above 2048 for AMX, 3072 for
- * AVX-512, the path's kc for others) at most ROWS rows do, in a private area.  So partial sums are
- * never rounded to bf16 and C is read and written once.  A sum is one chain over ascending k,
- * therefore equal for every cut of m, n, k.
+ * keeps its sums in fp32 in between; with several passes (k above blocks x kc of the path, 128 for
+ * at most FEW_ROWS rows) at most ROWS rows do, in a private area.  So partial sums are never rounded
+ * to bf16 and C is read and written once.  A sum is one chain over ascending k, therefore equal for
+ * every cut of m, n, k.
  *
  * Threads take panels of A to pack, then blocks of C to compute, from a counter; each has its own
  * place for B's block and the sums.  C is cut over columns first, since cuts over rows make threads
@@ -36,6 +36,8 @@
 enum {
     SLAB_BYTES = 16 << 20,
     ROWS = 512,
+    FEW_ROWS = 16, /* of A': B is packed for them panel by panel, as it streams from memory */
+    FEW_KC = 128,  /* most of k packed at a time then: a panel of B stays in L1 */
     HUGE_FROM_BYTES = 256 << 10,
     HUGE_BYTES = 4 << 20,
     INLINE_WORK = 1 << 18, /* multiplications below which threads cost more than they give */
@@ -110,10 +112,11 @@ static plan plan_make(const fsdpc_gemm_path *path, const fsdpc_gemm_args *args, 
     if ((double)m * (double)n * (double)k < INLINE_WORK)
         p.threads = 1;
     size_t team = (size_t)p.threads;
+    bool few = m <= FEW_ROWS && !args->windows;
 
-    p.kc = fsdpc_round_up(even_block(k, path->kc, 1), 32);
+    p.kc = fsdpc_round_up(even_block(k, few ? FEW_KC : path->kc, 1), 32);
     size_t blocks = fsdpc_max_size(fsdpc_ceil_div(k, p.kc), 1);
-    p.blocks = even_block(blocks, path->blocks, 1);
+    p.blocks = even_block(blocks, few ? 1 : path->blocks, 1);
     p.passes = fsdpc_ceil_div(blocks, p.blocks);
     p.a_panel_bytes = fsdpc_gemm_panel_bytes(path, path->mr, p.kc);
     p.b_panel_bytes = fsdpc_gemm_panel_bytes(path, path->nr, p.kc);
@@ -127,7 +130,8 @@ static plan plan_make(const fsdpc_gemm_path *path, const fsdpc_gemm_args *args, 
     size_t most_cols = path->b_bytes / (p.blocks * p.kc * path->element_bytes);
     most_cols = fsdpc_max_size(fsdpc_min_size(most_cols, path->nc) / path->nr, 1);
     size_t cols = fsdpc_ceil_div(p.b_panels, most_cols);
-    cols = fsdpc_min_size(fsdpc_round_up(cols, team), fsdpc_ceil_div(p.b_panels, 2));
+    cols = few ? p.b_panels
+               : fsdpc_min_size(fsdpc_round_up(cols, team), fsdpc_ceil_div(p.b_panels, 2));
     p.col_panels = even_block(p.b_panels, p.b_panels, cols);
     cols = fsdpc_ceil_div(p.b_panels, p.col_panels);
     size_t most_rows = p.passes > 1 ? ROWS / path->mr : p.slab_panels;
@@ -488,7 +492,8 @@ static product product_of(const fsdpc_gemm_args *args, size_t index)
               .ld = args->ldb,
               .lines = args->n,
               .along_k = args->trans_b,
-              .dtype = args->dtype},
+              .dtype = args->dtype,
+              .streams = args->m <= FEW_ROWS && !args->windows},
         .windows = args->windows,
         .c = {.c = (char *)args->c + index * args->stride_c * c_bytes,
               .ldc = args->ldc,

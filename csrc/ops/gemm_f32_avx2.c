@@ -3,12 +3,16 @@
  * Twelve registers of sums hide the latency of FMA (two a cycle, four to five cycles each), two
  * hold a row of B's panel, two are left for elements of A.  Serves bf16 and fp16 too, widened by
  * packing.
+ *
+ * Blocks fit a core with 512 KiB of L2.  B is packed for up to eight blocks of k, so its sums stay in
+ * L1 and B is packed once for all rows; tiles prefetch the next panel of A.
  */
 #include "base/cpu.h"
 #if defined(__x86_64__)
 
 enum { MR = 6, NR = 16 };
 
+#define AHEAD_BYTES 8
 #define ROWS X(0) X(1) X(2) X(3) X(4) X(5)
 
 #include "ops/gemm_f32_body.h"
@@ -18,9 +22,9 @@ const fsdpc_gemm_path fsdpc_gemm_f32_avx2 = {
     .mr = MR,
     .nr = NR,
     .kc = 256,
-    .blocks = 1,
+    .blocks = 8,
     .nc = 512,
-    .b_bytes = 512 << 10,
+    .b_bytes = 384 << 10,
     .element_bytes = sizeof(float),
     .sum_bytes = sizeof(float),
     .pack_a = pack_a,

@@ -105,6 +105,28 @@ FSDPC_INLINE void transpose_widened(float *to, size_t width, const fsdpc_gemm_op
     transpose_square((uint32_t *)to, width, copy, sizeof copy[0]);
 }
 
+/* A whole square of bf16, twice as deep: it transposes words of two k, then splits and widens them. */
+FSDPC_INLINE void transpose_pairs(float *to, size_t width, const uint16_t *from, size_t ld)
+{
+    _Alignas(64) uint32_t words[SQUARE * SQUARE];
+    transpose_square(words, SQUARE, from, ld * sizeof *from);
+    for (size_t i = 0; i < SQUARE; i++, to += 2 * width) {
+        fsdpc_vu word = (fsdpc_vu)fsdpc_vf_load((const float *)words + i * SQUARE);
+        fsdpc_vf_store(to, (fsdpc_vf)(word << 16));
+        fsdpc_vf_store(to + width, (fsdpc_vf)(word & 0xffff0000u));
+    }
+}
+
+/* Prefetches the lines from `first` on in address order, because squares read one cache line from
+ * each of many rows, which hardware does not prefetch.  `done` elements were requested before. */
+FSDPC_INLINE void prefetch_panel(const fsdpc_gemm_operand *from, size_t first, size_t done,
+                                 size_t count, size_t bytes)
+{
+    const char *at = (const char *)from->data + (first * from->ld + done) * bytes;
+    for (size_t byte = 0; byte < count * bytes; byte += 64)
+        __builtin_prefetch(at + byte, 0, 2);
+}
+
 /* Note [whole vectors].  Panels of A are 14 or 6 wide and vectors 16 or 8.  Packers store whole
  * vectors in ascending k, so that the next row overwrites what was beyond the width (the panel has
  * room after its last row).  Its content does not matter, therefore a full panel also reads whole
@@ -134,17 +156,26 @@ FSDPC_INLINE void pack_f32_as(float *panel, size_t width, const fsdpc_gemm_opera
         }
         return;
     }
-    for (size_t k = 0; k < k_count; k += SQUARE) {
-        size_t k_left = fsdpc_min_size(k_count - k, SQUARE);
+    size_t bytes = dtype == FSDPC_F32 ? 4 : 2;
+    for (size_t k = 0, depth; k < k_count; k += depth) {
+        bool pairs = dtype == FSDPC_BF16 && k_count - k >= 2 * SQUARE;
+        depth = pairs ? 2 * SQUARE : fsdpc_min_size(k_count - k, SQUARE);
         for (size_t j = 0; j < width; j += SQUARE) {
             size_t lines = j < count ? fsdpc_min_size(count - j, SQUARE) : 0;
             float *to = panel + k * width + j;
-            if (dtype == FSDPC_F32 && lines == SQUARE && k_left == SQUARE)
-                transpose_square((uint32_t *)to, width,
-                                 (const float *)from->data + (first + j) * from->ld + k_first + k,
-                                 from->ld * sizeof(float));
+            const char *at =
+                (const char *)from->data + ((first + j) * from->ld + k_first + k) * bytes;
+            if (from->streams)
+                prefetch_panel(from, first + width, (k_first + k) * width + j * depth,
+                               SQUARE * depth, bytes);
+            if (pairs && lines == SQUARE)
+                transpose_pairs(to, width, (const uint16_t *)at, from->ld);
+            else if (dtype == FSDPC_F32 && lines == SQUARE && depth == SQUARE)
+                transpose_square((uint32_t *)to, width, at, from->ld * sizeof(float));
             else
-                transpose_widened(to, width, from, first + j, lines, k_first + k, k_left, dtype);
+                for (size_t i = 0; i < depth; i += SQUARE)
+                    transpose_widened(to + i * width, width, from, first + j, lines,
+                                      k_first + k + i, fsdpc_min_size(depth - i, SQUARE), dtype);
         }
     }
 }

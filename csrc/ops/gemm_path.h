@@ -28,6 +28,7 @@ typedef struct fsdpc_gemm_operand {
     size_t ld, lines;
     bool along_k; /* neighbours in memory differ in k (A plain, B transposed), else in the line */
     fsdpc_dtype dtype;
+    bool streams; /* panels are packed one by one, each through all of k */
 } fsdpc_gemm_operand;
 
 /* Where a tile ends up. */

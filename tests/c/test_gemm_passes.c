@@ -1,8 +1,8 @@
 /* bf16 products of great depth against an fp64 reference.
  *
- * AMX packs B for at most four blocks of 512 k at a time, AVX-512 for four of 768; a deeper product
- * makes several passes, in which up to 512 rows keep their sums.  Here are products of two and
- * three passes, in the forms of a layer.  fp32 results are held to the bound that test_gemm.c
+ * AMX and AVX2 pack B for at most 2048 k at a time, AVX-512 for four blocks of 768; a deeper
+ * product makes several passes, in which up to 512 rows keep their sums.  A product of up to 16 rows
+ * makes a pass every 128 k.  Here are products of several passes, in the forms of a layer.  fp32 results are held to the bound that test_gemm.c
  * explains, bf16 results must be their rounding, whatever the number of threads.
  */
 #include <math.h>
@@ -182,11 +182,11 @@ static void product_check(fsdpc_stream *stream, product *it, int form, bool accu
 static void test_passes(fsdpc_stream *stream)
 {
     static const size_t shapes[][3] = {
-        {70, 300, 2100}, {70, 300, 4200}, {64, 96, 4096}, {544, 40, 2100}};
-    for (size_t s = 0; s < 4; s++) {
+        {70, 300, 2100}, {12, 75, 2100}, {70, 300, 4200}, {64, 96, 4096}, {544, 40, 2100}};
+    for (size_t s = 0; s < 5; s++) {
         product it = product_make(shapes[s][0], shapes[s][1], shapes[s][2]);
-        /* elsewhere a pass is one block: test_forms has several */
-        int least = s == 0 ? FSDPC_ISA_PORTABLE : FSDPC_ISA_AVX512;
+        /* a pass of the portable path is one block: test_forms has several */
+        int least = s < 2 ? FSDPC_ISA_PORTABLE : FSDPC_ISA_AVX2;
         for (int isa = least; isa <= (int)fsdpc_isa_best(); isa++) {
             stream->device->isa = (fsdpc_isa)isa;
             for (int form = 0; form < 3; form++)
