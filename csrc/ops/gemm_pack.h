@@ -105,7 +105,7 @@ FSDPC_INLINE void transpose_widened(float *to, size_t width, const fsdpc_gemm_op
     transpose_square((uint32_t *)to, width, copy, sizeof copy[0]);
 }
 
-/* A whole square of bf16, twice as deep: it transposes words of two k, then splits and widens them. */
+/* A whole square of bf16, twice as deep: words of two k are transposed, then split and widened. */
 FSDPC_INLINE void transpose_pairs(float *to, size_t width, const uint16_t *from, size_t ld)
 {
     _Alignas(64) uint32_t words[SQUARE * SQUARE];
