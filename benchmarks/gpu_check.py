@@ -7,7 +7,7 @@ Stages, in this order:
     build         extension, plugin and tests, for the GPUs of this machine, in the source tree
     kernel-speed  each kernel beside the device's copy
     step-speed    tokens/s and MFU of whole steps, beside torch's FSDP2
-    ctests        kernels against their twins on the CPU, streams, memory, transports
+    ctests        kernels against their twins on the CPU, streams, memory, NCCL
     pytest        tests/gpu
     sanitizers    the C tests again under compute-sanitizer, where the toolkit has one
 
@@ -58,7 +58,7 @@ HAZARDOUS = ("test_attention_kernels", "test_flat_kernels", "test_moments_kernel
 # Sanitizers would look at NCCL's kernels and threads there.
 NEED_TWO = ("test_engine_windows", "test_nccl_register")
 MORE_WORLDS = ("test_comm_nccl", "test_streams")
-OVER_NCCL = (*NEED_TWO, *MORE_WORLDS, "test_nccl_faults", "test_nccl_load")
+OVER_NCCL = (*NEED_TWO, *MORE_WORLDS, "test_nccl_faults", "test_nccl_load", "test_transport")
 
 
 @dataclass(frozen=True)

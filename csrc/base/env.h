@@ -30,8 +30,6 @@
       "threads of a rank; 0 means OMP_NUM_THREADS, else cores / ranks")                            \
     X(isa, text, "FSDPC_ISA", "auto", 0, 0,                                                        \
       "kernels to use: auto, portable, avx2, avx512, avx512bf16, amx")                             \
-    X(transport, text, "FSDPC_TRANSPORT", "auto", 0, 0,                                            \
-      "how ranks on GPUs communicate: auto, nccl, local_cuda")                                     \
     X(cudnn, integer, "FSDPC_CUDNN", 2, 0, 2,                                                      \
       "attention on GPUs: 0 our kernels; 1 cuDNN's, in a fixed order; 2 faster, without one")      \
     X(log, integer, "FSDPC_LOG", 1, 0, 3, "0 silent, 1 warnings, 2 notes, 3 everything")           \

@@ -123,8 +123,6 @@ static fsdpc_status reduce_step(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_st
     FSDPC_TRY(agreed(self, work->sequence, late));
     FSDPC_TRY(fsdpc_coll_reduce_slices(&work->op, self->base.rank, self->base.size, buffer->datas,
                                        stream));
-    if (stream->device->remote) /* its kernels read behind our back */
-        FSDPC_TRY(fsdpc_stream_sync(stream));
     /* A count, as operations of one filling may complete in any order.  release: our reads of the
      * peers' buffers come before; acquire in buffer_idle. */
     atomic_fetch_add_explicit(&buffer->mine->read, 1, memory_order_release);

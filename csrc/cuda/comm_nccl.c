@@ -368,7 +368,7 @@ static const fsdpc_comm_ops nccl_ops = {
 
 fsdpc_status fsdpc_comm_nccl_create(const fsdpc_control_config *config, fsdpc_comm **out)
 {
-    FSDPC_TRY(fsdpc_control_check(config, "NCCL"));
+    FSDPC_TRY(fsdpc_control_check(config));
     fsdpc_comm_nccl *self = NULL;
     fsdpc_nccl_world *world = calloc(1, sizeof *world);
     fsdpc_status status =

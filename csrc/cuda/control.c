@@ -1,29 +1,27 @@
-/* The part of a GPU's transport that its control does, the same for every transport.
+/* What NCCL's communicator leaves to its control.
  *
  * A wire's epochs are those of a wire of the control, so the protocol and its proofs are the shared
  * memory's.  Nothing here touches a stream.
  */
 #include "cuda/control.h"
 
-#include <stdlib.h>
 #include <string.h>
 
-fsdpc_status fsdpc_control_check(const fsdpc_control_config *config, const char *who)
+fsdpc_status fsdpc_control_check(const fsdpc_control_config *config)
 {
     const fsdpc_comm *control = config->control;
     const fsdpc_device *device = config->comm.device;
     if (!control)
         return fsdpc_fail(FSDPC_ERR_VALUE,
-                          "%s needs a communicator of the same ranks to begin over: shm on one "
-                          "host, hosts on several, self for one rank",
-                          who);
+                          "NCCL needs a communicator of the same ranks to begin over: shm on one "
+                          "host, hosts on several, self for one rank");
     if (control->rank != config->comm.rank || control->size != config->comm.size)
         return fsdpc_fail(FSDPC_ERR_VALUE,
                           "rank %d of %d was to begin over a communicator in which it is rank %d "
                           "of %d",
                           config->comm.rank, config->comm.size, control->rank, control->size);
     if (!device || strcmp(device->ops->name, "cuda") != 0)
-        return fsdpc_fail(FSDPC_ERR_VALUE, "%s needs a GPU, not the device '%s'", who,
+        return fsdpc_fail(FSDPC_ERR_VALUE, "NCCL needs a GPU, not the device '%s'",
                           device ? device->ops->name : "none");
     return FSDPC_OK;
 }
@@ -36,28 +34,6 @@ fsdpc_status fsdpc_control_settle(fsdpc_comm *comm, fsdpc_status status)
     if (status == FSDPC_ERR_POISONED) /* the reason, not that there was one */
         fsdpc_fail(status, "%s", control->poison);
     return fsdpc_comm_poison(comm, status);
-}
-
-fsdpc_status fsdpc_control_tell(fsdpc_comm *control, const char *what, fsdpc_status status,
-                                const void *mine, size_t bytes, void **all_out)
-{
-    void *all = calloc((size_t)control->size, bytes);
-    if (status == FSDPC_OK && !all)
-        status = fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to learn %s", what);
-    status = fsdpc_comm_agree(control, status, what);
-    if (status == FSDPC_OK)
-        status = fsdpc_comm_run(control, &(fsdpc_coll){.kind = FSDPC_COLL_ALL_GATHER,
-                                                       .unit = -1,
-                                                       .what = what,
-                                                       .dtype = FSDPC_U8,
-                                                       .send = mine,
-                                                       .recv = all,
-                                                       .numel = bytes});
-    if (status != FSDPC_OK)
-        free(all);
-    else
-        *all_out = all;
-    return status;
 }
 
 fsdpc_status fsdpc_control_split(fsdpc_comm *comm, int color, int key,

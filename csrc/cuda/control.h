@@ -1,5 +1,5 @@
-/* The control of GPU transports: another communicator of the same ranks, over host memory, which
- * they take over.  It is shared memory on one host, and a link beside it on several.
+/* The control of NCCL's communicator: another communicator of the same ranks, over host memory,
+ * which it takes over.  It is shared memory on one host, and a link beside it on several.
  *
  * A communicator that stands on a control owns it (comm.h).
  * Words and notes go over the control: epochs, agreement on what is posted, who died and who is
@@ -23,18 +23,11 @@ static inline int fsdpc_control_hosts(const fsdpc_control_config *config)
     return config->control->size / config->control->host_size;
 }
 
-/* Whether `config` can begin one: a control of the same ranks, and a GPU.  `who` begins messages.
- */
-fsdpc_status fsdpc_control_check(const fsdpc_control_config *config, const char *who);
+/* Whether `config` can begin one: a control of the same ranks, and a GPU. */
+fsdpc_status fsdpc_control_check(const fsdpc_control_config *config);
 
 /* `status` of a call on the control; what closed that closes `comm` too. */
 fsdpc_status fsdpc_control_settle(fsdpc_comm *comm, fsdpc_status status);
-
-/* Collective over `control`.  Ranks show each other `mine`: *all_out holds the `bytes` of each, by
- * rank, and is the caller's to free. `status` says whether the rank could make `mine`; if it is an
- * error on any rank, all get it, with the same reason. */
-fsdpc_status fsdpc_control_tell(fsdpc_comm *control, const char *what, fsdpc_status status,
-                                const void *mine, size_t bytes, void **all_out);
 
 /* Collective.  Splits the control; *config_out is what the part begins with, its control NULL where
  * this rank is in none. */

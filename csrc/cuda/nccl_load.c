@@ -21,8 +21,8 @@ static fsdpc_status open_library(const char *path, void **out, bool *was_here_ou
         library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
         if (!library) /* whoever names one does not want another */
             return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
-                              "cannot load NCCL: %s (FSDPC_NCCL_LIB names it); name another, or do "
-                              "without on one host: FSDPC_TRANSPORT=local_cuda",
+                              "cannot load NCCL: %s (FSDPC_NCCL_LIB names it); name another, or "
+                              "unset it",
                               dlerror());
     }
     if (!library)
@@ -30,9 +30,9 @@ static fsdpc_status open_library(const char *path, void **out, bool *was_here_ou
     if (!library)
         return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
                           "no NCCL: %s (looked for in this process, FSDPC_NCCL_LIB, pip's "
-                          "nvidia-nccl-cu13 and the system); pip install nvidia-nccl-cu13, name "
-                          "one in FSDPC_NCCL_LIB, or do without on one host: "
-                          "FSDPC_TRANSPORT=local_cuda",
+                          "nvidia-nccl-cu13 and the system); ranks on GPUs need 2.26 or newer, "
+                          "and 2.30 where they share one: pip install nvidia-nccl-cu13, or name "
+                          "one in FSDPC_NCCL_LIB (one rank alone needs none)",
                           dlerror());
     *out = library;
     return FSDPC_OK;
@@ -59,8 +59,7 @@ fsdpc_status fsdpc_nccl_open(const char *path, bool several_hosts, const fsdpc_l
         return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
                           "NCCL %d.%d.%d keeps no order between operations of several "
                           "communicators, which wait for each other then: install 2.26 or newer "
-                          "(pip's nvidia-nccl-cu13), or set FSDPC_TRANSPORT=local_cuda, which "
-                          "needs no NCCL",
+                          "(pip's nvidia-nccl-cu13)",
                           nccl.version / 10000, nccl.version / 100 % 100, nccl.version % 100);
     FSDPC_TRY(fsdpc_nccl_environment(&nccl, several_hosts, log));
     *out = nccl;

@@ -47,12 +47,10 @@ static fsdpc_status device_create(fsdpc_mem *mem, int ordinal, const fsdpc_plugi
 }
 
 /* Options of a communicator: "library", the NCCL to prefer. */
-static fsdpc_status comm_create(const char *transport, const fsdpc_comm_config *config,
-                                fsdpc_comm *control, const fsdpc_plugin_option *options,
-                                fsdpc_comm **out)
+static fsdpc_status comm_create(const fsdpc_comm_config *config, fsdpc_comm *control,
+                                const fsdpc_plugin_option *options, fsdpc_comm **out)
 {
     return fsdpc_cuda_comm_create(
-        transport,
         &(fsdpc_control_config){*config, control, fsdpc_plugin_option_get(options, "library")},
         out);
 }
@@ -65,7 +63,6 @@ static const fsdpc_plugin plugin = {
     .device_create = device_create,
     .device_select = fsdpc_device_cuda_select,
     .comm_library = fsdpc_nccl_describe,
-    .transports = fsdpc_cuda_transports,
     .comm_create = comm_create,
 };
 

@@ -22,8 +22,7 @@
 
 fsdpc_status fsdpc_order_create(fsdpc_root *root)
 {
-    root->overlaps =
-        root->device->remote && (root->ranks > 1 || fsdpc_comm_orders(root->reduce_comm));
+    root->overlaps = root->device->remote && fsdpc_comm_orders(root->reduce_comm);
     if (!root->overlaps)
         return FSDPC_OK;
     FSDPC_TRY(fsdpc_event_create(root->device, &root->published));

@@ -154,11 +154,6 @@ static fsdpc_status check_all(const fsdpc_step_graph *step, const char *now)
 
 static fsdpc_status check_can_begin(const fsdpc_root *root)
 {
-    if (root->ranks > 1 && !fsdpc_comm_orders(root->reduce_comm))
-        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
-                          "a graph of a step on %d ranks over '%s', whose operations are waits of "
-                          "the host: ranks replay steps over NCCL, with a GPU each",
-                          root->ranks, root->reduce_comm->ops->name);
     for (int i = 0; i < root->n_units; i++) {
         if (root->units[i]->settings.deterministic)
             return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,

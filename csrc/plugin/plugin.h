@@ -1,4 +1,4 @@
-/* Plugins: how a shared library hands over devices, transports and links, and what it gets in return.
+/* Plugins: how a shared library hands over devices, a transport and links, and what it gets.
  *
  * A plugin (libfsdpc_cuda.so, libfsdpc_mpi_mpich.so) is compiled from the same headers as the core
  * and loaded by path at first use.  It exports one symbol, fsdpc_plugin_open.  The core calls it
@@ -24,7 +24,7 @@
 #include "ops/flat_ops.h"
 #include "ops/nn_ops.h"
 
-enum { FSDPC_PLUGIN_ABI = 11 };
+enum { FSDPC_PLUGIN_ABI = 12 };
 
 /* Sizes of what crosses the border; grows at the end only. */
 typedef struct fsdpc_plugin_layout {
@@ -78,17 +78,16 @@ typedef struct fsdpc_plugin {
     fsdpc_status (*device_select)(
         const fsdpc_device *device); /* once in every thread that uses it */
 
-    /* Opens the library that its transports stand on and names it, "NCCL 2.28.9 at /usr/lib/...".
+    /* Opens the library that its transport stands on and names it, "NCCL 2.28.9 at /usr/lib/...".
      * `path`, which may be NULL, comes after a copy that the process has and before the usual
      * places.  Optional: needs none. */
     fsdpc_status (*comm_library)(const char *path, char *text, size_t bytes);
 
-    /* Transports by name, NULL-terminated.  Optional: has none.  `control` is a communicator of the
-     * same ranks over host memory; success takes it over.  Options are borrowed by the call. */
-    const char *const *transports;
-    fsdpc_status (*comm_create)(const char *transport, const fsdpc_comm_config *config,
-                                fsdpc_comm *control, const fsdpc_plugin_option *options,
-                                fsdpc_comm **out);
+    /* A communicator of ranks on its devices.  Optional: has no transport.  `control` is a
+     * communicator of the same ranks over host memory; success takes it over.  Options are borrowed
+     * by the call. */
+    fsdpc_status (*comm_create)(const fsdpc_comm_config *config, fsdpc_comm *control,
+                                const fsdpc_plugin_option *options, fsdpc_comm **out);
 
     /* Links to ranks of other hosts.  Collective; optional: has none. */
     fsdpc_status (*link_create)(int rank, int size, fsdpc_link **out);

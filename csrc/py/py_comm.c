@@ -4,7 +4,8 @@
  * take tensors, in place where PyTorch's are.  Everything that can wait releases the GIL; the
  * interrupt callback takes it back for a moment, at least every 100 ms, to let Ctrl-C through.
  *
- * Ranks on GPUs begin over the memory of their hosts, and the plugin builds its transport on that.
+ * Several ranks on GPUs begin over the memory of their hosts, and the plugin builds its transport
+ * on that.
  *
  * close() leaves the group without waiting for anybody.  A closed communicator refuses by name.
  */
@@ -46,33 +47,17 @@ fsdpc_comm *fsdpc_py_comm_of(PyObject *object)
     return self->comm;
 }
 
-/* Whether ranks communicate by the plugin. */
-static fsdpc_status choose(const fsdpc_runtime *runtime, int size, bool *plugin_out)
-{
-    bool automatic = strcmp(runtime->env.transport, "auto") == 0;
-    *plugin_out = runtime->plugin && (size > 1 || !automatic);
-    if (*plugin_out && !runtime->plugin->comm_create)
-        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
-                          "a world of several ranks on device '%s': the plugin has no transports",
-                          runtime->plugin->name);
-    if (!*plugin_out && !automatic)
-        return fsdpc_fail(FSDPC_ERR_VALUE,
-                          "FSDPC_TRANSPORT is '%s', and ranks on device 'cpu' share memory: unset "
-                          "it, or set_default_device('cuda') first",
-                          runtime->env.transport);
-    return FSDPC_OK;
-}
-
 static fsdpc_status create(const fsdpc_runtime *runtime, fsdpc_comm_config *config,
                            fsdpc_link *link, const char *library, fsdpc_py_comm *self)
 {
-    bool by_plugin;
+    bool by_plugin = runtime->plugin && config->size > 1;
     if (!config->address)
         return fsdpc_comm_world_create(config, self->hosts, NULL, &self->comm);
-    fsdpc_status status = choose(runtime, config->size, &by_plugin);
-    if (status != FSDPC_OK) {
+    if (by_plugin && !runtime->plugin->comm_create) {
         fsdpc_link_destroy(link);
-        return status;
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                          "a world of several ranks on device '%s': the plugin has no transport",
+                          runtime->plugin->name);
     }
     config->device = by_plugin ? runtime->host : runtime->device;
     fsdpc_comm *control;
@@ -83,8 +68,7 @@ static fsdpc_status create(const fsdpc_runtime *runtime, fsdpc_comm_config *conf
         return FSDPC_OK;
     const fsdpc_plugin_option options[] = {{"library", library}, {NULL, NULL}};
     config->device = runtime->device;
-    status =
-        runtime->plugin->comm_create(runtime->env.transport, config, control, options, &self->comm);
+    fsdpc_status status = runtime->plugin->comm_create(config, control, options, &self->comm);
     if (status != FSDPC_OK) {
         self->over = NULL;
         fsdpc_comm_leave(control);

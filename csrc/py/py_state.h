@@ -150,7 +150,7 @@ typedef struct fsdpc_runtime {
     fsdpc_mem *mem;
     fsdpc_team *team;
     fsdpc_device *device;
-    fsdpc_mem *host_mem; /* with a plugin: of the host, behind a GPU's transports */
+    fsdpc_mem *host_mem; /* with a plugin: of the host, behind a GPU's transport */
     fsdpc_device *host;  /* that memory's device; else NULL */
     fsdpc_stream *compute;
     fsdpc_tape *tape;

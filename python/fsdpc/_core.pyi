@@ -1809,7 +1809,7 @@ def plugin_config(path: str, /) -> dict[str, Any]:
     """Open the plugin at a path; its "description", and how many "devices" it has."""
 
 def plugin_library(path: str, library: str | None, /) -> str:
-    """Open the library that a plugin's transports stand on, and say which it is."""
+    """Open the library that a plugin's transport stands on, and say which it is."""
 
 def set_device(path: str | None, /) -> None:
     """Take the device of the plugin at a path, or the CPU, before the first tensor."""
@@ -1917,7 +1917,7 @@ class Comm:
         """Nanoseconds spent waiting for others so far."""
     @property
     def transport(self) -> str:
-        """"self", "shm", "hosts", "nccl" or "local_cuda"."""
+        """"self", "shm", "hosts" or "nccl"."""
     def all_reduce(self, tensor: Tensor, op: str = "sum", /) -> None:
         """Combine a tensor over the ranks, in place."""
     def all_gather(self, tensor: Tensor, /) -> Tensor:

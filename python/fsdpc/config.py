@@ -25,8 +25,7 @@ def show_config(print_: bool = True) -> dict[str, Any]:
     dict
         By name; bitwise claims hold for equal ``isa``.  ``cuda`` and ``nccl`` say what was found
         of GPUs, or why there is nothing; ``mpi``, which families of MPI it was built with.
-        ``transport``, once initialized, says how ranks communicate and, where they share a GPU,
-        by which memory.
+        ``transport``, once initialized, says how ranks communicate.
 
     Notes
     -----

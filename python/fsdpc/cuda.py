@@ -2,7 +2,7 @@
 
 The plugin ``libfsdpc_cuda.so`` stands where ``FSDPC_CUDA_PLUGIN`` says, beside the extension if
 fsdpc was built with ``FSDPC_CUDA=1``, or in the package ``fsdpc-cuda13`` of the same version. The
-first call here opens it, never ``import fsdpc``. It brings a device, its kernels and transports;
+first call here opens it, never ``import fsdpc``. It brings a device, its kernels and a transport;
 :func:`fsdpc.set_default_device` has the process run on them.
 """
 

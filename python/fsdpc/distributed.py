@@ -5,9 +5,7 @@ MASTER_PORT), which ``fsdpc run`` and ``launch`` set too. :func:`init` makes it 
 ``srun`` or ``mpirun``, or from its arguments. Without any of them there is one rank. Ranks of a
 host share memory; no port is opened and nothing is left behind. On GPUs
 (:func:`fsdpc.set_default_device`) a rank takes the one of its LOCAL_RANK, or shares one if there
-are fewer. Bytes go over NCCL if every rank has its own or there are several hosts, else through the
-host's shared memory. ``FSDPC_TRANSPORT`` (nccl, local_cuda) chooses otherwise;
-``world().transport`` says which it is. NCCL takes ranks that share a GPU from 2.30 on.
+are fewer. NCCL carries bytes between them; ranks that share a GPU need NCCL 2.30 or newer.
 """
 
 from __future__ import annotations
@@ -81,9 +79,9 @@ def init(
     TimeoutError
         A rank did not arrive within ``FSDPC_TIMEOUT_S``; the message names it.
     NotImplementedError
-        Ranks are on several hosts, and nothing carries bytes between them.  Or the transport needs
-        NCCL, and there is none (the message says where it was looked for), or one older than 2.30
-        for ranks that share a GPU.
+        Ranks are on several hosts, and nothing carries bytes between them.  Or several ranks are
+        on GPUs, and there is no NCCL (the message says where it was looked for), or one older than
+        2.30 for ranks that share a GPU.
 
     Examples
     --------

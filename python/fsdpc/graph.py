@@ -110,10 +110,9 @@ def graph_step(model: Any, optimizer: Optimizer) -> GraphStep:
     Raises
     ------
     NotImplementedError
-        The device is not ``"cuda"``, or the model lives on several ranks without NCCL or in
-        deterministic mode. A piece of the model was handed out to be written (``p.local``), or the
-        optimizer has trainable parameters without a unit. The block makes random tensors or uses a
-        loss scaler.
+        The device is not ``"cuda"``, or the model is in deterministic mode. A piece of the model
+        was handed out to be written (``p.local``), or the optimizer has trainable parameters
+        without a unit. The block makes random tensors or uses a loss scaler.
     RuntimeError
         No whole step was made before, or the block cannot be captured. It reads a value of the GPU
         (``float(loss)``), makes tensors from values of the host, exchanges tensors with another

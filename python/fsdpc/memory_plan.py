@@ -354,6 +354,7 @@ def memory_plan(
         name: _buffers(units, plans, keeps, two_stages, name if alone else None) for name in DEVICES
     }
     first = shard if shard > 1 else replicate  # ranks that a sum brings contributions of
+    # In deterministic mode over NCCL, peers send what a rank sums.
     received = (first - 1) * max((one["contribution"] for one in plans), default=0)
     if two_stages:
         received += (replicate - 1) * max(one["partial_contribution"] for one in plans)
@@ -362,7 +363,7 @@ def memory_plan(
             **shards[name],
             "wire": _core.plan_fulls(fulls, shard, ahead, name == "cuda"),
             "reduce": sum(buffer.bytes for buffer in buffers[name])
-            + (received if _contributions_are_sent(name) else 0),
+            + (received if name == "cuda" and distributed.is_deterministic() else 0),
         }
         for name in DEVICES
     }
@@ -441,15 +442,6 @@ def _room_bytes(buffers: tuple[_Buffer, ...], mesh: tuple[int, int], hosts: int)
                 for each in buffer.dtypes
             )
     return total
-
-
-def _contributions_are_sent(device: str) -> bool:
-    """Whether peers send what a rank sums; ranks on GPUs that are not here do so over NCCL."""
-    return (
-        distributed.is_deterministic()
-        and device == "cuda"
-        and distributed.world().transport != "local_cuda"
-    )
 
 
 def grid(mesh: Any, strategy: Any) -> tuple[int, int]:

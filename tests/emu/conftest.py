@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 import pytest
-from processes import ON_GPU, built
+from processes import ON_GPU, EnvironmentOf, built
 from tests.needs import need_nccl
 
 
@@ -37,10 +37,16 @@ def environment(request: pytest.FixtureRequest) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def nccl(request: pytest.FixtureRequest, environment: dict[str, str]) -> dict[str, str]:
-    """The same, with the fake NCCL, which ranks take although they share the GPU."""
+    """The same for several ranks, which share the GPU: with the fake NCCL."""
     if ON_GPU:
         need_nccl(2)
-        return {**environment, "FSDPC_TRANSPORT": "nccl"}
+        return environment
     emulated = request.getfixturevalue("emulated")
     library = emulated["libfsdpc_cuda.so"].with_name("libnccl.so.2")
-    return {**environment, "FSDPC_NCCL_LIB": str(library), "FSDPC_TRANSPORT": "nccl"}
+    return {**environment, "FSDPC_NCCL_LIB": str(library)}
+
+
+@pytest.fixture(scope="session")
+def environment_of(request: pytest.FixtureRequest, environment: dict[str, str]) -> EnvironmentOf:
+    """The environment by the number of ranks: one rank needs no NCCL."""
+    return lambda world: environment if int(world) == 1 else request.getfixturevalue("nccl")

@@ -20,8 +20,7 @@ from training import ON_GPU
 
 import fsdpc
 
-CASES = {1: {"FULL_SHARD": "perceptron bf16"},
-         2: {"FULL_SHARD": "dropping bf16", "SHARD_OPTIM": "perceptron fp32",
+CASES = {2: {"FULL_SHARD": "dropping bf16", "SHARD_OPTIM": "perceptron fp32",
              "NO_SHARD": "perceptron fp32"},
          4: {"HYBRID_SHARD 2x2": "perceptron fp32"}}
 
@@ -181,15 +180,6 @@ def pending(path: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     text = attempt(lambda: float(run.made[0]))
     Path(f"{path}-0").write_text(json.dumps([text, time.monotonic()]))
-
-
-def refused(_: str) -> str:
-    """Ranks whose transport waits."""
-    run = Run("perceptron")
-    run.eager(WARM_UP)
-    message = attempt(run.capture)
-    run.eager()
-    return message
 
 
 def work(what: str, device: str, argument: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EMULATION_ALONE = pytest.mark.skipif(ON_GPU, reason="about the emulated device and its fakes")
 BUILD_TIMEOUT_S = 3000  # minutes on cores that are free
 TIMEOUT_S = 300
+EnvironmentOf = Callable[[int | str], dict[str, str]]
 
 
 def built(*options: str) -> dict[str, Path]:

@@ -19,7 +19,7 @@ def ranks(nccl: dict[str, str], what: str, *arguments: str, **more: str) -> list
     return json.loads(printed(nccl, PROGRAM, what, "cuda", *arguments, **more).splitlines()[-1])
 
 
-@pytest.mark.parametrize("world, strategies", [("1", 1), ("2", 3), ("4", 1)])
+@pytest.mark.parametrize("world, strategies", [("2", 3), ("4", 1)])
 def test_replays_are_the_steps_they_stand_for(nccl: dict[str, str], world: str,
                                               strategies: int) -> None:
     """To the bit, on new data of each rank at a new rate, with other steps in between."""
@@ -30,7 +30,7 @@ def test_replays_are_the_steps_they_stand_for(nccl: dict[str, str], world: str,
             assert graph == plain, strategy
             assert len(set(plain["losses"])) == 7 and max(plain["norms"]) > 0.5, strategy
             assert set(plain["counts"]) == {7} and any(plain["states"]), strategy
-    assert world == "1" or results[0] != results[1], "ranks had the same data"
+    assert results[0] != results[1], "ranks had the same data"
 
 
 def test_replays_wait_for_no_device(nccl: dict[str, str]) -> None:
@@ -95,8 +95,3 @@ def test_a_rank_that_dies_behind_a_replay_is_named(nccl: dict[str, str], tmp_pat
     text, ended = json.loads((tmp_path / "end-0").read_text())
     assert text.startswith("PeerError: rank 1") and "what the GPU was given" in text, text
     assert ended - float((tmp_path / "end").read_text()) < SOON_S
-
-
-def test_ranks_that_share_a_gpu_have_no_graphs(nccl: dict[str, str]) -> None:
-    for message in ranks(nccl, "refused", "2", FSDPC_TRANSPORT="local_cuda"):
-        assert "a graph of a step on 2 ranks over 'local_cuda', whose operations" in message

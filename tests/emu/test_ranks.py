@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import json
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import EMULATION_ALONE, TIMEOUT_S, printed, run
+from processes import EMULATION_ALONE, TIMEOUT_S, EnvironmentOf, printed, run
 from ranks import CATEGORIES, HALF, PLANNED
 from training import ON_GPU
 
@@ -25,22 +26,13 @@ def ranks(environment: dict[str, str], *arguments: str, **more: str) -> list[Any
     return json.loads(printed(environment, PROGRAM, *arguments, **more).splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def shared(environment: dict[str, str]) -> dict[int, list[Any]]:
-    """What ranks that share a GPU make of every strategy, by the number of ranks."""
-    return {world: ranks(environment, "strategies", "cuda", str(world), "perceptron")
-            for world in (2, 4)}
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_strategies_have_the_same_bits(shared: dict[int, list[Any]], world: int) -> None:
-    """With two micro-steps, clipping and AdamW."""
-    assert [rank["transport"] for rank in shared[world]] == ["local_cuda"] * world
-    results = [{key: value for key, value in rank.items() if key != "transport"}
-               for rank in shared[world]]
+def test_strategies_have_the_same_bits(nccl: dict[str, str]) -> None:
+    """With two micro-steps, clipping and AdamW; a sum of two has one order."""
+    results = ranks(nccl, "strategies", "cuda", "2", "perceptron")
     for rank in results:
+        assert rank.pop("transport") == "nccl"
         for variants in rank.values():
-            assert len(variants) == 4 + 2 * (2 if world == 2 else 3)
+            assert len(variants) == 8
             assert all(result == variants["FULL_SHARD"] for result in variants.values()), variants
     norms, digests = ({dtype: rank[f"perceptron {dtype}"]["FULL_SHARD"][which] for dtype in
                        ("fp32", "bf16")} for rank in results[:1] for which in (1, 2))
@@ -51,28 +43,21 @@ def test_strategies_have_the_same_bits(shared: dict[int, list[Any]], world: int)
 
 
 @EMULATION_ALONE
-def test_ranks_leave_nothing_behind(environment: dict[str, str]) -> None:
-    for found in ranks(environment, "ways", "cuda", "2"):
-        assert found["transport"] == "local_cuda", found
+def test_ranks_leave_nothing_behind(nccl: dict[str, str]) -> None:
+    for found in ranks(nccl, "ways", "cuda", "2"):
+        assert found["transport"] == "nccl", found
         assert found["before"] == found["after"], found
         assert found["with"][1] > 0, found
 
 
-def test_sums_have_the_bits_of_shared_memory(environment: dict[str, str]) -> None:
+def test_sums_have_the_bits_of_shared_memory(nccl: dict[str, str]) -> None:
     """Gradients with the same bits on both devices are summed, clipped and stepped alike."""
-    on = {device: ranks(environment, "strategies", device, "2", "weighted")
+    on = {device: ranks(nccl, "strategies", device, "2", "weighted")
           for device in ("cpu", "cuda")}
-    assert [on[device][0].pop("transport") for device in on] == ["shm", "local_cuda"]
+    assert [on[device][0].pop("transport") for device in on] == ["shm", "nccl"]
     for key, variants in on["cpu"][0].items():
         for variant, result in variants.items():
             assert on["cuda"][0][key][variant][1:] == result[1:], (key, variant)
-
-
-def test_two_ranks_have_the_same_bits_over_nccl(shared: dict[int, list[Any]],
-                                                nccl: dict[str, str]) -> None:
-    """A sum of two has one order, and half of it is exact."""
-    results = ranks(nccl, "strategies", "cuda", "2", "perceptron")
-    assert results == [{**rank, "transport": "nccl"} for rank in shared[2]]
 
 
 def test_four_ranks_over_nccl_have_the_bits_of_their_sums(nccl: dict[str, str]) -> None:
@@ -88,6 +73,7 @@ def test_four_ranks_over_nccl_have_the_bits_of_their_sums(nccl: dict[str, str]) 
             key: [result[1:] for result in variants.values()]
             for key, variants in results[0].items()}
         for variants in rank.values():
+            assert len(variants) == 10
             for name, result in variants.items():
                 like = "HYBRID_SHARD 2x2" if "2x2" in name else "FULL_SHARD"
                 if not (ON_GPU and name == "NO_SHARD"):
@@ -121,17 +107,13 @@ def undivided(environment: dict[str, str]) -> dict[str, Any]:
     return ranks(environment, "deterministic", "cuda", "1", "fp32,bf16")[0]
 
 
-@pytest.mark.parametrize("transport, world, dtypes", [
-    ("local_cuda", "2", "fp32"), ("local_cuda", "4", "fp32"), ("nccl", "2", "fp32"),
-    ("nccl", "4", "fp32,bf16"),
-])
+@pytest.mark.parametrize("world, dtypes", [("2", "fp32"), ("4", "fp32,bf16")])
 def test_deterministic_mode_does_not_see_how_ranks_split(
-    nccl: dict[str, str], undivided: dict[str, Any], transport: str, world: str, dtypes: str
+    nccl: dict[str, str], undivided: dict[str, Any], world: str, dtypes: str
 ) -> None:
     """Nor the strategy, nor who sums; and takes the memory that was planned."""
-    environment = {**nccl, "FSDPC_TRANSPORT": transport}
     plans = []
-    for rank in ranks(environment, "deterministic", "cuda", world, dtypes):
+    for rank in ranks(nccl, "deterministic", "cuda", world, dtypes):
         for variant, (result, (held, planned)) in rank.items():
             assert result == undivided[f"FULL_SHARD {variant.split()[-1]}"][0], variant
             assert held == planned, variant
@@ -139,50 +121,44 @@ def test_deterministic_mode_does_not_see_how_ranks_split(
     assert min(plans) > 0
 
 
-@pytest.mark.parametrize("transport", ["local_cuda", "nccl"])
-def test_three_ranks_sum_as_one_does(nccl: dict[str, str], transport: str) -> None:
+def test_three_ranks_sum_as_one_does(nccl: dict[str, str]) -> None:
     """Deterministic mode, where each reduction leaves sums over some of the ranks."""
-    environment = {**nccl, "FSDPC_TRANSPORT": transport}
-    ((wanted, _),) = ranks(environment, "deterministic", "cuda", "1", "fp32:6")[0].values()
-    for rank in ranks(environment, "deterministic", "cuda", "3", "fp32:6"):
+    ((wanted, _),) = ranks(nccl, "deterministic", "cuda", "1", "fp32:6")[0].values()
+    for rank in ranks(nccl, "deterministic", "cuda", "3", "fp32:6"):
         assert len(rank) == 6
         for variant, (result, (held, planned)) in rank.items():
             assert result == wanted and held == planned, variant
 
 
-def test_checkpoints_load_elsewhere_with_the_same_bytes(environment: dict[str, str],
+def test_checkpoints_load_elsewhere_with_the_same_bytes(nccl: dict[str, str],
                                                         tmp_path: Path) -> None:
     path = str(tmp_path / "run")
     for device, world in (("cuda", "2"), ("cuda", "4"), ("cpu", "1")):
-        ranks(environment, "checkpoint", device, world, path)
+        ranks(nccl, "checkpoint", device, world, path)
     saved = [{file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
              for folder in tmp_path.iterdir()]
     assert len(saved) == 3 and saved[0] and all(files == saved[0] for files in saved)
 
 
-@pytest.mark.parametrize("transport", ["local_cuda", "nccl"])
-def test_a_killed_rank_is_named_to_those_who_reduce_with_it(
-    nccl: dict[str, str], tmp_path: Path, transport: str
-) -> None:
-    done = run({**nccl, "FSDPC_TRANSPORT": transport}, PROGRAM, "death", "cuda", "3",
-               str(tmp_path / "end"))
+def test_a_killed_rank_is_named_to_those_who_reduce_with_it(nccl: dict[str, str],
+                                                            tmp_path: Path) -> None:
+    done = run(nccl, PROGRAM, "death", "cuda", "3", str(tmp_path / "end"))
     assert done.returncode != 0 and "rank 2 of 3 failed" in done.stderr, done.stderr
     killed = float((tmp_path / "end").read_text())
     for rank in range(2):
         text, ended = json.loads((tmp_path / f"end-{rank}").read_text())
-        assert "rank 2" in text and (transport == "nccl" or "reduce_scatter" in text), text
+        assert "rank 2" in text, text
         assert ended - killed < SOON_S
 
 
-def test_launched_ranks_share_one_gpu(environment: dict[str, str]) -> None:
-    assert ranks(environment, "who", "cuda", "3") == [["local_cuda", *VALUES]] * 3
+def test_launched_ranks_share_one_gpu(nccl: dict[str, str]) -> None:
+    assert ranks(nccl, "who", "cuda", "3") == [["nccl", *VALUES]] * 3
 
 
 @EMULATION_ALONE
-def test_ranks_with_a_gpu_each_take_nccl(nccl: dict[str, str]) -> None:
-    own = {**nccl, "EMU_GPUS": "3", "FSDPC_TRANSPORT": "", "FAKE_NCCL_VERSION": "22809"}
+def test_ranks_with_a_gpu_each_take_older_nccl(nccl: dict[str, str]) -> None:
+    own = {**nccl, "EMU_GPUS": "3", "FAKE_NCCL_VERSION": "22809"}
     assert ranks(own, "who", "cuda", "3") == [["nccl", *VALUES]] * 3
-    assert [rank[0] for rank in ranks(own, "who", "cuda", "4")] == ["local_cuda"] * 4
 
 
 SAID = """
@@ -231,24 +207,24 @@ def test_what_nccl_is_told_by_the_environment(
     assert len(told) == warned and all("NCCL 2.30.7 before fsdpc" in line for line in told), told
 
 
-def test_the_environment_of_torchrun(environment: dict[str, str], tmp_path: Path) -> None:
+def test_the_environment_of_torchrun(nccl: dict[str, str], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import fsdpc\nfsdpc.set_default_device('cuda')\nfsdpc.init()\n"
                       "print(fsdpc.distributed.world().transport, fsdpc.all_reduce(fsdpc.rank()))")
     names = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
              "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": str(tmp_path)[-40:]}
     started = [subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True,
-                                env={**environment, **names, "RANK": n, "LOCAL_RANK": n})
+                                env={**nccl, **names, "RANK": n, "LOCAL_RANK": n})
                for n in "01"]
-    assert [rank.communicate(timeout=TIMEOUT_S)[0] for rank in started] == ["local_cuda 1\n"] * 2
-    done = run(environment, "-m", "fsdpc", "run", "--ranks", "2", str(script))
-    assert sorted(done.stdout.splitlines()) == [f"[{n}] local_cuda 1" for n in "01"], done.stderr
+    assert [rank.communicate(timeout=TIMEOUT_S)[0] for rank in started] == ["nccl 1\n"] * 2
+    done = run(nccl, "-m", "fsdpc", "run", "--ranks", "2", str(script))
+    assert sorted(done.stdout.splitlines()) == [f"[{n}] nccl 1" for n in "01"], done.stderr
 
 
-def test_the_command_trains_on_two_ranks(environment: dict[str, str], tmp_path: Path) -> None:
+def test_the_command_trains_on_two_ranks(nccl: dict[str, str], tmp_path: Path) -> None:
     text, metrics = tmp_path / "text.py", tmp_path / "metrics.jsonl"
     text.write_text("def train(model):\n    return model.step()\n" * 40)
-    done = run(environment, "-m", "fsdpc", "train", "--device", "cuda", "--ranks", "2", "--steps",
+    done = run(nccl, "-m", "fsdpc", "train", "--device", "cuda", "--ranks", "2", "--steps",
                "1", "--batch", "1", "--seq", "8", "--sample", "0", "--data", str(text),
                "--metrics", str(metrics))
     assert done.returncode == 0, done.stderr
@@ -258,53 +234,61 @@ def test_the_command_trains_on_two_ranks(environment: dict[str, str], tmp_path: 
 
 FAILS = """
 import os, fsdpc
-fsdpc.set_default_device(os.environ.pop("DEVICE", "cuda"))
-if os.environ["RANK"] == "1" and "ASK" in os.environ:
-    os.environ["FSDPC_TRANSPORT"] = os.environ["ASK"]
+fsdpc.set_default_device("cuda")
+if os.environ["RANK"] == "1" and "OF_ONE" in os.environ:
+    os.environ["FSDPC_NCCL_LIB"] = os.environ["OF_ONE"]
 try:
     fsdpc.init()
 except Exception as error:
     print(f"{type(error).__name__}: {error}")
 """
+NOWHERE = "/nowhere/libnccl.so.2"
 
 
 @EMULATION_ALONE
-@pytest.mark.parametrize("more, wanted", [
-    ({"FSDPC_TRANSPORT": "pigeon"}, "ValueError: device 'cuda' has no transport 'pigeon': "
-                                    "FSDPC_TRANSPORT is auto, nccl or local_cuda"),
-    ({"ASK": "nccl"}, "rank 0 asks for 'auto', rank 1 for 'nccl'; set FSDPC_TRANSPORT alike"),
-    ({"DEVICE": "cpu", "FSDPC_TRANSPORT": "nccl"},
-     "ValueError: FSDPC_TRANSPORT is 'nccl', and ranks on device 'cpu' share memory"),
-    ({"EMU_GPUS": "2", "FSDPC_NCCL_LIB": "/nowhere/libnccl.so.2"},
-     "NotImplementedError: "),
-], ids=["unknown", "disagree", "cpu", "missing"])
-def test_a_transport_that_cannot_be_is_named_on_every_rank(
-    environment: dict[str, str], tmp_path: Path, more: dict[str, str], wanted: str
-) -> None:
+@pytest.mark.parametrize("more", [
+    {"FSDPC_NCCL_LIB": NOWHERE}, {"FSDPC_NCCL_LIB": NOWHERE, "EMU_GPUS": "2"},
+    {"OF_ONE": NOWHERE}, {"OF_ONE": NOWHERE, "EMU_GPUS": "2"}, {"FSDPC_NCCL_LIB": ""},
+], ids=["shared", "own", "shared, of one", "own, of one", "none"])
+def test_a_missing_nccl_is_named_on_every_rank(nccl: dict[str, str], tmp_path: Path,
+                                               more: dict[str, str]) -> None:
+    """Also if only one rank lacks it."""
+    if not any(more.values()) and ctypes.util.find_library("nccl"):
+        pytest.skip("the system has an NCCL, for GPUs")
     script = tmp_path / "script.py"
     script.write_text(FAILS)
-    done = run(environment, "-m", "fsdpc", "run", "--ranks", "2", str(script), **more)
-    lines = done.stdout.splitlines()
-    assert len(lines) == 2 and all(wanted in line for line in lines), done.stdout + done.stderr
-    if "EMU_GPUS" in more:
-        assert all("cannot load NCCL: /nowhere/libnccl.so.2" in line and "local_cuda" in line
-                   for line in lines), lines
-
-
-@EMULATION_ALONE
-def test_older_nccl_for_ranks_that_share_a_gpu_is_refused_on_every_rank(
-    nccl: dict[str, str], tmp_path: Path
-) -> None:
-    """A newer one is not: it lets ranks in all tests here whose transport is nccl."""
-    script = tmp_path / "script.py"
-    script.write_text(FAILS)
-    done = run(nccl, "-m", "fsdpc", "run", "--ranks", "2", str(script), FAKE_NCCL_VERSION="22809")
+    done = run(nccl, "-m", "fsdpc", "run", "--ranks", "2", str(script), **more)
     lines = done.stdout.splitlines()
     assert len(lines) == 2, done.stdout + done.stderr
+    for rank, line in enumerate(sorted(lines)):
+        assert f"[{rank}] NotImplementedError: " in line, line
+        assert ("rank 1: cannot" in line) == ("OF_ONE" in more and rank == 0), line
+        if any(more.values()):
+            assert f"cannot load NCCL: {NOWHERE}" in line and "name another" in line, line
+        else:
+            assert "no NCCL: libnccl.so.2" in line, line
+            assert "2.30 where they share one: pip install nvidia-nccl-cu13" in line, line
+
+
+@EMULATION_ALONE
+@pytest.mark.parametrize("world, gpus, who", [
+    ("2", "1", "ranks 0 and 1 share GPU 0000:1b:00.0"),
+    ("4", "3", "ranks 0 and 3 share GPU 0000:1b:00.0"),
+])
+def test_older_nccl_for_ranks_that_share_a_gpu_is_refused_on_every_rank(
+    nccl: dict[str, str], tmp_path: Path, world: str, gpus: str, who: str
+) -> None:
+    """A newer one is not: it lets ranks in most tests here."""
+    script = tmp_path / "script.py"
+    script.write_text(FAILS)
+    done = run(nccl, "-m", "fsdpc", "run", "--ranks", world, str(script), EMU_GPUS=gpus,
+               FAKE_NCCL_VERSION="22809")
+    lines = done.stdout.splitlines()
+    assert len(lines) == int(world), done.stdout + done.stderr
     for line in lines:
-        assert "NotImplementedError: " in line and "FSDPC_TRANSPORT=local_cuda" in line, line
-        assert ("ranks 0 and 1 share GPU 0000:1b:00.0, which NCCL 2.28.9 does not let them: "
-                "install 2.30 or newer") in line, line
+        assert "NotImplementedError: " in line, line
+        assert (f"{who}, which NCCL 2.28.9 does not let them: install 2.30 or newer (pip's "
+                "nvidia-nccl-cu13), or start as many ranks on a host as it has GPUs") in line, line
 
 
 @EMULATION_ALONE
@@ -327,11 +311,8 @@ def test_what_the_environment_says_of_sharing_a_gpu_stays(nccl: dict[str, str]) 
     assert done.returncode != 0 and "NCCL failed to begin" in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("transport", ["local_cuda", "nccl"])
-def test_fulls_take_turns_in_the_memory_that_was_planned(
-    environment: dict[str, str], nccl: dict[str, str], transport: str
-) -> None:
-    for rank in ranks(nccl if transport == "nccl" else environment, "memory", "cuda", "2"):
+def test_fulls_take_turns_in_the_memory_that_was_planned(nccl: dict[str, str]) -> None:
+    for rank in ranks(nccl, "memory", "cuda", "2"):
         for held, of_the_model, of_its_plan, _ in rank.values():
             assert held == of_the_model == of_its_plan > 0, rank
         # Two of four blocks at a time, and a half of every block.
@@ -341,12 +322,11 @@ def test_fulls_take_turns_in_the_memory_that_was_planned(
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_process_without_a_gpu_plans_what_one_holds(
-    environment: dict[str, str], nccl: dict[str, str], world: int
-) -> None:
+def test_a_process_without_a_gpu_plans_what_one_holds(environment_of: EnvironmentOf,
+                                                      world: int) -> None:
     """In pieces of 2 MiB, as a GPU that is not here is taken to map."""
     assert fsdpc.get_default_device() == "cpu"
-    where = environment if world == 1 else nccl
+    where = environment_of(world)
     for rank in ranks(where, "planned", "cuda", str(world), EMU_GRANULE=str(2 << 20)):
         for key, (held, planned) in rank.items():
             name, strategy, *grid = key.split()

@@ -47,12 +47,12 @@ def test_training_is_that_of_plain_torch(trained: dict[str, dict[str, Any]]) -> 
             assert ours[what] == pytest.approx(plain[what], rel=1e-5)
 
 
-def test_two_ranks_have_the_bits_of_shared_memory(environment: dict[str, str]) -> None:
-    """On one GPU, whose memory they share, each on batches of its own."""
+def test_two_ranks_have_the_bits_of_shared_memory(nccl: dict[str, str]) -> None:
+    """On one GPU, which they share, each on batches of its own."""
     path = str(HERE / "torch_training.py")
-    cpu, cuda = (json.loads(show(environment, path, device, "2")) for device in ("cpu", "cuda"))
+    cpu, cuda = (json.loads(show(nccl, path, device, "2")) for device in ("cpu", "cuda"))
     for ours, theirs in zip(cuda, cpu, strict=True):
-        assert (ours.pop("transport"), theirs.pop("transport")) == ("local_cuda", "shm")
+        assert (ours.pop("transport"), theirs.pop("transport")) == ("nccl", "shm")
         assert ours.keys() == theirs.keys() and len(ours) == 6
         for name in ours:
             assert ours[name] == theirs[name], name

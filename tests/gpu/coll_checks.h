@@ -206,7 +206,7 @@ static inline void reductions(gpu_rank *r)
         fsdpc_work work = {0};
         rank_mark(r);
         EXPECT_OK(self, fsdpc_comm_post(r->comm, &op, &work));
-        if (r->over_nccl && fsdpc_nccl_of(r->comm)->in_flight)
+        if (fsdpc_nccl_of(r->comm)->in_flight)
             EXPECT_FAILS(self, fsdpc_buffer_idle_wait(filled, "layers.3"), FSDPC_ERR_STATE,
                          "in flight");
         EXPECT_OK(self, fsdpc_comm_wait(&work));
@@ -318,10 +318,7 @@ static inline void values(gpu_rank *r)
     EXPECT_OK(self, fsdpc_comm_run(r->comm, &op)); /* over the control */
     EXPECT(self, here == self->size * (self->size + 1) / 2, "a sum on the host: %d", (int)here);
     op.recv = memory;
-    if (r->over_nccl)
-        EXPECT_FAILS(self, fsdpc_comm_run(r->comm, &op), FSDPC_ERR_UNSUPPORTED, "one side");
-    else
-        EXPECT_OK(self, fsdpc_comm_run(r->comm, &op));
+    EXPECT_FAILS(self, fsdpc_comm_run(r->comm, &op), FSDPC_ERR_UNSUPPORTED, "one side");
     EXPECT_OK(self, fsdpc_comm_run(r->comm, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER}));
     fsdpc_device_free(r->device, memory);
 }

@@ -1,4 +1,4 @@
-/* What the tests of the GPUs' transports share: a rank with a GPU, and the NCCL it finds.
+/* What the tests of the GPUs' transport share: a rank with a GPU, and the NCCL it finds.
  *
  * Ranks are threads, each with a GPU of its own; on the emulated device all have the same one, and
  * NCCL is the fake of tests/emu, which lies beside the program.
@@ -28,7 +28,6 @@ typedef struct gpu_rank {
     fsdpc_stream plain;  /* the main stream */
     fsdpc_event *filled; /* of it */
     fsdpc_comm *comm;
-    bool over_nccl;
 } gpu_rank;
 
 typedef fsdpc_status (*comm_create_fn)(const fsdpc_control_config *config, fsdpc_comm **out);
@@ -36,7 +35,7 @@ typedef fsdpc_status (*comm_create_fn)(const fsdpc_control_config *config, fsdpc
 static inline fsdpc_status rank_create_over(comm_create_fn create, gpu_rank *r, rank_context *self,
                                             const char *path)
 {
-    *r = (gpu_rank){.self = self, .over_nccl = create == fsdpc_comm_nccl_create};
+    *r = (gpu_rank){.self = self};
     EXPECT_OK(self, fsdpc_mem_create(&r->mem));
     EXPECT_OK(self, fsdpc_device_cuda_create(r->mem, self->rank % gpus, &r->device));
     EXPECT_OK(self, fsdpc_device_cuda_select(r->device));

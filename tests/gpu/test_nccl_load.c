@@ -16,7 +16,7 @@ static void test_refusals(void)
     CHECK_FAILS(fsdpc_nccl_open("/nowhere/libnccl.so.2", false, NULL, &nccl), FSDPC_ERR_UNSUPPORTED,
                 "/nowhere/libnccl.so.2");
     CHECK_FAILS(fsdpc_nccl_open("/nowhere/libnccl.so.2", false, NULL, &nccl), FSDPC_ERR_UNSUPPORTED,
-                "do without on one host: FSDPC_TRANSPORT=local_cuda");
+                "(FSDPC_NCCL_LIB names it); name another, or unset it");
     CHECK_FAILS(fsdpc_nccl_open("libm.so.6", false, NULL, &nccl), FSDPC_ERR_UNSUPPORTED,
                 "this NCCL has no ncclGetVersion");
 }

@@ -42,10 +42,9 @@ ORDER = {
     "cuda": """
         guest cuda_error driver_abi cublaslt_abi nccl_abi cudnn_plan kernels kernel_tables
         cuda_queue cuda_driver cuda_pool cuda_wait attention_cudnn gemm_cublaslt driver_memory graph
-        host_result flat_cuda nn_cuda window device_cuda control local_cuda local_staged
-        comm_local_cuda nccl_load nccl_env nccl_internal nccl_call nccl_registry
-        nccl_abort nccl_channel nccl_join nccl_coll nccl_ahead nccl_post nccl_register
-        comm_nccl transport plugin_cuda
+        host_result flat_cuda nn_cuda window device_cuda control nccl_load nccl_env nccl_internal
+        nccl_call nccl_registry nccl_abort nccl_channel nccl_join nccl_coll nccl_ahead nccl_post
+        nccl_register comm_nccl transport plugin_cuda
     """,
     "engine": """
         layout slots norm plan unit unit_internal root_internal acts grad_file micro order fill full
