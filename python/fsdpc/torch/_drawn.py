@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from fsdpc import _core
-from fsdpc.torch import _device
 
 if TYPE_CHECKING:
     from fsdpc.torch._unit import UnitState
@@ -37,13 +37,13 @@ def check_drawn(states: list[UnitState]) -> None:
     if comm.size == 1:
         return
     names = [f"'{s.unit.name}.{name}'" for s in states for name in s.names]
-    marks = torch.zeros(len(names), dtype=torch.int64)
+    marks = np.zeros(len(names), np.int64)
     at = 0
     for state in states:
         for i in state.written():
             marks[at + i] = _mark(state.pieces[i])
         at += len(state.pieces)
-    every = _device.to_torch(comm.all_gather(_device.to_engine(marks)))
+    every = comm.all_gather(_core.tensor(marks)).numpy()
     seen: dict[int, tuple[int, int]] = {}
     for rank, row in enumerate(every.tolist()):
         for k, mark in enumerate(row):
