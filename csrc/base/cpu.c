@@ -2,17 +2,17 @@
  *
  * The instruction set is read from cpuid on each call (once per context), never cached in a global.
  * AMX needs more than cpuid: the kernel must grant the process its 8 KiB of tile state
- * (arch_prctl).  It refuses if any thread has a signal stack too small for it; then the next lower
- * path is the best.
+ * (arch_prctl).  The kernel refuses if any thread has too small a signal stack; the next lower path
+ * is then the best.
  *
- * "auto" chooses the best path, with one exception.  vdpbf16ps pays on AMD's cores, where it does
+ * "auto" chooses the best path, with one exception. vdpbf16ps pays on AMD's cores, where it does
  * twice the flops of fp32 FMA.  Intel's run it at a quarter of FMA's rate, half its flops.  There,
- * without tiles, bf16 products through the fp32 kernels take 0.62 of the time, and attention 0.65.
- * (512 and 1024 cubed, T = 1024, one core of a Xeon with AMX.)  So "auto" is avx512.  The vendor
- * decides, because a measurement would depend on other processes.
+ * without tiles, bf16 products through the fp32 kernels take 0.62 times as long, and attention 0.65
+ * times.  (512 and 1024 cubed, T = 1024, one core of a Xeon with AMX.) "auto" is therefore avx512.
+ * The vendor decides, because a measurement would depend on other processes.
  *
- * Cores are the smallest of the affinity mask and the CPU quotas of this process's control groups,
- * v2 and v1.  Groups count from its own up to the root, as far as they are visible.  A quota of 2.5
+ * The core count is the minimum of the affinity mask and the CPU quotas of this process's control
+ * groups, v2 and v1.  The process's own group and all its visible ancestors count.  A quota of 2.5
  * CPUs counts as 2: threads that spin past a quota are all stopped together.
  */
 #include "base/cpu.h"
@@ -117,7 +117,7 @@ fsdpc_status fsdpc_isa_parse(const char *name, fsdpc_isa *out)
                       name);
 }
 
-/* Reads one or two numbers; how many there were, 0 for "max" or no file. */
+/* Reads one or two numbers.  Returns how many it found: 0 for "max" or a missing file. */
 static int read_numbers(const char *folder, const char *path, const char *file, long long out[2])
 {
     char name[PATH_MAX];

@@ -8,9 +8,9 @@
 
 #include "base/status.h"
 
-/* X(name, text) in ascending order */
+/* X(name, text), in ascending order */
 #define FSDPC_ISA_TABLE(X)                                                                         \
-    X(PORTABLE, "portable")     /* whatever the compiler's baseline is */                          \
+    X(PORTABLE, "portable")     /* the compiler's baseline */                                      \
     X(AVX2, "avx2")             /* AVX2, FMA, F16C */                                              \
     X(AVX512, "avx512")         /* AVX-512 F, BW, DQ, VL */                                        \
     X(AVX512BF16, "avx512bf16") /* and vdpbf16ps */                                                \
@@ -23,7 +23,7 @@ typedef enum fsdpc_isa {
         FSDPC_ISA_COUNT
 } fsdpc_isa;
 
-fsdpc_isa fsdpc_isa_best(void); /* the last in the table that runs here */
+fsdpc_isa fsdpc_isa_best(void); /* the last path in the table that this processor runs */
 const char *fsdpc_isa_name(fsdpc_isa isa);
 fsdpc_status fsdpc_isa_parse(const char *name, fsdpc_isa *out); /* "auto": the fastest */
 

@@ -1,15 +1,15 @@
-/* CRC-32C (Castagnoli), with the combination that lets pieces be summed apart. */
+/* CRC-32C (Castagnoli), and a function that combines the sums of separate pieces. */
 #ifndef FSDPC_BASE_CRC32C_H
 #define FSDPC_BASE_CRC32C_H
 
 #include <stddef.h>
 #include <stdint.h>
 
-/* Continues `crc` (0 to begin) over `bytes` more bytes; uses the processor's instruction if it has
- * one.  Same bits on every path. */
+/* Continues `crc` (0 to begin) over `bytes` more bytes.  Uses the processor's instruction if it has
+ * one; all paths give the same bits. */
 uint32_t fsdpc_crc32c(uint32_t crc, const void *data, size_t bytes);
 
-/* The same without the instruction: the twin that the fast form is tested against. */
+/* The same without the instruction: the reference that tests compare the fast form with. */
 uint32_t fsdpc_crc32c_portable(uint32_t crc, const void *data, size_t bytes);
 
 /* CRC of A followed by B, from crc(A), crc(B) and the length of B. */

@@ -1,8 +1,8 @@
 /* Element types, and conversions of single elements.
  *
  * Conversions to bf16 and fp16 round to nearest even in integer arithmetic, keep NaN a NaN and keep
- * subnormals.  So every path (portable, SIMD, CUDA) gives the same bits.  Kernels that convert many
- * elements have their own vector forms (csrc/ops); these are the twins they are tested against.
+ * subnormals.  Every path (portable, SIMD, CUDA) therefore gives the same bits.  Kernels that
+ * convert many elements have their own vector forms (csrc/ops), which are tested against these.
  */
 #ifndef FSDPC_BASE_DTYPE_H
 #define FSDPC_BASE_DTYPE_H

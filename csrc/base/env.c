@@ -1,10 +1,10 @@
 /* Reading the environment from one table.
  *
  * Two passes.  First every FSDPC_ name in the environment must be known, because a misspelt setting
- * that silently does nothing costs somebody a day.  Then every field is parsed and checked against
- * its range.  A variable that is set but empty counts as not set, as `VAR= command` means it.
- * Numbers are read in the C locale whatever the program's is: "0.5" must not depend on the user's
- * language.
+ * that silently does nothing can cost a user a day.  Then every field is parsed and checked against
+ * its range.  A variable that is set but empty counts as not set, which is what `VAR= command`
+ * means.  Numbers are read in the C locale whatever locale the program uses: "0.5" must not depend
+ * on the user's language.
  */
 #include "base/env.h"
 
@@ -33,13 +33,13 @@ static size_t min3(size_t a, size_t b, size_t c)
     return ab < c ? ab : c;
 }
 
-/* Edits (insert, drop, replace a letter) that turn one name into the other. */
+/* The number of edits (insert, drop or replace a letter) that turn one name into the other. */
 static size_t edit_distance(const char *a, size_t a_length, const char *b)
 {
     size_t b_length = strlen(b);
     if (a_length >= MAX_NAME || b_length >= MAX_NAME)
         return MAX_NAME;
-    size_t row[MAX_NAME]; /* distances of a's first i letters from every beginning of b */
+    size_t row[MAX_NAME]; /* distances from a's first i letters to each prefix of b */
     for (size_t j = 0; j <= b_length; j++)
         row[j] = j;
     for (size_t i = 1; i <= a_length; i++) {
@@ -118,7 +118,7 @@ static fsdpc_status parse_flag(const char *variable, const char *value, double l
     return FSDPC_OK;
 }
 
-/* The reader of the field knows which texts are valid (fsdpc_isa_parse). */
+/* The code that uses the field knows which texts are valid (fsdpc_isa_parse). */
 static fsdpc_status parse_text(const char *variable, const char *value, double lowest,
                                double highest, const char **out)
 {

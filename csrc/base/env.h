@@ -1,9 +1,9 @@
 /* Environment variables: one table, read once per context.
  *
- * Every variable the library reads stands here and in docs/environment.md (a lint test compares the
- * two).  A variable that is set but empty counts as not set.  A value that does not parse, and a
- * variable that starts with FSDPC_ and is not known, are errors that name the variable and what
- * would be accepted.
+ * This table and docs/environment.md list every variable that the library reads (a lint compares
+ * the two).  A variable that is set but empty counts as not set.  A value that does not parse, or
+ * an unknown variable that starts with FSDPC_, is an error that names the variable and what would
+ * be accepted.
  */
 #ifndef FSDPC_BASE_ENV_H
 #define FSDPC_BASE_ENV_H
@@ -38,7 +38,8 @@
 typedef double fsdpc_env_real;
 typedef long fsdpc_env_integer;
 typedef bool fsdpc_env_flag;
-typedef const char *fsdpc_env_text; /* borrowed from the environment: copy what must outlive it */
+typedef const char *fsdpc_env_text; /* borrowed from the environment: copy it if it must live
+                                     * longer */
 
 typedef struct fsdpc_env {
 #define X(field, type, variable, fallback, lowest, highest, text) fsdpc_env_##type field;
@@ -46,7 +47,7 @@ typedef struct fsdpc_env {
 #undef X
 } fsdpc_env;
 
-/* Variables of the launcher, Python, the build or the tests, known so that they are not refused. */
+/* Variables of the launcher, Python, the build or the tests, which the check must not refuse. */
 #define FSDPC_ENV_FOREIGN                                                                          \
     "FSDPC_CUDA", "FSDPC_CUDA_ARCHS", "FSDPC_CUDA_PLUGIN", "FSDPC_MPI", "FSDPC_WERROR",            \
         "FSDPC_NCCL_LIB", "FSDPC_RANK_SOCKET", "FSDPC_RUN_ID", "FSDPC_LAUNCHER_PID",               \

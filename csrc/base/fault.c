@@ -1,15 +1,15 @@
 /* The table of named ranges and the handler that looks a fault up in it.
  *
- * A handler gets no argument of ours, so the table is one of the documented globals.  It is fixed
- * and has no lock: a slot is claimed by its `taken`, and valid while its `begin` is not 0.  The
- * handler loads and calls write(2), nothing else; the line is put together by hand.
+ * We cannot pass an argument to a signal handler, so the table is one of the documented globals.
+ * It has a fixed size and no lock: `taken` claims an entry, which is valid while its `begin` is not
+ * 0.  The handler only loads and calls write(2); it puts the line together by hand.
  *
- * Note [chain].  Python's faulthandler prints its stacks, puts back the handler that was there
- * before it and raises the signal again.  If that is ours, the address is no longer in the siginfo
- * (the signal was raised, not faulted), but the machine context still shows the thread's last
- * fault.  If ours came later, it is called first and faulthandler after it.  Where nothing was
- * installed the default action is put back: returning then repeats the fault, which ends the
- * process by the signal that its parent ought to see.
+ * Note [chain].  Python's faulthandler prints its stacks, restores the previous handler and raises
+ * the signal again.  If the previous handler is ours, the siginfo no longer has the address (the
+ * signal was raised, not faulted), but the machine context still shows the thread's last fault.  If
+ * ours was installed later, it runs first and faulthandler after it.  If no handler was installed,
+ * ours restores the default action: returning then repeats the fault, which ends the process with
+ * the signal that its parent expects.
  */
 #include "base/fault.h"
 
@@ -36,7 +36,7 @@ typedef struct line {
 } line;
 
 static slot slots[FSDPC_FAULT_RANGES];
-static _Atomic int slots_used; /* slots from here on were never taken */
+static _Atomic int slots_used; /* entries from here on were never taken */
 static struct sigaction previous_segv, previous_bus;
 static pthread_once_t installed = PTHREAD_ONCE_INIT;
 
@@ -61,7 +61,7 @@ static void add_number(line *out, int number)
     add_text(out, digits + at);
 }
 
-/* Where this thread faulted last, and how; see Note [chain]. */
+/* The address of this thread's last fault, and the kind of access; see Note [chain]. */
 static uintptr_t fault_of(const siginfo_t *info, const void *context, deed *deed_out)
 {
     uintptr_t address = info->si_code > 0 ? (uintptr_t)info->si_addr : 0;
@@ -115,7 +115,7 @@ static void describe(const slot *found, uintptr_t address, int signum, deed how)
     add_text(&out, signum == SIGBUS ? "and the host has no memory left behind it" : advice[how]);
     out.text[out.used++] = '\n';
     ssize_t written = write(STDERR_FILENO, out.text, out.used);
-    (void)written; /* nobody is left to tell */
+    (void)written; /* there is no one left to report to */
 }
 
 static void hand_on(int signum, siginfo_t *info, void *context)
@@ -124,11 +124,11 @@ static void hand_on(int signum, siginfo_t *info, void *context)
     if (before->sa_flags & SA_SIGINFO) {
         before->sa_sigaction(signum, info, context);
     } else if (before->sa_handler == SIG_IGN && info->si_code <= 0) {
-        return; /* one that was sent; a fault cannot be ignored */
+        return; /* a signal that was sent; a fault cannot be ignored */
     } else if (before->sa_handler == SIG_DFL || before->sa_handler == SIG_IGN) {
         signal(signum, SIG_DFL);
         if (info->si_code <= 0)
-            raise(signum); /* comes when we return, it is blocked in here */
+            raise(signum); /* delivered when we return: the signal is blocked in here */
     } else {
         before->sa_handler(signum);
     }
@@ -174,7 +174,7 @@ void fsdpc_fault_unwatch(const void *begin, const void *owner)
 {
     int used = atomic_load_explicit(&slots_used, memory_order_acquire);
     for (int i = 0; begin && i < used; i++) {
-        /* the fields are ours to read while `begin` says that the range is ours */
+        /* the fields are stable while `begin` says that the range is ours */
         if (atomic_load_explicit(&slots[i].begin, memory_order_acquire) != (uintptr_t)begin ||
             slots[i].range.owner != owner)
             continue;

@@ -1,9 +1,9 @@
 /* File-system calls with a hook in front of each.
  *
- * Blocks are reserved when a file is made, so that a full disk shows before any data is written.
- * Where a file system cannot reserve (some network ones), the size is set and a full disk shows at
- * the write.  If renameat2 cannot refuse to replace, plain files fall back to a link; a folder is
- * checked for and renamed.
+ * Creating a file reserves its blocks, so that a full disk shows before any data is written.  If a
+ * file system cannot reserve blocks (some network ones), only the size is set and a full disk shows
+ * at the write.  If renameat2 does not support RENAME_NOREPLACE, a plain file is linked instead;
+ * for a folder, the code checks that the target does not exist and renames.
  */
 #include "base/fs.h"
 
@@ -48,7 +48,7 @@ fsdpc_status fsdpc_fs_reserve(const fsdpc_fs *fs, int fd, const char *path, uint
     if (bytes == 0)
         return FSDPC_OK;
     int result;
-    do /* what it reserved stays when a signal comes */
+    do /* blocks that it reserved stay reserved after a signal */
         result = fallocate(fd, 0, (off_t)offset, (off_t)bytes);
     while (result != 0 && errno == EINTR);
     if (result == 0)
@@ -65,7 +65,7 @@ void fsdpc_fs_punch(int fd, uint64_t offset, uint64_t bytes)
                         (off_t)bytes);
 }
 
-/* Where the file system has no files without a name, one is made and its name removed. */
+/* If the file system does not support unnamed files, creates a named one and unlinks it. */
 static int open_temporary(const char *folder, int flags)
 {
     int fd = open(folder, O_TMPFILE | O_RDWR | O_CLOEXEC | flags, 0600);
@@ -192,7 +192,7 @@ fsdpc_status fsdpc_fs_sync_folder(const fsdpc_fs *fs, const char *path)
     int result = 0;
     while (status == FSDPC_OK && (result = fsync(fd)) != 0 && errno == EINTR)
         continue;
-    if (result != 0 && errno != EINVAL) /* a file system that has nothing to do for folders */
+    if (result != 0 && errno != EINVAL) /* the file system has nothing to sync for folders */
         status = fsdpc_fail_errno("cannot bring the folder '%s' to the disk", path);
     close(fd);
     return status;

@@ -1,8 +1,8 @@
 /* File-system calls, each behind one hook.
  *
- * Whatever a save, a load or an offload does to a file system it does through these functions, and
- * each of them asks the hook first.  A test sees every call by that, and can let one fail or end the
- * process before it; in use there is no hook and it costs nothing.  Errors name call, path and
+ * Saves, loads and offloading access the file system only through these functions, and each of them
+ * asks the hook first.  A test thus sees every call, and can make one fail or end the process
+ * before it.  Production code has no hook, which costs nothing.  Errors name the call, the path and
  * errno's text.
  *
  * The functions keep no state: any thread may call them.
@@ -15,7 +15,7 @@
 
 #include "base/status.h"
 
-/* Asked before each call; anything but FSDPC_OK is taken for the call's own failure. */
+/* Asked before each call; any result but FSDPC_OK becomes the call's own failure. */
 typedef fsdpc_status (*fsdpc_fs_hook_fn)(void *arg, const char *call, const char *path);
 
 typedef struct fsdpc_fs {
@@ -39,24 +39,24 @@ fsdpc_status fsdpc_fs_reserve(const fsdpc_fs *fs, int fd, const char *path, uint
 void fsdpc_fs_punch(int fd, uint64_t offset, uint64_t bytes);
 fsdpc_status fsdpc_fs_open(const fsdpc_fs *fs, const char *path, bool write, int *fd_out);
 fsdpc_status fsdpc_fs_size(const fsdpc_fs *fs, int fd, const char *path, uint64_t *bytes_out);
-/* All of the bytes, or an error. */
+/* Writes all of the bytes, or returns an error. */
 fsdpc_status fsdpc_fs_pwrite(const fsdpc_fs *fs, int fd, const char *path, const void *data,
                              size_t bytes, uint64_t offset);
 fsdpc_status fsdpc_fs_pread(const fsdpc_fs *fs, int fd, const char *path, void *data, size_t bytes,
                             uint64_t offset);
-/* Lets the kernel begin to write a range out; never an error. */
+/* Asks the kernel to begin writing a range to the disk; never an error. */
 void fsdpc_fs_begin_writing(int fd, uint64_t offset, uint64_t bytes);
 fsdpc_status fsdpc_fs_sync(const fsdpc_fs *fs, int fd, const char *path);
 fsdpc_status fsdpc_fs_sync_folder(const fsdpc_fs *fs, const char *path);
-/* Closes it; FSDPC_OK for -1. */
+/* Closes the file; FSDPC_OK for -1. */
 fsdpc_status fsdpc_fs_close(const fsdpc_fs *fs, int fd, const char *path);
-/* Renames and never replaces: FSDPC_ERR_OS if `to` is there. */
+/* Renames and never replaces: FSDPC_ERR_OS if `to` exists. */
 fsdpc_status fsdpc_fs_rename_new(const fsdpc_fs *fs, const char *from, const char *to);
-/* Exchanges two folders at once, and says so; does nothing if there is no `to`.  Where the file
- * system cannot, it is an error. */
+/* Exchanges two folders atomically and reports that it did; does nothing if `to` does not exist.
+ * An error if the file system cannot exchange. */
 fsdpc_status fsdpc_fs_exchange(const fsdpc_fs *fs, const char *from, const char *to,
                                bool *exchanged_out);
-/* Removes a folder and the plain files and folders in it; FSDPC_OK if there is none.  Links are
+/* Removes a folder and the plain files and folders in it; FSDPC_OK if it does not exist.  Links are
  * never followed: an error if `path` is one. */
 fsdpc_status fsdpc_fs_remove_tree(const fsdpc_fs *fs, const char *path);
 

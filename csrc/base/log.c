@@ -1,6 +1,6 @@
-/* One line, formatted on the stack, handed on in one piece.
+/* Formats a line on the stack and writes it in one piece.
  *
- * Nothing is allocated and no lock is taken.  A write of at most PIPE_BUF (4096) bytes to a pipe is
+ * It allocates nothing and takes no lock.  A write of at most PIPE_BUF (4096) bytes to a pipe is
  * atomic, so ranks that share a launcher's pipe do not mix their lines.  Bytes that stderr does not
  * take are dropped; a failing log must not fail the program.
  */
@@ -29,9 +29,9 @@ void fsdpc_log_write(const fsdpc_log *log, fsdpc_log_level level, const char *fo
 {
     if (!log || level > log->level || level == FSDPC_LOG_SILENT)
         return;
-    int error = errno; /* a log line between a failure and its report changes nothing */
+    int error = errno; /* logging between a failure and its report must not change errno */
     char line[LINE_BYTES];
-    size_t used = 0, limit = sizeof line - 1; /* room for the line end */
+    size_t used = 0, limit = sizeof line - 1; /* leaves a byte for the line end */
     if (!log->fn) {
         int head = log->rank >= 0
                        ? snprintf(line, limit, "fsdpc rank %d: %s: ", log->rank,

@@ -1,10 +1,10 @@
 /* The log: a few lines for people, never a substitute for an error.
  *
- * A log belongs to a context and is plain data: its level (from FSDPC_LOG), the rank it speaks for
- * and a sink.  Without a sink a line goes to stderr in one write, so that lines of several ranks
- * never mix.  Python installs a sink that hands lines to its logging module.
+ * A log belongs to a context and is plain data: a level (from FSDPC_LOG), the rank it logs for and
+ * a sink.  Without a sink a line goes to stderr in one write, so that lines of several ranks never
+ * mix.  Python installs a sink that hands lines to its logging module.
  *
- * Rules: any thread may write; the fields change only while nobody does.  A NULL log is silent.
+ * Rules: any thread may write; the fields change only while no thread does.  A NULL log is silent.
  * Code that fails calls fsdpc_fail() and logs nothing: the code that handles the error decides.
  */
 #ifndef FSDPC_BASE_LOG_H
@@ -33,13 +33,13 @@ typedef struct fsdpc_log {
     void *arg;
 } fsdpc_log;
 
-/* Formats and hands one line to the sink; too long a line is cut and ends in "...". */
+/* Formats a line and passes it to the sink; a line that is too long is cut and ends in "...". */
 void fsdpc_log_write(const fsdpc_log *log, fsdpc_log_level level, const char *format, ...)
     __attribute__((format(printf, 3, 4), cold));
 
 const char *fsdpc_log_level_name(fsdpc_log_level level);
 
-/* These evaluate their arguments only where the level asks for the line. */
+/* These evaluate their arguments only if the level includes the line. */
 #define FSDPC_LOG_AT(log, level_, ...)                                                             \
     do {                                                                                           \
         const fsdpc_log *log_at_ = (log);                                                          \

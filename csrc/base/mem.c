@@ -1,20 +1,21 @@
 /* Counted memory: size classes with free lists over the system's allocator.
  *
  * Every block has a 64-byte header right before it with the requested size, the category and the
- * size class.  Classes are multiples of 64 bytes up to 512, then eight steps per power of two.  So
- * a block is at most an eighth larger than the request.  Freed blocks go to the list of their
- * class, last in first out (the warmest first), and leave it only by reuse, trim or destroy.
+ * size class.  Classes are multiples of 64 bytes up to 512, then eight steps per power of two.  A
+ * block is therefore at most an eighth larger than the request.  Freed blocks go to the list of
+ * their class, last in, first out (the warmest first), and leave it only through reuse, trim or
+ * destroy.
  *
- * Below 4 MiB blocks come from aligned_alloc.  Larger ones are mappings of their own, 2 MiB
- * aligned, with huge pages requested and the header in a separate page in front.  They stay out of
- * core dumps: a dying rank with a hundred GB must not write them.  The slack of such a class is
- * never touched and so costs address space only.
+ * Below 4 MiB blocks come from aligned_alloc.  Each larger one is a separate mapping, 2 MiB
+ * aligned, with huge pages requested and the header in a separate page in front.  Mappings stay out
+ * of core dumps: a dying rank must not write a hundred GB.  The slack of such a class is never
+ * touched, so it costs only address space.
  *
- * The count is not of the class but of the requested bytes, rounded up to 64: that is the number
- * memory_plan() can compute without knowing classes.  One mutex guards lists and counts.
+ * The counters use the requested bytes, rounded up to 64, not the class size: memory_plan() can
+ * compute that number without knowing classes.  One mutex guards lists and counts.
  *
- * Under AddressSanitizer cached blocks and the slack behind a block are poisoned, so use after free
- * and overruns are found although the memory never went back to the system.
+ * AddressSanitizer builds poison cached blocks and the slack after a block.  They thus find use
+ * after free and overruns although the memory never went back to the system.
  */
 #include "base/mem.h"
 
@@ -59,7 +60,7 @@ enum {
 typedef struct header {
     struct header *next; /* in a free list */
     size_t requested_bytes;
-    uint32_t magic; /* tells a live block from a freed or foreign one */
+    uint32_t magic; /* distinguishes a live block from a freed or foreign one */
     uint16_t class_index;
     uint16_t kind;
     char reserved[GRANULE_BYTES - 24];
@@ -130,7 +131,7 @@ static void system_release(header *block)
     munmap((char *)(block + 1) - page, bytes + page);
 }
 
-/* Under the lock. */
+/* Requires the lock. */
 static void count_bytes(fsdpc_mem *mem, fsdpc_mem_kind kind, int64_t bytes)
 {
     fsdpc_mem_stats *stats = &mem->stats;
@@ -185,7 +186,7 @@ fsdpc_status fsdpc_mem_alloc(fsdpc_mem *mem, fsdpc_mem_kind kind, size_t bytes, 
     bool from_system = possible && !block;
     if (from_system) {
         block = system_block(class_bytes(class_index));
-        if (!block) { /* cached blocks of other classes may be what is missing */
+        if (!block) { /* trimming cached blocks of other classes may free enough */
             fsdpc_mem_trim(mem);
             block = system_block(class_bytes(class_index));
         }

@@ -1,15 +1,15 @@
 /* Counted memory.
  *
- * Everything the engine and the tensors hold is allocated here and counted by category, so that
- * memory_stats() and memory_plan() can speak of the same bytes.  One fsdpc_mem belongs to a context
- * and is safe to use from any thread.
+ * All memory of the engine and the tensors is allocated here and counted by category, so that
+ * memory_stats() and memory_plan() report the same bytes.  One fsdpc_mem belongs to a context and
+ * is safe to use from any thread.
  *
  * fsdpc_mem_alloc gives 64-byte aligned memory; from 4 MiB up it is 2 MiB aligned, with huge pages
- * requested.  Freed blocks are kept in lists by size class and handed out again: a training step in
- * steady state asks the system for nothing, and `system_allocs` proves it.
+ * requested.  Freed blocks are kept in lists by size class and reused: in steady state a training
+ * step asks the system for nothing, and `system_allocs` proves it.
  *
  * The counters count requested bytes, rounded up to 64 (0 counts 0), without the header and the
- * slack of a size class.  Contents of a block are undefined.
+ * slack of a size class.  The contents of a new block are undefined.
  */
 #ifndef FSDPC_BASE_MEM_H
 #define FSDPC_BASE_MEM_H
@@ -25,8 +25,8 @@
     X(GRAD, "grad")             /* gradient shards */                                              \
     X(STATE, "state")           /* optimizer states */                                             \
     X(REDUCE, "reduce")         /* reduce buffers */                                               \
-    X(STAGING, "staging")       /* on its way to and from a disk */                                \
-    X(PINNED, "pinned")         /* the host's, which a GPU beside it reaches too */                \
+    X(STAGING, "staging")       /* on the way to or from a disk */                                 \
+    X(PINNED, "pinned")         /* host memory that a GPU can access too */                        \
     X(ACTIVATION, "activation") /* tensors of the tape and the user */                             \
     X(OTHER, "other")
 
@@ -41,23 +41,24 @@ typedef struct fsdpc_mem fsdpc_mem;
 
 typedef struct fsdpc_mem_stats {
     size_t now_bytes[FSDPC_MEM_COUNT];
-    size_t peak_bytes[FSDPC_MEM_COUNT];       /* of each category by itself */
-    size_t total_now_bytes, total_peak_bytes; /* without pinned memory, which is another's */
+    size_t peak_bytes[FSDPC_MEM_COUNT];       /* of each category separately */
+    size_t total_now_bytes, total_peak_bytes; /* without pinned memory, which belongs to the
+                                               * device */
     size_t cached_bytes;                      /* free blocks kept for reuse */
     uint64_t system_allocs;                   /* requests to the system for memory since create */
 } fsdpc_mem_stats;
 
 fsdpc_status fsdpc_mem_create(fsdpc_mem **out);
 void fsdpc_mem_destroy(
-    fsdpc_mem *mem); /* NULL is fine; blocks still out are leaked to their owners */
+    fsdpc_mem *mem); /* NULL is fine; blocks that are still allocated are leaked to their owners */
 
 /* bytes == 0 gives a valid pointer that must be freed too. */
 fsdpc_status fsdpc_mem_alloc(fsdpc_mem *mem, fsdpc_mem_kind kind, size_t bytes, void **out);
 void fsdpc_mem_free(fsdpc_mem *mem, void *pointer); /* NULL is fine */
 
-/* Counts memory that came from elsewhere (mappings); `bytes` may be given back with a minus. */
+/* Counts memory from elsewhere (mappings); a negative `bytes` subtracts. */
 void fsdpc_mem_count(fsdpc_mem *mem, fsdpc_mem_kind kind, int64_t bytes);
-/* Counts one time that a pool beside this one asked its system (a device's) for memory. */
+/* Counts one request for memory that another pool made to its system (a device). */
 void fsdpc_mem_count_system_alloc(fsdpc_mem *mem);
 
 void fsdpc_mem_stats_read(fsdpc_mem *mem, fsdpc_mem_stats *out);

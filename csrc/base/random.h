@@ -1,8 +1,8 @@
 /* Counter-based random numbers (Philox 4x32-10, Salmon et al., SC 2011).
  *
- * Element i of stream (seed, stream) is a pure function of (seed, stream, i).  So any rank can
- * compute any slice of a parameter's initial values, and dropout gives the same mask in forward and
- * recompute.
+ * Element i of stream (seed, stream) is a pure function of (seed, stream, i).  Any rank can
+ * therefore compute any slice of a parameter's initial values, and dropout gives the same mask in
+ * forward and recompute.
  */
 #ifndef FSDPC_BASE_RANDOM_H
 #define FSDPC_BASE_RANDOM_H

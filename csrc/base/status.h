@@ -1,9 +1,9 @@
 /* Status codes and the error text of the calling thread.
  *
  * Every function that can fail returns fsdpc_status: 0 is success, negative values are errors, and
- * FSDPC_IN_PROGRESS is the one positive value ("not yet, ask again").  The first function that
- * knows that something is wrong says so once, with fsdpc_fail(); everyone above passes the code on
- * with FSDPC_TRY and adds nothing.  Outputs are written on success only.
+ * FSDPC_IN_PROGRESS is the one positive value ("not yet, ask again").  The function that detects an
+ * error reports it once, with fsdpc_fail(); all callers above pass the code on with FSDPC_TRY and
+ * add nothing.  Outputs are written on success only.
  *
  * Rules: the text belongs to the calling thread and stays until its next fsdpc_fail().  A message
  * names the values that were wrong and ends with what the user can do about it.
@@ -49,7 +49,7 @@ fsdpc_status fsdpc_fail(fsdpc_status code, const char *format, ...)
 /* FSDPC_ERR_OS (or NOMEM for ENOMEM) with errno's text appended. */
 fsdpc_status fsdpc_fail_errno(const char *format, ...) __attribute__((format(printf, 1, 2), cold));
 
-/* The message of the last failure on this thread; "" when there was none. */
+/* The message of this thread's last failure; "" if there was none. */
 const char *fsdpc_last_error(void);
 
 /* "VALUE: a value is out of range ..." for a code. */
@@ -69,7 +69,7 @@ const char *fsdpc_status_text(fsdpc_status status);
             goto label;                                                                            \
     } while (0)
 
-/* Teardown: run `expr` whatever happened, keep the first error. */
+/* For teardown: runs `expr` in any case and keeps the first error. */
 #define FSDPC_KEEP_FIRST(status, expr)                                                             \
     do {                                                                                           \
         fsdpc_status keep_status_ = (expr);                                                        \

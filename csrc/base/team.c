@@ -2,7 +2,7 @@
  *
  * A run publishes its function in the team and then its ticket: generation in the high half, parts
  * not yet taken in the low half.  Caller and workers take parts by compare-and-swap on that word.
- * So a worker that slept through a run, or wakes in the middle of a later one, can never take a
+ * A worker that slept through a run, or wakes in the middle of a later one, can thus never take a
  * part of the wrong run.  The caller never waits for a worker that took nothing.  It waits only for
  * parts that were taken: `done` counts them.
  *
@@ -11,10 +11,10 @@
  * spins the same way before it sleeps on `done`.
  *
  * `running` admits one run; a caller that finds it taken (a nested call, another thread) does its
- * parts inline.  A forked child has no workers, which costs it nothing but speed, because the
- * caller never waits for a worker that took nothing.  If the fork fell into another thread's run,
- * `running` stays set in the child and everything there is inline.  Only destroy must know whose
- * the threads are.
+ * parts inline.  A forked child has no workers.  That costs it only speed, because the caller never
+ * waits for a worker that took nothing.  If the fork happened during another thread's run,
+ * `running` stays set in the child and all its work is inline.  Only destroy must know which
+ * process owns the threads.
  *
  * Note [fields of a run].  fn, arg and parts are atomics only because a late worker may read them
  * while the next run writes them.  The worker uses the values only if its compare-and-swap then
@@ -41,7 +41,7 @@
 enum { CACHE_LINE = 64, SPIN_NS = 20000, SPINS_PER_LOOK = 16, MAX_THREADS = 4096 };
 
 struct fsdpc_team {
-    /* One cache line that every part touches, one that only runs and sleepers touch. */
+    /* One cache line that every part touches, and one that only runs and sleepers touch. */
     _Alignas(CACHE_LINE) _Atomic uint64_t ticket; /* generation << 32 | parts left */
     _Atomic uint32_t done; /* parts finished in this run; futex of the caller */
     _Atomic uint32_t caller_sleeps;
@@ -60,8 +60,8 @@ struct fsdpc_team {
     pthread_t *workers; /* threads - 1 */
 };
 
-/* Private futexes: nothing but this process's threads sleeps here, and the kernel's lookup is
- * cheaper than for the shared ones of wait.h. */
+/* Private futexes: only threads of this process sleep here, and the kernel looks them up faster
+ * than the shared ones of wait.h. */
 static void sleep_on(_Atomic uint32_t *word, uint32_t expected)
 {
     syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, expected, NULL, NULL, 0);
@@ -73,7 +73,7 @@ static void wake(_Atomic uint32_t *word, uint32_t sleepers)
     syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count, NULL, NULL, 0);
 }
 
-/* True once *word differs from `old`; false after the time to spin. */
+/* Returns true once *word differs from `old`, and false if the time to spin runs out. */
 static bool spin_until_changed(const fsdpc_team *team, _Atomic uint32_t *word, uint32_t old)
 {
     if (team->spin_ns == 0)
@@ -94,10 +94,11 @@ static bool spin_until_changed(const fsdpc_team *team, _Atomic uint32_t *word, u
     }
 }
 
-/* Takes and does parts until none of the present run is left. */
+/* Takes and does parts until the current run has none left. */
 static void work(fsdpc_team *team)
 {
-    /* acquire: pairs with the ticket's release in run_shared, fields of that run are visible */
+    /* acquire: pairs with the ticket's release in run_shared, which makes that run's fields
+     * visible */
     uint64_t ticket = atomic_load_explicit(&team->ticket, memory_order_acquire);
     while ((uint32_t)ticket != 0) {
         fsdpc_team_fn fn = atomic_load_explicit(&team->fn, memory_order_relaxed);
@@ -121,7 +122,7 @@ static void *worker_main(void *arg)
 {
     fsdpc_team *team = arg;
     uint32_t seen =
-        0; /* generation 0 has no work: a worker that starts late joins the present run */
+        0; /* generation 0 has no work: a worker that starts late joins the current run */
     while (!atomic_load_explicit(&team->stop, memory_order_acquire)) {
         if (!spin_until_changed(team, &team->generation, seen)) {
             /* seq_cst, against run_shared: it sees us among the sleepers or we see its generation
@@ -163,7 +164,7 @@ static void wait_for_parts(fsdpc_team *team, uint32_t parts)
     }
 }
 
-/* One run of 2 to 2^32 - 1 parts; `running` is ours. */
+/* One run of 2 to 2^32 - 1 parts; the caller holds `running`. */
 static void run_shared(fsdpc_team *team, size_t first, uint32_t parts, fsdpc_team_fn fn, void *arg)
 {
     if (!team->tried_to_start)
@@ -205,7 +206,7 @@ void fsdpc_team_destroy(fsdpc_team *team)
 {
     if (!team)
         return;
-    if (team->workers_pid == getpid()) { /* a forked child has nobody to join */
+    if (team->workers_pid == getpid()) { /* a forked child has no threads to join */
         atomic_store_explicit(&team->stop, true, memory_order_release);
         atomic_fetch_add(&team->generation, 1);
         wake(&team->generation, INT_MAX);
@@ -241,6 +242,6 @@ void fsdpc_team_run(fsdpc_team *team, size_t parts, fsdpc_team_fn fn, void *arg)
         run_shared(team, first, now, fn, arg);
         first += now;
     }
-    /* pairs with the acquire above: the next caller sees our stores to the plain fields */
+    /* pairs with the acquire above: the next caller sees our writes to the plain fields */
     atomic_store_explicit(&team->running, false, memory_order_release);
 }

@@ -1,7 +1,8 @@
-/* Threads with a name and without signals.
+/* Threads that have a name and block signals.
  *
- * The mask is set in the creating thread around pthread_create, because a new thread inherits it:
- * set in the new thread itself, a signal could slip in before.  The caller's own mask is put back.
+ * The mask is set in the creating thread around pthread_create, because a new thread inherits it.
+ * If the new thread set the mask itself, a signal could arrive first.  The caller's own mask is
+ * then restored.
  */
 #include "base/thread.h"
 

@@ -1,8 +1,8 @@
-/* The trace ring: preallocated, overwritten from the oldest on, counted for ever.
+/* The trace ring: preallocated, overwrites its oldest events, never stops counting.
  *
  * Adding an event is a clock read and one 40-byte store; nothing is allocated after create, unless
- * a profile wants more room.  Counts by kind are kept apart from the ring.  So a test of a long
- * run, or a ring of capacity 0 (tracing off), still knows how many gathers there were.
+ * a profile asks for a larger ring.  Counts by kind are separate from the ring.  A test of a long
+ * run, or a ring of capacity 0 (tracing off), thus still knows how many gathers happened.
  */
 #include "base/trace.h"
 
@@ -17,7 +17,7 @@ struct fsdpc_trace {
     size_t capacity;
     uint64_t added;       /* since create or reset; the next event goes to added % capacity */
     const int64_t *clock; /* NULL: the system's */
-    bool waits;           /* are noted */
+    bool waits;           /* whether waits are recorded */
     uint64_t counts[FSDPC_TRACE_KIND_COUNT];
     fsdpc_trace_event *events;
 };
@@ -172,7 +172,7 @@ int fsdpc_trace_tail(const fsdpc_trace *trace, int events, char *text, size_t by
                          kind_names[e->kind], unit, epoch, e->in_backward ? " (backward)" : "",
                          (double)(now - e->ns) * 1e-9);
         if (n < 0 || (size_t)n >= bytes - used) {
-            text[used] = 0; /* whole events only */
+            text[used] = 0; /* drop an event that does not fit whole */
             break;
         }
         used += (size_t)n;

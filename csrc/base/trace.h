@@ -1,8 +1,8 @@
 /* The trace ring: what the engine did, in order, with counts that never wrap.
  *
  * Tests assert on it, `fsdpc.schedule` and the profiler read it, and a hang report prints its end.
- * One ring belongs to a context; events are written by the thread that drives the engine.  Waits of
- * the host are among them while a profile is taken alone.
+ * Each context has one ring, and the thread that drives the engine writes its events.  The host's
+ * waits are among them only while a profile is being taken.
  */
 #ifndef FSDPC_BASE_TRACE_H
 #define FSDPC_BASE_TRACE_H
@@ -26,10 +26,10 @@
     X(REDUCE, "reduce")         /* posted */                                                       \
     X(ALL_REDUCE, "all_reduce") /* over replicas, posted */                                        \
     X(REDUCE_DONE, "reduce_done")                                                                  \
-    X(COLLECTIVE, "collective") /* norms, user's own, agreement */                                 \
-    X(OPTIM, "optim")           /* a step begins; of a unit: it was stepped later */               \
+    X(COLLECTIVE, "collective") /* norms, the user's own, agreement */                             \
+    X(OPTIM, "optim")           /* a step begins; with a unit: it was stepped later */             \
     X(OPTIM_END, "optim_end")                                                                      \
-    X(WAIT, "wait") /* begins, for what `what` says */                                             \
+    X(WAIT, "wait") /* begins; `what` says for what */                                             \
     X(WAIT_END, "wait_end")
 
 typedef enum fsdpc_trace_kind {
@@ -43,7 +43,7 @@ typedef struct fsdpc_trace_event {
     int64_t ns;
     uint64_t epoch;
     uint64_t bytes;
-    const char *what; /* of WAIT: static text; else NULL */
+    const char *what; /* for WAIT: static text; else NULL */
     int32_t unit;     /* -1: none */
     uint8_t kind;
     uint8_t in_backward;
@@ -53,14 +53,15 @@ typedef struct fsdpc_trace fsdpc_trace;
 
 fsdpc_status fsdpc_trace_create(size_t capacity, fsdpc_trace **out);
 void fsdpc_trace_destroy(fsdpc_trace *trace);
-/* Events are stamped with what stands there, in the place of nanoseconds.  Borrowed. */
+/* Stamps events with the value at `clock`, in place of nanoseconds.  Borrowed. */
 void fsdpc_trace_set_clock(fsdpc_trace *trace, const int64_t *clock);
 void fsdpc_trace_add(fsdpc_trace *trace, fsdpc_trace_kind kind, int unit, uint64_t bytes,
                      uint64_t epoch, int in_backward); /* NULL trace: does nothing */
-/* Holds so many events from now on, the newest of those held before among them; notes waits if so. */
+/* From now on keeps `capacity` events, including the newest of those it has; `waits`: records waits
+ * too. */
 fsdpc_status fsdpc_trace_resize(fsdpc_trace *trace, size_t capacity, bool waits);
 size_t fsdpc_trace_capacity(const fsdpc_trace *trace);
-/* What follows notes a wait only while waits are noted. */
+/* Records a wait only while waits are recorded. */
 void fsdpc_trace_wait(fsdpc_trace *trace, const char *what, int unit);
 void fsdpc_trace_wait_end(fsdpc_trace *trace, int unit);
 uint64_t fsdpc_trace_count(const fsdpc_trace *trace,
@@ -69,8 +70,8 @@ size_t fsdpc_trace_length(const fsdpc_trace *trace); /* events held now */
 const fsdpc_trace_event *fsdpc_trace_at(const fsdpc_trace *trace,
                                         size_t index); /* 0 is the oldest */
 void fsdpc_trace_reset(fsdpc_trace *trace);
-/* The last `events` of them in words, oldest first ("gather of unit 2 in epoch 7, 3.1 s ago; ...");
- * returns how many there were room for. */
+/* Writes the last `events` events in words, oldest first ("gather of unit 2 in epoch 7, 3.1 s ago;
+ * ..."); returns how many fit. */
 int fsdpc_trace_tail(const fsdpc_trace *trace, int events, char *text, size_t bytes);
 const char *fsdpc_trace_kind_name(fsdpc_trace_kind kind);
 

@@ -1,4 +1,4 @@
-/* Time, deadlines and being interrupted.
+/* Time, deadlines and interrupts.
  *
  * Every wait of the library has a deadline, and calls the interrupt callback (Python's signal
  * check) at least every 100 ms, so that Ctrl-C works.
@@ -15,8 +15,8 @@
 
 int64_t fsdpc_clock_ns(void); /* monotonic */
 
-/* Returns FSDPC_OK, or an error (FSDPC_ERR_INTERRUPT) that ends the wait. Called without locks
- * held. */
+/* Returns FSDPC_OK, or an error (FSDPC_ERR_INTERRUPT) that ends the wait.  No lock is held during
+ * the call. */
 typedef fsdpc_status (*fsdpc_interrupt_fn)(void *arg);
 
 typedef struct fsdpc_interrupt {
