@@ -1,8 +1,8 @@
 /* The plugins that are loaded: one of the few globals, under a lock.
  *
- * A library is opened with its symbols kept to itself, so that two plugins (or a plugin and torch)
- * never meet.  It is not closed again: code of it may be on any thread's stack, and CUDA does not
- * survive being unloaded.  A library that opened but did not fit stays open too, unused.
+ * A library is opened with local symbols, so that those of two plugins (or of a plugin and torch)
+ * never clash.  It is never closed: its code may be on any thread's stack, and CUDA does not
+ * survive being unloaded.  A library that opened but did not match stays open too, unused.
  */
 #include "plugin/plugin.h"
 
@@ -53,7 +53,7 @@ static fsdpc_status open_plugin(const char *path, const fsdpc_plugin **out)
                           path);
     const fsdpc_plugin *plugin = open(&host);
     if (!plugin)
-        return FSDPC_ERR_STATE; /* open has said why */
+        return FSDPC_ERR_STATE; /* fsdpc_plugin_open has set the error */
     if (memcmp(&plugin->layout, &host.layout, sizeof host.layout) != 0)
         return fsdpc_fail(FSDPC_ERR_STATE,
                           "plugin %s has ABI %u, this fsdpc %u, or structs of other sizes: build "
