@@ -1,10 +1,10 @@
 /* Forwarders to the host table, under the names that the headers declare.
  *
- * The table's address is a plugin's one mutable global: written once, by the thread that loads the
- * plugin, before any other can know of it.  Callers have nothing to hand it through: sources that
- * core and plugins share call these functions by name, some before there is any object of theirs.
- * Linking to the core's own symbols would need the extension to export them, which Python loads
- * with its symbols kept to itself.
+ * The table's address is a plugin's only mutable global. The thread that loads the plugin writes it
+ * once, before any other thread can know of the plugin.  Callers cannot pass it along: sources that
+ * core and plugins share call these functions by name, some before they have any object.  Linking
+ * to the core's own symbols would require exporting them, but Python loads the extension with local
+ * symbols.
  */
 #include "guest/guest.h"
 
