@@ -1,13 +1,13 @@
-/* The ring: buffers that threads fill ahead of the user, and empty behind it.
+/* The ring: buffers that threads fill ahead of the user and write back behind it.
  *
  *     FREE -> READING -> READY -> USED -> CHANGED -> WRITING -> FREE
  *
- * The list of entries says what comes, row by row.  Threads read the next entry whenever a buffer
- * is free, and write what was changed otherwise: a read is what the user will wait for first.  A
- * row that the user has passed without asking for it is dropped.
+ * The list of entries gives the order, row by row.  Threads read the next entry whenever a buffer
+ * is free, and otherwise write what was changed: the user will wait for a read first.  A row that
+ * the user passes without using it is dropped.
  *
- * A row in use, one ahead and chunks to be written fit into the ring, whatever its columns, so
- * waiting for a read never waits for the user.
+ * The ring always has room for a row in use, one row ahead and chunks to be written, whatever the
+ * number of columns.  Waiting for a read therefore never waits for the user.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -59,13 +59,13 @@ static fsdpc_tier_buffer *in_state(fsdpc_tier *tier, fsdpc_buffer_state state)
     return NULL;
 }
 
-/* The next buffer to read into, with what; NULL: nothing is to be read now. */
+/* The next buffer to read into, and the entry to read; NULL: there is nothing to read now. */
 static fsdpc_tier_buffer *next_to_read(fsdpc_tier *tier)
 {
-    if (!tier->started) /* until then the list is the user's */
+    if (!tier->started) /* until then the user may still change the list */
         return NULL;
     while (tier->next_read < tier->n_entries && tier->entries[tier->next_read].row < tier->row)
-        tier->next_read++; /* passed already */
+        tier->next_read++; /* already passed */
     if (tier->next_read == tier->n_entries)
         return NULL;
     fsdpc_tier_buffer *buffer = in_state(tier, FSDPC_BUFFER_FREE);
@@ -124,7 +124,7 @@ static void *tier_main(void *arg)
             continue;
         }
         pthread_cond_broadcast(&tier->done);
-        pthread_cond_signal(&tier->work); /* the buffer may be what the other waits for */
+        pthread_cond_signal(&tier->work); /* another thread may be waiting for this buffer */
     }
     pthread_mutex_unlock(&tier->lock);
     return NULL;
@@ -162,7 +162,7 @@ void fsdpc_tier_stop(fsdpc_tier *tier)
     free_ring(tier);
 }
 
-/* ---- Waiting; under the lock ---- */
+/* ---- Waiting; requires the lock ---- */
 
 static fsdpc_status await(fsdpc_tier *tier, const struct timespec *until)
 {
@@ -278,7 +278,7 @@ fsdpc_status fsdpc_pass_start(fsdpc_tier *tier)
     return FSDPC_OK;
 }
 
-/* Rows before this one are done with. */
+/* Rows before this one are finished. */
 static void pass_rows(fsdpc_tier *tier, size_t row)
 {
     tier->row = row;
@@ -379,7 +379,7 @@ fsdpc_status fsdpc_pass_end(fsdpc_tier *tier)
     tier->hook = NULL;
     fsdpc_status status = settle(tier);
     for (int i = 0; i < FSDPC_TIER_BUFFERS; i++)
-        tier->buffers[i].state = FSDPC_BUFFER_FREE; /* after a failure some are not */
+        tier->buffers[i].state = FSDPC_BUFFER_FREE; /* after a failure some are not free */
     pthread_mutex_unlock(&tier->lock);
     return status;
 }

@@ -1,12 +1,12 @@
 /* The file, and its extents.
  *
- * Each extent takes a piece of the file at its end, reserved at once, so that a full disk shows
- * before anything is computed.  One that goes gives its blocks back and leaves a hole: offsets are
- * not used again, which a file may have enough of.
+ * Each extent takes a range at the end of the file and reserves it at once, so that a full disk
+ * shows before anything is computed.  A destroyed extent gives its blocks back and leaves a hole:
+ * offsets are never reused, as a file has plenty of them.
  *
- * Its addresses are one mapping of private memory, over whose rear the file is mapped.  The kernel
- * keeps both ways to the file equal: a direct read finds data written through the mapping, and a
- * direct write drops the pages that it makes old.
+ * The addresses of an extent are one private mapping, whose rear part maps the file.  The kernel
+ * keeps the two access paths coherent: a direct read finds data written through the mapping, and a
+ * direct write drops pages that it makes stale.
  */
 #include <errno.h>
 #include <stdio.h>
@@ -22,7 +22,7 @@
 
 /* ---- The file ---- */
 
-/* File systems that are no disk of this host, by the numbers of statfs(2). */
+/* File systems that are not on a disk of this host, by their statfs(2) numbers. */
 static const struct {
     long magic;
     const char *name;
@@ -120,7 +120,7 @@ const char *fsdpc_tier_path(const fsdpc_tier *tier)
 
 void fsdpc_tier_release(fsdpc_tier *tier)
 {
-    /* acq_rel: whoever goes last sees all that the others did. */
+    /* acq_rel: the last holder sees all that the others did. */
     if (tier && atomic_fetch_sub_explicit(&tier->refs, 1, memory_order_acq_rel) == 1)
         close_tier(tier);
 }
@@ -154,7 +154,7 @@ fsdpc_status fsdpc_tier_make_file(fsdpc_tier *tier, size_t bytes, int *fd_out)
 
 size_t fsdpc_tier_kept(size_t numel, double on_disk)
 {
-    /* Whole pages, whatever an element has. */
+    /* Whole pages, whatever the element size. */
     size_t kept = (size_t)((double)numel * (1 - on_disk)) / FSDPC_TIER_PAGE * FSDPC_TIER_PAGE;
     return on_disk <= 0 ? numel : fsdpc_min_size(kept, numel);
 }
@@ -253,7 +253,7 @@ fsdpc_status fsdpc_extent_create(fsdpc_tier *tier, const char *what, char *const
     if (status == FSDPC_OK)
         status = map_extent(extent);
     if (status != FSDPC_OK) {
-        extent->kept = 0; /* it was not counted */
+        extent->kept = 0; /* it was not counted yet */
         fsdpc_extent_destroy(extent);
         return status;
     }
@@ -302,7 +302,7 @@ fsdpc_status fsdpc_chunk_read(fsdpc_extent *extent, size_t chunk, void *to)
     return FSDPC_OK;
 }
 
-/* The chunks that elements lie in: [*chunk_out, the return value). */
+/* The chunks that contain these elements: [*chunk_out, the return value). */
 static size_t chunks_of(const fsdpc_extent *extent, size_t first, size_t numel, size_t *chunk_out)
 {
     size_t end = first + numel;
@@ -332,7 +332,8 @@ fsdpc_status fsdpc_extent_check(fsdpc_extent *extent, size_t first, size_t numel
 
 fsdpc_status fsdpc_extent_written(fsdpc_extent *extent, size_t first, size_t numel)
 {
-    FSDPC_TRY(fsdpc_extent_check(extent, first, numel)); /* what is left of a chunk stays right */
+    FSDPC_TRY(fsdpc_extent_check(extent, first, numel)); /* the rest of a chunk keeps its
+                                                          * contents */
     size_t chunk, end = chunks_of(extent, first, numel, &chunk);
     for (; chunk < end; chunk++)
         extent->chunks[chunk].known = FSDPC_TIER_UNKNOWN;

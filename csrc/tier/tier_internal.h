@@ -1,4 +1,4 @@
-/* The struct of a tier, for tier.c and pass.c. */
+/* The struct of a tier, shared by tier.c and pass.c. */
 #ifndef FSDPC_TIER_TIER_INTERNAL_H
 #define FSDPC_TIER_TIER_INTERNAL_H
 
@@ -11,10 +11,10 @@
 enum { FSDPC_TIER_PAGE = 4096, FSDPC_TIER_THREADS = 2 };
 
 typedef enum fsdpc_chunk_state {
-    FSDPC_TIER_ZEROS,   /* nothing was written yet */
+    FSDPC_TIER_ZEROS,   /* never written */
     FSDPC_TIER_WRITTEN, /* by a pass: the checksum is known */
-    FSDPC_TIER_LOOKED,  /* the same, and it was compared since */
-    FSDPC_TIER_UNKNOWN, /* through memory */
+    FSDPC_TIER_LOOKED,  /* the same, and compared since */
+    FSDPC_TIER_UNKNOWN, /* written through memory */
 } fsdpc_chunk_state;
 
 struct fsdpc_tier_chunk {
@@ -49,7 +49,8 @@ struct fsdpc_tier {
     fsdpc_fs fs;
     int fd, rank;
     size_t chunk;
-    pid_t pid;                    /* of who made it: a forked child leaves the file alone */
+    pid_t pid;                    /* the process that created it: a forked child leaves the file
+                                   * alone */
     char folder[4096], path[512]; /* path: for messages, as the file has no name */
     uint64_t end_bytes;
 
@@ -59,7 +60,7 @@ struct fsdpc_tier {
     int n_threads;
     bool ending;
     fsdpc_tier_stats stats;
-    fsdpc_status status; /* the failure, and its text */
+    fsdpc_status status; /* the failure and its text */
     char reason[640];
     unsigned char *ring;
     size_t buffer_bytes;
@@ -69,33 +70,33 @@ struct fsdpc_tier {
     size_t next_read, row; /* the next entry to read; the row in use */
     bool started;
     uint64_t passes;
-    fsdpc_pass_hook *hook; /* of the open pass; NULL: there is none, or it ends by itself */
+    fsdpc_pass_hook *hook; /* of the open pass; NULL: there is no pass, or it ends by itself */
 };
 
-/* Elements, and bytes, of a chunk: the last one may be short.  Files are read and written in whole
+/* Elements and bytes of a chunk: the last one may be short.  Files are read and written in whole
  * pages. */
 size_t fsdpc_chunk_numel(const fsdpc_extent *extent, size_t chunk);
 size_t fsdpc_chunk_bytes(const fsdpc_extent *extent, size_t chunk);
 
-/* Where it begins in the file. */
+/* The file offset of a chunk. */
 uint64_t fsdpc_chunk_offset(const fsdpc_extent *extent, size_t chunk);
 uint32_t fsdpc_chunk_crc(const fsdpc_extent *extent, size_t chunk, const void *data);
 
-/* As messages name it. */
+/* The name of an extent in messages. */
 typedef struct fsdpc_extent_name {
     char text[192];
 } fsdpc_extent_name;
 
 fsdpc_extent_name fsdpc_extent_name_of(const fsdpc_extent *extent);
 
-/* Reads a chunk and compares its checksum.  By any thread that has the chunk. */
+/* Reads a chunk and compares its checksum.  For any thread that owns the chunk. */
 fsdpc_status fsdpc_chunk_read(fsdpc_extent *extent, size_t chunk, void *to);
 
 /* ---- pass.c ---- */
 
-/* The failure, as this thread's. */
+/* Reports the failure on the calling thread. */
 fsdpc_status fsdpc_tier_health(fsdpc_tier *tier);
-/* The threads end; unwritten data is dropped. */
+/* Stops the threads and drops unwritten data. */
 void fsdpc_tier_stop(fsdpc_tier *tier);
 
 #endif
