@@ -42,8 +42,8 @@ typedef struct fsdpc_mem fsdpc_mem;
 typedef struct fsdpc_mem_stats {
     size_t now_bytes[FSDPC_MEM_COUNT];
     size_t peak_bytes[FSDPC_MEM_COUNT];       /* of each category separately */
-    size_t total_now_bytes, total_peak_bytes; /* without pinned memory, which belongs to the
-                                               * device */
+    size_t total_now_bytes, total_peak_bytes; /* without PINNED, which is not this device's
+                                               * memory */
     size_t cached_bytes;                      /* free blocks kept for reuse */
     uint64_t system_allocs;                   /* requests to the system for memory since create */
 } fsdpc_mem_stats;
