@@ -1,7 +1,7 @@
 /* The host's wait for an event.
  *
- * A device that watches for dead peers waits by its watch, which asks again and again whether the
- * event is reached and whether everybody is alive.  Any other is asked every 20 us.
+ * A device with a watch for dead peers waits through it: the watch polls the event and checks that
+ * all peers are alive.  Any other device is polled every 20 us.
  */
 #include "device/device.h"
 

@@ -4,49 +4,51 @@
  * plugin, `cuda`.  Callers use the inline wrappers below the table, never a slot.
  *
  * Streams.  Work submitted to one stream runs in order.  A CPU stream is either inline (submit runs
- * the work at once, in the caller) or a FIFO worker thread.  Creation chooses: inline if the ranks
- * of this host leave no core over.  Kernels of the tables in csrc/ops take their stream last: on
- * the CPU they run in the calling thread, with the device's team; on CUDA they are enqueued.  Code
- * that wants a CPU kernel to run on a worker stream submits a function that calls it.
+ * the work at once, in the caller) or a FIFO worker thread.  Streams are created inline if the
+ * ranks of this host leave no spare core.  Kernels in the tables of csrc/ops take their stream as
+ * the last argument.  On the CPU they run in the calling thread, with the device's team; on CUDA
+ * they are enqueued.  To run a CPU kernel on a worker stream, submit a function that calls it.
  *
- * A remote device (CUDA) has memory that the host cannot touch, and kernels that run behind the
- * caller.  The host reaches its memory by copies.  With a stream, a copy runs in that stream's
- * order: copied-out data is there after a sync, and copied-in data may change at once.  Without a
- * stream, it runs in the order of the main stream and is waited for.  All its streams that are not
- * async are one, the main stream, so work on them needs no events.  FSDPC_MEM_PINNED memory is the
- * host's: both sides use it by one address, kernels over a bus.  Work sees what the host wrote
- * before enqueueing it; the host sees the device's writes after a wait.
+ * A remote device (CUDA) has memory that the host cannot touch, and kernels that run
+ * asynchronously.  The host accesses its memory through copies.  A copy with a stream runs in that
+ * stream's order: copied-out data is valid after a sync, and the source of a copy-in may change at
+ * once.  A copy without a stream runs in the main stream's order, and the host waits for it.  All
+ * its streams that are not async are the main stream, so work on them needs no events.
+ * FSDPC_MEM_PINNED memory is host memory with one address for both sides; kernels access it over
+ * the bus.  Work sees what the host wrote before enqueueing it; the host sees the device's writes
+ * after a wait.
  *
- * Events order streams: record marks a point of a stream, stream_wait makes later work of another
- * stream wait for it.  An event that was never recorded counts as complete.  Recorded again, it
- * marks the new point alone; earlier waits keep the old one.
+ * Events order streams: record marks a point in a stream, and stream_wait makes later work of
+ * another stream wait for it.  An event that was never recorded counts as complete.  Recording it
+ * again moves it to the new point; earlier waits keep the old one.
  *
- * Other libraries of the process (torch) have streams of their own, known by a raw handle (CUDA's
+ * Other libraries in the process (torch) have their own streams, identified by a raw handle (CUDA's
  * cudaStream_t).  The main stream can become one of them, so that their work and ours run in one
- * order.  It then continues behind the work of the stream that it was before.  Where device memory
- * runs out, they are asked to give back what they keep for later (`reclaim`).
+ * order.  It then continues after the work of the previous main stream.  If device memory runs out,
+ * the other libraries are asked to release what they cache (`reclaim`).
  *
- * Graphs.  If a device has them, the work given to its streams from capture_begin to capture_end is
- * recorded instead of run.  A launch runs all of it again, on the same memory.  Recorded are the
- * main stream and streams that wait for its events, which must be waited for in turn before the
- * end.  For that time the main stream is the device's own, whatever was adopted.  Nothing may wait
- * inside.  Errors that say so are: a sync; a copy from or to host memory, except single constants
- * of up to 8 bytes, whose value the graph keeps; and testing an event.  So are another library's
- * stream that is to follow ours, and memory that no earlier step allocated.  After such an error
- * the capture is dropped.  A graph holds its memory.  Blocks that lived when the capture began, or
- * were acquired in it, serve nobody else while the graph lives, freed or not.
+ * Graphs.  On a device that supports them, work submitted to its streams from capture_begin to
+ * capture_end is recorded instead of run.  A launch runs all of it again, on the same memory.  The
+ * capture records the main stream and streams that wait for its events; the main stream must wait
+ * for those in turn before the end.  Meanwhile the main stream is the device's own, even if another
+ * was adopted.  Nothing may wait during a capture.  These calls are errors: a sync; testing an
+ * event; a copy from or to host memory, except single constants of up to 8 bytes, whose value the
+ * graph keeps.  It is also an error to make another library's stream follow ours, or to use memory
+ * that no earlier step allocated.  After such an error the capture is dropped.  A graph keeps its
+ * memory: blocks that were live when the capture began, or acquired during it, are not reused while
+ * the graph exists, even if they are freed.
  *
- * Windows are ranges of addresses over memory that several of them may share; each keeps its
- * address for life.  They are made, moved and destroyed while nothing on the device uses them.
- * Data written by one address is seen by another once streams and events order the two.  If waiting
+ * Windows are address ranges over memory that several windows may share; each keeps its address for
+ * life.  They are created, moved and destroyed while nothing on the device uses them.  Data written
+ * through one address is visible through another once streams and events order the two.  If waiting
  * for the main stream fails, the window stays as it is.
  *
- * Errors: submit fails only if the work cannot be accepted.  Work that fails does not stop the work
- * behind it; the stream keeps the first error with its text, and the next sync returns it, once.
+ * Errors: submit fails only if the work cannot be accepted.  Work that fails does not stop later
+ * work; the stream keeps the first error with its text, and the next sync returns it once.
  *
- * Threads: a stream is submitted to, and an event used, by one thread at a time.  In a forked child
- * the worker streams of the parent are refused.  Ownership: a device outlives its
- * streams, events and memory; destroy(NULL) is a no-op everywhere.
+ * Threads: only one thread at a time submits to a stream or uses an event.  A forked child cannot
+ * use the parent's worker streams.  Ownership: a device outlives its streams, events and memory;
+ * destroy(NULL) is a no-op everywhere.
  */
 #ifndef FSDPC_DEVICE_DEVICE_H
 #define FSDPC_DEVICE_DEVICE_H
@@ -69,14 +71,14 @@ typedef struct fsdpc_graph fsdpc_graph;
 typedef struct fsdpc_window {
     fsdpc_device *device;
     size_t bytes;
-    unsigned char *address; /* for kernels: its own, for life */
-    unsigned char *memory;  /* for transports: the same for all that share the memory */
+    unsigned char *address; /* for kernels: its own, constant for life */
+    unsigned char *memory;  /* for transports: the same for all windows that share the memory */
 } fsdpc_window;
 
 /* Work for a stream.  `arg` must stay valid until the work has run. */
 typedef fsdpc_status (*fsdpc_stream_fn)(void *arg, fsdpc_stream *stream);
 
-/* What may be done to memory; everything else ends the process. */
+/* Allowed access to memory; any other access ends the process. */
 typedef enum fsdpc_access { FSDPC_ACCESS_NONE, FSDPC_ACCESS_READ, FSDPC_ACCESS_WRITE } fsdpc_access;
 
 typedef struct fsdpc_device_ops {
@@ -88,7 +90,8 @@ typedef struct fsdpc_device_ops {
                                   fsdpc_stream **out);
     void (*stream_destroy)(fsdpc_stream *stream);
     fsdpc_status (*stream_submit)(fsdpc_stream *stream, fsdpc_stream_fn fn, void *arg);
-    fsdpc_status (*stream_sync)(fsdpc_stream *stream); /* waits; first error of its work, once */
+    fsdpc_status (*stream_sync)(fsdpc_stream *stream); /* waits; returns the first error of its
+                                                        * work, once */
 
     /* Events */
     fsdpc_status (*event_create)(fsdpc_device *device, fsdpc_event **out);
@@ -107,26 +110,26 @@ typedef struct fsdpc_device_ops {
     /* Optional; NULL: memory can always be read and written. */
     fsdpc_status (*protect)(fsdpc_device *device, void *pages, size_t bytes, fsdpc_access access);
 
-    /* Streams of other libraries, by raw handle.  Optional, all three; NULL: there are none. */
+    /* Streams of other libraries, by raw handle.  Optional, all three; NULL: not supported. */
     fsdpc_status (*adopt)(fsdpc_device *device, uintptr_t raw);
     fsdpc_status (*precede)(fsdpc_device *device, uintptr_t raw);
     uintptr_t (*handle)(const fsdpc_device *device);
 
-    /* Graphs.  Optional, all or none; NULL: there are no graphs. */
+    /* Graphs.  Optional, all or none; NULL: not supported. */
     fsdpc_status (*capture_begin)(fsdpc_device *device); /* waits for the main stream */
     fsdpc_status (*capture_end)(fsdpc_device *device, fsdpc_graph **out); /* out NULL: drop it */
     fsdpc_status (*graph_launch)(fsdpc_graph *graph);                     /* on the main stream */
     void (*graph_destroy)(fsdpc_graph *graph); /* waits for the main stream */
 
-    /* Windows; only where window_granule is not 0 */
+    /* Windows; only if window_granule is not 0 */
     fsdpc_status (*window_create)(fsdpc_device *device, fsdpc_mem_kind kind, size_t bytes,
                                   const fsdpc_window *like, fsdpc_window **out);
     fsdpc_status (*window_part)(fsdpc_window *window);
     fsdpc_status (*window_destroy)(fsdpc_window *window);
 } fsdpc_device_ops;
 
-/* How the host waits for a remote device whose work may depend on dead ranks: polls until it is not
- * IN_PROGRESS, or until the deadline, an interrupt or a failure. */
+/* How the host waits for a remote device whose work may depend on dead ranks: it polls until the
+ * result is not IN_PROGRESS, or until the deadline, an interrupt or a failure. */
 typedef struct fsdpc_watch {
     fsdpc_status (*wait_for)(void *arg, fsdpc_status (*poll)(void *poll_arg), void *poll_arg);
     void *arg;
@@ -137,25 +140,27 @@ struct fsdpc_nn_ops;   /* csrc/ops/nn_ops.h */
 
 struct fsdpc_device {
     const fsdpc_device_ops *ops;
-    bool remote;      /* the host cannot touch its memory, and its kernels run behind the caller */
+    bool remote;      /* the host cannot touch its memory, and its kernels run asynchronously */
     int ordinal;      /* among devices of its kind */
     bool capturing;   /* between capture_begin and capture_end */
-    bool ordered;     /* set by the context: no kernel that adds up in another order each time */
+    bool ordered;     /* set by the context: excludes kernels whose summation order varies */
     fsdpc_mem *mem;   /* borrowed */
     fsdpc_team *team; /* borrowed; NULL is a team of one */
     fsdpc_isa isa;
-    size_t window_granule;             /* windows take multiples of it; 0: the device has none */
-    const struct fsdpc_flat_ops *flat; /* set by the context that joins kernels to a device */
+    size_t window_granule;             /* windows take multiples of it; 0: no windows */
+    const struct fsdpc_flat_ops *flat; /* set by the context, which connects kernels to a device */
     const struct fsdpc_nn_ops *nn;
-    fsdpc_watch watch;  /* set by a transport whose operations run on it; zero: waits are blind */
+    fsdpc_watch watch;  /* set by the transport that runs on it; zero: waits do not check peers */
     fsdpc_stream *main; /* see fsdpc_device_main */
-    fsdpc_device *host; /* of a remote one: the CPU beside it; set by the context.  NULL: none */
-    void (*reclaim)(void *arg); /* asks another library for memory that it keeps; NULL: nobody */
+    fsdpc_device *host; /* for a remote device: the host's CPU device, set by the context; else
+                         * NULL */
+    void (*reclaim)(void *arg); /* asks another library to release cached memory; NULL: none to
+                                 * ask */
     void *reclaim_arg;
 };
 
-/* The stream that kernels and copies run on unless somebody gives them another: the caller itself
- * on a host, the main stream of a remote device. */
+/* The default stream for kernels and copies: on the host the caller itself, on a remote device the
+ * main stream. */
 static inline fsdpc_stream *fsdpc_device_main(fsdpc_device *device)
 {
     return device->main;
@@ -181,21 +186,21 @@ struct fsdpc_graph {
 fsdpc_status fsdpc_device_cpu_create(fsdpc_mem *mem, fsdpc_team *team, fsdpc_isa isa,
                                      int spare_cores, fsdpc_device **out);
 
-/* Threads that its streams have in this process. */
+/* The number of threads that its streams have in this process. */
 int fsdpc_device_cpu_workers(const fsdpc_device *device);
 
-/* What the null device was asked to do, in order; borrowed until the next call on the device. */
+/* The calls that the null device received, in order; borrowed until the next call on the device. */
 typedef struct fsdpc_null_record {
-    const char *stream; /* NULL where none is involved */
+    const char *stream; /* NULL if no stream is involved */
     const char *what;   /* "submit", "record", "wait", "copy", "fill", "sync" */
     const void *object; /* the event, the function's arg, or the address written */
 } fsdpc_null_record;
 
-/* Runs nothing: submitted functions are recorded and not called unless `run_host_work`. */
+/* Runs nothing: it records submitted functions, and calls them only if `run_host_work`. */
 fsdpc_status fsdpc_device_null_create(fsdpc_mem *mem, bool run_host_work, fsdpc_device **out);
 size_t fsdpc_device_null_records(const fsdpc_device *device, const fsdpc_null_record **out);
-/* Floating point operations of the products that the null device was given so far; its kernels add
- * to it (ops/nn_null.c).  Other devices count nothing. */
+/* Total floating-point operations of the products that the null device was given; its kernels
+ * (ops/nn_null.c) add to it.  Other devices count nothing. */
 const int64_t *fsdpc_device_null_flops(const fsdpc_device *device);
 void fsdpc_device_null_add_flops(fsdpc_device *device, double flops);
 
@@ -255,7 +260,7 @@ static inline fsdpc_status fsdpc_event_test(fsdpc_event *event)
     return event->device->ops->event_test(event);
 }
 
-/* The host waits, as the device's watch does where it has one. */
+/* Makes the host wait, through the device's watch if it has one. */
 fsdpc_status fsdpc_event_await(fsdpc_event *event);
 
 static inline fsdpc_status fsdpc_device_alloc(fsdpc_device *device, fsdpc_mem_kind kind,
@@ -295,27 +300,27 @@ static inline fsdpc_status fsdpc_device_alloc_zeroed(fsdpc_device *device, fsdpc
     return status;
 }
 
-/* Whole pages; ACCESS_WRITE again before they are freed.  At once, on no stream. */
+/* Whole pages; set ACCESS_WRITE again before freeing them.  Takes effect at once, on no stream. */
 static inline fsdpc_status fsdpc_device_protect(fsdpc_device *device, void *pages, size_t bytes,
                                                 fsdpc_access access)
 {
     return device->ops->protect ? device->ops->protect(device, pages, bytes, access) : FSDPC_OK;
 }
 
-/* The main stream becomes the one that `raw` names, and the calling thread one that may use the
- * device.  The stream lives until another is adopted. */
+/* Makes `raw` the main stream, and lets the calling thread use the device.  The stream must live
+ * until another is adopted. */
 static inline fsdpc_status fsdpc_device_adopt(fsdpc_device *device, uintptr_t raw)
 {
     return device->ops->adopt ? device->ops->adopt(device, raw) : FSDPC_OK;
 }
 
-/* What the stream `raw` is given from now on runs behind what the main stream holds. */
+/* Makes later work on the stream `raw` run after the current work of the main stream. */
 static inline fsdpc_status fsdpc_device_precede(fsdpc_device *device, uintptr_t raw)
 {
     return device->ops->precede ? device->ops->precede(device, raw) : FSDPC_OK;
 }
 
-/* Of the main stream; 0 where there are no such handles, and for CUDA's default stream. */
+/* Handle of the main stream; 0 for CUDA's default stream, and if the device has no handles. */
 static inline uintptr_t fsdpc_device_handle(const fsdpc_device *device)
 {
     return device->ops->handle ? device->ops->handle(device) : 0;
@@ -350,8 +355,8 @@ static inline void fsdpc_graph_destroy(fsdpc_graph *graph)
         graph->device->ops->graph_destroy(graph);
 }
 
-/* `like`: shares that window's memory, which has as many bytes; NULL: allocates memory, counted as
- * `kind`. */
+/* `like`: shares the memory of that window, which must have the same size; NULL: allocates memory,
+ * counted as `kind`. */
 static inline fsdpc_status fsdpc_window_create(fsdpc_device *device, fsdpc_mem_kind kind,
                                                size_t bytes, const fsdpc_window *like,
                                                fsdpc_window **out)
@@ -359,15 +364,15 @@ static inline fsdpc_status fsdpc_window_create(fsdpc_device *device, fsdpc_mem_k
     return device->ops->window_create(device, kind, bytes, like, out);
 }
 
-/* Gives a window separate memory beneath the same address, with undefined contents.  An error
- * leaves it as it was. */
+/* Gives a window separate memory at the same address, with undefined contents.  An error leaves it
+ * as it was. */
 static inline fsdpc_status fsdpc_window_part(fsdpc_window *window)
 {
     return window->device->ops->window_part(window);
 }
 
 /* Waits for the main stream.  If that fails, returns its error and leaves the window as it was;
- * callers that cannot retry leak it.  Errors of submitted work stay for the next sync. */
+ * callers that cannot retry leak it.  Errors of submitted work remain for the next sync. */
 static inline fsdpc_status fsdpc_window_destroy(fsdpc_window *window)
 {
     return window ? window->device->ops->window_destroy(window) : FSDPC_OK;

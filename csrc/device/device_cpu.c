@@ -1,19 +1,19 @@
 /* The CPU as a device.
  *
- * Memory is counted memory (base/mem), kernels run in the thread that calls them, so copy and fill
- * do, too.  A stream is one of two things.  Inline: submit calls the function before it returns,
- * and every point of the stream is always reached.  Worker: a thread takes entries from a FIFO, a
- * ring that doubles when full (after the first steps it never grows again).
+ * Memory is counted memory (base/mem).  Kernels, copies and fills run in the calling thread.  There
+ * are two kinds of stream.  Inline: submit calls the function before it returns, and every point of
+ * the stream is always reached.  Worker: a thread takes entries from a FIFO, a ring that doubles
+ * when full (after the first steps it no longer grows).
  *
- * Note [progress].  Others see a worker stream's progress: how many entries it has finished.  It is
- * a small object with its own reference count, so that an event, or a wait that stands in another
- * stream's ring, may outlive its stream.  An event is a progress and the number that must be
- * reached; recording costs no entry.  Waits only ever point to entries submitted before them, so
- * streams cannot wait for each other in a circle.
+ * Note [progress].  Other threads see a worker stream's progress: how many entries it has finished.
+ * The progress is a small object with its own reference count, so that an event, or a wait in
+ * another stream's ring, may outlive the stream.  An event is a progress and the number to reach;
+ * recording takes no entry.  Waits only ever refer to entries submitted before them, so streams
+ * cannot deadlock in a cycle.
  *
- * A sleeper on progress spins for some microseconds, then sleeps on a futex.  There are no
- * deadlines here: the work of a stream has its own (comm), and an interruptible driver polls
- * event_test instead of calling sync.
+ * A sleeper on progress spins for some microseconds, then sleeps on a futex.  This file has no
+ * deadlines: the work in a stream has its own (comm), and an interruptible caller polls event_test
+ * instead of calling sync.
  */
 #include "device/device.h"
 
@@ -41,10 +41,10 @@ static const int64_t sleep_ns = 100000000;
 /* Note [progress] */
 typedef struct progress {
     _Atomic uint64_t finished;
-    _Atomic uint32_t changes;  /* futex: a number that moves with `finished` */
+    _Atomic uint32_t changes;  /* futex: changes together with `finished` */
     _Atomic uint32_t sleepers; /* on `changes` */
     _Atomic uint32_t references;
-    pid_t pid; /* of the process that has the worker */
+    pid_t pid; /* of the process that owns the worker */
 } progress;
 
 typedef struct entry {
@@ -62,16 +62,16 @@ typedef struct cpu_stream {
     pthread_mutex_t lock; /* guards the four below and the error */
     entry *ring;
     size_t capacity;
-    uint64_t submitted, taken; /* entries from `taken` to `submitted` wait in the ring */
+    uint64_t submitted, taken; /* entries from `taken` to `submitted` are in the ring */
     fsdpc_status error;
     char message[MESSAGE_BYTES];
 
-    /* worker streams only */
+    /* only for worker streams */
     progress *progress;
     pthread_t thread;
-    _Atomic uint32_t news; /* futex of the worker: moves with every submission and at the end */
+    _Atomic uint32_t news; /* futex of the worker: changes with every submission and at the end */
     _Atomic uint32_t worker_sleeps; /* on `news` */
-    bool stop;                      /* under the lock */
+    bool stop;                      /* requires the lock */
 } cpu_stream;
 
 typedef struct cpu_event {
@@ -96,21 +96,21 @@ static cpu_stream *stream_of(fsdpc_stream *stream)
 
 static progress *progress_acquire(progress *p)
 {
-    if (p) /* relaxed: whoever holds a reference keeps it alive meanwhile */
+    if (p) /* relaxed: the caller's reference keeps it alive */
         atomic_fetch_add_explicit(&p->references, 1, memory_order_relaxed);
     return p;
 }
 
 static void progress_release(progress *p)
 {
-    /* acq_rel: whoever frees it comes after every other holder's last use */
+    /* acq_rel: the last holder frees it, after all uses by the others */
     if (p && atomic_fetch_sub_explicit(&p->references, 1, memory_order_acq_rel) == 1)
         free(p);
 }
 
 static bool progress_reached(const progress *p, uint64_t number)
 {
-    /* acquire: pairs with progress_advance, the finished work's stores are visible */
+    /* acquire: pairs with progress_advance, so that the finished work's stores are visible */
     return !p || atomic_load_explicit(&p->finished, memory_order_acquire) >= number;
 }
 
@@ -167,7 +167,7 @@ static void run_function(cpu_stream *stream, fsdpc_stream_fn fn, void *arg)
         keep_error(stream, status);
 }
 
-/* Takes the next entry, sleeping until there is one; false when the stream ends. */
+/* Takes the next entry, and sleeps until there is one; false when the stream ends. */
 static bool take_entry(cpu_stream *stream, entry *out)
 {
     int64_t end = 0;
@@ -230,7 +230,7 @@ static fsdpc_status check_process(const progress *p, const char *stream_name)
     return FSDPC_OK;
 }
 
-/* Under the lock: room for one more entry. */
+/* Makes room for one more entry.  Requires the lock. */
 static fsdpc_status reserve_entry(cpu_stream *stream)
 {
     if (stream->submitted - stream->taken < stream->capacity)
@@ -284,7 +284,7 @@ static void free_stream(cpu_stream *stream)
     free(stream);
 }
 
-/* A forked child has none of its parent's. */
+/* A forked child has none of its parent's workers. */
 static void count_worker(cpu_device *device, int change)
 {
     if (device->workers_pid != getpid())
@@ -324,7 +324,7 @@ static fsdpc_status cpu_stream_create(fsdpc_device *device, const char *name, bo
     return FSDPC_OK;
 }
 
-/* What was submitted is still run. */
+/* Work that was already submitted still runs. */
 static void cpu_stream_destroy(fsdpc_stream *base)
 {
     cpu_stream *stream = stream_of(base);
@@ -413,7 +413,7 @@ static fsdpc_status cpu_stream_wait(fsdpc_stream *base, fsdpc_event *event_base)
 {
     cpu_stream *stream = stream_of(base);
     cpu_event *event = (cpu_event *)event_base;
-    /* work behind us on our own stream is ordered already, and all else may be over */
+    /* work before this on our own stream is already ordered, and any other may be finished */
     if (event->progress == stream->progress || progress_reached(event->progress, event->number))
         return FSDPC_OK;
     FSDPC_TRY(check_process(event->progress, stream->name));
