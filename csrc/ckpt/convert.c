@@ -1,8 +1,8 @@
 /* Conversions of many elements: fp32 to and from the 16-bit floats directly, every other pair
  * through blocks of doubles, which hold all of them exactly.
  *
- * fp64 to a 16-bit float would round twice if it went through fp32.  It is rounded to odd there
- * first (a sticky last bit), so that only the second rounding counts.
+ * Going from fp64 to a 16-bit float through fp32 would round twice.  The first rounding is
+ * therefore to odd (a sticky last bit), so that only the second one counts.
  */
 #include "ckpt/convert.h"
 
@@ -19,7 +19,7 @@ fsdpc_status fsdpc_ckpt_convert_check(fsdpc_dtype to, fsdpc_dtype from)
                       fsdpc_dtype_name(to));
 }
 
-/* Towards fp32 such that rounding the result to 16 bits equals rounding x. */
+/* Rounds to fp32 such that rounding the result to 16 bits equals rounding x. */
 static float round_to_odd(double x)
 {
     float f = (float)x;

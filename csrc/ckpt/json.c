@@ -1,6 +1,6 @@
-/* The cursor over JSON, and the writing of strings.
+/* The JSON cursor, and writing strings.
  *
- * UTF-8 is checked as RFC 3629 has it: no overlong forms, no surrogates, nothing above U+10FFFF.
+ * UTF-8 is checked as in RFC 3629: no overlong forms, no surrogates, nothing above U+10FFFF.
  * Strings are copied run by run; only bytes above 127 and backslashes are looked at one by one.
  */
 #include "ckpt/json.h"
@@ -123,7 +123,7 @@ static fsdpc_status four_digits(fsdpc_json *json, uint32_t *out)
     return FSDPC_OK;
 }
 
-/* Behind "\u": one code point, of two escapes where it is a surrogate pair. */
+/* After "\u": reads one code point, from two escapes if it is a surrogate pair. */
 static fsdpc_status unicode_escape(fsdpc_json *json, uint32_t *out)
 {
     uint32_t code = 0, low = 0;

@@ -1,9 +1,8 @@
-/* Pieces to files and back, a chunk at a time.
+/* Moves pieces to files and back, a chunk at a time.
  *
  * A chunk is converted if dtypes differ, summed, and handed to the kernel, all while it is in the
- * cache.  Reading goes straight into the piece's memory where no conversion is needed.  Every few
- * chunks the kernel is told to begin writing out what it has, so that the fsync at the end finds
- * little left to do.
+ * cache.  Reads go straight into the piece's memory if no conversion is needed.  Every few chunks
+ * the kernel is told to begin writing to the disk, so that the final fsync has little left to do.
  */
 #include "ckpt/pieces.h"
 
@@ -15,7 +14,7 @@
 
 enum { WRITE_OUT_BYTES = 8 << 20 };
 
-/* What a pass over the pieces carries along. */
+/* The state of a pass over the pieces. */
 typedef struct pass {
     const fsdpc_fs *fs;
     const fsdpc_ckpt_file *file;

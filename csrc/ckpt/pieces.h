@@ -1,13 +1,13 @@
 /* Moving pieces of tensors between memory and files.
  *
- * A piece is a run of elements of one tensor: what one rank holds of it.  It has a place in memory
- * and a place in a file, each with a dtype.  csrc/py makes pieces; nothing here knows of layouts,
- * units or ranks.
+ * A piece is a run of elements of one tensor: the part that one rank holds.  It has a place in
+ * memory and a place in a file, each with a dtype. csrc/py makes pieces; this code knows nothing of
+ * layouts, units or ranks.
  *
- * Checksums.  CRC-32C is linear: the CRC of a tensor is the exclusive or, over its pieces, of the
- * piece's CRC moved over the bytes behind it.  So each rank gives one word per tensor, its
- * contribution (0 where it has no piece), and the words of all ranks together are the tensor's CRC.
- * It is taken of the file's bytes, chunk by chunk while they are in the cache.
+ * Checksums.  CRC-32C is linear.  Shift the CRC of each piece over the bytes behind it: the
+ * exclusive or of the results is the tensor's CRC.  Each rank therefore contributes one word per
+ * tensor (0 if it has no piece), and the xor of all ranks' words is the tensor's CRC.  It covers
+ * the file's bytes, summed chunk by chunk while they are in the cache.
  *
  * Memory: one chunk, whatever the size of the pieces.
  */
@@ -17,15 +17,15 @@
 #include "base/dtype.h"
 #include "base/fs.h"
 
-/* Small enough that what the kernel has just read is still in a core's own cache. */
+/* Small enough that data the kernel has just read is still in the core's own cache. */
 enum { FSDPC_CKPT_CHUNK_BYTES = 1 << 20 };
 
 typedef struct fsdpc_ckpt_file {
     char *path;
     uint64_t bytes;
-    const void *header; /* what it begins with, written by its creator; may be all of it */
+    const void *header; /* the beginning of the file (or all of it), written by its creator */
     size_t header_bytes;
-    int creator; /* rank; a file of another rank is written by its creator only */
+    int creator; /* a rank; only the creator writes the header */
 } fsdpc_ckpt_file;
 
 typedef struct fsdpc_ckpt_piece {
@@ -34,15 +34,15 @@ typedef struct fsdpc_ckpt_piece {
     void *data;
     size_t numel;
     uint64_t offset;       /* bytes into the file */
-    uint64_t bytes_behind; /* of this tensor in the file, after the piece */
+    uint64_t bytes_behind; /* bytes of this tensor in the file after the piece */
 } fsdpc_ckpt_piece;
 
-/* Writes the pieces, grouped by file (in the order given), and brings each file to the disk.
+/* Writes the pieces, grouped by file (in the order given), and syncs each file to the disk.
  * Contributions are xor-ed into crcs_io[tensor]. */
 fsdpc_status fsdpc_ckpt_write(const fsdpc_fs *fs, const fsdpc_ckpt_file *files, size_t n_files,
                               const fsdpc_ckpt_piece *pieces, size_t n_pieces, uint32_t *crcs_io);
 
-/* Reads the pieces in the same way; crcs_io may be NULL. */
+/* Reads the pieces the same way; crcs_io may be NULL. */
 fsdpc_status fsdpc_ckpt_read(const fsdpc_fs *fs, const fsdpc_ckpt_file *files, size_t n_files,
                              const fsdpc_ckpt_piece *pieces, size_t n_pieces, uint32_t *crcs_io);
 

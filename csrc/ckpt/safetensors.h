@@ -1,15 +1,15 @@
-/* The safetensors format: reading a header with suspicion, and laying out a new file.
+/* The safetensors format: strict reading of a header, and the layout of a new file.
  *
- *     8 bytes, little endian: length of the header | header, JSON | data of the tensors
+ *     8 bytes, little endian: header length | header, JSON | tensor data
  *
  * The reader refuses everything else: duplicate or unknown keys, unknown dtypes, numbers that are
  * not whole, negative or too large, bad UTF-8.  It refuses shapes whose bytes do not match their
  * offsets, tensors that overlap or leave holes, a header above 100,000,000 bytes, and data that the
- * file does not hold.  Names may be any text.  Nothing is allocated before its size was checked
- * against the file's.
+ * file does not hold.  Names may be any text.  The reader checks every size against the file's
+ * before it allocates.
  *
- * The layout of a new file follows from names, dtypes and shapes alone, so every rank computes all
- * of it.  Tensors stand by descending size of element, then name (in bytes), without gaps; the
+ * The layout of a new file depends only on names, dtypes and shapes, so every rank computes all of
+ * it.  Tensors are in order of descending element size, then name (by bytes), without gaps; the
  * header is padded with spaces to a multiple of 8.
  */
 #ifndef FSDPC_CKPT_SAFETENSORS_H
@@ -45,10 +45,10 @@ enum { FSDPC_ST_MAX_DIMS = 8 };
 typedef struct fsdpc_st_dtype {
     const char *name;
     size_t bytes;
-    int dtype; /* fsdpc_dtype, or -1: known to the format alone */
+    int dtype; /* fsdpc_dtype, or -1: exists only in the format */
 } fsdpc_st_dtype;
 
-/* By name, or NULL. */
+/* Finds a dtype by name; NULL if unknown. */
 const fsdpc_st_dtype *fsdpc_st_dtype_find(const char *name);
 
 typedef struct fsdpc_st_tensor {
@@ -56,7 +56,7 @@ typedef struct fsdpc_st_tensor {
     const fsdpc_st_dtype *dtype;
     int ndim;
     uint64_t shape[FSDPC_ST_MAX_DIMS];
-    uint64_t begin, end; /* bytes, counted from the beginning of the data */
+    uint64_t begin, end; /* bytes from the beginning of the data */
 } fsdpc_st_tensor;
 
 typedef struct fsdpc_st_pair {
@@ -64,29 +64,30 @@ typedef struct fsdpc_st_pair {
 } fsdpc_st_pair;
 
 typedef struct fsdpc_st_header {
-    fsdpc_st_tensor *tensors; /* in order of their data */
+    fsdpc_st_tensor *tensors; /* in the order of their data */
     size_t n_tensors;
     fsdpc_st_pair *metadata; /* sorted by key */
     size_t n_metadata;
     uint64_t data_begin; /* bytes into the file */
-    char *text;          /* where the strings stand */
+    char *text;          /* storage for the strings */
 } fsdpc_st_header;
 
-/* Reads the header of a file of `file_bytes` bytes whose first `bytes` are at `data`: at least the
- * whole header.  `what` names the file in messages. */
+/* Parses the header of a file of `file_bytes` bytes.  `data` has the first `bytes` of them, at
+ * least the whole header.  `what` names the file in messages. */
 fsdpc_status fsdpc_st_parse(const void *data, size_t bytes, uint64_t file_bytes, const char *what,
                             fsdpc_st_header *out);
 void fsdpc_st_header_fini(fsdpc_st_header *header);
 
-/* The header's length, checked; `data` holds at least 8 bytes. */
+/* Reads and checks the header's length; `data` holds at least 8 bytes. */
 fsdpc_status fsdpc_st_header_bytes(const void *data, uint64_t file_bytes, const char *what,
                                    uint64_t *out);
 
-/* Reads the header of the file at a path; *crc_out: of the header, its length included. */
+/* Reads the header of the file at a path; *crc_out: CRC of the header, including its length
+ * field. */
 fsdpc_status fsdpc_st_load(const char *path, fsdpc_st_header *out, uint32_t *crc_out);
 
-/* Lays out a file: fills in begin and end of the tensors (whose order stays as given) and makes the
- * header, length included, to be freed by the caller. */
+/* Lays out a file: fills in begin and end of the tensors (whose order in the array stays) and makes
+ * the header, length included.  The caller frees it. */
 fsdpc_status fsdpc_st_layout(fsdpc_st_tensor *tensors, size_t n_tensors,
                              const fsdpc_st_pair *metadata, size_t n_metadata, char **header_out,
                              size_t *header_bytes_out);

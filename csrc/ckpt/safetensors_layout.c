@@ -1,8 +1,9 @@
-/* Laying out a safetensors file.
+/* The layout of a safetensors file.
  *
- * Order and bytes depend on names, dtypes and shapes alone: every rank makes the same header and
- * knows every offset without asking.  Keys and separators are those of the reference library.
- * Where its order is the same (one dtype of each size), the files are equal to the byte.
+ * Order and bytes depend only on names, dtypes and shapes: every rank makes the same header and
+ * knows every offset without communication.  Keys and separators are those of the reference
+ * library.  If its order is the same (one dtype of each size), the files are identical byte for
+ * byte.
  */
 #include "ckpt/safetensors.h"
 
@@ -54,7 +55,7 @@ static fsdpc_status place(fsdpc_st_tensor **order, size_t n)
     return FSDPC_OK;
 }
 
-/* Writes the entry, or counts its bytes where `out` is NULL. */
+/* Writes the entry; a NULL `out` only counts its bytes. */
 static size_t entry(const fsdpc_st_tensor *t, char *out)
 {
     char numbers[64 + 21 * FSDPC_ST_MAX_DIMS], *put = numbers, *end = numbers + sizeof numbers;
@@ -74,7 +75,7 @@ static size_t entry(const fsdpc_st_tensor *t, char *out)
     return name_bytes + shape_bytes + offset_bytes;
 }
 
-/* The JSON text, or its bytes alone. */
+/* Writes the JSON text, or only counts its bytes. */
 static size_t render(fsdpc_st_tensor *const *order, size_t n, const fsdpc_st_pair *metadata,
                      size_t n_metadata, char *out)
 {

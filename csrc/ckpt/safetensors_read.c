@@ -1,9 +1,9 @@
-/* Reading a safetensors header.
+/* The reader of safetensors headers.
  *
- * One pass over the text fills arrays that grow as entries come, and are bounded by it: an entry
- * takes at least 40 bytes of header.  Strings land in one buffer as long as the header.  Duplicates
- * are then found by sorting names, overlaps and holes by sorting offsets, so that a header of a
- * million tensors costs no more than two sorts.
+ * One pass over the text fills arrays that grow with the entries.  The header bounds their size: an
+ * entry takes at least 40 bytes of it.  Strings go to one buffer as long as the header.  Sorting
+ * names then finds duplicates, and sorting offsets finds overlaps and holes, so a header of a
+ * million tensors costs only two sorts.
  */
 #include "ckpt/safetensors.h"
 
@@ -31,7 +31,7 @@ const fsdpc_st_dtype *fsdpc_st_dtype_find(const char *name)
 static fsdpc_status grow(void **array_io, size_t n, size_t element_bytes)
 {
     if (n & (n - 1) || n == 1)
-        return FSDPC_OK; /* room is a power of two, 2 at least */
+        return FSDPC_OK; /* capacity is a power of two, at least 2 */
     void *larger = realloc(*array_io, (n ? 2 * n : 2) * element_bytes);
     if (!larger)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a header of %zu tensors", n);

@@ -1,13 +1,13 @@
 /* The order of a save.
  *
- * Rank 0 alone touches names: it makes the temporary folder and renames it.  The others open files
- * that are there.  So a rank that dies leaves at most a temporary folder, and a final name stands
- * only over data that all ranks have said is on the disk.
+ * Only rank 0 changes names: it makes the temporary folder and renames it.  The others open
+ * existing files.  A rank that dies thus leaves at most a temporary folder, and a folder gets its
+ * final name only after all ranks have confirmed that their data is on the disk.
  *
- * When the ranks cannot agree because one is gone, the error of the gather is the answer.  Rank 0
- * removes what was begun then too: ranks that still write have the files open and learn it at their
- * own gather.  A rename whose folder cannot be brought to the disk is taken back: a commit that may
- * vanish is none.
+ * If the ranks cannot agree because one has died, the save returns the gather's error.  Rank 0
+ * removes the temporary folder in that case too: ranks that are still writing have the files open
+ * and learn of it at their own gather.  If the parent folder cannot be synced after the rename,
+ * rank 0 reverts the rename: a commit that may vanish does not count.
  */
 #include "ckpt/save.h"
 
@@ -76,7 +76,7 @@ static fsdpc_status write_pieces(const fsdpc_ckpt_plan *plan, uint32_t *crcs)
                             crcs);
 }
 
-/* Every rank's contributions become the tensors' checksums. */
+/* Combines every rank's contributions into the tensors' checksums. */
 static fsdpc_status combine(const fsdpc_ckpt_plan *plan, uint32_t *crcs)
 {
     if (plan->size == 1)
@@ -139,7 +139,7 @@ static fsdpc_status commit(const fsdpc_ckpt_plan *plan, const uint32_t *crcs)
     return status;
 }
 
-/* Removes what was begun and keeps the error that ended it. */
+/* Removes the temporary folder and returns the error that ended the save. */
 static fsdpc_status give_up(const fsdpc_ckpt_plan *plan, fsdpc_status status)
 {
     char text[512];
@@ -163,7 +163,7 @@ fsdpc_status fsdpc_ckpt_save(const fsdpc_ckpt_plan *plan)
     status = commit(plan, crcs);
     FSDPC_TRY_GOTO(status, fsdpc_ckpt_agree(plan, status), remove);
     free(crcs);
-    if (plan->rank == 0 && plan->overwrite) /* the next save removes the rest of the old one */
+    if (plan->rank == 0 && plan->overwrite) /* the next save removes what is left of the old one */
         (void)fsdpc_fs_remove_tree(&plan->fs, plan->temp);
     return FSDPC_OK;
 

@@ -1,8 +1,8 @@
-/* Copying past the caches, where the processor can.
+/* Copies past the caches, if the processor can.
  *
- * The C library's memcpy streams too, but from tens of megabytes a call on, and pieces are smaller.
- * SSE2 is part of every x86-64; elsewhere memcpy has to do.  Pieces begin at multiples of 64 bytes,
- * so that whole lines are stored.
+ * The C library's memcpy also streams, but only from tens of megabytes per call, and pieces are
+ * smaller.  SSE2 is part of every x86-64; other processors use memcpy.  Pieces begin at multiples
+ * of 64 bytes, so that whole lines are stored.
  */
 #include "ckpt/stage.h"
 
@@ -34,7 +34,7 @@ fsdpc_status fsdpc_ckpt_stage_bytes(const fsdpc_ckpt_piece *pieces, size_t n_pie
     return FSDPC_OK;
 }
 
-/* `dst` is aligned to a line. */
+/* `dst` is aligned to a cache line. */
 static void copy_past_caches(void *dst, const void *src, size_t bytes)
 {
     size_t done = 0;
@@ -69,6 +69,6 @@ void fsdpc_ckpt_stage(fsdpc_ckpt_piece *pieces, size_t n_pieces, void *memory)
         at += room_of(piece);
     }
 #ifdef __SSE2__
-    _mm_sfence(); /* streamed stores come before whatever tells another thread of them */
+    _mm_sfence(); /* orders streamed stores before whatever tells another thread of them */
 #endif
 }

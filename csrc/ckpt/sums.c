@@ -1,10 +1,11 @@
-/* Summing on several threads.
+/* Checksums on several threads.
  *
- * One core sums at about the rate at which it copies from the page cache.  So a single thread would
- * check at little more than half the rate of a plain reader.  Several reads at a time also suit
- * disks.  Spans are long enough for the kernel to read ahead in each, and to make the lock (of the
- * cursor, the sums and the first error) cost nothing.  A chunk of a span is summed while it is in
- * the core's own cache.  Every thread opens files for itself: reading ahead goes by open file.
+ * One core sums about as fast as it copies from the page cache.  A single thread would therefore
+ * check at little more than half the speed of a plain reader.  Disks also benefit from several
+ * concurrent reads.  Spans are long enough for the kernel to read ahead in each, and for the cost
+ * of the lock (on the cursor, the sums and the first error) to vanish.  A chunk of a span is summed
+ * while it is in the core's own cache.  Every thread opens the files itself, because the kernel
+ * reads ahead per open file.
  */
 #include "ckpt/sums.h"
 
@@ -24,20 +25,20 @@ typedef struct summing {
     uint32_t *crcs;
 
     pthread_mutex_t lock; /* guards all below, and crcs */
-    size_t run;           /* what is taken next: of this run, */
+    size_t run;           /* the next to take: in this run, */
     uint64_t done;        /* from here on */
     fsdpc_status status;  /* the first error, with its text */
     char text[512];
 } summing;
 
-/* What one thread reads with. */
+/* The state of one reading thread. */
 typedef struct reader {
-    const char *path; /* that is open, or NULL */
+    const char *path; /* of the open file, or NULL */
     int fd;
     unsigned char *chunk;
 } reader;
 
-/* The next span, as a run of its own; false: there is none, or something has failed. */
+/* Takes the next span, as a run; false: none is left, or a read has failed. */
 static bool take(summing *all, fsdpc_ckpt_run *span_out)
 {
     pthread_mutex_lock(&all->lock);
