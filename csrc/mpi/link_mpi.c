@@ -1,31 +1,34 @@
-/* The half of a link over MPI that is called: posts, tests, aborts, and the end of the process.
+/* The calling half of a link over MPI: posts, tests, aborts, and the end of the process.
  *
- * Nothing here calls MPI but for its version.  A post pushes the operation on a list without locks
- * and wakes the link's thread if that sleeps.
+ * Nothing here calls MPI except to get its version.  A post pushes the operation on a lock-free
+ * list and wakes the link's thread if it sleeps.
  *
- * Aborts.  The thread tells the peers and then calls MPI no more, which is the only way to keep MPI
- * from writing memory of receives: MPI cannot take back one that is matched.  So an abort waits
- * until the thread has stopped.  (A network adapter may still write what a peer had begun to put.)
+ * Aborts.  The thread tells the peers and then makes no more MPI calls.  Only that keeps MPI from
+ * writing to the memory of receives: MPI cannot cancel a receive once it is matched.  An abort
+ * therefore waits until the thread has stopped.  (A network adapter may still write data that a
+ * peer had begun to put.)
  *
- * The end.  MPI_Finalize waits for all processes, and a launcher takes a process that exits
- * without it for a failure.  So a clean destroy returns at once, and the thread goes on: it meets
- * the others in a barrier that it polls, then calls MPI_Finalize.  A process that exits with status
- * 0 meanwhile waits for that, as every MPI program does.  For the others it waits as long as they
- * run, which may be long.  Once all have met, MPI_Finalize has a deadline.  Then the process ends at
- * once, with its status and a warning, as code of MPI that runs at exits may hang too.
+ * The end.  MPI_Finalize waits for all processes, and a launcher treats a process that exits
+ * without it as failed.  A clean destroy therefore returns at once, and the thread continues: it
+ * meets the other processes in a barrier that it polls, then calls MPI_Finalize.  If the process
+ * exits with status 0 meanwhile, the exit waits for the thread, as in any MPI program.  It waits as
+ * long as the other processes run, which may be long.  Once all have met, MPI_Finalize has a
+ * deadline.  After that the process ends at once, with its status and a warning, because MPI's exit
+ * handlers may hang too.
  *
- * MPICH over UCX flushes connections in MPI_Finalize: it asks each peer that it has sent to, and
- * once it is answered waits for the launcher, where it answers nobody.  A peer that asks later hangs.
- * So each process sends something to every other at the end, which makes all ask and be asked, and
- * lets a moment pass between the barrier and MPI_Finalize, in which the others leave the barrier
- * too.  Then whoever answers is in MPI_Finalize, and has asked before.
+ * MPICH over UCX flushes connections in MPI_Finalize: it sends a request to each peer that it has
+ * sent to.  Once these answer, it waits for the launcher and itself answers no one, so a peer that
+ * asks later hangs.  Each process therefore sends something to every other at the end, which makes
+ * all of them ask and be asked.  It then waits a moment between the barrier and MPI_Finalize, so
+ * that the others also leave the barrier.  Every process that answers is then in MPI_Finalize, and
+ * has already asked.
  *
- * After an abort, with operations in flight, or with another exit status, nothing is waited for:
- * launchers end a run when a process fails, and Open MPI's also when one exits without
+ * After an abort, with operations in flight, or with another exit status, the process waits for
+ * nothing.  Launchers end a run when a process fails; Open MPI's also does when one exits without
  * MPI_Finalize.
  *
- * The thread and the handler of exits look at the link's memory until the process ends, so it is
- * never freed.  MPI starts once in a process, so that is once too.
+ * The thread and the exit handler use the link's memory until the process ends, so it is never
+ * freed.  MPI starts once per process, so that leak happens only once.
  */
 #include "mpi/link_mpi.h"
 
@@ -37,8 +40,9 @@
 #include "base/thread.h"
 #include "base/wait.h"
 
-static const int64_t STOP_NS = 2000000000; /* a thread in MPI longer than this is left alone */
-static const double NO_DEADLINE = 1e9;     /* until a communicator says one */
+static const int64_t STOP_NS = 2000000000; /* a thread that stays in MPI longer than this is
+                                            * abandoned */
+static const double NO_DEADLINE = 1e9;     /* until a communicator sets one */
 
 static uint32_t phase_of(fsdpc_mpi_link *link)
 {
@@ -51,7 +55,7 @@ static void wake_thread(fsdpc_mpi_link *link)
         fsdpc_futex_wake(&link->asleep);
 }
 
-/* Waits until the thread has left a phase, at most max_ns. */
+/* Waits at most max_ns until the thread has left a phase. */
 static void await_phase(fsdpc_mpi_link *link, uint32_t left, int64_t max_ns)
 {
     int64_t end = fsdpc_clock_ns() + max_ns;
@@ -93,7 +97,8 @@ static fsdpc_status mpi_post(fsdpc_link_op *op)
     op->request = 0;
     atomic_store_explicit(&op->state, 1, memory_order_relaxed);
     op->next = atomic_load_explicit(&link->queue, memory_order_relaxed);
-    /* Before the look at `asleep`, which the thread sets before its last look at the queue. */
+    /* Must come before reading `asleep`, which the thread sets before its last look at the
+     * queue. */
     while (!atomic_compare_exchange_weak(&link->queue, &op->next, op))
         ;
     wake_thread(link);
@@ -136,7 +141,7 @@ static void mpi_abort(fsdpc_link *base, const char *reason)
     const char *why = *reason ? reason : "aborted";
     fsdpc_link_name_reason(base->rank, why, strlen(why), link->asked, sizeof link->asked);
     tell_thread(link, FSDPC_MPI_ABORT);
-    fsdpc_mpi_fail(link, link->asked); /* if the thread could not */
+    fsdpc_mpi_fail(link, link->asked); /* if the thread could not do it */
 }
 
 static void mpi_destroy(fsdpc_link *base)
@@ -159,7 +164,7 @@ static void mpi_describe(const fsdpc_link *base, char *text, size_t bytes)
 
 void fsdpc_mpi_version(char *text, size_t bytes)
 {
-    char whole[8192]; /* of either family, whose library may be the other's */
+    char whole[8192]; /* large enough for both families: the loaded library may be the other one */
     int length;
     MPI_Get_library_version(whole, &length);
     whole[strcspn(whole, "\n")] = '\0';
@@ -168,7 +173,7 @@ void fsdpc_mpi_version(char *text, size_t bytes)
     snprintf(text, bytes, "%.100s", whole);
 }
 
-/* See the essay: who exits with success while the thread ends MPI waits for it. */
+/* See the top of the file: an exit with success waits for the thread to end MPI. */
 static void at_exit(int exit_status, void *arg)
 {
     fsdpc_mpi_link *link = arg;
@@ -224,7 +229,7 @@ fsdpc_status fsdpc_link_mpi_create(int rank, int size, fsdpc_link **out)
     }
     while (phase_of(link) == FSDPC_MPI_STARTING)
         await_phase(link, FSDPC_MPI_STARTING, STOP_NS);
-    if (link->status != FSDPC_OK) { /* the memory stays: MPI may have been told of it */
+    if (link->status != FSDPC_OK) { /* the memory stays: MPI may know of it */
         pthread_join(link->thread, NULL);
         return fsdpc_fail(link->status, "%s", link->reason);
     }

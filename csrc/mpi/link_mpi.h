@@ -1,8 +1,9 @@
-/* A link over MPI: what its two halves share.
+/* A link over MPI: the part that its two halves share.
  *
- * link_mpi.c is called by the thread that posts and tests.  mpi_thread.c is a thread of the link,
- * the only one that calls MPI.  Operations go over by `queue`, outcomes come back by their `state`,
- * and the life of the link by `wanted` (theirs to write) and `phase` (the thread's).
+ * The posting thread calls link_mpi.c, which posts and tests. mpi_thread.c is the link's thread,
+ * the only one that calls MPI.  Operations go to it through `queue`, and results come back in their
+ * `state`.  `wanted` (written by the posting thread) and `phase` (written by the link's thread)
+ * control the lifetime of the link.
  */
 #ifndef FSDPC_MPI_LINK_MPI_H
 #define FSDPC_MPI_LINK_MPI_H
@@ -16,67 +17,68 @@
 enum fsdpc_mpi_phase {
     FSDPC_MPI_STARTING,
     FSDPC_MPI_RUNNING,
-    FSDPC_MPI_STOPPED, /* calls MPI no more, and `reason` says why */
+    FSDPC_MPI_STOPPED, /* makes no more MPI calls; `reason` says why */
     FSDPC_MPI_ENDING,  /* agrees with its peers on the end */
-    FSDPC_MPI_LAST,    /* is in MPI_Finalize */
+    FSDPC_MPI_LAST,    /* in MPI_Finalize */
     FSDPC_MPI_ENDED,
 };
 
 enum fsdpc_mpi_wanted { FSDPC_MPI_RUN, FSDPC_MPI_ABORT, FSDPC_MPI_END };
 
-/* What one request of MPI is about. */
+/* The operation that one MPI request belongs to. */
 typedef struct fsdpc_mpi_piece {
-    fsdpc_link_op *op; /* NULL: the receive of news */
+    fsdpc_link_op *op; /* NULL: the receive for news */
     int bytes;
 } fsdpc_mpi_piece;
 
 typedef struct fsdpc_mpi_link {
     fsdpc_link base;
-    pid_t pid; /* children of a fork have no thread */
+    pid_t pid; /* forked children do not have the thread */
     pthread_t thread;
-    pthread_mutex_t waking; /* whose `wake` it is */
+    pthread_mutex_t waking; /* guards the choice of `wake` */
 
-    /* Posting thread to ours.  Release and acquire on each make what was written before seen. */
-    _Atomic(fsdpc_link_op *) queue; /* the newest first */
-    _Atomic uint32_t asleep;        /* 1 while ours sleeps on it; who sets it to 0 wakes it */
+    /* From the posting thread to ours.  Release and acquire on each make earlier writes visible. */
+    _Atomic(fsdpc_link_op *) queue; /* newest first */
+    _Atomic uint32_t asleep;        /* 1 while our thread sleeps on it; the thread that sets it to 0
+                                     * wakes ours */
     _Atomic uint32_t wanted;
-    _Atomic bool leaving; /* posts no more */
-    char asked[256];      /* ABORT: the reason */
-    _Atomic bool failing; /* taken by who writes the link's poison */
+    _Atomic bool leaving; /* no more posts will come */
+    char asked[256];      /* for ABORT: the reason */
+    _Atomic bool failing; /* taken by the thread that writes the link's poison */
 
-    /* Ours to the posting thread. */
+    /* From our thread to the posting thread. */
     _Atomic uint32_t phase;
-    fsdpc_status status; /* of what ended STARTING */
+    fsdpc_status status; /* the result of STARTING */
     char reason[256];
 
-    /* Ours alone. */
+    /* Only for our thread. */
     bool ours;              /* we started MPI, so we end it */
-    bool left;              /* the peers were told so */
-    bool ended;             /* an operation, since anybody was woken */
-    bool *met;              /* peers that something was posted for */
-    bool *gone;             /* peers whose farewell has come */
-    MPI_Comm comm, news;    /* messages; reasons of aborts, and the end */
-    char heard[256];        /* where a peer's reason arrives */
-    fsdpc_link_op *backlog; /* operations with pieces to post, the oldest first */
-    size_t n, capacity;     /* of the following; the first is the receive of news */
+    bool left;              /* the peers have been told that we left */
+    bool ended;             /* an operation has ended since the last wake */
+    bool *met;              /* peers that an operation was posted for */
+    bool *gone;             /* peers whose farewell has arrived */
+    MPI_Comm comm, news;    /* for messages; for abort reasons and the end */
+    char heard[256];        /* buffer for a peer's reason */
+    fsdpc_link_op *backlog; /* operations with pieces left to post, oldest first */
+    size_t n, capacity;     /* of the following; the first is the receive for news */
     MPI_Request *requests;
     fsdpc_mpi_piece *pieces;
     int *indices;
     MPI_Status *statuses;
 } fsdpc_mpi_link;
 
-/* Collective over MPI's processes, which must be `size`: waits for all of them. */
+/* Collective over MPI's processes, whose number must be `size`: waits for all of them. */
 fsdpc_status fsdpc_link_mpi_create(int rank, int size, fsdpc_link **out);
 
-/* The link has failed; the first reason stays. */
+/* Marks the link as failed; the first reason stays. */
 void fsdpc_mpi_fail(fsdpc_mpi_link *link, const char *reason);
-/* Whoever is to be woken, if anybody. */
+/* Calls `wake`, if set. */
 void fsdpc_mpi_wake(fsdpc_mpi_link *link);
 
-/* The first line of what MPI says of itself: "Open MPI v4.1.4, package: ...". */
+/* The first line of MPI's library version: "Open MPI v4.1.4, package: ...". */
 void fsdpc_mpi_version(char *text, size_t bytes);
 
-/* The thread: starts MPI, carries operations while `wanted` is RUN, and ends. */
+/* The thread: starts MPI, carries operations while `wanted` is RUN, then ends MPI. */
 void *fsdpc_mpi_thread(void *link);
 
 #endif

@@ -1,31 +1,33 @@
 /* The thread that calls MPI.
  *
- * Messages.  A message goes in pieces of PIECE bytes and ends with a shorter one, which may be
- * empty: so two sides that name different sizes meet in a piece whose sizes differ.  A piece is one
- * that MPI sends at once.  Before it sends a larger one it asks the peer, whose thread sleeps, and
- * steps over a wire of 1 Gbit/s took 1.3 times as long.  UCX, below most of MPICH's, would ask for
- * smaller ones too, and is told not to unless UCX_RNDV_THRESH is set.  At most WINDOW pieces of a
- * message are in flight.  MPI keeps the order of pieces of one pair and tag; a message waits until
- * all pieces of an earlier one of its pair, tag and direction are posted.
+ * Messages.  A message travels in pieces of PIECE bytes and ends with a shorter one, which may be
+ * empty.  If two ranks post different sizes, they therefore meet in a piece whose sizes differ.
+ * MPI sends a piece of this size at once.  For a larger one it would first ask the peer, whose
+ * thread sleeps; that made steps over 1 Gbit/s take 1.3 times as long.  UCX, the usual transport of
+ * MPICH, would ask for smaller pieces too, so we raise its threshold unless UCX_RNDV_THRESH is set.
+ * At most WINDOW pieces of a message are in flight.  MPI keeps pieces of one pair and tag in order;
+ * a message waits until all pieces of earlier messages with the same pair, tag and direction are
+ * posted.
  *
- * Receives look first (MPI_Improbe) and give MPI memory for a piece that is there and as large as
- * it should be.  MPI calls a longer one an error too, but Open MPI 4.1 has written beyond the
- * memory that it was given by then.
+ * Receives probe first (MPI_Improbe), and give MPI memory only for a piece that has arrived with
+ * the expected size.  MPI reports a longer piece as an error too, but Open MPI 4.1 has by then
+ * written past the end of the memory.
  *
- * Sleeping.  MPI progresses inside its calls alone and cannot be slept on.  Between two looks this
- * thread sleeps an eighth of the time since an operation was posted or ended, so that a wait becomes
- * longer by an eighth at most, and a long one costs no core: at most 1 ms while operations are in
- * flight, 100 ms while none are, when news alone can come.  A post wakes it.  A few pieces that end
- * change nothing of this, and wake nobody: where a core also computes, looking after each made a
- * step over 1 Gbit/s take 570 ms in place of 496.  After many it looks again at once.
+ * Sleeping.  MPI progresses only inside its calls, and no one can sleep on it.  Between two polls
+ * this thread sleeps for an eighth of the time since an operation was last posted or ended.  This
+ * makes a wait at most an eighth longer, and a long wait takes no core.  The longest sleep is 1 ms
+ * while operations are in flight, and 100 ms otherwise, when only news can arrive.  A post wakes
+ * the thread.  A few finished pieces do not reset the sleep or wake a waiter: polling after each
+ * piece made a step over 1 Gbit/s take 570 ms instead of 496 ms on a core that also computes.
+ * After many pieces the thread polls again at once.
  *
- * News.  Every process has a receive for the reason of whoever aborts first.  An error of MPI
- * itself is such a reason too, unless the watch (comm/host_watch.h) has a better one soon: MPI knows
- * that a connection broke, and not why.
+ * News.  Every process posts a receive for the reason of the first process to abort.  An MPI error
+ * is such a reason too, unless the watch (comm/host_watch.h) soon finds a better one: MPI knows
+ * that a connection broke, but not why.
  *
- * Leaving.  Who posts no more sends its farewell, with a tag of its own, behind all that
- * it sent, to those it has had to do with.  A receive that has waited long looks for that one: if it
- * is there and nothing else is, nothing will come.
+ * Leaving.  A process that posts no more sends its farewell, with a separate tag and after all its
+ * other messages, to the peers that it has exchanged messages with.  A receive that has waited long
+ * checks for the farewell: if only the farewell has arrived, nothing more will come.
  */
 #include "mpi/link_mpi.h"
 
@@ -40,10 +42,11 @@
 enum { PIECE = 60 << 10, WINDOW = 64, MANY = WINDOW / 4 };
 
 static const int64_t SHORTEST_NS = 50000, BUSY_NS = 1000000, IDLE_NS = 100000000;
-static const int64_t LONG_NS = 100000000; /* until a receive asks whether its peer is there still */
-static const int64_t TELL_NS = 300000000; /* for the peers to take a reason: thrice their sleep */
+static const int64_t LONG_NS = 100000000; /* until a receive checks whether its peer has left */
+static const int64_t TELL_NS = 300000000; /* for the peers to receive a reason: three times their
+                                           * sleep */
 static const int64_t GRACE_NS = 1000000000;
-static const int64_t SETTLE_NS = 300000000; /* for the peers to have left the last barrier too */
+static const int64_t SETTLE_NS = 300000000; /* for the peers to leave the last barrier too */
 
 static void enter(fsdpc_mpi_link *link, enum fsdpc_mpi_phase phase)
 {
@@ -51,7 +54,7 @@ static void enter(fsdpc_mpi_link *link, enum fsdpc_mpi_phase phase)
     fsdpc_futex_wake(&link->phase);
 }
 
-/* Whether a call of MPI failed; the first failure is the link's reason. */
+/* Whether an MPI call failed; the first failure becomes the link's reason. */
 static bool failed(fsdpc_mpi_link *link, int error, const char *call)
 {
     if (error == MPI_SUCCESS)
@@ -65,7 +68,7 @@ static bool failed(fsdpc_mpi_link *link, int error, const char *call)
     return true;
 }
 
-/* The same of a call about a message; the reason names the peer. */
+/* The same for a call about a message; the reason names the peer. */
 static bool failed_with(fsdpc_mpi_link *link, int error, const char *call, const fsdpc_link_op *op)
 {
     char about[64];
@@ -100,7 +103,7 @@ static fsdpc_status start_mpi(fsdpc_mpi_link *link)
         return FSDPC_OK;
     }
     setenv("UCX_RNDV_THRESH", "64k", 0);
-    setenv("UCX_TCP_KEEPIDLE", "inf", 0); /* the watch decides how much silence is too much */
+    setenv("UCX_TCP_KEEPIDLE", "inf", 0); /* the watch decides how long a silence may last */
     if (failed(link, MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &level), "MPI_Init_thread"))
         return fsdpc_fail(FSDPC_ERR_OS, "%s", link->reason);
     link->ours = true;
@@ -111,8 +114,8 @@ static fsdpc_status start_mpi(fsdpc_mpi_link *link)
     return FSDPC_OK;
 }
 
-/* MPICH 5 keeps a name in /dev/shm until MPI_Finalize, which a rank that is killed does not reach.
- * All ranks have mapped the memory once a collective has returned, and none looks for it again. */
+/* MPICH 5 keeps a name in /dev/shm until MPI_Finalize, which a killed rank never calls.  Once a
+ * collective has returned, all ranks have mapped the memory, and none opens it by name again. */
 static void unlink_early(void)
 {
     static const char SHARED[] = "/dev/shm/mpich_shm_";
@@ -123,7 +126,7 @@ static void unlink_early(void)
         if (!path)
             continue;
         path[strcspn(path, " \n")] = '\0'; /* "(deleted)" may follow */
-        unlink(path);                      /* or another rank has */
+        unlink(path);                      /* or another rank has done it */
     }
     if (maps)
         fclose(maps);
@@ -150,13 +153,14 @@ static fsdpc_status join_world(fsdpc_mpi_link *link)
         return fsdpc_fail(FSDPC_ERR_VALUE, "two processes of MPI are rank %d or %d", rank,
                           link->base.rank);
     MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &limit, &flag);
-    link->base.tags = flag ? (uint32_t)*limit : (1u << 15) - 1; /* that one says: I left */
+    link->base.tags = flag ? (uint32_t)*limit : (1u << 15) - 1; /* the highest tag is the
+                                                                 * farewell */
     return FSDPC_OK;
 }
 
 /* ---- Pieces ---- */
 
-/* Makes room for one more. */
+/* Makes room for one more request. */
 static bool grow(fsdpc_mpi_link *link)
 {
     if (link->n < link->capacity)
@@ -193,7 +197,7 @@ static void post_news(fsdpc_mpi_link *link)
 
 static bool all_posted(const fsdpc_link_op *op)
 {
-    return op->moved > op->bytes / PIECE; /* pieces that were posted */
+    return op->moved > op->bytes / PIECE; /* pieces already posted */
 }
 
 static void add_piece(fsdpc_mpi_link *link, fsdpc_link_op *op, int bytes)
@@ -214,8 +218,8 @@ static bool send_piece(fsdpc_mpi_link *link, fsdpc_link_op *op, unsigned char *d
     return true;
 }
 
-/* Takes a piece of another size off the wire.  The operation ends when what it has in flight has;
- * what follows it of its tag may be astray. */
+/* Takes a piece of the wrong size off the wire.  The operation ends once its pieces in flight have;
+ * later messages with its tag may not match. */
 static void refuse_piece(fsdpc_mpi_link *link, fsdpc_link_op *op, MPI_Message *message, int bytes)
 {
     void *scratch = malloc((size_t)bytes + 1);
@@ -226,7 +230,7 @@ static void refuse_piece(fsdpc_mpi_link *link, fsdpc_link_op *op, MPI_Message *m
     op->moved = op->bytes / PIECE + 1;
 }
 
-/* Whether a piece was there. */
+/* Returns whether a piece had arrived. */
 static bool receive_piece(fsdpc_mpi_link *link, fsdpc_link_op *op, unsigned char *data, int bytes)
 {
     int found = 0, sent = 0;
@@ -249,7 +253,7 @@ static bool receive_piece(fsdpc_mpi_link *link, fsdpc_link_op *op, unsigned char
     return true;
 }
 
-/* Whether there may be another to post. */
+/* Returns whether there may be another piece to post. */
 static bool post_piece(fsdpc_mpi_link *link, fsdpc_link_op *op)
 {
     if (!grow(link))
@@ -260,7 +264,7 @@ static bool post_piece(fsdpc_mpi_link *link, fsdpc_link_op *op)
     return op->sends ? send_piece(link, op, data, bytes) : receive_piece(link, op, data, bytes);
 }
 
-/* Ends an operation if it has nothing in flight; its storage is the caller's from there on. */
+/* Ends an operation if it has nothing in flight; from then on the caller owns its storage. */
 static void end_op(fsdpc_mpi_link *link, fsdpc_link_op *op)
 {
     if (op->request > 0 || !all_posted(op))
@@ -269,7 +273,7 @@ static void end_op(fsdpc_mpi_link *link, fsdpc_link_op *op)
     link->ended = true;
 }
 
-/* Whether one before it in the backlog has to be posted first. */
+/* Whether an earlier one in the backlog must be posted first. */
 static bool follows(const fsdpc_mpi_link *link, const fsdpc_link_op *op)
 {
     for (const fsdpc_link_op *other = link->backlog; other != op; other = other->next)
@@ -287,7 +291,7 @@ static void post_backlog(fsdpc_mpi_link *link)
                 ;
         if (all_posted(op)) {
             *at = op->next;
-            if (op->status != FSDPC_OK) /* refused */
+            if (op->status != FSDPC_OK) /* refused above */
                 end_op(link, op);
         } else {
             at = &op->next;
@@ -295,7 +299,7 @@ static void post_backlog(fsdpc_mpi_link *link)
     }
 }
 
-/* Takes what was posted over, in order; whether there was anything. */
+/* Takes over newly posted operations, in order; returns whether there were any. */
 static bool take_queue(fsdpc_mpi_link *link)
 {
     fsdpc_link_op *newest = atomic_exchange(&link->queue, NULL), *oldest = NULL, **end;
@@ -327,7 +331,7 @@ static void end_piece(fsdpc_mpi_link *link, size_t i, int error)
     end_op(link, op);
 }
 
-/* Looks once at all pieces; how many ended. */
+/* Tests all pieces once; returns how many ended. */
 static int test_pieces(fsdpc_mpi_link *link)
 {
     int count = 0;
@@ -337,7 +341,7 @@ static int test_pieces(fsdpc_mpi_link *link)
         return 0;
     for (int i = 0; i < count; i++) {
         end_piece(link, (size_t)link->indices[i], each ? link->statuses[i].MPI_ERROR : MPI_SUCCESS);
-        link->requests[link->indices[i]] = MPI_REQUEST_NULL; /* one that failed may be left */
+        link->requests[link->indices[i]] = MPI_REQUEST_NULL; /* a failed request may be left */
     }
     size_t kept = 0;
     for (size_t i = 0; i < link->n; i++)
@@ -356,7 +360,7 @@ static bool idle(fsdpc_mpi_link *link)
     return link->n == 1 && !link->backlog && !atomic_load(&link->queue);
 }
 
-/* To those that something was posted for, or to the others. */
+/* Sends farewells to the peers that operations were posted for, or to the others. */
 static void send_goodbyes(fsdpc_mpi_link *link, bool met)
 {
     const char *text = link->base.farewells[link->base.rank];
@@ -401,7 +405,7 @@ static bool said_goodbye(fsdpc_mpi_link *link, int peer)
                    "MPI_Recv");
 }
 
-/* Ends receives that nothing will answer. */
+/* Ends receives that no peer will answer. */
 static void end_orphans(fsdpc_mpi_link *link)
 {
     for (fsdpc_link_op **at = &link->backlog; *at && !*link->reason;) {
@@ -419,14 +423,14 @@ static void end_orphans(fsdpc_mpi_link *link)
 
 /* ---- The thread ---- */
 
-/* How long to sleep, as the essay says, `since` ns after anything happened. */
+/* How long to sleep `since` ns after the last event; see the top of the file. */
 static int64_t rest_ns(int64_t since, int64_t most)
 {
     int64_t ns = since / 8;
     return ns < SHORTEST_NS ? SHORTEST_NS : ns > most ? most : ns;
 }
 
-/* Carries operations until something else is wanted or there is a reason to stop. */
+/* Carries operations until `wanted` changes or there is a reason to stop. */
 static void carry(fsdpc_mpi_link *link)
 {
     int64_t last = fsdpc_clock_ns(), now = last;
@@ -439,7 +443,7 @@ static void carry(fsdpc_mpi_link *link)
             say_goodbye(link);
         if (now - last > LONG_NS)
             end_orphans(link);
-        if (link->ended) { /* who waits, waits for an operation, not for a piece */
+        if (link->ended) { /* callers wait for operations, not for pieces */
             link->ended = false;
             happened = true;
             fsdpc_mpi_wake(link);
@@ -457,8 +461,8 @@ static void carry(fsdpc_mpi_link *link)
     }
 }
 
-/* Gives the peers the reason, as long as they take it.  A dead one is no reason to leave the others
- * without. */
+/* Sends the reason to the peers until all have received it or time runs out.  A dead peer must not
+ * keep the reason from the others. */
 static void tell_peers(fsdpc_mpi_link *link)
 {
     MPI_Request *requests = malloc((size_t)link->base.size * sizeof *requests);
@@ -476,7 +480,7 @@ static void tell_peers(fsdpc_mpi_link *link)
     free(requests);
 }
 
-/* Ends MPI with all others; false: one of them aborted instead. */
+/* Ends MPI together with all others; false: one of them aborted instead. */
 static bool end_mpi(fsdpc_mpi_link *link)
 {
     int all = 0;
@@ -494,7 +498,7 @@ static bool end_mpi(fsdpc_mpi_link *link)
             fsdpc_futex_wait(&link->asleep, 0, rest_ns(fsdpc_clock_ns() - began, IDLE_NS));
     }
     for (int peer = 0; peer < link->base.size; peer++)
-        (void)said_goodbye(link, peer); /* which takes it off the wire */
+        (void)said_goodbye(link, peer); /* takes it off the wire */
     MPI_Cancel(&link->requests[0]);
     MPI_Wait(&link->requests[0], MPI_STATUS_IGNORE);
     MPI_Comm_free(&link->news);
@@ -506,7 +510,7 @@ static bool end_mpi(fsdpc_mpi_link *link)
     return !failed(link, MPI_Finalize(), "MPI_Finalize");
 }
 
-/* After a failure of MPI's own: time for the watch to find out who died, which aborts. */
+/* After an MPI failure, gives the watch time to find out which rank died; the watch then aborts. */
 static void await_watch(fsdpc_mpi_link *link)
 {
     int64_t end = fsdpc_clock_ns() + GRACE_NS;
@@ -523,7 +527,7 @@ static void stop(fsdpc_mpi_link *link)
 {
     if (*link->reason && !*link->heard)
         await_watch(link);
-    /* News may lie in its memory, and nobody has looked: then this rank's own reason is as good. */
+    /* News may have arrived unseen; this rank's own reason is then as good. */
     if ((!*link->heard || !*link->reason) && atomic_load(&link->wanted) == FSDPC_MPI_ABORT)
         memcpy(link->reason, link->asked, sizeof link->asked);
     if (!*link->reason)

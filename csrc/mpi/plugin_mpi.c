@@ -1,9 +1,9 @@
 /* libfsdpc_mpi_<family>.so: the table that the core gets, and the one symbol that it exports.
  *
- * MPI has no binary interface of its own before version 5: programs and libraries fit within a
- * family alone.  A process may have the other family's library before the plugin is opened (mpi4py
- * may have brought it, or LD_PRELOAD), and then the plugin's calls would go there.  So opening it
- * asks the library for its name, which MPI allows before MPI_Init, and refuses another's.
+ * Before version 5, MPI has no standard ABI: programs and libraries are compatible only within a
+ * family.  A process may already have the other family's library (through mpi4py or LD_PRELOAD),
+ * and then the plugin's calls would go there.  Opening the plugin therefore asks the library for
+ * its name, which MPI allows before MPI_Init, and refuses the other family's.
  */
 #include <stdio.h>
 #include <string.h>
@@ -14,7 +14,7 @@
 #if defined(OPEN_MPI)
 #define FAMILY "openmpi"
 static const char *const relatives[] = {"Open MPI"};
-#else /* MPICH, and those that keep to its binary interface */
+#else /* MPICH, and libraries with its ABI */
 #define FAMILY "mpich"
 static const char *const relatives[] = {"MPICH", "MVAPICH", "Intel(R) MPI"};
 #endif
