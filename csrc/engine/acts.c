@@ -1,11 +1,11 @@
-/* A step's acts are noted from its forward to its last backward; those of the last whole step are
- * kept beside them.
+/* Records a step's acts from its forward to its last backward; keeps those of the last whole step
+ * as well.
  */
 #include "engine/acts.h"
 
 #include <stdlib.h>
 
-/* Without memory for them, a step shows no acts. */
+/* If memory for them runs out, a step shows no acts. */
 static void note_act(fsdpc_root *root, fsdpc_act act)
 {
     fsdpc_acts *acts = &root->acts;
@@ -27,7 +27,8 @@ void fsdpc_root_trace(const fsdpc_unit *unit, fsdpc_trace_kind kind, size_t byte
 {
     fsdpc_root *root = unit->root;
     fsdpc_trace_add(unit->trace, kind, unit->id, bytes, root->wire->epoch, backward);
-    /* A shard group of one rank gathers nothing, reshards nothing and leaves all to replicas. */
+    /* A shard group of one rank gathers nothing, reshards nothing and leaves all sums to
+     * replicas. */
     bool of_shards =
         kind == FSDPC_TRACE_GATHER || kind == FSDPC_TRACE_RESHARD || kind == FSDPC_TRACE_REDUCE;
     bool shown = of_shards ? root->comm->size > 1

@@ -1,11 +1,12 @@
 /* At the end of a backward, one small all-reduce over the replicas and one over the shard group.
  *
- * Both take the highest of every byte.  For marks of use that is "any rank".  For a checksum it
- * says whether all are equal, as its complement comes along: the highest of both are complements of
- * each other only then.
+ * Both take the maximum of every byte.  For marks of use, the maximum means "any rank".  Each
+ * checksum travels with its complement: the two maxima are complements of each other only if all
+ * checksums are equal.
  *
- * The slice to compare next is a mark too.  A rank that gave up a backward early may be elsewhere
- * than its replicas.  Then nothing is compared once, and all continue from one place.
+ * The position of the next slice is compared too.  A rank that abandoned a backward early may be at
+ * another position than its replicas.  Then this backward compares nothing, and all ranks continue
+ * from one position.
  */
 #include "engine/agree.h"
 
@@ -50,7 +51,7 @@ static fsdpc_status highest(fsdpc_comm *comm, uint8_t *bytes, size_t n, const ch
 
 /* ---- Replicas ---- */
 
-/* Of this rank's slice of a band. */
+/* Bytes of this rank's slice of a band. */
 static size_t master_bytes(const fsdpc_root *root, const fsdpc_group *group, size_t band)
 {
     const fsdpc_slice *slice = &group->bands[band];
@@ -70,9 +71,9 @@ static uint64_t all_master_bytes(const fsdpc_root *root)
     return bytes;
 }
 
-/* How far a walk over all masters, one behind the other, has come. */
+/* The progress of a walk over all masters in sequence. */
 typedef struct walk {
-    uint64_t skip, bytes; /* still to pass over, and to look at after that */
+    uint64_t skip, bytes; /* still to skip, and to look at after that */
     uint32_t sum;
 } walk;
 
@@ -90,7 +91,7 @@ static void walk_group(const fsdpc_unit *unit, const fsdpc_unit_group *group, wa
     }
 }
 
-/* Of the slice of all masters that begins where the root says. */
+/* Marks the slice of all masters that begins at the root's position. */
 static mark mark_slice(const fsdpc_root *root, uint64_t bytes)
 {
     walk w = {.skip = root->compared, .bytes = bytes};
@@ -101,7 +102,7 @@ static mark mark_slice(const fsdpc_root *root, uint64_t bytes)
     return (mark){root->compared, ~root->compared, sum, ~sum};
 }
 
-/* Every rank of a group of replicas does this, and finds the same or nothing. */
+/* Every rank of a group of replicas calls this, and finds the same parameter or none. */
 static fsdpc_status name_difference(fsdpc_root *root)
 {
     for (int u = 0; u < root->n_units; u++) {
@@ -129,14 +130,14 @@ static fsdpc_status name_difference(fsdpc_root *root)
 
 static const char used[] = "which parameters were used";
 
-/* `bytes`: n marks of use, one byte that says whether replicas differ, room for a mark. */
+/* `bytes`: n marks of use, one byte that tells whether replicas differ, room for a mark. */
 static fsdpc_status agree_over_replicas(fsdpc_root *root, uint8_t *bytes, size_t n)
 {
     uint64_t all = all_master_bytes(root), slice = all / ROUNDS;
     if (slice < SMALLEST_SLICE)
         slice = SMALLEST_SLICE;
     if (root->device->remote || root->device->flat == fsdpc_flat_ops_null())
-        return highest(root->replicate, bytes, n, used); /* nothing that can be read */
+        return highest(root->replicate, bytes, n, used); /* the host can read no masters */
     for (int u = 0; u < root->n_units; u++)
         FSDPC_TRY(fsdpc_unit_end_step(root->units[u]));
     mark m = mark_slice(root, slice);
@@ -150,7 +151,7 @@ static fsdpc_status agree_over_replicas(fsdpc_root *root, uint8_t *bytes, size_t
 
 static fsdpc_status agree(fsdpc_root *root, bool summed, uint8_t *bytes, size_t n)
 {
-    if (root->captured) { /* where ranks do not meet: all must have used the same */
+    if (root->captured) { /* ranks do not meet in a capture: all must have used the same */
         root->comm->captured = fsdpc_crc32c(root->comm->captured, bytes, n);
         return FSDPC_OK;
     }

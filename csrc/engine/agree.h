@@ -5,13 +5,13 @@
  * ranks agreed last says so before its backward does anything.  Peers that post something else are
  * told which parameter it is.
  *
- * A parameter has a gradient on all ranks if any rank used it, and on none otherwise: pieces that
- * only some optimizers update would part.
+ * A parameter has a gradient on all ranks if any rank used it, and on none otherwise.  Else only
+ * some ranks would update their pieces of it, and the pieces would diverge.
  *
- * Replicas hold the same weights.  Each backward that sums over them compares a slice of the
- * masters, 1/128 of them, so that all were compared after 128 backwards.  Where they differ, every
- * rank gets FSDPC_ERR_MISMATCH, which names the first parameter that does.  Masters that the host
- * cannot read (a remote device's) are compared at saves alone.
+ * Replicas hold the same weights.  Each backward that sums over them compares 1/128 of the masters,
+ * so that 128 backwards compare them all.  If they differ, every rank gets FSDPC_ERR_MISMATCH,
+ * which names the first parameter that differs.  Masters that the host cannot read (a remote
+ * device's) are compared only at saves.
  */
 #ifndef FSDPC_ENGINE_AGREE_H
 #define FSDPC_ENGINE_AGREE_H

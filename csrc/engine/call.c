@@ -1,19 +1,20 @@
 /* Calls of units.
  *
  * A forward with gradients while backward runs is a recomputation (activation checkpointing).  It
- * has to see the weights that its first run saw.  A boundary on the tape carries their generation.
- * Without one, the unit notes which generation its forwards saw, and since when on the front door's
- * clock.  Anything that first ran before that saw an older one.  A forward without gradients inside
- * a recomputation (a checkpoint inside a checkpoint, a teacher) begins an epoch like any other.
- * That may bring newer weights, so it is checked as well.
+ * must see the weights that its first run saw.  A boundary on the tape carries their generation.
+ * Without a boundary, the unit records which generation its forwards saw, and since when on the
+ * front door's clock.  Anything that first ran before that saw an older generation.  A forward
+ * without gradients inside a recomputation (a checkpoint inside a checkpoint, a teacher) begins an
+ * epoch like any other.  That may bring newer weights, so it is checked as well.
  *
  * A unit of several modules stays gathered until all of them have run in one epoch.  If a method of
  * a unit calls its forward, the unit stays gathered until the method returns (sched.c).
  *
- * In deterministic mode dropout draws by contribution = forward * ranks + rank, not by rank.  So
- * masks do not depend on how ranks and accumulation split a batch.  A step's streams begin at the
- * next multiple of 2^40, the same however many were taken; a contribution has 2^20 of them.
- * Forwards with gradients are counted, so there is to be one a micro-step.
+ * In deterministic mode dropout keys its random numbers by contribution = forward * ranks + rank,
+ * not by rank.  Masks therefore do not depend on how ranks and accumulation split a batch.  A
+ * step's streams begin at the next multiple of 2^40, regardless of how many were used; a
+ * contribution has 2^20 of them.  The count is of forwards with gradients, so a micro-step must
+ * have exactly one.
  */
 #include "engine/call.h"
 
@@ -58,7 +59,7 @@ static void note_generation(fsdpc_unit *unit, const fsdpc_call *call)
     unit->seen_generation = now;
 }
 
-/* How many modules of the unit ran before this one. */
+/* How many of the unit's modules ran before this one. */
 static int count_run(fsdpc_unit *unit)
 {
     if (unit->settings.n_modules == 1)

@@ -37,7 +37,7 @@ static size_t largest_piece(const fsdpc_layout *layout, int param)
     return largest;
 }
 
-/* Programs written for one process like to call these on rank 0 alone. */
+/* Programs written for one process often call these functions only on rank 0. */
 static fsdpc_status say_collective(fsdpc_status status)
 {
     if (status != FSDPC_ERR_PEER && status != FSDPC_ERR_MISMATCH && status != FSDPC_ERR_TIMEOUT)

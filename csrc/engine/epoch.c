@@ -1,25 +1,25 @@
-/* Epochs: what keeps the wire true to the masters.
+/* Epochs keep the wire consistent with the masters.
  *
- * The protocol is explained in docs/design/communication.md, and modelled in tests/model.  In
- * short: a rank that arrives has finished all reads of earlier epochs.  So once all have arrived
- * nobody reads, and ranks that changed masters may write.  If none did, all go on at once.
+ * docs/design/communication.md explains the protocol, and tests/model models it.  In short: a rank
+ * that arrives has finished all reads of earlier epochs.  Once all have arrived, no rank reads, and
+ * ranks that changed masters may write.  If none did, all continue at once.
  *
- * An optimizer's epoch always changes.  It publishes without waiting for the others' publications.
- * The next reader begins its own epoch, where a rank arrives only after it published here, so
- * waiting for that arrival is enough.
+ * An optimizer's epoch always changes masters.  It publishes without waiting for the others to
+ * publish.  The next reader begins another epoch, in which a rank arrives only after it has
+ * published here.  Waiting for that arrival is therefore enough.
  *
- * Its slices may come even later, where the step of a unit waits until somebody needs it.  Then all
- * ranks learn in this epoch that slices are late.  The next gather of each unit is complete only
+ * Its slices may come even later, if the step of a unit is pending until the unit is needed.  Then
+ * this epoch tells all ranks that slices are late.  The next gather of each unit is complete only
  * when all ranks have posted it, which each does after it has written its slices.
  *
- * An interrupt may end a wait between arriving and the end of an epoch.  The peers count on what
- * was announced, so the next epoch first completes the interrupted one (`stage` says from where).
- * An interrupted optimizer's step cannot be completed without its pass: it closes the communicator.
+ * An interrupt may end a wait between the arrival and the end of an epoch.  The peers rely on the
+ * announcement, so the next epoch first completes the interrupted one, from its `stage` on.  An
+ * interrupted optimizer step cannot be completed without its pass: it closes the communicator.
  *
- * An exception on any rank makes the next epoch a reset for all: the record is dropped everywhere,
- * so that all ranks continue from the same state.  If it came in a backward, gradients that are not
- * reduced are dropped too, as half of them may be in.  A forward leaves none, so those of earlier
- * micro-steps stay.
+ * An exception on any rank makes the next epoch a reset for all: every rank drops the record, so
+ * that all continue from the same state.  If the exception came in a backward, ranks also drop
+ * gradients that are not reduced, because they may be incomplete.  A forward leaves no gradients,
+ * so those of earlier micro-steps stay.
  */
 #include "engine/epoch.h"
 
@@ -43,12 +43,14 @@ const char *fsdpc_epoch_text(uint32_t kind)
     return kind < sizeof texts / sizeof *texts ? texts[kind] : "something unknown";
 }
 
-/* Completes gathers: a rank that arrives has finished with everything it read.  Units that stay
- * after backward do so until weights change. */
+/* Completes gathers: a rank that arrives has finished all its reads.  Units that stay full after
+ * backward do so until weights change. */
 static fsdpc_status begin_sharded(fsdpc_root *root)
 {
-    FSDPC_TRY(fsdpc_reduce_wait_all(root)); /* after an interrupted or a not-last backward only */
-    memset(root->pool_turn, 0, sizeof root->pool_turn); /* steps use the buffers of the last one */
+    FSDPC_TRY(fsdpc_reduce_wait_all(root)); /* only needed after an interrupted or a not-last
+                                             * backward */
+    memset(root->pool_turn, 0, sizeof root->pool_turn); /* steps use the same buffers as the last
+                                                         * one */
     for (int i = 0; i < root->n_units; i++) {
         fsdpc_unit *unit = root->units[i];
         FSDPC_TRY(fsdpc_full_settle(unit));
@@ -58,7 +60,8 @@ static fsdpc_status begin_sharded(fsdpc_root *root)
     return FSDPC_OK;
 }
 
-/* Masters that somebody else may have written are not known to equal the wire, where there is one. */
+/* Whether masters may differ from the wire (if there is one), because other code may have written
+ * them. */
 static bool is_in_doubt(const fsdpc_unit *unit)
 {
     bool published = !unit->root->full->at_use || unit->state == FSDPC_UNIT_FULL;
@@ -74,7 +77,7 @@ static fsdpc_status compare_all(const fsdpc_root *root, bool *equal_io)
     return FSDPC_OK;
 }
 
-/* The same on a remote device, which is waited for once. */
+/* The same on a remote device, with a single wait. */
 static fsdpc_status compare_all_there(const fsdpc_root *root, bool *equal_io)
 {
     fsdpc_device *device = root->device;
@@ -167,7 +170,7 @@ static fsdpc_status decide(fsdpc_root *root, const fsdpc_unit *called)
     return FSDPC_OK;
 }
 
-/* Nobody reads the wire now. */
+/* Call only while no rank reads the wire. */
 static fsdpc_status publish_dirty(fsdpc_root *root)
 {
     for (int i = 0; i < root->n_units; i++) {
@@ -177,7 +180,7 @@ static fsdpc_status publish_dirty(fsdpc_root *root)
     return FSDPC_OK;
 }
 
-/* Carries an epoch from whatever stage it is in to its end. */
+/* Carries an epoch from its current stage to its end. */
 static fsdpc_status complete(fsdpc_root *root, const fsdpc_unit *called)
 {
     if (root->stage == FSDPC_STAGE_ARRIVED)
@@ -195,15 +198,15 @@ static fsdpc_status complete(fsdpc_root *root, const fsdpc_unit *called)
     return FSDPC_OK;
 }
 
-/* Before a new epoch.  That all ranks refused the interrupted one (weights changed under unshard())
- * is no longer news. */
+/* Call before a new epoch.  Ignores that all ranks refused the interrupted one (weights changed
+ * under unshard()). */
 static fsdpc_status complete_interrupted(fsdpc_root *root)
 {
     fsdpc_status status = complete(root, root->units[0]);
     return status == FSDPC_ERR_STATE ? FSDPC_OK : status;
 }
 
-/* A graph replays what it holds, and counts for one model. */
+/* A graph replays the recorded work, for a single model. */
 static fsdpc_status check_capture(const fsdpc_root *root)
 {
     if (!root->device->capturing || root->captured)
@@ -225,8 +228,8 @@ fsdpc_status fsdpc_root_epoch(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_uni
     return complete(root, called);
 }
 
-/* The others take the step that this rank announced, and this rank's rows would miss it: nobody may
- * go on. */
+/* The others take the step that this rank announced, and this rank's rows would miss it: no rank
+ * may continue. */
 static void close_half_step(fsdpc_root *root, const char *what)
 {
     char text[160];

@@ -1,14 +1,15 @@
-/* Epochs (docs/design/communication.md).  fsdpc_root_epoch brings the wire up to date with the
- * masters: compare where needed, arrive, wait, and if any rank changed anything write the own
- * slices and publish.  A change advances `generation`; a backward whose forward saw an older one is
- * refused.  Epochs of a captured step are this rank's alone: ranks agree on it before and after.
+/* Epochs (docs/design/communication.md). fsdpc_root_epoch brings the wire up to date with the
+ * masters.  It compares if needed, arrives and waits; if any rank has changed masters, each writes
+ * its own slices and publishes.  A change advances `generation`; a backward is refused if its
+ * forward saw an older one.  During a captured step epochs are local to the rank: ranks agree
+ * before and after it.
  */
 #ifndef FSDPC_ENGINE_EPOCH_H
 #define FSDPC_ENGINE_EPOCH_H
 
 #include "engine/root_internal.h"
 
-/* What began an epoch; ranks must agree.  X(name, as errors say it) */
+/* What began an epoch; ranks must agree.  X(name, text for errors) */
 #define FSDPC_EPOCH_KIND_TABLE(X)                                                                  \
     X(FORWARD, "a forward")                                                                        \
     X(UNSHARD, "unshard()")                                                                        \
@@ -25,21 +26,21 @@ typedef enum fsdpc_epoch_kind {
 #undef X
 } fsdpc_epoch_kind;
 
-/* As errors say it. */
+/* The text for errors. */
 const char *fsdpc_epoch_text(uint32_t kind);
 
-/* Collective.  `bits` are added to the note (grad mode); on return the wire is current. */
+/* Collective.  `bits` are added to the note (grad mode); on return the wire is up to date. */
 fsdpc_status fsdpc_root_epoch(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_unit *called,
                               uint32_t bits);
 
-/* Collective, over replicas too: an epoch in which nobody writes.  FSDPC_OK if `status` is so on
- * every rank; then nothing is in flight, and no unit is full unless held.  Otherwise every rank
- * gets the error of one of them. */
+/* Collective, over replicas too: an epoch in which no rank writes.  Returns FSDPC_OK if `status` is
+ * OK on every rank; then nothing is in flight, and no unit is full unless held.  Otherwise every
+ * rank gets the error of one of them. */
 fsdpc_status fsdpc_root_agree(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_status status);
 
-/* An optimizer's epoch: begin waits until no peer reads the wire; the caller then updates masters
- * and its own slices in one pass; end publishes.  End is called also when begin or the pass failed.
- * Slices of units that `puts_off` may be written later, until the unit is gathered. */
+/* An optimizer's epoch. begin waits until no peer reads the wire; the caller then updates masters
+ * and its own slices in one pass; end publishes.  Call end even if begin or the pass failed.
+ * Slices of units with `puts_off` may be written later, until the unit is gathered. */
 fsdpc_status fsdpc_root_write_begin(fsdpc_root *root);
 fsdpc_status fsdpc_root_write_end(fsdpc_root *root);
 

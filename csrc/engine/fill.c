@@ -1,25 +1,26 @@
 /* The pool of reduce buffers.
  *
- * Kernels write gradients straight into an open buffer, in the unit's reduce dtype, each parameter
- * at its place of the full.  So posting a reduction is one call over the bands.  Parts that no
- * kernel wrote (unused or frozen parameters) are zeroed first, because the peers read all of it.
- * Padding is whatever it was; it reduces into padding of the shard, which nobody reads.
+ * Kernels write gradients directly into an open buffer, in the unit's reduce dtype, each parameter
+ * at its position in the full.  Posting a reduction is therefore one call over the bands.  Parts
+ * that no kernel wrote (unused or frozen parameters) are zeroed first, because the peers read all
+ * of the buffer.  Padding is not cleared; it reduces into padding of the shard, which is never
+ * read.
  *
- * A unit takes the pooled buffer that nobody fills and that was posted longest ago, and waits for
- * its reduction.  So a wait for a buffer is always a wait for a posted reduction, never for another
- * unit's half-filled one.  When both are half filled the unit gets one that it keeps.  Ranks must
- * choose alike, since peers read each other's buffers by name.  So the choice depends on the order
- * of opens and posts, which the program sets, and never on which reduction happens to be complete.
- * For the same reason a buffer, whose creation is collective, is created only while no reduction is
- * in flight.
+ * A unit takes the least recently posted of the pooled buffers that no unit is filling, and waits
+ * for its reduction.  A wait for a buffer is thus always a wait for a posted reduction, never for
+ * another unit's half-filled buffer.  If both are half filled, the unit gets a buffer that it
+ * keeps.  Ranks must choose alike, since peers read each other's buffers by name.  The choice
+ * therefore depends on the order of opens and posts, which the program determines, and never on
+ * which reduction happens to be complete.  For the same reason a buffer, whose creation is
+ * collective, is created only while no reduction is in flight.
  *
- * A rank that is alone has the full's places in its shard too.  Then a reduction is a copy, which a
- * step of LLaMA 1B on an H200 spent 1 % of its time on.  Kernels write into the shard instead,
- * unless it holds gradients already, or sums that are of another dtype, scaled or not kept.  So
- * such a rank creates a buffer when the first unit takes it, and most runs of it have none.
+ * On a single rank the shard has the layout of the full, and a reduction would be a copy.  That
+ * copy took 1 % of a step of LLaMA 1B on an H200.  Kernels write into the shard instead, unless it
+ * already has gradients, or the sums have another dtype, are scaled or are not kept.  A single rank
+ * therefore creates a buffer on first use, and most runs never need one.
  *
- * Partials (meshes with replicas) follow the buffers: a pooled one beside each pooled buffer, and
- * an own one beside an own buffer.  A unit that postpones its all-reduce has an own one too.
+ * Partials (meshes with replicas) follow the buffers: each pooled buffer has a pooled partial, and
+ * a unit's own buffer has its own partial. A unit that postpones its all-reduce also has its own.
  */
 #include "engine/fill.h"
 
@@ -33,7 +34,7 @@ static bool has_partials(const fsdpc_root *root)
     return root->replicate && root->reduce_comm == root->comm;
 }
 
-/* A unit outgrows its buffers when a frozen group is to have gradients. */
+/* A unit outgrows its buffers if a frozen group becomes trainable. */
 static bool is_too_small(const fsdpc_buffer *buffer, size_t bytes)
 {
     return !buffer || buffer->bytes < bytes;
@@ -93,7 +94,8 @@ fsdpc_status fsdpc_fill_create_buffers(fsdpc_root *root, const bool *encloses)
     return FSDPC_OK;
 }
 
-/* The pooled buffer that nobody fills and that was posted longest ago; -1: all are half filled. */
+/* The least recently posted of the pooled buffers that no unit is filling; -1: all are half
+ * filled. */
 static int choose_pooled(const fsdpc_root *root)
 {
     int best = -1;

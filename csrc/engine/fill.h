@@ -1,47 +1,48 @@
-/* Reduce buffers while they are filled.  Used by reduce.c alone, but for dropping.
+/* Reduce buffers while they are being filled.  Only reduce.c uses this file, except for dropping.
  *
- * A buffer is taken at a unit's first gradient and given back when its reduction is complete and
- * all peers have read it.  Two pooled buffers serve units that close during backward.  A unit gets
- * its own one if it finds both half filled by open units, or keeps its gradients over several
- * backwards.  So nobody waits for a buffer while holding another.
+ * A unit takes a buffer at its first gradient and returns it when its reduction is complete and all
+ * peers have read it.  Two pooled buffers serve units that close during backward.  A unit gets its
+ * own buffer if open units have half filled both, or if it keeps gradients over several backwards.
+ * A rank thus never waits for a buffer while it holds another.
  *
- * A rank that is alone needs no buffer for gradients that nothing is to be added to: they are
- * written where they stay.
+ * A single rank needs no buffer for gradients that are not added to others: kernels write them
+ * directly to the shard.
  */
 #ifndef FSDPC_ENGINE_FILL_H
 #define FSDPC_ENGINE_FILL_H
 
 #include "engine/root_internal.h"
 
-/* At the creation of a root: `encloses` as there. */
+/* Called when a root is created, with the same `encloses`. */
 fsdpc_status fsdpc_fill_create_buffers(fsdpc_root *root, const bool *encloses);
 
-/* Which pooled buffer a unit without an open one would fill; -1: its own one. */
+/* Which pooled buffer a unit without an open one would fill; -1: its own. */
 int fsdpc_fill_choose(const fsdpc_unit *unit);
-bool fsdpc_fill_lacks_own(const fsdpc_unit *unit); /* taking its own one creates it */
-/* Opens it: unit->buffer is set.  Its reduction is complete; none is in flight if the unit is to
- * get its first own one, whose creation is collective. */
+bool fsdpc_fill_lacks_own(const fsdpc_unit *unit); /* taking its own buffer would create it */
+/* Opens the buffer: sets unit->buffer.  The unit's reduction must be complete.  If the unit gets
+ * its own buffer for the first time, no reduction may be in flight, because creating one is
+ * collective. */
 fsdpc_status fsdpc_fill_take(fsdpc_unit *unit, int pooled);
-/* Whether its gradient shard can be filled itself, and opening it so. */
+/* Whether kernels can fill its gradient shard directly, and opening it that way. */
 bool fsdpc_fill_suits_shard(const fsdpc_unit *unit);
 void fsdpc_fill_take_shard(fsdpc_unit *unit);
-/* The shard is wanted for something else: what is half filled goes on in a buffer of its own. */
+/* Frees the shard for another use: a half-filled one continues in the unit's own buffer. */
 fsdpc_status fsdpc_fill_leave_shard(fsdpc_unit *unit);
 static inline bool fsdpc_fill_is_in_shard(const fsdpc_unit *unit)
 {
     return unit->buffer == &unit->shard;
 }
-/* Zeroes the parts that no kernel wrote and notes the others as gradients; from here on the buffer,
- * which was open, belongs to the reduction. */
+/* Zeroes the parts that no kernel wrote and records the others as gradients.  The buffer, which was
+ * open, then belongs to the reduction. */
 fsdpc_status fsdpc_fill_close(fsdpc_unit *unit, fsdpc_buffer **out);
 void fsdpc_fill_released(fsdpc_unit *unit); /* its reduction has read it */
-void fsdpc_fill_drop(fsdpc_unit *unit);     /* forgets what is half filled */
-/* Of all units, as a backward failed; warns if earlier ones had left sums there. */
+void fsdpc_fill_drop(fsdpc_unit *unit);     /* discards a half-filled buffer */
+/* For all units after a failed backward; warns if earlier backwards had left sums there. */
 void fsdpc_fill_drop_failed(fsdpc_root *root);
 
-/* Where the partial sums of a posted reduction go; set in unit->partial.  `keep`: they stay over
- * several backwards, in a partial of the unit's own.  Creating that is collective over the
- * replicas, with no reduction in flight. */
+/* Chooses where the partial sums of a posted reduction go and sets unit->partial. `keep`: they stay
+ * over several backwards, in the unit's own partial. Creating that is collective over the replicas,
+ * with no reduction in flight. */
 bool fsdpc_fill_creates_partial(const fsdpc_unit *unit, bool keep);
 fsdpc_status fsdpc_fill_partial(fsdpc_unit *unit, const fsdpc_buffer *filled, bool keep);
 

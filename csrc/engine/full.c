@@ -1,4 +1,4 @@
-/* What every way to make fulls has in common: order of creation, watching addresses, dropping. */
+/* The common part of all ways to make fulls: order of creation, watched addresses, dropping. */
 #include "engine/full.h"
 
 #include "base/fault.h"
@@ -30,7 +30,7 @@ fsdpc_status fsdpc_full_own_slices(fsdpc_root *root)
     return FSDPC_OK;
 }
 
-/* Runs in the handler of a fault: only reads. */
+/* Runs in the fault handler: only reads memory. */
 static const char *name_at(const void *owner, const void *address)
 {
     const fsdpc_unit *unit = owner;

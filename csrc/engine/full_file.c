@@ -1,10 +1,10 @@
-/* As full_shared.c, over a wire that lies in a file: the kernel brings pages when they are read, and
- * takes them away when memory is short.  A gather asks for them ahead.
+/* Like full_shared.c, with a wire in a file: the kernel loads pages when they are read and evicts
+ * them when memory is short.  A gather prefetches them.
  *
- * Each rank keeps the CRC-32C of the slices that it published, and compares them at every gather,
- * since pages may have been read anew.  All ranks gather every unit, and ranks of a host have the
- * same pages, so together they compare all of it.  A rank whose slices changed fails, and with it
- * the step of all others.
+ * Each rank keeps the CRC-32C of the slices that it published, and compares it at every gather,
+ * since the kernel may have read pages again.  All ranks gather every unit, and ranks of a host
+ * have the same pages, so together they compare everything.  If a rank's slices have changed, it
+ * fails, and with it the step of all ranks.
  */
 #include <stdio.h>
 #include <sys/mman.h>
@@ -19,7 +19,7 @@ static fsdpc_status make_room(fsdpc_unit *unit)
 {
     for (int g = 0; g < unit->layout->n_groups; g++)
         (void)madvise(unit->groups[g].full, fsdpc_full_bytes(&unit->groups[g]), MADV_WILLNEED);
-    return FSDPC_OK; /* a kernel that does not take the hint reads later */
+    return FSDPC_OK; /* a kernel that ignores the hint reads later */
 }
 
 static uint32_t crc_of(const fsdpc_unit *unit)
@@ -54,7 +54,7 @@ static fsdpc_status compare(fsdpc_unit *unit)
              "%08x, it was %08x; the disk is damaged, or something wrote to it",
              root->comm->rank, unit->name, fsdpc_tier_path(unit->offload.tier), crc,
              unit->published_crc);
-    fsdpc_root_abort(root, text); /* peers may have read them already */
+    fsdpc_root_abort(root, text); /* peers may already have read them */
     return fsdpc_fail(FSDPC_ERR_OS, "%s", text);
 }
 

@@ -1,15 +1,16 @@
-/* A rank that is alone in its shard group, in memory of a front door whose users may write masters at
+/* Fulls of a shard group of one rank, in memory of a front door whose users may write masters at
  * any time.
  *
- * There nobody else reads what this rank publishes, and what it published would have to be compared
- * with the masters before each step.  So it publishes nothing: a full is a cast of the masters, made
- * where the unit begins to use it, and its memory goes back where the use ends.  This is what
- * FSDP2 does on one rank.  On an H200, SmolLM3-3B under torch had 5.8 GiB of published parameters
- * all the time, and compared them in 4.9 of 464 ms.  Where no cast is needed, a full is the masters
- * themselves.
+ * Such a rank is the only reader of its slices, and published slices would have to be compared with
+ * the masters before each step.  It therefore publishes nothing: a full is a cast of the masters,
+ * made when the unit begins to use it, and its memory is returned after the use.  This is what
+ * FSDP2 does on one rank.  With publishing, SmolLM3-3B under torch on an H200 always had 5.8 GiB of
+ * published parameters, and compared them in 4.9 of 464 ms.  If no cast is needed, the masters
+ * themselves are the full.
  *
- * A write between a forward and its backward is an error in the backward, as weights are cast anew.
- * One that the front door does not see (through `.data`, say) is used, as FSDP2 would.
+ * A write between a forward and its backward is an error in the backward, because that casts the
+ * weights again.  If the front door does not see the write (through `.data`, say), the new values
+ * are used, as in FSDP2.
  */
 #include "engine/full.h"
 
@@ -37,7 +38,7 @@ void fsdpc_unit_place_fulls(fsdpc_unit *unit, void *const *groups)
 
 static fsdpc_status place(fsdpc_unit *unit, fsdpc_unit_group *group)
 {
-    if (fsdpc_unit_reads_masters(unit)) /* one rank's shard is laid out as its full is */
+    if (fsdpc_unit_reads_masters(unit)) /* on one rank, the shard has the layout of the full */
         group->full = group->published = fsdpc_unit_masters(unit, group, &group->plan->bands[0], 0);
     return FSDPC_OK;
 }
@@ -55,7 +56,7 @@ static fsdpc_status reveal(fsdpc_unit *unit)
 
 static void hide(fsdpc_unit *unit)
 {
-    bool taken = false; /* else it was to be used, and was not */
+    bool taken = false; /* else it was going to be used, and was not */
     if (fsdpc_unit_reads_masters(unit))
         return;
     for (int g = 0; g < unit->layout->n_groups; g++) {

@@ -1,15 +1,15 @@
-/* Fulls that a gather moves into: slots that units share, or memory of a unit's own (slots.h).
+/* Fulls that gathers fill with moved bytes, in shared slots or in a unit's own memory (slots.h).
  *
- * A slot notes the unit that was gathered into it last.  A gather ahead of demand goes only where
- * that unit is sharded again (sched.c).  A gather on demand takes the slot from a unit that waits
- * there unused, and never from one that is full.  The gather waits for what read the full of that
- * unit last, as one of that unit would (order.h).
+ * A slot records the unit that was last gathered into it.  A gather ahead of demand takes a slot
+ * only if that unit is sharded again (sched.c).  A gather on demand may also evict a unit that was
+ * gathered and is unused, but never a full one.  The gather waits for the last read of the previous
+ * unit's full, as that unit's own next gather would (order.h).
  *
- * Two units that share and are full together (held by unshard(), used inside each other's forward,
- * told to stay after backward) are parted at their first meeting.  This rank's operations are
- * waited for, then the stream that reads fulls.  The second unit gets its own memory beneath the
- * same address.  All ranks come here at the same place of the program, so they agree on the
- * outcome.
+ * Two units that share a slot may be full together (held by unshard(), used inside each other's
+ * forward, kept full after backward).  The first time that happens, they are separated.  The code
+ * waits for this rank's operations, then for the stream that reads fulls, and gives the second unit
+ * its own memory at the same address.  All ranks do this at the same point of the program, so they
+ * agree on the result.
  */
 #include <stdlib.h>
 
@@ -20,7 +20,7 @@
 
 /* ---- Memory ---- */
 
-/* What every rank can do; ranks whose devices differ share nothing. */
+/* The granule that all ranks support; if their devices differ, units share nothing. */
 static fsdpc_status agree_granule(const fsdpc_root *root, size_t *granule_out)
 {
     int64_t mine = (int64_t)root->device->window_granule, ends[2] = {mine, -mine};
@@ -77,7 +77,7 @@ static fsdpc_status give_memory(fsdpc_unit *unit, size_t granule)
                                &unit->window);
 }
 
-/* The memory of each window, once: by the first unit that has it. */
+/* Attaches the memory of each window once: for the first unit that uses it. */
 static fsdpc_status attach(const fsdpc_root *root)
 {
     for (int i = 0; i < root->n_units; i++) {
@@ -112,7 +112,7 @@ static void give_back(fsdpc_unit *unit)
 {
     fsdpc_stream *main = fsdpc_device_main(unit->device);
     if (unit->window) {
-        (void)fsdpc_stream_sync(main); /* what reads it */
+        (void)fsdpc_stream_sync(main); /* work that reads it */
         fsdpc_wire_detach(unit->root->wire, unit->window->memory);
     }
     if (fsdpc_window_destroy(unit->window) != FSDPC_OK)
@@ -163,7 +163,7 @@ static fsdpc_status make_room(fsdpc_unit *unit)
         if ((*user)->state != FSDPC_UNIT_SHARDED)
             return part(unit);
         FSDPC_TRY(fsdpc_full_settle(*user));
-        FSDPC_TRY(fsdpc_order_gather(*user)); /* it is overwritten as by its own gather */
+        FSDPC_TRY(fsdpc_order_gather(*user)); /* it is overwritten, as by its own gather */
     }
     *user = unit;
     return FSDPC_OK;

@@ -1,11 +1,11 @@
-/* No-alias mode: fulls in private pages, readable while the unit is FULL and not otherwise.
+/* No-alias mode: fulls in private pages that are readable only while the unit is FULL.
  *
- * Slower, but a read that comes too early or too late ends the process at that place.  The pages
- * belong to an ordinary block that is two pages larger, so that its bytes are counted and a
- * protected page holds nothing else.  A device that cannot protect memory fills it with NaN all the
- * same: there a read too early or too late is a NaN, not a death.
+ * This is slower, but a read that comes too early or too late ends the process right there.  The
+ * pages belong to an ordinary block that is two pages larger, so that its bytes are counted and
+ * protected pages contain nothing else.  A device that cannot protect memory still fills it with
+ * NaN: a read that comes too early or too late then gets a NaN.
  *
- * Where ranks share a wire, reveal copies it; elsewhere gathers write the pages.
+ * If ranks share a wire, reveal copies from it; otherwise gathers write the pages.
  */
 #include <unistd.h>
 
@@ -67,8 +67,8 @@ static fsdpc_status reveal(fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-/* Where the kernel has no memory for a split mapping, or the device cannot take the fill, the full
- * stays as it is, readable. */
+/* If the kernel has no memory for a split mapping, or the device cannot do the fill, the full stays
+ * readable with its contents. */
 static void hide(fsdpc_unit *unit)
 {
     fsdpc_stream *main = fsdpc_device_main(unit->device);

@@ -1,11 +1,10 @@
-/* Gathering: one operation for each group of a unit, by which ranks also check that they agree on
- * what they do.  Where ranks share a wire it copies nothing; elsewhere it brings the slices that
- * ranks have published into the unit's full (full.h).
+/* Gathering: one operation for each group of a unit, which also checks that ranks agree on what
+ * they do.  If ranks share a wire, it copies nothing; otherwise it brings the published slices of
+ * all ranks into the unit's full (full.h).
  *
  * Publishing writes this rank's slices of a full from its masters, a cast or a copy.  It is legal
- * only between the arrival of all ranks in an epoch and this rank's own publication (epoch.h).
- * Late slices may be written until this rank posts the next gather, which then waits for those of
- * all ranks.
+ * only after all ranks have arrived in an epoch and before this rank publishes (epoch.h).  A rank
+ * may write late slices until it posts the next gather, which then waits for those of all ranks.
  */
 #include "engine/gather.h"
 
@@ -39,7 +38,7 @@ fsdpc_status fsdpc_gather_post(fsdpc_unit *unit, bool in_backward)
 {
     if (unit->state != FSDPC_UNIT_SHARDED)
         return FSDPC_OK;
-    FSDPC_TRY(fsdpc_full_settle(unit)); /* one that was gathered ahead and never used */
+    FSDPC_TRY(fsdpc_full_settle(unit)); /* it may have been gathered ahead and never used */
     FSDPC_TRY(fsdpc_unit_advance(unit));
     if (unit->root->comm->size > 1 && unit->layout->n_groups > 0) {
         size_t bytes = 0;

@@ -1,8 +1,8 @@
-/* Files are of ranks that compute on CPUs, whose main stream is the caller itself: what was ordered
- * before it is complete here.
+/* Only ranks that compute on CPUs use files.  Their main stream is the caller itself, so all
+ * earlier work is complete here.
  *
- * A step that goes on may have stepped the unit without asking for all of its gradients, and its
- * pass may be reading the rest.  So a unit leaves the pass before its gradients are written.
+ * A pending step may have stepped the unit without using all of its gradients, and its pass may be
+ * reading the rest.  A unit therefore leaves the pass before its gradients are written.
  */
 #include "engine/grad_file.h"
 

@@ -1,21 +1,21 @@
-/* Checksums of gradient shards that lie in a file.
+/* Checksums of gradient shards in a file.
  *
- * The engine writes them through memory: it opens them before, and seals them once what they hold
- * is complete.  In between, and while somebody else may write them, they have no checksum.  All
- * of these do nothing where the shards lie in memory.
+ * The engine writes the shards through memory: it opens them first, and seals them when they are
+ * complete.  In between, and while other code may write them, they have no checksum.  If the shards
+ * are in memory, all these functions do nothing.
  */
 #ifndef FSDPC_ENGINE_GRAD_FILE_H
 #define FSDPC_ENGINE_GRAD_FILE_H
 
 #include "engine/unit_internal.h"
 
-/* Before the shards are written; `keep`: to what is there, which is compared with its checksums. */
+/* Call before writing the shards.  `keep`: the write adds to the contents, which are verified. */
 fsdpc_status fsdpc_grad_file_open(const fsdpc_unit *unit, bool keep);
-void fsdpc_grad_file_seal(const fsdpc_unit *unit); /* after */
+void fsdpc_grad_file_seal(const fsdpc_unit *unit); /* after that */
 
-/* Before this rank's rows of a parameter are read; `write`: or written, by somebody else. */
+/* Call before reading this rank's rows of a parameter; `write`: before other code writes them. */
 fsdpc_status fsdpc_grad_file_check(const fsdpc_unit *unit, int param, bool write);
-/* Before a pass reads the shards, which compares them: not what somebody else may have written. */
+/* Call before a pass reads and verifies the shards: skips what other code may have written. */
 void fsdpc_grad_file_release(const fsdpc_unit *unit);
 
 #endif

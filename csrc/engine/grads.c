@@ -1,8 +1,8 @@
-/* What reductions leave in the gradient shards, until zero_grad.
+/* The contents of gradient shards, from the reductions that write them to zero_grad.
  *
- * Zeroing touches no memory: it only says that the shards hold nothing, and that a reduction in
- * flight is not wanted.  A step that is under way has fixed its parameters and scale, so it may be
- * zeroed meanwhile.  Code that reads or writes shards advances it first.
+ * Zeroing touches no memory: it only marks the shards as empty, and the result of a reduction in
+ * flight as unwanted.  A pending step has fixed its parameters and scale, so gradients may be
+ * zeroed meanwhile.  Code that reads or writes shards advances the step first.
  */
 #include "engine/grads.h"
 
@@ -70,7 +70,7 @@ void fsdpc_unit_zero_grad(fsdpc_unit *unit)
     unit->clipped = false;
     unit->forget = unit->reduction != FSDPC_REDUCTION_NONE;
     if (unit->root && !unit->root->in_backward)
-        fsdpc_fill_drop(unit); /* what was accumulated without synchronising */
+        fsdpc_fill_drop(unit); /* gradients accumulated without synchronising */
 }
 
 bool fsdpc_unit_grads_rest(const fsdpc_unit *unit)
@@ -136,7 +136,7 @@ fsdpc_status fsdpc_unit_take_grad(fsdpc_unit *unit, int param, bool given)
 
 fsdpc_status fsdpc_unit_give_begin(fsdpc_unit *unit, bool *any_out)
 {
-    *any_out = unit->grad_live && !unit->buffer; /* something was reduced, and no more is to come */
+    *any_out = unit->grad_live && !unit->buffer; /* something was reduced, and no more will come */
     return *any_out && unit->settings.deterministic ? fsdpc_unit_apply_scale(unit) : FSDPC_OK;
 }
 

@@ -1,20 +1,20 @@
-/* Planning: bands of equal row length, cut into equal slices of whole rows.
+/* Plans a layout: bands of equal row length, cut into equal slices of whole rows.
  *
- * Why bands.  FSDP2 pads every parameter to a multiple of the ranks, which multiplies small ones at
- * large worlds.  One flat line cut anywhere splits rows, so that optimizers and checkpoints need a
- * planner.  Parameters with equal rows laid end to end can be cut at any row.  So the padding of a
- * band is less than one row per rank, whatever the number of its parameters.  A rank's piece of
- * each is a run of whole rows.
+ * Why bands.  FSDP2 pads every parameter to a multiple of the ranks, which multiplies the size of
+ * small ones at large world sizes.  A flat buffer that is cut anywhere splits rows, so that
+ * optimizers and checkpoints need a planner.  Parameters with equal rows, placed end to end, can be
+ * cut at any row.  The padding of a band is therefore less than one row per rank, whatever the
+ * number of its parameters.  A rank's piece of each parameter is a run of whole rows.
  *
  * Some rows are so long that even this wastes more than 1 % of the unit and 65,536 elements (fused
- * three-dimensional experts, convolutions over many ranks).  Then the parameters of three and more
- * dimensions of that band are cut by rows of dim 1, if those are multiples of 256.  Otherwise they
- * are cut into chunks of 256 elements, the blocks of 8-bit codes.  The rule reads only shapes, so
+ * three-dimensional experts, convolutions over many ranks).  Then the parameters in that band with
+ * three or more dimensions are cut by rows of dim 1, if those are multiples of 256.  Otherwise they
+ * are cut into chunks of 256 elements, the blocks of 8-bit codes.  The rule uses only shapes, so
  * every rank decides alike.
  *
- * A 1-D parameter has rows of one element, so its cuts are torch.chunk's.  Gaps that alignment
- * leaves are padding, like the tail of a slice.  Padding is part of shard and full; nothing there
- * ever reaches a parameter.
+ * A 1-D parameter has rows of one element, so its cuts are those of torch.chunk.  Alignment gaps
+ * are padding, like the tail of a slice.  Padding is part of shard and full; its contents never
+ * reach a parameter.
  */
 #include "engine/layout.h"
 
@@ -34,7 +34,7 @@ static size_t gcd(size_t a, size_t b)
     return a;
 }
 
-/* Rows between legal starts of a parameter in a band of this row length. */
+/* Rows between allowed starts of a parameter in a band of this row length. */
 static size_t start_rows(size_t row)
 {
     return FSDPC_LAYOUT_ALIGN / gcd(row, FSDPC_LAYOUT_ALIGN);
@@ -61,8 +61,8 @@ static size_t finer_row_of(const fsdpc_place *place)
     return row % FINE_ROW == 0 && row < place->row_numel ? row : FINE_ROW;
 }
 
-/* By shape alone, because norms must not depend on the number of ranks.  Rows may be refined at
- * some worlds and not at others, so a leaf divides both the row and the chunk. */
+/* Depends only on the shape, because norms must not depend on the number of ranks.  Rows may be
+ * refined at some world sizes and not at others, so a leaf divides both the row and the chunk. */
 size_t fsdpc_layout_leaf(int ndim, const size_t *shape)
 {
     size_t row = row_of(ndim, shape);
@@ -102,7 +102,8 @@ static bool same_band(const fsdpc_place *a, const fsdpc_place *b)
     return a->group == b->group && a->band != -2 && b->band != -2 && a->row_numel == b->row_numel;
 }
 
-/* Rows that the band of `first` needs, starts aligned; *real_out is its elements without padding.
+/* Rows that the band of `first` needs, with aligned starts; *real_out is its elements without
+ * padding.
  */
 static size_t band_rows(const fsdpc_layout *layout, const fsdpc_place *first, size_t *real_out)
 {
@@ -118,8 +119,8 @@ static size_t band_rows(const fsdpc_layout *layout, const fsdpc_place *first, si
     return rows;
 }
 
-/* Takes the parameters of three and more dimensions out of bands that pad too much.  Each pass
- * makes rows strictly finer, so it ends. */
+/* Removes parameters of three or more dimensions from bands that pad too much.  Each pass makes
+ * rows strictly finer, so the loop ends. */
 static void refine_rows(fsdpc_layout *layout)
 {
     for (bool again = true; again;) {
@@ -144,7 +145,8 @@ static void refine_rows(fsdpc_layout *layout)
     }
 }
 
-/* Places every parameter before `end` of the band that `first` opens, and closes the band. */
+/* Places every parameter before `end` that belongs to the band opened by `first`, and closes the
+ * band. */
 static void place_band(fsdpc_layout *layout, fsdpc_group *group, int first, int end, int *owner_io)
 {
     fsdpc_place *opener = &layout->params[first];
@@ -182,7 +184,7 @@ static void place_band(fsdpc_layout *layout, fsdpc_group *group, int first, int 
     group->n_bands++;
 }
 
-/* Adds the groups of the parameters that are frozen, or of those that are not. */
+/* Adds the groups of the frozen parameters, or of the trainable ones. */
 static fsdpc_status add_groups(fsdpc_layout *layout, const fsdpc_param_spec *specs, bool frozen)
 {
     int first = layout->n_groups;
@@ -280,7 +282,7 @@ fsdpc_piece fsdpc_layout_piece(const fsdpc_layout *layout, int param, int rank)
     size_t slice_end = slice_begin + band->numel;
     size_t begin = fsdpc_max_size(place->full_offset, slice_begin);
     size_t end = fsdpc_min_size(place->full_offset + place->numel, slice_end);
-    if (begin >= end) { /* an empty piece still says before which element it would begin */
+    if (begin >= end) { /* an empty piece still gives the element before which it would begin */
         piece.first = slice_begin > place->full_offset ? place->numel : 0;
         return piece;
     }

@@ -1,18 +1,17 @@
-/* The layout of a unit: where each parameter sits and which rows each rank owns.
+/* The layout of a unit: the position of each parameter, and the rows that each rank owns.
  *
- * Pure data, computed from names, shapes, dtypes and the number of ranks alone, the same on every
- * rank and immutable afterwards.  Offsets and lengths are in elements, so the same numbers serve
- * master, wire and reduce buffer whatever their dtypes.
+ * It is pure data, computed only from names, shapes, dtypes and the number of ranks.  It is the
+ * same on every rank, and immutable.  Offsets and lengths are in elements, so the same numbers
+ * apply to master, wire and reduce buffer whatever their dtypes.
  *
- * A flat group holds the parameters of one original dtype that are frozen, or that are not.  Groups
- * that are not come first.  A group's parameters of equal row length form
- * a band.  They lie end to end in declaration order, each beginning at a multiple of lcm(row, 64)
- * elements.  The band's rows are cut into `ranks` equal slices of whole rows.  A parameter asked to
- * stay whole has its own band, which one rank owns.  The full of a group is its bands one after the
- * other; a shard is this rank's slices one after the other.  Both begin each band at a multiple of
- * 64.
+ * A flat group contains either the trainable or the frozen parameters of one original dtype;
+ * trainable groups come first.  A group's parameters of equal row length form a band.  They are
+ * placed end to end in declaration order, each beginning at a multiple of lcm(row, 64) elements.
+ * The band's rows are cut into `ranks` equal slices of whole rows.  A parameter that must stay
+ * whole has its own band, which one rank owns.  The full of a group is the sequence of its bands; a
+ * shard is the sequence of this rank's slices.  Both begin each band at a multiple of 64.
  *
- * A row is what lies under one index of dim 0; a row of a 0-D or 1-D parameter is one element.
+ * A row is the elements under one index of dim 0; a row of a 0-D or 1-D parameter is one element.
  */
 #ifndef FSDPC_ENGINE_LAYOUT_H
 #define FSDPC_ENGINE_LAYOUT_H
@@ -29,8 +28,8 @@ typedef struct fsdpc_param_spec {
     fsdpc_dtype dtype;
     int ndim;
     size_t shape[FSDPC_LAYOUT_MAX_DIMS];
-    bool whole;  /* never cut: lives on one owner */
-    bool frozen; /* it needs no gradient */
+    bool whole;  /* never cut: one rank owns it */
+    bool frozen; /* needs no gradient */
 } fsdpc_param_spec;
 
 typedef struct fsdpc_place {
@@ -40,8 +39,9 @@ typedef struct fsdpc_place {
     size_t shape[FSDPC_LAYOUT_MAX_DIMS];
     size_t numel;
     size_t row_numel; /* never split by a cut */
-    /* Elements that a norm sums at a time, the same at every world size: 64.  If the row is no
-     * multiple of 64, the row (one element if 1-D); of three and more dimensions gcd(row, 64). */
+    /* How many elements a norm sums at a time, the same at every world size: 64.  If the row is not
+     * a multiple of 64, the whole row (one element if 1-D); with three or more dimensions gcd(row,
+     * 64). */
     size_t leaf_numel;
     int group, band;    /* band within the group */
     size_t full_offset; /* in the group's full */
@@ -50,12 +50,12 @@ typedef struct fsdpc_place {
 typedef struct fsdpc_group {
     fsdpc_dtype dtype;
     bool frozen;
-    fsdpc_slice *bands; /* as collectives take them */
+    fsdpc_slice *bands; /* in the form that collectives take */
     size_t n_bands;
     size_t full_numel, shard_numel;
 } fsdpc_group;
 
-/* A rank's part of one parameter: elements [first, first + numel) of it, whole rows. */
+/* A rank's part of one parameter: its elements [first, first + numel), whole rows. */
 typedef struct fsdpc_piece {
     size_t first, numel;
     size_t shard_offset; /* in the group's shard; meaningless if numel is 0 */
@@ -65,19 +65,19 @@ typedef struct fsdpc_layout {
     int ranks;
     int n_params;
     fsdpc_place *params;
-    int n_groups, n_trained; /* the frozen groups are behind the first n_trained */
+    int n_groups, n_trained; /* frozen groups come after the first n_trained */
     fsdpc_group *groups;
     size_t real_numel; /* without padding, all groups */
 } fsdpc_layout;
 
 typedef struct fsdpc_layout_options {
-    int first_owner; /* owns the first whole parameter; later ones go round robin */
-    /* Every parameter has its own band, and its rows are never cut finer.  Rank r then has rows
-     * [r C, (r + 1) C) of its R, C = ceil(R / ranks), as torch.chunk cuts it.  A unit pads more. */
+    int first_owner; /* owns the first whole parameter; later ones are assigned round robin */
+    /* Every parameter has its own band, and its rows are never cut finer.  Rank r then has rows [r
+     * C, (r + 1) C) of its R, C = ceil(R / ranks), the cuts of torch.chunk.  A unit pads more. */
     bool band_per_param;
 } fsdpc_layout_options;
 
-/* Dtypes must be floats; any shape is fine: 0-D, empty, fewer rows than ranks. */
+/* Dtypes must be floats; any shape is allowed: 0-D, empty, fewer rows than ranks. */
 fsdpc_status fsdpc_layout_create(const fsdpc_param_spec *specs, int n_specs, int ranks,
                                  const fsdpc_layout_options *options, fsdpc_layout **out);
 void fsdpc_layout_destroy(fsdpc_layout *layout);
@@ -94,7 +94,7 @@ static inline bool fsdpc_slice_is_of(const fsdpc_slice *band, int rank)
     return band->owner < 0 || band->owner == rank;
 }
 
-/* Where element `shard_offset` of a rank's shard of band `band` lies in the full. */
+/* The position in the full of element `shard_offset` of a rank's shard, in band `band`. */
 static inline size_t fsdpc_slice_full(const fsdpc_slice *band, int rank, size_t shard_offset)
 {
     size_t begin =

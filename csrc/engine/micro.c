@@ -1,18 +1,18 @@
-/* A stack of sums, highest first: heights[0] belongs to the gradient shard, heights[k] to
- * sums[k - 1].  A sum of height h is over 2^h leaves.  The heights are the ones of the binary number
- * of leaves so far, so they also say where in the tree the next leaf is.
+/* A stack of sums, highest first: heights[0] belongs to the gradient shard, heights[k] to sums[k -
+ * 1].  A sum of height h is over 2^h leaves.  The heights are the set bits of the number of leaves
+ * so far, so they also give the position of the next leaf in the tree.
  *
- * A run whose sum would merge at once (the top has its height) is added by the reduction itself.  So
- * a new level is opened only below higher ones; merging further is one pass over a shard.  If a
- * reduction leaves one sum, that pass follows it.  If it leaves several, the next run may merge with
- * the outcome, so the passes are among the sums of the operation.  Levels are allocated when first
- * needed and stay, as every step needs the same ones.
+ * A run whose sum would merge at once (it has the height of the top) is added by the reduction
+ * itself.  A new level is thus opened only below higher ones; merging further is one pass over a
+ * shard.  If a reduction leaves one sum, that pass follows it.  If it leaves several, the next run
+ * may merge with the result, so the passes are among the sums of the operation.  Levels are
+ * allocated when first needed and kept, because every step needs the same ones.
  *
- * Ranks that count as one leaf make all this simpler: if they are a power of two, which changes no
- * bit, and if they cannot be told apart.
+ * It is simpler if the ranks of a micro-step count as one leaf: if their number is a power of two,
+ * which changes no bit, or if they cannot be told apart.
  *
  * A gradient shard that was folded and divided is no longer a node of a tree.  Its height is then
- * FSDPC_MICRO_CLOSED, which equals no other, and the next tree begins above it.
+ * FSDPC_MICRO_CLOSED, which differs from all others, and the next tree begins above it.
  *
  * A posted reduction has its target chosen already, so the next post waits for it (reduce.c): a
  * unit has one reduction in flight.
@@ -40,13 +40,13 @@ static bool is_power_of_two(int n)
 
 /* ---- The counter ---- */
 
-/* The group whose reduction leaves final sums. */
+/* The group whose reduction leaves the final sums. */
 static const fsdpc_comm *last_group(const fsdpc_root *root)
 {
     return root->replicate ? root->replicate : root->reduce_comm;
 }
 
-/* Do the ranks of a micro-step have places of their own in the tree? */
+/* Whether each rank of a micro-step has its own position in the tree. */
 static bool can_split(const fsdpc_root *root)
 {
     const fsdpc_comm *comm = last_group(root);
@@ -55,7 +55,7 @@ static bool can_split(const fsdpc_root *root)
            (is_power_of_two(comm->size) || comm->ops->splits_sums);
 }
 
-/* How many leaves one micro-step has. */
+/* The number of leaves of one micro-step. */
 static int leaves_of(const fsdpc_root *root)
 {
     int ranks = last_group(root)->size;
@@ -70,14 +70,14 @@ static uint64_t leaves_in(const fsdpc_micro_sums *stack)
     return leaves;
 }
 
-/* One of the sums that a micro-step leaves, by levels. */
+/* One of the sums that a micro-step leaves, in terms of levels. */
 typedef struct act {
     int n_leaves; /* 0: the level `from` is added */
     int to, from;
     bool accumulate;
 } act;
 
-/* The next one of a micro-step that has `left` leaves still to come; false: there is none. */
+/* The next act of a micro-step with `left` leaves still to come; false: there is none. */
 static bool next_act(fsdpc_micro_sums *stack, int *left, act *out)
 {
     int *heights = stack->heights, top = stack->n - 1;
@@ -142,8 +142,8 @@ static bool is_divided_by_ranks(const fsdpc_unit *unit)
     return unit->settings.divide_factor == fsdpc_mesh_ranks(&unit->mesh);
 }
 
-/* Were gradients divided by the number of micro-steps before they were summed?  fp16 then rounds
- * small ones away; formats with wider exponents do not. */
+/* Whether gradients were divided by the number of micro-steps before they were summed. fp16 then
+ * flushes small ones to zero; formats with wider exponents do not. */
 static bool is_divided_in_half(const fsdpc_unit *unit)
 {
     if (unit->micro.n == 0 || !is_divided_by_ranks(unit))
@@ -162,13 +162,13 @@ static fsdpc_status make_level(fsdpc_unit *unit, int level)
     if (level == 0 || unit->sums[level - 1])
         return FSDPC_OK;
     void *memory;
-    /* Zeroed because the sums cover padding too, whose values no caller reads. */
+    /* zeroed because the sums cover padding too, whose values are never read */
     FSDPC_TRY(fsdpc_device_alloc_zeroed(unit->device, FSDPC_MEM_GRAD, unit->grad_bytes, &memory));
     unit->sums[level - 1] = memory;
     return FSDPC_OK;
 }
 
-/* The acts as the sums of each group's operation. */
+/* Lists the acts as the sums of each group's operation. */
 static fsdpc_status list_sums(fsdpc_unit *unit, const act *acts, int n)
 {
     for (int g = 0; g < unit->n_trained; g++) {
@@ -187,7 +187,8 @@ static fsdpc_status list_sums(fsdpc_unit *unit, const act *acts, int n)
     return FSDPC_OK;
 }
 
-/* Dividing by a power of two is exact, so reductions do that.  Else sums stay whole until the fold. */
+/* Dividing by a power of two is exact, so reductions do that.  Otherwise sums stay undivided until
+ * the fold. */
 static double fold_scale_of(const fsdpc_unit *unit)
 {
     int exponent;
@@ -246,7 +247,7 @@ static fsdpc_status merge(const fsdpc_unit *unit, int level)
     return FSDPC_OK;
 }
 
-/* If a backward reduces a unit twice, the two are different leaves. */
+/* If a backward reduces a unit twice, the two reductions are different leaves. */
 static void count_micro_step(fsdpc_unit *unit)
 {
     uint64_t backwards = unit->root->backwards;
@@ -280,7 +281,7 @@ fsdpc_status fsdpc_micro_added(fsdpc_unit *unit)
 
 /* ---- The fold ---- */
 
-/* The bottom sum becomes the gradient, or is added to what was folded before. */
+/* Makes the bottom sum the gradient, or adds it to what was folded before. */
 static fsdpc_status finish(const fsdpc_unit *unit, int bottom)
 {
     fsdpc_stream *main = fsdpc_device_main(unit->device);
@@ -313,7 +314,7 @@ fsdpc_status fsdpc_micro_fold(fsdpc_unit *unit)
     fsdpc_micro_sums *stack = &unit->micro;
     if (stack->n == 0 || unit->folded)
         return FSDPC_OK;
-    /* A tree that was cut short has been warned of, and what cures that comes first. */
+    /* A warning for a tree that was cut short has already been given, and its cure comes first. */
     if (!is_power_of_two(unit->n_micro) && is_divided_by_ranks(unit) && !unit->root->warned_folded)
         warn_one_rank(unit, &unit->root->warned_divided,
                       "are divided by ranks, not by ranks x micro-steps, and the number of "

@@ -1,27 +1,28 @@
 /* Sums over micro-steps whose bits do not depend on how a batch is split (deterministic mode).
  *
  * Micro-step m of rank r contributes leaf m * ranks + r of one pairwise tree.  A node of the tree
- * has 2^k leaves, the first one a multiple of 2^k.  The sum of a node is kept until its neighbour's
- * is complete, and then added to that, as a binary counter counts.  The ranks of a micro-step are a
- * run of leaves.  If their number is a power of two, that run is one node and their reduction leaves
- * one sum.  Else it is cut into at most 2 log2(ranks) nodes, and the reduction leaves a sum for
- * each.  So 1 rank with 12 micro-steps, 3 with 4 and 12 with 1 end with the same bits.
+ * has 2^k leaves, the first a multiple of 2^k.  A node's sum is kept until its neighbour's is
+ * complete and then added to that, like the carry of a binary counter.  The ranks of a micro-step
+ * are a run of leaves.  If their number is a power of two, that run is one node and their reduction
+ * leaves one sum.  Otherwise it is cut into at most 2 log2(ranks) nodes, and the reduction leaves a
+ * sum for each.  Thus 1 rank with 12 micro-steps, 3 with 4 and 12 with 1 get the same bits.
  *
  *     3 ranks   micro-step 0       1       2       3
  *               leaves  0 1  2 | 3  4 5 | 6 7  8 | 9 10 11
  *               nodes   ---  - | -  --- | ---  - | -  ----
  *
- * Two groups of ranks sum whole micro-steps only: those of several hosts, and the shard groups of a
- * hybrid mesh.  If their size is not a power of two, the bits depend on the split, and a warning
- * says so.
+ * Two kinds of rank groups sum only whole micro-steps: ranks on several hosts, and the shard groups
+ * of a hybrid mesh.  If their size is not a power of two, the bits depend on the split, and a
+ * warning says so.
  *
- * Sums stay wide (fp32, fp64).  The first read adds them up, divides by a factor that is not a power
- * of two, and rounds through the reduce dtype, once each.  (Dividing by a power of two is exact, so
- * reductions do that.)
+ * Sums stay wide (fp32, fp64).  The first read adds them up, divides by a factor that is not a
+ * power of two, and rounds through the reduce dtype, once each.  (Dividing by a power of two is
+ * exact, so reductions do that.)
  *
- * The highest sum is in the gradient shard itself, lower ones in separate memory that is kept for
- * the next step: one micro-step of 2^k ranks costs nothing extra.  Looking (a norm, a step, reading
- * .grad) folds what there is into the gradient shard; gradients added after that make another tree.
+ * The highest sum is in the gradient shard itself.  Lower ones are in separate memory that is kept
+ * for the next step, so one micro-step of 2^k ranks costs nothing extra.  Any use (a norm, a step,
+ * reading .grad) folds the sums into the gradient shard; gradients added after that begin another
+ * tree.
  */
 #ifndef FSDPC_ENGINE_MICRO_H
 #define FSDPC_ENGINE_MICRO_H
@@ -33,9 +34,9 @@
 fsdpc_status fsdpc_micro_begin(fsdpc_unit *unit);
 /* Fills in where a group's sums go, how they are scaled and whether they add to the contents. */
 void fsdpc_micro_target(const fsdpc_unit *unit, const fsdpc_unit_group *group, fsdpc_coll *op);
-/* They are in. */
+/* Call when the sums have arrived. */
 fsdpc_status fsdpc_micro_added(fsdpc_unit *unit);
-/* Brings all sums together in the gradient shard, divided and rounded. */
+/* Combines all sums in the gradient shard, divided and rounded. */
 fsdpc_status fsdpc_micro_fold(fsdpc_unit *unit);
 
 #endif

@@ -1,10 +1,11 @@
-/* One face for exact sums and maxima, wherever they lie.
+/* One interface to exact sums and maxima, on any device.
  *
- * The maximum is kept as bits.  So 0, the empty norm, is all zeros for both kinds, and an
- * all-reduce of integers serves both.  The words it does not use stay zero.
+ * The maximum is kept as bits.  The empty norm is thus all zeros for both kinds, and an integer
+ * all-reduce works for both.  Unused words stay zero.
  *
- * A norm is scaled by powers of two alone (ops/flat_norm_rules_body.h).  Others are left out:
- * libm's pow does not promise that a scaled argument gives the scaled result to the last bit.
+ * A norm can be scaled only by powers of two (ops/flat_norm_rules_body.h).  Other factors are
+ * excluded: libm's pow does not guarantee that a scaled argument gives the scaled result to the
+ * last bit.
  */
 #include "engine/norm.h"
 
@@ -51,7 +52,8 @@ void fsdpc_norm_room_fini(fsdpc_norm_room *room)
         free(room->at);
 }
 
-/* -- on a stream ------------------------------------------------------------------------------- */
+/* -- on a stream
+ * -------------------------------------------------------------------------------- */
 
 fsdpc_status fsdpc_norm_add(fsdpc_norm *norm, double p, const void *x, fsdpc_dtype dtype,
                             size_t numel, size_t leaf, fsdpc_stream *stream)
@@ -84,7 +86,7 @@ fsdpc_status fsdpc_norm_all_reduce(fsdpc_norm *norms, size_t n, double p, fsdpc_
 {
     if (comm->size == 1)
         return FSDPC_OK;
-    for (size_t i = 0; i < n; i++) { /* carries are settled, so that words add up */
+    for (size_t i = 0; i < n; i++) { /* settles carries, so that words can be added */
         fsdpc_norm_join_args args = {.into = &norms[i], .p = p};
         FSDPC_TRY(fsdpc_flat_norm_join(&args, stream));
     }
@@ -110,7 +112,8 @@ fsdpc_status fsdpc_norm_put(const fsdpc_norm *norm, double p, double *out, fsdpc
     return fsdpc_device_copy(device, out, &value, sizeof value, stream);
 }
 
-/* -- in the host ------------------------------------------------------------------------------- */
+/* -- on the host
+ * -------------------------------------------------------------------------------- */
 
 fsdpc_status fsdpc_norm_fetch(fsdpc_norm *out, const fsdpc_norm *norms, size_t n,
                               fsdpc_device *device)

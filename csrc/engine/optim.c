@@ -1,11 +1,11 @@
-/* What an optimizer keeps: parameters in groups, hyper-parameters, states.
+/* The data of an optimizer: parameters in groups, hyper-parameters, states.
  *
- * Per unit it knows the group of each parameter, its step count, and one state buffer per flat
- * group and state.  A buffer is as large as the shard and is made before the first step that uses
- * it.
+ * For each unit it has the group and step count of each parameter, and one state buffer per flat
+ * group and state.  A buffer is as large as the shard and is created before the first step that
+ * uses it.
  *
- * Steps stand in optim_step.c, captured ones in optim_graph.c, those of the CPU beside a remote
- * device in optim_host.c.
+ * optim_step.c has the steps, optim_graph.c captured steps, and optim_host.c steps on the CPU of a
+ * remote device.
  */
 #include "engine/optim.h"
 
@@ -99,7 +99,7 @@ static fsdpc_status init_states(unit_states *states, fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-/* As large as the shard, zeros; `s` counts within the flat group. */
+/* Allocates it as large as the shard, zeroed; `s` counts within the flat group. */
 static fsdpc_status make_state(fsdpc_optim *optim, unit_states *states, int flat_group, int s,
                                size_t element)
 {
@@ -117,7 +117,7 @@ static fsdpc_status make_state(fsdpc_optim *optim, unit_states *states, int flat
     return FSDPC_OK;
 }
 
-/* States of a parameter come with those of its whole flat group. */
+/* Makes a parameter's states together with those of its whole flat group. */
 static fsdpc_status make_states(fsdpc_optim *optim, unit_states *states, int param)
 {
     const fsdpc_place *place = &states->unit->layout->params[param];
@@ -222,7 +222,7 @@ static fsdpc_status find_states(const fsdpc_optim *optim, const fsdpc_unit *unit
     return FSDPC_OK;
 }
 
-/* The same, and they are what the last step made. */
+/* The same, once the last step has produced them. */
 static fsdpc_status open_states(fsdpc_optim *optim, const fsdpc_unit *unit, int param,
                                 unit_states **out)
 {
@@ -244,7 +244,7 @@ static fsdpc_optim_view view_of(const fsdpc_optim *optim, const unit_states *sta
     return view;
 }
 
-/* Before a parameter's rows of a state are read, or written, where they lie. */
+/* Call before reading or writing a parameter's rows of a state in place. */
 static fsdpc_status open_rows(const unit_states *states, int param, int state, bool write)
 {
     int group = states->unit->layout->params[param].group;

@@ -1,13 +1,12 @@
-/* Slots: one block of scalars in the device's memory for each (group, step) that was captured.
+/* Slots: one block of scalars in the device's memory for each captured (group, step).
  *
- * A captured call knows its slot by address.  The memory is the optimizer's, made with its first
- * step, so that all graphs of it share it: each writes its own before it is launched.  Before a
- * launch the host computes the scalars of all slots, as for a step that is not captured, and copies
- * them over in one piece.  Calls were joined into runs by their step counts at the capture.
- * Replays count all of them up together, so the runs stay right unless somebody sets counts apart,
- * which is an error.
+ * A captured call knows its slot by address.  The optimizer owns the memory and creates it with its
+ * first step.  All its graphs share it: each writes its own slots before it is launched.  Before a
+ * launch the host computes the scalars of all slots, as for an eager step, and copies them in one
+ * piece.  The capture joined calls into runs by their step counts.  Replays increase all counts
+ * together, so the runs stay valid unless the user changes single counts, which is an error.
  *
- * There are as many slots as parameters, and more than ever differ.
+ * There is one slot per parameter, which is always enough.
  */
 #include "engine/optim_graph.h"
 
@@ -27,14 +26,14 @@ struct fsdpc_optim_graph {
     slot *slots;
     size_t n_slots, capacity;
     fsdpc_step_scalars *scalars; /* of the slots, on the host */
-    /* Of all parameters of all units, one behind the other. */
-    int64_t *before; /* their step counts when the capture began */
+    /* For all parameters of all units, in sequence. */
+    int64_t *before; /* step counts at the beginning of the capture */
     int64_t *added;  /* steps that one replay makes */
     size_t n_params;
     uint32_t n_numbers;
     int n_groups;
     fsdpc_hyper *hypers; /* as captured */
-    int64_t *shifts;     /* per group: steps since */
+    int64_t *shifts;     /* per group: steps since the capture */
 };
 
 /* The states of the i-th parameter, counted over all units. */
@@ -142,7 +141,7 @@ fsdpc_status fsdpc_optim_graph_create(fsdpc_optim *optim, const fsdpc_root *root
 fsdpc_status fsdpc_optim_graph_take(const fsdpc_optim *optim, int group, fsdpc_step_args *args)
 {
     fsdpc_optim_graph *graph = optim->capture;
-    if (!graph || !args->wire) /* it would have no wire, and is counted by the front door */
+    if (!graph || !args->wire) /* it would have no wire, and the front door counts it */
         return fsdpc_fail(
             FSDPC_ERR_STATE,
             "a parameter that no unit holds is stepped inside a captured step: a graph "
@@ -163,7 +162,7 @@ fsdpc_status fsdpc_optim_graph_take(const fsdpc_optim *optim, int group, fsdpc_s
     return FSDPC_OK;
 }
 
-/* Scalars of the step that each group is at. */
+/* Sends the scalars of each group's current step. */
 static fsdpc_status send_scalars(fsdpc_optim_graph *graph)
 {
     const fsdpc_optim *optim = graph->optim;
@@ -205,7 +204,7 @@ fsdpc_status fsdpc_optim_capture_end(fsdpc_optim_graph *graph, bool keep)
     return send_scalars(graph);
 }
 
-/* The captured calls are those that a step would make now, but for numbers. */
+/* Checks that a step would now make the captured calls, except for numbers. */
 static fsdpc_status check_groups(const fsdpc_optim_graph *graph)
 {
     const fsdpc_optim *optim = graph->optim;
@@ -222,7 +221,8 @@ static fsdpc_status check_groups(const fsdpc_optim_graph *graph)
     return FSDPC_OK;
 }
 
-/* How many steps each group has made since the capture, all of its parameters together. */
+/* Finds how many steps each group has made since the capture, the same for all of its
+ * parameters. */
 static fsdpc_status find_shifts(fsdpc_optim_graph *graph)
 {
     fsdpc_optim *optim = graph->optim;

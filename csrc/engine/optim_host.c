@@ -1,22 +1,22 @@
-/* What moves, for each element: 4 bytes of gradient come down, the master goes up, which the device
- * casts.  Both go over the bus at once, in opposite directions, so a cast by the CPU, to send 2 bytes
- * instead of 4, would save no time.  States and masters stay.  Where own slices of
- * the wire lie in host memory too, the step writes them in its pass, and gathers bring them up.
+/* Data movement per element: 4 bytes of gradient come down, and the master, which the device casts,
+ * goes up.  The bus carries both at once, in opposite directions, so a cast on the CPU, to send 2
+ * bytes instead of 4, would save no time.  States and masters stay on the host.  If own slices of
+ * the wire are in host memory too, the step writes them in its pass, and gathers bring them up.
  *
  *     main      backward, norm, factor ─┬─ (step of A) ── publish A ── (step of B) ── publish B ──
  *     down                    computed  └─► A's chunks ─► B's chunks ─►
  *     host                                  arrived ▲ step A ─────► step B ─────►
  *
- * A separate stream brings chunks into a ring of pinned memory, in the order of the steps.  Each
- * has the factor in its head, so clipping waits for nothing.  Where gradients lie in host memory
- * themselves, reductions have written them there; a chunk is then only a head, one for a group.
+ * A separate stream copies chunks into a ring of pinned memory, in the order of the steps.  Each
+ * has the factor in its head, so clipping does not wait.  If gradients are in host memory,
+ * reductions have written them there; a chunk is then only a head, one per group.
  *
- * The host waits for a chunk before it steps by it.  By then main has done everything before the
- * step, so the last publication no longer reads masters.  A place is used again once the host has
- * stepped by its contents.  At the end all requested chunks have come, so later writes of gradients
- * overtake no copy.
+ * The host waits for a chunk before it uses it in a step.  By then main has done everything before
+ * the step, so the last publication no longer reads masters.  A ring entry is reused once the host
+ * has stepped with its contents.  At the end all requested chunks have arrived, so later writes of
+ * gradients cannot overtake a copy.
  *
- * A step that fails here leaves part of the model updated, as one with a file does (optim.c).
+ * If a step fails here, part of the model is updated, as with a file (optim.c).
  */
 #include "engine/optim_host.h"
 
@@ -29,20 +29,20 @@
 typedef struct chunk {
     const unit_states *states;
     int group;
-    size_t begin, end; /* of the group's shard */
+    size_t begin, end; /* in the group's shard */
     fsdpc_event *arrived;
 } chunk;
 
 struct fsdpc_optim_host {
     fsdpc_stream *down;
-    fsdpc_event *computed; /* what gradients and factors are made of, by main */
+    fsdpc_event *computed; /* by main: the sources of gradients and factors */
     unsigned char *ring;
     size_t place_bytes;
-    chunk chunks[FSDPC_HOST_CHUNKS]; /* number n stands at n % FSDPC_HOST_CHUNKS */
-    uint64_t used, sent;             /* the one in use, the next to be sent for */
-    bool awaited;                    /* the one in use */
+    chunk chunks[FSDPC_HOST_CHUNKS]; /* chunk n is at n % FSDPC_HOST_CHUNKS */
+    uint64_t used, sent;             /* the one in use, the next to request */
+    bool awaited;                    /* the host has waited for the one in use */
     fsdpc_status failed;
-    int unit, group; /* where the next begins */
+    int unit, group; /* position of the next chunk */
     size_t at;
 };
 
@@ -88,7 +88,7 @@ fsdpc_status fsdpc_optim_host_prepare(fsdpc_optim *optim)
     void *ring;
     FSDPC_TRY(
         fsdpc_device_alloc(optim->device, FSDPC_MEM_PINNED, FSDPC_HOST_CHUNKS * bytes, &ring));
-    fsdpc_device_free(optim->device, host->ring); /* nothing is on its way between steps */
+    fsdpc_device_free(optim->device, host->ring); /* nothing is in flight between steps */
     host->ring = ring;
     host->place_bytes = bytes;
     return FSDPC_OK;
@@ -120,7 +120,7 @@ static unsigned char *place_of(const fsdpc_optim_host *host, uint64_t number)
     return host->ring + number % FSDPC_HOST_CHUNKS * host->place_bytes;
 }
 
-/* The next chunk to bring; false: nothing more. */
+/* The next chunk to copy; false: none is left. */
 static bool find_next(const fsdpc_optim *optim, fsdpc_optim_host *host, chunk *out)
 {
     for (; host->unit < optim->n_units; host->unit++, host->group = 0) {
@@ -144,7 +144,7 @@ static bool find_next(const fsdpc_optim *optim, fsdpc_optim_host *host, chunk *o
     return false;
 }
 
-/* Where there is a place, and more to bring. */
+/* Requests the next chunk, if there is one and the ring has room. */
 static fsdpc_status send_for_next(const fsdpc_optim *optim, fsdpc_optim_host *host)
 {
     fsdpc_device *device = optim->device;
@@ -180,7 +180,7 @@ fsdpc_status fsdpc_optim_host_begin(fsdpc_optim *optim)
     return host->failed;
 }
 
-/* The chunk that holds the element is the one in use, and has come. */
+/* Makes the chunk that contains the element the one in use, and waits for it. */
 static fsdpc_status move_to(const fsdpc_optim *optim, const unit_states *states, int group,
                             size_t at)
 {
@@ -192,7 +192,7 @@ static fsdpc_status move_to(const fsdpc_optim *optim, const unit_states *states,
                               states->unit->name);
         if (now->states == states && now->group == group && at < now->end)
             break;
-        FSDPC_TRY(send_for_next(optim, host)); /* into its place, which is left now */
+        FSDPC_TRY(send_for_next(optim, host)); /* into the entry that is now free */
     }
     if (!host->awaited)
         FSDPC_TRY(fsdpc_event_await(chunk_of(host, host->used)->arrived));

@@ -10,24 +10,25 @@ typedef struct fsdpc_optim_graph fsdpc_optim_graph;
 typedef struct fsdpc_optim_host fsdpc_optim_host;
 
 typedef struct param_states {
-    int group; /* of hyper-parameters; -1: not ours */
+    int group; /* of hyper-parameters; -1: not in this optimizer */
     uint32_t number;
     int64_t steps;
-    bool stepping; /* by the step that is made, or goes on */
-    bool momentum; /* SGD: the buffer holds something, the next step does not copy the gradient */
+    bool stepping; /* in the current or pending step */
+    bool momentum; /* SGD: the momentum buffer has contents, so the next step does not copy the
+                    * gradient */
 } param_states;
 
 typedef struct unit_states {
     fsdpc_unit *unit;
     param_states *params;
-    /* [flat group * FSDPC_OPTIM_MAX_STATES + state]; NULL: not used yet.  A state that lies in a
-     * file is the memory of its extent. */
+    /* [flat group * FSDPC_OPTIM_MAX_STATES + state]; NULL: not used yet.  A state in a file is the
+     * memory of its extent. */
     void **states;
     fsdpc_extent **extents;
-    /* The step that is made, or goes on. */
+    /* The current or pending step. */
     bool waits;             /* to be stepped */
     double scale;           /* of the gradients */
-    const double *scale_at; /* and in the device's memory; NULL: none */
+    const double *scale_at; /* plus a factor in the device's memory; NULL: none */
 } unit_states;
 
 struct fsdpc_optim {
@@ -39,24 +40,23 @@ struct fsdpc_optim {
     uint32_t n_numbers;
     unit_states *units;
     int n_units;
-    int *order; /* of them, in which a step goes: roots first, as forward does */
+    int *order; /* of units, in which a step runs: roots first, as in forward */
     fsdpc_hyper *hypers;
     int n_hypers;
-    fsdpc_optim_graph *capture; /* in the making; NULL: none */
-    /* Memory of the device for what captured steps read; NULL before the first step, and where
-     * there are no graphs. */
+    fsdpc_optim_graph *capture; /* being made; NULL: none */
+    /* Device memory that captured steps read; NULL before the first step, and without graphs. */
     fsdpc_step_scalars *scalars;
     size_t n_scalars;
-    fsdpc_pending pending; /* the step, where units of it have this */
+    fsdpc_pending pending; /* the step, while units of it point to this */
     bool goes_on;
-    int next; /* in `order`: the unit to be looked at next */
+    int next; /* in `order`: the next unit to look at */
     fsdpc_status failed;
     char reason[512];
-    fsdpc_optim_host *host; /* of steps by the CPU; NULL before the first that has any */
-    size_t host_chunk;      /* elements that are brought at a time; 0: the usual */
+    fsdpc_optim_host *host; /* for steps on the CPU; NULL before the first such step */
+    size_t host_chunk;      /* elements copied at a time; 0: the default */
 };
 
-/* Of states of a parameter of dtype `param`. */
+/* The dtype of states for a parameter of dtype `param`. */
 static inline fsdpc_dtype fsdpc_optim_state_dtype(const fsdpc_optim *optim, fsdpc_dtype param)
 {
     return param == FSDPC_F64 ? FSDPC_F64 : optim->state_dtype;
@@ -75,14 +75,14 @@ static inline bool fsdpc_optim_steps_group(const unit_states *states, int flat_g
 
 unit_states *fsdpc_optim_unit(const fsdpc_optim *optim, const fsdpc_unit *unit); /* NULL: none */
 
-/* Before anything is announced to the peers: hyper-parameters and states are there. */
+/* Call before announcing anything to the peers: checks hyper-parameters and makes states. */
 fsdpc_status fsdpc_optim_prepare(fsdpc_optim *optim);
 
 /* ---- optim_step.c ---- */
 
-/* A step that goes on ends; before what it uses is changed. */
+/* Ends a pending step; call before changing what it uses. */
 fsdpc_status fsdpc_optim_end_step(fsdpc_optim *optim);
-/* The same before the optimizer goes, whatever comes of it. */
+/* The same before the optimizer is destroyed; ignores errors. */
 void fsdpc_optim_leave_step(fsdpc_optim *optim);
 
 #endif

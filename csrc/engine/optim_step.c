@@ -1,25 +1,25 @@
 /* Steps: runs of a flat shard, each one call of a fused kernel.
  *
- * Every step joins the parameters of a band that may be updated together into runs.  That costs
- * nanoseconds a parameter, and needs no bookkeeping when parameters are frozen or unfrozen.  With
- * bf16 states a run is one parameter, since the random bits of their rounding belong to its
- * elements.
+ * Every step joins parameters of a band that can be updated together into runs.  That costs
+ * nanoseconds per parameter, and needs no bookkeeping when parameters are frozen or unfrozen.  With
+ * bf16 states a run is one parameter, since the random bits of the rounding depend on the
+ * parameter's elements.
  *
- * The wire is written in the same pass.  That is legal because the step opens an epoch on every
- * root first: all ranks have arrived, so nobody reads.  A unit whose root is not known yet (no
- * forward ran) has no wire; its masters are updated and published by the first epoch.
+ * The same pass writes the wire.  That is legal because the step first opens an epoch on every
+ * root: all ranks have arrived, so none reads.  A unit without a root (no forward has run) has no
+ * wire; its masters are updated, and the first epoch publishes them.
  *
- * Where masters or states lie in a file, a step walks through it by a pass (tier/tier.h).  Runs are
- * cut where chunks end, because an element's step does not depend on its neighbours.
+ * If masters or states are in a file, a step walks through it in a pass (tier/tier.h).  Runs can be
+ * cut at the end of a chunk, because an element's step does not depend on its neighbours.
  *
- * A step that goes on.  The call decides what steps (parameters, scales, counts) and opens an
- * epoch; units in memory are stepped there.  Those in a file wait.  Threads of the tier read ahead
- * while the program continues, and the unit's next gather steps it, in the order of the pass.  The
- * slices come late then, so that gather is complete when all ranks have posted it (epoch.h).  All
- * is this thread's work and this rank's own, so it may be done at any time.  Code that uses masters
- * or states ends the whole step first: stepped values are then in the file, not in the ring.
+ * Pending steps.  The call decides what to step (parameters, scales, counts), opens an epoch and
+ * steps the units in memory.  Units in a file wait.  The tier's threads read ahead while the
+ * program continues, and the unit's next gather steps it, in the order of the pass.  The slices are
+ * then late, so that gather is complete when all ranks have posted it (epoch.h).  This thread does
+ * all the work, without its peers, so it may happen at any time.  Code that uses masters or states
+ * first ends the whole step: stepped values are then in the file, not in the ring.
  *
- * One that fails fails for all later callers, and aborts the roots' communicators.
+ * A pending step that fails also fails for all later callers, and aborts the roots' communicators.
  */
 #include "engine/optim.h"
 
@@ -35,14 +35,14 @@
 #include "engine/optim_host.h"
 #include "ops/flat_ops.h"
 
-/* A stretch of one band's slice that one kernel call updates. */
+/* A range of one band's slice that one kernel call updates. */
 typedef struct run {
-    int param; /* the first one: group, step count */
+    int param; /* the first one, for group and step count */
     size_t begin, end;
-    size_t first; /* where it begins in that parameter */
+    size_t first; /* begin, as an offset in that parameter */
 } run;
 
-/* Where element `at` of an array lies, which ends where its elements cease to lie together. */
+/* The address of element `at` of an array; lowers the end to the end of contiguous memory. */
 static fsdpc_status locate(fsdpc_extent *extent, unsigned char *memory, size_t element, size_t at,
                            size_t *end, void **out)
 {
@@ -55,7 +55,7 @@ static fsdpc_status locate(fsdpc_extent *extent, unsigned char *memory, size_t e
     return FSDPC_OK;
 }
 
-/* Updates the front of a run of a parameter's band, as far as it lies together, and cuts it off. */
+/* Updates the front of a run of a parameter's band, as far as it is contiguous, and cuts it off. */
 static fsdpc_status step_front(const fsdpc_optim *optim, const unit_states *states, run *rest)
 {
     run part = *rest;
@@ -120,8 +120,8 @@ static bool joins(const fsdpc_optim *optim, const unit_states *states, int a, in
            optim->state_dtype == FSDPC_F32;
 }
 
-/* Parameters of a band stand in declaration order, so neighbours in it are met one after the other.
- * Pieces of another band in between must not end a run of this one, hence the walk per band. */
+/* Parameters of a band are in declaration order, so the walk meets neighbours one after the other.
+ * Pieces of other bands in between must not end a run of this one, hence the walk per band. */
 static fsdpc_status step_band(const fsdpc_optim *optim, const unit_states *states, int flat_group,
                               int band)
 {
@@ -169,7 +169,7 @@ static fsdpc_status step_unit(const fsdpc_optim *optim, const unit_states *state
     return FSDPC_OK;
 }
 
-/* The roots of the optimizer's units, each once: calls fn on every one. */
+/* Calls fn on each root of the optimizer's units, once. */
 static fsdpc_status each_root(const fsdpc_optim *optim, fsdpc_status (*fn)(fsdpc_root *))
 {
     for (int i = 0; i < optim->n_units; i++) {
@@ -183,9 +183,9 @@ static fsdpc_status each_root(const fsdpc_optim *optim, fsdpc_status (*fn)(fsdpc
     return FSDPC_OK;
 }
 
-/* ---- What lies in a file ---- */
+/* ---- Data in a file ---- */
 
-/* The tier of a unit, where no unit before has it; else NULL. */
+/* The tier of a unit if no earlier unit has it; else NULL. */
 static fsdpc_tier *tier_of(const fsdpc_optim *optim, int i)
 {
     fsdpc_tier *tier = optim->units[i].unit->offload.tier;
@@ -195,7 +195,7 @@ static fsdpc_tier *tier_of(const fsdpc_optim *optim, int i)
     return seen ? NULL : tier;
 }
 
-/* Calls fn on every tier of the optimizer's units, whatever fails. */
+/* Calls fn on every tier of the optimizer's units, even after a failure. */
 static fsdpc_status each_tier(const fsdpc_optim *optim, fsdpc_status (*fn)(fsdpc_tier *))
 {
     fsdpc_status status = FSDPC_OK;
@@ -219,7 +219,7 @@ static fsdpc_status add_to_pass(const unit_states *states)
         for (int s = 0; s < FSDPC_OPTIM_MAX_STATES; s++)
             if (of_states[s])
                 row[n++] = of_states[s];
-        if (group->master_extent && unit->foreign) /* others may have written them */
+        if (group->master_extent && unit->foreign) /* other code may have written them */
             fsdpc_extent_forget(group->master_extent);
         if (group->grad_extent)
             row[n++] = group->grad_extent;
@@ -229,8 +229,8 @@ static fsdpc_status add_to_pass(const unit_states *states)
     return FSDPC_OK;
 }
 
-/* Starts reading everything that the step will need, of the units that wait or of those that do
- * not, in the order of use. */
+/* Starts to read everything that the step will need, in the order of use: either for the units that
+ * wait, or for the others. */
 static fsdpc_status begin_pass(fsdpc_optim *optim, bool waiting)
 {
     fsdpc_status status = FSDPC_OK;
@@ -255,7 +255,7 @@ static fsdpc_status abort_root(fsdpc_root *root)
     return FSDPC_OK;
 }
 
-/* Part of the model is stepped and the rest cannot be: no rank goes on with that. */
+/* Part of the model is stepped and the rest cannot be: no rank may continue. */
 static fsdpc_status give_up(fsdpc_optim *optim, fsdpc_status status)
 {
     snprintf(optim->reason, sizeof optim->reason, "%s", fsdpc_last_error());
@@ -266,14 +266,14 @@ static fsdpc_status give_up(fsdpc_optim *optim, fsdpc_status status)
     return fsdpc_fail(status, "%s", optim->reason);
 }
 
-/* ---- A step that goes on ---- */
+/* ---- Pending steps ---- */
 
 static fsdpc_optim *optim_of(fsdpc_pending *pending)
 {
     return (fsdpc_optim *)((char *)pending - offsetof(fsdpc_optim, pending));
 }
 
-/* Whether it can go on. */
+/* Checks whether it can continue. */
 static fsdpc_status check_step(const fsdpc_optim *optim)
 {
     if (optim->failed != FSDPC_OK)
@@ -297,7 +297,7 @@ static fsdpc_status step_next(fsdpc_optim *optim)
     return FSDPC_OK;
 }
 
-/* Rows of a pass come in order, so the units before it are stepped too. */
+/* Rows of a pass come in order, so earlier units are stepped too. */
 static fsdpc_status advance(fsdpc_pending *pending, const fsdpc_unit *unit)
 {
     fsdpc_optim *optim = optim_of(pending);
@@ -332,7 +332,7 @@ fsdpc_status fsdpc_optim_end_step(fsdpc_optim *optim)
 
 void fsdpc_optim_leave_step(fsdpc_optim *optim)
 {
-    (void)fsdpc_optim_end_step(optim); /* where it fails, the roots' communicators say so */
+    (void)fsdpc_optim_end_step(optim); /* if it fails, the roots' communicators report that */
     close_step(optim);
 }
 
@@ -342,7 +342,7 @@ static fsdpc_status end(fsdpc_pass_hook *hook)
         optim_of((fsdpc_pending *)((char *)hook - offsetof(fsdpc_pending, pass))));
 }
 
-/* The units that wait are stepped when somebody needs them. */
+/* Leaves the step pending: units that wait are stepped when they are needed. */
 static fsdpc_status leave_open(fsdpc_optim *optim)
 {
     optim->pending = (fsdpc_pending){.pass.end = end, .advance = advance};
@@ -372,7 +372,7 @@ fsdpc_status fsdpc_optim_step_alone(const fsdpc_optim *optim, int group, fsdpc_s
     return fsdpc_flat_step(args, stream);
 }
 
-/* As forward will use them: units of a root by number, its outermost one first. */
+/* The order in which forward will use them: units of a root by number, its outermost one first. */
 static void sort_units(const fsdpc_optim *optim)
 {
     for (int i = 1; i < optim->n_units; i++) {
@@ -394,8 +394,8 @@ static bool lies_in_file(const fsdpc_unit *unit)
     return offload->tier && (offload->masters || offload->states || offload->gradients);
 }
 
-/* What steps, by which scale, and what of it waits: whatever is done to gradients after the step was
- * called does not change that.  Units of which others hold memory do not wait. */
+/* Decides what is stepped, with which scale, and which units wait: later changes to gradients do
+ * not affect that.  Units do not wait if other code has tensors on their memory. */
 static fsdpc_status decide(fsdpc_optim *optim)
 {
     sort_units(optim);
@@ -420,7 +420,7 @@ static fsdpc_status decide(fsdpc_optim *optim)
     return FSDPC_OK;
 }
 
-/* All ranks have arrived: counts the step, and makes what does not wait. */
+/* All ranks have arrived: counts the step, and steps the units that do not wait. */
 static fsdpc_status step_units(fsdpc_optim *optim, bool *waits_out)
 {
     *waits_out = false;
@@ -460,7 +460,7 @@ fsdpc_status fsdpc_optim_step(fsdpc_optim *optim)
         return give_up(optim, files);
     if (status == FSDPC_OK && waits)
         status = leave_open(optim);
-    /* An epoch that was announced is published whatever happened: peers wait for that. */
+    /* An announced epoch is published in any case: peers wait for it. */
     FSDPC_KEEP_FIRST(status, each_root(optim, fsdpc_root_write_end));
     fsdpc_trace_add(optim->trace, FSDPC_TRACE_OPTIM_END, -1, 0, 0, 0);
     return status;

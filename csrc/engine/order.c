@@ -1,21 +1,21 @@
-/* Which event stands between whom:
+/* The event between each pair of accesses:
  *
  *     own slices of the wire   main writes (published) -> gathers read
  *     a full                   the gather writes -> main reads (released) -> the next gather writes
  *     a reduce buffer          main fills (filled) -> the reduction reads -> main fills again
  *     a gradient shard         main reads (filled) -> the reduction writes -> main reads
- *     a partial                the first stage writes -> the second reads -> (by way of main and
+ *     a partial                the first stage writes -> the second reads -> (via main and
  *                              `filled`) the next first stage writes
- *     what the CPU steps by    main computes (computed) -> a copy brings (arrived) -> the host reads
- *     masters that it steps    main publishes (computed) -> (arrived) the host writes
+ *     a CPU step's input       main computes (computed) -> a copy brings (arrived) -> host reads
+ *     masters of a CPU step    main publishes (computed) -> (arrived) the host writes
  *
- * Arrows that begin at main are events of this file.  Those that begin at a collective are the
- * communicator's, which knows when an operation is on its stream (fsdpc_comm_order).  Main waits
- * for them only where the full or the sum is needed, so that it overlaps with both.
+ * Arrows that begin at main are events of this file.  Arrows that begin at a collective belong to
+ * the communicator, which knows when an operation is on its stream (fsdpc_comm_order).  Main waits
+ * for them only when it needs the full or the sum, so that it overlaps with both.
  *
- * A gather waits only for its unit's own `released`, and for that of the unit whose full lay in the
- * same slot (slots.h).  So it may run while main computes with other units.  `filled` is recorded
- * when a reduction is posted, behind everything main has done with the buffer and the shard until
+ * A gather waits only for its unit's own `released`, and for that of the unit that last used the
+ * same slot (slots.h).  It may thus run while main computes with other units.  `filled` is recorded
+ * when a reduction is posted, after everything that main has done with the buffer and the shard by
  * then.
  */
 #include "engine/order.h"
@@ -32,8 +32,9 @@ fsdpc_status fsdpc_order_create(fsdpc_root *root)
     return FSDPC_OK;
 }
 
-/* Between steps all ranks have posted the same, so it ends unless a peer is gone, which the sync
- * learns.  Within a step, peers may never post the operation that this rank waits for. */
+/* Between steps all ranks have posted the same operations, so the stream finishes unless a peer has
+ * died, which the sync notices.  Within a step, peers may never post the operation that this rank
+ * waits for. */
 static void run_dry(const fsdpc_root *root, fsdpc_stream *stream)
 {
     bool between = !root->in_backward && !root->forward_depth && !root->needs_reset;
@@ -76,7 +77,7 @@ void fsdpc_order_note_released(fsdpc_unit *unit)
 {
     if (fsdpc_event_record(unit->released, fsdpc_device_main(unit->device)) != FSDPC_OK)
         fsdpc_comm_abort(unit->root->comm,
-                         fsdpc_last_error()); /* or a gather would come too early */
+                         fsdpc_last_error()); /* otherwise a gather could come too early */
 }
 
 fsdpc_status fsdpc_order_follow(fsdpc_root *root)

@@ -33,7 +33,7 @@ size_t fsdpc_plan_host_bytes(const fsdpc_offload *offload, size_t numel, size_t 
     return FSDPC_HOST_HEAD_BYTES + fsdpc_round_up(numel * element, COUNT_ALIGN);
 }
 
-/* One array of every element of a group: bytes in memory, and elsewhere. */
+/* Plans one array over all elements of a group: bytes in memory, and elsewhere. */
 static void plan_array(const fsdpc_group *group, size_t element, bool offloaded,
                        const fsdpc_offload *offload, fsdpc_unit_plan *sum, size_t *memory,
                        size_t *file)

@@ -1,7 +1,7 @@
-/* The memory of a unit on each rank, computed from shapes alone.
+/* A unit's memory on each rank, computed only from shapes.
  *
- * The same numbers that fsdpc_unit_create allocates by, so that memory_plan() and a run agree to
- * the byte.  Bytes are as fsdpc_mem counts them: blocks rounded up to 64.
+ * fsdpc_unit_create allocates by the same numbers, so that memory_plan() and a run agree to the
+ * byte.  Bytes are counted as in fsdpc_mem: blocks rounded up to 64.
  */
 #ifndef FSDPC_ENGINE_PLAN_H
 #define FSDPC_ENGINE_PLAN_H
@@ -10,17 +10,17 @@
 #include "engine/layout.h"
 #include "tier/tier.h"
 
-/* Where the ranks of a unit stand; `replicate` is NULL for a mesh of one row. */
+/* The communicators of a unit; `replicate` is NULL for a mesh of one row. */
 typedef struct fsdpc_mesh {
     fsdpc_comm *shard;
     fsdpc_comm *replicate;
 } fsdpc_mesh;
 
-/* Which arrays of a unit lie in a file, and how much of them (the rear part, 0 to 1); or which lie
- * in host memory beside a remote device. */
+/* Which arrays of a unit are in a file, and how much of them (the rear part, 0 to 1); or which are
+ * in the host memory of a remote device. */
 typedef struct fsdpc_offload {
-    fsdpc_tier *tier; /* held by what lies in it; NULL while nothing is allocated yet: a plan's */
-    bool host;        /* no file; of params, own slices, where a gather moves bytes */
+    fsdpc_tier *tier; /* held by its extents; NULL while nothing is allocated yet, as in a plan */
+    bool host;        /* no file; for params: own slices, if a gather moves bytes */
     bool params, masters, states, gradients;
     double part;
 } fsdpc_offload;
@@ -36,42 +36,43 @@ typedef struct fsdpc_unit_options {
     fsdpc_dtype reduce_dtype;
     bool reshard_after_forward;
     fsdpc_layout_options layout;
-    bool no_alias; /* private memory for fulls, out of reach while sharded */
+    bool no_alias; /* private memory for fulls, inaccessible while sharded */
     fsdpc_offload offload;
 } fsdpc_unit_options;
 
-/* Ranks that contribute to its gradients. */
+/* How many ranks contribute to its gradients. */
 static inline int fsdpc_mesh_ranks(const fsdpc_mesh *mesh)
 {
     return mesh->shard->size * (mesh->replicate ? mesh->replicate->size : 1);
 }
 
-/* Shard groups that hold the same, each in its own memory. */
+/* Whether several shard groups have the same contents, each in its own memory. */
 static inline bool fsdpc_mesh_is_replicated(const fsdpc_mesh *mesh)
 {
     return mesh->replicate && mesh->replicate->size > 1;
 }
 
-/* One flat group; dtypes as the policy in `options` makes them. */
+/* One flat group, with dtypes from the policy in `options`. */
 typedef struct fsdpc_group_plan {
     fsdpc_dtype wire_dtype, reduce_dtype, grad_dtype;
-    size_t wire_bytes, reduce_bytes; /* whole pages: what it takes of wire and reduce buffer */
+    size_t wire_bytes, reduce_bytes; /* whole pages: its size in the wire and in a reduce buffer */
     size_t master_bytes, grad_bytes;
-    size_t partial_bytes; /* what it takes of a partial */
+    size_t partial_bytes; /* its size in a partial */
 } fsdpc_group_plan;
 
 fsdpc_status fsdpc_plan_group(const fsdpc_group *group, const fsdpc_unit_options *options,
                               fsdpc_group_plan *out);
 
-/* Whether masters can be pages of a wire: modules read what they hold, and nothing steps them. */
+/* Whether masters can be pages of a wire: modules read them as they are, and no step changes
+ * them. */
 static inline bool fsdpc_plan_shares_masters(const fsdpc_group *group, fsdpc_dtype wire_dtype,
                                              const fsdpc_offload *offload)
 {
     return group->frozen && wire_dtype == group->dtype && !offload->masters && !offload->params;
 }
 
-/* Of steps by the CPU beside a remote device (optim_host.h): elements that are brought at a time, so
- * many times. */
+/* For steps on the CPU of a remote device (optim_host.h): elements per chunk, and the number of
+ * chunks. */
 enum { FSDPC_HOST_CHUNK = 1 << 20, FSDPC_HOST_CHUNKS = 4, FSDPC_HOST_HEAD_BYTES = 64 };
 
 static inline bool fsdpc_offload_steps_on_host(const fsdpc_offload *offload)
@@ -79,22 +80,22 @@ static inline bool fsdpc_offload_steps_on_host(const fsdpc_offload *offload)
     return offload->host && offload->masters && offload->states;
 }
 
-/* Of one of the places for what is brought of a group; a multiple of 64. */
+/* Bytes of one chunk's place for a group; a multiple of 64. */
 size_t fsdpc_plan_host_bytes(const fsdpc_offload *offload, size_t numel, size_t element);
 
-/* Reduce buffers (fill.h) that all units of a root share, as far as so many share. */
+/* Number of reduce buffers (fill.h) that the units of a root share; fewer if fewer units share. */
 enum { FSDPC_POOLED_BUFFERS = 2 };
 
 typedef struct fsdpc_unit_plan {
     size_t wire_bytes, reduce_bytes, master_bytes, grad_bytes, partial_bytes;
-    size_t shared_master_bytes; /* of master_bytes: pages of a wire that ranks share */
-    size_t state_bytes;         /* of one state of every parameter */
-    /* What lies in a file, or in memory of the host, instead. */
+    size_t shared_master_bytes; /* part of master_bytes: pages of a wire that ranks share */
+    size_t state_bytes;         /* for one state of every parameter */
+    /* Bytes in a file or in host memory instead. */
     size_t master_file_bytes, state_file_bytes, grad_file_bytes;
-    size_t ring_bytes;      /* that a step over them needs; the largest of a root's units is made */
-    size_t published_bytes; /* of own slices, where a gather moves bytes (slots.h) */
-    /* Of what one peer sends to this rank's sums, where a reduction brings contributions here, and
-     * of what it sends of its partial; of the largest group each. */
+    size_t ring_bytes;      /* needed by a step over them; a root makes that of its largest unit */
+    size_t published_bytes; /* for own slices, if a gather moves bytes (slots.h) */
+    /* Bytes that one peer sends for this rank's sums, if a reduction brings contributions here; and
+     * that it sends of its partial. Each for the largest group. */
     size_t contribution_bytes, partial_contribution_bytes;
 } fsdpc_unit_plan;
 

@@ -1,35 +1,34 @@
 /* One stage or two.
  *
  *     no replicas      buffers --reduce-scatter--> gradient shard
- *     replicas alone   buffers --all-reduce--> gradient shard (which is all of the unit's)
+ *     only replicas    buffers --all-reduce--> gradient shard (which covers the whole unit)
  *     both             buffers --reduce-scatter--> partial --all-reduce--> gradient shard
  *
- * A partial is wide and neither scaled nor rounded.  So the two stages together are the tree over
- * all ranks (if the shard group is a power of two) and round once.  Postponing the all-reduce
+ * A partial is wide and neither scaled nor rounded.  The two stages together are therefore the tree
+ * over all ranks (if the shard group is a power of two) and round once.  Postponing the all-reduce
  * leaves a partial to which the next reduce-scatter adds.
  *
- * Ranks must post alike, over all their groups together.  A GPU runs the operations of several
- * communicators in the order of their posts, and two ranks with different orders would wait for
- * each other.  A first stage is complete at different times on different ranks.  So second stages
- * have fixed places in the program: before it posts the next reduction, at the end of backward, and
- * before anything that waits for the reduction.  There it waits for the first stage; looking for
- * completed reductions in between posts nothing.
+ * Ranks must post in the same order, over all their groups together.  A GPU runs the operations of
+ * several communicators in post order, and two ranks with different orders would wait for each
+ * other.  A first stage completes at different times on different ranks.  Second stages therefore
+ * have fixed points in the program: before the next reduction is posted, at the end of backward,
+ * and before anything that waits for the reduction.  There the rank waits for the first stage;
+ * polling for completed reductions in between posts nothing.
  *
- * That costs no time on one host where buffers are pooled.  The next reduction is posted a whole
- * unit's backward after this one.  A first stage that is not complete by then shows a peer that is
- * that far behind.  The next unit's first gradient would wait for this reduction's buffer anyway.
+ * That costs no time on one host with pooled buffers.  The next reduction is posted a whole unit's
+ * backward after this one.  If a first stage is not complete by then, a peer is that far behind.
+ * The next unit's first gradient would wait for this reduction's buffer anyway.
  *
- * Between hosts it would leave the wire idle for that long, and behind the last unit with two
- * units' sums.  There messages of each group find their peers whatever other groups do.  So looking
- * for completed reductions posts second stages too, the oldest first: the replicas' group sees them
- * in the same order on every rank.
+ * Between hosts it would leave the network idle for that long, and leave two units' sums for after
+ * the last unit.  There each group's messages reach their peers regardless of other groups. Polling
+ * for completed reductions therefore posts second stages too, oldest first: the replicas' group
+ * sees them in the same order on every rank.
  *
- * Where the communicator orders streams, the host waits for nothing and a second stage follows its
- * first at once, on its own stream.  The main stream waits instead, once the sum or the buffer is
- * needed.
+ * If the communicator orders streams, the host does not wait, and a second stage follows its first
+ * at once, on its own stream.  The main stream waits instead, when the sum or the buffer is needed.
  *
- * In deterministic mode every micro-step is reduced and its sum goes where micro.h says; no_sync
- * then only hides it.
+ * In deterministic mode every micro-step is reduced, and its sum goes to the level that micro.h
+ * chooses; no_sync then only hides it.
  */
 #include "engine/reduce.h"
 
@@ -54,7 +53,7 @@ static void trace(const fsdpc_unit *unit, fsdpc_trace_kind kind, size_t bytes)
         fsdpc_root_trace(unit, kind, bytes, true);
 }
 
-/* Prepares the destination of final sums. */
+/* Prepares the destination of the final sums. */
 static fsdpc_status begin_final(fsdpc_unit *unit)
 {
     if (unit->settings.deterministic)
@@ -62,7 +61,7 @@ static fsdpc_status begin_final(fsdpc_unit *unit)
     return fsdpc_grad_file_open(unit, unit->grad_live);
 }
 
-/* Fills in what makes an operation produce final sums. */
+/* Sets the fields that make an operation produce final sums. */
 static void make_final(const fsdpc_unit *unit, const fsdpc_unit_group *group, fsdpc_coll *op)
 {
     op->shard_dtype = group->grad_dtype;
@@ -84,8 +83,8 @@ static void make_partial(const fsdpc_unit *unit, const fsdpc_unit_group *group, 
     op->accumulate = unit->partial_live;
 }
 
-/* requires_grad may change between steps, but alike on all ranks; a rank that does not run a unit
- * need not have seen it. */
+/* requires_grad may change between steps, but in the same way on all ranks; a rank that does not
+ * run a unit need not have seen the change. */
 static uint32_t hash_trainable(const fsdpc_unit *unit)
 {
     if (unit->settings.rank_dependent)
@@ -98,7 +97,7 @@ static fsdpc_status post_first(fsdpc_unit *unit, fsdpc_buffer *buffer)
 {
     fsdpc_root *root = unit->root;
     bool replicas_alone = root->reduce_comm == root->replicate;
-    /* Replicas have separate epochs (one may evaluate alone); their steps must agree. */
+    /* Replicas have separate epochs (one may evaluate by itself); their steps must agree. */
     uint64_t epoch = replicas_alone ? root->steps : root->wire->epoch;
     if (!unit->partial)
         FSDPC_TRY(begin_final(unit));
@@ -193,13 +192,13 @@ static fsdpc_status finish(fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-/* Whether it is in its first stage and a second one follows. */
+/* Whether it is in its first stage and a second one will follow. */
 static bool awaits_second(const fsdpc_unit *unit)
 {
     return unit->reduction == FSDPC_REDUCTION_SHARD && unit->partial && !unit->postpone;
 }
 
-/* Waits for the stage that was posted; then the next one, or the end. */
+/* Waits for the posted stage; then posts the next one, or finishes. */
 static fsdpc_status wait_stage(fsdpc_unit *unit)
 {
     fsdpc_root *root = unit->root;
@@ -210,7 +209,7 @@ static fsdpc_status wait_stage(fsdpc_unit *unit)
     return awaits_second(unit) ? post_second(unit) : finish(unit);
 }
 
-/* Second stages that are not posted yet, in the order of the first ones, up to that of `last`
+/* Posts second stages that are not posted yet, in the order of the first ones, up to that of `last`
  * (NULL: all). */
 static fsdpc_status post_seconds(const fsdpc_root *root, const fsdpc_unit *last)
 {
@@ -229,8 +228,9 @@ fsdpc_status fsdpc_reduce_post(fsdpc_unit *unit)
     fsdpc_root *root = unit->root;
     if (!unit->buffer)
         return FSDPC_OK;
-    FSDPC_TRY(fsdpc_unit_advance(unit)); /* sums go where a step may not have read yet */
-    FSDPC_TRY(fsdpc_reduce_wait(unit));  /* one at a time */
+    FSDPC_TRY(fsdpc_unit_advance(unit)); /* a pending step may not have read the memory that sums go
+                                          * to */
+    FSDPC_TRY(fsdpc_reduce_wait(unit));  /* one reduction of a unit at a time */
     if (unit->grad_live && fsdpc_unit_is_scaled(unit))
         FSDPC_TRY(fsdpc_unit_apply_scale(unit)); /* the new gradients are not clipped yet */
     FSDPC_TRY(post_seconds(root, NULL));
@@ -242,7 +242,7 @@ fsdpc_status fsdpc_reduce_post(fsdpc_unit *unit)
     FSDPC_TRY(fsdpc_fill_partial(unit, unit->buffer, keep));
     fsdpc_buffer *buffer;
     FSDPC_TRY(fsdpc_fill_close(unit, &buffer));
-    unit->reduction = FSDPC_REDUCTION_SHARD; /* also if a post fails: others may be in flight */
+    unit->reduction = FSDPC_REDUCTION_SHARD; /* even if a post fails: others may be in flight */
     unit->hidden =
         !unit->settings.requires_sync || (root->replicate && !unit->settings.requires_all_reduce);
     unit->forget = false;
@@ -276,9 +276,9 @@ fsdpc_status fsdpc_reduce_open(fsdpc_unit *unit)
         return FSDPC_OK;
     if (unit->grads_away)
         return fsdpc_fail(FSDPC_ERR_STATE, "gradients of unit '%s' have no memory", unit->name);
-    FSDPC_TRY(fsdpc_reduce_wait(unit)); /* an earlier use of this unit in the same backward */
+    FSDPC_TRY(fsdpc_reduce_wait(unit)); /* of an earlier use of this unit in the same backward */
     if (fsdpc_fill_suits_shard(unit)) {
-        FSDPC_TRY(fsdpc_unit_advance(unit)); /* a step may not have read it yet */
+        FSDPC_TRY(fsdpc_unit_advance(unit)); /* a pending step may not have read it yet */
         fsdpc_fill_take_shard(unit);
         return FSDPC_OK;
     }
@@ -313,12 +313,14 @@ static bool crosses_hosts(const fsdpc_comm *comm)
     return comm && comm->host_size < comm->size;
 }
 
-/* Also tests first stages that a second one follows, which carries them on. */
+/* Also tests first stages that a second one will follow, which makes them progress. */
 fsdpc_status fsdpc_reduce_progress(fsdpc_root *root)
 {
-    if (fsdpc_comm_orders(root->reduce_comm)) /* first stages are ordered, not awaited */
+    if (fsdpc_comm_orders(root->reduce_comm)) /* the device orders first stages: there is nothing to
+                                               * wait for */
         return post_seconds(root, NULL);
-    bool in_turn = crosses_hosts(root->replicate); /* no older one awaits its second stage */
+    bool in_turn = crosses_hosts(root->replicate); /* no older one still waits for its second
+                                                    * stage */
     for (int r = 0; r < root->n_reducing;) {
         fsdpc_unit *unit = root->reducing[r];
         fsdpc_status status = test_stage(unit);

@@ -1,6 +1,6 @@
-/* The wire holds the fulls of all units end to end, each group on a page boundary, or says where
- * they would lie if a gather moves bytes (full.h).  Reduce buffers are sized for the largest unit
- * that uses them.
+/* The wire contains the fulls of all units end to end, each group on a page boundary.  If a gather
+ * moves bytes, the wire only gives them these offsets (full.h).  Reduce buffers are sized for the
+ * largest unit that uses them.
  */
 #include "engine/root_internal.h"
 
@@ -40,8 +40,8 @@ static fsdpc_status adopt_units(fsdpc_root *root, fsdpc_unit *const *units, size
     return FSDPC_OK;
 }
 
-/* In memory of the device or of the host, or on a disk: the same for all units, whose fulls, or
- * this rank's slices of them, lie in it. */
+/* In memory of the device or of the host, or on a disk: the same choice for all units, whose fulls,
+ * or this rank's slices of them, are in the wire. */
 static fsdpc_status create_wire(fsdpc_root *root, size_t bytes)
 {
     const fsdpc_unit *first = root->units[0];
@@ -60,7 +60,7 @@ static fsdpc_status create_wire(fsdpc_root *root, size_t bytes)
     return FSDPC_OK;
 }
 
-/* Whether fulls come to lie in memory of a front door. */
+/* Whether fulls will be in memory of a front door. */
 static bool is_lent(const fsdpc_root *root)
 {
     for (int i = 0; i < root->n_units; i++) {
@@ -138,15 +138,15 @@ static void disown_unit(fsdpc_unit *unit)
     unit->dirty = true;
     unit->id = -1;
     unit->root = NULL;
-    size_t offset = 0; /* back to offsets within the unit, as unit_create left them */
+    size_t offset = 0; /* back to offsets within the unit, as set by unit_create */
     if (unit->layout->n_groups > 0)
         offset = unit->groups[0].wire_offset;
     for (int g = 0; g < unit->layout->n_groups; g++)
         unit->groups[g].wire_offset -= offset;
 }
 
-/* An operation in flight refers to memory that goes now.  A world of one finishes with its streams;
- * peers that never post would be waited for in vain, so there the communicator ends with the
+/* An operation in flight refers to memory that is about to be freed.  With one rank it finishes
+ * with its streams.  Otherwise peers may never post it, so the communicator ends together with the
  * operation. */
 static void abandon_work(fsdpc_work *work)
 {

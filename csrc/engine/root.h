@@ -1,9 +1,9 @@
 /* A root: the outermost unit with all units inside it, their wire and reduce buffers.
  *
- * Made at the first forward, collectively.  The wire is one memory for the fulls of all units,
+ * The first forward creates it, collectively.  The wire is one memory for the fulls of all units,
  * shared by the ranks of a host.  Units that close during backward share two pooled reduce buffers.
- * Units that stay open have one each: the root, units that enclose others, units that keep
- * gradients.  With replicas each buffer has a partial beside it.
+ * Units that stay open have their own: the root, units that enclose others, and units that keep
+ * gradients.  With replicas, each buffer is paired with a partial.
  */
 #ifndef FSDPC_ENGINE_ROOT_H
 #define FSDPC_ENGINE_ROOT_H
@@ -11,42 +11,42 @@
 #include "base/trace.h"
 #include "engine/unit.h"
 
-/* Collective.  units[0] is the outermost; children follow in the order of their modules. `encloses`
- * says of each unit whether it holds others. */
+/* Collective. units[0] is the outermost; children follow in module order.  `encloses` says for each
+ * unit whether it contains others. */
 fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, int n_units,
                                fsdpc_root **out);
-void fsdpc_root_destroy(fsdpc_root *root); /* units go back to having masters only */
+void fsdpc_root_destroy(fsdpc_root *root); /* its units keep only masters */
 
 const fsdpc_unit *fsdpc_root_outermost(const fsdpc_root *root);
 bool fsdpc_root_in_backward(const fsdpc_root *root);
-int fsdpc_root_forward_depth(const fsdpc_root *root); /* forwards of its units, one in the other */
+int fsdpc_root_forward_depth(const fsdpc_root *root); /* nesting depth of its units' forwards */
 
 /* How many units ahead it gathers. */
 int fsdpc_root_prefetch(const fsdpc_root *root);
 void fsdpc_root_set_prefetch(fsdpc_root *root, int distance);
 
-/* Whether the end of backward waits for reductions; returns what it was. */
+/* Sets whether the end of backward waits for reductions; returns the previous value. */
 bool fsdpc_root_set_last_backward(fsdpc_root *root, bool last);
 
-/* A use of a unit, as recorded for prefetching. */
+/* One use of a unit, as recorded for prefetching. */
 typedef struct fsdpc_record_entry {
     int unit;
     bool backward;
 } fsdpc_record_entry;
 
-/* What the engine did with a unit, in the order it did it. */
+/* One action of the engine on a unit, in execution order. */
 typedef struct fsdpc_act {
     int unit;
     fsdpc_trace_kind kind;
-    bool backward; /* the phase that it is for */
+    bool backward; /* the phase that it belongs to */
 } fsdpc_act;
 
 /* Borrowed from the root until its next step. */
 typedef struct fsdpc_schedule {
     const fsdpc_record_entry *uses;
-    const fsdpc_act *acts; /* of the last whole step */
+    const fsdpc_act *acts; /* from the last whole step */
     size_t n_uses, n_acts;
-    bool complete; /* a whole step was recorded; else there is nothing */
+    bool complete; /* a whole step was recorded; else the rest is empty */
 } fsdpc_schedule;
 
 fsdpc_schedule fsdpc_root_schedule(const fsdpc_root *root);

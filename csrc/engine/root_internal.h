@@ -1,16 +1,17 @@
-/* The struct of a root, for the files of csrc/engine and the C tests of them. */
+/* The struct of a root, for the files of csrc/engine and their C tests. */
 #ifndef FSDPC_ENGINE_ROOT_INTERNAL_H
 #define FSDPC_ENGINE_ROOT_INTERNAL_H
 
 #include "engine/root.h"
 #include "engine/unit_internal.h"
 
-/* How far the last epoch came.  Ctrl-C may end the wait of any stage.  The next epoch then
- * completes this one first, as announced, since the peers rely on that. */
+/* How far the last epoch got.  Ctrl-C may end the wait of any stage.  The next epoch then first
+ * completes this one as announced, since the peers rely on that. */
 typedef enum fsdpc_epoch_stage {
     FSDPC_STAGE_IDLE,
     FSDPC_STAGE_ARRIVED,   /* announced; waits for all arrivals */
-    FSDPC_STAGE_WRITING,   /* somebody changed: nobody reads, own slices are to be written */
+    FSDPC_STAGE_WRITING,   /* a rank has changed masters: no rank reads, and each writes its
+                            * slices */
     FSDPC_STAGE_PUBLISHED, /* waits for all publications */
 } fsdpc_epoch_stage;
 
@@ -30,7 +31,7 @@ typedef struct fsdpc_record {
 typedef struct fsdpc_acts {
     fsdpc_act *items;
     size_t length, capacity;
-    bool whole; /* a backward came to its end */
+    bool whole; /* a backward has ended */
 } fsdpc_acts;
 
 static inline void fsdpc_record_clear(fsdpc_record *record)
@@ -44,55 +45,58 @@ struct fsdpc_root {
     int n_units;
     fsdpc_comm *comm;        /* of the shard group */
     fsdpc_comm *replicate;   /* NULL without replicas */
-    fsdpc_comm *reduce_comm; /* whose buffers gradients are filled into */
-    int ranks;               /* of the mesh; one rank communicates nothing */
+    fsdpc_comm *reduce_comm; /* owns the buffers that gradients fill */
+    int ranks;               /* in the mesh; one rank communicates nothing */
     fsdpc_device *device;
     fsdpc_trace *trace;
     fsdpc_wire *wire;
-    const fsdpc_full_ops *full; /* how fulls come into being */
-    fsdpc_unit **slot_users;    /* full_moved.c: who was gathered into each slot last */
+    const fsdpc_full_ops *full; /* how fulls are made */
+    fsdpc_unit **slot_users;    /* full_moved.c: the unit last gathered into each slot */
     fsdpc_stream *gather_stream, *reduce_stream;
-    fsdpc_stream *replicate_stream;  /* second stages beside first ones; NULL: they share one */
+    fsdpc_stream *replicate_stream;  /* second stages next to first ones; NULL: they share a
+                                      * stream */
     bool overlaps;                   /* streams are ordered by events; see order.h */
-    fsdpc_event *published, *filled; /* of the main stream, for the same */
-    int n_pool;                      /* pooled buffers, and their sizes */
+    fsdpc_event *published, *filled; /* recorded on the main stream for that */
+    int n_pool;                      /* number of pooled buffers, and their sizes */
     size_t pool_bytes, pool_partial_bytes;
-    fsdpc_buffer *pool[FSDPC_POOLED_BUFFERS];         /* NULL: not created yet; a rank alone */
+    fsdpc_buffer *pool[FSDPC_POOLED_BUFFERS];         /* NULL: not created yet; some single ranks */
     fsdpc_buffer *pool_partial[FSDPC_POOLED_BUFFERS]; /* with replicas: its sums */
-    fsdpc_unit *pool_filling[FSDPC_POOLED_BUFFERS];   /* who fills it; NULL: nobody */
-    fsdpc_unit *pool_reducing[FSDPC_POOLED_BUFFERS];  /* whose posted reduction reads it */
-    uint64_t pool_turn[FSDPC_POOLED_BUFFERS];         /* its place in the order of posts */
+    fsdpc_unit *pool_filling[FSDPC_POOLED_BUFFERS];   /* the unit that fills it; NULL: none */
+    fsdpc_unit *pool_reducing[FSDPC_POOLED_BUFFERS];  /* the unit whose posted reduction reads it */
+    uint64_t pool_turn[FSDPC_POOLED_BUFFERS];         /* its position in the order of posts */
     uint64_t turns;
-    fsdpc_unit **reducing; /* units whose reduction is posted, oldest first; n_units slots */
+    fsdpc_unit **reducing; /* units with a posted reduction, oldest first; n_units entries */
     int n_reducing;
     uint64_t generation; /* of the wire's contents */
     uint64_t steps;      /* optimizer steps taken */
-    uint64_t compared;   /* agree.h: bytes of masters, the next slice to compare with replicas */
+    uint64_t compared;   /* agree.h: bytes of masters before the next slice to compare with
+                          * replicas */
     fsdpc_epoch_stage stage;
-    fsdpc_epoch_note note; /* what this rank announced last */
-    bool *equal;           /* epoch.c, per unit: what comparing masters with the wire found */
+    fsdpc_epoch_note note; /* this rank's last announcement */
+    bool *equal;           /* epoch.c, per unit: the result of comparing masters with the wire */
     int holds;             /* hold() is in force */
     int forward_depth;     /* nested forwards of units of this root */
     bool in_backward;
-    bool needs_reset, drops; /* to be announced: a forward or backward failed; it was a backward */
+    bool needs_reset, drops; /* to announce: a forward or backward failed; it was a backward */
     bool end_asked;          /* the front door will end the running backward (call.c) */
-    uint64_t step_streams, streams_step, step_forwards; /* deterministic: dropout's, of this step */
-    bool captured;         /* a step of it is being captured (step_graph.h) */
-    uint32_t captures;     /* that were begun */
+    uint64_t step_streams, streams_step, step_forwards; /* deterministic: dropout streams of this
+                                                         * step */
+    bool captured;         /* a step is being captured (step_graph.h) */
+    uint32_t captures;     /* number of captures begun */
     bool warned_folded;    /* deterministic: that the tree of micro-steps was cut short, */
     bool warned_half;      /* that fp16 gradients are divided too early, */
     bool warned_divided;   /* or others, by a number of micro-steps that is not a power of two, */
     bool warned_ranks;     /* that groups of ranks are not powers of two, */
     bool warned_twice;     /* and that a backward reduces a unit twice */
-    uint64_t backwards;    /* that have begun */
+    uint64_t backwards;    /* number begun */
     bool is_last_backward; /* the end of backward waits for the reductions */
     int prefetch;          /* how many units ahead to gather */
     fsdpc_record record;
     fsdpc_acts acts, last_acts; /* of this step, and of the last whole one */
-    bool notes_acts;            /* a step is under way */
+    bool notes_acts;            /* a step is running */
 };
 
-/* No rank of the mesh goes on. */
+/* Makes all ranks of the mesh fail. */
 static inline void fsdpc_root_abort(const fsdpc_root *root, const char *text)
 {
     fsdpc_comm_abort(root->comm, text);

@@ -8,21 +8,22 @@
  * Everything is on demand: a unit that is needed is gathered, so any order of calls is correct, on
  * every rank that makes the same calls.  The record only adds gathers ahead of demand.
  *
- * The record.  The first step with gradients notes each (unit, phase) as it comes.  While later
+ * The record.  The first step with gradients records each (unit, phase) in order.  While later
  * steps repeat it, the next `prefetch` entries are gathered before the current unit computes.  The
  * first entry that differs cuts the record there, and the rest of the step is recorded in its
- * place.  So a branch that stays taken costs one step on demand, and a branch taken once costs two.
+ * place.  A lasting change of branch thus costs one step on demand, and a branch taken once costs
+ * two.
  *
- * Only post_backward releases weights; the arrival of all gradients does not.  A frozen layer
- * behind the last trainable one still needs its weight for the gradient of its input.
+ * Only post_backward releases weights; the arrival of all gradients does not.  A frozen layer after
+ * the last trainable one still needs its weight for the gradient of its input.
  *
  * Gradients may come after their unit's reduction was posted (a unit used twice): they open another
- * one, which adds.  Buffers that are still open at the end of backward are posted there, in the
- * order of units.
+ * reduction, which adds to the first.  Buffers that are still open at the end of backward are
+ * posted there, in the order of units.
  *
- * Rank-dependent units (experts that some ranks' data do not choose) take part without having run.
- * All of them are gathered when an epoch begins and stay until the next, and the record leaves them
- * out.  Their gradients, zeros if there are none, are reduced at the end of backward.
+ * Rank-dependent units (experts that some ranks' data do not select) take part even if they did not
+ * run.  All of them are gathered when an epoch begins and stay until the next, and the record
+ * leaves them out.  Their gradients, zeros if there are none, are reduced at the end of backward.
  *
  * Inside backward a forward is a recomputation (activation checkpointing): no epoch, no reshard.
  */
@@ -62,7 +63,8 @@ static fsdpc_status append(fsdpc_record *record, fsdpc_record_entry entry)
 static void begin_step(fsdpc_record *record)
 {
     if (record->following && record->ended && record->position < record->length)
-        record->length = record->position; /* the last step was shorter: gather no more than it */
+        record->length = record->position; /* the last step was shorter: gather no more than it
+                                            * did */
     record->following = record->complete;
     if (!record->complete)
         record->length = 0;
@@ -70,7 +72,7 @@ static void begin_step(fsdpc_record *record)
     record->ended = false;
 }
 
-/* Notes that a unit is used now; follows the record or writes it. */
+/* Records that a unit is used now: follows the record or writes it. */
 static fsdpc_status note_use(fsdpc_root *root, const fsdpc_unit *unit, bool backward)
 {
     fsdpc_record *record = &root->record;
@@ -90,15 +92,16 @@ static fsdpc_status note_use(fsdpc_root *root, const fsdpc_unit *unit, bool back
     return append(record, entry);
 }
 
-/* Where ranks share a wire, a gather ahead brings nothing, and a late one would wait for steps that
- * can go on beside computing. */
+/* If ranks share a wire, a gather ahead moves no bytes, and if slices are late it would wait for
+ * steps that can overlap with computing. */
 static bool comes_too_early(const fsdpc_unit *unit)
 {
     const fsdpc_comm *comm = unit->root->comm;
     return unit->late && comm->host_size == comm->size;
 }
 
-/* Gathers what the unit was told to gather ahead, else the units that the record names next. */
+/* Gathers the units that the user set to be gathered ahead, else those that come next in the
+ * record. */
 static fsdpc_status gather_ahead(fsdpc_root *root, const fsdpc_unit *unit, bool backward)
 {
     const fsdpc_record *record = &root->record;
@@ -118,13 +121,13 @@ static fsdpc_status gather_ahead(fsdpc_root *root, const fsdpc_unit *unit, bool 
     for (size_t i = record->position; i < end && i < record->length; i++) {
         fsdpc_unit *next = root->units[record->entries[i].unit];
         if (!fsdpc_full_has_room(next) || comes_too_early(next))
-            break; /* no further than there is memory */
+            break; /* no further than memory allows */
         FSDPC_TRY(fsdpc_gather_post(next, record->entries[i].backward));
     }
     return FSDPC_OK;
 }
 
-/* An epoch has begun: what may be needed on any rank is gathered on all. */
+/* Call when an epoch has begun: gathers on all ranks the units that any rank may need. */
 static fsdpc_status gather_rank_dependent(fsdpc_root *root)
 {
     for (int i = 0; i < root->n_units; i++) {
@@ -220,7 +223,8 @@ fsdpc_status fsdpc_pre_backward(fsdpc_unit *unit, uint64_t generation)
     return FSDPC_OK;
 }
 
-/* Whether what is filled is reduced at the end of this backward; else it stays in its buffer. */
+/* Whether filled gradients are reduced at the end of this backward; else they stay in the
+ * buffer. */
 static bool reduces_now(const fsdpc_unit *unit)
 {
     const fsdpc_root *root = unit->root;
@@ -294,7 +298,7 @@ fsdpc_status fsdpc_grad_wait(fsdpc_unit *unit)
     return fsdpc_reduce_wait(unit);
 }
 
-/* A step was recorded to its end: do all ranks mean to replay the same? */
+/* A step was recorded to its end: checks that all ranks will replay the same. */
 static fsdpc_status complete_record(fsdpc_root *root)
 {
     const fsdpc_record *record = &root->record;
@@ -303,7 +307,7 @@ static fsdpc_status complete_record(fsdpc_root *root)
         int32_t entry[2] = {record->entries[i].unit, record->entries[i].backward};
         crc = fsdpc_crc32c(crc, entry, sizeof entry);
     }
-    /* The highest and, negated, the lowest of both. */
+    /* the maximum and, negated, the minimum of both */
     int64_t length = (int64_t)record->length, marks[4] = {length, crc, -length, -(int64_t)crc};
     fsdpc_coll op = {.kind = FSDPC_COLL_ALL_REDUCE,
                      .unit = -1,
@@ -334,8 +338,9 @@ fsdpc_status fsdpc_backward_end(fsdpc_root *root)
         if (!reduces_now(unit))
             continue;
         if (unit->settings.rank_dependent && unit->reduce_bytes > 0)
-            FSDPC_TRY(fsdpc_reduce_open(unit)); /* of zeros if it did not run */
-        FSDPC_TRY(fsdpc_reduce_post(unit));     /* also what came after the unit's backward ended */
+            FSDPC_TRY(fsdpc_reduce_open(unit)); /* of zeros if the unit did not run */
+        FSDPC_TRY(fsdpc_reduce_post(unit));     /* including gradients that came after the unit's
+                                                 * backward ended */
     }
     FSDPC_TRY(fsdpc_reduce_post_rest(root));
     FSDPC_TRY(fsdpc_backward_agree(root));
@@ -381,8 +386,8 @@ fsdpc_status fsdpc_reshard(fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-/* What this backward has reduced goes too, unless it was added to earlier gradients: other units
- * have nothing of it, and which ones differs from rank to rank. */
+/* Also drops what this backward has reduced, unless it was added to earlier gradients: other units
+ * have none of it, and which units these are differs between ranks. */
 static void drop_backward(fsdpc_root *root)
 {
     fsdpc_fill_drop_failed(root);
@@ -415,7 +420,7 @@ static const char *where_of(const fsdpc_root *root)
     return root->in_backward ? "backward" : root->forward_depth ? "forward" : NULL;
 }
 
-/* All units, or none. */
+/* Holds all units, or none. */
 static fsdpc_status hold_all(fsdpc_root *root)
 {
     fsdpc_status status = FSDPC_OK;

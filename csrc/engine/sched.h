@@ -2,15 +2,16 @@
  *
  *     pre_forward  post_forward  pre_backward  post_backward  grad_target  backward_end
  *
- * Both front doors reach these through call.h, and add gradients.  The schedule alone decides when
- * a unit is gathered, resharded and reduced.  The first step runs on demand and is recorded; later
+ * Both front doors call these through call.h, and add gradients.  Only the schedule decides when a
+ * unit is gathered, resharded and reduced.  The first step runs on demand and is recorded; later
  * steps follow the record and gather `prefetch` units ahead, in forward and in backward.  A step
- * that departs from the record falls back to on-demand, stays correct, and is recorded anew.
+ * that departs from the record falls back to gathering on demand, stays correct, and is recorded
+ * again.
  *
  * Reductions are posted in post_backward, or in backward_end for units whose inputs needed no
- * gradient, and completed at later entry points.  backward_end waits for all of them, unless
- * set_is_last_backward(false) announced another backward.  A unit that does not synchronise now
- * keeps its gradients in its reduce buffer, and the next backward adds to them.
+ * gradient, and completed at later entry points. backward_end waits for all of them, unless
+ * set_is_last_backward(false) announced another backward.  A unit that does not synchronise keeps
+ * its gradients in its reduce buffer, and the next backward adds to them.
  */
 #ifndef FSDPC_ENGINE_SCHED_H
 #define FSDPC_ENGINE_SCHED_H
@@ -22,7 +23,7 @@
 fsdpc_status fsdpc_pre_forward(fsdpc_unit *unit, bool grad);
 fsdpc_status fsdpc_post_forward(fsdpc_unit *unit);
 
-/* `generation` is the root's when the forward ran (fsdpc_unit_generation).  Idempotent. */
+/* `generation` is the root's at the time of the forward (fsdpc_unit_generation).  Idempotent. */
 fsdpc_status fsdpc_pre_backward(fsdpc_unit *unit, uint64_t generation);
 fsdpc_status fsdpc_post_backward(fsdpc_unit *unit);
 
@@ -30,35 +31,37 @@ fsdpc_status fsdpc_post_backward(fsdpc_unit *unit);
  * backward fails. */
 fsdpc_status fsdpc_grad_target_of(fsdpc_unit *unit, int param, void **data_out,
                                   fsdpc_dtype *dtype_out, bool *accumulate_out);
-/* Whether the unit's reduce buffer is open.  The first gradient opens it, and may wait for peers. */
+/* Whether the unit's reduce buffer is open.  The first gradient opens it, and may wait for
+ * peers. */
 bool fsdpc_grad_is_open(const fsdpc_unit *unit);
-/* Writes it from `data`: whole, dense, of the full's dtype. */
+/* Adds the contribution in `data`: whole, dense, in the full's dtype. */
 fsdpc_status fsdpc_grad_add(fsdpc_unit *unit, int param, const void *data);
 
-/* Whether its reduction is in flight, as after set_is_last_backward(false), and what completes it:
- * every rank has posted it. */
+/* Whether its reduction is in flight, as after set_is_last_backward(false), and a call that
+ * completes it: every rank must have posted it. */
 bool fsdpc_grad_is_posted(const fsdpc_unit *unit);
 fsdpc_status fsdpc_grad_wait(fsdpc_unit *unit);
 
-/* Closes units that are still open, waits for every reduction. */
+/* Closes units that are still open and waits for every reduction. */
 fsdpc_status fsdpc_backward_end(fsdpc_root *root);
 
-/* The generation of the weights.  A backward or a recomputation passes the one that its forward
- * saw, and fails if the weights have changed since.  FSDPC_GENERATION_PAST is older than any. */
+/* The generation of the weights.  A backward or recomputation passes the one that its forward saw,
+ * and fails if the weights have changed since.  FSDPC_GENERATION_PAST is older than any. */
 #define FSDPC_GENERATION_PAST UINT64_MAX
 uint64_t fsdpc_unit_generation(const fsdpc_unit *unit);
 fsdpc_status fsdpc_unit_check_generation(const fsdpc_unit *unit, uint64_t generation);
 
-/* Management. */
-/* Gathers and holds until fsdpc_reshard; wait makes it FULL. */
+/* Management of units by the user. */
+/* Gathers and holds the unit until fsdpc_reshard; wait makes it FULL. */
 fsdpc_status fsdpc_unshard_begin(fsdpc_unit *unit);
 fsdpc_status fsdpc_unshard_wait(fsdpc_unit *unit);
 fsdpc_status fsdpc_reshard(fsdpc_unit *unit);
-/* Fixes the weights: until the end no-grad forwards communicate nothing, so ranks may run different
- * numbers of them; steps and forwards with gradients are refused.  Both collective; they nest. */
+/* Fixes the weights: until hold_end, no-grad forwards communicate nothing, so ranks may run
+ * different numbers of them; steps and forwards with gradients are refused.  Both are collective,
+ * and they nest. */
 fsdpc_status fsdpc_hold_begin(fsdpc_root *root);
 fsdpc_status fsdpc_hold_end(fsdpc_root *root);
-/* After an exception in user code: brings all units back to SHARDED.  In backward also drops the
+/* After an exception in user code: brings all units back to SHARDED.  In backward it also drops
  * gradients that are not reduced, here and, in the next epoch, on every rank. */
 void fsdpc_root_reset(fsdpc_root *root);
 

@@ -1,4 +1,5 @@
-/* Who shares: units of one size, in turns, wherever that takes less memory than one full each. */
+/* Decides who shares: units of one size take turns, if that takes less memory than one full
+ * each. */
 #include "engine/slots.h"
 
 #include "base/size.h"
@@ -8,7 +9,7 @@ static bool same_class(const fsdpc_slot_want *a, const fsdpc_slot_want *b)
     return !a->alone && !b->alone && a->bytes == b->bytes;
 }
 
-/* How many of the first `n` share a size with this one. */
+/* How many of the first `n` units share a size with this one. */
 static size_t members(const fsdpc_slot_want *wants, int n, const fsdpc_slot_want *one)
 {
     size_t count = 0;

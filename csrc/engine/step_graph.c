@@ -1,20 +1,20 @@
-/* The state that a step's decisions depend on, noted at the capture and compared at every replay.
+/* Records the state that a step's decisions depend on at the capture, and compares it at every
+ * replay.
  *
- * Two kinds of state.  Counters (steps, generation) go up by the same in every step; a replay adds
- * what the captured step added.  Everything else steers which work is enqueued, and must not have
- * changed.  An eager step would publish a unit whose masters were written, and a replay does not;
- * it would add to pending gradients, or not.
+ * There are two kinds of state.  Counters (steps, generation) grow by the same amount in every
+ * step; a replay adds what the captured step added.  Everything else determines which work is
+ * enqueued, and must not have changed.  For example, an eager step would publish a unit whose
+ * masters were written, and a replay does not.
  *
- * Several ranks.  Inside a capture they do not meet.  Operations are captured and epochs are each
- * rank's own, so a rank that gives up leaves nobody waiting.  They meet in an epoch before the
- * capture and in one behind it, and continue only if all can and have captured the same.  A replay
- * is one epoch and one operation.  The epoch finds ranks that do something else or cannot replay.
- * The operation launches the graph in its turn among all others, and is watched by the
- * communicator.
+ * Several ranks do not meet inside a capture.  Operations are captured and epochs are local, so a
+ * rank that gives up leaves no peer waiting.  They meet in one epoch before the capture and one
+ * after it, and continue only if all can and have captured the same.  A replay is one epoch and one
+ * operation.  The epoch detects ranks that do something else or cannot replay.  The operation
+ * launches the graph in its turn among all others, and the communicator watches it.
  *
- * An abandoned step was seen by the host and not by the device.  Step counts go back.  The
- * generation does not: a loss that was made inside refers to memory that nobody filled, and its
- * backward is refused because of that.
+ * The host has seen an abandoned step, the device has not.  Step counts are restored.  The
+ * generation is not: a loss made inside refers to memory that was never filled, so its backward
+ * must be refused.
  */
 #include "engine/step_graph.h"
 
@@ -32,26 +32,26 @@
 #include "engine/root_internal.h"
 #include "engine/sched.h"
 
-/* Of a unit, when the capture began. */
+/* The state of a unit at the beginning of the capture. */
 typedef struct unit_mark {
     bool grad_live;
     int held, n_sums;
     double pending_scale;
     uint32_t settings;
-    const unsigned char *written; /* by gathers; NULL: other memory than a window's */
+    const unsigned char *written; /* by gathers; NULL: memory without a window */
 } unit_mark;
 
 struct fsdpc_step_graph {
     fsdpc_root *root;
     fsdpc_optim_graph *optim;
-    fsdpc_graph *graph; /* NULL: not ended */
+    fsdpc_graph *graph; /* NULL: not ended yet */
     unit_mark *marks;   /* root->n_units */
     bool begun;
-    uint32_t number;            /* of the captures of this root */
-    uint64_t steps, generation; /* at the beginning; once ended, what one step adds */
+    uint32_t number;            /* counts the captures of this root */
+    uint64_t steps, generation; /* at the beginning; after the end, what one step adds */
 };
 
-/* The settings that a program may change between steps and that steps go by. */
+/* A hash of the settings that a program may change between steps and that affect a step. */
 static uint32_t settings_of(const fsdpc_unit *unit)
 {
     const bool flags[] = {unit->settings.requires_sync, unit->settings.requires_all_reduce,
@@ -92,7 +92,7 @@ static fsdpc_status check_root(const fsdpc_root *root)
     return FSDPC_OK;
 }
 
-/* Its wire is what its masters are, without looking. */
+/* Checks that its wire is known to match its masters. */
 static fsdpc_status check_unit(const fsdpc_unit *unit)
 {
     if (unit->held)
@@ -164,7 +164,7 @@ static fsdpc_status check_can_begin(const fsdpc_root *root)
     return check_root(root);
 }
 
-/* All that can be refused. */
+/* Does everything that may fail. */
 static fsdpc_status prepare(fsdpc_root *root, fsdpc_optim *optim, fsdpc_step_graph **out)
 {
     FSDPC_TRY(check_can_begin(root));
@@ -226,7 +226,7 @@ static void give_up(fsdpc_step_graph *step)
     fsdpc_root *root = step->root;
     step->begun = root->captured = false;
     if (root->device->capturing) {
-        /* Posted operations go into the graph first, and not to the peers after it. */
+        /* posted operations go into the graph first, and are not sent to the peers later */
         for (int i = 0; i < root->n_units; i++)
             (void)fsdpc_full_settle(root->units[i]);
         (void)fsdpc_reduce_wait_all(root);
@@ -241,12 +241,14 @@ static void give_up(fsdpc_step_graph *step)
         root->units[i]->held = step->marks[i].held;
         fsdpc_unit_zero_grad(root->units[i]);
         root->units[i]->grad_live = step->marks[i].grad_live;
-        if (step->marks[i].grad_live) /* whose they were is forgotten: zeros count as gradients */
+        if (step->marks[i].grad_live) /* it is unknown which parameters they belong to: zeros count
+                                       * as gradients */
             memset(root->units[i]->grads, FSDPC_GRAD_OLD, (size_t)root->units[i]->layout->n_params);
         root->units[i]->pending_scale = step->marks[i].pending_scale;
     }
     if (fsdpc_order_fork(root) != FSDPC_OK)
-        fsdpc_comm_abort(root->comm, fsdpc_last_error()); /* or gathers would not be ordered */
+        fsdpc_comm_abort(root->comm, fsdpc_last_error()); /* otherwise gathers would not be
+                                                           * ordered */
     fsdpc_root_reset(root);
 }
 
@@ -267,7 +269,7 @@ static fsdpc_status end_capture(fsdpc_step_graph *step)
     return fsdpc_capture_end(root->device, &step->graph);
 }
 
-/* Have the ranks of a group captured the same? */
+/* Compares what the ranks of a group have captured. */
 static fsdpc_status compare(fsdpc_comm *comm)
 {
     int64_t marks[2] = {comm->captured, -(int64_t)comm->captured};
@@ -286,7 +288,7 @@ static fsdpc_status compare(fsdpc_comm *comm)
                       "the same step");
 }
 
-/* Collective: `status` is how the capture ended here. */
+/* Collective: `status` is the result of the capture on this rank. */
 static fsdpc_status agree_on_end(fsdpc_root *root, fsdpc_status status)
 {
     FSDPC_TRY(fsdpc_root_agree(root, FSDPC_EPOCH_CAPTURE_END, status));
@@ -298,7 +300,7 @@ static fsdpc_status agree_on_end(fsdpc_root *root, fsdpc_status status)
     return fsdpc_root_agree(root, FSDPC_EPOCH_CAPTURE_END, status);
 }
 
-/* All ranks do. */
+/* Collective. */
 static fsdpc_status launch(fsdpc_step_graph *step)
 {
     fsdpc_root *root = step->root;
@@ -348,7 +350,7 @@ fsdpc_status fsdpc_step_graph_end(fsdpc_step_graph *step)
     return FSDPC_OK;
 }
 
-/* Whether this rank can make the step. */
+/* Whether this rank can run the step. */
 static fsdpc_status check_replay(const fsdpc_step_graph *step)
 {
     FSDPC_TRY(check_all(step, "at this replay"));

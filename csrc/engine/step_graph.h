@@ -1,20 +1,21 @@
 /* A whole training step as one graph of the device.
  *
- *     begin  - the step as ever: forward, backward, clipping, the optimizer's step -  end  replay*
+ *     begin  - a normal step: forward, backward, clipping, the optimizer's step -  end  replay*
  *
- * Between begin and end nothing is computed: the device records.  End launches the record, so
- * afterwards one step was made, as if it had run; a replay makes another one, on the same memory.
- * Each replay changes what a step changes on the host (step counts, generations), and the
- * optimizer's scalars are those of the step that it is by then.
+ * Between begin and end nothing is computed: the device records.  End launches the recording, so
+ * that afterwards one step has run.  A replay runs another step on the same memory.  Each replay
+ * makes a step's changes on the host (step counts, generations) and uses the optimizer's scalars of
+ * its own step.
  *
  * A replay repeats the recorded step, so the host's decisions must come out the same.  The end of
  * the capture and each replay compare pending gradients, settings, and whether weights match the
  * wire.  A difference is an error that names the unit, and nothing is launched.  An error between
  * begin and end abandons the step: the host's state is restored, gradients made in it are dropped,
- * and tensors made in it hold nothing.
+ * and tensors made in it have no contents.
  *
- * Collective, all of it, where operations are ordered on the device (fsdpc_comm_order); elsewhere
- * one rank only.  An error of one rank is an error on all, unless it is a graph inside a graph.
+ * All functions are collective if operations are ordered on the device (fsdpc_comm_order);
+ * otherwise only a single rank may use them.  An error on one rank is an error on all, except for a
+ * graph inside a graph.
  */
 #ifndef FSDPC_ENGINE_STEP_GRAPH_H
 #define FSDPC_ENGINE_STEP_GRAPH_H
@@ -23,15 +24,15 @@
 
 typedef struct fsdpc_step_graph fsdpc_step_graph;
 
-/* Root and optimizer are borrowed and outlive the graph.  All units of the optimizer are the
- * root's. */
+/* Root and optimizer are borrowed and outlive the graph.  All units of the optimizer must belong to
+ * the root. */
 fsdpc_status fsdpc_step_graph_begin(fsdpc_root *root, fsdpc_optim *optim, fsdpc_step_graph **out);
 /* An error abandons the step. */
 fsdpc_status fsdpc_step_graph_end(fsdpc_step_graph *step);
 /* Abandons the capture; `end` fails on the peers with the reason. */
 void fsdpc_step_graph_abandon(fsdpc_step_graph *step, const char *why);
 fsdpc_status fsdpc_step_graph_replay(fsdpc_step_graph *step);
-/* One that was not ended is given up on this rank alone. */
+/* Destroying a graph before `end` abandons it on this rank only. */
 void fsdpc_step_graph_destroy(fsdpc_step_graph *step);
 
 #endif

@@ -1,8 +1,8 @@
-/* A unit's private memory, and moving single parameters in and out of it.
+/* A unit's private memory, and copying single parameters into and out of it.
  *
- * Masters are allocated once, with the unit, and never move: optimizers and exported pieces may keep
- * pointers.  Gradient shards are too, but may move while they hold nothing (place_grads here, and
- * grads.h).  Loops over elements are the kernels of flat_ops; this file only finds out which
+ * Masters are allocated once, with the unit, and never move: optimizers and exported pieces may
+ * keep pointers.  So are gradient shards, but they may move while they are empty (place_grads here,
+ * and grads.h).  The kernels of flat_ops loop over elements; this file only determines which
  * elements.
  */
 #include "engine/unit_internal.h"
@@ -14,7 +14,8 @@
 #include "base/size.h"
 #include "ops/flat_ops.h"
 
-/* An array as long as the shard, in memory of the device or of the host, or in a file; zeros. */
+/* Creates an array as long as the shard, in memory of the device or of the host, or in a file;
+ * zeroed. */
 static fsdpc_status create_shard(fsdpc_unit *unit, const fsdpc_group *plan, bool offloaded,
                                  fsdpc_mem_kind kind, fsdpc_dtype dtype, fsdpc_extent **extent,
                                  unsigned char **out)
@@ -37,11 +38,11 @@ static void destroy_shard(fsdpc_unit *unit, fsdpc_extent *extent, void *memory)
         fsdpc_device_free(unit->device, memory);
 }
 
-/* Note [spread masters].  A frozen group whose modules read what its masters hold needs one copy in a
- * host, not two.  Its masters have address space for all of the full, of which they touch their own
- * rows.  When the wire is there, its pages take the place of theirs, beneath the same addresses
- * (full_shared.c).  A write to a master then copies its page first, so peers do not see it before it
- * is published. */
+/* Note [spread masters].  If modules of a frozen group read the masters directly, a host needs only
+ * one copy, not two.  The masters have address space for the whole full, of which they touch only
+ * their own rows.  When the wire exists, its pages replace theirs at the same addresses
+ * (full_shared.c).  A write to a master then copies its page first, so peers do not see it before
+ * it is published. */
 static bool can_spread(const fsdpc_unit *unit, const fsdpc_unit_group *group)
 {
     return fsdpc_plan_shares_masters(group->plan, group->wire_dtype, &unit->offload) &&
@@ -122,7 +123,7 @@ void fsdpc_unit_drop_copies(fsdpc_unit *unit)
             fsdpc_wire_drop_copies(unit->groups[g].master, spread_bytes(&unit->groups[g]));
 }
 
-/* Gives the next group, the first one without, a gradient shard and its place in buffers. */
+/* Gives the first group without a gradient shard one, and its place in buffers. */
 static fsdpc_status add_grads(fsdpc_unit *unit, const fsdpc_group_plan *sizes)
 {
     fsdpc_unit_group *group = &unit->groups[unit->n_trained];
@@ -159,8 +160,9 @@ static fsdpc_status create_group(fsdpc_unit *unit, int g, const fsdpc_unit_optio
     return group->plan->frozen ? FSDPC_OK : add_grads(unit, &sizes);
 }
 
-/* With one unit ahead, the wire between hosts idles from the end of a gather to the post of the next.
- * Fulls of CPU ranks lie in the wire's memory, so a second one costs none; a GPU needs a slot for it. */
+/* With one unit ahead, the network between hosts idles from the end of a gather to the post of the
+ * next.  On CPU ranks fulls are in the wire's memory, so a second one is free; a GPU needs a slot
+ * for it. */
 static int default_prefetch(const fsdpc_unit *unit)
 {
     const fsdpc_comm *shard = unit->mesh.shard;
@@ -261,7 +263,8 @@ fsdpc_status fsdpc_unit_rename(fsdpc_unit *unit, const char *name)
     char *copy = strdup(name);
     if (!copy)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the name '%s'", name);
-    fsdpc_status status = fsdpc_unit_end_step(unit); /* threads of a tier may read the old one */
+    fsdpc_status status = fsdpc_unit_end_step(unit); /* threads of a tier may be reading the old
+                                                      * one */
     if (status != FSDPC_OK) {
         free(copy);
         return status;
@@ -332,7 +335,7 @@ fsdpc_status fsdpc_unit_configure(fsdpc_unit *unit, const fsdpc_unit_settings *s
     return FSDPC_OK;
 }
 
-/* Buffers that are too small now are replaced when they are taken (fill.c). */
+/* Buffers that are now too small are replaced when they are taken (fill.c). */
 static fsdpc_status train_frozen(fsdpc_unit *unit, int param)
 {
     const char *name = unit->layout->params[param].name;
@@ -359,7 +362,7 @@ static fsdpc_status train_frozen(fsdpc_unit *unit, int param)
         bytes += sizes.grad_bytes;
     }
     for (int i = 0; i < FSDPC_MICRO_LEVELS; i++) {
-        fsdpc_device_free(unit->device, unit->sums[i]); /* of a smaller unit */
+        fsdpc_device_free(unit->device, unit->sums[i]); /* sized for a smaller unit */
         unit->sums[i] = NULL;
     }
     if (unit->mesh.shard->world_rank == 0)
@@ -424,7 +427,7 @@ fsdpc_unit_flat fsdpc_unit_flat_with(const fsdpc_unit *unit, int param)
     return fsdpc_unit_flat_of(unit, unit->layout->params[param].group);
 }
 
-/* A pass's record of the masters no longer covers all that they hold. */
+/* A pass's checksums of the masters are no longer valid. */
 static void forget_masters(fsdpc_unit *unit)
 {
     for (int g = 0; g < unit->layout->n_groups; g++)
@@ -450,7 +453,8 @@ fsdpc_status fsdpc_unit_mark_shared(fsdpc_unit *unit)
 
 void fsdpc_unit_lend(fsdpc_unit *unit, int change)
 {
-    /* relaxed: a step asks on the thread that hands tensors out; one that goes meanwhile is missed */
+    /* relaxed: a step reads this on the thread that hands tensors out; missing one that is being
+     * released is harmless */
     atomic_fetch_add_explicit(&unit->lent, change, memory_order_relaxed);
 }
 

@@ -1,22 +1,22 @@
 /* A unit: modules whose parameters are gathered, freed and reduced together.
  *
  * A unit owns its layout and this rank's private memory: masters (original dtype) and gradient
- * shards (fp32, or fp64 for fp64 parameters).  Its full lives in the wire of its root, which is
- * found at the first forward; until then a unit has masters only.
+ * shards (fp32, or fp64 for fp64 parameters).  Its full is in the wire of its root, which is found
+ * at the first forward; until then a unit has only masters.
  *
- * Its gradients go into a reduce buffer and from there into the gradient shard.  Over a mesh with
+ * Its gradients go into a reduce buffer and from there into the gradient shard.  On a mesh with
  * replicas the sums of the shard group first go into a `partial`, which is then summed over the
- * replicas.  If the shard group is one rank, the buffer itself is.
+ * replicas.  If the shard group is one rank, the buffer itself is summed over them.
  *
- * Optimizers, initialisation and loading write masters and mark the unit as written.  Users write
- * them through exported pieces; such a unit is compared with the wire when an epoch begins.  Only
- * publishing writes fulls.  Reductions write gradient shards.
+ * Optimizers, initialisation and loading write masters and mark the unit as written.  Users may
+ * write masters through exported pieces; each epoch begins by comparing such a unit with the wire.
+ * Only publishing writes fulls.  Reductions write gradient shards.
  *
- * Frozen groups have masters and fulls alone.  They get gradient shards, and keep them, when a
- * parameter of one is to have a gradient for the first time.
+ * Frozen groups have only masters and fulls.  A group gets gradient shards, and keeps them, once
+ * one of its parameters becomes trainable.
  *
- * Zeroing gradients touches no memory: the unit notes which parameters have one.  A parameter has a
- * gradient on every rank if any rank used it, and on none otherwise.  Clipping leaves a pending
+ * Zeroing gradients touches no memory: the unit records which parameters have one.  A parameter has
+ * a gradient on every rank if any rank used it, and on none otherwise.  Clipping leaves a pending
  * factor, which the next reader of the gradients applies.
  */
 #ifndef FSDPC_ENGINE_UNIT_H
@@ -33,18 +33,19 @@ typedef enum fsdpc_unit_state {
     FSDPC_UNIT_FULL,
 } fsdpc_unit_state;
 
-/* Settings of users, which may change at any time unless marked. */
+/* User settings, which may change at any time unless marked. */
 typedef struct fsdpc_unit_settings {
     bool reshard_after_forward, reshard_after_backward;
     bool requires_sync;       /* gradients are reduced at the end of this backward */
-    bool requires_all_reduce; /* and summed over the replicas */
-    double divide_factor;     /* of gradients; ranks of the mesh by default */
-    int prefetch;             /* units gathered ahead by the root that it may become the first of */
-    /* Before there is a root: */
-    int n_modules;       /* that make it up */
-    bool keep_grads;     /* its own reduce buffer (SHARD_OPTIM) */
+    bool requires_all_reduce; /* and then summed over the replicas */
+    double divide_factor;     /* divides gradients; the number of ranks in the mesh by default */
+    int prefetch;             /* how many units its root gathers ahead, if the unit becomes the
+                               * outermost */
+    /* Fixed once there is a root: */
+    int n_modules;       /* how many modules belong to it */
+    bool keep_grads;     /* it has its own reduce buffer (SHARD_OPTIM) */
     bool deterministic;  /* micro-steps are summed as a tree (micro.h) */
-    bool rank_dependent; /* it runs on some ranks only (sched.c) */
+    bool rank_dependent; /* it runs only on some ranks (sched.c) */
 } fsdpc_unit_settings;
 
 enum { FSDPC_PREFETCH = 1 }; /* the default; CPU ranks of several hosts: 2 */
@@ -53,7 +54,7 @@ fsdpc_status fsdpc_unit_create(const fsdpc_param_spec *specs, int n_specs,
                                const fsdpc_unit_options *options, fsdpc_unit **out);
 void fsdpc_unit_destroy(fsdpc_unit *unit); /* not while its root lives */
 
-/* ---- What it is ---- */
+/* ---- Properties ---- */
 
 const char *fsdpc_unit_name(const fsdpc_unit *unit);
 fsdpc_status fsdpc_unit_rename(fsdpc_unit *unit, const char *name);
@@ -65,91 +66,97 @@ fsdpc_root *fsdpc_unit_root(const fsdpc_unit *unit); /* NULL before the first fo
 fsdpc_unit_state fsdpc_unit_where(const fsdpc_unit *unit);
 bool fsdpc_unit_in_backward(const fsdpc_unit *unit); /* its backward has begun and not ended */
 
-/* ---- What users set ---- */
+/* ---- User settings ---- */
 
 const fsdpc_unit_settings *fsdpc_unit_settings_of(const fsdpc_unit *unit);
-/* An error, and nothing changed, if what is fixed by now would change. */
+/* Fails and changes nothing if a setting that is already fixed would change. */
 fsdpc_status fsdpc_unit_configure(fsdpc_unit *unit, const fsdpc_unit_settings *settings);
-/* As forwards and backwards with gradients see it now.  Ranks must agree; which parameters get a
- * gradient, the front door's graph decides.  The first trainable parameter of a frozen group makes
- * memory for gradients, which is an error while the unit has some. */
+/* Takes effect in the next forward or backward with gradients.  Ranks must agree; the front door's
+ * graph decides which parameters get a gradient.  Making the first parameter of a frozen group
+ * trainable allocates memory for gradients, which is an error while the unit has some. */
 fsdpc_status fsdpc_unit_set_trainable(fsdpc_unit *unit, int param, bool trainable);
-/* How many flat groups have gradients: the first ones. */
+/* How many flat groups have gradients; they come first. */
 int fsdpc_unit_trained_groups(const fsdpc_unit *unit);
-/* Units to gather ahead when this unit runs, in forward or in backward; `units` are of its root;
- * NULL: as recorded. */
+/* Units to gather ahead when this unit runs, in forward or in backward.  `units` have the same
+ * root; NULL: follow the record. */
 fsdpc_status fsdpc_unit_set_ahead(fsdpc_unit *unit, bool backward, fsdpc_unit *const *units, int n);
 
 /* ---- Memory ---- */
 
-/* One flat group: dtypes, elements and addresses of this rank's masters and gradient shard (NULL: it
+/* One flat group: dtypes, sizes and addresses of this rank's masters and gradient shard (NULL: it
  * has none), and of the full (NULL before there is a root). */
 typedef struct fsdpc_unit_flat {
     fsdpc_dtype dtype, wire_dtype, reduce_dtype, grad_dtype;
-    size_t shard_numel, full_numel, master_numel; /* masters may lie as they do in the full */
+    size_t shard_numel, full_numel, master_numel; /* masters may be laid out like the full */
     void *master, *grad, *full;
 } fsdpc_unit_flat;
 
 fsdpc_unit_flat fsdpc_unit_flat_of(const fsdpc_unit *unit, int group);
-fsdpc_unit_flat fsdpc_unit_flat_with(const fsdpc_unit *unit, int param); /* the group it is in */
+fsdpc_unit_flat fsdpc_unit_flat_with(const fsdpc_unit *unit, int param); /* the group of this
+                                                                          * parameter */
 
-/* This rank's piece of a parameter's master; marks nothing.  After check_master, or a mark. */
+/* This rank's piece of a parameter's master; marks nothing.  Call check_master or mark_written
+ * first. */
 void *fsdpc_unit_master(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out);
-/* Where that begins in its flat group's masters, in elements; meaningless if the piece is empty. */
+/* The piece's offset in its flat group's masters, in elements; meaningless if the piece is
+ * empty. */
 size_t fsdpc_unit_master_offset(const fsdpc_unit *unit, int param);
-/* Before it is read: a step that goes on ends, and what lies in a file is as it was written. */
+/* Call before reading the master: ends a pending step, and verifies data that is in a file. */
 fsdpc_status fsdpc_unit_check_master(const fsdpc_unit *unit, int param);
 
-/* Before masters are written; or they may be from now on, as somebody holds them: they are compared
- * with the wire when an epoch begins.  An error where a step that goes on cannot end. */
+/* Call mark_written before writing masters.  Call mark_shared before giving a caller a writable
+ * piece: each epoch then compares the masters with the wire.  Both fail if a pending step cannot
+ * end. */
 fsdpc_status fsdpc_unit_mark_written(fsdpc_unit *unit);
 fsdpc_status fsdpc_unit_mark_shared(fsdpc_unit *unit);
 
-/* A tensor on its gradient shards or on states of its parameters was made (1), or is gone (-1); any
- * thread.  While there are any, a step leaves nothing of the unit for later. */
+/* Counts tensors on its gradient shards or its parameters' states: 1 for a new one, -1 for one that
+ * is gone.  Any thread.  While any exist, a step defers nothing of the unit. */
 void fsdpc_unit_lend(fsdpc_unit *unit, int change);
 
-/* Where its rows of the gradient lie, whatever they hold; NULL if its group has no gradients. */
+/* The address of this rank's rows of the gradient, whatever they contain; NULL if its group has no
+ * gradients. */
 void *fsdpc_unit_grad_rows(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out);
 
-/* New memory for the gradient shard of a flat group: zeros, the caller's to free. */
+/* Allocates memory for the gradient shard of a flat group: zeros; the caller frees it. */
 fsdpc_status fsdpc_unit_alloc_grad(const fsdpc_unit *unit, int group, void **out);
 
-/* Lets gradient shards lie in memory of others, one address for each group that has one, until the
- * next call; NULL: nowhere, as long as they hold nothing.  Not those that a policy offloads.  Whoever
- * gives memory keeps it until it has called again, or until the unit has gone. */
+/* Places gradient shards in the caller's memory, with one address per group that has gradients,
+ * until the next call.  NULL: they have no memory, as long as they are empty.  Not for shards that
+ * a policy offloads.  The caller keeps the memory until it calls again or the unit is destroyed. */
 void fsdpc_unit_place_grads(fsdpc_unit *unit, void *const *groups);
 
-/* Memory for fulls that a front door has: take calls place_fulls with an address for each flat group,
- * which hold until give.  May run in any thread. */
+/* A front door's memory for fulls.  `take` calls place_fulls with an address for each flat group;
+ * the addresses are valid until `give`.  Both may run on any thread. */
 typedef struct fsdpc_full_room {
     fsdpc_status (*take)(void *of);
     void (*give)(void *of);
     void *of;
 } fsdpc_full_room;
 
-/* Before there is a root: should this rank be alone, its fulls come to lie there (full_lent.c); NULL:
- * no longer, and none of them is used again. */
+/* Call before there is a root.  If the shard group is one rank, its fulls will be in this memory
+ * (full_lent.c).  NULL: withdraws the memory, and none of those fulls is used again. */
 void fsdpc_unit_lend_fulls(fsdpc_unit *unit, const fsdpc_full_room *room);
-bool fsdpc_unit_fulls_are_lent(const fsdpc_unit *unit); /* it has a root, and they do */
-bool fsdpc_unit_reads_masters(const fsdpc_unit *unit);  /* and are the masters: it casts nothing */
+bool fsdpc_unit_fulls_are_lent(const fsdpc_unit *unit); /* it has a root, and they are */
+bool fsdpc_unit_reads_masters(const fsdpc_unit *unit);  /* and its fulls are the masters: no cast is
+                                                         * needed */
 void fsdpc_unit_place_fulls(fsdpc_unit *unit, void *const *groups);
 
-/* Do backwards of other units come between its gradients?  False before the root exists. */
+/* Whether backwards of other units run between its gradients.  False before the root exists. */
 bool fsdpc_unit_stays_open(const fsdpc_unit *unit);
 
 /* The whole parameter as modules read it; NULL before the root exists.  Its address is fixed unless
  * fulls are lent. */
 void *fsdpc_unit_full(const fsdpc_unit *unit, int param);
 
-/* Writes the own rows of `value` (the full tensor, any float dtype) into the master. */
+/* Writes this rank's rows of `value` (the full tensor, any float dtype) into the master. */
 fsdpc_status fsdpc_unit_write(fsdpc_unit *unit, int param, const void *value, fsdpc_dtype dtype);
 
-/* Initialises the own rows as the whole tensor would be. */
+/* Initialises this rank's rows to the values that the whole tensor would have. */
 fsdpc_status fsdpc_unit_init_param(fsdpc_unit *unit, int param, int kind, double a, double b,
                                    uint64_t seed, uint64_t stream);
 
-/* An error that names parameter and unit unless the full may be read now. */
+/* Fails, naming parameter and unit, unless the full may be read now. */
 fsdpc_status fsdpc_unit_check_full(fsdpc_unit *unit, int param);
 
 #endif
