@@ -1,54 +1,54 @@
-/* A communicator: the ranks of a group, the memory they share, and what they do together.
+/* A communicator: the ranks of a group, the memory they share, and their collectives.
  *
  * These implementations fill in the table: `self` (a world of one, the template), `null` (records
- * its calls), `shm` (the ranks of one host, over shared memory), `hosts` (several), and those of
- * plugins. `null` pretends that every peer has just done the same.  Callers use the inline wrappers
- * below the table.
+ * its calls), `shm` (the ranks of one host, over shared memory), `hosts` (several hosts), and those
+ * of plugins.  `null` pretends that every peer has just done the same.  Callers use the inline
+ * wrappers below the table.
  *
  * Wire and epochs.  A wire is memory that holds the fulls of a root's units.  Every rank reads all
  * of it through `read` and writes only its own slices, through `write`, between arriving in an
- * epoch and publishing.  An epoch is: arrive (with a note) and wait for all arrivals.  If any note
- * said CHANGED, then write the own slices, publish, and wait for all publications before anything
- * is read.  The next arrival comes after the end of all gathers: until then a transport may read
- * the own slices and write the others.  docs/design/communication.md says why no simpler order is
- * safe.
+ * epoch and publishing.  An epoch has two parts: arrive (with a note) and wait for all arrivals.
+ * If any note is CHANGED, write the own slices, publish, and wait for all ranks to publish before
+ * any read.  The next arrival comes after the end of all gathers: until then a transport may read
+ * the own slices and write the others. docs/design/communication.md explains why no simpler order
+ * is safe.
  *
- * Transports whose ranks share no memory give wires without any, `moved`, which say where fulls
- * would lie.  A gather there sends this rank's slices, as they lie in its shard, from memory of
- * fsdpc_wire_own.  It receives the full in the caller's memory.
+ * Transports whose ranks share no memory create `moved` wires, which have no memory and only define
+ * the offsets of fulls.  A gather on such a wire sends this rank's slices from memory of
+ * fsdpc_wire_own, laid out like the shard.  It receives the full in the caller's memory.
  *
  * Buffers.  A buffer is private memory of the rank that its peers can read during a reduction.
  * Cycle: fill -> post a reduction on it -> work done -> buffer_idle (all peers have read it) ->
- * fill again.  One filling may be posted in several operations, for instance one of each dtype; all
- * but the first say `same_filling`.
+ * fill again.  One filling may be posted in several operations, for instance one per dtype; all but
+ * the first set `same_filling`.
  *
- * Collectives are posted, tested, waited for.  fsdpc_work is the caller's storage: nothing is
- * allocated by a post.  Every rank of the group posts the same operations in the same order.  Each
- * leaves a fingerprint that peers check.  A difference is an error on every rank that names both
- * ranks' unit and operation, before any wrong number is used.
+ * Collectives are posted, tested and waited for. fsdpc_work is the caller's storage: a post
+ * allocates nothing.  Every rank of the group posts the same operations in the same order.  Each
+ * operation has a fingerprint that peers check.  A difference is an error on every rank, which
+ * names both ranks' unit and operation, before any wrong number is used.
  *
  * On a remote device an operation runs in the order of its stream and is ordered with nothing else.
- * Before a post, the caller waits by events for the work that uses the memory to be read and
- * overwritten.  It need not be waited for: fsdpc_comm_order makes another stream wait, and the host
- * goes on, a bounded number of operations ahead of the device.  A later failure is an error of the
- * next call that waits for anything, a sync of the device among them (fsdpc_device.watch).
+ * Before a post, the caller orders the stream, with events, after other work on the memory that the
+ * operation reads or overwrites.  The host need not wait for the operation: fsdpc_comm_order makes
+ * another stream wait, and the host continues, a bounded number of operations ahead of the device.
+ * The next call that waits for anything, including a sync of the device (fsdpc_device.watch),
+ * reports a later failure.
  *
- * While the device captures (device.h), operations posted for it are captured too, not compared:
- * `captured` is a hash of them, to be compared when the capture ends.  Nothing is waited for there,
- * so values of the host are refused.  A graph with operations in it is launched by posting a
- * REPLAY.
+ * While the device captures (device.h), operations posted on it are captured too, and not compared:
+ * `captured` is a hash of them, which ranks compare when the capture ends.  Nothing may wait in a
+ * capture, so host values are refused.  To launch a graph that contains operations, post a REPLAY.
  *
- * Failure.  Every wait has a deadline, asks the interrupt callback at least every 100 ms and
- * watches the peers.  After a failure the communicator is poisoned: every later call fails and says
- * why.  Three outcomes do not poison: an interrupt (it ends the wait, not the operation), CHANGED
- * together with HELD, and a failed allocation (all ranks get the error).  After an interrupt, wait
- * again or abort.
+ * Failure.  Every wait has a deadline, calls the interrupt callback at least every 100 ms and
+ * watches the peers.  After a failure the communicator is poisoned: every later call fails with the
+ * reason.  Three outcomes do not poison: an interrupt (it ends the wait, not the operation),
+ * CHANGED together with HELD, and a failed allocation (all ranks get the error).  After an
+ * interrupt, wait again or abort.
  *
  * Ownership: wires and buffers are destroyed before their communicator; destroy never blocks.
  *
- * Threads: one thread drives a communicator, and all that were split off it but those set apart.
- * Reductions run on the stream of the operation: in test/wait on an inline stream, by themselves on
- * an asynchronous one.
+ * Threads: one thread drives a communicator and all that were split from it, except those set
+ * apart.  Reductions run on the operation's stream: in test/wait on an inline stream, by themselves
+ * on an asynchronous one.
  */
 #ifndef FSDPC_COMM_COMM_H
 #define FSDPC_COMM_COMM_H
@@ -70,22 +70,23 @@ typedef struct fsdpc_work fsdpc_work;
 
 /* One band of a flat group, or one whole parameter, in elements of the operation's dtype. */
 typedef struct fsdpc_slice {
-    size_t full_offset;  /* where it begins in the full */
-    size_t numel;        /* elements of ONE rank's slice; of the parameter if whole */
-    size_t shard_offset; /* where this rank's slice begins in its shard */
-    int owner; /* -1: cut evenly, rank r's at full_offset + r * numel; else whole, that rank's */
+    size_t full_offset;  /* its offset in the full */
+    size_t numel;        /* elements in ONE rank's slice; in the parameter if whole */
+    size_t shard_offset; /* offset of this rank's slice in its shard */
+    int owner; /* -1: cut evenly, rank r's slice is at full_offset + r * numel; else this rank has
+                * it whole */
 } fsdpc_slice;
 
 /* X(name, text) */
 #define FSDPC_COLL_TABLE(X)                                                                        \
-    X(GATHER, "gather")                 /* slices of a wire become readable as one full */         \
+    X(GATHER, "gather")                 /* makes slices of a wire readable as one full */          \
     X(REDUCE_SCATTER, "reduce_scatter") /* buffers of all ranks -> this rank's slices */           \
     X(REDUCE_ALL, "all_reduce")         /* the same -> all slices, on every rank: replicas */      \
     X(ALL_REDUCE, "all_reduce")         /* recv = op over ranks of send */                         \
     X(ALL_GATHER, "all_gather")         /* recv (size x numel) = every rank's send (numel) */      \
     X(BROADCAST, "broadcast")           /* recv of root -> recv of all */                          \
     X(BARRIER, "barrier")                                                                          \
-    X(REPLAY, "replay") /* a graph of the device, with the operations that were captured in it */
+    X(REPLAY, "replay") /* launches a device graph, with the operations captured in it */
 
 typedef enum fsdpc_coll_kind {
 #define X(name, text) FSDPC_COLL_##name,
@@ -103,13 +104,13 @@ typedef enum fsdpc_red { FSDPC_RED_SUM, FSDPC_RED_MAX, FSDPC_RED_MIN } fsdpc_red
 
 /* One of the sums that a reduction leaves, in the order in which they are made. */
 typedef struct fsdpc_coll_sum {
-    int n_ranks;      /* over the contributions of the next n_ranks ranks, scaled and rounded, */
-    const void *from; /* or, if that is 0, what another sum has left here, as it is */
+    int n_ranks;      /* sums contributions of the next n_ranks ranks, scaled and rounded, */
+    const void *from; /* or, if n_ranks is 0, takes the result of another sum from here unchanged */
     void *shard;      /* the destination, whose slices are at their shard_offset */
     bool accumulate;  /* add to the destination instead of overwriting it */
 } fsdpc_coll_sum;
 
-enum { FSDPC_COLL_MAX_SUMS = 96 }; /* of one operation */
+enum { FSDPC_COLL_MAX_SUMS = 96 }; /* per operation */
 
 typedef struct fsdpc_coll {
     fsdpc_coll_kind kind;
@@ -118,11 +119,11 @@ typedef struct fsdpc_coll {
     fsdpc_dtype dtype;
     uint64_t epoch;
     fsdpc_stream *stream; /* NULL: inline; on a remote device the main stream */
-    /* Moves nothing: it is compared with the peers' and done when all have posted it.  For a
-     * transport that moves the bytes itself and lets another one watch over it. */
+    /* Moves nothing: it is compared with the peers', and done when all have posted it.  For a
+     * transport that moves the bytes itself and uses another communicator to check them. */
     bool agree_only;
 
-    /* GATHER, REDUCE_SCATTER and REDUCE_ALL (whose slices are all taken, at their full_offset) */
+    /* GATHER, REDUCE_SCATTER and REDUCE_ALL (which takes all slices, at their full_offset) */
     const fsdpc_slice *slices; /* borrowed until the work is done */
     size_t n_slices;
     fsdpc_wire *wire;     /* GATHER */
@@ -135,19 +136,20 @@ typedef struct fsdpc_coll {
     void *shard;          /* REDUCE_*: where the slices go, at their shard_offset */
     fsdpc_dtype shard_dtype;
     double scale;               /* applied once to the sum, in fp32 unless dtype is F64 */
-    fsdpc_dtype round_dtype;    /* through which the scaled sum is rounded; see fsdpc_reduce_args */
+    fsdpc_dtype round_dtype;    /* dtype through which the scaled sum is rounded; see
+                                 * fsdpc_reduce_args */
     bool accumulate;            /* add to the shard instead of overwriting it */
-    const fsdpc_coll_sum *sums; /* n_sums of them replace `shard` and `accumulate`, and together
-                                   cover all ranks; borrowed until the work is done; NULL: one sum
-                                   over all ranks.  Only if the transport `splits_sums` */
+    const fsdpc_coll_sum *sums; /* n_sums sums, which replace `shard` and `accumulate` and together
+                                 * cover all ranks; borrowed until the work is done; NULL: one sum
+                                 * over all ranks.  Only if the transport `splits_sums` */
     int n_sums;
-    bool tree; /* REDUCE_*: ranks are summed as the pairwise tree, wide, also by a transport that is
-                  quicker in another order */
+    bool tree; /* REDUCE_*: sums ranks as the pairwise tree, wide, even if the transport is faster
+                * in another order */
 
-    fsdpc_graph *graph; /* REPLAY; numel says which, to the peers */
+    fsdpc_graph *graph; /* REPLAY; numel identifies it to the peers */
 
     /* ALL_REDUCE, ALL_GATHER, BROADCAST; F32, F64, BF16, F16, I32, I64, U8, BOOL */
-    /* send and recv: also GATHER of a wire that is moved, as the shard and the full are laid out */
+    /* send and recv: also for GATHER on a moved wire, laid out like the shard and the full */
     fsdpc_red op; /* floats are summed as the pairwise tree of fsdpc_flat_reduce */
     const void *send;
     void *recv; /* may be send */
@@ -158,9 +160,9 @@ typedef struct fsdpc_coll {
 struct fsdpc_work {
     fsdpc_coll op;
     fsdpc_comm *comm;    /* NULL: idle storage */
-    uint64_t sequence;   /* of this operation in its group */
+    uint64_t sequence;   /* number of this operation in its group */
     _Atomic int state;   /* implementation's; 0 when done or idle */
-    fsdpc_status status; /* of a finished asynchronous part */
+    fsdpc_status status; /* result of an asynchronous part that has finished */
     uint64_t turn;       /* implementation's */
     void *impl;
 };
@@ -168,17 +170,17 @@ struct fsdpc_work {
 enum fsdpc_epoch_bits {
     FSDPC_EPOCH_CHANGED = 1,  /* this rank's masters differ from its slices of the wire */
     FSDPC_EPOCH_HELD = 2,     /* a unit is held by unshard() */
-    FSDPC_EPOCH_RESET = 4,    /* the last step was interrupted: its order of units counts no more */
+    FSDPC_EPOCH_RESET = 4,    /* the last step was interrupted: its order of units is invalid */
     FSDPC_EPOCH_GRAD = 8,     /* a forward with gradients */
     FSDPC_EPOCH_STEP = 16,    /* begun by an optimizer */
-    FSDPC_EPOCH_REFUSED = 32, /* this rank cannot do what all were called for, so nobody does */
-    FSDPC_EPOCH_LATE = 64,    /* it publishes slices before their next gather, not in this epoch */
+    FSDPC_EPOCH_REFUSED = 32, /* this rank cannot do what the ranks were called for, so none does */
+    FSDPC_EPOCH_LATE = 64,    /* slices are published before their next gather, not in this epoch */
     FSDPC_EPOCH_DROP = 128,   /* its backward failed: gradients that are not reduced are dropped */
 };
 
 typedef struct fsdpc_epoch_note {
     uint32_t bits;
-    uint32_t kind;  /* what began it, caller's code; must agree between ranks */
+    uint32_t kind;  /* what began it, the caller's code; must agree between ranks */
     int32_t unit;   /* called unit; must agree */
     uint64_t steps; /* optimizer steps taken so far; must agree */
 } fsdpc_epoch_note;
@@ -191,14 +193,14 @@ typedef struct fsdpc_comm_ops {
     fsdpc_status (*split)(fsdpc_comm *comm, int color, int key, fsdpc_comm **out); /* collective */
     void (*abort)(fsdpc_comm *comm,
                   const char *reason); /* poison, tell the peers; takes seconds at most */
-    /* Tells the peers that this rank takes part no more; memory stays until destroy.  Optional. */
+    /* Tells the peers that this rank no longer takes part; memory stays until destroy.
+     * Optional. */
     void (*leave)(fsdpc_comm *comm);
-    /* Sets apart the communicators that this one stands on.  Optional: there is no other than its
-     * control. */
+    /* Sets apart the communicators that this one uses.  Optional: it uses only its control. */
     void (*set_apart)(fsdpc_comm *comm);
 
     /* Wire and epochs */
-    /* One of the two, collective; the second is for who can have wires in files too. */
+    /* One of the two, collective; the second if the transport also supports wires in files. */
     fsdpc_status (*wire_create)(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out);
     fsdpc_status (*wire_create_in)(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
                                    fsdpc_wire **out);
@@ -218,60 +220,63 @@ typedef struct fsdpc_comm_ops {
                                   fsdpc_buffer **out); /* collective */
     void (*buffer_destroy)(fsdpc_buffer *buffer);
     fsdpc_status (*buffer_idle)(fsdpc_buffer *buffer); /* FSDPC_IN_PROGRESS while a peer reads it */
-    bool any_buffer;  /* a buffer may also be made by the caller, over any memory of the device */
+    bool any_buffer;  /* the caller may also make a buffer itself, over any device memory */
     bool splits_sums; /* a REDUCE_* with `tree` set may leave sums over some of its ranks */
 
     /* Collectives */
     fsdpc_status (*post)(fsdpc_work *work); /* work->op is set */
     fsdpc_status (*test)(fsdpc_work *work);
     /* See fsdpc_comm_order; FSDPC_IN_PROGRESS while the operation is not on its own stream yet.
-     * Optional: it is waited for. */
+     * Optional: the default waits for it. */
     fsdpc_status (*order)(fsdpc_work *work, fsdpc_stream *stream);
 
-    /* Waiting: sleep until something may have changed, at most max_ns; notice dead peers.  May
-     * return at once the first time, to be polled again; max_ns 0 says that the wait is over.
-     * Optional: the default yields the processor. */
+    /* Waiting: sleeps until something may have changed, at most max_ns, and notices dead peers.
+     * The first call may return at once so that the caller polls again; max_ns 0 means that the
+     * wait is over.  Optional: the default yields the processor. */
     fsdpc_status (*idle)(fsdpc_comm *comm, int64_t max_ns);
-    /* Wakes the threads of this rank that sleep in idle; any thread.  Optional: nobody sleeps. */
+    /* Wakes this rank's threads that sleep in idle; any thread.  Optional: no thread sleeps
+     * there. */
     void (*wake)(fsdpc_comm *comm);
-    /* Who is late and where they are, for messages.  Optional: "". */
+    /* Names late ranks and where they are, for messages.  Optional: "". */
     void (*describe)(fsdpc_comm *comm, char *text, size_t bytes);
-    /* Where this rank is, shown to peers that wait for it.  Optional. */
+    /* Sets where this rank is, for messages of peers that wait for it.  Optional. */
     void (*locate)(fsdpc_comm *comm, const char *phase, const char *unit);
     /* The same as text, "in forward of 'layers.3'", or "".  Optional. */
     void (*where)(const fsdpc_comm *comm, char *text, size_t bytes);
-    /* What this rank begins to sleep in, "" when it goes on; shown too.  Optional. */
+    /* Sets what this rank is about to sleep in, "" when it continues; peers show it too.
+     * Optional. */
     void (*waits)(fsdpc_comm *comm, const char *what);
-    /* For a watch of the ranks, on any thread: how they failed or died, if any has, and in `note`
-     * who is stopped, or "".  The other slot makes all of them fail.  Optional, both or none. */
+    /* For a watch of the ranks, on any thread: reports how ranks failed or died, if any has, and in
+     * `note` which ranks are stopped, or "".  The other slot makes all of them fail.  Optional,
+     * both or none. */
     fsdpc_status (*look)(fsdpc_comm *comm, char *note, size_t bytes);
     void (*tell)(fsdpc_comm *comm, fsdpc_status status, const char *text);
-    /* A descriptor, the communicator's, that is readable once a rank's process has ended; -1: there
-     * is none.  Optional. */
+    /* A descriptor, owned by the communicator, that becomes readable when a rank's process has
+     * ended; -1: none.  Optional. */
     int (*end_fd)(fsdpc_comm *comm, int rank);
 } fsdpc_comm_ops;
 
 struct fsdpc_comm {
     const fsdpc_comm_ops *ops;
-    fsdpc_comm *control;  /* owned: another one of the same ranks, which leaves, sets apart and
-                             waits where `ops` has nothing for it; NULL: there is none */
-    fsdpc_device *device; /* borrowed: whose kernels sum */
+    fsdpc_comm *control;  /* owned: another communicator of the same ranks, which leaves, sets apart
+                           * and waits if `ops` lacks the function; NULL: none */
+    fsdpc_device *device; /* borrowed: its kernels sum */
     fsdpc_trace *trace;   /* borrowed, may be NULL */
     int rank, size;
-    int host_size;  /* ranks of each host, which follow each other */
-    int world_rank; /* in messages: rank in the communicator that was split first */
+    int host_size;  /* consecutive ranks on each host */
+    int world_rank; /* for messages: rank in the communicator that was split first */
     double timeout_s, notice_s;
     bool spin;                /* waits may spin before they sleep */
     bool apart;               /* see fsdpc_comm_set_apart */
-    void (*carry)(void *arg); /* carries on what a communicator above this one has in flight; every
-                                 wait calls it; NULL: there is none */
+    void (*carry)(void *arg); /* makes operations in flight on a communicator above this one
+                               * progress; every wait calls it; NULL: none */
     void *carry_arg;
     fsdpc_interrupt interrupt;
     void (*notice)(void *arg, const char *text); /* "rank 1 waits for rank 0 ..."; may be NULL */
     void *notice_arg;
-    fsdpc_log log;     /* notes: creations, epochs that change, long waits; debug: all */
+    fsdpc_log log;     /* note: creations, epochs with changes, long waits; debug: everything */
     int64_t waited_ns; /* time spent in waits since create */
-    uint32_t captured; /* hash of the posts in captures; a comparison sets it to 0 */
+    uint32_t captured; /* hash of posts in captures; a comparison resets it to 0 */
     char poison[512];  /* "" while healthy */
 };
 
@@ -279,13 +284,13 @@ struct fsdpc_wire {
     fsdpc_comm *comm;
     size_t bytes;
     bool moved; /* it has no memory: gathers move bytes, and both pointers are NULL */
-    int memfd;  /* whose first bytes are its memory, as long as it lives; 0: it lies elsewhere */
+    int memfd;  /* contains its memory from the first byte on, for its lifetime; 0: other memory */
     const unsigned char *read;
     unsigned char *write;
-    bool pinned;        /* moved: what fsdpc_wire_own gives is memory of the host; said before it */
-    unsigned char *own; /* moved: this rank's slices, once fsdpc_wire_own was called */
+    bool pinned;        /* moved: fsdpc_wire_own gives host memory; set before the call */
+    unsigned char *own; /* moved: this rank's slices, after fsdpc_wire_own */
     uint64_t epoch;     /* the last one this rank arrived in; 0: none yet */
-    /* The meaning of a note's kind, for messages; NULL: its number is shown. */
+    /* The meaning of a note's kind, for messages; NULL: messages show its number. */
     const char *(*kind_text)(uint32_t kind);
 };
 
@@ -303,49 +308,49 @@ typedef struct fsdpc_comm_config {
     fsdpc_interrupt interrupt;
     void (*notice)(void *arg, const char *text);
     void *notice_arg;
-    fsdpc_log log;  /* all zero: silent */
-    int first_rank; /* shm: what its rank 0 is called in messages, where it is part of a world */
+    fsdpc_log log;       /* all zero: silent */
+    int first_rank;      /* shm: the number of its rank 0 in messages, if it is part of a world */
     const char *address; /* shm: names the run (uid and restart count are added); <= 80 bytes */
     const char *secret;  /* shm: ranks prove that they know it; NULL: none */
     int socket_fd; /* shm: a listening socket of this rank (rendezvous.h), taken over, or <= 0 */
-    int news_fd;   /* shm: where a launcher writes which ranks have ended (rendezvous.h), or <= 0 */
-    bool spin;     /* shm: more cores than ranks or as many, so waits may spin first */
-    bool late;     /* null: an operation is done when somebody waits for it, not before */
-    bool orders;   /* null: streams are ordered behind operations, as on GPUs */
+    int news_fd;   /* shm: file in which a launcher reports ended ranks (rendezvous.h), or <= 0 */
+    bool spin;     /* shm: at least as many cores as ranks, so waits may spin first */
+    bool late;     /* null: an operation is done only once the caller waits for it */
+    bool orders;   /* null: streams are ordered after operations, as on GPUs */
 } fsdpc_comm_config;
 
 fsdpc_status fsdpc_comm_self_create(const fsdpc_comm_config *config, fsdpc_comm **out);
 fsdpc_status fsdpc_comm_shm_create(const fsdpc_comm_config *config,
                                    fsdpc_comm **out); /* collective */
-/* size communicators for ranks that are threads of this process and share one mapping. */
+/* Creates `size` communicators for ranks that are threads of this process and share one mapping. */
 fsdpc_status fsdpc_comm_shm_create_threads(const fsdpc_comm_config *configs, int size,
                                            fsdpc_comm **outs);
 
-/* Any rank of any size, in one process.  A split gives a group of the same rank and size, as every
- * peer is taken to have given the same colour.  Of more than 256 ranks nothing is summed. */
+/* Any rank of any size, in one process.  A split gives a group of the same rank and size, as if
+ * every peer had given the same colour.  With more than 256 ranks nothing is summed. */
 fsdpc_status fsdpc_comm_null_create(const fsdpc_comm_config *config, fsdpc_comm **out);
 
-/* What the null communicator was asked, in order; borrowed until the next call on it.  (The trace
- * is the engine's to write.) */
+/* The calls that the null communicator received, in order; borrowed until its next call.  (The
+ * engine writes the trace.) */
 typedef struct fsdpc_comm_record {
     const char *what; /* "post", "done", "arrive", "publish", "wire", "buffer", "split", "abort" */
-    fsdpc_coll_kind kind; /* of a post or done */
+    fsdpc_coll_kind kind; /* of a "post" or "done" */
     int unit;             /* -1: none */
     uint64_t epoch;
     size_t bytes;
 } fsdpc_comm_record;
 size_t fsdpc_comm_null_records(const fsdpc_comm *comm, const fsdpc_comm_record **out);
 
-/* ---- comm.c: what every implementation shares ---- */
+/* ---- comm.c: shared by all implementations ---- */
 
 /* Sets up the common head from a config. */
 void fsdpc_comm_init(fsdpc_comm *comm, const fsdpc_comm_ops *ops, const fsdpc_comm_config *config);
-/* The config of a part that is split off `comm`. */
+/* The config of a group that is split from `comm`. */
 fsdpc_comm_config fsdpc_comm_config_like(const fsdpc_comm *comm, int rank, int size);
 
-/* Polls until it is not IN_PROGRESS: deadline, interrupt, notice and peers are looked after. `what`
- * (static text, which the trace may keep) names the operation and `unit` (may be NULL) the unit in
- * messages. */
+/* Polls until the result is not IN_PROGRESS; handles deadline, interrupt, notice and peers.
+ * Messages name the operation `what` (static text, which the trace may keep) and the unit `unit`
+ * (may be NULL). */
 fsdpc_status fsdpc_comm_wait_for(fsdpc_comm *comm, fsdpc_status (*poll)(void *arg), void *arg,
                                  const char *what, const char *unit);
 
@@ -354,14 +359,14 @@ fsdpc_status fsdpc_comm_test(fsdpc_work *work);                      /* idle wor
 fsdpc_status fsdpc_comm_wait(fsdpc_work *work);                      /* idle work is done */
 fsdpc_status fsdpc_comm_run(fsdpc_comm *comm, const fsdpc_coll *op); /* post and wait */
 
-/* Whether work may be ordered without waiting for it. */
+/* Whether streams can be ordered after operations without a wait. */
 static inline bool fsdpc_comm_orders(const fsdpc_comm *comm)
 {
     return comm->ops->order != NULL;
 }
 
-/* Later work on `stream` runs after the operation, whose work is idle on return.  Its slices are no
- * longer read; its name is, until the device has run it.  Waits where the transport cannot order
+/* Runs later work on `stream` after the operation, whose storage is idle on return.  Its slices are
+ * no longer read, but its name is until the device has run it.  Waits if the transport cannot order
  * streams. */
 fsdpc_status fsdpc_comm_order_streams(fsdpc_work *work, fsdpc_stream *stream); /* if it can */
 static inline fsdpc_status fsdpc_comm_order(fsdpc_work *work, fsdpc_stream *stream)
@@ -370,15 +375,15 @@ static inline fsdpc_status fsdpc_comm_order(fsdpc_work *work, fsdpc_stream *stre
                                                        : fsdpc_comm_wait(work);
 }
 
-/* Posts it and orders `stream` behind it, whose memory it uses. */
+/* Posts the operation and orders `stream`, whose memory it uses, after it. */
 fsdpc_status fsdpc_comm_run_ahead(fsdpc_comm *comm, const fsdpc_coll *op, fsdpc_stream *stream);
 
-/* Collective: FSDPC_OK if `status` is so on every rank, else on every rank the error of the lowest
- * that failed.  `what` was tried. */
+/* Collective: FSDPC_OK if `status` is OK on every rank, else every rank gets the error of the
+ * lowest rank that failed.  `what` names the attempt. */
 fsdpc_status fsdpc_comm_agree(fsdpc_comm *comm, fsdpc_status status, const char *what);
 
-/* Collective.  In memory, or, with a tier, in a file of its folder, which is on the host, of rank
- * 0.  Kernel and disk then decide how much of it is in memory. */
+/* Collective.  Creates a wire in memory or, with a tier, in a file in rank 0's tier folder on this
+ * host.  Kernel and disk then decide how much of it is in memory. */
 fsdpc_status fsdpc_wire_create_in(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
                                   fsdpc_wire **out);
 
@@ -387,12 +392,12 @@ static inline fsdpc_status fsdpc_wire_create(fsdpc_comm *comm, size_t bytes, fsd
     return fsdpc_wire_create_in(comm, bytes, NULL, out);
 }
 
-/* Memory for what this rank publishes in a moved wire, zeroed, counted as WIRE or PINNED; the wire's,
- * with which it goes.  Collective, once. */
+/* Memory for this rank's slices of a moved wire, zeroed, counted as WIRE or PINNED.  The wire owns
+ * it.  Collective, once. */
 fsdpc_status fsdpc_wire_own(fsdpc_wire *wire, size_t bytes, unsigned char **out);
-/* Puts pages of a wire with a memfd beneath `address`, in the place of as many pages of this
- * process.  They read as the wire's, also after it is destroyed.  A page that this process writes
- * there is its copy from then on; fsdpc_wire_drop_copies gives copies up. */
+/* Maps pages of a wire with a memfd at `address`, replacing pages of this process.  They keep the
+ * wire's contents, even after it is destroyed.  If this process writes to a page, it becomes a
+ * private copy; fsdpc_wire_drop_copies drops the copies. */
 fsdpc_status fsdpc_wire_map_private(const fsdpc_wire *wire, size_t offset, size_t bytes,
                                     void *address);
 void fsdpc_wire_drop_copies(void *address, size_t bytes);
@@ -402,9 +407,10 @@ fsdpc_status fsdpc_wire_epoch_wait(fsdpc_wire *wire, const char *unit, fsdpc_epo
 fsdpc_status fsdpc_wire_published_wait(fsdpc_wire *wire, const char *unit);
 fsdpc_status fsdpc_buffer_idle_wait(fsdpc_buffer *buffer, const char *unit);
 
-/* Hands a communicator that was split off to a separate thread.  Waits of the other threads do not
- * advance it, nor its waits theirs, and it does not use that other thread's callbacks and trace.
- * On all its ranks, before its first operation, by the thread that split it off. */
+/* Hands over a communicator that was split off to a separate thread.  It no longer advances in
+ * waits of other threads, nor they in its waits, and it does not use the other thread's callbacks
+ * and trace.  All its ranks call this, before its first operation, on the thread that split it
+ * off. */
 static inline void fsdpc_comm_set_apart(fsdpc_comm *comm)
 {
     comm->apart = true;
@@ -420,11 +426,10 @@ static inline void fsdpc_comm_set_apart(fsdpc_comm *comm)
 
 const char *fsdpc_coll_name(fsdpc_coll_kind kind);
 
-/* Bytes an operation is about: the whole full of a gather or reduction, numel elements otherwise.
- */
+/* Bytes that an operation covers: the whole full of a gather or reduction, else numel elements. */
 size_t fsdpc_coll_bytes(const fsdpc_coll *op, int size);
 
-/* For implementations: aborts with this thread's last error, keeps it, returns `status`. */
+/* For implementations: aborts with this thread's last error, keeps that, and returns `status`. */
 fsdpc_status fsdpc_comm_poison(fsdpc_comm *comm, fsdpc_status status);
 /* FSDPC_ERR_POISONED with the reason if the communicator is poisoned, else FSDPC_OK. */
 fsdpc_status fsdpc_comm_health(const fsdpc_comm *comm);
@@ -528,8 +533,8 @@ static inline fsdpc_status fsdpc_wire_publish(fsdpc_wire *wire)
     return wire->comm->ops->epoch_publish(wire);
 }
 
-/* Collective: gathers to come write this memory, which is all of a window of the device
- * (device.h), so a transport may prepare it.  It waits for the operations posted before.  Each rank
+/* Collective: later gathers write to this memory, which must be a whole window of the device
+ * (device.h), so that a transport may prepare it.  Waits for operations posted earlier.  Each rank
  * detaches the memory before freeing it. */
 static inline fsdpc_status fsdpc_wire_attach(fsdpc_wire *wire, void *memory, size_t bytes)
 {

@@ -1,12 +1,12 @@
-/* What the files of the communicator of several hosts share.
+/* Shared declarations of the communicator of several hosts.
  *
  *     comm_hosts.c     life, split, the table
  *     hosts_wire.c     wires, epochs, buffers
- *     hosts_op.c       an operation from its post to its end; gathers and reductions
+ *     hosts_op.c       an operation from post to end; gathers and reductions
  *     hosts_values.c   all-reduce, all-gather, broadcast and barrier of values
- *     hosts_cross.c    what crosses between hosts for one operation: headers and data
+ *     hosts_cross.c    headers and data that one operation sends between hosts
  *
- * A file includes none of those above it.
+ * No file includes those above it.
  */
 #ifndef FSDPC_COMM_HOSTS_INTERNAL_H
 #define FSDPC_COMM_HOSTS_INTERNAL_H
@@ -17,17 +17,17 @@
 
 typedef struct fsdpc_hosts_comm fsdpc_hosts_comm;
 
-/* What all groups share that were split from one. */
+/* Shared by all groups that were split from one. */
 typedef struct fsdpc_hosts_world {
-    int refs; /* groups */
+    int refs; /* number of groups */
     fsdpc_link *link;
     fsdpc_hosts_comm *groups;
     uint32_t groups_made, fork_count;
-    /* Of this host's first rank, over the first group's; NULL: there is none. */
+    /* Run by this host's first rank, over the first group's; NULL: none. */
     fsdpc_host_watch *watch;
 } fsdpc_hosts_world;
 
-/* What a rank says of an operation to those of its lane, ahead of its data. */
+/* A rank's description of an operation, which it sends to its lane before the data. */
 typedef struct fsdpc_hosts_header {
     uint64_t sequence, bytes, epoch;
     uint32_t kind, dtype, trains, flags;
@@ -35,61 +35,62 @@ typedef struct fsdpc_hosts_header {
     char what[64];
 } fsdpc_hosts_header;
 
-enum { FSDPC_HOSTS_PARTS = 4 }; /* messages of one operation to one peer have tags of their own */
+enum { FSDPC_HOSTS_PARTS = 4 }; /* messages per operation and peer, each with its own tag */
 
-/* Memory that an operation needs on its way; kept for the next one.  A reduction's counts as
+/* Memory that an operation needs in transit; kept for the next one.  A reduction's counts as
  * REDUCE, any other's as OTHER. */
 typedef struct fsdpc_hosts_room {
     unsigned char *data;
     size_t bytes;
 } fsdpc_hosts_room;
 
-/* Bytes that a reduction needs of each. */
+/* Bytes that a reduction needs of each kind. */
 typedef struct fsdpc_hosts_rooms {
     size_t here, there, all;
 } fsdpc_hosts_rooms;
 
 typedef struct fsdpc_hosts_op {
-    struct fsdpc_hosts_op *next;  /* in flight, in order of posting; or spare */
-    struct fsdpc_hosts_op **home; /* the spare ones that it returns to */
-    uint64_t made;                /* by its order those are taken */
+    struct fsdpc_hosts_op *next;  /* in flight, in posting order; or spare */
+    struct fsdpc_hosts_op **home; /* the spare list that it returns to */
+    uint64_t made;                /* creation order, by which spare ones are taken */
     fsdpc_work *work;
     uint64_t sequence;
-    int phase;       /* its own steps */
-    bool crosses;    /* something goes to other hosts */
-    bool needs_turn; /* it posts to `later`, in order of posting */
+    int phase;       /* each kind of operation has its own phases */
+    bool crosses;    /* data goes to other hosts */
+    bool needs_turn; /* posts to `later`, in posting order */
     bool compared;
     fsdpc_work host, later;
-    fsdpc_hosts_header mine, *theirs; /* of each host */
-    fsdpc_link_op *ops;               /* headers, then data: FSDPC_HOSTS_PARTS each way and host */
+    fsdpc_hosts_header mine, *theirs; /* from each host */
+    fsdpc_link_op *ops;               /* headers, then data: FSDPC_HOSTS_PARTS per direction and
+                                       * host */
     int n_ops;
     fsdpc_slice *slices;
     size_t n_slices;
-    fsdpc_link_run *rows; /* of a gather, in the wire: of each host and slice */
-    size_t done_numel;    /* of values: elements of earlier rounds */
+    fsdpc_link_run *rows; /* for a gather, in the wire: of each host and slice */
+    size_t done_numel;    /* for values: elements of earlier rounds */
     fsdpc_hosts_room here, there, all;
 } fsdpc_hosts_op;
 
 struct fsdpc_hosts_comm {
     fsdpc_comm base;
-    fsdpc_comm *host;  /* the ranks of this host; every operation is compared there */
-    fsdpc_comm *later; /* the same; second phases of operations, in order of posting */
+    fsdpc_comm *host;  /* the ranks of this host, which compare every operation */
+    fsdpc_comm *later; /* the same ranks; for second phases of operations, in posting order */
     fsdpc_hosts_world *world;
     fsdpc_link *link;     /* the world's */
-    int n_hosts, n_lanes; /* lanes: ranks of a host */
+    int n_hosts, n_lanes; /* lanes: ranks per host */
     int this_host, lane;
-    int *peers; /* the rank, in the link, of this lane on each host */
+    int *peers; /* the link rank of this lane on each host */
     uint32_t group;
     uint64_t posted;
     fsdpc_hosts_op *pending, *spare;
-    fsdpc_status broke; /* how it failed while another wait carried it on; told once, then OK */
+    fsdpc_status broke; /* its failure while another wait advanced it; reported once, then OK */
     struct fsdpc_hosts_comm *next_group; /* of world->groups */
 };
 
-/* Rows of other hosts, of the gather that begins at this place of the wire. */
+/* Rows of other hosts, for the gather at this offset of the wire. */
 typedef struct fsdpc_hosts_rows {
     size_t offset;
-    uint64_t generation; /* that was brought */
+    uint64_t generation; /* the generation that was received */
 } fsdpc_hosts_rows;
 
 typedef struct fsdpc_hosts_note {
@@ -100,12 +101,12 @@ typedef struct fsdpc_hosts_note {
 typedef struct fsdpc_hosts_wire {
     fsdpc_wire base;
     fsdpc_wire *host;
-    uint64_t sequence; /* of the epoch */
-    bool sent;         /* this host's note of it */
+    uint64_t sequence; /* number of the epoch */
+    bool sent;         /* this host's note was sent */
     fsdpc_epoch_note note;
-    fsdpc_hosts_note *notes; /* of each host */
+    fsdpc_hosts_note *notes; /* from each host */
     fsdpc_link_op *ops;
-    uint64_t generation; /* epochs that changed something */
+    uint64_t generation; /* number of epochs with changes */
     fsdpc_hosts_rows *rows;
     size_t n_rows, next_rows;
 } fsdpc_hosts_wire;
@@ -113,7 +114,7 @@ typedef struct fsdpc_hosts_wire {
 typedef struct fsdpc_hosts_buffer {
     fsdpc_buffer base;
     fsdpc_buffer *host;
-    fsdpc_hosts_op *spare; /* of its reductions, with their rooms */
+    fsdpc_hosts_op *spare; /* for its reductions, with their memory */
 } fsdpc_hosts_buffer;
 
 static inline fsdpc_hosts_comm *fsdpc_hosts_of(fsdpc_comm *comm)
@@ -123,34 +124,35 @@ static inline fsdpc_hosts_comm *fsdpc_hosts_of(fsdpc_comm *comm)
 
 /* ---- hosts_cross.c ---- */
 
-/* How many messages they are: the first of every operation's. */
+/* The number of header messages, which are the first of every operation. */
 static inline int fsdpc_hosts_headers(const fsdpc_hosts_comm *self)
 {
     return 2 * (self->n_hosts - 1);
 }
 
-/* Headers to and from every host: posted at once. */
+/* Posts the headers to and from every host at once. */
 fsdpc_status fsdpc_hosts_begin(fsdpc_hosts_comm *self, fsdpc_hosts_op *op);
-/* One message of a part (1 to FSDPC_HOSTS_PARTS - 1) to, or from, this lane of a host. */
+/* Sends (or receives) one message of a part (1 to FSDPC_HOSTS_PARTS - 1) to (or from) this lane on
+ * another host. */
 fsdpc_status fsdpc_hosts_send(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, int host, int part,
                               const void *data, size_t bytes);
 fsdpc_status fsdpc_hosts_receive(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, int host, int part,
                                  void *data, size_t bytes);
-/* FSDPC_IN_PROGRESS until all of it has come and gone; an error where headers differ. */
+/* FSDPC_IN_PROGRESS until everything has been sent and received; an error if headers differ. */
 fsdpc_status fsdpc_hosts_crossed(fsdpc_hosts_comm *self, fsdpc_hosts_op *op);
-/* The tag of a part of the operation, or epoch, of this number. */
+/* The tag of a part of the operation or epoch with this number. */
 uint32_t fsdpc_hosts_tag(const fsdpc_hosts_comm *self, uint64_t sequence, int part);
-/* At least so many bytes. */
+/* Provides room for at least this many bytes. */
 fsdpc_status fsdpc_hosts_room_for(fsdpc_hosts_comm *self, fsdpc_mem_kind kind,
                                   fsdpc_hosts_room *room, size_t bytes);
-/* The first of the spare ones, or a new one; and back to them. */
+/* Takes the first spare operation or makes a new one; the other function returns it. */
 fsdpc_status fsdpc_hosts_op_take(fsdpc_hosts_comm *self, fsdpc_hosts_op **home,
                                  fsdpc_hosts_op **out);
 void fsdpc_hosts_op_return(fsdpc_hosts_op *op);
 void fsdpc_hosts_op_free(fsdpc_hosts_comm *self, fsdpc_hosts_op *op);
 void fsdpc_hosts_ops_free(fsdpc_hosts_comm *self, fsdpc_hosts_op **home); /* all spare ones */
 
-/* ---- hosts_values.c: a step of an operation on values; it has its turn ---- */
+/* ---- hosts_values.c: one step of an operation on values, which has its turn ---- */
 
 fsdpc_status fsdpc_hosts_values_step(fsdpc_hosts_comm *self, fsdpc_hosts_op *op);
 
@@ -160,13 +162,13 @@ fsdpc_hosts_rooms fsdpc_hosts_rooms_for(fsdpc_coll_kind kind, fsdpc_dtype dtype,
                                         size_t share, int n_hosts, int n_lanes);
 fsdpc_status fsdpc_hosts_post(fsdpc_work *work);
 fsdpc_status fsdpc_hosts_test(fsdpc_work *work);
-/* Carries on what is in flight in all groups of this rank but those set apart.  What fails is found
- * in its group. */
+/* Advances operations in flight in all groups of this rank except those set apart.  A failure is
+ * reported in its own group. */
 void fsdpc_hosts_carry_on(void *world);
-/* The same, or this group alone if it is set apart, with this group's outcome. */
+/* The same, or only this group if it is set apart; returns this group's result. */
 fsdpc_status fsdpc_hosts_progress(fsdpc_hosts_comm *self);
 
-/* Drops what is in flight: the communicator has failed. */
+/* Drops operations in flight after the communicator has failed. */
 void fsdpc_hosts_drop(fsdpc_hosts_comm *self);
 
 /* ---- hosts_wire.c ---- */

@@ -1,5 +1,5 @@
-/* A link that pretends, for worlds of any size in one process.  Each peer has always just sent what
- * this rank sends it; data that it does not send back is zero.
+/* A simulated link, for worlds of any size in one process.  Each peer has always just sent the same
+ * bytes that this rank sends to it; data that this rank does not send in return is zero.
  */
 #ifndef FSDPC_COMM_LINK_NULL_H
 #define FSDPC_COMM_LINK_NULL_H

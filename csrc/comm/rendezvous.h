@@ -1,8 +1,8 @@
-/* How the ranks of one host find each other: one Unix socket between every two of them.
+/* How the ranks of one host find each other: one Unix socket per pair of ranks.
  *
  * Names are abstract (nothing in any file system), made of uid, run and rank.  Peers must belong to
- * this user and know the run's secret; others are turned away.  All descriptors close on exec and
- * in forked children, and are non-blocking.  The sockets carry memory descriptors when groups,
+ * this user and know the run's secret; others are rejected.  All descriptors close on exec and in
+ * forked children, and are non-blocking.  The sockets transmit memory descriptors when groups,
  * wires and buffers are created.
  */
 #ifndef FSDPC_COMM_RENDEZVOUS_H
@@ -11,22 +11,24 @@
 #include "comm/comm.h"
 
 /* A launcher may hand its ranks a file (config->news_fd) that begins with this line.  It gets a
- * line for every rank that has ended, e.g. "rank 1 ended (exit code 3)".  Ranks that still wait for
- * each other read it: a rank that ended before it met the others will never come. */
+ * line for every rank that has ended, e.g. "rank 1 ended (exit code 3)".  Ranks that are still
+ * waiting for each other read it: a rank that ended before it met the others will never come. */
 #define FSDPC_RENDEZVOUS_NEWS "fsdpc news 1\n"
 
-/* A listening socket for a rank of the run `address`: for launchers that hand it to the rank. */
+/* Creates a listening socket for a rank of the run `address`, for launchers that pass it to the
+ * rank. */
 fsdpc_status fsdpc_rendezvous_listen(const char *address, int rank, int *fd_out);
 
-/* Collective.  sockets_out[p] and pids_out[p] for every peer p (-1 and our pid at our own rank).
- * Waits as every wait does: late ranks are named, the deadline of `config` ends it. */
+/* Collective.  Sets sockets_out[p] and pids_out[p] for every peer p (-1 and our pid for our own
+ * rank).  Waits like every other wait: it names late ranks and ends at the deadline of `config`. */
 fsdpc_status fsdpc_rendezvous_meet(const fsdpc_comm_config *config, int *sockets_out,
                                    int32_t *pids_out);
 
-/* One message, with a descriptor unless it is -1.  FSDPC_IN_PROGRESS if it would block. */
+/* Sends one message, with a descriptor unless it is -1.  FSDPC_IN_PROGRESS if it would block. */
 fsdpc_status fsdpc_socket_send(int fd, const void *message, size_t bytes, int passed_fd);
-/* One message of exactly `bytes`; *passed_out is -1 if none came.  FSDPC_IN_PROGRESS if there is
- * none yet, FSDPC_ERR_PEER if the other side is gone or sent something else. */
+/* Receives one message of exactly `bytes`; *passed_out is -1 if it has no descriptor.
+ * FSDPC_IN_PROGRESS if there is none yet, FSDPC_ERR_PEER if the other side is gone or sent
+ * something else. */
 fsdpc_status fsdpc_socket_recv(int fd, void *message, size_t bytes, int *passed_out);
 
 #endif

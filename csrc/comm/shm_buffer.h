@@ -1,4 +1,4 @@
-/* Reduce buffers of the shm communicator: slots of its table. */
+/* Reduce buffers of the shm communicator: functions for its table. */
 #ifndef FSDPC_COMM_SHM_BUFFER_H
 #define FSDPC_COMM_SHM_BUFFER_H
 

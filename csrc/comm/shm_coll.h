@@ -6,8 +6,8 @@
 
 fsdpc_status fsdpc_shm_post(fsdpc_work *work);
 fsdpc_status fsdpc_shm_test(fsdpc_work *work);
-/* Carries on whatever inline operations can go on, of any group of this rank (peers may wait for
- * them while we wait for something else), then health. */
+/* Advances all inline operations in flight, in any group of this rank (peers may wait for them
+ * while we wait for something else), then checks health. */
 fsdpc_status fsdpc_shm_progress(fsdpc_shm_comm *self);
 
 #endif

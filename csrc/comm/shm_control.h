@@ -1,13 +1,13 @@
-/* The control page of a group: what its ranks write for each other to see.
+/* The control page of a group, through which its ranks see each other's state.
  *
- * One segment, mapped writable by all.  It has a bell (which wakes sleepers), the poison message,
- * one slot a rank, and behind the slots two staging chunks a rank for collectives that copy.  A
- * slot is written by its rank alone.
+ * It is one segment, which all ranks map writable.  It has a bell (which wakes sleepers), the
+ * poison message, one slot per rank, and after the slots two staging chunks per rank for
+ * collectives that copy.  Only its own rank writes a slot.
  *
- * Waking.  A rank that will sleep first counts itself in `sleepers` and reads `bell`.  Then it
- * looks once more at its condition, and sleeps while `bell` has not moved.  A rank that has written
- * something rings: a full fence, and only if somebody sleeps, bell + 1 and the system call.  Either
- * the sleeper's last look sees the write, or the writer sees the sleeper.
+ * Waking.  A rank that is about to sleep first increments `sleepers` and reads `bell`.  It then
+ * checks its condition again, and sleeps while `bell` is unchanged.  A rank that has written
+ * something rings: a full fence and, only if a rank sleeps, bell + 1 and the system call.  Either
+ * the sleeper's last check sees the write, or the writer sees the sleeper.
  */
 #ifndef FSDPC_COMM_SHM_CONTROL_H
 #define FSDPC_COMM_SHM_CONTROL_H
@@ -18,13 +18,14 @@
 #include "comm/shm_segment.h"
 
 enum {
-    FSDPC_SHM_RING = 256,         /* fingerprints kept a rank */
+    FSDPC_SHM_RING = 256,         /* fingerprints kept per rank */
     FSDPC_SHM_CHUNK = 128 * 1024, /* bytes staged at a time */
     FSDPC_SHM_WHAT_WORDS = 8,
     FSDPC_SHM_POISON_WORDS = 60,
 };
 
-/* One operation as its peers see it; words, because a slow peer may read while it is overwritten.
+/* One operation as its peers see it; atomic words, because a slow peer may read them while they are
+ * overwritten.
  */
 typedef struct fsdpc_shm_entry {
     _Atomic uint64_t kind; /* and dtype and unit */
@@ -45,28 +46,29 @@ typedef struct fsdpc_shm_slot {
 typedef struct fsdpc_shm_control {
     _Atomic uint32_t bell __attribute__((aligned(128)));
     _Atomic uint32_t sleepers;
-    _Atomic uint32_t poison __attribute__((aligned(128))); /* 0 none, 1 being written, 2 there */
+    _Atomic uint32_t poison __attribute__((aligned(128))); /* 0: none, 1: being written, 2:
+                                                            * complete */
     _Atomic int32_t poison_status, poison_rank;
     _Atomic uint64_t poison_text[FSDPC_SHM_POISON_WORDS];
     fsdpc_shm_slot slots[] __attribute__((aligned(128)));
 } fsdpc_shm_control;
 
 size_t fsdpc_shm_control_bytes(int size);
-/* Where rank `rank` stages its step number `step`. */
+/* The memory in which rank `rank` stages its step number `step`. */
 unsigned char *fsdpc_shm_control_stage(fsdpc_shm_control *control, int size, int rank,
                                        uint64_t step);
 
-void fsdpc_shm_ring_bell(fsdpc_shm_control *control); /* always */
+void fsdpc_shm_ring_bell(fsdpc_shm_control *control); /* unconditionally */
 
-/* After a store that somebody may wait for. */
+/* Call after a store that a peer may be waiting for. */
 static inline void fsdpc_shm_wake(fsdpc_shm_control *control)
 {
-    atomic_thread_fence(memory_order_seq_cst); /* with the increment of `sleepers` */
+    atomic_thread_fence(memory_order_seq_cst); /* pairs with the increment of `sleepers` */
     if (__builtin_expect(atomic_load_explicit(&control->sleepers, memory_order_relaxed) != 0, 0))
         fsdpc_shm_ring_bell(control);
 }
 
-/* A sleeper's three moves; `seen` carries the bell between them. */
+/* The three steps of a sleeper; `seen` carries the bell between them. */
 typedef struct fsdpc_shm_nap {
     bool counted;
     uint32_t seen;
@@ -78,7 +80,7 @@ void fsdpc_shm_nap_end(fsdpc_shm_control *control, fsdpc_shm_nap *nap);
 /* The first reason wins.  Never blocks. */
 void fsdpc_shm_poison_set(fsdpc_shm_control *control, int rank, fsdpc_status status,
                           const char *text);
-/* True if there is one. */
+/* True if a poison message exists. */
 bool fsdpc_shm_poison_get(fsdpc_shm_control *control, int *rank_out, fsdpc_status *status_out,
                           char *text, size_t bytes);
 

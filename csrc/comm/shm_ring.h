@@ -1,4 +1,5 @@
-/* Fingerprints of what ranks post, in the slots of the control page: did all post the same? */
+/* Fingerprints of posted operations, in the slots of the control page: they show whether all ranks
+ * have posted the same. */
 #ifndef FSDPC_COMM_SHM_RING_H
 #define FSDPC_COMM_SHM_RING_H
 
@@ -8,19 +9,20 @@ typedef struct fsdpc_shm_fingerprint {
     uint64_t kind, bytes, epoch, detail, chain;
 } fsdpc_shm_fingerprint;
 
-/* Appends to `mine` as operation `sequence` and makes it visible; returns the new chain. */
+/* Appends an entry to `mine` for operation `sequence` and makes it visible; returns the new
+ * chain. */
 uint64_t fsdpc_shm_ring_post(fsdpc_shm_slot *mine, uint64_t sequence, uint64_t chain,
                              const fsdpc_coll *op, size_t bytes, uint64_t object);
 
-/* Compares operation `sequence`, which both have posted.  An entry that was overwritten meanwhile
- * passes: a later one's chain still covers it. */
+/* Compares operation `sequence`, which both have posted.  If the entry was overwritten meanwhile,
+ * the comparison passes: a later chain still covers it. */
 bool fsdpc_shm_ring_same(const fsdpc_shm_slot *mine, const fsdpc_shm_slot *peer, uint64_t sequence);
 
-/* A rank's post of this operation, as messages say it. */
+/* Describes a rank's post of this operation, for messages. */
 void fsdpc_shm_ring_describe(const fsdpc_shm_slot *slot, int rank, uint64_t sequence, char *text,
                              size_t bytes);
 
-/* The error for two that differ: FSDPC_ERR_MISMATCH, naming the first difference still on record.
+/* The error for two that differ: FSDPC_ERR_MISMATCH, naming the first difference still in the ring.
  */
 fsdpc_status fsdpc_shm_ring_differ(const fsdpc_shm_slot *mine, int my_rank,
                                    const fsdpc_shm_slot *peer, int peer_rank, uint64_t sequence);

@@ -1,12 +1,13 @@
-/* A piece of shared memory: a sealed memfd, a file without a name, or plain memory that the threads
- * of a process share.
+/* A segment of shared memory: a sealed memfd, an unnamed file, or plain memory that the threads of
+ * a process share.
  *
  * create -> (pass the descriptor to peers, who adopt it) -> map -> close_fd -> release.  Memory is
- * reserved before it is mapped, so that too little of it is an error here, not a SIGBUS later.
+ * reserved before it is mapped, so that too little memory is an error here, not a SIGBUS later.
  * Size and seals of an adopted descriptor are checked for the same reason.  Mappings are populated
- * at once, but for those of files, and left out of core dumps.
+ * at once, except those of files, and are left out of core dumps.
  *
- * Counted references; retain and release from any thread, the rest from one at a time.
+ * Segments have reference counts.  Any thread may retain and release; all else is for one thread at
+ * a time.
  */
 #ifndef FSDPC_COMM_SHM_SEGMENT_H
 #define FSDPC_COMM_SHM_SEGMENT_H
@@ -20,14 +21,15 @@ typedef struct fsdpc_shm_segment {
     int fd;                        /* -1: none, or closed */
     bool file;                     /* on a disk */
     size_t bytes;                  /* whole pages */
-    unsigned char *writable;       /* NULL until mapped so */
-    const unsigned char *readable; /* plain memory: the same as writable */
+    unsigned char *writable;       /* NULL until mapped writable */
+    const unsigned char *readable; /* plain memory: equal to writable */
 } fsdpc_shm_segment;
 
-/* `shared`: a memfd named `name`, not yet mapped; else plain memory, mapped. Zeroed. */
+/* `shared`: a memfd named `name`, not yet mapped; else plain memory, mapped.  Zeroed. */
 fsdpc_status fsdpc_shm_segment_create(const char *name, size_t bytes, bool shared,
                                       fsdpc_shm_segment **out);
-/* Takes `fd`, of a peer or a file made here, over, also when it fails. `bytes` as given to create. */
+/* Takes over `fd`, from a peer or of a file made here, even on failure.  `bytes` as passed to
+ * create. */
 fsdpc_status fsdpc_shm_segment_adopt(int fd, size_t bytes, fsdpc_shm_segment **out);
 fsdpc_status fsdpc_shm_segment_map(fsdpc_shm_segment *segment, bool writable);
 void fsdpc_shm_segment_close_fd(fsdpc_shm_segment *segment); /* mappings stay */

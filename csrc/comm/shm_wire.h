@@ -1,4 +1,4 @@
-/* Wires and epochs of the shm communicator: slots of its table. */
+/* Wires and epochs of the shm communicator: functions for its table. */
 #ifndef FSDPC_COMM_SHM_WIRE_H
 #define FSDPC_COMM_SHM_WIRE_H
 

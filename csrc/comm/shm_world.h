@@ -1,8 +1,8 @@
-/* A rank's place among the ranks of its host: who they are, whether they live, how memory is handed
- * to them.  A communicator and all that were split from it share one world.
+/* A rank's view of the ranks of its host: their identity, whether they are alive, and passing
+ * memory to them.  A communicator and all that were split from it share one world.
  *
- * Ranks here are world ranks.  Two kinds: processes, joined by sockets, and threads of one process
- * (for sanitizers), joined by mailboxes.
+ * Ranks here are world ranks.  There are two kinds: processes, connected by sockets, and threads of
+ * one process (for sanitizers), connected by mailboxes.
  */
 #ifndef FSDPC_COMM_SHM_WORLD_H
 #define FSDPC_COMM_SHM_WORLD_H
@@ -16,16 +16,17 @@ enum { FSDPC_SHM_PHASE_WORDS = 4, FSDPC_SHM_UNIT_WORDS = 12, FSDPC_SHM_WAIT_WORD
 
 /* One rank's entry in the life page. */
 typedef struct fsdpc_shm_life {
-    pthread_mutex_t held; /* robust; its rank's creating thread holds it for life */
-    _Atomic int32_t pid;  /* 0 until `held` is */
-    _Atomic bool left;    /* shut down in order: not dead, whatever became of it since */
+    pthread_mutex_t held; /* robust; the creating thread of the rank locks it for its lifetime */
+    _Atomic int32_t pid;  /* 0 until `held` is locked */
+    _Atomic bool left;    /* orderly shutdown: not dead, whatever happens to the process later */
     _Atomic uint64_t
-        phase[FSDPC_SHM_PHASE_WORDS]; /* where it is; written by it, read in messages */
+        phase[FSDPC_SHM_PHASE_WORDS]; /* its current position; written by the rank, read for
+                                       * messages */
     _Atomic uint64_t unit[FSDPC_SHM_UNIT_WORDS];
-    _Atomic uint64_t wait[FSDPC_SHM_WAIT_WORDS]; /* what it sleeps in; "" while it does not */
+    _Atomic uint64_t wait[FSDPC_SHM_WAIT_WORDS]; /* what it sleeps in; "" if it does not */
 } __attribute__((aligned(128))) fsdpc_shm_life;
 
-/* Where a thread leaves a segment for the others of a group. */
+/* The mailbox in which a thread leaves a segment for others of a group. */
 typedef struct fsdpc_shm_mail {
     _Atomic uint64_t tag; /* release by the giver after the rest, acquire by takers */
     fsdpc_shm_segment *segment;
@@ -37,38 +38,37 @@ typedef struct fsdpc_shm_world {
     _Atomic int refs;
     bool threads;
     int rank, size;
-    int first_rank; /* what rank 0 is called in messages */
+    int first_rank; /* the number of rank 0 in messages */
     uint32_t fork_count;
-    pthread_t locker; /* the thread that holds our `held` */
+    pthread_t locker; /* the thread that has locked our `held` */
     fsdpc_shm_segment *life_segment;
     fsdpc_shm_life *life;
-    int *sockets, *pidfds;         /* processes; by rank, -1 where there is none */
-    _Atomic bool *orphan;          /* its creating thread is gone: ask the process itself */
-    fsdpc_shm_mail *mail;          /* threads; in the life segment, behind the lives */
-    struct fsdpc_shm_comm *groups; /* of this rank; the driving thread's */
+    int *sockets, *pidfds;         /* processes; by rank, -1: none */
+    _Atomic bool *orphan;          /* its creating thread has ended: check the process itself */
+    fsdpc_shm_mail *mail;          /* threads; in the life segment, after the lives */
+    struct fsdpc_shm_comm *groups; /* of this rank; for the driving thread */
 } fsdpc_shm_world;
 
-/* Collective: meets, shares the life page. */
+/* Collective: the ranks meet and share the life page. */
 fsdpc_status fsdpc_shm_world_create(const fsdpc_comm_config *config, fsdpc_shm_world **out);
 fsdpc_status fsdpc_shm_world_create_threads(int size, fsdpc_shm_world **outs);
 fsdpc_shm_world *fsdpc_shm_world_retain(fsdpc_shm_world *world);
 void fsdpc_shm_world_release(fsdpc_shm_world *world);
 
-/* This rank takes part no more: what becomes of its process is no death. */
+/* This rank no longer takes part: the end of its process does not count as a death. */
 void fsdpc_shm_world_leave(fsdpc_shm_world *world);
 bool fsdpc_shm_world_dead(fsdpc_shm_world *world, int rank);
 bool fsdpc_shm_world_stopped(const fsdpc_shm_world *world, int rank); /* by a signal, a debugger */
-/* How a dead rank's process ended, " of signal 9 (Killed)", if the kernel still says; or "". */
+/* How a dead rank's process ended, " of signal 9 (Killed)", if the kernel still knows; or "". */
 void fsdpc_shm_world_ending(const fsdpc_shm_world *world, int rank, char *out, size_t bytes);
 int32_t fsdpc_shm_world_pid(const fsdpc_shm_world *world, int rank);
 void fsdpc_shm_world_locate(fsdpc_shm_world *world, const char *phase, const char *unit);
-/* What this rank sleeps in; "": it goes on. */
+/* Sets what this rank sleeps in; "": it continues. */
 void fsdpc_shm_world_waits(fsdpc_shm_world *world, const char *what);
 /* "in forward of 'layers.3'", "in user code, waiting in barrier of 'end'", or "" */
 void fsdpc_shm_world_where(const fsdpc_shm_world *world, int rank, char *text, size_t bytes);
 
-/* A communicator good for nothing but waiting, while there is no group yet: sleeps on the sockets.
- */
+/* A communicator that can only wait, for use before a group exists: it sleeps on the sockets. */
 typedef struct fsdpc_shm_early {
     fsdpc_comm comm;
     fsdpc_shm_world *world;
@@ -76,16 +76,16 @@ typedef struct fsdpc_shm_early {
 void fsdpc_shm_early_init(fsdpc_shm_early *early, fsdpc_shm_world *world,
                           const fsdpc_comm_config *config);
 
-/* Gives a segment (or the news that there is none: `status`) to some ranks.  Takers name the giver
+/* Gives a segment (or the fact that there is none: `status`) to some ranks.  Takers name the giver
  * and the same tag; `given` waits until all have taken.  `comm` does the waiting. */
 fsdpc_status fsdpc_shm_world_give(fsdpc_shm_world *world, fsdpc_comm *comm, const int *to, int n_to,
                                   uint64_t tag, fsdpc_shm_segment *segment, fsdpc_status status);
 fsdpc_status fsdpc_shm_world_given(fsdpc_shm_world *world, fsdpc_comm *comm, int n_to);
-/* *out is NULL, and the result OK, if the giver had none. */
+/* *out is NULL, with result OK, if the giver had none. */
 fsdpc_status fsdpc_shm_world_take(fsdpc_shm_world *world, fsdpc_comm *comm, int from, uint64_t tag,
                                   size_t bytes, fsdpc_shm_segment **out);
 
-/* Text in words that may be read while they are written: 8 characters each, 0 ends. */
+/* Text in atomic words that may be read while they are written: 8 characters each, ends with 0. */
 void fsdpc_shm_text_store(_Atomic uint64_t *words, size_t n_words, const char *text);
 void fsdpc_shm_text_load(const _Atomic uint64_t *words, size_t n_words, char *text, size_t bytes);
 
