@@ -1,14 +1,14 @@
 /* Sums, extrema and the slices of a reduction.
  *
- * Float sums go through the device's reduce kernel, whose order is fixed (a pairwise tree over
- * ranks).  So every rank gets the same bits from the same contributions.  The rest is small:
- * counts, flags and maxima of a few elements, written as plain loops the compiler vectorises.
+ * Float sums use the device's reduce kernel, whose order is fixed (a pairwise tree over ranks).
+ * Every rank thus gets the same bits from the same contributions.  The rest is small: counts, flags
+ * and maxima of a few elements, in plain loops that the compiler vectorises.
  */
 #include "comm/coll_math.h"
 
 #include "ops/flat_ops.h"
 
-/* `x` is joined into `best`; both have the given type. */
+/* Joins `x` into `best`; both have the given type. */
 #define FOLD(type, join)                                                                           \
     for (size_t j = 0; j < numel; j++) {                                                           \
         type best = ((const type *)srcs[0])[j];                                                    \
@@ -21,7 +21,8 @@
     break
 
 #define SAME(x) (x)
-/* A NaN contribution replaces; one that is already best stays, as no comparison with it is true. */
+/* A NaN contribution replaces the best; a best that is NaN stays, since no comparison with it is
+ * true. */
 #define FOLD_EXTREMUM(type, wide, better)                                                          \
     FOLD(type, (wide(x) better wide(best) || wide(x) != wide(x)) ? x : best)
 
@@ -105,7 +106,7 @@ size_t fsdpc_coll_part(const fsdpc_coll *op, const fsdpc_slice *slice, int rank,
     return all || even || slice->owner == rank ? slice->numel : 0;
 }
 
-/* Adds what one sum has left to another. */
+/* Adds the result of one sum to another. */
 static fsdpc_status join_sums(const fsdpc_coll *op, const fsdpc_slice *slice,
                               const fsdpc_coll_sum *sum, fsdpc_stream *stream)
 {

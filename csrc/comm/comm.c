@@ -1,16 +1,16 @@
-/* What every communicator shares: checks, waiting, and the outcome of a posted operation.
+/* The common part of all communicators: checks, waiting, and results of posted operations.
  *
- * Waiting is written once.  A wait polls.  While that returns IN_PROGRESS it first spins (only if
+ * All waits use one function.  It polls.  While the result is IN_PROGRESS it first spins (only if
  * there is a core for every rank), then sleeps in the implementation's `idle`, at most 100 ms at a
- * time.  Between sleeps it looks at the clock.  The deadline poisons the communicator, the notice
- * tells the user who is late and this rank's last operation, and the interrupt callback may end the
- * wait.
+ * time.  Between sleeps it checks the time.  The deadline poisons the communicator, the notice
+ * tells the user which ranks are late and this rank's last operation, and the interrupt callback
+ * may end the wait.
  *
- * A peer that idle reports as gone is no failure by itself: it may have done its part before it
- * left.  So the wait polls once more, and only what is still unfinished then is an error.
+ * If `idle` reports a peer as gone, that is not yet a failure: it may have done its part before it
+ * left.  The wait polls once more, and fails only if the operation is still unfinished.
  *
- * An interrupt leaves the operation in flight, because the peers count on it; fsdpc_comm_run cannot
- * (its storage ends with it) and aborts.
+ * An interrupt leaves the operation in flight, because the peers rely on it; fsdpc_comm_run cannot,
+ * since its storage ends with the call, and aborts.
  */
 #include "comm/comm.h"
 
@@ -120,7 +120,7 @@ typedef struct waiting {
     void *arg;
     const char *what, *unit;
     int64_t start;
-    char late[LATE_BYTES / 2]; /* who was, after a while; for the log */
+    char late[LATE_BYTES / 2]; /* late ranks, after a while; for the log */
 } waiting;
 
 static void late_text(const waiting *w, double waited_s, char *text, size_t bytes)
@@ -161,7 +161,7 @@ static int64_t earlier(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* Says what this rank did last.  The trace is written by the thread that waits here. */
+/* Reports this rank's last actions.  The waiting thread itself writes the trace. */
 static void notice_tail(const waiting *w)
 {
     char tail[LATE_BYTES - 64], text[LATE_BYTES];
@@ -193,8 +193,8 @@ static fsdpc_status timed_out(const waiting *w)
     return fsdpc_comm_poison(w->comm, FSDPC_ERR_TIMEOUT);
 }
 
-/* A peer is gone: says also what this rank was waiting in.  A Ctrl-C that ended all ranks counts
- * first: that the peer was quicker is no news. */
+/* A peer is gone: the error also says what this rank was waiting for.  If a Ctrl-C ended all ranks,
+ * reports the interrupt instead, even if the peer was quicker. */
 static fsdpc_status given_up(const waiting *w, fsdpc_status status)
 {
     char text[LATE_BYTES];
@@ -248,7 +248,7 @@ static fsdpc_status doze(waiting *w)
     }
 }
 
-/* `id` is the unit's in the trace. */
+/* `id` is the unit's number in the trace. */
 static fsdpc_status wait_for(fsdpc_comm *comm, fsdpc_status (*poll)(void *arg), void *arg,
                              const char *what, const char *unit, int id)
 {
@@ -428,7 +428,7 @@ fsdpc_status fsdpc_comm_order_streams(fsdpc_work *work, fsdpc_stream *stream)
                     work->op.unit);
 }
 
-/* The storage of a work ends now, in flight or not. */
+/* The storage of a work is about to end, even if it is in flight. */
 static fsdpc_status end_run(fsdpc_work *work, fsdpc_status status)
 {
     fsdpc_stream *stream = work->op.stream;
@@ -436,7 +436,7 @@ static fsdpc_status end_run(fsdpc_work *work, fsdpc_status status)
         char text[512];
         fsdpc_comm_poison(work->comm, status);
         snprintf(text, sizeof text, "%s", fsdpc_last_error());
-        /* Its thread must not touch `work` any more. */
+        /* The stream's thread must no longer use `work`. */
         if (stream && stream->async && fsdpc_stream_sync(stream) != FSDPC_OK)
             fsdpc_fail(status, "%s", text);
     }
@@ -484,7 +484,7 @@ fsdpc_status fsdpc_comm_agree(fsdpc_comm *comm, fsdpc_status status, const char 
     bad_news news = {.status = status, .rank = comm->world_rank};
     snprintf(news.text, sizeof news.text, "%s", status == FSDPC_OK ? "" : fsdpc_last_error());
     if (status != FSDPC_OK && comm->poison[0])
-        return status; /* the communicator itself failed: peers know by the poison */
+        return status; /* the communicator itself failed: the poison tells the peers */
     int32_t failed = status == FSDPC_OK ? INT32_MAX : comm->rank;
     FSDPC_TRY(run_small(comm, FSDPC_COLL_ALL_REDUCE, what, &failed, sizeof failed, 0));
     if (failed == INT32_MAX)

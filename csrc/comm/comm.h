@@ -237,9 +237,9 @@ typedef struct fsdpc_comm_ops {
     /* Wakes this rank's threads that sleep in idle; any thread.  Optional: no thread sleeps
      * there. */
     void (*wake)(fsdpc_comm *comm);
-    /* Names late ranks and where they are, for messages.  Optional: "". */
+    /* Names late ranks and their positions, for messages.  Optional: "". */
     void (*describe)(fsdpc_comm *comm, char *text, size_t bytes);
-    /* Sets where this rank is, for messages of peers that wait for it.  Optional. */
+    /* Sets this rank's position, for messages of peers that wait for it.  Optional. */
     void (*locate)(fsdpc_comm *comm, const char *phase, const char *unit);
     /* The same as text, "in forward of 'layers.3'", or "".  Optional. */
     void (*where)(const fsdpc_comm *comm, char *text, size_t bytes);

@@ -1,16 +1,17 @@
-/* The ranks of several hosts.
+/* The communicator of several hosts.
  *
- * The world is H hosts of L ranks each; rank h * L + l is lane l of host h.  Inside a host all is as
- * on one host: a communicator over shared memory, one copy of the weights, sums over buffers that
- * its ranks can read.  Between hosts a link carries bytes, from each lane to the same lane of the
- * other hosts, so that what leaves a host leaves it once, spread over its ranks.
+ * The world is H hosts of L ranks each; rank h * L + l is lane l of host h.  Inside a host
+ * everything works as on a single host: a communicator over shared memory, one copy of the weights,
+ * sums over buffers that its ranks can read.  Between hosts a link carries bytes, from each lane to
+ * the same lane of the other hosts.  Data thus leaves a host only once, spread over its ranks.
  *
- * Both are used through their public interfaces alone.  A wait in one group also advances the
- * operations of all other groups of this rank, on the host and between hosts; a message that
- * arrives rings the host's bell.
+ * This code uses both only through their public interfaces.  A wait in one group also advances the
+ * operations of all other groups of this rank, on the host and between hosts; an arriving message
+ * rings the host's bell.
  *
- * Splitting gives a group of ranks of one host back to the host.  Others are made of the same lanes
- * of several hosts: whole hosts, or a lane of each (replicas between hosts).
+ * If a split makes a group within one host, the group is a communicator of that host.  Other groups
+ * consist of the same lanes of several hosts: whole hosts, or one lane of each (replicas between
+ * hosts).
  */
 #include "comm/comm_hosts.h"
 
@@ -27,7 +28,7 @@
 
 static const fsdpc_comm_ops hosts_ops;
 
-enum { MEM_ALIGN = 64 }; /* to which fsdpc_mem counts blocks */
+enum { MEM_ALIGN = 64 }; /* fsdpc_mem counts blocks rounded up to this */
 
 /* ---- Life ---- */
 
@@ -37,7 +38,7 @@ static void wake(void *host)
     comm->ops->wake(comm);
 }
 
-/* A message rings the bell of a host's communicator that is there. */
+/* Rings the bell of a host communicator, to report a message. */
 static void wake_host(fsdpc_hosts_world *world)
 {
     fsdpc_comm *host = world->groups ? world->groups->host : NULL;
@@ -47,7 +48,7 @@ static void wake_host(fsdpc_hosts_world *world)
 
 static void end_watch(fsdpc_hosts_comm *self)
 {
-    if (self->group != 0) /* the watch is over the first group's */
+    if (self->group != 0) /* the watch belongs to the first group */
         return;
     fsdpc_host_watch_stop(self->world->watch);
     self->world->watch = NULL;
@@ -73,11 +74,11 @@ static bool forked(const fsdpc_hosts_comm *self)
     return self->world->fork_count != fsdpc_fork_count();
 }
 
-/* The link refers to memory of operations in flight until it is aborted. */
+/* The link uses memory of operations in flight until it is aborted. */
 static void abandon(fsdpc_hosts_comm *self)
 {
     if (self->pending && !self->base.poison[0])
-        (void)fsdpc_hosts_progress(self); /* they may have ended, untested */
+        (void)fsdpc_hosts_progress(self); /* they may have ended, but not been tested */
     if (self->pending)
         fsdpc_link_abort(self->link, "a group was destroyed with operations in flight; wait for "
                                      "them, on every rank, before dropping it");
@@ -87,7 +88,7 @@ static void abandon(fsdpc_hosts_comm *self)
 static void hosts_destroy(fsdpc_comm *comm)
 {
     fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
-    if (forked(self)) /* its threads, and its peers, are the parent's; so is what it holds */
+    if (forked(self)) /* its threads, peers and memory belong to the parent */
         return;
     abandon(self);
     end_watch(self);
@@ -99,7 +100,7 @@ static void hosts_destroy(fsdpc_comm *comm)
     free(self);
 }
 
-/* `host` is taken over when it succeeds; peers[h] is this lane on host h, by the link. */
+/* Takes over `host` on success; peers[h] is this lane on host h, as a link rank. */
 static fsdpc_status create(const fsdpc_comm_config *config, fsdpc_comm *host,
                            fsdpc_hosts_world *world, const int *peers, fsdpc_hosts_comm **out)
 {
@@ -152,7 +153,7 @@ static fsdpc_status shape_check(const fsdpc_comm_config *config, const fsdpc_com
     return FSDPC_OK;
 }
 
-/* Nobody goes on before all are here and mean the same world. */
+/* Lets no rank continue before all have arrived and agree on the world. */
 static fsdpc_status meet(fsdpc_comm *comm)
 {
     return fsdpc_comm_run(comm,
@@ -212,7 +213,7 @@ size_t fsdpc_comm_hosts_room_bytes(fsdpc_coll_kind kind, fsdpc_dtype dtype, size
            fsdpc_round_up(rooms.all, MEM_ALIGN);
 }
 
-/* What other hosts read of this rank, behind a sentence about it. */
+/* Writes a sentence about this rank that other hosts can read later. */
 static void write_farewell(const fsdpc_hosts_comm *self, char *text, size_t bytes)
 {
     char host[64] = "", where[192] = "";
@@ -223,7 +224,7 @@ static void write_farewell(const fsdpc_hosts_comm *self, char *text, size_t byte
              where[0] ? ", last seen " : "", where);
 }
 
-/* A reason that does is of another rank, or of a wait for one. */
+/* If a reason names a rank, it concerns another rank, or a wait for one. */
 static bool names_a_rank(const char *reason)
 {
     for (const char *at = reason; (at = strstr(at, "rank"));) {
@@ -256,7 +257,7 @@ static void hosts_leave(fsdpc_comm *comm)
         return;
     end_watch(self);
     if (fsdpc_comm_look(self->host, note, sizeof note) != FSDPC_OK)
-        /* Peers that wait for this rank learn what failed, not that it left because of that. */
+        /* Peers that wait for this rank learn what failed, not just that it left. */
         fsdpc_link_abort(self->link, fsdpc_last_error());
     fsdpc_comm_leave(self->host);
     if (self->group != 0)
@@ -264,7 +265,7 @@ static void hosts_leave(fsdpc_comm *comm)
     fsdpc_link *link = self->link;
     if (link->farewells)
         write_farewell(self, link->farewells[link->rank], FSDPC_LINK_FAREWELL);
-    fsdpc_link_leave(link); /* who leaves the first group has left them all */
+    fsdpc_link_leave(link); /* a rank that leaves the first group has left them all */
 }
 
 static void hosts_set_apart(fsdpc_comm *comm)
@@ -278,7 +279,7 @@ static void hosts_set_apart(fsdpc_comm *comm)
 static fsdpc_status hosts_idle(fsdpc_comm *comm, int64_t max_ns)
 {
     fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
-    FSDPC_TRY(fsdpc_link_health(self->link)); /* with nothing in flight here, nobody else looks */
+    FSDPC_TRY(fsdpc_link_health(self->link)); /* checked here because nothing may be in flight */
     return fsdpc_comm_idle(self->host, max_ns);
 }
 
@@ -292,13 +293,14 @@ static bool is_named(const fsdpc_hosts_op *op, int i)
     return false;
 }
 
-/* A peer over there may itself wait for a rank of its host, of which nothing is known here. */
+/* The peer may itself be waiting for a rank of its host; this host cannot know that. */
 static void hosts_describe(fsdpc_comm *comm, char *text, size_t bytes)
 {
     fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
     fsdpc_comm_describe(self->host, text, bytes);
     const fsdpc_hosts_op *op = self->pending;
-    for (int sends = 0; sends < 2 && !text[0]; sends++) { /* who takes nothing is late too */
+    for (int sends = 0; sends < 2 && !text[0]; sends++) { /* a peer that does not receive is late
+                                                           * too */
         size_t used = strlen(text);
         for (int i = 0; op && i < op->n_ops && used + 1 < bytes; i++) {
             if (!op->ops[i].link || op->ops[i].sends != sends || is_named(op, i))
@@ -327,7 +329,7 @@ typedef struct wish {
     int64_t color, key, groups;
 } wish;
 
-/* Ranks of this one's colour, by key and rank. */
+/* Ranks of this rank's colour, ordered by key and rank. */
 static int members_of(const fsdpc_hosts_comm *self, const wish *wishes, int *members)
 {
     int n = 0;
@@ -342,7 +344,7 @@ static int members_of(const fsdpc_hosts_comm *self, const wish *wishes, int *mem
     return n;
 }
 
-/* How many of a host it has, the same on each; 0: they do not follow each other so. */
+/* How many ranks it has per host, the same on each; 0: they are not arranged that way. */
 static int lanes_of(const fsdpc_hosts_comm *self, const int *members, int n)
 {
     int lanes = 0;
@@ -378,7 +380,7 @@ static fsdpc_status split_here(fsdpc_hosts_comm *self, const wish *wishes, fsdpc
     const wish *mine = &wishes[self->base.rank];
     int lanes = mine->color < 0 ? 1 : lanes_of(self, members, n);
     fsdpc_comm *host = NULL;
-    /* Collective on the host, whatever each of its ranks wishes for. */
+    /* Collective on the host, even if its ranks ask for different groups. */
     FSDPC_TRY(fsdpc_comm_split(self->host, (int)mine->color, (int)mine->key, &host));
     if (mine->color < 0)
         return FSDPC_OK;
@@ -418,7 +420,7 @@ static fsdpc_status hosts_split(fsdpc_comm *comm, int color, int key, fsdpc_comm
         fsdpc_comm_destroy(part);
         return status;
     }
-    uint32_t groups = 0; /* one that no rank of it has used */
+    uint32_t groups = 0; /* a number that none of its ranks has used */
     for (int r = 0; r < comm->size; r++)
         groups = wishes[r].groups > groups ? (uint32_t)wishes[r].groups : groups;
     self->world->groups_made = groups + 1;

@@ -1,12 +1,12 @@
-/* A communicator that pretends: one process plays any rank of any world, every peer has always just
- * done what this rank did.
+/* A simulated communicator: one process plays any rank of any world, and every peer has always just
+ * done the same as this rank.
  *
- * It exists for schedules on one process, in tests and simulations.  Its records hold the calls
- * made to it, in order: a "post" when an operation is posted, a "done" when its owner first finds
- * it done.  Waits never wait.  With `late` a test alone finds nothing done, so that the records and
- * the engine's trace say where the program cannot go on without an operation.  Data is as if all
- * peers held the same values.  Gathers leave the wire alone.  A sum over n ranks is n times the own
- * contribution, through the kernels of the config's device (which device_null makes empty).
+ * It exists to run schedules in one process, in tests and simulations.  It records its calls in
+ * order: a "post" when an operation is posted, a "done" when its owner first finds it done.  Waits
+ * return at once.  With `late` an operation is done only after a wait, so that the records and the
+ * engine's trace show where the program needs it.  All peers appear to have the same values.
+ * Gathers do not touch the wire.  A sum over n ranks is n times this rank's contribution, computed
+ * by the kernels of the config's device (which device_null makes empty).
  *
  * Wires and buffers are the device's memory, counted as shm counts them: wires by rank 0.
  */
@@ -22,7 +22,7 @@ typedef struct null_comm {
     fsdpc_comm base;
     fsdpc_comm_record *records;
     size_t n_records, capacity;
-    bool late, waits; /* waits: somebody does, since the last operation that was done */
+    bool late, waits; /* waits: a wait has begun since the last operation that was done */
 } null_comm;
 
 typedef struct null_wire {
@@ -30,7 +30,7 @@ typedef struct null_wire {
     fsdpc_epoch_note note;
 } null_wire;
 
-/* A record that finds no memory is an error: a test would judge an incomplete list. */
+/* Running out of memory for a record is an error: a test would judge an incomplete list. */
 static fsdpc_status record(fsdpc_comm *comm, const char *what, const fsdpc_coll *op, uint64_t epoch,
                            size_t bytes)
 {
@@ -240,7 +240,7 @@ static fsdpc_status null_idle(fsdpc_comm *comm, int64_t max_ns)
     return fsdpc_comm_health(comm);
 }
 
-/* The stream goes on at once. */
+/* The stream continues at once. */
 static fsdpc_status null_order(fsdpc_work *work, fsdpc_stream *stream)
 {
     (void)stream;

@@ -1,15 +1,15 @@
 /* A world of one: the template of a communicator.
  *
- * Wires and buffers are private memory, and every epoch is complete as soon as it began.  A
- * collective is its meaning for one rank: a copy, or a sum of one term.  The sum still goes through
- * the reduce kernel, because scaling and rounding are the same at every world size.
+ * Wires and buffers are private memory, and every epoch is complete as soon as it begins.  For one
+ * rank a collective is a copy, or a sum of one term.  The sum still uses the reduce kernel, because
+ * scaling and rounding must be the same at every world size.
  *
- * Everything is done in post; only a reduction on an asynchronous stream is finished later, by the
- * stream.  Its outcome reaches the driving thread through work->state (released by the stream's
- * thread after everything it wrote, acquired by test) and work->status.
+ * Post does everything; only a reduction on an asynchronous stream finishes later, on the stream.
+ * Its result reaches the driving thread through work->state (released by the stream's thread after
+ * all its writes, acquired by test) and work->status.
  *
- * On a remote device all of it is enqueued on the main stream, before every use of the outcome: a
- * sum of one term leaves nothing to overlap.
+ * On a remote device everything is enqueued on the main stream, before any use of the result: a sum
+ * of one term has nothing to overlap with.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,7 +20,7 @@ static const fsdpc_comm_ops self_ops;
 
 typedef struct self_wire {
     fsdpc_wire base;
-    fsdpc_extent *extent; /* that holds it; NULL: the device's memory does */
+    fsdpc_extent *extent; /* contains the memory; NULL: device memory */
     fsdpc_epoch_note note;
 } self_wire;
 
@@ -130,7 +130,7 @@ static fsdpc_status self_buffer_idle(fsdpc_buffer *buffer)
     return fsdpc_comm_health(buffer->comm);
 }
 
-/* The sum of one term is where it should be. */
+/* Whether the sum of one term is already in place. */
 static bool is_done(const fsdpc_coll *op)
 {
     return op->buffer->data + op->offset == op->shard && op->dtype == op->shard_dtype &&
@@ -169,7 +169,8 @@ static fsdpc_status perform_on_stream(void *arg, fsdpc_stream *stream)
     fsdpc_work *work = arg;
     fsdpc_status status = perform(&work->op, stream);
     work->status = status;
-    atomic_store_explicit(&work->state, 0, memory_order_release); /* with the acquire in test */
+    atomic_store_explicit(&work->state, 0, memory_order_release); /* pairs with the acquire in
+                                                                   * test */
     return status;
 }
 

@@ -2,7 +2,7 @@
  *
  * Ranks meet over Unix sockets, share a life page (shm_world.c) and, per group, a control page
  * (shm_control.h).  Splitting makes a new control page for each part and shares the world.  Nothing
- * has a name in any file system, nothing listens once all have met.
+ * has a name in any file system, and no socket listens once all have met.
  *
  * shm_internal.h lists the other files of this communicator.
  */
@@ -37,7 +37,8 @@ static fsdpc_status shm_idle(fsdpc_comm *comm, int64_t max_ns)
     if (now - self->checked_ns < CHECK_EVERY_NS)
         return FSDPC_OK;
     self->checked_ns = now;
-    if (fsdpc_shm_poisoned(self->control)) /* for who waits for something that is not ours */
+    if (fsdpc_shm_poisoned(self->control)) /* for callers that wait for something outside of this
+                                            * group */
         return fsdpc_shm_adopt_poison(self);
     return fsdpc_shm_peers_check(self);
 }
@@ -130,7 +131,7 @@ static void comm_detach(fsdpc_shm_comm *self)
         *at = self->next_group;
 }
 
-/* The leader makes the control page, the others take it; `waiter` waits until then. */
+/* The leader makes the control page and the others take it; `waiter` waits until then. */
 static fsdpc_status comm_join(fsdpc_shm_comm *self, fsdpc_comm *waiter,
                               const fsdpc_shm_comm *parent)
 {
@@ -161,13 +162,13 @@ static fsdpc_status comm_join(fsdpc_shm_comm *self, fsdpc_comm *waiter,
 }
 
 /* A rank that leaves the first group leaves them all.  Groups split from it may outlive the call,
- * and their peers would take the end of the process for a death. */
+ * and their peers would otherwise treat the end of the process as a death. */
 static void shm_leave(fsdpc_comm *comm)
 {
     fsdpc_shm_comm *self = fsdpc_shm_of(comm);
     if (!self->control || self->world->fork_count != fsdpc_fork_count())
         return;
-    /* release: everything we did comes before; acquire in peers_check. */
+    /* release: comes after everything we did; acquire in peers_check. */
     atomic_store_explicit(&self->mine->left, 1, memory_order_release);
     if (self->id == FIRST_GROUP) {
         for (fsdpc_shm_comm *group = self->world->groups; group; group = group->next_group)
@@ -291,7 +292,7 @@ fsdpc_status fsdpc_comm_shm_create(const fsdpc_comm_config *config, fsdpc_comm *
     fsdpc_shm_early early;
     fsdpc_shm_early_init(&early, world, config);
     FSDPC_TRY_GOTO(status, comm_join(self, &early.comm, NULL), destroy);
-    /* Nobody goes on before all are here and hold their place in the life page. */
+    /* Lets no rank continue before all have arrived and registered in the life page. */
     FSDPC_TRY_GOTO(
         status,
         fsdpc_comm_run(&self->base,

@@ -1,8 +1,9 @@
 /* The table of guarded descriptors and the handler that empties it in a child.
  *
- * The handler runs between fork and return in a process with one thread, and threads that no longer
- * exist may hold locks.  So it only loads, stores and closes.  A slot holds the descriptor plus
- * one, 0 when free.  With more descriptors than slots the rest are merely inherited.
+ * The handler runs in the child before fork returns.  The child has one thread, and threads that no
+ * longer exist may hold locks, so the handler only loads, stores and closes.  A slot holds the
+ * descriptor plus one, or 0 if free.  If there are more descriptors than slots, children inherit
+ * the rest.
  */
 #include "comm/fork_guard.h"
 

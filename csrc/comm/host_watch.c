@@ -1,21 +1,22 @@
-/* One thread, which sleeps in poll.
+/* A thread that sleeps in poll.
  *
- * Every TICK it looks at the ranks of its host, and at once when the process of one has ended.  A
- * launcher that sees it too will end the others, this rank among them, and then the peers would
- * know of that death alone.  For the same reason what failed is a line of the log.
+ * It checks the ranks of its host every TICK, and at once when the process of one has ended.  It
+ * must be quick: a launcher that sees the same death ends the other ranks, including this one, and
+ * then the peers would learn only of that.  For the same reason it logs the failure.
  *
- * Every BEAT it sends each peer a beat.  Messages are of one size.  A beat is left out while an
- * earlier message is not acknowledged, so that the socket's buffer never fills.  A message is sent
- * wholly or the connection counts as broken.
+ * Every BEAT it sends each peer a beat.  Messages are of one size.  It skips a beat while an
+ * earlier message is not acknowledged, so that the socket's buffer never fills.  If a message
+ * cannot be sent as a whole, the connection counts as broken.
  *
- * Silence is the kernel's to find: TCP_USER_TIMEOUT ends a connection on which something sent is
- * not acknowledged so long, and beats see to it that something always is.
+ * The kernel detects silence: TCP_USER_TIMEOUT ends a connection if sent data is not acknowledged
+ * for that long, and beats ensure that there is always sent data.
  *
- * A connection that closes may be a consequence too: the launcher of that host has ended the rank
- * because of another one.  So that is a failure after GRACE only, if nothing else is known by then.
+ * A closed connection may also be a consequence: the launcher of that host may have ended the rank
+ * because another one failed.  It therefore counts as a failure only after GRACE, if nothing else
+ * is known by then.
  *
- * The first failure is the only one: it is told to this host and sent to the peers, and what comes
- * later is a consequence.  The thread goes on, as peers that lose a connection would take that for
+ * Only the first failure counts: the thread tells it to this host and the peers, and treats all
+ * later ones as consequences.  The thread continues, because peers would treat a lost connection as
  * a death.
  */
 #include "comm/host_watch.h"
@@ -40,11 +41,11 @@ enum { TICK_MS = 200 };
 
 static const int64_t BEAT_NS = 500000000, LATE_NS = 1800000000, GRACE_NS = 400000000;
 
-/* What a message says. */
+/* The kind of a message. */
 enum kind { BEAT, GOODBYE, WARNING, FAILED };
 
 typedef struct message {
-    uint32_t kind; /* in network order, as `status` */
+    uint32_t kind; /* in network order, like `status` */
     int32_t status;
     char text[504];
 } message;
@@ -52,24 +53,24 @@ typedef struct message {
 typedef struct peer {
     fsdpc_host_watch_peer who;
     int64_t heard_ns;
-    bool late;         /* and somebody was told */
-    int64_t closed_ns; /* when its connection did; 0: it has not */
+    bool late;         /* and the ranks were warned */
+    int64_t closed_ns; /* when its connection closed; 0: it is open */
     size_t filled;
-    message in; /* as far as it came */
+    message in; /* may be incomplete */
 } peer;
 
 struct fsdpc_host_watch {
     fsdpc_comm *host;
     pthread_t thread;
-    int stop_fd; /* an event: the end */
+    int stop_fd; /* an eventfd that ends the thread */
     char name[64];
     double silence_s;
-    bool failed; /* the peers know, and this host */
+    bool failed; /* the peers and this host have been told */
     char note[256];
     int64_t beat_ns;
     int n_peers;
     int n_polled;
-    struct pollfd *polled; /* the peers', stop_fd, and the ends of this host's processes */
+    struct pollfd *polled; /* the peers', stop_fd, and the process ends of this host */
     peer peers[];
 };
 
@@ -94,7 +95,7 @@ static void send_one(peer *to, enum kind kind, fsdpc_status status, const char *
     snprintf(m.text, sizeof m.text, "%s", text);
     if (to->who.fd >= 0 && !(kind == BEAT && unacknowledged(to)))
         (void)!send(to->who.fd, &m, sizeof m, MSG_NOSIGNAL | MSG_DONTWAIT);
-    /* What could not be sent is found by whoever receives, as a connection that broke. */
+    /* The receiver notices a failed send as a broken connection. */
 }
 
 static void send_all(fsdpc_host_watch *self, const peer *but, enum kind kind, fsdpc_status status,
@@ -105,7 +106,7 @@ static void send_all(fsdpc_host_watch *self, const peer *but, enum kind kind, fs
             send_one(&self->peers[p], kind, status, text);
 }
 
-/* ---- What happened ---- */
+/* ---- Failures ---- */
 
 static void warn(fsdpc_host_watch *self, const peer *from, const char *text)
 {
@@ -113,7 +114,7 @@ static void warn(fsdpc_host_watch *self, const peer *from, const char *text)
     send_all(self, from, WARNING, FSDPC_OK, text);
 }
 
-/* `from` is whom it was heard of; NULL: this host's own, whose ranks know. */
+/* `from` is the peer that reported it; NULL: this host, whose ranks already know. */
 static void fail(fsdpc_host_watch *self, const peer *from, fsdpc_status status, const char *text)
 {
     if (self->failed)
@@ -184,7 +185,7 @@ static void receive(fsdpc_host_watch *self, peer *from)
     }
 }
 
-/* ---- Looking ---- */
+/* ---- Observing ---- */
 
 static void look_here(fsdpc_host_watch *self)
 {
@@ -246,7 +247,7 @@ static void *watch_main(void *arg)
         look(self);
         for (int p = self->n_peers + 1; p < self->n_polled; p++)
             if (self->polled[p].revents)
-                self->polled[p].fd = -1; /* it was looked at, and stays readable */
+                self->polled[p].fd = -1; /* already handled; it stays readable */
     }
     return NULL;
 }
@@ -322,6 +323,6 @@ void fsdpc_host_watch_stop(fsdpc_host_watch *self)
     if (!self->failed)
         send_all(self, NULL, GOODBYE, FSDPC_OK, "");
     for (int p = 0; p < self->n_peers; p++)
-        shutdown(self->peers[p].who.fd, SHUT_WR); /* what was sent arrives before the end */
+        shutdown(self->peers[p].who.fd, SHUT_WR); /* sent data arrives before the end */
     destroy(self);
 }

@@ -1,15 +1,16 @@
-/* What crosses between hosts for one operation.
+/* The messages of one operation between hosts.
  *
- * Each rank talks to its lane of the other hosts alone.  Every operation that crosses begins with a
- * header each way, which is compared before any received data is used.  Within a host the host's
- * communicator has compared the operation, so lanes speak for their hosts.
+ * Each rank exchanges messages only with its lane on the other hosts.  Every operation between
+ * hosts begins with a header in each direction, and headers are compared before any received data
+ * is used.  Within a host the host's communicator has compared the operation, so each lane
+ * represents its host.
  *
- * Tags are made of the group, the operation's number and the part of it, folded below what the link
- * takes.  Operations in flight are far fewer than numbers that fit.
+ * A tag combines the group, the operation's number and its part, modulo the link's limit.  Far
+ * fewer operations are in flight than there are distinct tags.
  *
- * Storage.  Storage of a reduction on its way stays with its buffer, its only user.  So its size
- * follows from the buffers, not from the number of operations in flight at a time.  Spare ones are
- * taken in the order in which they were made, whichever ended first.
+ * Storage.  The storage of a reduction in transit stays with its buffer, its only user.  Its size
+ * thus depends on the buffers, not on the number of operations in flight.  Spare operations are
+ * reused in creation order, whichever ended first.
  */
 #include "comm/hosts_internal.h"
 

@@ -1,7 +1,7 @@
 /* An operation over several hosts, from its post to its end.
  *
- * All of it is posted in the program's order on the host's communicator, where ranks of the host
- * compare it; what crosses goes from lane to lane.
+ * Every operation is posted in program order on the host's communicator, where the host's ranks
+ * compare it; data between hosts goes from lane to lane.
  *
  *     GATHER          own slices to the other hosts, theirs into the wire; done when all lanes of
  *                     the host have theirs.  A group's rows are brought once after they changed
@@ -12,19 +12,19 @@
  *     values          hosts_values.c
  *     agree_only      headers cross, and nothing else
  *
- * Rows go from the wire and into it where the link takes runs.  That is safe from the post on.  All
- * reads of the wire in earlier epochs are over when a rank goes on from an epoch, and a rank has
- * completed its gathers before it arrives in the next one.  So own rows are not written while the
- * link reads them.  Rows of another host's rank are written by its lane here alone, and no rank of
- * the host reads them before the lanes have met.
+ * If the link supports runs, rows move directly from wire to wire.  That is safe from the post on.
+ * When a rank continues from an epoch, all reads of the wire in earlier epochs are over, and a rank
+ * completes its gathers before it arrives in the next epoch.  Own rows are therefore not written
+ * while the link reads them.  Only the lane of the owner writes rows of another host's rank, and no
+ * rank of this host reads them before the lanes have met.
  *
- * Sums.  Ranks of a host follow each other.  So adding hosts' sums as a pairwise tree is the tree
- * over all ranks if a host has a power of two of them: the bits of one host.  Sums travel in fp32,
- * or fp64 for that, and are scaled and rounded once, at the end.
+ * Sums.  A host's ranks are consecutive.  If their number is a power of two, adding the hosts' sums
+ * as a pairwise tree is the tree over all ranks and gives the bits of a single host.  To keep them,
+ * sums travel in fp32 or fp64, and are scaled and rounded once, at the end.
  *
- * Order.  Posts on one communicator come in one order on all its ranks.  First phases are posted
- * with the operation.  Later phases wait for messages, which arrive in any order.  So second phases
- * have a separate communicator, and go there in the order in which their operations were posted.
+ * Order.  All ranks of a communicator post in the same order.  First phases are posted with the
+ * operation.  Later phases wait for messages, which arrive in any order.  Second phases therefore
+ * have a separate communicator, on which they are posted in the order of their operations.
  */
 #include "comm/hosts_internal.h"
 
@@ -49,7 +49,7 @@ static fsdpc_dtype wide(fsdpc_dtype dtype)
 
 /* ---- Gathers ---- */
 
-/* Where the rows of this lane of a host lie in the wire; their bytes. */
+/* The rows in the wire of this lane on a host, and their bytes. */
 static size_t rows_of(const fsdpc_hosts_comm *self, const fsdpc_coll *coll, int host,
                       fsdpc_link_run *rows)
 {
@@ -64,8 +64,8 @@ static size_t rows_of(const fsdpc_hosts_comm *self, const fsdpc_coll *coll, int 
     return bytes;
 }
 
-/* Own rows from where they lie, theirs to where they belong; by way of `here` and `there` if the
- * link takes no runs. */
+/* Sends own rows from their memory and receives the others' in place; through `here` and `there` if
+ * the link does not support runs. */
 static fsdpc_status cross_rows(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
@@ -104,7 +104,7 @@ static fsdpc_status cross_rows(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     return FSDPC_OK;
 }
 
-/* What came, into the full, if it does not lie there. */
+/* Copies received rows into the full, if they are not there already. */
 static void place_rows(fsdpc_hosts_comm *self, const fsdpc_hosts_op *op)
 {
     const unsigned char *from = op->there.data;
@@ -117,8 +117,8 @@ static void place_rows(fsdpc_hosts_comm *self, const fsdpc_hosts_op *op)
     }
 }
 
-/* Where it is noted which rows were brought.  Gathers repeat in their order, so a look at the one
- * behind the last finds it. */
+/* The record of which rows were received.  Gathers repeat in order, so the search begins after the
+ * last hit. */
 static fsdpc_status rows_at(fsdpc_hosts_wire *wire, size_t offset, fsdpc_hosts_rows **out)
 {
     for (size_t n = 0; n < wire->n_rows; n++) {
@@ -138,7 +138,7 @@ static fsdpc_status rows_at(fsdpc_hosts_wire *wire, size_t offset, fsdpc_hosts_r
     return FSDPC_OK;
 }
 
-/* Rows of other hosts were not brought since they changed; the same on all ranks. */
+/* Whether rows of other hosts have changed since they were last received; the same on all ranks. */
 static fsdpc_status needs_rows(const fsdpc_coll *coll, bool *needs_out)
 {
     fsdpc_hosts_wire *wire = (fsdpc_hosts_wire *)coll->wire;
@@ -151,7 +151,7 @@ static fsdpc_status needs_rows(const fsdpc_coll *coll, bool *needs_out)
 
 /* ---- Reductions ---- */
 
-/* Elements of a host's sums that go to this lane of host h. */
+/* Number of elements in a host's sums for this lane on host h. */
 static size_t sums_for(const fsdpc_hosts_comm *self, const fsdpc_coll *coll, int h)
 {
     size_t first, numel = 0;
@@ -161,8 +161,8 @@ static size_t sums_for(const fsdpc_hosts_comm *self, const fsdpc_coll *coll, int
     return numel;
 }
 
-/* The operation on the host: the slices of this lane on every host, sums one host behind the other
- * in `here`. */
+/* The operation on the host: reduces the slices of this lane on every host, with one host's sums
+ * after the other in `here`. */
 static fsdpc_status slices_of_host(const fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
@@ -189,7 +189,7 @@ static fsdpc_status slices_of_host(const fsdpc_hosts_comm *self, fsdpc_hosts_op 
     return FSDPC_OK;
 }
 
-/* A rank's rooms for reductions of `numel` elements, of which no rank gets more than `share`. */
+/* A rank's memory for reductions of `numel` elements, if no rank gets more than `share` of them. */
 fsdpc_hosts_rooms fsdpc_hosts_rooms_for(fsdpc_coll_kind kind, fsdpc_dtype dtype, size_t numel,
                                         size_t share, int n_hosts, int n_lanes)
 {
@@ -203,8 +203,8 @@ fsdpc_hosts_rooms fsdpc_hosts_rooms_for(fsdpc_coll_kind kind, fsdpc_dtype dtype,
                                .all = n_lanes > 1 ? part * (size_t)n_lanes : 0};
 }
 
-/* For any reduction of the buffer in this dtype, so that they depend on the buffer alone.  There
- * are more if parameters that stay whole give one rank more than its share of it. */
+/* Takes memory for any reduction of the buffer in this dtype, so that it depends only on the
+ * buffer.  It is larger if whole parameters give one rank more than its share. */
 static fsdpc_status take_rooms(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
@@ -264,10 +264,10 @@ static fsdpc_status cross_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     return FSDPC_OK;
 }
 
-/* REDUCE_ALL: this lane's part of all sums, cut evenly; the last ones may be short, or empty. */
+/* REDUCE_ALL: this lane's part of all sums, cut evenly; the last parts may be short or empty. */
 typedef struct lane_part {
     size_t first, numel;
-    size_t bytes; /* of any that is not short */
+    size_t bytes; /* of a part that is not short */
 } lane_part;
 
 static lane_part part_of(const fsdpc_hosts_comm *self, const fsdpc_coll *coll)
@@ -293,7 +293,7 @@ static fsdpc_status cross_parts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     return FSDPC_OK;
 }
 
-/* Adds so many sums, of some hosts each, scales and rounds: the last step. */
+/* Adds this many sums, each of some hosts, scales and rounds: the last step. */
 static fsdpc_status add_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op,
                              const unsigned char *const *sums, int n_sums)
 {
@@ -329,7 +329,7 @@ static fsdpc_status finish_scatter(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     return add_sums(self, op, sums, self->n_hosts);
 }
 
-/* Where the sum of a part is once it was added: the place of this host's, which nothing came to. */
+/* The memory for a part's final sum: this host's own place, which receives nothing. */
 static unsigned char *sum_of_part(const fsdpc_hosts_comm *self, const fsdpc_hosts_op *op)
 {
     return op->there.data + (size_t)self->this_host * part_of(self, &op->work->op).bytes;
@@ -355,7 +355,7 @@ static fsdpc_status add_parts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
                              &stream);
 }
 
-/* The ranks of a host show each other their parts, so that each has all sums over all hosts. */
+/* The ranks of a host share their parts, so that each has all sums over all hosts. */
 static fsdpc_status show_parts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
@@ -475,7 +475,7 @@ fsdpc_status fsdpc_hosts_post(fsdpc_work *work)
     if (status == FSDPC_OK && crosses && moves && coll->kind == FSDPC_COLL_GATHER)
         status = cross_rows(self, op);
     if (status != FSDPC_OK) {
-        fsdpc_hosts_op_free(self, op); /* what it posted goes with the communicator */
+        fsdpc_hosts_op_free(self, op); /* what it posted ends with the communicator */
         return fsdpc_comm_poison(&self->base, status);
     }
     while (*end)
@@ -505,7 +505,7 @@ void fsdpc_hosts_drop(fsdpc_hosts_comm *self)
 static void break_off(fsdpc_hosts_comm *self, fsdpc_status status)
 {
     self->broke = status;
-    fsdpc_comm_poison(&self->base, status); /* drops what is in flight */
+    fsdpc_comm_poison(&self->base, status); /* drops operations in flight */
 }
 
 static void carry_on(fsdpc_hosts_comm *self)

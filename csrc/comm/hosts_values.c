@@ -1,14 +1,15 @@
 /* Values over several hosts: all-reduce, all-gather, broadcast and barrier.
  *
- * They go in rounds, so that memory stays small however many ranks there are.  In a round of an
- * all-gather a rank's elements cross to its lane of every host; then the ranks of the host show
- * each other what came, which is everything:
+ * They work in rounds, so that memory stays small with any number of ranks.  In a round of an
+ * all-gather a rank sends its elements to its lane on every host; then the ranks of each host
+ * all-gather what they received, which is everything:
  *
  *     rank (h, l)   sends x(h, l) to (h', l)      has x(0, l), x(1, l), ...
  *     host h        all-gathers these             has x(0, 0), x(1, 0), ..., x(0, 1), ...
  *
- * An all-reduce combines them in order of ranks, as one host does, and so has its bits.  In a round
- * of a broadcast the root shows its elements to its host, whose lanes carry a part each.
+ * An all-reduce combines them in rank order, as on one host, and thus gives the same bits.  In a
+ * round of a broadcast the root broadcasts its elements on its host, and each lane sends a part to
+ * the other hosts.
  */
 #include "comm/hosts_internal.h"
 
@@ -45,7 +46,7 @@ static fsdpc_status show(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, fsdpc_coll_
                            &op->later);
 }
 
-/* The part of a broadcast's round that a lane carries; the last ones may be short, or empty. */
+/* The part of a broadcast's round that a lane sends; the last parts may be short or empty. */
 static size_t part_of(const fsdpc_hosts_comm *self, size_t bytes, int lane, size_t *at_out)
 {
     size_t part = (bytes + (size_t)self->n_lanes - 1) / (size_t)self->n_lanes;
@@ -149,7 +150,7 @@ static fsdpc_status begin_round(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 
 static fsdpc_status cross(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
-    if (op->compared) /* a later round */
+    if (op->compared) /* in a later round */
         op->n_ops = fsdpc_hosts_headers(self);
     return op->work->op.kind == FSDPC_COLL_BROADCAST ? cross_part(self, op) : cross_own(self, op);
 }
@@ -181,7 +182,7 @@ static fsdpc_status end_round(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 fsdpc_status fsdpc_hosts_values_step(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
-    if (op->n_ops == 0) /* now that all ranks of the host have come here */
+    if (op->n_ops == 0) /* all ranks of the host have arrived here */
         FSDPC_TRY(fsdpc_hosts_begin(self, op));
     if (coll->kind == FSDPC_COLL_BARRIER || coll->numel == 0)
         return fsdpc_hosts_crossed(self, op);

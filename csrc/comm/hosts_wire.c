@@ -1,12 +1,12 @@
 /* Wires, epochs and buffers over several hosts.
  *
- * A host has one copy of the weights: the wire is the host's, whose ranks share it, and gathers
- * bring rows of other hosts into it.  So ranks publish, read and arrive as on one host.
+ * A host has one copy of the weights: the wire belongs to the host, its ranks share it, and gathers
+ * bring rows of other hosts into it.  Ranks thus publish, read and arrive as on one host.
  *
- * An epoch is one message each way.  When all ranks of the host have arrived, each lane sends the
- * host's note to its lane on the other hosts, and has all notes when theirs have come.  A rank that
- * goes on from an epoch knows therefore that every rank of the world has arrived.  Publishing stays
- * in the host: rows leave it in gathers, which are posted after that.
+ * An epoch is one message in each direction.  When all ranks of the host have arrived, each lane
+ * sends the host's note to the same lane on the other hosts, and has all notes once theirs have
+ * arrived.  A rank that continues from an epoch therefore knows that every rank of the world has
+ * arrived.  Publishing is local to the host: rows leave it in gathers, which are posted later.
  */
 #include "comm/hosts_internal.h"
 
@@ -59,7 +59,7 @@ void fsdpc_hosts_wire_destroy(fsdpc_wire *wire)
     wire_free((fsdpc_hosts_wire *)wire);
 }
 
-/* What the host's communicator failed with, other hosts are to know too. */
+/* Reports a failure of the host's communicator to other hosts too. */
 static fsdpc_status of_host(fsdpc_hosts_comm *self, fsdpc_status status)
 {
     return status < 0 && self->host->poison[0] ? fsdpc_comm_poison(&self->base, status) : status;
@@ -149,7 +149,7 @@ fsdpc_status fsdpc_hosts_epoch_test(fsdpc_wire *base, fsdpc_epoch_note *all_out)
     FSDPC_TRY(fsdpc_hosts_progress(self));
     if (!wire->sent) {
         fsdpc_status status = wire->host->comm->ops->epoch_test(wire->host, &wire->note);
-        if (status == FSDPC_ERR_STATE) /* held and changed in this host: all hosts are to know */
+        if (status == FSDPC_ERR_STATE) /* held and changed on this host: all hosts must know */
             wire->note.bits |= FSDPC_EPOCH_HELD | FSDPC_EPOCH_CHANGED;
         else
             FSDPC_TRY(of_host(self, status));

@@ -1,4 +1,4 @@
-/* What every link shares: an operation's storage, and counts. */
+/* The common part of all links: operation storage and counters. */
 #include "comm/link.h"
 
 #include <stdio.h>

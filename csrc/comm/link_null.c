@@ -1,6 +1,6 @@
-/* Everything is done when it is posted.  A receive is zeroed, and waits in a list: a send of as many
- * bytes with its peer and tag, posted before the receive is tested, fills it.  So peers agree in
- * every header, and sums are those of ranks that hold the same.
+/* Every operation is done when it is posted.  A receive is zeroed and added to a list: if a send
+ * with the same peer, tag and size is posted before the receive is tested, it fills the receive.
+ * Peers thus agree in every header, and sums are those of ranks with identical contents.
  */
 #include "comm/link_null.h"
 
@@ -10,7 +10,7 @@
 
 typedef struct null_link {
     fsdpc_link base;
-    fsdpc_link_op *receives; /* not tested yet, nor filled */
+    fsdpc_link_op *receives; /* neither tested nor filled yet */
 } null_link;
 
 static void destroy(fsdpc_link *link)
@@ -58,7 +58,7 @@ static void abort_null(fsdpc_link *link, const char *reason)
     if (atomic_load_explicit(&link->failed, memory_order_relaxed))
         return;
     snprintf(link->poison, sizeof link->poison, "rank %d: %s", link->rank, reason);
-    /* release: poison comes before; acquire in fsdpc_link_health. */
+    /* release: after the poison text; acquire in fsdpc_link_health. */
     atomic_store_explicit(&link->failed, true, memory_order_release);
 }
 

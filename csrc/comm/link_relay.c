@@ -1,22 +1,21 @@
-/* Lists of operations under one lock: sends to be carried, receives that wait, messages that came
- * early.
+/* Lists of operations under one lock: sends to be carried, waiting receives, and early messages.
  *
- * Copies.  A message is copied once on each side: from a send's memory into the room of the carrier
- * that takes it, which ends the send.  There it goes from a carrier's room into the memory of its
- * receive.  Small sends are copied, and done, when they are posted.  A large message that comes
- * before its receive keeps its room, and the carrier makes another.  Copies happen under the lock:
- * links carry a network's worth of bytes, and memory is much faster.  So nobody reads or writes
- * memory of operations behind an abort's back.
+ * Copies.  A message is copied once on each side.  The sender's side copies it from the send's
+ * memory into the carrier's, which ends the send; the receiver's side copies it from a carrier's
+ * memory into the receive's.  Small sends are copied, and done, when they are posted.  A large
+ * message that comes before its receive keeps its memory, and the carrier allocates new memory.
+ * Copies happen under the lock: a network is slow, and memory is much faster.  No thread can thus
+ * access an operation's memory after an abort.
  *
- * Closing keeps what is in the outbox; an abort keeps what was done, since peers count on it, and
- * drops other sends.  The takers get the rest, and then the end.  The reason of an abort goes
- * behind the rest, to every peer that this rank has had to do with.  So a peer that waits for a
- * message which will not come learns why.
+ * Closing keeps the outbox; an abort keeps sends that are done, since peers rely on them, and drops
+ * the others.  Carriers get the remaining messages, and then the end.  After these, an abort sends
+ * its reason to every peer that this rank has exchanged messages with.  A peer that waits for a
+ * message that will not come thus learns why.
  *
- * The end.  A rank sends each peer it has had to do with one last message.  It says that the rank
- * left, the reason of an abort, or, if the peer was first, that it heard of that.  So a carrier
- * that has brought everybody's last message is done, and none sleeps in a receive that nothing will
- * end.
+ * The end.  A rank sends a last message to each peer that it has exchanged messages with.  It says
+ * that the rank has left, gives the reason of an abort, or, if the peer was first, acknowledges the
+ * peer's last message.  A carrier that has brought the last messages of all peers is therefore
+ * done, and no carrier sleeps in a receive that never ends.
  */
 #include "comm/link_relay.h"
 
@@ -26,8 +25,8 @@
 #include <string.h>
 #include <time.h>
 
-/* KEPT, in `request`: an operation of the relay's own, a send that is done or a message that came
- * early.  Its memory goes with it. */
+/* KEPT, in `request`: an operation that the relay owns, a done send or an early message.  Its
+ * memory is freed with it. */
 enum { SMALL = 4096, KEPT = 1 };
 
 typedef struct list {
@@ -35,16 +34,16 @@ typedef struct list {
 } list;
 
 static const uint32_t NEWS = UINT32_MAX;      /* tag of an abort's reason */
-static const uint32_t LEFT = UINT32_MAX - 1;  /* of the last message of all */
+static const uint32_t LEFT = UINT32_MAX - 1;  /* of the last message */
 static const uint32_t HEARD = UINT32_MAX - 2; /* of the answer to either */
 
 typedef struct relay {
     fsdpc_link base;
     bool *met;   /* peers that something was posted for; begins the memory of all three */
-    bool *told;  /* peers to whom the last message is on its way */
+    bool *told;  /* peers whose last message is on its way to them */
     bool *heard; /* peers whose last message has come */
     pthread_mutex_t lock;
-    pthread_cond_t news; /* for takers */
+    pthread_cond_t news; /* for carriers */
     list outbox, early, receives;
     bool closed;
     _Atomic int refs; /* the link's user, and its carriers */
@@ -64,7 +63,7 @@ static void push(list *l, fsdpc_link_op *op)
     l->end = &op->next;
 }
 
-/* Removes what stands at this place of a list. */
+/* Removes the operation at this position of a list. */
 static fsdpc_link_op *take_out(list *l, fsdpc_link_op **at)
 {
     fsdpc_link_op *op = *at;
@@ -74,7 +73,7 @@ static fsdpc_link_op *take_out(list *l, fsdpc_link_op **at)
     return op;
 }
 
-/* Removes the oldest of this peer and tag; NULL: there is none. */
+/* Removes the oldest with this peer and tag; NULL: none. */
 static fsdpc_link_op *pull(list *l, int peer, uint32_t tag)
 {
     for (fsdpc_link_op **at = &l->first; *at; at = &(*at)->next) {
@@ -87,7 +86,7 @@ static fsdpc_link_op *pull(list *l, int peer, uint32_t tag)
 static void end_op(fsdpc_link_op *op, fsdpc_status status)
 {
     op->status = status;
-    /* release: the bytes come before; acquire in test. */
+    /* release: comes after the bytes; acquire in test. */
     atomic_store_explicit(&op->state, 0, memory_order_release);
 }
 
@@ -113,7 +112,7 @@ void fsdpc_message_free(fsdpc_message *message)
     message->room = 0;
 }
 
-/* Between an operation's memory and a room: to the room if it sends. */
+/* Copies between an operation's memory and a carrier's: to the carrier's if it sends. */
 static void copy(const fsdpc_link_op *op, unsigned char *room)
 {
     const fsdpc_link_run whole = {op->data, op->bytes}, *runs = op->runs ? op->runs : &whole;
@@ -123,7 +122,7 @@ static void copy(const fsdpc_link_op *op, unsigned char *room)
     }
 }
 
-/* An operation of the relay's own, which takes a room over; NULL: no memory. */
+/* Makes an operation owned by the relay, which takes over a carrier's memory; NULL: no memory. */
 static fsdpc_link_op *keep(const fsdpc_message *message)
 {
     fsdpc_link_op *op = calloc(1, sizeof *op);
@@ -167,7 +166,7 @@ static void wake(const fsdpc_link *link)
         link->wake(link->wake_arg);
 }
 
-/* A message to its receive. */
+/* Copies a message to its receive. */
 static void receive(fsdpc_link_op *op, unsigned char *data, size_t bytes)
 {
     op->moved = bytes;
@@ -225,7 +224,7 @@ static fsdpc_status test(fsdpc_link_op *op)
     return fsdpc_link_left(op);
 }
 
-/* Operations of the user's with a rank, or with all (-1), fail and leave the list. */
+/* Makes the user's operations with one rank, or with all (-1), fail and removes them. */
 static void give_up(list *l, int peer)
 {
     for (fsdpc_link_op **at = &l->first; *at;) {
@@ -236,7 +235,7 @@ static void give_up(list *l, int peer)
     }
 }
 
-/* The last message to a peer, unless it was sent one. */
+/* Sends a peer its last message, unless it has had one. */
 static void tell(relay *self, int peer, uint32_t tag, const char *text)
 {
     fsdpc_link_op send = {.sends = true, .peer = peer, .tag = tag}, *last;
@@ -313,7 +312,7 @@ static void destroy(fsdpc_link *link)
     give_up(&self->receives, -1);
     pthread_cond_broadcast(&self->news);
     pthread_mutex_unlock(&self->lock);
-    /* acq_rel: whoever goes last sees all that the others did. */
+    /* acq_rel: the last holder sees all that the others did. */
     if (atomic_fetch_sub_explicit(&self->refs, 1, memory_order_acq_rel) > 1)
         return;
     drop_all(&self->outbox);
@@ -342,7 +341,7 @@ void fsdpc_link_relay_retain(fsdpc_link *link)
     atomic_fetch_add_explicit(&((relay *)link)->refs, 1, memory_order_relaxed);
 }
 
-/* The first of the outbox, to the room of a carrier; under the lock. */
+/* Gives the first message of the outbox to a carrier; requires the lock. */
 static fsdpc_status hand_over(relay *self, fsdpc_message *out)
 {
     FSDPC_TRY(fsdpc_message_reserve(out, self->outbox.first->bytes));
@@ -385,8 +384,9 @@ static void hear_reason(relay *self, const fsdpc_message *message)
     fail(self, text);
 }
 
-/* A peer's last message; whether there are peers left who have not sent theirs.  Under one lock: a
- * receive that is posted meanwhile must find the reason, not that the peer is gone. */
+/* Handles a peer's last message; returns whether any peer has not sent its own yet.  Holds the lock
+ * throughout: a receive that is posted meanwhile must find the reason, not that the peer is
+ * gone. */
 static bool hear_last(relay *self, const fsdpc_message *message)
 {
     pthread_mutex_lock(&self->lock);
@@ -409,7 +409,7 @@ static bool hear_last(relay *self, const fsdpc_message *message)
     return others;
 }
 
-/* A message without a receive: a small one is copied, another keeps its room. */
+/* Keeps a message without a receive: copies a small one, takes over the memory of a large one. */
 static fsdpc_link_op *keep_early(fsdpc_message *message)
 {
     fsdpc_link_op small = {.sends = true, .peer = message->peer, .tag = message->tag}, *early;
@@ -435,7 +435,8 @@ bool fsdpc_link_relay_deliver(fsdpc_link *link, fsdpc_message *message)
     } else if (!failed(self) && (early = keep_early(message))) {
         push(&self->early, early);
     } else {
-        fail(self, "no memory for a message of another host"); /* or it has failed already */
+        fail(self, "no memory for a message of another host"); /* no effect if it has already
+                                                                * failed */
     }
     pthread_mutex_unlock(&self->lock);
     return true;

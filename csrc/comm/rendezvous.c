@@ -1,17 +1,17 @@
 /* The mesh of sockets.
  *
- * Every rank listens under its own name and connects to all lower ranks.  A rank that does not
- * listen yet refuses the connection, and the other tries again after 1, 2, 4 ... 20 ms.  Both sides
- * say hello (magic, secret, rank, size, pid), the accepting one after it has heard the other.
- * Sequenced packets keep message boundaries.
+ * Every rank listens under its own name and connects to all lower ranks.  If a rank does not listen
+ * yet, the connection fails, and the other retries after 1, 2, 4 ... 20 ms.  Both sides send a
+ * hello (magic, secret, rank, size, pid); the accepting side answers the other's.  Sequenced
+ * packets keep message boundaries.
  *
- * An accepted socket stays a guest until its hello has come, so that a silent stranger holds nobody
- * up.  Guests beyond a fixed number push the oldest out.  A wrong uid is turned away in silence, a
- * wrong magic or secret with a warning.  A wrong size or a rank that came twice is an error,
- * because that is one of ours, misconfigured.
+ * An accepted socket remains a guest until its hello arrives, so that a silent stranger delays no
+ * rank.  If there are too many guests, the oldest is dropped.  A wrong uid is rejected silently, a
+ * wrong magic or secret with a warning.  A wrong size or a duplicate rank is an error, because that
+ * is a misconfigured rank of this run.
  *
- * The waiting itself is comm.c's: the meeting poses as a communicator whose idle is ppoll and whose
- * description lists the ranks that have not come.
+ * comm.c does the waiting: the meeting acts as a communicator whose idle is ppoll and whose
+ * description lists the missing ranks.
  */
 #include "comm/rendezvous.h"
 
@@ -33,21 +33,21 @@ enum { FIRST_RETRY_MS = 1, LAST_RETRY_MS = 20 };
 
 typedef struct hello {
     char magic[8];
-    char secret[SECRET_BYTES]; /* zeros where there is none */
+    char secret[SECRET_BYTES]; /* zeros if there is none */
     int32_t rank, size, pid;
 } hello;
 
 static const char magic[8] = "fsdpc 2";
 
 typedef struct meeting {
-    fsdpc_comm comm; /* first: idle and describe get it back */
+    fsdpc_comm comm; /* first: idle and describe cast it back */
     const char *address;
     char secret[SECRET_BYTES];
     int listening;
     int guests[GUESTS];
     int *sockets; /* by rank */
     int32_t *pids;
-    bool here[MAX_RANKS]; /* its hello has come */
+    bool here[MAX_RANKS]; /* its hello has arrived */
     int64_t retry_at;
     int retry_ms;
     int news_fd;
@@ -104,7 +104,7 @@ fsdpc_status fsdpc_rendezvous_listen(const char *address, int rank, int *fd_out)
     return FSDPC_OK;
 }
 
-/* Who is at the other end; uid and pid are -1 if the kernel does not say. */
+/* The process at the other end; uid and pid are -1 if the kernel does not know. */
 static struct ucred peer_of(int fd)
 {
     struct ucred who = {.pid = -1, .uid = (uid_t)-1};
@@ -195,7 +195,7 @@ static fsdpc_status say_hello(const meeting *m, int fd)
                                        : status;
 }
 
-/* FSDPC_OK with a valid hello, FSDPC_ERR_TYPE for a stranger. */
+/* FSDPC_OK for a valid hello, FSDPC_ERR_TYPE for a stranger. */
 static fsdpc_status hear_hello(const meeting *m, int fd, hello *out)
 {
     int passed = -1;
@@ -239,7 +239,8 @@ static fsdpc_status left_early(meeting *m, int rank)
         rank, m->pids[rank], m->address, missing[0] ? ", still missing: " : "", missing);
 }
 
-/* Did a rank that has said hello hang up?  What it may have sent already is left for later. */
+/* Checks whether a rank that has sent its hello hung up.  Leaves data that it may already have sent
+ * for later. */
 static fsdpc_status watch(meeting *m, int rank)
 {
     char byte;
@@ -333,7 +334,8 @@ static fsdpc_status try_connect(meeting *m, int rank)
         status = say_hello(m, fd);
     if (status != FSDPC_OK) {
         close(fd);
-        return status == FSDPC_ERR_PEER ? FSDPC_OK : status; /* it left again: ask once more */
+        return status == FSDPC_ERR_PEER ? FSDPC_OK : status; /* it has left again: check once
+                                                              * more */
     }
     fsdpc_fork_guard(fd);
     m->sockets[rank] = fd;
@@ -357,7 +359,8 @@ static fsdpc_status hear_answer(meeting *m, int rank)
     return FSDPC_OK;
 }
 
-/* A rank that ended before it came never comes.  Another file than a launcher's says nothing. */
+/* A rank that ended before it connected will never come.  A file that is not from a launcher is
+ * ignored. */
 static fsdpc_status news_check(const meeting *m)
 {
     char text[256];

@@ -1,9 +1,9 @@
 /* Reduce buffers: each rank's own memfd, mapped read-only by its peers.
  *
- * Behind the data, on a separate page, the rank says how many reductions of this buffer's id it has
- * read.  Every rank has a buffer of the same id, so the word for "I have read yours" is in mine,
- * and peers need nothing writable of each other.  A mapping outlives its creator's, so ranks
- * destroy their buffers when they like.
+ * After the data, on a separate page, the rank counts the reductions of this buffer's id that it
+ * has read.  Every rank has a buffer with the same id, so each keeps its count in its own buffer,
+ * and peers need no write access to each other's memory.  A mapping outlives the creator's, so
+ * ranks may destroy their buffers at any time.
  */
 #include "comm/shm_buffer.h"
 
@@ -74,7 +74,7 @@ static fsdpc_status exchange(fsdpc_shm_comm *self, fsdpc_shm_buffer *buffer, uin
         fsdpc_shm_segment *theirs = NULL;
         FSDPC_TRY(fsdpc_shm_take_from(self, p, tag, bytes, &theirs));
         if (!theirs)
-            continue; /* its failure comes with the agreement */
+            continue; /* the agreement reports its failure */
         FSDPC_KEEP_FIRST(status, attach(buffer, p, theirs));
         fsdpc_shm_segment_close_fd(theirs);
     }
@@ -115,9 +115,10 @@ fsdpc_status fsdpc_shm_buffer_idle(fsdpc_buffer *base)
     fsdpc_shm_comm *self = fsdpc_shm_of(base->comm);
     FSDPC_TRY(fsdpc_comm_health(&self->base));
     for (int p = 0; p < self->base.size; p++) {
-        /* acquire: with the release in reduce_step; our next writes come after their reads. */
+        /* acquire: pairs with the release in reduce_step; our next writes come after the peers'
+         * reads. */
         if (atomic_load_explicit(&buffer->words[p]->read, memory_order_acquire) < buffer->posts) {
-            FSDPC_TRY(fsdpc_shm_progress(self)); /* the peer may need our part to get there */
+            FSDPC_TRY(fsdpc_shm_progress(self)); /* the peer may need our part to finish */
             self->late = (fsdpc_shm_late){
                 .kind = FSDPC_SHM_LATE_READ, .object = buffer, .target = buffer->posts};
             return FSDPC_IN_PROGRESS;

@@ -1,23 +1,23 @@
 /* Collectives over shared memory.
  *
- * Three ways, none of which allocates or enters the kernel unless somebody sleeps:
+ * There are three methods.  None of them allocates, or enters the kernel unless a rank sleeps.
  *
- * GATHER is a look: the slices are in the wire since the epoch was published.  It is complete when
- * posted; fingerprints of peers that are as far are compared.  A late one is complete when all have
- * posted it.
+ * GATHER copies nothing: the slices have been in the wire since the epoch was published.  It is
+ * complete when posted; it compares fingerprints with peers that have posted it too.  A late gather
+ * is complete when all have posted it.
  *
- * REDUCE_SCATTER and REDUCE_ALL read the peers' buffers where they are.  Posting is the mark "my
- * buffer is filled"; when all have posted, this rank sums its slices and marks that it has read.  A
- * buffer is idle when all have.
+ * REDUCE_SCATTER and REDUCE_ALL read the peers' buffers in place.  A post means that the rank's
+ * buffer is filled; when all have posted, this rank sums its slices and marks them as read.  A
+ * buffer is idle when all have read it.
  *
- * The rest go through staging, chunk by chunk: copy the chunk into the own stage, raise `step`,
- * wait until all steps are as high, use all stages.  There are two stages a rank, taken in turn,
- * and one wait a chunk is enough.  Step K + 2 overwrites the data that peers read in step K.  It
+ * The others use staging, chunk by chunk: copy the chunk into this rank's stage, increase `step`,
+ * wait until all ranks have reached it, read all stages.  Each rank has two stages, used in turn,
+ * so one wait per chunk is enough.  Step K + 2 overwrites the data that peers read in step K.  It
  * begins after all have staged K + 1, which each does only after it has read K.
  *
- * Operations on an asynchronous stream run on its thread, blocking there.  Inline ones are state
- * machines that any poll of the driving thread advances, so that two ranks that wait for different
- * things still do each other's part.
+ * Operations on an asynchronous stream run and block on its thread.  Inline ones are state machines
+ * that any poll of the driving thread advances, so that two ranks that wait for different things
+ * still do each other's part.
  */
 #include "comm/shm_coll.h"
 
@@ -56,7 +56,7 @@ static fsdpc_status mismatch(fsdpc_shm_comm *self, int peer, uint64_t sequence, 
     return driver ? fsdpc_shm_fail(self, status) : fsdpc_shm_tell(self, status);
 }
 
-/* The driving thread alone may ask: a worker's operation may be waited for over epochs. */
+/* Only for the driving thread: a worker's operation may be waited for over several epochs. */
 static fsdpc_status abandoned_check(fsdpc_shm_comm *self, int peer, uint64_t sequence)
 {
     const fsdpc_shm_wire *wire = fsdpc_shm_wire_ahead(self, peer);
@@ -74,8 +74,8 @@ static fsdpc_status abandoned_check(fsdpc_shm_comm *self, int peer, uint64_t seq
     return fsdpc_shm_fail(self, FSDPC_ERR_PEER);
 }
 
-/* Have all posted this operation, and the same?  Those that have are compared even while others are
- * missing: the missing may wait for what a mismatched one never does. */
+/* Whether all have posted this operation, and the same one.  Compares those that have, even while
+ * others are missing: the missing ranks may be waiting for a mismatched one. */
 static fsdpc_status agreed(fsdpc_shm_comm *self, uint64_t sequence, fsdpc_shm_late *late)
 {
     bool all = true;
@@ -83,7 +83,7 @@ static fsdpc_status agreed(fsdpc_shm_comm *self, uint64_t sequence, fsdpc_shm_la
         const fsdpc_shm_slot *peer = &self->control->slots[p];
         if (p == self->base.rank)
             continue;
-        /* acquire: with the release in ring_post; what the peer wrote before it posted is there. */
+        /* acquire: pairs with the release in ring_post; makes the peer's earlier writes visible. */
         if (atomic_load_explicit(&peer->posted, memory_order_acquire) <= sequence) {
             all = false;
             if (on_driver(self, late)) {
@@ -101,7 +101,7 @@ static fsdpc_status agreed(fsdpc_shm_comm *self, uint64_t sequence, fsdpc_shm_la
     return FSDPC_IN_PROGRESS;
 }
 
-/* A gather waits for nobody, unless it is late. */
+/* A gather does not wait, unless it is late. */
 static fsdpc_status compare_early(fsdpc_shm_comm *self, uint64_t sequence)
 {
     for (int p = 0; p < self->base.size; p++) {
@@ -138,7 +138,7 @@ static void stage(fsdpc_shm_comm *self, const fsdpc_coll *op, size_t numel)
         memcpy(fsdpc_shm_control_stage(self->control, self->base.size, self->base.rank, self->step),
                (const unsigned char *)from + self->staged_numel * element, numel * element);
     self->step++;
-    /* release: the chunk is there; acquire in all_staged. */
+    /* release: the chunk is complete; acquire in all_staged. */
     atomic_store_explicit(&self->mine->step, self->step, memory_order_release);
     fsdpc_shm_wake(self->bell);
     self->staged = true;
@@ -183,7 +183,7 @@ static fsdpc_status staged_step(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_st
                                 fsdpc_shm_late *late)
 {
     const fsdpc_coll *op = &work->op;
-    /* acquire: with the release below, so that the fields of the turn come with it. */
+    /* acquire: pairs with the release below, which makes the fields of the turn visible. */
     if (atomic_load_explicit(&self->turn, memory_order_acquire) != work->turn)
         return FSDPC_IN_PROGRESS;
     size_t chunk = FSDPC_SHM_CHUNK / fsdpc_dtype_bytes(op->dtype);
@@ -256,9 +256,11 @@ static fsdpc_status run_on_stream(void *arg, fsdpc_stream *stream)
     fsdpc_shm_comm *self = fsdpc_shm_of(work->comm);
     fsdpc_status status = worker_wait(self, work, stream);
     if (status < 0 && !fsdpc_shm_poisoned(self->control))
-        fsdpc_shm_tell(self, status); /* a kernel failed: the driving thread reads why there */
+        fsdpc_shm_tell(self, status); /* a kernel failed: the driving thread finds the reason
+                                       * there */
     work->status = status;
-    /* release: status and results; acquire in test.  From here on `work` is the caller's. */
+    /* release: comes after status and results; acquire in test.  From here on the caller owns
+     * `work`. */
     atomic_store_explicit(&work->state, 0, memory_order_release);
     fsdpc_shm_wake(self->bell);
     return status;
@@ -272,7 +274,7 @@ static bool on_thread(const fsdpc_coll *op)
            op->kind != FSDPC_COLL_GATHER && !op->agree_only;
 }
 
-/* `work` has failed, and with it the communicator: nothing is in flight any more. */
+/* `work` has failed, and with it the communicator: nothing is in flight any longer. */
 static fsdpc_status failed(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_status status)
 {
     fsdpc_comm_poison(&self->base, status);
@@ -304,8 +306,8 @@ static fsdpc_status carry_on_group(fsdpc_shm_comm *self)
     return FSDPC_OK;
 }
 
-/* All groups of this rank: a peer in another may wait for our part there while we wait here.  What
- * fails there is found there. */
+/* Advances all groups of this rank: a peer in another group may wait for our part there while we
+ * wait here.  Failures there are reported there. */
 static fsdpc_status carry_on(fsdpc_shm_comm *self)
 {
     fsdpc_shm_comm *group = self->base.apart ? NULL : self->world->groups;
@@ -374,7 +376,7 @@ fsdpc_status fsdpc_shm_post(fsdpc_work *work)
         last->impl = work;
     else
         self->pending = work;
-    /* A failure is reported by test, which finds it in the work. */
+    /* Test finds a failure in the work and reports it. */
     carry_on(self);
     return FSDPC_OK;
 }
@@ -382,12 +384,13 @@ fsdpc_status fsdpc_shm_post(fsdpc_work *work)
 fsdpc_status fsdpc_shm_test(fsdpc_work *work)
 {
     fsdpc_shm_comm *self = fsdpc_shm_of(work->comm);
-    /* acquire: with the release in run_on_stream. */
+    /* acquire: pairs with the release in run_on_stream. */
     int state = atomic_load_explicit(&work->state, memory_order_acquire);
     if (state) {
         fsdpc_status status = carry_on(self);
         if (on_thread(
-                &work->op)) /* its thread still has the work, whatever else failed: it ends soon */
+                &work->op)) /* its thread still uses the work, even after another failure: it ends
+                             * soon */
             return FSDPC_IN_PROGRESS;
         if (atomic_load_explicit(&work->state, memory_order_relaxed)) {
             FSDPC_TRY(status);
@@ -397,6 +400,6 @@ fsdpc_status fsdpc_shm_test(fsdpc_work *work)
     }
     if (work->status == FSDPC_OK)
         return FSDPC_OK;
-    fsdpc_shm_health(self); /* brings the reason here */
+    fsdpc_shm_health(self); /* gets the reason */
     return fsdpc_fail(work->status, "%s", self->base.poison);
 }

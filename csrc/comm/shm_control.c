@@ -58,15 +58,15 @@ void fsdpc_shm_poison_set(fsdpc_shm_control *control, int rank, fsdpc_status sta
     atomic_store_explicit(&control->poison_rank, rank, memory_order_relaxed);
     fsdpc_shm_text_store(control->poison_text, FSDPC_SHM_POISON_WORDS, text);
     atomic_store_explicit(&control->poison, 2,
-                          memory_order_release); /* with poison_get's acquire */
+                          memory_order_release); /* pairs with poison_get's acquire */
     fsdpc_shm_ring_bell(control);
 }
 
 bool fsdpc_shm_poison_get(fsdpc_shm_control *control, int *rank_out, fsdpc_status *status_out,
                           char *text, size_t bytes)
 {
-    /* While it is being written it does not exist.  Its writer is a few stores from done, or died
-     * between them; callers that continue to wait find out which. */
+    /* A message that is being written does not count yet.  Its writer will finish within a few
+     * stores, or has died between them; callers that continue to wait find out which. */
     if (!fsdpc_shm_poisoned(control))
         return false;
     *status_out = (fsdpc_status)atomic_load_explicit(&control->poison_status, memory_order_relaxed);

@@ -1,13 +1,13 @@
-/* Failure, and creating together: what every file of the shm communicator does with its peers.
+/* Failures and joint creation: the interaction of all shm files with the peers.
  *
- * A failure is told through the poison message of the control page; the first wins.  Peers find it
- * at their next call or poll.  Death is found by asking the life page (about 20 ns a peer), which
- * waits do now and then.
+ * The poison message of the control page reports a failure; the first wins.  Peers find it at their
+ * next call or poll.  To detect deaths, waits check the life page now and then (about 20 ns per
+ * peer).
  *
- * A collective creation has three moves: a barrier, the memory from hand to hand, and an agreement
- * that all succeeded.  The fingerprint of the barrier says which object of which size, so that
- * ranks that disagree learn it at once.  If one rank failed, every rank gets its error and the
- * communicator stays usable.
+ * A collective creation has three steps: a barrier, passing the memory, and an agreement that all
+ * succeeded.  The barrier's fingerprint includes the object and its size, so that ranks that
+ * disagree learn it at once.  If one rank failed, every rank gets its error and the communicator
+ * stays usable.
  */
 #include "comm/shm_peers.h"
 
@@ -18,7 +18,7 @@
 #include "comm/coll_math.h"
 #include "comm/fork_guard.h"
 
-/* ---- Failure ---- */
+/* ---- Failures ---- */
 
 void fsdpc_shm_pending_drop(fsdpc_shm_comm *self, fsdpc_status status)
 {
@@ -32,7 +32,7 @@ void fsdpc_shm_pending_drop(fsdpc_shm_comm *self, fsdpc_status status)
     self->pending = NULL;
 }
 
-/* A failure in one group of a rank ends the run, and peers may wait in another. */
+/* A failure in one group of a rank ends the run, and peers may be waiting in another group. */
 static void spread(const fsdpc_shm_comm *self, int rank, fsdpc_status status, const char *text)
 {
     for (fsdpc_shm_comm *group = self->world->groups; group; group = group->next_group)
@@ -40,7 +40,7 @@ static void spread(const fsdpc_shm_comm *self, int rank, fsdpc_status status, co
     fsdpc_shm_ring_bell(self->bell);
 }
 
-/* The error that the poison stands for, with which a group is poisoned anew. */
+/* The error of a poison message, which then poisons another group. */
 static fsdpc_status poison_error(int rank, fsdpc_status status, const char *text)
 {
     if (status != FSDPC_ERR_MISMATCH && status != FSDPC_ERR_PEER)
@@ -99,7 +99,7 @@ void fsdpc_shm_abort(fsdpc_comm *comm, const char *reason)
 
 static fsdpc_status peer_is_gone(fsdpc_shm_comm *self, int member, bool left)
 {
-    if (fsdpc_shm_poisoned(self->control)) /* it said why before it went */
+    if (fsdpc_shm_poisoned(self->control)) /* it gave the reason before it ended */
         return fsdpc_shm_adopt_poison(self);
     char where[192], ending[64], host[66] = "";
     fsdpc_shm_world_where(self->world, member, where, sizeof where);
@@ -178,7 +178,7 @@ bool fsdpc_shm_is_late(const fsdpc_shm_comm *self, int p)
     return false;
 }
 
-/* A watch tells the first group alone; a rank that waits in another one looks there. */
+/* A watch tells only the first group; a rank that waits in another group checks there. */
 static fsdpc_status adopt_from_groups(fsdpc_shm_comm *self)
 {
     int rank;
@@ -192,10 +192,10 @@ static fsdpc_status adopt_from_groups(fsdpc_shm_comm *self)
     return FSDPC_OK;
 }
 
-/* The death of any rank of the world counts, member or not: the run cannot go on, and a member that
- * found it elsewhere may never get here.  Leaving counts in the group that was left.  But a
- * communicator above this one may wait for other hosts, and then a rank that has done its part may
- * go. */
+/* The death of any rank of the world counts, member or not: the run cannot continue, and a member
+ * that noticed it elsewhere may never get here.  Leaving counts in the group that the rank left.
+ * But a communicator above this one may be waiting for other hosts; then a rank that has done its
+ * part may leave. */
 fsdpc_status fsdpc_shm_peers_check(fsdpc_shm_comm *self)
 {
     for (int p = 0; p < self->base.size; p++)
@@ -218,7 +218,7 @@ const fsdpc_shm_wire *fsdpc_shm_wire_ahead(const fsdpc_shm_comm *self, int rank)
     return NULL;
 }
 
-/* ---- Creating together ---- */
+/* ---- Joint creation ---- */
 
 fsdpc_status fsdpc_shm_creation_begin(fsdpc_shm_comm *self, const char *what, size_t bytes,
                                       uint64_t *tag_out)
@@ -243,7 +243,7 @@ fsdpc_status fsdpc_shm_give_all(fsdpc_shm_comm *self, uint64_t tag, fsdpc_shm_se
         if (p != self->base.rank)
             others[n++] = self->members[p];
     status = fsdpc_shm_world_give(self->world, &self->base, others, n, tag, segment, status);
-    fsdpc_shm_ring_bell(self->bell); /* takers may sleep there; this is no hot path */
+    fsdpc_shm_ring_bell(self->bell); /* takers may sleep there; speed does not matter here */
     return status;
 }
 

@@ -1,14 +1,14 @@
-/* Fingerprints: did all ranks post the same operation?
+/* Fingerprints: they show whether all ranks have posted the same operation.
  *
  * A rank that posts operation number s writes entry s % RING of its slot and then raises `posted`
- * to s + 1.  A peer whose own number s is there as well compares one word: `chain` hashes the entry
- * and all before it, so equal chains mean equal histories.  When chains differ, the entries still
- * on record are searched for the first that differs, which is what the message names.
+ * to s + 1.  A peer that has also posted number s compares one word: `chain` hashes the entry and
+ * all before it, so equal chains mean equal histories.  If chains differ, the message names the
+ * first entry still in the ring that differs.
  *
- * An entry may be overwritten while a slow peer reads it (a rank runs ahead as far as gathers carry
- * it).  The reader looks at `posted` again afterwards: entry s is being overwritten only once
- * posted has reached s + RING.  Loads are acquire and stores release, one cost on x86, so that this
- * second look cannot come early.
+ * An entry may be overwritten while a slow peer reads it (gathers let a rank run ahead).  The
+ * reader therefore checks `posted` again afterwards: entry s is overwritten only once posted has
+ * reached s + RING.  Loads are acquire and stores release (free on x86), so that this second check
+ * cannot come early.
  */
 #include "comm/shm_ring.h"
 

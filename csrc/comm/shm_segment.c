@@ -1,12 +1,12 @@
-/* Sealed memfds, and files without a name.
+/* Sealed memfds, and unnamed files.
  *
- * A memfd has no name in any file system: it goes away with its last descriptor and mapping,
- * however its users die.  Seals forbid resizing, so that no peer can turn another's mapping into
- * SIGBUS.
+ * A memfd has no name in any file system: it disappears with its last descriptor and mapping,
+ * however its users die.  Seals forbid resizing, so that no peer can cause a SIGBUS in another's
+ * mapping.
  *
- * Reserving asks first what is free: fallocate of more than the machine has would bring the
- * out-of-memory killer before it fails.  The answer is a guess (others allocate too); fallocate's
- * own error remains the authority for what the guess lets pass.
+ * Reserving first checks the free memory: an fallocate of more than the machine has would trigger
+ * the out-of-memory killer before it fails.  The check is an estimate (other processes allocate
+ * too); fallocate's own error covers the rest.
  */
 #include "comm/shm_segment.h"
 
@@ -54,8 +54,8 @@ static bool number_in_file(const char *path, const char *label, uint64_t *out)
     return found;
 }
 
-/* What could be reserved now: the machine's, or this control group's if that is less, where cached
- * files count as used and can be had. */
+/* Bytes that can be reserved now: the machine's, or this control group's if that is less.  A
+ * control group counts cached files as used, although they can be reclaimed. */
 static uint64_t free_bytes(void)
 {
     uint64_t available, swap = 0, limit, used, active = 0, inactive = 0;
@@ -84,7 +84,7 @@ static fsdpc_status no_room(const char *name, size_t bytes)
 
 static fsdpc_status open_sealed(const char *name, size_t bytes, int *fd_out)
 {
-    enum { LOOK = 16 << 20 }; /* asking costs more than reserving a small piece */
+    enum { LOOK = 16 << 20 }; /* checking costs more than reserving a small segment */
     if (bytes > (size_t)INT64_MAX || (bytes > LOOK && bytes > free_bytes()))
         return no_room(name, bytes);
     int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL);
@@ -156,7 +156,8 @@ fsdpc_status fsdpc_shm_segment_adopt(int fd, size_t bytes, fsdpc_shm_segment **o
     bytes = fsdpc_shm_page_round(bytes);
     struct statx about;
     int seals = fcntl(fd, F_GET_SEALS);
-    bool file = seals < 0; /* which cannot be sealed, but has no name by which others find it */
+    bool file = seals < 0; /* a file cannot be sealed, but has no name by which others could find
+                            * it */
     bool fine = statx(fd, "", AT_EMPTY_PATH, STATX_BASIC_STATS, &about) == 0 &&
                 about.stx_size == bytes &&
                 (file ? S_ISREG(about.stx_mode) && about.stx_nlink == 0 : (seals & SEALS) == SEALS);
@@ -194,7 +195,7 @@ fsdpc_status fsdpc_shm_segment_map(fsdpc_shm_segment *segment, bool writable)
 void fsdpc_shm_segment_close_fd(fsdpc_shm_segment *segment)
 {
     if (segment->fd < 0)
-        return; /* plain memory: threads share this struct and must not write it */
+        return; /* plain memory: threads share this struct and must not write to it */
     fsdpc_fork_close(segment->fd);
     segment->fd = -1;
 }
@@ -207,7 +208,7 @@ fsdpc_shm_segment *fsdpc_shm_segment_retain(fsdpc_shm_segment *segment)
 
 void fsdpc_shm_segment_release(fsdpc_shm_segment *segment)
 {
-    /* acq_rel: the last one to go sees all that the others did with the memory. */
+    /* acq_rel: the last holder sees all that the others did with the memory. */
     if (!segment || atomic_fetch_sub_explicit(&segment->refs, 1, memory_order_acq_rel) != 1)
         return;
     fsdpc_shm_segment_close_fd(segment);

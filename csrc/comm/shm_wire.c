@@ -1,15 +1,16 @@
 /* Wires and epochs.
  *
- * One memfd, or file, for the group: data, then a line of words a rank.  Every rank maps it twice, read-only
- * for the modules and writable for its own slices and words.  Threads share one mapping.
+ * The group has one memfd or file: data, then a cache line of words per rank.  Every rank maps it
+ * twice, read-only for the modules and writable for its own slices and words.  Threads share one
+ * mapping.
  *
  * The epoch protocol (docs/design/communication.md; explored over every interleaving of 2-3 ranks):
- * a rank writes its note into the half that the epoch's parity names and raises `arrived`.  When
- * all have arrived, every rank sees the same notes and so decides the same.  A note is overwritten
- * two epochs later, which its writer cannot reach before all have arrived in the epoch between, and
- * so have read it.  The exception is a rank that abandoned an epoch (an exception in user code) and
- * continued alone.  A rank that still waits in the old one finds it two ahead, or ahead without a
- * publication, and says so.
+ * a rank writes its note into the half selected by the epoch's parity and raises `arrived`.  When
+ * all have arrived, every rank sees the same notes and makes the same decision.  A note is
+ * overwritten two epochs later.  Its writer gets there only after all have arrived in the epoch
+ * between, and have thus read the note.  The exception is a rank that abandoned an epoch (an
+ * exception in user code) and continued without its peers.  A rank that still waits in the old
+ * epoch finds that rank two epochs ahead, or ahead without having published, and reports it.
  */
 #include "comm/shm_wire.h"
 
@@ -31,7 +32,7 @@ static fsdpc_status wire_bytes(const fsdpc_shm_comm *self, size_t bytes, size_t 
                           all_out);
 }
 
-/* One file or memfd for all; `tier` NULL: a memfd. */
+/* One file or memfd for all ranks; `tier` NULL: a memfd. */
 static fsdpc_status create_segment(const fsdpc_shm_comm *self, fsdpc_tier *tier, size_t bytes,
                                    fsdpc_shm_segment **out)
 {
@@ -57,7 +58,7 @@ static fsdpc_status share(fsdpc_shm_comm *self, fsdpc_shm_wire *wire, uint64_t t
         status = fsdpc_shm_take_from(self, 0, tag, all_bytes, &wire->segment);
     }
     if (status != FSDPC_OK || !wire->segment)
-        return status; /* rank 0's failure comes with the agreement */
+        return status; /* the agreement reports rank 0's failure */
     status = fsdpc_shm_segment_map(wire->segment, true);
     FSDPC_KEEP_FIRST(status, fsdpc_shm_segment_map(wire->segment, false));
     if (status != FSDPC_OK)
@@ -72,7 +73,7 @@ static fsdpc_status share(fsdpc_shm_comm *self, fsdpc_shm_wire *wire, uint64_t t
     return FSDPC_OK;
 }
 
-/* Where its bytes are: in memory, or in a file. */
+/* Counts its bytes, as memory or as a file. */
 static void count(const fsdpc_shm_wire *wire, int64_t bytes)
 {
     const fsdpc_comm *comm = wire->base.comm;
@@ -128,7 +129,7 @@ void fsdpc_shm_wire_destroy(fsdpc_wire *base)
 
 static fsdpc_status still_waiting(fsdpc_shm_comm *self)
 {
-    fsdpc_shm_late late = self->late; /* operations carried on meanwhile miss others */
+    fsdpc_shm_late late = self->late; /* operations that advance meanwhile wait for other ranks */
     FSDPC_TRY(fsdpc_shm_progress(self));
     self->late = late;
     return FSDPC_IN_PROGRESS;
@@ -163,7 +164,7 @@ fsdpc_status fsdpc_shm_epoch_arrive(fsdpc_wire *base, const fsdpc_epoch_note *mi
     atomic_store_explicit(&words->note[epoch & 1].unit, (uint64_t)(uint32_t)mine->unit,
                           memory_order_relaxed);
     atomic_store_explicit(&words->note[epoch & 1].steps, mine->steps, memory_order_relaxed);
-    /* release: the note, and all our reads of fulls before it; acquire in epoch_test, after which
+    /* release: comes after the note and all our reads of fulls; acquire in epoch_test, after which
      * peers overwrite what we read. */
     atomic_store_explicit(&words->arrived, epoch, memory_order_release);
     fsdpc_shm_wake(self->bell);
@@ -181,8 +182,9 @@ static fsdpc_status abandoned(fsdpc_shm_comm *self, int rank, uint64_t epoch, ui
     return fsdpc_shm_fail(self, FSDPC_ERR_PEER);
 }
 
-/* A rank that has not come here and has begun an epoch of another wire that we have not: each would
- * wait for the other.  (It is looked for here once more: it may have come before it went there.) */
+/* Detects a rank that has not arrived here and has begun an epoch of another wire that we have not:
+ * each would wait for the other.  (Checks its arrival here once more, since it may have come here
+ * first.) */
 static fsdpc_status crossed_check(const fsdpc_shm_wire *wire, int rank, uint64_t epoch)
 {
     fsdpc_shm_comm *self = fsdpc_shm_of(wire->base.comm);
@@ -256,7 +258,7 @@ fsdpc_status fsdpc_shm_epoch_test(fsdpc_wire *base, fsdpc_epoch_note *all_out)
         fsdpc_epoch_note note = note_of(&wire->words[p], epoch);
         uint64_t arrived = load(&wire->words[p].arrived);
         if (arrived > epoch + 1)
-            return abandoned(self, p, epoch, arrived); /* and wrote over its note */
+            return abandoned(self, p, epoch, arrived); /* and overwrote its note */
         bits |= note.bits;
         holder = holder < 0 && (note.bits & FSDPC_EPOCH_HELD) ? p : holder;
         changer = changer < 0 && (note.bits & FSDPC_EPOCH_CHANGED) ? p : changer;
@@ -280,7 +282,7 @@ fsdpc_status fsdpc_shm_epoch_publish(fsdpc_wire *base)
     fsdpc_shm_wire *wire = (fsdpc_shm_wire *)base;
     fsdpc_shm_comm *self = fsdpc_shm_of(base->comm);
     FSDPC_TRY(fsdpc_shm_health(self));
-    /* release: our slices; acquire in epoch_published. */
+    /* release: comes after writing our slices; acquire in epoch_published. */
     atomic_store_explicit(&wire->words[self->base.rank].published, base->epoch,
                           memory_order_release);
     fsdpc_shm_wake(self->bell);

@@ -1,19 +1,19 @@
 /* Life and death of ranks, and memory passed between them.
  *
- * Each rank holds a robust mutex in the life page from creation on.  The kernel marks it the moment
- * its holder dies, before it tears down the dead one's memory.  That takes 62 ms a gigabyte, and
- * only then would a pidfd or a socket tell.  trylock on a live peer's mutex fails in user space, so
- * asking costs nothing.
+ * Each rank holds a robust mutex in the life page from creation on.  The kernel marks the mutex
+ * when its holder dies, before it releases the process's memory.  That takes 62 ms per gigabyte,
+ * and only then would a pidfd or a socket report the death. trylock on a live peer's mutex fails in
+ * user space, so checking is nearly free.
  *
  * A robust mutex belongs to a thread, though, and the thread that created a communicator may end
- * before its process (a notebook's worker).  So a mutex that could be taken only says that the
- * thread is gone.  Then the process is checked: its pidfd, and the exiting flag in
- * /proc/<pid>/stat, which is set before the mutex is marked.  Such a peer is an orphan, asked that
+ * before its process (a notebook's worker).  If trylock succeeds, only the thread is known to have
+ * ended.  Then the process is checked: its pidfd, and the exiting flag in /proc/<pid>/stat, which
+ * is set before the mutex is marked.  If it is alive, the peer is an orphan, and is checked that
  * way from then on.
  *
- * The mutex can be unlocked only by the thread that locked it.  A world released by another thread
- * leaves its life page mapped. glibc keeps the mutex in a list of the locking thread, and unmapping
- * it would leave a dangling pointer there.
+ * Only the thread that locked the mutex can unlock it.  If another thread releases the world, its
+ * life page stays mapped. glibc keeps the mutex in a list of the locking thread, and unmapping it
+ * would leave a dangling pointer there.
  */
 #include "comm/shm_world.h"
 
@@ -261,14 +261,14 @@ void fsdpc_shm_world_release(fsdpc_shm_world *world)
 {
     if (!world || atomic_fetch_sub_explicit(&world->refs, 1, memory_order_acq_rel) != 1)
         return;
-    bool ours = world->fork_count == fsdpc_fork_count(); /* else a fork: nothing here is its own */
+    bool ours = world->fork_count == fsdpc_fork_count(); /* else a fork, which owns nothing here */
     for (int p = 0; ours && p < world->size; p++) {
         fsdpc_fork_close(world->sockets[p]);
         fsdpc_fork_close(world->pidfds[p]);
     }
     bool may_unmap = true;
     if (ours && !world->threads && world->life && atomic_load(&world->life[world->rank].pid)) {
-        /* release, before the mutex: a peer that could take the mutex finds this. */
+        /* release, before the mutex: a peer that can take the mutex sees this. */
         atomic_store_explicit(&world->life[world->rank].left, true, memory_order_release);
         may_unmap = pthread_equal(world->locker, pthread_self()) &&
                     pthread_mutex_unlock(&world->life[world->rank].held) == 0;
@@ -284,7 +284,7 @@ void fsdpc_shm_world_release(fsdpc_shm_world *world)
 
 enum { STAT_BYTES = 1024 };
 
-/* /proc/PID/stat of a rank's process; how long it is, or an error of errno, negative. */
+/* Reads /proc/PID/stat of a rank's process; returns its length, or a negative errno. */
 static int process_stat(const fsdpc_shm_world *world, int rank, char text[STAT_BYTES])
 {
     char path[64];
@@ -305,11 +305,11 @@ static char process_state(const fsdpc_shm_world *world, int rank)
     int n = process_stat(world, rank, text);
     if (n < 0)
         return n == -ENOENT ? 'X' : '?';
-    const char *after_name = strrchr(text, ')'); /* the name may hold anything, brackets too */
+    const char *after_name = strrchr(text, ')'); /* the name may contain anything, even brackets */
     char state = 0;
     unsigned flags = 0;
     if (!after_name || sscanf(after_name, ") %c %*d %*d %*d %*d %*d %u", &state, &flags) != 2)
-        return n <= 0 ? 'X' : '?'; /* gone between open and read */
+        return n <= 0 ? 'X' : '?'; /* the process ended between open and read */
     return flags & EXITING ? 'X' : state;
 }
 
@@ -322,8 +322,8 @@ static bool process_exiting(const fsdpc_shm_world *world, int rank)
     return state == 'Z' || state == 'X';
 }
 
-/* What waitpid would say of a dead rank; 0: nobody tells.  The last field of its stat has it from
- * before its mutex is marked until it is waited for, and its pidfd from then on (Linux 6.15). */
+/* The waitpid status of a dead rank; 0: unknown.  The last field of its stat has it from before its
+ * mutex is marked until its parent waits for it, and its pidfd after that (Linux 6.15). */
 static int wait_status(const fsdpc_shm_world *world, int rank)
 {
     enum { EXIT = 8 };
@@ -360,7 +360,7 @@ bool fsdpc_shm_world_stopped(const fsdpc_shm_world *world, int rank)
 
 void fsdpc_shm_world_leave(fsdpc_shm_world *world)
 {
-    /* release: with the acquire in world_dead, whatever else it sees of the process. */
+    /* release: pairs with the acquire in world_dead, whatever else it sees of the process. */
     if (!world->threads && world->life)
         atomic_store_explicit(&world->life[world->rank].left, true, memory_order_release);
 }
@@ -465,7 +465,7 @@ fsdpc_status fsdpc_shm_world_give(fsdpc_shm_world *world, fsdpc_comm *comm, cons
     return FSDPC_OK;
 }
 
-/* Processes need no answer; a mailbox may be used again only once everybody has taken. */
+/* Processes need no answer; a mailbox may be reused only after all have taken. */
 fsdpc_status fsdpc_shm_world_given(fsdpc_shm_world *world, fsdpc_comm *comm, int n_to)
 {
     passage p = {.world = world, .n_takers = n_to};
