@@ -5,8 +5,8 @@
  * (arch_prctl).  The kernel refuses if any thread has too small a signal stack; the next lower path
  * is then the best.
  *
- * "auto" chooses the best path, with one exception. vdpbf16ps pays on AMD's cores, where it does
- * twice the flops of fp32 FMA.  Intel's run it at a quarter of FMA's rate, half its flops.  There,
+ * "auto" chooses the best path, with one exception. vdpbf16ps pays on AMD's cores: it does twice
+ * the flops of fp32 FMA there.  Intel's run it at a quarter of FMA's rate, half its flops.  There,
  * without tiles, bf16 products through the fp32 kernels take 0.62 times as long, and attention 0.65
  * times.  (512 and 1024 cubed, T = 1024, one core of a Xeon with AMX.) "auto" is therefore avx512.
  * The vendor decides, because a measurement would depend on other processes.

@@ -106,7 +106,7 @@ uint32_t fsdpc_crc32c_portable(uint32_t crc, const void *data, size_t bytes)
 #define TARGET_SSE42 __attribute__((target("sse4.2,pclmul")))
 
 /* Lengths of one of the three stretches, and x^(8 n - 33) mod P for n zero bytes after a register.
- * Of the 33, 32 are the reducing instruction's own shift.  The other 1 compensates for the product
+ * The reducing instruction itself shifts by 32 of the 33.  The other 1 compensates for the product
  * of two reflected numbers, which is one bit low in its 64. */
 enum { LONG_BYTES = 4096, SHORT_BYTES = 256 };
 #define LONG_ONCE 0x82f89c77u

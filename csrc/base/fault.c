@@ -115,7 +115,7 @@ static void describe(const slot *found, uintptr_t address, int signum, deed how)
     add_text(&out, signum == SIGBUS ? "and the host has no memory left behind it" : advice[how]);
     out.text[out.used++] = '\n';
     ssize_t written = write(STDERR_FILENO, out.text, out.used);
-    (void)written; /* there is no one left to report to */
+    (void)written; /* no one is left to report to */
 }
 
 static void hand_on(int signum, siginfo_t *info, void *context)

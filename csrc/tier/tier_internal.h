@@ -49,8 +49,7 @@ struct fsdpc_tier {
     fsdpc_fs fs;
     int fd, rank;
     size_t chunk;
-    pid_t pid;                    /* the process that created it: a forked child leaves the file
-                                   * alone */
+    pid_t pid;                    /* of its creator: a forked child must not touch the file */
     char folder[4096], path[512]; /* path: for messages, as the file has no name */
     uint64_t end_bytes;
 
