@@ -1,15 +1,15 @@
 /* The table of named ranges and the handler that looks a fault up in it.
  *
- * We cannot pass an argument to a signal handler, so the table is one of the documented globals.
- * It has a fixed size and no lock: `taken` claims an entry, which is valid while its `begin` is not
- * 0.  The handler only loads and calls write(2); it puts the line together by hand.
+ * We cannot pass an argument to a signal handler, so the table is one of the documented globals. It
+ * has a fixed size and no lock: `taken` claims an entry, which is valid while its `begin` is not 0.
+ * The handler only loads and calls write(2); it puts the line together by hand.
  *
  * Note [chain].  Python's faulthandler prints its stacks, restores the previous handler and raises
- * the signal again.  If the previous handler is ours, the siginfo no longer has the address (the
- * signal was raised, not faulted), but the machine context still shows the thread's last fault.  If
- * ours was installed later, it runs first and faulthandler after it.  If no handler was installed,
- * ours restores the default action: returning then repeats the fault, which ends the process with
- * the signal that its parent expects.
+ * the signal again.  If the previous handler is ours, the siginfo no longer has the address,
+ * because the signal was raised.  The machine context still shows the thread's last fault.  If ours
+ * was installed later, it runs first and faulthandler after it.  If no handler was installed, ours
+ * restores the default action: returning then repeats the fault, which ends the process with the
+ * signal that its parent expects.
  */
 #include "base/fault.h"
 

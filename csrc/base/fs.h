@@ -32,7 +32,7 @@ fsdpc_status fsdpc_fs_create(const fsdpc_fs *fs, const char *path, uint64_t byte
  * can, which it says. */
 fsdpc_status fsdpc_fs_temporary(const fsdpc_fs *fs, const char *folder, int *fd_out,
                                 bool *direct_out);
-/* Blocks for a range of a file, whose size grows to hold it. */
+/* Reserves blocks for a range of a file, whose size grows to include it. */
 fsdpc_status fsdpc_fs_reserve(const fsdpc_fs *fs, int fd, const char *path, uint64_t offset,
                               uint64_t bytes);
 /* Gives the blocks of a range back, if the file system can; never an error. */

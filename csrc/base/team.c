@@ -1,14 +1,14 @@
 /* A team of threads: one ticket word, taken part by part.
  *
  * A run publishes its function in the team and then its ticket: generation in the high half, parts
- * not yet taken in the low half.  Caller and workers take parts by compare-and-swap on that word.
- * A worker that slept through a run, or wakes in the middle of a later one, can thus never take a
+ * not yet taken in the low half.  Caller and workers take parts by compare-and-swap on that word. A
+ * worker that slept through a run, or wakes in the middle of a later one, can thus never take a
  * part of the wrong run.  The caller never waits for a worker that took nothing.  It waits only for
  * parts that were taken: `done` counts them.
  *
- * Idle workers spin for some microseconds (kernels of a step follow each other closely) and then
- * sleep on a futex; with more threads than cores they sleep at once.  The caller, out of parts,
- * spins the same way before it sleeps on `done`.
+ * Idle workers spin for some microseconds, since kernels of a step follow each other closely, and
+ * then sleep on a futex.  With more threads than cores they sleep at once.  The caller, out of
+ * parts, spins the same way before it sleeps on `done`.
  *
  * `running` admits one run; a caller that finds it taken (a nested call, another thread) does its
  * parts inline.  A forked child has no workers.  That costs it only speed, because the caller never

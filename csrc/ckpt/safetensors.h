@@ -4,9 +4,9 @@
  *
  * The reader refuses everything else: duplicate or unknown keys, unknown dtypes, numbers that are
  * not whole, negative or too large, bad UTF-8.  It refuses shapes whose bytes do not match their
- * offsets, tensors that overlap or leave holes, a header above 100,000,000 bytes, and data that the
- * file does not hold.  Names may be any text.  The reader checks every size against the file's
- * before it allocates.
+ * offsets, and tensors that overlap or leave holes.  It refuses a header above 100,000,000 bytes,
+ * and data that the file does not contain.  Names may be any text.  The reader checks every size
+ * against the file's before it allocates.
  *
  * The layout of a new file depends only on names, dtypes and shapes, so every rank computes all of
  * it.  Tensors are in order of descending element size, then name (by bytes), without gaps; the

@@ -1,7 +1,7 @@
 /* The order of a save.
  *
  * Only rank 0 changes names: it makes the temporary folder and renames it.  The others open
- * existing files.  A rank that dies thus leaves at most a temporary folder, and a folder gets its
+ * existing files.  A rank that dies thus leaves at most a temporary folder.  A folder gets its
  * final name only after all ranks have confirmed that their data is on the disk.
  *
  * If the ranks cannot agree because one has died, the save returns the gather's error.  Rank 0

@@ -2,10 +2,10 @@
  *
  * One core sums about as fast as it copies from the page cache.  A single thread would therefore
  * check at little more than half the speed of a plain reader.  Disks also benefit from several
- * concurrent reads.  Spans are long enough for the kernel to read ahead in each, and for the cost
- * of the lock (on the cursor, the sums and the first error) to vanish.  A chunk of a span is summed
- * while it is in the core's own cache.  Every thread opens the files itself, because the kernel
- * reads ahead per open file.
+ * concurrent reads.  Spans are long enough for the kernel to read ahead in each.  They also make
+ * the cost of the lock (on the cursor, the sums and the first error) negligible.  A chunk of a span
+ * is summed while it is in the core's own cache.  Every thread opens the files itself, because the
+ * kernel reads ahead per open file.
  */
 #include "ckpt/sums.h"
 

@@ -1,17 +1,17 @@
 /* A communicator: the ranks of a group, the memory they share, and their collectives.
  *
  * These implementations fill in the table: `self` (a world of one, the template), `null` (records
- * its calls), `shm` (the ranks of one host, over shared memory), `hosts` (several hosts), and those
- * of plugins.  `null` pretends that every peer has just done the same.  Callers use the inline
- * wrappers below the table.
+ * its calls), `shm` (one host, over shared memory), `hosts` (several hosts), and plugins' own.
+ * `null` pretends that every peer has just done the same.  Callers use the inline wrappers below
+ * the table.
  *
  * Wire and epochs.  A wire is memory that holds the fulls of a root's units.  Every rank reads all
  * of it through `read` and writes only its own slices, through `write`, between arriving in an
- * epoch and publishing.  An epoch has two parts: arrive (with a note) and wait for all arrivals.
- * If any note is CHANGED, write the own slices, publish, and wait for all ranks to publish before
- * any read.  The next arrival comes after the end of all gathers: until then a transport may read
- * the own slices and write the others. docs/design/communication.md explains why no simpler order
- * is safe.
+ * epoch and publishing.  An epoch has two parts: arrive (with a note) and wait for all arrivals. If
+ * any note is CHANGED, write the own slices, publish, and wait for all ranks to publish before any
+ * read.  The next arrival comes after the end of all gathers: until then a transport may read the
+ * own slices and write the others. docs/design/communication.md explains why no simpler order is
+ * safe.
  *
  * Transports whose ranks share no memory create `moved` wires, which have no memory and only define
  * the offsets of fulls.  A gather on such a wire sends this rank's slices from memory of
@@ -34,7 +34,7 @@
  * The next call that waits for anything, including a sync of the device (fsdpc_device.watch),
  * reports a later failure.
  *
- * While the device captures (device.h), operations posted on it are captured too, and not compared:
+ * While the device captures (device.h), operations posted on it are captured too, and not compared.
  * `captured` is a hash of them, which ranks compare when the capture ends.  Nothing may wait in a
  * capture, so host values are refused.  To launch a graph that contains operations, post a REPLAY.
  *

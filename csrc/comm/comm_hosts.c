@@ -1,12 +1,12 @@
 /* The communicator of several hosts.
  *
  * The world is H hosts of L ranks each; rank h * L + l is lane l of host h.  Inside a host
- * everything works as on a single host: a communicator over shared memory, one copy of the weights,
- * sums over buffers that its ranks can read.  Between hosts a link carries bytes, from each lane to
- * the same lane of the other hosts.  Data thus leaves a host only once, spread over its ranks.
+ * everything works as on a single one: a communicator over shared memory, one copy of the weights,
+ * buffers that all its ranks can read.  Between hosts a link carries bytes, from each lane to the
+ * same lane of the other hosts.  Data thus leaves a host only once, spread over its ranks.
  *
  * This code uses both only through their public interfaces.  A wait in one group also advances the
- * operations of all other groups of this rank, on the host and between hosts; an arriving message
+ * operations of all other groups of this rank, on the host and between hosts.  An arriving message
  * rings the host's bell.
  *
  * If a split makes a group within one host, the group is a communicator of that host.  Other groups

@@ -1,8 +1,8 @@
 /* A thread that sleeps in poll.
  *
  * It checks the ranks of its host every TICK, and at once when the process of one has ended.  It
- * must be quick: a launcher that sees the same death ends the other ranks, including this one, and
- * then the peers would learn only of that.  For the same reason it logs the failure.
+ * must be quick: a launcher that sees the same death ends the other ranks, including this one.  The
+ * peers would then learn only of that.  For the same reason it logs the failure.
  *
  * Every BEAT it sends each peer a beat.  Messages are of one size.  It skips a beat while an
  * earlier message is not acknowledged, so that the socket's buffer never fills.  If a message

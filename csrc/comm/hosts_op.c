@@ -13,14 +13,14 @@
  *     agree_only      headers cross, and nothing else
  *
  * If the link supports runs, rows move directly from wire to wire.  That is safe from the post on.
- * When a rank continues from an epoch, all reads of the wire in earlier epochs are over, and a rank
+ * When a rank continues from an epoch, all reads of the wire in earlier epochs are over.  It
  * completes its gathers before it arrives in the next epoch.  Own rows are therefore not written
  * while the link reads them.  Only the lane of the owner writes rows of another host's rank, and no
  * rank of this host reads them before the lanes have met.
  *
- * Sums.  A host's ranks are consecutive.  If their number is a power of two, adding the hosts' sums
- * as a pairwise tree is the tree over all ranks and gives the bits of a single host.  To keep them,
- * sums travel in fp32 or fp64, and are scaled and rounded once, at the end.
+ * Sums.  A host's ranks are consecutive.  If their number is a power of two, a pairwise tree over
+ * the hosts' sums is the tree over all ranks, with the bits of a single host.  To keep them, sums
+ * travel in fp32 or fp64, and are scaled and rounded once, at the end.
  *
  * Order.  All ranks of a communicator post in the same order.  First phases are posted with the
  * operation.  Later phases wait for messages, which arrive in any order.  Second phases therefore

@@ -1,7 +1,7 @@
 /* Values over several hosts: all-reduce, all-gather, broadcast and barrier.
  *
  * They work in rounds, so that memory stays small with any number of ranks.  In a round of an
- * all-gather a rank sends its elements to its lane on every host; then the ranks of each host
+ * all-gather a rank sends its elements to its lane on every host.  The ranks of each host then
  * all-gather what they received, which is everything:
  *
  *     rank (h, l)   sends x(h, l) to (h', l)      has x(0, l), x(1, l), ...

@@ -4,9 +4,9 @@
  * bring rows of other hosts into it.  Ranks thus publish, read and arrive as on one host.
  *
  * An epoch is one message in each direction.  When all ranks of the host have arrived, each lane
- * sends the host's note to the same lane on the other hosts, and has all notes once theirs have
- * arrived.  A rank that continues from an epoch therefore knows that every rank of the world has
- * arrived.  Publishing is local to the host: rows leave it in gathers, which are posted later.
+ * sends the host's note to the same lane on the other hosts, and receives theirs.  A rank that
+ * continues from an epoch therefore knows that every rank of the world has arrived.  Publishing is
+ * local to the host: rows leave it in gathers, which are posted later.
  */
 #include "comm/hosts_internal.h"
 

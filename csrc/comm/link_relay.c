@@ -1,7 +1,7 @@
 /* Lists of operations under one lock: sends to be carried, waiting receives, and early messages.
  *
  * Copies.  A message is copied once on each side.  The sender's side copies it from the send's
- * memory into the carrier's, which ends the send; the receiver's side copies it from a carrier's
+ * memory into the carrier's, which ends the send.  The receiver's side copies it from a carrier's
  * memory into the receive's.  Small sends are copied, and done, when they are posted.  A large
  * message that comes before its receive keeps its memory, and the carrier allocates new memory.
  * Copies happen under the lock: a network is slow, and memory is much faster.  No thread can thus

@@ -35,8 +35,8 @@
  * event; a copy from or to host memory, except single constants of up to 8 bytes, whose value the
  * graph keeps.  It is also an error to make another library's stream follow ours, or to use memory
  * that no earlier step allocated.  After such an error the capture is dropped.  A graph keeps its
- * memory: blocks that were live when the capture began, or acquired during it, are not reused while
- * the graph exists, even if they are freed.
+ * memory.  Blocks that were live when the capture began, or acquired during it, are not reused
+ * while the graph exists, even if freed.
  *
  * Windows are address ranges over memory that several windows may share; each keeps its address for
  * life.  They are created, moved and destroyed while nothing on the device uses them.  Data written
@@ -128,7 +128,7 @@ typedef struct fsdpc_device_ops {
     fsdpc_status (*window_destroy)(fsdpc_window *window);
 } fsdpc_device_ops;
 
-/* How the host waits for a remote device whose work may depend on dead ranks: it polls until the
+/* How the host waits for a remote device whose work may depend on dead ranks.  It polls until the
  * result is not IN_PROGRESS, or until the deadline, an interrupt or a failure. */
 typedef struct fsdpc_watch {
     fsdpc_status (*wait_for)(void *arg, fsdpc_status (*poll)(void *poll_arg), void *poll_arg);

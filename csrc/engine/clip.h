@@ -4,9 +4,9 @@
  * do not depend on world size, layout or order.  Tied parameters occur once in a layout and count
  * once; a replicated shard counts once, because only shard groups are summed.
  *
- * The norm includes a scale that is pending on the gradients.  If it is a power of two below 1 (a
- * loss scaler's) and p is 1, 2 or INFINITY, it is applied to the norm and stays pending.  Any other
- * scale is applied to the gradients first.
+ * The norm includes a scale that is pending on the gradients.  A power of two below 1 (a loss
+ * scaler's) is applied to the norm and stays pending, if p is 1, 2 or INFINITY.  Any other scale is
+ * applied to the gradients first.
  */
 #ifndef FSDPC_ENGINE_CLIP_H
 #define FSDPC_ENGINE_CLIP_H

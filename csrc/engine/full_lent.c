@@ -2,9 +2,9 @@
  * any time.
  *
  * Such a rank is the only reader of its slices, and published slices would have to be compared with
- * the masters before each step.  It therefore publishes nothing: a full is a cast of the masters,
- * made when the unit begins to use it, and its memory is returned after the use.  This is what
- * FSDP2 does on one rank.  With publishing, SmolLM3-3B under torch on an H200 always had 5.8 GiB of
+ * the masters before each step.  It therefore publishes nothing.  A full is a cast of the masters,
+ * made when the unit begins to use it; its memory is returned after the use.  This is what FSDP2
+ * does on one rank.  With publishing, SmolLM3-3B under torch on an H200 always had 5.8 GiB of
  * published parameters, and compared them in 4.9 of 464 ms.  If no cast is needed, the masters
  * themselves are the full.
  *

@@ -8,8 +8,8 @@
  * may merge with the result, so the passes are among the sums of the operation.  Levels are
  * allocated when first needed and kept, because every step needs the same ones.
  *
- * It is simpler if the ranks of a micro-step count as one leaf: if their number is a power of two,
- * which changes no bit, or if they cannot be told apart.
+ * All this is simpler if the ranks of a micro-step count as one leaf.  They do if their number is a
+ * power of two, which changes no bit, or if their contributions cannot be told apart.
  *
  * A gradient shard that was folded and divided is no longer a node of a tree.  Its height is then
  * FSDPC_MICRO_CLOSED, which differs from all others, and the next tree begins above it.

@@ -41,7 +41,7 @@ fsdpc_status fsdpc_optim_step(fsdpc_optim *optim);
  * ---------------------------------------------------------------- */
 
 /* A number for one such parameter.  All parameters, including these, are numbered in the order in
- * which they are added, so that a model's states are rounded the same whether it is sharded or
+ * which they are added.  A model's states are thus rounded the same whether it is sharded or
  * not. */
 uint32_t fsdpc_optim_take_number(fsdpc_optim *optim);
 

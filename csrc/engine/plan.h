@@ -17,7 +17,7 @@ typedef struct fsdpc_mesh {
 } fsdpc_mesh;
 
 /* Which arrays of a unit are in a file, and how much of them (the rear part, 0 to 1); or which are
- * in the host memory of a remote device. */
+ * in a remote device's host memory. */
 typedef struct fsdpc_offload {
     fsdpc_tier *tier; /* held by its extents; NULL while nothing is allocated yet, as in a plan */
     bool host;        /* no file; for params: own slices, if a gather moves bytes */

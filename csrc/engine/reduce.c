@@ -11,9 +11,9 @@
  * Ranks must post in the same order, over all their groups together.  A GPU runs the operations of
  * several communicators in post order, and two ranks with different orders would wait for each
  * other.  A first stage completes at different times on different ranks.  Second stages therefore
- * have fixed points in the program: before the next reduction is posted, at the end of backward,
- * and before anything that waits for the reduction.  There the rank waits for the first stage;
- * polling for completed reductions in between posts nothing.
+ * have fixed points in the program: before the next post of a reduction, at the end of backward,
+ * and before any wait for this reduction.  There the rank waits for the first stage; polling for
+ * completed reductions in between posts nothing.
  *
  * That costs no time on one host with pooled buffers.  The next reduction is posted a whole unit's
  * backward after this one.  If a first stage is not complete by then, a peer is that far behind.

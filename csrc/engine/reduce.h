@@ -2,7 +2,7 @@
  *
  * A reduction is posted when a unit's backward ends and completed at later entry points.  On a mesh
  * with replicas it has two stages: reduce-scatter within the shard group and all-reduce over the
- * replicas; the second may be postponed to a later backward.
+ * replicas.  The second may be postponed to a later backward.
  */
 #ifndef FSDPC_ENGINE_REDUCE_H
 #define FSDPC_ENGINE_REDUCE_H

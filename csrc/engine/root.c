@@ -40,8 +40,8 @@ static fsdpc_status adopt_units(fsdpc_root *root, fsdpc_unit *const *units, size
     return FSDPC_OK;
 }
 
-/* In memory of the device or of the host, or on a disk: the same choice for all units, whose fulls,
- * or this rank's slices of them, are in the wire. */
+/* In device or host memory, or on a disk: the same for all units, whose fulls (or this rank's
+ * slices of them) are in the wire. */
 static fsdpc_status create_wire(fsdpc_root *root, size_t bytes)
 {
     const fsdpc_unit *first = root->units[0];

@@ -59,7 +59,8 @@ struct fsdpc_root {
     fsdpc_event *published, *filled; /* recorded on the main stream for that */
     int n_pool;                      /* number of pooled buffers, and their sizes */
     size_t pool_bytes, pool_partial_bytes;
-    fsdpc_buffer *pool[FSDPC_POOLED_BUFFERS];         /* NULL: not created yet; some single ranks */
+    fsdpc_buffer *pool[FSDPC_POOLED_BUFFERS];         /* NULL: not created yet; a single rank
+                                                       * creates it on first use */
     fsdpc_buffer *pool_partial[FSDPC_POOLED_BUFFERS]; /* with replicas: its sums */
     fsdpc_unit *pool_filling[FSDPC_POOLED_BUFFERS];   /* the unit that fills it; NULL: none */
     fsdpc_unit *pool_reducing[FSDPC_POOLED_BUFFERS];  /* the unit whose posted reduction reads it */

@@ -386,8 +386,8 @@ fsdpc_status fsdpc_reshard(fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-/* Also drops what this backward has reduced, unless it was added to earlier gradients: other units
- * have none of it, and which units these are differs between ranks. */
+/* Also drops what this backward has reduced, unless it was added to earlier gradients.  Other units
+ * have no such gradients, and which units have some differs between ranks. */
 static void drop_backward(fsdpc_root *root)
 {
     fsdpc_fill_drop_failed(root);

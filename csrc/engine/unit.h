@@ -83,8 +83,8 @@ fsdpc_status fsdpc_unit_set_ahead(fsdpc_unit *unit, bool backward, fsdpc_unit *c
 
 /* ---- Memory ---- */
 
-/* One flat group: dtypes, sizes and addresses of this rank's masters and gradient shard (NULL: it
- * has none), and of the full (NULL before there is a root). */
+/* One flat group: dtypes, sizes and addresses of this rank's masters and gradient shard (NULL:
+ * none), and of the full (NULL before there is a root). */
 typedef struct fsdpc_unit_flat {
     fsdpc_dtype dtype, wire_dtype, reduce_dtype, grad_dtype;
     size_t shard_numel, full_numel, master_numel; /* masters may be laid out like the full */

@@ -203,7 +203,7 @@ fsdpc_status fsdpc_unit_join_wire(fsdpc_unit *unit, fsdpc_unit_group *group,
                                   const fsdpc_wire *wire);
 void fsdpc_unit_leave_wire(fsdpc_unit *unit); /* the wire is about to go; masters keep their
                                                * contents */
-/* For frozen masters that were published: they equal the wire. */
+/* Drops private copies of frozen masters that were published, since these equal the wire. */
 void fsdpc_unit_drop_copies(fsdpc_unit *unit);
 
 /* The master of this rank's slice of a band, from element `at` of the shard on.  Only for the step

@@ -5,8 +5,8 @@
  * MPI sends a piece of this size at once.  For a larger one it would first ask the peer, whose
  * thread sleeps; that made steps over 1 Gbit/s take 1.3 times as long.  UCX, the usual transport of
  * MPICH, would ask for smaller pieces too, so we raise its threshold unless UCX_RNDV_THRESH is set.
- * At most WINDOW pieces of a message are in flight.  MPI keeps pieces of one pair and tag in order;
- * a message waits until all pieces of earlier messages with the same pair, tag and direction are
+ * At most WINDOW pieces of a message are in flight.  MPI keeps pieces of one pair and tag in order.
+ * A message waits until all pieces of earlier messages with the same pair, tag and direction are
  * posted.
  *
  * Receives probe first (MPI_Improbe), and give MPI memory only for a piece that has arrived with
@@ -17,17 +17,18 @@
  * this thread sleeps for an eighth of the time since an operation was last posted or ended.  This
  * makes a wait at most an eighth longer, and a long wait takes no core.  The longest sleep is 1 ms
  * while operations are in flight, and 100 ms otherwise, when only news can arrive.  A post wakes
- * the thread.  A few finished pieces do not reset the sleep or wake a waiter: polling after each
- * piece made a step over 1 Gbit/s take 570 ms instead of 496 ms on a core that also computes.
+ * the thread.  A few finished pieces do not reset the sleep or wake a waiter.  On a core that also
+ * computes, polling after each piece made a step over 1 Gbit/s take 570 ms instead of 496 ms.
  * After many pieces the thread polls again at once.
  *
  * News.  Every process posts a receive for the reason of the first process to abort.  An MPI error
  * is such a reason too, unless the watch (comm/host_watch.h) soon finds a better one: MPI knows
  * that a connection broke, but not why.
  *
- * Leaving.  A process that posts no more sends its farewell, with a separate tag and after all its
- * other messages, to the peers that it has exchanged messages with.  A receive that has waited long
- * checks for the farewell: if only the farewell has arrived, nothing more will come.
+ * Leaving.  A process that posts no more sends a farewell to all peers that it has exchanged
+ * messages with.  The farewell has a separate tag and comes after all other messages.  A receive
+ * that has waited long checks for the farewell: if only the farewell has arrived, nothing more will
+ * come.
  */
 #include "mpi/link_mpi.h"
 

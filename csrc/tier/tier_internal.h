@@ -69,7 +69,7 @@ struct fsdpc_tier {
     size_t next_read, row; /* the next entry to read; the row in use */
     bool started;
     uint64_t passes;
-    fsdpc_pass_hook *hook; /* of the open pass; NULL: there is no pass, or it ends by itself */
+    fsdpc_pass_hook *hook; /* of the open pass; NULL: no open pass, or it ends by itself */
 };
 
 /* Elements and bytes of a chunk: the last one may be short.  Files are read and written in whole
