@@ -24,18 +24,18 @@ typedef struct fsdpc_fs {
 } fsdpc_fs;
 
 fsdpc_status fsdpc_fs_mkdir(const fsdpc_fs *fs, const char *path);
-/* An error if anything has this name. */
+/* Fails if anything with this name exists. */
 fsdpc_status fsdpc_fs_refuse_existing(const fsdpc_fs *fs, const char *path);
-/* A new file of this size, its blocks reserved; open for writing. */
+/* Creates a file of this size, with its blocks reserved, open for writing. */
 fsdpc_status fsdpc_fs_create(const fsdpc_fs *fs, const char *path, uint64_t bytes, int *fd_out);
-/* A file without a name, open for reading and writing; past the page cache where the file system
- * can, which it says. */
+/* Creates an unnamed file, open for reading and writing.  It bypasses the page cache if the file
+ * system supports that; *direct_out tells whether it does. */
 fsdpc_status fsdpc_fs_temporary(const fsdpc_fs *fs, const char *folder, int *fd_out,
                                 bool *direct_out);
 /* Reserves blocks for a range of a file, whose size grows to include it. */
 fsdpc_status fsdpc_fs_reserve(const fsdpc_fs *fs, int fd, const char *path, uint64_t offset,
                               uint64_t bytes);
-/* Gives the blocks of a range back, if the file system can; never an error. */
+/* Releases the blocks of a range, if the file system can; never an error. */
 void fsdpc_fs_punch(int fd, uint64_t offset, uint64_t bytes);
 fsdpc_status fsdpc_fs_open(const fsdpc_fs *fs, const char *path, bool write, int *fd_out);
 fsdpc_status fsdpc_fs_size(const fsdpc_fs *fs, int fd, const char *path, uint64_t *bytes_out);

@@ -107,7 +107,7 @@ static header *map_block(size_t bytes)
         munmap(start, (size_t)(block - page - start));
     if (block + bytes < end)
         munmap(block + bytes, (size_t)(end - (block + bytes)));
-    madvise(block, bytes, MADV_HUGEPAGE);               /* advice: where the kernel */
+    madvise(block, bytes, MADV_HUGEPAGE);               /* does not know it ignores it */
     madvise(block - page, bytes + page, MADV_DONTDUMP); /* knows it not, nothing is lost */
     return (header *)(block - sizeof(header));
 }
