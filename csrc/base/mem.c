@@ -107,8 +107,8 @@ static header *map_block(size_t bytes)
         munmap(start, (size_t)(block - page - start));
     if (block + bytes < end)
         munmap(block + bytes, (size_t)(end - (block + bytes)));
-    madvise(block, bytes, MADV_HUGEPAGE);               /* does not know it ignores it */
-    madvise(block - page, bytes + page, MADV_DONTDUMP); /* knows it not, nothing is lost */
+    madvise(block, bytes, MADV_HUGEPAGE);               /* only advice: nothing is lost if */
+    madvise(block - page, bytes + page, MADV_DONTDUMP); /* the kernel does not know it */
     return (header *)(block - sizeof(header));
 }
 
