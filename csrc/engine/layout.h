@@ -72,8 +72,9 @@ typedef struct fsdpc_layout {
 
 typedef struct fsdpc_layout_options {
     int first_owner; /* owns the first whole parameter; later ones are assigned round robin */
-    /* Every parameter has its own band, and its rows are never cut finer.  Rank r then has rows [r
-     * C, (r + 1) C) of its R, C = ceil(R / ranks), the cuts of torch.chunk.  A unit pads more. */
+    /* Every parameter has its own band, and its rows are never cut finer.  With R rows and C =
+     * ceil(R / ranks), rank r has rows [r C, (r + 1) C), the cuts of torch.chunk.  A unit pads
+     * more. */
     bool band_per_param;
 } fsdpc_layout_options;
 

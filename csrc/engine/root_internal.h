@@ -53,8 +53,8 @@ struct fsdpc_root {
     const fsdpc_full_ops *full; /* how fulls are made */
     fsdpc_unit **slot_users;    /* full_moved.c: the unit last gathered into each slot */
     fsdpc_stream *gather_stream, *reduce_stream;
-    fsdpc_stream *replicate_stream;  /* second stages next to first ones; NULL: they share a
-                                      * stream */
+    fsdpc_stream *replicate_stream;  /* for second stages, in parallel with first ones; NULL:
+                                      * shared */
     bool overlaps;                   /* streams are ordered by events; see order.h */
     fsdpc_event *published, *filled; /* recorded on the main stream for that */
     int n_pool;                      /* number of pooled buffers, and their sizes */
