@@ -23,9 +23,8 @@ enum { FSDPC_CKPT_CHUNK_BYTES = 1 << 20 };
 typedef struct fsdpc_ckpt_file {
     char *path;
     uint64_t bytes;
-    const void *header; /* the beginning of the file (or all of it), written by its creator */
+    const void *header; /* what it begins with, written by rank 0; may be all of it */
     size_t header_bytes;
-    int creator; /* a rank; only the creator writes the header */
 } fsdpc_ckpt_file;
 
 typedef struct fsdpc_ckpt_piece {

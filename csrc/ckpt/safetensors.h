@@ -82,9 +82,8 @@ void fsdpc_st_header_fini(fsdpc_st_header *header);
 fsdpc_status fsdpc_st_header_bytes(const void *data, uint64_t file_bytes, const char *what,
                                    uint64_t *out);
 
-/* Reads the header of the file at a path; *crc_out: CRC of the header, including its length
- * field. */
-fsdpc_status fsdpc_st_load(const char *path, fsdpc_st_header *out, uint32_t *crc_out);
+/* Reads the header of the file at a path. */
+fsdpc_status fsdpc_st_load(const char *path, fsdpc_st_header *out);
 
 /* Lays out a file: fills in begin and end of the tensors (whose order in the array stays) and makes
  * the header, length included.  The caller frees it. */

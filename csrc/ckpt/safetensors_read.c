@@ -10,7 +10,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/crc32c.h"
 #include "base/fs.h"
 #include "ckpt/json.h"
 
@@ -288,7 +287,7 @@ void fsdpc_st_header_fini(fsdpc_st_header *header)
     *header = (fsdpc_st_header){0};
 }
 
-fsdpc_status fsdpc_st_load(const char *path, fsdpc_st_header *out, uint32_t *crc_out)
+fsdpc_status fsdpc_st_load(const char *path, fsdpc_st_header *out)
 {
     int fd;
     uint64_t file_bytes = 0, length = 0;
@@ -306,7 +305,6 @@ fsdpc_status fsdpc_st_load(const char *path, fsdpc_st_header *out, uint32_t *crc
         goto close_file;
     }
     FSDPC_TRY_GOTO(status, fsdpc_fs_pread(NULL, fd, path, text, 8 + length, 0), close_file);
-    *crc_out = fsdpc_crc32c(0, text, 8 + length);
     status = fsdpc_st_parse(text, 8 + length, file_bytes, path, out);
 
 close_file:

@@ -44,8 +44,6 @@ static fsdpc_status create_files(const fsdpc_ckpt_plan *plan)
     for (size_t f = 0; f < plan->n_files; f++) {
         const fsdpc_ckpt_file *file = &plan->files[f];
         int fd;
-        if (file->creator != plan->rank)
-            continue;
         FSDPC_TRY(fsdpc_fs_create(&plan->fs, file->path, file->bytes, &fd));
         fsdpc_status status =
             fsdpc_fs_pwrite(&plan->fs, fd, file->path, file->header, file->header_bytes, 0);
@@ -68,15 +66,7 @@ static fsdpc_status begin(const fsdpc_ckpt_plan *plan)
     return create_files(plan);
 }
 
-static fsdpc_status write_pieces(const fsdpc_ckpt_plan *plan, uint32_t *crcs)
-{
-    if (plan->rank != 0)
-        FSDPC_TRY(create_files(plan));
-    return fsdpc_ckpt_write(&plan->fs, plan->files, plan->n_files, plan->pieces, plan->n_pieces,
-                            crcs);
-}
-
-/* Combines every rank's contributions into the tensors' checksums. */
+/* Every rank's contributions become the tensors' checksums. */
 static fsdpc_status combine(const fsdpc_ckpt_plan *plan, uint32_t *crcs)
 {
     if (plan->size == 1)
@@ -157,7 +147,8 @@ fsdpc_status fsdpc_ckpt_save(const fsdpc_ckpt_plan *plan)
     if (status == FSDPC_OK)
         status = begin(plan);
     FSDPC_TRY_GOTO(status, fsdpc_ckpt_agree(plan, status), remove);
-    status = write_pieces(plan, crcs);
+    status =
+        fsdpc_ckpt_write(&plan->fs, plan->files, plan->n_files, plan->pieces, plan->n_pieces, crcs);
     FSDPC_TRY_GOTO(status, fsdpc_ckpt_agree(plan, status), remove);
     FSDPC_TRY_GOTO(status, combine(plan, crcs), remove);
     status = commit(plan, crcs);

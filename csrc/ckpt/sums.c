@@ -12,14 +12,15 @@
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/crc32c.h"
+#include "base/fs.h"
 #include "base/thread.h"
 
 enum { SPAN_BYTES = 8 << 20, CHUNK_BYTES = 256 << 10, MAX_THREADS = 64 };
 
 typedef struct summing {
-    const fsdpc_fs *fs;
     const fsdpc_ckpt_run *runs;
     size_t n_runs;
     uint32_t *crcs;
@@ -31,15 +32,23 @@ typedef struct summing {
     char text[512];
 } summing;
 
-/* The state of one reading thread. */
+/* The part of a run that a thread reads at a time. */
+typedef struct span {
+    const char *path;
+    size_t run;
+    uint64_t offset, bytes; /* in the file */
+    uint64_t bytes_behind;  /* of the run, after the span */
+} span;
+
+/* What one thread reads with. */
 typedef struct reader {
     const char *path; /* of the open file, or NULL */
     int fd;
     unsigned char *chunk;
 } reader;
 
-/* Takes the next span, as a run; false: none is left, or a read has failed. */
-static bool take(summing *all, fsdpc_ckpt_run *span_out)
+/* The next span; false: there is none, or something has failed. */
+static bool take(summing *all, span *out)
 {
     pthread_mutex_lock(&all->lock);
     while (all->run < all->n_runs && all->done == all->runs[all->run].bytes) {
@@ -48,51 +57,48 @@ static bool take(summing *all, fsdpc_ckpt_run *span_out)
     }
     bool found = all->status == FSDPC_OK && all->run < all->n_runs;
     if (found) {
-        *span_out = all->runs[all->run];
-        uint64_t left = span_out->bytes - all->done;
+        const fsdpc_ckpt_run *run = &all->runs[all->run];
+        uint64_t left = run->bytes - all->done;
         uint64_t bytes = left < SPAN_BYTES ? left : SPAN_BYTES;
-        span_out->offset += all->done;
-        span_out->bytes = bytes;
-        span_out->bytes_behind += left - bytes;
+        *out = (span){run->path, all->run, run->offset + all->done, bytes, left - bytes};
         all->done += bytes;
     }
     pthread_mutex_unlock(&all->lock);
     return found;
 }
 
-static fsdpc_status open_file(const fsdpc_fs *fs, reader *r, const char *path)
+static fsdpc_status open_file(reader *r, const char *path)
 {
     if (r->path == path)
         return FSDPC_OK;
     if (r->path)
-        FSDPC_TRY(fsdpc_fs_close(fs, r->fd, r->path));
+        FSDPC_TRY(fsdpc_fs_close(NULL, r->fd, r->path));
     r->path = NULL;
-    FSDPC_TRY(fsdpc_fs_open(fs, path, false, &r->fd));
+    FSDPC_TRY(fsdpc_fs_open(NULL, path, false, &r->fd));
     r->path = path;
     return FSDPC_OK;
 }
 
-static fsdpc_status sum_span(const fsdpc_fs *fs, reader *r, const fsdpc_ckpt_run *span,
-                             uint32_t *crc_out)
+static fsdpc_status sum_span(reader *r, const span *own, uint32_t *crc_out)
 {
     uint32_t crc = 0;
-    FSDPC_TRY(open_file(fs, r, span->path));
-    for (uint64_t done = 0; done < span->bytes;) {
-        uint64_t left = span->bytes - done;
+    FSDPC_TRY(open_file(r, own->path));
+    for (uint64_t done = 0; done < own->bytes;) {
+        uint64_t left = own->bytes - done;
         size_t n = left < CHUNK_BYTES ? (size_t)left : CHUNK_BYTES;
-        FSDPC_TRY(fsdpc_fs_pread(fs, r->fd, span->path, r->chunk, n, span->offset + done));
+        FSDPC_TRY(fsdpc_fs_pread(NULL, r->fd, own->path, r->chunk, n, own->offset + done));
         crc = fsdpc_crc32c(crc, r->chunk, n);
         done += n;
     }
-    *crc_out = fsdpc_crc32c_combine(crc, 0, span->bytes_behind);
+    *crc_out = fsdpc_crc32c_combine(crc, 0, own->bytes_behind);
     return FSDPC_OK;
 }
 
-static void add(summing *all, const fsdpc_ckpt_run *span, fsdpc_status status, uint32_t crc)
+static void add(summing *all, const span *own, fsdpc_status status, uint32_t crc)
 {
     pthread_mutex_lock(&all->lock);
     if (status == FSDPC_OK) {
-        all->crcs[span->tensor] ^= crc;
+        all->crcs[own->run] ^= crc;
     } else if (all->status == FSDPC_OK) {
         all->status = status;
         snprintf(all->text, sizeof all->text, "%s", fsdpc_last_error());
@@ -104,12 +110,12 @@ static void *sum_spans(void *arg)
 {
     summing *all = arg;
     reader r = {.fd = -1, .chunk = malloc(CHUNK_BYTES)};
-    fsdpc_ckpt_run span;
-    while (take(all, &span)) {
+    span own;
+    while (take(all, &own)) {
         uint32_t crc = 0;
-        fsdpc_status status = r.chunk ? sum_span(all->fs, &r, &span, &crc)
+        fsdpc_status status = r.chunk ? sum_span(&r, &own, &crc)
                                       : fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a chunk");
-        add(all, &span, status, crc);
+        add(all, &own, status, crc);
     }
     if (r.path)
         (void)fsdpc_fs_close(NULL, r.fd, r.path);
@@ -117,12 +123,13 @@ static void *sum_spans(void *arg)
     return NULL;
 }
 
-fsdpc_status fsdpc_ckpt_sum(const fsdpc_fs *fs, const fsdpc_ckpt_run *runs, size_t n_runs,
-                            int n_threads, uint32_t *crcs_io)
+fsdpc_status fsdpc_ckpt_sum(const fsdpc_ckpt_run *runs, size_t n_runs, int n_threads,
+                            uint32_t *crcs_out)
 {
-    summing all = {.fs = fs, .runs = runs, .n_runs = n_runs, .crcs = crcs_io};
+    summing all = {.runs = runs, .n_runs = n_runs, .crcs = crcs_out};
     pthread_t threads[MAX_THREADS];
     int started = 0;
+    memset(crcs_out, 0, n_runs * sizeof *crcs_out);
     pthread_mutex_init(&all.lock, NULL);
     while (started < n_threads - 1 && started < MAX_THREADS &&
            fsdpc_thread_start("fsdpc-sum", sum_spans, &all, &threads[started]) == FSDPC_OK)

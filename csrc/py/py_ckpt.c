@@ -133,68 +133,49 @@ static PyObject *tensor_tuple(const fsdpc_st_header *header, const fsdpc_st_tens
                  : NULL;
 }
 
-static PyObject *header_result(const fsdpc_st_header *header, uint32_t crc)
-{
-    PyObject *tensors = PyList_New((Py_ssize_t)header->n_tensors), *metadata = PyDict_New();
-    for (size_t i = 0; tensors && i < header->n_tensors; i++)
-        fsdpc_py_put(&tensors, (Py_ssize_t)i, tensor_tuple(header, &header->tensors[i]));
-    for (size_t i = 0; metadata && i < header->n_metadata; i++)
-        fsdpc_py_put_item(&metadata, header->metadata[i].key,
-                          PyUnicode_FromString(header->metadata[i].value));
-    return Py_BuildValue("NNKk", tensors, metadata, (unsigned long long)header->data_begin,
-                         (unsigned long)crc);
-}
-
 static PyObject *safetensors_header(PyObject *Py_UNUSED(module), PyObject *arg)
 {
     PyObject *path;
     if (!PyUnicode_FSConverter(arg, &path))
         return NULL;
     fsdpc_st_header header;
-    uint32_t crc;
     fsdpc_status status;
-    FSDPC_PY_WITHOUT_GIL(status = fsdpc_st_load(PyBytes_AS_STRING(path), &header, &crc));
+    FSDPC_PY_WITHOUT_GIL(status = fsdpc_st_load(PyBytes_AS_STRING(path), &header));
     Py_DECREF(path);
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    PyObject *result = header_result(&header, crc);
+    PyObject *result = PyList_New((Py_ssize_t)header.n_tensors);
+    for (size_t i = 0; result && i < header.n_tensors; i++)
+        fsdpc_py_put(&result, (Py_ssize_t)i, tensor_tuple(&header, &header.tensors[i]));
     fsdpc_st_header_fini(&header);
     return result;
 }
 
 /* ---- reading pieces ---- */
 
-/* (file, tensor, Tensor, numel, file dtype, offset, bytes behind) */
-static int read_piece_tuple(PyObject *item, Py_ssize_t n_files, Py_ssize_t n_tensors,
-                            fsdpc_ckpt_piece *out)
+int fsdpc_py_ckpt_piece(PyObject *item, size_t n_files, size_t n_tensors, fsdpc_ckpt_piece *out)
 {
     PyObject *value;
     const char *dtype;
-    Py_ssize_t numel;
     unsigned long long offset, behind;
-    if (!PyArg_ParseTuple(item, "iiOnsKK", &out->file, &out->tensor, &value, &numel, &dtype,
-                          &offset, &behind))
+    if (!PyArg_ParseTuple(item, "iiOsKK", &out->file, &out->tensor, &value, &dtype, &offset,
+                          &behind))
         return -1;
+    fsdpc_tensor *t = fsdpc_py_tensor_of(value);
     const fsdpc_st_dtype *known = fsdpc_st_dtype_find(dtype);
-    if (!known || out->file < 0 || out->file >= n_files || out->tensor < 0 ||
-        out->tensor >= n_tensors || numel < 0) {
+    if (!t)
+        return -1;
+    if (!known || known->dtype < 0 || out->file < 0 || (size_t)out->file >= n_files ||
+        out->tensor < 0 || (size_t)out->tensor >= n_tensors) {
         PyErr_SetString(PyExc_ValueError, "a piece of no file, tensor or dtype");
         return -1;
     }
-    out->numel = (size_t)numel;
-    out->offset = offset;
-    out->bytes_behind = behind;
-    fsdpc_tensor *t = fsdpc_py_tensor_of(value);
-    if (!t)
-        return -1;
-    if (known->dtype < 0 || t->numel != out->numel) {
-        PyErr_Format(PyExc_TypeError, "%zd %s values do not fit a tensor of %zu %s", numel, dtype,
-                     t->numel, fsdpc_dtype_name(t->dtype));
-        return -1;
-    }
-    out->data = t->data;
     out->memory_dtype = t->dtype;
     out->file_dtype = (fsdpc_dtype)known->dtype;
+    out->data = t->data;
+    out->numel = t->numel;
+    out->offset = offset;
+    out->bytes_behind = behind;
     return 0;
 }
 
@@ -253,7 +234,8 @@ static PyObject *read_pieces(PyObject *module, PyObject *args)
         if (!(files[i].path = PyBytes_AsString(PyList_GET_ITEM(paths, i))))
             goto free_arrays;
     for (Py_ssize_t i = 0; i < n; i++)
-        if (read_piece_tuple(PyList_GET_ITEM(list, i), n_files, n_tensors, &pieces[i]) < 0)
+        if (fsdpc_py_ckpt_piece(PyList_GET_ITEM(list, i), (size_t)n_files, (size_t)n_tensors,
+                                &pieces[i]) < 0)
             goto free_arrays;
     reading r = {runtime,   fsdpc_py_fs(hook),  files, (size_t)n_files, pieces,
                  (size_t)n, check ? crcs : NULL};
@@ -271,47 +253,42 @@ free_arrays:
 
 /* ---- checksums alone ---- */
 
-/* (file, tensor, offset, bytes, bytes behind) */
-static int read_run_tuple(PyObject *item, PyObject *paths, Py_ssize_t n_tensors,
-                          fsdpc_ckpt_run *out)
+/* (file, offset, bytes) */
+static int read_run_tuple(PyObject *item, PyObject *paths, fsdpc_ckpt_run *out)
 {
     Py_ssize_t file;
-    unsigned long long offset, bytes, behind;
-    if (!PyArg_ParseTuple(item, "niKKK", &file, &out->tensor, &offset, &bytes, &behind))
+    unsigned long long offset, bytes;
+    if (!PyArg_ParseTuple(item, "nKK", &file, &offset, &bytes))
         return -1;
-    if (file < 0 || file >= PyList_GET_SIZE(paths) || out->tensor < 0 || out->tensor >= n_tensors) {
-        PyErr_SetString(PyExc_ValueError, "a run of no file or tensor");
+    if (file < 0 || file >= PyList_GET_SIZE(paths)) {
+        PyErr_SetString(PyExc_ValueError, "a run of no file");
         return -1;
     }
     out->path = PyBytes_AsString(PyList_GET_ITEM(paths, file));
     out->offset = offset;
     out->bytes = bytes;
-    out->bytes_behind = behind;
     return out->path ? 0 : -1;
 }
 
 static PyObject *sum_runs(PyObject *Py_UNUSED(module), PyObject *args)
 {
     enum { MAX_READERS = 8 }; /* beyond which it is the disk or the memory that limits */
-    PyObject *paths, *list, *hook = NULL, *result = NULL;
-    Py_ssize_t n_tensors;
-    if (!PyArg_ParseTuple(args, "O!O!n|O", &PyList_Type, &paths, &PyList_Type, &list, &n_tensors,
-                          &hook))
+    PyObject *paths, *list, *result = NULL;
+    if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &paths, &PyList_Type, &list))
         return NULL;
     Py_ssize_t n = PyList_GET_SIZE(list);
     fsdpc_ckpt_run *runs = fsdpc_py_room(n, sizeof *runs);
-    uint32_t *crcs = fsdpc_py_room(n_tensors, sizeof *crcs);
+    uint32_t *crcs = fsdpc_py_room(n, sizeof *crcs);
     if (!runs || !crcs)
         goto free_arrays;
     for (Py_ssize_t i = 0; i < n; i++)
-        if (read_run_tuple(PyList_GET_ITEM(list, i), paths, n_tensors, &runs[i]) < 0)
+        if (read_run_tuple(PyList_GET_ITEM(list, i), paths, &runs[i]) < 0)
             goto free_arrays;
-    fsdpc_fs fs = fsdpc_py_fs(hook);
     int cores = fsdpc_usable_cores();
     fsdpc_status status;
-    FSDPC_PY_WITHOUT_GIL(status = fsdpc_ckpt_sum(&fs, runs, (size_t)n,
-                                                 cores < MAX_READERS ? cores : MAX_READERS, crcs));
-    result = status == FSDPC_OK ? words_list(crcs, n_tensors) : fsdpc_py_raise(status);
+    FSDPC_PY_WITHOUT_GIL(
+        status = fsdpc_ckpt_sum(runs, (size_t)n, cores < MAX_READERS ? cores : MAX_READERS, crcs));
+    result = status == FSDPC_OK ? words_list(crcs, n) : fsdpc_py_raise(status);
 
 free_arrays:
     PyMem_Free(runs);

@@ -12,6 +12,9 @@
  * the call's failure. */
 fsdpc_fs fsdpc_py_fs(PyObject *hook);
 
+/* Reads (file, tensor, Tensor, dtype in the file, offset, bytes behind); -1 with an exception. */
+int fsdpc_py_ckpt_piece(PyObject *item, size_t n_files, size_t n_tensors, fsdpc_ckpt_piece *out);
+
 /* Host memory for pieces of a remote device. */
 typedef struct fsdpc_py_ckpt_host {
     void *memory;

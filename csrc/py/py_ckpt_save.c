@@ -79,8 +79,8 @@ static int read_files(py_save *self, PyObject *list)
         unsigned long long bytes;
         const char *header;
         Py_ssize_t header_bytes;
-        if (!PyArg_ParseTuple(PyList_GET_ITEM(list, i), "OKy#i", &path, &bytes, &header,
-                              &header_bytes, &file->creator) ||
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(list, i), "OKy#", &path, &bytes, &header,
+                              &header_bytes) ||
             copy_text(path, &file->path) < 0)
             return -1;
         file->bytes = bytes;
@@ -98,31 +98,10 @@ static int read_pieces(py_save *self, PyObject *list)
     if (!self->plan.pieces)
         return -1;
     self->plan.n_pieces = (size_t)n;
-    for (Py_ssize_t i = 0; i < n; i++) {
-        fsdpc_ckpt_piece *piece = &self->plan.pieces[i];
-        PyObject *value;
-        const char *dtype;
-        unsigned long long offset, behind;
-        if (!PyArg_ParseTuple(PyList_GET_ITEM(list, i), "iiOsKK", &piece->file, &piece->tensor,
-                              &value, &dtype, &offset, &behind))
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (fsdpc_py_ckpt_piece(PyList_GET_ITEM(list, i), self->plan.n_files, self->plan.n_tensors,
+                                &self->plan.pieces[i]) < 0)
             return -1;
-        fsdpc_tensor *t = fsdpc_py_tensor_of(value);
-        const fsdpc_st_dtype *known = fsdpc_st_dtype_find(dtype);
-        if (!t)
-            return -1;
-        bool place_ok = piece->file >= 0 && (size_t)piece->file < self->plan.n_files &&
-                        piece->tensor >= 0 && (size_t)piece->tensor < self->plan.n_tensors;
-        if (!place_ok || !known || known->dtype < 0) {
-            PyErr_SetString(PyExc_ValueError, "a piece of no file, tensor or dtype");
-            return -1;
-        }
-        piece->memory_dtype = t->dtype;
-        piece->file_dtype = (fsdpc_dtype)known->dtype;
-        piece->data = t->data;
-        piece->numel = t->numel;
-        piece->offset = offset;
-        piece->bytes_behind = behind;
-    }
     return 0;
 }
 

@@ -2323,7 +2323,7 @@ class Save:
         self,
         comm: Comm,
         folders: tuple[str, str, str],
-        files: list[tuple[str, int, bytes, int]],
+        files: list[tuple[str, int, bytes]],
         pieces: list[tuple[int, int, Tensor, str, int, int]],
         manifest_path: str,
         manifest: bytes,
@@ -2347,14 +2347,12 @@ def safetensors_layout(
 ) -> tuple[bytes, list[tuple[int, int]]]:
     """Return the header of a file of these tensors, and (begin, end) of each."""
 
-def safetensors_header(
-    path: Any, /
-) -> tuple[list[tuple[str, str, Shape, int, int]], dict[str, str], int, int]:
-    """Return (tensors, metadata, where data begins, CRC-32C of the header) of a file."""
+def safetensors_header(path: Any, /) -> list[tuple[str, str, Shape, int, int]]:
+    """Return (name, dtype, shape, begin, end) of each tensor of a file."""
 
 def read_pieces(
     paths: list[bytes],
-    pieces: list[tuple[int, int, Tensor, int, str, int, int]],
+    pieces: list[tuple[int, int, Tensor, str, int, int]],
     n_tensors: int,
     check: bool,
     hook: Hook | None = None,
@@ -2362,14 +2360,8 @@ def read_pieces(
 ) -> list[int]:
     """Read pieces of files into tensors; return this rank's checksums."""
 
-def sum_runs(
-    paths: list[bytes],
-    runs: list[tuple[int, int, int, int, int]],
-    n_tensors: int,
-    hook: Hook | None = None,
-    /,
-) -> list[int]:
-    """Return checksums of what files hold."""
+def sum_runs(paths: list[bytes], runs: list[tuple[int, int, int]], /) -> list[int]:
+    """Return the checksum of each run (file, offset, bytes)."""
 
 def master_piece(unit: Unit, i: int, write: bool, /) -> tuple[Tensor, int, int, int]:
     """Return (flat tensor, first element, replica, replicas) of a parameter's master."""

@@ -2,7 +2,7 @@
  * than wrote it; and whichever call fails on whichever rank, all ranks say so and nothing is left.
  *
  * Two tensors in a file each: `a` is fp32 there and in memory and larger than two chunks, `b` is
- * bf16 in the file.  The last rank has a small file of its own, `own`.
+ * bf16 in the file.  A third file, `own`, is all header.
  */
 #include "ckpt/save.h"
 
@@ -19,7 +19,7 @@ enum { RANKS = 3, TENSORS = 2, PATH_BYTES = 512, NEVER = -1 };
 static const size_t numels[TENSORS] = {2 * FSDPC_CKPT_CHUNK_BYTES / 4 + 4099, 1237};
 static const char *const names[TENSORS] = {"a", "b"};
 static const char template[] = "a ???????? b ???????? all ????????\n";
-static const char own[] = "what one rank writes alone";
+static const char own[] = "what rank 0 writes alone";
 static const size_t crc_at[TENSORS] = {2, 13}, checksum_at = 26;
 
 /* Where threads meet: what a communicator does for processes. */
@@ -139,8 +139,7 @@ static fsdpc_status save_here(saver *self)
     files[TENSORS] = (fsdpc_ckpt_file){.path = (char *)self->place->files[TENSORS],
                                        .bytes = sizeof own,
                                        .header = own,
-                                       .header_bytes = sizeof own,
-                                       .creator = self->world - 1};
+                                       .header_bytes = sizeof own};
     fsdpc_ckpt_plan plan = {.rank = self->rank,
                             .size = self->world,
                             .gather = meet,
@@ -287,12 +286,10 @@ static void check_reading(const place *p, int world, float *const *values)
     }
     fsdpc_ckpt_run wholes[TENSORS];
     for (int t = 0; t < TENSORS; t++) {
-        wholes[t] = (fsdpc_ckpt_run){.path = paths[t],
-                                     .tensor = t,
-                                     .offset = header_bytes[t],
-                                     .bytes = numels[t] * file_item(t)};
+        wholes[t] = (fsdpc_ckpt_run){
+            .path = paths[t], .offset = header_bytes[t], .bytes = numels[t] * file_item(t)};
     }
-    CHECK_OK(fsdpc_ckpt_sum(NULL, wholes, TENSORS, world, alone));
+    CHECK_OK(fsdpc_ckpt_sum(wholes, TENSORS, world, alone));
     for (int t = 0; t < TENSORS; t++) {
         size_t wrong = 0;
         for (size_t i = 0; i < numels[t]; i++) {

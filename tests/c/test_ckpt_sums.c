@@ -5,9 +5,10 @@
 #include <unistd.h>
 
 #include "base/crc32c.h"
+#include "base/fs.h"
 #include "check.h"
 
-enum { FILES = 2, BYTES = (19 << 20) + 4099, TENSORS = 5, PATH_BYTES = 512 };
+enum { FILES = 2, BYTES = (19 << 20) + 4099, RUNS = 5, PATH_BYTES = 512 };
 
 typedef struct made {
     char folder[PATH_BYTES], paths[FILES][PATH_BYTES];
@@ -39,41 +40,38 @@ static void drop(made *m)
     CHECK_OK(fsdpc_fs_remove_tree(NULL, m->folder));
 }
 
-/* All of the first file; both halves of the second, in the wrong order; odd bytes; none. */
+/* All of the first file; the second half of the other; odd bytes; none. */
 static size_t lay_runs(const made *m, fsdpc_ckpt_run *runs)
 {
     uint64_t half = BYTES / 2;
     size_t n = 0;
-    runs[n++] = (fsdpc_ckpt_run){.path = m->paths[0], .tensor = 0, .bytes = BYTES};
-    runs[n++] =
-        (fsdpc_ckpt_run){.path = m->paths[1], .tensor = 1, .offset = half, .bytes = BYTES - half};
-    runs[n++] = (fsdpc_ckpt_run){
-        .path = m->paths[1], .tensor = 1, .bytes = half, .bytes_behind = BYTES - half};
-    runs[n++] = (fsdpc_ckpt_run){.path = m->paths[0], .tensor = 2, .offset = 3, .bytes = 1};
-    runs[n++] = (fsdpc_ckpt_run){.path = m->paths[0], .tensor = 3, .offset = BYTES};
-    runs[n++] =
-        (fsdpc_ckpt_run){.path = m->paths[1], .tensor = 4, .offset = 77, .bytes = (8 << 20) + 1};
+    runs[n++] = (fsdpc_ckpt_run){.path = m->paths[0], .bytes = BYTES};
+    runs[n++] = (fsdpc_ckpt_run){.path = m->paths[1], .offset = half, .bytes = BYTES - half};
+    runs[n++] = (fsdpc_ckpt_run){.path = m->paths[0], .offset = 3, .bytes = 1};
+    runs[n++] = (fsdpc_ckpt_run){.path = m->paths[0], .offset = BYTES};
+    runs[n++] = (fsdpc_ckpt_run){.path = m->paths[1], .offset = 77, .bytes = (8 << 20) + 1};
     return n;
 }
 
 static void test_sums(void)
 {
     made m;
-    fsdpc_ckpt_run runs[8];
+    fsdpc_ckpt_run runs[RUNS];
     make(&m);
     size_t n = lay_runs(&m, runs);
-    const uint32_t want[TENSORS] = {
-        fsdpc_crc32c(0, m.data[0], BYTES), fsdpc_crc32c(0, m.data[1], BYTES),
-        fsdpc_crc32c(0, m.data[0] + 3, 1), 0, fsdpc_crc32c(0, m.data[1] + 77, (8 << 20) + 1)};
+    const uint32_t want[RUNS] = {fsdpc_crc32c(0, m.data[0], BYTES),
+                                 fsdpc_crc32c(0, m.data[1] + BYTES / 2, BYTES - BYTES / 2),
+                                 fsdpc_crc32c(0, m.data[0] + 3, 1), 0,
+                                 fsdpc_crc32c(0, m.data[1] + 77, (8 << 20) + 1)};
     for (int threads = 0; threads <= 7; threads++) {
-        uint32_t crcs[TENSORS] = {0};
-        CHECK_OK(fsdpc_ckpt_sum(NULL, runs, n, threads, crcs));
-        for (int t = 0; t < TENSORS; t++)
-            CHECK_NOTE(crcs[t] == want[t], "tensor %d, %d threads: %08x, not %08x", t, threads,
+        uint32_t crcs[RUNS];
+        CHECK_OK(fsdpc_ckpt_sum(runs, n, threads, crcs));
+        for (int t = 0; t < RUNS; t++)
+            CHECK_NOTE(crcs[t] == want[t], "run %d, %d threads: %08x, not %08x", t, threads,
                        crcs[t], want[t]);
     }
     uint32_t none = 5;
-    CHECK_OK(fsdpc_ckpt_sum(NULL, runs, 0, 3, &none));
+    CHECK_OK(fsdpc_ckpt_sum(runs, 0, 3, &none));
     CHECK(none == 5);
     drop(&m);
 }
@@ -81,16 +79,16 @@ static void test_sums(void)
 static void test_errors(void)
 {
     made m;
-    fsdpc_ckpt_run runs[8];
-    uint32_t crcs[TENSORS] = {0};
+    fsdpc_ckpt_run runs[RUNS];
+    uint32_t crcs[RUNS];
     make(&m);
     size_t n = lay_runs(&m, runs);
     CHECK(truncate(m.paths[1], BYTES - 1) == 0);
     for (int threads = 1; threads <= 4; threads++)
-        CHECK_FAILS(fsdpc_ckpt_sum(NULL, runs, n, threads, crcs), FSDPC_ERR_OS, "/1' ends at byte");
+        CHECK_FAILS(fsdpc_ckpt_sum(runs, n, threads, crcs), FSDPC_ERR_OS, "/1' ends at byte");
     CHECK(unlink(m.paths[0]) == 0);
     for (int threads = 1; threads <= 4; threads++)
-        CHECK_FAILS(fsdpc_ckpt_sum(NULL, runs, 1, threads, crcs), FSDPC_ERR_OS,
+        CHECK_FAILS(fsdpc_ckpt_sum(runs, 1, threads, crcs), FSDPC_ERR_OS,
                     "No such file or directory");
     drop(&m);
 }

@@ -65,7 +65,7 @@ def test_inspect_says_what_ls_says(tmp_path: Path) -> None:
     checkpoint.CheckpointManager(tmp_path).save(7, {"model": model, "optimizer": optimizer})
     found = checkpoint.inspect(tmp_path / "step-00000007")
     world = fsdpc.world_size()
-    assert (found.step, found.world, found.layout) == (7, world, "full")
+    assert (found.step, found.world) == (7, world)
     assert (found.strategies, found.meshes) == (("FULL_SHARD",), ((1, world),))
     assert found.model is not None and found.model.endswith("Linear")
     assert (found.optimizer, found.states, found.extra) == ("AdamW", ("rng",), {"step": 7})
@@ -80,7 +80,7 @@ def test_inspect_says_what_ls_says(tmp_path: Path) -> None:
     assert found._repr_html_().count("<tr>") == len(found.facts()) + 1 + len(kept)
     fsdpc.barrier()
     if fsdpc.rank() == 0:
-        path = found.path / weight.files[0]
+        path = found.path / weight.file
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
@@ -189,7 +189,7 @@ def test_ctrl_c_ends_a_verification(tmp_path: Path) -> None:
 def test_diff(tmp_path: Path) -> None:
     model = Odd()
     checkpoint.save(tmp_path / "a", {"model": model})
-    checkpoint.save(tmp_path / "b", {"model": model}, layout="per_rank")
+    checkpoint.save(tmp_path / "b", {"model": model})
     assert output("diff", tmp_path / "a", tmp_path / "b")[0] == 0
     with fsdpc.no_grad():
         model.single.bias.fill_(7.0)

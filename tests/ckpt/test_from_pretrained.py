@@ -74,12 +74,11 @@ def test_a_gpt2_of_ours(inner: int, tmp_path: Path) -> None:
 
 @pytest.mark.ranks(1, timeout=300)
 def test_what_was_converted(tmp_path: Path) -> None:
-    """The config goes along, from a file for each rank too."""
+    """The config goes along."""
     fsdpc.manual_seed(3)
     model = GPT2(ModelConfig(**SIZES))
-    checkpoint.save(tmp_path / "apart", {"model": model}, layout="per_rank")
-    convert(tmp_path / "apart", tmp_path / "many", "per_rank", 3)
-    convert(tmp_path / "many", tmp_path / "full")
+    checkpoint.save(tmp_path / "saved", {"model": model})
+    convert(tmp_path / "saved", tmp_path / "full")
     with fsdpc.no_grad():
         ours = model(WORDS).numpy()
     np.testing.assert_allclose(logits_of(tmp_path / "full"), ours, rtol=1e-4, atol=1e-5)

@@ -140,7 +140,7 @@ def test_resume_otherwise(how: str, tmp_path: Path) -> None:
     optimizer = "torch AdamW" if how == "plain" else "AdamW"
     whole = Run(how, optimizer).train(0, 6)
     first = Run(how, optimizer).train(0, 3)
-    handle = checkpoint.save(tmp_path / "c", first.state, async_=True, layout="per_rank")
+    handle = checkpoint.save(tmp_path / "c", first.state, async_=True)
     first.train(3, 4)  # meanwhile
     handle.wait()
     resumed = Run(how, optimizer, seed=6)

@@ -20,12 +20,12 @@ def state_of(step: int) -> dict[str, Any]:
     return {"model": llama(seed=step)}
 
 
-def record(folder: Path, layout: str, ranks: int) -> list[int]:
+def record(folder: Path, ranks: int) -> list[int]:
     """How many calls each rank makes in a save."""
 
     def count(rank: int) -> int:
         fsdpc.init()
-        manager = CheckpointManager(folder, layout=layout)
+        manager = CheckpointManager(folder)
         seen: list[str] = []
         with hooked(lambda call, where: seen.append(call)):
             manager.save(1, state_of(1))
@@ -38,12 +38,11 @@ def record(folder: Path, layout: str, ranks: int) -> list[int]:
 # Who is killed of how many. With more than two there are survivors that must agree; of these turns
 # every third is made.
 KILLS = {
-    "rank 0 of 2": ([0], 2, "full"),
-    "rank 1 of 2": ([1], 2, "full"),
-    "both of 2": ([0, 1], 2, "full"),
-    "rank 1 of 2, per rank": ([1], 2, "per_rank"),
-    "rank 2 of 4": ([2], 4, "full"),
-    "ranks 1 and 3 of 4, per rank": ([1, 3], 4, "per_rank"),
+    "rank 0 of 2": ([0], 2),
+    "rank 1 of 2": ([1], 2),
+    "both of 2": ([0, 1], 2),
+    "rank 2 of 4": ([2], 4),
+    "ranks 1 and 3 of 4": ([1, 3], 4),
 }
 
 
@@ -52,8 +51,8 @@ KILLS = {
 @pytest.mark.parametrize("who", KILLS)
 @pytest.mark.ranks(1, init=False, timeout=600)
 def test_killed_at_every_call(who: str, first: bool, async_: bool, tmp_path: Path) -> None:
-    victims, ranks, layout = KILLS[who]
-    counts = record(tmp_path / "count", layout, ranks)
+    victims, ranks = KILLS[who]
+    counts = record(tmp_path / "count", ranks)
     calls = max(counts[v] for v in victims)
     every = 1 if ranks == 2 and not async_ else 3  # for speed: the calls are the same
     # The first turn's number is that of all calls: nobody is killed in it.
@@ -62,7 +61,7 @@ def test_killed_at_every_call(who: str, first: bool, async_: bool, tmp_path: Pat
 
         def save(rank: int, folder: Path = folder, k: int = k) -> None:
             fsdpc.init()
-            manager = CheckpointManager(folder, async_=async_, layout=layout)
+            manager = CheckpointManager(folder, async_=async_)
             if not first:
                 manager.save(1, state_of(1))
                 manager.wait()

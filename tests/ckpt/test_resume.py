@@ -117,11 +117,10 @@ def test_every_optimizer_and_async(optimizer: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("layout", ["full", "per_rank"])
-def test_with_a_loss_scaler(layout: str, tmp_path: Path) -> None:
+def test_with_a_loss_scaler(tmp_path: Path) -> None:
     whole = Run("FULL_SHARD", "fp16").train(20)
     first = Run("FULL_SHARD", "fp16").train(10)
-    checkpoint.save(tmp_path / "c", first.state, layout=layout)
+    checkpoint.save(tmp_path / "c", first.state)
     resumed = Run("FULL_SHARD", "fp16", seed=6)
     checkpoint.load(tmp_path / "c", resumed.state)
     assert resumed.train(10).losses == whole.losses[10:]
@@ -153,12 +152,11 @@ def test_after_a_kill(ranks: int, tmp_path: Path) -> None:
     assert run(resume, ranks) == whole
 
 
-@pytest.mark.parametrize("layout", ["full", "per_rank"])
 @pytest.mark.parametrize(
     "there", [(1, "plain"), (2, "FULL_SHARD"), (4, "HYBRID_SHARD")], ids=str
 )
 @pytest.mark.ranks(1, init=False)
-def test_other_ranks_and_strategies(there: Any, layout: str, tmp_path: Path) -> None:
+def test_other_ranks_and_strategies(there: Any, tmp_path: Path) -> None:
     """What one world saved is the same to the bit in every other, and saves the same files."""
     ranks, how = there
 
@@ -169,7 +167,7 @@ def test_other_ranks_and_strategies(there: Any, layout: str, tmp_path: Path) -> 
     def save(rank: int) -> Any:
         fsdpc.init()
         made = Run(how).train(3)
-        checkpoint.save(tmp_path / "c", {**made.state, "data": None}, layout=layout)
+        checkpoint.save(tmp_path / "c", {**made.state, "data": None})
         return without_cursor(made.everything())
 
     before = run(save, ranks)[0]

@@ -9,21 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdpc import _core
 from fsdpc._arguments import Parser
 from fsdpc._svg import size
 from fsdpc.checkpoint.contents import TITLES, inspect
 from fsdpc.checkpoint.manager import checkpoints_in
 from fsdpc.checkpoint.manifest import CheckpointError
-from fsdpc.checkpoint.source import SourceTensor, checksums, damaged, open_source
+from fsdpc.checkpoint.source import checksums, damaged, open_source
 
 _EPILOG = """\
 examples:
   fsdpc ckpt ls run/step-00000100
   fsdpc ckpt verify run            all checkpoints of a folder
   fsdpc ckpt diff run/step-00000100 run/step-00000200
-  fsdpc ckpt convert run/step-00000100 flat --layout full
-  fsdpc ckpt convert flat apart --layout per_rank --ranks 8
+  fsdpc ckpt convert run/step-00000100 dcp-folder --layout dcp
   fsdpc ckpt convert dcp-folder native    from PyTorch's distributed checkpoints
 """
 
@@ -47,23 +45,16 @@ def parser() -> argparse.ArgumentParser:
     diff.add_argument("other", type=Path)
     convert = commands.add_parser(
         "convert",
-        help="to another layout, or from and to PyTorch's formats (needs torch)",
+        help="to and from PyTorch's formats (needs torch), or of safetensors to ours",
         allow_abbrev=False,
     )
     convert.add_argument("path", type=Path)
     convert.add_argument("to", type=Path)
     convert.add_argument(
         "--layout",
-        choices=("full", "per_rank", "dcp", "torch"),
+        choices=("full", "dcp", "torch"),
         default="full",
-        help="full safetensors (the default), a file for each rank, a DCP folder, or a torch.save "
-        "file",
-    )
-    convert.add_argument("--ranks", type=int, metavar="N", help="of --layout per_rank")
-    convert.add_argument(
-        "--turn-gpt2",
-        action="store_true",
-        help="a native GPT-2's projections from (out, in), as fsdpc once saved them, to (in, out)",
+        help="full safetensors (the default), a DCP folder, or a torch.save file",
     )
     return p
 
@@ -95,14 +86,10 @@ def _run(options: argparse.Namespace) -> int:
         return _diff(options.path, options.other)
     from fsdpc.checkpoint.convert import convert
 
-    left_out = convert(options.path, options.to, options.layout, options.ranks, options.turn_gpt2)
+    left_out = convert(options.path, options.to, options.layout)
     if left_out:
         _say(f"left out, as they are no tensors: {', '.join(left_out)}")
     return 0
-
-
-def _bytes(tensor: SourceTensor) -> int:
-    return sum(part.end - part.begin for part in tensor.parts)
 
 
 def _say(text: str, file: Any = None) -> None:
@@ -153,7 +140,7 @@ def _verify_one(path: Path) -> int:
         return 1
     seconds = time.perf_counter() - begin
     tensors = source.tensors()
-    total = sum(_bytes(t) for _, _, t in tensors)
+    total = sum(t.nbytes for _, _, t in tensors)
     what = "verified" if source.content else "readable, without checksums to compare"
     _say(f"{path}: {len(tensors)} tensors, {size(total)} {what} in {seconds:.2f} s "
           f"({total / max(seconds, 1e-9) / 1e9:.2f} GB/s)")  # fmt: skip
@@ -172,7 +159,7 @@ def _diff(path: Path, other: Path) -> int:
         s, t = ours[key], theirs[key]
         if (s.dtype, s.shape) != (t.dtype, t.shape):
             lines.append(f"{key[1]}: {s.dtype} {s.shape} and {t.dtype} {t.shape}")
-        elif _whole(s, sums_a[key]) != _whole(t, sums_b[key]):
+        elif sums_a[key] != sums_b[key]:
             lines.append(f"{key[1]}: values differ")
         else:
             same += 1
@@ -180,11 +167,3 @@ def _diff(path: Path, other: Path) -> int:
         _say(line)
     _say(f"{same} tensors are the same, {len(lines)} differ")
     return 1 if lines else 0
-
-
-def _whole(tensor: SourceTensor, crcs: tuple[int, ...]) -> int:
-    """The checksum of a tensor in parts, whose parts' are known."""
-    whole = 0
-    for part, crc in sorted(zip(tensor.parts, crcs, strict=True), key=lambda pair: pair[0].first):
-        whole = _core.crc32c_combine(whole, crc, part.end - part.begin)
-    return whole

@@ -29,15 +29,15 @@ class TensorInfo:
         As safetensors has it: ``F32``, ``BF16``.
     shape : tuple of int
     nbytes : int
-    files : tuple of str
-        Where its parts are, in order.
-    crc32c : tuple of (int or None)
-        What was saved for each part; None in files of others.
+    file : str
+        The file that holds it.
+    crc32c : int or None
+        The checksum that was saved; None in files of others.
 
     Examples
     --------
     >>> from fsdpc.checkpoint import TensorInfo
-    >>> TensorInfo("model", "head.weight", "F32", (2, 3), 24, ("a.safetensors",), (None,)).cells()
+    >>> TensorInfo("model", "head.weight", "F32", (2, 3), 24, "a.safetensors", None).cells()
     ('head.weight', 'F32', '2 x 3', '24 B', '-', 'a.safetensors')
     """
 
@@ -46,8 +46,8 @@ class TensorInfo:
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-    files: tuple[str, ...]
-    crc32c: tuple[int | None, ...]
+    file: str
+    crc32c: int | None
 
     def cells(self) -> tuple[str, ...]:
         """Return its row of a table with the headings `TITLES`."""
@@ -56,8 +56,8 @@ class TensorInfo:
             self.dtype,
             " x ".join(map(str, self.shape)) or "scalar",
             size(self.nbytes),
-            ",".join("-" if crc is None else f"{crc:08x}" for crc in self.crc32c),
-            ",".join(self.files),
+            "-" if self.crc32c is None else f"{self.crc32c:08x}",
+            self.file,
         )
 
 
@@ -76,8 +76,6 @@ class CheckpointInfo:
         Of the units.
     meshes : tuple of (int, int)
         Replicas and shards of each mesh.
-    layout : str or None
-        ``"full"`` or ``"per_rank"``.
     model, optimizer : str or None
         Their classes; None where there was none, and in files of others.
     states : tuple of str
@@ -103,7 +101,6 @@ class CheckpointInfo:
     world: int | None
     strategies: tuple[str, ...]
     meshes: tuple[tuple[int, int], ...]
-    layout: str | None
     model: str | None
     optimizer: str | None
     states: tuple[str, ...]
@@ -136,12 +133,11 @@ class CheckpointInfo:
             meshes = ", ".join(f"{r} x {s}" for r, s in self.meshes)
             how = f" ({', '.join(self.strategies) or '?'}; replicas x shards {meshes})"
             found["written by"] = f"{self.world} ranks{how if meshes else ''}"
-            found["layout"] = str(self.layout)
             found["model"] = self.model or "none"
             found["optimizer"] = self.optimizer or "none"
             found["states"] = ", ".join(self.states)
             found["extra"] = repr(self.extra)
-        known = sum(None not in t.crc32c for t in self.tensors)
+        known = sum(t.crc32c is not None for t in self.tensors)
         found["checksums"] = f"of {known} of {len(self.tensors)} tensors"
         return found
 
@@ -201,16 +197,14 @@ def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
         path=Path(path),
         step=manifest.step_of(content),
         world=content.get("world"),
-        strategies=tuple(content.get("strategies", [])),  # which older ones do not say
+        strategies=tuple(content.get("strategies", [])),  # none without a model
         meshes=tuple((m["replicate"], m["shard"]) for m in content.get("meshes", [])),
-        layout=content.get("layout"),
         model=None if (name := content.get("model_class")) == "NoneType" else name,
         optimizer=content.get("optimizer", {}).get("class"),
         states=tuple(k for k in ("scheduler", "scaler", "data", "rng") if k in content),
         extra=extra,
         tensors=tuple(
-            TensorInfo(kind, name, t.dtype, t.shape, sum(p.end - p.begin for p in t.parts),
-                       tuple(p.file for p in t.parts), tuple(p.crc for p in t.parts))
+            TensorInfo(kind, name, t.dtype, t.shape, t.nbytes, t.file, t.crc)
             for kind, name, t in source.tensors()
         ),
         _source=source,

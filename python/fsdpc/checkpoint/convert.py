@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 
 from fsdpc import _core
-from fsdpc.checkpoint import config_json, projections, saving
+from fsdpc.checkpoint import config_json, saving
 from fsdpc.checkpoint.manifest import CheckpointError
 from fsdpc.checkpoint.pieces import Piece
-from fsdpc.checkpoint.schema import FILE_DTYPES, ITEM_BYTES
+from fsdpc.checkpoint.schema import FILE_DTYPES
 from fsdpc.checkpoint.source import Source, damaged, open_source
 
-_KEPT = ("version", "optimizer", "scheduler", "scaler", "data", "rng", "aliases", "extra", "world",
+_KEPT = ("optimizer", "scheduler", "scaler", "data", "rng", "aliases", "extra", "world",
          "meshes", "strategies", "units", "model_class")  # fmt: skip
 _BY_FILE = {file: name for name, file in FILE_DTYPES.items()}
 _NORESERVE = 0x4000  # mmap knows it from Python 3.13 on: a mapping may be larger than the memory
@@ -36,11 +36,11 @@ _NORESERVE = 0x4000  # mmap knows it from Python 3.13 on: a mapping may be large
 
 @dataclass(frozen=True)
 class _Bytes:
-    """A tensor as its bytes, in parts that follow each other: first element, bytes."""
+    """A tensor as its bytes."""
 
     dtype: str
     shape: tuple[int, ...]
-    parts: list[tuple[int, Any]]
+    array: Any
 
 
 _Tensors = dict[str, _Bytes]
@@ -50,26 +50,19 @@ def convert(
     path: Path,
     to: Path,
     layout: str = "full",
-    ranks: int | None = None,
-    turn_gpt2: bool = False,
 ) -> list[str]:
     """Write a checkpoint in another format.
 
     Parameters
     ----------
     path : Path
-        Ours in either layout, Hugging Face's, a safetensors file; with torch, a DCP folder or a
+        Ours, Hugging Face's, a safetensors file; with torch, a DCP folder or a
         ``torch.save`` file of a flat dict of tensors.
     to : Path
         What to make; must not be there.
-    layout : "full", "per_rank", "dcp" or "torch"
-        Full safetensors with a manifest; the same in a file for each of some ranks; a folder of
-        PyTorch's distributed checkpoints; a ``torch.save`` file.
-    ranks : int, optional
-        How many ranks ``"per_rank"`` is for.
-    turn_gpt2 : bool, default False
-        Make GPT-2's projections, and their optimizer states, (in, out), as they are today, of
-        (out, in), as fsdpc once saved them.
+    layout : "full", "dcp" or "torch"
+        Full safetensors with a manifest; a folder of PyTorch's distributed checkpoints; a
+        ``torch.save`` file.
 
     Returns
     -------
@@ -87,31 +80,20 @@ def convert(
     -----
     Memory: none to speak of, whatever the sizes, for what is mapped: ours, safetensors and
     ``torch.save`` files. Ours with checksums is read twice, first to compare them. A DCP folder is
-    read one of its pieces at a time into scratch as large as the checkpoint. So is ours in several
-    pieces a tensor on the way to PyTorch's formats. Held in memory are ``torch.save`` files of
-    before PyTorch 1.6 and tensors in them that are not contiguous.
+    read one of its pieces at a time into scratch as large as the checkpoint. Held in memory are
+    ``torch.save`` files of before PyTorch 1.6 and tensors in them that are not contiguous.
     """
     if to.exists():
         raise CheckpointError(f"{to} is there already and is not written over")
-    if (layout == "per_rank") != (ranks is not None) or (ranks is not None and ranks < 1):
-        raise ValueError(f"layout 'per_rank', and it alone, takes a number of ranks; got {ranks}")
     with contextlib.ExitStack() as stack:
         model, optimizer, content, left_out = _read(path, to, stack)
-        whole = all(len(t.parts) == 1 for t in (*model.values(), *optimizer.values()))
-        if layout in ("dcp", "torch") and not whole:
-            full = stack.enter_context(_scratch(to)) / "full"
-            convert(path, full)
-            model, optimizer, _, _ = _read(full, to, stack)
-        if turn_gpt2:
-            model, optimizer = _turned(path, model, optimizer, stack.enter_context(_scratch(to)))
-            content |= {"version": projections.VERSION}
         if layout in ("dcp", "torch"):
             _write_torch(to, model | {f"optimizer.{n}": t for n, t in optimizer.items()}, layout)
         else:
             pieces = {"model": _pieces(model), "optimizer": _pieces(optimizer)}
             config = path / config_json.NAME
             own = config.read_bytes() if config.is_file() else None
-            saving.save_pieces(to, pieces, content, ranks, own)
+            saving.save_pieces(to, pieces, content, own)
     return left_out
 
 
@@ -123,31 +105,9 @@ def _scratch(to: Path) -> Iterator[Path]:
 
 def _pieces(tensors: _Tensors) -> list[Piece]:
     return [
-        Piece(name, t.shape, first, own.size // ITEM_BYTES[t.dtype], _core.from_dlpack(own), 0,
-              t.dtype)
-        for name, t in tensors.items() for first, own in t.parts
-    ]  # fmt: skip
-
-
-def _turned(
-    path: Path, model: _Tensors, optimizer: _Tensors, scratch: Path
-) -> tuple[_Tensors, _Tensors]:
-    """The same with projections transposed, in files of the scratch folder."""
-    if projections.is_in_out(model) is not False:
-        raise CheckpointError(f"{path} has no projections of GPT-2 as (out, in): nothing to turn")
-    names = projections.named(model)
-    states = [name for name in optimizer if name.rpartition(".")[0] in names]
-    for table, turned in ((model, names), (optimizer, states)):
-        for i, name in enumerate(turned):
-            t = table[name]
-            whole = np.concatenate([own for _, own in sorted(t.parts, key=lambda part: part[0])])
-            matrix = whole.view(f"u{ITEM_BYTES[t.dtype]}").reshape(t.shape)
-            file = scratch / f"{table is model:d}-{i}"
-            made = np.memmap(file, matrix.dtype, "w+", shape=matrix.shape[::-1])
-            made[...] = matrix.T
-            own = np.asarray(made).reshape(-1).view(np.uint8)
-            table[name] = _Bytes(t.dtype, made.shape, [(0, own)])
-    return model, optimizer
+        Piece(name, t.shape, 0, prod(t.shape), _core.from_dlpack(t.array), 0, t.dtype)
+        for name, t in tensors.items()
+    ]
 
 
 # ---- reading ----
@@ -184,8 +144,7 @@ def _map(source: Source) -> dict[str, _Tensors]:
     for kind, name, t in source.tensors():
         if t.dtype not in _BY_FILE:
             raise CheckpointError(f"'{name}' is {t.dtype}, which fsdpc has no tensors of")
-        parts = [(part.first, files[part.file][part.begin : part.end]) for part in t.parts]
-        tables[kind][name] = _Bytes(t.dtype, t.shape, parts)
+        tables[kind][name] = _Bytes(t.dtype, t.shape, files[t.file][t.begin : t.end])
     return tables
 
 
@@ -239,7 +198,7 @@ def _from_torch(name: str, t: Any) -> _Bytes:
     if dtype is None:
         raise CheckpointError(f"'{name}' is {t.dtype}, which fsdpc has no tensors of")
     own = t.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return _Bytes(dtype, tuple(t.shape), [(0, own)])
+    return _Bytes(dtype, tuple(t.shape), own)
 
 
 # ---- writing PyTorch's formats ----
@@ -248,9 +207,7 @@ def _from_torch(name: str, t: Any) -> _Bytes:
 def _write_torch(to: Path, tensors: _Tensors, layout: str) -> None:
     torch = importlib.import_module("torch")
     states = {
-        name: torch.from_numpy(t.parts[0][1])
-        .view(getattr(torch, _BY_FILE[t.dtype]))
-        .reshape(t.shape)
+        name: torch.from_numpy(t.array).view(getattr(torch, _BY_FILE[t.dtype])).reshape(t.shape)
         for name, t in tensors.items()
     }
     with _scratch(to) as scratch:  # so that `to` is there whole or not at all

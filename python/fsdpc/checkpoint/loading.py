@@ -13,11 +13,11 @@ import numpy as np
 
 from fsdpc import _core, _shown, distributed
 from fsdpc._agree import agreed
-from fsdpc.checkpoint import generators, projections, saving
+from fsdpc.checkpoint import generators, saving
 from fsdpc.checkpoint.manifest import CheckpointError
 from fsdpc.checkpoint.names import FAMILIES, file_names
 from fsdpc.checkpoint.pieces import Piece, Saved, pieces_of, states_of
-from fsdpc.checkpoint.schema import FLOATS
+from fsdpc.checkpoint.schema import FLOATS, ITEM_BYTES
 from fsdpc.checkpoint.source import Source, SourceTensor, open_source
 from fsdpc.checkpoint.values import decode
 
@@ -188,7 +188,6 @@ class _Load:
         aliases_of: dict[str, list[str]] = {}
         for alias, first in held.aliases.items():
             aliases_of.setdefault(first, []).append(alias)
-        pairs: list[tuple[Piece, SourceTensor]] = []
         for piece in held.pieces:
             candidates = [mapped[piece.name]]
             aliases = aliases_of.get(piece.name, ())
@@ -199,10 +198,7 @@ class _Load:
                 self.report.missing.append(piece.name)
                 continue
             self.filled.append(piece.name)
-            pairs.append((piece, given[found]))
-        projections.check(self.state["model"], self.source, pairs)
-        for piece, saved in pairs:
-            self._match(piece, saved)
+            self._match(piece, given[found])
         self.report.unexpected += sorted(set(given) - used)
 
     def _match_optimizer(self) -> None:
@@ -246,47 +242,39 @@ class _Load:
     def read(self) -> list[int]:
         """Read this rank's pieces; return its part of every checksum."""
         entries: list[Any] = []
-        self.parts: list[tuple[Piece, SourceTensor, int]] = []  # per number: whose checksum
         paths = self.source.paths()
         number_of = {name: i for i, name in enumerate(paths)}
-        for piece, source in self.reads:
-            for k, part in enumerate(source.parts):
-                number = len(self.parts)
-                self.parts.append((piece, source, k))
-                place = source.overlap(k, piece.first, piece.numel)
-                if place is None:
-                    continue
-                begin, numel, offset, behind = place
-                memory = piece.memory.reshape(-1)
-                if numel != piece.numel:
-                    memory = memory[begin : begin + numel]
-                entries.append(
-                    (number_of[part.file], number, memory, numel, source.dtype, offset, behind)
-                )
+        for i, (piece, source) in enumerate(self.reads):
+            if piece.numel == 0:
+                continue
+            item = ITEM_BYTES[source.dtype]
+            offset = source.begin + piece.first * item
+            behind = source.end - offset - piece.numel * item
+            entries.append((number_of[source.file], i, piece.memory, source.dtype, offset, behind))
         folder = self.source.folder
         return _core.read_pieces(
             [os.fsencode(folder / name) for name in paths],
             entries,
-            len(self.parts),
-            any(s.parts[k].crc is not None for _, s, k in self.parts),
+            len(self.reads),
+            any(source.crc is not None for _, source in self.reads),
             saving._hook,
         )
 
     def verify(self, crcs: list[int]) -> None:
         """Compare the whole tensors' checksums with the manifest's; collective."""
-        replicas = [piece.replica for piece, _, _ in self.parts]
+        replicas = [piece.replica for piece, _ in self.reads]
         mine = np.array([crcs, replicas], np.int64).reshape(2, -1)
         every = distributed.world().all_gather(_core.tensor(mine)).numpy()
         wrong = []
-        for i, (piece, source, k) in enumerate(self.parts):
-            want = source.parts[k].crc
+        for i, (piece, source) in enumerate(self.reads):
+            want = source.crc
             if want is None:
                 continue
             for replica in np.unique(every[:, 1, i]):
                 pieces = every[every[:, 1, i] == replica, 0, i]
                 got = int(np.bitwise_xor.reduce(pieces))
                 if got != want:
-                    file = self.source.folder / source.parts[k].file
+                    file = self.source.folder / source.file
                     wrong.append(f"'{piece.name}' in {file}: checksum {got:08x}, not {want:08x}")
                     break
         if wrong:

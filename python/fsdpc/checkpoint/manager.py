@@ -68,7 +68,6 @@ class CheckpointManager:
         Those at multiples of it are never deleted.
     async_ : bool, default False
         Write on a thread; see :func:`fsdpc.checkpoint.save`.
-    layout : "full" or "per_rank", default "full"
 
     Attributes
     ----------
@@ -104,7 +103,6 @@ class CheckpointManager:
         keep_every: int | None = None,
         *,
         async_: bool = False,
-        layout: str = "full",
     ) -> None:
         for name, value in (
             ("max_to_keep", max_to_keep),
@@ -121,7 +119,6 @@ class CheckpointManager:
         self.every_steps: int | None = every_steps
         self.every_seconds: float | None = every_seconds
         self.async_: bool = async_
-        self.layout: str = layout
         self._saved_at = time.monotonic()
         self._handle: SaveHandle | None = None
         self._last: int | None = None  # the step of the newest save of ours
@@ -227,9 +224,7 @@ class CheckpointManager:
         extra = state.get("extra")
         if extra is None or isinstance(extra, dict):
             state = {**state, "extra": {**(extra or {}), "step": step}}
-        self._handle = save_step(
-            self.path(step), state, step, layout=self.layout, async_=self.async_
-        )
+        self._handle = save_step(self.path(step), state, step, async_=self.async_)
         self._saved_at, self._last = time.monotonic(), step
         if self._handle is None:
             self._on_rank_0(self._delete_old)

@@ -15,7 +15,7 @@ from fsdpc._agree import raised_together
 from fsdpc.checkpoint import schema
 
 NAME = "manifest.json"
-VERSION = 2  # of a native GPT-2's; all others are of 1, which older fsdpc read too
+VERSION = 1
 MAX_BYTES = 1 << 30
 _UNKNOWN = "????????"
 _CHECKSUM = '"checksum":"'
@@ -93,7 +93,7 @@ def read(folder: Path) -> dict[str, Any]:
     Raises
     ------
     CheckpointError
-        There is none, it is damaged, or it is of a version that this one does not know.
+        There is none, it is damaged, or of another version or layout.
     """
     path = folder / NAME
     try:
@@ -121,9 +121,11 @@ def read(folder: Path) -> dict[str, Any]:
     told = content if isinstance(content, dict) else {}
     if told.get("format") != "fsdpc" or not isinstance(told.get("version"), int):
         raise CheckpointError(f"{path}: not a manifest of fsdpc")
-    if content["version"] > VERSION:
+    version, layout = content["version"], content.get("layout")
+    if (version, layout) != (VERSION, "full"):
         raise CheckpointError(
-            f"{path}: version {content['version']}; this fsdpc reads up to {VERSION}: upgrade it"
+            f"{path}: version {version} with layout {layout!r:.60}; this fsdpc reads version "
+            f"{VERSION} with layout 'full': use the fsdpc that saved it"
         )
     try:
         schema.check(content)

@@ -7,9 +7,8 @@ with ``pieces_of.register`` and ``access_of.register``.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import singledispatch
-from math import prod
 from typing import Any
 
 from fsdpc import _core, distributed
@@ -56,22 +55,6 @@ class Piece:
     def dtype(self) -> str:
         """The dtype as files name it."""
         return self.raw or FILE_DTYPES[self.memory.dtype.name]
-
-    @property
-    def total(self) -> int:
-        """Elements of the whole tensor."""
-        return prod(self.shape)
-
-    def within(self, first: int, numel: int) -> Piece | None:
-        """Return what it has of elements ``[first, first + numel)`` of the tensor, if anything."""
-        low, high = max(first, self.first), min(first + numel, self.first + self.numel)
-        if (low, high) == (self.first, self.first + self.numel):
-            return self
-        if low >= high:
-            return None
-        each = self.memory.numel() // self.numel  # entries of memory for an element
-        rows = self.memory.reshape(-1)[(low - self.first) * each : (high - self.first) * each]
-        return replace(self, first=low, numel=high - low, memory=rows)
 
 
 def _nothing(names: Collection[str]) -> None:

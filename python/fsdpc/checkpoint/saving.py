@@ -15,7 +15,7 @@ import numpy as np
 
 from fsdpc import _core, distributed
 from fsdpc._agree import agree
-from fsdpc.checkpoint import config_json, generators, manifest, projections
+from fsdpc.checkpoint import config_json, generators, manifest
 from fsdpc.checkpoint.claim import Claim, check_shared, claim_name, remove_remains
 from fsdpc.checkpoint.pieces import Held, Piece, States, pieces_of, states_of
 from fsdpc.checkpoint.schema import FILE_DTYPES, FLOATS, ITEM_BYTES
@@ -99,18 +99,16 @@ class _File:
     tensors: list[int] = field(default_factory=list)  # numbers of tensors
     header: bytes = b""
     bytes: int = 0
-    creator: int = 0
 
 
 @dataclass
 class _Tensor:
-    """One tensor, or one rank's piece of it, in a file."""
+    """One tensor in a file."""
 
     kind: str
     name: str
     dtype: str
     shape: tuple[int, ...]
-    first: int = 0
     file: int = 0
     begin: int = 0
     end: int = 0
@@ -124,7 +122,6 @@ def save(
     path: str | os.PathLike[str],
     state: Mapping[str, Any],
     *,
-    layout: str = "full",
     dtype: Any = None,
     max_shard_bytes: float = 5e9,
     async_: bool = False,
@@ -142,9 +139,6 @@ def save(
         over its parameters. ``"scheduler"``, ``"scaler"``, ``"data"``: anything with a
         ``state_dict()`` of numbers, text, lists, tuples and dicts. ``"extra"``: such values of
         your own. Any of them may be left out.
-    layout : "full" or "per_rank", default "full"
-        Full tensors in files that all ranks write, readable by others; or a file for each rank,
-        for file systems that dislike shared writers (``fsdpc ckpt convert`` converts).
     dtype : dtype, optional
         Of the model's floating point tensors in the file; their own where not given.
     max_shard_bytes : float, default 5e9
@@ -184,20 +178,19 @@ def save(
     >>> folder = tempfile.TemporaryDirectory()
     >>> checkpoint.save(folder.name + "/step-1", {"model": model, "extra": {"step": 1}})
     """
-    return _save(path, state, layout, dtype, max_shard_bytes, async_, overwrite)
+    return _save(path, state, dtype, max_shard_bytes, async_, overwrite)
 
 
 def save_step(
-    path: Path, state: Mapping[str, Any], step: int, *, layout: str, async_: bool
+    path: Path, state: Mapping[str, Any], step: int, *, async_: bool
 ) -> SaveHandle | None:
     """Save as :func:`save` does, with the step in the manifest."""
-    return _save(path, state, layout, None, 5e9, async_, False, step)
+    return _save(path, state, None, 5e9, async_, False, step)
 
 
 def _save(
     path: str | os.PathLike[str],
     state: Mapping[str, Any],
-    layout: str,
     dtype: Any,
     max_shard_bytes: float,
     async_: bool,
@@ -210,7 +203,7 @@ def _save(
     claim: Claim | None = None
     error: BaseException | None = None
     try:
-        plan = _Plan(folder, state, layout, dtype, max_shard_bytes)
+        plan = _Plan(folder, state, dtype, max_shard_bytes)
         plan.overwrite = overwrite
         if step is not None:
             plan.content["step"] = step
@@ -226,8 +219,6 @@ def _save(
         check_shared(Path(folder), claim)
         plan.compare_replicas()
         plan.content["rng"]["ranks"] = generators.gather()
-        if layout == "per_rank":
-            plan.divide()
         plan.lay_out()
         if async_:
             running = plan.make_save(_apart())
@@ -263,7 +254,6 @@ def save_pieces(
     path: str | os.PathLike[str],
     pieces: Mapping[str, list[Piece]],
     content: Mapping[str, Any],
-    ranks: int | None = None,
     config: bytes | None = None,
 ) -> None:
     """Write tensors that are in no module and no optimizer, with what else a manifest holds.
@@ -272,36 +262,23 @@ def save_pieces(
     ----------
     path : path
     pieces : mapping of "model" and "optimizer" to lists of Piece
-        A world of one has all of every tensor, in pieces that follow each other.
+        A world of one has all of every tensor.
     content : mapping
         Parts of another checkpoint's manifest to take over.
-    ranks : int, optional
-        Write a file for each of so many, with equal shares of rows; full tensors where not given.
     config : bytes, optional
         Of the model, as transformers reads it.
     """
-    layout = "full" if ranks is None else "per_rank"
-    plan = _Plan(os.path.abspath(path), {}, layout, None, 5e9)
+    plan = _Plan(os.path.abspath(path), {}, None, 5e9)
     plan.config = config
     for kind, own in pieces.items():
         plan._add(kind, own, None)
     plan.content |= content
-    if ranks is not None:
-        plan.cut([[_share(t.shape, rank, ranks) for t in plan.tensors] for rank in range(ranks)])
     plan.lay_out()
     claim = claim_name(Path(plan.folder))
     try:
         plan.make_save(distributed.world()).run()
     finally:
         claim.release()
-
-
-def _share(shape: tuple[int, ...], rank: int, ranks: int) -> tuple[int, int]:
-    """First element and number of elements of a rank's rows."""
-    rows, row = (shape[0], prod(shape[1:])) if shape else (1, 1)
-    step = -(-rows // ranks)
-    first, end = min(rank * step, rows), min((rank + 1) * step, rows)
-    return first * row, (end - first) * row
 
 
 def _apart() -> _core.Comm:
@@ -319,31 +296,24 @@ class _Plan:
         self,
         folder: str,
         state: Mapping[str, Any],
-        layout: str,
         dtype: Any,
         max_shard_bytes: float,
     ) -> None:
         check_kinds(state, "saving")
-        if layout not in ("full", "per_rank"):
-            raise ValueError(f"layout must be 'full' or 'per_rank', got {layout!r}")
         if not max_shard_bytes >= 1:
             raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
-        self.folder, self.layout, self.max_shard_bytes = folder, layout, max_shard_bytes
+        self.folder, self.max_shard_bytes = folder, max_shard_bytes
         self.overwrite = False
         self.config: bytes | None = None
-        self.version = 1
         self.files: list[_File] = []
         self.tensors: list[_Tensor] = []
         self.pieces: list[tuple[int, Piece]] = []  # each with the number of its tensor
-        self.ranks = distributed.world_size()
         self.aliases: dict[str, str] = {}
         self.states: States | None = None
         self.description: dict[str, Any] = {}
         if state.get("model") is not None:
             self.config = config_json.of_model(state["model"])
             held = pieces_of(state["model"], False)
-            if projections.of_model(state["model"]):
-                self.version = projections.VERSION
             self.aliases = held.aliases
             self.description = _describe(state["model"], held)
             self._add("model", held.pieces, _float_dtype(dtype))
@@ -367,8 +337,8 @@ class _Plan:
         seed, stream = _core.rng_state()
         content: dict[str, Any] = {
             "format": "fsdpc",
-            "version": self.version,
-            "layout": self.layout,
+            "version": manifest.VERSION,
+            "layout": "full",
             "aliases": self.aliases,
             "rng": {"seed": seed, "next_stream": stream},
             "extra": encode(state.get("extra")),
@@ -378,7 +348,6 @@ class _Plan:
                 content[kind] = encode(_state_dict(kind, state[kind]))
         if self.states is not None:
             content["optimizer"] = {
-                "schema": 1,
                 "class": self.states.access.kind,
                 "param_groups": self.states.groups,
                 "steps": self.states.steps,
@@ -388,7 +357,7 @@ class _Plan:
     def mark(self) -> int:
         """A checksum of what all ranks must have alike."""
         lines = [f"{t.kind} {t.name} {t.dtype} {t.shape}" for t in self.tensors]
-        lines += [self.folder, self.layout, f"{self.max_shard_bytes} {self.overwrite}"]
+        lines += [self.folder, f"{self.max_shard_bytes} {self.overwrite}"]
         return _core.crc32c(0, "\n".join(lines).encode("utf-8", "surrogatepass"))
 
     def compare_replicas(self) -> None:
@@ -417,62 +386,21 @@ class _Plan:
 
     # ---- files ----
 
-    def divide(self) -> None:
-        """Make every rank's pieces tensors of their own, in a file of that rank; collective."""
-        world = distributed.world()
-        own = np.array([(p.first, p.numel * (p.replica == 0)) for _, p in self.pieces], np.int64)
-        self.cut(world.all_gather(_core.tensor(own.reshape(-1, 2))).numpy().tolist())
-
-    def cut(self, every: list[list[tuple[int, int]]]) -> None:
-        """Make what each rank is to have of each tensor, first and numel, a tensor of its own."""
-        self.whole, self.ranks, pieces = self.tensors, len(every), self.pieces
-        self.tensors, self.pieces = [], []
-        of: dict[int, list[Piece]] = {}
-        for i, piece in pieces:
-            of.setdefault(i, []).append(piece)
-        for rank, shares in enumerate(every):
-            for i, (t, (first, numel)) in enumerate(zip(self.whole, shares, strict=True)):
-                if numel == 0 and (prod(t.shape) > 0 or rank > 0):
-                    continue
-                number = len(self.tensors)
-                self.tensors.append(_Tensor(t.kind, t.name, t.dtype, (numel,), first, rank))
-                found = [piece.within(first, numel) for piece in of[i] if piece.replica == 0]
-                self.pieces += [(number, piece) for piece in found if piece is not None]
-
     def lay_out(self) -> None:
         """Decide on files, and where each tensor lies in them."""
-        if self.layout == "per_rank":
-            self._files_per_rank()
-        else:
-            self._files_in_full()
+        self._choose_files()
         for number, file in enumerate(self.files):
-            entries = [
-                (self._key(self.tensors[i]), self.tensors[i].dtype, self.tensors[i].shape)
-                for i in file.tensors
-            ]
+            own = [self.tensors[i] for i in file.tensors]
+            entries = [(t.name, t.dtype, t.shape) for t in own]
             file.header, places = _core.safetensors_layout(entries, {"format": "pt"})
             file.bytes = max([len(file.header), *(end for _, end in places)])
-            for i, (begin, end) in zip(file.tensors, places, strict=True):
-                t = self.tensors[i]
+            for t, (begin, end) in zip(own, places, strict=True):
                 t.file, t.begin, t.end = number, begin, end
-        if self.layout == "full":
-            self._add_indices()
+        self._add_index()
         if self.config is not None:
             self.files.append(_File(config_json.NAME, [], self.config, len(self.config)))
 
-    def _key(self, t: _Tensor) -> str:
-        return t.name if self.layout == "full" else f"{t.kind}/{t.name}"
-
-    def _files_per_rank(self) -> None:
-        world = distributed.world_size()
-        self.files = [
-            _File(f"rank-{r + 1:05}-of-{self.ranks:05}.safetensors", creator=min(r, world - 1))
-            for r in range(self.ranks)
-        ]
-        for i, t in enumerate(self.tensors):
-            self.files[t.file].tensors.append(i)
-
-    def _files_in_full(self) -> None:
+    def _choose_files(self) -> None:
         for kind in ("model", "optimizer"):
             numbers = [i for i, t in enumerate(self.tensors) if t.kind == kind]
             shards = self._shards(numbers)
@@ -495,7 +423,7 @@ class _Plan:
             filled += own
         return shards
 
-    def _add_indices(self) -> None:
+    def _add_index(self) -> None:
         shards = [f for f in self.files if f.name.startswith("model-")]
         if not shards:
             return
@@ -518,17 +446,14 @@ class _Plan:
             }
             for f in self.files
         }
-        order, content["tensors"] = self._table()
-        text, places, own = manifest.render(content, len(order))
-        crc_at = [0] * len(order)
-        for place, i in zip(places, order, strict=True):
-            crc_at[i] = place
+        content["tensors"] = self._table()
+        text, crc_at, own = manifest.render(content, len(self.tensors))
         parent, name = os.path.split(self.folder)
         temp = os.path.join(parent, f".{name}.saving")
         return _core.Save(
             comm,
             (parent, temp, self.folder),
-            [(os.path.join(temp, f.name), f.bytes, f.header, f.creator) for f in self.files],
+            [(os.path.join(temp, f.name), f.bytes, f.header) for f in self.files],
             list(self._own_pieces()),
             os.path.join(temp, manifest.NAME),
             text,
@@ -545,29 +470,21 @@ class _Plan:
             t = self.tensors[i]
             dtype = "U8" if piece.raw else t.dtype
             item = ITEM_BYTES[t.dtype]
-            first = piece.first - t.first
-            behind = t.end - t.begin - (first + piece.numel) * item
-            yield t.file, i, piece.memory, dtype, t.begin + first * item, behind
+            offset = t.begin + piece.first * item
+            yield t.file, i, piece.memory, dtype, offset, t.end - offset - piece.numel * item
 
-    def _table(self) -> tuple[list[int], dict[str, Any]]:
-        """The manifest's tensors, and their numbers in the order in which they stand there."""
-        order: list[int] = []
+    def _table(self) -> dict[str, Any]:
+        """The manifest's tensors, in the order of their numbers."""
         table: dict[str, Any] = {"model": {}, "optimizer": {}}
-        parts: dict[tuple[str, str], list[int]] = {}
-        for i, t in enumerate(self.tensors):
-            parts.setdefault((t.kind, t.name), []).append(i)
-        for t in self.tensors if self.layout == "full" else self.whole:
-            numbers = parts[t.kind, t.name]
-            own = [self.tensors[i] for i in numbers]
-            pieces = [{"first": p.first, "numel": prod(p.shape), **self._place(p)} for p in own]
-            places = self._place(t) if self.layout == "full" else {"pieces": pieces}
-            table[t.kind][t.name] = {"dtype": t.dtype, "shape": t.shape, **places}
-            order += numbers
-        return order, table
-
-    def _place(self, t: _Tensor) -> dict[str, Any]:
-        file = self.files[t.file].name
-        return {"file": file, "offsets": [t.begin, t.end], "crc32c": _UNKNOWN}
+        for t in self.tensors:
+            table[t.kind][t.name] = {
+                "dtype": t.dtype,
+                "shape": t.shape,
+                "file": self.files[t.file].name,
+                "offsets": [t.begin, t.end],
+                "crc32c": _UNKNOWN,
+            }
+        return table
 
 
 def _float_dtype(dtype: Any) -> str | None:

@@ -29,7 +29,6 @@ class Unfit(Exception):
 
 def check(content: dict[str, Any]) -> None:
     """Raise :class:`Unfit` unless all that loading goes by is in the manifest and fits together."""
-    _one_of(content, "layout", ("full", "per_rank"))
     _whole(content, "world", 1)
     _whole({"step": 0, **content}, "step")
     rng = _get(content, "rng", dict)
@@ -66,26 +65,14 @@ def _tensor(entry: Any, files: dict[str, Any]) -> None:
     total = prod(shape)
     if total * item > _U63:
         raise Unfit(f"shape {shape} is beyond memory")
-    pieces = entry.get("pieces", [{**entry, "first": 0, "numel": total}])
-    _list_of(dict, pieces, "pieces")
-    for piece in pieces:
-        _whole(piece, "first")
-        _whole(piece, "numel")
-        _one_of(piece, "file", tuple(files))
-        _crc(piece, "crc32c")
-        offsets = _get(piece, "offsets", list)
-        if len(offsets) != 2:
-            raise Unfit(f"offsets {offsets} are not two")
-        begin, end = (_check_whole(offset, "offsets") for offset in offsets)
-        if end - begin != piece["numel"] * item:
-            raise Unfit(f"offsets {offsets} are not those of {piece['numel']} elements")
-    at = 0
-    for piece in sorted(pieces, key=lambda piece: (piece["first"], piece["numel"])):
-        if piece["first"] != at:
-            raise Unfit(f"its pieces overlap or leave a hole at element {at}")
-        at += piece["numel"]
-    if at != total:
-        raise Unfit(f"its pieces have {at} elements, its shape {total}")
+    _one_of(entry, "file", tuple(files))
+    _crc(entry, "crc32c")
+    offsets = _get(entry, "offsets", list)
+    if len(offsets) != 2:
+        raise Unfit(f"offsets {offsets} are not two")
+    begin, end = (_check_whole(offset, "offsets") for offset in offsets)
+    if end - begin != total * item:
+        raise Unfit(f"offsets {offsets} are not those of {total} elements")
 
 
 def _optimizer(entry: dict[str, Any]) -> None:

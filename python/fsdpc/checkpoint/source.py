@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,42 +16,20 @@ SINGLE = "model.safetensors"
 
 
 @dataclass(frozen=True)
-class Part:
-    """Elements ``[first, first + numel)`` of a tensor, one after the other in a file."""
-
-    file: str
-    first: int
-    numel: int
-    begin: int
-    end: int
-    crc: int | None
-
-
-@dataclass(frozen=True)
 class SourceTensor:
-    """One tensor of a checkpoint."""
+    """One tensor of a checkpoint: the bytes ``[begin, end)`` of a file."""
 
     dtype: str
     shape: tuple[int, ...]
-    parts: list[Part]
+    file: str
+    begin: int
+    end: int
+    crc: int | None = None
 
-    def overlap(self, k: int, first: int, numel: int) -> tuple[int, int, int, int] | None:
-        """Where part ``k`` has elements of ``[first, first + numel)``.
-
-        Returns
-        -------
-        begin, numel, offset, behind
-            Counted from ``first``; in elements; bytes into the file and of the part behind them.
-            None where there are no such elements.
-        """
-        part = self.parts[k]
-        low, high = max(first, part.first), min(first + numel, part.first + part.numel)
-        if low >= high:
-            return None
-        item = (part.end - part.begin) // part.numel
-        offset = part.begin + (low - part.first) * item
-        behind = (part.first + part.numel - high) * item
-        return low - first, high - low, offset, behind
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor in the file."""
+        return self.end - self.begin
 
 
 @dataclass
@@ -66,7 +43,7 @@ class Source:
 
     def paths(self) -> list[str]:
         """Names of the files with tensors."""
-        return list(dict.fromkeys(part.file for _, _, t in self.tensors() for part in t.parts))
+        return list(dict.fromkeys(t.file for _, _, t in self.tensors()))
 
     def tensors(self) -> list[tuple[str, str, SourceTensor]]:
         """Kind, name and tensor of all, by kind and name."""
@@ -98,30 +75,22 @@ def open_source(path: Path) -> Source:
     )
 
 
-def checksums(source: Source) -> dict[tuple[str, str], tuple[int, ...]]:
-    """Read all of a checkpoint; return the checksums of each tensor's parts, by kind and name."""
-    paths = source.paths()
+def checksums(source: Source) -> dict[tuple[str, str], int]:
+    """Read all of a checkpoint; return the checksum of each tensor, by kind and name."""
+    paths, tensors = source.paths(), source.tensors()
     number = {name: i for i, name in enumerate(paths)}
-    runs, keys = [], []
-    for kind, name, t in source.tensors():
-        for part in t.parts:
-            runs.append((number[part.file], len(keys), part.begin, part.end - part.begin, 0))
-            keys.append((kind, name))
-    files = [os.fsencode(source.folder / name) for name in paths]
-    found: dict[tuple[str, str], tuple[int, ...]] = {}
-    for key, crc in zip(keys, _core.sum_runs(files, runs, len(keys)), strict=True):
-        found[key] = (*found.get(key, ()), crc)
-    return found
+    runs = [(number[t.file], t.begin, t.nbytes) for _, _, t in tensors]
+    crcs = _core.sum_runs([os.fsencode(source.folder / name) for name in paths], runs)
+    return {(kind, name): crc for (kind, name, _), crc in zip(tensors, crcs, strict=True)}
 
 
 def damaged(source: Source) -> list[str]:
     """Read all of a checkpoint; return the tensors with wrong checksums, and their files."""
     found = checksums(source)
     return [
-        f"'{name}' in {part.file}"
+        f"'{name}' in {t.file}"
         for kind, name, t in source.tensors()
-        for part, crc in zip(t.parts, found[kind, name], strict=True)
-        if part.crc not in (None, crc)
+        if t.crc not in (None, found[kind, name])
     ]
 
 
@@ -130,16 +99,13 @@ def read_headers(folder: Path, files: list[str]) -> dict[str, SourceTensor]:
     found: dict[str, SourceTensor] = {}
     for file in files:
         try:
-            tensors, _, _, _ = _core.safetensors_header(folder / file)
+            tensors = _core.safetensors_header(folder / file)
         except (ValueError, TypeError, NotImplementedError) as error:
             raise CheckpointError(str(error)) from None
         for name, dtype, shape, begin, end in tensors:
             if name in found:
-                raise CheckpointError(
-                    f"tensor '{name}' stands in {found[name].parts[0].file} and in {file}"
-                )
-            part = Part(file, 0, prod(shape), begin, end, None)
-            found[name] = SourceTensor(dtype, shape, [part])
+                raise CheckpointError(f"tensor '{name}' is in {found[name].file} and in {file}")
+            found[name] = SourceTensor(dtype, shape, file, begin, end)
     return found
 
 
@@ -169,7 +135,7 @@ def _open_sharded(folder: Path) -> dict[str, SourceTensor]:
     if absent:
         raise CheckpointError(f"{folder}: files are missing that {INDEX} names: {absent}")
     found = read_headers(folder, files)
-    elsewhere = sorted(n for n in weights if n not in found or found[n].parts[0].file != weights[n])
+    elsewhere = sorted(n for n in weights if n not in found or found[n].file != weights[n])
     unlisted = sorted(set(found) - set(weights))
     if elsewhere or unlisted:
         raise CheckpointError(
@@ -189,31 +155,21 @@ def _open_ours(folder: Path) -> Source:
 
 
 def _table(content: dict[str, Any], kind: str) -> dict[str, SourceTensor]:
-    found = {}
-    for name, entry in content["tensors"][kind].items():
-        shape = tuple(entry["shape"])
-        whole = {"first": 0, "numel": prod(shape)}
-        parts = [
-            Part(p["file"], p["first"], p["numel"], *p["offsets"], int(p["crc32c"], 16))
-            for p in entry.get("pieces", [{**entry, **whole}])
-        ]
-        found[name] = SourceTensor(entry["dtype"], shape, parts)
-    return found
+    return {
+        name: SourceTensor(t["dtype"], tuple(t["shape"]), t["file"], *t["offsets"],
+                           int(t["crc32c"], 16))
+        for name, t in content["tensors"][kind].items()
+    }  # fmt: skip
 
 
 def _check_against_headers(source: Source) -> None:
     """The manifest and the files' own headers say the same."""
-    per_rank = source.content["layout"] == "per_rank"
     told: dict[str, dict[str, tuple[str, tuple[int, ...], int, int]]] = {}
-    for kind, table in (("model", source.model), ("optimizer", source.optimizer)):
-        for name, t in table.items():
-            key = f"{kind}/{name}" if per_rank else name
-            for part in t.parts:
-                shape = (part.numel,) if per_rank else t.shape
-                told.setdefault(part.file, {})[key] = (t.dtype, shape, part.begin, part.end)
+    for _, name, t in source.tensors():
+        told.setdefault(t.file, {})[name] = (t.dtype, t.shape, t.begin, t.end)
     for file, entries in told.items():
         plain_name(file, manifest.NAME)
-        tensors, _, _, _ = _core.safetensors_header(source.folder / file)
+        tensors = _core.safetensors_header(source.folder / file)
         there = {name: (dtype, shape, begin, end) for name, dtype, shape, begin, end in tensors}
         if there != entries:
             names = sorted(n for n in {*there, *entries} if there.get(n) != entries.get(n))
