@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from .test_c_rules import ORDER
-from .tree import CSRC, ROOT, files, label
+from .tree import ROOT, files, label
 
 DESIGN = ROOT / "docs" / "design.md"
 PAGES = files(".md")
@@ -176,23 +176,6 @@ def test_functions_of_the_tour_are_where_it_says() -> None:
         defined = rf"^ *def {method}\(" if path.endswith(".py") else rf"^\w[\w \*]*\b{method}\("
         made = method.startswith("function_")  # by FSDPC_PY_OPERATIONS, of py_ops.c
         assert made or re.search(defined, text, re.M), f"{path} has no {name}"
-
-
-def test_hops_of_the_tour_are_counted_and_defined() -> None:
-    tour = (ROOT / "docs" / "tour.md").read_text()
-    rows = re.findall(r"^\| `?[\w/.]+`? \| (.*) \| (.*) \|$",
-                      tour.split("| from | before | now |")[1], re.M)
-    said = re.findall(r"^\| (?:before|now).* \| (\d+) \| \d+ \|$", tour, re.M)
-    found = [[hop for row in rows for hop in re.findall(r"(\w+\.[ch]): ([\w, ]+)", row[at])]
-             for at in (0, 1)]
-    counts = [sum(len(names.split(",")) for _, names in column) for column in found]
-    assert counts == [int(number) for number in said]
-    for file, names in found[1]:
-        text = next(CSRC.glob(f"*/{file}")).read_text()
-        for name in names.split(", "):
-            made = name.startswith(("function_", "method_"))  # by FSDPC_PY_OPERATIONS, of py_ops.c
-            defined = made or re.search(rf"\b(fsdpc_)?{name}\b", text)
-            assert defined, f"docs/tour.md: {file} has no {name}"
 
 
 # ---- the glossary -------------------------------------------------------------------------------
