@@ -37,8 +37,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     Raises
     ------
     ValueError
-        The ``--config`` is no TOML, an option is given that a resume cannot change, or there is
-        a checkpoint and no ``--resume``.
+        The ``--config`` is no TOML, an option is given that a resume cannot change, there is a
+        checkpoint and no ``--resume``, or one that ``fsdpc train`` did not save.
     """
     words, p = with_config(arguments), parser()
     unset = object()
@@ -56,6 +56,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
                     "--checkpoint folder"
                 )
             kept = options_in(manifest.read(latest))
+            if not kept:
+                raise ValueError(
+                    f"{latest} keeps no options, so fsdpc train did not save it and cannot resume "
+                    "it: name another --checkpoint folder"
+                )
             _refuse_changes(latest, kept, given)
             if not given.get("schedule", "wsd").startswith("wsd"):
                 kept.pop("decay", None)
@@ -94,15 +99,12 @@ def kept_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def options_in(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that a manifest keeps; of an older one, what its optimizer has of them."""
+    """Return the options that a manifest keeps."""
     extra = content.get("extra")
     kept = extra.get("options") if isinstance(extra, dict) else None
-    if isinstance(kept, dict):
-        return {k: kept[k] for k in KEPT if k in kept and (kept[k] is None or _is_plain(kept[k]))}
-    groups = content.get("optimizer", {}).get("param_groups") or [{}]
-    names = {"lr": "initial_lr", "betas": "betas", "weight_decay": "weight_decay"}
-    found = {name: groups[0].get(key) for name, key in names.items()}
-    return {name: value for name, value in found.items() if _is_plain(value)}
+    if not isinstance(kept, dict):
+        return {}
+    return {k: kept[k] for k in KEPT if k in kept and (kept[k] is None or _is_plain(kept[k]))}
 
 
 def _is_plain(value: Any) -> bool:

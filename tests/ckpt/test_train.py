@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+import fsdpc
 from fsdpc import _train_config, checkpoint, models
 from fsdpc.checkpoint import CheckpointError, manifest
 
@@ -178,13 +179,14 @@ def test_a_configuration_that_negates_is_told_what_to_write(tmp_path: Path) -> N
     assert not _train_config.parse(["--config", str(tmp_path / "own.toml")]).deterministic
 
 
-def test_a_resume_from_before_options_were_kept(tmp_path: Path) -> None:
-    """What the optimizer has of them is in every checkpoint."""
-    groups = [{"initial_lr": 0.25, "lr": 0.125, "betas": [0.5, 0.75], "weight_decay": 0.0}]
-    content = {"world": 1, "extra": {"tokenizer": None}, "optimizer": {"param_groups": groups}}
-    assert _train_config.options_in(content) == {
-        "lr": 0.25, "betas": [0.5, 0.75], "weight_decay": 0.0
-    }  # fmt: skip
+@pytest.mark.ranks(1)
+def test_a_checkpoint_of_another_program_is_not_resumed(tmp_path: Path) -> None:
+    checkpoint.CheckpointManager(tmp_path).save(1, {"model": fsdpc.nn.Linear(2, 2)})
+    with pytest.raises(ValueError, match="step-00000001 keeps no options, so fsdpc train did not"):
+        _train_config.parse(["--checkpoint", str(tmp_path), "--resume"])
+
+
+def test_options_of_a_hostile_manifest() -> None:
     hostile = {"options": {"lr": "--export", "data": ["--export"], "steps": 3, "export": "/x"}}
     assert _train_config.options_in({"extra": hostile}) == {"steps": 3}
 
