@@ -28,8 +28,6 @@ from fsdpc import _core
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
 
-FORMS = ("x W^T", "dy W", "dy^T x")
-
 
 def seconds(call: Callable[[], object], least: float = 0.05) -> float:
     """The best processor time of a call, repeated for `least` seconds of it."""

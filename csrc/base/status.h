@@ -30,9 +30,8 @@
     X(POISONED, -13, PeerError, "the communicator failed earlier")                                 \
     X(INTERRUPT, -14, KeyboardInterrupt, "interrupted by the user")                                \
     X(UNSUPPORTED, -15, NotImplementedError, "not supported here")                                 \
-    X(NONFINITE, -16, FloatingPointError, "NaN or infinity where a finite number is needed")       \
-    X(CALLBACK, -17, RuntimeError, "a callback failed; it keeps its own error")                    \
-    X(INTERNAL, -18, SystemError, "a bug in fsdpc")
+    X(CALLBACK, -16, RuntimeError, "a callback failed; it keeps its own error")                    \
+    X(INTERNAL, -17, SystemError, "a bug in fsdpc")
 
 typedef enum fsdpc_status {
     FSDPC_OK = 0,

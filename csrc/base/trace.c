@@ -1,14 +1,12 @@
-/* The trace ring: preallocated, overwrites its oldest events, never stops counting.
+/* The trace ring: preallocated, overwritten from the oldest on.
  *
  * Adding an event is a clock read and one 40-byte store; nothing is allocated after create, unless
- * a profile asks for a larger ring.  Counts by kind are separate from the ring.  A test of a long
- * run, or a ring of capacity 0 (tracing off), thus still knows how many gathers happened.
+ * a profile wants more room.  A ring of capacity 0 keeps nothing: tracing is off.
  */
 #include "base/trace.h"
 
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "base/size.h"
 #include "base/wait.h"
@@ -17,8 +15,7 @@ struct fsdpc_trace {
     size_t capacity;
     uint64_t added;       /* since create or reset; the next event goes to added % capacity */
     const int64_t *clock; /* NULL: the system's */
-    bool waits;           /* whether waits are recorded */
-    uint64_t counts[FSDPC_TRACE_KIND_COUNT];
+    bool waits;           /* are noted */
     fsdpc_trace_event *events;
 };
 
@@ -94,7 +91,6 @@ void fsdpc_trace_set_clock(fsdpc_trace *trace, const int64_t *clock)
 
 static void add(fsdpc_trace *trace, fsdpc_trace_event event)
 {
-    trace->counts[event.kind]++;
     if (trace->capacity == 0)
         return;
     event.ns = trace->clock ? *trace->clock : fsdpc_clock_ns();
@@ -126,11 +122,6 @@ void fsdpc_trace_wait_end(fsdpc_trace *trace, int unit)
         add(trace, (fsdpc_trace_event){.unit = unit, .kind = FSDPC_TRACE_WAIT_END});
 }
 
-uint64_t fsdpc_trace_count(const fsdpc_trace *trace, fsdpc_trace_kind kind)
-{
-    return trace ? trace->counts[kind] : 0;
-}
-
 size_t fsdpc_trace_length(const fsdpc_trace *trace)
 {
     if (!trace)
@@ -148,10 +139,8 @@ const fsdpc_trace_event *fsdpc_trace_at(const fsdpc_trace *trace, size_t index)
 
 void fsdpc_trace_reset(fsdpc_trace *trace)
 {
-    if (!trace)
-        return;
-    trace->added = 0;
-    memset(trace->counts, 0, sizeof trace->counts);
+    if (trace)
+        trace->added = 0;
 }
 
 int fsdpc_trace_tail(const fsdpc_trace *trace, int events, char *text, size_t bytes)

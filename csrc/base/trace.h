@@ -1,4 +1,4 @@
-/* The trace ring: what the engine did, in order, with counts that never wrap.
+/* The trace ring: what the engine did, in order.
  *
  * Tests assert on it, `fsdpc.schedule` and the profiler read it, and a hang report prints its end.
  * Each context has one ring, and the thread that drives the engine writes its events.  The host's
@@ -64,8 +64,6 @@ size_t fsdpc_trace_capacity(const fsdpc_trace *trace);
 /* Records a wait only while waits are recorded. */
 void fsdpc_trace_wait(fsdpc_trace *trace, const char *what, int unit);
 void fsdpc_trace_wait_end(fsdpc_trace *trace, int unit);
-uint64_t fsdpc_trace_count(const fsdpc_trace *trace,
-                           fsdpc_trace_kind kind);   /* since create or reset */
 size_t fsdpc_trace_length(const fsdpc_trace *trace); /* events held now */
 const fsdpc_trace_event *fsdpc_trace_at(const fsdpc_trace *trace,
                                         size_t index); /* 0 is the oldest */

@@ -61,7 +61,6 @@ static const fsdpc_plugin plugin = {
     .describe = describe,
     .device_count = fsdpc_cuda_driver_open,
     .device_create = device_create,
-    .device_select = fsdpc_device_cuda_select,
     .comm_library = fsdpc_nccl_describe,
     .comm_create = comm_create,
 };

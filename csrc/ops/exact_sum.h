@@ -22,8 +22,6 @@ typedef struct fsdpc_exact_sum {
     int64_t nans, infinities; /* how many; they add as integers too */
 } fsdpc_exact_sum;
 
-enum { FSDPC_EXACT_SUM_WORDS = sizeof(fsdpc_exact_sum) / sizeof(int64_t) };
-
 void fsdpc_exact_sum_merge(fsdpc_exact_sum *sum, const fsdpc_exact_sum *other);
 void fsdpc_exact_sum_normalize(fsdpc_exact_sum *sum);
 double fsdpc_exact_sum_value(const fsdpc_exact_sum *sum); /* rounded once, to nearest even */

@@ -258,7 +258,6 @@ static void multiply_row(worker *w, char *a, size_t panel, size_t block, fsdpc_g
         fsdpc_gemm_target target = target_of(w, panel, q);
         beside->c = target.c;
         beside->c_rows = last ? target.rows : 0;
-        beside->c_bytes = target.cols * fsdpc_dtype_bytes(target.dtype);
         beside->c_step = target.ldc * fsdpc_dtype_bytes(target.dtype);
         if (w->pending_sums == to)
             finish_pending(w);

@@ -56,9 +56,9 @@ typedef struct fsdpc_gemm_beside {
     const char *row, *next;
     size_t row_bytes, row_step, rate;
 
-    /* The tile of C that its sums end up in: rows of `c_bytes`, `c_step` apart. */
+    /* The tile of C that its sums end up in: rows, `c_step` bytes apart. */
     const char *c;
-    size_t c_rows, c_bytes, c_step;
+    size_t c_rows, c_step;
 } fsdpc_gemm_beside;
 
 enum { FSDPC_GEMM_SKINNY = 4 }; /* rows (or columns) up to which a product is skinny */

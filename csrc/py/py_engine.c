@@ -43,16 +43,6 @@ static PyObject *trace_events(PyObject *module, PyObject *Py_UNUSED(unused))
     return list;
 }
 
-static PyObject *trace_counts(PyObject *module, PyObject *Py_UNUSED(unused))
-{
-    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
-    PyObject *counts = runtime ? PyDict_New() : NULL;
-    for (fsdpc_trace_kind k = 0; counts && k < FSDPC_TRACE_KIND_COUNT; k++)
-        fsdpc_py_put_item(&counts, fsdpc_trace_kind_name(k),
-                          PyLong_FromUnsignedLongLong(fsdpc_trace_count(runtime->trace, k)));
-    return counts;
-}
-
 static PyObject *trace_reset(PyObject *module, PyObject *Py_UNUSED(unused))
 {
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
@@ -198,7 +188,6 @@ PyMethodDef fsdpc_py_engine_functions[] = {
     FSDPC_PY_FUNCTION(plan_rooms, plan_rooms, METH_VARARGS),
     FSDPC_PY_FUNCTION(crc32c, crc32c, METH_VARARGS),
     FSDPC_PY_FUNCTION(trace_events, trace_events, METH_NOARGS),
-    FSDPC_PY_FUNCTION(trace_counts, trace_counts, METH_NOARGS),
     FSDPC_PY_FUNCTION(trace_reset, trace_reset, METH_NOARGS),
     FSDPC_PY_FUNCTION(trace_resize, trace_resize, METH_VARARGS),
     {NULL, NULL, 0, NULL},

@@ -25,16 +25,6 @@ static PyObject *device_ordinal(PyObject *module, PyObject *Py_UNUSED(unused))
     return runtime ? PyLong_FromLong(runtime->device->ordinal) : NULL;
 }
 
-static PyObject *synchronize(PyObject *module, PyObject *Py_UNUSED(unused))
-{
-    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
-    if (!runtime)
-        return NULL;
-    fsdpc_status status;
-    FSDPC_PY_WITHOUT_GIL(status = fsdpc_stream_sync(runtime->compute));
-    return fsdpc_py_none(status);
-}
-
 /* On whichever thread asks for memory, with the GIL or without. */
 static void reclaim(void *arg)
 {
@@ -68,6 +58,5 @@ PyMethodDef fsdpc_py_stream_functions[] = {
     FSDPC_PY_FUNCTION(set_reclaim, set_reclaim, METH_O),
     FSDPC_PY_FUNCTION(stream_handle, stream_handle, METH_NOARGS),
     FSDPC_PY_FUNCTION(device_ordinal, device_ordinal, METH_NOARGS),
-    FSDPC_PY_FUNCTION(synchronize, synchronize, METH_NOARGS),
     {NULL, NULL, 0, NULL},
 };

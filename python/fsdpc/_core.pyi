@@ -1829,9 +1829,6 @@ def stream_handle() -> int:
 def device_ordinal() -> int:
     """Return which of the GPUs the device is; 0 on the CPU."""
 
-def synchronize() -> None:
-    """Wait for what the main stream holds; the first error of it is raised."""
-
 # ---- the engine ----
 
 def listen_for_rank(address: str, rank: int, /) -> int:
@@ -2302,9 +2299,6 @@ def crc32c(crc: int, buffer: Any, /) -> int:
 
 def trace_events() -> list[tuple[str, int, int, int, int, bool]]:
     """Return the trace, oldest first: (kind, unit, epoch, bytes, ns, in_backward)."""
-
-def trace_counts() -> dict[str, int]:
-    """Return the events since the last reset, by kind."""
 
 def trace_reset() -> None:
     """Empty the trace."""

@@ -9,6 +9,7 @@ import pytest
 
 import fsdpc
 from fsdpc import MismatchError, _core, nn
+from tests.events import event_counts
 
 MESHES = {"FULL_SHARD": (1, 4), "NO_SHARD": (4, 1), "HYBRID_SHARD": (2, 2)}
 
@@ -134,7 +135,7 @@ def test_between_checks_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None
         backward(model, step)
         auditor.step()
         model.zero_grad()
-        counts.append((_core.trace_counts(), len(calls)))
+        counts.append((event_counts(), len(calls)))
         calls.clear()
     assert counts[4] == counts[5] == counts[6]
     assert counts[7][1] > 0 == counts[6][1] == counts[6][0]["collective"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import fsdpc
-from fsdpc import _core
+from tests.events import event_counts
 from tests.offload import (
     BF16,
     OPTIMIZERS,
@@ -139,7 +139,7 @@ def test_a_backward_that_was_given_up(disk: Path) -> None:
 
 def stepped() -> int:
     """Steps that were called, and units that were stepped behind them."""
-    return _core.trace_counts()["optim"]
+    return event_counts()["optim"]
 
 
 def watched(model: Any) -> list[tuple[str, int]]:

@@ -9,6 +9,7 @@ import pytest
 
 import fsdpc
 from fsdpc import _core
+from tests.events import event_counts
 
 from .common import CONFIG, batch, build
 from .test_strategies import variants
@@ -67,7 +68,7 @@ def test_a_world_of_one_communicates_nothing() -> None:
     optimizer = fsdpc.optim.AdamW(model.parameters())
     _core.trace_reset()
     one_step(model, optimizer)
-    seen = _core.trace_counts()
+    seen = event_counts()
     assert seen["gather"] == seen["reduce"] == seen["collective"] == 0
     assert seen["forward"] == seen["backward_end"] == UNITS
 

@@ -111,14 +111,6 @@ inline unsigned __match_any_sync(unsigned, unsigned value)
     }
     return bits;
 }
-inline int __all_sync(unsigned mask, int predicate)
-{
-    return __ballot_sync(mask, !predicate) == 0;
-}
-inline int __any_sync(unsigned mask, int predicate)
-{
-    return __ballot_sync(mask, predicate) != 0;
-}
 
 /* Threads of other streams may be at the same address. */
 template <typename T> inline T atomicAdd(T *at, T x)
@@ -168,10 +160,6 @@ inline double emu_ldexp(double x, int exponent)
     return x != x ? copysign(x, -1) : ldexp(x, exponent);
 }
 #define ldexp emu_ldexp
-inline float __fdividef(float a, float b)
-{
-    return a / b;
-}
 inline int __ffs(int x)
 {
     return __builtin_ffs(x);
@@ -179,10 +167,6 @@ inline int __ffs(int x)
 inline int __popc(unsigned x)
 {
     return __builtin_popcount(x);
-}
-inline int __clz(int x)
-{
-    return x ? __builtin_clz((unsigned)x) : 32;
 }
 
 #endif

@@ -60,7 +60,7 @@ for stream, read in ((cuda.stream(), "new"), (1, "new"), (None, "new"), (-1, "ol
     array = np.from_dlpack(type("Labelled", (), {
         "__dlpack__": lambda self, **_: relabel(capsule, CPU),
         "__dlpack_device__": lambda self: (CPU, 0)})())
-    _core.synchronize()
+    cuda.synchronize(_core.stream_handle())
     assert array.ctypes.data == t.data_ptr and array[0] == 1
 print(t.__dlpack_device__())
 """)

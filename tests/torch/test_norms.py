@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdpc
 from fsdpc import _core
+from tests.events import event_counts
 
 from .common import (
     assert_same_grads,
@@ -31,9 +32,9 @@ def norms_of(parameters: Any) -> list[torch.Tensor]:
 
 
 def collectives(action: Any) -> int:
-    before = _core.trace_counts()["collective"]
+    _core.trace_reset()
     action()
-    return _core.trace_counts()["collective"] - before
+    return event_counts()["collective"]
 
 
 @pytest.mark.ranks([1, 2, 3])
