@@ -16,7 +16,9 @@
 
 enum { SHARING_VERSION = 23000 }; /* of NCCL */
 
-static const char *const transports[] = {[NCCL] = "nccl", [LOCAL_CUDA] = "local_cuda", NULL};
+typedef struct gpu_address {
+    char text[32];
+} gpu_address;
 
 /* Collective.  *all_out holds the address of each rank's GPU, and is the caller's to free. */
 static fsdpc_status addresses_tell(const fsdpc_control_config *config, gpu_address **all_out)
@@ -55,33 +57,6 @@ static int sharer(const gpu_address *all, const fsdpc_comm *control, int *peer_o
     return 0;
 }
 
-static fsdpc_status choose(const char *asked, const gpu *gpus, const fsdpc_control_config *config,
-                           const char **out)
-{
-    int peer, hosts = fsdpc_control_hosts(config);
-    FSDPC_TRY(asked_alike(gpus, config->comm.size));
-    if (strcmp(asked, "auto") == 0) {
-        bool local = hosts == 1 && sharer(gpus, config->control, &peer);
-        *out = transports[local ? LOCAL_CUDA : NCCL];
-        return FSDPC_OK;
-    }
-    if (hosts > 1 && strcmp(asked, transports[LOCAL_CUDA]) == 0)
-        return fsdpc_fail(
-            FSDPC_ERR_UNSUPPORTED,
-            "%d ranks on %d hosts: local_cuda carries bytes through the memory of one "
-            "host; unset FSDPC_TRANSPORT, or set it to nccl",
-            config->comm.size, hosts);
-    for (int i = 0; transports[i]; i++)
-        if (strcmp(asked, transports[i]) == 0) {
-            *out = transports[i];
-            return FSDPC_OK;
-        }
-    return fsdpc_fail(FSDPC_ERR_VALUE,
-                      "device 'cuda' has no transport '%s': FSDPC_TRANSPORT is auto, nccl or "
-                      "local_cuda",
-                      asked);
-}
-
 /* Lets NCCL take ranks that share a GPU. */
 static fsdpc_status allow_sharing(const fsdpc_control_config *config, const char *address, int rank,
                                   int peer)
@@ -110,25 +85,6 @@ fsdpc_status fsdpc_cuda_comm_create(const fsdpc_control_config *config, fsdpc_co
         status = allow_sharing(config, all[rank].text, rank, peer);
         status = fsdpc_comm_agree(config->control, status, "NCCL for ranks that share a GPU");
     }
-    return fsdpc_comm_nccl_create(config, out);
-}
-
-fsdpc_status fsdpc_cuda_comm_create(const char *transport, const fsdpc_control_config *config,
-                                    fsdpc_comm **out)
-{
-    const char *chosen = NULL;
-    gpu mine = {0};
-    void *gpus;
-    FSDPC_TRY(fsdpc_control_check(config, transport));
-    snprintf(mine.asked, sizeof mine.asked, "%s", transport);
-    fsdpc_status status =
-        fsdpc_device_cuda_address(config->comm.device, mine.address, sizeof mine.address);
-    FSDPC_TRY(fsdpc_control_tell(config->control, "the choice of a transport", status, &mine,
-                                 sizeof mine, &gpus));
-    status = choose(transport, gpus, config, &chosen);
-    if (status == FSDPC_OK)
-        status = chosen == transports[NCCL] ? create_nccl(config, gpus, out)
-                                            : fsdpc_comm_local_cuda_create(config, out);
-    free(gpus);
-    return status;
+    free(all);
+    return status == FSDPC_OK ? fsdpc_comm_nccl_create(config, out) : status;
 }

@@ -82,11 +82,11 @@ typedef struct fsdpc_plugin {
      * places.  Optional: NULL if it needs none. */
     fsdpc_status (*comm_library)(const char *path, char *text, size_t bytes);
 
-    /* A transport by name.  Optional: has none.  `control` is a communicator of the same ranks over
-     * host memory; success takes it over.  Options are borrowed by the call. */
-    fsdpc_status (*comm_create)(const char *transport, const fsdpc_comm_config *config,
-                                fsdpc_comm *control, const fsdpc_plugin_option *options,
-                                fsdpc_comm **out);
+    /* A communicator of ranks on its devices.  Optional: NULL if it has no transport.  `control` is
+     * a communicator of the same ranks over host memory; on success the transport owns it.  Options
+     * are borrowed for the call. */
+    fsdpc_status (*comm_create)(const fsdpc_comm_config *config, fsdpc_comm *control,
+                                const fsdpc_plugin_option *options, fsdpc_comm **out);
 
     /* Links to ranks of other hosts.  Collective; optional: NULL if it has none. */
     fsdpc_status (*link_create)(int rank, int size, fsdpc_link **out);

@@ -38,8 +38,7 @@ static void test_cuda(const char *path)
     fsdpc_comm *comm = NULL;
     fsdpc_comm_config config = {.size = 1};
     const fsdpc_plugin_option none[] = {{NULL, NULL}};
-    CHECK_FAILS(plugin->comm_create("nccl", &config, NULL, none, &comm), FSDPC_ERR_VALUE,
-                "to begin over");
+    CHECK_FAILS(plugin->comm_create(&config, NULL, none, &comm), FSDPC_ERR_VALUE, "to begin over");
     fsdpc_mem *mem;
     fsdpc_device *device = NULL;
     CHECK_OK(fsdpc_mem_create(&mem));
