@@ -84,7 +84,7 @@ def native(engine: str, shape: str, device: str) -> Turn:
         model = models.Llama(preset(shape))
     policy = fsdpc.MixedPrecisionPolicy(param_dtype=fsdpc.bfloat16, reduce_dtype=fsdpc.float32)
     if SHAPES[shape][2]:
-        fsdpc.activation.checkpoint_activations(model.blocks())
+        fsdpc.sharding.activation.checkpoint_activations(model.blocks())
     for block in model.blocks():
         fsdpc.fully_shard(block, mp_policy=policy)
     fsdpc.fully_shard(model, mp_policy=policy)

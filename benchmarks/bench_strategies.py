@@ -30,7 +30,8 @@ ZERO = ("zero1", "zero2", "zero3")
 def run_ours(name: str, preset: str, dtype: str) -> dict[str, Any]:
     """One turn of a strategy on this rank."""
     import fsdpc
-    from fsdpc import distributed, strategies
+    from fsdpc import distributed
+    from fsdpc.sharding import strategies
 
     fsdpc.init(deterministic=name == "deterministic")
     strategy = "FULL_SHARD" if name == "deterministic" else name

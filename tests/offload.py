@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 import fsdpc
-from fsdpc import _core, nn, offload
+from fsdpc import _core, nn
+from fsdpc.sharding import offload
 
 BF16 = fsdpc.bfloat16
 STEPS, WIDTH = 4, 96

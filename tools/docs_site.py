@@ -128,7 +128,7 @@ def _names_of_others(module: str) -> list[tuple[str, str]]:
 
 def _commands() -> str:
     """Return the page of commands, as each prints it."""
-    from fsdpc import cli
+    from fsdpc.cli import main
 
     text = "# Commands\n\nWhat `--help` prints.\n"
     columns = os.environ.get("COLUMNS")
@@ -136,7 +136,7 @@ def _commands() -> str:
     for command in COMMANDS:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             with contextlib.suppress(SystemExit):
-                cli.main([*command.split(), "--help"])
+                main.main([*command.split(), "--help"])
         text += f"\n## fsdpc {command}\n\n```text\n{printed.getvalue().rstrip()}\n```\n"
     if columns is None:
         del os.environ["COLUMNS"]

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import fsdpc
-from fsdpc._svg import path as line
-from fsdpc._svg import picture, rect, save, text
+from fsdpc.display.svg import path as line
+from fsdpc.display.svg import picture, rect, save, text
 from fsdpc.models import Llama, preset
 
 RANKS = 4

@@ -141,7 +141,7 @@ static PyObject *visit_other(const walk *w, PyObject *object)
                  PyUnicode_Check(object) || PyBytes_Check(object);
     if (plain || w->inputs || w->dry || !w->tape->grad_enabled)
         return Py_NewRef(object);
-    PyObject *structures = PyImport_ImportModule("fsdpc._structures");
+    PyObject *structures = PyImport_ImportModule("fsdpc.nn._structures");
     if (!structures)
         return NULL;
     PyObject *done = PyObject_CallMethod(structures, "refuse_hidden", "Os", object,

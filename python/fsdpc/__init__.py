@@ -22,14 +22,14 @@ Importing starts no thread, opens no socket and needs NumPy alone.
 
 from __future__ import annotations
 
-from fsdpc import _ctrl_c  # isort: skip  # noqa: F401  # before the imports that take time
+from fsdpc.cli import ctrl_c  # isort: skip  # noqa: F401  # before the imports that take time
 
 import importlib
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fsdpc import _shard, _shown, cuda, distributed, functional, nn, optim
+from fsdpc import distributed, functional, nn, optim
 from fsdpc._core import (
     MismatchError,
     PeerError,
@@ -49,10 +49,40 @@ from fsdpc._core import (
     uint8,
 )
 from fsdpc._version import __version__ as __version__
-from fsdpc.activation import checkpoint_activations
-from fsdpc.clip import clip_grad_norm_, clip_grad_value_, grad_norms
-from fsdpc.config import show_config
-from fsdpc.creation import (
+from fsdpc.display import html
+from fsdpc.distributed import (
+    all_gather,
+    all_reduce,
+    barrier,
+    broadcast,
+    init,
+    is_initialized,
+    local_rank,
+    rank,
+    shutdown,
+    world_size,
+)
+from fsdpc.monitor.config import show_config
+from fsdpc.nn.module import deferred_init
+from fsdpc.nn.parameter import full_grad, full_tensor
+from fsdpc.planning.estimate import TrainingCost, estimate, estimate_activations, training_cost
+from fsdpc.planning.memory_plan import MemoryPlan, memory_plan
+from fsdpc.planning.schedule import Schedule, schedule
+from fsdpc.planning.simulate import SimulateOptions, Simulation, simulate
+from fsdpc.sharding import rules
+from fsdpc.sharding.activation import checkpoint_activations
+from fsdpc.sharding.clip import clip_grad_norm_, clip_grad_value_, grad_norms
+from fsdpc.sharding.fsdp_module import FSDPModule, register_fsdp_forward_method
+from fsdpc.sharding.full_params import summon_full_params
+from fsdpc.sharding.fully_shard import fully_shard
+from fsdpc.sharding.graph import GraphStep, graph_step
+from fsdpc.sharding.memory import memory_stats
+from fsdpc.sharding.mesh import DeviceMesh, init_device_mesh
+from fsdpc.sharding.offload import OffloadPolicy
+from fsdpc.sharding.policies import MixedPrecisionPolicy
+from fsdpc.sharding.strategies import ShardingStrategy
+from fsdpc.tensors import cuda
+from fsdpc.tensors.creation import (
     arange,
     empty,
     empty_like,
@@ -74,47 +104,23 @@ from fsdpc.creation import (
     zeros,
     zeros_like,
 )
-from fsdpc.device import get_default_device, set_default_device
-from fsdpc.distributed import (
-    all_gather,
-    all_reduce,
-    barrier,
-    broadcast,
-    init,
-    is_initialized,
-    local_rank,
-    rank,
-    shutdown,
-    world_size,
-)
-from fsdpc.estimate import TrainingCost, estimate, estimate_activations, training_cost
-from fsdpc.fsdp_module import FSDPModule, register_fsdp_forward_method
-from fsdpc.full_params import summon_full_params
-from fsdpc.grad_mode import enable_grad, no_grad
-from fsdpc.graph import GraphStep, graph_step
-from fsdpc.memory import memory_stats
-from fsdpc.memory_plan import MemoryPlan, memory_plan
-from fsdpc.mesh import DeviceMesh, init_device_mesh
-from fsdpc.nn.module import deferred_init
-from fsdpc.nn.parameter import full_grad, full_tensor
-from fsdpc.offload import OffloadPolicy
-from fsdpc.policies import MixedPrecisionPolicy
-from fsdpc.schedule import Schedule, schedule
-from fsdpc.sharding import fully_shard
-from fsdpc.simulate import SimulateOptions, Simulation, simulate
-from fsdpc.strategies import ShardingStrategy
+from fsdpc.tensors.device import get_default_device, set_default_device
+from fsdpc.tensors.grad_mode import enable_grad, no_grad
 
 if TYPE_CHECKING:
-    from fsdpc import amp, checkpoint, data, loggers, lr_scheduler, models, plots, wrap
-    from fsdpc.auditor import Audited, audit
-    from fsdpc.batch_size import find_batch_size
-    from fsdpc.flight import FlightRecorder
-    from fsdpc.launcher import launch
-    from fsdpc.layout import ShardingLayout, sharding_layout
-    from fsdpc.performance import PerformanceTracker, flops_per_token
-    from fsdpc.planner import PlanOptions, Plans, plan
-    from fsdpc.profiler import Profile, profile
-    from fsdpc.stabilizer import Stabilized, StabilizerOptions, TrainingStabilizer
+    from fsdpc import checkpoint, data, models
+    from fsdpc.launching.launcher import launch
+    from fsdpc.monitor import loggers, plots
+    from fsdpc.monitor.auditor import Audited, audit
+    from fsdpc.monitor.batch_size import find_batch_size
+    from fsdpc.monitor.flight import FlightRecorder
+    from fsdpc.monitor.performance import PerformanceTracker, flops_per_token
+    from fsdpc.monitor.profiler import Profile, profile
+    from fsdpc.monitor.stabilizer import Stabilized, StabilizerOptions, TrainingStabilizer
+    from fsdpc.optim import lr_scheduler
+    from fsdpc.planning.layout import ShardingLayout, sharding_layout
+    from fsdpc.planning.planner import PlanOptions, Plans, plan
+    from fsdpc.sharding import amp, wrap
 
 
 
@@ -122,43 +128,51 @@ if TYPE_CHECKING:
 def _drill(name: str) -> Callable[[Any], None]:
     def drill(what: Any) -> None:
         if "FSDPC_FAULT" in os.environ:
-            getattr(importlib.import_module("fsdpc.faults"), name)(what)
+            getattr(importlib.import_module("fsdpc.monitor.faults"), name)(what)
 
     return drill
 
 
 def _sharding(module: Any) -> str:
-    return importlib.import_module("fsdpc.layout").sharding_layout(module)._repr_html_()
+    return importlib.import_module("fsdpc.planning.layout").sharding_layout(module)._repr_html_()
 
 
-Tensor._repr_html_ = _shown.tensor  # type: ignore[attr-defined]
-_shown.draws("sharded module", _sharding)
-_shown.draws("memory of a model", lambda module: str(memory_plan(module, optimizer=0)))
-_shard.drills.append(_shard.Drill(_drill("watch"), _drill("name_missing")))
+Tensor._repr_html_ = html.tensor  # type: ignore[attr-defined]
+html.draws("sharded module", _sharding)
+html.draws("memory of a model", lambda module: str(memory_plan(module, optimizer=0)))
+rules.drills.append(rules.Drill(_drill("watch"), _drill("name_missing")))
 
-_LAZY = {
-    "amp", "checkpoint", "data", "launcher", "loggers", "lr_scheduler", "models",
-    "plots", "testing", "wrap",
-}  # fmt: skip
+_MODULES = {  # public modules, imported when they are used
+    "amp": "sharding.amp",
+    "checkpoint": "checkpoint",
+    "data": "data",
+    "launcher": "launching.launcher",
+    "loggers": "monitor.loggers",
+    "lr_scheduler": "optim.lr_scheduler",
+    "models": "models",
+    "plots": "monitor.plots",
+    "testing": "testing",
+    "wrap": "sharding.wrap",
+}
 
 _FROM = {  # name -> the module that has it, imported when the first of its names is used
-    "audit": "auditor",
-    "Audited": "auditor",
-    "find_batch_size": "batch_size",
-    "FlightRecorder": "flight",
-    "flops_per_token": "performance",
-    "launch": "launcher",
-    "PerformanceTracker": "performance",
-    "plan": "planner",
-    "PlanOptions": "planner",
-    "Plans": "planner",
-    "Profile": "profiler",
-    "profile": "profiler",
-    "sharding_layout": "layout",
-    "ShardingLayout": "layout",
-    "Stabilized": "stabilizer",
-    "StabilizerOptions": "stabilizer",
-    "TrainingStabilizer": "stabilizer",
+    "audit": "monitor.auditor",
+    "Audited": "monitor.auditor",
+    "find_batch_size": "monitor.batch_size",
+    "FlightRecorder": "monitor.flight",
+    "flops_per_token": "monitor.performance",
+    "launch": "launching.launcher",
+    "PerformanceTracker": "monitor.performance",
+    "plan": "planning.planner",
+    "PlanOptions": "planning.planner",
+    "Plans": "planning.planner",
+    "Profile": "monitor.profiler",
+    "profile": "monitor.profiler",
+    "sharding_layout": "planning.layout",
+    "ShardingLayout": "planning.layout",
+    "Stabilized": "monitor.stabilizer",
+    "StabilizerOptions": "monitor.stabilizer",
+    "TrainingStabilizer": "monitor.stabilizer",
 }
 
 __all__ = [
@@ -188,6 +202,6 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module("fsdpc.notebook"), name)
     if name in _FROM:
         return getattr(importlib.import_module(f"fsdpc.{_FROM[name]}"), name)
-    if name in _LAZY:
-        return importlib.import_module(f"fsdpc.{name}")
+    if name in _MODULES:
+        return importlib.import_module(f"fsdpc.{_MODULES[name]}")
     raise AttributeError(f"module 'fsdpc' has no attribute '{name}'")

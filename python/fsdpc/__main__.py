@@ -2,6 +2,6 @@
 
 import sys
 
-from fsdpc.cli import main
+from fsdpc.cli.main import main
 
 sys.exit(main())

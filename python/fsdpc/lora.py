@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 
 from fsdpc import _core, distributed
-from fsdpc._agree import agreed
 from fsdpc._core import Tensor
 from fsdpc.checkpoint.schema import FILE_DTYPES
+from fsdpc.distributed.agree import agreed
 from fsdpc.models.gpt2 import Expansion, Projection
 from fsdpc.models.llama import activate
 from fsdpc.nn import Linear, Module, Parameter, init

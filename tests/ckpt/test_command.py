@@ -18,7 +18,7 @@ import safetensors.numpy as stn
 
 import fsdpc
 from fsdpc import checkpoint
-from fsdpc.checkpoint.command import main
+from fsdpc.cli.ckpt import main
 
 from .common import Odd, hooked
 from .test_resume import Run

@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from fsdpc.main.train_config import as_toml, with_config
+from fsdpc.main.train_options import check, keep_global_batch, parser
 
-from fsdpc import cli
-from fsdpc._launch import process
-from fsdpc._launch.elastic import Elastic, parse_elastic, share_batch
-from fsdpc._train_config import as_toml, with_config
-from fsdpc._train_options import check, keep_global_batch, parser
-from fsdpc.launcher import run
+from fsdpc.cli import main
+from fsdpc.launching import process
+from fsdpc.launching.elastic import Elastic, parse_elastic, share_batch
+from fsdpc.launching.launcher import run
 
 SMALL = ["--batch", "2", "--seq", "32", "--sample", "0", "--eval-bytes", "0", "--data", __file__]
 RESTARTS = ["--checkpoint", "run", "--save-every", "1", "--max-restarts", "1"]
@@ -87,7 +87,7 @@ def test_ranks_of_each_start(
     path = tmp_path / "script.py"
     path.write_text(ENDS.format(how=how))
     words = ["run", "--elastic", "2:3", "--max-restarts", str(times), str(path), str(times)]
-    assert cli.main(words) == 0
+    assert main.main(words) == 0
     assert starts(capsys.readouterr().out) == worlds
 
 
@@ -116,7 +116,7 @@ def test_a_failed_fork_leaves_one_fewer(
 @pytest.mark.parametrize("text", ["3", "0:2", "3:2", "1:x", "-1:2", "1:2:3"])
 def test_what_is_no_pair_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["run", f"--elastic={text}", "--max-restarts", "1", __file__])
+        main.main(["run", f"--elastic={text}", "--max-restarts", "1", __file__])
     assert f"1 <= MIN <= MAX, as in 2:4, got '{text}'" in capsys.readouterr().err
 
 
@@ -130,7 +130,7 @@ def test_what_is_no_pair_is_refused(text: str, capsys: pytest.CaptureFixture[str
 )
 def test_run_refuses(words: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["run", *words])
+        main.main(["run", *words])
     assert why in capsys.readouterr().err
 
 

@@ -21,7 +21,7 @@ import fsdpc
 import fsdpc.torch
 from fsdpc import checkpoint
 from fsdpc.checkpoint import CheckpointError
-from fsdpc.checkpoint.command import main
+from fsdpc.cli.ckpt import main
 from fsdpc.models import GPT2
 
 from .common import CONFIG, STRATEGIES, Odd, by_blocks, llama, sharded, values

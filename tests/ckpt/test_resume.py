@@ -14,9 +14,9 @@ import fsdpc
 from fsdpc import checkpoint
 from fsdpc.checkpoint import CheckpointError
 from fsdpc.data import DistributedSampler, Loader, SequenceDataset
-from fsdpc.lr_scheduler import WarmupCosine
 from fsdpc.models import GPT2
 from fsdpc.optim import get_optimizer_state_dict
+from fsdpc.optim.lr_scheduler import WarmupCosine
 from tests.faults.common import die, run
 
 from .common import CONFIG, STRATEGIES, by_blocks, options_of, values

@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 
 import fsdpc
-from fsdpc import _train_config, checkpoint, models
+from fsdpc import checkpoint, models
 from fsdpc.checkpoint import CheckpointError, manifest
+from fsdpc.cli import train_config
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ["--sample", "0", "--eval-bytes", "0"]
@@ -174,21 +175,21 @@ def test_a_configuration_counts_as_given(tmp_path: Path) -> None:
 def test_a_configuration_that_negates_is_told_what_to_write(tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text("no-deterministic = true\n")
     with pytest.raises(ValueError, match="'no-deterministic' .* write deterministic = false"):
-        _train_config.parse(["--config", str(tmp_path / "own.toml")])
+        train_config.parse(["--config", str(tmp_path / "own.toml")])
     (tmp_path / "own.toml").write_text("deterministic = false\n")
-    assert not _train_config.parse(["--config", str(tmp_path / "own.toml")]).deterministic
+    assert not train_config.parse(["--config", str(tmp_path / "own.toml")]).deterministic
 
 
 @pytest.mark.ranks(1)
 def test_a_checkpoint_of_another_program_is_not_resumed(tmp_path: Path) -> None:
     checkpoint.CheckpointManager(tmp_path).save(1, {"model": fsdpc.nn.Linear(2, 2)})
     with pytest.raises(ValueError, match="step-00000001 keeps no options, so fsdpc train did not"):
-        _train_config.parse(["--checkpoint", str(tmp_path), "--resume"])
+        train_config.parse(["--checkpoint", str(tmp_path), "--resume"])
 
 
 def test_options_of_a_hostile_manifest() -> None:
     hostile = {"options": {"lr": "--export", "data": ["--export"], "steps": 3, "export": "/x"}}
-    assert _train_config.options_in({"extra": hostile}) == {"steps": 3}
+    assert train_config.options_in({"extra": hostile}) == {"steps": 3}
 
 
 def test_other_data_are_refused(tmp_path: Path) -> None:
@@ -276,8 +277,8 @@ def test_damaged_checkpoints_are_not_trained_over(tmp_path: Path) -> None:
 
 
 def test_defaults_of_adapters_may_be_given_to_a_resume() -> None:
-    options = _train_config.parse(["--init-from", "base", "--lora", "4"])
-    kept = _train_config.kept_options(options)
+    options = train_config.parse(["--init-from", "base", "--lora", "4"])
+    kept = train_config.kept_options(options)
     assert (kept["lora_alpha"], kept["lora_targets"]) == (8.0, "all-linear")
 
 
@@ -285,7 +286,7 @@ def test_switches_of_a_configuration_are_true_or_false(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('deterministic = "no"\n', encoding="utf-8")
     with pytest.raises(ValueError, match="'deterministic' is true or false, not 'no'"):
-        _train_config.parse(["--config", str(path)])
+        train_config.parse(["--config", str(path)])
 
 
 def test_steps_0_saves_the_initial_state(tmp_path: Path) -> None:

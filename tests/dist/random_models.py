@@ -123,7 +123,7 @@ class Tree(nn.Module):
         for i in self.spec.order if path is None else path:
             child = self.nodes[i]
             if isinstance(child, Tree) and child.spec.checkpoint and not twin:
-                x = fsdpc.activation.checkpoint(child, x)
+                x = fsdpc.sharding.activation.checkpoint(child, x)
             else:
                 x = child(x)
         return x.to(policy.output) if twin and policy.output else x

@@ -14,7 +14,7 @@ import pytest
 
 import fsdpc
 from fsdpc import _core
-from fsdpc.amp import LossScaler
+from fsdpc.sharding.amp import LossScaler
 from tests.events import event_counts
 
 from .common import LR, assert_same, batch, build, parameters

@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 
 import fsdpc
-from fsdpc import cli, flight, nn
+from fsdpc import nn
+from fsdpc.cli import main
+from fsdpc.monitor import flight
 
 SCRIPT = """
 import os, signal, sys, time
@@ -137,11 +139,11 @@ def test_a_killed_rank_is_seen_in_the_others(
     assert found.missing == (1,) and "PeerError" in found.ranks[0]["reason"]
     assert "rank 1" in found.ranks[0]["reason"]
     out = tmp_path / "trace.json"
-    assert cli.main(["flight", str(folder), "--rows", "4", "--trace", str(out)]) == 0
+    assert main.main(["flight", str(folder), "--rows", "4", "--trace", str(out)]) == 0
     said = capsys.readouterr().out
     assert "rank 1: wrote nothing" in said and "PeerError" in said and "4 of " in said
     assert json.loads(out.read_text())["traceEvents"]
-    assert cli.main(["flight", str(tmp_path / "none")]) == 2
+    assert main.main(["flight", str(tmp_path / "none")]) == 2
 
 
 def test_hosts_are_joined_by_the_time_of_day(tmp_path: Path) -> None:

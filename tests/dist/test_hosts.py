@@ -18,8 +18,8 @@ import pytest
 
 import fsdpc
 from fsdpc import _core, nn
-from fsdpc._launch import pretend
 from fsdpc.data import DistributedSampler, GlobalBatchSampler
+from fsdpc.distributed import pretend
 
 BETWEEN = ("nothing", "no_sync", "hold")
 

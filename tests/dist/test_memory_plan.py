@@ -10,7 +10,7 @@ import pytest
 
 import fsdpc
 from fsdpc import nn, wrap
-from fsdpc._launch import pretend
+from fsdpc.distributed import pretend
 from fsdpc.models import GPT2, Llama
 from fsdpc.nn.module import Module
 

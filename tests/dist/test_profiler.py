@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 import fsdpc
-from fsdpc import _core, _perfetto, nn, profiler
-from fsdpc.flight import Operation
+from fsdpc import _core, nn
+from fsdpc.monitor import perfetto, profiler
+from fsdpc.monitor.flight import Operation
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -155,7 +156,7 @@ def operations(*told: tuple[int, str, str]) -> list[Operation]:
 
 
 def test_spans_are_paired() -> None:
-    found, alone = _perfetto.spans(operations(
+    found, alone = perfetto.spans(operations(
         (0, "forward", "a"), (1, "forward", "a"), (2, "forward_end", "a"), (3, "forward_end", "a"),
         (4, "reduce", "a"), (5, "all_reduce", "a"), (6, "reduce_done", "a"),  # in two stages
         (7, "optim", "a"), (8, "gather", "a"), (9, "reshard", "a"),
@@ -164,13 +165,13 @@ def test_spans_are_paired() -> None:
         (0, 3, "forward"), (1, 2, "forward"), (4, 6, "reduce"), (5, 6, "all_reduce")
     ]  # fmt: skip
     assert [o.what for o in alone] == ["optim", "reshard", "gather"]
-    assert _perfetto.busy(found, "forward") == 3
-    assert _perfetto.busy(found, "reduce", "all_reduce") == 2
-    assert _perfetto.busy(found, "wait") == 0
+    assert perfetto.busy(found, "forward") == 3
+    assert perfetto.busy(found, "reduce", "all_reduce") == 2
+    assert perfetto.busy(found, "wait") == 0
 
 
 def test_spans_that_cross_get_lines_of_their_own() -> None:
-    events = _perfetto.events(0, "host", operations(
+    events = perfetto.events(0, "host", operations(
         (0, "backward", "b"), (2, "backward", "a"), (3, "backward_end", "b"),
         (4, "backward_end", "a"), (5, "gather", "a"), (6, "gather", "b"), (7, "gather_done", "b"),
         (8, "gather_done", "a"), (9, "gather", "c"), (9, "gather_done", "c"),

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import fsdpc
-from fsdpc import _core, _shard, nn
-from fsdpc.layout import ShardingLayout
+from fsdpc import _core, nn
 from fsdpc.models import Llama, preset
+from fsdpc.planning.layout import ShardingLayout
+from fsdpc.sharding import rules
 
 from .common import CONFIG, build
 
@@ -31,9 +32,9 @@ def check_own_rows(model: Any, layout: ShardingLayout) -> None:
     for name, p, piece in layout.owned(fsdpc.rank()):
         mine[name, p.name] = piece
     fulls = {id(p): fsdpc.full_tensor(p).numpy() for p in model.parameters()}
-    names = [name for name, _ in _shard.sharded_modules(model)]
+    names = [name for name, _ in rules.sharded_modules(model)]
     assert names == [unit.name for unit in layout.units]
-    for name, m in _shard.sharded_modules(model):
+    for name, m in rules.sharded_modules(model):
         unit, own = m._fsdpc_unit, dict(m.named_parameters())
         described = next(each for each in layout.units if each.name == name)
         held = sum(x.nbytes for x in _core.unit_memory(unit, "master"))

@@ -7,9 +7,9 @@ from math import prod
 import pytest
 
 import fsdpc
-from fsdpc._played import play_step
 from fsdpc.models import Llama
-from fsdpc.schedule import Act, Schedule, Use
+from fsdpc.planning.played import play_step
+from fsdpc.planning.schedule import Act, Schedule, Use
 
 from .common import CONFIG, batch, build
 from .test_strategies import variants

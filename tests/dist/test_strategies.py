@@ -10,8 +10,8 @@ import pytest
 
 import fsdpc
 from fsdpc import _core, nn
-from fsdpc._launch import pretend
-from fsdpc._launch.forked import Report, run_forked
+from fsdpc.distributed import pretend
+from fsdpc.launching.forked import Report, run_forked
 
 from .common import CLIP, CONFIG, LR, assert_same, batch, build, parameters, train
 

@@ -25,7 +25,7 @@ def plain(m: Any, x: Any) -> Any:
 
 
 def around(m: Any, x: Any) -> Any:
-    return fsdpc.activation.checkpoint(m, x)
+    return fsdpc.sharding.activation.checkpoint(m, x)
 
 
 def outside(m: Any, x: Any) -> Any:
@@ -33,7 +33,7 @@ def outside(m: Any, x: Any) -> Any:
 
     def forward(x: Any) -> Any:
         for block in m.blocks:
-            x = fsdpc.activation.checkpoint(block, x)
+            x = fsdpc.sharding.activation.checkpoint(block, x)
         return m.head(x)
 
     m.forward = forward
@@ -45,7 +45,7 @@ def inside(m: Any, x: Any) -> Any:
     for block in m.blocks:
         if "forward" not in block.inner.__dict__:
             usual = block.inner.forward
-            block.inner.forward = lambda v, f=usual: fsdpc.activation.checkpoint(f, v)
+            block.inner.forward = lambda v, f=usual: fsdpc.sharding.activation.checkpoint(f, v)
     return m(x)
 
 

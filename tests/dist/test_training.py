@@ -7,7 +7,7 @@ import pytest
 
 import fsdpc
 from fsdpc import _core
-from fsdpc.launcher import launch
+from fsdpc.launching.launcher import launch
 
 from .common import assert_same, batch, build, parameters, train, train_in_one_process
 

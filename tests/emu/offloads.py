@@ -20,7 +20,8 @@ from ranks import CATEGORIES, CLIPPED
 from training import MAX_NORM, MODELS, build
 
 import fsdpc
-from fsdpc import checkpoint, offload, optim
+from fsdpc import checkpoint, optim
+from fsdpc.sharding import offload
 
 BF16 = fsdpc.bfloat16
 CLASSES: dict[str, tuple[str, ...]] = {

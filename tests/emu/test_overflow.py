@@ -10,7 +10,7 @@ from processes import printed
 PROGRAM = """
 import json, sys
 import numpy as np, fsdpc
-from fsdpc.amp import LossScaler
+from fsdpc.sharding.amp import LossScaler
 from training import Weighted
 
 fsdpc.set_default_device(sys.argv[1])

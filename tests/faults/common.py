@@ -16,7 +16,7 @@ import numpy.random  # noqa: F401  when it is first imported Cython's set-up swa
 
 import fsdpc
 from fsdpc import nn
-from fsdpc._launch.forked import Report, run_forked
+from fsdpc.launching.forked import Report, run_forked
 
 SOON_S = 1.0  # within which a failure must be named
 WIDTH = 8

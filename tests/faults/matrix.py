@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fsdpc
-from fsdpc.launcher import LaunchError, launch
+from fsdpc.launching.launcher import LaunchError, launch
 
 from .common import Say, build, step, wait_asleep, wait_file
 

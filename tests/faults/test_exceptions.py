@@ -10,7 +10,7 @@ import pytest
 
 import fsdpc
 from fsdpc import PeerError
-from fsdpc.launcher import LaunchError, launch
+from fsdpc.launching.launcher import LaunchError, launch
 
 from .common import SOON_S, Net, batch, build, full_bytes, quiet, step
 
@@ -189,7 +189,7 @@ def checkpointed_gradients(how: str) -> bytes:
     step(model, optimizer)
     x = batch()
     x.requires_grad = "leaf" in how
-    y = fsdpc.activation.checkpoint(unit, x) if how.startswith("checkpoint") else unit(x)
+    y = fsdpc.sharding.activation.checkpoint(unit, x) if how.startswith("checkpoint") else unit(x)
     (y * y).sum().backward()
     grads = [fsdpc.full_grad(p) for p in unit.parameters()]
     optimizer.step()
@@ -208,7 +208,7 @@ def test_weights_that_changed_before_a_recomputation_are_refused() -> None:
     model = build()
     optimizer = fsdpc.optim.AdamW(model.parameters())
     step(model, optimizer)
-    old = fsdpc.activation.checkpoint(model, batch())
+    old = fsdpc.sharding.activation.checkpoint(model, batch())
     model(batch()).backward()
     optimizer.step()
     with pytest.raises(RuntimeError, match="changed between forward and backward"):
@@ -223,7 +223,7 @@ def test_weights_that_changed_before_a_recomputation_are_refused() -> None:
 def test_the_older_of_two_checkpointed_forwards_is_refused(how: str) -> None:
     """The newer one has seen today's weights; that must not speak for the older one."""
     model = build()
-    checkpoint = fsdpc.activation.checkpoint
+    checkpoint = fsdpc.sharding.activation.checkpoint
     run: Callable[[object], object] = model
     if how == "inside another checkpoint":
         run = lambda x: checkpoint(model, x)  # noqa: E731

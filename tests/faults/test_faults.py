@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 import fsdpc
-from fsdpc import faults, nn
+from fsdpc import nn
+from fsdpc.monitor import faults
 
 ENABLED = {"FSDPC_FAULT_ENABLE": "1"}
 SCRIPT = """

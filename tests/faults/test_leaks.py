@@ -225,7 +225,7 @@ def test_train_says_which_rank_was_killed(training: subprocess.Popen[str], victi
 
 INTERRUPTED = """
 import fsdpc, sys, time
-from fsdpc.launcher import launch
+from fsdpc.launching.launcher import launch
 
 def body():
     fsdpc.init()

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import fsdpc
-from fsdpc._launch import pretend
-from fsdpc._launch.forked import Report, run_forked
+from fsdpc.distributed import pretend
+from fsdpc.launching.forked import Report, run_forked
 
 from .common import build, raised, step
 

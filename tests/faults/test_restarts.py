@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdpc.launcher import run
+from fsdpc.launching.launcher import run
 
 # Rank 1 ends badly at the first starts.
 FAILS = """

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import fsdpc
-from fsdpc._launch.environment import run_address
+from fsdpc.distributed.environment import run_address
 
 from .common import run, wait_file
 

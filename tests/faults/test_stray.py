@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import fsdpc
-from fsdpc.launcher import LaunchError, launch
+from fsdpc.launching.launcher import LaunchError, launch
 
 from .common import batch, build
 

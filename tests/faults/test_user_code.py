@@ -21,7 +21,7 @@ import pytest
 
 import fsdpc
 from fsdpc import MismatchError, PeerError, nn
-from fsdpc.launcher import LaunchError, launch
+from fsdpc.launching.launcher import LaunchError, launch
 from tests.offload import on_disk
 
 from .common import (

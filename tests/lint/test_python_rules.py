@@ -59,8 +59,13 @@ ELSEWHERE = ("os.open", "self.progress.open")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+INSIDE = {"cli", "display", "launching"}  # rooms whose modules users do not import
+
+
 def is_public_module(path: Path) -> bool:
     parts = path.relative_to(PACKAGE).with_suffix("").parts
+    if parts[0] in INSIDE and parts != ("launching", "launcher"):
+        return False
     return all(not part.startswith("_") or part == "__init__" for part in parts)
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import fsdpc
-from fsdpc._launch.forked import Report, run_forked
+from fsdpc.launching.forked import Report, run_forked
 from tests.faults.common import Net, batch, wait_file
 from tests.offload import on_disk
 

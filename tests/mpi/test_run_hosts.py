@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import fsdpc
-from fsdpc._launch import hosts as fsdpc_hosts
+from fsdpc.distributed import hosts as fsdpc_hosts
 from tests.needs import need_mpi
 
 from .test_link_mpi import COMPILERS, ROOT, mpi_build

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import fsdpc
-from fsdpc import creation
+from fsdpc.tensors import creation
 
 pytest.importorskip("torch")
 ROOT = Path(__file__).resolve().parents[2]

@@ -26,7 +26,7 @@ def test_modules() -> None:
 
 
 def test_tensors_from_a_shape() -> None:
-    from fsdpc import creation
+    from fsdpc.tensors import creation
 
     assert named("Tensors from data, or from a shape") == set(creation.__all__)
     assert all(getattr(fsdpc, name) for name in creation.__all__)

@@ -9,7 +9,7 @@ import torch
 
 import fsdpc
 from fsdpc import _core
-from fsdpc._launch.forked import Report, run_forked
+from fsdpc.launching.forked import Report, run_forked
 from fsdpc.torch import MixedPrecisionPolicy, full_grad, optim
 from fsdpc.torch._unit import sharded_modules
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import fsdpc
-from fsdpc import StabilizerOptions, TrainingStabilizer, faults
+from fsdpc import StabilizerOptions, TrainingStabilizer
+from fsdpc.monitor import faults
 
 from .common import batch, build, loss_of, shard
 

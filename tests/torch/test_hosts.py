@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdpc
-from fsdpc._launch import environment, pretend
+from fsdpc.distributed import environment, pretend
 from fsdpc.torch import MixedPrecisionPolicy, _link
 
 from .common import batch, build, full_parameters, join_gloo, loss_of, shard

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fsdpc
-from fsdpc._launch.forked import Report, run_forked
+from fsdpc.launching.forked import Report, run_forked
 from fsdpc.torch import MixedPrecisionPolicy, clip_grad_norm_, optim
 
 from .common import batch, build, full_parameters, loss_of, shard

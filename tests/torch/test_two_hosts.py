@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch._dynamo  # noqa: F401, optimizers import it: here once, not on every forked rank
 
-from fsdpc._launch.forked import Report, run_forked
+from fsdpc.launching.forked import Report, run_forked
 from tests.needs import need_hosts
 
 ROOT = Path(__file__).resolve().parents[2]

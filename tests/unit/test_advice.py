@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import fsdpc
-from fsdpc import _estimate_command, _plan_command
-from fsdpc._advice import ROOM
+from fsdpc.cli import estimate, plan
 from fsdpc.models import Llama, ModelConfig
+from fsdpc.planning.advice import ROOM
 
 SEQ = 512
 CONFIG = ModelConfig(vocab_size=64, dim=256, layers=8, heads=4, inner=1024, max_seq=SEQ)
@@ -87,7 +87,7 @@ def test_no_adapters_for_adapters_and_no_bf16_twice() -> None:
 def test_the_command_ends_with_options_to_copy(capsys: pytest.CaptureFixture[str]) -> None:
     common = ["--preset", "2M", "--ranks-per-host", "2", "--device", "cuda"]
     asked = [*common, "--memory", "0.02", "--batch", "4", "--seq", "512", "--top", "1"]
-    assert _plan_command.main(asked) == 2
+    assert plan.main(asked) == 2
     said = capsys.readouterr()
     assert said.err == "fsdpc plan: nothing fits in 20.48 MiB\n"
     assert all(len(line) <= 80 for line in said.out.split("\n"))
@@ -99,12 +99,12 @@ def test_the_command_ends_with_options_to_copy(capsys: pytest.CaptureFixture[str
         words = body[: body.index("(")].split()
         given = dict(zip(words[::2], words[1::2]))
         whole = [w for pair in {"--seq": "512", **given}.items() for w in pair]
-        assert _estimate_command.main([*common, *whole]) == 0
+        assert estimate.main([*common, *whole]) == 0
         total = capsys.readouterr().out.split("total")[1].split("\n")[0].strip()
         # The played step, which plan() shows, may hold a little more than the dry run.
         assert total.endswith(" MiB") and float(total[:-4]) <= float(memory[:-4]) < 20.48
         changed = {k: v for k, v in given.items() if k in ("--lora", "--seq", "--offload",
                                                            "--state-dtype")}  # fmt: skip
         again = {"--batch": "4", "--seq": "512", **changed, "--memory": "0.02"}
-        assert _plan_command.main([*common, *(w for p in again.items() for w in p)]) == 0
+        assert plan.main([*common, *(w for p in again.items() for w in p)]) == 0
         assert memory in capsys.readouterr().out

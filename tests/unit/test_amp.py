@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fsdpc
 from fsdpc import nn
-from fsdpc.amp import LossScaler
+from fsdpc.sharding.amp import LossScaler
 
 
 class Counter:

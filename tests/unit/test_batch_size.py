@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fsdpc
-from fsdpc.launcher import LaunchError
+from fsdpc.launching.launcher import LaunchError
 
 pytestmark = pytest.mark.usefixtures("no_engine_threads")
 

@@ -7,8 +7,10 @@ import argparse
 import pytest
 
 import fsdpc
-from fsdpc import _capacity, _plan_command, lora
+from fsdpc import lora
+from fsdpc.cli import plan
 from fsdpc.models import PRESETS, Llama, preset
+from fsdpc.planning import capacity
 
 POLICY = fsdpc.MixedPrecisionPolicy(param_dtype=fsdpc.bfloat16, reduce_dtype=fsdpc.float32)
 
@@ -26,7 +28,7 @@ def planned(name: str, ranks: int, adapters: bool = False, offload: bool = False
 
 
 def test_rows_are_plans() -> None:
-    text = _capacity.table(2, 4 * 2**30, 2, 512, POLICY)
+    text = capacity.table(2, 4 * 2**30, 2, 512, POLICY)
     rows = {line.split()[0]: line for line in text.splitlines()[1 : 1 + len(PRESETS)]}
     assert set(rows) == set(PRESETS)
     for options in ({}, {"offload": True}, {"adapters": True}):
@@ -43,30 +45,30 @@ def test_rows_are_plans() -> None:
 
 
 def test_nothing_fits() -> None:
-    text = _capacity.table(1, 1e6, 2, 512, POLICY)
+    text = capacity.table(1, 1e6, 2, 512, POLICY)
     assert text.count("\n  none ") == 3
 
 
 @pytest.mark.parametrize("text", ["4x24GB", "4x24", " 4x24.0GiB"])
 def test_gpus_are_read(text: str) -> None:
-    assert _capacity.gpus(text) == (4, 24.0)
+    assert capacity.gpus(text) == (4, 24.0)
 
 
 @pytest.mark.parametrize("text", ["4", "x24GB", "0x24GB", "4x0", "4x24TB", "fourx24GB"])
 def test_other_words_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="as 4x24GB"):
-        _capacity.gpus(text)
+        capacity.gpus(text)
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _plan_command.main(["--gpus", "2x16GB", "--batch", "1", "--seq", "256"]) == 0
+    assert plan.main(["--gpus", "2x16GB", "--batch", "1", "--seq", "256"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("2 GPUs of 16 GiB, batch 1 x 256 tokens a rank, bf16")
-    assert _plan_command.main(["--preset", "2M"]) == 2
+    assert plan.main(["--preset", "2M"]) == 2
     assert "--memory X" in capsys.readouterr().err
 
 
 def test_adapters_are_among_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--preset", "2M", "--lora", "4", "--memory", "1", "--batch", "1", "--seq", "64"]
-    assert _plan_command.main(small) == 0
+    assert plan.main(small) == 0
     assert "each with --lora 4 --init-from FOLDER" in capsys.readouterr().out

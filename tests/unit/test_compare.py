@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import fsdpc
-from fsdpc._compare import _ordered
 from fsdpc.testing import Side, Tolerance, compare
+from fsdpc.testing.compare import _ordered
 
 RNG = np.random.default_rng(5)
 BATCHES = [tuple(RNG.normal(size=(6, n)).astype(np.float32) for n in (5, 3)) for _ in range(2)]

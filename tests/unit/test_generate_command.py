@@ -16,8 +16,8 @@ from unittest import mock
 import pytest
 
 import fsdpc
-from fsdpc import _generate_command
-from fsdpc._text_codec import ByteText, TokenText, render_chat
+from fsdpc.cli import generate as generate_command
+from fsdpc.cli.text_codec import ByteText, TokenText, render_chat
 from fsdpc.models import Llama, ModelConfig, save_pretrained
 
 SIZES = {"vocab_size": 320, "dim": 32, "layers": 2, "heads": 2, "inner": 48, "max_seq": 200}
@@ -58,7 +58,7 @@ def environment() -> dict[str, str]:
 def generate(*words: object) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = _generate_command.main([str(word) for word in words])
+        code = generate_command.main([str(word) for word in words])
     return code, out.getvalue(), err.getvalue()
 
 

@@ -13,9 +13,11 @@ import fsdpc
 from fsdpc import _core
 
 MODULES = ["fsdpc", "fsdpc.functional", "fsdpc.nn", "fsdpc.nn.init", "fsdpc.optim", "fsdpc.data",
-           "fsdpc.models", "fsdpc.checkpoint", "fsdpc.lr_scheduler", "fsdpc.activation",
-           "fsdpc.creation", "fsdpc.launcher", "fsdpc.testing", "fsdpc.distributed",
-           "fsdpc.wrap", "fsdpc.lora", "fsdpc.loggers", "fsdpc.torch"]  # fmt: skip
+           "fsdpc.models", "fsdpc.checkpoint", "fsdpc.optim.lr_scheduler",
+           "fsdpc.sharding.activation",
+           "fsdpc.tensors.creation", "fsdpc.launching.launcher", "fsdpc.testing",
+           "fsdpc.distributed", "fsdpc.sharding.wrap",
+           "fsdpc.lora", "fsdpc.monitor.loggers", "fsdpc.torch"]  # fmt: skip
 
 
 def callables(module: str) -> dict[str, Any]:

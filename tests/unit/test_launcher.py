@@ -18,8 +18,8 @@ from tests.needs import need_torch
 
 import fsdpc as fsdpc_package
 from fsdpc._core import engine_threads
-from fsdpc._launch import forked
-from fsdpc.launcher import LaunchError, launch, run
+from fsdpc.launching import forked
+from fsdpc.launching.launcher import LaunchError, launch, run
 
 pytestmark = pytest.mark.usefixtures("no_engine_threads")
 PACKAGE_PARENT = str(Path(forked.__file__).parents[2])
@@ -328,7 +328,7 @@ def test_torchs_pool_is_not_needed_in_ranks(tmp_path: Path) -> None:
     script = tmp_path / "pool.py"
     script.write_text(
         "import torch\n"
-        "from fsdpc.launcher import launch\n"
+        "from fsdpc.launching.launcher import launch\n"
         "torch.set_num_threads(4)\n"
         "def total():\n"
         "    return float(torch.ones(1 << 20).exp().max())\n"
@@ -354,7 +354,7 @@ def test_a_fork_beside_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_fork_beside_a_driver_that_the_plugin_started_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fsdpc.cuda._driver_runs", lambda: True)
+    monkeypatch.setattr("fsdpc.tensors.cuda._driver_runs", lambda: True)
     with pytest.raises(RuntimeError, match="CUDA is initialised"):
         launch(print, 1)
 
@@ -371,7 +371,7 @@ def test_descriptors_and_processes_are_given_back() -> None:
 
 def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
     body = """
-from fsdpc.launcher import launch
+from fsdpc.launching.launcher import launch
 def wait():
     print(os.getpid(), flush=True)
     time.sleep(100)

@@ -17,7 +17,7 @@ import pytest
 from tensorboard.backend.event_processing import event_accumulator
 
 import fsdpc
-from fsdpc.loggers import Csv, JsonLines, Loggers, MLflow, TensorBoard, open_loggers
+from fsdpc.monitor.loggers import Csv, JsonLines, Loggers, MLflow, TensorBoard, open_loggers
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -80,7 +80,7 @@ def test_tensorboards_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 KILLED = """
 import os, sys
-from fsdpc.loggers import open_loggers
+from fsdpc.monitor.loggers import open_loggers
 log = open_loggers("jsonl:run.jsonl,csv:run.csv,tensorboard:board,mlflow:ml")
 for step in range(3):
     log.log(step, {"loss": float(step), f"late {step}": 1.0})

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fsdpc.main.train_options import check, parser
 
 import fsdpc
-from fsdpc import checkpoint, cli, lora, optim
-from fsdpc._train_options import check, parser
+from fsdpc import checkpoint, lora, optim
+from fsdpc.cli import main
 from fsdpc.models import (
     GPT2,
     Llama,
@@ -188,7 +189,7 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     model = from_pretrained(folder)
     assert len(lora.load(model, tmp_path / "out")) == 4
     words = ["generate", str(folder), "a", "--adapter", str(tmp_path / "out")]
-    assert cli.main([*words, "--max-new-tokens", "2"]) == 0
+    assert main.main([*words, "--max-new-tokens", "2"]) == 0
     assert all(np.abs(layer.lora_B.numpy()).max() > 0 for _, layer in lora.adapted(model))
     for given, text in (
         (["--lora", "0"], "--lora must be at least 1, got 0"),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdpc.lr_scheduler import (
+from fsdpc.optim.lr_scheduler import (
     LambdaLR,
     LRScheduler,
     WarmupCosine,

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 import fsdpc
-from fsdpc import _memory_picture, _svg, nn
+from fsdpc import nn
+from fsdpc.display import svg as _svg
+from fsdpc.planning import memory_picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -55,10 +57,10 @@ def test_what_is_beside_has_numbers_alone() -> None:
 
 
 def test_odd_numbers_and_names() -> None:
-    empty = ET.fromstring(_memory_picture.picture("a < b & c", [("wire", 0)]))
+    empty = ET.fromstring(memory_picture.picture("a < b & c", [("wire", 0)]))
     assert empty.find(f"{SVG}text").text == "a < b & c"  # type: ignore[union-attr]
-    assert _memory_picture.size(3 << 30, 20 << 30) == "3.00 GiB"
-    assert _memory_picture.size(64, 8448) == "0.06 KiB"
+    assert memory_picture.size(3 << 30, 20 << 30) == "3.00 GiB"
+    assert memory_picture.size(64, 8448) == "0.06 KiB"
 
 
 def luminance(colour: str) -> float:
@@ -70,7 +72,7 @@ def luminance(colour: str) -> float:
 
 
 def test_fills_are_seen_on_light_and_on_dark_pages() -> None:
-    for name, colour in _memory_picture.FILLS.items():
+    for name, colour in memory_picture.FILLS.items():
         assert re.fullmatch("#[0-9a-f]{6}", colour)
         on_white = 1.05 / (luminance(colour) + 0.05)
         on_dark = (luminance(colour) + 0.05) / (luminance("#111111") + 0.05)

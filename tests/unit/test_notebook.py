@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import fsdpc
-from fsdpc._launch.channel import Channel
+from fsdpc.launching.channel import Channel
 from fsdpc.notebook import _output
 
 PACKAGE_PARENT = str(Path(fsdpc.__file__).parents[1])

@@ -9,9 +9,10 @@ import pytest
 from tests.offload import on_disk
 
 import fsdpc
-from fsdpc import _core, nn, offload
-from fsdpc._cluster_options import model_of
-from fsdpc._estimate_command import estimate_parser, plan_of
+from fsdpc import _core, nn
+from fsdpc.cli.cluster_options import model_of
+from fsdpc.cli.estimate import estimate_parser, plan_of
+from fsdpc.sharding import offload
 
 pytestmark = pytest.mark.usefixtures("no_engine_threads")  # launch() forks
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from fsdpc import performance
 from fsdpc.models import PRESETS, preset
-from fsdpc.performance import FORMULAS, PerformanceTracker, flops_per_token, peak_of
+from fsdpc.monitor import performance
+from fsdpc.monitor.performance import FORMULAS, PerformanceTracker, flops_per_token, peak_of
 
 SMOLLM3 = SimpleNamespace(
     hidden_size=2048, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=4,

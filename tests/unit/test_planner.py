@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import fsdpc
-from fsdpc import _plan_command
-from fsdpc._train_options import parser
+from fsdpc.cli import plan
+from fsdpc.cli.train_options import parser
 from fsdpc.models import Llama, ModelConfig, preset
 
 CONFIG = ModelConfig(vocab_size=64, dim=64, layers=4, heads=4, inner=128, max_seq=32)
@@ -125,7 +125,7 @@ def test_what_is_no_model() -> None:
 def test_a_page_of_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "plan.html"
     small = ["--preset", "2M", "--ranks-per-host", "2", "--batch", "1", "--seq", "64", "--html"]
-    assert _plan_command.main([*small, str(page), "--memory", "1", "--top", "2"]) == 0
+    assert plan.main([*small, str(page), "--memory", "1", "--top", "2"]) == 0
     assert f"wrote {page}\nadvice: it fits" in capsys.readouterr().out
     text = page.read_text()
     root = ET.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
@@ -141,7 +141,7 @@ def test_a_page_of_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"({found.best.simulation.memory.total:,} bytes)" in text
     assert "<script" not in text and found.best.options in found._repr_html_()
     ET.fromstring(found._repr_html_())
-    assert _plan_command.main([*small, str(page), "--memory", "0.001"]) == 2
+    assert plan.main([*small, str(page), "--memory", "0.001"]) == 2
     assert "Nothing fits" in page.read_text() and "Who owns which rows" in page.read_text()
 
 
@@ -153,25 +153,25 @@ def test_a_page_that_cannot_be_written(
     place: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(tmp_path / place)
-    assert _plan_command.main(["--memory", "1", "--html", path]) == 2
+    assert plan.main(["--memory", "1", "--html", path]) == 2
     said = capsys.readouterr()
     assert re.search(f"^fsdpc plan: --html .*{why}", said.err) and not said.out
 
 
 def test_a_page_without_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_plan_command.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(plan.os, "access", lambda path, mode: False)
     with pytest.raises(ValueError, match="cannot be written: choose another place, or its rights"):
-        _plan_command.check_page(tmp_path / "plan.html")
+        plan.check_page(tmp_path / "plan.html")
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--preset", "2M", "--ranks-per-host", "1", "--batch", "2", "--seq", "64"]
-    assert _plan_command.main([*small, "--memory", "1", "--top", "2"]) == 0
+    assert plan.main([*small, "--memory", "1", "--top", "2"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("llama 2M, 1,869,504 parameters\n1 host x 1 rank (cpu), batch 2 x 64")
     assert "1 rank (cpu) on 1 host, 1.00 GiB each, 2 x 64 words" in out
     assert out.count("--strategy") == 2 and "fastest: " in out
-    assert _plan_command.main([*small, "--memory", "0.001"]) == 2
+    assert plan.main([*small, "--memory", "0.001"]) == 2
     said = capsys.readouterr()
     assert "does not fit" in said.out and "fsdpc plan: nothing fits" in said.err
-    assert _plan_command.main([*small, "--memory", "1", "--top", "0"]) == 2
+    assert plan.main([*small, "--memory", "1", "--top", "0"]) == 2

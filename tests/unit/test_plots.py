@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import fsdpc
-from fsdpc import cli, plots
+from fsdpc import plots
+from fsdpc.cli import main
 
 pytest.importorskip("matplotlib")
 
@@ -88,14 +89,14 @@ def test_long_runs_have_a_mean_over_their_values() -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = metrics(tmp_path / "run.jsonl")
-    assert cli.main(["plot", str(path)]) == 0
+    assert main.main(["plot", str(path)]) == 0
     assert (tmp_path / "run.png").read_bytes().startswith(PNG)
     assert f"wrote {tmp_path / 'run.png'}" in capsys.readouterr().out
     for arguments, why in (
         ([str(path), "-o", "x.gif"], "a plot is written as .png, .svg, .pdf, got 'x.gif'"),
         ([str(tmp_path / "none")], "No such file"),
     ):
-        assert cli.main(["plot", *arguments]) == 2
+        assert main.main(["plot", *arguments]) == 2
         said = capsys.readouterr().err
         assert said.startswith("fsdpc plot: ") and why in said and said.count("\n") == 1
 
@@ -208,11 +209,11 @@ def test_rates_by_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     shares = [each.get_text() for each in figure.axes[0].texts]
     assert shares == ["100%", "90%", "80%"]
     out = tmp_path / "rates.png"
-    assert cli.main(["plot", *runs, "--ranks", "1,2,4", "-o", str(out)]) == 0
+    assert main.main(["plot", *runs, "--ranks", "1,2,4", "-o", str(out)]) == 0
     assert out.read_bytes().startswith(PNG)
     for given, why in (("1,2", "2 numbers for 3 runs"), ("1,2,2", "has one run"),
                        ("0,1,2", "has 0 ranks")):  # fmt: skip
-        assert cli.main(["plot", *runs, "--ranks", given, "-o", str(out)]) == 2
+        assert main.main(["plot", *runs, "--ranks", given, "-o", str(out)]) == 2
         assert why in capsys.readouterr().err
     with pytest.raises(ValueError, match="has no tokens_per_second"):
         plots.plot_scaling({1: plots.Run("one", {"loss": {1: 2.0}})})

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fsdpc
-from fsdpc._launch.environment import (
+from fsdpc.distributed.environment import (
     adopt_scheduler,
     find_mpi,
     find_scheduler,
@@ -206,7 +206,7 @@ def test_a_task_starts_no_ranks_of_its_own(arguments: list[str], text: str) -> N
 
 def test_workers_of_one_torchrun_share_a_secret() -> None:
     """Whatever stands between it and them, and nobody else knows it."""
-    program = "import os; from fsdpc._launch.environment import run_address as a; "
+    program = "import os; from fsdpc.distributed.environment import run_address as a; "
     program += "print(*a(os.environ))"
     python = f'{sys.executable} -c "{program}"'
 

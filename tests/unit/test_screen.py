@@ -13,7 +13,7 @@ import pytest
 from terminals import in_terminal, visible
 
 import fsdpc
-from fsdpc._launch import screen
+from fsdpc.launching import screen
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(fsdpc.__file__).parents[1])}
 

@@ -11,7 +11,7 @@ import pytest
 import fsdpc
 from fsdpc import _core, nn
 from fsdpc.checkpoint import LoadReport
-from fsdpc.mesh import DeviceMesh
+from fsdpc.sharding.mesh import DeviceMesh
 from fsdpc.testing import Difference
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -19,7 +19,7 @@ import pytest
 import fsdpc
 from fsdpc import nn, wrap
 from fsdpc.models import Llama, ModelConfig, preset
-from fsdpc.simulate import Simulation, simulate
+from fsdpc.planning.simulate import Simulation, simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks")]

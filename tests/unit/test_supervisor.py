@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from fsdpc._launch import forked
-from fsdpc._launch.environment import rank_environments
-from fsdpc._launch.process import STOPS
-from fsdpc._launch.supervisor import Supervisor
+from fsdpc.distributed.environment import rank_environments
+from fsdpc.launching import forked
+from fsdpc.launching.process import STOPS
+from fsdpc.launching.supervisor import Supervisor
 
 pytestmark = pytest.mark.usefixtures("no_engine_threads")
 

@@ -10,8 +10,8 @@ import pytest
 
 import fsdpc
 from fsdpc.models import Llama, ModelConfig, preset
-from fsdpc.schedule import Act, Schedule, Use
-from fsdpc.simulate import Simulation, simulate
+from fsdpc.planning.schedule import Act, Schedule, Use
+from fsdpc.planning.simulate import Simulation, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 CONFIG = ModelConfig(vocab_size=64, dim=64, layers=3, heads=4, inner=128, max_seq=32)

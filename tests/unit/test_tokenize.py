@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from tests.tokens import TEXT, byte_level, need_tokenizers, write_tokenizer
 
-from fsdpc.data import TokenDataset, command, read_description
+from fsdpc.cli import data
+from fsdpc.data import TokenDataset, read_description
 from fsdpc.data import tokenize as module
 from fsdpc.data.tokenize import encode_files, tokenize, train_tokenizer
 from fsdpc.data.tokenizer import Tokenizer
@@ -229,12 +230,12 @@ def test_a_tokenizer_is_learnt(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "text.txt").write_text(TEXT * 10)
     out = tmp_path / "new" / "mine.json"
     command_line = ["train-tokenizer", str(tmp_path / "text.txt"), "--vocab", "280", "--output"]
-    assert command.main([*command_line, str(out)]) == 0
+    assert data.main([*command_line, str(out)]) == 0
     assert "mine.json: 280 tokens" in capsys.readouterr().out
     made = Tokenizer(out)
     (ids,) = made.encode([TEXT])
     assert decoded(made, ids) == TEXT and len(ids) < len(TEXT.encode()) and made.find_end() == 0
-    assert command.main([*command_line, str(out)]) == 2
+    assert data.main([*command_line, str(out)]) == 2
     assert "mine.json is there already: name another --output" in capsys.readouterr().err
     with pytest.raises(ValueError, match="vocab_size must be at least 257 .*, got 256"):
         train_tokenizer(tmp_path / "text.txt", 256)
@@ -246,14 +247,14 @@ def test_the_command_makes_shows_and_lists(
     (tmp_path / "a.jsonl").write_text(json.dumps({"body": TEXT}))
     out = tmp_path / "out"
     options = ["tokenize", tmp_path / "a.jsonl", "--tokenizer", tokenizer.path, "--output", out]
-    assert command.main(list(map(str, [*options, "--field", "body", "--shard-tokens", 20]))) == 0
+    assert data.main(list(map(str, [*options, "--field", "body", "--shard-tokens", 20]))) == 0
     shown = capsys.readouterr().out
     assert "tokens of uint16 in " in shown and "1 document, " in shown
     assert f"tokenizer small, sha256 {tokenizer.sha256}" in shown
-    assert command.main(["show", str(out), "--text", "9999", "--verify"]) == 0
+    assert data.main(["show", str(out), "--text", "9999", "--verify"]) == 0
     shown = capsys.readouterr().out
     assert TEXT + "<|endoftext|>" in shown and "checksums and ids are right" in shown
-    assert command.main(["list", str(tmp_path)]) == 0
+    assert data.main(["list", str(tmp_path)]) == 0
     head, row = capsys.readouterr().out.splitlines()
     assert head.split()[0] == "folder" and row.split()[0] == str(out) and "small" in row
     path = out / "shard-00000.bin"
@@ -261,7 +262,7 @@ def test_the_command_makes_shows_and_lists(
     for number, text in ((ids[3] + 1, "has the CRC-32C "), (300, "position 3 has the id 300")):
         ids[3] = number
         ids.tofile(path)
-        assert command.main(["show", str(out), "--verify"]) == 2
+        assert data.main(["show", str(out), "--verify"]) == 2
         assert text in capsys.readouterr().err
     ids[:-1].tofile(path)
     for arguments, text in (
@@ -272,7 +273,7 @@ def test_the_command_makes_shows_and_lists(
     ):
         if arguments[0] == "tokenize":
             arguments[-1] += "2"
-        assert command.main(arguments) == 2
+        assert data.main(arguments) == 2
         assert text in capsys.readouterr().err
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import fsdpc
-from fsdpc import train
-from fsdpc._train_tokens import make_source
+from fsdpc.cli import train
+from fsdpc.cli.train_tokens import make_source
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--batch", "2", "--seq", "32", "--data", str(ROOT / "docs"))

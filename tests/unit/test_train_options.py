@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from fsdpc import nn
-from fsdpc._train_config import as_toml, with_config
-from fsdpc._train_options import make_schedule, parser
+from fsdpc.cli.train_config import as_toml, with_config
+from fsdpc.cli.train_options import make_schedule, parser
 from fsdpc.optim import AdamW
 
 needs_toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is Python 3.11's")

@@ -14,10 +14,10 @@ import pytest
 from tests.tokens import TEXT, need_tokenizers, write_tokenizer
 
 import fsdpc
-from fsdpc._train_options import check, parser
-from fsdpc._train_tokens import make_source
+from fsdpc.cli.train import make_model
+from fsdpc.cli.train_options import check, parser
+from fsdpc.cli.train_tokens import make_source
 from fsdpc.models import GPT2, Llama, ModelConfig, from_pretrained, save_pretrained
-from fsdpc.train import make_model
 
 SIZES = {"vocab_size": 300, "dim": 32, "layers": 2, "heads": 2, "inner": 48, "max_seq": 64}
 SMALL = ["--batch", "2", "--seq", "16", "--steps", "2", "--dtype", "fp32",

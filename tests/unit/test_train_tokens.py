@@ -16,8 +16,9 @@ import pytest
 from tests.tokens import TEXT, need_tokenizers, write_tokenizer
 
 import fsdpc
-from fsdpc import _train_tokens, models, train
-from fsdpc._train_tokens import evaluation, make_source, with_vocabulary
+from fsdpc import models
+from fsdpc.cli import train, train_tokens
+from fsdpc.cli.train_tokens import evaluation, make_source, with_vocabulary
 from fsdpc.data import TokenDataset, TokenDescription
 from fsdpc.data.tokenize import tokenize
 from fsdpc.data.tokenizer import Tokenizer
@@ -106,9 +107,9 @@ def test_a_resume_with_another_tokenizer_is_refused_by_name(place: Place, tmp_pa
 def test_a_checkpoint_of_bytes_is_not_resumed_on_tokens(place: Place, tmp_path: Path) -> None:
     for extra in ({"step": 3}, None, {"tokenizer": None}):
         content = {"extra": extra}
-        _train_tokens.check_resumed(tmp_path, content, None, 5)
+        train_tokens.check_resumed(tmp_path, content, None, 5)
         with pytest.raises(ValueError, match="was trained on bytes, .* 'x' .sha256 abc"):
-            _train_tokens.check_resumed(tmp_path, content, {"name": "x", "sha256": "abc"}, 5)
+            train_tokens.check_resumed(tmp_path, content, {"name": "x", "sha256": "abc"}, 5)
 
 
 def test_documents_apart(place: Place, tmp_path: Path) -> None:
@@ -166,7 +167,7 @@ def test_data_that_do_not_go_together_are_refused(
         make_source(parsed("--data", place.text, place.tokens))
     with pytest.raises(ValueError, match=r"made with the tokenizer 'small' .*, not with .*other"):
         make_source(parsed("--data", place.tokens, "--tokenizer", other))
-    monkeypatch.setattr(_train_tokens, "TEXT_BYTES", 100)
+    monkeypatch.setattr(train_tokens, "TEXT_BYTES", 100)
     with pytest.raises(ValueError, match="write tokens once, fsdpc data tokenize"):
         make_source(parsed("--data", place.text, "--tokenizer", place.tokenizer)).check()
 

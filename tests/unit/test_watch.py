@@ -22,7 +22,7 @@ from tests.faults.common import build, step
 from tests.load import Load
 
 import fsdpc
-from fsdpc._launch import watch
+from fsdpc.distributed import watch
 
 KEY = bytes(range(32))
 Found = dict[int, socket.socket]

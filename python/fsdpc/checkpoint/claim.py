@@ -21,7 +21,7 @@ import weakref
 from pathlib import Path
 
 from fsdpc import distributed
-from fsdpc._agree import agreed, gather_bytes
+from fsdpc.distributed.agree import agreed, gather_bytes
 
 PATIENCE_S = 5.0  # for a file system of the network to show a new file
 _OWNER = re.compile(rb"process \d+ on \S+ \(.*\)", re.DOTALL)  # what a claim writes

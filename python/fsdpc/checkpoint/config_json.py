@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from fsdpc.fsdp_module import plain_class
+from fsdpc.sharding.fsdp_module import plain_class
 
 NAME = "config.json"
 

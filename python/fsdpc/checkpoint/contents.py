@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdpc import _shown
-from fsdpc._svg import size
 from fsdpc.checkpoint import manifest
 from fsdpc.checkpoint.source import Source, damaged, open_source
 from fsdpc.checkpoint.values import decode
+from fsdpc.display import html
+from fsdpc.display.svg import size
 
 ROWS = 200  # of tensors that a notebook shows
 TITLES = ("tensor", "dtype", "shape", "size", "crc32c", "file")
@@ -149,7 +149,7 @@ class CheckpointInfo:
         """Return tables of all this, which notebooks show."""
         rows = [t.cells() for t in self.tensors[:ROWS]]
         more = len(self.tensors) - len(rows)
-        return _shown.fields(f"checkpoint {self.path}", self.facts(), TITLES, rows,
+        return html.fields(f"checkpoint {self.path}", self.facts(), TITLES, rows,
                              f"and {more} more" if more else "")  # fmt: skip
 
 

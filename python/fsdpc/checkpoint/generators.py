@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from fsdpc import distributed
-from fsdpc._agree import gather_bytes
 from fsdpc.checkpoint.manifest import CheckpointError
+from fsdpc.distributed.agree import gather_bytes
 
 _kinds: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
 

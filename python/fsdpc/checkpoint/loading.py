@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpc import _core, _shown, distributed
-from fsdpc._agree import agreed
+from fsdpc import _core, distributed
 from fsdpc.checkpoint import generators, saving
 from fsdpc.checkpoint.manifest import CheckpointError
 from fsdpc.checkpoint.names import FAMILIES, file_names
@@ -20,6 +19,8 @@ from fsdpc.checkpoint.pieces import Piece, Saved, pieces_of, states_of
 from fsdpc.checkpoint.schema import FLOATS, ITEM_BYTES
 from fsdpc.checkpoint.source import Source, SourceTensor, open_source
 from fsdpc.checkpoint.values import decode
+from fsdpc.display import html
+from fsdpc.distributed.agree import agreed
 
 Names = str | Mapping[str, str] | Callable[[str], str]
 _MAY_LACK = ("optimizer", "scheduler", "scaler", "data")
@@ -55,7 +56,7 @@ class LoadReport:
 
     def _repr_html_(self) -> str:
         """Return a table, which notebooks show."""
-        return _shown.fields("a load", {
+        return html.fields("a load", {
             "extra": repr(self.extra), "missing": ", ".join(self.missing) or "nothing",
             "unexpected": ", ".join(self.unexpected) or "nothing",
         })  # fmt: skip

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from fsdpc import distributed
-from fsdpc._agree import agreed
-from fsdpc._say import say
 from fsdpc.checkpoint import manifest
 from fsdpc.checkpoint.claim import Claim, claim_folder
 from fsdpc.checkpoint.loading import LoadReport, load
 from fsdpc.checkpoint.manifest import CheckpointError
 from fsdpc.checkpoint.saving import SaveHandle, finish, save_step
 from fsdpc.checkpoint.stops import StopSignals
+from fsdpc.display.text import say
+from fsdpc.distributed.agree import agreed
 
 _NAME = re.compile(r"step-(\d{8,})")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdpc import _core
-from fsdpc._agree import raised_together
 from fsdpc.checkpoint import schema
+from fsdpc.distributed.agree import raised_together
 
 NAME = "manifest.json"
 VERSION = 1

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from fsdpc import _core, distributed
-from fsdpc._agree import agree
 from fsdpc.checkpoint import config_json, generators, manifest
 from fsdpc.checkpoint.claim import Claim, check_shared, claim_name, remove_remains
 from fsdpc.checkpoint.pieces import Held, Piece, States, pieces_of, states_of
 from fsdpc.checkpoint.schema import FILE_DTYPES, FLOATS, ITEM_BYTES
 from fsdpc.checkpoint.values import encode
+from fsdpc.distributed.agree import agree
 
 KINDS = ("model", "optimizer", "scheduler", "scaler", "data", "extra")
 _UNKNOWN = "????????"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from fsdpc.lr_scheduler import warmup_share
+from fsdpc.optim.lr_scheduler import warmup_share
 
 
 class _Schedule(LRScheduler):

@@ -22,7 +22,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DDPCommunicationHookType, DistributedType
 from torch import nn
 
-from fsdpc._shard import is_sharded
+from fsdpc.sharding.rules import is_sharded
 from fsdpc.torch import optim_state, shard_by_plan
 from fsdpc.torch._made_before import give_pieces, places_of
 from fsdpc.torch._mesh import join

@@ -20,11 +20,11 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from fsdpc import checkpoint, distributed
-from fsdpc.amp import LossScaler
-from fsdpc.device import get_default_device
 from fsdpc.integrations import _ds_keys, _units
 from fsdpc.integrations._ds_keys import KEYS
 from fsdpc.integrations._ds_schedules import SCHEDULES
+from fsdpc.sharding.amp import LossScaler
+from fsdpc.tensors.device import get_default_device
 from fsdpc.torch import (
     FSDPModule,
     MixedPrecisionPolicy,

@@ -20,9 +20,9 @@ from typing import Any
 import transformers
 from torch import nn
 
-from fsdpc._shard import is_sharded
 from fsdpc.integrations._fsdp_config import from_fsdp_config
 from fsdpc.integrations.accelerate import WholeStateOptimizer, check, prepare
+from fsdpc.sharding.rules import is_sharded
 from fsdpc.torch import get_model_state_dict
 
 #: Arguments that would train something else, or end with half-dead ranks.

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from fsdpc import distributed, nn
-from fsdpc.fsdp_module import FSDPModule
-from fsdpc.grad_mode import no_grad
 from fsdpc.models.cache import KeyValueCache
 from fsdpc.models.config import ModelConfig
+from fsdpc.sharding.fsdp_module import FSDPModule
+from fsdpc.tensors.grad_mode import no_grad
 
 Prompts = Sequence[int] | Sequence[Sequence[int]] | np.ndarray
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from fsdpc import _core
 from fsdpc._core import Tensor
-from fsdpc.grad_mode import no_grad
 from fsdpc.nn.parameter import Parameter, Recipe
+from fsdpc.tensors.grad_mode import no_grad
 
 P = TypeVar("P", bound=Tensor)
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from fsdpc import _core
 from fsdpc._core import Tensor
-from fsdpc.grad_mode import no_grad
 from fsdpc.nn._hooks import Hooked
 from fsdpc.nn.parameter import Parameter, deferred_init, full_tensor
+from fsdpc.tensors.grad_mode import no_grad
 
 __all__ = ["Module", "Parameter", "deferred_init"]
 

@@ -8,9 +8,9 @@ from fsdpc import _core
 from fsdpc import functional as F
 from fsdpc._core import Tensor
 from fsdpc.functional.normalization import counted_batch_norm
-from fsdpc.grad_mode import no_grad
 from fsdpc.nn import init
 from fsdpc.nn.module import Module, Parameter
+from fsdpc.tensors.grad_mode import no_grad
 
 
 class GroupNorm(Module):

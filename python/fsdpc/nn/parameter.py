@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from fsdpc import _core
 from fsdpc._core import Tensor
-from fsdpc.grad_mode import no_grad
+from fsdpc.tensors.grad_mode import no_grad
 
 _deferring = False
 

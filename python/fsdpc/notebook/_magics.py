@@ -13,10 +13,10 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.core.magic_arguments import MagicArgumentParser
 
-from fsdpc._launch.environment import check_ranks
-from fsdpc._launch.forked import name_ranks, refuse_unsafe_fork
-from fsdpc._launch.pool import Pool, Silent, summary
-from fsdpc.launcher import _share_of_cores
+from fsdpc.distributed.environment import check_ranks
+from fsdpc.launching.forked import name_ranks, refuse_unsafe_fork
+from fsdpc.launching.launcher import _share_of_cores
+from fsdpc.launching.pool import Pool, Silent, summary
 from fsdpc.notebook._error import RankError
 from fsdpc.notebook._output import All, First, write
 from fsdpc.notebook._rank import INLINE, load, main, pickler, serve

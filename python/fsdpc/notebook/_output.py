@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from fsdpc._launch.channel import Message
-from fsdpc._launch.forked import name_ranks
+from fsdpc.launching.channel import Message
+from fsdpc.launching.forked import name_ranks
 
 LATE_S = 0.3  # that a line waits for the same line of other ranks
 ADDRESS = re.compile(r"\b0x[0-9a-f]+")  # of an object, in its repr

@@ -24,12 +24,12 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
 
-from fsdpc import distributed
-from fsdpc._launch.channel import Channel, Message
-from fsdpc._launch.forked import _leave
-from fsdpc._launch.process import STOPS, enable_stacks
+from fsdpc.distributed import group
+from fsdpc.launching.channel import Channel, Message
+from fsdpc.launching.forked import _leave
+from fsdpc.launching.process import STOPS, enable_stacks
 
-COLLECTIVES = distributed.__file__
+COLLECTIVES = group.__file__
 INLINE = "module://matplotlib_inline.backend_inline"
 CELL = re.compile(r"<ipython-input-")
 

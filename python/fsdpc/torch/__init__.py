@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any
 
 import fsdpc.torch._version  # noqa: F401, before anything that an old torch lacks
-from fsdpc.fsdp_module import UnshardHandle, register_fsdp_forward_method
+from fsdpc.sharding.fsdp_module import UnshardHandle, register_fsdp_forward_method
 from fsdpc.torch import _checkpoint as _checkpoint  # lets fsdpc.checkpoint know torch
 from fsdpc.torch import optim, sharded_grad_scaler, wrap
 from fsdpc.torch._module import FSDPModule, fully_shard

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdpc import _core, distributed
-from fsdpc._shard import Inside
+from fsdpc.sharding.rules import Inside
 from fsdpc.torch import _device, _forward, _rows
 from fsdpc.torch._unit import PieceInfo, UnitState
 from fsdpc.torch.policies import CPUOffloadPolicy, MixedPrecisionPolicy, core_dtype

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fsdpc import _core, device
+from fsdpc import _core
+from fsdpc.tensors import device
 
 if TYPE_CHECKING:
     from fsdpc.torch._unit import UnitState

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fsdpc import _core
-from fsdpc._agree import check_agreement
+from fsdpc.distributed.agree import check_agreement
 from fsdpc.torch._recipe import values_of
 from fsdpc.torch._unit import UnitState, full_value, on_copies, states_of
 

@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from fsdpc._shard import Inside, outside_units
+from fsdpc.sharding.rules import Inside, outside_units
 
 if TYPE_CHECKING:
     from fsdpc.torch._unit import UnitState

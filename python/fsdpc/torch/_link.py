@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from fsdpc import _core
-from fsdpc._launch import carriers
+from fsdpc.distributed import carriers
 
 FRAME = 512
 HEAD = struct.Struct("<IQ")  # tag, bytes

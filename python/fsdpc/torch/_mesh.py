@@ -17,9 +17,10 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from fsdpc import _core, distributed
-from fsdpc._launch import watch
-from fsdpc._launch.environment import count_hosts, this_host
-from fsdpc.mesh import DeviceMesh
+from fsdpc.distributed import group as ranks
+from fsdpc.distributed import watch
+from fsdpc.distributed.environment import count_hosts, this_host
+from fsdpc.sharding.mesh import DeviceMesh
 from fsdpc.torch import _device
 from fsdpc.torch._link import carry
 
@@ -36,12 +37,12 @@ def _join_group() -> bool:
     if not (dist.is_available() and dist.is_initialized()):
         return False
     world = _meet(dist.group.WORLD)
-    distributed._local_rank = world.rank % (world.size // world.hosts)
-    distributed._world = world
+    ranks._local_rank = world.rank % (world.size // world.hosts)
+    ranks._world = world
     return True
 
 
-distributed._join_torch = _join_group
+ranks._join_torch = _join_group
 
 
 def as_mesh(mesh: Any) -> DeviceMesh:
@@ -137,7 +138,7 @@ def _meet(group: Any) -> _core.Comm:
         hosts=hosts,
         link=carry(group) if hosts > 1 else None,
     )
-    distributed._met.append(comm)
+    ranks._met.append(comm)
     if hosts > 1:
         watch.start(comm, hosts)
     return comm

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdpc import _shard, fsdp_module, offload
-from fsdpc._agree import check_agreement
+from fsdpc.distributed.agree import check_agreement
+from fsdpc.sharding import fsdp_module, offload, rules
 from fsdpc.torch import _compiled, _convert, _device, _forward, _initialise
 from fsdpc.torch._checks import (
     as_offload,
@@ -276,7 +276,7 @@ def fully_shard(
     sync_module_states : bool, default False
         Take rank 0's initial parameters on every rank; else a difference is an error. Buffers are
         left as they are.
-    strategy : fsdpc.strategies.ShardingStrategy or str, optional
+    strategy : fsdpc.sharding.strategies.ShardingStrategy or str, optional
         A name for a mesh and ``reshard_after_forward`` (NO_SHARD is DDP).
     plan : mapping of str to dict, or callable, optional
         Which submodules to shard first: patterns of dotted names (``{"model.layers.*": {}}``, as
@@ -321,7 +321,7 @@ def fully_shard(
     """
     if dp_mesh_dims is not None:
         raise NotImplementedError("dp_mesh_dims: give mesh=mesh['replicate', 'shard'] instead")
-    modules = _shard.as_modules(
+    modules = rules.as_modules(
         module, nn.Module, "a torch.nn.Module", "for fsdpc.nn modules use fsdpc.fully_shard"
     )
     for m in modules:
@@ -329,8 +329,8 @@ def fully_shard(
     check_place(modules)
     mp_policy = mp_policy or MixedPrecisionPolicy()
     check_policy(mp_policy)
-    ignored = _shard.as_params("ignored_params", ignored_params, torch.Tensor)
-    whole = _shard.as_params("whole_params", whole_params, torch.Tensor)
+    ignored = rules.as_params("ignored_params", ignored_params, torch.Tensor)
+    whole = rules.as_params("whole_params", whole_params, torch.Tensor)
     if plan is not None:
         options = {
             "mesh": mesh,
@@ -344,21 +344,21 @@ def fully_shard(
             "master_dtype": master_dtype,
             "whole_params": whole,
         }
-        _shard.shard_by_plan(groups_of(modules, plan), options, fully_shard)
-    inside = _shard.inside_of(modules)
+        rules.shard_by_plan(groups_of(modules, plan), options, fully_shard)
+    inside = rules.inside_of(modules)
     check = partial(check_parameter, modules=modules, placement=shard_placement_fn)
-    found = _shard.collect(inside, ignored, check)
+    found = rules.collect(inside, ignored, check)
     named = [(name, p) for name, p, _ in found]
     check_apart(named)
     check_whole(whole, named, type(modules[0]).__name__)
     _device.choose(named, getattr(mesh, "device_type", None))
     offload_policy = as_offload(offload_policy)
     given = as_mesh(mesh)  # joins the others
-    where = _shard.place(None if mesh is None else given, strategy, reshard_after_forward)
+    where = rules.place(None if mesh is None else given, strategy, reshard_after_forward)
     check_sync_norms(inside, where.comms)
     dtypes, policy = widened(found, mp_policy, master_dtype)
     title = "+".join(type(m).__name__ for m in modules)
-    lines = [_shard.describe(name, p, _value(p, sync_module_states)) for name, p in named]
+    lines = [rules.describe(name, p, _value(p, sync_module_states)) for name, p in named]
     lines.append(f"{policy}, {where}{offload.words(offload_policy)}")
     check_agreement([title, *lines], where.comms, _initialise.CURE)
     if _device.on_cpu():
@@ -385,8 +385,8 @@ def fully_shard(
     for m in modules:
         m.__dict__["_fsdpc_state"] = state
         m.__dict__["_fsdpc_unit"] = state.unit
-        m.__class__ = _shard.sharded_class(FSDPModule, type(m))
-    _shard.enclose(modules)
+        m.__class__ = rules.sharded_class(FSDPModule, type(m))
+    rules.enclose(modules)
     if hasattr(offload_policy, "pin_memory") and _device.on_cpu():
         log_once("CPUOffloadPolicy changes nothing: masters are in host memory")
     watch(state, inside)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdpc.wrap import units_by
+from fsdpc.sharding.wrap import units_by
 
 STYLES: dict[str, dict[str, Any]] = {
     "free_full_weight": {"reshard_after_forward": True},

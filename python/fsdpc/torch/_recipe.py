@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from fsdpc import _core, distributed, offload
-from fsdpc._shard import Found, Inside, Placement
-from fsdpc.offload import OffloadPolicy
+from fsdpc import _core, distributed
+from fsdpc.sharding import offload
+from fsdpc.sharding.offload import OffloadPolicy
+from fsdpc.sharding.rules import Found, Inside, Placement
 from fsdpc.torch import _device
 from fsdpc.torch.policies import MixedPrecisionPolicy, core_dtype
 

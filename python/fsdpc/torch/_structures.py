@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdpc._structures import MOST, attributes, children, is_dataclass
+from fsdpc.nn._structures import MOST, attributes, children, is_dataclass
 
 #: Objects that lead to more than their forward returns.
 _CLOSED = (nn.Module, torch.optim.Optimizer)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import optimizer as _optimizer
 
 from fsdpc import _core
-from fsdpc._shard import Found, Inside, enclosing, name_units, outermost, sharded_modules
+from fsdpc.sharding.rules import Found, Inside, enclosing, name_units, outermost, sharded_modules
 from fsdpc.torch import _device
 from fsdpc.torch._buffers import fill_blank
 from fsdpc.torch._copies import PieceCopy, on_rows

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from fsdpc._shard import sharded_class
-from fsdpc.fsdp_module import plain_class
+from fsdpc.sharding.fsdp_module import plain_class
+from fsdpc.sharding.rules import sharded_class
 from fsdpc.torch import _compiled, _made_before, fsdp1
 from fsdpc.torch.fsdp1 import FullyShardedDataParallel
 from fsdpc.torch.state_dict import sync_buffers

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 
-from fsdpc._shard import is_sharded, outside_units, sharded_class
-from fsdpc.fsdp_module import plain_class
-from fsdpc.strategies import ShardingStrategy, host_mesh
+from fsdpc.sharding.fsdp_module import plain_class
+from fsdpc.sharding.rules import is_sharded, outside_units, sharded_class
+from fsdpc.sharding.strategies import ShardingStrategy, host_mesh
 from fsdpc.torch import _device, optim_state, state_dict
 from fsdpc.torch._checks import log_once
 from fsdpc.torch._mesh import join

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdpc.fsdp_module import register_fsdp_forward_method
+from fsdpc.sharding.fsdp_module import register_fsdp_forward_method
 from fsdpc.torch import _device
 from fsdpc.torch._module import fully_shard
 from fsdpc.torch._plan import STYLES, fits

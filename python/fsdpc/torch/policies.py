@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fsdpc import _core
-from fsdpc.offload import OffloadPolicy
+from fsdpc.sharding.offload import OffloadPolicy
 
 
 @dataclass(frozen=True)

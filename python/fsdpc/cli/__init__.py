@@ -1,0 +1,1 @@
+"""The commands: ``fsdpc train``, ``run``, ``plan``, and the others."""

@@ -1,0 +1,160 @@
+"""What ``fsdpc train`` shows while it runs.
+
+In a terminal that is one line at its bottom: a bar by tqdm, or text where tqdm is not installed.
+Elsewhere, and with ``--no-progress``, it is a line now and then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from fsdpc import _core
+from fsdpc.launching.screen import Screen, above, columns
+
+if TYPE_CHECKING:
+    from fsdpc.cli.train import Trainer
+
+LINE_WIDTH = 76  # of lines that are not rewritten
+PREFIX_WIDTH = 5  # of what the launcher puts before them, as "[12] "
+WARM_STEPS = 3  # left out of the rates: first touches of memory, caches filling
+LIVE_S, PLAIN_S = 0.1, 5.0  # between two lines
+BAR = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}, ETA {remaining}{postfix}]"
+
+
+def live(options: argparse.Namespace) -> list[str]:
+    """Return the options that tell ranks of the width of this terminal, if it is one."""
+    if options.no_progress or not sys.stdout.isatty():
+        return []
+    return ["--live", str(columns(sys.stdout) - PREFIX_WIDTH)]
+
+
+class Progress:
+    """How a run goes: metrics of each step, and a line on rank 0 when it is time for one."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        o = trainer.options
+        self.trainer = trainer
+        terminal = bool(o.live or sys.stdout.isatty()) and not o.no_progress
+        self.screen: Screen | None = Screen(sys.stdout) if terminal and trainer.rank == 0 else None
+        self.meter: Callable[..., str] | None = _find_meter() if self.screen else None
+        self.shown: float = 0.0
+        self.rated_steps: int = 0
+        self.rated_seconds: float = 0.0
+        self.began: float = time.perf_counter()
+        self.validation_began: float = self.began
+        self.stack: ExitStack = ExitStack()
+
+    def open(self) -> None:
+        """Keep the line at the bottom of the terminal, whatever is printed, until :meth:`close`."""
+        if self.screen:
+            self.stack.enter_context(above(self.screen))
+
+    def close(self) -> None:
+        """Leave the line where it is."""
+        self.stack.close()
+
+    def show(self, step: int, m: dict[str, Any]) -> None:
+        """Take a step's measurements; write metrics and, when it is time, the line."""
+        t, steps = self.trainer, self.trainer.options.steps
+        if step > min(WARM_STEPS, steps - 1):
+            self.rated_steps += 1
+            self.rated_seconds += m["seconds"]
+        if t.rank != 0:
+            return
+        now_rate = t.tokens_per_step / m["seconds"]
+        t._write({
+            "step": step, "loss": m["loss"], "tokens_per_second": now_rate,
+            "grad_norm": m["grad_norm"] if math.isfinite(m["grad_norm"]) else None, "lr": m["lr"],
+            "mfu": now_rate * t.flops_per_token / t.peak_flops,
+            "peak_bytes": _core.memory_stats()["total_peak_bytes"],
+            "comm_ms": m["comm_ms"], "data_ms": m["data_ms"],
+            **({"loss_scale": t.scaler.get_scale()} if t.scaler else {}),
+            **({"skipped": m["skipped"]} if m["skipped"] else {}),
+        })  # fmt: skip
+        speed, share, left = "-", "-", "-"
+        pace = self.rated_steps / self.rated_seconds if self.rated_steps else 0.0
+        if pace:
+            rate = t.tokens_per_step * pace
+            speed, share = f"{rate:,.0f}", f"{rate * t.flops_per_token / t.peak_flops:.0%}"
+            left = _clock((steps - step) / pace)
+        if not self._is_due(last=step == steps):
+            return
+        loss = f"loss {m['loss']:.4f}"
+        if self.meter:
+            self._show(self.meter(
+                step, steps, time.perf_counter() - self.began, self._width(), rate=pace,
+                bar_format=BAR, postfix=f"{loss}, {speed} tokens/s, MFU {share}",
+            ))  # fmt: skip
+            return
+        self._show(f"step {step}/{steps}  {loss}  norm {m['grad_norm']:.3g}  "
+                   f"{speed} tokens/s  ETA {left}  MFU {share}")  # fmt: skip
+
+    def show_validation(self, batch: int, batches: int) -> None:
+        """Say how far a validation is; the line goes away after the last batch."""
+        if batch == 1:
+            self.validation_began = time.perf_counter()
+        if self.screen and batch == batches:
+            self.screen.show("")
+        elif self._is_due():
+            text = f"validation: batch {batch} of {batches}"
+            if self.meter:
+                elapsed = time.perf_counter() - self.validation_began
+                text = self.meter(batch, batches, elapsed, self._width(), bar_format=BAR,
+                                  prefix="validation: ")  # fmt: skip
+            self._show(text)
+
+    def end(self) -> None:
+        """Leave the line where it is, and say what a step took, on average."""
+        t = self.trainer
+        if self.screen:
+            self.screen.close()
+        if t.rank == 0 and self.rated_steps:
+            print(f"{self.rated_seconds / self.rated_steps * 1e3:.1f} ms a step on average, "
+                  f"memory {_core.memory_stats()['total_peak_bytes'] / 2**20:,.0f} MiB, "
+                  f"measured peak {t.peak_flops / 1e9:,.0f} GFLOP/s")  # fmt: skip
+
+    def _is_due(self, last: bool = False) -> bool:
+        """Whether rank 0 shows a line now; it shows the last one in any case."""
+        now = time.perf_counter()
+        if self.trainer.rank != 0:
+            return False
+        if last or now - self.shown >= (LIVE_S if self.screen else PLAIN_S):
+            self.shown = now
+            return True
+        return False
+
+    def _width(self) -> int:
+        return self.trainer.options.live or columns(sys.stdout) - 1
+
+    def _show(self, text: str) -> None:
+        if self.screen:
+            self.screen.show(text[: self._width()])
+        else:
+            print(text[:LINE_WIDTH], flush=True)
+
+
+def _find_meter() -> Callable[..., str] | None:
+    """Return tqdm's function that draws a bar, None where tqdm is not installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    encoding = getattr(sys.stdout, "encoding", None) or "ascii"
+
+    def meter(n: int, total: int, elapsed: float, width: int, **options: Any) -> str:
+        plain = not encoding.lower().startswith("utf")
+        return tqdm.format_meter(n, total, elapsed, ncols=width, ascii=plain, **options)
+
+    return meter
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,1 @@
+"""Text, drawings and tables for people: what every room shows itself with."""

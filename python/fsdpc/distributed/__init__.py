@@ -1,0 +1,21 @@
+"""Ranks: how they meet and leave, their collectives on values, and what their launchers say."""
+
+from fsdpc.distributed.group import (
+    all_gather,
+    all_reduce,
+    barrier,
+    broadcast,
+    init,
+    is_deterministic,
+    is_initialized,
+    local_rank,
+    rank,
+    shutdown,
+    world,
+    world_size,
+)
+
+__all__ = [
+    "all_gather", "all_reduce", "barrier", "broadcast", "init", "is_deterministic",
+    "is_initialized", "local_rank", "rank", "shutdown", "world", "world_size",
+]  # fmt: skip

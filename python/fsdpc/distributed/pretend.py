@@ -1,0 +1,122 @@
+"""Hosts that tests pretend: ranks of this machine, in groups that share no memory.
+
+This is for :mod:`fsdpc.testing` alone. A rank says that it is on a host of its own making, and Unix
+sockets between all ranks carry the bytes between hosts, by Python's threads. So nothing here says
+how fast a link is. The engine sees a link as any other.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import struct
+import time
+
+from fsdpc import _core
+from fsdpc.distributed import carriers, environment
+
+HEAD = struct.Struct("<IQ")  # tag, bytes
+WHO = struct.Struct("<I")  # the rank that calls
+FAREWELL = HEAD.pack(0, 2**64 - 1)  # nothing more comes; without it, the process died
+MEET_S = 30.0
+
+
+def on_hosts(hosts: int) -> None:
+    """Let this rank be on one of so many hosts, as its number says; before the ranks meet."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if hosts < 1 or size % hosts:
+        raise ValueError(f"{size} ranks on {hosts} hosts: every host must have as many")
+    here = size // hosts
+    os.environ.update(LOCAL_RANK=str(rank % here), LOCAL_WORLD_SIZE=str(here))
+    environment.pretended_host = rank // here
+
+
+def carry(rank: int, size: int, address: str) -> _core.Link:
+    """Make a link between the ranks whose ``address`` this is; collective."""
+    peers = _meet(rank, size, f"\0fsdpc-pretend-{os.geteuid()}-{address}-")
+    link = _core.Link(rank, size)
+
+    def close() -> None:
+        for connection in peers.values():
+            connection.close()
+
+    works = [lambda: _send(link, peers), lambda: _receive(link, peers)]
+    carriers.start(link, rank, works, close)
+    return link
+
+
+def _meet(rank: int, size: int, name: str) -> dict[int, socket.socket]:
+    """Connections to all other ranks: each calls those before it."""
+    peers = {}
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(f"{name}{rank}")
+        listening.listen(size)
+        listening.settimeout(MEET_S)
+        for peer in range(rank):
+            peers[peer] = _call(f"{name}{peer}")
+            peers[peer].sendall(WHO.pack(rank))
+        while len(peers) < size - 1:
+            connection, _ = listening.accept()
+            who = bytearray(WHO.size)
+            _fill(connection, memoryview(who))
+            peers[WHO.unpack(who)[0]] = connection
+    return peers
+
+
+def _call(name: str) -> socket.socket:
+    end = time.monotonic() + MEET_S
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(name)
+            return connection
+        except ConnectionRefusedError:  # that rank does not listen yet
+            connection.close()
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.005)
+
+
+def _fill(connection: socket.socket, view: memoryview) -> None:
+    while view:
+        count = connection.recv_into(view)
+        if count == 0:
+            raise ConnectionError("a rank's end closed")
+        view = view[count:]
+
+
+def _send(link: _core.Link, peers: dict[int, socket.socket]) -> None:
+    try:
+        while True:
+            message = link.take(0, carriers.LOOK_S)
+            if message is not None:
+                peer, tag, data = message
+                peers[peer].sendall(HEAD.pack(tag, len(data)))
+                if len(data) > 0:  # else that rank may have read all that it waited for, and left
+                    peers[peer].sendall(data)
+    except _core.PeerError:  # all that was posted is sent
+        for connection in peers.values():
+            try:
+                connection.sendall(FAREWELL)
+            except OSError:
+                pass  # that rank is gone
+        raise
+
+
+def _receive(link: _core.Link, peers: dict[int, socket.socket]) -> None:
+    with selectors.DefaultSelector() as ready:
+        for peer, connection in peers.items():
+            ready.register(connection, selectors.EVENT_READ, peer)
+        while ready.get_map():
+            for key, _ in ready.select():
+                connection, peer = peers[key.data], key.data
+                head = bytearray(HEAD.size)
+                _fill(connection, memoryview(head))
+                if head == FAREWELL:
+                    ready.unregister(connection)
+                    continue
+                tag, size = HEAD.unpack(head)
+                _fill(connection, link.room(0, size))
+                if not link.deliver(0, peer, tag):
+                    return

@@ -1,0 +1,322 @@
+"""Start ranks on this machine: a script with :func:`run`, a function with :func:`launch`.
+
+Both give every rank torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, ...), which
+:func:`fsdpc.init` reads. They print the ranks' output as it comes, with the rank in front, and
+leave no process behind however they end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import FrameType
+from typing import NamedTuple
+
+from fsdpc import _core
+from fsdpc.display.text import say
+from fsdpc.distributed.environment import check_ranks, rank_environments
+from fsdpc.launching.forked import (
+    SHOWN_LINES,
+    Outcome,
+    Report,
+    error_report,
+    name_ranks,
+    refuse_unsafe_fork,
+    run_forked,
+    use_no_torch_threads,
+)
+from fsdpc.launching.process import SAVES, STOPS
+from fsdpc.launching.screen import rank_lines
+from fsdpc.launching.supervisor import CannotStart, Supervisor
+
+__all__ = ["LaunchError", "launch", "run"]
+
+BAD_USAGE = 2  # the exit code of a command that was called wrongly
+
+
+class LaunchError(RuntimeError):
+    """One or more ranks of a :func:`launch` failed: docs/troubleshooting.md#exceptions.
+
+    Attributes
+    ----------
+    rank : int or None
+        The rank that failed first; None when time ran out.
+    tracebacks : dict of int to str
+        Each failed rank's traceback, or how it ended and what it printed last.
+    timed_out : bool
+        Whether the timeout ended the ranks.
+    """
+
+    def __init__(self, outcome: Outcome, headline: str) -> None:
+        super().__init__(f"{headline}\n{outcome.describe()}")
+        self.rank: int | None = next(
+            (failure.rank for failure in outcome.failures if failure.first), None
+        )
+        self.tracebacks: dict[int, str] = {
+            failure.rank: failure.text for failure in outcome.failures
+        }
+        self.timed_out: bool = outcome.timed_out
+
+
+def launch(
+    fn: Callable[..., object],
+    n: int,
+    *args: object,
+    timeout: float | None = None,
+    env: dict[str, str] | None = None,
+    tick: Callable[[], object] | None = None,
+) -> list[object]:
+    """Run a function on n fresh ranks of this machine and return what each returned.
+
+    Parameters
+    ----------
+    fn : callable
+        Called as ``fn(*args)`` on every rank.  Closures and functions defined in a notebook work:
+        the ranks are forks of this process and see what it sees.
+    n : int
+        How many ranks.
+    *args
+        Handed to every rank.
+    timeout : float, optional
+        Seconds until all ranks print their stacks and are ended; default never.
+    env : dict of str to str, optional
+        Variables to set in the ranks on top of this process's environment.
+    tick : callable, optional
+        Called in this process about twice a second while the ranks run, and once after them, to
+        show how they do, as :meth:`fsdpc.plots.LivePlot.follow` does.  What it raises ends them.
+
+    Returns
+    -------
+    list
+        The ranks' results in rank order.  They travel as pickles.
+
+    Raises
+    ------
+    LaunchError
+        A rank raised, died, or time ran out; it holds all ranks' tracebacks.
+    RuntimeError
+        A fork would be unsafe here: engine threads run or CUDA is initialised in this process.
+    ValueError
+        `n` is below 1 or more than the machine can hold.
+
+    Notes
+    -----
+    What ranks print appears at once in this process's ``sys.stdout`` (the cell, in a notebook) with
+    the rank in front.  Ctrl-C ends all ranks.  When one rank fails the others have 5 s to report.
+
+    Every rank gets its share of the cores as OMP_NUM_THREADS unless that is set, for a torch that
+    it imports itself.  If this process has imported torch, its operations run on one thread in the
+    ranks: a pool of threads does not survive a fork.  Use ``fsdpc run`` where that is too slow.
+
+    Examples
+    --------
+    >>> import os
+    >>> launch(lambda factor: factor * int(os.environ["RANK"]), 2, 10)
+    [0, 10]
+    """
+    n = check_ranks(n)
+    refuse_unsafe_fork()
+
+    def call() -> Report:
+        use_no_torch_threads()
+        try:
+            return Report("ok", fn(*args))
+        except (Exception, KeyboardInterrupt) as error:
+            return error_report(error)
+
+    variables = {**_share_of_cores(n), **(env or {})}
+    with rank_lines() as write:
+        outcome = run_forked(call, n, write, timeout=timeout, env=variables, tick=tick)
+        if tick:
+            tick()
+    if outcome.timed_out:
+        raise LaunchError(outcome, f"the ranks did not end within {timeout:g} s")
+    if outcome.failures:
+        names = name_ranks([failure.rank for failure in outcome.failures])
+        raise LaunchError(outcome, f"{names} of {n} failed")
+    return [report.value for report in outcome.reports if report is not None]
+
+
+def run(
+    command: Sequence[str],
+    ranks: int,
+    *,
+    timeout: float | None = None,
+    max_restarts: int = 0,
+    again: Sequence[str] = (),
+    least: int | None = None,
+) -> int:
+    """Run a Python script on ranks of this machine; the work behind ``fsdpc run``.
+
+    Parameters
+    ----------
+    command : sequence of str
+        The script and its arguments, or ``-m``, a module and its arguments.
+    ranks : int
+        How many ranks.
+    timeout : float, optional
+        Seconds until all ranks print their stacks and are ended, whatever was restarted; default
+        never.
+    max_restarts : int, default 0
+        How often all ranks are started again after one failed. TORCHELASTIC_RESTART_COUNT tells
+        them how often they were. Not after a signal to this process, at the timeout, or where a
+        rank ended with code 2, which says that it was called wrongly.
+    again : sequence of str
+        Arguments added where the script is started again.
+    least : int, optional
+        After a signal has killed a rank, or one could not be forked, one rank fewer is started
+        again, never fewer than these; default `ranks`, always as many.
+
+    Returns
+    -------
+    int
+        The exit code for the shell: 0; the code of the rank that failed first (128 + the signal's
+        number if one killed it); 124 at a timeout; 128 + 2 after Ctrl-C. Also 0 where all ranks
+        answered SIGTERM or SIGUSR1 by ending with 0, as those do that save.
+
+    Raises
+    ------
+    ValueError
+        `ranks` is below 1 or more than the machine can hold, `max_restarts` is negative, or
+        `least` is not in [1, `ranks`].
+    FileNotFoundError
+        There is no such script.
+    OSError
+        A rank could not be forked, and no restart is left.
+
+    Notes
+    -----
+    SIGINT, SIGTERM and SIGUSR1 are passed on to all ranks.  Call it from the main thread.
+
+    Examples
+    --------
+    >>> from fsdpc import launcher
+    >>> launcher.run(["train.py", "--lr", "3e-3"], ranks=2)  # doctest: +SKIP
+    0
+    """
+    ranks = check_ranks(ranks)
+    if max_restarts < 0:
+        raise ValueError(f"the number of restarts must be at least 0, got {max_restarts}")
+    if least is not None and not 1 <= least <= ranks:
+        raise ValueError(f"the fewest ranks must be in [1, {ranks}], got {least}")
+    if command[0] != "-m" and not os.path.isfile(command[0]):
+        raise FileNotFoundError(f"no such script: {command[0]}")
+    begin = time.monotonic()
+    for restarts in range(max_restarts + 1):
+        added = {
+            "TORCHELASTIC_RESTART_COUNT": str(restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        }
+        whole = [*command, *(again if restarts else ())]
+        left = None if timeout is None else max(0.0, timeout - (time.monotonic() - begin))
+        ending = _run_once(whole, ranks, left, added if max_restarts else {})
+        last = restarts == max_restarts or bool(ending.received)
+        if ending.refused is not None:
+            if last or least is None:
+                raise ending.refused
+            say(f"{ending.refused}")
+        else:
+            code = _exit_code(ending.supervisor, ending.received, timeout)
+            if last or ending.supervisor.timed_out or code in (0, BAD_USAGE):
+                return code
+        fewer = max(least or ranks, ranks - ending.died)
+        number = f", {fewer} in the place of {ranks}" if fewer < ranks else ""
+        say(f"all ranks start again{number} ({restarts + 1} of {max_restarts})")
+        ranks = fewer
+    raise AssertionError("unreachable")
+
+
+class _Ending(NamedTuple):
+    """How the ranks ended, the signals that came meanwhile, and why one could not be forked."""
+
+    supervisor: Supervisor
+    received: list[int]
+    refused: OSError | None
+
+    @property
+    def died(self) -> bool:
+        """Whether a signal killed the rank that failed first, or one could not be forked."""
+        first = self.supervisor.first_failure()
+        return self.refused is not None or (first is not None and (first.code or 0) < 0)
+
+
+def _run_once(
+    command: Sequence[str], ranks: int, timeout: float | None, variables: dict[str, str]
+) -> _Ending:
+    """Start all ranks and wait for them."""
+    program = [sys.executable, *command]
+
+    def body(_: int) -> None:
+        # Our own command asks for Ctrl-C when it can answer it, not in the middle of imports.
+        ours = list(command[:3]) == ["-m", "fsdpc", "train"]
+        answered = STOPS - {signal.SIGINT} if ours else STOPS
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, answered)
+        os.execv(sys.executable, program)
+
+    received: list[int] = []
+    refused = None
+    shown = ExitStack()
+    supervisor = Supervisor(shown.enter_context(rank_lines()), timeout=timeout)
+
+    def forward(signum: int, _: FrameType | None) -> None:
+        received.append(signum)
+        supervisor.stop(signum)
+
+    previous = {which: signal.signal(which, forward) for which in STOPS}
+    # Lines appear when they are printed, and SIGABRT at the timeout shows every thread's stack.
+    extra = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **variables}
+    extra["PYTHONIOENCODING"] = os.environ.get("PYTHONIOENCODING", "utf-8")  # as it is read here
+    extra |= _share_of_cores(ranks)
+    try:
+        for own in rank_environments(ranks):
+            supervisor.start({**own, **extra}, body)
+        supervisor.watch()
+    except CannotStart as error:
+        refused = error
+    finally:
+        supervisor.close()
+        shown.close()
+        for which, handler in previous.items():
+            signal.signal(which, handler)
+    return _Ending(supervisor, received, refused)
+
+
+def _share_of_cores(ranks: int) -> dict[str, str]:
+    """Return OMP_NUM_THREADS for each of `ranks`, or nothing where this process has it set.
+
+    As many as the engine takes by itself.  OpenMP (torch) takes all cores on every rank, and its
+    threads spin: steps of small models on two ranks and two cores took 100 times as long.
+    """
+    if os.environ.get("OMP_NUM_THREADS"):
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, _core.usable_cores() // ranks))}
+
+
+def _exit_code(supervisor: Supervisor, received: list[int], timeout: float | None) -> int:
+    """Say on stderr what went wrong, if anything did, and give the code for the shell."""
+    if received:
+        say(f"ended by {signal.Signals(received[0]).name}")
+        saved = received[0] in SAVES and all(rank.code == 0 for rank in supervisor.ranks)
+        return 0 if saved else 128 + received[0]
+    if supervisor.timed_out:
+        say(f"the ranks did not end within {timeout:g} s")
+        return 124
+    first = supervisor.first_failure()
+    if first is None:
+        return 0
+    tail = "".join(f"\n    {line}" for line in list(first.tail)[-SHOWN_LINES:])
+    shown = f"; its last output:{tail}" if tail else " and printed nothing"
+    say(f"rank {first.rank} failed first ({first.ending()}){shown}")
+    others: dict[str, list[int]] = {}
+    for rank in supervisor.ranks:
+        if rank is not first and rank.code:
+            late = " by the launcher" if rank.rank in supervisor.killed else ""
+            late += " because it was stopped (SIGSTOP)" if rank.rank in supervisor.stopped else ""
+            others.setdefault(rank.ending() + late, []).append(rank.rank)
+    for ending, ranks in others.items():
+        say(f"{name_ranks(ranks)}: {ending}")
+    return first.code if first.code > 0 else 128 - first.code

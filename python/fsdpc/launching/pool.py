@@ -1,0 +1,281 @@
+"""Ranks that stay: they take one request after the other until their launcher ends them.
+
+The launcher serves them only while it waits for a request, in the calling thread.  Between requests
+nobody reads their output, and a death is noticed at the next look.
+
+Note [stopping].  Ctrl-C here sends SIGINT to the ranks that have said that they began and have not
+said that they are done.  So the signal can neither come too early nor hit the next request.  A rank
+that does not stop within ``STOP_S`` is left to the caller, who ends them all.  Where a rank's
+answer is an error, the others may wait for that rank: they are stopped after ``FAIL_S``.
+
+Note [order].  What a rank prints comes by a pipe, what it shows by its channel.  It prints
+everything before it shows something, and waits until that is shown.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Protocol
+
+from fsdpc.distributed.environment import rank_environments
+from fsdpc.launching.channel import Channel, Message
+from fsdpc.launching.supervisor import Rank, Supervisor
+
+STOP_S = 5.0  # for a rank to answer Ctrl-C
+FAIL_S = 3.0  # for the others, once a rank has failed
+START_S = 120.0  # for ranks to import what they need, on a busy machine
+
+Serve = Callable[[int], object]  # gets the descriptor of the rank's end of the channel
+
+
+class Output(Protocol):
+    """Where the output of ranks goes."""
+
+    def text(self, rank: int, text: str) -> None:
+        """Take what a rank printed."""
+
+    def show(self, rank: int, message: Message) -> None:
+        """Take what a rank displays."""
+
+    def tick(self) -> None:
+        """Be called at least twice a second."""
+
+
+class Silent:
+    """Takes output and drops it."""
+
+    def text(self, rank: int, text: str) -> None: ...
+    def show(self, rank: int, message: Message) -> None: ...
+    def tick(self) -> None: ...
+
+
+class Pool(Supervisor):
+    """Some ranks that run ``serve(fd)``.
+
+    Raises
+    ------
+    CannotStart
+        A rank could not be forked.
+    RuntimeError
+        A rank ended, or was silent for two minutes, before it was ready.
+    """
+
+    def __init__(self, ranks: int, serve: Serve, env: Mapping[str, str]) -> None:
+        super().__init__(lambda _: None)
+        self.stuck: list[int] = []  # ranks that did not answer Ctrl-C
+        self._channels: list[Channel] = []
+        self._decoders: list[codecs.IncrementalDecoder] = []
+        self._output: Output = Silent()
+        self._waiting: set[int] = set()  # for a rank to be ready, or done
+        self._begun: set[int] = set()
+        self._asked: set[int] = set()  # to stop
+        self._answers: dict[int, Message] = {}
+        self._interrupted = False
+        self._stop_at: float | None = None  # when those that run get SIGINT
+        try:
+            for variables in rank_environments(ranks):
+                self._start_one({**variables, **env}, serve)
+            self._waiting = set(range(ranks))
+            end = time.monotonic() + START_S
+            while self._waiting:
+                self.serve()
+                self._drop_ended()
+                if self.ended() or time.monotonic() > end:
+                    raise RuntimeError(f"the ranks could not start: {self._why()}")
+        except BaseException:
+            self.close()
+            raise
+
+    def _start_one(self, env: dict[str, str], serve: Serve) -> None:
+        ours, theirs = (each.detach() for each in socket.socketpair())
+        self._channels.append(Channel(ours))
+        self._decoders.append(codecs.getincrementaldecoder("utf-8")("replace"))
+
+        def body(_: int) -> None:
+            os.close(ours)
+            serve(theirs)
+
+        try:
+            self.start(env, body)
+        finally:
+            os.close(theirs)
+        rank = self.ranks[-1]
+        self._selector.register(ours, selectors.EVENT_READ, (rank, self._hear))
+
+    def _why(self) -> str:
+        rank = next(iter(self.ended()), self.ranks[min(self._waiting, default=0)])
+        lines = "".join(f"\n    {line}" for line in rank.tail)
+        return f"rank {rank.rank} ({rank.ending()}); its last output:{lines or ' none'}"
+
+    def ended(self) -> list[Rank]:
+        """Return the ranks that are no longer there."""
+        return [rank for rank in self.ranks if not rank.running]
+
+    def look(self) -> list[Rank]:
+        """Notice deaths since the last request, and return the ranks that have ended."""
+        for key, _ in self._selector.select(0):
+            rank, serve = key.data
+            if key.fileobj == rank.started.pidfd:
+                serve(rank)
+        return self.ended()
+
+    def ask(self, requests: Mapping[int, Message], output: Output) -> dict[int, Message]:
+        """Send each rank its request, and wait for the answers; Ctrl-C stops them.
+
+        Returns
+        -------
+        dict
+            Answers by rank.  One that died, or did not stop (`stuck`), has none.
+
+        Raises
+        ------
+        KeyboardInterrupt
+            Ctrl-C came before the ranks had anything to stop.
+        """
+        self._output, self._answers = output, {}
+        self._interrupted, self._stop_at = False, None
+        self._begun, self._asked = set(), set()
+        for each in self.ranks:
+            each.tail.clear()
+            each.pending.clear()
+        with self._stopping_on_interrupt():
+            for rank, request in requests.items():
+                try:
+                    self._channels[rank].send(request)
+                except ConnectionError:
+                    pass  # it has ended
+            self._waiting = set(requests)
+            while self._waiting and not self.stuck:
+                self.serve()
+                output.tick()
+                self._drop_ended()
+                self._stop_those_begun()
+            for rank in self.ranks:  # what came after the last line
+                if rank.running:
+                    self._drain(rank)
+        self._output = Silent()
+        return self._answers
+
+    def was_interrupted(self) -> bool:
+        """Return whether Ctrl-C came during the last request."""
+        return self._interrupted
+
+    @contextmanager
+    def _stopping_on_interrupt(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def stop(signum: int, frame: FrameType | None) -> None:
+            self._interrupted = True
+            self._stop_within(0.0)
+            self._stop_those_begun()
+
+        before = signal.signal(signal.SIGINT, stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _stop_within(self, seconds: float) -> None:
+        at = time.monotonic() + seconds
+        self._stop_at = at if self._stop_at is None else min(at, self._stop_at)
+
+    def _stop_those_begun(self) -> None:
+        """See Note [stopping]."""
+        if self._stop_at is None or time.monotonic() < self._stop_at:
+            return
+        for number in sorted(self._waiting & self._begun - self._asked):
+            if self.ranks[number].running:
+                self._asked.add(number)
+                os.kill(self.ranks[number].started.pid, signal.SIGINT)
+        if time.monotonic() > self._stop_at + STOP_S:
+            self.stuck = sorted(self._waiting)
+
+    def _drop_ended(self) -> None:
+        self._waiting -= {rank.rank for rank in self.ended()}
+
+    def _hear(self, rank: Rank) -> bool:
+        messages, is_open = self._channels[rank.rank].available()
+        for message in messages:
+            kind = message["kind"]
+            if kind == "begun":
+                self._begun.add(rank.rank)
+            elif kind == "show":
+                self._drain(rank)
+                self._output.show(rank.rank, message)
+                self._tell(rank, {"kind": "shown"})
+            else:  # ready, done
+                self._drain(rank)
+                self._answers[rank.rank] = message
+                if message.get("error"):
+                    self._stop_within(FAIL_S)
+                self._waiting.discard(rank.rank)
+        if not is_open:
+            self._forget(self._channels[rank.rank].fd)
+        return is_open and bool(messages)
+
+    def _tell(self, rank: Rank, message: Message) -> None:
+        try:
+            self._channels[rank.rank].send(message)
+        except ConnectionError:
+            pass  # its end is noticed by its pidfd
+
+    def _drain(self, rank: Rank) -> None:
+        while self._read_output(rank):
+            pass
+
+    def _read_output(self, rank: Rank) -> bool:
+        chunk = self._read(rank.started.output)
+        text = self._decoders[rank.rank].decode(chunk)
+        if text:
+            *lines, rest = (rank.pending.decode() + text).split("\n")
+            rank.tail.extend(lines)
+            rank.pending[:] = rest.encode()
+            self._output.text(rank.rank, text)
+        return bool(chunk)
+
+    def _reap(self, rank: Rank) -> None:
+        super()._reap(rank)
+        if rest := rank.pending.decode():
+            rank.tail.append(rest)
+        self._forget(self._channels[rank.rank].fd)
+
+    def _emit(self, rank: Rank, text: bytes) -> None:
+        """Do nothing: output went on as it was read."""
+
+    def _descriptors(self, rank: Rank) -> Sequence[int]:  # type: ignore[override]
+        return [*rank.started[1:], self._channels[rank.rank].fd]
+
+    def close(self) -> None:
+        """End all ranks at once."""
+        started = len(self.ranks)
+        for channel in self._channels[started:]:  # of a rank that could not be forked
+            os.close(channel.fd)
+        super().close()
+
+
+def summary(pool: Pool) -> list[tuple[int, int, int | None]]:
+    """Return (rank, process id, resident bytes or None) of each rank that runs."""
+    return [
+        (rank.rank, rank.started.pid, _resident_bytes(rank.started.pid))
+        for rank in pool.ranks
+        if rank.running
+    ]
+
+
+def _resident_bytes(pid: int) -> int | None:
+    try:
+        with open(f"/proc/{pid}/statm", encoding="ascii") as lines:
+            return int(lines.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return None

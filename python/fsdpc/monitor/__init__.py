@@ -1,0 +1,1 @@
+"""What watches a run: loggers, profiles, audits, the flight recorder, the stabilizer."""

@@ -1,0 +1,60 @@
+"""What this installation and this machine offer."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import numpy as np
+
+from fsdpc import _core, distributed
+from fsdpc._version import __version__
+from fsdpc.distributed import hosts
+from fsdpc.tensors import cuda
+
+
+def show_config(print_: bool = True) -> dict[str, Any]:
+    """Describe the build, the processor, and what was found at run time.
+
+    Parameters
+    ----------
+    print_ : bool, default True
+        Print a table as well.
+
+    Returns
+    -------
+    dict
+        By name; bitwise claims hold for equal ``isa``.  ``cuda`` and ``nccl`` say what was found
+        of GPUs, or why there is nothing; ``mpi``, which families of MPI it was built with.
+        ``transport``, once initialized, says how ranks communicate.
+
+    Notes
+    -----
+    Starts NVIDIA's driver and opens NCCL where they are (:mod:`fsdpc.cuda`).
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> found = fsdpc.show_config(print_=False)
+    >>> found["device"], found["initialized"]
+    ('cpu', False)
+    """
+    config: dict[str, Any] = {
+        "fsdpc": __version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "machine": platform.machine(),
+        **_core.runtime_config(),
+        "cuda": cuda.describe(),
+        "nccl": cuda.describe_nccl(),
+        "mpi": ", ".join(hosts.families()) or "none: built where no mpicc was found",
+        "initialized": distributed.is_initialized(),
+    }
+    if distributed.is_initialized():
+        world = distributed.world()
+        config |= {"rank": distributed.rank(), "world_size": distributed.world_size(),
+                   "transport": world.transport}
+    if print_:
+        width = max(map(len, config))
+        print("\n".join(f"{name:<{width}}  {value}" for name, value in config.items()))
+    return config

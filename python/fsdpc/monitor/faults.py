@@ -1,0 +1,239 @@
+"""Faults on purpose, for drills: a rank dies, stalls, raises or computes wrong at a given place.
+
+    FSDPC_FAULT_ENABLE=1 FSDPC_FAULT="rank 2: kill at backward of layers.3 in step 7" \\
+        fsdpc run --ranks 4 train.py
+
+A script needs no change. If the variable is not set, nothing is checked. If it is set and the other
+one is not, sharding is refused, so that a forgotten variable ends no real run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from fsdpc import _core, distributed
+from fsdpc.display.text import say
+from fsdpc.nn.module import Module
+from fsdpc.sharding.rules import units_of
+
+VARIABLE, ENABLE = "FSDPC_FAULT", "FSDPC_FAULT_ENABLE"
+LAUNCHER = "FSDPC_LAUNCHER_PID"
+DROP = "drop the launcher"
+KINDS = ("kill", "stall", "raise", "corrupt", DROP)
+
+_FORM = re.compile(
+    r"rank (\d+): (\w+(?: the launcher)?)(?: ([\d.]+) ?s)? at (forward|backward) of (\S+) "
+    r"in step (\d+)"
+)
+_EXAMPLE = "rank 2: kill at backward of layers.3 in step 7"
+_STALL_S = 3600.0
+_WRONG = 1e4  # added to a gradient
+
+
+class InjectedFault(RuntimeError):
+    """What the kind "raise" raises, in drills alone: docs/troubleshooting.md#exceptions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What happens to a rank, and where.
+
+    ``kind`` is "kill" (SIGKILL), "stall" (sleeps ``seconds``), "raise" (:class:`InjectedFault`),
+    "corrupt" or "drop the launcher". "corrupt" adds 10,000 to the first element of this rank's
+    gradient of the unit's first parameter, before it is reduced. "drop the launcher" sends SIGKILL
+    to the launcher of this rank, whose ranks then end with it. ``step`` counts the unit's forwards
+    with gradients from 1 on; micro-steps count, recomputation does not.
+    """
+
+    rank: int
+    kind: str
+    phase: str
+    unit: str
+    step: int
+    seconds: float = _STALL_S
+
+    def __str__(self) -> str:
+        return f"{self.kind} at {self.phase} of {self.unit} in step {self.step}"
+
+
+def read_faults(environment: Mapping[str, str] = os.environ) -> tuple[Fault, ...]:
+    """Return the faults of ``FSDPC_FAULT``, with semicolons between; none where it is not set.
+
+    Raises
+    ------
+    ValueError
+        It says something else, or ``FSDPC_FAULT_ENABLE`` is not 1.
+
+    Examples
+    --------
+    >>> found = read_faults({"FSDPC_FAULT": "rank 0: stall 2 s at forward of layers.1 in step 3",
+    ...                      "FSDPC_FAULT_ENABLE": "1"})
+    >>> print(found[0], "for", found[0].seconds)
+    stall at forward of layers.1 in step 3 for 2.0
+    """
+    text = environment.get(VARIABLE, "")
+    if not text.strip():
+        return ()
+    if environment.get(ENABLE) != "1":
+        raise ValueError(
+            f"{VARIABLE} is set ('{text}'): a drill needs {ENABLE}=1 too; for a real run unset it"
+        )
+    found = []
+    for part in filter(None, map(str.strip, text.split(";"))):
+        match = _FORM.fullmatch(part)
+        if match is None or match[2] not in KINDS or (match[3] and match[2] != "stall"):
+            raise ValueError(
+                f"{VARIABLE}: '{part}' is not like '{_EXAMPLE}', of {', '.join(KINDS)} (stall 30 s)"
+            )
+        rank, kind, seconds, phase, unit, step = match.groups()
+        if kind == "corrupt" and phase != "backward":
+            raise ValueError(f"{VARIABLE}: '{part}': gradients are corrupted at backward")
+        found.append(Fault(rank=int(rank), kind=kind, phase=phase, unit=unit, step=int(step),
+                           seconds=float(seconds or _STALL_S)))  # fmt: skip
+    return tuple(found)
+
+
+def watch(modules: Iterable[Any]) -> None:
+    """Let the modules of a unit have the faults of this rank; sharding calls it.
+
+    Ranks that were started again after a failure have none: what is drilled is how they go on.
+    """
+    planned = _planned()
+    if any(f.kind == DROP for f in planned):
+        _launcher()
+    faults = [f for f in planned if f.rank == distributed.rank()]
+    for module in modules if faults else ():
+        forward = module.forward  # bound; an instance's own takes its place
+        object.__setattr__(module, "forward", _watched(module, forward, faults))
+
+
+def _planned() -> tuple[Fault, ...]:
+    found = read_faults()
+    return () if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" else found
+
+
+def name_missing(module: Any) -> None:
+    """Say, on rank 0, which faults name no unit of a model, and what it has that is close.
+
+    The outermost module calls it once its units have their names.
+    """
+    if distributed.rank() != 0:
+        return
+    units = [unit.name for unit in units_of(module)]
+    for fault in _planned():
+        if fault.unit not in units:
+            say(
+                f"{VARIABLE}: '{fault}': {units[0]} has no unit '{fault.unit}', but "
+                f"{', '.join(_close(fault.unit, units))}"
+            )
+
+
+def _close(name: str, units: list[str]) -> list[str]:
+    """The units that may have been meant, three at most; the first ones where none is close."""
+    inside = [unit for unit in units if unit.endswith(f".{name}")]
+    found = dict.fromkeys([*inside, *difflib.get_close_matches(name, units)])
+    return (list(found) or units)[:3]
+
+
+def _launcher() -> int:
+    """The process of fsdpc that started this rank."""
+    pid = os.environ.get(LAUNCHER, "")
+    if pid != str(os.getppid()):
+        raise ValueError(
+            f"{VARIABLE}: '{DROP}' is for the ranks of fsdpc run, fsdpc train or launch(): "
+            f"{LAUNCHER} is '{pid}', and this rank's parent is {os.getppid()}"
+        )
+    return int(pid)
+
+
+def _watched(
+    module: Any, forward: Callable[..., Any], faults: list[Fault]
+) -> Callable[..., Any]:
+    count, inner = 0, [forward]
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        if not _records(module):
+            return inner[0](*args, **kwargs)
+        count += 1
+        due = [f for f in faults if f.unit == module._fsdpc_unit.name and f.step == count]
+        for fault in due:
+            if fault.phase == "forward":
+                _strike(fault)
+            elif fault.kind == "corrupt":
+                _corrupt(module, fault)
+        output = inner[0](*args, **kwargs)
+        for fault in due:
+            if fault.phase == "backward" and fault.kind != "corrupt":
+                _first(output).register_hook(lambda grad, fault=fault: _strike(fault))
+        return output
+
+    watched.inner = inner  # type: ignore[attr-defined]  # activation.py puts recomputation inside
+    return watched
+
+
+def _records(module: Any) -> bool:
+    """Whether this forward is followed by a backward, and is not one that backward runs again."""
+    if isinstance(module, Module):
+        return _core.is_grad_enabled() and not _core.in_backward()
+    torch = sys.modules["torch"]
+    return bool(torch.is_grad_enabled()) and torch._C._current_graph_task_id() == -1
+
+
+def _first(output: Any) -> Any:
+    """The first tensor of an output that has a gradient."""
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    if isinstance(output, (tuple, list)):
+        found = [_first(each) for each in output]
+        return next((each for each in found if each is not None), None)
+    return output if getattr(output, "requires_grad", False) else None
+
+
+def _strike(fault: Fault) -> None:
+    _say(fault)
+    if fault.kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault.kind == DROP:
+        os.kill(_launcher(), signal.SIGKILL)
+    elif fault.kind == "stall":
+        time.sleep(fault.seconds)
+    else:
+        raise InjectedFault(f"{VARIABLE}: {fault}, on rank {fault.rank}")
+
+
+def _corrupt(module: Any, fault: Fault) -> None:
+    unit, handles, native = module._fsdpc_unit, [], isinstance(module, Module)
+    if native:
+        own = [p for p in module.parameters() if p._unit is unit]
+    else:
+        own = import_module("fsdpc.torch._unit").states_of(module)[0].fulls
+    trained = [p for p in own if p.requires_grad]
+    if not trained:
+        raise ValueError(f"{VARIABLE}: unit '{unit.name}' has no gradient to corrupt")
+
+    def wrong(grad: Any) -> Any:
+        handles.pop().remove()
+        _say(fault)
+        changed = grad.detach().clone()
+        flat = changed.reshape(-1)
+        if native:
+            flat.numpy()[0] += _WRONG
+            return flat.reshape(*grad.shape)
+        flat[0] += _WRONG
+        return changed
+
+    handles.append(trained[0].register_hook(wrong))
+
+
+def _say(fault: Fault) -> None:
+    say(f"{VARIABLE} on rank {fault.rank}: {fault}")

@@ -1,0 +1,84 @@
+"""Which models fit on some GPUs: the table of ``fsdpc plan --gpus``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+from fsdpc import lora, models
+from fsdpc.display.svg import size
+from fsdpc.models import Llama
+from fsdpc.nn.module import deferred_init
+from fsdpc.planning.memory_plan import memory_plan
+from fsdpc.sharding.activation import checkpoint_activations
+from fsdpc.sharding.offload import OffloadPolicy
+
+LORA_RANK = 16
+#: Of ``fsdpc train``, for each column.
+_OPTIONS = (
+    "--strategy FULL_SHARD",
+    "--offload masters=host,optimizer=host",
+    f"--lora {LORA_RANK} --init-from FOLDER",
+)
+
+
+def gpus(text: str) -> tuple[int, float]:
+    """Read "4x24GB" as 4 GPUs of 24 GiB."""
+    found = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)(?:GB|GiB)?", text.strip())
+    if not found or int(found[1]) < 1 or float(found[2]) <= 0:
+        raise argparse.ArgumentTypeError(f"GPUs and GiB of each, as 4x24GB, got '{text}'")
+    return int(found[1]), float(found[2])
+
+
+def _memory(preset: str, ranks: int, shape: tuple[int, int], policy: Any) -> tuple[float, ...]:
+    """Bytes of a GPU for all of a model, with the optimizer on the host, and for adapters."""
+    host = OffloadPolicy(masters="host", optimizer="host")
+    found = []
+    for adapters in (False, True):
+        with deferred_init():
+            model = Llama(models.preset(preset))
+        if adapters:
+            lora.apply(model, LORA_RANK)
+        checkpoint_activations(model.blocks(), "all")
+        ways = (None,) if adapters else (None, host)
+        plans = [
+            memory_plan(model, (1, ranks), mp_policy=policy, offload_policy=way) for way in ways
+        ]
+        activation = memory_plan(model, 1, shape, mp_policy=policy).activation or 0
+        found += [plan.for_device("cuda").total + activation for plan in plans]
+    return tuple(found)
+
+
+def table(ranks: int, memory: float, batch: int, seq: int, policy: Any) -> str:
+    """Return a row for each preset: what it takes of a GPU, and whether that is there.
+
+    Parameters
+    ----------
+    ranks : int
+        GPUs.
+    memory : float
+        Bytes of each.
+    batch, seq : int
+        Sequences of a rank, and tokens in each.
+    policy : MixedPrecisionPolicy
+    """
+
+    def cell(needed: float) -> str:
+        short = size(needed) if needed < 2**30 else f"{needed / 2**30:.1f} GiB"
+        over = needed - memory
+        return short + (" fits" if over <= 0 else f", {over / 2**30:.1f} over")
+
+    heads = "all of it", "optimizer on the host", f"LoRA of rank {LORA_RANK}"
+    lines = [f"{'model':11}" + "".join(f"{head:23}" for head in heads).rstrip()]
+    rows = {}
+    for name in models.PRESETS:
+        rows[name] = _memory(name, ranks, (batch, seq), policy)
+    ordered = sorted(rows.items(), key=lambda row: row[1])
+    for name, needed in ordered:
+        lines.append(f"{name:11}" + "".join(f"{cell(n):23}" for n in needed).rstrip())
+    lines.append("the largest of each column, with its options of fsdpc train:")
+    for column, options in enumerate(_OPTIONS):
+        fitting = [name for name, needed in ordered if needed[column] <= memory]
+        lines.append(f"  {fitting[-1] if fitting else 'none':11}{options}")
+    return "\n".join(lines)

@@ -1,0 +1,303 @@
+"""The clock that plays a record: what an operation moves over which link, and when.
+
+:mod:`fsdpc.simulate` gives it a step as the engine recorded it; it says how long that takes, what
+is waited for, and when each operation was under way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from fsdpc.planning.memory_plan import HostGroup
+from fsdpc.planning.played import Event, Played
+
+if TYPE_CHECKING:
+    from fsdpc.planning.simulate import SimulateOptions
+
+# Of an epoch's note, ahead of an operation (csrc/comm/hosts_internal.h), and what replicas compare
+# (csrc/engine/agree.c).
+_NOTE_BYTES, _HEADER_BYTES, _MARK_BYTES = 32, 96, 24
+
+
+# ---- what travels ----
+
+
+class Load(NamedTuple):
+    """An operation: bytes of a host to others and inside it, messages of a rank, seconds.
+
+    ``core`` seconds are of the rank's own core, which does not compute meanwhile.
+    """
+
+    between: float
+    inside: float
+    messages: int
+    latency: float
+    seconds: float
+    core: float = 0.0
+
+
+class Wires:
+    """How much an operation moves over which link, and how long that takes alone."""
+
+    def __init__(
+        self, *, bandwidth: float, latency: float, options: SimulateOptions, device: str
+    ) -> None:
+        self.bandwidth: float = bandwidth
+        self.latency: float = latency
+        self.o: SimulateOptions = options
+        self.is_ring: bool = device == "cuda"
+
+    def load(self, kind: str, group: HostGroup, full: float, element: int) -> Load:
+        """Of a gather, a reduce or an all_reduce of ``full`` bytes, in elements of so many."""
+        if self.is_ring:
+            return self._ring(kind, group, full)
+        hosts, lanes, per_host = group
+        wide = full / element * max(4, element)  # sums cross in fp32
+        crossing = {"gather": full / hosts, "reduce": wide / hosts, "all_reduce": wide}[kind]
+        inside = {"gather": 0.0, "reduce": lanes * full, "all_reduce": lanes * lanes * full}[kind]
+        if lanes == 1:
+            inside = 0.0
+        elif kind == "all_reduce" and hosts > 1:
+            inside += lanes * wide
+        return self._crossing(group, crossing, inside)
+
+    def _crossing(
+        self, group: HostGroup, bytes_to_each: float, inside: float = 0.0, header: bool = True
+    ) -> Load:
+        """Each host sends so many bytes to every other one, whatever its number of ranks."""
+        hosts, lanes, per_host = group
+        messages = (1 + header) * (hosts - 1)
+        between = (hosts - 1) * (bytes_to_each + lanes * header * _HEADER_BYTES) * per_host
+        seconds = inside / lanes / self.o.local_bandwidth
+        seconds += max(between / self.bandwidth, messages * self.o.message)
+        return Load(
+            between, inside * per_host, messages, self.latency if hosts > 1 else 0.0, seconds,
+            core=2 * between / (lanes * per_host) / self.o.core_bandwidth,
+        )  # fmt: skip
+
+    def _ring(self, kind: str, group: HostGroup, full: float) -> Load:
+        hosts, lanes, per_host = group
+        ranks = hosts * lanes
+        rounds = 2 if kind == "all_reduce" else 1
+        share = rounds * full * (ranks - 1) / ranks  # that every rank sends on
+        between = share * per_host if hosts > 1 else 0.0
+        inside = share * per_host * (lanes if hosts == 1 else lanes - 1) if lanes > 1 else 0.0
+        local = share / self.o.local_bandwidth if lanes > 1 else 0.0
+        hops = (hosts - 1) * self.latency + (ranks - hosts) * self.o.local_latency
+        messages = rounds * (ranks - 1) if hosts > 1 else 0
+        return Load(
+            between, inside, messages, rounds * hops, max(local, between / self.bandwidth)
+        )
+
+    def values(self, group: HostGroup, n_bytes: int, header: bool = True) -> Load:
+        """A note of an epoch, or an agreement: every rank's bytes to its lane of each host."""
+        if self.is_ring:  # not on the GPUs' clock
+            return Load(0.0, 0.0, 0, 0.0, 0.0)
+        return self._crossing(group, group.lanes * n_bytes, header=header)
+
+
+# ---- the clock ----
+
+
+@dataclass
+class Operation:
+    """An operation on its way: seconds of latency, and of its link when it has that alone.
+
+    ``kind`` is what the engine posted for ``unit``, "" for notes; ``begin`` and ``end`` are when it
+    was under way.
+    """
+
+    latency: float
+    seconds: float
+    link: str
+    after: Operation | None = None
+    done: bool = False
+    kind: str = ""
+    unit: int = -1
+    bytes: float = 0.0
+    begin: float = math.inf
+    end: float = math.inf
+
+
+class Wait(NamedTuple):
+    """Seconds in which the rank computes nothing: for a gather, a reduction or an agreement."""
+
+    what: str
+    begin: float
+    end: float
+
+
+@dataclass
+class _Sent:
+    between: float = 0.0
+    inside: float = 0.0
+    messages: int = 0
+
+
+class Clock:
+    """Plays a record: one thread that computes and waits, and operations beside it.
+
+    Operations of one kind go in order. Of different kinds they run at once, and share a link.
+    """
+
+    def __init__(
+        self, record: Played, groups: tuple[HostGroup, HostGroup], wires: Wires, flops: float
+    ) -> None:
+        self.record: Played = record
+        self.wires: Wires = wires
+        self.flops: float = flops
+        self.shards: HostGroup = groups[0]
+        self.replicas: HostGroup = groups[1]
+        self.n_shards: int = self.shards.hosts * self.shards.lanes
+        self.now: float = 0.0
+        kinds = ("gather", "reduce", "sum")
+        self.streams: dict[str, deque[Operation]] = {kind: deque() for kind in kinds}
+        self.gathers: dict[int, Operation] = {}
+        self.sums: dict[int, Operation] = {}
+        self.brought: set[int] = set()  # units whose rows of other hosts are here
+        self.exposed: dict[str, float] = {"gather": 0.0, "reduce": 0.0, "agree": 0.0}
+        self.sent: _Sent = _Sent()
+        self.seconds: deque[int] = self._find_seconds()
+        self.to_agree: bool = False
+        self.posting: Event | None = None  # what the record says now
+        self.times: list[float] = []  # of each event
+        self.operations: list[Operation] = []
+        self.waits: list[Wait] = []
+
+    def play(self) -> None:
+        """Run the whole record."""
+        handlers: dict[str, Callable[[int, int], None]] = {
+            "epoch": self._epoch, "gather": self._gather, "gather_done": self._gather_done,
+            "backward": self._backward, "reduce": self._reduce, "all_reduce": self._all_reduce,
+            "reduce_done": self._reduce_done,
+        }  # fmt: skip
+        before = self.record.events[0].flops
+        for event in self.record.events:
+            self._compute((event.flops - before) / self.flops)
+            before = event.flops
+            self.times.append(self.now)
+            self.posting = event
+            if handler := handlers.get(event.kind):
+                handler(event.unit, event.bytes)
+
+    def _find_seconds(self) -> deque[int]:
+        """Return, for each reduction, the bytes of a second stage that leaves when it is done.
+
+        Between hosts of CPUs they do (csrc/engine/reduce.c); the record has them where nothing can
+        go on without them. 0: none.
+        """
+        crosses = not self.wires.is_ring and self.replicas.hosts > 1
+        found: list[int] = []
+        last: dict[int, int] = {}  # which reduction was a unit's last one
+        for event in self.record.events:
+            if event.kind == "reduce":
+                last[event.unit] = len(found)
+                found.append(0)
+            elif event.kind == "all_reduce" and crosses:
+                found[last[event.unit]] = event.bytes
+        return deque(found)
+
+    # -- what the record says --
+
+    def _epoch(self, unit: int, n_bytes: int) -> None:
+        if self.to_agree:  # at the end of backward: which parameters were used
+            for group, mark in ((self.replicas, _MARK_BYTES), (self.shards, 0)):
+                used = self.wires.values(group, self.record.n_params + 1 + mark)
+                self._wait("agree", self._post("sum", used))
+            self.to_agree = False
+        note = self.wires.values(self.shards, _NOTE_BYTES, header=False)
+        self._wait("agree", self._post("sum", note))
+
+    def _gather(self, unit: int, n_bytes: int) -> None:
+        if not self.wires.is_ring and unit in self.brought:
+            return  # the host has kept the rows of others
+        self.brought.add(unit)
+        load = self.wires.load("gather", self.shards, n_bytes, 1)
+        self.gathers[unit] = self._post("gather", load)
+
+    def _gather_done(self, unit: int, n_bytes: int) -> None:
+        self._wait("gather", self.gathers.pop(unit, None))
+
+    def _backward(self, unit: int, n_bytes: int) -> None:
+        self.to_agree = True
+
+    def _reduce(self, unit: int, n_bytes: int) -> None:
+        second = self.seconds.popleft()
+        if self.n_shards == 1:
+            return  # replicas alone: what follows is the whole of it
+        load = self.wires.load("reduce", self.shards, n_bytes, self.record.reduce_sizes[unit])
+        first = self.sums[unit] = self._post("reduce", load)
+        if second:
+            load = self.wires.load("all_reduce", self.replicas, second, 4)
+            both = self.sums[unit] = self._post("sum", load, first)
+            both.kind, both.bytes = "all_reduce", second
+
+    def _all_reduce(self, unit: int, n_bytes: int) -> None:
+        first = self.sums.get(unit)
+        if first and first.after:
+            return  # posted beside the first stage
+        element = 4 if first else self.record.reduce_sizes[unit]
+        if first and not self.wires.is_ring:
+            self._wait("reduce", first)
+        load = self.wires.load("all_reduce", self.replicas, n_bytes, element)
+        self.sums[unit] = self._post("sum", load, first)
+
+    def _reduce_done(self, unit: int, n_bytes: int) -> None:
+        self._wait("reduce", self.sums.pop(unit, None))
+
+    # -- time --
+
+    def _post(self, stream: str, load: Load, after: Operation | None = None) -> Operation:
+        self.sent.between += load.between
+        self.sent.inside += load.inside
+        self.sent.messages += load.messages
+        op = Operation(load.latency, load.seconds, "between" if load.between else "inside", after)
+        self.streams[stream].append(op)
+        if self.posting is not None and self.posting.kind in ("gather", "reduce", "all_reduce"):
+            op.kind, op.unit, op.bytes = self.posting.kind, self.posting.unit, self.posting.bytes
+            self.operations.append(op)
+        self._compute(load.core)
+        return op
+
+    def _compute(self, seconds: float) -> None:
+        until = self.now + seconds
+        if self.wires.o.overlap:
+            self._move(until, None)
+        self.now = until
+
+    def _wait(self, what: str, op: Operation | None) -> None:
+        begin = self.now
+        if op is not None:
+            self._move(math.inf, op)
+        self.exposed[what] += self.now - begin
+        if self.now > begin:
+            self.waits.append(Wait(what, begin, self.now))
+
+    def _move(self, until: float, awaited: Operation | None) -> None:
+        """Let operations go on until a time, or until one of them is done."""
+        while self.now < until and not (awaited and awaited.done):
+            heads = [q for q in self.streams.values() if q and (not q[0].after or q[0].after.done)]
+            if not heads:
+                return
+            rates = []
+            for q in heads:
+                busy = [p for p in heads if p[0].latency <= 0 and p[0].link == q[0].link]
+                rates.append(1.0 if q[0].latency > 0 else 1 / len(busy))
+            left = [(q[0].latency or q[0].seconds) / rate for q, rate in zip(heads, rates)]
+            passed = min(*left, until - self.now)
+            for q, rate, rest in zip(heads, rates, left):
+                op, ends = q[0], rest <= passed
+                op.begin = min(op.begin, self.now)
+                if op.latency > 0:
+                    op.latency = 0.0 if ends else op.latency - passed
+                    ends = ends and op.seconds <= 0
+                else:
+                    op.seconds = 0.0 if ends else op.seconds - passed * rate
+                if ends:
+                    op.done, op.end = True, self.now + passed
+                    q.popleft()
+            self.now += passed

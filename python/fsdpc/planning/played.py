@@ -1,0 +1,216 @@
+"""A step of the engine in a world of any size, recorded on a device that computes nothing.
+
+Everything is the engine's own but for kernels and peers: units, epochs, gathers ahead, reductions,
+the optimizer's step. Peers pretend, and memory is counted and never touched. The trace says in
+which order operations were posted, where the program could not go on without them, and how many
+floating point operations came before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpc import _core, optim
+from fsdpc.distributed import group
+from fsdpc.nn import init
+from fsdpc.nn.module import Module, Parameter, deferred_init
+from fsdpc.planning.memory_plan import check_left
+from fsdpc.planning.snapshot import Snapshot
+from fsdpc.sharding import rules
+from fsdpc.sharding.fully_shard import fully_shard
+from fsdpc.sharding.mesh import DeviceMesh
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": optim.AdamW, "adam": optim.Adam, "lion": optim.Lion, "sgd": optim.SGD,
+}  # fmt: skip
+
+_STEPS = 3  # the first one records, the second is the first that follows the record
+
+
+class Event(NamedTuple):
+    """What the engine did with a unit (a kind of csrc/base/trace.h), after so many operations."""
+
+    kind: str
+    unit: int
+    bytes: int
+    flops: int
+    backward: bool
+
+
+class Sample(NamedTuple):
+    """Bytes of activations before event ``at`` of a step, and the most since the sample before."""
+
+    at: int
+    now: int
+    peak: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Played:
+    """The events of one step, and what the engine held."""
+
+    events: tuple[Event, ...]
+    samples: tuple[Sample, ...]
+    units: tuple[str, ...]
+    reduce_sizes: tuple[int, ...]  # bytes of an element in the reductions of each unit
+    n_params: int
+    memory: dict[str, int]
+
+    @property
+    def flops(self) -> int:
+        """Floating point operations of the step."""
+        return self.events[-1].flops - self.events[0].flops
+
+
+def play_step(
+    model: Module,
+    shape: tuple[int, ...],
+    mesh: tuple[int, int],
+    options: dict[str, Any],
+    *,
+    optimizer: str,
+    accumulate: int,
+    orders: bool,
+) -> Played:
+    """Record a step of rank 0, and leave the model as it was; no other rank need be here.
+
+    Parameters
+    ----------
+    model : Module
+        Not sharded; its parameters may be deferred.
+    shape : tuple of int
+        Of a rank's batch, as :func:`fsdpc.memory_plan` takes it.
+    mesh : (replicate, shard)
+    options : dict
+        What :func:`fully_shard` is given besides.
+    optimizer : str
+    accumulate : int
+        Micro-steps of the step.
+    orders : bool
+        Whether operations order streams, as on GPUs, or are waited for.
+    """
+
+    def steps() -> Played:
+        world = group._world
+        classes = [(m, type(m)) for m in model.modules()]
+        with Snapshot(model):
+            try:
+                group._world = _core.Comm(0, mesh[0] * mesh[1], None)
+                return _play(model, shape, mesh, options, OPTIMIZERS[optimizer], accumulate)
+            finally:
+                group._world = world
+                for m, cls in classes:
+                    object.__setattr__(m, "__class__", cls)
+
+    played, left = _core.play(steps, orders)
+    check_left(model, left)
+    return played
+
+
+def _play(
+    model: Any,
+    shape: tuple[int, ...],
+    mesh: tuple[int, int],
+    options: dict[str, Any],
+    make_optimizer: Callable[..., Any],
+    accumulate: int,
+) -> Played:
+    _without_memory(model)
+    comms = [_core.Comm(0, size, None) for size in mesh]
+    fully_shard(model, mesh=DeviceMesh(comms, ("replicate", "shard"), mesh), **options)
+    optimizer = make_optimizer(model.parameters(), lr=1e-3)
+    inputs = _inputs(model, shape)
+    sampler = _Sampler(model)
+    for _ in range(_STEPS):
+        sampler.begin()
+        for _ in range(accumulate):
+            loss = model(*inputs)
+            (loss if loss.ndim == 0 else loss.sum()).backward()
+            sampler.take()
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
+        sampler.take()
+    units = rules.units_of(model)
+    own = [u.params[0][1] if u.params else _core.float32 for u in units]
+    sizes = [(u.reduce_dtype or u.param_dtype or d).itemsize for u, d in zip(units, own)]
+    return Played(
+        events=tuple(sampler.events),
+        samples=tuple(sampler.samples),
+        units=tuple(u.name for u in units),
+        reduce_sizes=tuple(sizes),
+        n_params=sum(len(u.params) for u in units),
+        memory=sampler.peaks,
+    )
+
+
+class _Sampler:
+    """Reads the trace and what is held where a unit's forward ends and where its backward begins.
+
+    Peaks begin again at each sample, so the most of all samples is the peak of the steps.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.peaks: dict[str, int] = {}
+        self.begin()
+        for m in {id(m): m for _, m in rules.sharded_modules(model)}.values():
+            m.__dict__["forward"] = self._sampled(m.forward)
+
+    def begin(self) -> None:
+        """Forget the step before, but for its peaks."""
+        self.events: list[Event] = []
+        self.samples: list[Sample] = []
+        _core.trace_reset()
+        self.take()
+
+    def take(self, _: Any = None) -> None:
+        """Sample what is held now."""
+        stats = _core.memory_stats()
+        for key, value in stats.items():
+            if key.endswith("_peak_bytes"):
+                name = key.removesuffix("_peak_bytes")
+                self.peaks[name] = max(value, self.peaks.get(name, 0))
+        self.events += [Event(kind, unit, n, at, back)
+                        for kind, unit, _, n, at, back in _core.trace_events()]  # fmt: skip
+        _core.trace_reset()
+        _core.reset_peak_memory_stats()
+        self.samples.append(
+            Sample(len(self.events), stats["activation_bytes"], stats["activation_peak_bytes"])
+        )
+
+    def _sampled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def sampled(*args: Any, **kwargs: Any) -> Any:
+            out = forward(*args, **kwargs)
+            self.take()
+            if isinstance(out, _core.Tensor) and out.requires_grad:
+                out.register_hook(self.take)
+            return out
+
+        return sampled
+
+
+def _without_memory(model: Module) -> None:
+    """Put deferred parameters in the places of the model's own."""
+    made: dict[int, Parameter] = {}
+    with deferred_init():
+        for m in model.modules():
+            for name, p in m._parameters.items():
+                if p is None:
+                    continue
+                if id(p) not in made:
+                    made[id(p)] = init.zeros_(Parameter.empty(p.shape, p.dtype))
+                    made[id(p)].requires_grad = p.requires_grad
+                m._parameters[name] = made[id(p)]
+
+
+def _inputs(model: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """Words and targets for the models of :mod:`fsdpc.models`, else floats."""
+    if hasattr(getattr(model, "config", None), "vocab_size"):
+        ids = np.zeros(shape, np.int64)
+        return ids, ids
+    dtype = next((p.dtype for p in model.parameters()), _core.float32)
+    return (_core.empty(shape, dtype=dtype),)

@@ -1,0 +1,201 @@
+"""One way to train: how it shards, recomputes and offloads, what it needs, and how it is played.
+
+:mod:`fsdpc.planning.planner` tries many of them; :mod:`fsdpc.planning.advice` tries changed runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from textwrap import wrap
+from typing import Any, NamedTuple
+
+from fsdpc.display.svg import size
+from fsdpc.planning.memory_plan import MemoryPlan, groups_on_hosts, memory_plan
+from fsdpc.planning.simulate import Simulation, simulate
+from fsdpc.sharding.activation import checkpoint_activations
+from fsdpc.sharding.offload import OffloadPolicy
+
+CHECKPOINTS: tuple[str | float | None, ...] = (None, 0.5, "all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What :func:`plan` may be told besides memory, ranks and wires.
+
+    Parameters
+    ----------
+    batch : int, default 1
+        Sequences of a rank in a step; micro-batches divide it.
+    seq : int, optional
+        Words in a sequence; by default the longest that the model takes.
+    ranks_per_host : int, optional
+        By default all ranks are on one host.
+    folder : str, default "/var/tmp"
+        For offload to a disk, which is tried where ``disk_bandwidth`` is given; CPUs alone.
+    simulated : dict, optional
+        Other fields of :class:`SimulateOptions`, as ``local_bandwidth``; for all choices.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.PlanOptions(batch=8, seq=2048).batch
+    8
+    """
+
+    batch: int = 1
+    seq: int | None = None
+    ranks_per_host: int | None = None
+    folder: str = "/var/tmp"
+    simulated: dict[str, Any] = field(default_factory=dict)
+
+
+class Case(NamedTuple):
+    """What all choices of a plan have in common."""
+
+    model: Any
+    memory: float
+    hosts: int
+    per_host: int
+    device: str
+    options: PlanOptions
+    simulated: dict[str, Any]
+    wires: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One way to train, and what it takes.
+
+    ``memory`` are bytes of a rank, its share of what the ranks of a host have in common included.
+    ``simulation`` is None where that is more than there is. ``reason`` says in words why the choice
+    is where it is. ``checkpoint`` is what :func:`fsdpc.checkpoint_activations` is given, and
+    ``offload`` what ``--offload`` takes, or "none".
+    """
+
+    strategy: str
+    mesh: tuple[int, int]
+    checkpoint: str | float | None
+    offload: str
+    micro_batch: int
+    accumulate: int
+    memory: float
+    simulation: Simulation | None = None
+    reason: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it needs no more memory than there is."""
+        return self.simulation is not None
+
+    @property
+    def options(self) -> str:
+        """Return the options of ``fsdpc train`` that choose it."""
+        words = [f"--strategy {self.strategy}"]
+        if self.strategy.startswith("HYBRID"):
+            words += [f"--mesh {self.mesh[0]}x{self.mesh[1]}"]
+        if self.checkpoint is not None:
+            words += [f"--checkpoint-activations {self.checkpoint}"]
+        if self.offload != "none":
+            words += [f"--offload {self.offload}"]
+        return " ".join([*words, f"--batch {self.micro_batch} --accumulate {self.accumulate}"])
+
+
+def wrapped(options: str, width: int = 76) -> list[str]:
+    """Return lines of options, each with its value on the same line."""
+    pairs = options.replace(" ", "\0").replace("\0--", " --")
+    lines = wrap(pairs, width, break_on_hyphens=False, break_long_words=False)
+    return [line.replace("\0", " ") for line in lines]
+
+
+def activations(case: Case) -> dict[tuple[Any, int], int]:
+    """Bytes by recomputation and micro-batch: no recomputation and large micro-batches first."""
+    found = {}
+    for which in _checkpoints(case.model):
+        with _recomputing(case.model, which):
+            for micro in _micro_batches(case.options.batch):
+                plan = memory_plan(case.model, 1, (micro, case.options.seq),
+                                   mp_policy=case.simulated.get("mp_policy"))  # fmt: skip
+                found[which, micro] = plan.activation or 0
+    return found
+
+
+def _checkpoints(model: Any) -> tuple[str | float | None, ...]:
+    """Not where blocks are recomputed already, or there are none."""
+    blocks = _blocks(model)
+    plain = blocks and not any("forward" in block.__dict__ for block in blocks)
+    return CHECKPOINTS if plain else CHECKPOINTS[:1]
+
+
+def _micro_batches(batch: int) -> list[int]:
+    return [batch >> i for i in range(batch.bit_length()) if batch % (1 << i) == 0]
+
+
+def _blocks(model: Any) -> list[Any]:
+    return list(model.blocks()) if callable(getattr(model, "blocks", None)) else []
+
+
+@contextmanager
+def _recomputing(model: Any, which: Any) -> Iterator[None]:
+    if which is not None:
+        checkpoint_activations(_blocks(model), which)
+    try:
+        yield
+    finally:
+        for block in _blocks(model) if which is not None else ():
+            block.__dict__.pop("forward", None)
+
+
+class Sharding(NamedTuple):
+    """How a choice spreads a model."""
+
+    strategy: str
+    mesh: tuple[int, int]
+    offload: OffloadPolicy | None
+
+
+class Way:
+    """One way to shard: what the engine holds, and choices of how to spend activations on it."""
+
+    def __init__(self, case: Case, sharding: Sharding) -> None:
+        self.case = case
+        self.sharding = sharding
+        given = case.simulated
+        self.held: MemoryPlan = memory_plan(
+            case.model, sharding.mesh, strategy=sharding.strategy, offload_policy=sharding.offload,
+            mp_policy=given.get("mp_policy"), plan=given.get("plan"),
+            optimizer=given.get("optimizer", "adamw"), state_dtype=given.get("state_dtype"),
+        ).for_device(case.device).for_hosts(case.hosts)  # fmt: skip
+        lanes = groups_on_hosts(sharding.mesh, case.hosts, case.per_host)[0].lanes
+        self.shared: int = lanes if case.device == "cpu" else 1  # ranks of a host read one wire
+        self.engine: float = self.held.total - self.held.wire + self.held.wire / self.shared
+
+    def choice(self, which: Any, micro: int, activation: int) -> Choice:
+        """Play it if it fits."""
+        case, (strategy, mesh, offload) = self.case, self.sharding
+        accumulate = case.options.batch // micro
+        made = partial(Choice, strategy=strategy, mesh=mesh, checkpoint=which,
+                       offload="none" if offload is None else str(offload), micro_batch=micro,
+                       accumulate=accumulate)  # fmt: skip
+        if self.engine + activation <= case.memory:
+            with _recomputing(case.model, which):
+                played = simulate(
+                    case.model, (micro, case.options.seq), hosts=case.hosts,
+                    ranks_per_host=case.per_host, **case.wires,
+                    **{**case.simulated, "strategy": strategy, "mesh": mesh,
+                       "offload_policy": offload, "accumulate": accumulate},
+                )  # fmt: skip
+            activation = played.memory.activation or 0  # of the step, not of a dry run
+            if self.engine + activation <= case.memory:
+                return made(memory=self.engine + activation, simulation=played)
+        why = _too_much(self.held, self.shared, activation)
+        return made(memory=self.engine + activation, reason=why)
+
+
+def _too_much(held: MemoryPlan, shared: int, activation: int) -> str:
+    parts = {"wire": held.wire / shared, "master": held.master, "grad": held.grad,
+             "state": held.state, "reduce": held.reduce, "activation": activation}  # fmt: skip
+    largest = sorted(parts, key=lambda name: -parts[name])[:2]
+    return "does not fit: " + " and ".join(f"{size(parts[n])} of {n}" for n in largest)

@@ -1,0 +1,196 @@
+"""Norms of gradients, and clipping by the global norm or by value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from fsdpc import _core
+from fsdpc._core import Tensor
+from fsdpc.nn.module import Module, Parameter
+from fsdpc.sharding import overflow
+
+NAMED = 5  # parameters in an error, of those that are to blame
+
+
+def clip_grad_norm_(
+    module: Module | Iterable[Parameter],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale gradients so that their global norm is at most ``max_norm``; collective.
+
+    Parameters
+    ----------
+    module : Module or iterable of Parameter
+        Whose gradients count, each once; whole units at a time where they are sharded, without
+        ignored ones.
+    max_norm : float
+        ``inf`` measures without scaling. A NaN norm makes all gradients NaN, as in PyTorch.
+    norm_type : float, default 2
+        1, 2, ``inf`` (the largest magnitude) or another number above 0.
+    error_if_nonfinite : bool, default False
+        Raise if the norm is NaN or infinite; gradients are left as they are. A GPU is waited for.
+
+    Returns
+    -------
+    Tensor, 0-d float64
+        The norm over all ranks before clipping. Its bits depend neither on the world size nor on
+        the layout: powers are summed in float64 over fixed leaves and added exactly.
+
+    Raises
+    ------
+    FloatingPointError
+        The norm is not finite and ``error_if_nonfinite`` is set; names the parameters.
+    ValueError
+        ``max_norm`` or ``norm_type`` is none, or some parameters are sharded and others have
+        gradients but no unit and are not ignored.
+
+    Notes
+    -----
+    Sharded gradients are not touched: the factor is applied by the optimizer while it reads them,
+    or by whoever reads ``.grad`` first. One small all-reduce for each shard group. Powers must fit
+    float64: the norm of finite gradients can be infinite, or 0, for a large ``norm_type``.
+
+    On a GPU norm and factor stay in its memory, and reading the norm synchronises. Other values of
+    ``norm_type`` than 1, 2 and ``inf``, and a :class:`fsdpc.amp.LossScaler`, synchronise at once.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> layer = fsdpc.nn.Linear(2, 1, bias=False)
+    >>> layer(fsdpc.tensor([[3.0, 4.0]])).sum().backward()
+    >>> float(fsdpc.clip_grad_norm_(layer, 1.0))  # before clipping
+    5.0
+    >>> round(float(fsdpc.clip_grad_norm_(layer, 1.0)), 6)
+    1.0
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be above 0, got {max_norm}")
+    named = _named(module)
+    units, plain = _gradients(named)
+    p = float(norm_type)
+    if not (error_if_nonfinite or overflow.is_watching(units)):
+        return _core.clip_grads(units, plain, p, float(max_norm))
+    norm = _core.grad_norm(units, plain, p)
+    if math.isfinite(norm) or p in (1, 2, math.inf):  # another power may itself have overflowed
+        overflow.report(units, not math.isfinite(norm))
+    if error_if_nonfinite and not math.isfinite(norm):
+        largest = grad_norms(module, math.inf)
+        wrong = [f"'{name}'" for name, x in largest.items() if not math.isfinite(x)]
+        bad = ", ".join(wrong[:NAMED])
+        bad += f" and {len(wrong) - NAMED} more" if wrong[NAMED:] else ""
+        raise FloatingPointError(
+            f"the global gradient norm is {norm}: gradients hold NaN or infinity, in {bad}; drop "
+            "them (zero_grad()) and go on, or set error_if_nonfinite=False"
+            if bad
+            else f"the global gradient norm is {norm}, though all gradients are finite: powers of "
+            f"{norm_type} do not fit float64; take norm_type 2 or inf"
+        )
+    _core.scale_grads(units, plain, norm, float(max_norm))
+    return _core.tensor(norm, dtype=_core.float64)
+
+
+def grad_norms(module: Module | Iterable[Parameter], norm_type: float = 2.0) -> dict[str, float]:
+    """Measure the norm of every parameter's gradient over all ranks; collective.
+
+    Parameters
+    ----------
+    module : Module or iterable of Parameter
+        As :func:`clip_grad_norm_` takes it.
+    norm_type : float, default 2
+        1, 2, ``inf`` or another number above 0.
+
+    Returns
+    -------
+    dict of str to float
+        By name, of the parameters that have a gradient; as exact, and as independent of the world
+        size, as the global norm.
+
+    Notes
+    -----
+    One read of the gradients and one all-reduce of 560 bytes a parameter, for all of them.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> layer = fsdpc.nn.Linear(2, 1)
+    >>> layer(fsdpc.tensor([[3.0, 4.0]])).sum().backward()
+    >>> fsdpc.grad_norms(layer)
+    {'weight': 5.0, 'bias': 1.0}
+    """
+    named = _named(module)
+    units, plain = _gradients(named)
+    sharded, others = _core.grad_norms(units, plain, float(norm_type))
+    of, rest = dict(zip(units, sharded)), iter(others)
+    norms = {}
+    for name, p in named:
+        if p._unit is not None:
+            norm = of[p._unit][p._index]
+            if norm is not None:
+                norms[name] = norm
+        elif _is_plain(p):
+            norms[name] = next(rest)
+    return norms
+
+
+def clip_grad_value_(module: Module | Iterable[Parameter], clip_value: float) -> None:
+    """Cut every element of the gradients off at ``clip_value`` and ``-clip_value``, in place.
+
+    Parameters
+    ----------
+    module : Module or iterable of Parameter
+        Whose gradients are cut off, without ignored ones.
+    clip_value : float
+        At least 0. NaN stays NaN.
+
+    Notes
+    -----
+    One pass over the gradient shards, after what :func:`clip_grad_norm_` or a loss scaler left to
+    be applied. No communication.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> layer = fsdpc.nn.Linear(2, 1, bias=False)
+    >>> layer(fsdpc.tensor([[3.0, 0.5]])).sum().backward()
+    >>> fsdpc.clip_grad_value_(layer, 1.0)
+    >>> layer.weight.grad.tolist()
+    [[1.0, 0.5]]
+    """
+    if not clip_value >= 0:
+        raise ValueError(f"clip_value must be at least 0, got {clip_value}")
+    grads = [p.grad for _, p in _named(module) if not getattr(p, "_ignored", False)]
+    _core.clamp_([g for g in grads if g is not None], float(clip_value))
+
+
+def _named(module: Module | Iterable[Parameter]) -> list[tuple[str, Parameter]]:
+    """Every parameter once, with its name."""
+    if isinstance(module, Module):
+        return list(module.named_parameters())
+    params = [module] if isinstance(module, Parameter) else list(module)
+    once = {id(p): p for p in params}.values()
+    names = [getattr(p, "_name", f"number {i}") for i, p in enumerate(once)]
+    if len(set(names)) < len(names):  # units of their own may hold the same name
+        names = [f"number {i} ('{name}')" for i, name in enumerate(names)]
+    return list(zip(names, once, strict=True))
+
+
+def _is_plain(p: Parameter) -> bool:
+    """Whether it has a gradient that counts and is not sharded."""
+    return p._unit is None and not getattr(p, "_ignored", False) and p.grad is not None
+
+
+def _gradients(named: list[tuple[str, Parameter]]) -> tuple[list[Any], list[Tensor]]:
+    """Units, and gradients that are not sharded: those would differ between ranks beside units."""
+    units = list(dict.fromkeys(p._unit for _, p in named if p._unit is not None))
+    plain = [(name, p) for name, p in named if _is_plain(p)]
+    if units and plain:
+        names = ", ".join(f"'{name}'" for name, _ in plain)
+        raise ValueError(
+            f"{names}: held by no unit, so the norm would differ between ranks; call fully_shard() "
+            "on the module around them, or give them as its ignored_params"
+        )
+    return units, [p.grad for _, p in plain if p.grad is not None]

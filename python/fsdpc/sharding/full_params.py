@@ -1,0 +1,64 @@
+"""Whole values of sharded parameters: read, and written back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fsdpc.nn.module import Module
+from fsdpc.nn.parameter import full_tensor
+from fsdpc.sharding.fsdp_module import FSDPModule
+
+
+@contextmanager
+def summon_full_params(
+    module: Module, *, recurse: bool = True, writeback: bool = True
+) -> Iterator[None]:
+    """Let every parameter stand on a private full copy in its original dtype; collective.
+
+    Parameters
+    ----------
+    module : Module
+        Its units, and those of modules inside it.
+    recurse : bool, default True
+        Without: the units of this very module alone.
+    writeback : bool, default True
+        On leaving each rank keeps its own rows of what the copies hold then. Ranks must have
+        written the same. Not done after an exception.
+
+    Notes
+    -----
+    Costs a full copy of the parameters on every rank. The modules cannot be called inside.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> layer = fsdpc.fully_shard(fsdpc.nn.Linear(2, 1, bias=False))
+    >>> with fsdpc.no_grad(), fsdpc.summon_full_params(layer):
+    ...     _ = layer.weight.fill_(0.5)
+    >>> fsdpc.full_tensor(layer.weight).tolist()
+    [[0.5, 0.5]]
+    """
+    modules = [m for m in module.modules() if isinstance(m, FSDPModule)] if recurse else [module]
+    params = [p for p in module.parameters() if p._unit is not None]
+    units = {m._fsdpc_unit for m in modules if isinstance(m, FSDPModule)}
+    params = [p for p in params if p._unit in units]
+    for m in modules:
+        if getattr(m, "_fsdpc_summoned", False):
+            raise RuntimeError(f"summon_full_params() inside itself, on {type(m).__name__}")
+    fulls = [full_tensor(p) for p in params]
+    for p, full in zip(params, fulls, strict=True):
+        p._unit.bind(p._index, full)
+    for m in modules:
+        m.__dict__["_fsdpc_summoned"] = True
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        for m in modules:
+            m.__dict__.pop("_fsdpc_summoned", None)
+        for p, full in zip(params, fulls, strict=True):
+            p._unit.bind(p._index, None)
+            if done and writeback:
+                p._unit.write(p._index, full)

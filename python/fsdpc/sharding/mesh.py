@@ -1,0 +1,122 @@
+"""Meshes: the ranks as a grid ``replicate x shard``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from fsdpc import _core, distributed
+from fsdpc.display import html
+from fsdpc.tensors import device
+
+
+class DeviceMesh:
+    """Ranks in a grid, one communicator along each dimension.
+
+    Made by :func:`init_device_mesh`. The last dimension is of consecutive ranks.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> mesh = fsdpc.init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    >>> mesh.shape, mesh.ndim, mesh.mesh_dim_names
+    ((1, 1), 2, ('replicate', 'shard'))
+    """
+
+    def __init__(
+        self, comms: Sequence[_core.Comm], names: Sequence[str], shape: Sequence[int]
+    ) -> None:
+        self._comms = tuple(comms)
+        self.mesh_dim_names: tuple[str, ...] = tuple(names)
+        self.shape: tuple[int, ...] = tuple(shape)
+        self.device_type: str = device.get_default_device()
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> int:
+        """Return the ranks along a dimension, or of the whole mesh."""
+        return prod(self.shape) if dim is None else self.shape[dim]
+
+    def get_local_rank(self, dim: int | str = 0) -> int:
+        """Return this rank's coordinate along a dimension."""
+        return self.comm(dim).rank
+
+    def comm(self, dim: int | str) -> _core.Comm:
+        """Return the communicator of the ranks that differ from this one along ``dim`` alone."""
+        if isinstance(dim, str):
+            dim = self._index(dim)
+        return self._comms[dim]
+
+    def _index(self, name: str) -> int:
+        if name not in self.mesh_dim_names:
+            raise KeyError(f"no mesh dimension '{name}'; there are {self.mesh_dim_names}")
+        return self.mesh_dim_names.index(name)
+
+    def __getitem__(self, name: str | tuple[str, ...]) -> DeviceMesh:
+        names = (name,) if isinstance(name, str) else tuple(name)
+        at = [self._index(n) for n in names]
+        if at != sorted(set(at)):
+            raise KeyError(f"{names}: name dimensions once, in the order {self.mesh_dim_names}")
+        return DeviceMesh([self._comms[i] for i in at], names, [self.shape[i] for i in at])
+
+    def __repr__(self) -> str:
+        sizes = " x ".join(f"{n} {s}" for n, s in zip(self.mesh_dim_names, self.shape, strict=True))
+        return f"DeviceMesh({sizes})"
+
+    def _repr_html_(self) -> str:
+        """Return a picture of the grid, which notebooks show."""
+        return html.mesh(self)
+
+
+def init_device_mesh(
+    device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None
+) -> DeviceMesh:
+    """Arrange all ranks in a grid; collective.
+
+    Parameters
+    ----------
+    device_type : str
+        "cuda" makes it the device of this process; "cpu" leaves that as it is.
+    mesh_shape : sequence of int
+        One size (plain sharding) or two (replicate, shard); their product is the world size.
+    mesh_dim_names : sequence of str, optional
+        Names to pick sub-meshes by; ("shard",) or ("replicate", "shard") where not given.
+
+    Raises
+    ------
+    ValueError
+        The sizes do not multiply to the world size, or names and sizes differ in number.
+    NotImplementedError
+        There are no such devices.
+    RuntimeError
+        There is no GPU here, or tensors live on another device already.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> mesh = fsdpc.init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    >>> mesh.size()
+    1
+    """
+    if device_type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"device type '{device_type}': ranks compute on 'cpu' or 'cuda'")
+    if device_type == "cuda":
+        device.set_default_device(device_type)
+    shape = tuple(int(s) for s in mesh_shape)
+    world = distributed.world()
+    if len(shape) not in (1, 2) or any(s < 1 for s in shape):
+        raise ValueError(f"a mesh has one or two dimensions of at least 1, got {shape}")
+    if prod(shape) != world.size:
+        raise ValueError(f"mesh {shape} has {prod(shape)} ranks; the world has {world.size}")
+    names = tuple(mesh_dim_names or (("shard",) if len(shape) == 1 else ("replicate", "shard")))
+    if len(names) != len(shape):
+        raise ValueError(f"{len(names)} names {names} for {len(shape)} dimensions {shape}")
+    if len(shape) == 1:
+        return DeviceMesh([world], names, shape)
+    row, column = divmod(world.rank, shape[1])
+    shard = world if shape[0] == 1 else world.split(row, column)
+    replicate = world if shape[1] == 1 else world.split(column, row)
+    return DeviceMesh([replicate, shard], names, shape)

@@ -1,0 +1,156 @@
+"""Which arrays of a sharded model lie on a disk, or in host memory beside a GPU."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from fsdpc import _core
+from fsdpc.tensors.device import get_default_device
+
+TIERS = ("device", "host", "disk")
+#: Classes of arrays, as the fields of a policy are called.
+CLASSES = ("params", "masters", "optimizer", "gradients")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadPolicy:
+    """Where the arrays of a unit lie; the default is FSDP2's, beside the compute.
+
+    Parameters
+    ----------
+    params, gradients, masters, optimizer : {"device", "host", "disk"}, default "device"
+        Of the gathered parameters, of the gradient shards, of the shards that an optimizer updates,
+        and of the states that ours keeps of them. On CPUs "host" is the same as "device"; on GPUs
+        it is pinned memory.
+    path : path, optional
+        A folder on a disk of this host, for what lies on a disk. Each rank makes a file there that
+        has no name: nothing of it is left when the process ends.
+    fraction : float, default 1.0
+        How much of each class that is on a disk, in (0, 1]: the first part of every unit stays in
+        memory. Of ``params`` it is all.
+
+    Raises
+    ------
+    ValueError
+        A tier is unknown, ``path`` is missing, or ``fraction`` is out of range.
+
+    Notes
+    -----
+    ``fully_shard`` refuses "disk" where ranks compute on GPUs, and params on the "host" where one
+    rank has all of them (NotImplementedError). Results have the bits of a run without it.
+    Where masters and optimizer are both on the "host", the CPU steps them, by the rank's threads.
+    On a disk, a step reads and writes masters and states once, in the order of the units, ahead of
+    their use, past the page cache. What was written is compared by CRC-32C when it is read: a disk
+    that returns something else ends the run with an error. Parameters and gradients go through the
+    page cache, and have no checksum. Such a step goes on behind the next forward, unit by unit;
+    whoever reads values or states ends it.
+    Source: ZeRO-Offload (Ren et al. 2021), ZeRO-Infinity (Rajbhandari et al. 2021).
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> policy = fsdpc.OffloadPolicy(optimizer="disk", path="/var/tmp")
+    """
+
+    params: str = "device"
+    gradients: str = "device"
+    masters: str = "device"
+    optimizer: str = "device"
+    path: str | os.PathLike[str] | None = None
+    fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in CLASSES:
+            tier = getattr(self, name)
+            if tier not in TIERS:
+                raise ValueError(f"{name}={tier!r}: a tier is one of {', '.join(TIERS)}")
+        if self.on_disk and not self.path:
+            raise ValueError(
+                f"{', '.join(self.on_disk)} on a disk needs a path, of a folder on a disk of this "
+                "host"
+            )
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"fraction={self.fraction!r} is not in (0, 1]")
+        if not self.on_disk and (self.path is not None or self.fraction != 1):
+            raise ValueError(
+                "a path or a fraction, and nothing is on a disk: say what, as in optimizer='disk'"
+            )
+
+    def __str__(self) -> str:
+        """Return what ``--offload`` of ``fsdpc train`` takes for this policy."""
+        tiers = {name: getattr(self, name) for name in CLASSES}
+        text = ",".join(f"{name}={tier}" for name, tier in tiers.items() if tier != "device")
+        text = text.replace("=disk", f"=disk:{self.path}", 1)  # one folder for all
+        return text + (f",fraction={self.fraction:g}" if self.fraction != 1 else "")
+
+    @property
+    def on_disk(self) -> tuple[str, ...]:
+        """The classes that lie on a disk."""
+        return self._of("disk")
+
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """The classes that lie in memory of the CPU."""
+        return self._of("host")
+
+    def _of(self, tier: str) -> tuple[str, ...]:
+        return tuple(name for name in CLASSES if getattr(self, name) == tier)
+
+
+_tiers: weakref.WeakValueDictionary[tuple[str, int], _core.Tier] = weakref.WeakValueDictionary()
+
+
+def planned(policy: Any, device: str) -> _core.Offload | None:
+    """Return what a unit is told of a policy on a device, without a file; None for nothing."""
+    on_disk, on_host = getattr(policy, "on_disk", ()), getattr(policy, "on_host", ())
+    if on_disk:
+        return None, *(name in on_disk for name in CLASSES), float(policy.fraction)
+    if on_host and device != "cpu":
+        return "host", *(name in on_host for name in CLASSES), 1.0
+    return None
+
+
+def opened(policy: Any, comm: _core.Comm) -> _core.Offload | None:
+    """Return the same with this rank's file in the policy's folder, which its units share.
+
+    The rank is that of a unit's ranks: those that shard nothing may not have joined the world.
+    """
+    device = get_default_device()
+    plan = planned(policy, device)
+    if device != "cpu" and plan is not None and policy.on_disk:
+        raise NotImplementedError(
+            f"offload to 'disk' where ranks compute on {device}: it works on CPUs alone"
+        )
+    if plan is not None and plan[0] == "host" and plan[1] and comm.size == 1:
+        raise NotImplementedError(
+            "params='host' for shards of one rank: modules read its params where they lie, on "
+            f"{device}; leave params out of the policy, or shard over more ranks"
+        )
+    if plan is None or plan[0] == "host":
+        return plan
+    key = os.path.realpath(policy.path), comm.world_rank
+    tier = _tiers.get(key)
+    if tier is None:
+        tier = _tiers[key] = _core.Tier(*key)
+    return tier, *plan[1:]
+
+
+def words(policy: Any) -> str:
+    """Return the line by which ranks compare policies; folders may differ."""
+    plan = planned(policy, get_default_device())
+    if plan is None:
+        return ""
+    on_disk = f", on disk {policy.on_disk}, fraction={policy.fraction}"
+    return on_disk if policy.on_disk else f", on the host {policy.on_host}"
+
+
+def file_stats() -> dict[str, int]:
+    """Return the bytes of this rank's files, and of what was read and written, in total."""
+    found = [tier.stats() for tier in _tiers.values()]
+    return {
+        f"disk_{name}": sum(each[name] for each in found)
+        for name in ("file_bytes", "read_bytes", "written_bytes")
+    }
