@@ -52,7 +52,7 @@ class BuildCore(build_ext):
 
 def relative_sources():
     """Sources as setuptools lists them in a source distribution."""
-    every = native.sources((*native.LAYERS, "py"))
+    every = native.sources((*native.LAYERS, *native.BINDINGS))
     return [str(path.relative_to(ROOT)) for path in every]
 
 

@@ -13,7 +13,7 @@
 #include <string.h>
 
 extern "C" {
-#include "cuda/cuda_queue.h"
+#include "cuda/queue.h"
 #include "base/size.h"
 #include "ops/flat_ops.h"
 #include "ops/nn_ops.h"

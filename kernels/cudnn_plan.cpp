@@ -19,7 +19,7 @@
 #include <string.h>
 
 extern "C" {
-#include "cuda/cuda_queue.h"
+#include "cuda/queue.h"
 #include "cuda/cudnn_plan.h"
 }
 

@@ -30,7 +30,8 @@ import stub_docs
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
-OBJECTS = ROOT / "build" / "objects"  # of csrc without csrc/py, for the extension and plain C tests
+BINDINGS = ("bind", "bind/engine", "bind/tensor", "bind/torch")
+OBJECTS = ROOT / "build" / "objects"  # of csrc without csrc/bind, for the extension and C tests
 LAYERS = ("base", "tier", "device", "ops", "comm", "engine", "ckpt", "nn", "plugin")
 
 WARNINGS = ("-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Wvla",
@@ -299,7 +300,7 @@ def build_core(target: Path) -> Path:
     made = stub_docs.write(python_side.out / "made")
     engine, flags = Builder(OBJECTS), [f"-I{made.parents[1]}", *flags]
     files = [(engine, path, ()) for path in sources()]
-    files += [(python_side, path, flags) for path in (*sources(["py"]), made)]
+    files += [(python_side, path, flags) for path in (*sources(BINDINGS), made)]
     with building(OBJECTS):
         objects = compile_all(files)
     return python_side.link(

@@ -2,7 +2,7 @@
 
 ``python/fsdpc/_core.pyi`` is the only place where a function of the extension has its signature,
 its types and its documentation.  The build writes them as C strings, ``fsdpc_doc_NAME`` for a
-function or class and ``fsdpc_doc_TYPE_NAME`` for a method or attribute, and the tables of csrc/py
+function or class and ``fsdpc_doc_TYPE_NAME`` for a method or attribute, and the tables of csrc/bind
 name these: what the stub does not declare does not compile.
 
 A method without a docstring has that of the function of its name.
@@ -73,21 +73,21 @@ def texts(stub: str) -> dict[str, str]:
 
 
 def write(folder: Path) -> Path:
-    """Write ``py/stub_docs.h`` and ``.c`` below a folder, if they change; returns the latter."""
+    """Write ``bind/stub_docs.h`` and ``.c`` below a folder, if they change; returns the latter."""
     found = texts(STUB.read_text(encoding="utf-8"))
     head = "/* Made from python/fsdpc/_core.pyi by tools/stub_docs.py. */\n"
     header = head + "#ifndef FSDPC_STUB_DOCS_H\n#define FSDPC_STUB_DOCS_H\n"
     header += "".join(f"extern const char fsdpc_doc_{name}[];\n" for name in found) + "#endif\n"
-    source = head + '#include "py/stub_docs.h"\n'
+    source = head + '#include "bind/stub_docs.h"\n'
     for name, text in found.items():
         lines = "\n".join(f"    {literal(line)}" for line in text.splitlines(keepends=True))
         source += f"const char fsdpc_doc_{name}[] =\n{lines or literal('')};\n"
-    for path, content in ((folder / "py" / "stub_docs.h", header),
-                          (folder / "py" / "stub_docs.c", source)):  # fmt: skip
+    for path, content in ((folder / "bind" / "stub_docs.h", header),
+                          (folder / "bind" / "stub_docs.c", source)):  # fmt: skip
         if not path.exists() or path.read_text(encoding="utf-8") != content:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content, encoding="utf-8")
-    return folder / "py" / "stub_docs.c"
+    return folder / "bind" / "stub_docs.c"
 
 
 def literal(line: str) -> str:

@@ -29,7 +29,7 @@ def flags_of(source: Path) -> list[str]:
     table = native.isa_flags()
     suffix = native.isa_suffix(source, table)
     flags = [*native.FLAGS, f"-I{native.CSRC}", *(table[suffix] if suffix else [])]
-    if source.parent.name == "py":
+    if source.relative_to(native.CSRC).parts[0] == "bind":
         paths = sysconfig.get_paths()
         flags += [f"-isystem{paths['include']}", f"-isystem{numpy.get_include()}"]
         flags += [f"-I{STAMPS / 'made'}"]
@@ -51,7 +51,7 @@ def mpi_flags() -> list[str]:
 
 def newest_shared() -> float:
     """When a header, the checks or the flags last changed."""
-    shared = [*native.CSRC.glob("*/*.h"), native.ROOT / ".clang-tidy", Path(native.__file__)]
+    shared = [*native.CSRC.glob("**/*.h"), native.ROOT / ".clang-tidy", Path(native.__file__)]
     return max(path.stat().st_mtime for path in shared)
 
 
@@ -75,7 +75,7 @@ def main() -> int:
     if not shutil.which("clang-tidy"):
         sys.exit("tidy: clang-tidy is needed and not installed")
     names = sys.argv[1:]
-    layers = (*native.LAYERS, "guest", "cuda", "py", *(("mpi",) if mpi_flags() else ()))
+    layers = (*native.LAYERS, "guest", "cuda", *native.BINDINGS, *(("mpi",) if mpi_flags() else ()))
     files = native.sources(layers)
     chosen = [path for path in files if not names or any(name in path.name for name in names)]
     shared = newest_shared()

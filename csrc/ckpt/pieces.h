@@ -1,7 +1,7 @@
 /* Moving pieces of tensors between memory and files.
  *
  * A piece is a run of elements of one tensor: the part that one rank holds.  It has a place in
- * memory and a place in a file, each with a dtype. csrc/py makes pieces; this code knows nothing of
+ * memory and a place in a file, each with a dtype. csrc/bind makes pieces; this code knows nothing of
  * layouts, units or ranks.
  *
  * Checksums.  CRC-32C is linear.  Shift the CRC of each piece over the bytes behind it: the

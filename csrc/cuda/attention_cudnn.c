@@ -21,7 +21,7 @@
 
 #include "base/crc32c.h"
 #include "base/size.h"
-#include "cuda/cuda_queue.h"
+#include "cuda/queue.h"
 #include "cuda/cudnn_plan.h"
 
 enum { SLOTS = 512, WORKSPACE_BYTES = 1 << 30, WORKSPACE_QUERIES = 6, ROW_BYTES = 16, DIM = 256 };

@@ -20,7 +20,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#include "cuda/cuda_error.h"
+#include "cuda/error.h"
 #include "cuda/device_cuda.h"
 #include "cuda/nccl_internal.h"
 

@@ -3,10 +3,10 @@
  * A table entry is a call or two of CUDA's runtime with its error translated.  Three things are
  * more.  The main stream stands in for streams that are not ours.  The first error of submitted
  * work is kept until sync.  Kernels leave faults in pinned memory, because they cannot return an
- * error (cuda_queue.h).  Events carry no timing: recording one is then cheap, and waiting for one
+ * error (queue.h).  Events carry no timing: recording one is then cheap, and waiting for one
  * does not reach into the host.
  *
- * With a watch on the device, only cuda_wait.h waits for a stream.  So a copy into ordinary memory,
+ * With a watch on the device, only wait.h waits for a stream.  So a copy into ordinary memory,
  * in which CUDA itself waits for the stream, comes after such a wait.
  */
 #include "cuda/device_cuda.h"
@@ -16,10 +16,10 @@
 #include <string.h>
 
 #include "cuda/attention_cudnn.h"
-#include "cuda/cuda_error.h"
-#include "cuda/cuda_pool.h"
-#include "cuda/cuda_queue.h"
-#include "cuda/cuda_wait.h"
+#include "cuda/error.h"
+#include "cuda/pool.h"
+#include "cuda/queue.h"
+#include "cuda/wait.h"
 #include "cuda/gemm_cublaslt.h"
 #include "cuda/graph.h"
 #include "cuda/kernel_tables.h"

@@ -1,7 +1,7 @@
 /* A GPU as a device: the table of csrc/device/device.h over CUDA's runtime.
  *
  * Every async stream is a CUDA stream, without order to the legacy default stream.  All others are
- * the device's main stream by another name; the pool hands memory out in its order (cuda_pool.h).
+ * the device's main stream by another name; the pool hands memory out in its order (pool.h).
  * With no stream at all (NULL), copy and fill run on the main stream and are waited for.
  *
  * stream_submit calls the function at once, in the caller: it enqueues what it has to.

@@ -3,8 +3,8 @@
  */
 #include "cuda/driver_memory.h"
 
-#include "cuda/cuda_driver.h"
-#include "cuda/cuda_wait.h"
+#include "cuda/driver.h"
+#include "cuda/wait.h"
 
 static bool is_refusal(fsdpc_cu_result result)
 {

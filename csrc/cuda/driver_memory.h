@@ -31,7 +31,7 @@ fsdpc_status fsdpc_driver_memory_init(fsdpc_driver_memory *driver, fsdpc_device 
 fsdpc_status fsdpc_driver_memory_check(const fsdpc_driver_memory *driver, fsdpc_cu_result result,
                                        const char *what, size_t bytes);
 
-/* Where the GPU is full, the device makes room first (cuda_wait.h), unless it captures. */
+/* Where the GPU is full, the device makes room first (wait.h), unless it captures. */
 fsdpc_status fsdpc_driver_memory_create(fsdpc_driver_memory *driver, size_t bytes,
                                         fsdpc_cu_memory *out);
 void fsdpc_driver_memory_release(const fsdpc_driver_memory *driver, fsdpc_cu_memory memory);

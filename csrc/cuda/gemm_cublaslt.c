@@ -19,7 +19,7 @@
  */
 #include "cuda/gemm_cublaslt.h"
 
-#include "cuda/cuda_queue.h"
+#include "cuda/queue.h"
 #include "cuda/kernels.h"
 
 #include <dlfcn.h>

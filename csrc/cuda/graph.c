@@ -7,7 +7,7 @@
  * call can still be ended, and dropped.
  *
  * Memory.  A graph runs on the addresses that were captured, so its blocks must not serve anybody
- * else while it lives: the pool holds them (cuda_pool.h).  Constants that the host gave (the 2 of x
+ * else while it lives: the pool holds them (pool.h).  Constants that the host gave (the 2 of x
  * + 2) would be copied again from their old place on the host's stack.  So pinned memory beside the
  * graph keeps them.
  *
@@ -21,9 +21,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "cuda/cuda_error.h"
-#include "cuda/cuda_pool.h"
-#include "cuda/cuda_wait.h"
+#include "cuda/error.h"
+#include "cuda/pool.h"
+#include "cuda/wait.h"
 
 enum { CONSTANT_BYTES = 8, MAX_CONSTANTS = 512 };
 

@@ -4,8 +4,8 @@
  */
 #include "cuda/host_result.h"
 
-#include "cuda/cuda_error.h"
-#include "cuda/cuda_wait.h"
+#include "cuda/error.h"
+#include "cuda/wait.h"
 
 fsdpc_status fsdpc_host_result_begin(fsdpc_host_result *result, void *caller, size_t bytes,
                                      fsdpc_stream *stream, void **use_out)

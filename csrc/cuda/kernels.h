@@ -4,7 +4,7 @@
  * reach (its own, or pinned), results included.  The tables of flat_cuda.c and nn_cuda.c stand in
  * front and take results to ordinary host memory where a caller wants that.  Scratch comes from the
  * device's pool and goes back as soon as the last kernel that uses it is enqueued, which the pool's
- * rule allows (cuda_pool.h).  Every launcher has a CPU twin with the same name but for `cuda`; the
+ * rule allows (pool.h).  Every launcher has a CPU twin with the same name but for `cuda`; the
  * tests compare the two.
  */
 #ifndef FSDPC_CUDA_KERNELS_H

@@ -5,7 +5,7 @@
  */
 #include "base/size.h"
 #include "comm/coll_math.h"
-#include "cuda/cuda_error.h"
+#include "cuda/error.h"
 #include "cuda/nccl_internal.h"
 
 enum { ALIGN = 64 }; /* of what one peer sends; as fsdpc_plan_unit counts it */

@@ -34,8 +34,8 @@
 #include <stdlib.h>
 
 #include "comm/coll_math.h"
-#include "cuda/cuda_error.h"
-#include "cuda/cuda_queue.h"
+#include "cuda/error.h"
+#include "cuda/queue.h"
 #include "cuda/device_cuda.h"
 #include "cuda/graph.h"
 #include "cuda/nccl_internal.h"

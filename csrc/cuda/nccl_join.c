@@ -14,14 +14,14 @@
  * streams.  Of replicas everybody receives everything.  That moves and holds more than NCCL's own
  * sum would: ranks - 1 times the buffer.
  *
- * Memory is the pool's, which hands it out in the order of the main stream (cuda_pool.h).  Values
+ * Memory is the pool's, which hands it out in the order of the main stream (pool.h).  Values
  * on another stream are put behind what the main stream holds when they are posted; staging memory
  * is waited for, as a buffer is.  Memory goes back when the host has seen that the operation is
  * done, or when buffers go.
  */
 #include "comm/coll_math.h"
-#include "cuda/cuda_error.h"
-#include "cuda/cuda_queue.h"
+#include "cuda/error.h"
+#include "cuda/queue.h"
 #include "cuda/kernels.h"
 #include "cuda/nccl_internal.h"
 

@@ -3,10 +3,10 @@
  * A post waits until the operation has been launched, and before it until the host is not too far
  * ahead of the GPU.  Its agreement goes to the control; test and order carry everything on.
  */
-#include "cuda/cuda_error.h"
-#include "cuda/cuda_queue.h"
+#include "cuda/error.h"
+#include "cuda/queue.h"
 #include "cuda/device_cuda.h"
-#include "cuda/cuda_wait.h"
+#include "cuda/wait.h"
 #include "cuda/nccl_internal.h"
 
 /* ---- Whose memory ---- */

@@ -6,8 +6,8 @@
 #include <stdio.h>
 
 #include "cuda/attention_cudnn.h"
-#include "cuda/cuda_driver.h"
-#include "cuda/cuda_queue.h"
+#include "cuda/driver.h"
+#include "cuda/queue.h"
 #include "cuda/device_cuda.h"
 #include "cuda/gemm_cublaslt.h"
 #include "guest/guest.h"

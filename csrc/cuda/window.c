@@ -12,7 +12,7 @@
 #include <stdlib.h>
 
 #include "base/size.h"
-#include "cuda/cuda_wait.h"
+#include "cuda/wait.h"
 #include "cuda/driver_memory.h"
 
 struct fsdpc_cuda_windows {

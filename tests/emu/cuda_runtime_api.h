@@ -72,7 +72,7 @@ struct cudaPointerAttributes {
 
 const char *cudaGetErrorString(cudaError_t error);
 cudaError_t cudaGetLastError(void);
-cudaError_t cudaDriverGetVersion(int *version); /* cuda_driver.c alone calls it, not emulated */
+cudaError_t cudaDriverGetVersion(int *version); /* cuda/driver.c alone calls it, not emulated */
 cudaError_t cudaGetDeviceCount(int *count);
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceGetPCIBusId(char *text, int bytes, int device);

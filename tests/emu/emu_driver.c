@@ -1,7 +1,7 @@
 /* The driver beneath an emulated device: always there, with one GPU (or as many as
  * EMU_GPUS says, all of them this processor), whose memory is gated.
  *
- * Stands in the emulated plugin for csrc/cuda/cuda_driver.c, which asks NVIDIA's.  Programs that
+ * Stands in the emulated plugin for csrc/cuda/driver.c, which asks NVIDIA's.  Programs that
  * must find device memory in their reach do not ask for a driver (C tests that look at it), or set
  * EMU_OPEN (Python, where torch's tensors of the CPU stand for those of the GPU).
  *
@@ -29,7 +29,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "cuda/cuda_driver.h"
+#include "cuda/driver.h"
 
 enum { GRANULE = 4 << 10, THINGS_MAX = 4096, ARENA_GRANULES = 4 << 20 };
 

@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "cuda/cuda_queue.h"
+#include "cuda/queue.h"
 #include "cuda/cudnn_plan.h"
 #include "cuda/kernels.h"
 

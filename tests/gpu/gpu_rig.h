@@ -13,8 +13,8 @@
 #include <time.h>
 
 #include "check.h"
-#include "cuda/cuda_queue.h"
-#include "cuda/cuda_wait.h"
+#include "cuda/queue.h"
+#include "cuda/wait.h"
 #include "cuda/device_cuda.h"
 #include "ops/flat_ops.h"
 #include "ops/nn_ops.h"

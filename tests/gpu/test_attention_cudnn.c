@@ -5,7 +5,7 @@
  */
 #include "attention_case.h"
 #include "cuda/attention_cudnn.h"
-#include "cuda/cuda_queue.h"
+#include "cuda/queue.h"
 #include "cuda/cudnn_plan.h"
 #include "gpu_rig.h"
 

@@ -26,7 +26,7 @@ MAY_INCLUDE = {
     "nn": COMMON,
     "ckpt": COMMON,
     "plugin": COMMON | {"engine", "nn", "ckpt"},
-    "py": COMMON | {"engine", "nn", "ckpt", "plugin"},
+    "bind": COMMON | {"engine", "nn", "ckpt", "plugin"},
     "guest": COMMON | {"plugin"},
     "cuda": COMMON | {"plugin", "guest"},
     "mpi": COMMON | {"plugin", "guest"},
@@ -40,8 +40,8 @@ ORDER = {
         link_relay host_watch hosts_internal hosts_cross hosts_values hosts_op hosts_wire comm_hosts
     """,
     "cuda": """
-        guest cuda_error driver_abi cublaslt_abi nccl_abi cudnn_plan kernels kernel_tables
-        cuda_queue cuda_driver cuda_pool cuda_wait attention_cudnn gemm_cublaslt driver_memory graph
+        guest error driver_abi cublaslt_abi nccl_abi cudnn_plan kernels kernel_tables
+        queue driver pool wait attention_cudnn gemm_cublaslt driver_memory graph
         host_result flat_cuda nn_cuda window device_cuda control nccl_load nccl_env nccl_internal
         nccl_call nccl_registry nccl_abort nccl_channel nccl_join nccl_coll nccl_ahead nccl_post
         nccl_register comm_nccl transport plugin_cuda
@@ -56,13 +56,13 @@ ORDER = {
 
 # Headers of others, and where alone they may be included.
 HOMES = {
-    r"Python\.h|structmember\.h|numpy/.*": {"py"},
+    r"Python\.h|structmember\.h|numpy/.*": {"bind"},
     r"cuda.*\.h|cublas.*\.h|nccl.*\.h": {"cuda"},
     r"mpi\.h": {"mpi"},
     r"immintrin\.h|x86intrin\.h|arm_neon\.h|cpuid\.h": {"base", "ops"},
 }
 
-MADE = "py/stub_docs.h"  # by the build, from the stub
+MADE = "bind/stub_docs.h"  # by the build, from the stub
 
 BANNED = {
     "sprintf": "snprintf",
@@ -177,7 +177,21 @@ def test_includes_keep_to_the_layers(path: Path) -> None:
             assert other in allowed, f"{label(path)}: {layer} may not see {other} ({name})"
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if p.parent.name in ORDER], ids=label)
+@pytest.mark.parametrize("path", [p for p in SOURCES if "bind" in p.parts], ids=label)
+def test_rooms_of_the_bindings_do_not_see_each_other(path: Path) -> None:
+    """What two of them share is in csrc/bind itself."""
+    if path.parent == CSRC / "bind" and path.suffix == ".c":
+        return  # they put the module together
+    for _, name in includes(path):
+        if name.startswith("bind/"):
+            room = (CSRC / name).parent
+            assert room in (CSRC / "bind", path.parent), f"{label(path)} may not see {name}"
+
+
+CHAINED = [p for p in SOURCES if p.parent.parent == CSRC and p.parent.name in ORDER]
+
+
+@pytest.mark.parametrize("path", CHAINED, ids=label)
 def test_files_of_a_folder_are_a_chain(path: Path) -> None:
     folder = path.parent.name
     order = ORDER[folder].split()
@@ -258,5 +272,5 @@ def test_no_mutable_globals(path: Path) -> None:
         # A pointer is constant by what stands behind its last star, not by what it points to.
         if declares and not re.search(r"\bconst\b", declares.group().rpartition("*")[2]):
             # PyType_Spec and its like are constant by convention; CPython's API takes them so.
-            python = path.parent.name == "py" and re.match(r"(static\s+)?(struct )?Py\w+ ", line)
+            python = "bind" in path.parts and re.match(r"(static\s+)?(struct )?Py\w+ ", line)
             assert python, f"{label(path)}:{number}: a mutable global: {line.strip()}"

@@ -174,7 +174,7 @@ def test_functions_of_the_tour_are_where_it_says() -> None:
     for name, path in rows:
         method, text = name.split(".")[-1], (ROOT / path).read_text()
         defined = rf"^ *def {method}\(" if path.endswith(".py") else rf"^\w[\w \*]*\b{method}\("
-        made = method.startswith("function_")  # by FSDPC_PY_OPERATIONS, of py_ops.c
+        made = method.startswith("function_")  # by FSDPC_PY_OPERATIONS, of bind/tensor/ops.c
         assert made or re.search(defined, text, re.M), f"{path} has no {name}"
 
 

@@ -14,7 +14,7 @@ HEADER = (CSRC / "base" / "env.h").read_text()
 PAGE = (ROOT / "docs" / "environment.md").read_text()
 
 # The table's reader, and that of OMP_NUM_THREADS.
-READERS = {"csrc/base/env.c", "csrc/py/py_state.c",
+READERS = {"csrc/base/env.c", "csrc/bind/state.c",
            "csrc/cuda/nccl_env.c"}  # NCCL's own variables
 
 ENTRY = re.compile(

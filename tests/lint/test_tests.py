@@ -12,7 +12,7 @@ from .tree import ROOT, files, label
 
 SOURCES = [
     path
-    for folder in ("csrc/engine", "csrc/comm", "csrc/py", "csrc/cuda", "python/fsdpc")
+    for folder in ("csrc/engine", "csrc/comm", "csrc/bind", "csrc/cuda", "python/fsdpc")
     for path in files(".c", ".py", under=folder)
     if not path.name.startswith("__")
 ]
@@ -35,7 +35,7 @@ def table() -> list[tuple[list[str], list[str]]]:
 
 @pytest.mark.parametrize("path", SOURCES, ids=label)
 def test_each_source_has_a_test(path: Path) -> None:
-    own = path.stem.removeprefix("py_").lstrip("_")
+    own = path.stem.lstrip("_")
     listed = any(PurePath(label(path)).match(each) for left, _ in table() for each in left)
     assert own in names() or listed, (
         f"{label(path)} has no test of its name: add one, or a row in tests/README.md"

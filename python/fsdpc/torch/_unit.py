@@ -2,7 +2,7 @@
 
 Memory is the engine's; the tensors made here stand over it and are made once. Pieces and their
 gradients come with the unit, fulls when the root is known. What happens in a step is done by
-TorchUnit (csrc/py/py_torch_unit.h); this file runs once, or once a backward.
+TorchUnit (csrc/bind/torch/unit.h); this file runs once, or once a backward.
 """
 
 from __future__ import annotations

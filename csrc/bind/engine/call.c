@@ -1,0 +1,262 @@
+/* A module's call as a unit: what happens around forward.
+ *
+ *     enter -> cast and mark the inputs -> forward -> mark and cast the outputs -> leave
+ *
+ * The marks are boundaries on the tape.  One on each output that needs gradients tells the engine
+ * that the unit's backward begins; one on each input tells it that it has ended.  They carry the
+ * generation of the weights that this forward saw, and keep the unit alive as long as the graph.
+ * Tensors are found in tuples, lists and dicts, any depth; other objects pass through as they are,
+ * unless forward returns one with a tensor inside that needs gradients.
+ *
+ * What a call means for the schedule, and what an exception in it does, is engine/call.h's; the
+ * tape's numbers are the clock by which that knows recomputations.
+ */
+#include "bind/engine.h"
+
+#include "nn/ops.h"
+
+typedef struct mark {
+    fsdpc_unit_ref *ref;
+    uint64_t generation;
+} mark;
+
+/* What to do to every tensor of a structure. */
+typedef struct walk {
+    PyObject *module;
+    fsdpc_tape *tape;
+    fsdpc_py_unit *self;
+    bool inputs;
+    bool no_marks; /* the unit's inputs are those of the first of its modules */
+    bool dry;      /* no marks at all: nothing is scheduled */
+    int cast_to;   /* -1: no cast */
+    int marked;
+} walk;
+
+static void release_mark(void *arg)
+{
+    fsdpc_unit_ref_release(((mark *)arg)->ref);
+    PyMem_RawFree(arg);
+}
+
+static fsdpc_status end_backward(void *arg, fsdpc_status status)
+{
+    fsdpc_unit_ref *ref = arg;
+    status = fsdpc_call_end_backward(ref->root->root, status);
+    fsdpc_unit_ref_release(ref);
+    return status;
+}
+
+static fsdpc_status begin_backward(fsdpc_unit_ref *ref, uint64_t generation)
+{
+    if (((const fsdpc_py_comm *)ref->comms[0])->closed)
+        return fsdpc_fail(FSDPC_ERR_STATE,
+                          "backward of unit '%s' after fsdpc.shutdown(): the ranks have parted",
+                          fsdpc_unit_name(ref->unit));
+    if (fsdpc_call_wants_end(ref->unit)) {
+        fsdpc_py_state *state = fsdpc_py_state_of_ref(ref->comms[0]);
+        FSDPC_TRY(
+            fsdpc_tape_at_end(state->runtime.tape, end_backward, fsdpc_unit_ref_acquire(ref)));
+    }
+    return fsdpc_call_begin_backward(ref->unit, generation);
+}
+
+static fsdpc_status begin_backward_of(void *arg)
+{
+    const mark *m = arg;
+    return begin_backward(m->ref, m->generation);
+}
+
+static fsdpc_status end_backward_of(void *arg)
+{
+    return fsdpc_post_backward(((const mark *)arg)->ref->unit);
+}
+
+static fsdpc_status mark_tensor(const walk *w, fsdpc_tensor *t, fsdpc_tensor **out)
+{
+    mark *m = PyMem_RawMalloc(sizeof *m);
+    if (!m)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a boundary");
+    m->ref = fsdpc_unit_ref_acquire(w->self->ref);
+    m->generation = fsdpc_unit_generation(m->ref->unit);
+    fsdpc_status status = fsdpc_tape_boundary(
+        w->tape, t, w->inputs ? end_backward_of : begin_backward_of, m, release_mark, out);
+    if (status != FSDPC_OK)
+        release_mark(m);
+    return status;
+}
+
+static PyObject *visit_tensor(walk *w, PyObject *object, fsdpc_tensor *t)
+{
+    fsdpc_tensor *cast = NULL, *marked = NULL;
+    fsdpc_status status = FSDPC_OK;
+    if (w->cast_to >= 0 && fsdpc_dtype_is_float(t->dtype) && (int)t->dtype != w->cast_to) {
+        status = fsdpc_op_cast(w->tape, t, (fsdpc_dtype)w->cast_to, &cast);
+        t = cast;
+    }
+    bool marks = !w->dry && !(w->inputs && w->no_marks);
+    if (status == FSDPC_OK && marks && fsdpc_tape_wants(w->tape, 1, &t)) {
+        status = mark_tensor(w, t, &marked);
+        w->marked++;
+    }
+    if (status != FSDPC_OK) {
+        fsdpc_tensor_release(cast);
+        return fsdpc_py_raise(status);
+    }
+    if (marked) {
+        fsdpc_tensor_release(cast);
+        return fsdpc_py_tensor_wrap(w->module, marked);
+    }
+    return cast ? fsdpc_py_tensor_wrap(w->module, cast) : Py_NewRef(object);
+}
+
+static PyObject *visit(walk *w, PyObject *object);
+
+static PyObject *visit_sequence(walk *w, PyObject *object)
+{
+    Py_ssize_t n = PySequence_Fast_GET_SIZE(object);
+    PyObject *copy = PyTuple_CheckExact(object) ? PyTuple_New(n) : PyList_New(n);
+    for (Py_ssize_t i = 0; copy && i < n; i++)
+        fsdpc_py_put(&copy, i, visit(w, PySequence_Fast_GET_ITEM(object, i)));
+    return copy;
+}
+
+static PyObject *visit_dict(walk *w, PyObject *object)
+{
+    PyObject *copy = PyDict_New(), *key, *value;
+    Py_ssize_t position = 0;
+    while (copy && PyDict_Next(object, &position, &key, &value)) {
+        PyObject *item = visit(w, value);
+        if (!item || PyDict_SetItem(copy, key, item) < 0)
+            Py_CLEAR(copy);
+        Py_XDECREF(item);
+    }
+    return copy;
+}
+
+/* An object that is not opened.  Of those that forward returns, none may hide a tensor whose
+ * backward is the unit's. */
+static PyObject *visit_other(const walk *w, PyObject *object)
+{
+    bool plain = object == Py_None || PyLong_Check(object) || PyFloat_Check(object) ||
+                 PyUnicode_Check(object) || PyBytes_Check(object);
+    if (plain || w->inputs || w->dry || !w->tape->grad_enabled)
+        return Py_NewRef(object);
+    PyObject *structures = PyImport_ImportModule("fsdpc.nn._structures");
+    if (!structures)
+        return NULL;
+    PyObject *done = PyObject_CallMethod(structures, "refuse_hidden", "Os", object,
+                                         fsdpc_unit_name(w->self->ref->unit));
+    Py_DECREF(structures);
+    Py_XDECREF(done);
+    return done ? Py_NewRef(object) : NULL;
+}
+
+/* A structure with its tensors cast and marked; the same object where nothing changes. */
+static PyObject *visit(walk *w, PyObject *object)
+{
+    fsdpc_tensor *t = fsdpc_py_tensor_peek(w->module, object);
+    if (t)
+        return visit_tensor(w, object, t);
+    bool sequence = PyTuple_CheckExact(object) || PyList_CheckExact(object);
+    if (!sequence && !PyDict_CheckExact(object))
+        return visit_other(w, object);
+    if (Py_EnterRecursiveCall(" in what a module takes or returns: does it hold itself?"))
+        return NULL;
+    PyObject *made = sequence ? visit_sequence(w, object) : visit_dict(w, object);
+    Py_LeaveRecursiveCall();
+    return made;
+}
+
+static PyObject *call_forward(walk *w, PyObject *forward, PyObject *args, PyObject *kwargs)
+{
+    w->inputs = true;
+    w->cast_to = w->self->input_dtype;
+    PyObject *result = NULL, *new_kwargs = NULL, *new_args = visit(w, args);
+    if (new_args)
+        new_kwargs = PyDict_GET_SIZE(kwargs) ? visit(w, kwargs) : Py_NewRef(kwargs);
+    if (new_kwargs)
+        result = PyObject_Call(forward, new_args, new_kwargs);
+    Py_XDECREF(new_args);
+    Py_XDECREF(new_kwargs);
+    if (!result)
+        return NULL;
+    w->inputs = false;
+    w->cast_to = w->self->output_dtype;
+    PyObject *marked = visit(w, result);
+    Py_DECREF(result);
+    return marked;
+}
+
+static void failed(fsdpc_py_unit *self)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    fsdpc_call_failed(self->ref->unit);
+    PyErr_Restore(type, value, traceback);
+}
+
+static fsdpc_status enter(fsdpc_unit_ref *ref, fsdpc_tape *tape, bool *first_out)
+{
+    bool grad = tape->grad_enabled;
+    const fsdpc_call call = {.grad = grad,
+                             .recomputed = grad && tape->backward_depth > 0,
+                             .clock =
+                                 atomic_load_explicit(&tape->next_number, memory_order_relaxed),
+                             .ran_at = tape->recomputing,
+                             .next_stream = &tape->next_stream};
+    uint64_t generation;
+    if (call.recomputed && fsdpc_call_begins_backward(ref->unit, &call, &generation))
+        FSDPC_TRY(begin_backward(ref, generation));
+    return fsdpc_call_enter(ref->unit, &call, first_out);
+}
+
+static PyObject *call(fsdpc_py_unit *self, PyObject *forward, PyObject *args, PyObject *kwargs)
+{
+    PyObject *module = PyType_GetModule(Py_TYPE(self));
+    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
+    if (!runtime)
+        return NULL;
+    fsdpc_unit *unit = self->ref->unit;
+    if (runtime->dry) {
+        walk casts = {.module = module, .tape = runtime->tape, .self = self, .dry = true};
+        return call_forward(&casts, forward, args, kwargs);
+    }
+    if (fsdpc_py_unit_check_open(self) < 0)
+        return NULL;
+    /* Evaluations differ between ranks in hold(), also in what they freeze. */
+    fsdpc_status status = FSDPC_OK;
+    for (Py_ssize_t i = 0; runtime->tape->grad_enabled && i < self->n_params; i++) {
+        status = fsdpc_unit_set_trainable(unit, (int)i, self->params[i]->requires_grad);
+        if (status != FSDPC_OK)
+            return fsdpc_py_raise(status);
+    }
+    bool first;
+    FSDPC_PY_WITHOUT_GIL(status = enter(self->ref, runtime->tape, &first));
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    walk w = {.module = module, .tape = runtime->tape, .self = self, .no_marks = !first};
+    PyObject *result = call_forward(&w, forward, args, kwargs);
+    if (!result) {
+        failed(self);
+        return NULL;
+    }
+    fsdpc_left left;
+    status = fsdpc_call_leave(unit, &left);
+    if (status != FSDPC_OK) {
+        Py_DECREF(result);
+        return fsdpc_py_raise(status);
+    }
+    return result;
+}
+
+static PyObject *unit_call(PyObject *object, PyObject *const *args, Py_ssize_t n)
+{
+    if (n != 3 || !PyTuple_Check(args[1]) || !PyDict_Check(args[2]))
+        return PyErr_Format(PyExc_TypeError, "call(forward, args, kwargs)");
+    return call((fsdpc_py_unit *)object, args[0], args[1], args[2]);
+}
+
+PyMethodDef fsdpc_py_unit_call_methods[] = {
+    FSDPC_PY_METHOD(Unit, call, unit_call, METH_FASTCALL),
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,342 @@
+/* Save: one save under way, as Python sees it; thin over csrc/ckpt/save.c.
+ *
+ * The object copies names and texts of the plan and keeps the tensors whose memory is written.
+ * run() saves on the calling thread, without the GIL.  start() copies the pieces, in the file's
+ * dtype, to memory of its own, which comes from the runtime's counted memory and is reused by the
+ * next save, and hands them to a thread that never takes the GIL (a test's hook aside); wait()
+ * joins it and raises what went wrong; Ctrl-C leaves it under way.  Pieces of a remote device were
+ * copied to the host when the object was made, and are not copied again.
+ *
+ * The communicator of a save that runs on a thread is used by that thread alone: Python splits one
+ * off for it.  Its interrupt callback and trace belong to the main thread and are taken off.
+ */
+#include "bind/engine/ckpt.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "base/thread.h"
+#include "ckpt/save.h"
+#include "ckpt/stage.h"
+
+typedef struct py_save {
+    PyObject_HEAD fsdpc_ckpt_plan plan;
+    PyObject *comm, *keep, *hook; /* strong; keep: tensors and headers */
+    fsdpc_runtime *runtime;
+    void *staging;
+    fsdpc_py_ckpt_host host; /* what the pieces lie in if the device is remote */
+    pthread_t thread;
+    bool started, joined;
+    _Atomic int done;
+    fsdpc_status status;
+    char text[512];
+} py_save;
+
+static fsdpc_status gather(void *arg, const void *send, size_t bytes, void *recv)
+{
+    fsdpc_comm *comm = ((fsdpc_py_comm *)arg)->comm;
+    if (comm->size == 1) {
+        memcpy(recv, send, bytes);
+        return FSDPC_OK;
+    }
+    fsdpc_coll op = {.kind = FSDPC_COLL_ALL_GATHER,
+                     .unit = -1,
+                     .what = "checkpoint",
+                     .dtype = FSDPC_U8,
+                     .send = send,
+                     .recv = recv,
+                     .numel = bytes};
+    return fsdpc_comm_run(comm, &op);
+}
+
+/* ---- making ---- */
+
+static int copy_text(PyObject *object, char **out)
+{
+    PyObject *bytes = NULL;
+    if (!PyUnicode_FSConverter(object, &bytes))
+        return -1;
+    *out = strdup(PyBytes_AS_STRING(bytes));
+    Py_DECREF(bytes);
+    if (*out)
+        return 0;
+    PyErr_NoMemory();
+    return -1;
+}
+
+static int read_files(py_save *self, PyObject *list)
+{
+    Py_ssize_t n = PyList_GET_SIZE(list);
+    self->plan.files = fsdpc_py_room(n, sizeof *self->plan.files);
+    if (!self->plan.files)
+        return -1;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        fsdpc_ckpt_file *file = &self->plan.files[i];
+        PyObject *path;
+        unsigned long long bytes;
+        const char *header;
+        Py_ssize_t header_bytes;
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(list, i), "OKy#", &path, &bytes, &header,
+                              &header_bytes) ||
+            copy_text(path, &file->path) < 0)
+            return -1;
+        file->bytes = bytes;
+        file->header = header;
+        file->header_bytes = (size_t)header_bytes;
+        self->plan.n_files++;
+    }
+    return 0;
+}
+
+static int read_pieces(py_save *self, PyObject *list)
+{
+    Py_ssize_t n = PyList_GET_SIZE(list);
+    self->plan.pieces = fsdpc_py_room(n, sizeof *self->plan.pieces);
+    if (!self->plan.pieces)
+        return -1;
+    self->plan.n_pieces = (size_t)n;
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (fsdpc_py_ckpt_piece(PyList_GET_ITEM(list, i), self->plan.n_files, self->plan.n_tensors,
+                                &self->plan.pieces[i]) < 0)
+            return -1;
+    return 0;
+}
+
+/* From here on the pieces are copies, if the host could not read them. */
+static int fetch_pieces(py_save *self)
+{
+    fsdpc_ckpt_plan *plan = &self->plan;
+    if (!self->runtime->device->remote)
+        return 0;
+    fsdpc_ckpt_piece *mirrored = fsdpc_py_room((Py_ssize_t)plan->n_pieces, sizeof *mirrored);
+    if (!mirrored)
+        return -1;
+    fsdpc_status status = fsdpc_py_ckpt_mirror(self->runtime, plan->pieces, plan->n_pieces, true,
+                                               mirrored, &self->host);
+    if (status == FSDPC_OK)
+        status = fsdpc_py_ckpt_copy(self->runtime, mirrored, plan->pieces, plan->n_pieces);
+    PyMem_Free(plan->pieces);
+    plan->pieces = mirrored;
+    return fsdpc_py_check(status);
+}
+
+static int read_manifest(py_save *self, PyObject *path, PyObject *text, PyObject *places,
+                         Py_ssize_t checksum_at)
+{
+    Py_ssize_t bytes = PyBytes_GET_SIZE(text), n = PyList_GET_SIZE(places);
+    self->plan.crc_at = fsdpc_py_room(n, sizeof *self->plan.crc_at);
+    self->plan.manifest = fsdpc_py_room(bytes, 1);
+    if (!self->plan.crc_at || !self->plan.manifest)
+        return -1;
+    memcpy(self->plan.manifest, PyBytes_AS_STRING(text), (size_t)bytes);
+    self->plan.manifest_bytes = (size_t)bytes;
+    self->plan.n_tensors = (size_t)n;
+    self->plan.checksum_at = (size_t)checksum_at;
+    bool inside = checksum_at >= 0 && checksum_at + FSDPC_CKPT_CHECKSUM_DIGITS <= bytes;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        Py_ssize_t at = PyLong_AsSsize_t(PyList_GET_ITEM(places, i));
+        if (at < 0 && PyErr_Occurred())
+            return -1;
+        inside = inside && at >= 0 && at + FSDPC_CKPT_CHECKSUM_DIGITS <= checksum_at;
+        self->plan.crc_at[i] = (size_t)at;
+    }
+    if (!inside) {
+        PyErr_SetString(PyExc_ValueError, "a checksum outside of the manifest");
+        return -1;
+    }
+    return copy_text(path, &self->plan.manifest_path);
+}
+
+static PyObject *save_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    FSDPC_PY_KEYWORDS(names, "comm", "folders", "files", "pieces", "manifest_path", "manifest",
+                      "crc_at", "checksum_at", "hook", "overwrite");
+    PyObject *comm, *folders[3], *files, *pieces, *path, *manifest, *places, *hook = NULL;
+    Py_ssize_t checksum_at;
+    int overwrite = 0;
+    fsdpc_py_state *state = fsdpc_py_state_of_type(type);
+    if (!state || !PyArg_ParseTupleAndKeywords(
+                      args, kwargs, "O(OOO)O!O!OSO!n|Op", names, &comm, &folders[0], &folders[1],
+                      &folders[2], &PyList_Type, &files, &PyList_Type, &pieces, &path, &manifest,
+                      &PyList_Type, &places, &checksum_at, &hook, &overwrite))
+        return NULL;
+    if (!Py_IS_TYPE(comm, (PyTypeObject *)state->comm_type))
+        return PyErr_Format(PyExc_TypeError, "a save needs a Comm");
+    fsdpc_runtime *runtime = fsdpc_py_state_runtime(state);
+    fsdpc_comm *open = runtime ? fsdpc_py_comm_of(comm) : NULL;
+    py_save *self = open ? (py_save *)type->tp_alloc(type, 0) : NULL;
+    if (!self)
+        return NULL;
+    self->runtime = runtime;
+    self->comm = Py_NewRef(comm);
+    self->keep = Py_BuildValue("(OO)", files, pieces);
+    self->hook = Py_NewRef(hook ? hook : Py_None);
+    self->plan.rank = open->rank;
+    self->plan.size = open->size;
+    self->plan.gather = gather;
+    self->plan.gather_arg = comm;
+    self->plan.fs = fsdpc_py_fs(hook);
+    self->plan.overwrite = overwrite;
+    if (!self->keep || copy_text(folders[0], &self->plan.parent) < 0 ||
+        copy_text(folders[1], &self->plan.temp) < 0 ||
+        copy_text(folders[2], &self->plan.folder) < 0 ||
+        read_manifest(self, path, manifest, places, checksum_at) < 0 ||
+        read_files(self, files) < 0 || read_pieces(self, pieces) < 0 || fetch_pieces(self) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+/* ---- running ---- */
+
+/* -1, with KeyboardInterrupt or what else a handler of signals raised, while the thread goes on. */
+static int join(py_save *self)
+{
+    enum { LOOK_NS = 100000000, SECOND_NS = 1000000000 }; /* as often as waits look for Ctrl-C */
+    if (!self->started || self->joined)
+        return 0;
+    for (int result = ETIMEDOUT; result == ETIMEDOUT;) {
+        struct timespec until;
+        clock_gettime(CLOCK_REALTIME, &until);
+        until.tv_sec += (until.tv_nsec + LOOK_NS) / SECOND_NS;
+        until.tv_nsec = (until.tv_nsec + LOOK_NS) % SECOND_NS;
+        FSDPC_PY_WITHOUT_GIL(result = pthread_timedjoin_np(self->thread, NULL, &until));
+        if (result == ETIMEDOUT && PyErr_CheckSignals() < 0)
+            return -1;
+    }
+    self->joined = true;
+    fsdpc_mem_free(self->runtime->mem, self->staging);
+    self->staging = NULL;
+    fsdpc_py_ckpt_unmirror(self->runtime, &self->host);
+    Py_CLEAR(self->keep);
+    return 0;
+}
+
+static PyObject *save_run(PyObject *object, PyObject *Py_UNUSED(unused))
+{
+    py_save *self = (py_save *)object;
+    if (self->started || self->done)
+        return PyErr_Format(PyExc_RuntimeError, "this save was run before");
+    self->done = 1;
+    if (!fsdpc_py_comm_of(self->comm))
+        return NULL;
+    fsdpc_status status;
+    FSDPC_PY_WITHOUT_GIL(status = fsdpc_ckpt_save(&self->plan));
+    return fsdpc_py_none(status);
+}
+
+static void *write_apart(void *arg)
+{
+    py_save *self = arg;
+    fsdpc_status status = self->status; /* of staging, with its text, which is per thread */
+    if (status != FSDPC_OK)
+        fsdpc_fail(status, "%s", self->text);
+    status = fsdpc_ckpt_agree(&self->plan, status);
+    if (status == FSDPC_OK)
+        status = fsdpc_ckpt_save(&self->plan);
+    if (status != FSDPC_OK)
+        snprintf(self->text, sizeof self->text, "%s", fsdpc_last_error());
+    self->status = status;
+    /* release: status and text come before; acquire in save_done and by joining. */
+    atomic_store_explicit(&self->done, 1, memory_order_release);
+    return NULL;
+}
+
+static fsdpc_status stage(py_save *self)
+{
+    fsdpc_ckpt_plan *plan = &self->plan;
+    size_t bytes;
+    if (self->host.memory)
+        return FSDPC_OK;
+    FSDPC_TRY(fsdpc_ckpt_stage_bytes(plan->pieces, plan->n_pieces, &bytes));
+    FSDPC_TRY(fsdpc_mem_alloc(self->runtime->mem, FSDPC_MEM_OTHER, bytes, &self->staging));
+    fsdpc_ckpt_stage(plan->pieces, plan->n_pieces, self->staging);
+    return FSDPC_OK;
+}
+
+static PyObject *save_start(PyObject *object, PyObject *Py_UNUSED(unused))
+{
+    py_save *self = (py_save *)object;
+    if (self->started || self->done)
+        return PyErr_Format(PyExc_RuntimeError, "this save was run before");
+    fsdpc_comm *comm = fsdpc_py_comm_of(self->comm);
+    if (!comm)
+        return NULL;
+    fsdpc_comm_set_apart(comm);
+    Py_BEGIN_ALLOW_THREADS;
+    /* A rank that cannot stage tells the others on the thread, as any other failure. */
+    self->status = stage(self);
+    if (self->status != FSDPC_OK)
+        snprintf(self->text, sizeof self->text, "%s", fsdpc_last_error());
+    if (fsdpc_thread_start("fsdpc-ckpt", write_apart, self, &self->thread) == FSDPC_OK)
+        self->started = true;
+    else
+        write_apart(self); /* the others' threads wait for this rank: it saves without one */
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+static PyObject *save_wait(PyObject *object, PyObject *Py_UNUSED(unused))
+{
+    py_save *self = (py_save *)object;
+    if (join(self) < 0)
+        return NULL;
+    if (self->status == FSDPC_OK)
+        Py_RETURN_NONE;
+    fsdpc_fail(self->status, "%s", self->text);
+    return fsdpc_py_raise(self->status);
+}
+
+FSDPC_PY_GETTER(save_done, PyBool_FromLong(atomic_load_explicit(&((py_save *)object)->done,
+                                                                memory_order_acquire) != 0))
+
+static void save_dealloc(PyObject *object)
+{
+    py_save *self = (py_save *)object;
+    if (self->started && !self->joined) { /* what its thread uses goes away now */
+        Py_BEGIN_ALLOW_THREADS;
+        pthread_join(self->thread, NULL);
+        Py_END_ALLOW_THREADS;
+    }
+    if (self->runtime) {
+        fsdpc_mem_free(self->runtime->mem, self->staging);
+        fsdpc_py_ckpt_unmirror(self->runtime, &self->host);
+    }
+    for (size_t i = 0; i < self->plan.n_files; i++)
+        free(self->plan.files[i].path);
+    PyMem_Free(self->plan.files);
+    PyMem_Free(self->plan.pieces);
+    free(self->plan.parent);
+    free(self->plan.temp);
+    free(self->plan.folder);
+    free(self->plan.manifest_path);
+    PyMem_Free(self->plan.manifest);
+    PyMem_Free(self->plan.crc_at);
+    Py_XDECREF(self->keep);
+    Py_XDECREF(self->hook);
+    Py_XDECREF(self->comm);
+    fsdpc_py_free(object);
+}
+
+static PyMethodDef save_methods[] = {
+    FSDPC_PY_METHOD(Save, run, save_run, METH_NOARGS),
+    FSDPC_PY_METHOD(Save, start, save_start, METH_NOARGS),
+    FSDPC_PY_METHOD(Save, wait, save_wait, METH_NOARGS),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef save_getset[] = {
+    FSDPC_PY_ATTRIBUTE(Save, done, save_done, NULL),
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot save_slots[] = {
+    {Py_tp_new, save_new},       {Py_tp_dealloc, save_dealloc},       {Py_tp_methods, save_methods},
+    {Py_tp_getset, save_getset}, {Py_tp_doc, (void *)fsdpc_doc_Save}, {0, NULL},
+};
+
+FSDPC_PY_TYPE(save, Save, py_save, 0, save_slots);

@@ -1,0 +1,207 @@
+/* dry_run(params, dtypes, fn): what a computation would hold, without computing it.
+ * play(fn, orders): what the engine would do, in a world of any size.
+ *
+ * fn() runs on a runtime of its own whose device is null: kernels do nothing, memory is counted and
+ * costs no page as nobody touches it, so a model of any size takes no time and no memory.
+ * Meanwhile the parameters stand on null memory too, in the dtypes given, with a sink for their
+ * gradients, as a unit's reduce buffer is one.  Units only cast what goes in and out: no epoch
+ * begins, so one rank may plan alone.  Returned are the peak of what fn held at once, parameters
+ * and their gradients not counted, and what it left behind.
+ *
+ * play's fn makes model, communicators without an address and units itself, and steps: everything
+ * is the engine's own but for kernels and peers.  An operation is done when the engine waits for
+ * it (or, with `orders`, its main stream does, as on GPUs), so the trace says where that is, and
+ * its events are stamped with the floating point operations that came before them, in the place of
+ * time.
+ *
+ * What fn makes is to die before these return: its values were never computed.  If some of it is
+ * kept after all, the null runtime is left to it, and the caller says so.
+ */
+#include "bind/engine.h"
+
+#include "ops/flat_ops.h"
+
+/* What a parameter stood on. */
+typedef struct stand {
+    fsdpc_tensor *t;
+    fsdpc_dtype dtype;
+    fsdpc_storage *storage;
+    void *data;
+    fsdpc_guard guard;
+    fsdpc_grad_sink sink;
+} stand;
+
+typedef struct scratch {
+    void *data;
+    fsdpc_dtype dtype;
+} scratch;
+
+static fsdpc_status scratch_target(void *arg, fsdpc_grad_target *out)
+{
+    const scratch *s = arg;
+    *out = (fsdpc_grad_target){.data = s->data, .dtype = s->dtype};
+    return FSDPC_OK;
+}
+
+enum { DRY_EVENTS = 16, PLAYED_EVENTS = 1 << 20 };
+
+static fsdpc_status null_runtime_create(const fsdpc_runtime *like, size_t events, fsdpc_runtime *r)
+{
+    *r = (fsdpc_runtime){.env = like->env, .threads = like->threads, .ready = true, .dry = true};
+    FSDPC_TRY(fsdpc_mem_create(&r->mem));
+    FSDPC_TRY(fsdpc_device_null_create(r->mem, true, &r->device));
+    r->device->flat = fsdpc_flat_ops_null();
+    r->device->nn = fsdpc_nn_ops_null();
+    FSDPC_TRY(fsdpc_stream_create(r->device, "dry run", false, &r->compute));
+    FSDPC_TRY(fsdpc_tape_create(r->device, r->compute, &r->tape));
+    return fsdpc_trace_create(events, &r->trace);
+}
+
+static fsdpc_status move_over(fsdpc_runtime *r, stand *s, fsdpc_dtype dtype, scratch *grads)
+{
+    fsdpc_tensor *t = s->t, *fresh;
+    FSDPC_TRY(fsdpc_tensor_create(r->device, dtype, t->ndim, t->shape, &fresh));
+    s->dtype = t->dtype;
+    s->storage = t->storage;
+    s->data = t->data;
+    s->guard = t->guard;
+    s->sink = t->sink;
+    t->storage = NULL; /* ours now */
+    fsdpc_status status = fsdpc_tensor_bind(t, dtype, fresh->storage, fresh->data);
+    fsdpc_tensor_release(fresh);
+    t->guard = (fsdpc_guard){0};
+    t->sink = (fsdpc_grad_sink){.target = scratch_target, .arg = grads};
+    return status;
+}
+
+static void move_back(stand *s)
+{
+    fsdpc_storage_release(s->t->storage);
+    s->t->dtype = s->dtype;
+    s->t->storage = s->storage;
+    s->t->data = s->data;
+    s->t->guard = s->guard;
+    s->t->sink = s->sink;
+}
+
+static size_t held(fsdpc_runtime *r, bool peak)
+{
+    fsdpc_mem_stats stats;
+    fsdpc_mem_stats_read(r->mem, &stats);
+    return peak ? stats.peak_bytes[FSDPC_MEM_ACTIVATION] : stats.now_bytes[FSDPC_MEM_ACTIVATION];
+}
+
+/* Runs fn over the moved parameters; -1 with an exception. */
+static Py_ssize_t measure(fsdpc_py_state *state, fsdpc_runtime *dry, PyObject *fn)
+{
+    fsdpc_runtime real = state->runtime;
+    size_t before = held(dry, false);
+    fsdpc_mem_peak_reset(dry->mem);
+    state->runtime = *dry;
+    PyObject *result = PyObject_CallNoArgs(fn);
+    state->runtime = real;
+    if (!result)
+        return -1;
+    Py_DECREF(result);
+    return (Py_ssize_t)(held(dry, true) - before);
+}
+
+static PyObject *run(fsdpc_py_state *state, stand *stands, const fsdpc_dtype *dtypes, Py_ssize_t n,
+                     PyObject *fn)
+{
+    fsdpc_runtime dry;
+    fsdpc_status status = null_runtime_create(&state->runtime, DRY_EVENTS, &dry);
+    size_t largest = 1;
+    for (Py_ssize_t i = 0; i < n; i++)
+        largest = stands[i].t->numel > largest ? stands[i].t->numel : largest;
+    scratch grads = {.dtype = FSDPC_F32};
+    if (status == FSDPC_OK)
+        status = fsdpc_device_alloc(dry.device, FSDPC_MEM_OTHER, largest * 4, &grads.data);
+    Py_ssize_t moved = 0, peak = -1, left = 0;
+    for (; status == FSDPC_OK && moved < n; moved++)
+        status = move_over(&dry, &stands[moved], dtypes[moved], &grads);
+    if (status == FSDPC_OK)
+        peak = measure(state, &dry, fn);
+    while (moved > 0)
+        move_back(&stands[--moved]);
+    if (dry.device)
+        left = (Py_ssize_t)held(&dry, false);
+    if (dry.device && left == 0) {
+        fsdpc_device_free(dry.device, grads.data);
+        fsdpc_py_runtime_destroy(&dry);
+    }
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    return peak < 0 ? NULL : Py_BuildValue("(nn)", peak, left);
+}
+
+static PyObject *dry_run(PyObject *module, PyObject *args)
+{
+    PyObject *params, *kinds, *fn;
+    if (!PyArg_ParseTuple(args, "O!O!O", &PyList_Type, &params, &PyList_Type, &kinds, &fn))
+        return NULL;
+    Py_ssize_t n = PyList_GET_SIZE(params);
+    if (n != PyList_GET_SIZE(kinds))
+        return PyErr_Format(PyExc_ValueError, "dry_run takes one dtype for each parameter");
+    fsdpc_py_state *state = PyModule_GetState(module);
+    if (!fsdpc_py_state_runtime(state))
+        return NULL;
+    stand *stands = fsdpc_py_room(n, sizeof *stands);
+    fsdpc_dtype *dtypes = fsdpc_py_room(n, sizeof *dtypes);
+    PyObject *result = NULL;
+    if (!stands || !dtypes)
+        goto free;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        stands[i].t = fsdpc_py_tensor_of(PyList_GET_ITEM(params, i));
+        if (!stands[i].t || fsdpc_py_dtype_parse(PyList_GET_ITEM(kinds, i), &dtypes[i]) < 0)
+            goto free;
+    }
+    result = run(state, stands, dtypes, n, fn);
+
+free:
+    PyMem_Free(stands);
+    PyMem_Free(dtypes);
+    return result;
+}
+
+static PyObject *play(PyObject *module, PyObject *args)
+{
+    PyObject *fn;
+    int orders;
+    fsdpc_py_state *state = PyModule_GetState(module);
+    if (!PyArg_ParseTuple(args, "Op", &fn, &orders) || !fsdpc_py_state_runtime(state))
+        return NULL;
+    fsdpc_runtime played, real = state->runtime;
+    PyObject *result = NULL;
+    fsdpc_status status = null_runtime_create(&real, PLAYED_EVENTS, &played);
+    if (status == FSDPC_OK) {
+        played.dry = played.env.no_alias = false;
+        played.played = true;
+        played.orders = orders;
+        fsdpc_trace_set_clock(played.trace, fsdpc_device_null_flops(played.device));
+        state->runtime = played;
+        result = PyObject_CallNoArgs(fn);
+        state->runtime = real;
+    }
+    fsdpc_mem_stats left = {0};
+    if (played.mem)
+        fsdpc_mem_stats_read(played.mem, &left);
+    if (left.total_now_bytes == 0)
+        fsdpc_py_runtime_destroy(&played);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    return result ? Py_BuildValue("(NK)", result, (unsigned long long)left.total_now_bytes) : NULL;
+}
+
+static PyObject *in_dry_run(PyObject *module, PyObject *Py_UNUSED(unused))
+{
+    const fsdpc_py_state *state = PyModule_GetState(module);
+    return PyBool_FromLong(state->runtime.dry);
+}
+
+PyMethodDef fsdpc_py_dry_run_functions[] = {
+    FSDPC_PY_FUNCTION(dry_run, dry_run, METH_VARARGS),
+    FSDPC_PY_FUNCTION(play, play, METH_VARARGS),
+    FSDPC_PY_FUNCTION(in_dry_run, in_dry_run, METH_NOARGS),
+    {NULL, NULL, 0, NULL},
+};

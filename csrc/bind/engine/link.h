@@ -1,0 +1,11 @@
+/* Link, for the communicator that is made on one; see bind/engine/link.c. */
+#ifndef FSDPC_BIND_ENGINE_LINK_H
+#define FSDPC_BIND_ENGINE_LINK_H
+
+#include "comm/link_relay.h"
+#include "bind/state.h"
+
+/* The link of a Link, once, for a communicator that then destroys it; NULL with an exception. */
+fsdpc_link *fsdpc_py_link_give(PyObject *module, PyObject *object);
+
+#endif

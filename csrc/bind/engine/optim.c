@@ -1,0 +1,383 @@
+/* Optimizer: thin over csrc/engine/optim.c.
+ *
+ * An Optimizer keeps its units alive, and is kept alive by the tensors over its states.  Plain
+ * tensors (modules that are not sharded) take the same kernels through step_alone, so that a
+ * sharded model and its unsharded twin agree to the bit.
+ */
+#include "bind/engine.h"
+
+#include "ops/flat_ops.h"
+
+typedef struct py_optimizer {
+    PyObject_HEAD fsdpc_optim *optim;
+    fsdpc_optim_kind kind;
+    PyObject *units; /* list of Unit */
+} py_optimizer;
+
+static PyObject *optimizer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    FSDPC_PY_KEYWORDS(names, "kind", "state_dtype", "seed");
+    const char *name;
+    PyObject *dtype_object = NULL;
+    unsigned long long seed = 0;
+    fsdpc_dtype dtype = FSDPC_F32;
+    int kind = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s|OK", names, &name, &dtype_object, &seed) ||
+        fsdpc_py_dtype_optional(dtype_object, &dtype) < 0)
+        return NULL;
+    while (kind < FSDPC_OPTIM_KINDS && strcmp(fsdpc_optim_kind_name(kind), name) != 0)
+        kind++;
+    if (kind == FSDPC_OPTIM_KINDS)
+        return PyErr_Format(PyExc_ValueError, "optimizers are AdamW, Adam, SGD and Lion, got '%s'",
+                            name);
+    fsdpc_runtime *runtime = fsdpc_py_runtime_of_type(type);
+    if (!runtime)
+        return NULL;
+    py_optimizer *self = (py_optimizer *)type->tp_alloc(type, 0);
+    if (!self)
+        return NULL;
+    self->units = PyList_New(0);
+    fsdpc_status status = fsdpc_optim_create(kind, runtime->device, runtime->trace, &self->optim);
+    if (status == FSDPC_OK)
+        status = fsdpc_optim_set_state_dtype(self->optim, dtype, seed);
+    self->kind = (fsdpc_optim_kind)kind;
+    if (!self->units || status != FSDPC_OK) {
+        Py_DECREF(self);
+        return status == FSDPC_OK ? NULL : fsdpc_py_raise(status);
+    }
+    return (PyObject *)self;
+}
+
+static int optimizer_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Py_VISIT(((py_optimizer *)object)->units);
+    Py_VISIT(Py_TYPE(object));
+    return 0;
+}
+
+static int optimizer_clear(PyObject *object)
+{
+    py_optimizer *self = (py_optimizer *)object;
+    fsdpc_optim_destroy(self->optim); /* before its units may go */
+    self->optim = NULL;
+    Py_CLEAR(self->units);
+    return 0;
+}
+
+static void optimizer_dealloc(PyObject *object)
+{
+    PyObject_GC_UnTrack(object);
+    optimizer_clear(object);
+    fsdpc_py_free(object);
+}
+
+fsdpc_optim *fsdpc_py_optim_of(PyObject *module, PyObject *object)
+{
+    fsdpc_py_state *state = PyModule_GetState(module);
+    if (Py_IS_TYPE(object, (PyTypeObject *)state->optimizer_type))
+        return ((py_optimizer *)object)->optim;
+    PyErr_Format(PyExc_TypeError, "expected an Optimizer, got %.100s", Py_TYPE(object)->tp_name);
+    return NULL;
+}
+
+/* The unit of an argument, which has a parameter of this number; NULL with an exception. */
+static fsdpc_py_unit *unit_arg(PyObject *self, PyObject *object, int param)
+{
+    fsdpc_py_unit *unit = fsdpc_py_unit_of(PyType_GetModule(Py_TYPE(self)), object);
+    return unit && fsdpc_py_unit_check_param(unit, param) == 0 ? unit : NULL;
+}
+
+/* Parses (unit, param); NULL with an exception. */
+static fsdpc_unit *param_args(PyObject *object, PyObject *args, int *param)
+{
+    PyObject *unit_object;
+    if (!PyArg_ParseTuple(args, "Oi", &unit_object, param))
+        return NULL;
+    fsdpc_py_unit *unit = unit_arg(object, unit_object, *param);
+    return unit ? unit->ref->unit : NULL;
+}
+
+static PyObject *optimizer_add(PyObject *object, PyObject *args)
+{
+    py_optimizer *self = (py_optimizer *)object;
+    PyObject *unit_object;
+    int param, group;
+    if (!PyArg_ParseTuple(args, "Oii", &unit_object, &param, &group))
+        return NULL;
+    fsdpc_py_unit *unit = unit_arg(object, unit_object, param);
+    if (!unit)
+        return NULL;
+    fsdpc_status status = fsdpc_optim_add(self->optim, unit->ref->unit, param, group);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    int known = PySequence_Contains(self->units, unit_object);
+    if (known < 0 || (known == 0 && PyList_Append(self->units, unit_object) < 0))
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *optimizer_take_number(PyObject *object, PyObject *Py_UNUSED(unused))
+{
+    return PyLong_FromUnsignedLong(fsdpc_optim_take_number(((py_optimizer *)object)->optim));
+}
+
+static PyObject *optimizer_set_hyper(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    FSDPC_PY_KEYWORDS(names, "group", "lr", "betas", "eps", "weight_decay", "momentum", "dampening",
+                      "nesterov", "amsgrad", "maximize");
+    int group, nesterov = 0, amsgrad = 0, maximize = 0;
+    fsdpc_hyper h = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|$d(dd)ddddppp", names, &group, &h.lr,
+                                     &h.beta1, &h.beta2, &h.eps, &h.weight_decay, &h.momentum,
+                                     &h.dampening, &nesterov, &amsgrad, &maximize))
+        return NULL;
+    h.nesterov = nesterov != 0, h.amsgrad = amsgrad != 0, h.maximize = maximize != 0;
+    return fsdpc_py_none(fsdpc_optim_set_hyper(((py_optimizer *)object)->optim, group, &h));
+}
+
+static PyObject *optimizer_state_names(PyObject *object, PyObject *arg)
+{
+    py_optimizer *self = (py_optimizer *)object;
+    int group = (int)PyLong_AsLong(arg);
+    if (group == -1 && PyErr_Occurred())
+        return NULL;
+    const fsdpc_hyper *hyper = fsdpc_optim_hyper(self->optim, group);
+    if (!hyper)
+        return PyErr_Format(PyExc_IndexError, "parameter group %d has no hyper-parameters", group);
+    int n = fsdpc_optim_states(self->kind, hyper);
+    PyObject *names = PyTuple_New(n);
+    for (int s = 0; names && s < n; s++)
+        fsdpc_py_put(&names, s, PyUnicode_FromString(fsdpc_optim_state_name(self->kind, s)));
+    return names;
+}
+
+static PyObject *optimizer_step(PyObject *object, PyObject *Py_UNUSED(unused))
+{
+    fsdpc_status status;
+    PyObject *units = ((py_optimizer *)object)->units;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(units); i++) {
+        if (fsdpc_py_unit_check_open((fsdpc_py_unit *)PyList_GET_ITEM(units, i)) < 0)
+            return NULL;
+    }
+    FSDPC_PY_WITHOUT_GIL(status = fsdpc_optim_step(((py_optimizer *)object)->optim));
+    return fsdpc_py_none(status);
+}
+
+/* Parameters that stand in no unit. */
+static PyObject *optimizer_step_alone(PyObject *object, PyObject *args)
+{
+    py_optimizer *self = (py_optimizer *)object;
+    PyObject *p_object, *grad_object, *states;
+    int group, copy_gradient;
+    unsigned int number;
+    long long step;
+    if (!PyArg_ParseTuple(args, "iILpOOO!", &group, &number, &step, &copy_gradient, &p_object,
+                          &grad_object, &PyTuple_Type, &states))
+        return NULL;
+    const fsdpc_hyper *hyper = fsdpc_optim_hyper(self->optim, group);
+    fsdpc_runtime *runtime = fsdpc_py_runtime_of_type(Py_TYPE(object));
+    fsdpc_tensor *p = fsdpc_py_tensor_of(p_object);
+    fsdpc_tensor *grad = p ? fsdpc_py_tensor_of(grad_object) : NULL;
+    if (!runtime || !grad)
+        return NULL;
+    if (!hyper || PyTuple_GET_SIZE(states) != fsdpc_optim_states(self->kind, hyper))
+        return PyErr_Format(PyExc_ValueError, "group %d has no hyper-parameters, or not %zd states",
+                            group, PyTuple_GET_SIZE(states));
+    fsdpc_step_args a = {.param = p->data,
+                         .param_dtype = p->dtype,
+                         .grad = grad->data,
+                         .grad_dtype = grad->dtype,
+                         .numel = p->numel,
+                         .grad_scale = 1,
+                         .step = step,
+                         .copy_gradient = copy_gradient != 0,
+                         .number = number};
+    bool fits = grad->numel == p->numel;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(states); i++) {
+        fsdpc_tensor *state = fsdpc_py_tensor_of(PyTuple_GET_ITEM(states, i));
+        if (!state)
+            return NULL;
+        fits &= state->numel == p->numel && (i == 0 || state->dtype == a.state_dtype);
+        a.states[i] = state->data;
+        a.state_dtype = state->dtype;
+    }
+    if (!fits)
+        return PyErr_Format(PyExc_ValueError,
+                            "parameter, gradient and states have one number of elements, and the "
+                            "states one dtype");
+    fsdpc_status status = fsdpc_tensor_check_write(p);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    FSDPC_PY_WITHOUT_GIL(status = fsdpc_optim_step_alone(self->optim, group, &a, runtime->compute));
+    return fsdpc_py_none(status);
+}
+
+/* ---- states ---- */
+
+/* What a state's tensor keeps: the optimizer, and with it the unit. */
+typedef struct lent_state {
+    PyObject *optimizer;
+    fsdpc_unit_ref *unit;
+} lent_state;
+
+static void release_state(fsdpc_storage *storage)
+{
+    lent_state *lent = storage->owner;
+    PyGILState_STATE gil = PyGILState_Ensure();
+    fsdpc_unit_lend(lent->unit->unit, -1);
+    fsdpc_unit_ref_release(lent->unit);
+    Py_DECREF(lent->optimizer);
+    PyMem_Free(lent);
+    PyGILState_Release(gil);
+}
+
+/* Parses (unit, i, which, write=False); NULL with an exception. */
+static fsdpc_unit *state_args(PyObject *object, PyObject *args, int *param, int *which, int *write)
+{
+    PyObject *unit_object;
+    if (!PyArg_ParseTuple(args, "Oii|p", &unit_object, param, which, write))
+        return NULL;
+    fsdpc_py_unit *unit = unit_arg(object, unit_object, *param);
+    if (unit && (*which < 0 || *which >= FSDPC_OPTIM_MAX_STATES)) {
+        PyErr_Format(PyExc_IndexError, "state %d; there are %d", *which,
+                     (int)FSDPC_OPTIM_MAX_STATES);
+        return NULL;
+    }
+    return unit ? unit->ref->unit : NULL;
+}
+
+static PyObject *optimizer_state(PyObject *object, PyObject *args)
+{
+    int param, which, write = 0;
+    fsdpc_optim_view view;
+    fsdpc_unit *unit = state_args(object, args, &param, &which, &write);
+    if (!unit)
+        return NULL;
+    fsdpc_status status =
+        fsdpc_optim_state(((py_optimizer *)object)->optim, unit, param, which, write != 0, &view);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    if (!view.data)
+        Py_RETURN_NONE;
+    size_t shape[FSDPC_MAX_DIMS];
+    int ndim = fsdpc_py_piece_shape(&fsdpc_unit_layout(unit)->params[param], &view.piece, shape);
+    fsdpc_tensor *t;
+    lent_state *lent = fsdpc_py_room(1, sizeof *lent);
+    if (!lent)
+        return NULL;
+    *lent = (lent_state){object, ((fsdpc_py_unit *)PyTuple_GET_ITEM(args, 0))->ref};
+    status = fsdpc_tensor_wrap(fsdpc_unit_device(unit), view.dtype, ndim, shape, view.data,
+                               release_state, lent, &t);
+    if (status != FSDPC_OK) {
+        PyMem_Free(lent);
+        return fsdpc_py_raise(status);
+    }
+    Py_INCREF(object);
+    fsdpc_unit_lend(fsdpc_unit_ref_acquire(lent->unit)->unit, 1);
+    return fsdpc_py_tensor_wrap(PyType_GetModule(Py_TYPE(object)), t);
+}
+
+static PyObject *optimizer_make_states(PyObject *object, PyObject *args)
+{
+    int param;
+    fsdpc_unit *unit = param_args(object, args, &param);
+    if (!unit)
+        return NULL;
+    return fsdpc_py_none(fsdpc_optim_make_states(((py_optimizer *)object)->optim, unit, param));
+}
+
+static PyObject *optimizer_write(PyObject *object, PyObject *args)
+{
+    PyObject *unit_object, *value;
+    int param, which;
+    if (!PyArg_ParseTuple(args, "OiiO", &unit_object, &param, &which, &value))
+        return NULL;
+    fsdpc_py_unit *unit = unit_arg(object, unit_object, param);
+    fsdpc_tensor *t = unit ? fsdpc_py_tensor_of(value) : NULL;
+    if (!t)
+        return NULL;
+    const fsdpc_place *place = &fsdpc_unit_layout(unit->ref->unit)->params[param];
+    if (which < 0 || which >= FSDPC_OPTIM_MAX_STATES || t->numel != place->numel ||
+        !fsdpc_dtype_is_float(t->dtype))
+        return PyErr_Format(PyExc_ValueError,
+                            "state %d of parameter '%s', %zu elements, from %zu of %s", which,
+                            place->name, place->numel, t->numel, fsdpc_dtype_name(t->dtype));
+    fsdpc_status status = fsdpc_tensor_check(t);
+    if (status == FSDPC_OK)
+        status = fsdpc_optim_write(((py_optimizer *)object)->optim, unit->ref->unit, param, which,
+                                   t->data, t->dtype);
+    return fsdpc_py_none(status);
+}
+
+static PyObject *optimizer_collect(PyObject *object, PyObject *args)
+{
+    int param, which, write = 0;
+    fsdpc_optim_view view;
+    fsdpc_optim *optim = ((py_optimizer *)object)->optim;
+    fsdpc_unit *unit = state_args(object, args, &param, &which, &write);
+    if (!unit || fsdpc_py_unit_check_open((fsdpc_py_unit *)PyTuple_GET_ITEM(args, 0)) < 0)
+        return NULL;
+    const fsdpc_place *place = &fsdpc_unit_layout(unit)->params[param];
+    fsdpc_tensor *t = NULL;
+    fsdpc_status status = fsdpc_optim_state(optim, unit, param, which, false, &view);
+    if (status == FSDPC_OK)
+        status =
+            fsdpc_tensor_create(fsdpc_unit_device(unit), view.dtype, place->ndim, place->shape, &t);
+    if (status == FSDPC_OK)
+        FSDPC_PY_WITHOUT_GIL(status = fsdpc_optim_collect(optim, unit, param, which, t->data));
+    return fsdpc_py_result(PyType_GetModuleState(Py_TYPE(object)), status, t);
+}
+
+static PyObject *optimizer_step_count(PyObject *object, PyObject *args)
+{
+    int param;
+    fsdpc_unit *unit = param_args(object, args, &param);
+    if (!unit)
+        return NULL;
+    int64_t count;
+    fsdpc_status status =
+        fsdpc_optim_step_count(((py_optimizer *)object)->optim, unit, param, &count);
+    return status == FSDPC_OK ? PyLong_FromLongLong(count) : fsdpc_py_raise(status);
+}
+
+static PyObject *optimizer_set_step_count(PyObject *object, PyObject *args)
+{
+    PyObject *unit_object;
+    int param;
+    long long steps;
+    if (!PyArg_ParseTuple(args, "OiL", &unit_object, &param, &steps))
+        return NULL;
+    fsdpc_py_unit *unit = unit_arg(object, unit_object, param);
+    if (!unit)
+        return NULL;
+    return fsdpc_py_none(
+        fsdpc_optim_set_step_count(((py_optimizer *)object)->optim, unit->ref->unit, param, steps));
+}
+
+static PyMethodDef optimizer_methods[] = {
+    FSDPC_PY_METHOD(Optimizer, add, optimizer_add, METH_VARARGS),
+    FSDPC_PY_METHOD(Optimizer, take_number, optimizer_take_number, METH_NOARGS),
+    FSDPC_PY_METHOD(Optimizer, set_hyper, optimizer_set_hyper, METH_VARARGS | METH_KEYWORDS),
+    FSDPC_PY_METHOD(Optimizer, step, optimizer_step, METH_NOARGS),
+    FSDPC_PY_METHOD(Optimizer, step_alone, optimizer_step_alone, METH_VARARGS),
+    FSDPC_PY_METHOD(Optimizer, state_names, optimizer_state_names, METH_O),
+    FSDPC_PY_METHOD(Optimizer, state, optimizer_state, METH_VARARGS),
+    FSDPC_PY_METHOD(Optimizer, make_states, optimizer_make_states, METH_VARARGS),
+    FSDPC_PY_METHOD(Optimizer, write, optimizer_write, METH_VARARGS),
+    FSDPC_PY_METHOD(Optimizer, collect, optimizer_collect, METH_VARARGS),
+    FSDPC_PY_METHOD(Optimizer, step_count, optimizer_step_count, METH_VARARGS),
+    FSDPC_PY_METHOD(Optimizer, set_step_count, optimizer_set_step_count, METH_VARARGS),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot optimizer_slots[] = {
+    {Py_tp_new, optimizer_new},
+    {Py_tp_dealloc, optimizer_dealloc},
+    {Py_tp_traverse, optimizer_traverse},
+    {Py_tp_clear, optimizer_clear},
+    {Py_tp_methods, optimizer_methods},
+    {Py_tp_doc, (void *)fsdpc_doc_Optimizer},
+    {0, NULL},
+};
+
+FSDPC_PY_TYPE(optimizer, Optimizer, py_optimizer, Py_TPFLAGS_HAVE_GC, optimizer_slots);

@@ -1,0 +1,408 @@
+/* Unit: one fully_shard call as Python sees it.
+ *
+ * At creation the values of the parameters move into masters, and the parameters' tensors let go of
+ * their memory: from then on their guard says that they are sharded.  make_root(units, encloses),
+ * at the first call of the outermost module, gives each tensor the address of its full, which never
+ * changes, and a sink that points gradients at the reduce buffer.
+ *
+ * Its methods stand where their subject does: bind/engine/call.c, bind/engine/unit_values.c, bind/engine/unit_schedule.c.
+ */
+#include "bind/engine.h"
+#include "bind/engine/tier.h"
+
+#include <stddef.h>
+#include <structmember.h>
+
+#include "ops/flat_ops.h"
+
+/* ---- references ---- */
+
+static void free_unit_ref(fsdpc_unit_ref *ref)
+{
+    fsdpc_unit_destroy(ref->unit);
+    fsdpc_py_shared_grads_release(ref->handed_out);
+    PyGILState_STATE gil = PyGILState_Ensure();
+    for (int i = 0; i < 2; i++) {
+        if (ref->comms[i])
+            ((fsdpc_py_comm *)ref->comms[i])->users--;
+        Py_XDECREF(ref->comms[i]);
+    }
+    Py_XDECREF(ref->tier);
+    Py_XDECREF(ref->lent);
+    PyGILState_Release(gil);
+    PyMem_RawFree(ref->params);
+    PyMem_RawFree(ref);
+}
+
+void fsdpc_unit_ref_release(fsdpc_unit_ref *ref)
+{
+    if (!ref || atomic_fetch_sub_explicit(&ref->refs, 1, memory_order_acq_rel) != 1)
+        return;
+    fsdpc_root_ref *root = ref->root;
+    if (!root) {
+        free_unit_ref(ref);
+        return;
+    }
+    if (atomic_fetch_sub_explicit(&root->refs, 1, memory_order_acq_rel) != 1)
+        return;
+    fsdpc_root_destroy(root->root);
+    for (int i = 0; i < root->n_units; i++)
+        free_unit_ref(root->units[i]);
+    PyMem_RawFree(root->units);
+    PyMem_RawFree(root);
+}
+
+static void release_storage(fsdpc_storage *storage)
+{
+    fsdpc_unit_ref_release(storage->owner);
+}
+
+static void release_lent(fsdpc_storage *storage)
+{
+    fsdpc_unit_ref *ref = storage->owner;
+    fsdpc_unit_lend(ref->unit, -1);
+    fsdpc_unit_ref_release(ref);
+}
+
+PyObject *fsdpc_py_unit_tensor(PyObject *module, fsdpc_unit_ref *ref, fsdpc_dtype dtype, int ndim,
+                               const size_t *shape, void *data)
+{
+    fsdpc_tensor *t;
+    fsdpc_status status = fsdpc_tensor_wrap(fsdpc_unit_device(ref->unit), dtype, ndim, shape, data,
+                                            release_lent, ref, &t);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    fsdpc_unit_ref_acquire(ref);
+    fsdpc_unit_lend(ref->unit, 1);
+    return fsdpc_py_tensor_wrap(module, t);
+}
+
+fsdpc_py_unit *fsdpc_py_unit_of(PyObject *module, PyObject *object)
+{
+    fsdpc_py_state *state = PyModule_GetState(module);
+    if (!Py_IS_TYPE(object, (PyTypeObject *)state->unit_type)) {
+        PyErr_Format(PyExc_TypeError, "expected a Unit, got %.100s", Py_TYPE(object)->tp_name);
+        return NULL;
+    }
+    return (fsdpc_py_unit *)object;
+}
+
+int fsdpc_py_unit_check_open(const fsdpc_py_unit *unit)
+{
+    return fsdpc_py_comm_of(unit->ref->comms[0]) ? 0 : -1;
+}
+
+/* ---- joining parameters and units ---- */
+
+static fsdpc_status sink_target(void *arg, fsdpc_grad_target *out)
+{
+    fsdpc_param_ref *p = arg;
+    return fsdpc_grad_target_of(p->unit, p->param, &out->data, &out->dtype, &out->accumulate);
+}
+
+static fsdpc_status check_full(void *arg)
+{
+    fsdpc_param_ref *p = arg;
+    return fsdpc_unit_check_full(p->unit, p->param);
+}
+
+fsdpc_status fsdpc_py_unit_bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tensor *t)
+{
+    const fsdpc_unit *unit = ref->unit;
+    fsdpc_dtype dtype = fsdpc_unit_flat_with(unit, param).wire_dtype;
+    fsdpc_storage *storage = calloc(1, sizeof *storage);
+    if (!storage)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for parameter '%s'",
+                          fsdpc_unit_layout(unit)->params[param].name);
+    void *full = fsdpc_unit_full(unit, param);
+    storage->refs = 1;
+    storage->data = full;
+    storage->bytes = t->numel * fsdpc_dtype_bytes(dtype);
+    storage->device = fsdpc_unit_device(unit);
+    storage->release = release_storage;
+    storage->readonly = true; /* publishing writes through a mapping of its own */
+    storage->owner = fsdpc_unit_ref_acquire(ref);
+    fsdpc_status status = fsdpc_tensor_bind(t, dtype, storage, full);
+    fsdpc_storage_release(storage);
+    t->guard = (fsdpc_guard){.check = check_full, .arg = &ref->params[param]};
+    t->sink = (fsdpc_grad_sink){.target = sink_target, .arg = &ref->params[param]};
+    return status;
+}
+
+/* `whole`: NULL, or the numbers of the parameters that are not to be cut. */
+static int read_specs(PyObject *names, PyObject *whole, const fsdpc_py_unit *self,
+                      fsdpc_param_spec *specs)
+{
+    for (Py_ssize_t i = 0; i < self->n_params; i++) {
+        const fsdpc_tensor *t = self->params[i];
+        const char *name = PyUnicode_AsUTF8(PyList_GET_ITEM(names, i));
+        if (!name)
+            return -1;
+        specs[i] = (fsdpc_param_spec){
+            .name = name, .dtype = t->dtype, .ndim = t->ndim, .frozen = !t->requires_grad};
+        memcpy(specs[i].shape, t->shape, sizeof t->shape);
+    }
+    for (Py_ssize_t k = 0; whole && k < PyList_GET_SIZE(whole); k++) {
+        Py_ssize_t i = PyLong_AsSsize_t(PyList_GET_ITEM(whole, k));
+        if (i < 0 || i >= self->n_params) {
+            if (!PyErr_Occurred())
+                PyErr_Format(PyExc_IndexError, "whole: no parameter %zd of %zd", i, self->n_params);
+            return -1;
+        }
+        specs[i].whole = true;
+    }
+    return 0;
+}
+
+static int parse_optional_dtype(PyObject *object, bool *given, fsdpc_dtype *out)
+{
+    *given = object != NULL && object != Py_None;
+    return *given ? fsdpc_py_dtype_parse(object, out) : 0;
+}
+
+static fsdpc_status take_values(fsdpc_py_unit *self)
+{
+    fsdpc_unit *unit = self->ref->unit;
+    for (int i = 0; i < (int)self->n_params; i++) {
+        fsdpc_tensor *t = self->params[i];
+        if (t->data)
+            FSDPC_TRY(fsdpc_unit_write(unit, i, t->data, t->dtype));
+        FSDPC_TRY(fsdpc_py_unit_bind_param(self->ref, i, t));
+    }
+    return FSDPC_OK;
+}
+
+static fsdpc_status make_ref(fsdpc_py_unit *self, const fsdpc_param_spec *specs, int n,
+                             const fsdpc_unit_options *options)
+{
+    fsdpc_unit_ref *ref = PyMem_RawCalloc(1, sizeof *ref);
+    fsdpc_param_ref *params = PyMem_RawCalloc(n > 0 ? (size_t)n : 1, sizeof *params);
+    fsdpc_unit *unit = NULL;
+    fsdpc_status status = FSDPC_OK;
+    if (!ref || !params)
+        status = fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for unit '%s'", options->name);
+    if (status == FSDPC_OK)
+        status = fsdpc_unit_create(specs, n, options, &unit);
+    if (status != FSDPC_OK) {
+        PyMem_RawFree(ref);
+        PyMem_RawFree(params);
+        return status;
+    }
+    ref->refs = 1;
+    ref->unit = unit;
+    ref->params = params;
+    for (int i = 0; i < n; i++)
+        params[i] = (fsdpc_param_ref){.unit = unit, .param = i};
+    self->ref = ref;
+    return FSDPC_OK;
+}
+
+static int init_unit(fsdpc_py_unit *self, const char *name, PyObject *names, PyObject *whole,
+                     PyObject *comms[2], PyObject *param_dtype, PyObject *reduce_dtype,
+                     PyObject *offload)
+{
+    fsdpc_runtime *runtime = fsdpc_py_runtime_of_type(Py_TYPE(self));
+    if (!runtime)
+        return -1;
+    Py_ssize_t n = self->n_params;
+    fsdpc_unit_options options = {.name = name,
+                                  .device = runtime->device,
+                                  .trace = runtime->trace,
+                                  .reshard_after_forward = true,
+                                  .no_alias = runtime->env.no_alias};
+    if (fsdpc_py_offload_parse(PyType_GetModule(Py_TYPE(self)), offload, &options.offload) < 0)
+        return -1;
+    if (!(options.mesh.shard = fsdpc_py_comm_of(comms[0])))
+        return -1;
+    if (comms[1] && !(options.mesh.replicate = fsdpc_py_comm_of(comms[1])))
+        return -1;
+    if (parse_optional_dtype(param_dtype, &options.cast_params, &options.param_dtype) < 0 ||
+        parse_optional_dtype(reduce_dtype, &options.cast_reduce, &options.reduce_dtype) < 0)
+        return -1;
+    fsdpc_param_spec *specs = fsdpc_py_room(n, sizeof *specs);
+    int result = specs ? read_specs(names, whole, self, specs) : -1;
+    if (result == 0)
+        result = fsdpc_py_check(make_ref(self, specs, (int)n, &options));
+    PyMem_Free(specs);
+    if (result < 0)
+        return -1;
+    if (options.offload.tier)
+        self->ref->tier = Py_NewRef(PyTuple_GET_ITEM(offload, 0));
+    for (int i = 0; i < 2; i++) {
+        self->ref->comms[i] = Py_XNewRef(comms[i]);
+        if (comms[i])
+            ((fsdpc_py_comm *)comms[i])->users++;
+    }
+    return fsdpc_py_check(take_values(self));
+}
+
+static int take_params(fsdpc_py_unit *self, PyObject *params)
+{
+    Py_ssize_t n = PyList_GET_SIZE(params);
+    self->params = fsdpc_py_room(n, sizeof(fsdpc_tensor *));
+    if (!self->params)
+        return -1;
+    for (; self->n_params < n; self->n_params++) {
+        fsdpc_tensor *t = fsdpc_py_tensor_of(PyList_GET_ITEM(params, self->n_params));
+        if (!t)
+            return -1;
+        self->params[self->n_params] = fsdpc_tensor_acquire(t);
+    }
+    return 0;
+}
+
+static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    FSDPC_PY_KEYWORDS(keywords, "name", "names", "params", "shard", "replicate", "param_dtype",
+                      "reduce_dtype", "output_dtype", "cast_forward_inputs",
+                      "reshard_after_forward", "keep_grads", "deterministic", "modules", "whole",
+                      "offload");
+    const char *name;
+    PyObject *names, *params, *shard, *replicate = Py_None, *param_dtype = NULL;
+    PyObject *reduce_dtype = NULL, *output_dtype = NULL, *reshard = Py_None, *whole = NULL;
+    PyObject *offload = NULL;
+    int cast_inputs = 1, keep_grads = 0, deterministic = 0, n_modules = 1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!O!O|OOOOpOppiO!O", keywords, &name,
+                                     &PyList_Type, &names, &PyList_Type, &params, &shard,
+                                     &replicate, &param_dtype, &reduce_dtype, &output_dtype,
+                                     &cast_inputs, &reshard, &keep_grads, &deterministic,
+                                     &n_modules, &PyList_Type, &whole, &offload))
+        return NULL;
+    if (PyList_GET_SIZE(names) != PyList_GET_SIZE(params))
+        return PyErr_Format(PyExc_ValueError, "a unit needs one name for each parameter");
+    fsdpc_py_unit *self = (fsdpc_py_unit *)type->tp_alloc(type, 0);
+    if (!self)
+        return NULL;
+    bool input_given, output_given;
+    fsdpc_dtype input = FSDPC_F32, output = FSDPC_F32;
+    PyObject *comms[2] = {shard, replicate == Py_None ? NULL : replicate};
+    self->explicit_reshard = reshard != Py_None;
+    if (take_params(self, params) < 0 ||
+        parse_optional_dtype(param_dtype, &input_given, &input) < 0 ||
+        parse_optional_dtype(output_dtype, &output_given, &output) < 0 ||
+        init_unit(self, name, names, whole, comms, param_dtype, reduce_dtype, offload) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    self->input_dtype = input_given && cast_inputs ? (int)input : -1;
+    self->output_dtype = output_given ? (int)output : -1;
+    fsdpc_unit_settings settings = *fsdpc_unit_settings_of(self->ref->unit);
+    settings.n_modules = n_modules;
+    settings.keep_grads = keep_grads != 0;
+    settings.deterministic = deterministic != 0;
+    if (self->explicit_reshard)
+        settings.reshard_after_forward = PyObject_IsTrue(reshard) == 1;
+    (void)fsdpc_unit_configure(self->ref->unit, &settings); /* nothing is fixed yet */
+    return (PyObject *)self;
+}
+
+static int unit_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(object));
+    return 0;
+}
+
+static void unit_dealloc(PyObject *object)
+{
+    fsdpc_py_unit *self = (fsdpc_py_unit *)object;
+    PyObject_GC_UnTrack(object);
+    if (self->weakrefs)
+        PyObject_ClearWeakRefs(object);
+    for (Py_ssize_t i = 0; i < self->n_params; i++)
+        fsdpc_tensor_release(self->params[i]);
+    PyMem_Free(self->params);
+    fsdpc_unit_ref_release(self->ref);
+    fsdpc_py_free(object);
+}
+
+/* ---- make_root(units, encloses) ---- */
+
+static fsdpc_status bind_units(PyObject *units)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(units); i++) {
+        fsdpc_py_unit *unit = (fsdpc_py_unit *)PyList_GET_ITEM(units, i);
+        for (Py_ssize_t p = 0; p < unit->n_params; p++)
+            FSDPC_TRY(fsdpc_py_unit_bind_param(unit->ref, (int)p, unit->params[p]));
+    }
+    return FSDPC_OK;
+}
+
+/* The root is needed again at once: backward begins with it. */
+static void stay_for_backward(fsdpc_unit *unit)
+{
+    fsdpc_unit_settings settings = *fsdpc_unit_settings_of(unit);
+    settings.reshard_after_forward = false;
+    (void)fsdpc_unit_configure(unit, &settings); /* never fixed */
+}
+
+static PyObject *make_root(PyObject *module, PyObject *args)
+{
+    PyObject *units, *encloses;
+    if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &units, &PyList_Type, &encloses))
+        return NULL;
+    Py_ssize_t n = PyList_GET_SIZE(units);
+    if (n == 0 || n != PyList_GET_SIZE(encloses))
+        return PyErr_Format(PyExc_ValueError,
+                            "make_root takes as many flags as units, at least one");
+    fsdpc_root_ref *root = PyMem_RawCalloc(1, sizeof *root);
+    fsdpc_unit_ref **refs = PyMem_RawCalloc((size_t)n, sizeof *refs);
+    fsdpc_unit **plain = PyMem_Calloc((size_t)n, sizeof *plain);
+    bool *flags = PyMem_Calloc((size_t)n, sizeof *flags);
+    fsdpc_status status = FSDPC_OK;
+    if (!root || !refs || !plain || !flags)
+        status = fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the root of %zd units", n);
+    for (Py_ssize_t i = 0; status == FSDPC_OK && i < n; i++) {
+        fsdpc_py_unit *unit = fsdpc_py_unit_of(module, PyList_GET_ITEM(units, i));
+        if (!unit || fsdpc_py_unit_check_open(unit) < 0)
+            goto free;
+        refs[i] = unit->ref;
+        plain[i] = unit->ref->unit;
+        flags[i] = PyObject_IsTrue(PyList_GET_ITEM(encloses, i)) == 1;
+        if (i == 0 && !unit->explicit_reshard)
+            stay_for_backward(unit->ref->unit);
+    }
+    if (status == FSDPC_OK) {
+        FSDPC_PY_WITHOUT_GIL(status = fsdpc_root_create(plain, flags, (int)n, &root->root));
+    }
+    if (status != FSDPC_OK)
+        goto free;
+    root->refs = (int)n;
+    root->units = refs;
+    root->n_units = (int)n;
+    for (Py_ssize_t i = 0; i < n; i++)
+        refs[i]->root = root;
+    PyMem_Free(plain);
+    PyMem_Free(flags);
+    status = bind_units(units);
+    return fsdpc_py_none(status);
+
+free:
+    PyMem_RawFree(root);
+    PyMem_RawFree(refs);
+    PyMem_Free(plain);
+    PyMem_Free(flags);
+    return status == FSDPC_OK ? NULL : fsdpc_py_raise(status);
+}
+
+/* ---- the type ---- */
+
+static PyMemberDef unit_members[] = {
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(fsdpc_py_unit, weakrefs), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot unit_slots[] = {
+    {Py_tp_new, unit_new},
+    {Py_tp_dealloc, unit_dealloc},
+    {Py_tp_traverse, unit_traverse},
+    {Py_tp_members, unit_members},
+    {Py_tp_doc, (void *)fsdpc_doc_Unit},
+    {0, NULL},
+};
+
+FSDPC_PY_TYPE(unit, Unit, fsdpc_py_unit, Py_TPFLAGS_HAVE_GC, unit_slots);
+
+PyMethodDef fsdpc_py_unit_functions[] = {
+    FSDPC_PY_FUNCTION(make_root, make_root, METH_VARARGS),
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,111 @@
+/* Unit: gradients that are handed out.
+ *
+ * They are tensors over the gradient shards.  One that its user keeps after zero_grad stays what it
+ * was, as in PyTorch: the unit then takes other memory, and the old goes with the last tensor over
+ * it.  All gradients between two zero_grads share a block, which counts them.
+ */
+#include "bind/engine.h"
+
+#include <stdatomic.h>
+
+struct fsdpc_shared_grads {
+    _Atomic int refs;    /* of the unit, while its shards lie there, and of every tensor */
+    fsdpc_unit_ref *ref; /* of which each tensor has a reference */
+    fsdpc_device *device;
+    int n_groups;
+    void *memory[]; /* by flat group, once the unit has other; NULL before */
+};
+
+typedef struct fsdpc_shared_grads fsdpc_shared_grads;
+
+void fsdpc_py_shared_grads_release(fsdpc_shared_grads *block)
+{
+    if (!block || atomic_fetch_sub_explicit(&block->refs, 1, memory_order_acq_rel) != 1)
+        return;
+    for (int g = 0; g < block->n_groups; g++)
+        fsdpc_device_free(block->device, block->memory[g]);
+    PyMem_RawFree(block);
+}
+
+static void release_grad(fsdpc_storage *storage)
+{
+    fsdpc_shared_grads *block = storage->owner;
+    fsdpc_unit_ref *ref = block->ref;
+    fsdpc_unit_lend(ref->unit, -1);
+    fsdpc_py_shared_grads_release(block);
+    fsdpc_unit_ref_release(ref);
+}
+
+/* The block of the unit's gradients. */
+static fsdpc_status block_of(fsdpc_unit_ref *ref, fsdpc_shared_grads **out)
+{
+    if (!ref->handed_out) {
+        int n = fsdpc_unit_layout(ref->unit)->n_groups;
+        fsdpc_shared_grads *block =
+            PyMem_RawCalloc(1, sizeof *block + (size_t)n * sizeof *block->memory);
+        if (!block)
+            return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to hand out a gradient");
+        block->refs = 1;
+        block->ref = ref;
+        block->device = fsdpc_unit_device(ref->unit);
+        block->n_groups = n;
+        ref->handed_out = block;
+    }
+    *out = ref->handed_out;
+    return FSDPC_OK;
+}
+
+static fsdpc_status hand_out(fsdpc_unit_ref *ref, int param, fsdpc_tensor **out)
+{
+    size_t shape[FSDPC_MAX_DIMS];
+    fsdpc_shared_grads *block = NULL;
+    fsdpc_piece piece;
+    void *data;
+    *out = NULL;
+    FSDPC_TRY(fsdpc_unit_grad(ref->unit, param, true, &piece, &data));
+    if (!data)
+        return FSDPC_OK;
+    FSDPC_TRY(block_of(ref, &block));
+    int ndim = fsdpc_py_piece_shape(&fsdpc_unit_layout(ref->unit)->params[param], &piece, shape);
+    FSDPC_TRY(fsdpc_tensor_wrap(block->device, fsdpc_unit_flat_with(ref->unit, param).grad_dtype,
+                                ndim, shape, data, release_grad, block, out));
+    atomic_fetch_add_explicit(&block->refs, 1, memory_order_relaxed);
+    fsdpc_unit_ref_acquire(ref);
+    fsdpc_unit_lend(ref->unit, 1);
+    return FSDPC_OK;
+}
+
+static PyObject *unit_grad(PyObject *object, PyObject *arg)
+{
+    fsdpc_py_unit *self = (fsdpc_py_unit *)object;
+    int param = fsdpc_py_unit_param_arg(object, arg);
+    fsdpc_tensor *t;
+    if (param < 0 || fsdpc_py_check(hand_out(self->ref, param, &t)) < 0)
+        return NULL;
+    if (!t)
+        Py_RETURN_NONE;
+    return fsdpc_py_tensor_wrap(PyType_GetModule(Py_TYPE(object)), t);
+}
+
+static PyObject *unit_zero_grad(PyObject *object, PyObject *Py_UNUSED(unused))
+{
+    fsdpc_unit_ref *ref = ((fsdpc_py_unit *)object)->ref;
+    fsdpc_shared_grads *block = ref->handed_out;
+    bool parted = false;
+    bool kept = block && atomic_load_explicit(&block->refs, memory_order_acquire) > 1;
+    fsdpc_status status = kept ? fsdpc_unit_apply_scale(ref->unit) : FSDPC_OK; /* clipped */
+    fsdpc_unit_zero_grad(ref->unit);
+    if (kept && status == FSDPC_OK)
+        status = fsdpc_unit_part_grads(ref->unit, block->memory, &parted);
+    if (parted) {
+        ref->handed_out = NULL;
+        fsdpc_py_shared_grads_release(block);
+    }
+    return fsdpc_py_none(status);
+}
+
+PyMethodDef fsdpc_py_unit_grad_methods[] = {
+    FSDPC_PY_METHOD(Unit, grad, unit_grad, METH_O),
+    FSDPC_PY_METHOD(Unit, zero_grad, unit_zero_grad, METH_NOARGS),
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,260 @@
+/* The module's state, and the runtime that tensors, operations and the engine share.
+ *
+ * The runtime (memory, threads, device, compute stream, tape, trace) is made at the first use of a
+ * tensor, never at import.  Types are made with the module, so an object's type leads to the state;
+ * tensors keep a pointer to it (their type keeps the module alive).
+ *
+ * The GIL.  Operations that do more than about 20 us of work, and all of backward, run without it.
+ * So sinks, guards, boundaries' functions and tape ends are called WITHOUT the GIL from backward,
+ * and take it themselves (PyGILState_Ensure) before they touch Python.  A function that fails with
+ * a Python exception leaves it set and returns FSDPC_ERR_CALLBACK.
+ */
+#ifndef FSDPC_BIND_STATE_H
+#define FSDPC_BIND_STATE_H
+
+#include "bind/error.h"
+
+#include "base/env.h"
+#include "base/trace.h"
+#include "nn/ops.h"
+#include "ops/flat_ops.h"
+#include "bind/import.h"
+#include "bind/stub_docs.h"
+
+/* ---- what the module consists of; module.c joins it ---- */
+
+/* X(name): state->name_type is made from fsdpc_py_name_spec. */
+#define FSDPC_PY_TYPES(X)                                                                          \
+    X(dtype)                                                                                       \
+    X(tensor)                                                                                      \
+    X(handle)                                                                                      \
+    X(comm)                                                                                        \
+    X(link)                                                                                        \
+    X(tier)                                                                                        \
+    X(unit)                                                                                        \
+    X(optimizer)                                                                                   \
+    X(save)                                                                                        \
+    X(graph)                                                                                       \
+    X(torch_unit)
+
+/* X(type, part): methods of a type that another file than the type's own has, each where its
+ * subject is, fsdpc_py_part_methods. */
+#define FSDPC_PY_METHODS(X)                                                                        \
+    X(tensor, hook)                                                                                \
+    X(tensor, shape)                                                                               \
+    X(tensor, value)                                                                               \
+    X(tensor, number)                                                                              \
+    X(tensor, write)                                                                               \
+    X(tensor, dlpack)                                                                              \
+    X(tensor, numpy)                                                                               \
+    X(tensor, ops)                                                                                 \
+    X(unit, unit_call)                                                                             \
+    X(unit, unit_value)                                                                            \
+    X(unit, unit_grad)                                                                             \
+    X(unit, unit_schedule)                                                                         \
+    X(torch_unit, torch_call)                                                                      \
+    X(torch_unit, torch_follow)                                                                    \
+    X(torch_unit, torch_lent)                                                                      \
+    X(torch_unit, torch_grads)                                                                     \
+    X(torch_unit, torch_product)                                                                   \
+    X(torch_unit, torch_show)
+
+/* The same of attributes. */
+#define FSDPC_PY_GETSETS(X)                                                                        \
+    X(unit, unit_value)                                                                            \
+    X(unit, unit_schedule)                                                                         \
+    X(torch_unit, torch_call)                                                                      \
+    X(torch_unit, torch_lent)
+
+/* X(part): functions of the module, fsdpc_py_part_functions. */
+#define FSDPC_PY_FUNCTIONS(X)                                                                      \
+    X(state)                                                                                       \
+    X(dtype)                                                                                       \
+    X(make)                                                                                        \
+    X(dlpack)                                                                                      \
+    X(numpy)                                                                                       \
+    X(ops)                                                                                         \
+    X(tape)                                                                                        \
+    X(plugin)                                                                                      \
+    X(stream)                                                                                      \
+    X(engine)                                                                                      \
+    X(comm)                                                                                        \
+    X(unit)                                                                                        \
+    X(dry_run)                                                                                     \
+    X(clip)                                                                                        \
+    X(graph)                                                                                       \
+    X(torch_memory)                                                                                \
+    X(torch_product)                                                                               \
+    X(ckpt)                                                                                        \
+    X(ckpt_state)
+
+/* Rows of these tables; signatures and documentation are the stub's (tools/stub_docs.py). */
+#define FSDPC_PY_FUNCTION(name, function, flags)                                                   \
+    {                                                                                              \
+#name, (PyCFunction)(void (*)(void))(function), flags, fsdpc_doc_##name                    \
+    }
+#define FSDPC_PY_METHOD(type, name, function, flags)                                               \
+    {                                                                                              \
+#name, (PyCFunction)(void (*)(void))(function), flags, fsdpc_doc_##type##_##name           \
+    }
+#define FSDPC_PY_ATTRIBUTE(type, name, get, set)                                                   \
+    {                                                                                              \
+#name, get, set, fsdpc_doc_##type##_##name, NULL                                           \
+    }
+enum { FSDPC_PY_FAST = METH_FASTCALL | METH_KEYWORDS };
+
+/* What reads an attribute of `object`: an expression. */
+#define FSDPC_PY_GETTER(function, ...)                                                             \
+    static PyObject *function(PyObject *object, void *Py_UNUSED(closure))                          \
+    {                                                                                              \
+        (void)object;                                                                              \
+        return __VA_ARGS__;                                                                        \
+    }
+
+/* Names of arguments, as PyArg_ParseTupleAndKeywords takes them. */
+#define FSDPC_PY_KEYWORDS(names, ...) static char *names[] = {__VA_ARGS__, NULL}
+
+/* A type of Python, `name`, and what it is made from. */
+#define FSDPC_PY_TYPE(type, name_, object, more_flags, slots_)                                     \
+    PyType_Spec fsdpc_py_##type##_spec = {.name = "fsdpc._core." #name_,                           \
+                                          .basicsize = sizeof(object),                             \
+                                          .flags = Py_TPFLAGS_DEFAULT | (more_flags),              \
+                                          .slots = slots_}
+
+#define X(name) extern PyType_Spec fsdpc_py_##name##_spec;
+FSDPC_PY_TYPES(X)
+#undef X
+#define X(type, part) extern PyMethodDef fsdpc_py_##part##_methods[];
+FSDPC_PY_METHODS(X)
+#undef X
+#define X(type, part) extern PyGetSetDef fsdpc_py_##part##_getset[];
+FSDPC_PY_GETSETS(X)
+#undef X
+#define X(part) extern PyMethodDef fsdpc_py_##part##_functions[];
+FSDPC_PY_FUNCTIONS(X)
+#undef X
+
+int fsdpc_py_dtype_setup(PyObject *module); /* adds the objects of the type */
+
+struct fsdpc_plugin; /* plugin/plugin.h */
+
+typedef struct fsdpc_runtime {
+    bool ready, dry;     /* dry: of a dry run (bind/engine/dry_run.c), where units do not gather */
+    bool played, orders; /* of play(), where operations are done when they are waited for, or
+                            order streams */
+    const struct fsdpc_plugin *plugin; /* that brings the device; NULL: the CPU is it */
+    int local_rank;                    /* which of several GPUs; 0: LOCAL_RANK says */
+    bool ordered;                      /* the device's, also of one made later */
+    fsdpc_env env;
+    int threads; /* of this rank */
+    fsdpc_mem *mem;
+    fsdpc_team *team;
+    fsdpc_device *device;
+    fsdpc_mem *host_mem; /* with a plugin: of the host, behind a GPU's transport */
+    fsdpc_device *host;  /* that memory's device; else NULL */
+    fsdpc_stream *compute;
+    fsdpc_tape *tape;
+    fsdpc_trace *trace;
+    _Atomic int running; /* operations under way without the GIL */
+} fsdpc_runtime;
+
+typedef struct fsdpc_py_state {
+    fsdpc_runtime runtime;
+    fsdpc_py_imports imports;
+    PyObject *dtypes[FSDPC_DTYPE_COUNT];
+    PyObject *reclaim; /* called where device memory runs out; NULL: nobody */
+#define X(name) PyObject *name##_type;
+    FSDPC_PY_TYPES(X)
+#undef X
+} fsdpc_py_state;
+
+typedef struct fsdpc_py_tensor {
+    PyObject_HEAD fsdpc_tensor *tensor; /* changes only where a write in place is recorded */
+    fsdpc_py_state *state;
+    PyObject *weakrefs;
+    PyObject *base; /* of rows or another shape: the object it was made from; or NULL */
+} fsdpc_py_tensor;
+
+extern PyModuleDef fsdpc_py_module;
+
+/* The state behind a type of this module or a subclass of one; NULL with TypeError. */
+fsdpc_py_state *fsdpc_py_state_of_type(PyTypeObject *type);
+static inline fsdpc_py_state *fsdpc_py_state_of_ref(PyObject *object)
+{
+    return fsdpc_py_state_of_type(Py_TYPE(object));
+}
+
+/* The runtime, made if this is the first use; NULL with an exception. */
+fsdpc_runtime *fsdpc_py_runtime_start(fsdpc_runtime *runtime);
+static inline fsdpc_runtime *fsdpc_py_state_runtime(fsdpc_py_state *state)
+{
+    return state->runtime.ready ? &state->runtime : fsdpc_py_runtime_start(&state->runtime);
+}
+static inline fsdpc_runtime *fsdpc_py_runtime(PyObject *module)
+{
+    return fsdpc_py_state_runtime(PyModule_GetState(module));
+}
+fsdpc_runtime *fsdpc_py_runtime_of_type(PyTypeObject *type);
+/* Takes the next random stream, for what is drawn once; -1 with an exception inside a captured
+ * step, where every replay would draw the same. */
+int fsdpc_py_take_stream(fsdpc_runtime *runtime, uint64_t *stream_out);
+void fsdpc_py_runtime_destroy(fsdpc_runtime *runtime);
+
+/* The tensor of a Python object, borrowed: _of raises TypeError and returns NULL for anything else,
+ * _peek just returns NULL. */
+fsdpc_tensor *fsdpc_py_tensor_of(PyObject *object);
+fsdpc_tensor *fsdpc_py_tensor_peek(PyObject *module, PyObject *object);
+/* A new Tensor; takes over the reference, also when it fails. */
+PyObject *fsdpc_py_tensor_wrap(PyObject *module, fsdpc_tensor *t);
+PyObject *fsdpc_py_tensor_new(fsdpc_py_state *state, fsdpc_tensor *t);
+/* The same, or after a failure the exception; `t` may then be NULL. */
+PyObject *fsdpc_py_result(fsdpc_py_state *state, fsdpc_status status, fsdpc_tensor *t);
+
+/* A dtype object, a name, a NumPy dtype or scalar type, or Python's float, int, bool. */
+int fsdpc_py_dtype_parse(PyObject *object, fsdpc_dtype *out);
+/* NULL and None leave *inout as it is. */
+int fsdpc_py_dtype_optional(PyObject *object, fsdpc_dtype *inout);
+
+/* The kind of "constant", "normal" or "uniform"; -1 with an exception, for NULL the one set. */
+int fsdpc_py_init_kind(const char *text, fsdpc_init_kind *out);
+
+/* A tensor's bytes in host memory; waits for what computes them, while others may run Python. */
+fsdpc_status fsdpc_py_tensor_read(const fsdpc_tensor *t, void *out);
+/* FSDPC_ERR_UNSUPPORTED on a device whose memory the host cannot touch; `what` begins the message.
+ */
+fsdpc_status fsdpc_py_check_local(const fsdpc_device *device, const char *what);
+
+/* The same of a dictionary's item. */
+void fsdpc_py_put_item(PyObject **dict_io, const char *key, PyObject *item);
+
+/* A tuple of extents. */
+PyObject *fsdpc_py_shape_tuple(int ndim, const size_t *shape);
+
+/* Puts an item, which it takes over, into a new list or tuple; drops that if the item is NULL. */
+void fsdpc_py_put(PyObject **sequence_io, Py_ssize_t i, PyObject *item);
+
+/* A statement that may wait: other threads run Python meanwhile. */
+#define FSDPC_PY_WITHOUT_GIL(...)                                                                  \
+    do {                                                                                           \
+        Py_BEGIN_ALLOW_THREADS;                                                                    \
+        __VA_ARGS__;                                                                               \
+        Py_END_ALLOW_THREADS;                                                                      \
+    } while (0)
+
+/* status = expression, without the GIL if there is `work` (elements touched) to do. */
+#define FSDPC_PY_RUN(runtime_, work, status, expression)                                           \
+    do {                                                                                           \
+        if ((work) < FSDPC_PY_INLINE_WORK) {                                                       \
+            (status) = (expression);                                                               \
+        } else {                                                                                   \
+            fsdpc_runtime *run_runtime_ = (runtime_);                                              \
+            atomic_fetch_add_explicit(&run_runtime_->running, 1, memory_order_relaxed);            \
+            PyThreadState *run_thread_ = PyEval_SaveThread();                                      \
+            (status) = (expression);                                                               \
+            PyEval_RestoreThread(run_thread_);                                                     \
+            atomic_fetch_sub_explicit(&run_runtime_->running, 1, memory_order_relaxed);            \
+        }                                                                                          \
+    } while (0)
+enum { FSDPC_PY_INLINE_WORK = 32768 };
+
+#endif

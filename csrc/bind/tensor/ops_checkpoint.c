@@ -1,0 +1,285 @@
+/* checkpoint(fn, *args, **kwargs): activations are recomputed instead of kept.
+ *
+ * Forward runs fn with recording off and joins its outputs to its tensor arguments by a custom node
+ * (nn/op_custom.c).  The node's backward sets the random stream back to where it was, runs fn again
+ * on fresh leaves with recording on, and runs a nested backward from the new outputs.  Parameters
+ * that fn reads get their gradients from that one directly, so the node is made even when no
+ * argument requires grad.
+ *
+ * Tensors are looked for among args and the values of kwargs, not inside containers.  fn returns a
+ * tensor or a tuple of tensors (other values in the tuple pass through), the same both times.
+ */
+#include "bind/tensor/ops.h"
+#include "bind/tensor/tensor.h"
+
+typedef struct checkpoint {
+    fsdpc_py_state *state;
+    PyObject *fn, *values; /* a tuple of arguments, those with names last */
+    PyObject *names;       /* a tuple, or NULL */
+    uint64_t seed, first_stream;
+    uint64_t ran_at; /* the tape's next_number when fn had run */
+} checkpoint;
+
+static void checkpoint_release(void *arg)
+{
+    checkpoint *c = arg;
+    PyGILState_STATE gil = PyGILState_Ensure();
+    Py_XDECREF(c->fn);
+    Py_XDECREF(c->values);
+    Py_XDECREF(c->names);
+    PyMem_Free(c);
+    PyGILState_Release(gil);
+}
+
+/* ---- arguments ---- */
+
+/* A fresh leaf over the same memory, remembered in `leaves`. */
+static PyObject *leaf_of(checkpoint *c, PyObject *object, fsdpc_tensor **leaves, int *n_io)
+{
+    fsdpc_tensor *t = fsdpc_py_tensor_peek(NULL, object), *leaf;
+    if (!t)
+        return Py_NewRef(object);
+    fsdpc_status status = fsdpc_tensor_detach(t, &leaf);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    leaf->requires_grad = t->requires_grad;
+    leaves[(*n_io)++] = fsdpc_tensor_acquire(leaf);
+    return fsdpc_py_tensor_new(c->state, leaf);
+}
+
+/* fn with every tensor among its arguments replaced by a leaf. */
+static PyObject *call_on_leaves(checkpoint *c, fsdpc_tensor **leaves, int *n_io)
+{
+    Py_ssize_t n = PyTuple_GET_SIZE(c->values), n_names = c->names ? PyTuple_GET_SIZE(c->names) : 0;
+    PyObject *values = PyTuple_New(n);
+    for (Py_ssize_t i = 0; values && i < n; i++)
+        fsdpc_py_put(&values, i, leaf_of(c, PyTuple_GET_ITEM(c->values, i), leaves, n_io));
+    if (!values)
+        return NULL;
+    PyObject *result =
+        PyObject_Vectorcall(c->fn, PySequence_Fast_ITEMS(values), (size_t)(n - n_names), c->names);
+    Py_DECREF(values);
+    return result;
+}
+
+/* The arguments that are tensors, borrowed. */
+static int tensor_arguments(const checkpoint *c, fsdpc_tensor **out)
+{
+    int n = 0;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(c->values); i++) {
+        fsdpc_tensor *t = fsdpc_py_tensor_peek(NULL, PyTuple_GET_ITEM(c->values, i));
+        if (t)
+            out[n++] = t;
+    }
+    return n;
+}
+
+/* ---- results ---- */
+
+/* Item i of what fn returned: a tuple, or one value. */
+static PyObject *result_item(PyObject *result, Py_ssize_t i)
+{
+    return PyTuple_Check(result) ? PyTuple_GET_ITEM(result, i) : result;
+}
+
+static Py_ssize_t result_size(PyObject *result)
+{
+    return PyTuple_Check(result) ? PyTuple_GET_SIZE(result) : 1;
+}
+
+/* ---- backward ---- */
+
+/* Roots and gradients of the recomputed outputs; the number of them, or -1. */
+static int pair_outputs(PyObject *result, int n_out, fsdpc_tensor *const *dys, fsdpc_tensor **roots,
+                        fsdpc_tensor **grads)
+{
+    int at = 0, n = 0;
+    for (Py_ssize_t i = 0; i < result_size(result); i++) {
+        fsdpc_tensor *t = fsdpc_py_tensor_peek(NULL, result_item(result, i));
+        if (!t)
+            continue;
+        if (at < n_out && dys[at] && t->requires_grad) {
+            roots[n] = t;
+            grads[n++] = dys[at];
+        }
+        at++;
+    }
+    if (at == n_out)
+        return n;
+    PyErr_Format(PyExc_RuntimeError,
+                 "checkpoint: the function returned %d tensors at first and %d when recomputed",
+                 n_out, at);
+    return -1;
+}
+
+static fsdpc_status nested_backward(fsdpc_runtime *runtime, PyObject *result, int n_out,
+                                    fsdpc_tensor *const *dys)
+{
+    fsdpc_tensor **roots = PyMem_Calloc(2 * (size_t)n_out + 1, sizeof *roots);
+    fsdpc_status status;
+    if (!roots)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for %d outputs", n_out);
+    int n = pair_outputs(result, n_out, dys, roots, roots + n_out);
+    if (n < 0)
+        status = fsdpc_fail(FSDPC_ERR_CALLBACK, "checkpoint: outputs differ");
+    else
+        FSDPC_PY_RUN(runtime, FSDPC_PY_INLINE_WORK, status,
+                     fsdpc_tape_backward_many(runtime->tape, n, roots, roots + n_out, false));
+    PyMem_Free(roots);
+    return status;
+}
+
+static fsdpc_status recompute(checkpoint *c, int n_out, fsdpc_tensor *const *dys,
+                              fsdpc_tensor **leaves, int *n_leaves)
+{
+    fsdpc_tape *tape = c->state->runtime.tape;
+    uint64_t seed = tape->seed, stream = tape->next_stream, recomputing = tape->recomputing;
+    bool enabled = tape->grad_enabled;
+    tape->seed = c->seed;
+    tape->next_stream = c->first_stream;
+    tape->recomputing = c->ran_at;
+    tape->grad_enabled = true;
+    PyObject *result = call_on_leaves(c, leaves, n_leaves);
+    tape->seed = seed;
+    tape->next_stream = stream;
+    tape->recomputing = recomputing;
+    tape->grad_enabled = enabled;
+    if (!result)
+        return fsdpc_fail(FSDPC_ERR_CALLBACK, "a checkpointed function raised when recomputed");
+    fsdpc_status status = nested_backward(&c->state->runtime, result, n_out, dys);
+    Py_DECREF(result);
+    return status;
+}
+
+static fsdpc_status checkpoint_backward(void *arg, int n_out, fsdpc_tensor *const *dys, int n_in,
+                                        const bool *wanted, fsdpc_tensor **dxs_out)
+{
+    checkpoint *c = arg;
+    PyGILState_STATE gil = PyGILState_Ensure();
+    int n_leaves = 0;
+    fsdpc_status status;
+    fsdpc_tensor **leaves = PyMem_Calloc((size_t)n_in + 1, sizeof *leaves);
+    if (!leaves)
+        status = fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for %d arguments", n_in);
+    else
+        status = recompute(c, n_out, dys, leaves, &n_leaves);
+    for (int i = 0; i < n_leaves; i++) {
+        if (status == FSDPC_OK && wanted[i])
+            dxs_out[i] = fsdpc_tensor_acquire(leaves[i]->grad);
+        fsdpc_tensor_release(leaves[i]);
+    }
+    PyMem_Free(leaves);
+    PyGILState_Release(gil);
+    return status;
+}
+
+static const fsdpc_custom_ops checkpoint_ops = {"checkpoint", checkpoint_backward,
+                                                checkpoint_release};
+
+/* ---- forward ---- */
+
+/* A detached tensor for each tensor of the result, borrowed order kept; the number, or -1. */
+static int detach_outputs(PyObject *result, fsdpc_tensor **out)
+{
+    int n = 0;
+    for (Py_ssize_t i = 0; i < result_size(result); i++) {
+        fsdpc_tensor *t = fsdpc_py_tensor_peek(NULL, result_item(result, i));
+        if (!t)
+            continue;
+        fsdpc_status status = fsdpc_tensor_detach(t, &out[n]);
+        if (fsdpc_py_check(status) < 0)
+            return -1;
+        n++;
+    }
+    if (n == 0) {
+        PyErr_SetString(PyExc_TypeError,
+                        "checkpoint: the function must return a tensor or a tuple with tensors");
+        return -1;
+    }
+    return n;
+}
+
+static PyObject *rebuild_result(fsdpc_py_state *state, PyObject *result, fsdpc_tensor **fresh)
+{
+    int at = 0;
+    if (!PyTuple_Check(result))
+        return fsdpc_py_tensor_new(state, fsdpc_tensor_acquire(fresh[0]));
+    PyObject *tuple = PyTuple_New(PyTuple_GET_SIZE(result));
+    for (Py_ssize_t i = 0; tuple && i < PyTuple_GET_SIZE(result); i++) {
+        PyObject *item = PyTuple_GET_ITEM(result, i);
+        item = fsdpc_py_tensor_peek(NULL, item)
+                   ? fsdpc_py_tensor_new(state, fsdpc_tensor_acquire(fresh[at++]))
+                   : Py_NewRef(item);
+        fsdpc_py_put(&tuple, i, item);
+    }
+    return tuple;
+}
+
+/* Joins the outputs to the tape; takes over c. */
+static PyObject *join(checkpoint *c, PyObject *result)
+{
+    fsdpc_py_state *state = c->state;
+    int n_in = (int)PyTuple_GET_SIZE(c->values), n_out = (int)result_size(result);
+    fsdpc_tensor **inputs = fsdpc_py_room((Py_ssize_t)n_in + n_out, sizeof *inputs);
+    PyObject *joined = NULL;
+    if (!inputs) {
+        checkpoint_release(c);
+        return NULL;
+    }
+    fsdpc_tensor **fresh = inputs + n_in;
+    n_in = tensor_arguments(c, inputs);
+    int n = detach_outputs(result, fresh);
+    fsdpc_status status = FSDPC_ERR_CALLBACK;
+    if (n >= 0)
+        status =
+            fsdpc_op_custom(state->runtime.tape, &checkpoint_ops, c, true, n_in, inputs, n, fresh);
+    if (status == FSDPC_OK) {
+        joined = rebuild_result(state, result, fresh);
+    } else {
+        checkpoint_release(c);
+        fsdpc_py_raise(status);
+    }
+    for (int i = 0; i < n_out; i++)
+        fsdpc_tensor_release(fresh[i]);
+    PyMem_Free(inputs);
+    return joined;
+}
+
+PyObject *fsdpc_py_op_checkpoint(FSDPC_PY_FASTCALL(module))
+{
+    fsdpc_py_state *state = PyModule_GetState(module);
+    fsdpc_runtime *runtime = fsdpc_py_state_runtime(state);
+    if (!runtime)
+        return NULL;
+    if (nargs < 1 || !PyCallable_Check(args[0]))
+        return PyErr_Format(PyExc_TypeError, "checkpoint(fn, *args): fn must be callable");
+    fsdpc_tape *tape = runtime->tape;
+    if (!tape->grad_enabled)
+        return PyObject_Vectorcall(args[0], args + 1, (size_t)nargs - 1, keywords);
+    checkpoint *c = fsdpc_py_room(0, sizeof *c);
+    Py_ssize_t n = nargs - 1 + (keywords ? PyTuple_GET_SIZE(keywords) : 0);
+    PyObject *result = NULL;
+    if (!c)
+        return NULL;
+    *c = (checkpoint){.state = state,
+                      .fn = Py_NewRef(args[0]),
+                      .values = PyTuple_New(n),
+                      .names = Py_XNewRef(keywords),
+                      .seed = tape->seed,
+                      .first_stream = tape->next_stream};
+    for (Py_ssize_t i = 0; c->values && i < n; i++)
+        PyTuple_SET_ITEM(c->values, i, Py_NewRef(args[1 + i]));
+    if (c->values) {
+        tape->grad_enabled = false;
+        result = PyObject_Vectorcall(args[0], args + 1, (size_t)nargs - 1, keywords);
+        tape->grad_enabled = true;
+    }
+    if (!result) {
+        checkpoint_release(c);
+        return NULL;
+    }
+    c->ran_at = atomic_load_explicit(&tape->next_number, memory_order_relaxed);
+    PyObject *joined = join(c, result);
+    Py_DECREF(result);
+    return joined;
+}

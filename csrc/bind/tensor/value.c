@@ -1,0 +1,194 @@
+/* Tensor: its values as Python's, copies in other dtypes, and its place on the tape. */
+#include "bind/tensor/ops.h"
+#include "bind/tensor/tensor.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "nn/op.h"
+#include "ops/flat_ops.h"
+
+#define TENSOR(object) (fsdpc_py_self(object)->tensor)
+#define STATE(object) (fsdpc_py_self(object)->state)
+
+/* ---- values ---- */
+
+static PyObject *method_item(PyObject *object, PyObject *Py_UNUSED(unused))
+{
+    const fsdpc_tensor *t = TENSOR(object);
+    fsdpc_status status = fsdpc_tensor_check(t);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    if (t->numel != 1) {
+        char text[FSDPC_SHAPE_TEXT];
+        return PyErr_Format(PyExc_ValueError,
+                            "a tensor of shape %s is not one number: index it, or use tolist()",
+                            fsdpc_shape_text(t->ndim, t->shape, text));
+    }
+    union {
+        float f32;
+        double f64;
+        uint16_t bits;
+        int32_t i32;
+        int64_t i64;
+        uint8_t u8;
+    } value;
+    status = fsdpc_py_tensor_read(t, &value);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    switch (t->dtype) {
+    case FSDPC_F32:
+        return PyFloat_FromDouble(value.f32);
+    case FSDPC_BF16:
+        return PyFloat_FromDouble(fsdpc_bf16_to_f32(value.bits));
+    case FSDPC_F16:
+        return PyFloat_FromDouble(fsdpc_f16_to_f32(value.bits));
+    case FSDPC_F64:
+        return PyFloat_FromDouble(value.f64);
+    case FSDPC_I32:
+        return PyLong_FromLong(value.i32);
+    case FSDPC_I64:
+        return PyLong_FromLongLong(value.i64);
+    case FSDPC_U8:
+        return PyLong_FromLong(value.u8);
+    default:
+        return PyBool_FromLong(value.u8);
+    }
+}
+
+static PyObject *method_tolist(PyObject *object, PyObject *Py_UNUSED(unused))
+{
+    PyObject *plain = fsdpc_py_tensor_plain(object);
+    PyObject *array = plain ? fsdpc_py_tensor_numpy(plain, NULL) : NULL;
+    PyObject *list = array ? PyObject_CallMethod(array, "tolist", NULL) : NULL;
+    Py_XDECREF(plain);
+    Py_XDECREF(array);
+    return list;
+}
+
+/* ---- autograd ---- */
+
+static PyObject *method_backward(FSDPC_PY_FASTCALL(object))
+{
+    FSDPC_PY_PARSE("backward", 0, "gradient", "retain_graph");
+    fsdpc_tensor *gradient;
+    bool retain = false;
+    fsdpc_runtime *runtime = fsdpc_py_state_runtime(STATE(object));
+    if (!runtime || fsdpc_py_arg_tensor(a[0], &gradient) < 0 ||
+        fsdpc_py_arg_bool(a[1], &retain) < 0)
+        return NULL;
+    fsdpc_status status;
+    FSDPC_PY_RUN(runtime, FSDPC_PY_INLINE_WORK, status,
+                 fsdpc_tape_backward(runtime->tape, TENSOR(object), gradient, retain));
+    return fsdpc_py_none(status);
+}
+
+static PyObject *method_detach(PyObject *object, PyObject *Py_UNUSED(unused))
+{
+    fsdpc_tensor *y = NULL;
+    fsdpc_status status = fsdpc_tensor_detach(TENSOR(object), &y);
+    return fsdpc_py_result(STATE(object), status, y);
+}
+
+static PyObject *method_requires_grad(FSDPC_PY_FASTCALL(object))
+{
+    FSDPC_PY_PARSE("requires_grad_", 0, "requires_grad");
+    PyObject *value = a[0] ? a[0] : Py_True;
+    if (PyObject_SetAttrString(object, "requires_grad", value) < 0)
+        return NULL;
+    return Py_NewRef(object);
+}
+
+/* ---- dtypes and copies ---- */
+
+static PyObject *method_to(PyObject *object, PyObject *argument)
+{
+    fsdpc_dtype dtype;
+    if (fsdpc_py_dtype_parse(argument, &dtype) < 0)
+        return NULL;
+    if (dtype == TENSOR(object)->dtype)
+        return Py_NewRef(object);
+    return fsdpc_py_op_cast(STATE(object), TENSOR(object), dtype);
+}
+FSDPC_PY_NAMED(method_to, "to", "dtype")
+
+#define CAST(name, dtype_)                                                                         \
+    static PyObject *method_##name(PyObject *object, PyObject *Py_UNUSED(unused))                  \
+    {                                                                                              \
+        if (TENSOR(object)->dtype == FSDPC_##dtype_)                                               \
+            return Py_NewRef(object);                                                              \
+        return fsdpc_py_op_cast(STATE(object), TENSOR(object), FSDPC_##dtype_);                    \
+    }
+CAST(float, F32)
+CAST(bfloat16, BF16)
+CAST(half, F16)
+CAST(double, F64)
+#undef CAST
+
+static PyObject *method_clone(PyObject *object, PyObject *Py_UNUSED(unused))
+{
+    fsdpc_runtime *runtime = fsdpc_py_state_runtime(STATE(object));
+    fsdpc_tensor *y = NULL;
+    fsdpc_status status;
+    if (!runtime)
+        return NULL;
+    FSDPC_PY_RUN(runtime, TENSOR(object)->numel, status,
+                 fsdpc_op_clone(runtime->tape, TENSOR(object), &y));
+    return fsdpc_py_result(STATE(object), status, y);
+}
+
+/* A leaf's copy is a leaf, as copy.deepcopy of a module needs. */
+static PyObject *method_deepcopy(PyObject *object, PyObject *Py_UNUSED(memo))
+{
+    fsdpc_runtime *runtime = fsdpc_py_state_runtime(STATE(object));
+    const fsdpc_tensor *t = TENSOR(object);
+    fsdpc_tensor *leaf, *y = NULL;
+    if (!runtime)
+        return NULL;
+    if (t->node)
+        return PyErr_Format(PyExc_RuntimeError,
+                            "only leaves can be deep-copied: detach() this tensor first");
+    fsdpc_status status = fsdpc_tensor_detach(t, &leaf);
+    if (status == FSDPC_OK) {
+        status = fsdpc_op_clone(runtime->tape, leaf, &y);
+        fsdpc_tensor_release(leaf);
+    }
+    if (status == FSDPC_OK)
+        y->requires_grad = t->requires_grad;
+    return fsdpc_py_result(STATE(object), status, y);
+}
+
+PyMethodDef fsdpc_py_value_methods[] = {
+    FSDPC_PY_METHOD(Tensor, item, method_item, METH_NOARGS),
+    FSDPC_PY_METHOD(Tensor, tolist, method_tolist, METH_NOARGS),
+    FSDPC_PY_METHOD(Tensor, backward, method_backward, FSDPC_PY_FAST),
+    FSDPC_PY_METHOD(Tensor, detach, method_detach, METH_NOARGS),
+    FSDPC_PY_METHOD(Tensor, requires_grad_, method_requires_grad, FSDPC_PY_FAST),
+    FSDPC_PY_METHOD(Tensor, to, method_to_named, FSDPC_PY_FAST),
+    FSDPC_PY_METHOD(Tensor, float, method_float, METH_NOARGS),
+    FSDPC_PY_METHOD(Tensor, bfloat16, method_bfloat16, METH_NOARGS),
+    FSDPC_PY_METHOD(Tensor, half, method_half, METH_NOARGS),
+    FSDPC_PY_METHOD(Tensor, double, method_double, METH_NOARGS),
+    FSDPC_PY_METHOD(Tensor, clone, method_clone, METH_NOARGS),
+    {"__deepcopy__", method_deepcopy, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+fsdpc_status fsdpc_py_tensor_same_bytes(const fsdpc_tensor *x, const fsdpc_tensor *y,
+                                        bool *equal_out)
+{
+    size_t bytes = fsdpc_tensor_bytes(x);
+    if (!x->storage->device->remote) {
+        *equal_out = memcmp(x->data, y->data, bytes) == 0;
+        return FSDPC_OK;
+    }
+    char *copies = malloc(2 * bytes + 1);
+    if (!copies)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to compare tensors of %zu bytes", bytes);
+    fsdpc_status status = fsdpc_py_tensor_read(x, copies);
+    if (status == FSDPC_OK)
+        status = fsdpc_py_tensor_read(y, copies + bytes);
+    *equal_out = status == FSDPC_OK && memcmp(copies, copies + bytes, bytes) == 0;
+    free(copies);
+    return status;
+}

@@ -1,0 +1,126 @@
+/* TorchUnit: following what the user may change between steps.
+ *
+ * An epoch publishes the masters of every unit of its root, whichever unit it begins with.  So all
+ * of them are followed before it, not the one that is called: a piece whose `.data` was replaced
+ * stands on other memory, and what is there is taken over into the master (`adopt`).  Whatever else
+ * reads or writes masters (gathers of full values, loading, an optimizer's step) follows its unit.
+ */
+#include "bind/torch/unit.h"
+
+PyObject *fsdpc_torch_plain_begin(const fsdpc_py_torch_unit *self)
+{
+    PyObject *context = PyObject_CallNoArgs(self->plainly);
+    PyObject *entered = context ? PyObject_CallMethodNoArgs(context, self->names.__enter__) : NULL;
+    if (!entered)
+        Py_CLEAR(context);
+    Py_XDECREF(entered);
+    return context;
+}
+
+void fsdpc_torch_plain_end(PyObject *context)
+{
+    if (!context)
+        return;
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject *left = PyObject_CallMethod(context, "__exit__", "OOO", Py_None, Py_None, Py_None);
+    Py_XDECREF(left);
+    Py_DECREF(context);
+    if (!left)
+        PyErr_WriteUnraisable(NULL);
+    PyErr_Restore(type, value, trace);
+}
+
+static int follow_piece(const fsdpc_py_torch_unit *self, int i)
+{
+    const fsdpc_torch_param *p = &self->params[i];
+    if (!p->master)
+        return 0;
+    PyObject *number = PyObject_CallMethodNoArgs(p->piece, self->names.data_ptr);
+    void *data = number ? PyLong_AsVoidPtr(number) : NULL;
+    Py_XDECREF(number);
+    if (PyErr_Occurred())
+        return -1;
+    if (data == p->master)
+        return 0;
+    PyObject *done = PyObject_CallFunction(self->adopt, "i", i);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+static int follow_writes(fsdpc_py_torch_unit *self)
+{
+    fsdpc_unit *unit = fsdpc_torch_unit(self);
+    bool lent = fsdpc_unit_fulls_are_lent(unit), written = false;
+    for (int i = 0; lent && i < self->n_params; i++) {
+        fsdpc_torch_param *p = &self->params[i];
+        long long before = p->written;
+        if (fsdpc_torch_version(self, p->piece, &p->written) < 0)
+            return -1;
+        written |= p->written != before;
+    }
+    return written ? fsdpc_py_check(fsdpc_unit_mark_written(unit)) : 0;
+}
+
+int fsdpc_torch_follow_writes(fsdpc_py_torch_unit *self)
+{
+    if (!fsdpc_unit_fulls_are_lent(fsdpc_torch_unit(self)))
+        return 0;
+    PyObject *plain = fsdpc_torch_plain_begin(self);
+    int done = plain ? follow_writes(self) : -1;
+    fsdpc_torch_plain_end(plain);
+    return done;
+}
+
+static int follow_memory(const fsdpc_py_torch_unit *self)
+{
+    for (int i = 0; i < self->n_params; i++) {
+        if (follow_piece(self, i) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+int fsdpc_torch_follow_root(fsdpc_py_torch_unit *self)
+{
+    const fsdpc_root *root = fsdpc_unit_root(fsdpc_torch_unit(self));
+    if (fsdpc_root_in_backward(root) || fsdpc_root_forward_depth(root) > 0)
+        return 0;
+    PyObject *plain = fsdpc_torch_plain_begin(self);
+    int done = plain ? 0 : -1;
+    for (Py_ssize_t i = 0; done == 0 && i < PyList_GET_SIZE(self->mates); i++) {
+        fsdpc_py_torch_unit *mate = (fsdpc_py_torch_unit *)PyList_GET_ITEM(self->mates, i);
+        if (follow_memory(mate) < 0 || follow_writes(mate) < 0)
+            done = -1;
+    }
+    fsdpc_torch_plain_end(plain);
+    for (Py_ssize_t i = 0; done == 0 && i < PyList_GET_SIZE(self->mates); i++)
+        done = fsdpc_torch_drop_grads((fsdpc_py_torch_unit *)PyList_GET_ITEM(self->mates, i));
+    return done;
+}
+
+static PyObject *follow_method(PyObject *object, PyObject *const *args, Py_ssize_t n)
+{
+    fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
+    int i = fsdpc_torch_param_arg(self, args, n);
+    if (i < 0 && PyErr_Occurred())
+        return NULL;
+    PyObject *plain = fsdpc_torch_plain_begin(self);
+    int result = !plain ? -1 : i < 0 ? follow_memory(self) : follow_piece(self, i);
+    fsdpc_torch_plain_end(plain);
+    return result < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *follow_root_method(PyObject *object, PyObject *Py_UNUSED(unused))
+{
+    fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
+    if (!self->mates)
+        Py_RETURN_NONE;
+    return fsdpc_torch_follow_root(self) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+PyMethodDef fsdpc_py_torch_follow_methods[] = {
+    FSDPC_PY_METHOD(TorchUnit, follow, follow_method, METH_FASTCALL),
+    FSDPC_PY_METHOD(TorchUnit, follow_root, follow_root_method, METH_NOARGS),
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,508 @@
+/* Gradients between foreign tensors and the engine.
+ *
+ * In backward: the foreign autograd puts a gradient into a full's `.grad` and calls our hook, which
+ * writes it into the reduce buffer (a cast, or a sum after the first) and drops it.  So the
+ * gradient exists once, for as long as one parameter's backward, unless it had better wait for
+ * the memory of the shard (bind/torch/lent.c).
+ *
+ * Between backwards `.grad` of a piece belongs to the user.  What was handed out is a tensor over
+ * the gradient shard itself, so scaling it in place reaches the engine by itself.  Dropping and
+ * assigning do not, and are found here by identity: no gradient on any piece drops the unit's shard
+ * without touching memory; on some, their rows are zeroed; a tensor that is not ours is copied in.
+ *
+ * A piece may be in the graph itself, as in a penalty on parameters, and the foreign autograd puts
+ * that gradient into its `.grad`.  Before the unit's backward it is taken like any other.  After
+ * that, reductions may be writing the shard.  So pieces have no gradient while a backward runs, and
+ * what they have at its end is added to the shard then.
+ */
+#include "bind/torch/unit.h"
+
+#include "ops/flat_ops.h"
+
+typedef struct hook_data {
+    fsdpc_py_torch_unit *owner; /* borrowed; NULL once it has gone */
+    int param;
+} hook_data;
+
+static void free_hook_data(PyObject *capsule)
+{
+    PyMem_Free(PyCapsule_GetPointer(capsule, NULL));
+}
+
+/* The gradient as a dense tensor of the full's dtype: itself nearly always. */
+static PyObject *dense(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *param,
+                       PyObject *grad)
+{
+    PyObject *its = PyObject_GetAttr(grad, self->names.dtype);
+    if (!its)
+        return NULL;
+    PyObject *result = its == param->dtype
+                           ? Py_NewRef(grad)
+                           : PyObject_CallMethodOneArg(grad, self->names.to, param->dtype);
+    Py_DECREF(its);
+    if (!result)
+        return NULL;
+    PyObject *yes = PyObject_CallMethodNoArgs(result, self->names.is_contiguous);
+    if (yes != Py_True) {
+        PyObject *copy = yes ? PyObject_CallMethodNoArgs(result, self->names.contiguous) : NULL;
+        Py_SETREF(result, copy);
+    }
+    Py_XDECREF(yes);
+    return result;
+}
+
+static void *data_of(const fsdpc_py_torch_unit *self, PyObject *tensor)
+{
+    PyObject *number = PyObject_CallMethodNoArgs(tensor, self->names.data_ptr);
+    void *data = number ? PyLong_AsVoidPtr(number) : NULL;
+    Py_XDECREF(number);
+    return data;
+}
+
+/* Writes a dense gradient into the reduce buffer. */
+static int add(fsdpc_py_torch_unit *self, int index, PyObject *grad)
+{
+    fsdpc_unit *unit = fsdpc_torch_unit(self);
+    void *data = data_of(self, grad);
+    fsdpc_status status = FSDPC_OK;
+    if (PyErr_Occurred())
+        return -1;
+    fsdpc_runtime *runtime = &fsdpc_py_state_of_ref(self->unit_object)->runtime;
+    if (fsdpc_grad_is_open(unit))
+        FSDPC_PY_RUN(runtime, fsdpc_torch_place(self, index)->numel, status,
+                     fsdpc_grad_add(unit, index, data));
+    else
+        FSDPC_PY_WITHOUT_GIL(status = fsdpc_grad_add(unit, index, data));
+    return fsdpc_py_check(status);
+}
+
+/* On the stream of those that waited: whoever has their memory next there is behind it. */
+int fsdpc_torch_add_early(fsdpc_py_torch_unit *self)
+{
+    if (self->early_bytes == 0)
+        return 0;
+    fsdpc_device *device = fsdpc_unit_device(fsdpc_torch_unit(self));
+    uintptr_t now = fsdpc_device_handle(device);
+    int done = fsdpc_torch_lend(self);
+    if (done == 0)
+        done = fsdpc_py_check(fsdpc_device_adopt(device, self->early_stream));
+    for (int i = 0; done == 0 && i < self->n_params; i++) {
+        if (self->params[i].early)
+            done = add(self, i, self->params[i].early);
+    }
+    fsdpc_torch_drop_early(self);
+    return done == 0 ? fsdpc_py_check(fsdpc_device_adopt(device, now)) : done;
+}
+
+void fsdpc_torch_drop_early(fsdpc_py_torch_unit *self)
+{
+    for (int i = 0; self->early_bytes > 0 && i < self->n_params; i++)
+        Py_CLEAR(self->params[i].early);
+    self->early_bytes = 0;
+}
+
+static int accept(fsdpc_py_torch_unit *self, int index, PyObject *grad)
+{
+    fsdpc_torch_param *p = &self->params[index];
+    if (fsdpc_torch_reach_backward(self) < 0)
+        return -1;
+    PyObject *plain = dense(self, p, grad);
+    if (!plain)
+        return -1;
+    const fsdpc_unit *unit = fsdpc_torch_unit(self);
+    size_t bytes = fsdpc_torch_place(self, index)->numel *
+                   fsdpc_dtype_bytes(fsdpc_unit_flat_with(unit, index).wire_dtype);
+    uintptr_t stream = fsdpc_device_handle(fsdpc_unit_device(unit));
+    bool alike = self->early_bytes == 0 || stream == self->early_stream;
+    if (!p->early && alike && fsdpc_torch_can_wait(self, bytes)) {
+        p->early = plain;
+        self->early_bytes += bytes;
+        self->early_stream = stream;
+        return 0;
+    }
+    int done = fsdpc_torch_lend(self) < 0 || fsdpc_torch_add_early(self) < 0
+                   ? -1
+                   : add(self, index, plain);
+    Py_DECREF(plain);
+    return done;
+}
+
+static PyObject *hook_call(PyObject *capsule, PyObject *full)
+{
+    hook_data *hook = PyCapsule_GetPointer(capsule, NULL);
+    if (!hook->owner)
+        return PyErr_Format(
+            PyExc_RuntimeError,
+            "a gradient for a model that was deleted: keep the model until backward");
+    PyObject *grad_name = hook->owner->names.grad, *grad = PyObject_GetAttr(full, grad_name);
+    if (!grad)
+        return NULL;
+    int result = grad == Py_None ? 0 : accept(hook->owner, hook->param, grad);
+    Py_DECREF(grad);
+    if (result < 0 || PyObject_SetAttr(full, grad_name, Py_None) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef hook_def = {"grad_hook", hook_call, METH_O, "Take a full's gradient."};
+
+PyObject *fsdpc_torch_hook_new(fsdpc_py_torch_unit *self, int param)
+{
+    hook_data *hook = PyMem_Malloc(sizeof *hook);
+    if (!hook)
+        return PyErr_NoMemory();
+    *hook = (hook_data){.owner = self, .param = param};
+    PyObject *capsule = PyCapsule_New(hook, NULL, free_hook_data);
+    if (!capsule) {
+        PyMem_Free(hook);
+        return NULL;
+    }
+    PyObject *callable = PyCFunction_New(&hook_def, capsule);
+    Py_DECREF(capsule);
+    return callable;
+}
+
+void fsdpc_torch_hook_part(PyObject *callable)
+{
+    hook_data *hook = PyCapsule_GetPointer(PyCFunction_GET_SELF(callable), NULL);
+    hook->owner = NULL;
+}
+
+/* ---- between backwards ---- */
+
+int fsdpc_torch_version(const fsdpc_py_torch_unit *self, PyObject *tensor, long long *out)
+{
+    PyObject *number = PyObject_GetAttr(tensor, self->names._version);
+    *out = number ? PyLong_AsLongLong(number) : -1;
+    Py_XDECREF(number);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Within fsdpc_torch_plain_begin. */
+static PyObject *read_grad(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *p)
+{
+    return Py_TYPE(self->grad_of)
+        ->tp_descr_get(self->grad_of, p->piece, (PyObject *)Py_TYPE(p->piece));
+}
+
+static int write_grad(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *p, PyObject *grad)
+{
+    return Py_TYPE(self->grad_of)->tp_descr_set(self->grad_of, p->piece, grad);
+}
+
+static PyObject *get_grad(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *p)
+{
+    PyObject *plain = fsdpc_torch_plain_begin(self);
+    PyObject *grad = plain ? read_grad(self, p) : NULL;
+    fsdpc_torch_plain_end(plain);
+    return grad;
+}
+
+/* 1 if hooks of the piece wait for its gradient, 0, or -1. */
+static int set_grad(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *p, PyObject *grad)
+{
+    PyObject *plain = fsdpc_torch_plain_begin(self), *hooks = NULL;
+    if (plain && write_grad(self, p, grad) == 0)
+        hooks = PyObject_GetAttr(p->piece, self->names._post_accumulate_grad_hooks);
+    fsdpc_torch_plain_end(plain);
+    Py_XDECREF(hooks);
+    return hooks ? hooks != Py_None : -1;
+}
+
+/* rows.how(grad): copy_ or add_. */
+static int write_rows(fsdpc_py_torch_unit *self, const fsdpc_torch_param *p, PyObject *how,
+                      PyObject *grad)
+{
+    if (fsdpc_py_check(fsdpc_unit_take_write(fsdpc_torch_unit(self))) < 0)
+        return -1;
+    PyObject *plain = PyObject_CallMethodNoArgs(grad, self->names.detach); /* of create_graph */
+    PyObject *done = plain ? PyObject_CallMethodOneArg(p->grad, how, plain) : NULL;
+    Py_XDECREF(plain);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+/* Copies in what a piece has, which is not the shard itself.  A narrow piece keeps it beside that,
+ * as the gradient that the front door's attribute made of it. */
+static int copy_in(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, PyObject *grad)
+{
+    PyObject *given = p->narrow ? grad : p->grad;
+    if (write_rows(self, p, self->names.copy_, grad) < 0 ||
+        PyObject_SetAttr(p->piece, self->names.grad, given) < 0)
+        return -1;
+    given = get_grad(self, p);
+    if (!given)
+        return -1;
+    Py_SETREF(p->given, given);
+    return given == p->grad ? 0 : fsdpc_torch_version(self, given, &p->version);
+}
+
+/* Takes one piece's `.grad`: 1 if it exists, 0 if not, -1 on error. */
+static int take_one(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, bool live)
+{
+    PyObject *grad = get_grad(self, p);
+    if (!grad || grad == Py_None) {
+        Py_XDECREF(grad);
+        return grad ? 0 : -1;
+    }
+    long long version = p->version;
+    int result = 0;
+    bool same = live && grad == p->given;
+    if (same && grad != p->grad)
+        result = fsdpc_torch_version(self, grad, &version);
+    if (result == 0 && (!same || version != p->version))
+        result = copy_in(self, p, grad);
+    Py_DECREF(grad);
+    return result < 0 ? -1 : 1;
+}
+
+int fsdpc_torch_has_grads(const fsdpc_py_torch_unit *self)
+{
+    PyObject *plain = fsdpc_torch_plain_begin(self);
+    int any = plain ? 0 : -1;
+    for (int i = 0; any == 0 && i < self->n_params; i++) {
+        PyObject *grad = read_grad(self, &self->params[i]);
+        any = grad ? grad != Py_None : -1;
+        Py_XDECREF(grad);
+    }
+    fsdpc_torch_plain_end(plain);
+    return any;
+}
+
+/* Takes parameter i's gradient; rows of one that has none are zero. */
+static int take_param(fsdpc_py_torch_unit *self, int i, bool live)
+{
+    int has = take_one(self, &self->params[i], live);
+    if (has < 0)
+        return -1;
+    fsdpc_status status = fsdpc_unit_take_grad(fsdpc_torch_unit(self), i, has == 1);
+    return fsdpc_py_check(status);
+}
+
+/* Users may give a gradient to what is frozen. */
+static int make_room(fsdpc_py_torch_unit *self)
+{
+    fsdpc_unit *unit = fsdpc_torch_unit(self);
+    for (int i = 0; i < self->n_params; i++) {
+        if (fsdpc_torch_place(self, i)->group < fsdpc_unit_trained_groups(unit))
+            continue;
+        PyObject *grad = get_grad(self, &self->params[i]);
+        Py_XDECREF(grad);
+        if (!grad || (grad != Py_None && (fsdpc_torch_set_trainable(self, i, true) < 0 ||
+                                          fsdpc_torch_set_trainable(self, i, false) < 0)))
+            return -1;
+    }
+    return 0;
+}
+
+int fsdpc_torch_take_grads(fsdpc_py_torch_unit *self)
+{
+    fsdpc_unit *unit = fsdpc_torch_unit(self);
+    bool was_live = fsdpc_unit_has_grads(unit);
+    int any = fsdpc_torch_has_grads(self);
+    if (any < 0)
+        return -1;
+    if (!any)
+        return was_live ? fsdpc_torch_zero_grad(self, false) : fsdpc_torch_renew(self, false);
+    if ((!was_live && fsdpc_torch_renew(self, false) < 0) || make_room(self) < 0 ||
+        fsdpc_torch_lend(self) < 0)
+        return -1;
+    fsdpc_status status = fsdpc_unit_take_begin(unit);
+    if (fsdpc_py_check(status) < 0)
+        return -1;
+    for (int i = 0; i < self->n_params; i++) {
+        if (take_param(self, i, was_live) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+/* The one of a parameter that has one, so that a loop over parameters is linear. */
+static int take_grad(fsdpc_py_torch_unit *self, int i)
+{
+    fsdpc_unit *unit = fsdpc_torch_unit(self);
+    if (!fsdpc_unit_has_grads(unit))
+        return fsdpc_torch_take_grads(self);
+    fsdpc_status status = fsdpc_unit_take_begin(unit);
+    return status == FSDPC_OK ? take_param(self, i, true) : (fsdpc_py_raise(status), -1);
+}
+
+/* `.grad` has the piece's dtype; the shard is wider where the piece is narrow. */
+static PyObject *grad_for(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *p)
+{
+    if (!p->narrow)
+        return Py_NewRef(p->grad);
+    PyObject *plain = fsdpc_torch_plain_begin(self);
+    PyObject *dtype = plain ? PyObject_GetAttr(p->piece, self->names.dtype) : NULL;
+    fsdpc_torch_plain_end(plain);
+    PyObject *grad = dtype ? PyObject_CallMethodOneArg(p->grad, self->names.to, dtype) : NULL;
+    Py_XDECREF(dtype);
+    return grad;
+}
+
+/* Hands out the sum of what was reduced and what the graph gave the piece itself: `new`, there is
+ * more than before.  1 if hooks of the piece wait for its gradient, 0, or -1. */
+static int give_one(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, bool new)
+{
+    if (p->own && write_rows(self, p, self->names.add_, p->own) < 0)
+        return -1;
+    if (new || p->own) {
+        PyObject *grad = grad_for(self, p);
+        if (!grad)
+            return -1;
+        Py_XSETREF(p->given, grad);
+    }
+    p->aside = false;
+    int waits = set_grad(self, p, p->given);
+    if (waits < 0 || (p->given != p->grad && fsdpc_torch_version(self, p->given, &p->version) < 0))
+        return -1;
+    return waits;
+}
+
+static void forget_own(fsdpc_py_torch_unit *self)
+{
+    for (int i = 0; i < self->n_params; i++)
+        Py_CLEAR(self->params[i].own);
+}
+
+/* Finds gradients that pieces have and that were not handed out: 1 if there are any, 0, or -1. */
+static int find_own(fsdpc_py_torch_unit *self)
+{
+    PyObject *plain = fsdpc_torch_plain_begin(self);
+    int any = plain ? 0 : -1;
+    for (int i = 0; i < self->n_params && any >= 0; i++) {
+        fsdpc_torch_param *p = &self->params[i];
+        PyObject *grad = read_grad(self, p);
+        if (grad && grad != Py_None && grad != p->given && grad != p->grad) {
+            Py_XSETREF(p->own, Py_NewRef(grad));
+            any = 1;
+        }
+        Py_XDECREF(grad);
+        if (!grad)
+            any = -1;
+    }
+    fsdpc_torch_plain_end(plain);
+    return any;
+}
+
+/* Gradients of pieces' own are added to what is reduced, so that has to be in. */
+static int wait_for_reduction(fsdpc_py_torch_unit *self)
+{
+    fsdpc_unit *unit = fsdpc_torch_unit(self);
+    fsdpc_status status = FSDPC_OK;
+    if (fsdpc_grad_is_posted(unit))
+        FSDPC_PY_WITHOUT_GIL(status = fsdpc_grad_wait(unit));
+    return fsdpc_py_check(status);
+}
+
+static int give_found(fsdpc_py_torch_unit *self, bool *left_out)
+{
+    fsdpc_unit *unit = fsdpc_torch_unit(self);
+    int waiting = 0;
+    bool any;
+    fsdpc_status status = fsdpc_unit_give_begin(unit, &any);
+    *left_out = false;
+    if (fsdpc_py_check(status) < 0)
+        return -1;
+    for (int i = 0; i < self->n_params; i++) {
+        fsdpc_torch_param *p = &self->params[i];
+        bool new = any &&fsdpc_unit_give_grad(unit, i);
+        *left_out |= p->own && !new && !p->aside;
+        int waits = new || p->aside ? give_one(self, p, new) : 0;
+        if (waits < 0)
+            return -1;
+        waiting |= new &&waits;
+    }
+    return waiting;
+}
+
+/* Gives what was reduced; `left_out`: pieces have gradients of their own beside it.  `ended`: a
+ * backward has. */
+static int give_grads(fsdpc_py_torch_unit *self, bool ended, bool *left_out)
+{
+    int own = find_own(self), waiting = -1;
+    if (own == 0 || (own == 1 && (!ended || wait_for_reduction(self) == 0)))
+        waiting = give_found(self, left_out);
+    forget_own(self);
+    return waiting;
+}
+
+int fsdpc_torch_begin_grads(fsdpc_py_torch_unit *self)
+{
+    bool left;
+    /* What an earlier backward did not wait for may be there by now. */
+    if (give_grads(self, false, &left) < 0 || fsdpc_torch_take_grads(self) < 0)
+        return -1;
+    if (!fsdpc_unit_has_grads(fsdpc_torch_unit(self)))
+        return 0;
+    PyObject *plain = fsdpc_torch_plain_begin(self);
+    int done = plain ? 0 : -1;
+    for (int i = 0; i < self->n_params && done == 0; i++) {
+        fsdpc_torch_param *p = &self->params[i];
+        PyObject *grad = read_grad(self, p);
+        p->aside = grad && grad != Py_None;
+        Py_XDECREF(grad);
+        if (!grad || (p->aside && write_grad(self, p, Py_None) < 0))
+            done = -1;
+    }
+    fsdpc_torch_plain_end(plain);
+    return done;
+}
+
+int fsdpc_torch_restore_grads(fsdpc_py_torch_unit *self)
+{
+    PyObject *plain = fsdpc_torch_plain_begin(self);
+    int done = plain ? 0 : -1;
+    for (int i = 0; i < self->n_params && done == 0; i++) {
+        fsdpc_torch_param *p = &self->params[i];
+        PyObject *before = p->aside ? p->given : Py_None;
+        p->aside = false;
+        done = write_grad(self, p, before);
+    }
+    fsdpc_torch_plain_end(plain);
+    return done;
+}
+
+static PyObject *settle_method(PyObject *object, PyObject *Py_UNUSED(unused))
+{
+    fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
+    if (fsdpc_torch_join(self) < 0)
+        return NULL;
+    self->taken = false;
+    if (fsdpc_unit_settings_of(fsdpc_torch_unit(self))->reshard_after_backward)
+        fsdpc_torch_unpin(self);
+    bool left;
+    if (fsdpc_torch_hide(self) < 0)
+        return NULL;
+    int waiting = give_grads(self, true, &left);
+    if (waiting < 0 || (left && fsdpc_torch_take_grads(self) < 0))
+        return NULL;
+    return PyBool_FromLong(waiting);
+}
+
+static PyObject *take_grads_method(PyObject *object, PyObject *const *args, Py_ssize_t n)
+{
+    fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
+    int i = fsdpc_torch_param_arg(self, args, n);
+    if ((i < 0 && PyErr_Occurred()) || fsdpc_torch_join(self) < 0)
+        return NULL;
+    int result = i < 0 ? fsdpc_torch_take_grads(self) : take_grad(self, i);
+    return result < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* apply_scale(): the next reader of gradients sees them clipped. */
+static PyObject *apply_scale_method(PyObject *object, PyObject *Py_UNUSED(unused))
+{
+    fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
+    if (fsdpc_torch_join(self) < 0)
+        return NULL;
+    fsdpc_status status = fsdpc_unit_apply_scale(fsdpc_torch_unit(self));
+    return fsdpc_py_none(status);
+}
+
+PyMethodDef fsdpc_py_torch_grads_methods[] = {
+    FSDPC_PY_METHOD(TorchUnit, settle, settle_method, METH_NOARGS),
+    FSDPC_PY_METHOD(TorchUnit, take_grads, take_grads_method, METH_FASTCALL),
+    FSDPC_PY_METHOD(TorchUnit, apply_scale, apply_scale_method, METH_NOARGS),
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,236 @@
+/* TorchUnit: memory that the foreign library has.
+ *
+ * Gradient shards lie in memory of foreign tensors, whose rows are the pieces' gradients.  So a
+ * gradient that its user keeps after zero_grad stays what it was, as in the foreign library: the
+ * next backward goes into other memory.  Somebody keeps one if its tensor has more references than
+ * when it was made, or its memory more tensors, which the front door counts.
+ *
+ * On a device where the foreign library has an allocator of its own, memory that nobody keeps goes
+ * back to it when a forward begins, and comes at the unit's first gradient.  There the activations
+ * of that forward have it in between.  Elsewhere the unit keeps it: to map it anew costs more than
+ * it saves.
+ *
+ * A unit around others has its first gradients long before its last: those of a model's head and
+ * norm come when its backward begins, that of its embedding when it ends.  There small ones wait.
+ *
+ * On such a device a rank that is alone takes fulls from there too, for as long as a unit is used
+ * (engine/full_lent.c).
+ *
+ * The front door has an object for each piece of memory: take() returns its address, give() lets go
+ * of it, and `is_kept` says whether somebody has made other tensors over it.
+ */
+#include "bind/torch/unit.h"
+
+/* Takes memory for every flat group, and tells the engine where it is. */
+static int take(fsdpc_py_torch_unit *self, PyObject *lent,
+                void (*place)(fsdpc_unit *unit, void *const *groups))
+{
+    Py_ssize_t n = PyList_GET_SIZE(lent);
+    void **groups = fsdpc_py_room(n, sizeof *groups);
+    for (Py_ssize_t g = 0; groups && g < n && !PyErr_Occurred(); g++) {
+        PyObject *number = PyObject_CallMethodNoArgs(PyList_GET_ITEM(lent, g), self->names.take);
+        groups[g] = number ? PyLong_AsVoidPtr(number) : NULL;
+        Py_XDECREF(number);
+    }
+    if (!PyErr_Occurred())
+        place(fsdpc_torch_unit(self), groups);
+    PyMem_Free(groups);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int give(const fsdpc_py_torch_unit *self, PyObject *lent)
+{
+    for (Py_ssize_t g = 0; g < PyList_GET_SIZE(lent); g++) {
+        PyObject *done = PyObject_CallMethodNoArgs(PyList_GET_ITEM(lent, g), self->names.give);
+        Py_XDECREF(done);
+        if (!done)
+            return -1;
+    }
+    return 0;
+}
+
+/* ---- gradients ---- */
+
+/* Not where a half-filled buffer is to be reduced, which may be before the unit's backward. */
+static bool can_give(const fsdpc_py_torch_unit *self)
+{
+    return self->gives_back && !fsdpc_grad_is_open(fsdpc_torch_unit(self));
+}
+
+static int give_grads(fsdpc_py_torch_unit *self)
+{
+    fsdpc_unit_place_grads(fsdpc_torch_unit(self), NULL);
+    self->away = true;
+    return give(self, self->unit->ref->lent);
+}
+
+/* place(grads, lent): the tensors of gradients, which only this list has, and the memory of every
+ * flat group that they are rows of; None: the engine's.  Those of frozen groups are empty. */
+static PyObject *place_method(PyObject *object, PyObject *args)
+{
+    fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
+    PyObject *grads, *lent;
+    if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &grads, &lent))
+        return NULL;
+    int n_groups = fsdpc_unit_trained_groups(fsdpc_torch_unit(self));
+    if (PyList_GET_SIZE(grads) != self->n_params ||
+        (lent != Py_None && (!PyList_Check(lent) || PyList_GET_SIZE(lent) != n_groups)))
+        return PyErr_Format(PyExc_ValueError,
+                            "place: gradients of %d parameters, and memory of %d flat groups",
+                            self->n_params, n_groups);
+    for (int i = 0; i < self->n_params; i++) {
+        fsdpc_torch_param *p = &self->params[i];
+        Py_XSETREF(p->grad, Py_NewRef(PyList_GET_ITEM(grads, i)));
+        Py_XSETREF(p->given, Py_NewRef(p->grad));
+    }
+    for (int i = 0; i < self->n_params; i++)
+        self->params[i].refs = Py_REFCNT(self->params[i].grad) - 1; /* without the list's */
+    if (lent == Py_None)
+        Py_RETURN_NONE;
+    bool away = can_give(self);
+    if (!away && take(self, lent, fsdpc_unit_place_grads) < 0)
+        return NULL;
+    /* The unit keeps it: a reduction that a dropped model leaves in flight writes there. */
+    Py_XSETREF(self->unit->ref->lent, Py_NewRef(lent));
+    if (away && give_grads(self) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+int fsdpc_torch_set_trainable(fsdpc_py_torch_unit *self, int param, bool trainable)
+{
+    fsdpc_unit *unit = fsdpc_torch_unit(self);
+    int before = fsdpc_unit_trained_groups(unit);
+    if (fsdpc_py_check(fsdpc_unit_set_trainable(unit, param, trainable)) < 0)
+        return -1;
+    if (fsdpc_unit_trained_groups(unit) == before)
+        return 0;
+    PyObject *done = PyObject_CallNoArgs(self->renew);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+int fsdpc_torch_lend(fsdpc_py_torch_unit *self)
+{
+    if (!self->away)
+        return 0;
+    self->away = take(self, self->unit->ref->lent, fsdpc_unit_place_grads) < 0;
+    return self->away ? -1 : 0;
+}
+
+/* A third of the shard at most: the head of a model waits for its embedding if gradients are in half
+ * precision, and not if they are as wide as the shard. */
+bool fsdpc_torch_can_wait(const fsdpc_py_torch_unit *self, size_t bytes)
+{
+    const fsdpc_unit *unit = fsdpc_torch_unit(self);
+    if (!self->away || bytes == 0 || !fsdpc_unit_stays_open(unit))
+        return false;
+    size_t room = 0;
+    for (int g = 0; g < fsdpc_unit_trained_groups(unit); g++) {
+        const fsdpc_unit_flat flat = fsdpc_unit_flat_of(unit, g);
+        room += flat.shard_numel * fsdpc_dtype_bytes(flat.grad_dtype);
+    }
+    return self->early_bytes + bytes <= room / 3;
+}
+
+/* Has somebody references to a gradient, or tensors over its memory?  -1: an exception. */
+static int are_kept(fsdpc_py_torch_unit *self, PyObject *lent)
+{
+    int kept = 0;
+    for (int i = 0; i < self->n_params; i++) {
+        fsdpc_torch_param *p = &self->params[i];
+        if (p->given != p->grad)
+            Py_SETREF(p->given, Py_NewRef(p->grad));
+        kept |= Py_REFCNT(p->grad) > p->refs;
+    }
+    for (Py_ssize_t g = 0; g < PyList_GET_SIZE(lent) && !kept; g++) {
+        PyObject *flag = PyObject_GetAttr(PyList_GET_ITEM(lent, g), self->names.is_kept);
+        kept = flag ? flag == Py_True : -1;
+        Py_XDECREF(flag);
+    }
+    return kept;
+}
+
+int fsdpc_torch_renew(fsdpc_py_torch_unit *self, bool idle)
+{
+    PyObject *lent = self->unit->ref->lent;
+    if (!lent || self->away || !fsdpc_unit_grads_rest(fsdpc_torch_unit(self)))
+        return 0;
+    int kept = are_kept(self, lent);
+    if (kept == 0 && idle && can_give(self))
+        return give_grads(self);
+    if (kept <= 0)
+        return kept;
+    PyObject *done = PyObject_CallNoArgs(self->renew);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+int fsdpc_torch_zero_grad(fsdpc_py_torch_unit *self, bool idle)
+{
+    fsdpc_unit *unit = fsdpc_torch_unit(self);
+    PyObject *lent = self->unit->ref->lent;
+    int kept = lent && fsdpc_unit_has_factor(unit) ? are_kept(self, lent) : 0;
+    if (kept < 0 || (kept && fsdpc_py_check(fsdpc_unit_apply_scale(unit)) < 0))
+        return -1;
+    fsdpc_unit_zero_grad(unit);
+    return fsdpc_torch_renew(self, idle);
+}
+
+int fsdpc_torch_drop_grads(fsdpc_py_torch_unit *self)
+{
+    fsdpc_unit *unit = fsdpc_torch_unit(self);
+    int any = fsdpc_unit_gave_all(unit) ? fsdpc_torch_has_grads(self) : 1;
+    if (any < 0)
+        return -1;
+    return any == 0 ? fsdpc_torch_zero_grad(self, true) : fsdpc_torch_renew(self, true);
+}
+
+/* ---- fulls ---- */
+
+static fsdpc_status take_fulls(void *of)
+{
+    fsdpc_py_torch_unit *self = of;
+    PyGILState_STATE gil = PyGILState_Ensure();
+    fsdpc_status status = FSDPC_OK;
+    if (take(self, self->fulls, fsdpc_unit_place_fulls) < 0)
+        status = fsdpc_fail(FSDPC_ERR_CALLBACK, "no memory for the parameters of unit '%s'",
+                            fsdpc_unit_name(fsdpc_torch_unit(self)));
+    PyGILState_Release(gil);
+    return status;
+}
+
+static void give_fulls(void *of)
+{
+    fsdpc_py_torch_unit *self = of;
+    PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback); /* resharding may be what an exception asks for */
+    if (give(self, self->fulls) < 0)
+        PyErr_WriteUnraisable((PyObject *)self);
+    PyErr_Restore(type, value, traceback);
+    PyGILState_Release(gil);
+}
+
+void fsdpc_torch_lend_fulls(fsdpc_py_torch_unit *self)
+{
+    const fsdpc_full_room room = {.take = take_fulls, .give = give_fulls, .of = self};
+    if (self->gives_back)
+        fsdpc_unit_lend_fulls(fsdpc_torch_unit(self), &room);
+}
+
+static PyObject *get_lends(PyObject *object, void *Py_UNUSED(unused))
+{
+    const fsdpc_unit *unit = fsdpc_torch_unit((fsdpc_py_torch_unit *)object);
+    return PyBool_FromLong(fsdpc_unit_fulls_are_lent(unit) && !fsdpc_unit_reads_masters(unit));
+}
+
+PyGetSetDef fsdpc_py_torch_lent_getset[] = {
+    FSDPC_PY_ATTRIBUTE(TorchUnit, lends_fulls, get_lends, NULL),
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+PyMethodDef fsdpc_py_torch_lent_methods[] = {
+    FSDPC_PY_METHOD(TorchUnit, place, place_method, METH_VARARGS),
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,235 @@
+/* TorchUnit: what modules see.
+ *
+ * While a unit is in use its modules' dictionaries hold the fulls, else the pieces: only
+ * dictionaries are written, never the tensors, which are made once.
+ *
+ * Stale reads.  All fulls of a flat group are views of one base tensor and share its version
+ * counter.  Showing fulls sets it to the generation of the weights, resharding sets it away, so the
+ * foreign autograd refuses a saved full that is no longer what forward saw.  A version that
+ * somebody else moved is a write into a full, which no master sees.
+ *
+ * Trainable or not.  Users set requires_grad of pieces, and fulls take it over whenever they are
+ * shown.  So each forward records what is trainable then, and each backward gives gradients to what
+ * is trainable when it begins, as in the foreign library.  A forward in between that is frozen (the
+ * reference of a policy with adapters) leaves no trace.
+ *
+ * Pieces read as weights would be other weights: a submodule that is called past its unit (a head
+ * from a loss function) would compute with this rank's rows.  So modules that read parameters hold
+ * a forward that refuses while pieces are shown.  A forward that the user put there is left alone.
+ */
+#include "bind/torch/unit.h"
+
+#include <stddef.h>
+
+/* No generation reaches it. */
+static const long long RESHARDED = 1LL << 40;
+
+static int set_version(fsdpc_py_torch_unit *self, long long version)
+{
+    Py_ssize_t n = PyTuple_GET_SIZE(self->bases);
+    PyObject *number = PyLong_FromLongLong(version), *versions = number ? PyTuple_New(n) : NULL;
+    for (Py_ssize_t i = 0; versions && i < n; i++)
+        PyTuple_SET_ITEM(versions, i, Py_NewRef(number));
+    self->version = version;
+    PyObject *args[] = {self->bases, versions};
+    PyObject *done = versions ? PyObject_Vectorcall(self->set_version, args, 2, NULL) : NULL;
+    Py_XDECREF(number);
+    Py_XDECREF(versions);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+static int refuse_replaced(const fsdpc_py_torch_unit *self, const fsdpc_torch_slot *slot)
+{
+    const fsdpc_unit *unit = fsdpc_torch_unit(self);
+    PyErr_Format(PyExc_RuntimeError,
+                 "parameter '%s' of unit '%s' was replaced after fully_shard: copy into it under "
+                 "no_grad() instead (p.copy_(...), load_state_dict), or replace it before",
+                 fsdpc_torch_place(self, slot->param)->name, fsdpc_unit_name(unit));
+    return -1;
+}
+
+/* ---- guards ---- */
+
+static int set_guards(const fsdpc_py_torch_unit *self)
+{
+    bool open = self->shown || self->lifted;
+    for (int i = 0; i < self->n_guards; i++) {
+        const fsdpc_torch_guard *guard = &self->guards[i];
+        PyObject *forward = PyDict_GetItem(guard->dict, self->names.forward);
+        if (open && forward == guard->refuse) {
+            if (PyDict_DelItem(guard->dict, self->names.forward) < 0)
+                return -1;
+        } else if (!open && !forward) { /* one of the user's own stays */
+            if (PyDict_SetItem(guard->dict, self->names.forward, guard->refuse) < 0)
+                return -1;
+        }
+    }
+    return 0;
+}
+
+static int take_guards(fsdpc_py_torch_unit *self, PyObject *modules)
+{
+    if (!PyList_Check(modules) || self->guards)
+        return PyErr_SetString(PyExc_TypeError, "guard takes a list, once"), -1;
+    self->guards = fsdpc_py_room(PyList_GET_SIZE(modules), sizeof *self->guards);
+    if (!self->guards)
+        return -1;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(modules); i++) {
+        fsdpc_torch_guard *guard = &self->guards[i];
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(modules, i), "O!O", &PyDict_Type, &guard->dict,
+                              &guard->refuse))
+            return -1;
+        Py_INCREF(guard->dict);
+        Py_INCREF(guard->refuse);
+        self->n_guards++;
+    }
+    return set_guards(self);
+}
+
+/* ---- fulls and pieces ---- */
+
+static int listen(const fsdpc_py_torch_unit *self, fsdpc_torch_param *p)
+{
+    PyObject *handle =
+        PyObject_CallMethodOneArg(p->full, self->names.register_post_accumulate_grad_hook, p->hook);
+    Py_XDECREF(handle);
+    p->listening = handle != NULL;
+    return handle ? 0 : -1;
+}
+
+/* 1, 0 or -1: the flag of a foreign tensor. */
+static int requires_grad(const fsdpc_py_torch_unit *self, PyObject *tensor)
+{
+    PyObject *flag = PyObject_GetAttr(tensor, self->names.requires_grad);
+    Py_XDECREF(flag);
+    return flag ? flag == Py_True : -1;
+}
+
+/* Without gradients a forward freezes nothing: ranks may evaluate apart, and a backward that passes
+ * the unit's outputs by shows nothing before it needs the flags. */
+static int follow_trainable(fsdpc_py_torch_unit *self, bool grad)
+{
+    PyObject *plain = fsdpc_torch_plain_begin(self);
+    int done = plain ? 0 : -1;
+    for (int i = 0; i < self->n_params && done == 0; i++) {
+        fsdpc_torch_param *p = &self->params[i];
+        int wanted = requires_grad(self, p->piece), is = requires_grad(self, p->full);
+        done = wanted < 0 || is < 0 ? -1 : 0;
+        if (done == 0 && grad)
+            done = fsdpc_torch_set_trainable(self, i, wanted == 1);
+        if (done == 0 && wanted != is && (grad || wanted))
+            done =
+                PyObject_SetAttr(p->full, self->names.requires_grad, wanted ? Py_True : Py_False);
+        if (done == 0 && wanted && !p->listening)
+            done = listen(self, p);
+    }
+    fsdpc_torch_plain_end(plain);
+    return done;
+}
+
+int fsdpc_torch_show(fsdpc_py_torch_unit *self, bool full, bool grad)
+{
+    if (full && set_version(self, (long long)fsdpc_unit_generation(fsdpc_torch_unit(self))) < 0)
+        return -1;
+    if (self->shown == full)
+        return 0;
+    if (full && follow_trainable(self, grad) < 0)
+        return -1;
+    for (int s = 0; s < self->n_slots; s++) { /* all of them first: an error changes nothing */
+        const fsdpc_torch_slot *slot = &self->slots[s];
+        const fsdpc_torch_param *param = &self->params[slot->param];
+        if (PyDict_GetItem(slot->dict, slot->name) != (full ? param->piece : param->full))
+            return refuse_replaced(self, slot);
+    }
+    for (int s = 0; s < self->n_slots; s++) {
+        const fsdpc_torch_slot *slot = &self->slots[s];
+        const fsdpc_torch_param *param = &self->params[slot->param];
+        if (PyDict_SetItem(slot->dict, slot->name, full ? param->full : param->piece) < 0)
+            return -1;
+    }
+    self->shown = full;
+    return set_guards(self);
+}
+
+/* Has anybody written into the fulls that are shown?  On memory that is read-only that is found by
+ * the processor; a world of one and GPUs have none. */
+static int find_writes(const fsdpc_py_torch_unit *self)
+{
+    for (Py_ssize_t i = 0; self->shown && i < PyTuple_GET_SIZE(self->bases); i++) {
+        PyObject *number = PyObject_GetAttr(PyTuple_GET_ITEM(self->bases, i), self->names._version);
+        long long version = number ? PyLong_AsLongLong(number) : -1;
+        Py_XDECREF(number);
+        if (PyErr_Occurred())
+            return -1;
+        if (version != self->version)
+            return 1;
+    }
+    return 0;
+}
+
+int fsdpc_torch_hide(fsdpc_py_torch_unit *self)
+{
+    fsdpc_unit *unit = fsdpc_torch_unit(self);
+    if (!self->bound)
+        return 0;
+    int written = find_writes(self);
+    if (written < 0 ||
+        ((written || fsdpc_unit_where(unit) == FSDPC_UNIT_SHARDED) &&
+         set_version(self, RESHARDED) < 0) ||
+        (!self->held && fsdpc_torch_show(self, false, false) < 0))
+        return -1;
+    if (!written)
+        return 0;
+    /* What was written is overwritten by what the masters hold. */
+    if (fsdpc_py_check(fsdpc_unit_mark_written(unit)) < 0)
+        return -1;
+    PyErr_Format(PyExc_RuntimeError,
+                 "a parameter of unit '%s' was written in place while the model ran: %s; write "
+                 "before or after the call, under no_grad()",
+                 fsdpc_unit_name(unit),
+                 fsdpc_unit_reads_masters(unit)
+                     ? "on this one rank the write stays, on several it would be lost"
+                     : "what forward sees is a copy, and the write is lost");
+    return -1;
+}
+
+void fsdpc_torch_unpin(fsdpc_py_torch_unit *self)
+{
+    for (; self->pins > 0; self->pins--)
+        (void)fsdpc_reshard(fsdpc_torch_unit(self)); /* gives back one unshard; cannot fail */
+    self->held = false;
+}
+
+/* ---- methods ---- */
+
+/* guard(modules): [(dict, refuse)] of modules that read parameters of the unit. */
+static PyObject *guard_method(PyObject *object, PyObject *modules)
+{
+    if (take_guards((fsdpc_py_torch_unit *)object, modules) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* lift(begin): guarded modules may be called, as their parameters are private copies. */
+static PyObject *lift_method(PyObject *object, PyObject *arg)
+{
+    fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
+    self->lifted = arg == Py_True;
+    return set_guards(self) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* pin(): after Unit.unshard, which is given back by reshard, or by the unit's own next forward or
+ * backward, whichever gives parameters up. */
+static PyObject *pin_method(PyObject *object, PyObject *Py_UNUSED(unused))
+{
+    ((fsdpc_py_torch_unit *)object)->pins++;
+    Py_RETURN_NONE;
+}
+
+PyMethodDef fsdpc_py_torch_show_methods[] = {
+    FSDPC_PY_METHOD(TorchUnit, guard, guard_method, METH_O),
+    FSDPC_PY_METHOD(TorchUnit, lift, lift_method, METH_O),
+    FSDPC_PY_METHOD(TorchUnit, pin, pin_method, METH_NOARGS),
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,74 @@
+/* A stream as launchers see it: the CUDA stream beneath it, and where kernels report.
+ *
+ * C and C++ (kernels are C++).  A stream that is not async stands for the device's main stream.
+ *
+ * Faults.  A kernel that meets a bad index cannot return an error.  It writes the first one to the
+ * queue's fault, in pinned memory, and continues as if the index were harmless.  The next sync of
+ * the stream turns it into an error, once.
+ */
+#ifndef FSDPC_CUDA_QUEUE_H
+#define FSDPC_CUDA_QUEUE_H
+
+#include <cuda_runtime_api.h>
+
+#include "device/device.h"
+
+typedef enum fsdpc_cuda_fault_kind {
+    FSDPC_CUDA_FAULT_NONE,
+    FSDPC_CUDA_FAULT_EMBEDDING_ID,
+    FSDPC_CUDA_FAULT_TARGET,
+} fsdpc_cuda_fault_kind;
+
+typedef struct fsdpc_cuda_fault {
+    unsigned kind;          /* claimed by compare-and-swap, so the first one stays */
+    long long value;        /* the bad index */
+    unsigned long long at;  /* where it stood */
+    unsigned long long end; /* indices are below this */
+} fsdpc_cuda_fault;
+
+typedef struct fsdpc_cuda_queue {
+    cudaStream_t raw;
+    fsdpc_cuda_fault *fault;
+    int multiprocessors;
+    size_t shared_bytes; /* most that one block may have */
+} fsdpc_cuda_queue;
+
+typedef struct fsdpc_cuda_stream {
+    fsdpc_stream head; /* first */
+    fsdpc_cuda_queue queue;
+    cudaEvent_t synced; /* awaited by a watched sync; NULL: none did yet */
+    fsdpc_status error; /* the first of its submitted work, until sync */
+    char message[512];
+} fsdpc_cuda_stream;
+
+typedef struct fsdpc_cuda_device {
+    fsdpc_device head; /* first */
+    int multiprocessors;
+    size_t shared_bytes;
+    fsdpc_cuda_stream *main; /* of plain streams, and of memory: see device_cuda.h */
+    cudaStream_t own;        /* what main is until it is made another's */
+    cudaEvent_t behind;      /* a point of main that another stream waits for */
+    struct fsdpc_cuda_pool *pool;
+    struct fsdpc_cuda_pool *pinned;           /* of the host's memory */
+    struct fsdpc_cuda_windows *windows;       /* NULL: it has none */
+    struct fsdpc_cuda_products *gemm;         /* NULL until the first product asks for cuBLASLt */
+    struct fsdpc_cuda_attentions *attentions; /* NULL until the first attention asks for cuDNN */
+    struct fsdpc_cuda_graph *capture;         /* in the making; NULL: none */
+    struct fsdpc_cuda_graph *graphs;          /* that live */
+    int cudnn;                                /* attention may be cuDNN's; 2: in any order */
+    bool lost;                                /* see fsdpc_device_cuda_lose */
+} fsdpc_cuda_device;
+
+static inline bool fsdpc_cuda_is_lost(const fsdpc_device *device)
+{
+    return ((const fsdpc_cuda_device *)device)->lost;
+}
+
+static inline const fsdpc_cuda_queue *fsdpc_cuda_queue_of(const fsdpc_stream *stream)
+{
+    if (stream->async)
+        return &((const fsdpc_cuda_stream *)stream)->queue;
+    return &((const fsdpc_cuda_device *)stream->device)->main->queue;
+}
+
+#endif
