@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from tools.code_lines import FOLDERS, code_lines, count
 
 from .test_c_rules import ORDER
 from .tree import ROOT, files, label
@@ -65,6 +66,7 @@ NUMBERS = [
 
 # Messages that pages show filled in -> what the source has of them.
 PARTS = {
+    "posted barrier of '...requires_grad=True'": ["posted", ".requires_grad="],
     "rank 0 has been waiting for 10 s in ...": ["has been waiting for %.3g s in"],
     "something wrote to parameter ...": ["wrote to", " parameter '"],
 }
@@ -248,24 +250,42 @@ def test_each_exception_has_an_entry_and_names_its_page() -> None:
     assert not unlinked, f"their docstrings do not name {link}: {unlinked}"
 
 
-# ---- budgets ------------------------------------------------------------------------------------
+# ---- ceilings -----------------------------------------------------------------------------------
+
+#: What the ceilings were before the rows that raise them; it only goes down.
+BASE = {"csrc": 49350, "kernels": 4840, "python/fsdpc": 25850, "tests": 66310}
 
 
-def budgets() -> dict[str, int]:
-    """Return folder -> lines at most, as docs/design.md has them."""
-    rows = re.findall(r"^\| `([\w/]+)` \| ([\d,]+) \|", DESIGN.read_text(), re.M)
+def ceilings() -> dict[str, int]:
+    """Return folder -> lines of code at most, as docs/design.md has them."""
+    rows = re.findall(r"^\| `([\w/]+)` \| ([\d,]+) \| [\d,]+ \|$", DESIGN.read_text(), re.M)
     return {folder: int(lines.replace(",", "")) for folder, lines in rows}
 
 
-def test_budgets_are_found() -> None:
-    assert set(budgets()) == {"csrc", "csrc/py", "csrc/cuda", "kernels", "python/fsdpc"}
+def raises() -> list[tuple[str, int]]:
+    """Return (folder, lines) of the rows that say what a raise brings and what would pay for it."""
+    pattern = r"^\| `([\w/]+)` \| \+([\d,]+) \| [^|]{12,} \| [^|]{12,} \|$"
+    rows = re.findall(pattern, DESIGN.read_text(), re.M)
+    return [(folder, int(lines.replace(",", ""))) for folder, lines in rows]
 
 
-@pytest.mark.parametrize("folder", budgets())
-def test_code_keeps_to_its_budget(folder: str) -> None:
-    sources = files(".c", ".h", ".cpp", ".cu", ".cuh", ".py", ".pyi", under=folder)
-    lines = sum(len(path.read_text().splitlines()) for path in sources)
-    assert lines <= budgets()[folder], (
-        f"{folder} has {lines} lines: delete what is not needed, or raise the number in "
-        "docs/design.md and say in the commit why"
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_ceiling_is_raised_by_a_row_that_says_why(folder: str) -> None:
+    raised = sum(lines for name, lines in raises() if name == folder)
+    assert ceilings()[folder] <= BASE[folder] + raised
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_code_keeps_to_its_ceiling(folder: str) -> None:
+    lines = count(folder)
+    assert lines <= ceilings()[folder], (
+        f"{folder} has {lines} lines of code: delete what is not needed, or raise the ceiling in "
+        "docs/design.md by a row that says what for, and what was looked at to pay for it"
     )
+
+
+def test_lines_of_code_are_counted_without_comments(tmp_path: Path) -> None:
+    python, c = tmp_path / "a.py", tmp_path / "a.c"
+    python.write_text('"""Says\nwhat."""\n\nx = """a\nb"""  # two lines\n# none\n')
+    c.write_text('/* An essay.\n */\nint a; /* one */\n// none\nchar *b = "/*";\n')
+    assert (code_lines(python), code_lines(c)) == (2, 2)
