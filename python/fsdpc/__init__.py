@@ -17,7 +17,7 @@ The loop is PyTorch's::
         optimizer.step()
         optimizer.zero_grad()
 
-Importing starts no thread, opens no socket and needs NumPy alone.
+Importing fsdpc starts no thread, opens no socket and needs only NumPy.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ if TYPE_CHECKING:
 
 
 
-# What rooms above add to rooms below: pictures for notebooks, plans in errors, drills of faults.
+# What the packages above add to those below: notebook pictures, plans in errors, fault drills.
 def _drill(name: str) -> Callable[[Any], None]:
     def drill(what: Any) -> None:
         if "FSDPC_FAULT" in os.environ:

@@ -1,4 +1,4 @@
-"""Checkpoints: plain safetensors, the same bytes at any number of ranks, committed or not there.
+"""Checkpoints: plain safetensors with the same bytes at any number of ranks, saved atomically.
 
     from fsdpc import checkpoint
 
@@ -6,9 +6,10 @@
     checkpoint.save("run/step-100", {**state, "extra": {"step": 100}})
     report = checkpoint.load("run/step-100", state)
 
-A checkpoint is a folder of safetensors files, which transformers and others read as they are, and
-``manifest.json``, which is written last and says that all is there. :class:`CheckpointManager`
-keeps a folder of them. All calls but :func:`inspect` are collective.
+A checkpoint is a folder of safetensors files, which transformers and other tools can read, and
+``manifest.json``, which is written last and marks the checkpoint complete.
+:class:`CheckpointManager` manages a folder of checkpoints. All calls except :func:`inspect` are
+collective.
 """
 
 from __future__ import annotations

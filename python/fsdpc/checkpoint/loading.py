@@ -1,4 +1,4 @@
-"""Loading: every rank reads its own elements, and all together check what was read."""
+"""Loading: every rank reads its own elements; all ranks verify checksums together."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _MAY_LACK = ("optimizer", "scheduler", "scaler", "data")
 
 @dataclass
 class LoadReport:
-    """What a load found.
+    """The result of a load.
 
     Parameters
     ----------
     extra : any
-        What was saved as ``"extra"``.
+        The value that was saved as ``"extra"``.
     missing : list of str
-        Names that the model or optimizer has and the checkpoint has not.
+        Names in the model or optimizer that the checkpoint lacks.
     unexpected : list of str
-        The reverse.
+        Names in the checkpoint that the model or optimizer lacks.
 
     Examples
     --------
@@ -70,23 +70,23 @@ def load(
     names: Names | None = None,
     optional: Collection[str] = (),
 ) -> LoadReport:
-    """Read a checkpoint into what is given; collective.
+    """Read a checkpoint into existing objects; collective.
 
     Parameters
     ----------
     path : path
-        A folder of :func:`fsdpc.checkpoint.save`, at any number of ranks; or of Hugging Face's
-        safetensors (single or sharded), or one such file: then the model alone is there to load.
+        A folder that :func:`fsdpc.checkpoint.save` wrote, at any number of ranks. Or a Hugging Face
+        folder of safetensors (single or sharded), or one such file; these contain only the model.
     state : mapping
-        The kinds that :func:`save` takes; each is changed in place. ``"extra"`` need not be given.
+        The kinds that :func:`save` takes; each object is changed in place. ``"extra"`` is optional.
     strict : bool, default True
-        Refuse names that are missing or unexpected. Shapes must fit either way.
+        Reject missing or unexpected names. Shapes must always match.
     names : "llama", "gpt2", mapping or callable, optional
-        Name in the file for a name of the model, where they differ: those of a family of Hugging
-        Face's, or your own.
+        Maps names of the model to names in the file, if they differ: a Hugging Face family or your
+        own mapping.
     optional : collection of str, optional
-        Kinds of the state that the checkpoint may lack, as ``("scaler",)``: what is given for them
-        then stays as it is.
+        Kinds of the state that the checkpoint may lack, such as ``("scaler",)``. The objects given
+        for them then stay unchanged.
 
     Returns
     -------
@@ -95,21 +95,21 @@ def load(
     Raises
     ------
     CheckpointError
-        Something is damaged, missing or does not fit; all of it is listed, on every rank.
+        Something is damaged, missing or does not fit; every rank lists all problems.
     OSError
         A file cannot be read; raised on every rank.
 
     Notes
     -----
-    Each rank reads its own elements straight into their place, one chunk at a time where dtypes
-    differ, and its checksums join those of the others to the whole tensors'. They are known when
-    everything was read. If they are wrong, or a file could not be read to its end, all floating
-    point values of the load are NaN afterwards, so that nobody uses them unawares. ``fsdpc ckpt
-    verify`` checks before anything is touched, which takes as long again.
+    Each rank reads its own elements directly into place, or one chunk at a time if dtypes differ.
+    The ranks' checksums are combined into those of the whole tensors, which are known only after
+    all reads. If a checksum is wrong or a read fails, all floating point values of the load become
+    NaN, so that a run cannot use them by accident. ``fsdpc ckpt verify`` checks before a load
+    changes anything, and takes as long as the load.
 
-    Random numbers go on where they were if there is an optimizer to load: then it is a run that
-    goes on. Those of Python, NumPy and torch, which are each rank's own, do so at the number of
-    ranks that saved.
+    If the state has an optimizer, the load continues a run and restores the random number
+    generators. The per-rank states of Python, NumPy and torch are restored only at the same number
+    of ranks.
 
     Examples
     --------
@@ -135,7 +135,7 @@ def load(
 
 
 class _Load:
-    """One load on this rank: what is read from where into what."""
+    """One load on this rank: what to read, from where, into what."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class _Load:
         self.report = LoadReport(decode(self.source.content.get("extra")))
         self.reads: list[tuple[Piece, SourceTensor]] = []
         self.wrong: list[str] = []
-        self.differ: list[tuple[str, str, str]] = []  # name, what is saved, what is here
+        self.differ: list[tuple[str, str, str]] = []  # name, saved value, value here
         for kind in _MAY_LACK:
             if kind in self.state and kind not in self.source.content:
                 if kind in optional:
@@ -285,13 +285,13 @@ class _Load:
             )
 
     def spoil(self) -> None:
-        """Leave no value that looks right and may not be."""
+        """Overwrite all values, so that no corrupt one looks right."""
         for piece, _ in self.reads:
             if piece.dtype in FLOATS and piece.numel:
                 piece.memory.fill_(float("nan"))
 
     def apply(self) -> None:
-        """Set all that is no tensor."""
+        """Set everything that is not a tensor."""
         content = self.source.content
         if "model" in self.state:
             self.held.loaded(self.filled)
@@ -306,7 +306,7 @@ class _Load:
 
 
 def _table(differ: list[tuple[str, str, str]]) -> list[str]:
-    """What differs as lines of a table; the layers of a stack that differ alike share one."""
+    """Return the differences as table rows; layers with equal differences share a row."""
     counts: dict[tuple[str, str, str], list[str]] = {}
     for name, saved, now in differ:
         counts.setdefault((re.sub(r"\.\d+(?=\.)", ".*", name), saved, now), []).append(name)

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: which to make, which to keep, which to go on from."""
+"""A folder of checkpoints: which to write, which to keep, which to resume from."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Found:
     Parameters
     ----------
     step : int
-        As its manifest says, whatever the folder is called; by its name if the manifest cannot be
-        read or does not say.
+        The step in its manifest, whatever the folder's name is. If the manifest is unreadable or
+        has no step, the step in the name.
     path : Path
     problem : str, optional
-        Why it cannot be used; None where its manifest, sizes and headers are right.
+        Why it cannot be used; None if its manifest, sizes and headers are valid.
     """
 
     step: int
@@ -47,40 +47,40 @@ class Found:
 
     @property
     def renamed(self) -> bool:
-        """Whether the folder is named for another step."""
+        """Whether the folder's name has another step."""
         return self.path.name != _name_of(self.step)
 
 
 class CheckpointManager:
-    """Checkpoints of one run in one folder, ``step-00000100`` and so on.
+    """The checkpoints of one run in one folder, named ``step-00000100`` and so on.
 
     Parameters
     ----------
     folder : path
-        Made where it is not there.
+        Created if it does not exist.
     max_to_keep : int, optional
-        Older ones are deleted once a newer one is committed; all are kept where not given.
+        Older checkpoints are deleted once a newer one is committed. By default all are kept.
     every_steps : int, optional
-        :meth:`step` saves at multiples of it.
+        :meth:`step` saves at multiples of this number.
     every_seconds : float, optional
-        :meth:`step` also saves when so much time has gone by since the last one (rank 0's clock).
+        :meth:`step` also saves when this much time has passed since the last save (rank 0's clock).
     keep_every : int, optional
-        Those at multiples of it are never deleted.
+        Checkpoints at multiples of this number are never deleted.
     async_ : bool, default False
         Write on a thread; see :func:`fsdpc.checkpoint.save`.
 
     Attributes
     ----------
     stopped : bool
-        Whether :meth:`step` has saved because of a signal, and the run is to end; the same on all
+        True once :meth:`step` has saved because of a signal and the run should end; equal on all
         ranks. See :meth:`stop_at_signals`.
 
     Notes
     -----
-    All methods are collective but :meth:`list`. A folder belongs to the run that saves to it: see
-    :meth:`claim`. A manager with ``every_steps`` or ``every_seconds`` calls it when it is made, any
-    other before its first save. Until then nothing is removed, so that other processes may list and
-    load from the folder of a run that goes on.
+    All methods except :meth:`list` are collective. A folder belongs to the run that saves to it:
+    see :meth:`claim`. A manager with ``every_steps`` or ``every_seconds`` claims it on creation,
+    any other manager before its first save. Until then nothing is removed, so other processes may
+    list and load checkpoints of a folder whose run continues.
 
     Examples
     --------
@@ -121,10 +121,10 @@ class CheckpointManager:
         self.async_: bool = async_
         self._saved_at = time.monotonic()
         self._handle: SaveHandle | None = None
-        self._last: int | None = None  # the step of the newest save of ours
-        self._damaged: set[Path] = set()  # which only loading has shown
-        self.restored: Path | None = None  # what restore() has loaded last
-        self._claim: Claim | None = None  # of rank 0
+        self._last: int | None = None  # the step of this manager's newest save
+        self._damaged: set[Path] = set()  # damage that only a load has found
+        self.restored: Path | None = None  # the path that restore() loaded last
+        self._claim: Claim | None = None  # held by rank 0
         self.stopped: bool = False
         self._signals: StopSignals | None = None
         self._on_rank_0(lambda: self.folder.mkdir(parents=True, exist_ok=True))
@@ -132,16 +132,16 @@ class CheckpointManager:
             self.claim()
 
     def claim(self) -> None:
-        """Take the folder for this run until the manager or the process ends.
+        """Claim the folder for this run until the manager or the process ends.
 
-        What killed saves left behind is removed. A folder that cannot be written to shows here.
+        Removes the remains of killed saves. Raises early if the folder is not writable.
 
         Raises
         ------
         BlockingIOError
-            Another process saves there; the message names it, and its host.
+            Another process saves there; the message names the process and its host.
         """
-        finish()  # of whoever saves in this process: that has a claim of its own
+        finish()  # another save in this process has a claim of its own
         self._on_rank_0(self._claim_here)
 
     def _claim_here(self) -> None:
@@ -154,35 +154,36 @@ class CheckpointManager:
             )
 
     def _on_rank_0(self, work: Any) -> Any:
-        """Return what ``work`` returns on rank 0, and None elsewhere; its error is everybody's."""
+        """Return rank 0's result of ``work``, None elsewhere; all ranks raise its error."""
         return agreed(work if distributed.rank() == 0 else lambda: None)
 
     def path(self, step: int) -> Path:
-        """Return where the checkpoint of a step is, or would be."""
+        """Return the checkpoint path of a step, whether it exists or not."""
         return self.folder / _name_of(step)
 
     # ---- saving ----
 
     def stop_at_signals(self) -> None:
-        """From now on SIGTERM and SIGUSR1 have :meth:`step` save, and set ``stopped``.
+        """Make :meth:`step` save and set ``stopped`` after SIGTERM or SIGUSR1.
 
-        A signal to one rank counts for all, which save the same step; the loop ends where
-        ``stopped`` is set. Schedulers send one before a time limit. The handlers stay.
+        A signal to one rank counts for all ranks, which save at the same step; the loop should end
+        once ``stopped`` is True. Batch schedulers send such a signal before a time limit. The
+        handlers stay installed.
 
         Raises
         ------
         ValueError
-            This is not the main thread.
+            The caller is not the main thread.
         """
         self._signals = self._signals or StopSignals()
 
     def step(self, step: int, state: Mapping[str, Any]) -> bool:
-        """Save if it is time to; call it after every optimizer step.
+        """Save if a save is due; call it after every optimizer step.
 
         Parameters
         ----------
         step : int
-            Optimizer steps taken.
+            Number of optimizer steps taken.
         state : mapping
             As :func:`fsdpc.checkpoint.save` takes it.
 
@@ -204,22 +205,22 @@ class CheckpointManager:
         return due
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Save now, and delete what need not be kept any more.
+        """Save now, and delete the checkpoints that need not be kept.
 
         Parameters
         ----------
         step : int
         state : mapping
-            As :func:`fsdpc.checkpoint.save` takes it; the step is added to its ``"extra"`` if that
-            is a dict or not given.
+            As for :func:`fsdpc.checkpoint.save`; the step is added to ``"extra"`` if that is a dict
+            or missing.
 
         Raises
         ------
         OSError
-            Among others, if a valid checkpoint of this step is there already.
+            For example, a valid checkpoint of this step already exists.
         """
         self.wait()
-        finish()  # of whoever saves in this process
+        finish()  # another save in this process
         self._on_rank_0(lambda: self._make_room(step))
         extra = state.get("extra")
         if extra is None or isinstance(extra, dict):
@@ -230,14 +231,14 @@ class CheckpointManager:
             self._on_rank_0(self._delete_old)
 
     def wait(self) -> None:
-        """Wait for the save under way, if there is one; raises what went wrong with it."""
+        """Wait for the save in progress, if there is one; raise its error."""
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()
             self._on_rank_0(self._delete_old)
 
     def _make_room(self, step: int) -> None:
-        """Claim the folder; a damaged or misnamed checkpoint does not keep its step taken."""
+        """Claim the folder; move a damaged or misnamed checkpoint away from this step's name."""
         self._claim_here()
         found = _look_at(self.path(step))
         if found is not None and (found.problem is not None or found.path in self._damaged):
@@ -254,7 +255,7 @@ class CheckpointManager:
         for named, path in reversed(_folders_in(self.folder)):
             kept = self.keep_every and named % self.keep_every == 0
             if newer >= self.max_to_keep and (kept or named == self._last):
-                continue  # a run may have gone back some steps; most of those kept are not read
+                continue  # a run may have gone back some steps; few of the kept ones are read
             found = _look_at(path)
             if found is None or found.problem is not None or found.renamed:
                 continue
@@ -265,26 +266,26 @@ class CheckpointManager:
     # ---- finding ----
 
     def list(self) -> list[Found]:
-        """Return the checkpoints of the folder by ascending step, broken ones with the reason."""
+        """Return the folder's checkpoints by ascending step; broken ones have a reason."""
         return checkpoints_in(self.folder)
 
     def latest(self) -> Path | None:
-        """Return the newest checkpoint whose manifest, sizes and headers are right, or None.
+        """Return the newest checkpoint with a valid manifest, sizes and headers, or None.
 
-        Broken ones that are newer are named on stderr, on rank 0. Only the manifests of folders
-        with the newest names are read, and older checkpoints cost no time. A folder that was
-        renamed to an earlier step than its own may therefore not be found; :meth:`list` reads all.
+        Rank 0 reports newer broken ones on stderr. Only the manifests of the newest folders are
+        read, so older checkpoints cost no time. A folder renamed to an earlier step than its own
+        may therefore be missed; :meth:`list` reads all of them.
         """
         found = self._newest(0)
         return None if found is None else found.path
 
     def _newest(self, skip: int) -> Found | None:
-        """The newest usable checkpoint after so many others; what rank 0 sees counts."""
+        """Return the newest usable checkpoint after skipping some; rank 0's view counts."""
 
         def newest() -> tuple[int, int]:
             left = skip
             for found in newest_first(self.folder):
-                if left > 0:  # said before
+                if left > 0:  # reported before
                     left -= found.problem is None
                 elif found.problem is None:
                     return found.step, _named(found.path)
@@ -297,19 +298,19 @@ class CheckpointManager:
         return None if step < 0 else Found(step, self.path(named))
 
     def restore(self, state: Mapping[str, Any], **options: Any) -> int | None:
-        """Load the newest valid checkpoint; return its step, or None where there is none.
+        """Load the newest valid checkpoint; return its step, or None if there is none.
 
         Parameters
         ----------
         state : mapping
             As :func:`fsdpc.checkpoint.load` takes it.
         **options
-            Of the same.
+            Options of :func:`fsdpc.checkpoint.load`.
 
         Raises
         ------
         CheckpointError
-            There are checkpoints and none is usable, or one does not fit the model.
+            Checkpoints exist but none is usable, or one does not fit the model.
         """
         self.wait()
         damaged = 0
@@ -341,20 +342,20 @@ class CheckpointManager:
 
 
 def checkpoints_in(folder: Path) -> list[Found]:
-    """Return the checkpoints of a folder by ascending step, broken ones with the reason.
+    """Return a folder's checkpoints by ascending step; broken ones have a reason.
 
-    The folder is read and not touched: a run may be saving to it.
+    The folder is only read: a run may be saving to it.
     """
     found = [_look_at(path) for _, path in _folders_in(folder)]
-    # Of two that hold the same step, the one that is named for it counts as newer.
+    # If two hold the same step, the one with that step in its name counts as newer.
     return sorted((f for f in found if f), key=_age)
 
 
 def newest_first(folder: Path) -> Iterator[Found]:
-    """Yield the checkpoints of a folder from the newest; a manifest is read when it may be next.
+    """Yield the checkpoints of a folder, newest first; read a manifest only if it may be next.
 
-    Names are bounds: a folder that holds an earlier step than its name waits for its turn, and one
-    that holds a later step comes when its name does.
+    Names are bounds: a folder with an earlier step than its name is deferred, and one with a later
+    step comes when its name does.
     """
     waiting: list[Found] = []
     for named, path in reversed(_folders_in(folder)):
@@ -369,7 +370,7 @@ def newest_first(folder: Path) -> Iterator[Found]:
 
 
 def newest_in(folder: Path) -> Path | None:
-    """Return what :meth:`CheckpointManager.latest` does, for one process alone."""
+    """Do what :meth:`CheckpointManager.latest` does, in one process, without communication."""
     return next((f.path for f in newest_first(folder) if f.problem is None), None)
 
 
@@ -378,12 +379,12 @@ def _age(found: Found) -> tuple[int, bool, str]:
 
 
 def _folders_in(folder: Path) -> list[tuple[int, Path]]:
-    """Return what may be a checkpoint by the step in its name, without opening anything."""
+    """Return possible checkpoints by the step in their names, without opening anything."""
     return sorted((named, path) for path in folder.iterdir() if (named := _named(path)) >= 0)
 
 
 def _misnamed(folder: Path) -> list[Found]:
-    """Return the checkpoints whose names are of later steps than the newest one's."""
+    """Return the checkpoints whose names have later steps than the newest one."""
     found = []
     for named, path in reversed(_folders_in(folder)):
         each = _look_at(path)
@@ -396,7 +397,7 @@ def _misnamed(folder: Path) -> list[Found]:
 
 
 def _free_path(found: Found) -> Path:
-    """Return where a misnamed checkpoint can go: its step's name, or one that the manager skips."""
+    """Return a new path for a misnamed checkpoint: its step's name, or one the manager skips."""
     path, copies = found.path.with_name(_name_of(found.step)), 0
     while path.exists():
         copies += 1
@@ -416,7 +417,7 @@ def _named(path: Path) -> int:
     """Return the step in a folder's name, or -1 if the manager did not choose the name."""
     match = _NAME.fullmatch(path.name)
     step = int(match.group(1)) if match else -1
-    return step if path.name == _name_of(step) else -1  # else it has more zeros than ours
+    return step if path.name == _name_of(step) else -1  # otherwise it has more zeros than our names
 
 
 def _look_at(path: Path) -> Found | None:
@@ -433,7 +434,7 @@ def _look_at(path: Path) -> Found | None:
 
 
 def _remove(path: Path) -> None:
-    """The name goes first, so that an interrupted removal leaves no half of a checkpoint."""
+    """Remove a checkpoint; rename it first, so that an interruption leaves no half of one."""
     hidden = path.with_name(f".{path.name}.removing")
     if hidden.exists():
         shutil.rmtree(hidden)

@@ -1,4 +1,4 @@
-"""Saving: every rank lays out all files alone and writes its own byte ranges."""
+"""Saving: every rank plans the layout of all files by itself and writes its own byte ranges."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from fsdpc.distributed.agree import agree
 KINDS = ("model", "optimizer", "scheduler", "scaler", "data", "extra")
 _UNKNOWN = "????????"
 
-# For tests: sees every call to the file system, and may raise or end the process.
+# For tests: sees every file system call, and may raise or end the process.
 _hook: Callable[[str, str], Any] | None = None
 
 
 class SaveHandle:
-    """A save under way on a thread; see ``async_`` of :func:`save`.
+    """A save in progress on a thread; see ``async_`` of :func:`save`.
 
     Examples
     --------
@@ -50,16 +50,16 @@ class SaveHandle:
 
     @property
     def done(self) -> bool:
-        """Whether this rank's part has come to its end."""
+        """Whether this rank has finished its part."""
         return self._running is None or self._running.done
 
     def wait(self) -> None:
-        """Wait until the checkpoint is committed; raises what went wrong, once."""
+        """Wait until the checkpoint is committed; raise its error, once."""
         if self._running is None:
             return
         try:
             self._running.wait()
-        except KeyboardInterrupt:  # of a save that is still under way
+        except KeyboardInterrupt:  # from a save that is still running
             raise
         except BaseException:
             self._forget()
@@ -76,7 +76,7 @@ class SaveHandle:
 
 @dataclass
 class _Flight:
-    """The save under way, and the communicator that saves on a thread have to themselves."""
+    """The save in progress, and the communicator reserved for saves on a thread."""
 
     handle: SaveHandle | None = None
     world: _core.Comm | None = None
@@ -88,7 +88,7 @@ _flight = _Flight()
 
 @atexit.register
 def finish() -> None:
-    """Wait for a save under way, if there is one; raises what went wrong with it."""
+    """Wait for the save in progress, if there is one; raise its error."""
     if _flight.handle is not None:
         _flight.handle.wait()
 
@@ -96,7 +96,7 @@ def finish() -> None:
 @dataclass
 class _File:
     name: str
-    tensors: list[int] = field(default_factory=list)  # numbers of tensors
+    tensors: list[int] = field(default_factory=list)  # indices of tensors
     header: bytes = b""
     bytes: int = 0
 
@@ -132,7 +132,7 @@ def save(
     Parameters
     ----------
     path : path
-        The folder to make, with its parents. It appears, whole, when everything is on the disk, or
+        The folder to create, with its parents. It appears complete once all data is on the disk, or
         not at all.
     state : mapping
         ``"model"``: a module, native or torch's, sharded or not. ``"optimizer"``: an optimizer
@@ -140,35 +140,35 @@ def save(
         ``state_dict()`` of numbers, text, lists, tuples and dicts. ``"extra"``: such values of
         your own. Any of them may be left out.
     dtype : dtype, optional
-        Of the model's floating point tensors in the file; their own where not given.
+        Dtype of the model's floating point tensors in the file; unchanged by default.
     max_shard_bytes : float, default 5e9
-        Largest file, as far as no single tensor is larger.
+        Largest file size, unless a single tensor is larger.
     async_ : bool, default False
         Copy this rank's pieces, return, and write on a thread.
     overwrite : bool, default False
-        Replace a checkpoint of this name, which stays until the new one is on the disk.
+        Replace an existing checkpoint of this name, which stays until the new one is on the disk.
 
     Returns
     -------
     SaveHandle or None
-        With ``async_``, what to wait for. One save is under way at a time; the next one waits.
+        With ``async_``, the handle to wait on. Only one save runs at a time; the next one waits.
 
     Raises
     ------
     OSError, ValueError, TypeError
-        On every rank, if it went wrong on any, or hosts do not share the folder; then there is no
-        checkpoint of this name, and training can go on. With ``async_`` by the handle, the next
-        save, or at exit. A BlockingIOError names the process that is saving there.
+        Raised on every rank if the save failed on any rank or if hosts do not share the folder. No
+        checkpoint of this name then exists, and training can continue. With ``async_``, the handle,
+        the next save or the exit raises it. A BlockingIOError names the process that saves there.
     MismatchError
         Ranks have different models, or replicas hold different values of a parameter.
 
     Notes
     -----
-    The tensor files' bytes do not depend on the number of ranks, the mesh, the strategy or the
-    front door. The global random numbers of Python, NumPy and torch are saved of every rank.
-    Memory: one chunk; with ``async_`` a copy of this rank's pieces, in memory that the next save
-    uses again. The first one touches it for the first time. That takes seconds if a virtual machine
-    gets its memory from the host page by page, as any first use of so much does there.
+    The bytes of the tensor files do not depend on the number of ranks, the mesh, the strategy or
+    the front door. Each rank's global random number states of Python, NumPy and torch are saved.
+    Memory: one chunk, or with ``async_`` a copy of this rank's pieces, which the next save reuses.
+    The first async save touches that memory for the first time. This takes seconds on a virtual
+    machine whose host supplies memory page by page.
 
     Examples
     --------
@@ -233,7 +233,7 @@ def _save(
 
 
 def check_kinds(state: Mapping[str, Any], doing: str) -> None:
-    """Raise ValueError unless a checkpoint can hold these things together."""
+    """Raise ValueError unless a checkpoint can hold these kinds together."""
     unknown = set(state) - set(KINDS)
     if unknown:
         raise ValueError(f"a checkpoint holds {', '.join(KINDS)}, not {sorted(unknown)}")
@@ -242,7 +242,7 @@ def check_kinds(state: Mapping[str, Any], doing: str) -> None:
 
 
 def _refuse_to_replace(folder: Path, overwrite: bool) -> None:
-    """Refuse, with ``overwrite``, to replace what is no checkpoint of ours."""
+    """With ``overwrite``, refuse to replace a folder that fsdpc did not save."""
     if overwrite and os.path.lexists(folder) and not (folder / manifest.NAME).is_file():
         raise FileExistsError(
             f"{folder} is there already and is no checkpoint, so it is not written over: choose "
@@ -256,7 +256,7 @@ def save_pieces(
     content: Mapping[str, Any],
     config: bytes | None = None,
 ) -> None:
-    """Write tensors that are in no module and no optimizer, with what else a manifest holds.
+    """Write tensors that belong to no module or optimizer, with the rest of a manifest.
 
     Parameters
     ----------
@@ -266,7 +266,7 @@ def save_pieces(
     content : mapping
         Parts of another checkpoint's manifest to take over.
     config : bytes, optional
-        Of the model, as transformers reads it.
+        The model's config, in transformers' format.
     """
     plan = _Plan(os.path.abspath(path), {}, None, 5e9)
     plan.config = config
@@ -282,7 +282,7 @@ def save_pieces(
 
 
 def _apart() -> _core.Comm:
-    """A communicator for the writing threads of all ranks."""
+    """Return a communicator for the writing threads of all ranks."""
     world = distributed.world()
     if _flight.world is not world or _flight.apart is None:
         _flight.world, _flight.apart = world, world.split(0, world.rank)
@@ -290,7 +290,7 @@ def _apart() -> _core.Comm:
 
 
 class _Plan:
-    """What is written where: the same on every rank, and this rank's pieces of it."""
+    """What to write where: the same on every rank, plus this rank's pieces."""
 
     def __init__(
         self,
@@ -321,7 +321,7 @@ class _Plan:
             self.states = states_of(state["optimizer"], state["model"])
             self._add("optimizer", self.states.pieces, None)
         self.content = self._content(state)
-        manifest.render({**self.content, "tensors": {}}, 0)  # values that are not JSON raise here
+        manifest.render({**self.content, "tensors": {}}, 0)  # raises on values unfit for JSON
 
     def _add(self, kind: str, pieces: list[Piece], dtype: str | None) -> None:
         for piece in pieces:
@@ -355,13 +355,13 @@ class _Plan:
         return content
 
     def mark(self) -> int:
-        """A checksum of what all ranks must have alike."""
+        """Return a checksum of the data that must be equal on all ranks."""
         lines = [f"{t.kind} {t.name} {t.dtype} {t.shape}" for t in self.tensors]
         lines += [self.folder, f"{self.max_shard_bytes} {self.overwrite}"]
         return _core.crc32c(0, "\n".join(lines).encode("utf-8", "surrogatepass"))
 
     def compare_replicas(self) -> None:
-        """Refuse replicas of a unit that drifted apart; collective."""
+        """Raise if replicas of a unit have diverged; collective."""
         if all(mesh["replicate"] == 1 for mesh in self.description.get("meshes", [])):
             return
         own = [piece for _, piece in self.pieces if piece.unit]
@@ -436,7 +436,7 @@ class _Plan:
     # ---- the save ----
 
     def make_save(self, comm: _core.Comm) -> _core.Save:
-        """The plan as the C engine runs it."""
+        """Return the plan in the form that the C engine runs."""
         content = {"world": comm.size, **self.content, **self.description}
         content["files"] = {
             f.name: {
@@ -503,7 +503,7 @@ def _state_dict(kind: str, holder: Any) -> Any:
 
 
 def _describe(model: Any, held: Held) -> dict[str, Any]:
-    """What the manifest says for people alone."""
+    """Return the parts of the manifest that only people read."""
     world = distributed.world_size()
     replicas = {_core.master_piece(unit, 0, False)[3] for unit, _ in held.units if unit.params}
     return {

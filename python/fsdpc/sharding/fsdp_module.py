@@ -1,4 +1,4 @@
-"""What a sharded module can do: PyTorch FSDP2's methods, over the engine's schedule."""
+"""The methods of a sharded module: PyTorch FSDP2's, over the engine's schedule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdpc.sharding.rules import ShardedError, enclosing, name_units, outermost,
 
 
 class UnshardHandle:
-    """A gather under way; :meth:`wait` ends it.
+    """An all-gather in progress; :meth:`wait` finishes it.
 
     Examples
     --------
@@ -31,14 +31,14 @@ class UnshardHandle:
         self._end: Callable[[], None] | None = end
 
     def wait(self) -> None:
-        """Wait until the parameters can be read."""
+        """Wait until the parameters are readable."""
         if self._end is not None:
             self._end()
             self._end = None
 
 
 class FSDPModule:
-    """What :func:`fsdpc.fully_shard` adds to a module, with PyTorch FSDP2's names and meaning.
+    """The methods that :func:`fsdpc.fully_shard` adds to a module, as in PyTorch FSDP2.
 
     Examples
     --------
@@ -56,7 +56,7 @@ class FSDPModule:
     _fsdpc_held = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a plain module of the class: ``model[:2]`` of a sharded Sequential is one."""
+        """Return an instance of the plain class: ``model[:2]`` of a sharded Sequential is plain."""
         return plain_class(cls)(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,15 +78,15 @@ class FSDPModule:
         return html.drawn("sharded module", self)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit's parameters and hold them until :meth:`reshard`; collective.
+        """All-gather this unit's parameters and keep them until :meth:`reshard`; collective.
 
-        Torch modules also give them up in the unit's next forward or backward.
+        With torch modules, the unit's next forward or backward also frees them.
 
         Parameters
         ----------
         async_op : bool, default False
-            Return at once with a handle whose ``wait()`` ends the gather. Outside of a forward the
-            ranks meet here first in any case.
+            Return at once with a handle whose ``wait()`` finishes the all-gather. Outside a
+            forward, the ranks always synchronize first.
         """
         self._fsdpc_join()
         handle = UnshardHandle(self._fsdpc_gather())
@@ -96,26 +96,26 @@ class FSDPModule:
         return None
 
     def _fsdpc_join(self) -> None:
-        """Join the units of the model, if no call has."""
+        """Find the units of the model and its root, unless a forward already has."""
         if not self._fsdpc_unit.has_root:
             make_root(self)
 
     def _fsdpc_gather(self) -> Callable[[], None]:
-        """Begin to gather; returns what waits for it."""
+        """Start the all-gather and return a function that waits for it."""
         self._fsdpc_unit.unshard()
         return self._fsdpc_unit.unshard_wait
 
     def reshard(self) -> None:
-        """Give up the parameters that :meth:`unshard` gathered."""
+        """Free the parameters that :meth:`unshard` gathered."""
         self._fsdpc_unit.reshard()
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Fix the weights of the whole model; entering and leaving are collective.
+        """Freeze the weights of the whole model; entering and leaving are collective.
 
-        Inside, forwards under ``no_grad()`` communicate nothing, so ranks may run different numbers
-        of them: evaluation on one rank, generation of unequal length. Optimizer steps and forwards
-        with gradients raise.
+        Inside, forwards under ``no_grad()`` do not communicate, so each rank may run a different
+        number of them: evaluation on one rank, or generation of unequal lengths. Optimizer steps
+        and forwards with gradients raise an error.
         """
         self._fsdpc_join()
         self._fsdpc_unit.hold(True)
@@ -128,7 +128,7 @@ class FSDPModule:
 
     @contextmanager
     def no_sync(self, recurse: bool = True) -> Iterator[None]:
-        """Keep gradients local inside: backward adds them up in the reduce dtype, unreduced."""
+        """Accumulate gradients locally, in the reduce dtype, without reducing them."""
         before = [(unit, unit.requires_sync) for unit in self._units(recurse)]
         for unit, _ in before:
             unit.requires_sync = False
@@ -141,20 +141,20 @@ class FSDPModule:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Say whether the next backwards reduce gradients, or add them up locally."""
+        """Set whether the next backwards reduce gradients or accumulate them locally."""
         self._set("requires_sync", requires_gradient_sync, recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Say whether the next backwards sum over replicas, or over the shard group alone."""
+        """Set whether the next backwards sum over replicas too, or only over the shard group."""
         self._set("requires_all_reduce", requires_all_reduce, recurse)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether the end of backward waits for reductions; pass False between micro-steps."""
+        """Set whether the end of backward waits for reductions; pass False between micro-steps."""
         self._fsdpc_join()
         self._fsdpc_unit.set_is_last_backward(bool(is_last_backward))
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Say whether parameters are given up between forward and backward."""
+        """Set whether parameters are resharded between forward and backward."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"pass True or False, got {reshard_after_forward!r}")
         self._set("reshard_after_forward", reshard_after_forward, recurse)
@@ -162,24 +162,24 @@ class FSDPModule:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Say whether parameters are given up after backward, or stay until weights change."""
+        """Set whether parameters are resharded after backward or stay until weights change."""
         self._set("reshard_after_backward", reshard_after_backward, recurse)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Name the modules to gather while this one's forward computes, instead of the record's."""
+        """Name the modules to prefetch during this one's forward, instead of the recorded order."""
         self._set_ahead(False, modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Name the modules to gather while this one's backward computes."""
+        """Name the modules to prefetch during this one's backward."""
         self._set_ahead(True, modules)
 
     def set_prefetch_distance(self, distance: int) -> None:
-        """Say how many uses ahead of the recorded order the whole model gathers.
+        """Set how many uses ahead of the recorded order the whole model prefetches.
 
-        At first it is 1, and 2 where CPU ranks of several hosts share a model.
+        The default is 1, or 2 if CPU ranks on several hosts share a model.
 
-        Said before the first forward, GPUs get memory for the fulls that are gathered then; later,
-        they gather no further ahead than they have memory for.
+        Call it before the first forward: GPUs then allocate memory for the units gathered ahead. If
+        it is called later, they prefetch only as far as that memory allows.
         """
         if int(distance) < 0:
             raise ValueError(f"the prefetch distance is 0 or more, got {distance}")
@@ -189,7 +189,8 @@ class FSDPModule:
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by ``factor`` instead of the number of ranks.
 
-        A sum over micro-steps is divided once in deterministic mode, else each micro-step is.
+        Deterministic mode divides the sum over micro-steps once; otherwise each micro-step is
+        divided.
         """
         if not factor > 0:
             raise ValueError(f"the divide factor must be above 0, got {factor}")
@@ -203,7 +204,7 @@ class FSDPModule:
         )
 
     def reset_iter_state(self) -> None:
-        """After an exception in forward or backward: bring every unit back to its sharded state."""
+        """Return every unit to its sharded state after an exception in forward or backward."""
         self._fsdpc_unit.reset()
 
     def _set(self, flag: str, value: bool, recurse: bool) -> None:
@@ -238,12 +239,12 @@ class FSDPModule:
 
 
 def plain_class(cls: type) -> type:
-    """Return the class of which ``fully_shard`` made this one; a plain class is itself."""
+    """Return the class that ``fully_shard`` derived this one from; a plain class returns itself."""
     return next(c for c in cls.__mro__ if not issubclass(c, FSDPModule))
 
 
 def make_root(module: Any) -> None:
-    """Join all units of the outermost module around this one, at the first call of any."""
+    """Join all units of the outermost module around this one, at the first call to any of them."""
     module = outermost(module)
     refuse_fresh(module, module.named_parameters())
     name_units(module)
@@ -256,14 +257,14 @@ def make_root(module: Any) -> None:
 
 
 def register_fsdp_forward_method(module: Any, method_name: str) -> None:
-    """Let a method of a sharded module gather its parameters, as ``forward`` does.
+    """Make a method of a sharded module gather its parameters, as ``forward`` does.
 
     Parameters
     ----------
     module : Module
-        Nothing happens unless it is sharded.
+        The call has no effect if it is not sharded.
     method_name : str
-        Of a method; it then runs inside the unit, with gradients reduced after its backward.
+        Name of the method. It then runs inside the unit, and gradients are reduced after backward.
 
     Raises
     ------

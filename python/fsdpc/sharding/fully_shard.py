@@ -1,4 +1,4 @@
-"""``fully_shard``: parameters, gradients and optimizer states spread over ranks.
+"""``fully_shard``: shard parameters, gradients and optimizer states over ranks.
 
 A module that has been sharded is a unit: its parameters are gathered when its forward or backward
 runs and given up after. The engine (csrc/engine) decides when; this file makes the unit, by the
@@ -39,50 +39,50 @@ def fully_shard(
 ) -> M:
     """Shard a module's parameters over ranks, in place; collective.
 
-    Call it on submodules first (each becomes a unit that is gathered by itself), then on the whole
-    model, then make the optimizer.
+    Call it on submodules first (each becomes a unit with its own all-gather), then on the whole
+    model, then create the optimizer.
 
     Parameters
     ----------
     module : Module or list of Module
-        With parameters that no unit holds yet; tied ones stand in it once. The modules of a list
-        form one unit: gathered before the first of them runs and given up after the last.
+        Must have parameters that belong to no unit yet; tied parameters count once. The modules of
+        a list form one unit: gathered before the first of them runs and freed after the last.
     mesh : DeviceMesh, optional
-        All ranks where not given. Of two dimensions ``replicate x shard``: sharded within rows,
-        gradients summed over columns too (HSDP).
+        All ranks by default. With two dimensions, ``replicate x shard``, parameters are sharded
+        within rows and gradients are also summed over columns (HSDP).
     reshard_after_forward : bool or int, optional
-        Give parameters up after forward and gather them again for backward. None: yes, except for
-        the outermost module. An int n, a divisor of the shard group's size: give up all but the
-        part that a group of n ranks needs to gather again. 1 keeps them (False), and more is the
-        same as True where ranks share memory.
+        Free parameters after forward and gather them again for backward. None means yes, except for
+        the outermost module. An int n that divides the shard group's size keeps the part that a
+        group of n ranks needs for the second all-gather. 1 keeps everything (False). If ranks share
+        memory, a larger n is the same as True.
     mp_policy : MixedPrecisionPolicy, optional
-        Dtypes of compute and communication; the original ones where not given.
+        Dtypes of compute and communication; by default the original dtypes.
     ignored_params : iterable of Parameter, optional
-        Left alone: neither sharded nor reduced.
+        Parameters that are neither sharded nor reduced.
     strategy : ShardingStrategy or str, optional
-        A name for a mesh and ``reshard_after_forward``.
+        Shorthand for a mesh and ``reshard_after_forward``.
     offload_policy : OffloadPolicy, optional
-        What lies on a disk; nothing where not given.
+        What to keep on a disk; nothing by default.
     plan : WrapPolicy or mapping of str to dict, optional
         Which submodules to shard first: a policy of :mod:`fsdpc.wrap`, or patterns of dotted names
-        with options (``{"layers.*": {}}``). All other options apply to them too.
+        with options (``{"layers.*": {}}``). All other options apply to these submodules too.
 
     Returns
     -------
     the same module
-        Its class is now a subclass of :class:`FSDPModule` and of what it was.
+        Its class becomes a subclass of :class:`FSDPModule` and of its previous class.
 
     Raises
     ------
     MismatchError
-        Ranks disagree on names, shapes, dtypes or initial values; the first difference is named.
+        Ranks disagree on names, shapes, dtypes or initial values; the error names the first one.
     TypeError, ValueError
-        The module has no forward, is sharded already, or holds parameters that cannot be sharded.
+        The module has no forward, is already sharded, or has parameters that cannot be sharded.
 
     Notes
     -----
-    Deferred parameters (:class:`fsdpc.deferred_init`) get memory for the own rows only.
-    Source: ZeRO (Rajbhandari et al. 2020), PyTorch FSDP (Zhao et al. 2023).
+    Deferred parameters (:class:`fsdpc.deferred_init`) allocate memory only for this rank's rows.
+    Sources: ZeRO (Rajbhandari et al. 2020), PyTorch FSDP (Zhao et al. 2023).
 
     Examples
     --------
@@ -149,7 +149,7 @@ def _make_unit(
     lines = [rules.describe(name, p, _value(p)) for name, p, _ in found]
     lines.append(f"{policy}, {where}{offload.words(offload_policy)}")
     check_agreement([title, *lines], where.comms)
-    # One that has memory has values, perhaps read from a file since it was deferred.
+    # A parameter with memory has values, perhaps read from a file after it was deferred.
     recipes = [p._recipe if p.is_deferred else None for p in params]
     unit = _core.Unit(
         title,

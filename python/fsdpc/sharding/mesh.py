@@ -11,9 +11,9 @@ from fsdpc.tensors import device
 
 
 class DeviceMesh:
-    """Ranks in a grid, one communicator along each dimension.
+    """A grid of ranks with one communicator along each dimension.
 
-    Made by :func:`init_device_mesh`. The last dimension is of consecutive ranks.
+    Create it with :func:`init_device_mesh`. The last dimension holds consecutive ranks.
 
     Examples
     --------
@@ -37,7 +37,7 @@ class DeviceMesh:
         return len(self.shape)
 
     def size(self, dim: int | None = None) -> int:
-        """Return the ranks along a dimension, or of the whole mesh."""
+        """Return the number of ranks along a dimension, or in the whole mesh."""
         return prod(self.shape) if dim is None else self.shape[dim]
 
     def get_local_rank(self, dim: int | str = 0) -> int:
@@ -45,7 +45,7 @@ class DeviceMesh:
         return self.comm(dim).rank
 
     def comm(self, dim: int | str) -> _core.Comm:
-        """Return the communicator of the ranks that differ from this one along ``dim`` alone."""
+        """Return the communicator of the ranks that differ from this one only along ``dim``."""
         if isinstance(dim, str):
             dim = self._index(dim)
         return self._comms[dim]
@@ -79,20 +79,20 @@ def init_device_mesh(
     Parameters
     ----------
     device_type : str
-        "cuda" makes it the device of this process; "cpu" leaves that as it is.
+        "cuda" makes the GPU this process's device; "cpu" changes nothing.
     mesh_shape : sequence of int
         One size (plain sharding) or two (replicate, shard); their product is the world size.
     mesh_dim_names : sequence of str, optional
-        Names to pick sub-meshes by; ("shard",) or ("replicate", "shard") where not given.
+        Names that select sub-meshes; by default ("shard",) or ("replicate", "shard").
 
     Raises
     ------
     ValueError
         The sizes do not multiply to the world size, or names and sizes differ in number.
     NotImplementedError
-        There are no such devices.
+        This build or machine does not support the device type.
     RuntimeError
-        There is no GPU here, or tensors live on another device already.
+        There is no GPU here, or tensors already exist on another device.
 
     Examples
     --------

@@ -1,7 +1,7 @@
-"""``fully_shard``'s rules, whatever modules are made of: what both front doors share.
+"""The rules of ``fully_shard`` that both front doors share, for native and torch modules.
 
-Modules are of ``fsdpc.nn`` or of torch. Both have ``named_modules()``, ``named_children()``,
-``_parameters`` and ``forward``, and ``_fsdpc_unit`` in their dictionary once they are sharded.
+Modules come from ``fsdpc.nn`` or torch. Both have ``named_modules()``, ``named_children()``,
+``_parameters`` and ``forward``. A sharded module also has ``_fsdpc_unit`` in its dictionary.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from fsdpc import _core, distributed
 from fsdpc.sharding.mesh import DeviceMesh
 from fsdpc.sharding.strategies import ShardingStrategy, apply_strategy, strategy_name
 
-#: (path with a dot at its end, module) of those that belong to a unit.
+#: (path with a trailing dot, module) for each module of a unit.
 Inside = list[tuple[str, Any]]
-#: Of every parameter: its name, itself, and (dictionary, key) of all places where it stands.
+#: For each parameter: its name, the parameter, and (dictionary, key) of every place that holds it.
 Found = list[tuple[str, Any, list[tuple[dict[str, Any], str]]]]
 
 
@@ -28,16 +28,16 @@ class Drill(NamedTuple):
     named: Callable[[Any], None]
 
 
-#: The package puts fault drills here (``fsdpc/__init__.py``); this room knows none of them.
+#: The package sets fault drills here (``fsdpc/__init__.py``); this module knows none of them.
 drills: list[Drill] = []
 
 
 class ShardedError(AssertionError, TypeError, ValueError):
-    """A module is sharded and may not be, or the other way round.
+    """A module is sharded but must not be, or the other way round.
 
     The page docs/troubleshooting.md#exceptions says what to do.
-    PyTorch raises AssertionError for some of these and ValueError for others, Python TypeError for
-    what cannot be copied.
+    PyTorch raises AssertionError for some of these and ValueError for others; Python raises
+    TypeError for objects that cannot be copied.
     """
 
 
@@ -45,20 +45,20 @@ class ShardedError(AssertionError, TypeError, ValueError):
 
 
 def as_modules(module: Any, base: type, takes: str, elsewhere: str) -> list[Any]:
-    """Return the modules that are to be one unit.
+    """Return the modules that will form one unit.
 
     Parameters
     ----------
     module : Module or list of Module
     base : type
-        Of modules of this front door.
+        Class of this front door's modules.
     takes, elsewhere : str
-        What it is called, and where modules of the other one go.
+        What the error calls that class, and which function takes the other front door's modules.
 
     Raises
     ------
     TypeError, ValueError, ShardedError
-        One cannot be a unit, or they cannot be one together.
+        A module cannot be a unit, or the modules cannot form one together.
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     if not modules:
@@ -96,7 +96,7 @@ def as_modules(module: Any, base: type, takes: str, elsewhere: str) -> list[Any]
 
 
 def as_params(option: str, params: Any, base: type) -> list[Any]:
-    """Return what an option lists, and raise unless these are parameters."""
+    """Return the parameters that an option lists; raise if any entry is not a parameter."""
     if params is None:
         return []
     if isinstance(params, base) or not hasattr(params, "__iter__"):
@@ -119,14 +119,14 @@ def shard_by_plan(
     options: Mapping[str, Any],
     shard: Callable[..., Any],
 ) -> None:
-    """Shard what a plan makes units, inner ones first, each with its own options over ``options``.
+    """Shard the units of a plan, inner ones first, each with its own options over ``options``.
 
-    What is sharded already is left as it is.
+    Modules that are already sharded stay as they are.
 
     Raises
     ------
     ValueError
-        It has an option that ``fully_shard`` has not.
+        The plan has an option that ``fully_shard`` does not take.
     """
     for inner, own in groups:
         unknown = set(own) - {*options, "plan"}
@@ -137,7 +137,7 @@ def shard_by_plan(
 
 
 def outside_units(module: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield (path, module) of a module and of those inside that no inner unit has."""
+    """Yield (path, module) for a module and its submodules that belong to no inner unit."""
     seen.add(id(module))
     yield path, module
     for name, child in module.named_children():
@@ -146,7 +146,7 @@ def outside_units(module: Any, path: str, seen: set[int]) -> Iterator[tuple[str,
 
 
 def inside_of(modules: Sequence[Any]) -> Inside:
-    """Return the modules of a unit that is to be; those of inner units are not among them."""
+    """Return the modules of a future unit, without those of inner units."""
     seen: set[int] = set()
     many = len(modules) > 1
     return [
@@ -157,9 +157,9 @@ def inside_of(modules: Sequence[Any]) -> Inside:
 
 
 def collect(inside: Inside, ignored: Iterable[Any], check: Callable[[str, Any], None]) -> Found:
-    """Return the parameters of a unit that is to be, but for ignored ones; tied ones once.
+    """Return the parameters of a future unit, without ignored ones; tied parameters appear once.
 
-    ``check`` raises, of a name and a parameter, if it cannot be sharded.
+    ``check`` takes a name and a parameter and raises if the parameter cannot be sharded.
     """
     left = {id(p) for p in ignored}
     found: dict[int, tuple[str, Any, list[tuple[dict[str, Any], str]]]] = {}
@@ -183,7 +183,7 @@ def collect(inside: Inside, ignored: Iterable[Any], check: Callable[[str, Any], 
 
 
 class Placement(NamedTuple):
-    """Over which ranks a unit is spread: ``comms`` is [shard] or [shard, replicate]."""
+    """The ranks that share a unit: ``comms`` is [shard] or [shard, replicate]."""
 
     comms: list[_core.Comm]
     reshard_after_forward: bool | None
@@ -192,7 +192,7 @@ class Placement(NamedTuple):
 
     @property
     def replicate(self) -> _core.Comm | None:
-        """The ranks that hold the same rows; None where there are no others."""
+        """The ranks that hold the same rows; None if there are no others."""
         return self.comms[1] if len(self.comms) > 1 else None
 
     def __str__(self) -> str:
@@ -206,7 +206,7 @@ class Placement(NamedTuple):
 def place(
     mesh: DeviceMesh | None, strategy: ShardingStrategy | str | None, reshard: bool | int | None
 ) -> Placement:
-    """Return where a unit goes, from what ``fully_shard`` was told.
+    """Return the placement that the arguments of ``fully_shard`` describe.
 
     Raises
     ------
@@ -234,11 +234,11 @@ def check_reshard(value: bool | int | None, ranks: int) -> bool | None:
             f"reshard_after_forward={value!r}: True, False, None, or a number of ranks that "
             f"divides the shard group's {ranks}"
         )
-    return value > 1  # as PyTorch: a group of one keeps all, of all ranks is True
+    return value > 1  # as in PyTorch: a group of 1 keeps all, a group of all ranks means True
 
 
 def describe(name: str, p: Any, value: str) -> str:
-    """Return the line that ranks compare of a parameter; ``value`` says what it holds."""
+    """Return the line about a parameter that ranks compare; ``value`` describes its contents."""
     dtype = str(getattr(p.dtype, "name", p.dtype)).removeprefix("torch.")
     return f"{name} {tuple(p.shape)} {dtype} requires_grad={p.requires_grad} {value}".rstrip()
 
@@ -247,22 +247,22 @@ def describe(name: str, p: Any, value: str) -> str:
 
 
 def is_sharded(module: Any) -> bool:
-    """Whether a module is a unit, or one of several that are."""
+    """Whether a module is a unit or part of one."""
     return "_fsdpc_unit" in module.__dict__
 
 
 def sharded_modules(module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, module) of all sharded modules inside, itself included, outermost first."""
+    """Yield (name, module) for a module and its submodules that are sharded, outermost first."""
     return ((name, m) for name, m in module.named_modules() if is_sharded(m))
 
 
 def units_of(module: Any) -> list[_core.Unit]:
-    """Units of a module and of all below it, each once, outermost first."""
+    """Return the units of a module and its submodules, each once, outermost first."""
     return list(dict.fromkeys(m._fsdpc_unit for _, m in sharded_modules(module)))
 
 
 def enclosing(module: Any) -> dict[_core.Unit, bool]:
-    """Return the units of a module, outermost first, and whether each has others inside."""
+    """Return the units of a module, outermost first, and whether each contains others."""
     found: dict[_core.Unit, bool] = {}
     for _, m in sharded_modules(module):
         inner = any(c._fsdpc_unit is not m._fsdpc_unit for _, c in sharded_modules(m))
@@ -271,7 +271,7 @@ def enclosing(module: Any) -> dict[_core.Unit, bool]:
 
 
 def enclose(modules: Sequence[Any]) -> None:
-    """Let sharded modules inside of these, sharded now too, know what is around them."""
+    """Tell sharded modules inside these which modules now enclose them."""
     for outer in modules:
         for _, m in sharded_modules(outer):
             known = m.__dict__.get("_fsdpc_outer")
@@ -282,14 +282,14 @@ def enclose(modules: Sequence[Any]) -> None:
 
 
 def outermost(module: Any) -> Any:
-    """Return the sharded module around a module that no other encloses; itself if there is none."""
+    """Return the outermost sharded module around this one, or the module itself if none is."""
     while (known := module.__dict__.get("_fsdpc_outer")) and (outer := known()) is not None:
         module = outer
     return module
 
 
 def name_units(module: Any) -> None:
-    """Let units inside have the dotted names of their modules, and keep the one that a root has."""
+    """Name the units inside after their modules' dotted paths; a root keeps its name."""
     named: set[int] = set()
     for name, m in sharded_modules(module):
         if id(m._fsdpc_unit) not in named and name:
@@ -301,6 +301,6 @@ def name_units(module: Any) -> None:
 
 @cache
 def sharded_class(kind: type, cls: type, prefix: str = "FSDP") -> type:
-    """Return the class that a module of ``cls`` has once it is sharded: one of ``kind`` too."""
+    """Return the class of a sharded module of class ``cls``: a subclass of it and of ``kind``."""
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
     return type(f"{prefix}{cls.__name__}", (kind, cls), names)
