@@ -1,4 +1,4 @@
-"""``fsdpc train``: a language model on text, sharded over ranks, from one command."""
+"""``fsdpc train``: train a language model on text, sharded over ranks, with one command."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     argv : sequence of str, optional
-        Options, as on the command line.
+        Command-line options.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         options = parse(arguments)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # as the launcher blocked it
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher blocked it
         adopt_scheduler(os.environ)
         check(options)
         choose_device(options)
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             names, each = hosts.check_hosts(options.hosts, options.ranks, None)
             hosts.run(["-m", "fsdpc", "train", *arguments], names, each,
                       launcher=options.launcher, agent=options.agent)  # fmt: skip
-        if "RANK" not in os.environ:  # one rank reports the error
+        if "RANK" not in os.environ:  # only one rank reports the error
             check_resources(options, most_ranks(options))
             check_unclaimed(options)
         alone = options.ranks in (None, 1) and not options.max_restarts
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
         print(f"fsdpc train: {text}", file=sys.stderr)
         return 2
-    except _core.PeerError as error:  # where it happened says the peer; the launcher reads the word
+    except _core.PeerError as error:  # the peer reports where; the launcher reads this word
         print(f"fsdpc train: PeerError: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def choose_device(options: argparse.Namespace) -> None:
-    """Take ``--device`` before the first tensor is made."""
+    """Apply ``--device`` before the first tensor is made."""
     try:
         set_default_device(options.device)
     except RuntimeError as error:
@@ -117,7 +117,7 @@ def choose_device(options: argparse.Namespace) -> None:
 
 
 def check_resources(options: argparse.Namespace, ranks: int) -> None:
-    """Refuse what this machine's memory, or the data that were named, cannot give."""
+    """Raise if this machine's memory is too small, or the data too short."""
     plan = plan_memory(options, make_model(options), ranks)
     replicas = mesh_shape(options, ranks)[0]
     each = plan.total - plan.wire
@@ -143,7 +143,7 @@ def check_resources(options: argparse.Namespace, ranks: int) -> None:
 
 
 def check_unclaimed(options: argparse.Namespace) -> None:
-    """Refuse a folder of checkpoints that another run saves to, once for all ranks."""
+    """Raise if another run saves to the checkpoint folder; checked once for all ranks."""
     if options.checkpoint is not None and options.checkpoint.is_dir():
         from fsdpc.checkpoint.claim import claim_folder
 
@@ -153,7 +153,7 @@ def check_unclaimed(options: argparse.Namespace) -> None:
 def plan_memory(
     options: argparse.Namespace, model: Any, ranks: int, batch_shape: tuple[int, int] | None = None
 ) -> MemoryPlan:
-    """Return what each of the ranks would hold; activations too where there is a batch."""
+    """Return the plan of each rank's memory; it includes activations if there is a batch."""
     reshard = options.reshard_after_forward
     block = type(model.blocks()[0])
     of_block = {} if reshard is None else {"reshard_after_forward": reshard}
@@ -192,7 +192,7 @@ def make_policy(options: argparse.Namespace) -> MixedPrecisionPolicy:
 
 
 class Trainer:
-    """One training run on this rank, by the options of :func:`parse`."""
+    """One training run on this rank, with the options of :func:`parse`."""
 
     train_data: SequenceDataset
     val_data: SequenceDataset
@@ -211,7 +211,7 @@ class Trainer:
         said = keep_global_batch(options, self.world)
         if said and self.rank == 0:
             print(said, flush=True)
-        # Of losses; the engine divides sums in deterministic mode, see distributed.init().
+        # Divides losses; in deterministic mode the engine divides sums, see distributed.init().
         self.divisor = 1 if options.deterministic else options.accumulate
         self.model, self.optimizer = self._build()
         self.scaler: LossScaler | None = LossScaler() if options.dtype == "fp16" else None
@@ -239,7 +239,7 @@ class Trainer:
             self.loggers.loggers.append(self._plot())
 
     def _plot(self) -> LivePlot:
-        """Return the logger that draws, with what a run that is resumed has measured already."""
+        """Return the logger that plots; a resumed run starts with its earlier measurements."""
         plot, metrics = LivePlot(self.options.plot, every=PLOT_S), self.options.metrics
         if self.options.resume and metrics and metrics.stat().st_size:
             plot.add_file(metrics)
@@ -283,7 +283,7 @@ class Trainer:
         return model, choice.make(groups, lr=o.lr, state_dtype=STATE_DTYPES[o.state_dtype], **betas)
 
     def run(self) -> None:
-        """Train, validate, write metrics, show a sample."""
+        """Train, validate, write metrics, print a sample."""
         o = self.options
         begin = time.perf_counter()
         self._show_header()
@@ -371,7 +371,7 @@ class Trainer:
         elif self.scaler:
             self.scaler.unscale_(self.optimizer)
             norm = clip_grad_norm_(self.model, o.clip)
-            self.scaler.step(self.optimizer)  # not where a gradient overflowed
+            self.scaler.step(self.optimizer)  # skipped if a gradient overflowed
             self.scaler.update()
         else:
             norm = clip_grad_norm_(self.model, o.clip)
@@ -396,9 +396,9 @@ class Trainer:
 
     @no_grad()
     def validate(self) -> tuple[float, int, int]:
-        """Return the mean loss in nats over ``--eval-bytes``, its targets, and their text's bytes.
+        """Return the mean loss in nats over ``--eval-bytes``, its targets, and their bytes of text.
 
-        The bytes are 0 where no tokenizer is known that says.
+        The bytes are 0 if there is no tokenizer to count them.
         """
         o, data = self.options, self.val_data
         length = min(len(data), max(1, o.eval_bytes // o.seq))
@@ -408,7 +408,7 @@ class Trainer:
         self.model.eval()
         for i in range(rounds):
             mine = i * self.world + self.rank
-            counted = mine < len(batches)  # all ranks run as many forwards: gathers are collective
+            counted = mine < len(batches)  # equal on all ranks: gathers are collective
             x, y = data.batch(list(batches[mine if counted else 0]))
             loss = float(self.model(x, y, **self.source.arguments(x)))
             targets = np.count_nonzero(y != IGNORED)
@@ -422,7 +422,7 @@ class Trainer:
         return float(sums[0] / sums[1]), int(sums[1]), int(sums[2])
 
     def _params_crc(self) -> int:
-        """CRC-32C of all parameters as fp32: of the ranks' rows, joined, so none has them whole."""
+        """Return the CRC-32C of all parameters as fp32, combined from the ranks' rows."""
         crc = 0
         for _, p in sorted(self.model.named_parameters()):
             rows, first, replica, _ = _core.master_piece(p._unit, p._index, False)
@@ -455,9 +455,9 @@ class Trainer:
         show("\n")
 
     def _sample(self, prompt: np.ndarray, n: int) -> Iterator[int]:
-        """Yield `n` tokens; a context that is full goes on from its second half."""
+        """Yield `n` tokens; when the context is full, drop its first half and continue."""
         ids = [int(word) for word in prompt]
-        seq = self.options.seq  # the model has seen no longer context
+        seq = self.options.seq  # the model was trained with no longer context
         end = len(ids) + n
         while len(ids) < end:
             window = ids[-max(1, seq // 2) :]

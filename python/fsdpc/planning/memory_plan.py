@@ -1,4 +1,4 @@
-"""How much memory a model will take on each rank, without building it."""
+"""Compute how much memory a model will need on each rank, without building it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STATES = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0}
 
 
 class HostGroup(NamedTuple):
-    """Ranks of one operation: on how many hosts, how many on each, and such groups on a host."""
+    """The ranks of one operation: hosts, ranks on each host, and such groups per host."""
 
     hosts: int
     lanes: int
@@ -38,7 +38,7 @@ class HostGroup(NamedTuple):
 
 
 def groups_on_hosts(mesh: tuple[int, int], hosts: int, lanes: int) -> tuple[HostGroup, HostGroup]:
-    """Return the ranks that share shards, and those that hold the same, on hosts of some lanes."""
+    """Return the shard group and the replicas on hosts with ``lanes`` ranks each."""
     shard = mesh[1]
     if shard <= lanes and lanes % shard == 0:
         return HostGroup(1, shard, lanes // shard), HostGroup(hosts, lanes // shard, shard)
@@ -54,15 +54,15 @@ def groups_on_hosts(mesh: tuple[int, int], hosts: int, lanes: int) -> tuple[Host
 class MemoryPlan:
     """Bytes that the engine will hold on a rank, by the categories of :func:`memory_stats`.
 
-    ``wire`` is one copy of the parameters in the compute dtype for the ranks of a host that form a
-    shard group; the others are each rank's own. On ``device`` "cuda" it is each rank's own too: its
-    slices of all units, and room for those that are whole at a time. In deterministic mode over
-    NCCL ``reduce`` includes room for what the peers send to a sum; on CPUs of several ``hosts``,
-    for sums on their way between them. ``staging`` is on its way to and from a disk, and ``file``
-    lies there. ``pinned`` lies in host memory beside a GPU or is on its way there. Neither of the
-    latter two is in the total. ``activation`` is what forward and backward hold at once, where a
-    batch was given. ``units`` says what was counted as units. Printed it is a table, and in a
-    notebook a picture.
+    ``wire`` is the gathered parameters in the compute dtype. On CPUs it is one copy per host,
+    shared by the ranks of a shard group; all other categories are per rank. On ``device`` "cuda"
+    the wire is per rank too: the rank's slices of all units, plus memory for the units that are
+    whole at the same time. In deterministic mode ``reduce`` includes memory for what peers send to
+    a sum (NCCL) or for sums in transit between ``hosts`` (CPUs). ``staging`` is memory for
+    transfers to and from a disk. ``file`` is on the disk and ``pinned`` in host memory next to a
+    GPU; neither counts in the total. ``activation`` is the peak of forward and backward, if a batch
+    was given. ``units`` says which modules counted as units. The plan prints as a table; in a
+    notebook it shows a picture.
 
     Examples
     --------
@@ -92,10 +92,10 @@ class MemoryPlan:
     _buffers: tuple[_Buffer, ...] = field(default=(), compare=False, repr=False)
 
     def for_device(self, device: str) -> MemoryPlan:
-        """Return the plan of ranks on device "cpu", or "cuda", which need not be here.
+        """Return the plan for ranks on device "cpu" or "cuda", which this machine need not have.
 
-        A GPU that is not here is taken to map memory in pieces of 2 MiB, as NVIDIA's do, and to
-        talk to the others over NCCL.
+        If this machine has no GPU, the plan assumes one that maps memory in pieces of 2 MiB, as
+        NVIDIA's do, and uses NCCL.
 
         Raises
         ------
@@ -119,12 +119,12 @@ class MemoryPlan:
         return replace(self, device=device, **held)
 
     def for_hosts(self, hosts: int) -> MemoryPlan:
-        """Return the plan of the same ranks on so many hosts, as many on each.
+        """Return the plan of the same ranks spread evenly over this many hosts.
 
         Raises
         ------
         ValueError
-            The ranks, or those that share shards, do not fit on so many.
+            The ranks, or a shard group, do not divide evenly over that many hosts.
 
         Examples
         --------
@@ -139,14 +139,14 @@ class MemoryPlan:
         return replace(self, hosts=hosts).for_device(self.device)
 
     def for_micro_steps(self, n: int) -> MemoryPlan:
-        """Return the plan of deterministic mode with n micro-steps a step, whose sums it keeps.
+        """Return the plan of deterministic mode with n micro-steps per step, and its sums.
 
-        A step that reads gradients between its micro-steps may keep one more.
+        A step that reads gradients between its micro-steps may keep one more sum.
         """
         return replace(self, _micro_steps=n).for_device(self.device)
 
     def _more_sums(self, device: str) -> int:
-        """How many sums deterministic mode keeps beside the gradient shard."""
+        """Return how many sums deterministic mode keeps in addition to the gradient shard."""
         replicate, shard = self._mesh
         ranks = shard if replicate == 1 else replicate  # of the reduction that leaves the sums
         splits = self.hosts == 1 or device == "cuda"  # see can_split in csrc/engine/micro.c
@@ -156,12 +156,12 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """All of them together, on the rank that the wire is counted on."""
+        """The sum of all categories, on the rank that the wire is counted on."""
         engine = self.wire + self.master + self.grad + self.state + self.reduce + self.staging
         return engine + (self.activation or 0)
 
     def _parts(self) -> list[tuple[str, int]]:
-        """What adds up to the total."""
+        """Return the categories that add up to the total."""
         names = ["wire", "master", "grad", "state", "reduce"]
         names += ["staging"] if self.staging else []
         names += ["activation"] if self.activation is not None else []
@@ -175,7 +175,7 @@ class MemoryPlan:
         return f"of {self.units}, on {where}"
 
     def __repr__(self) -> str:
-        return str(self)  # what a prompt shows
+        return str(self)  # for the interactive prompt
 
     def __str__(self) -> str:
         rows = [*self._parts(), ("total", self.total), *self._beside()]
@@ -186,7 +186,7 @@ class MemoryPlan:
         return "\n".join([*lines, self._described()])
 
     def _repr_html_(self) -> str:
-        """Return a picture, which notebooks show."""
+        """Return a picture for notebooks."""
         title = f"memory of a rank, {self._described()}"
         return memory_picture.picture(title, self._parts(), self._beside())
 
@@ -197,18 +197,18 @@ class _UnitShape:
     param_dtype: Any
     reduce_dtype: Any
     own_buffer: bool
-    own_full: bool  # where fulls take turns in memory, this one's does not
+    own_full: bool  # has its own memory even if others share slots
     offload: dict[str, _core.Offload | None]  # by device
 
     def sums(self, stage: str) -> list[_core.dtype]:
-        """Return the dtypes of what a reduction, or a partial, sums: one of each flat group."""
+        """Return the dtypes that a reduction, or a partial, sums: one per flat group."""
         groups = dict.fromkeys(dtype for dtype, _, frozen in self.specs if not frozen)
         if stage == "reduce":
             return [self.reduce_dtype or self.param_dtype or dtype for dtype in groups]
         return [d if d == _core.float64 else _core.float32 for d in groups]
 
     def is_filled_in_place(self, device: str) -> bool:
-        """Whether a rank that is alone writes gradients where they stay."""
+        """Whether a single rank writes gradients directly into their final place."""
         offload = self.offload[device]
         sums = self.sums("reduce")
         return (
@@ -222,7 +222,7 @@ class _UnitShape:
 def _most_sums(ranks: int, n: int) -> int:
     """Return how many sums n micro-steps keep at a time, see csrc/engine/micro.h.
 
-    A run ends where a number of leaves has been summed; each one bit of it is a sum that is kept.
+    A run ends at some number of summed leaves; each set bit of that number is a sum that is kept.
     """
     ranks = 1 if ranks & (ranks - 1) == 0 else ranks
     most, leaves = 1, 0
@@ -239,7 +239,7 @@ class _Buffer(NamedTuple):
 
     stage: str
     bytes: int
-    dtypes: tuple[tuple[_core.dtype, ...], ...]  # of each flat group, those of the units sharing it
+    dtypes: tuple[tuple[_core.dtype, ...], ...]  # per flat group, those of all units
 
 
 def memory_plan(
@@ -259,22 +259,22 @@ def memory_plan(
     Parameters
     ----------
     model : Module
-        Sharded: its own units and policies count. Not sharded, deferred ones included: ``plan`` and
-        ``mp_policy`` say what :func:`fully_shard` would be given.
+        If it is sharded, its own units and policies count. If it is not (deferred models included),
+        ``plan`` and ``mp_policy`` are what :func:`fully_shard` would get.
     mesh : DeviceMesh, (replicate, shard) or int, optional
-        Of any size; a number shards over that many ranks. Where not given, the one that the model
-        is sharded over, else this run's world.
+        A mesh of any size; a number shards over that many ranks. By default the model's own mesh if
+        it is sharded, otherwise this run's world.
     batch_shape : sequence of int, optional
-        Of one rank's input: words (batch, tokens) for the models of :mod:`fsdpc.models`, else
-        floats. Forward and backward then run on a device that computes nothing, on this rank
-        alone, and the model's attributes are put back as they were.
+        Shape of one rank's input: token ids (batch, tokens) for the models of :mod:`fsdpc.models`,
+        otherwise floats. Forward and backward then run on this rank only, on a device that computes
+        nothing; the model's attributes are restored afterwards.
     strategy : ShardingStrategy or str, optional
         NO_SHARD turns a number of ranks into replicas; SHARD_OPTIM keeps full gradients.
     plan, mp_policy
-        As :func:`fully_shard` takes them, for a model that is not sharded. Where there is no plan,
-        each of the model's ``blocks()`` is a unit, if it has that method.
+        As in :func:`fully_shard`, for a model that is not sharded. Without a plan, each of the
+        model's ``blocks()`` is a unit, if it has that method.
     optimizer : str or int, default "adamw"
-        Its name, or how many states it keeps for each parameter.
+        The optimizer's name, or how many states it keeps for each parameter.
     offload_policy : OffloadPolicy, optional
         As :func:`fully_shard` takes it, for a model that is not sharded.
     state_dtype : dtype, default float32
@@ -284,17 +284,16 @@ def memory_plan(
     -------
     MemoryPlan
         Equal to the run's own peaks, category by category, once the schedule is recorded and as
-        long as no unit keeps gradients over several backwards (``no_sync``). A rank that is alone
-        may take more, where gradients are added up or divided, or a unit is used twice in a
-        forward. Masters of frozen parameters are memory of their own until the first forward. The
-        plan is of this process's device and, for as many ranks as this run has, of
-        its hosts; :meth:`MemoryPlan.for_device` and :meth:`MemoryPlan.for_hosts` give that of
-        others.
+        long as no unit keeps gradients over several backwards (``no_sync``). A single rank may need
+        more if gradients are accumulated or divided, or if a forward uses a unit twice. Masters of
+        frozen parameters have their own memory until the first forward. The plan is for this
+        process's device and, if it has as many ranks as this run, for the run's hosts. For others,
+        use :meth:`MemoryPlan.for_device` and :meth:`MemoryPlan.for_hosts`.
 
     Raises
     ------
     RuntimeError
-        The model's forward keeps tensors where planning cannot take them back.
+        The model's forward keeps tensors that planning cannot restore.
     ValueError
         The mesh, the strategy or the batch does not fit.
 
@@ -335,7 +334,7 @@ def memory_plan(
         ]
         for name in DEVICES
     }
-    plans = plans_by["cpu"]  # where it matters not
+    plans = plans_by["cpu"]  # the device makes no difference here
     shards = {name: _shard_bytes(plans_by[name], units, n_states, name) for name in DEVICES}
     there = [bool(u.offload["cuda"] and u.offload["cuda"][:2] == ("host", True)) for u in units]
     fulls = [
@@ -370,7 +369,7 @@ def memory_plan(
         }
         for name in DEVICES
     }
-    if any(u.offload["cpu"] and u.offload["cpu"][1] for u in units):  # params: the wire is a file
+    if any(u.offload["cpu"] and u.offload["cpu"][1] for u in units):  # then the wire is a file
         by_device["cpu"]["file"] += by_device["cpu"]["wire"]
         by_device["cpu"]["wire"] = 0
     activation = None
@@ -389,7 +388,7 @@ def memory_plan(
 def _shard_bytes(
     plans: list[dict[str, int]], units: list[_UnitShape], n_states: int, device: str
 ) -> dict[str, int]:
-    """What a rank holds of shards, by category; what lies elsewhere as a file, or as pinned."""
+    """Return the bytes of a rank's shards by category; offloaded ones count as file or pinned."""
     found = dict.fromkeys(("master", "grad", "state", "file", "pinned", "staging"), 0)
     ring = {"file": 0, "pinned": 0}
     for one, unit in zip(plans, units):
@@ -411,7 +410,7 @@ def _buffers(
     two_stages: bool,
     alone_on: str | None,
 ) -> tuple[_Buffer, ...]:
-    """What csrc/engine/fill.c creates; ``alone_on`` is the device of a rank that is alone."""
+    """Return the buffers that csrc/engine/fill.c creates; ``alone_on``: a single rank's device."""
     found = []
     both = [(unit, one) for unit, one in zip(units, plans) if one["reduce"]]
     pools = [not (unit.own_buffer or keeps) for unit, _ in both]
@@ -430,7 +429,7 @@ def _buffers(
 
 
 def _room_bytes(buffers: tuple[_Buffer, ...], mesh: tuple[int, int], hosts: int) -> int:
-    """What sums on their way between hosts take beside the buffers."""
+    """Return the bytes of sums in transit between hosts, in addition to the buffers."""
     if hosts == 1:
         return 0
     shards, replicas = groups_on_hosts(mesh, hosts, math.prod(mesh) // hosts)
@@ -448,7 +447,7 @@ def _room_bytes(buffers: tuple[_Buffer, ...], mesh: tuple[int, int], hosts: int)
 
 
 def grid(mesh: Any, strategy: Any) -> tuple[int, int]:
-    """Return (replicate, shard) of what :func:`memory_plan` takes as a mesh."""
+    """Return (replicate, shard) for a mesh argument of :func:`memory_plan`."""
     if mesh is None:
         mesh = distributed.world_size()
     if isinstance(mesh, DeviceMesh):
@@ -483,7 +482,7 @@ def _sharded_units(model: Any) -> list[_UnitShape]:
 
 
 def _sharded_offload(offload: _core.Offload | None) -> dict[str, _core.Offload | None]:
-    """By device, of a unit on this one: where a CPU has it, no policy said "host"."""
+    """Return the offload of a sharded unit by device: on a CPU, "host" is the same as "device"."""
     on_host = offload is not None and offload[0] == "host"
     return {name: None if on_host and name == "cpu" else offload for name in DEVICES}
 
@@ -528,7 +527,7 @@ def _planned_units(
 def _activation_bytes(
     model: Any, shape: tuple[int, ...], policy: MixedPrecisionPolicy | None
 ) -> int:
-    """Peak of a forward and backward, from a dry run."""
+    """Return the peak of activations in forward and backward, from a dry run."""
     words = hasattr(getattr(model, "config", None), "vocab_size")
     params = list(model.parameters())
     dtypes = [_compute_dtype(p, policy) for p in params]
@@ -552,7 +551,7 @@ def _activation_bytes(
 
 
 def check_left(model: Any, left: int) -> None:
-    """Raise if a forward on a device that computes nothing has left tensors somewhere."""
+    """Raise if a forward on a device that computes nothing left tensors behind."""
     if left:
         raise RuntimeError(
             f"the forward of {type(model).__name__} keeps {left} bytes of tensors outside of the "
@@ -563,5 +562,5 @@ def check_left(model: Any, left: int) -> None:
 
 def _compute_dtype(p: Any, policy: MixedPrecisionPolicy | None) -> _core.dtype:
     if p._unit is not None or policy is None or policy.param_dtype is None:
-        return p.dtype  # a sharded parameter's is that of its full
+        return p.dtype  # a sharded parameter has the dtype of its full
     return policy.param_dtype

@@ -1,9 +1,8 @@
-"""What a step would take on hosts that are not here: the engine's own schedule, with times.
+"""Simulate a step on hosts that you do not have: the engine's own schedule with times.
 
-The engine runs a step of rank 0 on a device that computes nothing (_played.py). Its record says
-what is gathered and reduced, when each is posted, and where the program waits for it. A clock
-(_clock.py) gives every piece of computation, and every operation between ranks, the time that it
-takes.
+The engine runs a step of rank 0 on a device that computes nothing (_played.py). The recorded
+schedule has the gathers and reductions, when each is posted, and where the program waits for it. A
+clock (_clock.py) assigns a duration to every computation and to every operation between ranks.
 """
 
 from __future__ import annotations
@@ -32,43 +31,43 @@ from fsdpc.tensors.device import check_device, get_default_device
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions:
-    """What :func:`simulate` may be told besides the cluster.
+    """Options of :func:`simulate` in addition to the cluster.
 
     Parameters
     ----------
     strategy : ShardingStrategy or str, default FULL_SHARD
     mesh : (replicate, shard), optional
-        By default that of the strategy; the hybrid ones shard inside a host.
+        By default the strategy's own mesh; hybrid strategies shard within a host.
     reshard_after_forward, plan, mp_policy : optional
-        As :func:`fsdpc.fully_shard` takes them; by default each of the model's ``blocks()`` is a
-        unit.
+        As in :func:`fsdpc.fully_shard`; by default each of the model's ``blocks()`` is a unit.
     optimizer : {"adamw", "adam", "lion", "sgd"}
     accumulate : int, default 1
-        Micro-steps of a step; each reduces.
+        Micro-steps per step; each one reduces gradients.
     device : {"cpu", "cuda"}, optional
-        By default this process's. Ranks on CPUs share one copy of the parameters on each host, and
-        bytes cross between hosts once. Ranks on GPUs have their own, and NCCL sends them round a
+        By default this process's device. Ranks on CPUs share one copy of the parameters per host,
+        and bytes cross between hosts once. Ranks on GPUs have their own copies, and NCCL uses a
         ring of all ranks.
     local_bandwidth : float, default infinite
-        Bytes a second that a rank sends inside its host, or on a CPU, that it reads of others.
+        Bytes per second that a rank sends within its host; on a CPU, that it reads from other
+        ranks.
     local_latency : float, default 0
-        Seconds of a hop inside a host; GPUs alone.
+        Seconds per hop within a host; only for GPUs.
     message : float, default 0
-        Seconds of a rank for each message to another host; CPUs alone.
+        Seconds of a rank's time for each message to another host; only for CPUs.
     memory_bandwidth : float, default infinite
         Bytes a second of the optimizer's pass over masters, gradients and states.
     state_dtype : dtype, default float32
         Of the optimizer's states.
     offload_policy : OffloadPolicy, optional
-        What lies on a disk, as :func:`fsdpc.fully_shard` takes it; its folder is not looked at.
+        Which arrays are on a disk, as in :func:`fsdpc.fully_shard`; its folder is not used.
     disk_bandwidth : float, default infinite
-        Bytes a second that a rank reads and writes of it, together, while the others do too. The
-        optimizer's pass is as long as the disk needs, or the memory.
+        Bytes per second that a rank reads and writes in total, while all ranks use the disk. The
+        optimizer's pass takes as long as the slower of disk and memory.
     core_bandwidth : float, default infinite
-        Bytes a second that the core of a CPU rank sends to other hosts or receives, instead of
-        computing: copies, and the kernel's protocols.
+        Bytes per second that a CPU rank's core sends to or receives from other hosts when it does
+        not compute: copies, and the kernel's protocols.
     overlap : bool, default True
-        Whether bytes move while ranks compute.
+        Whether communication overlaps computation.
 
     Examples
     --------
@@ -110,15 +109,16 @@ class SimulateOptions:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Simulation:
-    """A step as :func:`simulate` finds it: seconds, bytes, and memory of a rank.
+    """The result of :func:`simulate`: seconds, bytes, and memory of a rank.
 
-    ``exposed`` are the seconds in which a rank computes nothing because it waits: for gathers, for
-    reductions, and for others to begin an epoch or to agree. ``sent_between`` and ``sent_inside``
-    are bytes that the ranks of one host send to other hosts and to each other (on CPUs: read of
-    each other). ``messages`` are those of one rank to other hosts, of GPUs the steps of their
-    rings. ``flops`` counts one rank's products, those that activation checkpointing computes again
-    too. ``memory`` is that of :func:`fsdpc.memory_plan`, whose ``wire`` serves ``wire_ranks`` ranks
-    of a host. ``padding`` is what ranks hold beyond the parameters, as a part of these.
+    ``exposed`` is the seconds in which a rank waits and computes nothing: for gathers, for
+    reductions, and for other ranks to begin an epoch or to agree. ``sent_between`` and
+    ``sent_inside`` are the bytes that one host's ranks send to other hosts and to each other (on
+    CPUs: read from each other). ``messages`` counts one rank's messages to other hosts, or on GPUs
+    the steps of its rings. ``flops`` counts one rank's matrix products, including those that
+    activation checkpointing recomputes. ``memory`` is the plan of :func:`fsdpc.memory_plan`, whose
+    ``wire`` serves ``wire_ranks`` ranks of a host. ``padding`` is the memory beyond the parameters,
+    as a fraction of them.
 
     Examples
     --------
@@ -144,7 +144,7 @@ class Simulation:
     timeline: Timeline = field(repr=False)
 
     def beside(self, other: Simulation, limit: float | None = None) -> Comparison:
-        """Return both steps on the same axes, with their differences in time, bytes and traffic.
+        """Return a comparison of two steps on the same axes, with differences in time and bytes.
 
         Parameters
         ----------
@@ -161,16 +161,16 @@ class Simulation:
         return Comparison(a=self, b=other, limit=limit)
 
     def _repr_html_(self) -> str:
-        """Return a picture of the step, which notebooks show."""
+        """Return a picture of the step for notebooks."""
         return self.timeline._repr_html_()
 
     @property
     def exposed_total(self) -> float:
-        """Seconds in which a rank waits."""
+        """The seconds in which a rank waits."""
         return sum(self.exposed.values())
 
     def __repr__(self) -> str:
-        return str(self)  # what a prompt shows
+        return str(self)  # for the interactive prompt
 
     def __str__(self) -> str:
         waits = ", ".join(f"{name} {1e3 * s:.4g}" for name, s in self.exposed.items())
@@ -210,22 +210,23 @@ def simulate(
     flops: float,
     **options: Any,
 ) -> Simulation:
-    """Play a training step of a world that need not be here.
+    """Simulate a training step on a cluster that you need not have.
 
     Parameters
     ----------
     model : Module
-        Not sharded; deferred ones (:class:`fsdpc.deferred_init`) of any size. It is left as it was.
+        Not sharded; it may be deferred (:class:`fsdpc.deferred_init`), so of any size. It is not
+        changed.
     batch_shape : sequence of int, optional
-        Of one rank's input: words (batch, tokens) for the models of :mod:`fsdpc.models`, else
-        floats. By default one sequence of the models' ``max_seq`` words.
+        Shape of one rank's input: token ids (batch, tokens) for the models of :mod:`fsdpc.models`,
+        otherwise floats. By default one sequence of the model's ``max_seq`` tokens.
     hosts, ranks_per_host : int
     bandwidth : float
-        Bytes a second that a host sends to other hosts, and receives at the same time.
+        Bytes per second that a host can send to other hosts while it receives as many.
     latency : float
-        Seconds until the first byte of a message to another host is there.
+        Seconds until the first byte of a message reaches another host.
     flops : float
-        Floating point operations a second that a rank reaches in the model's products.
+        Floating point operations per second that a rank reaches in the model's matrix products.
     **options
         Fields of :class:`SimulateOptions`.
 
@@ -236,16 +237,18 @@ def simulate(
     Raises
     ------
     RuntimeError
-        The model's forward keeps tensors outside of the model.
+        The model's forward stores tensors outside the model.
     TypeError
-        There is no such option.
+        Unknown option.
     ValueError
-        A number that no cluster has, a mesh that is not of its ranks, or a sharded model.
+        A number is not possible for a cluster, the mesh does not fit the ranks, or the model is
+        sharded.
 
     Notes
     -----
-    Any rank may call it alone. Computation takes the time of its products and of attention, at
-    ``flops``; all else is in that rate. Operations that use one link at a time share it evenly.
+    Any rank may call it by itself. Computation takes the time of its matrix products and attention
+    at ``flops``; that rate includes everything else. Operations that use a link at the same time
+    share it evenly.
 
     Examples
     --------
@@ -324,7 +327,7 @@ def simulate(
     )
 
 
-# ---- what was asked for ----
+# ---- from the options to a plan ----
 
 
 def _disk_bytes(policy: OffloadPolicy | None, states: int) -> float:
@@ -375,7 +378,7 @@ def _batch_shape(model: Any, shape: Sequence[int] | None) -> tuple[int, ...]:
 
 
 def _units(model: Any, o: SimulateOptions) -> tuple[WrapPolicy, str]:
-    """Which modules are units, asked once: policies may count."""
+    """Return which modules are units; calls the policy only once, since it may count."""
     own = {} if o.reshard_after_forward is None else {
         "reshard_after_forward": o.reshard_after_forward
     }  # fmt: skip
