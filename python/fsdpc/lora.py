@@ -1,4 +1,4 @@
-"""LoRA: a frozen model, and small matrices beside its projections that are trained.
+"""LoRA: train small matrices next to the projections of a frozen model.
 
     from fsdpc import lora
     from fsdpc.models import from_pretrained
@@ -8,7 +8,7 @@
     ...                                   # shard it, train it: lora.parameters(model)
     lora.save(model, "adapter", base="base")
 
-Adapters are in PEFT's format. Names of the model's own parameters do not change.
+Adapters are in PEFT's format. The model's own parameters keep their names.
 
 Source: Hu et al. 2021.
 """
@@ -37,7 +37,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
 _PREFIX = "base_model.model."
 
-#: Keys of PEFT's configuration that are read, or say nothing about numbers of a forward.
+#: Keys of PEFT's configuration that are read, or that do not affect a forward.
 _KNOWN = frozenset("""
     auto_mapping base_model_name_or_path fan_in_fan_out inference_mode init_lora_weights lora_alpha
     lora_dropout megatron_core peft_type peft_version r revision target_modules task_type
@@ -45,7 +45,7 @@ _KNOWN = frozenset("""
 
 
 class _Adapted:
-    """What :func:`apply` adds to a module."""
+    """The attributes that :func:`apply` adds to a module."""
 
     lora_A: Parameter
     lora_B: Parameter
@@ -128,35 +128,38 @@ def apply(
     alpha: float | None = None,
     dropout: float = 0.0,
 ) -> list[str]:
-    """Freeze a model and put adapters beside some of its linear layers, in place.
+    """Freeze a model and add adapters to some of its linear layers, in place.
 
     Call it before :func:`fsdpc.fully_shard`; the model may be deferred.
 
     Parameters
     ----------
     model : Module
-        With :class:`fsdpc.nn.Linear` layers, or a GPT-2.
+        A model with :class:`fsdpc.nn.Linear` layers, or a GPT-2.
     rank : int
-        Rows of ``lora_A`` (rank, in) and columns of ``lora_B`` (out, rank). The first begins
-        uniform in +-1/sqrt(in), the second as 0: at first nothing changes.
+        Rows of ``lora_A`` (rank, in) and columns of ``lora_B`` (out, rank). The first is
+        initialised uniformly in +-1/sqrt(in), the second with zeros, so the model's outputs do not
+        change at first.
     targets : "all-linear" or sequence of str
-        Last parts of the layers' names, such as "q_proj"; or all but the output layer.
+        Last parts of the layers' names, such as "q_proj". "all-linear" is every linear layer except
+        the output layer.
     alpha : float, optional
-        What the adapters give is multiplied by ``alpha / rank``; twice the rank by default.
+        The adapters' outputs are multiplied by ``alpha / rank``; by default ``alpha`` is twice the
+        rank.
     dropout : float, default 0
-        Share of the adapters' inputs to drop in training.
+        Dropout probability of the adapters' inputs in training.
 
     Returns
     -------
     list of str
-        Names of the layers that have an adapter now.
+        Names of the layers that now have an adapter.
 
     Raises
     ------
     ValueError
-        A number is out of range, a target is no layer's name, or the model has adapters already.
+        A number is out of range, a target matches no layer, or the model already has adapters.
     RuntimeError
-        The model is sharded already.
+        The model is already sharded.
 
     Examples
     --------
@@ -204,7 +207,7 @@ def _ends(name: str, target: str) -> bool:
 
 
 def adapted(model: Module) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, layer) of the layers that have adapters, sharded or not.
+    """Yield (dotted name, layer) for each layer with an adapter, sharded or not.
 
     Examples
     --------
@@ -219,7 +222,7 @@ def adapted(model: Module) -> Iterator[tuple[str, Any]]:
 
 
 def is_applied(model: Module) -> bool:
-    """Say whether a model has adapters.
+    """Return whether a model has adapters.
 
     Examples
     --------
@@ -236,7 +239,7 @@ def is_applied(model: Module) -> bool:
 
 
 def parameters(model: Module) -> list[Parameter]:
-    """Return the adapters' parameters: what an optimizer is to train.
+    """Return the adapters' parameters, for the optimizer.
 
     Examples
     --------
@@ -251,18 +254,18 @@ def parameters(model: Module) -> list[Parameter]:
 
 
 def merge(model: Module) -> None:
-    """Add the adapters to the weights, and take them away, in place; not of a sharded model.
+    """Add the adapters to the weights and remove them, in place; not for a sharded model.
 
     Raises
     ------
     ValueError
         The model has no adapters.
     RuntimeError
-        It is sharded: save the adapters, and load them into a model that is not.
+        The model is sharded: save the adapters and load them into an unsharded model.
 
     Notes
     -----
-    Parameters stay frozen: ``model.requires_grad_(True)`` thaws them.
+    Parameters stay frozen: ``model.requires_grad_(True)`` unfreezes them.
 
     Examples
     --------
@@ -294,16 +297,16 @@ def merge(model: Module) -> None:
 
 
 def save(model: Module, folder: str | os.PathLike[str], *, base: str | None = None) -> None:
-    """Write the adapters as PEFT reads them; collective for a sharded model.
+    """Write the adapters in PEFT's format; collective for a sharded model.
 
     Parameters
     ----------
     model : Module
-        With adapters.
+        A model with adapters.
     folder : path
-        Made if it is not there; its two files are written over.
+        Created if it does not exist; its two files are overwritten.
     base : str, optional
-        Name or folder of the model that was adapted, for PEFT to find it.
+        Name or folder of the base model, so that PEFT can find it.
 
     Raises
     ------
@@ -369,13 +372,13 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def load(model: Module, folder: str | os.PathLike[str]) -> list[str]:
-    """Read adapters of PEFT into a model; collective where there are several ranks.
+    """Read adapters of PEFT into a model; collective if there are several ranks.
 
     Parameters
     ----------
     model : Module
-        Without adapters: they are put in by the folder's configuration. With adapters, sharded or
-        not: their values are read, each rank its own rows.
+        Without adapters, they are added as the folder's configuration says. With adapters, sharded
+        or not, their values are read; each rank reads its own rows.
     folder : path
         With ``adapter_config.json`` and ``adapter_model.safetensors``.
 
@@ -387,9 +390,9 @@ def load(model: Module, folder: str | os.PathLike[str]) -> list[str]:
     Raises
     ------
     ValueError
-        The configuration has a key that changes numbers and is not implemented; named.
+        The configuration has a key that affects results and is not implemented; the error names it.
     CheckpointError
-        The tensors are not those of the model's adapters.
+        The tensors do not match the model's adapters.
     RuntimeError
         The model is deferred and not sharded, or sharded without adapters.
 
@@ -439,7 +442,7 @@ def load(model: Module, folder: str | os.PathLike[str]) -> list[str]:
 
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the content of a folder's ``adapter_config.json``; errors as of :func:`load`.
+    """Return the content of a folder's ``adapter_config.json``; raises as :func:`load` does.
 
     Examples
     --------
@@ -460,7 +463,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     for name, value in content.items():
         if name in _KNOWN or value in (None, False, [], {}) or (name, value) == ("bias", "none"):
             continue
-        if name == "qalora_group_size" or name == "runtime_config":  # of what is off
+        if name == "qalora_group_size" or name == "runtime_config":  # options of disabled features
             continue
         raise ValueError(f"{path}: the key '{name}' ({value!r:.60}) is not implemented")
     if content.get("peft_type") != "LORA":

@@ -1,4 +1,4 @@
-"""Ranks: who this process is, and collectives for the user's own values.
+"""Ranks: who this process is, and collectives for your own values.
 
 Ranks come from torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
 MASTER_PORT), which ``fsdpc run`` and ``launch`` set too. :func:`init` makes it from that of
@@ -32,8 +32,8 @@ from fsdpc.distributed.environment import (
 V = TypeVar("V")
 
 _world: _core.Comm | None = None
-_met: list[_core.Comm] = []  # other groups that met by themselves; they are left with the world
-_join_torch: Callable[[], bool] | None = None  # by torch's process group; fsdpc.torch sets it
+_met: list[_core.Comm] = []  # groups that joined by themselves; left together with the world
+_join_torch: Callable[[], bool] | None = None  # joins through torch's process group; fsdpc.torch sets it
 _local_rank = 0
 _deterministic = False
 
@@ -53,29 +53,29 @@ def _environment_int(name: str, default: int | None = None) -> int:
 def init(
     rank: int | None = None, world_size: int | None = None, *, deterministic: bool = False
 ) -> None:
-    """Join the other ranks; call it once, on every rank.
+    """Join the other ranks; call it once on every rank.
 
     Parameters
     ----------
     rank, world_size : int, optional
-        Who this process is and how many there are; from the environment where not given, and a
-        world of one where that says nothing.
+        This process's rank and the number of ranks; by default from the environment, or a world of
+        one if that has none.
     deterministic : bool, default False
-        Sum micro-steps as the tree that ranks are summed in. The result then depends only on the
-        list of micro-batches, not on how ranks and accumulation split it. On several hosts, and
-        over shard groups of a hybrid mesh, that holds for powers of two; else rank 0 warns. In
-        fp16, and if the number of micro-steps is not a power of two, it holds if the loss is left
-        whole and ``set_gradient_divide_factor`` gets the number of micro-steps times that of ranks:
-        dividing the loss rounds each gradient. Every micro-step is reduced; ``no_sync()`` only
-        hides it until a later one is. On a GPU attention's backward is cuDNN's with a fixed order,
-        which takes three times as long.
+        Sum micro-steps in the same tree as ranks. The result then depends only on the list of
+        micro-batches, not on how ranks and accumulation split it. On several hosts, and over shard
+        groups of a hybrid mesh, this holds for powers of two; otherwise rank 0 warns. In fp16, or
+        if the number of micro-steps is not a power of two, do not divide the loss: dividing it
+        rounds each gradient. Instead call ``set_gradient_divide_factor`` with the number of
+        micro-steps times the number of ranks. Every micro-step is reduced; ``no_sync()`` only hides
+        the result until a later micro-step is. On a GPU attention uses cuDNN's deterministic
+        backward, which is three times slower.
 
     Raises
     ------
     ValueError
         rank or world_size is out of range, or two launchers have set different ones.
     RuntimeError
-        Already initialised.
+        This process has already joined.
     TimeoutError
         A rank did not arrive within ``FSDPC_TIMEOUT_S``; the message names it.
     NotImplementedError
@@ -110,7 +110,7 @@ def init(
     local_size = _environment_int("LOCAL_WORLD_SIZE", world_size)
     _local_rank = _environment_int("LOCAL_RANK", rank % max(local_size, 1))
     hosts = _hosts(rank, world_size, _local_rank, local_size)
-    # Torch's group joins hosts, and ranks that nothing else numbers.
+    # Torch's process group joins hosts, and ranks without numbers from a launcher.
     if given or named and hosts == 1 or _join_torch is None or not _join_torch():
         _world = _meet(rank, world_size, hosts)
     _deterministic = bool(deterministic)
@@ -118,12 +118,12 @@ def init(
 
 
 def _meet(rank: int, world_size: int, hosts: int) -> _core.Comm:
-    """Let ranks that the environment or :func:`init` numbered join each other."""
+    """Join ranks that have numbers from the environment or :func:`init`."""
     address, secret = run_address(os.environ)
     listening = inherited_socket(address, rank)
     news = _environment_int("FSDPC_NEWS_FD", -1)
     if (world_size == 1 or hosts > 1) and listening >= 0:
-        os.close(listening)  # there is nobody to meet, or under another name: a pretended host's
+        os.close(listening)  # no peer to meet, or one under another name: a pretended host
         listening = news = -1
     comm = _core.Comm(
         rank,
@@ -143,7 +143,7 @@ def _meet(rank: int, world_size: int, hosts: int) -> _core.Comm:
 
 
 def _hosts(rank: int, world_size: int, local_rank: int, local_size: int) -> int:
-    """How many hosts the ranks are on, by the numbers that a launcher has set."""
+    """Return the number of hosts, from the numbers that a launcher has set."""
     said = f"RANK {rank}, WORLD_SIZE {world_size}, LOCAL_RANK {local_rank}, "
     said += f"LOCAL_WORLD_SIZE {local_size}"
     if not 0 <= local_rank < local_size:
@@ -159,7 +159,7 @@ def _hosts(rank: int, world_size: int, local_rank: int, local_size: int) -> int:
 
 
 def _link(rank: int, world_size: int, hosts: int) -> _core.Link:
-    """What carries bytes between hosts: the MPI whose launcher started the ranks."""
+    """Return the link between hosts: the MPI whose launcher started the ranks."""
     if environment.pretended_host is not None:
         from fsdpc.distributed import pretend
 
@@ -180,7 +180,7 @@ def _link(rank: int, world_size: int, hosts: int) -> _core.Link:
 
 
 def world() -> _core.Comm:
-    """Return the communicator of all ranks, joining them first if :func:`init` was not called.
+    """Return the communicator of all ranks; joins them first if :func:`init` was not called.
 
     Examples
     --------
@@ -196,7 +196,7 @@ def world() -> _core.Comm:
 
 @atexit.register
 def shutdown() -> None:
-    """Leave; the others are not waited for. Models sharded here cannot be used afterwards.
+    """Leave without waiting for the others. Models sharded here cannot be used afterwards.
 
     Examples
     --------
@@ -219,7 +219,7 @@ def shutdown() -> None:
 
 
 def is_deterministic() -> bool:
-    """Return whether :func:`init` asked for deterministic mode.
+    """Return whether :func:`init` enabled deterministic mode.
 
     Examples
     --------
@@ -244,7 +244,7 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """Return this process's number among all ranks.
+    """Return this process's rank in the world.
 
     Examples
     --------
@@ -269,7 +269,7 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """Return this process's number among the ranks of this host.
+    """Return this process's local rank on its host.
 
     Examples
     --------
@@ -282,7 +282,7 @@ def local_rank() -> int:
 
 
 def _as_tensor(value: Any, floating: bool = False) -> Tensor:
-    """Copy a user's value, or say why it cannot be sent, before anything is."""
+    """Copy a user's value, or raise before anything is sent if it cannot be sent."""
     if isinstance(value, Tensor):
         tensor = value.detach().clone()
     elif isinstance(value, (np.ndarray, np.generic, float, int)):
@@ -306,18 +306,18 @@ def _like(result: Tensor, value: V) -> V:
 
 
 def all_reduce(value: V, op: str = "sum") -> V:
-    """Combine one value of every rank; every rank gets the result, bitwise the same.
+    """Combine one value from every rank; every rank gets the same bits.
 
     Parameters
     ----------
     value : Tensor, ndarray, float or int
-        Of the same shape and dtype on all ranks.
+        Must have the same shape and dtype on all ranks.
     op : {"sum", "mean", "max", "min"}
 
     Returns
     -------
-    of the type of ``value``
-        A new object; sums of floats are a fixed pairwise tree over ranks in at least float32.
+    the type of ``value``
+        A new object. Sums of floats use a fixed pairwise tree over ranks in at least float32.
 
     Examples
     --------
@@ -335,17 +335,17 @@ def all_reduce(value: V, op: str = "sum") -> V:
 
 
 def all_gather(value: Any) -> Any:
-    """Collect one value of every rank, in rank order.
+    """Collect one value from every rank, in rank order.
 
     Parameters
     ----------
     value : Tensor, ndarray, float or int
-        Of the same shape and dtype on all ranks.
+        Must have the same shape and dtype on all ranks.
 
     Returns
     -------
     Tensor or ndarray, (world_size, \\*shape)
-        A Tensor for a Tensor, else an array.
+        A Tensor if ``value`` is one, otherwise an array.
 
     Examples
     --------
@@ -358,7 +358,7 @@ def all_gather(value: Any) -> Any:
 
 
 def broadcast(value: V, root: int = 0) -> V:
-    """Give every rank the value that ``root`` has (same shape and dtype on all).
+    """Send ``root``'s value to every rank (same shape and dtype on all).
 
     Examples
     --------
@@ -374,7 +374,7 @@ def broadcast(value: V, root: int = 0) -> V:
 
 
 def barrier() -> None:
-    """Wait until every rank has come here.
+    """Wait until every rank has reached this call.
 
     Examples
     --------

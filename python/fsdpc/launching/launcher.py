@@ -1,8 +1,8 @@
 """Start ranks on this machine: a script with :func:`run`, a function with :func:`launch`.
 
 Both give every rank torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, ...), which
-:func:`fsdpc.init` reads. They print the ranks' output as it comes, with the rank in front, and
-leave no process behind however they end.
+:func:`fsdpc.init` reads. They print the ranks' output as it arrives, each line with its rank.
+However they end, they leave no process behind.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fsdpc.launching.supervisor import CannotStart, Supervisor
 
 __all__ = ["LaunchError", "launch", "run"]
 
-BAD_USAGE = 2  # the exit code of a command that was called wrongly
+BAD_USAGE = 2  # the exit code for invalid arguments
 
 
 class LaunchError(RuntimeError):
@@ -44,9 +44,9 @@ class LaunchError(RuntimeError):
     Attributes
     ----------
     rank : int or None
-        The rank that failed first; None when time ran out.
+        The rank that failed first; None if the timeout expired.
     tracebacks : dict of int to str
-        Each failed rank's traceback, or how it ended and what it printed last.
+        Each failed rank's traceback, or how it ended and its last output.
     timed_out : bool
         Whether the timeout ended the ranks.
     """
@@ -70,47 +70,50 @@ def launch(
     env: dict[str, str] | None = None,
     tick: Callable[[], object] | None = None,
 ) -> list[object]:
-    """Run a function on n fresh ranks of this machine and return what each returned.
+    """Run a function on n fresh ranks of this machine and return their results.
 
     Parameters
     ----------
     fn : callable
-        Called as ``fn(*args)`` on every rank.  Closures and functions defined in a notebook work:
-        the ranks are forks of this process and see what it sees.
+        Called as ``fn(*args)`` on every rank. Closures and functions defined in a notebook work:
+        the ranks are forks of this process and inherit its state.
     n : int
-        How many ranks.
+        Number of ranks.
     *args
-        Handed to every rank.
+        Passed to every rank.
     timeout : float, optional
-        Seconds until all ranks print their stacks and are ended; default never.
+        Seconds until all ranks print their stacks and are stopped; default never.
     env : dict of str to str, optional
-        Variables to set in the ranks on top of this process's environment.
+        Variables to set in the ranks, in addition to this process's environment.
     tick : callable, optional
-        Called in this process about twice a second while the ranks run, and once after them, to
-        show how they do, as :meth:`fsdpc.plots.LivePlot.follow` does.  What it raises ends them.
+        Called in this process about twice a second while the ranks run, and once after they end, to
+        show progress as :meth:`fsdpc.plots.LivePlot.follow` does. If it raises, the ranks are
+        stopped.
 
     Returns
     -------
     list
-        The ranks' results in rank order.  They travel as pickles.
+        The ranks' results in rank order. They are pickled.
 
     Raises
     ------
     LaunchError
-        A rank raised, died, or time ran out; it holds all ranks' tracebacks.
+        A rank raised or died, or the timeout expired; the error holds all ranks' tracebacks.
     RuntimeError
-        A fork would be unsafe here: engine threads run or CUDA is initialised in this process.
+        Forking is unsafe here: engine threads are running or CUDA is initialised in this process.
     ValueError
-        `n` is below 1 or more than the machine can hold.
+        `n` is below 1 or above what the machine can run.
 
     Notes
     -----
-    What ranks print appears at once in this process's ``sys.stdout`` (the cell, in a notebook) with
-    the rank in front.  Ctrl-C ends all ranks.  When one rank fails the others have 5 s to report.
+    The ranks' output appears at once in this process's ``sys.stdout`` (in a notebook, the cell),
+    each line with its rank. Ctrl-C stops all ranks. If one rank fails, the others have 5 s to
+    report.
 
-    Every rank gets its share of the cores as OMP_NUM_THREADS unless that is set, for a torch that
-    it imports itself.  If this process has imported torch, its operations run on one thread in the
-    ranks: a pool of threads does not survive a fork.  Use ``fsdpc run`` where that is too slow.
+    Every rank gets its share of the cores as OMP_NUM_THREADS, unless that is set; a torch that the
+    rank imports uses it. If this process has already imported torch, torch operations run on one
+    thread in the ranks, because a thread pool does not survive a fork. If that is too slow, use
+    ``fsdpc run``.
 
     Examples
     --------
@@ -150,47 +153,47 @@ def run(
     again: Sequence[str] = (),
     least: int | None = None,
 ) -> int:
-    """Run a Python script on ranks of this machine; the work behind ``fsdpc run``.
+    """Run a Python script on ranks of this machine; implements ``fsdpc run``.
 
     Parameters
     ----------
     command : sequence of str
         The script and its arguments, or ``-m``, a module and its arguments.
     ranks : int
-        How many ranks.
+        Number of ranks.
     timeout : float, optional
-        Seconds until all ranks print their stacks and are ended, whatever was restarted; default
+        Seconds until all ranks print their stacks and are stopped, restarts included; default
         never.
     max_restarts : int, default 0
-        How often all ranks are started again after one failed. TORCHELASTIC_RESTART_COUNT tells
-        them how often they were. Not after a signal to this process, at the timeout, or where a
-        rank ended with code 2, which says that it was called wrongly.
+        How often to restart all ranks after one fails. TORCHELASTIC_RESTART_COUNT gives them the
+        number of restarts so far. No restart follows a signal to this process, the timeout, or a
+        rank's exit with code 2, which means invalid arguments.
     again : sequence of str
-        Arguments added where the script is started again.
+        Arguments to add when the script is restarted.
     least : int, optional
-        After a signal has killed a rank, or one could not be forked, one rank fewer is started
-        again, never fewer than these; default `ranks`, always as many.
+        If a signal killed a rank, or a fork failed, restart with one rank fewer, but never fewer
+        than this; by default `ranks`, so the number stays the same.
 
     Returns
     -------
     int
         The exit code for the shell: 0; the code of the rank that failed first (128 + the signal's
-        number if one killed it); 124 at a timeout; 128 + 2 after Ctrl-C. Also 0 where all ranks
-        answered SIGTERM or SIGUSR1 by ending with 0, as those do that save.
+        number if one killed it); 124 at a timeout; 128 + 2 after Ctrl-C. Also 0 if all ranks end
+        with 0 after SIGTERM or SIGUSR1, as they do after a save.
 
     Raises
     ------
     ValueError
-        `ranks` is below 1 or more than the machine can hold, `max_restarts` is negative, or
-        `least` is not in [1, `ranks`].
+        `ranks` is below 1 or above what the machine can run, `max_restarts` is negative, or `least`
+        is not in [1, `ranks`].
     FileNotFoundError
-        There is no such script.
+        The script does not exist.
     OSError
         A rank could not be forked, and no restart is left.
 
     Notes
     -----
-    SIGINT, SIGTERM and SIGUSR1 are passed on to all ranks.  Call it from the main thread.
+    SIGINT, SIGTERM and SIGUSR1 are forwarded to all ranks. Call it from the main thread.
 
     Examples
     --------
@@ -231,7 +234,7 @@ def run(
 
 
 class _Ending(NamedTuple):
-    """How the ranks ended, the signals that came meanwhile, and why one could not be forked."""
+    """How the ranks ended, which signals arrived meanwhile, and why a fork failed."""
 
     supervisor: Supervisor
     received: list[int]
@@ -239,7 +242,7 @@ class _Ending(NamedTuple):
 
     @property
     def died(self) -> bool:
-        """Whether a signal killed the rank that failed first, or one could not be forked."""
+        """Whether a signal killed the rank that failed first, or a fork failed."""
         first = self.supervisor.first_failure()
         return self.refused is not None or (first is not None and (first.code or 0) < 0)
 
@@ -251,7 +254,7 @@ def _run_once(
     program = [sys.executable, *command]
 
     def body(_: int) -> None:
-        # Our own command asks for Ctrl-C when it can answer it, not in the middle of imports.
+        # Our own command enables Ctrl-C once it can handle it, not in the middle of imports.
         ours = list(command[:3]) == ["-m", "fsdpc", "train"]
         answered = STOPS - {signal.SIGINT} if ours else STOPS
         signal.pthread_sigmask(signal.SIG_UNBLOCK, answered)
@@ -267,9 +270,9 @@ def _run_once(
         supervisor.stop(signum)
 
     previous = {which: signal.signal(which, forward) for which in STOPS}
-    # Lines appear when they are printed, and SIGABRT at the timeout shows every thread's stack.
+    # Lines appear when they are printed, and SIGABRT at the timeout prints every thread's stack.
     extra = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **variables}
-    extra["PYTHONIOENCODING"] = os.environ.get("PYTHONIOENCODING", "utf-8")  # as it is read here
+    extra["PYTHONIOENCODING"] = os.environ.get("PYTHONIOENCODING", "utf-8")  # decoded as UTF-8 here
     extra |= _share_of_cores(ranks)
     try:
         for own in rank_environments(ranks):
@@ -286,10 +289,11 @@ def _run_once(
 
 
 def _share_of_cores(ranks: int) -> dict[str, str]:
-    """Return OMP_NUM_THREADS for each of `ranks`, or nothing where this process has it set.
+    """Return OMP_NUM_THREADS for each of `ranks`, or nothing if this process has it set.
 
-    As many as the engine takes by itself.  OpenMP (torch) takes all cores on every rank, and its
-    threads spin: steps of small models on two ranks and two cores took 100 times as long.
+    The engine uses the same number by itself. By default OpenMP (torch) uses all cores on every
+    rank, and its threads spin: steps of small models on two ranks and two cores took 100 times as
+    long.
     """
     if os.environ.get("OMP_NUM_THREADS"):
         return {}
@@ -297,7 +301,7 @@ def _share_of_cores(ranks: int) -> dict[str, str]:
 
 
 def _exit_code(supervisor: Supervisor, received: list[int], timeout: float | None) -> int:
-    """Say on stderr what went wrong, if anything did, and give the code for the shell."""
+    """Print any failure on stderr and return the exit code for the shell."""
     if received:
         say(f"ended by {signal.Signals(received[0]).name}")
         saved = received[0] in SAVES and all(rank.code == 0 for rank in supervisor.ranks)

@@ -1,4 +1,4 @@
-"""Memory, traffic, time and cost of training, from a few numbers."""
+"""Estimate memory, traffic, time and cost of training from a few numbers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from fsdpc.tensors.device import check_device, get_default_device
 class Estimate:
     """Bytes per rank and per step, without activations.
 
-    ``parts`` are the arithmetic of the ZeRO paper: parameters and gradients in the dtype of compute
-    and fp32 states, each whole or a world's share; ``published`` is their sum. ``mixed`` is what
-    most publications count for mixed precision: gradients in fp32, and fp32 masters that are shared
-    as the states are. ``held`` is the memory of this engine: the wire, masters, fp32 gradients and
-    states, and reduce buffers. On CPUs the wire is one copy a host, here counted whole on every
-    rank's host; on a GPU it is the rank's own slices and the units that are whole at a time.
-    ``sent`` is what a rank sends in a step over links; ranks of one host copy nothing to gather.
+    ``parts`` follows the arithmetic of the ZeRO paper: parameters and gradients in the compute
+    dtype and fp32 states, each whole or divided by the world size; ``published`` is their sum.
+    ``mixed`` is what most publications count for mixed precision: fp32 gradients, and fp32 masters
+    sharded like the states. ``held`` is the memory of this engine: the wire, masters, fp32
+    gradients and states, and reduce buffers. On CPUs the wire is one copy per host, counted in full
+    here. On a GPU it is the rank's own slices and the units that are whole at the same time.
+    ``sent`` is the bytes that a rank sends over links per step; ranks on one host gather without
+    copies.
     """
 
     strategy: str
@@ -34,22 +35,22 @@ class Estimate:
 
     @property
     def published(self) -> float:
-        """All of ``parts``."""
+        """The sum of ``parts``."""
         return sum(self.parts.values())
 
     @property
     def held_total(self) -> float:
-        """All of ``held``."""
+        """The sum of ``held``."""
         return sum(self.held.values())
 
     def seconds(self, bandwidth: float) -> float:
-        """Return how long a rank sends in a step, at so many bytes a second, nothing hidden."""
+        """Return how long a rank sends per step at this many bytes per second, without overlap."""
         if not bandwidth > 0:
             raise ValueError(f"bandwidth must be above 0 bytes a second, got {bandwidth}")
         return self.sent / bandwidth
 
     def __repr__(self) -> str:
-        return str(self)  # what a prompt shows
+        return str(self)  # for the interactive prompt
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {value / 1e9:.2f}" for name, value in self.held.items())
@@ -59,7 +60,7 @@ class Estimate:
         )
 
     def _repr_html_(self) -> str:
-        """Return a picture of what is held, which notebooks show."""
+        """Return a picture of the memory for notebooks."""
         beside = [("published", int(self.published)), ("sent a step", int(self.sent))]
         held = [(name, int(n)) for name, n in self.held.items()]
         return memory_picture.picture(f"{self.strategy}: held by a rank", held, beside)
@@ -80,19 +81,19 @@ def estimate(
     Parameters
     ----------
     params : float
-        How many parameters, as 7e9.
+        Number of parameters, such as 7e9.
     world : int
-        Ranks that share them (of one shard group).
+        Number of ranks that share them (one shard group).
     strategy : ShardingStrategy or str, default FULL_SHARD
     dtype : dtype, default float32
-        Of compute and communication.
+        Dtype of compute and communication.
     states : int, default 2
         fp32 states of the optimizer for each parameter (Adam: 2).
     units : int, default 32
-        Equal units that the model is sharded in; they set the size of reduce buffers, and on a GPU
-        how much is whole at a time.
+        Number of equal units that the model is sharded into. It determines the size of reduce
+        buffers and, on a GPU, how much is whole at the same time.
     device : {"cpu", "cuda"}, optional
-        That the ranks compute on, default this process's. A GPU need not be here.
+        The ranks' device, by default this process's. This machine need not have a GPU.
 
     Examples
     --------
@@ -109,12 +110,12 @@ def estimate(
 
     Notes
     -----
-    fsdpc always has masters, states and gradient shards in fp32, so a run does not hold the 84 and
-    10.5 GB of the bf16 lines. Without sharding it holds ``mixed`` and reduce buffers; sharded over
-    CPUs, one whole wire a host and a share of the rest.
+    fsdpc always keeps masters, states and gradient shards in fp32, so a run does not reach the 84
+    and 10.5 GB of the bf16 lines. Without sharding it needs ``mixed`` and reduce buffers; sharded
+    over CPUs, one whole wire per host and a share of the rest.
 
     Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-    Models". Sent: 3 P b (N-1)/N for FULL_SHARD (two gathers, one reduction), 2 for the others.
+    Models". Sent: 3 P b (N-1)/N for FULL_SHARD (two all-gathers, one reduce-scatter), otherwise 2.
     """
     strategy = as_strategy(strategy)
     name = strategy.name
@@ -155,11 +156,11 @@ def estimate_activations(
     Parameters
     ----------
     batch, seq, dim, layers : int
-        Sequences of a rank, tokens in each, hidden width, blocks.
+        Sequences per rank, tokens per sequence, hidden width, blocks.
     heads : int, optional
-        Where given, the formula of Korthikanti et al. 2022 for blocks of GPT's shape, attention
-        matrices included: layers x batch x seq x dim x (34 + 5 heads seq / dim) bytes at 2 bytes an
-        element. Without, the rule of thumb: ten tensors of (batch, seq, dim) a block.
+        With heads, the formula of Korthikanti et al. 2022 for GPT blocks, including attention
+        matrices: layers x batch x seq x dim x (34 + 5 heads seq / dim) bytes at 2 bytes per
+        element. Without, a rule of thumb: ten tensors of (batch, seq, dim) per block.
     dtype : dtype, default bfloat16
 
     Examples
@@ -175,8 +176,8 @@ def estimate_activations(
 
     Notes
     -----
-    fsdpc keeps no attention matrices. :func:`fsdpc.memory_plan` with a ``batch_shape`` has the
-    bytes of a model here, its logits among them.
+    fsdpc keeps no attention matrices. For a model that exists, :func:`fsdpc.memory_plan` with a
+    ``batch_shape`` returns the exact bytes, including its logits.
     Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformers".
     """
     _check_counts(batch=batch, seq=seq, dim=dim, layers=layers, heads=heads or 1)
@@ -187,7 +188,7 @@ def estimate_activations(
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TrainingCost:
-    """How long a run takes and what it costs: ``hours`` on the clock, ``rank_hours``, ``cost``.
+    """Duration and cost of a run: ``hours`` on the clock, ``rank_hours``, ``cost``.
 
     Examples
     --------
@@ -202,7 +203,7 @@ class TrainingCost:
     cost: float
 
     def __repr__(self) -> str:
-        return str(self)  # what a prompt shows
+        return str(self)  # for the interactive prompt
 
     def __str__(self) -> str:
         return (
@@ -221,19 +222,19 @@ class TrainingCost:
 def training_cost(
     *, tokens: float, flops_per_token: float, ranks: int, flops: float, price: float = 0.0
 ) -> TrainingCost:
-    """Estimate time and cost of training on a number of tokens.
+    """Estimate the time and cost of training on a number of tokens.
 
     Parameters
     ----------
     tokens : float
-        Of the whole run.
+        Number of tokens in the whole run.
     flops_per_token : float
-        As :func:`fsdpc.flops_per_token` counts.
+        As counted by :func:`fsdpc.flops_per_token`.
     ranks : int
     flops : float
-        FLOP/s that a rank reaches: peak x MFU of the same formula.
+        FLOP/s that a rank reaches: peak x MFU by the same formula.
     price : float, default 0
-        Of a rank's hour, in any currency.
+        Price of a rank per hour, in any currency.
 
     Examples
     --------
@@ -243,8 +244,8 @@ def training_cost(
 
     Notes
     -----
-    LLaMA-7B was published with 82,432 hours of A100s for 1e12 tokens (Touvron et al. 2023), which
-    is 43 % of their peak by the rule of 6 N. Restarts and evaluation are not counted.
+    For LLaMA-7B, Touvron et al. (2023) published 82,432 A100 hours for 1e12 tokens, which is 43 %
+    of the A100's peak by the 6 N rule. Restarts and evaluation are not counted.
     """
     _check_counts(ranks=ranks)
     if not (tokens > 0 and flops_per_token > 0 and flops > 0 and price >= 0):

@@ -1,8 +1,8 @@
-"""Which strategy, mesh, recomputation, offload and micro-batch to train with, and why.
+"""Recommend the strategy, mesh, recomputation, offload and micro-batch for a training run.
 
-Every choice is planned to the byte, and what fits is played on the engine's own schedule: nothing
-here has a model of memory or time of its own. All choices train on the same batch, so the fastest
-step is the best.
+Every choice is planned to the byte, and every choice that fits is simulated on the engine's own
+schedule. This module has no model of memory or time of its own. All choices train on the same
+batch, so the fastest step is the best.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from fsdpc.tensors.device import check_device, get_default_device
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plans:
-    """All choices, the fastest that fit first, then the others by memory; printing shows a table.
+    """All choices: those that fit, fastest first, then the others by memory; prints as a table.
 
-    ``tokens`` are those of all ranks in a step, ``limit`` the bytes that a rank may have. In a
-    notebook it is a table with a picture of the fastest step.
+    ``tokens`` is the number of tokens of all ranks per step, ``limit`` the memory limit per rank in
+    bytes. In a notebook it shows a table and a picture of the fastest step.
 
     Examples
     --------
@@ -54,14 +54,14 @@ class Plans:
     case: Case = field(repr=False, compare=False)
 
     def save(self, path: str | os.PathLike[str], rows: int = 10) -> None:
-        """Write a page of pictures: who owns which rows, the memory, and the step over time.
+        """Write an HTML page of pictures: shard owners, memory, and the step over time.
 
         Parameters
         ----------
         path : path
-            Of an HTML file.
+            Path of the HTML file.
         rows : int, default 10
-            Choices in its table.
+            Number of choices in its table.
 
         Raises
         ------
@@ -77,12 +77,12 @@ class Plans:
 
     @property
     def best(self) -> Choice:
-        """The fastest that fits.
+        """The fastest choice that fits.
 
         Raises
         ------
         ValueError
-            None fits; the message says how much the smallest needs.
+            No choice fits; the message says how much memory the smallest needs.
         """
         first = self.choices[0]
         if not first.fits:
@@ -101,7 +101,7 @@ class Plans:
         return advise(self)
 
     def table(self, rows: int | None = None) -> str:
-        """Return the first rows as text; all by default."""
+        """Return the first rows as text; by default all rows."""
         head = f"{'step':>11} {'tokens/s':>10} {'memory':>10}  options of fsdpc train"
         lines = [*wrap(self.title, 80), head]
         for c in self.choices[:rows]:
@@ -116,7 +116,7 @@ class Plans:
         return "\n".join(lines + [f"and {left} more"] * bool(left))
 
     def __repr__(self) -> str:
-        return str(self)  # what a prompt shows
+        return str(self)  # for the interactive prompt
 
     def __str__(self) -> str:
         return self.table()
@@ -125,22 +125,22 @@ class Plans:
 def plan(
     model: Any, *, memory: float, ranks: int, bandwidth: float, flops: float, **options: Any
 ) -> Plans:
-    """Try ways to train a model on a cluster that need not be here, and rank them.
+    """Try ways to train a model on a cluster that you need not have, and rank them.
 
     Parameters
     ----------
-    model : Module, ModelConfig, or a LLaMA-like model or configuration of transformers'
-        Not sharded; deferred ones of any size. It is left as it was.
+    model : Module, ModelConfig, or a LLaMA-like model or configuration of transformers
+        Not sharded; may be deferred, so of any size. It is not changed.
     memory : float
-        Bytes that a rank may have: of its GPU, or its share of the host's.
+        Memory limit per rank in bytes: of its GPU, or its share of the host's memory.
     ranks : int
     bandwidth : float
-        Bytes a second that a host sends to others; on one host without ``local_bandwidth``, that a
-        rank sends inside it.
+        Bytes per second that a host sends to other hosts. On one host without ``local_bandwidth``,
+        bytes per second that a rank sends within the host.
     flops : float
-        Floating point operations a second that a rank reaches in products.
+        Floating point operations per second that a rank reaches in matrix products.
     **options
-        Fields of :class:`PlanOptions` and of :class:`SimulateOptions`, and ``latency`` in seconds.
+        Fields of :class:`PlanOptions` and :class:`SimulateOptions`, and ``latency`` in seconds.
 
     Returns
     -------
@@ -149,9 +149,9 @@ def plan(
     Raises
     ------
     TypeError
-        There is no such option.
+        Unknown option.
     ValueError
-        A number that no cluster has, or a model that is sharded or not one of these.
+        A number is not possible for a cluster, or the model is sharded or not supported.
 
     Notes
     -----
@@ -275,7 +275,7 @@ def _offloads(case: Case) -> list[OffloadPolicy | None]:
 
 
 def _rank(c: Choice) -> tuple[bool, float, float]:
-    """Steps that are the same to four digits go by memory."""
+    """Return the sort key; steps that are equal to four digits are ordered by memory."""
     step = c.simulation.step if c.simulation is not None else 0.0
     return not c.fits, float(f"{step:.4g}"), c.memory
 

@@ -1,4 +1,4 @@
-"""Precision of a unit's compute and communication."""
+"""The precision of a unit's compute and communication."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from fsdpc import _core
 
 @dataclass(frozen=True, kw_only=True)
 class MixedPrecisionPolicy:
-    """Dtypes that a unit computes and communicates in, with PyTorch FSDP2's names.
+    """Dtypes of a unit's compute and communication, as in PyTorch FSDP2.
 
     Parameters
     ----------
     param_dtype : dtype, optional
-        Of the gathered parameters and so of compute; the original dtype where not given. The
+        Dtype of the gathered parameters, and so of compute; by default the original dtype. The
         optimizer's masters keep the original dtype.
     reduce_dtype : dtype, optional
-        In which gradients are written and sent; ``param_dtype`` where not given. Sums over ranks
-        are in float32 whatever it is.
+        Dtype in which gradients are written and sent; by default ``param_dtype``. Sums over ranks
+        are always in float32.
     output_dtype : dtype, optional
-        To which floating outputs of the module are cast.
+        Dtype that floating outputs of the module are cast to.
     cast_forward_inputs : bool, default True
-        Cast floating inputs of the module to ``param_dtype``.
+        Whether to cast floating inputs of the module to ``param_dtype``.
 
     Examples
     --------

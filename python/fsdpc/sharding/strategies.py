@@ -1,4 +1,4 @@
-"""Sharding strategies by name: a mesh, and what is given up when."""
+"""Sharding strategies by name: a mesh, and when parameters and gradients are freed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fsdpc.sharding.mesh import DeviceMesh, init_device_mesh
 
 
 class ShardingStrategy(Enum):
-    """What ranks share out, with PyTorch's names where it has one.
+    """What is sharded, with PyTorch's names if PyTorch has the strategy.
 
     ====================  =========================  =======================================
     name                  mesh                       shared out
@@ -24,7 +24,7 @@ class ShardingStrategy(Enum):
     HYBRID_SHARD_ZERO2    replicate x shard, given   optimizer, gradients, within ``shard``
     ====================  =========================  =======================================
 
-    On several hosts the mesh need not be given: hosts replicate, and the ranks of each shard.
+    On several hosts the mesh is optional: replicas are the hosts, shard groups the ranks of each.
 
     Examples
     --------
@@ -39,16 +39,16 @@ class ShardingStrategy(Enum):
     FULL_SHARD = "FULL_SHARD"
     HYBRID_SHARD = "HYBRID_SHARD"
     HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"
-    _HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"  # PyTorch's name of it
+    _HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"  # PyTorch's name
 
     @property
     def keeps_params(self) -> bool:
-        """Whether parameters stay whole after forward."""
+        """Whether parameters stay gathered after forward."""
         return self.name not in ("FULL_SHARD", "HYBRID_SHARD")
 
 
 def as_strategy(value: ShardingStrategy | str) -> ShardingStrategy:
-    """Look a strategy up by name."""
+    """Return the strategy of a name."""
     if isinstance(value, ShardingStrategy):
         return value
     try:
@@ -61,12 +61,12 @@ def as_strategy(value: ShardingStrategy | str) -> ShardingStrategy:
 def apply_strategy(
     value: ShardingStrategy | str | None, mesh: DeviceMesh | None, reshard_after_forward: Any
 ) -> tuple[DeviceMesh | None, Any, bool]:
-    """Return mesh, ``reshard_after_forward`` and whether full gradients are kept; None is no wish.
+    """Return the mesh, ``reshard_after_forward`` and whether full gradients are kept; None: unset.
 
     Raises
     ------
     ValueError
-        The mesh or the flag that was given contradicts the strategy.
+        The given mesh or flag contradicts the strategy.
     """
     if value is None:
         return mesh, reshard_after_forward, False
@@ -96,7 +96,7 @@ def apply_strategy(
 def strategy_name(
     value: ShardingStrategy | str | None, replicas: int, shards: int, reshard: bool | None
 ) -> str:
-    """Return the name of what a unit does, whether it was asked for by name or by mesh and flag."""
+    """Return the name of a unit's strategy, even if it was set by mesh and flag."""
     if value is not None:
         return as_strategy(value).name
     if shards == 1 and replicas > 1:
@@ -106,11 +106,11 @@ def strategy_name(
     return "SHARD_GRAD_OP" if reshard is False else "FULL_SHARD"
 
 
-_made: list[tuple[_core.Comm, int, DeviceMesh]] = []  # once for all units
+_made: list[tuple[_core.Comm, int, DeviceMesh]] = []  # created once for all units
 
 
 def _replicas_of(comm: _core.Comm, replicas: int) -> DeviceMesh:
-    """The mesh of a group's ranks with so many replicas; collective the first time."""
+    """Return the mesh of a group's ranks with this many replicas; collective the first time."""
     for known, number, made in _made:
         if known is comm and number == replicas:
             return made
@@ -130,12 +130,12 @@ def host_mesh() -> DeviceMesh:
 
 
 def replicated_mesh(mesh: DeviceMesh | None = None) -> DeviceMesh:
-    """Return the mesh of replicas alone.
+    """Return a mesh that only replicates.
 
     Parameters
     ----------
     mesh : DeviceMesh, optional
-        Of one dimension: the ranks that hold the same; all where not given.
+        With one dimension: the ranks that hold the same parameters; by default all ranks.
     """
     comm = distributed.world() if mesh is None else mesh.comm(0)
     return _replicas_of(comm, comm.size)

@@ -1,4 +1,4 @@
-"""Which submodules become units of their own: by class, by size, by name."""
+"""Which submodules become units: by class, by size or by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdpc.nn.module import Module
 
-#: Says of a submodule (dotted name, module) whether it is a unit: its options, or None.
+#: Takes a submodule (dotted name, module); returns its options if it is a unit, or None.
 WrapPolicy = Callable[[str, Module], "dict[str, Any] | None"]
 
 
@@ -59,7 +59,7 @@ def by_size(min_params: int) -> WrapPolicy:
 
 
 def by_name(plan: Mapping[str, Mapping[str, Any]]) -> WrapPolicy:
-    """Make units of the modules whose dotted name fits a shell pattern, with its options.
+    """Make a unit of each module whose dotted name matches a shell pattern, with its options.
 
     Examples
     --------
@@ -81,7 +81,7 @@ def by_name(plan: Mapping[str, Mapping[str, Any]]) -> WrapPolicy:
 
 
 def check_names(plan: Mapping[str, Any], modules: Iterable[Module]) -> None:
-    """Raise ValueError if a pattern of a plan fits no submodule: it was mistyped.
+    """Raise ValueError if a pattern of a plan matches no submodule: a likely typo.
 
     Examples
     --------
@@ -104,9 +104,9 @@ def check_names(plan: Mapping[str, Any], modules: Iterable[Module]) -> None:
 def units_by(
     policy: Callable[[str, Any], dict[str, Any] | None], modules: Iterable[Any]
 ) -> list[tuple[list[Any], dict[str, Any]]]:
-    """Return what a policy makes units, submodules each by itself, and their options.
+    """Return the units that a policy makes, each a submodule with its options.
 
-    Children first, and all of them before any is sharded.
+    Children come first; the list is complete before any is sharded.
 
     Examples
     --------

@@ -51,7 +51,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import FSDP1's options and policies, which are torch's own, when the first is used."""
+    """Import FSDP1's options and policies, which are torch's own, at their first use."""
     if name not in __all__:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     theirs = import_module("fsdpc.torch.fully_sharded_data_parallel")

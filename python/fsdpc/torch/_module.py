@@ -1,4 +1,4 @@
-"""``fully_shard`` for torch modules, and what it adds to them."""
+"""``fully_shard`` for torch modules, and the methods that it adds to them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from fsdpc.torch.state_dict import module_load_state_dict, module_state_dict, of
 
 
 class FSDPModule(fsdp_module.FSDPModule):
-    """What :func:`fully_shard` adds to a torch module, with PyTorch FSDP2's names and meaning.
+    """The methods that :func:`fully_shard` adds to a torch module, as in PyTorch FSDP2.
 
     Examples
     --------
@@ -74,15 +74,16 @@ class FSDPModule(fsdp_module.FSDPModule):
         return end
 
     def reshard(self) -> None:
-        """Give up the parameters that :meth:`unshard` gathered."""
+        """Free the parameters that :meth:`unshard` gathered."""
         if self._fsdpc_state.root is not None:
             self._fsdpc_state.torch_unit.hold(False)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Fix the weights: inside, no-grad forwards communicate nothing; see the native module's.
+        """Freeze the weights: inside, no-grad forwards do not communicate, as in the native module.
 
-        Entering and leaving are collective; steps and forwards with gradients raise inside.
+        Entering and leaving are collective; optimizer steps and forwards with gradients raise
+        inside.
         """
         root = _root_of(self)
         _device.join()
@@ -93,7 +94,7 @@ class FSDPModule(fsdp_module.FSDPModule):
             torch_unit.hide(False)
 
     def reset_iter_state(self) -> None:
-        """After an exception in forward or backward: bring every unit back to its sharded state."""
+        """Return every unit to its sharded state after an exception in forward or backward."""
         if self._fsdpc_state.root is not None:
             self._fsdpc_state.root.reset()
 
@@ -108,51 +109,50 @@ class FSDPModule(fsdp_module.FSDPModule):
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accept what is so already: reductions are sums, scaled once, in float32."""
+        """Accept the option: reductions already are sums, scaled once, in float32."""
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Accept either: the hint that backward needs no parameters saves nothing here.
+        """Accept either value: skipping the all-gather in backward saves nothing here.
 
-        Ranks of a host share the gathered memory, so a gather in backward is a look.
+        Ranks of a host share the gathered memory, so a gather in backward copies nothing.
         """
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Say whether units may run, forward or backward, on some ranks only: experts.
+        """Set whether units may run on only some of the ranks, forward or backward (experts).
 
         Parameters
         ----------
         reduce_scatter_unused_params : bool
-            Set before the first forward.
+            Call it before the first forward.
         recurse : bool, default True
-            Units inside too.
+            Apply to the units inside too.
 
         Notes
         -----
-        Such units are gathered with each outermost forward and have a reduce buffer of their own.
-        They are reduced at the end of backward, with zeros from ranks that did not run them.
-        Parameters have a gradient afterwards if any rank used them; within a unit that is so in any
-        case.
+        Such units are gathered with each outermost forward and have their own reduce buffer. They
+        are reduced at the end of backward, with zeros from ranks that did not run them. Afterwards
+        a parameter has a gradient if any rank used it; within a unit this always holds.
         """
         self._set("rank_dependent", reduce_scatter_unused_params, recurse)
 
     def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
-        """Refuse: sums over replicas happen in the engine, with no tensor between to hook."""
+        """Refuse: the engine sums over replicas without a tensor that a hook could get."""
         raise NotImplementedError(
             "set_all_reduce_hook: replicas are summed inside the engine; read .grad after backward"
         )
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Refuse: gathers are the engine's."""
+        """Refuse: the engine does all-gathers itself."""
         raise NotImplementedError("set_custom_all_gather: gathers are looks at shared memory here")
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Refuse: reductions are the engine's."""
+        """Refuse: the engine does reductions itself."""
         raise NotImplementedError("set_custom_reduce_scatter: reductions are the engine's")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accept either, and say in the log that there is no process group to allocate from."""
+        """Accept either value, and log that there is no process group to allocate from."""
         if enable:
             log_once(
                 "set_allocate_memory_from_process_group_for_comm changes nothing: communication "
@@ -160,13 +160,13 @@ class FSDPModule(fsdp_module.FSDPModule):
             )
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Refuse: symmetric memory is CUDA's; shared memory of the host is used always."""
+        """Refuse: symmetric memory is CUDA's; the ranks of a host always use shared memory."""
         raise NotImplementedError("set_symm_mem_for_comm: there is no NCCL on the CPU")
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Accept 1 or more; other than 2, the number of pooled reduce buffers, the log says so."""
+        """Accept 1 or more; log a value other than 2, the number of pooled reduce buffers."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers takes an int, got {max_input_buffers!r}")
         if max_input_buffers < 1:
@@ -177,7 +177,7 @@ class FSDPModule(fsdp_module.FSDPModule):
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Accept anything: gathers and reductions never wait for each other here."""
+        """Accept any group: all-gathers and reductions never wait for each other here."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return full tensors under the plain model's names; collective."""
@@ -185,7 +185,7 @@ class FSDPModule(fsdp_module.FSDPModule):
         return module_state_dict(self, method, args, kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Take full tensors by name; every rank keeps its own rows.
+        """Load full tensors by name; every rank keeps its own rows.
 
         Parameters
         ----------
@@ -194,20 +194,20 @@ class FSDPModule(fsdp_module.FSDPModule):
         strict : bool, default True
             Raise if names differ.
         assign : bool, default False
-            Take over the tensors' dtypes: refused by the copy if they differ.
+            Use the tensors' dtypes. The copy raises if they differ from the model's.
         """
         return module_load_state_dict(self, state_dict, strict, assign)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
-        """Call ``fn`` on every module inside; it sees full parameters; collective.
+        """Call ``fn`` on every module inside with full parameters; collective.
 
-        Each rank keeps its own rows of what the parameters hold then. Inside forward and backward,
-        where full parameters are read-only, nothing is copied.
+        Each rank keeps its own rows of the parameters as ``fn`` leaves them. Inside forward and
+        backward full parameters are read-only, and nothing is copied.
 
         Parameters
         ----------
         fn : callable
-            Of a module, as for ``nn.Module.apply``; the same on every rank.
+            Takes a module, as for ``nn.Module.apply``; the same on every rank.
         """
         with _initialise.full_values([self._fsdpc_state]):
             return super().apply(fn)  # type: ignore[misc]
@@ -216,9 +216,9 @@ class FSDPModule(fsdp_module.FSDPModule):
         return _convert.convert(self, super()._apply, fn, recurse)  # type: ignore[misc]
 
 
-# torch.compile of a model compiles what runs inside these.
+# torch.compile of a model compiles the code that runs inside these.
 _compiled.leave_out(FSDPModule.__call__, _forward.run)
-# And nothing of what is ours alone.
+# It must compile nothing of ours.
 _compiled.leave_out(
     make_root,
     Root.reset,
@@ -257,54 +257,55 @@ def fully_shard(
     module : nn.Module or list of nn.Module
         A list is one unit: gathered when its first module runs.
     mesh : DeviceMesh of torch or fsdpc, optional
-        (shard) or (replicate, shard); all ranks where not given. Ranks outside of it take no part.
+        (shard) or (replicate, shard); by default all ranks. Ranks outside the mesh take no part.
     reshard_after_forward : bool or int, optional
-        Give parameters up after forward and gather them again for backward. None: yes, except for
-        the outermost module. A number above 1 means yes, as ranks of a host share the gathered
+        Free parameters after forward and gather them again for backward. None means yes, except for
+        the outermost module. A number above 1 means yes, since ranks of a host share the gathered
         memory anyway; 1 means no.
     shard_placement_fn : callable, optional
-        May return None or dimension 0, which is how parameters are cut.
+        May return None or dimension 0, the dimension that parameters are sharded along.
     mp_policy : MixedPrecisionPolicy, optional
         Dtypes of compute and communication.
     offload_policy : OffloadPolicy, optional
-        What lies on a disk; masters are in host memory on CPUs in any case. On a GPU, what lies in
-        host memory: ``CPUOffloadPolicy()`` puts masters, gradients and optimizer states there.
+        Which arrays to keep on a disk. On CPUs, masters are always in host memory. On a GPU, the
+        policy also chooses the arrays in host memory: ``CPUOffloadPolicy()`` puts masters,
+        gradients and optimizer states there.
     ignored_params : iterable of nn.Parameter, optional
-        Left alone: neither sharded nor reduced.
+        Parameters that are neither sharded nor reduced.
     dp_mesh_dims : optional
-        Refused: give a mesh of the dimensions to shard over.
+        Refused: pass a mesh of the dimensions to shard over.
     sync_module_states : bool, default False
         Take rank 0's initial parameters on every rank; else a difference is an error. Buffers are
         left as they are.
     strategy : fsdpc.sharding.strategies.ShardingStrategy or str, optional
         A name for a mesh and ``reshard_after_forward`` (NO_SHARD is DDP).
     plan : mapping of str to dict, or callable, optional
-        Which submodules to shard first: patterns of dotted names (``{"model.layers.*": {}}``, as
-        transformers' FSDP plans have them) with options of their own, or those plans' own values
+        Which submodules to shard first: patterns of dotted names with their own options
+        (``{"model.layers.*": {}}``), or the plan of a transformers model
         (``plan=model.fsdp_plan``).
     master_dtype : torch.dtype, optional
-        Parameters narrower than this have pieces, gradients and optimizer states in it and are
-        gathered in the dtype that they have: ``torch.float32`` for a model made in bfloat16.
+        For parameters in a narrower dtype, keep the shards, gradients and optimizer states in this
+        dtype and gather in the parameters' own: ``torch.float32`` for a model created in bfloat16.
     whole_params : iterable of nn.Parameter, optional
-        Not cut: one rank has all rows and steps them, the others have none. For optimizers that
-        read whole matrices.
+        Parameters that are not cut: one rank has all rows and updates them, the others have none.
+        For optimizers that read whole matrices.
 
     Returns
     -------
     the same module, or list
-        Classes are now subclasses of :class:`FSDPModule` and of what they were.
+        The modules' classes become subclasses of :class:`FSDPModule` and of their previous classes.
 
     Raises
     ------
     MismatchError
-        Ranks disagree on names, shapes, dtypes or initial values; the first difference is named.
+        Ranks disagree on names, shapes, dtypes or initial values; the error names the first one.
     TypeError, ValueError, NotImplementedError
-        The module or an option cannot be sharded as asked; says why.
+        The module or an option is not supported; the error says why.
 
     Notes
     -----
-    Outside forward and backward parameters are this rank's rows, ``nn.Parameter`` objects
-    with ``full_tensor()``, ``to_local()`` and ``fsdpc`` (name, full shape, rows).
+    Outside forward and backward, parameters are this rank's rows: ``nn.Parameter`` objects with
+    ``full_tensor()``, ``to_local()`` and ``fsdpc`` (name, full shape, rows).
     Source: PyTorch FSDP (Zhao et al. 2023), ``torch.distributed.fsdp.fully_shard``.
 
     Examples
@@ -376,7 +377,7 @@ def fully_shard(
         synced=sync_module_states,
         offload=offload_policy,
     )
-    with torch.inference_mode(False):  # pieces are to be trained, whoever shards
+    with torch.inference_mode(False):  # pieces must be trainable in any case
         state = UnitState(recipe, found, dtypes, readers_of(found, inside, modules))
     for i, (_, p) in enumerate(named):
         if not p.is_meta:
@@ -403,7 +404,7 @@ def _value(p: nn.Parameter, synced: bool) -> str:
 
 
 def _state_of(module: nn.Module) -> UnitState | None:
-    """Return what a sharded module knows of its unit; None of one that is not sharded."""
+    """Return the unit state of a module, or None if it is not sharded."""
     return module.__dict__.get("_fsdpc_state")
 
 
