@@ -33,7 +33,7 @@ V = TypeVar("V")
 
 _world: _core.Comm | None = None
 _met: list[_core.Comm] = []  # groups that joined by themselves; left together with the world
-_join_torch: Callable[[], bool] | None = None  # joins through torch's process group; fsdpc.torch sets it
+_join_torch: Callable[[], bool] | None = None  # through torch's process group; set by fsdpc.torch
 _local_rank = 0
 _deterministic = False
 

@@ -11,7 +11,7 @@ from fsdpc._core import Tensor
 from fsdpc.nn.module import Module, Parameter
 from fsdpc.sharding import overflow
 
-NAMED = 5  # parameters in an error, of those that are to blame
+NAMED = 5  # how many offending parameters an error names
 
 
 def clip_grad_norm_(
@@ -25,14 +25,15 @@ def clip_grad_norm_(
     Parameters
     ----------
     module : Module or iterable of Parameter
-        Whose gradients count, each once; whole units at a time where they are sharded, without
-        ignored ones.
+        Whose gradients count, each once. Sharded units count as a whole, without ignored
+        parameters.
     max_norm : float
-        ``inf`` measures without scaling. A NaN norm makes all gradients NaN, as in PyTorch.
+        ``inf`` measures the norm without scaling. A NaN norm makes all gradients NaN, as in
+        PyTorch.
     norm_type : float, default 2
         1, 2, ``inf`` (the largest magnitude) or another number above 0.
     error_if_nonfinite : bool, default False
-        Raise if the norm is NaN or infinite; gradients are left as they are. A GPU is waited for.
+        Raise if the norm is NaN or infinite, and leave gradients unchanged. This waits for a GPU.
 
     Returns
     -------
@@ -43,19 +44,20 @@ def clip_grad_norm_(
     Raises
     ------
     FloatingPointError
-        The norm is not finite and ``error_if_nonfinite`` is set; names the parameters.
+        The norm is not finite and ``error_if_nonfinite`` is set; the error names the parameters.
     ValueError
-        ``max_norm`` or ``norm_type`` is none, or some parameters are sharded and others have
-        gradients but no unit and are not ignored.
+        ``max_norm`` or ``norm_type`` is invalid, or some parameters are sharded while others have
+        gradients but neither belong to a unit nor are ignored.
 
     Notes
     -----
-    Sharded gradients are not touched: the factor is applied by the optimizer while it reads them,
-    or by whoever reads ``.grad`` first. One small all-reduce for each shard group. Powers must fit
-    float64: the norm of finite gradients can be infinite, or 0, for a large ``norm_type``.
+    Sharded gradients are not changed at once: the optimizer applies the factor while it reads them,
+    or the first access to ``.grad`` does. There is one small all-reduce per shard group. Powers
+    must fit float64: for a large ``norm_type``, the norm of finite gradients can be infinite or 0.
 
-    On a GPU norm and factor stay in its memory, and reading the norm synchronises. Other values of
-    ``norm_type`` than 1, 2 and ``inf``, and a :class:`fsdpc.amp.LossScaler`, synchronise at once.
+    On a GPU the norm and the factor stay in its memory, and reading the norm synchronises. A
+    ``norm_type`` other than 1, 2 and ``inf``, or a :class:`fsdpc.amp.LossScaler`, synchronises at
+    once.
 
     Examples
     --------
@@ -94,24 +96,24 @@ def clip_grad_norm_(
 
 
 def grad_norms(module: Module | Iterable[Parameter], norm_type: float = 2.0) -> dict[str, float]:
-    """Measure the norm of every parameter's gradient over all ranks; collective.
+    """Compute the norm of every parameter's gradient over all ranks; collective.
 
     Parameters
     ----------
     module : Module or iterable of Parameter
-        As :func:`clip_grad_norm_` takes it.
+        As for :func:`clip_grad_norm_`.
     norm_type : float, default 2
         1, 2, ``inf`` or another number above 0.
 
     Returns
     -------
     dict of str to float
-        By name, of the parameters that have a gradient; as exact, and as independent of the world
-        size, as the global norm.
+        Norms by name, for the parameters with a gradient; as exact as the global norm, and as
+        independent of the world size.
 
     Notes
     -----
-    One read of the gradients and one all-reduce of 560 bytes a parameter, for all of them.
+    One read of the gradients, and one all-reduce with 560 bytes per parameter.
 
     Examples
     --------
@@ -137,19 +139,19 @@ def grad_norms(module: Module | Iterable[Parameter], norm_type: float = 2.0) -> 
 
 
 def clip_grad_value_(module: Module | Iterable[Parameter], clip_value: float) -> None:
-    """Cut every element of the gradients off at ``clip_value`` and ``-clip_value``, in place.
+    """Clamp every gradient element to [-``clip_value``, ``clip_value``], in place.
 
     Parameters
     ----------
     module : Module or iterable of Parameter
-        Whose gradients are cut off, without ignored ones.
+        Whose gradients are clamped, without ignored ones.
     clip_value : float
         At least 0. NaN stays NaN.
 
     Notes
     -----
-    One pass over the gradient shards, after what :func:`clip_grad_norm_` or a loss scaler left to
-    be applied. No communication.
+    One pass over the gradient shards, after any factor that :func:`clip_grad_norm_` or a loss
+    scaler deferred. No communication.
 
     Examples
     --------
@@ -167,24 +169,24 @@ def clip_grad_value_(module: Module | Iterable[Parameter], clip_value: float) ->
 
 
 def _named(module: Module | Iterable[Parameter]) -> list[tuple[str, Parameter]]:
-    """Every parameter once, with its name."""
+    """Return every parameter once, with its name."""
     if isinstance(module, Module):
         return list(module.named_parameters())
     params = [module] if isinstance(module, Parameter) else list(module)
     once = {id(p): p for p in params}.values()
     names = [getattr(p, "_name", f"number {i}") for i, p in enumerate(once)]
-    if len(set(names)) < len(names):  # units of their own may hold the same name
+    if len(set(names)) < len(names):  # separate units may hold the same name
         names = [f"number {i} ('{name}')" for i, name in enumerate(names)]
     return list(zip(names, once, strict=True))
 
 
 def _is_plain(p: Parameter) -> bool:
-    """Whether it has a gradient that counts and is not sharded."""
+    """Return whether a parameter is not sharded and has a gradient that counts."""
     return p._unit is None and not getattr(p, "_ignored", False) and p.grad is not None
 
 
 def _gradients(named: list[tuple[str, Parameter]]) -> tuple[list[Any], list[Tensor]]:
-    """Units, and gradients that are not sharded: those would differ between ranks beside units."""
+    """Return units and unsharded gradients; with units, the latter would differ between ranks."""
     units = list(dict.fromkeys(p._unit for _, p in named if p._unit is not None))
     plain = [(name, p) for name, p in named if _is_plain(p)]
     if units and plain:

@@ -14,21 +14,22 @@ from fsdpc.sharding.fsdp_module import FSDPModule
 def summon_full_params(
     module: Module, *, recurse: bool = True, writeback: bool = True
 ) -> Iterator[None]:
-    """Let every parameter stand on a private full copy in its original dtype; collective.
+    """Replace every parameter by a private full copy in its original dtype; collective.
 
     Parameters
     ----------
     module : Module
-        Its units, and those of modules inside it.
+        A module whose units, including those of submodules, are gathered.
     recurse : bool, default True
-        Without: the units of this very module alone.
+        If False, gather only the units of this very module.
     writeback : bool, default True
-        On leaving each rank keeps its own rows of what the copies hold then. Ranks must have
-        written the same. Not done after an exception.
+        On exit each rank keeps its own rows of the copies, including changes. All ranks must have
+        written the same values. Skipped after an exception.
 
     Notes
     -----
-    Costs a full copy of the parameters on every rank. The modules cannot be called inside.
+    Needs memory for a full copy of the parameters on every rank. The modules cannot be called
+    inside.
 
     Examples
     --------

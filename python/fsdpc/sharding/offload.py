@@ -1,4 +1,4 @@
-"""Which arrays of a sharded model lie on a disk, or in host memory beside a GPU."""
+"""Which arrays of a sharded model are on a disk, or in host memory next to a GPU."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from fsdpc import _core
 from fsdpc.tensors.device import get_default_device
 
 TIERS = ("device", "host", "disk")
-#: Classes of arrays, as the fields of a policy are called.
+#: Classes of arrays, named like the fields of a policy.
 CLASSES = ("params", "masters", "optimizer", "gradients")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadPolicy:
-    """Where the arrays of a unit lie; the default is FSDP2's, beside the compute.
+    """Where the arrays of a unit are kept; by default on the compute device, as in FSDP2.
 
     Parameters
     ----------
     params, gradients, masters, optimizer : {"device", "host", "disk"}, default "device"
-        Of the gathered parameters, of the gradient shards, of the shards that an optimizer updates,
-        and of the states that ours keeps of them. On CPUs "host" is the same as "device"; on GPUs
-        it is pinned memory.
+        Place of the gathered parameters, the gradient shards, the shards that an optimizer updates,
+        and the states of fsdpc's optimizers. On CPUs "host" is the same as "device"; on GPUs it is
+        pinned memory.
     path : path, optional
-        A folder on a disk of this host, for what lies on a disk. Each rank makes a file there that
-        has no name: nothing of it is left when the process ends.
+        A folder on a disk of this host, needed for "disk". Each rank creates an unnamed file there,
+        which disappears when the process ends.
     fraction : float, default 1.0
-        How much of each class that is on a disk, in (0, 1]: the first part of every unit stays in
-        memory. Of ``params`` it is all.
+        Fraction in (0, 1] of each class on a disk to offload; the first part of every unit stays in
+        memory. ``params`` are always offloaded in full.
 
     Raises
     ------
@@ -39,14 +39,14 @@ class OffloadPolicy:
 
     Notes
     -----
-    ``fully_shard`` refuses "disk" where ranks compute on GPUs, and params on the "host" where one
-    rank has all of them (NotImplementedError). Results have the bits of a run without it.
-    Where masters and optimizer are both on the "host", the CPU steps them, by the rank's threads.
-    On a disk, a step reads and writes masters and states once, in the order of the units, ahead of
-    their use, past the page cache. What was written is compared by CRC-32C when it is read: a disk
-    that returns something else ends the run with an error. Parameters and gradients go through the
-    page cache, and have no checksum. Such a step goes on behind the next forward, unit by unit;
-    whoever reads values or states ends it.
+    ``fully_shard`` raises NotImplementedError for "disk" if ranks compute on GPUs, and for params
+    on the "host" if one rank has all of them. Results are bitwise equal to a run without offload.
+    If masters and optimizer are both on the "host", the rank's CPU threads step them. From a disk,
+    a step reads and writes masters and states once, in unit order and ahead of use, bypassing the
+    page cache. Reads are verified by CRC-32C: if a disk returns wrong data, the run ends with an
+    error. Parameters and gradients go through the page cache, without checksums. Such a step
+    continues during the next forward, unit by unit; the first read of a value or state completes
+    it.
     Source: ZeRO-Offload (Ren et al. 2021), ZeRO-Infinity (Rajbhandari et al. 2021).
 
     Examples
@@ -88,12 +88,12 @@ class OffloadPolicy:
 
     @property
     def on_disk(self) -> tuple[str, ...]:
-        """The classes that lie on a disk."""
+        """The classes that are on a disk."""
         return self._of("disk")
 
     @property
     def on_host(self) -> tuple[str, ...]:
-        """The classes that lie in memory of the CPU."""
+        """The classes that are in CPU memory."""
         return self._of("host")
 
     def _of(self, tier: str) -> tuple[str, ...]:
@@ -104,7 +104,7 @@ _tiers: weakref.WeakValueDictionary[tuple[str, int], _core.Tier] = weakref.WeakV
 
 
 def planned(policy: Any, device: str) -> _core.Offload | None:
-    """Return what a unit is told of a policy on a device, without a file; None for nothing."""
+    """Return a policy in the form that units take, for a device, without a file; None if unset."""
     on_disk, on_host = getattr(policy, "on_disk", ()), getattr(policy, "on_host", ())
     if on_disk:
         return None, *(name in on_disk for name in CLASSES), float(policy.fraction)
@@ -114,9 +114,9 @@ def planned(policy: Any, device: str) -> _core.Offload | None:
 
 
 def opened(policy: Any, comm: _core.Comm) -> _core.Offload | None:
-    """Return the same with this rank's file in the policy's folder, which its units share.
+    """Return the same with this rank's file in the policy's folder, shared by its units.
 
-    The rank is that of a unit's ranks: those that shard nothing may not have joined the world.
+    The rank is the one among the unit's ranks: a rank that shards nothing may not have joined.
     """
     device = get_default_device()
     plan = planned(policy, device)
@@ -148,7 +148,7 @@ def words(policy: Any) -> str:
 
 
 def file_stats() -> dict[str, int]:
-    """Return the bytes of this rank's files, and of what was read and written, in total."""
+    """Return the total bytes of this rank's files, and the bytes read and written."""
     found = [tier.stats() for tier in _tiers.values()]
     return {
         f"disk_{name}": sum(each[name] for each in found)

@@ -1,4 +1,4 @@
-"""Clipping of torch models by the global gradient norm."""
+"""Gradient clipping of torch models by the global norm."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def clip_grad_norm_(
     Parameters
     ----------
     parameters : nn.Module, tensor or iterable of tensors
-        Whose gradients count.
+        The model or parameters whose gradients count.
     max_norm : float
-        ``inf`` measures without scaling.
+        ``inf`` measures the norm without scaling.
     norm_type : float, default 2
     error_if_nonfinite : bool, default False
-        Raise if the norm is NaN or infinite; gradients are left as they are.
+        Raise if the norm is NaN or infinite, and leave the gradients unchanged.
     foreach : bool, optional
-        Accepted for PyTorch's sake.
+        Accepted for compatibility.
 
     Returns
     -------
@@ -44,8 +44,8 @@ def clip_grad_norm_(
 
     Notes
     -----
-    Gradients of whole units are not touched: the optimizer applies the factor while
-    it reads them, or whoever looks at ``.grad`` first. ``torch.nn.utils.clip_grad_norm_`` gives the
+    Gradients of whole units are not changed at once: the optimizer applies the factor while it
+    reads them, or the first access to ``.grad`` does. ``torch.nn.utils.clip_grad_norm_`` gives the
     same norm in more passes over memory.
 
     Examples
@@ -66,7 +66,7 @@ def clip_grad_norm_(
     held = [getattr(p, "fsdpc", None) for p in with_grad]
     states = list({id(info._state): info._state for info in held if info is not None}.values())
     whole = None not in held and _hold_whole_units(states, with_grad)
-    # Narrow pieces have gradients that are copies, which a factor left to shards would not reach.
+    # Gradients of narrow pieces are copies; a factor deferred to the shards would not reach them.
     if not states or not whole or any(s.is_narrow for s in states):
         return torch.nn.utils.clip_grad_norm_(
             with_grad, max_norm, norm_type, error_if_nonfinite, foreach
@@ -82,7 +82,7 @@ def clip_grad_norm_(
             )
         _core.scale_grads(units, [], norm, float(max_norm))
         total = torch.tensor(norm, dtype=torch.float64, device=_device.home())
-    else:  # on a GPU without waiting for it
+    else:  # on a GPU, without waiting for it
         total = _device.to_torch(_core.clip_grads(units, [], float(norm_type), float(max_norm)))
     PENDING.add(s for s in states if s.torch_unit.has_factor)
     wide = torch.float64 if any(p.dtype is torch.float64 for p in with_grad) else torch.float32
@@ -90,6 +90,6 @@ def clip_grad_norm_(
 
 
 def _hold_whole_units(states: list[Any], params: list[Any]) -> bool:
-    """Whether all gradients of these units are among the parameters."""
+    """Return whether the parameters include all gradients of these units."""
     held = {id(p) for p in params}
     return all(p.grad is None or id(p) in held for s in states for p in s.pieces)

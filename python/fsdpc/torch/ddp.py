@@ -15,7 +15,7 @@ from fsdpc.torch import _compiled, _made_before, fsdp1
 from fsdpc.torch.fsdp1 import FullyShardedDataParallel
 from fsdpc.torch.state_dict import sync_buffers
 
-#: Options of torch's that say how gradients are sent, which changes no number.
+#: torch's options about how gradients are sent, which do not affect results.
 _ACCEPTED = frozenset({
     "batched_grad_copy", "bucket_cap_mb", "bucket_cap_mb_list", "check_reduction", "dim",
     "find_unused_parameters", "gradient_as_bucket_view", "skip_all_reduce_unused_params",
@@ -29,25 +29,25 @@ class DistributedDataParallel(FullyShardedDataParallel):
     Parameters
     ----------
     module : nn.Module
-        Is changed in place and returned; it takes rank 0's parameters and buffers.
+        Changed in place and returned; it gets rank 0's parameters and buffers.
     device_ids : list of int, torch.device or None, optional
-        One device, where the module goes; on CPUs accepted.
+        One device, to which the module moves; has no effect on CPUs.
     output_device : optional
-        Accepted: outputs are where the module is.
+        Accepted: outputs stay on the module's device.
     process_group : ProcessGroup, optional
-        All ranks where not given.
+        By default all ranks.
     device_mesh : DeviceMesh, optional
-        Of one dimension, in the place of a group.
+        A mesh with one dimension, instead of a group.
     broadcast_buffers : bool, optional
-        False leaves buffers alone, at construction too; else see ``forward_sync_buffers``.
+        False never sends buffers, not even at construction; otherwise see ``forward_sync_buffers``.
     forward_sync_buffers : bool, default True
-        Send rank 0's buffers when torch's DDP does: before the first forward and before each
-        forward, of any kind, that follows a forward with gradients outside of ``no_sync()``.
+        Send rank 0's buffers when torch's DDP does: before the first forward, and before any
+        forward after a forward with gradients outside ``no_sync()``.
     init_sync : bool, default True
-        False takes each rank's own values, which must be equal.
+        False keeps each rank's own values, which must be equal.
     options
-        Others of torch's: accepted where they say how gradients are sent (``bucket_cap_mb``,
-        ``find_unused_parameters``, ``static_graph`` ...).
+        Other options of torch's DDP; accepted if they affect only how gradients are sent
+        (``bucket_cap_mb``, ``find_unused_parameters``, ``static_graph`` ...).
 
     Returns
     -------
@@ -62,10 +62,10 @@ class DistributedDataParallel(FullyShardedDataParallel):
 
     Notes
     -----
-    It is :class:`FullyShardedDataParallel` with NO_SHARD: it replaces the parameter objects. An
-    optimizer of ``torch.optim`` that was made before takes the new ones, with its states. Names in
-    state dicts are the plain module's, without ``module.``. Rank 0 may run ``state_dict()`` and
-    forwards without gradients alone. If the model has buffers, rank 0 calls ``model.module`` there,
+    It is :class:`FullyShardedDataParallel` with NO_SHARD, so it replaces the parameter objects. An
+    existing ``torch.optim`` optimizer switches to the new ones and keeps its states. State dicts
+    use the plain module's names, without ``module.``. Rank 0 may run ``state_dict()`` and forwards
+    without gradients by itself. If the model has buffers, it must call ``model.module`` for this,
     because the first forward of ``model`` after a training step sends them.
 
     Examples
@@ -134,7 +134,7 @@ class DistributedDataParallel(FullyShardedDataParallel):
 
     @property
     def broadcast_buffers(self) -> bool:
-        """Whether forwards send buffers; torch's older name of ``forward_sync_buffers``."""
+        """Whether forwards send buffers; torch's older name for ``forward_sync_buffers``."""
         return self.forward_sync_buffers
 
     @broadcast_buffers.setter
@@ -142,7 +142,7 @@ class DistributedDataParallel(FullyShardedDataParallel):
         self.forward_sync_buffers = value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Not those that compute again, nor those on a rank's private copies.
+        # Skip recomputing forwards and those on a rank's private copies.
         counts = torch._C._current_graph_task_id() == -1 and not self._fsdpc_state.summoned
         if counts:
             self._sync_buffers()
@@ -154,15 +154,15 @@ class DistributedDataParallel(FullyShardedDataParallel):
         return result
 
     def _sync_buffers(self) -> None:
-        """Take rank 0's buffers if a synced forward has changed them."""
+        """Receive rank 0's buffers if a synced forward has changed them."""
         due = self.require_forward_param_sync and self.forward_sync_buffers
-        if due and self._has_buffers:  # as at construction: torch looks for no others either
+        if due and self._has_buffers:  # decided at construction, as in torch
             sync_buffers(self._fsdpc_state, _buffers_of(self))
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Fix the weights and buffers; see :meth:`fsdpc.torch.FSDPModule.hold`."""
-        self._sync_buffers()  # by all ranks, as those may run different numbers of forwards inside
+        """Freeze the weights and buffers; see :meth:`fsdpc.torch.FSDPModule.hold`."""
+        self._sync_buffers()  # now, since ranks may run different numbers of forwards inside
         self.require_forward_param_sync = False
         with super().hold():
             yield
@@ -173,11 +173,11 @@ class DistributedDataParallel(FullyShardedDataParallel):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> NoReturn:
-        """Refuse: ranks take equal numbers of steps."""
+        """Refuse: all ranks must take the same number of steps."""
         raise NotImplementedError(_NO_JOIN)
 
     def join_hook(self, **kwargs: Any) -> NoReturn:
-        """Refuse, as :meth:`join`: ``torch.distributed.algorithms.Join`` asks for it."""
+        """Refuse, as :meth:`join` does: ``torch.distributed.algorithms.Join`` calls it."""
         raise NotImplementedError(_NO_JOIN)
 
 
@@ -192,26 +192,26 @@ _compiled.leave_out(DistributedDataParallel._sync_buffers, inside=True)
 
 
 def _buffers_of(module: Any) -> list[torch.Tensor]:
-    """Return the buffers that forwards send: those of now, as modules may replace theirs."""
+    """Return the buffers that forwards send; looked up each time, as modules may replace them."""
     left = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     return [buffer for name, buffer in module.named_buffers() if name not in left]
 
 
 def _when_buffers_are_sent(options: dict[str, Any]) -> tuple[bool, bool, bool]:
-    """Take torch's three options; whether construction and forwards send buffers, and values."""
+    """Return, from torch's three options, whether construction and forwards send buffers."""
     synced = bool(options.pop("init_sync", True))
     older, forward = (
         options.pop("broadcast_buffers", None),
         options.pop("forward_sync_buffers", None),
     )
-    if forward is not None:  # the older option is ignored then, as by torch
+    if forward is not None:  # as in torch, the older option is then ignored
         return synced, bool(forward), synced
     sent = older is None or bool(older)
     return synced and sent, sent, synced
 
 
 def _refuse_sync_batch_norm(module: nn.Module) -> None:
-    """Raise as torch's DDP does: its SyncBatchNorm has kernels only for accelerators."""
+    """Raise as torch's DDP does: SyncBatchNorm has kernels only for accelerators."""
     for name, m in module.named_modules():
         at = {t.device.type for t in (*m.parameters(False), *m.buffers(False))}
         if isinstance(m, nn.SyncBatchNorm) and "cpu" in at:

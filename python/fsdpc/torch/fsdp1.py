@@ -1,8 +1,8 @@
 """``FullyShardedDataParallel``: FSDP1's call over the same units.
 
-``FullyShardedDataParallel(module, ...)`` shards the module in place and returns it: its class is
-then a subclass of ``FullyShardedDataParallel``, of :class:`fsdpc.torch.FSDPModule` and of what it
-was. So names are the plain module's everywhere, and nested calls need nothing special.
+``FullyShardedDataParallel(module, ...)`` shards the module in place and returns it. Its class
+becomes a subclass of ``FullyShardedDataParallel``, of :class:`fsdpc.torch.FSDPModule` and of its
+previous class. Names therefore stay the plain module's, and nested calls need no special handling.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ if TYPE_CHECKING:
 
 
 class FullyShardedDataParallel(FSDPModule):
-    """Shard a module as FSDP1 does; its arguments, in its order; collective.
+    """Shard a module as FSDP1 does, with its arguments in its order; collective.
 
     Parameters
     ----------
     module : nn.Module
-        Is changed in place and returned.
+        Changed in place and returned.
     process_group : ProcessGroup or (shard group, replicate group), optional
-        All ranks where not given.
+        By default all ranks.
     sharding_strategy : ShardingStrategy, default FULL_SHARD
-        HYBRID_SHARD without groups or mesh shards over the ranks of a host; hosts replicate.
+        HYBRID_SHARD without groups or a mesh shards within a host and replicates over hosts.
     cpu_offload : CPUOffload, optional
-        Is what happens anyway on CPUs, which is logged once; on GPUs masters, gradients and
-        optimizer states lie in pinned memory of the host.
+        Always the case on CPUs, which is logged once. On GPUs it keeps masters, gradients and
+        optimizer states in pinned host memory.
     auto_wrap_policy : callable or policy, optional
-        Of :mod:`fsdpc.torch.wrap` or ``torch.distributed.fsdp.wrap``: which submodules are units.
+        Which submodules are units, from :mod:`fsdpc.torch.wrap` or ``torch.distributed.fsdp.wrap``.
     backward_prefetch, forward_prefetch, limit_all_gathers
-        Gathers follow the recorded order in any case; other values than these are logged once.
+        All-gathers always follow the recorded order; values that ask otherwise are logged once.
     mixed_precision : MixedPrecision, optional
     ignored_modules, ignored_states : iterable, optional
-        Modules, or parameters, that are left alone.
+        Modules or parameters that are neither sharded nor reduced.
     param_init_fn : callable, optional
-        Called on every module with meta parameters, unit by unit, before it is sharded; where not
-        given, ``to_empty`` and ``reset_parameters``.
+        Called on every module with meta parameters, unit by unit, before it is sharded. By default
+        ``to_empty`` and ``reset_parameters`` are called.
     device_id : torch.device, str or int, optional
-        Where the module goes, unless it is on the meta device; a number is a GPU's, if there are.
+        Device to move the module to, unless it is on the meta device. A number means a GPU, if any.
     sync_module_states : bool, default False
-        Take rank 0's parameters and buffers; else different initial values are an error.
+        Copy rank 0's parameters and buffers; otherwise different initial values are an error.
     use_orig_params : bool, default False
-        Accepted: parameters are the original ones, by their names, in any case.
+        Accepted: parameters always are the original ones, under their names.
     device_mesh : DeviceMesh, optional
 
     Returns
@@ -67,7 +67,7 @@ class FullyShardedDataParallel(FSDPModule):
     Raises
     ------
     NotImplementedError
-        An option that cannot work here, with the reason.
+        An option cannot work here; the error says why.
 
     Notes
     -----
@@ -124,7 +124,7 @@ class FullyShardedDataParallel(FSDPModule):
         return module
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the module was made before."""
+        """Do nothing: the module already exists."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -138,23 +138,23 @@ class FullyShardedDataParallel(FSDPModule):
         return _without_class(self)[key]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip by the global norm and return it; collective."""
+        """Clip gradients by the global norm and return it; collective."""
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)  # type: ignore[attr-defined]
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
-        """Refuse: reductions happen in the engine, with no tensor between to hook."""
+        """Refuse: the engine reduces gradients without a tensor that a hook could get."""
         raise NotImplementedError(
             "register_comm_hook: gradients are summed inside the engine; read .grad after backward"
         )
 
     def check_is_root(self) -> bool:
-        """Return whether no other unit encloses this one; known from the first forward on."""
+        """Return whether no other unit encloses this one; known after the first forward."""
         root = self._fsdpc_state.root
         return root is not None and root.head is self._fsdpc_state.torch_unit
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
-        """Return the sharded modules inside, itself included, outermost first."""
+        """Return the sharded modules inside, including this one, outermost first."""
         found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
         if root_only:
             inner = {id(c) for m in found for c in m.modules() if c is not m}
@@ -166,7 +166,7 @@ class FullyShardedDataParallel(FSDPModule):
     # ---- state dicts ----
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what :meth:`state_dict_type` says; full tensors at first; collective."""
+        """Return a state dict as set by :meth:`state_dict_type`, full by default; collective."""
         rows, rank0_only = _wanted(self, "state_dict_config")
         if state_dict._Option.depth:
             return super().state_dict(*args, **kwargs)
@@ -180,12 +180,12 @@ class FullyShardedDataParallel(FSDPModule):
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Take what :meth:`state_dict` returned: full tensors, or this rank's pieces.
+        """Load what :meth:`state_dict` returned: full tensors, or this rank's pieces.
 
         Parameters
         ----------
         state_dict : mapping of str to Tensor
-            Full tensors are given on every rank.
+            Every rank passes the full tensors.
         strict : bool, default True
         assign : bool, default False
         """
@@ -200,7 +200,7 @@ class FullyShardedDataParallel(FSDPModule):
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
     ) -> StateDictSettings:
-        """Set what ``state_dict()`` returns from now on, and return what was set before."""
+        """Set what ``state_dict()`` returns from now on; return the previous settings."""
         from torch.distributed import fsdp
 
         before = FullyShardedDataParallel.get_state_dict_type(module)
@@ -227,7 +227,7 @@ class FullyShardedDataParallel(FSDPModule):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """Return what ``state_dict()`` returns now."""
+        """Return the settings of ``state_dict()``."""
         from torch.distributed import fsdp
 
         return _settings(module) or fsdp.StateDictSettings(
@@ -244,7 +244,7 @@ class FullyShardedDataParallel(FSDPModule):
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
     ) -> Iterator[None]:
-        """Set what ``state_dict()`` returns inside."""
+        """Set what ``state_dict()`` returns inside the context."""
         cls = FullyShardedDataParallel
         before = cls.set_state_dict_type(
             module, state_dict_type, state_dict_config, optim_state_dict_config
@@ -255,7 +255,7 @@ class FullyShardedDataParallel(FSDPModule):
             for m in cls.fsdp_modules(module):
                 m.__dict__["_fsdp1_settings"] = before
 
-    # ---- states of optimizers ----
+    # ---- optimizer states ----
 
     @staticmethod
     def optim_state_dict(
@@ -264,7 +264,7 @@ class FullyShardedDataParallel(FSDPModule):
         optim_state_dict: Any = None,
         group: Any = None,
     ) -> dict[str, Any]:
-        """Return states by parameter name, as :meth:`state_dict_type` says; collective."""
+        """Return states by parameter name, as set by :meth:`state_dict_type`; collective."""
         source = optim if optim_state_dict is None else optim_state.Saved(optim, optim_state_dict)
         rows, rank0 = _wanted(model, "optim_state_dict_config")
         if rows:
@@ -280,20 +280,20 @@ class FullyShardedDataParallel(FSDPModule):
         load_directly: bool = False,
         group: Any = None,
     ) -> dict[str, Any]:
-        """Return this rank's part of states by name, for ``optim.load_state_dict``.
+        """Return this rank's part of named states, for ``optim.load_state_dict``.
 
         Parameters
         ----------
         model, optim
         optim_state_dict : dict
-            What :meth:`optim_state_dict` returned; where the configuration says ``rank0_only``,
-            rank 0's is taken.
+            Result of :meth:`optim_state_dict`. If the configuration says ``rank0_only``, rank 0's
+            is used.
         is_named_optimizer : bool, default False
             Refused.
         load_directly : bool, default False
-            Load it, too.
+            Also load the result into the optimizer.
         group : optional
-            Means nothing: all ranks take part.
+            Ignored: all ranks take part.
         """
         if is_named_optimizer:
             raise NotImplementedError("is_named_optimizer: pass a torch.optim.Optimizer")
@@ -318,7 +318,7 @@ class FullyShardedDataParallel(FSDPModule):
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: Any = None
     ) -> dict[str, Any]:
-        """Return this rank's rows of the states by parameter name."""
+        """Return this rank's rows of the states, by parameter name."""
         return optim_state.local_optimizer_state_dict(model, optim)
 
     @staticmethod
@@ -328,7 +328,7 @@ class FullyShardedDataParallel(FSDPModule):
         optim_input: Any = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Return this rank's part of full states that every rank has."""
+        """Return this rank's part of full states that every rank passes."""
         return optim_state.to_load(model, _given(optim), full_optim_state_dict)
 
     @staticmethod
@@ -337,7 +337,7 @@ class FullyShardedDataParallel(FSDPModule):
         model: nn.Module,
         optim: torch.optim.Optimizer,
     ) -> dict[str, Any]:
-        """Return what ``optim.load_state_dict`` takes, from :meth:`sharded_optim_state_dict`."""
+        """Convert the result of :meth:`sharded_optim_state_dict` for ``optim.load_state_dict``."""
         return optim_state.to_load(model, optim, sharded_optim_state_dict)
 
     @staticmethod
@@ -348,7 +348,7 @@ class FullyShardedDataParallel(FSDPModule):
         optim: torch.optim.Optimizer | None = None,
         group: Any = None,
     ) -> dict[str, Any]:
-        """Return this rank's part of full states that rank 0 has; collective."""
+        """Return this rank's part of full states that rank 0 passes; collective."""
         return optim_state.to_load(model, _given(optim), full_optim_state_dict, rank0_only=True)
 
     @staticmethod
@@ -365,26 +365,26 @@ class FullyShardedDataParallel(FSDPModule):
         ----------
         optim_state_dict : dict
         optim_state_key_type : OptimStateKeyType
-            What the result is keyed by.
+            Key type of the result.
         model : nn.Module
             Sharded or plain.
         optim_input : optional
-            Means nothing.
+            Ignored.
         optim : Optimizer, optional
-            Whose order of parameters the numbers are; the model's where not given.
+            The optimizer whose parameter order the numbers follow; by default the model's order.
         """
         by_name = optim_state_key_type.name == "PARAM_NAME"
         return optim_state.rekey(optim_state_dict, model, optim, by_name)
 
 
 def _settings(module: nn.Module) -> StateDictSettings | None:
-    """Return what was set for a module's state dicts; None stands for full ones on all ranks."""
+    """Return a module's state dict settings; None means full tensors on all ranks."""
     found = FullyShardedDataParallel.fsdp_modules(module)
     return found[0].__dict__.get("_fsdp1_settings") if found else None
 
 
 def _wanted(module: nn.Module, config: str) -> tuple[bool, bool]:
-    """Whether state dicts are to hold this rank's rows; whether rank 0 alone gets full ones."""
+    """Return whether state dicts hold this rank's rows, and whether only rank 0 gets full ones."""
     settings = _settings(module)
     kind = getattr(settings, "state_dict_type", None)
     rank0_only = getattr(getattr(settings, config, None), "rank0_only", False)
@@ -398,7 +398,7 @@ def _given(optim: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
 
 
 def _without_class(module: Any) -> Any:
-    """The same module, without FSDP1's class: loops that unwrap ``.module`` come to an end."""
+    """Return the same module without FSDP1's class, so that loops over ``.module`` end."""
     face = object.__new__(sharded_class(FSDPModule, plain_class(type(module))))
     face.__dict__ = module.__dict__
     return face
@@ -491,9 +491,9 @@ def _shard(
 
 
 def _move(module: nn.Module, device_id: Any) -> None:
-    """Put what has values where ``device_id`` says, as FSDP1 does."""
+    """Move parameters and buffers with values to ``device_id``, as FSDP1 does."""
     if device_id is None or (isinstance(device_id, int) and not torch.cuda.is_available()):
-        return  # the number of a GPU means nothing where there are none
+        return  # without GPUs, a GPU number has no meaning
     at = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
     _device.choose([], at.type)
     if not any(t.is_meta for t in (*module.parameters(), *module.buffers())):
@@ -501,13 +501,13 @@ def _move(module: nn.Module, device_id: Any) -> None:
 
 
 def _offloads(offload: Any, module: nn.Module) -> bool:
-    """Whether this names host memory, and that is not the module's device's."""
+    """Return whether this asks for host memory and the module is on another device."""
     on_gpu = not _device.on_cpu() or any(p.is_cuda for p in module.parameters())
     return bool(getattr(offload, "offload_params", False)) and on_gpu
 
 
 def _hints(module: nn.Module, offload: Any, backward: Any, ahead: bool) -> list[str]:
-    """Check ``backward_prefetch``; return what there is to say of options that change nothing."""
+    """Check ``backward_prefetch``; return the messages about options without effect."""
     found = []
     if getattr(offload, "offload_params", False) and not _offloads(offload, module):
         found.append("cpu_offload changes nothing: masters are in host memory")
@@ -530,7 +530,7 @@ def _ignored(modules: Any, states: Any) -> list[nn.Parameter]:
 
 
 def _mesh(strategy: Any, group: Any, mesh: Any) -> tuple[Any, ShardingStrategy]:
-    """The mesh and the engine's strategy of FSDP1's arguments."""
+    """Return the mesh and the engine's strategy for FSDP1's arguments."""
     name = getattr(strategy or ShardingStrategy.FULL_SHARD, "name", strategy).lstrip("_")
     if group is not None and mesh is not None:
         raise ValueError("give process_group or device_mesh, not both")
@@ -543,7 +543,7 @@ def _mesh(strategy: Any, group: Any, mesh: Any) -> tuple[Any, ShardingStrategy]:
 
 
 def _materialize(module: nn.Module, init: Callable[[nn.Module], None] | None) -> None:
-    """Give a module with meta parameters or buffers of its own memory and values."""
+    """Give a module's own meta parameters and buffers memory and values."""
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     if not any(t.is_meta for t in own):
         return

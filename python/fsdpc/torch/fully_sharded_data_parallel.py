@@ -1,7 +1,7 @@
-"""What ``torch.distributed.fsdp.fully_sharded_data_parallel`` has, for scripts that import it.
+"""The names of ``torch.distributed.fsdp.fully_sharded_data_parallel``, for existing imports.
 
-Options are torch's own classes. Importing these takes about a second, so ``fsdpc.torch`` imports
-this module when the first of its names is used.
+Options are torch's own classes. Importing them takes about a second, so ``fsdpc.torch`` imports
+this module at the first use of its names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Optimizers that step whole flat shards in C, as subclasses of ``torch.optim.Optimizer``.
 
-Schedulers, GradScaler and ``state_dict`` work on them as on torch's own. States live in the engine;
-``state_dict()`` and ``piece_state`` show this rank's rows of them.
+Schedulers, GradScaler and ``state_dict`` work as with torch's own optimizers. The states belong to
+the engine; ``state_dict()`` and ``piece_state`` show this rank's rows of them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from fsdpc.torch._unit import PieceInfo, UnitState, take_grads
 
 
 class _States(dict[Any, Any]):
-    """``optimizer.state``, read only: ``[p]`` is :meth:`FlatOptimizer.piece_state` of it.
+    """``optimizer.state``, read-only: ``[p]`` returns :meth:`FlatOptimizer.piece_state`.
 
-    It is true once there are states, and iterates over none: those of torch are walked to move,
-    cast or drop them, and these are the engine's.
+    It is true once states exist, but iterates over nothing: torch's functions iterate to move, cast
+    or drop states, and these belong to the engine.
     """
 
     def __init__(self, optimizer: FlatOptimizer) -> None:
@@ -38,11 +38,11 @@ class _States(dict[Any, Any]):
 
 
 class FlatOptimizer(torch.optim.Optimizer):
-    """What the optimizers of this module share: one pass over memory a step."""
+    """Base class of the optimizers in this module: one pass over memory per step."""
 
     _kind = "AdamW"
     _hypers: tuple[str, ...] = ()  # options that the engine reads
-    # What torch assigns to it at construction and on loading is dropped.
+    # torch assigns to it at construction and on loading; both are ignored.
     state: _States = property(_States, lambda self, value: None)  # type: ignore[assignment]
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with options of their own."""
+        """Add parameters with their own options."""
         super().add_param_group(param_group)
         index = len(self.param_groups) - 1
         group = self.param_groups[index]
@@ -101,7 +101,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         raise KeyError(f"the optimizer was not given this parameter {tuple(p.shape)}")
 
     def state_rows(self, p: Any, write: bool = False) -> dict[str, _core.Tensor]:
-        """Return this rank's rows of the states of a piece, in the engine's memory."""
+        """Return this rank's rows of a piece's states, in the engine's memory."""
         unit, i = p.fsdpc.unit, p.fsdpc._index
         names = enumerate(self._names(p))
         states = ((name, self._core.state(unit, i, k, write)) for k, name in names)
@@ -111,7 +111,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return self._core.step_count(p.fsdpc.unit, p.fsdpc._index)
 
     def piece_state(self, p: Any) -> dict[str, torch.Tensor]:
-        """Return the states of a piece, this rank's rows, and its ``step``; empty before one."""
+        """Return this rank's rows of a piece's states, and its ``step``; empty before the first."""
         steps = self._steps_of(p)
         if steps == 0:
             return {}
@@ -119,7 +119,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return {"step": torch.tensor(float(steps)), **states}
 
     def set_piece_state(self, p: Any, values: Mapping[str, Any]) -> None:
-        """Load the states of a piece: this rank's rows, and ``step``."""
+        """Load a piece's states: this rank's rows, and ``step``."""
         unit, i = p.fsdpc.unit, p.fsdpc._index
         held = {name: v for name, v in values.items() if name != "step" and v is not None}
         if held:
@@ -127,18 +127,18 @@ class FlatOptimizer(torch.optim.Optimizer):
         for name, rows in self.state_rows(p, write=bool(held)).items():
             if name in held:
                 _device.to_torch(rows).reshape(-1).copy_(held[name].reshape(-1))
-        # Afterwards, as it says that the states hold something. torch's SGD counts no steps.
+        # Set last, since it marks the states as valid. torch's SGD does not count steps.
         self._core.set_step_count(unit, i, int(values.get("step", bool(held))))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return options and this rank's rows of the states, as torch's optimizers do."""
+        """Return the options and this rank's rows of the states, as torch's optimizers do."""
         result = super().state_dict()
         states = ((i, self.piece_state(p)) for i, p in enumerate(_rows.params_of(self)))
         result["state"] = {i: {k: v.clone() for k, v in s.items()} for i, s in states if s}
         return _rows.mark_all(self, result)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Take what :meth:`state_dict` returned on this rank of as many."""
+        """Load what :meth:`state_dict` returned on this rank, at the same number of ranks."""
         state_dict = _rows.check_all(self, state_dict)
         super().load_state_dict({**state_dict, "state": {}})
         for key, p in zip(_rows.keys_of(state_dict), _rows.params_of(self), strict=True):
@@ -151,14 +151,14 @@ class AdamW(FlatOptimizer):
     Parameters
     ----------
     params : iterable
-        Parameters of sharded modules, or groups of them with options of their own.
+        Parameters of sharded modules, or groups of them with their own options.
     lr : float or Tensor, default 1e-3
     betas : (float, float), default (0.9, 0.999)
     eps : float, default 1e-8
     weight_decay : float, default 0.01
     amsgrad, maximize : bool, default False
     foreach, capturable, differentiable, fused : optional
-        Accepted where they mean nothing here; the step is fused always.
+        Accepted if they have no effect here; the step is always fused.
 
     Raises
     ------
@@ -193,12 +193,12 @@ class AdamW(FlatOptimizer):
 
 
 class Adam(AdamW):
-    """``torch.optim.Adam``: as :class:`AdamW`, with decay joining the gradient.
+    """``torch.optim.Adam``: like :class:`AdamW`, but weight decay is added to the gradient.
 
     Parameters
     ----------
     params, lr, betas, eps, weight_decay, amsgrad
-        As of :class:`AdamW`; ``weight_decay`` is 0 where not given.
+        As in :class:`AdamW`; ``weight_decay`` is 0 by default.
     options
         The keyword options of :class:`AdamW`.
     """
@@ -228,7 +228,7 @@ class SGD(FlatOptimizer):
     momentum, dampening, weight_decay : float, default 0
     nesterov : bool, default False
     options
-        ``maximize``; ``foreach``, ``differentiable`` and ``fused`` as of :class:`AdamW`.
+        ``maximize``; ``foreach``, ``differentiable`` and ``fused`` as in :class:`AdamW`.
     """
 
     _kind = "SGD"

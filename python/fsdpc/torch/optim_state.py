@@ -1,4 +1,4 @@
-"""Optimizer states of sharded models: full tensors by parameter name, whatever the optimizer."""
+"""Optimizer states of sharded models: full tensors by parameter name, for any optimizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdpc.torch._rows import gather_rows, params_of
 from fsdpc.torch._unit import UnitState, states_of
 from fsdpc.torch.state_dict import _broadcast, _rank
 
-_WRAPPER = "_checkpoint_wrapped_module."  # torch's, which leaves it out of state dicts too
+_WRAPPER = "_checkpoint_wrapped_module."  # torch's prefix, which its state dicts omit too
 
 
 def _names(model: nn.Module) -> dict[int, str]:
@@ -34,14 +34,14 @@ def get_optimizer_state_dict(
     ----------
     model : nn.Module
     optimizer : torch.optim.Optimizer
-        Over the model's pieces: one of ``torch.optim`` or of ``fsdpc.torch.optim``.
+        An optimizer of the model's pieces, from ``torch.optim`` or ``fsdpc.torch.optim``.
     rank0_only : bool, default False
         Other ranks take part and get an empty dict.
     sharded : bool, default False
-        States are copies of this rank's rows instead, which ``torch.distributed.checkpoint`` saves
-        as parts of a whole, and loads at any number of ranks. An optimizer that has made no step
-        makes its states first, by one without gradients and learning rate, as torch's function of
-        this name does. :func:`set_optimizer_state_dict` takes them.
+        Return copies of this rank's rows instead, which ``torch.distributed.checkpoint`` saves as
+        parts of a whole, and loads at any number of ranks. An optimizer without a step first
+        creates its states by a step with no gradients and learning rate 0, as torch's function of
+        this name does. :func:`set_optimizer_state_dict` loads them.
 
     Returns
     -------
@@ -76,7 +76,7 @@ def get_optimizer_state_dict(
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer without states, whose parameters have no gradients, have them."""
+    """Create the states of an optimizer that has none, while its parameters have no gradients."""
     groups = optimizer.param_groups
     params = [p for p in params_of(optimizer) if p.requires_grad]
     if optimizer.state or any(p.grad is not None for p in params):
@@ -98,7 +98,7 @@ def make_states(optimizer: torch.optim.Optimizer) -> None:
 def _by_name(
     model: nn.Module, optimizer: Any, change: Callable[[Any, torch.Tensor], torch.Tensor]
 ) -> dict[str, Any]:
-    """States and groups by parameter name; ``change`` makes of a tensor what is returned."""
+    """Return states and groups by parameter name; ``change`` converts each tensor."""
     names = _names(model)
     groups = [
         {**g, "params": [_name_of(names, p) for p in g["params"]]} for g in optimizer.param_groups
@@ -115,7 +115,7 @@ def _by_name(
 def set_optimizer_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
 ) -> None:
-    """Load what :func:`get_optimizer_state_dict` returned; every rank keeps its rows.
+    """Load the result of :func:`get_optimizer_state_dict`; every rank keeps its rows.
 
     Parameters
     ----------
@@ -123,12 +123,12 @@ def set_optimizer_state_dict(
     optimizer : torch.optim.Optimizer
         With the same parameters in the same groups.
     state_dict : mapping
-        The same on every rank; the world size may be another than the saved one's.
+        The same on every rank; the world size may differ from that of the save.
 
     Raises
     ------
     KeyError
-        A parameter that the optimizer has is missing in the groups.
+        A parameter of the optimizer is missing in the groups.
 
     Examples
     --------
@@ -157,7 +157,7 @@ def set_optimizer_state_dict(
 
 
 def _own(p: Any, key: str, value: Any) -> Any:
-    """This rank's part of a state of a parameter: its rows of a full tensor, or a copy."""
+    """Return this rank's part of a parameter's state: its rows of a full tensor, or a copy."""
     if not isinstance(value, torch.Tensor):
         return value
     info = getattr(p, "fsdpc", None)
@@ -168,9 +168,9 @@ def _own(p: Any, key: str, value: Any) -> Any:
 
 
 class Saved:
-    """What ``optimizer.state_dict()`` returned, read as an optimizer is.
+    """The result of ``optimizer.state_dict()``, with an optimizer's read methods.
 
-    The numbers in it stand for the parameters of ``optimizer``, in order.
+    Its numbers stand for the parameters of ``optimizer``, in order.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -187,7 +187,7 @@ class Saved:
 
 
 def local_optimizer_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Return this rank's rows of the states by parameter name."""
+    """Return this rank's rows of the states, by parameter name."""
     return _by_name(model, optimizer, lambda p, value: _rows.mark(p, value.clone()))
 
 
@@ -198,7 +198,7 @@ def to_load(
     *,
     rank0_only: bool = False,
 ) -> dict[str, Any]:
-    """Return this rank's part of states by name, as ``optimizer.load_state_dict`` takes it.
+    """Return this rank's part of states by name, in the form of ``optimizer.load_state_dict``.
 
     Parameters
     ----------
@@ -207,12 +207,12 @@ def to_load(
     state_dict : mapping
         Full states, or this rank's rows of them.
     rank0_only : bool, default False
-        Take rank 0's, which goes to the others tensor by tensor; collective then.
+        Take rank 0's states, sent one tensor at a time; collective in this case.
 
     Raises
     ------
     KeyError
-        The optimizer has no parameter of a name that was saved.
+        The optimizer has no parameter for a saved name.
     """
     names = _names(model)
     order = params_of(optimizer)
@@ -242,7 +242,7 @@ def to_load(
 def _from_rank_0(
     state_dict: Mapping[str, Any] | None, units: list[UnitState]
 ) -> tuple[list[dict[str, Any]], Iterator[tuple[str, str, Any]]]:
-    """Rank 0's groups, and its values one after the other."""
+    """Return rank 0's groups, then its values one after the other."""
     text = b""
     rank = _rank(units)
     if rank == 0:
@@ -289,7 +289,7 @@ def rekey(
 ) -> dict[str, Any]:
     """Return states by parameter name instead of number, or the other way round.
 
-    Numbers are places in the optimizer's order of parameters; the model's where it is None.
+    Numbers are positions in the optimizer's parameter order, or in the model's if it is None.
     """
     known = _names(model)
     names = list(known.values())

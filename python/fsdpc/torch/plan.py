@@ -1,8 +1,8 @@
-"""``shard_by_plan``: shard a whole model by the plan that it brings, or by classes of its layers.
+"""``shard_by_plan``: shard a whole model by its own plan, or by classes of its layers.
 
-transformers' models say what to shard: ``fsdp_plan`` maps patterns of names to what happens with
-parameters after forward. Configurations inherit a plan for names that many models do not have; a
-plan counts only if it finds the model's layers.
+transformers' models have a plan: ``fsdp_plan`` maps name patterns to what happens with parameters
+after forward. Configurations inherit a plan with names that many models do not have; a plan counts
+only if it matches the model's layers.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def shard_by_plan(
     Parameters
     ----------
     model : nn.Module
-        Of transformers, or a module around such models (PEFT's).
+        A transformers model, or a module around such models (PEFT).
     classes : iterable of type or str, optional
-        Each module of one of these classes, or class names, is a unit; instead of the plan. An
-        empty one makes the model one unit.
+        Make each module of these classes, or class names, a unit and ignore the plan. An empty list
+        makes the whole model one unit.
     **options
-        Of :func:`fsdpc.torch.fully_shard`, for all units. ``reshard_after_forward`` and
-        ``strategy`` override what the plan says.
+        Options of :func:`fsdpc.torch.fully_shard` for all units. ``reshard_after_forward`` and
+        ``strategy`` override the plan.
 
     Returns
     -------
@@ -44,15 +44,15 @@ def shard_by_plan(
     Raises
     ------
     ValueError
-        The model has no plan that finds its layers, and no classes were given; or no module is of
-        a class.
+        The model has no plan that matches its layers, and no classes were given; or no module has
+        one of the classes.
 
     Notes
     -----
     ``"free_full_weight"`` is ``reshard_after_forward=True``, ``"keep_full_weight"`` is False. The
-    last norm and the head are one unit if both are kept, and so are modules that share a parameter.
-    ``model.generate()`` begins and ends on all ranks together; on CPUs each runs as many steps as
-    it needs (inside ``hold()``), on GPUs all run equally many (``synced_gpus``).
+    last norm and the head form one unit if both are kept; so do modules that share a parameter.
+    ``model.generate()`` begins and ends on all ranks together. On CPUs each rank runs as many steps
+    as it needs (inside ``hold()``); on GPUs all ranks run the same number (``synced_gpus``).
 
     Examples
     --------
@@ -70,17 +70,17 @@ def shard_by_plan(
 
 
 def _gather_in_generate(model: Any) -> None:
-    """Let ``generate()`` gather, and its ranks run different numbers of steps where they can."""
+    """Make ``generate()`` gather, and let ranks run different numbers of steps if they can."""
     if not _device.on_cpu():
         for m in model.modules():
             if hasattr(type(m), "fsdp_plan"):
-                m.__dict__["_is_fsdp_managed_module"] = True  # synced_gpus, by transformers
+                m.__dict__["_is_fsdp_managed_module"] = True  # transformers then uses synced_gpus
         return register_fsdp_forward_method(model, "generate")
     method = model.generate
 
     @wraps(method)
     def generate(*args: Any, **kwargs: Any) -> Any:
-        summoned = model._fsdpc_state.summoned  # each rank has copies then, and may be alone
+        summoned = model._fsdpc_state.summoned  # each rank has its own copies; it may run by itself
         with torch.no_grad(), nullcontext() if summoned else model.hold():
             return model._fsdpc_run(method, args, kwargs)
 
@@ -88,7 +88,7 @@ def _gather_in_generate(model: Any) -> None:
 
 
 def layer_classes(model: nn.Module) -> list[str]:
-    """Return the classes that transformers says are not to be split over devices."""
+    """Return the classes that transformers says must not be split over devices."""
     found: set[str] = set()
     for m in model.modules():
         found.update(getattr(m, "_no_split_modules", None) or ())
@@ -97,12 +97,12 @@ def layer_classes(model: nn.Module) -> list[str]:
 
 
 def has_plan(model: nn.Module) -> bool:
-    """Whether a model brings a plan that finds its layers."""
+    """Return whether a model has a plan that matches its layers."""
     return any(_finds_layers(model, plan) for plan in _plans(model))
 
 
 def _plans(model: nn.Module) -> list[dict[Any, Any]]:
-    """The plans of the outermost models of transformers inside, by names from ``model``."""
+    """Return the plans of the outermost transformers models inside, with names from ``model``."""
     found = []
     todo = [("", model)]
     while todo:
@@ -116,7 +116,7 @@ def _plans(model: nn.Module) -> list[dict[Any, Any]]:
 
 
 def _last_norm_and_head(path: str, model: Any, plan: dict[Any, Any]) -> dict[Any, Any]:
-    """Join what runs last and is kept."""
+    """Return the last norm and the head as one unit if the plan keeps both."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     kept = [key for key, value in plan.items() if value == "keep_full_weight"]
     named = {path + name: m for name, m in model.named_modules()}
@@ -128,7 +128,7 @@ def _last_norm_and_head(path: str, model: Any, plan: dict[Any, Any]) -> dict[Any
 
 
 def _finds_layers(model: nn.Module, plan: dict[Any, Any]) -> bool:
-    """Whether the patterns with a star fit a module; all of them where none has one."""
+    """Return whether the patterns with a star match a module; if none has one, all must match."""
     patterns = [p for key in plan for p in (key if isinstance(key, tuple) else (key,))]
     layers = [p for p in patterns if "*" in p] or patterns
     return any(fits(name, p) for name, _ in model.named_modules() for p in layers)

@@ -1,4 +1,4 @@
-"""Precision of a unit under torch, with FSDP2's names and torch's dtypes."""
+"""The precision of a unit under torch, with FSDP2's names and torch's dtypes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from fsdpc.sharding.offload import OffloadPolicy
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Dtypes that a unit computes and communicates in; a drop-in for FSDP2's.
+    """Dtypes of a unit's compute and communication; a drop-in for FSDP2's.
 
     Parameters
     ----------
     param_dtype : torch.dtype, optional
-        Of the gathered parameters and so of compute; the original dtype where not given.
+        Dtype of the gathered parameters, and so of compute; by default the original dtype.
     reduce_dtype : torch.dtype, optional
-        In which gradients are written and sent; ``param_dtype`` where not given. Sums over ranks
-        are in float32 whatever it is.
+        Dtype in which gradients are written and sent; by default ``param_dtype``. Sums over ranks
+        are always in float32.
     output_dtype : torch.dtype, optional
-        To which floating outputs of the module are cast.
+        Dtype that floating outputs of the module are cast to.
     cast_forward_inputs : bool, default True
-        Cast floating inputs of the module to ``param_dtype``.
+        Whether to cast floating inputs of the module to ``param_dtype``.
 
     Examples
     --------
@@ -44,12 +44,12 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Masters, gradients and optimizer states in host memory: on CPUs they are there anyway.
+    """Keep masters, gradients and optimizer states in host memory, where CPUs always have them.
 
     Parameters
     ----------
     pin_memory : bool, default True
-        Means nothing on CPUs; GPUs reach pinned memory alone.
+        Has no effect on CPUs; GPUs can access only pinned memory.
 
     Examples
     --------

@@ -1,7 +1,7 @@
 """State dicts of sharded torch models: full tensors out, full tensors in.
 
-``model.state_dict()`` of a sharded module gives full tensors under the names the plain model has,
-and ``load_state_dict`` takes them; what stands here is that, and its options.
+``model.state_dict()`` of a sharded module returns full tensors under the plain model's names, and
+``load_state_dict`` takes them. This module implements both, with their options.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fsdpc.torch._unit import UnitState, full_value, on_copies, set_version, sta
 
 
 class _Option:
-    """How many summon contexts are open, so that inner calls do not gather again."""
+    """The number of open summon contexts, so that inner calls do not gather again."""
 
     depth = 0
 
@@ -34,28 +34,29 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Let every parameter be a private full copy in its original dtype; collective.
+    """Replace every parameter by a private full copy in its original dtype; collective.
 
     Parameters
     ----------
     module : nn.Module
-        Its units, and those of modules inside it.
+        A module whose units, including those of submodules, are gathered.
     recurse : bool, default True
-        Without: the units of this very module alone.
+        If False, gather only the units of this very module.
     writeback : bool, default True
-        On leaving each rank keeps its own rows of what the copies hold then. Not done after an
+        On exit each rank keeps its own rows of the copies, including changes; skipped after an
         exception.
     rank0_only : bool, default False
         Other ranks keep their pieces; needs ``writeback=False``.
     offload_to_cpu : bool, default False
-        Accepted for PyTorch's sake: copies are where the units are.
+        Accepted for compatibility: copies stay on the units' device.
     with_grads : bool, default False
-        The copies have full gradients, and ``writeback`` keeps the own rows of these too.
+        Give the copies full gradients; ``writeback`` then keeps the own rows of these too.
 
     Notes
     -----
-    Inside, modules can be called without gradients: they compute with the copies and communicate
-    nothing, so rank 0 alone may generate. Units that ``recurse=False`` leaves out run as ever.
+    Inside, modules can be called without gradients: they compute with the copies and do not
+    communicate, so rank 0 may generate by itself. Units that ``recurse=False`` excludes work as
+    usual.
 
     Examples
     --------
@@ -95,7 +96,7 @@ def summon_full_params(
 
 
 def _write_grad(state: UnitState, index: int, full: torch.Tensor | None) -> None:
-    """Keep the own rows of a full gradient; None is none."""
+    """Store this rank's rows of a full gradient; None removes the gradient."""
     grad = state.pieces[index].grad
     if full is None or grad is None:
         state.pieces[index].grad = None
@@ -129,7 +130,7 @@ def full_grad(p: torch.Tensor) -> torch.Tensor | None:
 
 
 def module_state_dict(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
-    """``state_dict`` of a sharded module: that of the plain one, over full copies."""
+    """``state_dict`` of a sharded module: the plain module's, from full copies."""
     if _Option.depth:
         return call(*args, **kwargs)
     _Option.depth += 1
@@ -146,12 +147,12 @@ def module_state_dict(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _as_full(value: torch.Tensor) -> torch.Tensor:
-    """Let a full value have ``full_tensor()``, as what FSDP2's state dicts hold."""
+    """Give a full value ``full_tensor()``, like the values of FSDP2's state dicts."""
     return value if isinstance(value, nn.Parameter) else value.as_subclass(FullValue)
 
 
 def local_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Return this rank's pieces by name, as they are."""
+    """Return this rank's pieces by name, without copies."""
     _Option.depth += 1
     try:
         return nn.Module.state_dict(module, *args, **kwargs)
@@ -192,7 +193,7 @@ def module_load_state_dict(
             for owner, key, i in s.slots:
                 own[i] = owner[key]
     missing = set(result.missing_keys)
-    named = module.named_parameters(remove_duplicate=False)  # one of a tied one's names is enough
+    named = module.named_parameters(remove_duplicate=False)  # any name of a tied one is enough
     present = {id(p) for name, p in named if name not in missing}
     for s, own in zip(states, news, strict=True):
         for i, p in enumerate(s.pieces):
@@ -202,7 +203,7 @@ def module_load_state_dict(
 
 
 def offer_parts(state: UnitState, modules: list[nn.Module]) -> None:
-    """Let modules of a unit give and take full tensors when what is no unit itself is asked."""
+    """Let modules of a unit save and load full tensors when the call is on a plain submodule."""
     owned: dict[int, dict[str, int]] = {}
     for owner, key, i in state.slots:
         owned.setdefault(id(owner), {})[key] = i
@@ -220,7 +221,7 @@ def _give_full(
 
 
 def _take_full(state: UnitState, places: dict[str, int], given: Any, prefix: str, *_: Any) -> None:
-    """Write rows of full tensors, and let torch find what the piece holds then."""
+    """Write rows of full tensors, then let torch check the piece's new values."""
     if state.summoned:
         return
     for key, i in places.items():
@@ -240,9 +241,9 @@ def get_model_state_dict(
     ----------
     model : nn.Module
     rank0_only : bool, default False
-        Other ranks take part and get an empty dict; full tensors exist one at a time there.
+        Other ranks take part and get an empty dict; they hold one full tensor at a time.
     sharded : bool, default False
-        Instead, parameters are this rank's rows, over their own memory, and nothing communicates.
+        Return this rank's rows as parameters instead, without copies or communication.
         ``torch.distributed.checkpoint`` saves them as parts of a whole, and loads into them in
         place at any number of ranks.
 
@@ -298,8 +299,7 @@ def set_model_state_dict(
     strict : bool, default True
         Raise if names differ.
     rank0_only : bool, default False
-        Rank 0's is taken, broadcast one tensor at a time; what other ranks give is not read.
-        Collective.
+        Take rank 0's tensors, broadcast one at a time, and ignore those of other ranks. Collective.
 
     Examples
     --------
@@ -341,7 +341,7 @@ def set_model_state_dict(
 
 
 def _broadcast(state: UnitState, value: torch.Tensor) -> None:
-    """Give every rank rank 0's values, as bytes."""
+    """Broadcast rank 0's values to every rank, as bytes."""
     if value.numel():
         flat = _device.to_engine(value.detach().reshape(-1).view(torch.uint8))
         for comm in reversed(state.comms):
@@ -349,9 +349,9 @@ def _broadcast(state: UnitState, value: torch.Tensor) -> None:
 
 
 def sync_buffers(state: UnitState, buffers: Sequence[torch.Tensor]) -> None:
-    """Give every rank rank 0's values of buffers, as one message for each dtype and device.
+    """Broadcast rank 0's buffers to every rank, in one message per dtype and device.
 
-    Their versions stay, as under torch's DDP: a backward to come may have saved them.
+    Their versions do not change, as under torch's DDP: a later backward may have saved them.
     """
     if all(comm.size == 1 for comm in state.comms):
         return
@@ -380,7 +380,7 @@ def _check_names(
     state_dict: Mapping[str, Any],
     strict: bool,
 ) -> list[bool]:
-    """Return which of the model's tensors rank 0 has; every rank raises alike."""
+    """Return which of the model's tensors rank 0 has; every rank raises the same error."""
     marks = torch.zeros(len(own) + 1, dtype=torch.uint8, device=_device.home())
     if _rank(units) == 0:
         for k, ((name, here), shape) in enumerate(zip(own.items(), shapes, strict=True)):

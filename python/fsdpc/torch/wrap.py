@@ -1,6 +1,6 @@
-"""Policies that say which submodules of a model become units: FSDP1's own.
+"""FSDP1's policies, which say which submodules of a model become units.
 
-They are torch's (``torch.distributed.fsdp.wrap``), imported when the first of them is used.
+They are torch's own (``torch.distributed.fsdp.wrap``), imported at their first use.
 """
 
 from __future__ import annotations
