@@ -26,12 +26,12 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options)
 
     def error(self, message: str) -> NoReturn:
-        """Print the message, with a suggestion, and exit with 2.
+        """Print the message, with a suggestion, and exit with code 2.
 
         Parameters
         ----------
         message : str
-            As argparse words it.
+            The message of argparse.
         """
         unknown = re.match(r"unrecognized arguments: (--[^ =]+)", message)
         if unknown:
@@ -43,6 +43,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean X?" if a known word is close, else nothing."""
+    """Return "; did you mean X?" if a known word is similar, otherwise an empty string."""
     close = difflib.get_close_matches(word.lower(), list(known), 1)
     return f"; did you mean {close[0]}?" if close else ""

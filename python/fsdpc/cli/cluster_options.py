@@ -20,7 +20,7 @@ from fsdpc.models.config import ModelConfig, of_transformers
 def cluster_parser(
     command: str, description: str, epilog: str, batch: str, count: int = 1
 ) -> Parser:
-    """Return a parser with the options that all three commands have.
+    """Return a parser with the options that all three commands share.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ def cluster_parser(
     batch : str
         What ``--batch`` counts.
     count : int, default 1
-        What it is by default.
+        Default of ``--batch``.
     """
     p = Parser(prog=f"fsdpc {command}", usage=f"fsdpc {command} [--option value ...]",
                description=description, epilog=epilog)  # fmt: skip
@@ -62,7 +62,7 @@ def cluster_parser(
 
 
 def add_step_options(p: argparse.ArgumentParser) -> None:
-    """Add what says how one step computes, for commands that look at one way to train."""
+    """Add the options about how a step computes, for commands that examine one configuration."""
     step = p.add_argument_group("step")
     add_number(step, "--accumulate", 1, "micro-steps in a step of the optimizer")
     step.add_argument(
@@ -75,7 +75,7 @@ def add_step_options(p: argparse.ArgumentParser) -> None:
 
 
 def add_rates(p: argparse.ArgumentParser) -> None:
-    """Add how fast the cluster computes and sends."""
+    """Add the options about how fast the cluster computes and sends."""
     rates = p.add_argument_group("rates")
     add_number(rates, "--tflops", 1.0, "TFLOP/s that a rank reaches in products")
     add_number(rates, "--bandwidth", 100.0, "Gbit/s that a host sends to others")
@@ -95,7 +95,7 @@ def add_rates(p: argparse.ArgumentParser) -> None:
 
 
 def rates_of(o: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of a simulation that :func:`add_rates` added, in its units."""
+    """Return the simulation options that :func:`add_rates` added, in its units."""
     return {
         "bandwidth": o.bandwidth * 1e9 / 8,
         "latency": o.latency * 1e-6,
@@ -112,7 +112,7 @@ def rates_of(o: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_numbers(options: argparse.Namespace) -> None:
-    """Refuse numbers that no cluster has, as they were written."""
+    """Raise on numbers that are not possible for a cluster, quoting them as the user wrote them."""
     for name in ("hosts", "ranks_per_host", "batch", "seq", "accumulate", "lora"):
         value = getattr(options, name, None)
         if value is not None and value < 1:
@@ -133,12 +133,12 @@ def model_of(o: argparse.Namespace) -> Any:
 
 
 def read_config(path: Path) -> ModelConfig:
-    """Return the shape of a model that a JSON file describes.
+    """Return the model shape that a JSON file describes.
 
     Raises
     ------
     ValueError
-        The file is not JSON, lacks a field that a model needs, or has one that no model has.
+        The file is not JSON, lacks a required field, or has an unknown one.
     """
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -157,14 +157,14 @@ def read_config(path: Path) -> ModelConfig:
 def header(
     o: argparse.Namespace, p: argparse.ArgumentParser, model: Any, argv: Sequence[str]
 ) -> str:
-    """Return which model, batch and cluster a command is about, and what it assumed.
+    """Return a header that names the model, batch and cluster, and what was assumed.
 
     Parameters
     ----------
     o, p : Namespace, ArgumentParser
     model : Module
     argv : sequence of str
-        What the user gave: all other options are assumed.
+        The user's arguments: all other options are assumed.
     """
     params = {id(each): math.prod(each.shape) for each in model.parameters()}.values()
     named = f"{o.model} {o.preset}" if o.config is None else f"{o.model} of {o.config}"

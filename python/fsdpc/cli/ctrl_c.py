@@ -24,6 +24,6 @@ if _ENDS:
 
 
 def answer() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again: the command handles it from here on."""
+    """Let Ctrl-C raise KeyboardInterrupt again: from now on the command handles it."""
     if _ENDS:
         signal.signal(signal.SIGINT, signal.default_int_handler)

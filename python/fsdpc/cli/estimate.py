@@ -1,4 +1,4 @@
-"""``fsdpc estimate``: what each rank of a training run would hold, from one command."""
+"""``fsdpc estimate``: the memory of each rank of a training run, with one command."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     Parameters
     ----------
     argv : sequence of str
-        Options, as on the command line.
+        Command-line options.
     """
     p = estimate_parser()
     o = p.parse_args(argv)
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def plan_of(o: argparse.Namespace, model: Any) -> MemoryPlan:
-    """Return what a rank would hold with these options."""
+    """Return the plan of a rank's memory for these options."""
     if o.mesh is None and o.strategy.startswith("HYBRID"):
         o.mesh = (o.hosts, o.ranks_per_host)
     check_sharding(o, o.hosts * o.ranks_per_host)

@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Load, generate, say how fast."""
+    """Load the model, generate, and print the speed."""
     folder = find_model(options.folder)
     model = from_pretrained(folder, dtype=options.dtype)
     if options.adapter is not None:
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> None:
     prompt = sys.stdin.read() if options.prompt == "-" else as_text(options.prompt)
     if options.chat:
         prompt = render_chat(places, [{"role": "user", "content": prompt}])
-    ids = text.encode(prompt, not options.chat)  # a template spells the tokens that it begins with
+    ids = text.encode(prompt, not options.chat)  # a chat template contains its own first tokens
     if not ids:
         raise ValueError("the prompt has no tokens: give at least one letter")
     room = model.config.max_seq - len(ids)
@@ -128,10 +128,10 @@ def find_model(folder: Path) -> Path:
     Raises
     ------
     ValueError
-        It is neither.
+        The folder is neither.
     """
     if (folder / "config.json").is_file() or not folder.is_dir():
-        return folder  # where reading says what is missing
+        return folder  # reading it reports what is missing
     from fsdpc.checkpoint import CheckpointManager
 
     latest = CheckpointManager(folder).latest()
@@ -144,7 +144,7 @@ def find_model(folder: Path) -> Path:
 
 
 def trained_with(folder: Path) -> dict[str, str] | None:
-    """Return the name and hash of the tokenizer of a run, as its checkpoints keep them."""
+    """Return the name and hash of a run's tokenizer, from its checkpoints."""
     from fsdpc.checkpoint import manifest
 
     if not (folder / manifest.NAME).is_file():
@@ -154,7 +154,7 @@ def trained_with(folder: Path) -> dict[str, str] | None:
 
 
 def find_ends(folder: Path, configured: Any) -> set[int]:
-    """Return the tokens that end a text, by the configuration and ``generation_config.json``."""
+    """Return the tokens that end a text, from the config and ``generation_config.json``."""
     found = [configured]
     if (folder / "generation_config.json").is_file():
         content = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The ``fsdpc`` command; what a subcommand needs is imported when it runs."""
+"""The ``fsdpc`` command; each subcommand imports its modules when it runs."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="handed to the script"
     )
 
-    for name, command in _COMMANDS.items():  # _run() hands their arguments on
+    for name, command in _COMMANDS.items():  # _run() passes their arguments on
         commands.add_parser(name, add_help=False, help=command.text)
     last = commands.add_parser(
         "flight", help="show the last operations of all ranks, as FlightRecorder wrote them"
@@ -133,31 +133,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         The arguments without the program's name, default ``sys.argv[1:]``.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed, as in a daemon: nobody reads what is printed
+        if getattr(sys, name) is None:  # closed, as in a daemon: output goes nowhere
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
     for stream in (sys.stdout, sys.stderr):
         never_raise(stream)
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()  # here, where a closed pipe is answered
+        sys.stdout.flush()  # here, where a closed pipe is handled
         return code
     except KeyboardInterrupt:
         print("fsdpc: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # who read the output has gone, as `| head` does
+    except BrokenPipeError:  # the reader has exited, like `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 
 
 def _run(arguments: list[str]) -> int:
     try:
-        _core.check_environment()  # once, and not by every rank
+        _core.check_environment()  # once, not on every rank
     except ValueError as error:
         print(f"fsdpc: {error}", file=sys.stderr)
         return 2
-    if arguments and arguments[0] in _COMMANDS:  # argparse must not look at their options
+    if arguments and arguments[0] in _COMMANDS:  # argparse must not see their options
         module = import_module(_COMMANDS[arguments[0]].module)
-        # Most of ckpt reads in C, maybe for hours, and writes nothing: Ctrl-C may end it at once.
+        # Most of ckpt reads in C, perhaps for hours, and writes nothing: Ctrl-C may end it at once.
         if arguments[0] != "ckpt" or "convert" in arguments[:2]:
             ctrl_c.answer()
         return module.main(arguments[1:])

@@ -1,4 +1,4 @@
-"""``fsdpc plan``: how to train a model on a cluster that is not here, from one command."""
+"""``fsdpc plan``: how to train a model on a cluster that you need not have."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     Parameters
     ----------
     argv : sequence of str
-        Options, as on the command line.
+        Command-line options.
     """
     p = plan_parser()
     o = p.parse_args(argv)
@@ -124,12 +124,12 @@ def _what_fits(o: argparse.Namespace) -> str:
 
 
 def check_page(path: Path) -> None:
-    """Refuse a file that cannot be written, before anything is planned.
+    """Raise before planning if the file cannot be written.
 
     Raises
     ------
     ValueError
-        It says why, and what to do.
+        The error says why, and what to do.
     """
     folder = path.parent
     if path.is_dir():

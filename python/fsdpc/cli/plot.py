@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     Parameters
     ----------
     argv : sequence of str
-        Options, as on the command line.
+        Command-line options.
     """
     options = plot_parser().parse_args(argv)
     path = options.output or options.runs[0].with_suffix(".png")

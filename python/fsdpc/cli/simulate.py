@@ -1,4 +1,4 @@
-"""``fsdpc simulate``: a training step on hosts that are not here, from one command."""
+"""``fsdpc simulate``: a training step on hosts that you need not have, with one command."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     Parameters
     ----------
     argv : sequence of str
-        Options, as on the command line.
+        Command-line options.
     """
     p = simulate_parser()
     o = p.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Text to ids and back, as a model's folder has it: bytes, or the tokens of a tokenizer.json."""
+"""Text to ids and back, as a model's folder defines it: bytes, or tokens of a tokenizer.json."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fsdpc.data.tokenizer import import_tokenizers
 
 FILE = "tokenizer.json"
 BYTES = 256
-_OTHERS = ("tokenizer.model", "vocab.json", "tokenizer_config.json")  # of a tokenizer without FILE
+_OTHERS = ("tokenizer.model", "vocab.json", "tokenizer_config.json")  # without FILE
 
 
 class ByteText:
-    """Bytes of UTF-8 as ids."""
+    """UTF-8 bytes as ids."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -26,15 +26,15 @@ class ByteText:
         return list(text.encode())
 
     def begin(self, prompt: list[int]) -> None:
-        """Forget what was decoded; ids follow those of the prompt."""
+        """Forget what was decoded; further ids follow those of the prompt."""
         self._decoder.reset()
 
     def add(self, token: int) -> str:
-        """Return the text that is complete with one more id."""
+        """Return the text that one more id completes."""
         return self._decoder.decode(bytes([token]) if token < BYTES else b"?")
 
     def end(self) -> str:
-        """Return what is left, complete or not."""
+        """Return the rest, complete or not."""
         return self._decoder.decode(b"", True)
 
 
@@ -51,7 +51,7 @@ class TokenText:
     ImportError
         The tokenizers package is not installed.
     ValueError
-        The file is none of its.
+        The file is not a tokenizer.json.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,25 +66,25 @@ class TokenText:
         self.begin([])
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Return the ids of a text, with those that the tokenizer begins texts with if so."""
+        """Return the ids of a text; ``special`` adds the tokenizer's first tokens."""
         return self._tokenizer.encode(text, add_special_tokens=special).ids
 
     def begin(self, prompt: list[int]) -> None:
-        """Forget what was decoded; ids follow those of the prompt."""
-        self._ids = list(prompt[-8:])  # context: how a token reads may depend on what is before it
+        """Forget what was decoded; further ids follow those of the prompt."""
+        self._ids = list(prompt[-8:])  # context: a token's text may depend on the tokens before it
         self._shown, self._read = 0, len(self._ids)
 
     def add(self, token: int) -> str:
-        """Return the text that is complete with one more id."""
+        """Return the text that one more id completes."""
         self._ids.append(token)
         piece = self._behind()
-        if not piece or piece.endswith("\ufffd"):  # a character whose bytes are not all there
+        if not piece or piece.endswith("\ufffd"):  # an incomplete character
             return ""
         self._shown, self._read = self._read, len(self._ids)
         return piece
 
     def end(self) -> str:
-        """Return what is left, complete or not."""
+        """Return the rest, complete or not."""
         return self._behind()
 
     def _behind(self) -> str:
@@ -95,16 +95,16 @@ class TokenText:
 def open_text(
     folders: list[Path], given: Path | None, vocab_size: int, trained: dict[str, str] | None
 ) -> ByteText | TokenText:
-    """Return how a model's ids are text.
+    """Return the codec between a model's ids and text.
 
     Parameters
     ----------
     folders : list of Path
-        Where its tokenizer may lie.
+        Folders that may contain its tokenizer.
     given : Path, optional
-        A tokenizer.json, or a folder with one, to take in place of that.
+        A tokenizer.json, or a folder with one, to use instead.
     vocab_size : int
-        Of the model.
+        The model's.
     trained : dict, optional
         "name" and "sha256" of the tokenizer that the run was trained with.
 
@@ -112,7 +112,7 @@ def open_text(
     ------
     ValueError
         The tokenizer is larger than the vocabulary or not the run's, or there is none and ids are
-        no bytes.
+        not bytes.
     FileNotFoundError
         The given file does not exist.
     """
@@ -157,14 +157,14 @@ def render_chat(folders: list[Path], messages: list[dict[str, str]]) -> str:
     Parameters
     ----------
     folders : list of Path
-        Where ``chat_template.jinja`` or ``tokenizer_config.json`` may lie.
+        Folders that may contain ``chat_template.jinja`` or ``tokenizer_config.json``.
     messages : list of dict
         Each with "role" and "content".
 
     Raises
     ------
     ValueError
-        There is no template, jinja2 is not installed, or the template refuses the messages.
+        There is no template, jinja2 is not installed, or the template rejects the messages.
     """
     template, words = _find_template(folders)
     if template is None:
@@ -199,7 +199,7 @@ def _now(form: str) -> str:
 
 
 def _find_template(folders: list[Path]) -> tuple[str | None, dict[str, Any]]:
-    """Return the chat template, and the tokens that it may name."""
+    """Return the chat template, and the tokens that it may use."""
     for folder in folders:
         content: dict[str, Any] = {}
         if (folder / "tokenizer_config.json").is_file():

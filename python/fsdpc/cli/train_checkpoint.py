@@ -1,4 +1,4 @@
-"""What ``fsdpc train`` does with checkpoints: going on from one, saving, leaving at a signal."""
+"""Checkpoints of ``fsdpc train``: resuming, saving, and leaving at a signal."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fsdpc.monitor.stabilizer import TrainingStabilizer
 OPTIONS = "run.toml"
 AS_NAMES: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape"}  # its text
 RETURNS = 3  # to one checkpoint
-# A checkpoint without a scaler was not fp16: this run's scaler begins at its first scale.
+# A checkpoint without a scaler was not fp16: this run's scaler starts at its initial scale.
 _RESTORE: dict[str, Any] = {"optional": ("scaler",)}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``fsdpc train`` that are about checkpoints."""
+    """Add the checkpoint options of ``fsdpc train``."""
     group = parser.add_argument_group("checkpoints")
     group.add_argument(
         "--checkpoint",
@@ -59,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Refuse options that make no sense together."""
+    """Raise if options contradict each other."""
     for name in ("save_every", "keep"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -95,8 +95,8 @@ def _check_elastic(options: argparse.Namespace) -> None:
 class TrainCheckpoints:
     """The checkpoints of one run of ``fsdpc train``; without ``--checkpoint`` it does nothing.
 
-    The state is as :func:`fsdpc.checkpoint.save` takes it, with ``"tokenizer"`` and ``"options"``
-    in its ``"extra"``; ``text`` has the options of the run, and is kept beside its checkpoints.
+    The state is as for :func:`fsdpc.checkpoint.save`, with ``"tokenizer"`` and ``"options"`` in its
+    ``"extra"``. ``text`` is the run's options, which are saved next to its checkpoints.
     """
 
     def __init__(self, options: argparse.Namespace, state: dict[str, Any], text: str) -> None:
@@ -116,9 +116,10 @@ class TrainCheckpoints:
         self._signals: Any = None
 
     def begin(self, changes: Callable[[Any, Any, int], str]) -> int:
-        """Load what is to be resumed; return the steps taken already.
+        """Load the checkpoint to resume from; return the number of steps already taken.
 
-        ``changes`` is that of ``_train_config``: it says what differs from the run before.
+        ``changes`` is the function of ``_train_config``: it reports differences from the earlier
+        run.
         """
         o = self.options
         if o.checkpoint is None:
@@ -139,11 +140,11 @@ class TrainCheckpoints:
             extra, loader = self.state["extra"], self.state["data"]
             check_resumed(latest, content, extra["tokenizer"], len(loader.dataset))
             step = self._restore()
-            self._resumed = self._manager.restored  # an older one if that is damaged
+            self._resumed = self._manager.restored  # an older one if the newest is damaged
             content = manifest.read(self._resumed)
             changed = changes(content, extra["options"], distributed.world_size())
         elif o.resume:
-            self._manager.restore(self.state, **_RESTORE)  # raises if there are damaged ones
+            self._manager.restore(self.state, **_RESTORE)  # raises if there are only damaged ones
         if distributed.rank() == 0 and o.resume:
             found = "nothing to resume" if step is None else f"resumed after step {step}"
             print(f"{found} in {o.checkpoint}" + (f", with {changed}" if changed else ""))
@@ -153,7 +154,7 @@ class TrainCheckpoints:
         return step or 0
 
     def _restore(self) -> int:
-        """Load the newest checkpoint; the options of the optimizer stay those of this run."""
+        """Load the newest checkpoint; the optimizer keeps this run's options."""
         step = self._manager.restore(self.state, **_RESTORE)
         self._keep_options()
         return step
@@ -162,10 +163,10 @@ class TrainCheckpoints:
         for group, own in zip(self.state["optimizer"].param_groups, self._groups, strict=True):
             group.update(own)
         schedule = self.state["scheduler"]
-        schedule.load_state_dict(schedule.state_dict())  # sets the rates anew
+        schedule.load_state_dict(schedule.state_dict())  # sets the learning rates again
 
     def go_back(self, stabilizer: TrainingStabilizer) -> int:
-        """Return the step of the newest checkpoint, with its state loaded. Collective."""
+        """Load the newest checkpoint and return its step. Collective."""
         if self._manager is None:
             raise FloatingPointError(
                 f"training diverged: {stabilizer.in_a_row} steps in a row were skipped, and there "
@@ -185,7 +186,7 @@ class TrainCheckpoints:
         return step
 
     def after(self, step: int, healthy: bool) -> bool:
-        """Save a healthy state if it is time to; return whether the run is to stop. Collective."""
+        """Save a healthy state if a save is due; return whether the run must stop. Collective."""
         if self._manager is None:
             return False
         self.stopped = self._signals.agree()
@@ -194,12 +195,12 @@ class TrainCheckpoints:
         return self.stopped
 
     def end(self, step: int) -> None:
-        """Save the state after the last step, whichever that was. Collective."""
+        """Save the state after the last step, whatever its number. Collective."""
         if self._manager is None:
             return
         if self._saved != step:
             self._manager.save(step, self.state)
-        if not self.stopped:  # a signal may come to a rank twice: the launcher passes it on
+        if not self.stopped:  # a rank may get a signal twice: the launcher forwards it
             self._signals.restore()
         if distributed.rank() != 0:
             return

@@ -1,7 +1,7 @@
 """Where the options of ``fsdpc train`` come from: the command line, a file, a checkpoint.
 
-Options on the command line override those of the ``--config`` file. A resumed run takes the options
-of `KEPT` that neither gives from the checkpoint; everything else has its default.
+Options on the command line override those of the ``--config`` file. A resumed run takes options of
+`KEPT` that are in neither from the checkpoint. All others have their defaults.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from fsdpc.lora import ALL_LINEAR
 from fsdpc.sharding.offload import OffloadPolicy
 
 _PATHS = ("data", "tokenizer", "init_from")
-_OF_THE_COMMAND = ("config", "live", "no_progress", "resume")  # which no file keeps
+_OF_THE_COMMAND = ("config", "live", "no_progress", "resume")  # not kept in files
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options of ``fsdpc train``, a resumed run's from its checkpoint too.
+    """Return the options of ``fsdpc train``, for a resumed run also from its checkpoint.
 
     Raises
     ------
@@ -85,14 +85,14 @@ def _refuse_changes(path: Path, kept: Mapping[str, Any], given: Mapping[str, Any
 
 
 def kept_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what a checkpoint keeps of the options, as JSON; paths become absolute."""
+    """Return the options that a checkpoint keeps, as JSON; paths become absolute."""
     found: dict[str, Any] = {}
     for name in KEPT:
         value = getattr(options, name)
         if name in _PATHS and value is not None:
             value = [p.absolute() for p in value] if name == "data" else value.absolute()
         found[name] = plain(value)
-    if options.lora is not None:  # their defaults, as they may be given later
+    if options.lora is not None:  # the defaults too, as they may be given later
         found["lora_alpha"] = found["lora_alpha"] or 2.0 * options.lora
         found["lora_targets"] = found["lora_targets"] or ALL_LINEAR
     return found
@@ -108,7 +108,7 @@ def options_in(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a value of an option, whoever wrote it."""
+    """Return whether a value is of an option's type; the file may have any author."""
     if isinstance(value, list):
         return bool(value) and all(_is_plain(v) and not isinstance(v, list) for v in value)
     return isinstance(value, (bool, int, float)) or (
@@ -117,9 +117,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def changes(content: Mapping[str, Any], now: Mapping[str, Any], ranks: int) -> str:
-    """Say which kept options, and whether the number of ranks, differ from a manifest's.
+    """Describe how the kept options and the number of ranks differ from a manifest's.
 
-    A default counts as its value. The vocabulary is the model's that was loaded: it is the same.
+    A default counts as its value. The vocabulary comes from the loaded model, so it is equal.
     """
     kept = options_in(content)
     found = [
@@ -133,7 +133,7 @@ def changes(content: Mapping[str, Any], now: Mapping[str, Any], ranks: int) -> s
 
 
 def _used(name: str, options: Mapping[str, Any]) -> Any:
-    """Return the value of an option; its default's where that depends on others."""
+    """Return the value of an option; if its default depends on others, the actual default."""
     value, steps = options[name], options.get("steps")
     choice = OPTIMIZERS.get(options.get("optimizer", ""))
     if value is not None:
@@ -163,12 +163,12 @@ def _value(value: Any) -> str:
 
 
 def with_config(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with those that ``--config`` names before them.
+    """Return the arguments with the options of ``--config`` before them.
 
     Raises
     ------
     ValueError
-        The file is no TOML, or a value of it no option's.
+        The file is not TOML, or one of its values does not fit an option.
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", type=Path)
@@ -190,7 +190,7 @@ def with_config(arguments: Sequence[str]) -> list[str]:
 
 
 def words_of(values: Mapping[str, Any]) -> list[str]:
-    """Return options as a command line has them."""
+    """Return options as command-line words."""
     found: list[str] = []
     for name, value in values.items():
         option = name.replace("_", "-")
@@ -211,7 +211,7 @@ def _word(value: Any) -> str:
 
 
 def as_toml(options: argparse.Namespace) -> str:
-    """Return the options as ``--config`` takes them, without those that are not set."""
+    """Return the options in the format of ``--config``, without unset ones."""
     lines = ["# As fsdpc train --config takes it; options on the command line override it.\n"]
     for name, value in sorted(vars(options).items()):
         option = name.replace("_", "-")
@@ -222,7 +222,7 @@ def as_toml(options: argparse.Namespace) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return an option's value as numbers, text and lists of them, from which it can be read."""
+    """Return an option's value as numbers, text and lists of them, which can be read back."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, list):
@@ -242,5 +242,5 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_toml_value, value))}]"
     if isinstance(value, (int, float)):
-        return repr(value).lower()  # true and false too
+        return repr(value).lower()  # handles true and false too
     return json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""The options of ``fsdpc train``: what can be chosen, and what cannot be together."""
+"""The options of ``fsdpc train``: what can be chosen, and which combinations are invalid."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from fsdpc.sharding.strategies import ShardingStrategy, apply_strategy
 STATE_DTYPES = {"fp32": _core.float32, "bf16": _core.bfloat16}
 DTYPES = {"fp32": _core.float32, "bf16": _core.bfloat16, "fp16": _core.float16}
 
-# Options without a value, and those of them that --no-NAME turns off.
+# Options without a value, and those among them that --no-NAME turns off.
 SWITCHES = ("deterministic", "separate-documents", "stabilize")
 FLAGS = (*SWITCHES, "no-progress", "resume")
-# What a resume cannot change: the state in the checkpoint depends on it.
+# Options that a resume cannot change: the state in the checkpoint depends on them.
 FIXED = ("model", "preset", "lora", "lora_alpha", "lora_targets", "optimizer", "seq", "seed")
-# What checkpoints keep: a resume takes it from there unless it is given.
+# Options in checkpoints: a resume takes them from there unless they are given.
 KEPT = (
     *FIXED, "steps", "lr", "betas", "weight_decay", "clip", "schedule", "warmup", "decay",
     "min_lr_ratio", "batch", "accumulate", "dtype", "reduce_dtype", "state_dtype",
@@ -169,7 +169,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def add_number(group: Any, name: str, default: float, text: str, shown: str = "") -> None:
-    """Add an option of a number, of its default's type."""
+    """Add an option that takes a number of its default's type."""
     group.add_argument(
         name,
         type=type(default),
@@ -182,7 +182,7 @@ def add_number(group: Any, name: str, default: float, text: str, shown: str = ""
 def add_choice(
     group: Any, name: str, choices: Iterable[str], default: str | None, text: str, **options: Any
 ) -> None:
-    """Add an option that is one of some words; None: the text says what is taken instead."""
+    """Add an option with a fixed choice of words; if the default is None, the text explains it."""
     group.add_argument(
         name,
         choices=tuple(choices),
@@ -202,7 +202,7 @@ def add_switch(group: Any, name: str, text: str) -> None:
 
 
 def add_sharding_options(p: argparse.ArgumentParser) -> None:
-    """Add what says how a model is spread over ranks."""
+    """Add the options about how a model is sharded over ranks."""
     sharding = p.add_argument_group("sharding")
     names = [each.name for each in ShardingStrategy]
     add_choice(sharding, "--strategy", names, "FULL_SHARD", ", ".join(names),
@@ -244,7 +244,7 @@ def add_storage_options(group: Any) -> None:
 
 
 def _steps(text: str) -> range:
-    """Read ``10:12``, or how many steps after the warm-up."""
+    """Parse ``10:12``, or a number of steps after the warm-up."""
     first, colon, last = text.partition(":")
     try:
         steps = range(int(first), int(last) + 1) if colon else range(4, 4 + int(first))
@@ -263,7 +263,7 @@ def _mesh_shape(text: str) -> tuple[int, int]:
 
 
 def _offload(text: str) -> OffloadPolicy:
-    """Read ``optimizer=disk:/path,masters=disk:/path,fraction=0.5``."""
+    """Parse ``optimizer=disk:/path,masters=disk:/path,fraction=0.5``."""
     options: dict[str, Any] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
@@ -293,7 +293,7 @@ def _true_false_number(text: str) -> bool | int:
 
 
 class Choice(NamedTuple):
-    """What an optimizer is made by, its usual learning rate, and its betas if it has any."""
+    """An optimizer's constructor, its usual learning rate, and its betas if it has any."""
 
     make: Callable[..., Optimizer]
     lr: float
@@ -366,7 +366,7 @@ def _add_optimizer_options(p: argparse.ArgumentParser) -> None:
 
 
 def check_values(options: argparse.Namespace) -> None:
-    """Refuse values that cannot be on any machine."""
+    """Raise on values that are invalid on any machine."""
     for name in ("batch", "seq", "accumulate", "vocab"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -413,7 +413,7 @@ def _check_schedule(options: argparse.Namespace) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse values, and combinations of them, that cannot be here."""
+    """Raise on values, and combinations of them, that are invalid on this machine."""
     check_values(options)
     hosts.check_options(options)
     if options.ranks is not None:
@@ -459,14 +459,14 @@ def check(options: argparse.Namespace) -> None:
 
 
 def most_ranks(options: argparse.Namespace) -> int:
-    """Return how many ranks are to be started."""
+    """Return how many ranks to start."""
     if options.elastic is not None:
         return options.elastic.most
     return 1 if options.ranks is None else options.ranks
 
 
 def keep_global_batch(options: argparse.Namespace, ranks: int) -> str:
-    """Set batch and micro-steps of ranks that may be fewer than at first; return what to say."""
+    """Set batch and micro-steps for ranks that may now be fewer; return a message about it."""
     if options.elastic is None or ranks == options.elastic.most:
         return ""
     whole = options.elastic.most * options.batch * options.accumulate
@@ -491,14 +491,14 @@ def keep_global_batch(options: argparse.Namespace, ranks: int) -> str:
 
 
 def mesh_shape(options: argparse.Namespace, ranks: int) -> tuple[int, int]:
-    """Return replicas and shards, as ``--mesh`` or the strategy says."""
+    """Return the numbers of replicas and shards, from ``--mesh`` or the strategy."""
     if options.mesh is not None:
         return options.mesh
     return (ranks, 1) if options.strategy == "NO_SHARD" else (1, ranks)
 
 
 def check_sharding(options: argparse.Namespace, ranks: int) -> None:
-    """Say once, before any rank starts, what each of them would say."""
+    """Raise errors that every rank would raise once, before any rank starts."""
     if options.mesh is None and options.strategy.startswith("HYBRID"):
         raise ValueError(f"--strategy {options.strategy} needs --mesh RxS, replicas x shards")
     shape = mesh_shape(options, ranks)
@@ -511,7 +511,7 @@ def check_sharding(options: argparse.Namespace, ranks: int) -> None:
 
 
 def checkpoint_choice(text: str) -> str | int | float:
-    """Return what :func:`fsdpc.checkpoint_activations` is to be given."""
+    """Return the argument for :func:`fsdpc.checkpoint_activations`."""
     if text == "all":
         return text
     try:

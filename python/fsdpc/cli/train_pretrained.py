@@ -1,4 +1,4 @@
-"""What ``fsdpc train`` does with published models: starting from one, leaving one behind."""
+"""Published models in ``fsdpc train``: starting from one, and exporting one."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 from fsdpc import distributed, lora, models
 from fsdpc.models.pretrained import config_of
 
-MODEL, PRESET = "llama", "2M"  # where nothing says which
-BYTES = 256  # what data without a tokenizer are made of
+MODEL, PRESET = "llama", "2M"  # defaults
+BYTES = 256  # vocabulary of data without a tokenizer
 
-#: What belongs to a model's tokenizer and to generation; exported as it was.
+#: Files of a model's tokenizer and generation settings; exported unchanged.
 _BESIDE = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
            "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
            "chat_template.json", "generation_config.json")  # fmt: skip
 
 
 def add_options(group: Any) -> None:
-    """Add the options of ``fsdpc train`` that are about published models."""
+    """Add the options of ``fsdpc train`` about published models."""
     group.add_argument(
         "--init-from",
         type=Path,
@@ -51,14 +51,14 @@ def add_options(group: Any) -> None:
 
 
 def resolve(options: argparse.Namespace) -> None:
-    """Fill in the model's options by ``--init-from``, or with their defaults; its tokenizer too.
+    """Fill in the model's options and tokenizer from ``--init-from``, or with defaults.
 
     Raises
     ------
     ValueError
         An option contradicts the folder's configuration.
     FileNotFoundError
-        The folder has none.
+        The folder has no configuration.
     """
     _check_lora(options)
     if options.init_from is None:
@@ -103,7 +103,7 @@ def _check_lora(options: argparse.Namespace) -> None:
 
 
 def adapt(options: argparse.Namespace, model: Any) -> None:
-    """Put the adapters of ``--lora`` into a model that is not sharded yet."""
+    """Add the adapters of ``--lora`` to a model that is not sharded yet."""
     if getattr(options, "lora", None) is None:
         return
     targets = options.lora_targets or lora.ALL_LINEAR
@@ -113,14 +113,14 @@ def adapt(options: argparse.Namespace, model: Any) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse data that the model does not know, and a folder to export to that is there.
+    """Raise if the data do not fit the model, or if the export folder already exists.
 
     Raises
     ------
     ValueError
         The vocabulary does not fit the data.
     FileExistsError
-        The folder of ``--export`` is there.
+        The folder of ``--export`` already exists.
     """
     if options.init_from is not None:
         config = config_of(options.init_from)
@@ -135,26 +135,26 @@ def check(options: argparse.Namespace) -> None:
 
 
 def title(options: argparse.Namespace) -> str:
-    """Return what the model is called in lines for people."""
+    """Return the model's name for messages."""
     if options.init_from is not None:
         return f"{options.model} of {options.init_from}"
     return f"{options.model} {options.preset}"
 
 
 def config_for(options: argparse.Namespace) -> models.ModelConfig:
-    """Return the shape that the options name."""
+    """Return the model shape that the options describe."""
     folder = getattr(options, "init_from", None)
     return models.preset(options.preset) if folder is None else config_of(folder)
 
 
 def keep_tokenizer(tokenizer: Any, folder: Path | None) -> None:
-    """Put a run's tokenizer, if it has one, into a folder; on rank 0."""
+    """Save a run's tokenizer, if it has one, in a folder; on rank 0."""
     if tokenizer is not None and folder is not None and distributed.rank() == 0:
         (folder / "tokenizer.json").write_bytes(tokenizer.data)
 
 
 def export(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
-    """Write the model for transformers, with what lies beside the one it began as; collective."""
+    """Write the model for transformers, with the other files of the model it began as; collective."""
     if options.export is None:
         return
     if options.lora is not None:

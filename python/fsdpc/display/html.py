@@ -1,4 +1,4 @@
-"""How small things show themselves in notebooks: tensors, meshes, differences, reports of loads."""
+"""Notebook display of small objects: tensors, meshes, differences, reports of loads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdpc.display.svg import picture as svg
 if TYPE_CHECKING:
     from fsdpc.sharding.mesh import DeviceMesh
 
-#: What draws objects that rooms below the pictures know, by what they are; see :func:`draws`.
+#: Draws objects of lower packages, which do not know the pictures; see :func:`draws`.
 _DRAWN: dict[str, Callable[[Any], str]] = {}
 
 CORNER = 6  # rows and columns of a tensor that are shown
@@ -21,17 +21,17 @@ ROWS, COLUMNS = 16, 16  # of a mesh
 
 
 def draws(what: str, draw: Callable[[Any], str]) -> None:
-    """Let ``draw`` return the picture, as HTML, of the objects that :func:`drawn` names so."""
+    """Register ``draw``, which returns HTML for the objects that :func:`drawn` calls ``what``."""
     _DRAWN[what] = draw
 
 
 def drawn(what: str, value: Any) -> str:
-    """Return a picture of an object, as HTML, by what :func:`draws` was given."""
+    """Return HTML for an object, by the function that :func:`draws` registered."""
     return _DRAWN[what](value)
 
 
 def tensor(t: _core.Tensor) -> str:
-    """Return what a tensor is, and its values: the first rows and columns of the last two dims."""
+    """Return a tensor's description and values: the corner of its last two dimensions."""
     words = [f"{type(t).__name__} {t.dtype.name} {tuple(t.shape)}", size(t.nbytes), t.device]
     words += ["requires_grad"] * t.requires_grad
     unit = getattr(t, "_unit", None)
@@ -66,7 +66,7 @@ def _owned(t: Any, unit: _core.Unit) -> str:
 
 
 def mesh(m: DeviceMesh) -> str:
-    """Return a picture of a mesh: a row for each group that shares shards."""
+    """Return a picture of a mesh, with a row for each shard group."""
     replicate, shard = (1, *m.shape)[-2:]
     me = None
     if all(comm.size == n for comm, n in zip(m._comms, m.shape, strict=True)):

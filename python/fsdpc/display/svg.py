@@ -1,8 +1,8 @@
-"""What pictures have in common: SVG without scripts, in colours for light and dark pages.
+"""Shared parts of pictures: SVG without scripts, in colours for light and dark pages.
 
-A picture paints its own paper, so that it is readable in a notebook whose theme is not the
-system's. Text and paper are variables that ``prefers-color-scheme`` sets. Colours of ranks are
-Okabe and Ito's, those of classes near them: people with all kinds of colour vision tell them apart.
+A picture paints its own background, so that it is readable in a notebook whose theme differs from
+the system's. ``prefers-color-scheme`` sets the variables for text and background. Rank colours are
+Okabe and Ito's, class colours are close to them, so that colour-blind people can tell them apart.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from html import escape
 from pathlib import Path
 
 WIDTH = 920
-CHAR = 6.9  # a character of the font of 12 px, on the wide side
+CHAR = 6.9  # pixels of a 12 px character, rounded up
 
-#: Fill and the text on it.
+#: Fill and the colour of text on it.
 PALETTE = (
     ("#0072b2", "#fff"), ("#e69f00", "#000"), ("#009e73", "#000"), ("#cc79a7", "#000"),
     ("#56b4e9", "#000"), ("#d55e00", "#000"), ("#f0e442", "#000"), ("#6b6b6b", "#fff"),
 )  # fmt: skip
 
-#: Classes of memory, as memory_stats has them, darker where they would be too pale on white.
+#: Memory classes of memory_stats; the darker ones would be too pale on white.
 CLASSES = {
     "wire": "#4a9fd8", "master": "#dd9200", "grad": "#cc79a7", "state": "#00755a",
     "reduce": "#a79c3a", "staging": "#7d7d7d", "activation": "#b3402e",
@@ -60,7 +60,7 @@ STYLE = _style()
 
 
 def text(x: float, y: float, words: str, kind: str = "", title: str = "") -> str:
-    """Return a line of text; ``kind`` are classes of the style, ``title`` is shown on hover."""
+    """Return a line of text; ``kind`` lists CSS classes, ``title`` is shown on hover."""
     inside = f"<title>{escape(title)}</title>" if title else ""
     named = f' class="{kind}"' if kind else ""
     return f'<text x="{_number(x)}" y="{_number(y)}"{named}>{inside}{escape(words)}</text>'
@@ -69,7 +69,7 @@ def text(x: float, y: float, words: str, kind: str = "", title: str = "") -> str
 def rect(
     x: float, y: float, width: float, height: float, kind: str, title: str = "", more: str = ""
 ) -> str:
-    """Return a rectangle; ``kind`` are classes of the style, ``title`` is shown on hover."""
+    """Return a rectangle; ``kind`` lists CSS classes, ``title`` is shown on hover."""
     box = f'x="{_number(x)}" y="{_number(y)}" width="{_number(width)}" height="{_number(height)}"'
     if not title:
         return f'<rect {box} class="{kind}"{more}/>'
@@ -77,13 +77,13 @@ def rect(
 
 
 def path(points: str, kind: str, title: str = "", more: str = "") -> str:
-    """Return a path; ``points`` are its commands."""
+    """Return a path; ``points`` is its commands."""
     inside = f"<title>{escape(title)}</title>" if title else ""
     return f'<path d="{points}" class="{kind}"{more}>{inside}</path>'
 
 
 def picture(height: float, title: str, parts: Iterable[str], width: int = WIDTH) -> str:
-    """Return a picture of these parts on its paper; ``title`` is for screen readers."""
+    """Return a picture of these parts on a background; ``title`` is for screen readers."""
     high = _number(height)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="fsdpc-picture" role="img" '
@@ -110,7 +110,7 @@ code,pre{{font-family:ui-monospace,'DejaVu Sans Mono',monospace;font-size:12px}}
 
 
 def page(title: str, parts: Iterable[str]) -> str:
-    """Return a whole HTML page, which is well-formed XML too."""
+    """Return a whole HTML page, which is also well-formed XML."""
     return (
         '<!DOCTYPE html>\n<html xmlns="http://www.w3.org/1999/xhtml" lang="en"><head>'
         '<meta charset="utf-8"/>'
@@ -121,7 +121,7 @@ def page(title: str, parts: Iterable[str]) -> str:
 
 
 def save(path: str | os.PathLike[str], title: str, drawn: str) -> None:
-    """Write a picture as ``.svg``, or as ``.html`` of a page with this title."""
+    """Write a picture as ``.svg``, or as an ``.html`` page with this title."""
     suffix = Path(path).suffix
     if suffix not in (".svg", ".html"):
         raise ValueError(f"a picture is written as .svg or .html, got '{os.fspath(path)}'")
@@ -130,7 +130,7 @@ def save(path: str | os.PathLike[str], title: str, drawn: str) -> None:
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]], numbers: Container[int] = ()) -> str:
-    """Return an HTML table; columns of these numbers are aligned to the right."""
+    """Return an HTML table; columns with these numbers are right-aligned."""
 
     def line(cells: Iterable[str], tag: str) -> str:
         return "".join(
@@ -152,7 +152,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def size(n: float) -> str:
-    """Return bytes in the unit that fits them."""
+    """Format bytes in a suitable unit."""
     for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if n >= unit:
             return f"{n / unit:,.2f} {name}"
@@ -160,7 +160,7 @@ def size(n: float) -> str:
 
 
 def short(words: str, width: float) -> str:
-    """Return text that fits so many pixels: what is in the middle is left out."""
+    """Return text that fits this many pixels, with its middle omitted if necessary."""
     room = max(4, int(width / CHAR))
     if len(words) <= room:
         return words

@@ -1,7 +1,7 @@
-"""Text for people: lines on stderr as the library's own, and what a locale cannot say.
+"""Text for people: lines on stderr in the library's name, and names that a locale cannot encode.
 
-Under an ASCII locale Python reads the bytes of names beyond ASCII as surrogates, and its streams
-raise for other letters. Files of text are UTF-8 in any locale, and output never ends a run.
+Under an ASCII locale Python decodes non-ASCII bytes of names as surrogates, and its streams raise
+for other non-ASCII letters. Text files are UTF-8 in any locale, and output never ends a run.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ _HANDLER = "fsdpc.degrade"
 
 
 def say(text: str) -> None:
-    """Write a line that names fsdpc; nowhere where there is no stderr, as in a daemon."""
+    """Write a line that names fsdpc; nothing if there is no stderr, as in a daemon."""
     if sys.stderr is not None:
         sys.stderr.write(f"fsdpc: {text}\n")
         sys.stderr.flush()
 
 
 def as_text(name: str | os.PathLike[str]) -> str:
-    """Return the name of a file as a file of text has it: the same in any locale."""
+    """Return a file's name as text files contain it: the same in any locale."""
     return os.fsencode(name).decode("utf-8", "surrogateescape")
 
 
 def as_name(text: str) -> str:
-    """Return the name of a file that :func:`as_text` returned in any locale."""
+    """Return the name of the file for which :func:`as_text` returned this text in any locale."""
     return os.fsdecode(text.encode("utf-8", "surrogateescape"))
 
 
 def never_raise(stream: Any) -> None:
-    """Let a stream write names as their bytes, and "?" for other letters that it cannot say."""
+    """Make a stream write names as their bytes, and "?" for other letters that it cannot encode."""
     if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
         stream.reconfigure(errors=_HANDLER)
 

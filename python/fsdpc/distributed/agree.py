@@ -1,4 +1,4 @@
-"""All ranks agree, or all raise: what fails on one, and what differs between two."""
+"""All ranks agree, or all raise: errors on one rank, and differences between ranks."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from fsdpc._core import MismatchError
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
 
-_BYTES = 1024  # of a rank's word: a line of kind, mark and text
+_BYTES = 1024  # per rank: a line each of kind, mark and text
 
-#: Exceptions beside Python's own that the other ranks raise too, by name.
+#: Exceptions besides Python's own that the other ranks raise too, by name.
 _KNOWN: dict[str, type[Exception]] = {}
 
 
 def raised_together(kind: type[E]) -> type[E]:
-    """Let ranks raise this class, and not RuntimeError, if another rank does; a decorator."""
+    """Let ranks raise this class, not RuntimeError, if another rank raises it; a decorator."""
     _KNOWN[kind.__name__] = kind
     return kind
 
 
 def agreed(work: Callable[[], T]) -> T:
-    """Return ``work()``, or raise on all ranks what it raises on any; collective."""
+    """Return ``work()``; if it raises on any rank, raise on all ranks; collective."""
     error: BaseException | None = None
     try:
         result = work()
@@ -39,25 +39,25 @@ def agreed(work: Callable[[], T]) -> T:
 
 
 def agree(error: BaseException | None, mark: int = 0, what: str = "a checkpoint") -> None:
-    """Raise on all ranks what any of them has to raise; collective.
+    """Raise an error on all ranks if any rank has one; collective.
 
     Parameters
     ----------
     error : BaseException, optional
-        What went wrong here, if anything did.
+        This rank's error, if it has one.
     mark : int, default 0
-        A number that all ranks must have alike, a checksum of what they are about to do.
+        A number that must be equal on all ranks, such as a checksum of what they are about to do.
     what : str
-        For the message where the marks differ.
+        Describes the mark in the message, if the marks differ.
 
     Raises
     ------
     the error itself
-        On the rank that has it.
+        On the rank with the error.
     the same built-in kind, else RuntimeError
-        On the others, with the lowest failing rank and its text.
+        On the other ranks, with the lowest failing rank and its text.
     MismatchError
-        Nobody failed and the marks differ.
+        No rank failed, but the marks differ.
     """
     comm = distributed.world()
     if comm.size == 1:
@@ -84,7 +84,7 @@ def agree(error: BaseException | None, mark: int = 0, what: str = "a checkpoint"
 
 
 def gather_bytes(comm: _core.Comm, data: bytes) -> list[bytes]:
-    """Return what each rank has, of any lengths; collective."""
+    """Return every rank's bytes, of any lengths; collective."""
     lengths = comm.all_gather(_core.tensor(np.array([len(data)]))).numpy().ravel().tolist()
     padded = np.frombuffer(data.ljust(max(1, *lengths), b"\0"), np.uint8)
     rows = comm.all_gather(_core.tensor(padded)).numpy()
@@ -104,9 +104,9 @@ def check_agreement(
     comms: Sequence[_core.Comm],
     cure: str = "build and shard the same model, with the same seed, on every rank",
 ) -> None:
-    """Compare what every rank is about to shard; a difference is named on all of them.
+    """Compare what every rank is about to shard; all ranks report the same difference.
 
-    All ranks at once where the mesh holds the world, else those of a row, then of a column.
+    If the mesh contains the world, all ranks compare at once; otherwise first rows, then columns.
     """
     world = distributed.world() if distributed.is_initialized() else None
     if world is not None and world.size == prod(comm.size for comm in comms):

@@ -1,8 +1,8 @@
-"""Are the gradients right, and the weights the same? One unit a check, against plain sums.
+"""Check that gradients are right and weights equal: one unit per check, against plain sums.
 
-The engine reduces in its own order, buffers and dtype. A check computes it again: hooks catch the
-gradients that autograd gives each rank for the unit's whole parameters, and a plain all-reduce in
-float64 sums them. The result must be the reduced gradient, but for rounding.
+The engine reduces in its own order, buffers and dtype. A check computes the result again: hooks
+catch the gradients that autograd computes on each rank for the unit's whole parameters, and a plain
+all-reduce sums them in float64. The result must equal the reduced gradient, except for rounding.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from fsdpc._core import MismatchError
 from fsdpc.nn.module import Module
 from fsdpc.sharding import full_params
 
-# Roundings of a gradient that are taken to point the same way, in units of its last place.
+# Roundings of a gradient that are assumed to have the same sign, in units of its last place.
 _ROUNDINGS = 8.0
 _PLACES = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-_SMALLEST = {"float16": 2.0**-24}  # of a dtype whose small gradients vanish
+_SMALLEST = {"float16": 2.0**-24}  # for dtypes whose small gradients vanish
 
 
 @dataclass(frozen=True, kw_only=True)
 class Audited:
-    """What a check found: ``text`` is empty where all was right; the same on all ranks.
+    """The result of a check: ``text`` is empty if all was right; the same on all ranks.
 
-    ``unit`` is whose gradients were compared, ``largest`` the largest difference as a part of what
-    rounding explains.
+    ``unit`` is the unit whose gradients were compared, ``largest`` the largest difference as a
+    fraction of what rounding explains.
 
     Examples
     --------
@@ -56,11 +56,11 @@ def audit(model: Any, every: int = 100, *, raises: bool = True) -> Auditor:
     Parameters
     ----------
     model : Module or torch.nn.Module
-        Sharded, over all ranks of the run.
+        Sharded over all ranks of the run.
     every : int, default 100
-        Steps from one check to the next; each takes the next unit.
+        Steps from one check to the next; each check takes the next unit.
     raises : bool, default True
-        Raise what is wrong; else :meth:`Auditor.step` returns it.
+        Raise an error if a check fails; otherwise :meth:`Auditor.step` returns the failure.
 
     Returns
     -------
@@ -82,13 +82,13 @@ def audit(model: Any, every: int = 100, *, raises: bool = True) -> Auditor:
 
 
 class Auditor:
-    """What :func:`audit` returns; call :meth:`step` after each last backward of a step.
+    """The result of :func:`audit`; call :meth:`step` after the last backward of each step.
 
     Notes
     -----
-    Between checks it sends nothing and copies nothing. A checked step keeps float64 copies of one
-    unit's gradients on every rank, and sends two all-reduces of each. Weights of replicas are
-    compared by checksums, in one all-gather. Parameters that no unit holds are not looked at.
+    Between checks it sends and copies nothing. A checked step keeps float64 copies of one unit's
+    gradients on every rank, and sends two all-reduces of each. Weights of replicas are compared by
+    checksums, in one all-gather. Parameters that belong to no unit are not checked.
 
     Examples
     --------
@@ -116,7 +116,7 @@ class Auditor:
         self._units = self._of_units()
         if not self._units:
             raise ValueError(f"{type(model).__name__} is not sharded: there is nothing to audit")
-        if every == 1:  # the first step too
+        if every == 1:  # check the first step too
             self._watch()
 
     def _of_units(self) -> list[list[_Held]]:
@@ -129,7 +129,7 @@ class Auditor:
         return list(found.values())
 
     def step(self) -> Audited | None:
-        """Check if it is time to; collective then.
+        """Check if a check is due; collective in that case.
 
         Returns
         -------
@@ -139,7 +139,7 @@ class Auditor:
         Raises
         ------
         MismatchError
-            A gradient is not the sum of what the ranks had, or replicas differ, if ``raises``.
+            With ``raises``: a gradient is not the sum of the ranks' gradients, or replicas differ.
         """
         self._steps += 1
         found = None
@@ -152,14 +152,14 @@ class Auditor:
         return found
 
     def _watch(self) -> None:
-        """Catch the gradients of the next unit, of all micro-steps of the next step."""
+        """Hook the gradients of the next unit, for all micro-steps of the next step."""
         held = self._units[self.checks % len(self._units)]
         for one in held:
             if self._native:
                 self._catch(one, one.p)
             elif fulls := one.p.fsdpc._state.fulls:
                 self._catch(one, fulls[one.index])
-            else:  # made by the first forward
+            else:  # created by the first forward
                 state = one.p.fsdpc._state
                 state.when_rooted.append(
                     lambda one=one, s=state: self._catch(one, s.fulls[one.index])
@@ -167,7 +167,7 @@ class Auditor:
 
     def _catch(self, one: _Held, whole: Any) -> None:
         if one.p.requires_grad:
-            whole.requires_grad_()  # as the forward will have it
+            whole.requires_grad_()  # as in the forward
             self._hooks.append(whole.register_hook(self._hook(one.index)))
 
     def _hook(self, index: int) -> Any:
@@ -195,7 +195,7 @@ class Auditor:
         return Audited(unit=held[0].unit.name, largest=largest, text=texts[0] if texts else "")
 
     def _compare(self, one: _Held) -> tuple[float, str]:
-        """The largest difference of a parameter's gradient, and what it says of the first."""
+        """Return the largest difference of a parameter's gradient, and a text about the first."""
         _, dtype, shape = one.unit.params[one.index]
         mine = self._seen.get(one.index, np.zeros((2, *shape)))
         factor = one.unit.divide_factor or distributed.world_size()
@@ -209,9 +209,10 @@ class Auditor:
         allowed = _ROUNDINGS * (place * magnitude + max(_SMALLEST.get(name, 0) for name in used))
         with np.errstate(invalid="ignore"):
             ratio = np.abs(got - expected) / np.maximum(allowed, np.finfo(np.float64).tiny)
-        ratio[~np.isfinite(got) & ~np.isfinite(expected)] = 0  # an overflow, on both ways
+        ratio[~np.isfinite(got) & ~np.isfinite(expected)] = 0  # an overflow, in both results
         ratio[np.isnan(ratio)] = math.inf
-        # Ranks compare the same numbers; one that does not must not be alone in raising.
+        # Ranks compare the same numbers; if one rank's differ, it must not be the only one to
+        # raise.
         worst = distributed.all_reduce(float(ratio.max(initial=0)), "max")
         if worst <= 1:
             return worst, ""
@@ -231,7 +232,7 @@ class Auditor:
         return full_grad(p)
 
     def _owners(self, one: _Held, at: tuple[int, ...]) -> str:
-        """Which ranks have the row of an element."""
+        """Return the ranks that have the row of an element."""
         rows, first, _, _ = _core.master_piece(one.unit, one.index, False)
         _, _, shape = one.unit.params[one.index]
         flat = int(np.ravel_multi_index(at, shape)) if shape else 0
@@ -240,7 +241,7 @@ class Auditor:
         return f"held by rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
     def _replicas(self) -> list[str]:
-        """Compare the checksums of what several ranks hold; say where the first two differ."""
+        """Compare checksums of rows that several ranks hold; describe the first difference."""
         held = [one for unit in self._units for one in unit]
         marks = np.zeros((len(held), 3), np.int64)
         for mark, one in zip(marks, held, strict=True):

@@ -1,8 +1,8 @@
-"""The largest batch that fits, found on ranks that are thrown away.
+"""Find the largest batch that fits, on ranks that are discarded.
 
 A rank that runs out of memory inside a step leaves its peers in a collective that never ends, and
-what they know of each other is lost. So each size is tried by a world of its own: it ends on all
-ranks, or it fails for all, also where the kernel killed one.
+their shared state is lost. Each size is therefore tried in a world of its own, which succeeds or
+fails on all ranks, even if the kernel killed one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from fsdpc.launching.launcher import LaunchError, launch
 
-# How a rank without memory ends: Python's and torch's errors, and the kernel's choice.
+# How a rank ends without memory: errors of Python and torch, and the kernel's SIGKILL.
 _SIGNS = re.compile(
     r"^(?:[\w.]*MemoryError\b|[\w.]*RuntimeError: .*(?:out of memory|n't allocate memory)"
     r"|killed by SIGKILL)",
@@ -28,21 +28,21 @@ def find_batch_size(
     limit: int = 1024,
     timeout: float | None = None,
 ) -> int:
-    """Find the largest batch size that all ranks have memory for.
+    """Find the largest batch size for which all ranks have enough memory.
 
     Parameters
     ----------
     fn : callable
-        ``fn(batch_size)`` builds the model and takes a step or two, on every rank, as what
-        :func:`fsdpc.launch` is given.
+        ``fn(batch_size)`` builds the model and takes one or two steps, on every rank, as for
+        :func:`fsdpc.launch`.
     ranks : int
-        As many as will train.
+        The number of ranks that will train.
     start : int, default 1
-        Tried first; doubled until a size fails, then halved in between.
+        First size to try; doubled until a size fails, then bisected.
     limit : int, default 1024
         Largest size to try.
     timeout : float, optional
-        Seconds of one try, after which the call fails.
+        Timeout of one try in seconds; the call fails when it expires.
 
     Returns
     -------
@@ -51,18 +51,18 @@ def find_batch_size(
     Raises
     ------
     fsdpc.launcher.LaunchError
-        A try failed for another reason than memory.
+        A try failed for a reason other than memory.
     MemoryError
         Not even ``start`` fits.
     RuntimeError
-        As of ``launch``: a fork would be unsafe here.
+        As for ``launch``: forking is unsafe here.
 
     Notes
     -----
-    Call it before this process is a rank. A try has failed on all ranks if the first that failed
+    Call it before this process is a rank. A try counts as out of memory if the first failing rank
     raised MemoryError or torch's OutOfMemoryError, or was killed by SIGKILL, as Linux does when
-    memory is short. Sizes that fit leave nothing to spare for what a later step needs more.
-    For models of :mod:`fsdpc.nn` :func:`fsdpc.memory_plan` tells it without a try.
+    memory is short. The result leaves no reserve for later steps that need more. For models of
+    :mod:`fsdpc.nn`, :func:`fsdpc.memory_plan` gives the answer without a try.
 
     Examples
     --------

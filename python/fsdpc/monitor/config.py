@@ -1,4 +1,4 @@
-"""What this installation and this machine offer."""
+"""Describe this installation and this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def show_config(print_: bool = True) -> dict[str, Any]:
     Parameters
     ----------
     print_ : bool, default True
-        Print a table as well.
+        Whether to print a table too.
 
     Returns
     -------
@@ -30,7 +30,7 @@ def show_config(print_: bool = True) -> dict[str, Any]:
 
     Notes
     -----
-    Starts NVIDIA's driver and opens NCCL where they are (:mod:`fsdpc.cuda`).
+    Starts NVIDIA's driver and opens NCCL if they are installed (:mod:`fsdpc.cuda`).
 
     Examples
     --------

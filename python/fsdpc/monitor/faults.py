@@ -1,10 +1,10 @@
-"""Faults on purpose, for drills: a rank dies, stalls, raises or computes wrong at a given place.
+"""Inject faults for drills: a rank dies, stalls, raises or computes wrong at a given place.
 
     FSDPC_FAULT_ENABLE=1 FSDPC_FAULT="rank 2: kill at backward of layers.3 in step 7" \\
         fsdpc run --ranks 4 train.py
 
-A script needs no change. If the variable is not set, nothing is checked. If it is set and the other
-one is not, sharding is refused, so that a forgotten variable ends no real run.
+Scripts need no change. If the variable is not set, nothing is checked. If it is set without the
+other one, sharding raises an error, so that a forgotten variable cannot end a real run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WRONG = 1e4  # added to a gradient
 
 
 class InjectedFault(RuntimeError):
-    """What the kind "raise" raises, in drills alone: docs/troubleshooting.md#exceptions."""
+    """Raised by the fault "raise", only in drills: docs/troubleshooting.md#exceptions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,8 @@ class Fault:
     ``kind`` is "kill" (SIGKILL), "stall" (sleeps ``seconds``), "raise" (:class:`InjectedFault`),
     "corrupt" or "drop the launcher". "corrupt" adds 10,000 to the first element of this rank's
     gradient of the unit's first parameter, before it is reduced. "drop the launcher" sends SIGKILL
-    to the launcher of this rank, whose ranks then end with it. ``step`` counts the unit's forwards
-    with gradients from 1 on; micro-steps count, recomputation does not.
+    to this rank's launcher, whose ranks then end with it. ``step`` counts the unit's forwards with
+    gradients, from 1; micro-steps count, recomputation does not.
     """
 
     rank: int
@@ -66,12 +66,12 @@ class Fault:
 
 
 def read_faults(environment: Mapping[str, str] = os.environ) -> tuple[Fault, ...]:
-    """Return the faults of ``FSDPC_FAULT``, with semicolons between; none where it is not set.
+    """Return the faults in ``FSDPC_FAULT``, separated by semicolons; none if it is not set.
 
     Raises
     ------
     ValueError
-        It says something else, or ``FSDPC_FAULT_ENABLE`` is not 1.
+        The text is invalid, or ``FSDPC_FAULT_ENABLE`` is not 1.
 
     Examples
     --------
@@ -103,16 +103,16 @@ def read_faults(environment: Mapping[str, str] = os.environ) -> tuple[Fault, ...
 
 
 def watch(modules: Iterable[Any]) -> None:
-    """Let the modules of a unit have the faults of this rank; sharding calls it.
+    """Install this rank's faults in the modules of a unit; sharding calls it.
 
-    Ranks that were started again after a failure have none: what is drilled is how they go on.
+    Ranks that were restarted after a failure have none: the drill tests how they continue.
     """
     planned = _planned()
     if any(f.kind == DROP for f in planned):
         _launcher()
     faults = [f for f in planned if f.rank == distributed.rank()]
     for module in modules if faults else ():
-        forward = module.forward  # bound; an instance's own takes its place
+        forward = module.forward  # bound; an instance attribute replaces it
         object.__setattr__(module, "forward", _watched(module, forward, faults))
 
 
@@ -122,7 +122,7 @@ def _planned() -> tuple[Fault, ...]:
 
 
 def name_missing(module: Any) -> None:
-    """Say, on rank 0, which faults name no unit of a model, and what it has that is close.
+    """Report, on rank 0, faults whose unit the model does not have, and suggest similar names.
 
     The outermost module calls it once its units have their names.
     """
@@ -138,14 +138,14 @@ def name_missing(module: Any) -> None:
 
 
 def _close(name: str, units: list[str]) -> list[str]:
-    """The units that may have been meant, three at most; the first ones where none is close."""
+    """Return up to three units that may have been meant; the first ones if none is similar."""
     inside = [unit for unit in units if unit.endswith(f".{name}")]
     found = dict.fromkeys([*inside, *difflib.get_close_matches(name, units)])
     return (list(found) or units)[:3]
 
 
 def _launcher() -> int:
-    """The process of fsdpc that started this rank."""
+    """Return the process ID of the launcher that started this rank."""
     pid = os.environ.get(LAUNCHER, "")
     if pid != str(os.getppid()):
         raise ValueError(
@@ -182,7 +182,7 @@ def _watched(
 
 
 def _records(module: Any) -> bool:
-    """Whether this forward is followed by a backward, and is not one that backward runs again."""
+    """Return whether a backward follows this forward, and it is not a recomputation."""
     if isinstance(module, Module):
         return _core.is_grad_enabled() and not _core.in_backward()
     torch = sys.modules["torch"]
@@ -190,7 +190,7 @@ def _records(module: Any) -> bool:
 
 
 def _first(output: Any) -> Any:
-    """The first tensor of an output that has a gradient."""
+    """Return the first tensor of an output that has a gradient."""
     if isinstance(output, Mapping):
         output = list(output.values())
     if isinstance(output, (tuple, list)):

@@ -1,8 +1,8 @@
-"""A flight recorder: the last operations of every rank, written at a failure, a signal or a call.
+"""A flight recorder: every rank's last operations, written after a failure, a signal or a call.
 
 The engine keeps its last FSDPC_TRACE operations anyway, so recording costs nothing. Each rank
-writes a file of its own, without any collective: the others may be gone. :func:`merge` reads the
-files of all ranks onto one clock.
+writes its own file without a collective, since its peers may be gone. :func:`merge` combines the
+files of all ranks on one clock.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from fsdpc.sharding import rules
 
 
 class FlightRecorder:
-    """Write what this rank did last, when something goes wrong.
+    """Write this rank's last operations when something goes wrong.
 
     Parameters
     ----------
     folder : path
-        One that all ranks can write to; each writes ``flight-rank-N.json`` there.
+        A folder that all ranks can write to; each writes ``flight-rank-N.json`` there.
     model : Module or torch.nn.Module, optional
-        Whose units are named; without it they are numbers.
+        Supplies unit names; without it units have numbers.
     signals : tuple of int, default (SIGUSR2,)
-        That make a rank write and go on: ``kill -USR2`` to a run that seems to hang. A rank that
-        waits in the engine answers too.
+        Signals that make a rank write and continue: send ``kill -USR2`` to a run that seems to
+        hang. A rank that waits in the engine responds too.
 
     Notes
     -----
-    From :meth:`install` on, an exception that nobody catches writes as well, before it is printed:
-    that is how ranks end whose peer was killed. The killed one itself writes nothing.
+    After :meth:`install`, an uncaught exception also makes the rank write, before it is printed.
+    This is how ranks end whose peer was killed. The killed rank itself writes nothing.
 
     Examples
     --------
@@ -78,7 +78,7 @@ class FlightRecorder:
         self._is_writing = False
 
     def install(self) -> FlightRecorder:
-        """Write at failures and signals from now on; in the main thread. Return itself."""
+        """Write at failures and signals from now on; call it in the main thread. Return itself."""
         if self._hook is None:
             self._before = [signal.signal(number, self._on_signal) for number in self.signals]
             self._hook, sys.excepthook = sys.excepthook, self._on_exception
@@ -97,15 +97,15 @@ class FlightRecorder:
         Parameters
         ----------
         reason : str
-            Why, for who reads it.
+            The reason, for people who read the file.
         since : int, default 0
-            Of :func:`time.monotonic_ns`; events before it are left out.
+            A time of :func:`time.monotonic_ns`; earlier events are omitted.
         """
         return self._write(reason, since, traceback.format_stack(sys._getframe(1)))
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Record what is done inside, of a healthy run, and write it at the end."""
+        """Record the operations inside, in a healthy run, and write them at the end."""
         since = time.monotonic_ns()
         yield
         self._write("step", since, [])
@@ -119,7 +119,7 @@ class FlightRecorder:
         self._hook(kind, error, trace)
 
     def _try_to_write(self, reason: str, stack: list[str]) -> None:
-        """Not while it is writing already; a full disk is no reason for a run to end."""
+        """Write unless a write is in progress; a full disk must not end a run."""
         if self._is_writing:
             return
         self._is_writing = True
@@ -141,14 +141,14 @@ class FlightRecorder:
 
 
 def take(model: Any, reason: str, since: int, stack: list[str]) -> dict[str, Any]:
-    """Return what this rank did since a moment of :func:`time.monotonic_ns`, as JSON may have it.
+    """Return this rank's operations since a time of :func:`time.monotonic_ns`, for JSON.
 
     Parameters
     ----------
     model : Module, torch.nn.Module or None
-        Whose units are named.
+        Supplies unit names.
     reason, stack : str, list of str
-        Kept beside it.
+        Stored with the operations.
     since : int
     """
     joined = distributed.is_initialized()
@@ -165,7 +165,7 @@ def take(model: Any, reason: str, since: int, stack: list[str]) -> dict[str, Any
 
 
 class Operation(NamedTuple):
-    """An operation on the common clock: nanoseconds since the earliest that was recorded."""
+    """An operation on the common clock: nanoseconds since the earliest recorded operation."""
 
     at: int
     rank: int
@@ -178,7 +178,7 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Flight:
-    """What :func:`merge` found: operations in order of time, and each rank's own last words."""
+    """The result of :func:`merge`: operations in order of time, and each rank's last words."""
 
     operations: tuple[Operation, ...]
     ranks: tuple[dict[str, Any], ...]
@@ -195,7 +195,7 @@ class Flight:
         return [(r, own[r["rank"]]) for r in self.ranks]
 
     def timeline(self, rows: int | None = None) -> str:
-        """Return the last rows as text, behind a line for each rank."""
+        """Return the last rows as text, after a line for each rank."""
         lines = []
         end = max((r["at"] for r in self.ranks), default=0)
         for r, own in self.by_rank():
@@ -210,7 +210,7 @@ class Flight:
         return "\n".join(lines)
 
     def trace(self) -> dict[str, Any]:
-        """Return the timeline as a Chrome trace, which Perfetto opens: a process a rank."""
+        """Return the timeline as a Chrome trace, for Perfetto: each rank is a process."""
         events: list[dict[str, Any]] = []
         for r, own in self.by_rank():
             events += perfetto.events(r["rank"], r["host"], own)
@@ -222,12 +222,12 @@ class Flight:
 
 
 def merge(folder: str | os.PathLike[str]) -> Flight:
-    """Read what all ranks wrote onto one clock.
+    """Read the files of all ranks and put them on one clock.
 
     Parameters
     ----------
     folder : path
-        Of the recorders.
+        The recorders' folder.
 
     Raises
     ------
@@ -236,8 +236,8 @@ def merge(folder: str | os.PathLike[str]) -> Flight:
 
     Notes
     -----
-    Ranks of a host share a clock. Those of others are joined by the time of day, as far as their
-    hosts agree on it.
+    Ranks of a host share a clock. Ranks of different hosts are aligned by the time of day, as
+    precisely as their hosts agree on it.
     """
     paths = sorted(Path(folder).glob("flight-rank-*.json"))
     if not paths:
@@ -246,12 +246,12 @@ def merge(folder: str | os.PathLike[str]) -> Flight:
 
 
 def join(records: list[dict[str, Any]]) -> Flight:
-    """Put what ranks did, as :func:`take` returned it, onto one clock.
+    """Put the ranks' operations, from :func:`take`, on one clock.
 
     Parameters
     ----------
     records : list of dict
-        Of one rank each, at least one.
+        One per rank; at least one.
     """
     found = sorted(records, key=lambda r: r["rank"])
     offsets: dict[str, int] = {}

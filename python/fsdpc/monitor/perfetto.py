@@ -1,7 +1,7 @@
-"""Operations of all ranks drawn as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
+"""Draw operations of all ranks as a Chrome trace, for ui.perfetto.dev and chrome://tracing.
 
-A rank is a process. Its tracks are, from above: marks of the user, what its host computes, what it
-waits for, gathers, and reductions. Spans of a track that cross each other take further lines.
+A rank is a process. Its tracks are, from the top: the user's marks, computation of its host, waits,
+gathers, and reductions. Spans that cross each other in a track get additional lines.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Style(NamedTuple):
-    """How operations of a kind are drawn: what ends them, where, and in Chrome's which colour."""
+    """How operations of a kind are drawn: what ends them, in which track, in which colour."""
 
     end: str
     track: str
@@ -45,12 +45,12 @@ class Span(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Its first word, as "wait" of "wait for gather"."""
+        """The first word: "wait" of "wait for gather"."""
         return _kind(self.operation)
 
 
 def spans(own: Iterable[Operation]) -> tuple[list[Span], list[Operation]]:
-    """Pair beginnings with ends, of one rank in order of time; return what has no pair too."""
+    """Pair one rank's beginnings and ends, in order of time; also return those without a pair."""
     found: list[Span] = []
     alone: list[Operation] = []
     open_: dict[tuple[str, str], list[Operation]] = {}
@@ -62,7 +62,7 @@ def spans(own: Iterable[Operation]) -> tuple[list[Span], list[Operation]]:
             begun = open_.get((o.unit, o.what), [])
             while begun:
                 found.append(Span(begun[-1].at, o.at, begun.pop()))
-                if o.what != "reduce_done":  # which ends both stages of a reduction
+                if o.what != "reduce_done":  # this one ends both stages of a reduction
                     break
         else:
             alone.append(o)
@@ -70,7 +70,7 @@ def spans(own: Iterable[Operation]) -> tuple[list[Span], list[Operation]]:
 
 
 def events(rank: int, host: str, own: Iterable[Operation]) -> list[dict[str, Any]]:
-    """Return what a rank did as events of a trace."""
+    """Return a rank's operations as events of a trace."""
     found, alone = spans(own)
     drawn = [_meta(rank, "process_name", name=f"rank {rank} ({host})"),
              _meta(rank, "process_sort_index", sort_index=rank)]  # fmt: skip
@@ -104,8 +104,8 @@ def _kind(o: Operation) -> str:
 
 
 def _lines(found: list[Span], nests: bool) -> list[list[Span]]:
-    """Spread spans over lines in which none crosses another, or none overlaps unless it `nests`."""
-    lines: list[tuple[list[Span], list[int]]] = []  # with the ends of the spans that are open
+    """Spread spans over lines where none crosses another; they may nest only if `nests`."""
+    lines: list[tuple[list[Span], list[int]]] = []  # with the ends of the open spans
     for span in sorted(found, key=lambda s: (s.begin, -s.end)):
         line = next((each for each in lines if _fits(span, each[1], nests)), None)
         if line is None:

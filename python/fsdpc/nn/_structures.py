@@ -1,4 +1,4 @@
-"""What lies in objects that modules take and return, for both front doors."""
+"""Search the objects that modules take and return, for both front doors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 from fsdpc._core import Tensor
 
-#: How many objects are looked into: one may lead to half the program.
+#: Limit of objects to search: one object may lead to half the program.
 MOST = 10_000
 
 
 def children(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return what a container or any other object holds, with its key, place or attribute."""
+    """Return the contents of a container or any other object, with key, index or attribute name."""
     if isinstance(value, (tuple, list, deque, set, frozenset)):
         return enumerate(value)
     if isinstance(value, dict):
@@ -26,12 +26,12 @@ def children(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def is_dataclass(value: Any) -> bool:
-    """Whether this is an object of a dataclass."""
+    """Return whether this is an instance of a dataclass."""
     return hasattr(value, "__dataclass_fields__") and not isinstance(value, type)
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object, those in slots too."""
+    """Return the attributes of an object, including those in slots."""
     held = dict(getattr(value, "__dict__", ()))
     for name in _slots(type(value)):
         if hasattr(value, name):
@@ -51,10 +51,10 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def refuse_hidden(value: Any, unit: str) -> None:
-    """Raise if an object that a native unit returns holds a tensor that requires grad.
+    """Raise if an object that a native unit returns contains a tensor that requires grad.
 
     The backward of a unit begins at the tensors in the tuples, lists and dicts that it returned.
-    The engine calls this for other objects.
+    The engine calls this function for other objects.
     """
     from fsdpc.nn import Module
 

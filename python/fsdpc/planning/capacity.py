@@ -15,7 +15,7 @@ from fsdpc.sharding.activation import checkpoint_activations
 from fsdpc.sharding.offload import OffloadPolicy
 
 LORA_RANK = 16
-#: Of ``fsdpc train``, for each column.
+#: Options of ``fsdpc train`` for each column.
 _OPTIONS = (
     "--strategy FULL_SHARD",
     "--offload masters=host,optimizer=host",
@@ -32,7 +32,7 @@ def gpus(text: str) -> tuple[int, float]:
 
 
 def _memory(preset: str, ranks: int, shape: tuple[int, int], policy: Any) -> tuple[float, ...]:
-    """Bytes of a GPU for all of a model, with the optimizer on the host, and for adapters."""
+    """Return a GPU's bytes for full training with the optimizer on the host, and for adapters."""
     host = OffloadPolicy(masters="host", optimizer="host")
     found = []
     for adapters in (False, True):
@@ -51,16 +51,16 @@ def _memory(preset: str, ranks: int, shape: tuple[int, int], policy: Any) -> tup
 
 
 def table(ranks: int, memory: float, batch: int, seq: int, policy: Any) -> str:
-    """Return a row for each preset: what it takes of a GPU, and whether that is there.
+    """Return a row for each preset: the GPU memory it needs, and whether it fits.
 
     Parameters
     ----------
     ranks : int
-        GPUs.
+        Number of GPUs.
     memory : float
-        Bytes of each.
+        Bytes of each GPU.
     batch, seq : int
-        Sequences of a rank, and tokens in each.
+        Sequences per rank, and tokens per sequence.
     policy : MixedPrecisionPolicy
     """
 

@@ -1,7 +1,7 @@
-"""The clock that plays a record: what an operation moves over which link, and when.
+"""The clock that plays a recorded step: what each operation moves over which link, and when.
 
-:mod:`fsdpc.simulate` gives it a step as the engine recorded it; it says how long that takes, what
-is waited for, and when each operation was under way.
+:mod:`fsdpc.simulate` passes a step as the engine recorded it. The clock computes how long the step
+takes, what the rank waits for, and when each operation was in progress.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from fsdpc.planning.played import Event, Played
 if TYPE_CHECKING:
     from fsdpc.planning.simulate import SimulateOptions
 
-# Of an epoch's note, ahead of an operation (csrc/comm/hosts_internal.h), and what replicas compare
-# (csrc/engine/agree.c).
+# Bytes of an epoch's note, sent before an operation (csrc/comm/hosts_internal.h), and of the
+# agreement of replicas (csrc/engine/agree.c).
 _NOTE_BYTES, _HEADER_BYTES, _MARK_BYTES = 32, 96, 24
 
 
-# ---- what travels ----
+# ---- traffic ----
 
 
 class Load(NamedTuple):
-    """An operation: bytes of a host to others and inside it, messages of a rank, seconds.
+    """An operation: bytes of a host to others and within it, messages of a rank, seconds.
 
-    ``core`` seconds are of the rank's own core, which does not compute meanwhile.
+    ``core`` is the seconds of the rank's own core, which does not compute meanwhile.
     """
 
     between: float
@@ -41,7 +41,7 @@ class Load(NamedTuple):
 
 
 class Wires:
-    """How much an operation moves over which link, and how long that takes alone."""
+    """How much an operation moves over which link, and how long it takes by itself."""
 
     def __init__(
         self, *, bandwidth: float, latency: float, options: SimulateOptions, device: str
@@ -52,7 +52,7 @@ class Wires:
         self.is_ring: bool = device == "cuda"
 
     def load(self, kind: str, group: HostGroup, full: float, element: int) -> Load:
-        """Of a gather, a reduce or an all_reduce of ``full`` bytes, in elements of so many."""
+        """Return the load of a gather, a reduce or an all_reduce of ``full`` bytes."""
         if self.is_ring:
             return self._ring(kind, group, full)
         hosts, lanes, per_host = group
@@ -68,7 +68,7 @@ class Wires:
     def _crossing(
         self, group: HostGroup, bytes_to_each: float, inside: float = 0.0, header: bool = True
     ) -> Load:
-        """Each host sends so many bytes to every other one, whatever its number of ranks."""
+        """Return the load if every host sends this many bytes to each other host."""
         hosts, lanes, per_host = group
         messages = (1 + header) * (hosts - 1)
         between = (hosts - 1) * (bytes_to_each + lanes * header * _HEADER_BYTES) * per_host
@@ -94,8 +94,8 @@ class Wires:
         )
 
     def values(self, group: HostGroup, n_bytes: int, header: bool = True) -> Load:
-        """A note of an epoch, or an agreement: every rank's bytes to its lane of each host."""
-        if self.is_ring:  # not on the GPUs' clock
+        """Return the load of a note or agreement: every rank's bytes to its lane on each host."""
+        if self.is_ring:  # the GPUs' clock does not count these
             return Load(0.0, 0.0, 0, 0.0, 0.0)
         return self._crossing(group, group.lanes * n_bytes, header=header)
 
@@ -105,10 +105,10 @@ class Wires:
 
 @dataclass
 class Operation:
-    """An operation on its way: seconds of latency, and of its link when it has that alone.
+    """An operation in progress: its seconds of latency, and of its link if it has that to itself.
 
-    ``kind`` is what the engine posted for ``unit``, "" for notes; ``begin`` and ``end`` are when it
-    was under way.
+    ``kind`` is what the engine posted for ``unit``, "" for notes; ``begin`` and ``end`` are the
+    times when it began and ended.
     """
 
     latency: float
@@ -124,7 +124,7 @@ class Operation:
 
 
 class Wait(NamedTuple):
-    """Seconds in which the rank computes nothing: for a gather, a reduction or an agreement."""
+    """Seconds in which the rank only waits: for a gather, a reduction or an agreement."""
 
     what: str
     begin: float
@@ -139,9 +139,9 @@ class _Sent:
 
 
 class Clock:
-    """Plays a record: one thread that computes and waits, and operations beside it.
+    """Plays a record: one thread that computes and waits, with concurrent operations.
 
-    Operations of one kind go in order. Of different kinds they run at once, and share a link.
+    Operations of one kind run in order. Different kinds run at the same time and share a link.
     """
 
     def __init__(
@@ -158,12 +158,12 @@ class Clock:
         self.streams: dict[str, deque[Operation]] = {kind: deque() for kind in kinds}
         self.gathers: dict[int, Operation] = {}
         self.sums: dict[int, Operation] = {}
-        self.brought: set[int] = set()  # units whose rows of other hosts are here
+        self.brought: set[int] = set()  # units whose rows from other hosts have arrived
         self.exposed: dict[str, float] = {"gather": 0.0, "reduce": 0.0, "agree": 0.0}
         self.sent: _Sent = _Sent()
         self.seconds: deque[int] = self._find_seconds()
         self.to_agree: bool = False
-        self.posting: Event | None = None  # what the record says now
+        self.posting: Event | None = None  # the current event of the record
         self.times: list[float] = []  # of each event
         self.operations: list[Operation] = []
         self.waits: list[Wait] = []
@@ -185,14 +185,14 @@ class Clock:
                 handler(event.unit, event.bytes)
 
     def _find_seconds(self) -> deque[int]:
-        """Return, for each reduction, the bytes of a second stage that leaves when it is done.
+        """Return, for each reduction, the bytes of the second stage that starts when it ends.
 
-        Between hosts of CPUs they do (csrc/engine/reduce.c); the record has them where nothing can
-        go on without them. 0: none.
+        CPUs on several hosts start it then (csrc/engine/reduce.c), while the record has it where
+        the program must wait for it. 0: there is no second stage.
         """
         crosses = not self.wires.is_ring and self.replicas.hosts > 1
         found: list[int] = []
-        last: dict[int, int] = {}  # which reduction was a unit's last one
+        last: dict[int, int] = {}  # each unit's last reduction
         for event in self.record.events:
             if event.kind == "reduce":
                 last[event.unit] = len(found)
@@ -201,7 +201,7 @@ class Clock:
                 found[last[event.unit]] = event.bytes
         return deque(found)
 
-    # -- what the record says --
+    # -- events of the record --
 
     def _epoch(self, unit: int, n_bytes: int) -> None:
         if self.to_agree:  # at the end of backward: which parameters were used
@@ -228,7 +228,7 @@ class Clock:
     def _reduce(self, unit: int, n_bytes: int) -> None:
         second = self.seconds.popleft()
         if self.n_shards == 1:
-            return  # replicas alone: what follows is the whole of it
+            return  # only replicas: the second stage is all of it
         load = self.wires.load("reduce", self.shards, n_bytes, self.record.reduce_sizes[unit])
         first = self.sums[unit] = self._post("reduce", load)
         if second:
@@ -239,7 +239,7 @@ class Clock:
     def _all_reduce(self, unit: int, n_bytes: int) -> None:
         first = self.sums.get(unit)
         if first and first.after:
-            return  # posted beside the first stage
+            return  # posted together with the first stage
         element = 4 if first else self.record.reduce_sizes[unit]
         if first and not self.wires.is_ring:
             self._wait("reduce", first)
@@ -278,7 +278,7 @@ class Clock:
             self.waits.append(Wait(what, begin, self.now))
 
     def _move(self, until: float, awaited: Operation | None) -> None:
-        """Let operations go on until a time, or until one of them is done."""
+        """Advance operations to a time, or until one of them ends."""
         while self.now < until and not (awaited and awaited.done):
             heads = [q for q in self.streams.values() if q and (not q[0].after or q[0].after.done)]
             if not heads:

@@ -1,7 +1,7 @@
-"""Memory by class as a picture for notebooks: one bar, and the numbers beside it.
+"""Memory by class as a picture for notebooks: one bar, and the numbers next to it.
 
-It is SVG without scripts or styles. Text takes the colour of the page around it, so it is readable
-on light and dark pages.
+The picture is SVG without scripts or styles. Text has the colour of the surrounding page, so it is
+readable on light and dark pages.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def picture(title: str, parts: Sequence[Part], beside: Sequence[Part] = ()) -> s
     Parameters
     ----------
     title : str
-        A line above it.
+        Title line.
     parts : sequence of (str, int)
         Names of ``FILLS`` and bytes, which add up to the bar.
     beside : sequence of (str, int)
-        What is not in the bar: it has numbers alone.
+        Memory outside the bar, listed only as numbers.
     """
     total = sum(n for _, n in parts)
     rows = [*parts, ("total", total), *beside]
@@ -65,7 +65,7 @@ def picture(title: str, parts: Sequence[Part], beside: Sequence[Part] = ()) -> s
 
 
 def size(n: int, total: int) -> str:
-    """Return bytes in the unit of the total: GiB from 10 GiB on, KiB below 1 MiB, else MiB."""
+    """Format bytes in the total's unit: GiB for 10 GiB or more, KiB below 1 MiB, otherwise MiB."""
     if total < 2**20:
         return f"{n / 2**10:,.2f} KiB"
     return f"{n / 2**30:,.2f} GiB" if total >= 10 * 2**30 else f"{n / 2**20:,.2f} MiB"

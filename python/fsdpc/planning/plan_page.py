@@ -28,9 +28,9 @@ def page_of(plans: Plans, model: Any, plan: Any, rows: int) -> str:
     ----------
     plans : Plans
     model, plan : Any
-        What was planned, and which of its modules are units.
+        The model, and which of its modules are units.
     rows : int
-        Choices in the table.
+        Number of choices in the table.
     """
     best = plans.choices[0]
     layout = sharding_layout(model, best.mesh, plan=plan)

@@ -1,8 +1,8 @@
-"""A step of the engine in a world of any size, recorded on a device that computes nothing.
+"""Record a step of the engine in a world of any size, on a device that computes nothing.
 
-Everything is the engine's own but for kernels and peers: units, epochs, gathers ahead, reductions,
-the optimizer's step. Peers pretend, and memory is counted and never touched. The trace says in
-which order operations were posted, where the program could not go on without them, and how many
+Only kernels and peers are replaced; units, epochs, prefetches, reductions and the optimizer's step
+are the engine's own. Peers are simulated, and memory is counted but never touched. The trace has
+the order in which operations were posted, where the program had to wait for them, and how many
 floating point operations came before.
 """
 
@@ -28,11 +28,11 @@ OPTIMIZERS: dict[str, Any] = {
     "adamw": optim.AdamW, "adam": optim.Adam, "lion": optim.Lion, "sgd": optim.SGD,
 }  # fmt: skip
 
-_STEPS = 3  # the first one records, the second is the first that follows the record
+_STEPS = 3  # the first records; the second is the first to follow the record
 
 
 class Event(NamedTuple):
-    """What the engine did with a unit (a kind of csrc/base/trace.h), after so many operations."""
+    """An act of the engine on a unit (a kind of csrc/base/trace.h), after this many operations."""
 
     kind: str
     unit: int
@@ -42,7 +42,7 @@ class Event(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Bytes of activations before event ``at`` of a step, and the most since the sample before."""
+    """Bytes of activations before event ``at`` of a step, and the peak since the last sample."""
 
     at: int
     now: int
@@ -51,12 +51,12 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Played:
-    """The events of one step, and what the engine held."""
+    """The events of one step, and the memory that the engine used."""
 
     events: tuple[Event, ...]
     samples: tuple[Sample, ...]
     units: tuple[str, ...]
-    reduce_sizes: tuple[int, ...]  # bytes of an element in the reductions of each unit
+    reduce_sizes: tuple[int, ...]  # element size in the reductions of each unit
     n_params: int
     memory: dict[str, int]
 
@@ -76,22 +76,22 @@ def play_step(
     accumulate: int,
     orders: bool,
 ) -> Played:
-    """Record a step of rank 0, and leave the model as it was; no other rank need be here.
+    """Record a step of rank 0 without other ranks, and restore the model.
 
     Parameters
     ----------
     model : Module
         Not sharded; its parameters may be deferred.
     shape : tuple of int
-        Of a rank's batch, as :func:`fsdpc.memory_plan` takes it.
+        Shape of a rank's batch, as for :func:`fsdpc.memory_plan`.
     mesh : (replicate, shard)
     options : dict
-        What :func:`fully_shard` is given besides.
+        Further options of :func:`fully_shard`.
     optimizer : str
     accumulate : int
         Micro-steps of the step.
     orders : bool
-        Whether operations order streams, as on GPUs, or are waited for.
+        Whether operations order streams, as on GPUs, or the host waits for them.
     """
 
     def steps() -> Played:
@@ -149,9 +149,9 @@ def _play(
 
 
 class _Sampler:
-    """Reads the trace and what is held where a unit's forward ends and where its backward begins.
+    """Samples the trace and the memory when a unit's forward ends and when its backward begins.
 
-    Peaks begin again at each sample, so the most of all samples is the peak of the steps.
+    Each sample resets the peaks, so the maximum of all samples is the peak of the steps.
     """
 
     def __init__(self, model: Any) -> None:
@@ -161,14 +161,14 @@ class _Sampler:
             m.__dict__["forward"] = self._sampled(m.forward)
 
     def begin(self) -> None:
-        """Forget the step before, but for its peaks."""
+        """Discard the previous step, except for its peaks."""
         self.events: list[Event] = []
         self.samples: list[Sample] = []
         _core.trace_reset()
         self.take()
 
     def take(self, _: Any = None) -> None:
-        """Sample what is held now."""
+        """Sample the current memory."""
         stats = _core.memory_stats()
         for key, value in stats.items():
             if key.endswith("_peak_bytes"):
@@ -194,7 +194,7 @@ class _Sampler:
 
 
 def _without_memory(model: Module) -> None:
-    """Put deferred parameters in the places of the model's own."""
+    """Replace the model's own parameters by deferred ones."""
     made: dict[int, Parameter] = {}
     with deferred_init():
         for m in model.modules():
@@ -208,7 +208,7 @@ def _without_memory(model: Module) -> None:
 
 
 def _inputs(model: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """Words and targets for the models of :mod:`fsdpc.models`, else floats."""
+    """Return token ids and targets for the models of :mod:`fsdpc.models`, otherwise floats."""
     if hasattr(getattr(model, "config", None), "vocab_size"):
         ids = np.zeros(shape, np.int64)
         return ids, ids

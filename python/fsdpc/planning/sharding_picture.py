@@ -1,7 +1,7 @@
 """The picture of a sharding layout: a strip for each parameter, coloured by the ranks that own it.
 
-Large models stay readable: equal neighbours are drawn once. If there are many ranks, one piece of a
-strip stands for several, and its tooltip says what they have.
+Large models stay readable: equal neighbours are drawn once. With many ranks, one piece of a strip
+represents several ranks, and its tooltip lists them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from fsdpc.planning.layout import ParameterLayout, Piece, ShardingLayout, UnitLayout
 
 LABELS, STRIP, ROW = 300, 440, 19  # pixels: of names, of a strip, of a line
-PIECES, STRIPS = 4000, 400  # at most, of a picture
+PIECES, STRIPS = 4000, 400  # maximum of a picture
 INDENT = 14
 
 
 class Folded(NamedTuple):
-    """A unit that stands for ``names``: neighbours with the same parameters and the same inside."""
+    """A unit drawn for all ``names``: neighbours with equal parameters and equal units inside."""
 
     unit: UnitLayout
     names: tuple[str, ...]
@@ -34,7 +34,7 @@ def picture(layout: ShardingLayout) -> str:
     """Return an SVG image of a layout."""
     lines = list(_flat(_folded(layout.units)))
     n_strips = min(STRIPS, sum(len(each.unit.parameters) + 1 for each in lines))
-    limit = max(8, min(64, PIECES // max(1, n_strips)))  # pieces of a strip
+    limit = max(8, min(64, PIECES // max(1, n_strips)))  # pieces per strip
     ranks = layout.mesh[1]
     together = -(-ranks // limit)
     parts = [text(16, 26, _title(layout), "h"), text(16, 44, _owners(layout, together), "f")]
@@ -62,7 +62,7 @@ def picture(layout: ShardingLayout) -> str:
 
 
 def words(layout: ShardingLayout) -> str:
-    """Return a layout as text: a line a parameter, neighbours that are equal once."""
+    """Return a layout as text: a line per parameter, equal neighbours only once."""
     lines = [_title(layout)]
     for each in _flat(_folded(layout.units)):
         unit, indent = each.unit, "  " * each.depth
@@ -82,7 +82,7 @@ def words(layout: ShardingLayout) -> str:
 
 
 def _folded(units: Sequence[UnitLayout], depth: int = 0) -> tuple[Folded, ...]:
-    """Make a tree of units by their names, and join equal neighbours."""
+    """Build a tree of units from their names, and join equal neighbours."""
     found = []
     rest = list(units)
     while rest:
@@ -99,7 +99,7 @@ def _folded(units: Sequence[UnitLayout], depth: int = 0) -> tuple[Folded, ...]:
 
 
 def _signature(each: Folded) -> object:
-    """What two units that are drawn as one have in common."""
+    """Return a key that is equal for two units if they are drawn as one."""
     unit = each.unit
     inside = tuple((len(f.names), _signature(f)) for f in each.inside)
     return unit.kind, unit.parameters, unit.shard, inside
@@ -204,7 +204,7 @@ def _strip(
 
 
 def _told(layout: ShardingLayout, p: ParameterLayout, run: list[Piece]) -> str:
-    """What a tooltip says of the pieces of one rank, or of neighbours."""
+    """Return the tooltip text for the pieces of one rank, or of neighbouring ranks."""
     first, last = run[0].rank, run[-1].rank
     held = size(sum(piece.numel for piece in run) * p.itemsize)
     rows = p.rows(run[0]._replace(numel=sum(piece.numel for piece in run)))
@@ -219,7 +219,7 @@ def _told(layout: ShardingLayout, p: ParameterLayout, run: list[Piece]) -> str:
 def _padding(
     layout: ShardingLayout, unit: UnitLayout, depth: int, y: float, together: int
 ) -> list[str]:
-    """A strip of the unit's shards end to end, of which the padding is coloured."""
+    """Return a strip of the unit's shards end to end, with the padding coloured."""
     x, at = 16 + INDENT * (depth + 1), LABELS + 12
     total = sum(unit.padding)
     share = 100 * total / (unit.shard * layout.mesh[1])

@@ -1,11 +1,11 @@
-"""What Python objects hold, kept and put back: attributes, dictionaries, lists, sets, generators.
+"""Save and restore the contents of Python objects: attributes, dicts, lists, sets, generators.
 
-Planning runs a model's forward on memory that is never computed. What modules keep from it, in
-whatever they are made of, must not be there afterwards, nor what is left of it in cycles.
+Planning runs a model's forward on memory that is never computed. Whatever modules keep from this
+forward must be gone afterwards, in any container, including remains in reference cycles.
 
-A full collection of those would look at all objects of the process: half a second each where torch
-and transformers are imported, and `plan` makes dozens. So Python collects nothing meanwhile, all
-that is made stays in the youngest generation, and that one alone is collected.
+A full collection of cycles would visit all objects of the process: half a second each time if torch
+and transformers are imported, and `plan` makes dozens. Automatic collection is therefore off
+meanwhile: all new objects stay in the youngest generation, and only that one is collected.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ _LEAVES = (Tensor, type, ModuleType, FunctionType, MethodType, BuiltinFunctionTy
 
 
 class Snapshot:
-    """The state of everything that can be reached from an object, put back where its block ends.
+    """The state of everything reachable from an object, restored when the block ends.
 
-    Kept are references, not copies: what is written into an array in place stays written. Tensors,
-    arrays, classes, functions and imported modules are not looked into. What the block made and
+    It keeps references, not copies: writes into an array in place remain. Tensors, arrays, classes,
+    functions and imported modules are not searched. Objects that the block made and dropped are
+    gone afterwards, including cycles.
     dropped is gone afterwards, cycles too.
     """
 
@@ -63,14 +64,15 @@ class Snapshot:
     def __exit__(self, *_: object) -> None:
         try:
             self._restore()
-            # A collection within the block, by whoever asked for it, has made what it left older.
+            # A collection inside the block, by any code, moved its survivors to an older
+            # generation.
             gc.collect(0 if _collections() == self._collected else 2)
         finally:
             if self._collects:
                 gc.enable()
 
     def _restore(self) -> None:
-        """Put back what was held, in the same objects."""
+        """Restore the old contents, in the same objects."""
         for obj, held in self._held:
             if isinstance(obj, np.random.Generator):
                 obj.bit_generator.state = held

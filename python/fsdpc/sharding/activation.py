@@ -1,4 +1,4 @@
-"""Activation checkpointing: recompute in backward instead of keeping (Chen et al. 2016)."""
+"""Activation checkpointing: recompute in backward instead of storing (Chen et al. 2016)."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ __all__ = ["checkpoint", "checkpoint_activations"]
 def checkpoint_activations(
     modules: Iterable[Module], which: str | int | float | Callable[[Module], bool] = "all"
 ) -> int:
-    """Make modules keep their inputs only and run forward again inside backward.
+    """Make modules keep only their inputs and run forward again in backward.
 
     Parameters
     ----------
     modules : iterable of Module
-        Candidates in order, e.g. ``model.blocks()``.
+        Candidates in order, such as ``model.blocks()``.
     which : "all", int, float or callable, default "all"
         All of them; every n-th; a ratio in (0, 1], evenly spread; or those for which the function
-        returns true. The function sees every module inside the candidates too (attention only,
-        say).
+        returns true. The function also sees every module inside the candidates, so it can choose
+        only attention, for example.
 
     Returns
     -------
     int
-        How many modules were changed.
+        Number of modules changed.
 
     Notes
     -----
-    Results are bitwise the same: dropout draws the same numbers again.
+    Results are bitwise equal: dropout draws the same numbers again.
 
     Examples
     --------
@@ -64,7 +64,7 @@ def checkpoint_activations(
 
 def _wrap(module: Module) -> None:
     own = module.__dict__.get("forward")
-    drill = getattr(own, "inner", None)  # of faults.py: its frame stays outside
+    drill = getattr(own, "inner", None)  # from faults.py; its frame stays outside
     if own is not None and (drill is None or not hasattr(drill[0], "__self__")):
         return
     forward = drill[0] if drill else module.forward

@@ -1,4 +1,4 @@
-"""Training in float16: a loss scale that finds its own size."""
+"""Training in float16: a loss scale that adapts itself."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from fsdpc._core import Tensor
 from fsdpc.nn.module import Module, Parameter
 from fsdpc.sharding import overflow
 
-FACTOR = 2.0  # by which a dynamic scale grows and shrinks
+FACTOR = 2.0  # factor by which a dynamic scale grows and shrinks
 
 
 class LossScaler:
     """Scale the loss so that float16 gradients neither vanish nor overflow.
 
     The loss is multiplied by a power of two, and gradients are divided by it again. A step whose
-    gradients hold NaN or infinity on any rank is skipped on all of them. Overflows shrink the
-    scale, ``loss_scale_window`` steps without one double it.
+    gradients contain NaN or infinity on any rank is skipped on all ranks. Overflows shrink the
+    scale; ``loss_scale_window`` steps without one double it.
 
     Parameters
     ----------
     initial_scale_power : int, default 16
-        The first scale is 2 to this power.
+        The initial scale is 2 to this power.
     loss_scale_window : int, default 1000
-        Steps without overflow after which the scale doubles, and overflows are forgiven again.
+        Steps without overflow after which the scale doubles and the hysteresis starts again.
     hysteresis : int, default 2
-        The scale is halved from this overflow on; those before it are forgiven.
+        The scale is halved from this overflow on; earlier ones are tolerated.
     min_loss_scale : float, default 1
-        The scale does not shrink below it.
+        Lower limit of the scale.
     consecutive_hysteresis : bool, default False
-        Every step without overflow forgives those before it, not only a whole window.
+        Restart the hysteresis after every step without overflow, not only after a whole window.
     loss_scale : float, default 0
         A scale that never changes; 0 for a dynamic one.
 
@@ -43,12 +43,12 @@ class LossScaler:
 
     Notes
     -----
-    Fields and rules are those of DeepSpeed's dynamic loss scaler, calls those of PyTorch's
-    GradScaler. Unscaling sharded gradients costs no pass over memory: the factor is applied by the
-    optimizer as it reads them. Whether they overflowed costs a small all-reduce in :meth:`step`,
-    and nothing where :func:`fsdpc.clip_grad_norm_` was called between :meth:`unscale_` and there.
-    On a GPU, that is waited for.
-    The loss itself should be float32, as the losses of ``fsdpc.models`` are.
+    Fields and rules are those of DeepSpeed's dynamic loss scaler; methods are those of PyTorch's
+    GradScaler. Unscaling sharded gradients needs no pass over memory: the optimizer applies the
+    factor as it reads them. The overflow check costs a small all-reduce in :meth:`step`. It costs
+    nothing if :func:`fsdpc.clip_grad_norm_` was called between :meth:`unscale_` and :meth:`step`.
+    On a GPU, the check waits for the device.
+    The loss itself should be float32, like the losses of ``fsdpc.models``.
     Source: Mixed Precision Training (Micikevicius et al. 2018).
 
     Examples
@@ -94,19 +94,19 @@ class LossScaler:
         self.dynamic: bool = loss_scale == 0
         self._scale = float(loss_scale) or first
         self._good_steps = 0  # since the last overflow
-        self._forgiving = hysteresis  # overflows until the scale shrinks, that one included
+        self._forgiving = hysteresis  # overflows until the scale shrinks, including that one
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._notes: dict[int, bool] = {}  # id of units that were measured: overflowed?
+        self._notes: dict[int, bool] = {}  # id of a measured unit -> overflowed?
         self._unscaled: list[Any] = []  # units
-        self._asked: list[Any] = []  # what unscale_ was given
+        self._asked: list[Any] = []  # arguments of unscale_
         self._stepped: list[Any] = []  # optimizers
-        self._plain: dict[int, bool] = {}  # id of parameters without unit: overflowed?
+        self._plain: dict[int, bool] = {}  # id of a parameter without unit -> overflowed?
         self._found = False
 
     def get_scale(self) -> float:
-        """Return what the next loss is multiplied by."""
+        """Return the factor for the next loss."""
         return self._scale
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -121,18 +121,18 @@ class LossScaler:
         return loss * self._scale
 
     def unscale_(self, target: Any) -> None:
-        """Divide gradients by the scale, before they are clipped or looked at.
+        """Divide gradients by the scale, before they are clipped or read.
 
         Parameters
         ----------
         target : optimizer or Module
-            Whose gradients, whole units where they are sharded. Not needed where nothing stands
-            between backward and :meth:`step`.
+            Its gradients are unscaled; sharded units as a whole. Unnecessary if nothing reads
+            gradients between backward and :meth:`step`.
 
         Raises
         ------
         RuntimeError
-            They were unscaled since the last :meth:`update`.
+            They were already unscaled since the last :meth:`update`.
         """
         if any(target is each for each in self._asked + self._stepped):
             raise RuntimeError(
@@ -168,14 +168,14 @@ class LossScaler:
         Raises
         ------
         RuntimeError
-            The optimizer has stepped since the last :meth:`update`.
+            The optimizer has already stepped since the last :meth:`update`.
         """
         if any(optimizer is each for each in self._stepped):
             raise RuntimeError("step() was called since the last update(): call update() first")
         params = _parameters(optimizer)
         units = _units(params)
         unknown = [u for u in units if id(u) not in self._notes]
-        if unknown:  # before unscaling: whatever the factor is, it need not be applied for this
+        if unknown:  # before unscaling: the check does not need the factor to be applied
             overflowed = not math.isfinite(_core.grad_norm(unknown, [], math.inf))
             self._notes.update((id(u), overflowed) for u in unknown)
         self._unscale(params)
@@ -191,14 +191,14 @@ class LossScaler:
         return not found
 
     def update(self) -> None:
-        """Grow or shrink the scale by what the steps since the last update found.
+        """Grow or shrink the scale according to the steps since the last update.
 
         Raises
         ------
         RuntimeError
-            No step was made since the last update.
+            No step was taken since the last update.
         FloatingPointError
-            Gradients overflowed, more often than is forgiven, and the scale is as small as it gets.
+            Gradients overflowed more often than tolerated, and the scale is at its minimum.
         """
         if not self._stepped:
             raise RuntimeError("update() without a step since the last one: call step(optimizer)")
@@ -208,7 +208,7 @@ class LossScaler:
         self._adjust(found)
 
     def _adjust(self, found: bool) -> None:
-        """Grow or shrink the scale after a step that overflowed, or did not."""
+        """Grow or shrink the scale after a step with or without overflow."""
         if not self.dynamic:
             return
         if found:
@@ -235,7 +235,7 @@ class LossScaler:
         self._scale = max(self._scale / FACTOR, self.min_loss_scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale and the counts behind it, as plain numbers."""
+        """Return the scale and its counters, as plain numbers."""
         return {
             "scale": self._scale,
             "good_steps": self._good_steps,
@@ -244,13 +244,13 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned; options stay those of the constructor.
+        """Continue from the result of :meth:`state_dict`; options stay those of the constructor.
 
         Raises
         ------
         KeyError, ValueError
-            Entries are missing, unknown or out of range, or one of the two scales is dynamic and
-            the other is not; nothing is changed then.
+            Entries are missing, unknown or out of range, or only one of the two scales is dynamic.
+            Nothing is changed then.
         """
         mine = self.state_dict()
         if set(state) != set(mine):

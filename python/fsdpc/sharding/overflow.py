@@ -1,8 +1,8 @@
-"""What is known of the gradients' finiteness between ``unscale_`` and the optimizer's step.
+"""Track whether gradients are finite between ``unscale_`` and the optimizer's step.
 
-A loss scaler must know whether any gradient overflowed, and a global norm tells: it is NaN or
-infinite exactly then. So a scaler that has unscaled a unit's gradients asks here to be told of
-norms, and measures by itself only what no norm has covered.
+A loss scaler must know whether any gradient overflowed. A global norm shows it: the norm is NaN or
+infinite exactly if one did. A scaler that has unscaled a unit's gradients therefore registers here
+for norms, and measures only the units that no norm has covered.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ _watched: WeakKeyDictionary[Any, dict[int, bool]] = WeakKeyDictionary()
 
 
 def watch(unit: Any, notes: dict[int, bool]) -> None:
-    """Have norms that cover the unit written into ``notes``."""
+    """Record norms that cover the unit in ``notes``."""
     _watched[unit] = notes
 
 
 def forget(units: Iterable[Any]) -> None:
-    """End what :func:`watch` began."""
+    """Undo :func:`watch`."""
     for unit in units:
         _watched.pop(unit, None)
 
 
 def is_watching(units: Iterable[Any]) -> bool:
-    """Tell whether anybody asked for norms that cover one of these units."""
+    """Return whether a scaler wants norms that cover one of these units."""
     return bool(_watched) and any(unit in _watched for unit in units)
 
 
 def report(units: Iterable[Any], overflowed: bool) -> None:
-    """Say whether a norm over these units, together and over all ranks, was not finite."""
+    """Record whether a norm over these units, together and over all ranks, was not finite."""
     for unit in units if _watched else ():
         notes = _watched.get(unit)
         if notes is not None:

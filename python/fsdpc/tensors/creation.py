@@ -1,8 +1,8 @@
-"""Tensors from data, or from a shape alone: filled, numbered, drawn.
+"""Create tensors from data, or from only a shape: filled, numbered or random.
 
-Each function takes ``dtype`` (float32 unless it says otherwise) and ``requires_grad``. Random ones
-draw the next stream of the generator that :func:`fsdpc.manual_seed` sets. So the same program makes
-the same numbers on every rank; give ranks other seeds where they should differ.
+Each function takes ``dtype`` (float32 by default, with exceptions) and ``requires_grad``. Random
+ones draw the next stream of the generator that :func:`fsdpc.manual_seed` sets. The same program
+therefore draws the same numbers on every rank; give ranks different seeds if they should differ.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def eye(rows: int, cols: int | None = None, dtype: Any = None) -> Tensor:
-    """Make a matrix with ones on its diagonal; it is square unless cols are given.
+    """Create a matrix with ones on its diagonal; it is square unless cols are given.
 
     Examples
     --------
@@ -49,7 +49,7 @@ def eye(rows: int, cols: int | None = None, dtype: Any = None) -> Tensor:
 
 
 def rand(*shape: Any, dtype: Any = None, requires_grad: bool = False) -> Tensor:
-    """Draw numbers, uniform in [0, 1).
+    """Draw numbers uniformly from [0, 1).
 
     Examples
     --------
@@ -62,7 +62,7 @@ def rand(*shape: Any, dtype: Any = None, requires_grad: bool = False) -> Tensor:
 
 
 def zeros_like(x: Tensor, dtype: Any = None, requires_grad: bool = False) -> Tensor:
-    """Make zeros of another tensor's shape and dtype.
+    """Create zeros with another tensor's shape and dtype.
 
     Examples
     --------
@@ -74,7 +74,7 @@ def zeros_like(x: Tensor, dtype: Any = None, requires_grad: bool = False) -> Ten
 
 
 def ones_like(x: Tensor, dtype: Any = None, requires_grad: bool = False) -> Tensor:
-    """Make ones of another tensor's shape and dtype.
+    """Create ones with another tensor's shape and dtype.
 
     Examples
     --------
@@ -86,7 +86,7 @@ def ones_like(x: Tensor, dtype: Any = None, requires_grad: bool = False) -> Tens
 
 
 def full_like(x: Tensor, value: float, dtype: Any = None, requires_grad: bool = False) -> Tensor:
-    """Repeat a number in another tensor's shape and dtype.
+    """Fill a tensor of another's shape and dtype with a number.
 
     Examples
     --------
@@ -98,7 +98,7 @@ def full_like(x: Tensor, value: float, dtype: Any = None, requires_grad: bool = 
 
 
 def empty_like(x: Tensor, dtype: Any = None, requires_grad: bool = False) -> Tensor:
-    """Make a tensor of another's shape and dtype, whatever its memory holds.
+    """Create an uninitialised tensor with another's shape and dtype.
 
     Examples
     --------
@@ -110,7 +110,7 @@ def empty_like(x: Tensor, dtype: Any = None, requires_grad: bool = False) -> Ten
 
 
 def rand_like(x: Tensor, dtype: Any = None, requires_grad: bool = False) -> Tensor:
-    """Draw numbers, uniform in [0, 1), in another tensor's shape and dtype.
+    """Draw numbers uniformly from [0, 1), with another tensor's shape and dtype.
 
     Examples
     --------
@@ -123,7 +123,7 @@ def rand_like(x: Tensor, dtype: Any = None, requires_grad: bool = False) -> Tens
 
 
 def randn_like(x: Tensor, dtype: Any = None, requires_grad: bool = False) -> Tensor:
-    """Draw normal numbers in another tensor's shape and dtype.
+    """Draw normal numbers with another tensor's shape and dtype.
 
     Examples
     --------

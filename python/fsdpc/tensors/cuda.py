@@ -24,18 +24,18 @@ _PLUGIN = Path(
 
 
 def plugin_path() -> Path:
-    """Return where the plugin is, or would be.
+    """Return the plugin's path, whether it exists or not.
 
     Returns
     -------
     Path
-        That of ``FSDPC_CUDA_PLUGIN``, the one beside the extension, else that of the installed
-        package ``fsdpc-cuda13``.
+        The path in ``FSDPC_CUDA_PLUGIN``, else next to the extension, else in the installed package
+        ``fsdpc-cuda13``.
 
     Raises
     ------
     RuntimeError
-        That package is of another version than fsdpc; the message names both.
+        That package and fsdpc have different versions; the message names both.
     """
     if os.environ.get("FSDPC_CUDA_PLUGIN") or _PLUGIN.exists():
         return _PLUGIN
@@ -58,7 +58,7 @@ def plugin_path() -> Path:
 
 @cache
 def _found() -> dict[str, Any]:
-    """What the plugin says of itself, or why there is none."""
+    """Return the plugin's description of itself, or why there is none."""
     try:
         path = plugin_path()
     except RuntimeError as error:
@@ -76,23 +76,23 @@ def _found() -> dict[str, Any]:
 
 
 def device_count() -> int:
-    """Return how many GPUs this process sees; 0 where :func:`describe` says why.
+    """Return how many GPUs this process sees; if 0, :func:`describe` says why.
 
     Returns
     -------
     int
-        The plugin's count, under ``CUDA_VISIBLE_DEVICES``.
+        The plugin's count, subject to ``CUDA_VISIBLE_DEVICES``.
 
     Notes
     -----
-    The first call starts NVIDIA's driver where there is one; ranks that are forked afterwards
-    cannot use it, so :func:`fsdpc.launch` refuses to fork them.
+    The first call starts NVIDIA's driver if it is installed. Ranks forked afterwards cannot use it,
+    so :func:`fsdpc.launch` refuses to fork them.
     """
     return _found()["devices"]
 
 
 def describe() -> str:
-    """Return one line: what the plugin was built with and found, or why there is no GPU.
+    """Return one line: the plugin's build and what it found, or why there is no GPU.
 
     Returns
     -------
@@ -102,13 +102,13 @@ def describe() -> str:
 
     Notes
     -----
-    Starts the driver as :func:`device_count` does.
+    Starts the driver, like :func:`device_count`.
     """
     return _found()["description"]
 
 
 def describe_nccl() -> str:
-    """Return one line: which NCCL there is, or why there is none.
+    """Return one line: which NCCL was found, or why there is none.
 
     Returns
     -------
@@ -117,9 +117,9 @@ def describe_nccl() -> str:
 
     Notes
     -----
-    Opens the library, which needs no GPU.  It is the copy that the process already has (torch's),
-    else the one that ``FSDPC_NCCL_LIB`` names, else that of pip's ``nvidia-nccl-cu13`` or the
-    system's; a second copy is never opened.  Ranks with a GPU each communicate over it.
+    Opens the library, which needs no GPU. It is the copy that the process already uses (torch's),
+    else the one in ``FSDPC_NCCL_LIB``, else that of pip's ``nvidia-nccl-cu13`` or the system's. A
+    second copy is never opened. Ranks that each have a GPU communicate over it.
     """
     try:
         path = plugin_path()
@@ -131,5 +131,5 @@ def describe_nccl() -> str:
 
 
 def _driver_runs() -> bool:
-    """Whether this process has started the driver through the plugin; starts nothing."""
+    """Return whether this process has started the driver through the plugin; starts nothing."""
     return _found.cache_info().currsize > 0 and device_count() > 0

@@ -9,28 +9,28 @@ DEVICES = ("cpu", "cuda")
 
 
 def set_default_device(device: str) -> None:
-    """Choose the device on which all tensors of this process live, before the first one is made.
+    """Choose the device for all tensors of this process, before the first one is created.
 
     Parameters
     ----------
     device : {"cpu", "cuda"}
-        ``"cuda"`` is the GPU of this process's LOCAL_RANK among ``CUDA_VISIBLE_DEVICES``, the first
-        where that says nothing. Without a call it is ``"cpu"``.
+        ``"cuda"`` is the GPU of this process's LOCAL_RANK in ``CUDA_VISIBLE_DEVICES``, or the first
+        GPU if that variable is not set. The default is ``"cpu"``.
 
     Raises
     ------
     ValueError
-        There is no device of that name.
+        The device name is unknown.
     RuntimeError
-        There is no GPU here (the message says why), or tensors live on another device already.
+        There is no GPU here (the message says why), or tensors already exist on another device.
 
     Notes
     -----
-    NumPy arrays are copied to it, and ``numpy()``, ``item()`` and
-    printing copy back and wait for what was computed until then. DLPack shares memory with other
-    libraries on that GPU, in the order of their streams. Checkpoints pass through host memory.
+    NumPy arrays are copied to the device. ``numpy()``, ``item()`` and printing copy back and wait
+    for earlier computations. DLPack shares memory with other libraries on that GPU, in stream
+    order. Checkpoints pass through host memory.
 
-    A call for the device that was chosen already does nothing.
+    A call with the current device does nothing.
 
     Examples
     --------
@@ -44,7 +44,7 @@ def set_default_device(device: str) -> None:
 
 
 def check_device(device: str) -> None:
-    """Raise ValueError unless there are devices of that name."""
+    """Raise ValueError if the device name is unknown."""
     if device not in DEVICES:
         raise ValueError(
             f"device must be 'cpu' or 'cuda', got {device!r}: CUDA_VISIBLE_DEVICES says which GPU "
@@ -53,7 +53,7 @@ def check_device(device: str) -> None:
 
 
 def get_default_device() -> str:
-    """Return the device on which tensors of this process live.
+    """Return the device of this process's tensors.
 
     Returns
     -------

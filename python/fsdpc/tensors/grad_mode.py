@@ -1,4 +1,4 @@
-"""Switching the recording of gradients."""
+"""Switch the recording of gradients on and off."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _GradMode(ContextDecorator):
 
 
 class no_grad(_GradMode):
-    """Inside, operations are not recorded; a context manager and a decorator.
+    """Do not record operations inside; a context manager and a decorator.
 
     Examples
     --------
@@ -37,7 +37,7 @@ class no_grad(_GradMode):
 
 
 class enable_grad(_GradMode):
-    """Inside, operations are recorded; a context manager and a decorator.
+    """Record operations inside; a context manager and a decorator.
 
     Examples
     --------

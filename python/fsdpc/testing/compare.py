@@ -1,8 +1,8 @@
-"""Two models trained side by side, and the first place where they differ.
+"""Train two models side by side and find the first place where they differ.
 
-A side is a native model, a torch one, either of them sharded or not. Full values of both are
-brought to NumPy one tensor at a time, in the order of the computation: loss, gradients, norm,
-parameters, optimizer states. torch is never imported here: a caller with a torch model did that.
+A side is a native or a torch model, sharded or not. Full values of both are converted to NumPy one
+tensor at a time, in order of computation: loss, gradients, norm, parameters, optimizer states. This
+module never imports torch: a caller with a torch model already has.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KINDS = ("parameter", "loss", "gradient", "norm", "state")
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One of the two models, with what it is trained by.
+    """One of the two models, with its optimizer and loss.
 
     Parameters
     ----------
@@ -35,13 +35,13 @@ class Side:
     optimizer : object, optional
         With ``step`` and ``zero_grad``; both sides have one, or neither.
     loss : callable, optional
-        ``loss(model, *batch)`` returns the scalar to go backward from; ``model(*batch)`` where not
-        given.  Arrays of the batch arrive as tensors of the model's library.
+        ``loss(model, *batch)`` returns the scalar for backward; ``model(*batch)`` by default.
+        Arrays of the batch arrive as tensors of the model's library.
     rename : callable, optional
-        ``rename(name)`` returns the name that the other side knows a parameter by.
+        ``rename(name)`` returns the other side's name of a parameter.
     arrange : callable, optional
-        ``arrange(name, array)`` returns a parameter, its gradient or one of its states as the other
-        side lays it out (transposed, say); `name` is the common one.
+        ``arrange(name, array)`` returns a parameter, its gradient or one of its states in the other
+        side's layout (transposed, for example); `name` is the common name.
 
     Examples
     --------
@@ -60,23 +60,23 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """How far two values may be apart: a value passes if any of these allows it.
+    """How far two values may be apart; a value passes if any of these allows it.
 
     Parameters
     ----------
     rtol : float, default 0
-        Times the larger magnitude of the two values.
+        Relative to the larger magnitude of the two values.
     scale : float, default 0
-        Times the largest magnitude in the second side's tensor: for sums in which terms cancel.
+        Relative to the largest magnitude in the second side's tensor, for sums whose terms cancel.
     atol : float, default 0
-        By itself.
+        Absolute.
     ulp : int, default 0
         Steps between representable numbers of the narrower dtype.
 
     Notes
     -----
-    ``rtol``, ``scale`` and ``atol`` are added up, as in numpy.allclose.  All at 0 asks for values
-    that are equal once both are rounded to the narrower dtype; 0 equals -0, NaN equals NaN.
+    ``rtol``, ``scale`` and ``atol`` are added up, as in numpy.allclose. If all are 0, values must
+    be equal once both are rounded to the narrower dtype; 0 equals -0, and NaN equals NaN.
 
     Examples
     --------
@@ -98,21 +98,21 @@ class Difference:
     Parameters
     ----------
     step : int
-        1 for the first; 0 is before it.
+        1 for the first step; 0 is before it.
     what : str
         "parameter", "loss", "gradient", "norm", or "state" with the state's name.
     name : str
-        Of the parameter; "" for losses and norms.
+        Name of the parameter; "" for losses and norms.
     index : tuple of int
-        The first element, in row-major order, that is further apart than allowed.
+        The first element, in row-major order, beyond the tolerance.
     a, b : float
-        Its values.
+        The element's two values.
     ulp : int or None
-        Steps between the two in the narrower dtype; None where one of them is not finite.
+        Steps between the two in the narrower dtype; None if one of them is not finite.
     dtype : str
         The narrower dtype.
     count, numel : int
-        How many elements are further apart than allowed, and how many there are.
+        Number of elements beyond the tolerance, and number of all elements.
     rank : int
         The rank that found it; all ranks of a sharded model return the same.
 
@@ -147,7 +147,7 @@ class Difference:
         )
 
     def _repr_html_(self) -> str:
-        """Return a table, which notebooks show."""
+        """Return a table for notebooks."""
         ulp = "not finite" if self.ulp is None else f"{self.ulp:,} ulp of {self.dtype}"
         return html.fields("the first difference", {
             "where": f"step {self.step}, rank {self.rank}: {self.what} {self.name}".rstrip(),
@@ -158,13 +158,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class _Value:
-    """Numbers as float64, which holds those of every dtype here, and the dtype they came in."""
+    """Numbers as float64, which holds those of every dtype here, and their original dtype."""
 
     numbers: np.ndarray
     dtype: str
 
 
-_MISSING = _Value(np.zeros(()), "float64")  # no gradient, no state: as many zeros as needed
+_MISSING = _Value(np.zeros(()), "float64")  # no gradient or state: broadcasts as zeros
 
 
 def compare(
@@ -181,15 +181,15 @@ def compare(
     Parameters
     ----------
     a, b : Side, or a model
-        The two; ``b`` is taken as the reference.
+        The two models; ``b`` is the reference.
     batches : iterable of sequence
-        What each model is called with, one a step; a sequence begins again at its end.
+        Inputs of each model, one per step; a sequence restarts at its end.
     steps : int, default 1
-        0 compares the parameters alone.
+        0 compares only the parameters.
     tolerance : Tolerance or mapping of str to Tolerance, optional
         For everything, or by kind: "parameter" (before the first step and after each), "loss",
-        "gradient", "norm", "state"; kinds that a mapping leaves out are not compared.  Equality
-        where not given.
+        "gradient", "norm", "state". Kinds that a mapping omits are not compared. By default values
+        must be equal.
     max_norm : float, optional
         Clip both sides' gradients to this global norm, after comparing them, and compare the norms.
 
@@ -201,16 +201,16 @@ def compare(
     Raises
     ------
     TypeError
-        A model is of neither library.
+        A model belongs to neither library.
     ValueError
-        The sides' parameters have other names or shapes, one side alone has an optimizer, the
+        The sides' parameters have different names or shapes, only one side has an optimizer, the
         batches end early, or a kind is unknown.
 
     Notes
     -----
     Collective if a side is sharded: every rank calls it and gets the full values, but its own loss.
-    Where the other side is not sharded give all ranks the same batches: the mean over ranks is then
-    each rank's own gradient.  A missing gradient or state counts as zeros.
+    If the other side is not sharded, pass all ranks the same batches: the mean over ranks is then
+    each rank's own gradient. A missing gradient or state counts as zeros.
 
     Examples
     --------
@@ -294,7 +294,7 @@ def _check_names(a: _Model, b: _Model) -> None:
 
 
 class _Model:
-    """A side behind one face: what `compare` asks, whatever the library."""
+    """Adapts a side to the operations that `compare` needs, for either library."""
 
     def __init__(self, side: Side) -> None:
         self.model, self.optimizer, self.arrange = side.model, side.optimizer, side.arrange
@@ -320,16 +320,16 @@ class _Model:
         return _Value(np.asarray(self.arrange(name, value.numbers)), value.dtype)
 
     def read(self, value: Any) -> _Value:
-        """A tensor, a number, or None."""
+        """Return the value of a tensor, a number, or None."""
         if value is None:
             return _MISSING
         if isinstance(value, (int, float)):
             return _Value(np.array(value, np.float64), "float32")
         return self.value(value)
 
-    # What each library does its own way.  Reading a sharded model is collective.
-    tensor: Callable[[Any], Any]  # of an array of the batch
-    value: Callable[[Any], _Value]  # of a tensor
+    # What differs between the libraries. Reading a sharded model is collective.
+    tensor: Callable[[Any], Any]  # converts an array of the batch
+    value: Callable[[Any], _Value]  # converts a tensor
     full: Callable[[str], _Value]
     grad: Callable[[str], _Value]
     clip: Callable[[float], _Value]
@@ -419,19 +419,19 @@ def _first(
     sides: tuple[_Model, _Model],
     read: Callable[[_Model, str], _Value],
 ) -> Difference | None:
-    """Go through all of a kind's tensors, in the order of a's parameters."""
+    """Compare all tensors of a kind, in the order of a's parameters."""
     allowed = tolerances.get(what.split()[0])
     if allowed is None:
         return None
     found = None
-    for name in sides[0].parameters:  # to the end: a peer may have found nothing, and reads on
+    for name in sides[0].parameters:  # to the end: a peer may still be reading
         values = [side.arranged(name, read(side, name)) for side in sides]
         found = found or _compare(step, what, name, *values, allowed)
     return _agreed(sides, found)
 
 
 def _agreed(sides: tuple[_Model, _Model], found: Difference | None) -> Difference | None:
-    """What the first rank to have found anything found: all go on, or none."""
+    """Return the first rank's difference, so that all ranks stop or none does."""
     if not any(side.is_sharded() for side in sides) or distributed.world_size() == 1:
         return found
     text = b"" if found is None else json.dumps(asdict(found)).encode()
@@ -492,7 +492,7 @@ def _steps_between(x: np.ndarray, y: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _ordered(numbers: np.ndarray, dtype: str) -> np.ndarray:
-    """Integers that count a dtype's numbers, from 0 at zero, up and down."""
+    """Return integers that order a dtype's numbers: 0 at zero, one step per number."""
     with np.errstate(over="ignore"):
         if dtype == "float64":
             bits, low = numbers.view(np.int64), 63
@@ -500,6 +500,6 @@ def _ordered(numbers: np.ndarray, dtype: str) -> np.ndarray:
             bits, low = numbers.astype(np.float16).view(np.int16).astype(np.int64), 15
         else:
             bits, low = numbers.astype(np.float32).view(np.int32).astype(np.int64), 31
-    if dtype == "bfloat16":  # to nearest even: numbers of a wider dtype come here too
+    if dtype == "bfloat16":  # round to nearest even: wider dtypes occur here too
         bits, low = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16, 15
     return np.where(bits < 0, -(bits & ((1 << low) - 1)), bits)
