@@ -154,7 +154,7 @@ def keep_tokenizer(tokenizer: Any, folder: Path | None) -> None:
 
 
 def export(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
-    """Write the model for transformers, with the other files of the model it began as; collective."""
+    """Write the model for transformers, with its source's other files; collective."""
     if options.export is None:
         return
     if options.lora is not None:

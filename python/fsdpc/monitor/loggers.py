@@ -1,9 +1,9 @@
-"""What a run measures, written where people look: JSON lines, CSV, TensorBoard, W&B, MLflow.
+"""Write a run's measurements as JSON lines, CSV, or to TensorBoard, W&B or MLflow.
 
-Rank 0 alone writes; elsewhere a logger does nothing, so loops need no test of the rank. Each call
-hands its record to the kernel in one write, before it returns: a process that is killed after that
-loses nothing. (A machine that loses its power may: nothing waits for the disk.) Files are appended
-to, so a run that goes on from a checkpoint goes on in the same file.
+Only rank 0 writes. On other ranks a logger does nothing, so loops need not check the rank. Each
+call passes its record to the kernel in one write before it returns, so a process that is killed
+later loses nothing. (A power failure may lose records, since no call waits for the disk.) Files are
+appended to, so a resumed run continues in the same file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Value = float | int | str | None
 
 
 class Logger:
-    """Base of all loggers; a new one overrides :meth:`write`.
+    """Base class of all loggers; a subclass overrides :meth:`write`.
 
     Examples
     --------
@@ -39,26 +39,26 @@ class Logger:
     """
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write the values of a step, on rank 0; other ranks return at once.
+        """Write the values of a step on rank 0; other ranks return at once.
 
         Parameters
         ----------
         step : int
         values : mapping
-            Numbers by name, text, or tensors of one element, which are read.
+            Numbers or text by name, or one-element tensors, whose values are read.
         """
         if _writes():
             self.write(int(step), {name: _plain(value) for name, value in values.items()})
 
     def write(self, step: int, values: dict[str, Value]) -> None:
-        """Write plain values; rank 0 calls it."""
+        """Write plain values; called on rank 0."""
         raise NotImplementedError("a logger defines write(step, values)")
 
     def close(self) -> None:
-        """End; what was logged is there already."""
+        """Close the logger; everything logged is already written."""
 
     def __enter__(self) -> Logger:
-        """Return itself; leaving closes it."""
+        """Return itself; leaving the context closes it."""
         return self
 
     def __exit__(
@@ -71,12 +71,12 @@ class Logger:
 
 
 class JsonLines(Logger):
-    """A JSON object a line: ``step``, ``time`` (of the clock) and the values; NaN becomes null.
+    """One JSON object per line: ``step``, ``time`` (of the clock) and the values; NaN becomes null.
 
     Parameters
     ----------
     path : path
-        Made, with its folders, by the first call.
+        Created, with its folders, by the first call.
 
     Examples
     --------
@@ -107,7 +107,7 @@ class JsonLines(Logger):
 
 
 class Csv(Logger):
-    """A table with a column a name; a name that comes later widens it.
+    """A table with one column per name; a new name adds a column.
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ class Csv(Logger):
         self._names: list[str] | None = None
 
     def write(self, step: int, values: dict[str, Value]) -> None:
-        """Write a line; with new names, the file anew."""
+        """Write a line; if there are new names, rewrite the file."""
         row: dict[str, Any] = {"step": step, **values}
         if self._names is None:
             self._names = self._found()
@@ -148,7 +148,7 @@ class Csv(Logger):
             return next(csv.reader(file), [])
 
     def _widen(self, names: list[str]) -> None:
-        """Write all lines under the new names beside the file, and take its place at once."""
+        """Rewrite all lines with the new names in a second file, which then replaces the first."""
         rows: list[dict[str, str]] = []
         if self._names:
             with self.path.open(newline="", encoding="utf-8") as file:
@@ -168,7 +168,7 @@ class Csv(Logger):
 
 
 class TensorBoard(Logger):
-    """Scalars in an event file, by the package ``tensorboard``.
+    """Scalars in an event file, written by the package ``tensorboard``.
 
     Parameters
     ----------
@@ -178,7 +178,7 @@ class TensorBoard(Logger):
     Raises
     ------
     ImportError
-        The package is not installed; rank 0 alone needs it.
+        The package is not installed; only rank 0 needs it.
 
     Examples
     --------
@@ -201,7 +201,7 @@ class TensorBoard(Logger):
                 "logging to TensorBoard needs its package: pip install tensorboard, or log to "
                 "jsonl:FILE"
             ) from error
-        if as_text(self._folder) != self._folder:  # it takes names for UTF-8
+        if as_text(self._folder) != self._folder:  # TensorBoard assumes that names are UTF-8
             raise ValueError(
                 f"TensorBoard cannot write to {as_text(self._folder)!r} under this locale: set "
                 "LC_ALL=C.UTF-8, or name a folder in ASCII"
@@ -229,22 +229,23 @@ class TensorBoard(Logger):
 
 
 class Wandb(Logger):
-    """A run of Weights & Biases, by the package ``wandb``.
+    """A run of Weights & Biases, written by the package ``wandb``.
 
     Parameters
     ----------
     project : str, default "fsdpc"
     **options
-        Of ``wandb.init``, as ``mode="offline"``, ``dir=``, ``config=``, ``id=`` and ``resume=``.
+        Options of ``wandb.init``, such as ``mode="offline"``, ``dir=``, ``config=``, ``id=`` and
+        ``resume=``.
 
     Raises
     ------
     ImportError
-        The package is not installed; rank 0 alone needs it.
+        The package is not installed; only rank 0 needs it.
 
     Notes
     -----
-    W&B's own process writes, from a queue, and a kill loses what is in it: log to a file beside it.
+    W&B's own process writes from a queue, and a kill loses the queue: also log to a file.
 
     Examples
     --------
@@ -278,33 +279,33 @@ class Wandb(Logger):
 
 
 class MLflow(Logger):
-    """A run of MLflow, by the package ``mlflow-skinny`` or ``mlflow``.
+    """A run of MLflow, written by the package ``mlflow-skinny`` or ``mlflow``.
 
     Parameters
     ----------
     where : path or str
-        A folder, or the address of a server, as ``http://host:5000``.
+        A folder, or the address of a server such as ``http://host:5000``.
     experiment : str, default "fsdpc"
-        Made where it is not there.
+        Created if it does not exist.
     run : str, optional
-        The id of a run to go on with; default ``MLFLOW_RUN_ID``, or a new run.
+        ID of a run to continue; by default ``MLFLOW_RUN_ID``, or a new run.
 
     Attributes
     ----------
     run : str
-        The run's id; empty on ranks that do not write.
+        The run's ID; empty on ranks that do not write.
 
     Raises
     ------
     ImportError
-        The package is not installed; rank 0 alone needs it.
+        The package is not installed; only rank 0 needs it.
 
     Notes
     -----
-    Text is left out. Each call writes to the folder, or waits for the server, before it returns: a
-    kill loses nothing, and leaves the run's status at RUNNING. MLflow opens folders where
-    ``MLFLOW_ALLOW_FILE_STORE`` is true; it is set here unless you have. MLflow's package sends data
-    about its use to its makers unless ``MLFLOW_DISABLE_TELEMETRY`` is true.
+    Text is left out. Each call writes to the folder, or waits for the server, before it returns. A
+    kill therefore loses nothing, but leaves the run's status at RUNNING. MLflow writes to folders
+    only if ``MLFLOW_ALLOW_FILE_STORE`` is true; this class sets it unless you have. MLflow's
+    package sends usage data to its makers unless ``MLFLOW_DISABLE_TELEMETRY`` is true.
 
     Examples
     --------
@@ -352,14 +353,14 @@ class MLflow(Logger):
         self._client.log_batch(self.run, metrics=numbers)
 
     def close(self) -> None:
-        """Say that the run has finished."""
+        """Mark the run as finished."""
         if self.run:
             self._client.set_terminated(self.run)
             self.run = ""
 
 
 class Loggers(Logger):
-    """Several loggers as one.
+    """Combine several loggers into one.
 
     Parameters
     ----------
@@ -394,18 +395,18 @@ class Loggers(Logger):
 
 
 def open_loggers(text: str) -> Loggers:
-    """Make loggers from a line as options have it.
+    """Create loggers from the text of an option.
 
     Parameters
     ----------
     text : str
         ``jsonl:FILE``, ``csv:FILE``, ``tensorboard:FOLDER``, ``mlflow:FOLDER`` or ``mlflow:URL``,
-        and ``wandb`` or ``wandb:PROJECT``, with commas between.
+        and ``wandb`` or ``wandb:PROJECT``, separated by commas.
 
     Raises
     ------
     ValueError
-        Another word, or no file where one is needed.
+        An unknown word, or a missing file name.
 
     Examples
     --------
@@ -417,7 +418,7 @@ def open_loggers(text: str) -> Loggers:
 
 
 def read_words(text: str) -> list[tuple[str, str]]:
-    """Return kind and place of each logger that a line names; raises as `open_loggers` does.
+    """Return kind and place of each logger in the text; raises as `open_loggers` does.
 
     Examples
     --------
@@ -456,7 +457,7 @@ def _is_odd(value: Value) -> bool:
 
 
 class _Appended:
-    """A file that whole records are appended to, each by one write; made at the first."""
+    """A file to which whole records are appended, each in one write; created at the first."""
 
     def __init__(self, path: str | os.PathLike[str], fresh: bool = False) -> None:
         self.path, self._fresh, self._fd = Path(path), fresh, -1
@@ -468,7 +469,7 @@ class _Appended:
             self._fd = os.open(self.path, flags | os.O_TRUNC * self._fresh, 0o666)
             length = os.fstat(self._fd).st_size
             if length and os.pread(self._fd, 1, length - 1) != b"\n":
-                record = b"\n" + record  # a line was cut off, by a full disk
+                record = b"\n" + record  # a full disk has cut off a line
         while record:
             record = record[os.write(self._fd, record) :]
 

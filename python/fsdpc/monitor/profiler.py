@@ -1,4 +1,4 @@
-"""A profile of some steps: what all ranks computed, moved and waited for, on one clock in one file.
+"""Profile some steps: what all ranks computed, moved and waited for, on one clock in one file.
 
 The engine traces its operations anyway. While a profile is taken it keeps more of them, and notes
 what the host waits for. :mod:`fsdpc.monitor.flight` is for runs that fail: each rank writes a file.
@@ -24,17 +24,17 @@ from fsdpc.monitor import flight, perfetto
 
 EVENTS = 1 << 20
 
-#: (kind, unit, epoch, bytes, nanoseconds, in backward), as ``_core.trace_events`` has them.
+#: (kind, unit, epoch, bytes, nanoseconds, in backward), as in ``_core.trace_events``.
 Event = tuple[str, int, int, int, int, bool]
 
 
 class Profile:
-    """What :func:`profile` takes. Printed, it says what share of the time each rank spent on what.
+    """The result of :func:`profile`. It prints the share of time that each rank spent on what.
 
     Attributes
     ----------
     path : Path
-        Of the trace.
+        Path of the trace.
     flight : Flight or None
         The operations of all ranks, once the profile has ended.
 
@@ -59,7 +59,7 @@ class Profile:
         """Begin; each rank does so by itself."""
         self._before = _core.trace_resize(self.events, True)
         self._since = time.monotonic_ns()
-        if "fsdpc.torch" in sys.modules:  # the steps of torch's optimizers, which the engine misses
+        if "fsdpc.torch" in sys.modules:  # torch's optimizer steps, unseen by the engine
             from fsdpc.torch._profile import mark_optimizers
 
             self._hooks = mark_optimizers(self._note)
@@ -88,7 +88,7 @@ class Profile:
 
     @contextmanager
     def mark(self, name: str) -> Iterator[None]:
-        """Draw what is done inside as a span of that name, on a track of its own.
+        """Draw the block inside as a span with this name, on a separate track.
 
         Parameters
         ----------
@@ -102,7 +102,7 @@ class Profile:
         self._own.append((what, -1, 0, 0, time.monotonic_ns(), False))
 
     def _write(self, own: dict[str, Any]) -> None:
-        """Bring all ranks' operations together, and write them on rank 0."""
+        """Gather all ranks' operations, and write them on rank 0."""
         data = json.dumps(own).encode()
         joined = distributed.is_initialized()
         all_ = gather_bytes(distributed.world(), data) if joined else [data]
@@ -141,30 +141,30 @@ def profile(
     Parameters
     ----------
     path : path
-        Of the file, which rank 0 writes; for ui.perfetto.dev and ``chrome://tracing``.
+        Path of the file, which rank 0 writes, for ui.perfetto.dev and ``chrome://tracing``.
     model : Module or torch.nn.Module, optional
-        Whose units are named; without it they are numbers.
+        Supplies unit names; without it units have numbers.
     events : int, default 1048576
-        How many operations a rank keeps, 40 bytes each; of more, the last.
+        How many operations a rank keeps, 40 bytes each; the oldest are dropped.
 
     Returns
     -------
     Profile
-        A context manager. Its ``mark(name)`` draws spans of the script.
+        A context manager. Its ``mark(name)`` adds spans of your script.
 
     Raises
     ------
     OSError
-        The file cannot be written. All ranks raise.
+        The file cannot be written. Raised on all ranks.
 
     Notes
     -----
-    The end of the block is collective: all ranks of the world take the profile. Where an exception
-    leaves the block, nothing is written. Times are the host's. On a GPU a span lasts until the work
-    was given to the device, and :mod:`torch.profiler` has the kernels.
+    The end of the block is collective: all ranks of the world take the profile. If an exception
+    leaves the block, nothing is written. Times are host times. On a GPU a span ends when the work
+    was submitted to the device; for kernels use :mod:`torch.profiler`.
 
-    One profile is taken at a time. Where the peers are there already, nothing is waited for. Steps
-    outside of the block cost what they did.
+    Only one profile runs at a time. Waits are recorded only if a rank actually waits for its peers.
+    Steps outside the block run at their usual speed.
 
     Examples
     --------
@@ -196,7 +196,7 @@ class ProfiledSteps:
     Parameters
     ----------
     steps : range
-        Numbers of the steps; an empty one profiles nothing.
+        Numbers of the steps; an empty range profiles nothing.
     path : path
     model : Module or torch.nn.Module
     """
@@ -208,7 +208,7 @@ class ProfiledSteps:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Take the step inside, into the profile if it is one of those; collective at the last."""
+        """Run the step inside, in the profile if it is one of those; collective at the last one."""
         if number not in self.steps or self._profile.flight is not None:
             yield
             return
@@ -221,7 +221,7 @@ class ProfiledSteps:
             self.end()
 
     def end(self) -> None:
-        """Write what there is, and say so on rank 0; collective."""
+        """Write the profile so far and report it on rank 0; collective."""
         if not self._begun or self._profile.flight is not None:
             return
         self._profile.__exit__(None, None, None)

@@ -1,9 +1,9 @@
-"""Steps that would harm a run are skipped on all ranks alike, and a run that stays bad goes back.
+"""Skip harmful steps on all ranks together, and return to a checkpoint if a run stays bad.
 
-A rank whose loss jumps must tell the others, and does so for nothing: the loss that backward begins
-at becomes infinite there, on the device and without being read. Then no gradient of that rank is
-finite, no reduction that has one is, and so the norm that clipping measures is not, on any rank,
-over shards and replicas. Who jumped is asked only after that.
+A rank whose loss jumps must tell the others, which costs nothing here. On that rank, the loss at
+which backward begins becomes infinite, on the device and without being read. No gradient of that
+rank is then finite, nor any reduction that includes one, nor the norm that clipping measures, on
+any rank, over shards and replicas. Only afterwards do the ranks find out which of them jumped.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class StabilizerOptions:
     Parameters
     ----------
     loss_factor : float, default 5
-        A loss above so many times the mean of the window is a jump.
+        A loss above this many times the mean of the window is a jump.
     window : int, default 100
-        Losses of steps that were taken, this rank's own.
+        Number of losses in the mean: of this rank, from steps that were taken.
     least : int, default 10
-        Steps that must have been taken before losses and norms are compared with anything: a model
-        that was just made has large ones.
+        Number of steps to take before losses and norms are checked, because a new model has large
+        ones.
     norm_limit : float, default 10
-        Largest global norm of gradients, before clipping, of a step that is taken.
+        Largest gradient norm, before clipping, at which a step is taken.
     patience : int, default 3
-        Skipped steps in a row after which :attr:`Stabilized.go_back` is set.
+        Number of consecutive skipped steps after which :attr:`Stabilized.go_back` is set.
 
     Examples
     --------
@@ -68,12 +68,12 @@ class StabilizerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Stabilized:
-    """What became of a step; the same on all ranks.
+    """The outcome of a step; the same on all ranks.
 
-    ``reason`` is empty for a step that was taken, else "loss", "norm" or "nonfinite", and ``text``
-    says it in words. ``names`` are the parameters whose gradients hold NaN or infinity, for
-    "nonfinite". ``norm`` is that before clipping. ``go_back`` says that as many steps as the
-    options' ``patience`` were skipped in a row.
+    ``reason`` is empty if the step was taken, otherwise "loss", "norm" or "nonfinite"; ``text``
+    explains it. For "nonfinite", ``names`` are the parameters whose gradients contain NaN or
+    infinity. ``norm`` is the norm before clipping. ``go_back`` is set after ``patience``
+    consecutive skipped steps (see the options).
 
     Examples
     --------
@@ -96,32 +96,32 @@ class TrainingStabilizer:
     Parameters
     ----------
     model : Module or torch.nn.Module
-        Sharded, or not.
+        Sharded or not.
     optimizer : optimizer
-        Of either front door, or of ``torch.optim``.
+        From either front door, or from ``torch.optim``.
     max_norm : float, default 1
-        To which gradients are clipped.
+        Norm to which gradients are clipped.
     options : StabilizerOptions, optional
     log : callable, optional
-        Is given a line for each skipped step, on rank 0; by default it goes to stderr.
+        Called with a line for each skipped step, on rank 0; by default lines go to stderr.
 
     Attributes
     ----------
     skipped : dict of str to int
-        Steps by reason.
+        Skipped steps by reason.
     in_a_row : int
-        Skipped since the last step that was taken.
+        Skipped steps since the last step that was taken.
     went_back : int
-        Times that :meth:`go_back` was called.
+        Number of calls of :meth:`go_back`.
 
     Notes
     -----
-    A step that is taken costs the one small all-reduce of :func:`fsdpc.clip_grad_norm_`, and one
-    wait for its result, which is when the loss is read too. A skipped step costs at most two
-    more, which find out why. The window has the rank's own losses, so any rank's jump skips the
-    step on all.
+    A step that is taken costs the small all-reduce of :func:`fsdpc.clip_grad_norm_` and one wait
+    for its result, when the loss is read too. A skipped step costs at most two more, to find the
+    reason. The window contains this rank's own losses, so a jump on any rank skips the step on all
+    ranks.
 
-    With a loss scaler (float16) an infinite loss would shrink the scale: train in bfloat16.
+    Use bfloat16: with a loss scaler (float16), an infinite loss would shrink the scale.
 
     Examples
     --------
@@ -167,20 +167,20 @@ class TrainingStabilizer:
 
     @property
     def gave_up(self) -> bool:
-        """Whether the last step was skipped as the last of :attr:`StabilizerOptions.patience`."""
+        """Whether the last step was skipped and exhausted :attr:`StabilizerOptions.patience`."""
         return self.in_a_row > 0 and self.in_a_row % self.options.patience == 0
 
     @property
     def limit(self) -> float:
-        """The largest loss that is no jump."""
+        """The largest loss that does not count as a jump."""
         if len(self._window) < self.options.least:
             return math.inf
         return self.options.loss_factor * sum(self._window) / len(self._window)
 
     def watch(self, loss: Any) -> Any:
-        """Return the loss to call ``backward`` on, of each micro-step; it is not read.
+        """Return the loss for ``backward``; call it in each micro-step. The loss is not read.
 
-        Its value is the loss's own, or infinite if that is above :attr:`limit`.
+        The result equals the loss, or is infinite if the loss is above :attr:`limit`.
         """
         kept = loss.detach()
         self._losses.append(kept)
@@ -196,7 +196,7 @@ class TrainingStabilizer:
         Raises
         ------
         RuntimeError
-            No loss was given to :meth:`watch`.
+            :meth:`watch` was not called with a loss.
         """
         if not self._losses:
             raise RuntimeError("step() without a loss: call backward() on what watch(loss) returns")
@@ -224,7 +224,7 @@ class TrainingStabilizer:
         return self._skip(norm, **found)
 
     def _diagnose(self, loss: float, limit: float, error: Exception) -> dict[str, Any]:
-        """Ask all ranks for their losses, and where none jumped, for their gradients."""
+        """Collect the losses of all ranks and, if none jumped, check their gradients."""
         rows = distributed.all_gather(np.array([loss, limit], np.float64))
         bad = [
             f"{value:.4g} on rank {rank} (above {most:.4g})"
@@ -236,7 +236,7 @@ class TrainingStabilizer:
         names = _nonfinite(self.model)
         losses = [f"{x} on rank {rank}" for rank, x in enumerate(rows[:, 0]) if not np.isfinite(x)]
         if not names and not losses:
-            raise error  # not about numbers
+            raise error  # about something other than numbers
         shown = ", ".join(f"'{name}'" for name in names[: clip.NAMED])
         shown += f" and {len(names) - clip.NAMED} more" if names[clip.NAMED :] else ""
         text = f"gradients hold NaN or infinity, in {shown}" if names else ""
@@ -255,16 +255,16 @@ class TrainingStabilizer:
                           go_back=self.gave_up)  # fmt: skip
 
     def go_back(self, manager: Any, state: Mapping[str, Any], **options: Any) -> int:
-        """Load the newest checkpoint, and go on from it with another order of data; collective.
+        """Load the newest checkpoint and continue from it with another data order; collective.
 
         Parameters
         ----------
         manager : fsdpc.checkpoint.CheckpointManager
         state : mapping
-            As its ``restore`` takes it. A :class:`fsdpc.data.Loader` under ``"data"`` is told
-            :meth:`~fsdpc.data.Loader.reorder`; seed any other from ``went_back``.
+            As for ``restore`` of the manager. A :class:`fsdpc.data.Loader` under ``"data"`` gets a
+            call of :meth:`~fsdpc.data.Loader.reorder`; seed any other loader from ``went_back``.
         **options
-            Of ``restore``.
+            Options of ``restore``.
 
         Returns
         -------
@@ -290,11 +290,11 @@ class TrainingStabilizer:
         return step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts, as a checkpoint's ``"extra"`` takes them; the window begins anew."""
+        """Return the counts for a checkpoint's ``"extra"``; a load starts an empty window."""
         return {"skipped": dict(self.skipped), "went_back": self.went_back}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned."""
+        """Continue from the result of :meth:`state_dict`."""
         self.skipped.update(state["skipped"])
         self.went_back = int(state["went_back"])
 
@@ -304,7 +304,7 @@ def _badness(loss: float) -> float:
 
 
 def _nonfinite(model: Any) -> list[str]:
-    """Name the parameters whose gradients hold NaN or infinity on any rank; collective."""
+    """Name the parameters whose gradients contain NaN or infinity on any rank; collective."""
     if isinstance(model, Module):
         norms = clip.grad_norms(model, math.inf)
         return [name for name, norm in norms.items() if not math.isfinite(norm)]

@@ -1,7 +1,7 @@
-"""Which rows of which parameter each rank owns, of any model and any number of ranks.
+"""Which rows of which parameter each rank owns, for any model and any number of ranks.
 
-The numbers are the engine's: a unit of the same shapes is made for every rank, on a device that
-computes and holds nothing, and its tables are read (csrc/engine/layout.h).
+The numbers are the engine's: for every rank, a unit of the same shapes is created on a device that
+computes and stores nothing, and its tables are read (csrc/engine/layout.h).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fsdpc.sharding.wrap import WrapPolicy, by_name, units_by
 
 
 class Piece(NamedTuple):
-    """Elements ``[first, first + numel)`` of a parameter, which one rank of a shard group owns."""
+    """Elements ``[first, first + numel)`` of a parameter, owned by one rank of a shard group."""
 
     rank: int
     first: int
@@ -35,10 +35,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterLayout:
-    """A parameter of a unit, and who owns what of it.
+    """A parameter of a unit, and which rank owns which part.
 
-    ``dtype`` is that of masters. ``pieces`` are in order, without empty ones, and add up to the
-    parameter.
+    ``dtype`` is that of masters. ``pieces`` are in order, without empty ones, and together make up
+    the parameter.
     """
 
     name: str
@@ -49,7 +49,7 @@ class ParameterLayout:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Number of elements of the whole parameter."""
         return prod(self.shape)
 
     @property
@@ -58,7 +58,7 @@ class ParameterLayout:
         return self.numel * self.itemsize
 
     def rows(self, piece: Piece) -> str:
-        """Say which rows, or of a cut inside of rows which elements, a piece has."""
+        """Describe a piece's rows, or its elements if the cut is inside a row."""
         row = prod(self.shape[1:]) if len(self.shape) > 1 else 1
         end = piece.first + piece.numel
         if row == 0 or piece.first % row or end % row:
@@ -68,10 +68,10 @@ class ParameterLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitLayout:
-    """A unit: its parameters, and the bytes that each rank of a shard group holds of it.
+    """A unit: its parameters, and the bytes of it on each rank of a shard group.
 
-    ``name`` is the dotted name of its module, "" of the model itself. ``shard`` is equal on all
-    ranks; ``padding`` has for each rank what of it belongs to no parameter.
+    ``name`` is the dotted name of its module, "" for the model itself. ``shard`` is equal on all
+    ranks; ``padding`` lists for each rank the bytes that belong to no parameter.
     """
 
     name: str
@@ -90,8 +90,8 @@ class UnitLayout:
 class ShardingLayout:
     """The units of a model, outermost first, and what each rank owns of their parameters.
 
-    ``mesh`` is (replicate, shard). A piece's ``rank`` counts inside a shard group; world ranks
-    ``rank + k * shard`` hold the same. Printed it is a table, and in a notebook a picture.
+    ``mesh`` is (replicate, shard). A piece's ``rank`` counts within a shard group; world ranks
+    ``rank + k * shard`` hold the same rows. It prints as a table; in a notebook it shows a picture.
 
     Examples
     --------
@@ -112,7 +112,7 @@ class ShardingLayout:
 
     @property
     def shard(self) -> int:
-        """Bytes of a rank, padding included; masters are as many."""
+        """Bytes per rank, including padding; masters take the same."""
         return sum(u.shard for u in self.units)
 
     @property
@@ -121,7 +121,7 @@ class ShardingLayout:
         return sum(sum(u.padding) for u in self.units)
 
     def owned(self, rank: int) -> Iterator[tuple[str, ParameterLayout, Piece]]:
-        """Yield (unit's name, parameter, piece) of all that a rank of the world owns."""
+        """Yield (unit's name, parameter, piece) for everything that a world rank owns."""
         for unit in self.units:
             for p in unit.parameters:
                 for piece in p.pieces:
@@ -141,7 +141,7 @@ class ShardingLayout:
         OSError
             The file cannot be written.
         ValueError
-            The name ends otherwise.
+            The file name has another suffix.
         """
         save(path, self.title, self._repr_html_())
 
@@ -165,16 +165,16 @@ def sharding_layout(
     Parameters
     ----------
     model : Module
-        Of :mod:`fsdpc.nn` or of torch. Sharded: its units count. Not sharded, deferred ones and
-        those on torch's meta device included: ``plan`` says what would be a unit.
+        A native or torch model. If it is sharded, its units count. If it is not (deferred models
+        and torch's meta device included), ``plan`` says what would be a unit.
     mesh : DeviceMesh, (replicate, shard) or int, optional
-        Of any size; a number shards over that many ranks. Where not given, the one that the model
-        is sharded over, else this run's world.
+        A mesh of any size; a number shards over that many ranks. By default the model's own mesh if
+        it is sharded, otherwise this run's world.
     strategy : ShardingStrategy or str, optional
         NO_SHARD turns a number of ranks into replicas.
     plan
-        As ``fully_shard`` takes it, for a model that is not sharded. Where there is no plan, each
-        of the model's ``blocks()`` is a unit, if it has that method.
+        As for ``fully_shard``, if the model is not sharded. Without a plan, each of the model's
+        ``blocks()`` is a unit, if it has that method.
 
     Returns
     -------
@@ -186,12 +186,12 @@ def sharding_layout(
     TypeError
         A parameter's dtype cannot be sharded.
     ValueError
-        The mesh, or the plan, does not fit.
+        The mesh or the plan does not fit.
 
     Notes
     -----
-    Any rank may call it alone. It takes some 10 microseconds for each rank, and parameter of
-    units that differ.
+    Any rank may call it by itself. It takes about 10 microseconds for each rank and each parameter
+    of units that differ.
 
     Examples
     --------
@@ -230,8 +230,8 @@ def sharding_layout(
     return ShardingLayout(title=kind, mesh=(replicate, shard), units=tuple(units))
 
 
-#: Of a unit: name, class, (name, dtype, shape) of each parameter, whether it is laid out frozen,
-#: numbers of those that stay whole.
+#: A unit's name, class, (name, dtype, shape) of each parameter, whether its layout is frozen, and
+#: indices of the parameters that stay whole.
 _Unit = tuple[
     str, str, list[tuple[str, _core.dtype, tuple[int, ...]]], tuple[bool, ...], tuple[int, ...]
 ]
@@ -290,7 +290,7 @@ def _pieces(
     whole: tuple[int, ...],
     ranks: int,
 ) -> tuple[list[list[Piece]], int, tuple[int, ...]]:
-    """Of each parameter its pieces; bytes of a shard; of each rank the padding in that."""
+    """Return each parameter's pieces, the bytes of a shard, and each rank's padding in it."""
     pieces: list[list[Piece]] = [[] for _ in specs]
     shard: list[int] = []
     padding: list[int] = []

@@ -17,7 +17,7 @@ class Use(NamedTuple):
 
 
 class Act(NamedTuple):
-    """The engine acts on a unit: its name, what it does, and the phase that this is for.
+    """An act of the engine on a unit: the unit's name, the act, and the phase that it is for.
 
     ``what`` is "gather" (posted), "forward" or "backward" (the unit computes), "reshard", "reduce"
     (posted: a reduce-scatter over the shard group) or "all_reduce" (posted: over replicas).
@@ -30,16 +30,16 @@ class Act(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Schedule:
-    """The order in which a step uses units, how far ahead they are gathered, and what was done.
+    """The order of units in a step, how far ahead they are gathered, and the engine's acts.
 
-    ``prefetch`` counts uses. ``acts`` are what the engine did in the last whole step, in order:
-    one forward with gradients and the backwards after it, up to the next forward. A shard group of
-    one rank gathers, reshards and reduces nothing; over replicas it has "all_reduce" alone.
+    ``prefetch`` counts uses. ``acts`` are the engine's acts in the last whole step, in order: one
+    forward with gradients and its backwards, up to the next forward. A shard group with one rank
+    gathers, reshards and reduces nothing; with replicas it has only "all_reduce".
 
-    Compares equal where order, distance and the acts of each unit in each phase are. When a gather
-    or a sum begins beside the other units does not count: it follows from the distance, and from
-    when the ranks come. ``diff`` says where two part. Printed it is a list, and in a
-    notebook a picture.
+    Two schedules are equal if order, distance, and the acts of each unit in each phase are. The
+    time when a gather or a sum begins relative to other units does not count: it depends on the
+    distance and on when the ranks arrive. ``diff`` describes the first difference. A schedule
+    prints as a list; in a notebook it shows a picture.
 
     Examples
     --------
@@ -58,7 +58,7 @@ class Schedule:
     acts: tuple[Act, ...] = ()
 
     def of(self, use: Use) -> tuple[str, ...]:
-        """What the engine did with a unit for a phase, in order."""
+        """Return the engine's acts on a unit in a phase, in order."""
         return tuple(a.what for a in self.acts if (a.unit, a.phase) == use)
 
     def __eq__(self, other: object) -> bool:
@@ -68,11 +68,11 @@ class Schedule:
         return hash((self.uses, self.prefetch))
 
     def ahead(self, index: int) -> tuple[Use, ...]:
-        """Uses whose gathers begin before use ``index`` computes."""
+        """Return the uses whose gathers begin before use ``index`` computes."""
         return self.uses[index + 1 : index + 1 + self.prefetch]
 
     def diff(self, other: Schedule) -> str:
-        """Say where another schedule first differs; empty if it does not."""
+        """Describe the first difference from another schedule; empty if they are equal."""
         if self.prefetch != other.prefetch:
             return f"prefetch {self.prefetch} and {other.prefetch}"
         for i in range(max(len(self.uses), len(other.uses))):
@@ -92,7 +92,7 @@ class Schedule:
         return schedule_picture.picture(self)
 
     def __repr__(self) -> str:
-        return str(self)  # what a prompt shows
+        return str(self)  # for the interactive prompt
 
     def __str__(self) -> str:
         lines = [f"{len(self.uses)} uses a step, gathered {self.prefetch} ahead"]
@@ -114,7 +114,7 @@ def _show(use: Use | None) -> str:
 
 
 def schedule(model: Any) -> Schedule | None:
-    """Return what the engine recorded of a model's last whole step: the order that it replays.
+    """Return the recorded schedule of a model's last whole step, which the engine replays.
 
     Parameters
     ----------
@@ -124,8 +124,8 @@ def schedule(model: Any) -> Schedule | None:
     Returns
     -------
     Schedule or None
-        None until a step with gradients has run to the end of its backward, and while a step that
-        took another branch is being recorded anew.
+        None until a step with gradients has completed its backward, and while the engine records a
+        step anew because it took another branch.
 
     Raises
     ------

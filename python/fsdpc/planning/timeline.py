@@ -1,6 +1,6 @@
-"""A training step over time: what is computed, gathered, reduced and freed, and the memory held.
+"""A training step over time: computation, gathers, reductions, frees, and the memory in use.
 
-:func:`fsdpc.simulate` makes timelines, of the engine's own schedule and memory plan.
+:func:`fsdpc.simulate` creates timelines from the engine's own schedule and memory plan.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from fsdpc.planning.memory_plan import MemoryPlan
     from fsdpc.planning.simulate import Simulation
 
-#: Classes of a plan that do not change during a step, from the bottom of the picture up.
+#: Classes of a plan that are constant during a step, from the bottom of the picture up.
 HELD = ("wire", "master", "grad", "state", "reduce", "staging")
 
 
 class Span(NamedTuple):
-    """Something that takes time: seconds from the begin of the step, and bytes if any travel.
+    """An interval of a step: seconds from the step's beginning, and bytes if any are sent.
 
     ``lane`` is "compute" (``what``: forward, recompute, backward, optimizer), "wait" (gather,
     reduce, agree), "gather", "reduce" (reduce, all_reduce) or "free" (reshard; an instant).
@@ -38,7 +38,7 @@ class Span(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """The most bytes that activations took between two times of a step, in seconds."""
+    """The peak of activation bytes between two times of a step, in seconds."""
 
     begin: float
     end: float
@@ -46,7 +46,7 @@ class Activations(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """Bytes of whole parameters in use from a time on, in seconds; a part of ``wire``."""
+    """Bytes of gathered parameters in use from a time on, in seconds; a part of ``wire``."""
 
     begin: float
     bytes: float
@@ -56,8 +56,8 @@ class Gathered(NamedTuple):
 class Timeline:
     """A step of rank 0, in seconds and bytes; in notebooks a picture.
 
-    ``held`` are bytes by class that stay for the whole step; ``wire_ranks`` ranks of a host share
-    the wire. ``limit`` is drawn as a line: bytes of a rank, its share of the wire among them.
+    ``held`` is the bytes by class that are constant during the step; ``wire_ranks`` ranks of a host
+    share the wire. ``limit`` is drawn as a line: bytes per rank, including its share of the wire.
     """
 
     title: str
@@ -71,17 +71,17 @@ class Timeline:
 
     @property
     def shared(self) -> float:
-        """Bytes of the wire that count as other ranks'."""
+        """Bytes of the wire that count towards other ranks."""
         return self.held.get("wire", 0) * (1 - 1 / self.wire_ranks)
 
     @property
     def peak(self) -> int:
-        """The most bytes at once: the total of the memory plan."""
+        """The peak of all bytes: the total of the memory plan."""
         most = max((each.bytes for each in self.activations), default=0)
         return sum(self.held.values()) + most
 
     def with_limit(self, limit: float | None) -> Timeline:
-        """Return the same with a line at so many bytes of a rank.
+        """Return the same timeline with a limit line at this many bytes per rank.
 
         Raises
         ------
@@ -105,7 +105,7 @@ class Timeline:
         OSError
             The file cannot be written.
         ValueError
-            The name ends otherwise.
+            The file name has another suffix.
         """
         save(path, self.title, self._repr_html_())
 
@@ -122,10 +122,9 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two simulated steps: their timelines on the same axes, and what they differ by.
+    """Two simulated steps: their timelines on the same axes, and their differences.
 
-    ``rows`` have what is compared, the numbers of both, and the unit of these: "s", "B", or "" for
-    a count.
+    ``rows`` lists what is compared, both numbers, and their unit: "s", "B", or "" for a count.
     """
 
     a: Simulation
@@ -134,7 +133,7 @@ class Comparison:
 
     @property
     def rows(self) -> tuple[tuple[str, float, float, str], ...]:
-        """What is compared: times, bytes of a rank by class, and what travels."""
+        """The compared quantities: times, a rank's bytes by class, and traffic."""
 
         def pair(name: str, read: str, unit: str) -> tuple[str, float, float, str]:
             return name, getattr(self.a, read), getattr(self.b, read), unit
@@ -153,11 +152,11 @@ class Comparison:
         )  # fmt: skip
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the picture; as :meth:`Timeline.save`."""
+        """Write the picture, as :meth:`Timeline.save` does."""
         save(path, "Two ways to train", self._repr_html_())
 
     def _repr_html_(self) -> str:
-        """Return a picture, which notebooks show."""
+        """Return a picture for notebooks."""
         both = [each.timeline.with_limit(self.limit) for each in (self.a, self.b)]
         return timeline_picture.picture(both, self.rows)
 
@@ -177,7 +176,7 @@ def of_clock(
     ----------
     clock : Clock
     step : float
-        Seconds, those of the optimizer at its end included.
+        Seconds, including the optimizer at its end.
     memory : MemoryPlan
     wire_ranks : int
         Ranks of a host that share the wire.
@@ -212,7 +211,7 @@ def of_clock(
 
 
 def _computing(clock: Clock) -> Iterator[Span]:
-    """Yield what is computed without inner units, and without what is waited for meanwhile."""
+    """Yield computation spans without inner units and without waits."""
     record, inside, before = clock.record, [], 0.0
     waits = iter(clock.waits)
     wait = next(waits, None)

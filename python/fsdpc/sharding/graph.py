@@ -14,9 +14,9 @@ from fsdpc.tensors import device
 
 
 class GraphStep:
-    """A training step that is captured in a ``with`` block, and replayed after it.
+    """A training step that a ``with`` block captures and :meth:`replay` repeats.
 
-    Made by :func:`graph_step`. Dropping it gives back the memory that the graph holds.
+    Create it with :func:`graph_step`. Dropping it frees the memory of the graph.
 
     Examples
     --------
@@ -39,7 +39,7 @@ class GraphStep:
             raise RuntimeError("this step was captured already: call graph_step() for another one")
         self._optimizer._refuse_late_sharding()
         self._optimizer._set_options()
-        gc.collect()  # else streams and pinned memory of a dropped model might go inside
+        gc.collect()  # otherwise streams and pinned memory of a dropped model might be captured
         self._core = _core.StepGraph(units_of(self._model), self._optimizer._core)
         return self
 
@@ -56,32 +56,30 @@ class GraphStep:
             self._core.abandon(f"{kind.__name__ if kind else ''}: {error}")
 
     def replay(self) -> None:
-        """Make the step once more, on what its tensors hold now.
+        """Repeat the step with the current contents of its tensors.
 
-        Options of the optimizer, such as a rate that a scheduler has set, and its step counts are
-        those of the step that it is by then. Waits for the other ranks to begin the same replay,
-        and not for the GPU; reading a loss does.
+        Optimizer options, such as a learning rate that a scheduler has set, and its step counts are
+        those of the new step. Waits for the other ranks to begin the same replay, but not for the
+        GPU; reading a loss waits for the GPU.
 
         Raises
         ------
         RuntimeError
-            The step was not captured, or a replay would not be the same work as it, on any rank:
+            The step was not captured, or a replay would do different work, on any rank:
 
-            - gradients are pending where there were none when it was captured, or the other way
-              round;
-            - a unit is held by ``unshard()``, or was given memory of its own since (``hold()``);
+            - gradients are pending although there were none at capture, or the other way round;
+            - ``unshard()`` keeps a unit gathered, or ``hold()`` has since given it separate memory;
             - weights were written (``load_state_dict``), or the optimizer's step counts;
             - settings of a unit, ``requires_grad``, parameter groups, amsgrad or the kind of
-              momentum are others;
-            - the last step was not a whole one, or another step is being captured.
+              momentum changed;
+            - the last step was incomplete, or another step is being captured.
 
-            Nothing has happened then, and steps without the graph go on.
+            Nothing has happened in this case, and steps without the graph can continue.
         NotImplementedError
-            A piece of the model was handed out to be written (``p.local``), on any rank. The same
-            holds.
+            The caller got a piece of the model for writing (``p.local``), on any rank. Again
+            nothing has happened.
         MismatchError
-            Another rank did not replay this step. The run is over then, as it is after the next
-            two.
+            Another rank did not replay this step. The run is over, as it is after the next two.
         PeerError, TimeoutError
             Another rank failed, or did not begin the replay in time.
         """
@@ -92,21 +90,22 @@ class GraphStep:
 
 
 def graph_step(model: Any, optimizer: Optimizer) -> GraphStep:
-    """Capture a training step as a graph of the GPU, which launches all of it at once.
+    """Capture a training step as a GPU graph, which launches as a whole.
 
     Parameters
     ----------
     model : Module
-        Sharded by :func:`fsdpc.fully_shard`; the outermost module. It has made a step or two.
+        The outermost module, sharded by :func:`fsdpc.fully_shard`. It must have run at least one
+        step.
     optimizer : Optimizer
-        Over parameters of this model alone.
+        An optimizer of only this model's parameters.
 
     Returns
     -------
     GraphStep
-        To be entered by ``with``. The block makes one step as ever, from the forward to
-        ``optimizer.step()`` and ``optimizer.zero_grad()``; it is computed when the block ends, as
-        one launch, and :meth:`GraphStep.replay` makes further ones.
+        Enter it with ``with``. The block makes one normal step, from the forward to
+        ``optimizer.step()`` and ``optimizer.zero_grad()``. The step runs as one launch when the
+        block ends, and :meth:`GraphStep.replay` runs further ones.
 
     Raises
     ------
@@ -115,28 +114,28 @@ def graph_step(model: Any, optimizer: Optimizer) -> GraphStep:
         was handed out to be written (``p.local``), or the optimizer has trainable parameters
         without a unit. The block makes random tensors or uses a loss scaler.
     RuntimeError
-        No whole step was made before, or the block cannot be captured. It reads a value of the GPU
-        (``float(loss)``), makes tensors from values of the host, exchanges tensors with another
-        library (DLPack), or has other shapes than the steps before it. Or it runs another model or
-        optimizer, does not end as it began (gradients pending or not), sets the random seed, or
-        holds another ``graph_step``. The step has not happened then. Weights and step counts are
-        as before the block, pending gradients are dropped if the block zeroed them, and tensors
-        made inside hold nothing. Steps without a graph go on.
+        No complete step came before, or the block cannot be captured. It reads a value of the GPU
+        (``float(loss)``), creates tensors from host values, exchanges tensors with another library
+        (DLPack), or has other shapes than earlier steps. Or it runs another model or optimizer,
+        does not end as it began (gradients pending or not), sets the random seed, or contains
+        another ``graph_step``. The step has not happened then. Weights and step counts are as
+        before the block, pending gradients are dropped if the block zeroed them, and tensors
+        created inside have no contents. Steps without a graph can continue.
     TypeError
-        The model is not sharded, or the optimizer is none of fsdpc's.
+        The model is not sharded, or the optimizer is not one of fsdpc's.
 
     Notes
     -----
-    Entering, leaving and replaying are collective; what fails on one rank is raised on all.
+    Entering, leaving and replaying are collective; a failure on one rank is raised on all.
 
-    A replay repeats the same work on the same memory, bitwise equal to the step that it stands for.
-    So a new batch goes into the tensors that the block read, by ``copy_``, and a loss or norm that
-    the block made holds the last replay's value. Dropout draws what it would in that step. What
-    Python does in the block is not repeated: schedulers, counters and data loading belong outside.
-    Memory that lived when the block began or was taken in it serves the graph alone until that is
-    dropped (``other_bytes`` of :func:`memory_stats`). So a graph takes about as much again as a
-    step without it. Memory of other libraries that tensors stood on when the block began (DLPack)
-    goes back to them when the graph does.
+    A replay repeats the same work on the same memory, bitwise equal to the step that it replaces.
+    Copy each new batch into the tensors that the block read, by ``copy_``; a loss or norm that the
+    block created holds the last replay's value. Dropout draws the numbers of the new step. Python
+    code in the block is not repeated: schedulers, counters and data loading belong outside. Only
+    the graph can use memory that existed when the block began or was allocated in it, until the
+    graph is dropped (``other_bytes`` of :func:`memory_stats`). A graph thus takes about as much
+    additional memory as a step without it. Other libraries' memory under tensors at the block's
+    start (DLPack) is returned when the graph is dropped.
 
     Examples
     --------

@@ -4,16 +4,15 @@
     def test_sum():
         assert fsdpc.all_reduce(1.0) == 2.0
 
-Every rank is a new process with :func:`fsdpc.init` called before the body and
-:func:`fsdpc.shutdown` after it.  ``ranks([1, 2, 3])`` runs the test at each of these sizes.
-``ranks(4, hosts=2)`` lets the ranks pretend to be on two hosts: these share no memory, and sockets
-of this machine carry what a network would.
+Every rank is a new process; the plugin calls :func:`fsdpc.init` before the body and
+:func:`fsdpc.shutdown` after it. ``ranks([1, 2, 3])`` runs the test at each of these sizes.
+``ranks(4, hosts=2)`` makes the ranks pretend to be on two hosts: these share no memory, and sockets
+of this machine replace the network.
 
-When a rank fails all ranks' tracebacks are shown and the others are stopped; a test that takes
-longer than its timeout (``ranks(2, timeout=10)``, else ``--ranks-timeout``) shows every rank's
-stack.
+If a rank fails, the tracebacks of all ranks are shown and the others are stopped. A test that
+exceeds its timeout (``ranks(2, timeout=10)``, else ``--ranks-timeout``) shows every rank's stack.
 
-The plugin is registered when fsdpc is installed.  Beside it stands :func:`compare`, which trains
+The plugin is registered when fsdpc is installed. The module also has :func:`compare`, which trains
 two models side by side and returns the first difference:
 
     assert compare(native, Side(model=theirs, loss=their_loss), batches, steps=20) is None
@@ -36,12 +35,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Difference", "Side", "Tolerance", "compare"]
 
-_SIZE = "ranks_size"  # the parameter's name where a test runs at several sizes
+_SIZE = "ranks_size"  # the parameter's name if a test runs at several sizes
 _SERVER = "_fsdpc_fork_server"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare the default timeout."""
+    """Declare the option of the default timeout."""
     parser.getgroup("fsdpc").addoption(
         "--ranks-timeout",
         type=float,
@@ -70,7 +69,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the fork server, now that all tests are imported and none has run."""
+    """Start the fork server, after all tests are imported and before any has run."""
     marked = {item.nodeid: item for item in session.items if item.get_closest_marker("ranks")}
     if marked and not session.config.option.collectonly:
         server = ForkServer(functools.partial(_call_on_rank, marked))
@@ -131,7 +130,7 @@ def _call_on_rank(items: dict[str, pytest.Function], job: Job) -> Report:
         if job.init:
             distributed.init()
         items[job.name].obj(**job.arguments)
-        # Not after a failure: peers that wait for this rank are to see it leave, at once.
+        # Not after a failure: peers that wait for this rank must see it leave at once.
         if job.init:
             distributed.shutdown()
     except pytest.skip.Exception as skipped:
