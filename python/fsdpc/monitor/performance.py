@@ -1,8 +1,8 @@
-"""How fast a run is: tokens and floating point operations a second, and the share of the peak.
+"""How fast a run is: tokens and floating point operations per second, and the share of the peak.
 
-A FLOP count depends on who counts. :data:`FORMULAS` has ours and those of published studies. They
-differ in the output layer, and in the half of the attention matrix that causality masks. Two
-figures of MFU compare only if formula and peak are the same.
+There are several ways to count FLOPs. :data:`FORMULAS` has ours and those of published studies.
+They differ in the output layer, and in the half of the attention matrix that causality masks.
+Compare MFU values only if formula and peak are the same.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 from fsdpc import _core, distributed
 from fsdpc.tensors.grad_mode import no_grad
 
-# A product of doubling sizes is timed until it takes this long.
+# A matrix product of doubling sizes is timed until it takes this long.
 _PRODUCT_SECONDS = 2e-3
 _PRODUCT_SIZES = (96, 4096)
 
 #: FLOP/s of common devices in dense bfloat16 products (V100, T4: float16), from vendors' data
-#: sheets. The longest of these names that is in the name of a device counts.
+#: sheets. The longest of these names that a device's name contains counts.
 PEAKS: dict[str, float] = {
     "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12,
     "A100": 312e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12,
@@ -37,7 +37,7 @@ class _Shape(NamedTuple):
     scores: int  # layers x heads x head size
 
 
-#: Training FLOPs of a token in a sequence of s, forward and backward, by who counts so.
+#: Training FLOPs per token in a sequence of s tokens, forward and backward, by formula.
 FORMULAS: dict[str, Callable[[_Shape, int], float]] = {
     "fsdpc": lambda m, s: 6.0 * (m.mlp + m.attention + m.head) + 6.0 * m.scores * s,
     "palm": lambda m, s: 6.0 * (m.mlp + m.attention + m.head) + 12.0 * m.scores * s,
@@ -48,38 +48,37 @@ FORMULAS: dict[str, Callable[[_Shape, int], float]] = {
 
 
 def flops_per_token(config: Any, seq: int, formula: str = "fsdpc") -> float:
-    """Count the floating point operations that training spends on a token.
+    """Count the floating point operations per token of training.
 
     Parameters
     ----------
     config : ModelConfig, or a configuration of transformers'
-        Of a LLaMA-like model: three matrices in a feed-forward block, grouped queries.
+        The config of a LLaMA-like model: three matrices in a feed-forward block, grouped queries.
     seq : int
-        Tokens in a sequence.
+        Tokens per sequence.
     formula : {"fsdpc", "palm", "blocks", "accelerate", "kaplan"}
-        "fsdpc": 6 for each parameter of a product, the output layer among them, and the causal
-        half of attention. "palm": all of attention. "blocks": all of attention and no output layer.
-        "accelerate": as Accelerate's FSDP2 example counts. "kaplan": 6 for each parameter of the
-        blocks.
+        "fsdpc": 6 for each parameter of a product, including the output layer, and the causal half
+        of attention. "palm": all of attention. "blocks": all of attention and no output layer.
+        "accelerate": like Accelerate's FSDP2 example. "kaplan": 6 for each parameter of the blocks.
 
     Returns
     -------
     float
-        Forward and backward, nothing computed twice.
+        FLOPs of forward and backward, without recomputation.
 
     Raises
     ------
     ValueError
-        There is no such formula.
+        The formula is unknown.
 
     Notes
     -----
     Sources: Chowdhery et al. 2022, "PaLM", appendix B; Kaplan et al. 2020, "Scaling Laws for Neural
-    Language Models"; Accelerate's examples/fsdp2. 24.12 GFLOP a token are published for SmolLM3-3B
-    at 8,192, which is "blocks": (18 d f + 12 d h (H + K) + 12 H h s) L, of width d, inner width f,
-    H heads and K key heads of size h, L layers. It leaves out the tied output layer (1.58 GFLOP)
-    and counts the masked half of attention (3.62), so ours is 22.07. Accelerate's function has no d
-    in the term of the projections, and gives 21.86.
+    Language Models"; Accelerate's examples/fsdp2. For SmolLM3-3B at 8,192 tokens, 24.12 GFLOP per
+    token are published. This is "blocks": (18 d f + 12 d h (H + K) + 12 H h s) L, with width d,
+    inner width f, H heads and K key heads of size h, L layers. It omits the tied output layer (1.58
+    GFLOP) and includes the masked half of attention (3.62), so ours is 22.07. Accelerate's function
+    lacks d in the term of the projections, and gives 21.86.
 
     Examples
     --------
@@ -110,17 +109,17 @@ def _shape(config: Any) -> _Shape:
 
 @no_grad()
 def measure_peak(dtype: Any = None) -> float:
-    """Measure the FLOP/s of this rank's matrix products, by fsdpc's kernels.
+    """Measure the FLOP/s of this rank's matrix products with fsdpc's kernels.
 
     Parameters
     ----------
     dtype : dtype, default float32
-        Of the products.
+        Dtype of the products.
 
     Returns
     -------
     float
-        Of the first square product, of doubling sizes, that takes 2 ms, at its best of four.
+        FLOP/s of the first square product, of doubling sizes, that takes 2 ms; the best of four.
     """
     n, best = _PRODUCT_SIZES[0], 0.0
     while best < _PRODUCT_SECONDS and n <= _PRODUCT_SIZES[1]:
@@ -128,18 +127,18 @@ def measure_peak(dtype: Any = None) -> float:
         a, b = (_core.randn(n, n, seed=i).to(dtype or _core.float32) for i in (1, 2))
         for _ in range(4):
             begin = time.perf_counter()
-            _core.matmul(a, b)[0, 0].item()  # a GPU is waited for
+            _core.matmul(a, b)[0, 0].item()  # waits for the GPU
             best = min(best, time.perf_counter() - begin)
     return 2 * n**3 / best
 
 
 def peak_of(name: str) -> float:
-    """Return the peak of a device by a name that has one of :data:`PEAKS` in it.
+    """Return the peak of a device whose name contains one of :data:`PEAKS`.
 
     Raises
     ------
     ValueError
-        None of them is in it.
+        The name contains none of them.
 
     Examples
     --------
@@ -154,22 +153,22 @@ def peak_of(name: str) -> float:
 
 
 class PerformanceTracker:
-    """Rates of a run, without its first steps.
+    """Measures the speed of a run, without its first steps.
 
     Parameters
     ----------
     flops_per_token : float, optional
-        As :func:`flops_per_token` counts; without it there are no FLOP/s.
+        As counted by :func:`flops_per_token`; without it there are no FLOP/s.
     peak : float or str, optional
-        FLOP/s of one rank that are all of it, or a device's name (see :func:`peak_of`); for the
-        measured one give :func:`measure_peak`'s. Without it there is no MFU.
+        Peak FLOP/s of one rank, or a device's name (see :func:`peak_of`); for a measured peak, pass
+        the result of :func:`measure_peak`. Without it there is no MFU.
     warmup : int, default 3
-        Steps that are left out: first touches of memory, caches that fill, schedules recorded.
+        Steps to skip: first touches of memory, cold caches, schedules that are recorded.
 
     Notes
     -----
-    Nothing is sent and no GPU is waited for: call :meth:`step` after the loss was read. Ranks are
-    taken to have as many tokens each.
+    It neither communicates nor waits for a GPU: call :meth:`step` after reading the loss. All ranks
+    are assumed to have the same number of tokens.
 
     Examples
     --------
@@ -196,25 +195,25 @@ class PerformanceTracker:
         self.restart()
 
     def restart(self) -> None:
-        """Begin anew, as after a pause for validation."""
+        """Start again, for example after a pause for validation."""
         self._calls = self._tokens = 0
         self._begun = self._last = time.perf_counter()
 
     def step(self, tokens: int) -> dict[str, float]:
-        """Note that a step has ended.
+        """Record the end of a step.
 
         Parameters
         ----------
         tokens : int
-            Of this rank, in the step.
+            This rank's tokens in the step.
 
         Returns
         -------
         dict of str to float
             After the warm-up: ``steps``, ``tokens`` and ``seconds`` since then, the last
             ``step_seconds``, ``tokens_per_second`` of all ranks and ``..._rank`` of one,
-            ``tflops_rank``, ``mfu`` and the bytes of :func:`memory_use`. Before it: only the
-            latter.
+            ``tflops_rank``, ``mfu`` and the bytes of :func:`memory_use`. During the warm-up, only
+            the latter.
         """
         now, last = time.perf_counter(), self._last
         self._calls, self._last = self._calls + 1, now
@@ -238,14 +237,15 @@ class PerformanceTracker:
 
 
 def memory_use() -> dict[str, int]:
-    """Return the most bytes that this rank has held at once, as PyTorch's names put it.
+    """Return this rank's peak memory under PyTorch's names.
 
     Returns
     -------
     dict of str to int
-        ``memory_active`` and ``memory_allocated``: of the engine what its categories held, where
-        both are the same, and of torch on a GPU what its allocator says. ``memory_reserved``: with
-        what is free and kept for reuse. :func:`fsdpc.memory_stats` has the engine's categories.
+        ``memory_active`` and ``memory_allocated``: for the engine the bytes of its categories,
+        which makes both equal; for torch on a GPU the values of its allocator. ``memory_reserved``
+        also includes free memory kept for reuse. :func:`fsdpc.memory_stats` has the engine's
+        categories.
     """
     stats = _core.memory_stats()
     held = stats["total_peak_bytes"]

@@ -1,8 +1,8 @@
-"""Pictures of runs by matplotlib (``pip install matplotlib``): losses and rates over steps.
+"""Plot runs with matplotlib (``pip install matplotlib``): losses and rates over steps.
 
-:func:`plot_runs` draws the metrics of runs, several of them in one picture. :class:`LivePlot` draws
-a run while it goes on, in the cell of a notebook, which is updated in place, or into a file.
-:func:`plot_memory` and :func:`plot_scaling` are for papers: memory by strategy, rates by ranks.
+:func:`plot_runs` draws the metrics of one or more runs in one picture. :class:`LivePlot` draws a
+run in progress, in a notebook cell, which is updated in place, or into a file. :func:`plot_memory`
+and :func:`plot_scaling` are for papers: memory by strategy, rates by ranks.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ if TYPE_CHECKING:
 
 Panels = Sequence[tuple[str, Sequence[str]]]
 
-#: What is drawn: a panel has a label and the names of its values, those of them that a run has.
+#: What to draw: each panel has a label and value names, of which a run may have some.
 PANELS: Panels = (
     ("loss", ("loss", "val_loss")),
     ("tokens/s", ("tokens_per_second",)),
 )
 FORMATS = (".png", ".svg", ".pdf")
-SMOOTH_FROM = 100  # steps: from there on a mean is drawn over the values
+SMOOTH_FROM = 100  # from this many steps on, a moving mean is drawn over the values
 MISSING = "plots need matplotlib: pip install matplotlib"
 
 
 class Run(NamedTuple):
-    """A run by its name: for each value its steps and what it was there."""
+    """A run: its name, and for each value its steps and numbers."""
 
     name: str
     values: dict[str, dict[int, float]]
 
     def add(self, step: int, values: Iterable[tuple[str, Value]]) -> None:
-        """Take the numbers of a step; a step that comes again replaces what it had."""
+        """Add the numbers of a step; a repeated step replaces its earlier numbers."""
         for name, value in values:
             if isinstance(value, (int, float)):
                 self.values.setdefault(name, {})[step] = float(value)
 
     def add_line(self, line: str) -> None:
-        """Take a line of JSON; without a step it belongs to the newest.
+        """Add a line of JSON; without a step it belongs to the newest step.
 
         Raises
         ------
         ValueError
-            It is no JSON object.
+            The line is not a JSON object.
         """
         record = json.loads(line)
         if not isinstance(record, dict):
@@ -68,17 +68,17 @@ class Run(NamedTuple):
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Read the metrics of a run, as ``fsdpc train --metrics`` and ``JsonLines`` write them.
+    """Read the metrics of a run that ``fsdpc train --metrics`` or ``JsonLines`` wrote.
 
     Parameters
     ----------
     path : path
-        A JSON object a line, with ``step`` in it. A last line that is being written is left out.
+        One JSON object per line, with a ``step``. A last line that is incomplete is ignored.
 
     Raises
     ------
     ValueError
-        A line is no JSON object, or there is no step yet.
+        A line is not a JSON object, or there is no step yet.
     """
     run = Run(Path(path).stem, {})
     lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
@@ -98,16 +98,16 @@ def plot_runs(
     path: str | os.PathLike[str] | None = None,
     panels: Panels = PANELS,
 ) -> Figure:
-    """Draw runs into one picture, each in its colour.
+    """Draw runs into one picture, each in its own colour.
 
     Parameters
     ----------
     runs : iterable of Run or path
         Paths are read by :func:`read_run`.
     path : path, optional
-        Of a file to write: ``.png``, ``.svg`` or ``.pdf``.
+        Path of a file to write: ``.png``, ``.svg`` or ``.pdf``.
     panels : sequence of (str, sequence of str)
-        Labels and names of values. Panels for which no run has a value are left out.
+        Labels and names of values. Panels without values are omitted.
 
     Returns
     -------
@@ -117,7 +117,7 @@ def plot_runs(
     ------
     ImportError
         matplotlib is not installed.
-    ValueError
+    There is nothing to draw, or the file has another format.
         There is nothing to draw, or the file's format is another.
 
     Examples
@@ -130,7 +130,7 @@ def plot_runs(
     given = list(runs)
     found = [run if isinstance(run, Run) else read_run(run) for run in given]
     paths = [run.name if isinstance(run, Run) else os.fspath(run) for run in given]
-    if len({run.name for run in found}) < len(found):  # a folder a run, as often
+    if len({run.name for run in found}) < len(found):  # often each run has a folder of its own
         found = [Run(name, run.values) for name, run in zip(paths, found, strict=True)]
     figure = _draw(found, panels)
     if path is not None:
@@ -144,16 +144,16 @@ def plot_memory(
     *,
     limit: float | None = None,
 ) -> Figure:
-    """Draw what a rank holds by strategy: a bar for each plan, stacked by class, for papers.
+    """Draw memory per rank by strategy: a bar for each plan, stacked by class, for papers.
 
     Parameters
     ----------
     plans : mapping of str to MemoryPlan
         Labels and plans, from left to right.
     path : path, optional
-        Of a file to write: ``.png`` (300 dots an inch), ``.svg`` or ``.pdf``.
+        Path of a file to write: ``.png`` (300 dots per inch), ``.svg`` or ``.pdf``.
     limit : float, optional
-        Bytes of a rank, drawn as a line.
+        Bytes per rank, drawn as a line.
 
     Returns
     -------
@@ -164,7 +164,7 @@ def plot_memory(
     ImportError
         matplotlib is not installed.
     ValueError
-        There are no plans, or the file's format is another.
+        There are no plans, or the file has another format.
 
     Examples
     --------
@@ -209,15 +209,15 @@ def plot_scaling(
     runs: Mapping[int, Run | str | os.PathLike[str]],
     path: str | os.PathLike[str] | None = None,
 ) -> Figure:
-    """Draw tokens a second over ranks, beside what perfect scaling would give, for papers.
+    """Draw tokens per second over ranks, together with perfect scaling, for papers.
 
     Parameters
     ----------
     runs : mapping of int to Run or path
-        The number of ranks of each run, and its metrics, as :func:`read_run` takes them. A point is
-        the median of a run's steps without the first tenth; the bar is their middle half.
+        The number of ranks of each run, and its metrics as for :func:`read_run`. A point is the
+        median of a run's steps without the first tenth; the bar is their middle half.
     path : path, optional
-        Of a file to write: ``.png`` (300 dots an inch), ``.svg`` or ``.pdf``.
+        Path of a file to write: ``.png`` (300 dots per inch), ``.svg`` or ``.pdf``.
 
     Returns
     -------
@@ -228,8 +228,8 @@ def plot_scaling(
     ImportError
         matplotlib is not installed.
     ValueError
-        There are no runs, one has no rate, a number of ranks is below 1, or the file's format is
-        another.
+        There are no runs, one has no rate, a number of ranks is below 1, or the file has another
+        format.
     """
     check_format(path)
     if not runs:
@@ -263,7 +263,7 @@ def plot_scaling(
 
 
 def _paper(width: float) -> tuple[Figure, Any]:
-    """Return a figure of a column's size, and its axes."""
+    """Return a figure as wide as a column, and its axes."""
     check_installed()
     from matplotlib.figure import Figure
 
@@ -283,13 +283,13 @@ def _save_paper(figure: Figure, path: str | os.PathLike[str] | None) -> None:
 
 
 class LivePlot(Logger):
-    """A plot of a run that goes on: a logger that draws what it is given, on rank 0.
+    """A plot of a run in progress: a logger that draws its values on rank 0.
 
     Parameters
     ----------
     path : path, optional
-        Of a file that is rewritten: ``.png``, ``.svg`` or ``.pdf``. Without one the plot appears in
-        the cell of the notebook that made it, and is updated there.
+        Path of a file to rewrite: ``.png``, ``.svg`` or ``.pdf``. Without one the plot appears in
+        the notebook cell that created it, and is updated there.
     every : float, default 1.0
         Seconds between two drawings, which take a tenth of a second each.
     panels : sequence of (str, sequence of str)
@@ -300,11 +300,11 @@ class LivePlot(Logger):
     ImportError
         matplotlib is not installed.
     ValueError
-        There is neither a path nor a notebook, or the file's format is another.
+        There is neither a path nor a notebook, or the file has another format.
 
     Notes
     -----
-    Ranks of ``%%ranks`` draw into their cell. Those of :func:`fsdpc.launch` cannot: there rank 0
+    Ranks of ``%%ranks`` draw into their cell. Those of :func:`fsdpc.launch` cannot: instead rank 0
     writes JSON lines, and the notebook draws them, see :meth:`follow`.
 
     Examples
@@ -335,23 +335,23 @@ class LivePlot(Logger):
             )
         self._run, self._panels, self._every = Run("run", {}), panels, every
         self._drawn_at, self._is_new = -math.inf, False
-        self._shown: Any = None  # the output of the notebook
+        self._shown: Any = None  # the notebook's output
 
     def write(self, step: int, values: dict[str, Value]) -> None:
-        """Take the values of a step; draw if it is time to."""
+        """Add the values of a step; draw if a drawing is due."""
         self._run.add(step, values.items())
         self._is_new = True
         if self._is_due():
             self.draw()
 
     def follow(self, path: str | os.PathLike[str]) -> Callable[[], None]:
-        """Return a function that reads what is new in a file of JSON lines, and draws.
+        """Return a function that reads new lines from a file of JSON lines, and draws.
 
         Parameters
         ----------
         path : path
-            As ``JsonLines`` and ``fsdpc train --metrics`` write it. It need not be there yet, and
-            what is there now is left out.
+            A file of ``JsonLines`` or ``fsdpc train --metrics``. It need not exist yet, and its
+            current contents are skipped.
 
         Examples
         --------
@@ -381,7 +381,7 @@ class LivePlot(Logger):
         return tick
 
     def add_file(self, path: str | os.PathLike[str]) -> None:
-        """Take what a run has written so far, as of one that is resumed.
+        """Add a run's metrics so far, for example when it is resumed.
 
         Parameters
         ----------
@@ -392,7 +392,7 @@ class LivePlot(Logger):
             self._run.values.setdefault(name, {}).update(values)
 
     def draw(self) -> None:
-        """Draw now, if there is anything."""
+        """Draw now, if there is any value."""
         if not any(name in self._run.values for _, names in self._panels for name in names):
             return
         figure = _draw([self._run], self._panels)
@@ -414,19 +414,19 @@ class LivePlot(Logger):
         return time.monotonic() - self._drawn_at >= self._every
 
     def close(self) -> None:
-        """Draw what is not drawn yet."""
+        """Draw the remaining values."""
         if self._is_new:
             self.draw()
 
 
 def check_format(path: str | os.PathLike[str] | None) -> None:
-    """Raise ValueError if pictures cannot be written into a file of this name."""
+    """Raise ValueError if a file with this name has no picture format."""
     if path is not None and Path(path).suffix not in FORMATS:
         raise ValueError(f"a plot is written as {', '.join(FORMATS)}, got '{os.fspath(path)}'")
 
 
 def check_installed() -> None:
-    """Raise ImportError, with what to do, if matplotlib is not installed."""
+    """Raise ImportError, with instructions, if matplotlib is not installed."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -434,7 +434,7 @@ def check_installed() -> None:
 
 
 def _in_notebook() -> bool:
-    """Whether this is a kernel, or a rank of %%ranks, and no rank that was forked from one."""
+    """Return whether this is a kernel or a rank of %%ranks, not a rank forked from one."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if getattr(shell, "shows_in_notebook", False):
         return True
@@ -488,7 +488,7 @@ def _draw_values(ax: Any, values: dict[int, float], colour: str, name: str, titl
 
 
 def _replace(path: Path, figure: Figure) -> None:
-    """Write a picture beside its file and put it there at once: a viewer may read it any time."""
+    """Write a picture to a second file, then replace the first: a viewer may be reading it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.part")
     figure.savefig(beside, format=path.suffix[1:])

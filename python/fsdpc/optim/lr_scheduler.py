@@ -1,8 +1,9 @@
-"""Learning rates over steps.
+"""Learning rate schedules.
 
-A scheduler multiplies each parameter group's first learning rate by a factor of the step.  It works
-with any optimizer that has ``param_groups``, a list of dicts with an ``"lr"`` each.  Call
-``step()`` once after every optimizer step; past its end a schedule stays at its minimum.
+A scheduler multiplies each parameter group's initial learning rate by a factor that depends on the
+step. It works with any optimizer that has ``param_groups``, a list of dicts with an ``"lr"`` each.
+Call ``step()`` once after every optimizer step. After its last step a schedule stays at its
+minimum.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ __all__ = [
 
 
 class LRScheduler:
-    """Base of all schedules; a new one overrides :meth:`factor`.
+    """Base class of all schedules; a subclass overrides :meth:`factor`.
 
     Parameters
     ----------
     optimizer : object with ``param_groups``
-        Its groups get an ``"initial_lr"`` where they have none, and their ``"lr"`` is set at once.
+        Groups without an ``"initial_lr"`` get one, and their ``"lr"`` is set at once.
 
     Raises
     ------
@@ -59,38 +60,38 @@ class LRScheduler:
         self._apply()
 
     def factor(self, step: int, group: int) -> float:
-        """Return what the first learning rate of a group is multiplied with at a step.
+        """Return the factor of a group's initial learning rate at a step.
 
         Parameters
         ----------
         step : int
             Optimizer steps taken so far.
         group : int
-            The group's place in ``param_groups``.
+            The group's index in ``param_groups``.
         """
         raise NotImplementedError("a schedule defines factor(step, group)")
 
     def step(self) -> None:
-        """Go on to the next step."""
+        """Advance to the next step."""
         self.last_step += 1
         self._apply()
 
     def get_last_lr(self) -> list[float]:
-        """Return the learning rate of each group as it stands."""
+        """Return the current learning rate of each group."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the schedule is: plain numbers and lists."""
+        """Return the schedule's position, as plain numbers and lists."""
         first = [group["initial_lr"] for group in self.optimizer.param_groups]
         return {"last_step": self.last_step, "initial_lrs": first}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where a schedule was, the first learning rates of its groups included.
+        """Restore a schedule's position, including the initial learning rates of its groups.
 
         Raises
         ------
         ValueError
-            The state is of an optimizer with another number of groups.
+            The saved optimizer had another number of groups.
         """
         groups = self.optimizer.param_groups
         if len(state["initial_lrs"]) != len(groups):
@@ -109,20 +110,20 @@ class LRScheduler:
 
 
 class WarmupCosine(LRScheduler):
-    """Linear warm-up, then a cosine down to a minimum, once or several times over.
+    """Linear warm-up, then a cosine decay to a minimum, once or several times.
 
     Parameters
     ----------
     optimizer : object with ``param_groups``
         See :class:`LRScheduler`.
     warmup : int
-        Steps of the warm-up: step s of it runs at ``(s + 1) / warmup``.
+        Warm-up steps: step s runs at ``(s + 1) / warmup``.
     total : int
-        Steps of the whole schedule, warm-up included.
+        Steps of the whole schedule, including the warm-up.
     min_ratio : float
-        What is left at the end, as a part of the first learning rate; default 0.
+        The final learning rate, as a fraction of the initial one; default 0.
     cycles : int
-        Cosines after the warm-up, each from the full rate again; default 1.
+        Number of cosines after the warm-up, each from the full rate; default 1.
 
     Raises
     ------
@@ -168,7 +169,7 @@ class WarmupCosine(LRScheduler):
             return (step + 1) / self.warmup
         if step >= self.total:
             return self.min_ratio
-        # Whole numbers up to the remainder, so that a cycle begins at exactly 1.
+        # Integers up to the remainder, so that a cycle begins at exactly 1.
         phase = (step - self.warmup) * self.cycles % (self.total - self.warmup)
         cosine = math.cos(math.pi * phase / (self.total - self.warmup))
         return self.min_ratio + (1 - self.min_ratio) * (1 + cosine) / 2
@@ -184,9 +185,9 @@ class WarmupStableDecay(LRScheduler):
     warmup, stable, decay : int
         Steps of the three phases.
     min_ratio : float
-        What is left at the end, as a part of the first learning rate; default 0.
+        The final learning rate, as a fraction of the initial one; default 0.
     shape : {"linear", "cosine", "sqrt"}
-        Of the decay: a line, half a cosine, or 1 - sqrt(t); default "linear".
+        Shape of the decay: a line, half a cosine, or 1 - sqrt(t); default "linear".
 
     Raises
     ------
@@ -245,18 +246,18 @@ class WarmupStableDecay(LRScheduler):
 
 
 class WarmupLinearDecay(WarmupStableDecay):
-    """Linear warm-up, then a line down to a minimum.
+    """Linear warm-up, then a linear decay to a minimum.
 
     Parameters
     ----------
     optimizer : object with ``param_groups``
         See :class:`LRScheduler`.
     warmup : int
-        Steps of the warm-up.
+        Warm-up steps.
     total : int
-        Steps of the whole schedule, warm-up included.
+        Steps of the whole schedule, including the warm-up.
     min_ratio : float
-        What is left at the end, as a part of the first learning rate; default 0.
+        The final learning rate, as a fraction of the initial one; default 0.
 
     Raises
     ------
@@ -284,7 +285,7 @@ class WarmupLinearDecay(WarmupStableDecay):
         super().__init__(optimizer, warmup, 0, total - warmup, min_ratio)
 
 
-#: How much of a decay is done after a part t of its steps.
+#: The fraction of a decay that is done after a fraction t of its steps.
 _SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda t: t,
     "cosine": lambda t: (1 - math.cos(math.pi * t)) / 2,
@@ -293,21 +294,21 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 
 
 def warmup_share(steps: int, kind: str, total: int | None = None) -> Callable[[int], float]:
-    """Return how far DeepSpeed's warm-up has come at an iteration, and what is left of its decay.
+    """Return the factors of DeepSpeed's warm-up and decay at an iteration, as a function.
 
     Parameters
     ----------
     steps : int
-        Of the warm-up, at least 2.
+        Warm-up steps, at least 2.
     kind : {"log", "linear"}
-        Whether it goes by the logarithm of the step.
+        "log" follows the logarithm of the step.
     total : int, optional
-        Steps of the whole, whose rest goes back to 0 by a line; without it the share stays 1.
+        Steps of the whole schedule, whose rest decays linearly to 0; without it the factor stays 1.
 
     Raises
     ------
     ValueError
-        There is no such kind.
+        The kind is unknown.
 
     Notes
     -----
@@ -326,20 +327,20 @@ def warmup_share(steps: int, kind: str, total: int | None = None) -> Callable[[i
 
 
 class WarmupDecayLR(LRScheduler):
-    """DeepSpeed's schedule of this name: a warm-up to a rate, then a line to 0.
+    """DeepSpeed's schedule of this name: a warm-up to a rate, then a linear decay to 0.
 
     Parameters
     ----------
     optimizer : object with ``param_groups``
-        See :class:`LRScheduler`; its own learning rates do not count.
+        See :class:`LRScheduler`; its own learning rates are ignored.
     total_num_steps : int
         Steps of the whole schedule.
     warmup_min_lr, warmup_max_lr : float
         Learning rates at both ends of the warm-up; default 0 and 0.001.
     warmup_num_steps : int
-        Steps of the warm-up, at least 2; default 1000.
+        Warm-up steps, at least 2; default 1000.
     warmup_type : {"log", "linear"}
-        Whether the warm-up goes by the logarithm of the step; default "log".
+        "log" follows the logarithm of the step; default "log".
 
     Raises
     ------
@@ -394,19 +395,19 @@ class WarmupDecayLR(LRScheduler):
 
 
 class LambdaLR(LRScheduler):
-    """Any function of the step.
+    """A schedule from any function of the step.
 
     Parameters
     ----------
     optimizer : object with ``param_groups``
         See :class:`LRScheduler`.
     functions : callable or sequence of callable
-        ``fn(step)`` gives the multiplier; one for all groups, or one for each.
+        ``fn(step)`` returns the factor; one function for all groups, or one for each.
 
     Raises
     ------
     ValueError
-        There are not as many functions as groups.
+        The numbers of functions and groups differ.
 
     Examples
     --------
@@ -441,19 +442,19 @@ class LambdaLR(LRScheduler):
 
 
 def schedule_by_name(name: str, optimizer: Any, **options: Any) -> LRScheduler:
-    """Make a schedule by its name, as configurations have it.
+    """Create a schedule from its name, as configurations have it.
 
     Parameters
     ----------
     name : {"cosine", "linear", "wsd", "wsd-cosine", "wsd-sqrt", "WarmupDecayLR"}
     optimizer : object with ``param_groups``
     **options
-        Of the class.
+        Options of the class.
 
     Raises
     ------
     ValueError
-        There is no such name; the message lists them.
+        The name is unknown; the message lists the known ones.
 
     Examples
     --------
@@ -492,13 +493,13 @@ def scale_lr(
     Parameters
     ----------
     lr : float
-        The learning rate for the batch of one rank, or for ``base_batch``.
+        The learning rate for one rank's batch, or for ``base_batch``.
     ranks : int
-        How many ranks, each with a batch of that size; default 1.
+        Number of ranks, each with a batch of that size; default 1.
     rule : {"linear", "sqrt"}
-        Times the batch's growth (SGD), or times its square root (Adam); default "linear".
+        Multiply by the batch's growth (SGD), or by its square root (Adam); default "linear".
     batch, base_batch : float, optional
-        The batch to train with and the one that ``lr`` was found for, in sequences or in tokens.
+        The batch to train with and the batch that ``lr`` was tuned for, in sequences or in tokens.
 
     Returns
     -------
