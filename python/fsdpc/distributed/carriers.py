@@ -10,17 +10,17 @@ from fsdpc import _core
 
 LOOK_S = 3600.0
 LEAVE_S = 10.0
-GRACE_S = 1.0  # for the watch to find out who died, after a connection broke
+GRACE_S = 1.0  # time for the watch to find out who died, after a connection broke
 
 Work = Callable[[], None]
 
-leaving: list[Work] = []  # what is waited for once all groups are left
+leaving: list[Work] = []  # to wait for once all groups are left
 
 
 def start(link: _core.Link, rank: int, works: list[Work], close: Work = lambda: None) -> None:
     """Run each of these on a thread until the link ends; then, once the world is left, ``close``.
 
-    What one of them raises ends the link.
+    If one of them raises, the link ends.
     """
 
     def guarded(work: Work) -> None:
@@ -40,8 +40,8 @@ def start(link: _core.Link, rank: int, works: list[Work], close: Work = lambda: 
         thread.start()
 
     def leave() -> None:
-        # What was sent is on its way before the process may end, and no thread is inside torch,
-        # which does not survive the end of Python there.
+        # Sent data must be on its way before the process may end, and no thread may be inside
+        # torch, because such a thread does not survive the end of Python.
         link.close()
         for thread in threads:
             thread.join(GRACE_S if link.failed else LEAVE_S)

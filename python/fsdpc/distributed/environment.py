@@ -1,4 +1,4 @@
-"""What a rank finds in its environment, and how many ranks a machine can hold."""
+"""The environment of a rank, and how many ranks a machine can hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RANK_BYTES = 24 << 20  # private memory of an interpreter with NumPy, before any
 
 
 def _number(path: str, label: str = "") -> int | None:
-    """The number after a label in a file of the kernel's."""
+    """Return the number after a label in a kernel file."""
     try:
         with open(path, encoding="ascii") as lines:
             for line in lines:
@@ -28,9 +28,9 @@ def _number(path: str, label: str = "") -> int | None:
 
 
 def available_bytes() -> int | None:
-    """Return the memory that could be had now: the machine's, or this control group's if less.
+    """Return the available memory: the machine's, or this control group's if that is less.
 
-    A control group counts cached files as used, though they can be had.
+    A control group counts cached files as used, although they can be reclaimed.
     """
     available = _number("/proc/meminfo", "MemAvailable:")
     limit = _number("/sys/fs/cgroup/memory.max")
@@ -43,19 +43,19 @@ def available_bytes() -> int | None:
 
 
 def check_ranks(ranks: int) -> int:
-    """Return `ranks` as an int, or say why this machine cannot hold so many.
+    """Return `ranks` as an int, or raise with the reason if this machine cannot hold so many.
 
     Parameters
     ----------
     ranks : int
-        How many processes are to start.
+        Number of processes to start.
 
     Raises
     ------
     TypeError
-        It is not a whole number.
+        The number is not an integer.
     ValueError
-        It is below 1, above 64 for each usable core, or needs more memory than is available.
+        The number is below 1, above 64 per usable core, or needs more memory than is available.
     """
     if isinstance(ranks, bool) or not hasattr(ranks, "__index__"):
         raise TypeError(f"the number of ranks must be an integer, got {ranks!r}")
@@ -78,12 +78,12 @@ def check_ranks(ranks: int) -> int:
 
 
 def rank_environments(ranks: int) -> list[dict[str, str]]:
-    """Return the variables of each rank, those torchrun would set and two of ours.
+    """Return each rank's variables: those that torchrun would set, and two of ours.
 
-    Two more are a descriptor each, so they are set when a rank is forked (supervisor.py).
+    Two more contain a descriptor each; supervisor.py sets them when it forks the rank.
 
-    MASTER_PORT is a number in a name and no TCP port. Ranks of one host meet at a socket whose name
-    holds it beside the run's id, so that two runs at once never meet each other.
+    MASTER_PORT is a number in a name, not a TCP port. Ranks of one host meet at a socket whose name
+    contains it and the run's ID, so that two simultaneous runs never meet each other.
     """
     shared = {
         "WORLD_SIZE": str(ranks),
@@ -97,7 +97,7 @@ def rank_environments(ranks: int) -> list[dict[str, str]]:
 
 
 class Scheduler(NamedTuple):
-    """The variables by which a launcher of others tells a task who it is."""
+    """The variables with which another launcher tells a task its rank."""
 
     name: str
     rank: str
@@ -114,16 +114,17 @@ SCHEDULERS = (
     Scheduler("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
 )  # fmt: skip
 TORCHRUN = Scheduler("torchrun", "RANK", "WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE")
-PMI2 = Scheduler("srun", "PMI_RANK", "PMI_SIZE", "PMI_RANK", "")  # srun --mpi=pmi2, beside SLURM's
-# Numbers from here on are SLURM's names for what is no step of srun: a batch script, a shell.
+PMI2 = Scheduler("srun", "PMI_RANK", "PMI_SIZE", "PMI_RANK", "")  # srun --mpi=pmi2, and SLURM's
+# SLURM uses numbers from here on for anything but a step of srun: a batch script, a shell.
 SLURM_SPECIAL_STEPS = 0xFFFFFF00
 
 
 def find_scheduler(environment: Mapping[str, str]) -> Scheduler | None:
-    """Return who started this process as one task of several; None: nobody did, or torchrun.
+    """Return the launcher that started this process as one of several tasks, or None.
 
-    A script of sbatch and a shell of salloc or ``srun --pty`` have SLURM's variables too, but are
-    no task among others: they have no step, a special one, or a terminal.
+    None also stands for torchrun. A script of sbatch and a shell of salloc or ``srun --pty`` have
+    SLURM's variables but are not tasks of this kind: they have no step, a special one, or a
+    terminal.
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return None
@@ -142,11 +143,11 @@ def find_scheduler(environment: Mapping[str, str]) -> Scheduler | None:
 
 
 def refuse_contradictions(environment: Mapping[str, str]) -> None:
-    """Raise ValueError where two launchers say different things of who this process is.
+    """Raise ValueError if two launchers contradict each other about this process's rank.
 
-    One launcher may have started another. torchrun numbers its ranks as it likes, mpirun and
-    mpiexec start their own daemons by srun, and whatever set RANK may have been started once on
-    each host: none of these is a contradiction.
+    One launcher may have started another. torchrun numbers its ranks freely, and mpirun and mpiexec
+    start their own daemons with srun. Whatever set RANK may have been started once on each host.
+    None of these is a contradiction.
     """
     if "TORCHELASTIC_RUN_ID" in environment or "FSDPC_LAUNCHER_PID" in environment:
         return
@@ -177,7 +178,7 @@ def _who(environment: Mapping[str, str], scheduler: Scheduler) -> tuple[int, int
 
 
 def _size(environment: Mapping[str, str], scheduler: Scheduler) -> int:
-    """How many tasks it says there are; 0 if it says nothing."""
+    """Return the number of tasks from the scheduler's variables; 0 if there is none."""
     names = scheduler[1:4]
     if not all(environment.get(name, "").isdigit() for name in names):
         return 0
@@ -185,12 +186,12 @@ def _size(environment: Mapping[str, str], scheduler: Scheduler) -> int:
 
 
 def adopt_scheduler(environment: MutableMapping[str, str]) -> None:
-    """Set torchrun's variables to what srun or mpirun says, where one of them started this process.
+    """Set torchrun's variables from those of srun or mpirun, if one of them started this process.
 
     Raises
     ------
     ValueError
-        SLURM says in no known form how many tasks are on this host.
+        The format of SLURM's number of tasks on this host is unknown.
     NotImplementedError
         Hosts have different numbers of tasks.
     """
@@ -210,7 +211,7 @@ def adopt_scheduler(environment: MutableMapping[str, str]) -> None:
 
 
 def _slurm_tasks_a_host(environment: Mapping[str, str], size: int) -> int:
-    """How many tasks each host has, from a list like "4(x2)" or "4,4"."""
+    """Return the number of tasks per host, from a list like "4(x2)" or "4,4"."""
     names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     name = next((name for name in names if environment.get(name)), "")
     if not name:
@@ -227,9 +228,9 @@ def _slurm_tasks_a_host(environment: Mapping[str, str], size: int) -> int:
 
 
 def _launcher(variable: str) -> str:
-    """Return which process gave us a variable: the nearest ancestor that has none, as a text.
+    """Return the process that set a variable, as text: the nearest ancestor without it.
 
-    Ancestors that we may not read (of another user, or hidden) have none.
+    Ancestors that we may not read (of another user, or hidden) count as without it.
     """
     pid = os.getpid()
     while True:
@@ -247,7 +248,7 @@ def _launcher(variable: str) -> str:
 
 
 def process_stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; zeros where it is hidden."""
+    """Return the fields of /proc/PID/stat from the state on; zeros if it is hidden."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
             return stat.read().rpartition(")")[2].split() or ["0"] * 20
@@ -256,10 +257,10 @@ def process_stat(pid: int) -> list[str]:
 
 
 def run_address(environment: Mapping[str, str]) -> tuple[str, str]:
-    """Return what the names of a run's sockets are made from, and a secret, of one run each.
+    """Return the base of a run's socket names, and a secret; both are unique to the run.
 
-    Anybody can read the names.  The secret is known to those who know FSDPC_RUN_ID, which
-    processes inherit, or, under torchrun, have the same torchrun above them.
+    Anyone can read the names. The secret is known to processes that know FSDPC_RUN_ID, which child
+    processes inherit, or that, under torchrun, have the same torchrun as ancestor.
     """
     parts = [
         environment.get(name, default)
@@ -277,9 +278,9 @@ def run_address(environment: Mapping[str, str]) -> tuple[str, str]:
 
 
 def find_mpi(environment: Mapping[str, str], size: int) -> tuple[str, ...]:
-    """Return which kinds of MPI may have started this process, one of so many; () for none.
+    """Return the MPI families that may have started this process, one of ``size``; () for none.
 
-    srun tells what it speaks (PMIx), which more than one kind of MPI understands.
+    srun reports the protocol (PMIx), which more than one family understands.
     """
     for name, families in (
         ("OMPI_COMM_WORLD_SIZE", ("openmpi",)),
@@ -295,7 +296,7 @@ pretended_host: int | None = None  # set by pretend.py, for tests
 
 
 def this_host() -> tuple[str, str]:
-    """Return what tells apart where ranks can meet (a container may be a host), and its name."""
+    """Return an identifier of this host and its name; a container may be a host."""
     if pretended_host is not None:
         return f"pretended {pretended_host}", f"node{pretended_host}"
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
@@ -303,12 +304,12 @@ def this_host() -> tuple[str, str]:
 
 
 def count_hosts(ranks: Sequence[tuple[str, str]]) -> int:
-    """Return how many hosts ranks are on, from what :func:`this_host` says on each.
+    """Return how many hosts the ranks are on, from each one's :func:`this_host`.
 
     Raises
     ------
     NotImplementedError
-        Ranks of a host do not follow each other, or hosts have different numbers of ranks.
+        A host's ranks are not consecutive, or hosts have different numbers of ranks.
     """
     runs: list[tuple[tuple[str, str], int]] = []
     for host in ranks:
@@ -330,9 +331,9 @@ def count_hosts(ranks: Sequence[tuple[str, str]]) -> int:
 def inherited_socket(address: str, rank: int) -> int:
     """Return the listening socket that the launcher opened for this rank, once; else -1.
 
-    The number in FSDPC_RANK_SOCKET is believed only if that descriptor has the name of this rank in
-    this run. The program may have changed the address, or be a child of the rank that inherited its
-    variables and not its descriptors.
+    The number in FSDPC_RANK_SOCKET counts only if that descriptor has the name of this rank in this
+    run. The program may have changed the address, or be a child of the rank that inherited its
+    variables but not its descriptors.
     """
     text = os.environ.pop("FSDPC_RANK_SOCKET", "")
     try:

@@ -1,7 +1,7 @@
-"""Ranks on several hosts: the line of mpirun or mpiexec that starts them.
+"""Ranks on several hosts: the mpirun or mpiexec command that starts them.
 
-MPI's launchers know how to start processes on hosts, end them together and pass on signals, output
-and exit codes. So this process becomes one of them.
+MPI's launchers know how to start processes on hosts, end them together, and forward signals, output
+and exit codes. This process therefore replaces itself by such a launcher.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, NoReturn
 from fsdpc import _core
 
 if TYPE_CHECKING:
-    import argparse  # which the package's import is without
+    import argparse  # the package avoids this import at startup
 
-# By what a launcher says of itself.
+# By the text that a launcher prints about itself.
 FAMILIES = {"Open MPI": "openmpi", "OpenRTE": "openmpi", "HYDRA": "mpich"}
 PROGRAMS = ("mpirun", "mpiexec", "mpirun.openmpi", "mpiexec.mpich", "mpiexec.hydra")
-TIMEOUT = "MPIEXEC_TIMEOUT"  # both families read it; as an option Hydra's mpiexec refuses it
-OURS = ("FSDPC_", "OMP_", "MKL_", "PYTHON", "GLOO_", "NCCL_", "CUDA_")  # what ranks are given
+TIMEOUT = "MPIEXEC_TIMEOUT"  # both families read it; Hydra's mpiexec rejects it as an option
+OURS = ("FSDPC_", "OMP_", "MKL_", "PYTHON", "GLOO_", "NCCL_", "CUDA_")  # forwarded to ranks
 
 
 def add_options(group: argparse._ActionsContainer) -> None:
-    """Add ``--hosts``, and what starts ranks there."""
+    """Add ``--hosts`` and its related options."""
     group.add_argument(
         "--hosts", metavar="A,B", help="on these hosts, by mpirun or mpiexec (docs/hosts.md)"
     )
@@ -43,7 +43,7 @@ def add_options(group: argparse._ActionsContainer) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raise ValueError for what goes with ``--hosts`` alone, and for what does not."""
+    """Raise ValueError for options that need ``--hosts``, and for options that exclude it."""
     if options.hosts is None:
         names = ("launcher", "agent", "ranks_per_host")
         wrong = [name for name in names if getattr(options, name, None) is not None]
@@ -56,19 +56,19 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def check_hosts(text: str, ranks: int | None, ranks_per_host: int | None) -> tuple[list[str], int]:
-    """Return the hosts and how many ranks each has.
+    """Return the hosts and the number of ranks on each.
 
     Parameters
     ----------
     text : str
         Names, separated by commas.
     ranks, ranks_per_host : int, optional
-        On all hosts, or on each; one of the two.
+        Total or per host; exactly one of them.
 
     Raises
     ------
     ValueError
-        A name is missing or there twice, or the ranks do not divide.
+        A name is empty or repeated, or the ranks do not divide evenly.
     """
     hosts = text.split(",")
     if "" in hosts or len(set(hosts)) < len(hosts):
@@ -85,19 +85,19 @@ def check_hosts(text: str, ranks: int | None, ranks_per_host: int | None) -> tup
 
 
 def families() -> list[str]:
-    """Return which families of MPI fsdpc was built with."""
+    """Return the MPI families that fsdpc was built with."""
     folder = Path(_core.__file__).parent
     known = sorted(set(FAMILIES.values()))
     return [family for family in known if (folder / f"libfsdpc_mpi_{family}.so").exists()]
 
 
 def find_launcher(name: str | None) -> tuple[str, str]:
-    """Return the path of a launcher of MPI, and which MPI it is of, one that fsdpc was built with.
+    """Return the path of an MPI launcher, and its family, which fsdpc was built with.
 
     Raises
     ------
     ValueError
-        There is none.
+        There is no such launcher.
     """
     built = families()
     if not built:
@@ -124,7 +124,7 @@ def command_line(
     agent: str | None,
     environment: Mapping[str, str],
 ) -> list[str]:
-    """Return what stands before a command that each rank is to run."""
+    """Return the words before the command that each rank runs."""
     path, family = launcher
     size = str(len(hosts) * ranks_per_host)
     if family == "mpich":
@@ -146,20 +146,20 @@ def run(
     agent: str | None = None,
     timeout: float | None = None,
 ) -> NoReturn:
-    """Become the launcher that runs a Python script on every rank; prints the line first.
+    """Replace this process by a launcher that runs a Python script on every rank; print it first.
 
     Parameters
     ----------
     command : sequence of str
-        What follows ``python``: a script, or -m and a module, and its arguments.
+        The words after ``python``: a script, or -m and a module, and its arguments.
     hosts : sequence of str
-        Their names, as the launcher understands them.
+        Host names, as the launcher understands them.
     ranks_per_host : int
-        How many ranks each has.
+        Number of ranks per host.
     launcher : str, optional
-        An mpirun or mpiexec, where not the first one whose MPI fsdpc was built with.
+        An mpirun or mpiexec; by default the first one whose MPI fsdpc was built with.
     agent : str, optional
-        What starts commands on other hosts, in the place of ssh.
+        The command that starts commands on other hosts, instead of ssh.
     timeout : float, optional
         Seconds after which all ranks are ended.
 
@@ -168,7 +168,7 @@ def run(
     ValueError
         There is no such launcher.
     OSError
-        It cannot be started.
+        The launcher cannot be started.
     """
     found = find_launcher(launcher)
     line = command_line(found, hosts, ranks_per_host, agent, os.environ)

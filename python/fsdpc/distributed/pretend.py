@@ -1,8 +1,8 @@
-"""Hosts that tests pretend: ranks of this machine, in groups that share no memory.
+"""Pretended hosts for tests: groups of ranks on this machine that share no memory.
 
-This is for :mod:`fsdpc.testing` alone. A rank says that it is on a host of its own making, and Unix
-sockets between all ranks carry the bytes between hosts, by Python's threads. So nothing here says
-how fast a link is. The engine sees a link as any other.
+Only :mod:`fsdpc.testing` uses this. A rank reports a host identifier of its own, and Python threads
+carry the bytes between hosts over Unix sockets that connect all ranks. Its speed therefore says
+nothing about real links. To the engine it is a link like any other.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from fsdpc import _core
 from fsdpc.distributed import carriers, environment
 
 HEAD = struct.Struct("<IQ")  # tag, bytes
-WHO = struct.Struct("<I")  # the rank that calls
-FAREWELL = HEAD.pack(0, 2**64 - 1)  # nothing more comes; without it, the process died
+WHO = struct.Struct("<I")  # the calling rank
+FAREWELL = HEAD.pack(0, 2**64 - 1)  # the end of the data; without it, the process died
 MEET_S = 30.0
 
 
 def on_hosts(hosts: int) -> None:
-    """Let this rank be on one of so many hosts, as its number says; before the ranks meet."""
+    """Put this rank on one of ``hosts`` hosts, by its number; call it before the ranks meet."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if hosts < 1 or size % hosts:
         raise ValueError(f"{size} ranks on {hosts} hosts: every host must have as many")
@@ -33,7 +33,7 @@ def on_hosts(hosts: int) -> None:
 
 
 def carry(rank: int, size: int, address: str) -> _core.Link:
-    """Make a link between the ranks whose ``address`` this is; collective."""
+    """Create a link between the ranks of this ``address``; collective."""
     peers = _meet(rank, size, f"\0fsdpc-pretend-{os.geteuid()}-{address}-")
     link = _core.Link(rank, size)
 
@@ -47,7 +47,7 @@ def carry(rank: int, size: int, address: str) -> _core.Link:
 
 
 def _meet(rank: int, size: int, name: str) -> dict[int, socket.socket]:
-    """Connections to all other ranks: each calls those before it."""
+    """Return connections to all other ranks; each rank calls those before it."""
     peers = {}
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"{name}{rank}")
@@ -93,9 +93,9 @@ def _send(link: _core.Link, peers: dict[int, socket.socket]) -> None:
             if message is not None:
                 peer, tag, data = message
                 peers[peer].sendall(HEAD.pack(tag, len(data)))
-                if len(data) > 0:  # else that rank may have read all that it waited for, and left
+                if len(data) > 0:  # otherwise that rank may have read everything and left
                     peers[peer].sendall(data)
-    except _core.PeerError:  # all that was posted is sent
+    except _core.PeerError:  # everything posted is sent
         for connection in peers.values():
             try:
                 connection.sendall(FAREWELL)

@@ -1,9 +1,8 @@
-"""The watch between hosts: how the first ranks of hosts are connected.
+"""The watch between hosts: how the first ranks of hosts connect.
 
-Rank 0 listens while the ranks meet, and no longer. The first rank of every other host calls it.
-Both show that they know a key, which the ranks were given by the way that bytes go, and which is in
-no argument, environment or file. The engine's thread has the connections from then on
-(csrc/comm/host_watch.h).
+Rank 0 listens only while the ranks meet. The first rank of every other host calls it. Both prove
+that they know a key. The ranks received it over the link, and it is not in any argument,
+environment or file. From then on the engine's thread owns the connections (csrc/comm/host_watch.h).
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from fsdpc.distributed.environment import this_host
 
 HELLO = b"fsdpc watch 1\n"
 NONCE = 32
-ANSWER = struct.Struct("!I32s32s")  # of the caller: its host, nonce, proof
+ANSWER = struct.Struct("!I32s32s")  # from the caller: host, nonce, proof
 PROOF = 32
 MEET_S = 10.0  # for all hosts
 SHAKE_S = 3.0  # for one of them
-WAITING = 64  # callers that have not answered yet, at a time
-TOLD = 512  # bytes that a rank tells the others
+WAITING = 64  # maximum number of callers that have not answered yet
+TOLD = 512  # bytes that a rank sends to the others
 SIOCGIFADDR = 0x8915
 
 
 def start(comm: _core.Comm, hosts: int) -> None:
     """Connect the first ranks of all hosts and begin to watch; collective.
 
-    Where that fails, rank 0 says why, and training goes on without: deadlines remain.
+    If that fails, rank 0 reports why, and training continues without a watch: deadlines remain.
     """
     ranks = comm.size // hosts
     host = comm.rank // ranks
@@ -91,7 +90,7 @@ def start(comm: _core.Comm, hosts: int) -> None:
 
 
 def _tell(comm: _core.Comm, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """Let every rank know what each one says."""
+    """Send every rank's text to all ranks."""
     text = json.dumps(mine).encode()[:TOLD]
     if len(text) == TOLD:
         text = json.dumps({"problem": "what a rank says of itself is too long"}).encode()
@@ -99,7 +98,7 @@ def _tell(comm: _core.Comm, mine: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(bytes(one)) for one in comm.all_gather(_core.tensor(row)).numpy()]
 
 
-# ---- Where rank 0 listens ----
+# ---- where rank 0 listens ----
 
 
 def _listen() -> socket.socket | None:
@@ -118,7 +117,7 @@ def _listen() -> socket.socket | None:
 
 
 def _addresses() -> Iterator[str]:
-    """This host's addresses, the one that others most likely reach first."""
+    """Yield this host's addresses, the most likely reachable one first."""
     names = [name for _, name in socket.if_nameindex() if name != "lo"]
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
     for name in sorted(names, key=lambda name: name not in chosen):
@@ -146,7 +145,7 @@ def _of_interface(name: str) -> str:
     return socket.inet_ntoa(found[20:24])
 
 
-# ---- How both know each other ----
+# ---- mutual authentication ----
 
 
 def _proof(key: bytes, who: bytes, host: int, hosts: int, nonces: bytes) -> bytes:
@@ -159,7 +158,7 @@ def call(at: tuple[str, int], key: bytes, host: int, hosts: int) -> socket.socke
     Raises
     ------
     OSError
-        Nobody is there, or whoever is does not know the key.
+        No process answers, or the peer does not know the key.
     """
     connection = socket.create_connection(at, timeout=MEET_S)
     try:
@@ -187,7 +186,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 class _Caller:
-    """A connection that has to show where it comes from."""
+    """A connection that has yet to prove which host it comes from."""
 
     def __init__(self, connection: socket.socket, address: Any) -> None:
         self.connection = connection
@@ -198,7 +197,7 @@ class _Caller:
         connection.setblocking(False)
 
     def host(self, key: bytes, hosts: int) -> int | None:
-        """The host that it has proved to be; None: it has not said all yet."""
+        """Return the proved host; None if the answer is incomplete."""
         said = self.connection.recv(ANSWER.size - len(self.said))
         self.said += said
         if not said:
@@ -214,7 +213,7 @@ class _Caller:
 
 
 class _Door:
-    """Those who called, until every other host has."""
+    """The connections from callers, until every other host has called."""
 
     def __init__(self, listening: socket.socket, key: bytes, hosts: int) -> None:
         self.listening = listening
@@ -231,7 +230,7 @@ class _Door:
         return [host for host in range(1, self.hosts) if host not in self.found]
 
     def look(self) -> None:
-        """Take in and hear out whoever is there, for a tenth of a second at most."""
+        """Accept and read from waiting callers, for at most a tenth of a second."""
         for key, _ in self.ready.select(0.1):
             try:
                 if key.fileobj is self.listening:
@@ -239,7 +238,7 @@ class _Door:
                 else:
                     self._hear_out(key.data)
             except BlockingIOError:
-                pass  # it is gone again, or has said nothing yet
+                pass  # it has disconnected, or sent nothing yet
         for caller in [one for one in self.callers if one.end < time.monotonic()]:
             self._refuse(caller, "it said nothing")
 
@@ -278,7 +277,7 @@ class _Door:
         self.ready.unregister(caller.connection)
 
     def close(self) -> None:
-        """Send everybody else away, and say whom."""
+        """Close all other connections, and log them."""
         self.ready.close()
         for caller in self.callers:
             caller.connection.close()
@@ -292,12 +291,12 @@ class _Door:
 
 
 def accept(listening: socket.socket, key: bytes, hosts: int) -> dict[int, socket.socket]:
-    """Wait for every other host; whoever is none of them is refused, and the log says so.
+    """Wait for every other host; refuse and log all other callers.
 
     Raises
     ------
     OSError
-        A host did not come within ``MEET_S``.
+        A host did not call within ``MEET_S``.
     """
     door = _Door(listening, key, hosts)
     end = time.monotonic() + MEET_S

@@ -1,1 +1,1 @@
-"""How rank processes are started, watched and ended; `fsdpc.launcher` is the public face."""
+"""How rank processes are started, watched and ended; `fsdpc.launcher` is the public module."""

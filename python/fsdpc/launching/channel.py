@@ -1,6 +1,6 @@
-"""Messages between a launcher and a rank that stays: pickles with their length in front.
+"""Messages between a launcher and a persistent rank: pickles preceded by their length.
 
-Both ends hold a descriptor of one socket pair, which nobody else can open.
+Each end has a descriptor of one socket pair, which no other process can open.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Channel:
         self._read = bytearray()
 
     def send(self, message: Message) -> None:
-        """Write a message and wait until the pair holds it."""
+        """Write a message and wait until the socket pair holds it."""
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         view = memoryview(LENGTH.pack(len(data)) + data)
         while view:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Elastic:
-    """The fewest and the most ranks of a run, as ``MIN:MAX`` says; written like that again."""
+    """The minimum and maximum number of ranks of a run; its text is ``MIN:MAX``."""
 
     least: int
     most: int
@@ -19,12 +19,12 @@ class Elastic:
 
 
 def parse_elastic(text: str) -> Elastic:
-    """Read ``MIN:MAX``.
+    """Parse ``MIN:MAX``.
 
     Raises
     ------
     ArgumentTypeError
-        It is no pair of numbers from 1 on, the smaller one first.
+        The text is not a pair of positive numbers with the smaller one first.
     """
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
@@ -35,10 +35,10 @@ def parse_elastic(text: str) -> Elastic:
 
 
 def share_batch(sequences: int, ranks: int, batch: int) -> tuple[int, int] | None:
-    """Return the batch and micro-steps of a rank that make a global batch of so many sequences.
+    """Return a rank's batch and micro-steps for a global batch of this many sequences.
 
-    The batch is the largest one up to ``batch``, so no rank needs more memory; None where the
-    sequences do not divide among the ranks.
+    The batch is the largest one up to ``batch``, so no rank needs more memory. None if the
+    sequences cannot be divided evenly among the ranks.
     """
     each, rest = divmod(sequences, ranks)
     if rest:

@@ -1,7 +1,7 @@
-"""Run a Python function on forked ranks and bring back what each returned.
+"""Run a Python function on forked ranks and return their results.
 
-A result travels as a pickle over a pipe from a process that this one forked.  Nothing is unpickled
-but what such processes (here, pool.py) and their launcher send each other.
+A process that this one forked sends its result as a pickle over a pipe. Only messages between such
+processes (here, pool.py) and their launcher are unpickled.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ SHOWN_LINES = 30
 
 
 class Report(NamedTuple):
-    """What one rank sent: `kind` is "ok" (value: its result), or "error", "skip" (value: text)."""
+    """A rank's message: `kind` is "ok" (value: its result), or "error", "skip" (value: text)."""
 
     kind: str
     value: object
 
 
 class Failure(NamedTuple):
-    """Why a rank is not content: its traceback, or how it ended and what it printed last."""
+    """Why a rank failed: its traceback, or how it ended and its last output."""
 
     rank: int
     text: str
@@ -37,14 +37,14 @@ class Failure(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """All ranks' ends: reports by rank (None: it sent none), failures, whether time ran out."""
+    """How all ranks ended: reports by rank (None: it sent none), failures, and the timeout."""
 
     reports: list[Report | None]
     failures: list[Failure]
     timed_out: bool
 
     def describe(self) -> str:
-        """Return every failed rank's story, the one that failed first on top; equal ones once."""
+        """Return every failed rank's text, the first failure on top; equal texts once."""
         first = next((failure.rank for failure in self.failures if failure.first), None)
         alike: dict[str, list[int]] = {}
         for failure in sorted(self.failures, key=lambda failure: (not failure.first, failure.rank)):
@@ -58,7 +58,7 @@ class Outcome(NamedTuple):
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """Return e.g. "rank 2" or "ranks 0-3, 5"."""
+    """Return the text "rank 2" or "ranks 0-3, 5", for example."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][-1] == rank - 1:
@@ -70,11 +70,11 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def refuse_unsafe_fork() -> None:
-    """Raise RuntimeError where a forked child could not work, naming the reason.
+    """Raise RuntimeError, with the reason, if a forked child could not work.
 
-    Threads of the engine do not exist in a child although its memory says so, and a CUDA context
-    cannot be used there.  NumPy's BLAS threads are safe: OpenBLAS restarts them.  Torch's pool is
-    not and cannot be seen, so :func:`use_no_torch_threads` keeps ranks from needing it.
+    The engine's threads do not exist in a child although its memory says so, and a CUDA context is
+    unusable there. NumPy's BLAS threads are safe: OpenBLAS restarts them. Torch's pool is neither
+    safe nor visible, so :func:`use_no_torch_threads` keeps ranks from needing it.
     """
     core = sys.modules.get("fsdpc._core")
     count = core.engine_threads() if hasattr(core, "engine_threads") else 0
@@ -94,10 +94,10 @@ def refuse_unsafe_fork() -> None:
 
 
 def use_no_torch_threads() -> None:
-    """In a forked rank: let torch compute without its OpenMP pool.
+    """In a forked rank: make torch compute without its OpenMP pool.
 
-    A child that enters a parallel region of a pool that its parent has started waits for threads
-    that are not there, for ever.  With one thread torch enters none (its DataLoader does the same).
+    A child that enters a parallel region of its parent's pool waits forever for threads that do not
+    exist. With one thread torch enters no region (its DataLoader does the same).
     """
     torch = sys.modules.get("torch")
     if hasattr(torch, "set_num_threads"):
@@ -133,7 +133,7 @@ def run_forked(
 
 
 def _watch_until_interrupted(supervisor: Supervisor) -> None:
-    """Pass Ctrl-C on and let the ranks end; a second one ends them at once."""
+    """Forward Ctrl-C and let the ranks end; a second Ctrl-C kills them at once."""
     try:
         supervisor.watch()
     except KeyboardInterrupt:
@@ -150,9 +150,9 @@ def error_report(error: BaseException) -> Report:
 
 
 def _leave() -> None:
-    """Shut down what a rank has begun, as the end of a process of its own would.
+    """Shut down a rank's world, as the end of a separate process would.
 
-    A forked rank runs no exit handlers, and peers that are not done yet would see it die.
+    A forked rank runs no exit handlers, and its peers, if they still run, would see it die.
     """
     ours = sys.modules.get("fsdpc.distributed")
     if ours is not None:
@@ -190,7 +190,7 @@ def _parse(rank: Rank) -> Report | None:
     try:
         return Report(*pickle.loads(rank.payload)) if rank.payload else None
     except (EOFError, pickle.UnpicklingError):
-        return None  # it died while it was sending
+        return None  # it died while sending
 
 
 def _last_words(supervisor: Supervisor, rank: Rank) -> str:
@@ -207,7 +207,7 @@ def _last_words(supervisor: Supervisor, rank: Rank) -> str:
 
 
 def _without_our_frames(lines: Iterable[str]) -> list[str]:
-    """Cut each stack that faulthandler printed where the function of the user ends."""
+    """Cut each stack that faulthandler printed below the user's function."""
     kept, ours = [], False
     for line in lines:
         ours = line.startswith("  File ") and (ours or (__file__ in line and " in body" in line))

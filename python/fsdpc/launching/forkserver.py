@@ -1,12 +1,12 @@
 """A process without threads that forks the ranks of tests.
 
-A pytest process soon has threads that do not survive a fork: an engine of its own at world size 1,
-torch's OpenMP pool. So the server is forked from it when collection is done and no test has run. It
-has imported everything that the tests need and knows their functions, which therefore need no
-pickling. It is told over an inherited socket which test to run, and answers with the outcome.
+A pytest process soon has threads that do not survive a fork: its own engine at world size 1,
+torch's OpenMP pool. The server is therefore forked from it after collection and before any test has
+run. It has imported everything that the tests need and knows their functions, so these need no
+pickling. Requests arrive over an inherited socket, and the server answers with the outcome.
 
 The server leads a separate process group and is tied to pytest as ranks are to a launcher (see Note
-[leash] in process.py). So it and its ranks go when pytest goes.
+[leash] in process.py). The server and its ranks therefore end with pytest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fsdpc.launching.process import STOPS, Started, fork_rank
 
 
 class Job(NamedTuple):
-    """One test to run: which, on how many ranks and hosts, with what fixtures, and where."""
+    """One test to run: which one, on how many ranks and hosts, with which fixtures, and where."""
 
     name: str
     ranks: int
@@ -44,7 +44,7 @@ Call = Callable[[Job], Report]
 class ForkServer:
     """The server's handle in the parent; the server itself runs :func:`_serve`.
 
-    There ``call(job)`` runs on every rank and gives its report.
+    There ``call(job)`` runs on every rank and returns its report.
     """
 
     def __init__(self, call: Call) -> None:
@@ -55,12 +55,12 @@ class ForkServer:
         theirs.close()
 
     def run(self, job: Job) -> tuple[str, Outcome]:
-        """Run one job; returns what its ranks printed and how they ended.
+        """Run one job; return what its ranks printed and how they ended.
 
         Raises
         ------
         TypeError
-            An argument cannot be handed over by value.
+            An argument cannot be pickled.
         RuntimeError
             The server has died.
         """
@@ -103,7 +103,7 @@ def _pickle_job(job: Job) -> bytes:
 
 def _serve(channel: socket.socket, call: Call) -> None:
     """Run jobs until the other end closes."""
-    gc.freeze()  # else each rank's collections look at, and so copy, all that was imported here
+    gc.freeze()  # otherwise collections in each rank would copy all imported pages
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     while (request := _receive(channel)) is not None:
         job = pickle.loads(request)
@@ -125,7 +125,7 @@ def _send(channel: socket.socket, data: bytes) -> None:
 
 
 def _receive(channel: socket.socket) -> bytes | None:
-    """One message, or None when the other end has closed."""
+    """Return one message, or None once the other end has closed."""
     header = _receive_exactly(channel, 8)
     return header and _receive_exactly(channel, struct.unpack("<Q", header)[0])
 

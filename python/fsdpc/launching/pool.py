@@ -1,15 +1,15 @@
-"""Ranks that stay: they take one request after the other until their launcher ends them.
+"""Persistent ranks: they process one request after another until their launcher ends them.
 
-The launcher serves them only while it waits for a request, in the calling thread.  Between requests
-nobody reads their output, and a death is noticed at the next look.
+The launcher serves them only while it waits for a request, in the calling thread. Between requests
+it does not read their output, and it notices a death at its next call.
 
-Note [stopping].  Ctrl-C here sends SIGINT to the ranks that have said that they began and have not
-said that they are done.  So the signal can neither come too early nor hit the next request.  A rank
-that does not stop within ``STOP_S`` is left to the caller, who ends them all.  Where a rank's
-answer is an error, the others may wait for that rank: they are stopped after ``FAIL_S``.
+Note [stopping]. Here Ctrl-C sends SIGINT to the ranks that have reported that they began but not
+that they are done. The signal can therefore neither come too early nor hit the next request. A rank
+that does not stop within ``STOP_S`` is left to the caller, who ends all ranks. If a rank answers
+with an error, others may wait for it: they are stopped after ``FAIL_S``.
 
-Note [order].  What a rank prints comes by a pipe, what it shows by its channel.  It prints
-everything before it shows something, and waits until that is shown.
+Note [order]. A rank prints to a pipe, and displays through its channel. It prints everything before
+it displays something, and waits until that is displayed.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from fsdpc.distributed.environment import rank_environments
 from fsdpc.launching.channel import Channel, Message
 from fsdpc.launching.supervisor import Rank, Supervisor
 
-STOP_S = 5.0  # for a rank to answer Ctrl-C
+STOP_S = 5.0  # for a rank to respond to Ctrl-C
 FAIL_S = 3.0  # for the others, once a rank has failed
-START_S = 120.0  # for ranks to import what they need, on a busy machine
+START_S = 120.0  # for ranks to import their modules, on a busy machine
 
-Serve = Callable[[int], object]  # gets the descriptor of the rank's end of the channel
+Serve = Callable[[int], object]  # takes the descriptor of the rank's end of the channel
 
 
 class Output(Protocol):
     """Where the output of ranks goes."""
 
     def text(self, rank: int, text: str) -> None:
-        """Take what a rank printed."""
+        """Receive text that a rank printed."""
 
     def show(self, rank: int, message: Message) -> None:
-        """Take what a rank displays."""
+        """Receive an object that a rank displays."""
 
     def tick(self) -> None:
-        """Be called at least twice a second."""
+        """Called at least twice a second."""
 
 
 class Silent:
-    """Takes output and drops it."""
+    """Drops all output."""
 
     def text(self, rank: int, text: str) -> None: ...
     def show(self, rank: int, message: Message) -> None: ...
@@ -59,7 +59,7 @@ class Silent:
 
 
 class Pool(Supervisor):
-    """Some ranks that run ``serve(fd)``.
+    """Ranks that run ``serve(fd)``.
 
     Raises
     ------
@@ -71,16 +71,16 @@ class Pool(Supervisor):
 
     def __init__(self, ranks: int, serve: Serve, env: Mapping[str, str]) -> None:
         super().__init__(lambda _: None)
-        self.stuck: list[int] = []  # ranks that did not answer Ctrl-C
+        self.stuck: list[int] = []  # ranks that did not respond to Ctrl-C
         self._channels: list[Channel] = []
         self._decoders: list[codecs.IncrementalDecoder] = []
         self._output: Output = Silent()
         self._waiting: set[int] = set()  # for a rank to be ready, or done
         self._begun: set[int] = set()
-        self._asked: set[int] = set()  # to stop
+        self._asked: set[int] = set()  # asked to stop
         self._answers: dict[int, Message] = {}
         self._interrupted = False
-        self._stop_at: float | None = None  # when those that run get SIGINT
+        self._stop_at: float | None = None  # when running ranks get SIGINT
         try:
             for variables in rank_environments(ranks):
                 self._start_one({**variables, **env}, serve)
@@ -117,7 +117,7 @@ class Pool(Supervisor):
         return f"rank {rank.rank} ({rank.ending()}); its last output:{lines or ' none'}"
 
     def ended(self) -> list[Rank]:
-        """Return the ranks that are no longer there."""
+        """Return the ranks that have ended."""
         return [rank for rank in self.ranks if not rank.running]
 
     def look(self) -> list[Rank]:
@@ -129,17 +129,17 @@ class Pool(Supervisor):
         return self.ended()
 
     def ask(self, requests: Mapping[int, Message], output: Output) -> dict[int, Message]:
-        """Send each rank its request, and wait for the answers; Ctrl-C stops them.
+        """Send each rank its request, and wait for the answers; Ctrl-C stops the ranks.
 
         Returns
         -------
         dict
-            Answers by rank.  One that died, or did not stop (`stuck`), has none.
+            Answers by rank. A rank that died or did not stop (`stuck`) has no answer.
 
         Raises
         ------
         KeyboardInterrupt
-            Ctrl-C came before the ranks had anything to stop.
+            Ctrl-C came before the ranks had begun.
         """
         self._output, self._answers = output, {}
         self._interrupted, self._stop_at = False, None
@@ -152,14 +152,14 @@ class Pool(Supervisor):
                 try:
                     self._channels[rank].send(request)
                 except ConnectionError:
-                    pass  # it has ended
+                    pass  # the rank has ended
             self._waiting = set(requests)
             while self._waiting and not self.stuck:
                 self.serve()
                 output.tick()
                 self._drop_ended()
                 self._stop_those_begun()
-            for rank in self.ranks:  # what came after the last line
+            for rank in self.ranks:  # the rest after the last full line
                 if rank.running:
                     self._drain(rank)
         self._output = Silent()
@@ -228,7 +228,7 @@ class Pool(Supervisor):
         try:
             self._channels[rank.rank].send(message)
         except ConnectionError:
-            pass  # its end is noticed by its pidfd
+            pass  # its pidfd reports its end
 
     def _drain(self, rank: Rank) -> None:
         while self._read_output(rank):
@@ -251,7 +251,7 @@ class Pool(Supervisor):
         self._forget(self._channels[rank.rank].fd)
 
     def _emit(self, rank: Rank, text: bytes) -> None:
-        """Do nothing: output went on as it was read."""
+        """Do nothing: output was forwarded when it was read."""
 
     def _descriptors(self, rank: Rank) -> Sequence[int]:  # type: ignore[override]
         return [*rank.started[1:], self._channels[rank.rank].fd]
@@ -265,7 +265,7 @@ class Pool(Supervisor):
 
 
 def summary(pool: Pool) -> list[tuple[int, int, int | None]]:
-    """Return (rank, process id, resident bytes or None) of each rank that runs."""
+    """Return (rank, process ID, resident bytes or None) of each running rank."""
     return [
         (rank.rank, rank.started.pid, _resident_bytes(rank.started.pid))
         for rank in pool.ranks

@@ -1,13 +1,13 @@
-"""One rank process, from the fork to its first own line.
+"""One rank process, from the fork to the start of its own code.
 
-Every rank is the leader of a process group of its own, so that ending a rank ends what it started
-too.  Its stdout and stderr go down one pipe to the parent, in the order written; stdin is empty.
+Every rank leads its own process group, so that ending a rank also ends its child processes. Its
+stdout and stderr go through one pipe to the parent, in the order written; stdin is empty.
 
-Note [leash]. A rank must not outlive its launcher, even one that is killed by SIGKILL.
+Note [leash]. A rank must not outlive its launcher, even if SIGKILL kills the launcher.
 PR_SET_PDEATHSIG follows the parent's thread (a notebook's worker thread may end) and spares the
-rank's own children; a watching thread would make the rank's later forks unsafe. So each rank holds
-the read end of a pipe whose only write end is the launcher's. It makes the kernel (O_ASYNC,
-F_SETSIG, F_SETOWN) send SIGKILL to its process group when that end closes. It survives exec.
+rank's own children; a watching thread would make the rank's later forks unsafe. Each rank therefore
+holds the read end of a pipe whose only write end is the launcher's. When that end closes, the
+kernel sends SIGKILL to the rank's process group (O_ASYNC, F_SETSIG, F_SETOWN). This survives exec.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from typing import NamedTuple, NoReturn
 
 Body = Callable[[int], object]
 
-_parents_streams: list[object] = []  # kept from being closed with their descriptors
-SAVES = {signal.SIGTERM, signal.SIGUSR1}  # that ranks may answer by saving
+_parents_streams: list[object] = []  # kept so that their descriptors stay open
+SAVES = {signal.SIGTERM, signal.SIGUSR1}  # ranks may save on these
 STOPS = {signal.SIGINT, *SAVES}
 
 
 class Started(NamedTuple):
-    """What the parent holds of a rank process it forked."""
+    """The parent's data about a rank process that it forked."""
 
     pid: int
     pidfd: int
@@ -43,9 +43,9 @@ class Started(NamedTuple):
 
 
 def fill_standard_descriptors() -> list[int]:
-    """Open the null device where stdin, stdout or stderr is closed; return what was opened.
+    """Open the null device if stdin, stdout or stderr is closed; return the opened descriptors.
 
-    A pipe of ours that got such a number would be lost where a rank gets streams of its own.
+    Otherwise a pipe could get such a number, and would be lost when a rank gets its own streams.
     """
     filled = []
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -55,16 +55,16 @@ def fill_standard_descriptors() -> list[int]:
 
 
 def fork_rank(env: Mapping[str, str], body: Body, inherited: Iterable[int]) -> Started:
-    """Fork a process that runs ``body(result_fd)`` and ends; returns the parent's side.
+    """Fork a process that runs ``body(result_fd)`` and ends; return the parent's side.
 
     Parameters
     ----------
     env : mapping of str to str
-        Variables set on top of the parent's environment.
+        Variables set in addition to the parent's environment.
     body : callable
-        Gets the descriptor for its result.  What it returns is ignored, an exception that leaves it
-        is printed and makes the exit code 1, SystemExit gives its own.  STOPS are blocked when it
-        begins: a child without handlers of its own would answer them as its launcher does.
+        Takes the descriptor for its result. Its return value is ignored; an uncaught exception is
+        printed and makes the exit code 1; SystemExit sets its own. STOPS are blocked when it
+        begins, because a child without its own handlers would handle them like its launcher.
     inherited : iterable of int
         The parent's descriptors for other ranks, closed in the child.
     """
@@ -76,8 +76,8 @@ def fork_rank(env: Mapping[str, str], body: Body, inherited: Iterable[int]) -> S
         for stream in filter(None, (sys.stdout, sys.stderr)):  # a daemon may have none
             stream.flush()
         with warnings.catch_warnings():
-            # Python 3.12 warns when the process has threads: NumPy's wait in BLAS and survive a
-            # fork, ours and CUDA's were refused before we came here.
+            # Python 3.12 warns about threads in the process. NumPy's wait in BLAS and survive a
+            # fork; those of the engine and CUDA were excluded before.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
     except OSError:
@@ -97,22 +97,22 @@ def fork_rank(env: Mapping[str, str], body: Body, inherited: Iterable[int]) -> S
             try:
                 os.write(output_write, f"fsdpc: a rank could not start: {error!r}\n".encode())
             finally:
-                os._exit(1)  # the stack above us is the parent's
+                os._exit(1)  # the stack above is the parent's
         _run_and_exit(body, result_write)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     for fd in (output_write, result_write, leash_read):
         os.close(fd)
     try:
-        os.setpgid(pid, pid)  # in both processes, so that neither can be ahead of it
+        os.setpgid(pid, pid)  # in both processes, so that neither can be first
     except (PermissionError, ProcessLookupError):
-        pass  # it has run exec, or ended, already
+        pass  # it has already run exec, or ended
     for fd in (output_read, result_read):
         os.set_blocking(fd, False)
     return Started(pid, os.pidfd_open(pid), output_read, result_read, leash_write)
 
 
 def _tie_to_parent(leash: int) -> None:
-    """Have the kernel kill our group when the parent's end closes; see Note [leash]."""
+    """Make the kernel kill our group when the parent's end closes; see Note [leash]."""
     fcntl.fcntl(leash, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(leash, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(leash, fcntl.F_SETFL, fcntl.fcntl(leash, fcntl.F_GETFL) | os.O_ASYNC)
@@ -122,8 +122,8 @@ def _tie_to_parent(leash: int) -> None:
 
 
 def _take_over(output: int, env: Mapping[str, str]) -> None:
-    """Give the child streams, signals and an environment of its own."""
-    # Where the parent was started without streams, those that it made may lie on our descriptors.
+    """Give the child its own streams, signals and environment."""
+    # If the parent was started without streams, those that it created may use our descriptors.
     _parents_streams.extend((sys.stdin, sys.stdout, sys.stderr))
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -137,8 +137,8 @@ def _take_over(output: int, env: Mapping[str, str]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for each in SAVES:
         signal.signal(each, signal.SIG_DFL)
-    # A timeout is answered with SIGABRT, at which faulthandler prints every thread's stack.  Where
-    # it is on already (in pytest), enable() alone would not install its handlers again.
+    # A timeout sends SIGABRT, at which faulthandler prints every thread's stack. If it is already
+    # enabled (in pytest), enable() by itself would not install its handlers again.
     faulthandler.disable()
     signal.signal(signal.SIGABRT, signal.SIG_DFL)
     enable_stacks()
@@ -148,9 +148,9 @@ def _take_over(output: int, env: Mapping[str, str]) -> None:
 
 
 def enable_stacks() -> None:
-    """Have Python's stacks printed when this process crashes.
+    """Print Python's stacks when this process crashes.
 
-    Python 3.14 would print C's behind them, which pushes them out of the last lines that are shown.
+    Python 3.14 would add C's stacks, which push Python's out of the last lines shown.
     """
     options = {"c_stack": False} if sys.version_info >= (3, 14) else {}
     faulthandler.enable(file=2, all_threads=True, **options)
@@ -161,7 +161,7 @@ def _line_stream(fd: int) -> io.TextIOWrapper:
 
 
 def _run_and_exit(body: Body, result: int) -> NoReturn:
-    """Run the body and leave without the parent's exit handlers, which are not ours to run."""
+    """Run the body and exit without the parent's exit handlers."""
     code = 1
     try:
         body(result)

@@ -1,12 +1,12 @@
-"""A terminal whose last line is rewritten, while everything else is printed above that line.
+"""A terminal whose last line is rewritten, while all other output is printed above it.
 
-Programs show progress as a line that ends in a carriage return, over which they write the next
-one. Whatever prints there meanwhile would tear it. A :class:`Screen` takes both: it clears the
-line, prints the rest and draws the line again below. :func:`rank_lines` does so for the ranks of a
-launcher, and :func:`above` for what this process prints through ``sys.stdout`` and ``sys.stderr``.
+Programs show progress as a line that ends in a carriage return, and overwrite it with the next one.
+Other output would break that line. A :class:`Screen` takes both: it clears the line, prints the
+output and draws the line again below. :func:`rank_lines` does this for the ranks of a launcher, and
+:func:`above` for this process's ``sys.stdout`` and ``sys.stderr``.
 
 A rank writes to a pipe. There too its line ends in a carriage return, and the launcher draws it.
-Text that passes Python by (descriptors 1 and 2) goes above the line in a launcher alone.
+Text that bypasses Python (descriptors 1 and 2) appears above the line only in a launcher.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PIECES = re.compile(r"[^\r\n]*[\r\n]|[^\r\n]+")
 
 
 def columns(stream: TextIO) -> int:
-    """Return the width of a terminal in characters, 80 where it has none."""
+    """Return the width of a terminal in characters, or 80 if it is unknown."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or 80
     except (OSError, ValueError):
@@ -31,21 +31,21 @@ def columns(stream: TextIO) -> int:
 
 
 class Screen:
-    """What may be rewritten is the last line of a stream; other text goes above it."""
+    """A stream whose last line can be rewritten; other text goes above it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._is_terminal = stream, stream.isatty()
         self._line = ""
-        self._drawn = 0  # characters of the line that are on the terminal
-        self._at_start = True  # nobody has begun a line above
-        self._lock = threading.RLock()  # a handler of signals may print
+        self._drawn = 0  # characters of the line on the terminal
+        self._at_start = True  # no unfinished line above
+        self._lock = threading.RLock()  # a signal handler may print
 
     def show(self, line: str) -> None:
         """Rewrite the last line; an empty text clears it."""
         self.update("", line)
 
     def update(self, text: str, line: str) -> None:
-        """Print text above, and make this the last line."""
+        """Print text above, and make ``line`` the last line."""
         with self._lock:
             self._line = line
             cleared = self._clear() + self._above(text) if text else ""
@@ -60,7 +60,7 @@ class Screen:
             self._put(self._draw())
 
     def close(self) -> None:
-        """Leave the last line as it is, and go on below it."""
+        """Leave the last line as it is, and continue below it."""
         with self._lock:
             if self._drawn:
                 self._put(self._line[: self._width()] + "\n")
@@ -80,12 +80,12 @@ class Screen:
         return columns(self._stream) - 1 if self._is_terminal else len(self._line)
 
     def _clear(self) -> str:
-        """Return what takes the line away; in a pipe the next line does."""
+        """Return the text that clears the line; in a pipe the next line does."""
         drawn, self._drawn = self._drawn, 0
         return " " * drawn + "\r" if drawn and self._is_terminal else ""
 
     def _draw(self) -> str:
-        """Return what writes the line and goes back to its start, below finished lines alone."""
+        """Return the text that draws the line below finished lines, and returns to its start."""
         if not self._at_start:
             return ""
         shown, before = self._line[: self._width()], self._drawn
@@ -94,7 +94,7 @@ class Screen:
 
 
 class _Above:
-    """Stands for ``sys.stdout`` or ``sys.stderr`` beside a screen of the same terminal."""
+    """Replaces ``sys.stdout`` or ``sys.stderr`` if a screen uses the same terminal."""
 
     def __init__(self, screen: Screen, stream: TextIO) -> None:
         self._screen, self._stream = screen, stream
@@ -112,7 +112,7 @@ class _Above:
 
 @contextmanager
 def above(screen: Screen) -> Iterator[None]:
-    """Have Python print above the line of this screen of ``sys.stdout``; then close it."""
+    """Make Python print above the last line of this screen of ``sys.stdout``; then close it."""
     before = sys.stdout, sys.stderr
     alike = sys.stderr is not None and sys.stderr.isatty() == sys.stdout.isatty()
     sys.stdout = _Above(screen, sys.stdout)
@@ -127,10 +127,10 @@ def above(screen: Screen) -> Iterator[None]:
 
 @contextmanager
 def rank_lines() -> Iterator[Callable[[str], object]]:
-    """Give a function that prints lines of a rank, which all begin with its number.
+    """Yield a function that prints lines of a rank, which all begin with its number.
 
-    In a terminal a line that ends in a carriage return stays the last one until its rank writes
-    again. Elsewhere the text is printed as it is.
+    In a terminal a line that ends in a carriage return stays last until its rank writes again.
+    Elsewhere the text is printed unchanged.
     """
     if sys.stdout is None or not sys.stdout.isatty():
         yield _print
@@ -156,6 +156,6 @@ def rank_lines() -> Iterator[Callable[[str], object]]:
 
 
 def _print(text: str) -> None:
-    if sys.stdout is not None:  # as in a daemon
+    if sys.stdout is not None:  # None in a daemon
         sys.stdout.write(text)
         sys.stdout.flush()

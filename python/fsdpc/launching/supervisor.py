@@ -1,22 +1,22 @@
-"""Watch over the rank processes of one run until all have ended.
+"""Supervise the rank processes of one run until all have ended.
 
-One loop in the calling thread waits for output, results and ends of all ranks.  The rules:
+One loop in the calling thread waits for output, results and ends of all ranks. The rules:
 
 - a rank fails when it ends with a code other than 0 or by a signal;
 - when the first fails, the others have `grace` seconds to report what they saw, then their process
   groups are killed; one that is stopped (SIGSTOP) has nothing to report and is killed at once;
-- a rank that ends is written onto a page that all ranks can read, for those that still wait to meet
-  it (afterwards they watch each other);
+- a rank's end is written onto a page that all ranks can read, for those that still wait to meet it
+  (afterwards they watch each other);
 - at the timeout every rank still running gets SIGABRT, on which it prints its stacks and ends;
-- a stop (Ctrl-C, SIGTERM, SIGUSR1) is passed on to all groups, and is followed by the kill after
-  `grace`; a second Ctrl-C kills at once;
-- ranks that catch SIGTERM or SIGUSR1 save their work, which takes as long as it takes: `grace`
-  begins when the first of them ends, or with a second SIGTERM.  Such a rank gets the signal alone,
-  as its workers (of a data loader) would die by it.
+- a stop (Ctrl-C, SIGTERM, SIGUSR1) is forwarded to all groups, which are killed after `grace`; a
+  second Ctrl-C kills at once;
+- ranks that catch SIGTERM or SIGUSR1 save their work, without a limit: `grace` begins when the
+  first of them ends, or with a second SIGTERM. Only the rank itself gets the signal, since it would
+  kill its workers (of a data loader).
 
 The rank that failed *first* may not be the one that ended first. A rank that dies with gigabytes of
-memory is gone only after they are, and peers that noticed at once may end before it. So a rank
-whose report says that a peer left is named only when there is no other.
+memory ends only once they are freed, and peers that noticed its death may end before it. A rank
+that reports a lost peer is therefore named only if there is no other.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fsdpc.distributed.environment import process_stat, run_address
 from fsdpc.launching.process import SAVES, Body, Started, fill_standard_descriptors, fork_rank
 
 TAIL_LINES = 200
-ABORT_S = 3.0  # for stacks to be printed after SIGABRT
+ABORT_S = 3.0  # to print stacks after SIGABRT
 TICK_S = 0.5  # a signal handler may move a deadline while the loop sleeps
 PENDING_BYTES = 1 << 16
 NEWS = b"fsdpc news 1\n"  # FSDPC_RENDEZVOUS_NEWS of csrc/comm/rendezvous.h
@@ -45,7 +45,7 @@ LINE = re.compile(r"[^\r\n]*[\r\n]|[^\r\n]+")
 
 @dataclass
 class Rank:
-    """One rank: its process, what it printed last and how it ended."""
+    """One rank: its process, its last output and how it ended."""
 
     rank: int
     started: Started
@@ -57,11 +57,11 @@ class Rank:
 
     @property
     def running(self) -> bool:
-        """Whether the process has not been seen to end."""
+        """Whether the process is not known to have ended."""
         return self.code is None
 
     def ending(self) -> str:
-        """How it ended, in words."""
+        """How the rank ended, in words."""
         if self.code is None:
             return "still running"
         if self.code < 0:
@@ -70,7 +70,7 @@ class Rank:
 
 
 class CannotStart(OSError):
-    """There was no process, memory or descriptor for a rank."""
+    """A process, memory or descriptor for a rank was not available."""
 
 
 class Supervisor:
@@ -79,11 +79,11 @@ class Supervisor:
     Parameters
     ----------
     write : callable
-        Gets the ranks' output, whole lines with the rank in front.
+        Takes the ranks' output, whole lines with the rank in front.
     timeout : float, optional
-        Seconds from the start until the ranks are aborted, default never.
+        Seconds from the start until the ranks are aborted; default never.
     grace : float
-        Seconds that ranks have to end once one failed or a stop was asked for.
+        Seconds that ranks have to end after a failure or a stop request.
     tick : callable, optional
         Called about twice a second.
     """
@@ -102,10 +102,10 @@ class Supervisor:
         self.ranks: list[Rank] = []
         self.timed_out = False
         self.killed: set[int] = set()
-        self.stopped: set[int] = set()  # of the killed: by SIGSTOP, so they were not waited for
+        self.stopped: set[int] = set()  # killed ranks that SIGSTOP had stopped, which get no grace
         self._timeout_at = None if timeout is None else time.monotonic() + timeout
         self._kill_at: float | None = None
-        self._stopping: int | None = None  # the signal that asked for it
+        self._stopping: int | None = None  # the signal that requested it
         self._filled = fill_standard_descriptors()
         self._selector = selectors.DefaultSelector()
         self._news = os.memfd_create("fsdpc news")
@@ -120,8 +120,8 @@ class Supervisor:
             os.set_inheritable(listening, True)
             body(result)
 
-        # Bound before the rank exists and closed here before the next is forked: nobody can take
-        # its place, and with the rank its last holder is gone.
+        # Bound before the rank exists and closed here before the next fork: no other process can
+        # take its place, and with the rank its last holder is gone.
         address, _ = run_address({**os.environ, **env})
         listening = listen_for_rank(address, int(env["RANK"]))
         try:
@@ -137,7 +137,7 @@ class Supervisor:
         self._selector.register(started.pidfd, selectors.EVENT_READ, (rank, self._reap))
         self._selector.register(started.output, selectors.EVENT_READ, (rank, self._read_output))
         self._selector.register(started.result, selectors.EVENT_READ, (rank, self._read_result))
-        if self._stopping is not None:  # asked before this rank was known
+        if self._stopping is not None:  # requested before this rank was known
             os.killpg(started.pid, self._stopping)
 
     def watch(self) -> None:
@@ -150,14 +150,14 @@ class Supervisor:
                 ticked = time.monotonic()
 
     def serve(self) -> None:
-        """Take what ranks have said, after half a second at most."""
+        """Process the ranks' messages, for at most half a second."""
         for key, _ in self._selector.select(self._patience()):
             rank, serve = key.data
             serve(rank)
         self._check_deadlines()
 
     def stop(self, signum: int) -> None:
-        """Pass a signal on to all ranks and kill those that stay, as the top of this file says."""
+        """Forward a signal to all ranks and kill those that stay, by the rules of this module."""
         again = self._stopping not in (None, signal.SIGUSR1)
         if not again:
             self._stopping = signum
@@ -176,7 +176,7 @@ class Supervisor:
         self._kill_at = at if self._kill_at is None else min(at, self._kill_at)
 
     def close(self) -> None:
-        """Kill whatever runs, reap it and close every descriptor."""
+        """Kill running ranks, reap them and close every descriptor."""
         self._signal_groups(signal.SIGKILL)
         for rank in self.ranks:
             if rank.running:
@@ -188,7 +188,7 @@ class Supervisor:
             os.close(fd)
 
     def first_failure(self) -> Rank | None:
-        """Return the rank that failed first, as the top of this file defines it."""
+        """Return the rank that failed first, as defined at the top of this module."""
         failed = [rank for rank in self.ranks if rank.code and rank.rank not in self.killed]
         return min(failed, key=lambda rank: (self._blames_peer(rank), rank.ended_at), default=None)
 
@@ -232,19 +232,19 @@ class Supervisor:
 
     def _signal_groups(self, signum: int, alone: Collection[int] = ()) -> None:
         for rank in self.ranks:
-            if rank.running:  # not reaped, so the id is still this group's
+            if rank.running:  # not reaped, so the group id is still valid
                 try:
                     (os.kill if rank.rank in alone else os.killpg)(rank.started.pid, signum)
                 except ProcessLookupError:
                     pass
 
     def _reap(self, rank: Rank) -> None:
-        """End the rank's group, take its exit code and what is left in the pipes."""
+        """End the rank's group, read its exit code and the rest of the pipes."""
         pid = rank.started.pid
-        rank.code = 255  # if somebody else reaped it
+        rank.code = 255  # if other code reaped it
         try:
-            # Not reaped yet, so that the group's id is surely still ours when we kill the remaining
-            # processes of the rank (a child of it could keep the pipes open for ever).
+            # Not reaped yet, so the group id is still ours when we kill the rank's remaining
+            # processes (one of its children could otherwise keep the pipes open forever).
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
             rank.ended_at = time.monotonic()
             os.killpg(pid, signal.SIGKILL)
@@ -285,7 +285,7 @@ class Supervisor:
     def _read_output(self, rank: Rank) -> bool:
         chunk = self._read(rank.started.output)
         rank.pending += chunk
-        # A carriage return ends a line too: it is how a live progress line is drawn.
+        # A carriage return also ends a line: a live progress line ends in one.
         end = 1 + max(rank.pending.rfind(b"\n"), rank.pending.rfind(b"\r", 0, -1))
         if end == 0 and len(rank.pending) > PENDING_BYTES:
             end = len(rank.pending)
@@ -309,7 +309,7 @@ class Supervisor:
 
 
 def _catches(pid: int, signum: int) -> bool:
-    """Whether the process has a handler of its own for a signal."""
+    """Return whether the process has its own handler for a signal."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as status:
             caught = next(line.split()[1] for line in status if line.startswith("SigCgt:"))
