@@ -1,9 +1,9 @@
-"""A folder belongs to one run: the lock that says so, and room beside a checkpoint.
+"""A folder belongs to one run: the lock that claims it, and cleanup next to a checkpoint.
 
-The lock is POSIX's, on a file. The system drops it when its process ends, however that is, no
-forked child inherits it, and it holds across hosts if the file system (NFS with locks) supports
-that. It belongs to the process, and any ``close`` of the file drops it. So a process never opens a
-claimed file again: all claims of one file in a process are one object.
+The lock is a POSIX file lock. The system drops it when its process ends in any way, no forked child
+inherits it, and it works across hosts if the file system (NFS with locks) supports that. It belongs
+to the process, and any ``close`` of the file drops it. A process therefore never reopens a claimed
+file: all claims of one file in a process are one object.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pathlib import Path
 from fsdpc import distributed
 from fsdpc.distributed.agree import agreed, gather_bytes
 
-PATIENCE_S = 5.0  # for a file system of the network to show a new file
-_OWNER = re.compile(rb"process \d+ on \S+ \(.*\)", re.DOTALL)  # what a claim writes
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system that has none
+PATIENCE_S = 5.0  # for a network file system to show a new file
+_OWNER = re.compile(rb"process \d+ on \S+ \(.*\)", re.DOTALL)  # text that a claim writes
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems without locks
 
 
 class Claim:
@@ -40,7 +40,7 @@ class Claim:
         )
 
     def is_held(self) -> bool:
-        """Whether it is this process's, not ended, and its file in place."""
+        """Whether this process holds it, and its file is in place."""
         return self.release.alive and self.pid == os.getpid() and _is_at(self.fd, self.path)
 
 
@@ -48,14 +48,14 @@ _claims: weakref.WeakValueDictionary[Path, Claim] = weakref.WeakValueDictionary(
 
 
 def claim(path: Path, folder: Path) -> Claim:
-    """Lock a file, which is made, and claim ``folder``; the file is removed when the claim ends.
+    """Create and lock a file to claim ``folder``; the file is removed when the claim ends.
 
     Raises
     ------
     BlockingIOError
-        Another process has it; the message names that and the folder.
+        Another process holds it; the message names the process and the folder.
     OSError
-        The file cannot be made.
+        The file cannot be created.
     """
     path = path.parent.resolve() / path.name
     mine = _claims.get(path)
@@ -65,7 +65,7 @@ def claim(path: Path, folder: Path) -> Claim:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(fd, path):  # else its owner removed it in between
+            if _is_at(fd, path):  # otherwise its owner removed it in between
                 os.ftruncate(fd, 0)
                 owner = f"process {os.getpid()} on {socket.gethostname()} ({_program()})"
                 os.pwrite(fd, owner.encode("utf-8", "backslashreplace"), 0)
@@ -87,12 +87,12 @@ def claim(path: Path, folder: Path) -> Claim:
 
 
 def _program() -> str:
-    """What runs, as a user would name it."""
+    """Return the name of the running program, as a user would call it."""
     return os.path.basename(sys.argv[0] if sys.argv and sys.argv[0] else sys.executable)
 
 
 def _is_at(fd: int, path: str | Path) -> bool:
-    """Whether an open file is the one of this name."""
+    """Return whether an open file is the one with this name."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
@@ -109,13 +109,13 @@ def _release(path: str, fd: int, pid: int) -> None:
 
 
 def claim_name(path: Path) -> Claim:
-    """Claim the name of a checkpoint, for one save; its parents are made."""
+    """Claim the name of a checkpoint for one save; creates its parent folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return claim(path.with_name(f".{path.name}.lock"), path)
 
 
 def remove_remains(parent: Path) -> None:
-    """Remove from a folder what saves that were killed there left behind, whatever their names."""
+    """Remove all remains of killed saves from a folder."""
     for file in list(parent.glob(".?*.lock")):
         if not _is_left_behind(file):
             continue
@@ -128,7 +128,7 @@ def remove_remains(parent: Path) -> None:
 
 
 def _is_left_behind(file: Path) -> bool:
-    """Whether a claim wrote this file, and its process has ended; a second look drops no lock."""
+    """Return whether a claim wrote this file and its process has ended; does not drop our locks."""
     mine = _claims.get(file.parent.resolve() / file.name)
     if mine is not None and mine.is_held():
         return False
@@ -137,10 +137,10 @@ def _is_left_behind(file: Path) -> bool:
     except OSError:
         return False
     try:
-        if _OWNER.fullmatch(os.pread(fd, 512, 0)) is None:  # the file of another program
+        if _OWNER.fullmatch(os.pread(fd, 512, 0)) is None:  # another program's file
             return False
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # it is held, or there are no locks to tell by
+    except OSError:  # it is locked, or locks are unavailable
         return False
     finally:
         os.close(fd)
@@ -148,28 +148,28 @@ def _is_left_behind(file: Path) -> bool:
 
 
 def check_shared(path: Path, claim: Claim | None) -> None:
-    """Refuse a folder that is not the same on every host; collective, before anything is saved.
+    """Raise if a folder is not the same on every host; collective, before anything is saved.
 
     Rank 0 has claimed the name of a checkpoint, in a file that all hosts must see.
 
     Raises
     ------
     OSError
-        On every rank: a host has a folder of its own there.
+        On every rank: a host has a separate folder there.
     """
     world = distributed.world()
     if world.hosts <= 1:
         return
     told = gather_bytes(world, os.pread(claim.fd, 512, 0) if claim is not None else b"")[0]
     file = path.with_name(f".{path.name}.lock")
-    agreed(lambda: _find(file, told) if claim is None else None)  # a second close drops the lock
+    agreed(lambda: _find(file, told) if claim is None else None)  # reopening drops the lock
 
 
 def _find(file: Path, text: bytes) -> None:
     end = time.monotonic() + PATIENCE_S
     while True:
         with contextlib.suppress(OSError):
-            os.listdir(file.parent)  # asks the server anew
+            os.listdir(file.parent)  # refreshes the view of the server
             if file.read_bytes() == text:
                 return
         if time.monotonic() > end:
@@ -181,14 +181,14 @@ def _find(file: Path, text: bytes) -> None:
 
 
 def claim_folder(folder: Path) -> Claim:
-    """Claim a folder of checkpoints; it is made, and what killed saves left in it is removed."""
+    """Create and claim a folder of checkpoints; remove the remains of killed saves."""
     folder.mkdir(parents=True, exist_ok=True)
     own = claim(folder / ".lock", folder)
     for entry in list(folder.glob(".step-*")):
         _, name, state = entry.name.rsplit(".", 2) if entry.name.count(".") == 2 else ("", "", "")
         if not name[5:].isdecimal() or state not in ("saving", "removing", "lock"):
             continue
-        with contextlib.suppress(BlockingIOError):  # of a save() that is under way
+        with contextlib.suppress(BlockingIOError):  # a save() in progress holds it
             saver = claim_name(folder / name)
             if state != "lock":
                 shutil.rmtree(entry)

@@ -1,4 +1,4 @@
-"""``config.json``, by which transformers' ``from_pretrained`` knows what model a folder holds."""
+"""``config.json``, from which transformers' ``from_pretrained`` knows a folder's model."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from fsdpc.sharding.fsdp_module import plain_class
 
 NAME = "config.json"
 
-#: Return the content for a model of theirs, or None; rooms that define models put theirs here.
+#: Return the content for one of their models, or None; packages that define models register here.
 writers: list[Callable[[Any], dict[str, Any] | None]] = []
 
 
 def of_model(model: Any) -> bytes | None:
-    """Return the file's content for a model of transformers, or one that a writer knows.
+    """Return the file's content for a transformers model, or for a model that a writer knows.
 
-    Sharded or not. None for models that transformers does not know.
+    The model may be sharded. None for models that transformers does not know.
     """
     content: dict[str, Any] | None = None
     known = [(c.__module__, c.__name__) for c in type(model).__mro__]

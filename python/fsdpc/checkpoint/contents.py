@@ -1,4 +1,4 @@
-"""What a checkpoint holds, for people: `inspect`, and the tables of ``fsdpc ckpt ls``."""
+"""The contents of a checkpoint, for people: `inspect`, and the tables of ``fsdpc ckpt ls``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdpc.checkpoint.values import decode
 from fsdpc.display import html
 from fsdpc.display.svg import size
 
-ROWS = 200  # of tensors that a notebook shows
+ROWS = 200  # tensors that a notebook shows
 TITLES = ("tensor", "dtype", "shape", "size", "crc32c", "file")
 
 
@@ -26,7 +26,7 @@ class TensorInfo:
     kind : "model" or "optimizer"
     name : str
     dtype : str
-        As safetensors has it: ``F32``, ``BF16``.
+        In safetensors' spelling: ``F32``, ``BF16``.
     shape : tuple of int
     nbytes : int
     file : str
@@ -50,7 +50,7 @@ class TensorInfo:
     crc32c: int | None
 
     def cells(self) -> tuple[str, ...]:
-        """Return its row of a table with the headings `TITLES`."""
+        """Return its row in a table with the headings `TITLES`."""
         return (
             self.name if self.kind == "model" else f"[optimizer] {self.name}",
             self.dtype,
@@ -63,27 +63,27 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What :func:`inspect` found.
+    """The result of :func:`inspect`.
 
     Parameters
     ----------
     path : Path
     step : int or None
-        Of the run, if :class:`CheckpointManager` saved it, or it is in ``extra["step"]``.
+        The run's step, if :class:`CheckpointManager` saved it or ``extra["step"]`` has it.
     world : int or None
-        Number of ranks that saved; None in files of others.
+        Number of ranks that saved; None in files of other libraries.
     strategies : tuple of str
-        Of the units.
+        The units' strategies.
     meshes : tuple of (int, int)
         Replicas and shards of each mesh.
     model, optimizer : str or None
-        Their classes; None where there was none, and in files of others.
+        Their classes; None if the save had none, and in files of other libraries.
     states : tuple of str
-        What else it holds: ``"scheduler"``, ``"scaler"``, ``"data"``, ``"rng"``.
+        Further contents: ``"scheduler"``, ``"scaler"``, ``"data"``, ``"rng"``.
     extra : any
-        What was saved as ``"extra"``.
+        The value that was saved as ``"extra"``.
     tensors : tuple of TensorInfo
-        By kind and name.
+        Sorted by kind and name.
 
     Examples
     --------
@@ -119,13 +119,13 @@ class CheckpointInfo:
         Returns
         -------
         list of str
-            Tensors that are not as they were saved, and their files. Empty where all are, or
-            where files of others have no checksums.
+            Tensors that differ from what was saved, and their files. Empty if there are none, or if
+            files of other libraries have no checksums.
         """
         return damaged(self._source)
 
     def facts(self) -> dict[str, str]:
-        """Return all but the tensors, as words."""
+        """Return everything except the tensors, as text."""
         found = {"tensors": f"{len(self.tensors)}, {size(self.nbytes)}"}
         if self.step is not None:
             found["step"] = str(self.step)
@@ -146,7 +146,7 @@ class CheckpointInfo:
         return "\n  ".join([f"checkpoint {self.path}", *lines])
 
     def _repr_html_(self) -> str:
-        """Return tables of all this, which notebooks show."""
+        """Return tables of the contents for notebooks."""
         rows = [t.cells() for t in self.tensors[:ROWS]]
         more = len(self.tensors) - len(rows)
         return html.fields(f"checkpoint {self.path}", self.facts(), TITLES, rows,
@@ -154,28 +154,28 @@ class CheckpointInfo:
 
 
 def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
-    """Look at a checkpoint, without a model and without reading tensors.
+    """Describe a checkpoint, without a model and without reading tensors.
 
     Parameters
     ----------
     path : path
-        A folder of :func:`fsdpc.checkpoint.save`, or of Hugging Face's safetensors, or one such
-        file.
+        A folder that :func:`fsdpc.checkpoint.save` wrote, a Hugging Face safetensors folder, or one
+        such file.
 
     Returns
     -------
     CheckpointInfo
-        It prints as ``fsdpc ckpt ls`` does, and notebooks show it as tables.
+        It prints as ``fsdpc ckpt ls`` does; notebooks show tables.
 
     Raises
     ------
     CheckpointError
-        It is none, or its files do not fit together.
+        It is not a checkpoint, or its files do not match each other.
 
     Notes
     -----
-    Any process may call it: it is not collective. Headers and the manifest's own checksum are
-    checked; :meth:`CheckpointInfo.damaged` reads the tensors as well.
+    Any process may call it: it is not collective. It checks headers and the manifest's own
+    checksum; :meth:`CheckpointInfo.damaged` reads the tensors as well.
 
     Examples
     --------

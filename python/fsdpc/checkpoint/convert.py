@@ -1,8 +1,8 @@
-"""Checkpoints from one format to another, in one process, without holding them in memory.
+"""Convert checkpoints between formats, in one process, without holding them in memory.
 
-Files are mapped, not read: tensors are runs of bytes of them, which go from the page cache to where
-they belong. What PyTorch's formats do not let one map goes through a folder of scratch beside the
-target, on the same disk.
+Files are mapped, not read: tensors are ranges of their bytes, which are copied from the page cache
+to their destination. PyTorch's formats do not always allow mapping; the rest goes through a scratch
+folder next to the target, on the same disk.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fsdpc.checkpoint.source import Source, damaged, open_source
 _KEPT = ("optimizer", "scheduler", "scaler", "data", "rng", "aliases", "extra", "world",
          "meshes", "strategies", "units", "model_class")  # fmt: skip
 _BY_FILE = {file: name for name, file in FILE_DTYPES.items()}
-_NORESERVE = 0x4000  # mmap knows it from Python 3.13 on: a mapping may be larger than the memory
+_NORESERVE = 0x4000  # mmap has it from Python 3.13 on: a mapping may exceed the memory
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,14 @@ def convert(
     Returns
     -------
     list of str
-        Entries of a DCP folder that are no tensors, and so were left out.
+        Entries of a DCP folder that are not tensors and were left out.
 
     Raises
     ------
     CheckpointError
-        The source is damaged or of no known format.
+        The source is damaged, or its format is unknown.
     ImportError
-        torch is needed and not installed.
+        torch is required but not installed.
 
     Notes
     -----
@@ -116,7 +116,7 @@ def _pieces(tensors: _Tensors) -> list[Piece]:
 def _read(
     path: Path, to: Path, stack: contextlib.ExitStack
 ) -> tuple[_Tensors, _Tensors, dict[str, Any], list[str]]:
-    """Tensors of model and optimizer, what else a manifest takes over, and what is left out."""
+    """Return model and optimizer tensors, the manifest's other contents, and what is left out."""
     if path.is_dir() and (path / ".metadata").exists():
         tensors, left_out = _read_dcp(path, stack.enter_context(_scratch(to)))
         return (*_split(tensors), {}, left_out)
@@ -149,7 +149,7 @@ def _map(source: Source) -> dict[str, _Tensors]:
 
 
 def _mapped(path: Path) -> Any:
-    """All bytes of a file as an array; it can be written, which DLPack asks for, and is not."""
+    """Return a file's bytes as an array; writable only because DLPack requires it."""
     flags = mmap.MAP_PRIVATE | _NORESERVE
     with path.open("rb") as file:
         bytes_ = os.fstat(file.fileno()).st_size
@@ -163,7 +163,7 @@ def _read_torch(path: Path) -> _Tensors:
     try:
         try:
             state = torch.load(path, mmap=True, **options)
-        except RuntimeError:  # of before PyTorch 1.6
+        except RuntimeError:  # from before PyTorch 1.6
             state = torch.load(path, **options)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path} holds more than tensors: {error}") from None
@@ -210,7 +210,7 @@ def _write_torch(to: Path, tensors: _Tensors, layout: str) -> None:
         name: torch.from_numpy(t.array).view(getattr(torch, _BY_FILE[t.dtype])).reshape(t.shape)
         for name, t in tensors.items()
     }
-    with _scratch(to) as scratch:  # so that `to` is there whole or not at all
+    with _scratch(to) as scratch:  # so that `to` appears complete or not at all
         made = scratch / "made"
         if layout == "torch":
             torch.save(states, made)

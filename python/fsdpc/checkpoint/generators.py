@@ -1,7 +1,7 @@
-"""Random numbers that are each rank's own: Python's, NumPy's, and those a front door registers.
+"""Per-rank random number generators: Python's, NumPy's, and those that a front door registers.
 
-A checkpoint has them of every rank. They come back where as many ranks load as saved; at another
-number of ranks there is no telling whose they would be, and they stay as they are.
+A checkpoint has the states of every rank. They are restored at the same number of ranks as in the
+save. At another number there is no way to assign them to ranks, and the generators stay unchanged.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _kinds: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
 
 
 def register(kind: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
-    """Let checkpoints have one more generator, under this name in the manifest.
+    """Add a generator to checkpoints, under this name in the manifest.
 
-    ``get`` returns its state as JSON, or None if it has not been used; ``put`` takes that.
+    ``get`` returns its state as JSON, or None if it is unused; ``put`` takes that state.
     """
     _kinds[kind] = (get, put)
 
@@ -36,7 +36,7 @@ def words(array: Any) -> str:
 
 
 def from_words(text: str, dtype: Any) -> Any:
-    """Return the array that :func:`words` was given."""
+    """Return the array that :func:`words` converted."""
     return np.frombuffer(base64.b64decode(text), dtype).copy()
 
 
@@ -48,7 +48,7 @@ def gather() -> list[dict[str, Any]]:
 
 
 def restore(every: list[dict[str, Any]]) -> None:
-    """Put this rank's generators where they were at :func:`gather`, at as many ranks as then."""
+    """Restore this rank's generators to :func:`gather`, at the same number of ranks."""
     world = distributed.world()
     if len(every) != world.size:
         return
@@ -75,7 +75,7 @@ def _numpy() -> Any:
     if "numpy.random" not in sys.modules:
         return None
     state = np.random.get_state(legacy=False)
-    if state["bit_generator"] != "MT19937":  # exchanged by set_bit_generator: its user's own
+    if state["bit_generator"] != "MT19937":  # set_bit_generator replaced it: the user's own
         return None
     inner = state["state"]
     return [words(inner["key"]), int(inner["pos"]), int(state["has_gauss"]), float(state["gauss"])]

@@ -1,7 +1,7 @@
-"""``manifest.json``: what a checkpoint holds, and the mark that it is complete.
+"""``manifest.json``: the contents of a checkpoint, and the mark that it is complete.
 
-The text is made with places for the checksums, which are known last: C fills them in. The last key
-is the checksum of all text before its own digits.
+The text has placeholders for the checksums, which are known last: C fills them in. The last key is
+the checksum of all text before its own digits.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class CheckpointError(ValueError):
 
 
 def render(content: dict[str, Any], crcs: int) -> tuple[bytes, list[int], int]:
-    """Return the text, the places of its ``crcs`` checksums in order, and that of its own.
+    """Return the text, the offsets of its ``crcs`` checksums in order, and that of its own.
 
-    The content has ``"????????"`` wherever a checksum belongs, and nowhere else as a value.
+    The content has ``"????????"`` for each checksum, and for no other value.
 
     Raises
     ------
     ValueError
-        Something cannot be JSON: the message names it.
+        A value cannot be JSON: the message names it.
     """
     for key, value in content.items():
         try:
@@ -61,9 +61,9 @@ def render(content: dict[str, Any], crcs: int) -> tuple[bytes, list[int], int]:
 
 
 def strict_json(text: bytes, what: str) -> Any:
-    """Parse JSON and refuse what JSON leaves open: duplicate keys, NaN, infinities, bad UTF-8.
+    """Parse JSON and reject what it leaves open: duplicate keys, NaN, infinities, bad UTF-8.
 
-    ``what`` stands in messages.
+    Messages contain ``what``.
     """
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def read(folder: Path) -> dict[str, Any]:
     """
     path = folder / NAME
     try:
-        if not path.is_file():  # what is there and no file may be one that never ends
+        if not path.is_file():  # anything but a file may never end
             raise FileNotFoundError
         if path.stat().st_size > MAX_BYTES:
             raise CheckpointError(f"{path}: {path.stat().st_size} bytes are too many")
@@ -135,16 +135,16 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def step_of(content: dict[str, Any]) -> int | None:
-    """Return the step that a manifest is of; None if its saver did not say."""
+    """Return the step of a manifest; None if its saver did not set one."""
     extra = content.get("extra")
     step = content.get("step", extra.get("step") if isinstance(extra, dict) else None)
     return step if type(step) is int and step >= 0 else None
 
 
 def plain_name(name: str, what: str) -> str:
-    """Return the name of a file in a folder; refuse one that leads elsewhere.
+    """Return the name of a file in a folder; raise if it leads outside.
 
-    ``what`` says in messages where the name stands.
+    ``what`` tells in messages where the name was found.
     """
     if not isinstance(name, str) or not name or name in (".", "..") or set(name) & set("/\\\0"):
         raise CheckpointError(f"{what}: {name!r} is not the name of a file beside it")
@@ -157,7 +157,7 @@ def check_files(folder: Path, content: dict[str, Any]) -> None:
     Raises
     ------
     CheckpointError
-        Files are missing or differ; all of them are listed.
+        Files are missing or differ; the message lists all of them.
     """
     files = sorted(content["files"].items())
     problems = [_file_problem(folder / plain_name(name, NAME), entry) for name, entry in files]

@@ -1,6 +1,6 @@
-"""What a rank holds of a model and an optimizer, as pieces of named tensors.
+"""A rank's part of a model and an optimizer, as pieces of named tensors.
 
-This is all that saving and loading know of front doors: another one registers its own functions
+Saving and loading know nothing else about front doors: another front door registers its functions
 with ``pieces_of.register`` and ``access_of.register``.
 """
 
@@ -20,26 +20,25 @@ from fsdpc.optim.optimizer import Optimizer
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of elements of one tensor, with the memory it stands in.
+    """Consecutive elements of one tensor, and the memory that holds them.
 
     Parameters
     ----------
     name : str
-        As in ``state_dict()``.
+        Name in ``state_dict()``.
     shape : tuple of int
-        Of the whole tensor.
+        Shape of the whole tensor.
     first, numel : int
-        This rank's elements of it.
+        This rank's elements.
     memory : Tensor
-        Those elements, and nothing else; written when loading.
+        These elements and nothing else; loading writes it.
     replica : int
-        Several ranks may hold the same elements: which of these copies this one is. Number 0 is
-        written; the ranks with the same number hold one whole copy together.
+        Several ranks may hold the same elements; this is the number of this copy. Copy 0 is
+        written. The ranks with the same number together hold one whole copy.
     raw : str, default ""
-        The dtype, as files name it, of elements whose bytes ``memory`` holds; "" where it has them
-        as what they are.
+        The dtype in files, if ``memory`` holds the elements as raw bytes; otherwise "".
     unit : str, default ""
-        Name of the unit whose master this is; "" for what is no parameter of one.
+        Name of the unit whose master this is; "" for anything but a unit's parameter.
     """
 
     name: str
@@ -58,22 +57,22 @@ class Piece:
 
 
 def _nothing(names: Collection[str]) -> None:
-    """What most models do once their pieces were read."""
+    """The callback of most models after their pieces were read."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """The pieces of a model, and other names that its tied parameters go by.
+    """The pieces of a model, and further names of its tied parameters.
 
     Parameters
     ----------
     pieces : list of Piece
     aliases : dict of str to str
-        Another name to the name of the piece.
+        Maps another name to the name of the piece.
     units : list of (Unit, str)
-        The units of a sharded model, each with its strategy's name: for people alone.
+        The units of a sharded model, each with its strategy's name; only for people.
     loaded : callable
-        Told the names of the pieces that were read, when all of them were and are right.
+        Called with the names of the pieces, after all were read and verified.
     """
 
     pieces: list[Piece]
@@ -131,21 +130,21 @@ def _parameter(name: str, p: Any, write: bool) -> Piece:
 def master_piece(
     name: str, shape: Sequence[int], unit: _core.Unit, index: int, write: bool
 ) -> Piece:
-    """Return this rank's rows of a unit's parameter of this full shape."""
+    """Return this rank's rows of a unit's parameter with this full shape."""
     memory, first, replica, _ = _core.master_piece(unit, index, write)
     return Piece(name, tuple(shape), first, memory.numel(), memory, replica, unit=unit.name)
 
 
 def plain_piece(name: str, tensor: Tensor) -> Piece:
-    """Return a tensor that every rank has as a whole; rank 0 writes its own."""
+    """Return a tensor that every rank has in full; rank 0 writes its copy."""
     count = tensor.numel()
     return Piece(name, tuple(tensor.shape), 0, count, tensor, distributed.rank())
 
 
 class Saved:
-    """What a checkpoint has of an optimizer: steps by parameter, and names of its tensors.
+    """A checkpoint's data about an optimizer: steps by parameter, and names of its tensors.
 
-    Those are "<parameter>.<state>".
+    The names are "<parameter>.<state>".
     """
 
     def __init__(self, steps: Mapping[str, int], names: Iterable[str]) -> None:
@@ -157,12 +156,12 @@ class Saved:
 
 
 class StateAccess:
-    """How the states of one kind of optimizer are reached; the native one's, and others' base.
+    """Access to the states of one kind of optimizer: the native one, and the base of others.
 
     Parameters
     ----------
     optimizer : Optimizer
-        Over parameters of ``model``.
+        An optimizer of parameters of ``model``.
     model : Module
         Names the parameters.
     """
@@ -173,26 +172,26 @@ class StateAccess:
 
     @property
     def kind(self) -> str:
-        """The optimizer's class: one that loads must be of the same name."""
+        """The optimizer's class; only one of the same name can load it."""
         return type(self.optimizer).__name__
 
     def steps(self, p: Any) -> int:
-        """Return how many steps a parameter has made; 0: it has no states."""
+        """Return how many steps a parameter has made; 0 means that it has no states."""
         return self.optimizer.step_count(p)
 
     def views(self, p: Any, wanted: Collection[str] | None) -> dict[str, Tensor]:
-        """Return the memory of this rank's rows of the states, made where missing.
+        """Return the memory of this rank's rows of the states; creates missing ones.
 
         Parameters
         ----------
         p : Parameter
         wanted : collection of str, optional
-            The states that a checkpoint has, when they are to be read.
+            The states in a checkpoint, if they are to be read.
         """
         return self.optimizer.state_views(p, write=wanted is not None)
 
     def place(self, p: Any) -> tuple[tuple[int, ...], int, int]:
-        """Return a parameter's whole shape, this rank's first element, and which copy it is."""
+        """Return a parameter's whole shape, this rank's first element, and its copy's number."""
         if p._unit is None:
             return tuple(p.shape), 0, distributed.rank()
         _, first, replica, _ = _core.master_piece(p._unit, p._index, False)
@@ -203,12 +202,12 @@ class StateAccess:
         return {key: value for key, value in group.items() if key != "params"}
 
     def apply(self, groups: list[dict[str, Any]], steps: Mapping[str, int]) -> None:
-        """Take over options and step counts, once the memory of the states was read.
+        """Set options and step counts, after the states were read into memory.
 
         Parameters
         ----------
         groups : list of dict
-            What :meth:`options` returned.
+            Results of :meth:`options`.
         steps : mapping of str to int
             By parameter.
         """
@@ -221,17 +220,17 @@ class StateAccess:
                 self.set_steps(p, steps[self.names[id(p)]])
 
     def set_option(self, group: dict[str, Any], key: str, value: Any) -> None:
-        """Take over one option."""
+        """Set one option."""
         group[key] = value
 
     def set_steps(self, p: Any, steps: int) -> None:
-        """Take over one step count."""
+        """Set one step count."""
         self.optimizer.set_step_count(p, steps)
 
 
 @singledispatch
 def access_of(optimizer: Any, model: Any) -> StateAccess:
-    """Return how to reach an optimizer's states; the model names its parameters."""
+    """Return the access to an optimizer's states; the model names its parameters."""
     raise TypeError(
         "'optimizer' must be an optimizer whose states a checkpoint can hold, got "
         f"{type(optimizer).__name__}; torch's can be held once fsdpc.torch is imported"
@@ -243,7 +242,7 @@ access_of.register(Optimizer, StateAccess)
 
 @dataclass(frozen=True)
 class States:
-    """An optimizer's states of the parameters that have stepped, and what else it is made of."""
+    """An optimizer's states of the parameters that have stepped, and its other data."""
 
     pieces: list[Piece]  # named "<parameter>.<state>"
     steps: dict[str, int]
@@ -257,11 +256,11 @@ def states_of(optimizer: Any, model: Any, saved: Saved | None = None) -> States:
     Parameters
     ----------
     optimizer : Optimizer
-        Over parameters of ``model``.
+        An optimizer of parameters of ``model``.
     model : Module
         Names the parameters.
     saved : Saved, optional
-        What is to be read; without it the states are there of the parameters that have stepped.
+        The states to read; without it, return those of the parameters that have stepped.
     """
     access = access_of(optimizer, model)
     found = States([], {}, [], access)

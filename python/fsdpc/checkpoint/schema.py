@@ -1,7 +1,7 @@
-"""What a manifest must look like, whoever wrote it.
+"""The schema of a manifest, whatever wrote it.
 
-Its checksum says that it is as it was written, not that fsdpc wrote it. Everything that loading
-goes by is looked at here once; state dicts of the user's own objects are for these to judge.
+The manifest's checksum proves that it is unchanged, not that fsdpc wrote it. This module checks
+everything that loading relies on, once. State dicts of users' objects are left to these objects.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _U63, _U64 = (1 << 63) - 1, (1 << 64) - 1
 
 
 class Unfit(Exception):
-    """Where a manifest is not as it must be, and how."""
+    """Where and how a manifest violates the schema."""
 
 
 def check(content: dict[str, Any]) -> None:

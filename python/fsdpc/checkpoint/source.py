@@ -1,4 +1,4 @@
-"""What a checkpoint offers: tensors by name and where their bytes are, ours or Hugging Face's."""
+"""The tensors of a checkpoint, ours or Hugging Face's: their names, and where their bytes are."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SourceTensor:
 
 @dataclass
 class Source:
-    """A checkpoint that was opened: its headers are read and checked, its data are not."""
+    """An open checkpoint: its headers are read and checked, its data are not."""
 
     folder: Path
     content: dict[str, Any]
@@ -46,7 +46,7 @@ class Source:
         return list(dict.fromkeys(t.file for _, _, t in self.tensors()))
 
     def tensors(self) -> list[tuple[str, str, SourceTensor]]:
-        """Kind, name and tensor of all, by kind and name."""
+        """Return the kind, name and tensor of all tensors, sorted by kind and name."""
         tables = (("model", self.model), ("optimizer", self.optimizer))
         return [(kind, name, t) for kind, table in tables for name, t in sorted(table.items())]
 
@@ -57,7 +57,7 @@ def open_source(path: Path) -> Source:
     Raises
     ------
     CheckpointError
-        It is none, or its files do not fit together.
+        It is not a checkpoint, or its files do not match each other.
     """
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
@@ -85,7 +85,7 @@ def checksums(source: Source) -> dict[tuple[str, str], int]:
 
 
 def damaged(source: Source) -> list[str]:
-    """Read all of a checkpoint; return the tensors with wrong checksums, and their files."""
+    """Read a whole checkpoint; return the tensors with wrong checksums, and their files."""
     found = checksums(source)
     return [
         f"'{name}' in {t.file}"
@@ -95,7 +95,7 @@ def damaged(source: Source) -> list[str]:
 
 
 def read_headers(folder: Path, files: list[str]) -> dict[str, SourceTensor]:
-    """Read the tensors of some safetensors files; a name that stands in two is an error."""
+    """Read the tensor headers of safetensors files; a name in two of them is an error."""
     found: dict[str, SourceTensor] = {}
     for file in files:
         try:
@@ -110,12 +110,12 @@ def read_headers(folder: Path, files: list[str]) -> dict[str, SourceTensor]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Read an index of sharded files: name of each tensor to name of its file.
+    """Read an index of sharded files: it maps each tensor's name to a file name.
 
     Raises
     ------
     CheckpointError
-        It is no index, or names files elsewhere.
+        It is not an index, or it names files elsewhere.
     """
     if path.stat().st_size > manifest.MAX_BYTES:
         raise CheckpointError(f"{path}: {path.stat().st_size} bytes are too many for an index")

@@ -1,7 +1,7 @@
-"""Signals that ask a run to stop: SIGTERM, and the SIGUSR1 of schedulers before their time limit.
+"""Signals that ask a run to stop: SIGTERM, and the schedulers' SIGUSR1 before a time limit.
 
-Signals reach ranks at different moments, or one rank alone. So a handler only notes its signal, and
-the ranks agree after a step whether that was the last one.
+Signals reach ranks at different times, or only one rank. A handler therefore only notes its signal,
+and the ranks agree after each step whether it was the last one.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class StopSignals:
     Attributes
     ----------
     name : str
-        The signal that the ranks agreed to stop at; empty before.
+        The signal that the ranks agreed to stop at; empty until then.
 
     Raises
     ------
     ValueError
-        This is not the main thread, where Python runs handlers.
+        The caller is not the main thread, where Python runs handlers.
 
     Notes
     -----
-    :meth:`agree` is collective: one small all-reduce, after each step.
+    :meth:`agree` is collective: one small all-reduce after each step.
     """
 
     def __init__(self, signals: Iterable[signal.Signals] = SIGNALS) -> None:
@@ -52,7 +52,7 @@ class StopSignals:
         return bool(found)
 
     def restore(self) -> None:
-        """Put the handlers back that were there before."""
+        """Restore the previous handlers."""
         for each, handler in self._before.items():
             signal.signal(each, handler)
         self._before = {}

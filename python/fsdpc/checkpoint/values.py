@@ -1,8 +1,8 @@
-"""State dicts as JSON, and back as they were.
+"""State dicts as JSON, and back without changes.
 
-Values that JSON lacks become a dict of one key that begins with a dollar. These are tuples, numbers
-that are not finite, counters, and dicts whose keys are not text (``MultiStepLR`` counts milestones
-by number, ``ReduceLROnPlateau`` begins at infinity).
+Values that JSON lacks become a dict with a single key that begins with a dollar sign. These are
+tuples, non-finite numbers, counters, and dicts with keys other than text (``MultiStepLR`` counts
+milestones by number, ``ReduceLROnPlateau`` starts at infinity).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _TUPLE, _FLOAT, _COUNTER, _ITEMS = "$tuple", "$float", "$counter", "$items"
 
 
 def encode(value: Any) -> Any:
-    """Return numbers, text, None, and lists, tuples and dicts of them as JSON.
+    """Convert numbers, text, None, and lists, tuples and dicts of them to JSON.
 
-    What cannot be said in it stays as it is.
+    Other values stay unchanged.
     """
     if isinstance(value, tuple):
         return {_TUPLE: [encode(each) for each in value]}
@@ -39,7 +39,7 @@ def _pairs(value: dict[Any, Any]) -> list[list[Any]]:
 
 
 def decode(value: Any) -> Any:
-    """Return what :func:`encode` was given."""
+    """Return the value that :func:`encode` converted."""
     if isinstance(value, list):
         return [decode(each) for each in value]
     if not isinstance(value, dict):

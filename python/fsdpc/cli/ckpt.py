@@ -1,4 +1,4 @@
-"""``fsdpc ckpt``: look at checkpoints, check them, compare and convert them."""
+"""``fsdpc ckpt``: inspect, verify, compare and convert checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ examples:
   fsdpc ckpt convert dcp-folder native    from PyTorch's distributed checkpoints
 """
 
-_ROWS = 200_000  # of tensors at a time, whatever a hostile header says
+_ROWS = 200_000  # tensors at a time, whatever a hostile header claims
 
 
 def parser() -> argparse.ArgumentParser:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     argv : sequence of str, optional
-        Options, as on the command line.
+        Command-line options.
     """
     options = parser().parse_args(argv)
     try:
@@ -93,7 +93,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _say(text: str, file: Any = None) -> None:
-    """Print a line; what a hostile name would tell the terminal stands there as an escape."""
+    """Print a line, with the control characters of hostile names escaped."""
     safe = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     print("".join(safe), file=file)
 

@@ -1,7 +1,7 @@
 """Ranks for a notebook: ``%load_ext fsdpc``, then ``%ranks 2``, and ``%%ranks`` on top of cells.
 
-The ranks stay until ``%ranks stop``, so what one cell defines on them the next one finds.
-docs/notebooks.md shows how to work with them.  IPython is needed, and imported here alone.
+The ranks stay until ``%ranks stop``, so a cell finds what earlier cells defined on them.
+docs/notebooks.md shows how to work with them. Only this package needs and imports IPython.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """End the ranks and take the magics away; ``%unload_ext fsdpc`` does."""
+    """End the ranks and remove the magics; ``%unload_ext fsdpc`` does."""
     magics = shell.magics_manager.registry.pop("RankMagics", None)
     if magics is not None:
         magics.stop()

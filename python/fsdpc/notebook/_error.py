@@ -1,4 +1,4 @@
-"""What a failed cell raises."""
+"""The error of a failed cell."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ class RankError(RuntimeError):
         self._lines = lines
 
     def _render_traceback_(self) -> list[str]:
-        """Return what IPython shows instead of the frames of this process."""
+        """Return the text that IPython shows instead of this process's frames."""
         return self._lines

@@ -1,4 +1,4 @@
-"""The magics ``%ranks`` and ``%%ranks``: what a notebook says to its ranks, and hears of them."""
+"""The magics ``%ranks`` and ``%%ranks``: how a notebook controls its ranks."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ READ_HERE = "bring numbers or arrays back, or import what it needs in the notebo
 
 
 def why_not_fork() -> str | None:
-    """Return why ranks have to be programs of their own; None if they can be forked."""
+    """Return why ranks cannot be forked and must be separate programs; None if they can be."""
     try:
         refuse_unsafe_fork()
     except RuntimeError as error:
         return str(error).partition(";")[0].removeprefix("cannot fork ranks: ")
-    for name in ("torch", "ipywidgets"):  # its threads are not forked; its messages get lost
+    for name in ("torch", "ipywidgets"):  # thread pool; lost messages
         if name in sys.modules:
             return f"{name} is imported here"
     ours = sys.modules.get("fsdpc.distributed")
@@ -59,20 +59,20 @@ class RankMagics(Magics):
         """Start and end ranks (``%ranks``), and run cells on them (``%%ranks``).
 
         ``%ranks 2``
-            Start two ranks, which stay; what ran before is ended. ``--spawn`` starts them as
-            programs of their own, which otherwise is done where a fork would be unsafe.
+            Start two ranks, which stay; earlier ranks are ended. ``--spawn`` starts them as
+            separate programs, which is the default if a fork would be unsafe.
         ``%ranks``
-            Say which ranks run.
+            Show which ranks are running.
         ``%ranks stop``
-            End them, as does ``%ranks 0``.
+            End them; ``%ranks 0`` does the same.
         ``%%ranks``
             Run the cell on all ranks; ``%%ranks 0`` and ``%%ranks 0,2-3`` on some.
         ``%%ranks -i lr,sizes``
             Send variables of the notebook first.
         ``%%ranks -o losses``
-            Bring variables back: a list by rank, or the value where one rank ran.
+            Fetch variables: a list by rank, or the value if only one rank ran.
         ``%%ranks --all``
-            Show every rank's output with its number; otherwise the first rank's.
+            Show every rank's output with its number; by default only the first rank's.
         """
         if cell is None:
             self._line(line)
@@ -203,7 +203,7 @@ class RankMagics(Magics):
                 raise UsageError(text) from None
         return found
 
-    # ---- what went wrong ----
+    # ---- failures ----
 
     def _notice_deaths(self) -> None:
         if self._pool is not None and self._pool.look():
@@ -222,7 +222,7 @@ class RankMagics(Magics):
         self.stop()
 
     def _raise(self, ranks: list[int], answers: dict[int, Any], shown: bool) -> None:
-        """Raise what the cell ended with, if it failed."""
+        """Raise the cell's error, if it failed."""
         pool = self._pool
         assert pool is not None
         errors = {rank: answers[rank]["error"] for rank in ranks if rank in answers}
@@ -257,7 +257,7 @@ class RankMagics(Magics):
         raise RankError(text, [*_told(errors), *([f"RankError{after}"] if after else [])], texts)
 
     def _leave_world(self) -> str:
-        """Have all ranks leave the world that failed, and return what that means."""
+        """Make all ranks leave the failed world; return a text about the consequences."""
         assert self._pool is not None
         self._pool.ask({rank: {"kind": "leave"} for rank in range(self._count)}, Silent())
         return (
@@ -274,12 +274,12 @@ def _stopped(text: str) -> KeyboardInterrupt:
 
 
 def _is_echo(error: Any) -> bool:
-    """Whether a rank failed because another one did."""
+    """Return whether a rank failed only because another one did."""
     return bool(error["blames_peer"] or error["is_stop"])
 
 
 def _told(errors: dict[int, Any]) -> list[str]:
-    """Return each traceback once, under the ranks that have it; a line for those that echo it."""
+    """Return each traceback once, under its ranks; one line for ranks that only echo it."""
     alike: dict[Any, list[int]] = {}
     for rank, error in errors.items():
         alike.setdefault((error["type"], tuple(error["frames"])), []).append(rank)

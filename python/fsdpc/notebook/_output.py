@@ -1,7 +1,8 @@
-"""What ranks print and show, as one cell's output: equal things once.
+"""What ranks print and display, as one cell's output, with equal output only once.
 
-By default the first rank's output appears as it comes, and a line at the end says whether the
-others' was the same.  With ``--all`` everybody's appears line by line with the ranks in front.
+By default the first rank's output appears as it arrives, and a line at the end says whether the
+others' was the same. With ``--all``, all ranks' output appears line by line with the ranks in
+front.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from fsdpc.launching.channel import Message
 from fsdpc.launching.forked import name_ranks
 
-LATE_S = 0.3  # that a line waits for the same line of other ranks
+LATE_S = 0.3  # how long a line waits for the same line of other ranks
 ADDRESS = re.compile(r"\b0x[0-9a-f]+")  # of an object, in its repr
 
 
@@ -28,7 +29,7 @@ def write(text: str) -> None:
 
 
 def show(shell: Any, message: Message) -> None:
-    """Display in this process what a rank displays in its own."""
+    """Display in this process what a rank displays."""
     if message.get("clear"):
         shell.display_pub.clear_output(wait=message["wait"])
         return
@@ -41,12 +42,12 @@ def show(shell: Any, message: Message) -> None:
 
 
 def _compared(message: Message) -> str:
-    """Return what two ranks' displays are compared by."""
+    """Return the key for comparing two ranks' displays."""
     return ADDRESS.sub("0x", repr(sorted(message.get("data", {}).items())))
 
 
 class _Said:
-    """A digest of what a rank printed and showed; progress that was overwritten does not count."""
+    """A digest of what a rank printed and displayed, without overwritten progress lines."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -73,7 +74,7 @@ class _Said:
 
 
 class First:
-    """The first rank's output alone, and at the end how the others' compares."""
+    """Only the first rank's output, and at the end a comparison with the others'."""
 
     def __init__(self, ranks: Sequence[int], shell: Any) -> None:
         self._lead, self._shell = ranks[0], shell
@@ -98,7 +99,7 @@ class First:
     def tick(self) -> None: ...
 
     def close(self) -> None:
-        """Write the line at the end, where others printed anything."""
+        """Write the line at the end, if other ranks printed anything."""
         digests = {rank: said.digest() for rank, said in self._said.items() if not said.is_empty}
         others = [rank for rank in digests if rank != self._lead]
         if not others:
@@ -112,7 +113,7 @@ class First:
 
 
 class All:
-    """Everybody's output, line by line; what several ranks print at about the same time once."""
+    """All ranks' output, line by line; what several ranks print at about the same time, once."""
 
     def __init__(self, ranks: Sequence[int], shell: Any) -> None:
         self._shell = shell
@@ -124,7 +125,7 @@ class All:
     def text(self, rank: int, text: str) -> None:
         if rank not in self._lines:
             return
-        # Progress that is rewritten is shown where it ends.
+        # A rewritten progress line is shown in its final state.
         *lines, self._lines[rank] = (self._lines[rank] + text).split("\n")
         self._lines[rank] = self._lines[rank][self._lines[rank].rfind("\r", 0, -1) + 1 :]
         now = time.monotonic()
@@ -138,18 +139,18 @@ class All:
             self._merge(time.monotonic())
 
     def tick(self) -> None:
-        """Write what nobody else has printed in the meantime."""
+        """Write lines that no other rank has printed in the meantime."""
         self._merge(time.monotonic())
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the rest."""
         for rank, line in self._lines.items():
             if line:
                 self.text(rank, "\n")
         self._merge(float("inf"))
 
     def _merge(self, now: float) -> None:
-        """Write the oldest items, once each for all ranks whose oldest item is the same."""
+        """Write the oldest items, once each for all ranks with the same oldest item."""
         while waiting := [rank for rank, items in self._items.items() if items]:
             oldest = min(waiting, key=lambda rank: (self._items[rank][0][0], rank))
             since, text, message = self._items[oldest][0]

@@ -1,7 +1,7 @@
-"""The rank's side: an IPython shell that runs the cells it is sent.
+"""The rank's side: an IPython shell that runs the cells it receives.
 
-Each rank has a shell and a namespace of its own, in a module ``__main__``.  A cell behaves there as
-in a notebook: its last expression is shown, magics and ``await`` work, figures are shown as PNG.
+Each rank has its own shell and namespace, in a module ``__main__``. A cell works there as in a
+notebook: its last expression is shown, magics and ``await`` work, figures are shown as PNG.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ CELL = re.compile(r"<ipython-input-")
 
 
 def pickler() -> Any:
-    """Return cloudpickle where it is installed, which takes functions of a notebook; else pickle.
+    """Return cloudpickle if it is installed, since it supports notebook functions; else pickle.
 
-    Both read what the other has written.
+    Each can read the other's output.
     """
     try:
         import cloudpickle
@@ -66,7 +66,7 @@ class _Host:
 
     @contextmanager
     def in_cell(self) -> Iterator[None]:
-        """Let Ctrl-C through."""
+        """Enable Ctrl-C inside."""
         self._is_late, self._in_cell = False, True
         try:
             yield
@@ -76,12 +76,12 @@ class _Host:
     def request(self) -> Message | None:
         """Wait for the next cell; None once the notebook has closed its end."""
         while (message := self._channel.receive()) is not None:
-            if message["kind"] != "shown":  # of a thread
+            if message["kind"] != "shown":  # from a thread
                 break
         return message
 
     def send(self, message: Message) -> None:
-        """Send a message; what the main thread shows is waited for."""
+        """Send a message; wait if the main thread displays something."""
         if threading.current_thread() is not threading.main_thread():
             with self._lock:
                 self._channel.send(message)
@@ -99,7 +99,7 @@ class _Host:
             raise KeyboardInterrupt
 
     def show(self, **content: Any) -> None:
-        """Have the notebook show something below what was printed."""
+        """Make the notebook show something below the printed text."""
         sys.stdout.flush()
         sys.stderr.flush()
         self.send({"kind": "show", **content})
@@ -119,7 +119,7 @@ class _Publisher(DisplayPublisher):
 
 class _Hook(DisplayHook):
     def write_output_prompt(self) -> None:
-        """Leave the number of the cell to the notebook."""
+        """Leave the cell number to the notebook."""
 
     def write_format_data(self, format_dict, md_dict=None) -> None:  # type: ignore[no-untyped-def]
         self.shell.host.show(data=format_dict, metadata=md_dict or {}, transient={}, update=False)
@@ -145,7 +145,7 @@ class RankShell(InteractiveShell):
 
     @classmethod
     def make(cls, host: _Host, colors: str) -> RankShell:
-        """Return this process's one shell, whatever was forked with it."""
+        """Return this process's only shell, even if another one was forked with it."""
         if InteractiveShell.initialized():
             type(InteractiveShell.instance()).clear_instance()
         main = ModuleType("__main__")
@@ -157,7 +157,7 @@ class RankShell(InteractiveShell):
         shell.host, shell.caught = host, []
         os.environ.setdefault("MPLBACKEND", INLINE)
         pyplot = sys.modules.get("matplotlib.pyplot")
-        if pyplot is not None:  # forked with the notebook's figures, which are not ours
+        if pyplot is not None:  # forked with the notebook's figures
             pyplot.close("all")
             shell.enable_matplotlib("inline")
         return shell
@@ -182,7 +182,7 @@ def serve(fd: int, colors: str) -> None:
 
 
 def main(fd: int, colors: str) -> None:
-    """Serve as a program of its own, which the notebook started."""
+    """Serve as a separate program that the notebook started."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
     enable_stacks()
@@ -191,7 +191,7 @@ def main(fd: int, colors: str) -> None:
 
 
 def _run(shell: RankShell, request: Message) -> Message:
-    """Run a cell and return how it ended, with the values that were asked for."""
+    """Run a cell and return how it ended, with the requested values."""
     shell.caught = []
     answer: Message = {"error": None, "values": {}}
     try:
@@ -208,7 +208,7 @@ def _run(shell: RankShell, request: Message) -> Message:
                 answer["values"] = {
                     name: _dump(shell.user_ns, name) for name in request["wanted"]
                 }
-    except (Exception, KeyboardInterrupt) as caught:  # of ours, or at the edge of a cell
+    except (Exception, KeyboardInterrupt) as caught:  # from our own code, or at the edge of a cell
         error = caught
     if error is not None:
         answer["error"] = _describe(error, shell.caught)
@@ -216,12 +216,12 @@ def _run(shell: RankShell, request: Message) -> Message:
 
 
 def _numbered(code: str) -> str:
-    """Put a line where the magic was, so that tracebacks name the notebook's lines."""
+    """Add a line in place of the magic, so that tracebacks have the notebook's line numbers."""
     return code if code.lstrip().startswith("%%") else f"# %%ranks\n{code}"
 
 
 def load(name: str, data: bytes, where: str, advice: str) -> Any:
-    """Return a value that came as a pickle; ValueError says where, and what to do, if it cannot."""
+    """Return a pickled value; if it cannot be loaded, ValueError says where and what to do."""
     try:
         return pickle.loads(data)
     except Exception as error:
@@ -256,10 +256,10 @@ def _describe(error: BaseException, shown: list[str]) -> Message:
 
 
 def _has_ended_world(error: BaseException, frames: list[tuple[str, int | None]]) -> bool:
-    """Whether no collective can follow: the engine said so, or Ctrl-C ended one half done.
+    """Return whether no collective can follow: the engine reported it, or Ctrl-C cut one off.
 
-    A training step that Ctrl-C ended is another thing: the next forward completes or drops it, or
-    says that it cannot.
+    Ctrl-C in a training step is different: the next forward completes or drops the step, or reports
+    that it cannot.
     """
     if type(error).__name__ in ("PeerError", "MismatchError"):
         return True
