@@ -1,4 +1,4 @@
-"""``fsdpc data``: text to tokens, and what folders of tokens hold."""
+"""``fsdpc data``: convert text to tokens, and describe folders of tokens."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     argv : sequence of str, optional
-        Options, as on the command line.
+        Command-line options.
     """
     options = parser().parse_args(argv)
     run = {"train-tokenizer": _learn, "tokenize": _tokenize, "list": _list, "show": _show}
@@ -169,12 +169,12 @@ def _list(options: argparse.Namespace) -> None:
 
 def _show(options: argparse.Namespace) -> None:
     folder, found = options.folder, _described(options.folder)
-    data = TokenDataset(folder, 1)  # which compares lengths
+    data = TokenDataset(folder, 1)  # compares lengths
     size = sum(path.stat().st_size for path in data.files)
     files = f"{len(data.files)} file{'s' if len(data.files) > 1 else ''}"
     print(f"{folder}: {data.tokens:,} tokens of {found.dtype} in {files}, {size:,} bytes")
     if found.documents is not None and found.text_bytes is not None:
-        text = data.tokens - found.documents  # without the ends
+        text = data.tokens - found.documents  # without the end-of-document tokens
         plural = "" if found.documents == 1 else "s"
         print(f"{found.documents:,} document{plural}, {found.text_bytes:,} bytes of text, "
               f"{found.text_bytes / max(text, 1):.2f} a token")  # fmt: skip

@@ -15,24 +15,25 @@ Batch = tuple[np.ndarray, ...]
 
 
 class ArrayDataset:
-    """Rows of arrays that belong together: item i has row i of each.
+    """Rows of arrays that belong together: item i has row i of each array.
 
     Parameters
     ----------
     *arrays : numpy.ndarray or path
-        Arrays of (rows, ...), or ``.npy`` files of them, which are mapped and not read.  Floats of
-        16, 32 or 64 bits, integers and bools; all have as many rows.
+        Arrays of shape (rows, ...), or ``.npy`` files of them, which are mapped and not read.
+        Floats of 16, 32 or 64 bits, integers and bools; all must have the same number of rows.
 
     Raises
     ------
     ValueError
-        An array has another dtype, no rows or other rows than the first; the message names it.
+        An array has an unsupported dtype or no rows, or its number of rows differs from the
+        first's; the message names it.
     FileNotFoundError, PermissionError
         A file is missing or unreadable.
 
     Notes
     -----
-    A :class:`Loader` hands out floats as they are, and integers and bools in its own dtype.
+    A :class:`Loader` returns floats unchanged, and integers and bools in its own dtype.
 
     Examples
     --------
@@ -61,7 +62,7 @@ class ArrayDataset:
             self._names.append(name)
 
     def __len__(self) -> int:
-        """How many rows there are."""
+        """Return the number of rows."""
         return len(self._arrays[0])
 
     def __getitem__(self, index: int) -> Batch:
@@ -74,9 +75,9 @@ class ArrayDataset:
         Parameters
         ----------
         indices : sequence of int
-            Which rows, in this order.
+            Indices of the rows, in this order.
         dtype : numpy dtype
-            Of what integers and bools become, default int64.
+            Dtype that integers and bools are converted to, default int64.
 
         Returns
         -------
@@ -86,9 +87,9 @@ class ArrayDataset:
         Raises
         ------
         IndexError
-            There is no such row.
+            An index is out of range.
         ValueError
-            `dtype` does not hold one of the numbers; the message names array, row and number.
+            `dtype` cannot hold one of the numbers; the message names array, row and number.
         """
         chosen = np.asarray(indices, dtype=np.int64)
         beyond = chosen[(chosen < 0) | (chosen >= len(self))]
@@ -113,7 +114,7 @@ def _check(name: str, array: np.ndarray) -> None:
 def _converted(
     name: str, rows: np.ndarray, chosen: np.ndarray, dtype: np.dtype[np.generic]
 ) -> np.ndarray:
-    """Return the rows in native byte order, integers as `dtype`."""
+    """Return the rows in native byte order, with integers as `dtype`."""
     if rows.dtype.kind == "f":
         return np.ascontiguousarray(rows, rows.dtype.newbyteorder("="))
     if not np.can_cast(rows.dtype, dtype):

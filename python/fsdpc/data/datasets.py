@@ -1,7 +1,7 @@
 """Datasets: one long run of ids cut into sequences.
 
-Item i is a pair (x, y) of ``seq_len`` ids each, y being x one id further, so every id but the first
-of the run is predicted once.  Files are read in sorted order, so that every rank sees the same run.
+Item i is a pair (x, y) of ``seq_len`` ids each. y is x shifted by one id, so every id except the
+first of the run is predicted once. Files are read in sorted order, so every rank sees the same run.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from fsdpc.data.files import PathLike, describe, explained, find_files
 
 Batch = tuple[np.ndarray, np.ndarray]
 
-_MAPPED_BYTES = 1 << 20  # files from this size on are mapped, smaller ones are read and joined
+_MAPPED_BYTES = 1 << 20  # larger files are mapped, smaller ones are read and joined
 
 
 class SequenceDataset:
-    """A run of ids cut into sequences; what all datasets here have in common.
+    """A run of ids cut into sequences; the base of all datasets here.
 
     Parameters
     ----------
     pieces : sequence of numpy.ndarray
-        1-D arrays of unsigned integers, laid end to end.  They are kept, not copied.
+        1-D arrays of unsigned integers, concatenated. They are kept, not copied.
     seq_len : int
-        Ids in a sequence.
+        Ids per sequence.
     name : str
-        What to call the data in messages.
+        Name of the data in messages.
 
     Raises
     ------
@@ -66,11 +66,11 @@ class SequenceDataset:
 
     @property
     def tokens(self) -> int:
-        """How many ids the run has."""
+        """The number of ids in the run."""
         return self._end - self._begin
 
     def __len__(self) -> int:
-        """How many sequences there are; ids that do not fill one at the end are left out."""
+        """Return the number of sequences; ids at the end that do not fill one are dropped."""
         return (self.tokens - 1) // self.seq_len
 
     def __getitem__(self, index: int) -> Batch:
@@ -84,19 +84,19 @@ class SequenceDataset:
         Parameters
         ----------
         indices : sequence of int
-            Which sequences, in this order.
+            Indices of the sequences, in this order.
         dtype : numpy dtype
-            Of the result, default int64.
+            Dtype of the result, default int64.
 
         Returns
         -------
         x, y : numpy.ndarray
-            Ids and the ids one further, of shape (len(indices), seq_len), C-contiguous.
+            Ids and their successors, of shape (len(indices), seq_len), C-contiguous.
 
         Raises
         ------
         IndexError
-            There is no such sequence.
+            An index is out of range.
         """
         x = np.empty((len(indices), self.seq_len), dtype)
         y = np.empty_like(x)
@@ -108,7 +108,7 @@ class SequenceDataset:
         return x, y
 
     def run(self, begin: int, count: int) -> np.ndarray:
-        """Return `count` ids from the id `begin` on, wherever pieces meet."""
+        """Return `count` ids from the id `begin` on, across pieces."""
         begin += self._begin
         end = begin + count
         parts = []
@@ -127,7 +127,7 @@ class SequenceDataset:
         Parameters
         ----------
         held_out : int
-            How many ids at the end go to the second.
+            Number of ids at the end for the second dataset.
 
         Raises
         ------
@@ -153,22 +153,22 @@ class ByteDataset(SequenceDataset):
     Parameters
     ----------
     paths : path or sequence of paths
-        Files and folders.  A folder stands for every file below it, sorted by path, without names
-        that begin with a dot; links to folders are not followed.
+        Files and folders. A folder means every file below it, sorted by path, without names that
+        begin with a dot; links to folders are not followed.
     seq_len : int
-        Bytes in a sequence.
+        Bytes per sequence.
     suffixes : sequence of str, optional
-        Take only files of folders that end so, e.g. ``[".py"]``; default all.
+        Use only files in folders with these suffixes, such as ``[".py"]``; by default all.
 
     Raises
     ------
     FileNotFoundError, PermissionError, ValueError
-        A path is missing, unreadable, not a file or folder, empty, or all of it is shorter than a
-        sequence; the message names it.
+        A path is missing, unreadable, not a file or folder, or empty, or all data together are
+        shorter than a sequence; the message names the path.
 
     Notes
     -----
-    Large files are mapped: ranks of one host share their memory.
+    Large files are mapped: ranks on one host share their memory.
 
     Examples
     --------
@@ -200,19 +200,19 @@ class ByteDataset(SequenceDataset):
 
 
 class PackedSequences(SequenceDataset):
-    """Documents laid end to end and cut into sequences, so that no position is padding.
+    """Documents concatenated and cut into sequences, so that no position is padding.
 
     Parameters
     ----------
     documents : iterable of sequence of int
-        The ids of each document; empty ones are left out.
+        The ids of each document; empty documents are dropped.
     seq_len : int
-        Ids in a sequence.
+        Ids per sequence.
     separator : int, optional
-        An id put after every document.
+        An id to add after every document.
     ignore_index : int, optional
-        Put as the target where the next id belongs to another document, so that no loss is taken
-        for guessing how the next document begins.
+        Target at positions whose next id belongs to another document, so that the loss does not
+        include guessing how the next document begins.
 
     Raises
     ------
@@ -238,7 +238,7 @@ class PackedSequences(SequenceDataset):
         pieces = [np.append(np.asarray(ids, np.uint32), tail) for ids in documents if len(ids)]
         joined = np.concatenate(pieces) if pieces else np.empty(0, np.uint32)
         super().__init__([joined], seq_len, "packed documents")
-        self._firsts = np.cumsum([len(piece) for piece in pieces])  # where the next one begins
+        self._firsts = np.cumsum([len(piece) for piece in pieces])  # where the next document begins
         self._ignore_index = ignore_index
 
     def batch(self, indices: Sequence[int], dtype: npt.DTypeLike = np.int64) -> Batch:
@@ -253,7 +253,7 @@ class PackedSequences(SequenceDataset):
 
 
 def _join(small: list[bytes], pieces: list[np.ndarray]) -> None:
-    """Move what small files held into one more piece."""
+    """Concatenate the contents of small files into one more piece."""
     if small:
         pieces.append(np.frombuffer(b"".join(small), np.uint8))
         small.clear()

@@ -1,4 +1,4 @@
-"""``tokens.json``: what the token files of a folder hold."""
+"""``tokens.json``: the description of a folder's token files."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ NAME = "tokens.json"
 
 @dataclass(frozen=True, kw_only=True)
 class TokenDescription:
-    """What ``tokens.json`` says about the token files beside it.
+    """The content of ``tokens.json``, about the token files next to it.
 
     Parameters
     ----------
     dtype : str
-        Of ``.bin`` files, "uint16" or "uint32".
+        Dtype of ``.bin`` files, "uint16" or "uint32".
     vocab_size : int, optional
         Every id is below it.
     end_of_document : int, optional
         The id that ends each document.
     shards : tuple of dict
         The files in order, with ``"file"`` (a name), ``"tokens"`` and ``"crc32c"`` (of the bytes,
-        hexadecimal); empty: all token files of the folder, by name.
+        hexadecimal). If empty, all token files of the folder, by name.
     documents, text_bytes : int, optional
-        How many documents they are, and the bytes of their text as UTF-8.
+        Number of documents, and the bytes of their text as UTF-8.
     tokenizer : dict, optional
-        ``"name"`` and ``"sha256"`` of the file of the tokenizer.
+        ``"name"`` and ``"sha256"`` of the tokenizer's file.
 
     Examples
     --------
@@ -66,7 +66,7 @@ class TokenDescription:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all shards that are listed."""
+        """Number of tokens of all listed shards."""
         return sum(shard["tokens"] for shard in self.shards)
 
     def write(self, folder: Path) -> None:
@@ -79,14 +79,14 @@ class TokenDescription:
 
 
 def read_description(folder: Path) -> TokenDescription | None:
-    """Return what ``tokens.json`` of a folder says, None where there is none.
+    """Return the content of a folder's ``tokens.json``, or None if there is none.
 
     Raises
     ------
     ValueError
-        It is no description of token files; the message names it and what is wrong.
+        It does not describe token files; the message names it and the fault.
     PermissionError
-        It cannot be read.
+        The file cannot be read.
 
     Examples
     --------
@@ -113,7 +113,7 @@ def read_description(folder: Path) -> TokenDescription | None:
 
 
 def check_shard(path: Path, ids: np.ndarray, description: TokenDescription | None) -> None:
-    """Raise ValueError where a file has not as many tokens as its description says."""
+    """Raise ValueError if a file's number of tokens differs from its description."""
     for shard in description.shards if description else ():
         if shard["file"] == path.name and shard["tokens"] != len(ids):
             raise ValueError(

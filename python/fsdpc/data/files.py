@@ -1,4 +1,4 @@
-"""Finding and opening data files, with errors that name the file and the reason."""
+"""Find and open data files, with errors that name the file and the reason."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ PathLike = str | os.PathLike[str]
 def default_corpus() -> list[Path]:
     """Return the .py files of this Python's standard library, about 12 MB of text, sorted.
 
-    Its tests and what was installed beside it are left out.
+    Its tests and additionally installed packages are excluded.
 
     Raises
     ------
     FileNotFoundError
-        This Python has no library of plain files.
+        This Python has no standard library of plain files.
 
     Examples
     --------
@@ -44,7 +44,7 @@ def default_corpus() -> list[Path]:
 
 
 class explained:
-    """Put the data file's name in front of what the system says about it."""
+    """Prefix system errors with the data file's name."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -59,7 +59,7 @@ class explained:
 
 
 def find_files(paths: PathLike | Sequence[PathLike], suffixes: tuple[str, ...]) -> list[Path]:
-    """Return the files these paths stand for; none of them is empty."""
+    """Return the files that these paths stand for; none of them is empty."""
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     if not given:
         raise ValueError("no data: give at least one file or folder")
@@ -82,7 +82,7 @@ def find_files(paths: PathLike | Sequence[PathLike], suffixes: tuple[str, ...]) 
     return files
 
 
-# How files begin that are no text, and what they are.
+# Signatures of files that are not text, and their types.
 _MAGIC = (
     (b"\x93NUMPY", "a NumPy array"),
     (b"PK\x03\x04", "a zip archive (.npz, .pt, .docx)"),
@@ -90,11 +90,11 @@ _MAGIC = (
     (b"%PDF", "a PDF"),
     *((bytes([0x80, version]), "a pickle") for version in range(2, 6)),
 )
-_HEAD_BYTES = 1 << 16  # of a file that are looked at
+_HEAD_BYTES = 1 << 16  # bytes of a file to check
 
 
 def refuse_binary(paths: PathLike | Sequence[PathLike]) -> None:
-    """Raise ValueError for the first of these files that is no text."""
+    """Raise ValueError for the first of these files that is not text."""
     for path in find_files(paths, ()):
         with explained(path), open(path, "rb") as file:
             head = file.read(_HEAD_BYTES)
@@ -130,7 +130,7 @@ def _walk(top: Path, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def map_tokens(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
-    """Return the ids of a token file, mapped; `dtype` is that of a .bin file."""
+    """Return the ids of a token file, mapped; `dtype` applies to .bin files."""
     if path.suffix == ".npy":
         return _map_token_npy(path)
     if path.suffix != ".bin":
@@ -164,5 +164,5 @@ def _map_token_npy(path: Path) -> np.ndarray:
 
 
 def describe(files: list[Path]) -> str:
-    """Return what to call these files together."""
+    """Return a common name for these files."""
     return str(files[0]) if len(files) == 1 else f"{len(files)} files from {files[0]} on"

@@ -1,7 +1,7 @@
-"""Sampling over ranks, and batches made ahead by threads that start at the first of them.
+"""Sampling over ranks, and batches prefetched by threads that start with the first batch.
 
 The rank's own thread chooses the sequences, the threads only read them, and batches are returned in
-order.  So order and cursor do not depend on how many threads there are.
+order. Order and cursor therefore do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from fsdpc.data.datasets import SequenceDataset
 
 
 class DistributedSampler:
-    """Which sequences a rank takes, and in which order.
+    """Chooses the sequences of a rank, and their order.
 
     Parameters
     ----------
     length : int
-        Sequences of the dataset.
+        Number of sequences in the dataset.
     rank, world : int
-        This rank and how many there are; default 0 of 1.
+        This rank and the number of ranks; default 0 of 1.
     shuffle : bool
-        Another order in every epoch, the same on all ranks; default True.
+        Use another order in every epoch, the same on all ranks; default True.
     seed : int
-        Of the order, default 0.
+        Seed of the order, default 0.
     drop_last : bool
-        Leave out the sequences that do not divide by `world`; default False, which repeats the
-        first ones until they do.
+        Drop the sequences that do not divide evenly by `world`. By default the first sequences are
+        repeated to fill up.
 
     Raises
     ------
@@ -42,8 +42,8 @@ class DistributedSampler:
 
     Notes
     -----
-    Rank r takes places r, r + world, ... of the order.  The order is NumPy's RandomState's, whose
-    numbers are the same in every version of NumPy.
+    Rank r takes places r, r + world, ... of the order. The order comes from NumPy's RandomState,
+    whose numbers are the same in every version of NumPy.
 
     Examples
     --------
@@ -79,11 +79,11 @@ class DistributedSampler:
         self.order: int = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next iteration gives."""
+        """Choose the epoch of the next iteration."""
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """How many sequences each rank takes in an epoch."""
+        """Return how many sequences each rank takes in an epoch."""
         return self.length // self.world if self.drop_last else -(-self.length // self.world)
 
     def __iter__(self) -> Iterator[int]:
@@ -96,7 +96,8 @@ class DistributedSampler:
         Parameters
         ----------
         start : int
-            How many of the order all ranks have taken before, whatever their number was; default 0.
+            How many sequences of the order all ranks took before, at any number of ranks; default
+            0.
         """
         rest = max(0, self.length - start)
         each = rest // self.world if self.drop_last else -(-rest // self.world)
@@ -112,20 +113,20 @@ class DistributedSampler:
 
 
 class GlobalBatchSampler(DistributedSampler):
-    """Sequences in an order that depends on the global batch alone, not on how ranks share it.
+    """Sequences in an order that depends only on the global batch, not on how ranks share it.
 
     Parameters
     ----------
     length : int
-        Sequences of the dataset.
+        Number of sequences in the dataset.
     rank, world : int
-        This rank and how many there are.
+        This rank and the number of ranks.
     batch : int
-        Sequences of one rank's micro-step.
+        Sequences per rank and micro-step.
     accumulate : int
-        Micro-steps of a step; ``batch * accumulate * world`` sequences make a global batch.
+        Micro-steps per step; ``batch * accumulate * world`` sequences form a global batch.
     seed : int
-        Of the order, default 0.
+        Seed of the order, default 0.
 
     Raises
     ------
@@ -134,9 +135,9 @@ class GlobalBatchSampler(DistributedSampler):
 
     Notes
     -----
-    Micro-step m of rank r takes the block m * world + r of a global batch. So 1 rank with 12
+    Micro-step m of rank r takes the block m * world + r of a global batch. Thus 1 rank with 12
     micro-steps, 3 with 4 and 12 with 1 see the same blocks in the order in which deterministic mode
-    sums them.  Sequences that do not fill a global batch are left out.
+    sums them. Sequences that do not fill a global batch are dropped.
 
     Examples
     --------
@@ -160,12 +161,12 @@ class GlobalBatchSampler(DistributedSampler):
         self.accumulate: int = accumulate
 
     def __len__(self) -> int:
-        """How many sequences each rank takes in an epoch."""
+        """Return how many sequences each rank takes in an epoch."""
         mine = self.batch * self.accumulate
         return self.length // (mine * self.world) * mine
 
     def indices(self, start: int = 0) -> np.ndarray:
-        """Return this rank's sequences of the epoch, as of the first ``start`` all are taken."""
+        """Return this rank's sequences of the epoch, after the first ``start`` of all ranks."""
         together = self.batch * self.accumulate * self.world
         steps = max(0, self.length - start) // together
         order = self._permutation()[start : start + steps * together]
@@ -173,30 +174,30 @@ class GlobalBatchSampler(DistributedSampler):
 
 
 class Loader:
-    """Batches of a dataset, epoch after epoch, made ahead by threads.
+    """Batches of a dataset, epoch after epoch, prefetched by threads.
 
     Parameters
     ----------
     dataset : SequenceDataset or ArrayDataset
-        Or anything with ``batch(indices, dtype)``, which threads may call, and ``len()``.
+        Also any object with ``batch(indices, dtype)``, which threads may call, and ``len()``.
     batch_size : int
-        Sequences in a batch of this rank.
+        Sequences per batch of this rank.
     sampler : DistributedSampler, optional
-        Which sequences; default all of them, shuffled.
+        Chooses the sequences; by default all of them, shuffled.
     dtype : numpy dtype
         int32 or int64 (the default).
     prefetch : int
-        Batches that each thread makes ahead; 0 makes each on demand, without threads.  Default 2.
+        Batches that each thread prefetches; 0 reads each on demand, without threads. Default 2.
     epochs : int, optional
-        After how many to stop; default never.
+        Number of epochs after which to stop; default never.
     workers : int
-        Threads that make batches; more than one where the disk or `dataset` is slow.  Default 1; 0
-        makes each batch on demand.
+        Number of threads; use more than one if the disk or `dataset` is slow. Default 1; 0 reads
+        each batch on demand.
 
     Attributes
     ----------
     wait_seconds : float
-        How long ``next()`` has waited for batches, in all.
+        Total time that ``next()`` has waited for batches.
 
     Raises
     ------
@@ -205,10 +206,10 @@ class Loader:
 
     Notes
     -----
-    Sequences that do not fill a batch at the end of an epoch are left out.
+    Sequences at the end of an epoch that do not fill a batch are dropped.
 
-    An exception of `dataset` is raised by the ``next()`` whose batch it belongs to, after all
-    batches before it.  The cursor stays there: the next call tries the same batch again.
+    If `dataset` raises, the ``next()`` for that batch raises the exception, after all batches
+    before it. The cursor stays there: the next call tries the same batch again.
 
     Threads end at ``stop()``, at the end of a ``with`` block, at an exception, after the last
     epoch, and when the loader is deleted.
@@ -257,17 +258,17 @@ class Loader:
         self._dtype, self._workers = np.dtype(dtype), workers
         self._most_ahead = prefetch * workers
         self._next = (0, 0)  # epoch and batch that next() returns
-        self._begun = (0, 0, 0)  # an epoch, what was taken of it before, and its batches after it
+        self._begun = (0, 0, 0)  # an epoch, the sequences taken of it before, and its batches since
         self._ahead: deque[Future[Batch]] = deque()
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
         self._pool: ThreadPoolExecutor | None = None
 
     def __len__(self) -> int:
-        """How many batches an epoch has."""
+        """Return the number of batches in an epoch."""
         return len(self.sampler) // self.batch_size
 
     def __iter__(self) -> Iterator[Batch]:
-        """Iterate from where the cursor stands."""
+        """Iterate from the cursor."""
         return self
 
     def __next__(self) -> Batch:
@@ -292,10 +293,10 @@ class Loader:
         return result
 
     def state_dict(self) -> dict[str, int]:
-        """Return the cursor: what has been returned of which epoch, over all ranks together.
+        """Return the cursor: how much of which epoch was returned, on all ranks together.
 
-        It may be loaded at another batch size or number of ranks: the ranks go on with the
-        sequences that follow in the epoch's order, whoever took those before.
+        It can be loaded at another batch size or number of ranks. The ranks then continue with the
+        next sequences in the epoch's order, whichever rank took the earlier ones.
         """
         epoch, batch = self._next
         taken = self._taken(epoch) + batch * self.batch_size * self.sampler.world
@@ -308,12 +309,12 @@ class Loader:
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go to a cursor that :meth:`state_dict` returned.
+        """Move to a cursor from :meth:`state_dict`.
 
         Raises
         ------
         ValueError
-            It is of other data or another order.
+            The cursor belongs to other data or another order.
         """
         for what, own in (("length", self.sampler.length), ("seed", self.sampler.seed)):
             if state[what] != own:
@@ -324,19 +325,19 @@ class Loader:
         batch = 0 if inside else min(batch, len(self))  # beyond its end: the next epoch's beginning
         taken = min(state["sequences"], self.sampler.length) if inside else 0
         self._begun, self._order = (state["epoch"], taken, 0), (-1, np.empty(0, np.int64))
-        if inside:  # a batch of these ranks: what is left of the epoch is shared anew
+        if inside:  # batches of these ranks share the rest of the epoch anew
             left = len(self._indices_of(state["epoch"])) // self.batch_size
             self._begun = (state["epoch"], taken, left)
         self._next = self._advance((state["epoch"], 0), batch)
 
     def reorder(self, order: int) -> None:
-        """Go on from here in another order of the same data; a cursor brings it back.
+        """Continue from here in another order of the same data; a cursor restores it.
 
         Parameters
         ----------
         order : int
-            Which, the same on all ranks; 0 is the first. Some sequences of the epoch may come
-            again, and others not.
+            Number of the order, the same on all ranks; 0 is the first. Some sequences of the epoch
+            may be repeated, and others skipped.
         """
         if order < 0:
             raise ValueError(f"order must be at least 0, got {order}")
@@ -344,7 +345,7 @@ class Loader:
         self.sampler.order, self._order = order, (-1, np.empty(0, np.int64))
 
     def stop(self) -> None:
-        """End the threads; the next batch starts new ones.  Stopping twice is fine."""
+        """End the threads; the next batch starts new ones. Stopping twice is allowed."""
         self._drop_ahead()
         if self._pool is not None:
             self._pool.shutdown(wait=True)
@@ -361,7 +362,7 @@ class Loader:
         return self.epochs is not None and position[0] >= self.epochs
 
     def _taken(self, epoch: int) -> int:
-        """Sequences of an epoch that were taken before its first batch here."""
+        """Return how many sequences of an epoch were taken before its first batch here."""
         return self._begun[1] if epoch == self._begun[0] else 0
 
     def _advance(self, position: tuple[int, int], batches: int) -> tuple[int, int]:
@@ -379,7 +380,7 @@ class Loader:
         return own[batch * self.batch_size : (batch + 1) * self.batch_size]
 
     def _indices_of(self, epoch: int) -> np.ndarray:
-        """This rank's sequences of an epoch, from the first batch here on."""
+        """Return this rank's sequences of an epoch, from the first batch here on."""
         if self._order[0] != epoch:
             self.sampler.set_epoch(epoch)
             start = self._taken(epoch)
@@ -390,7 +391,7 @@ class Loader:
         return self.dataset.batch(indices.tolist(), self._dtype)
 
     def _fill(self) -> None:
-        """Ask the threads for batches until enough are on their way."""
+        """Request batches from the threads until enough are in progress."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._workers, "fsdpc-loader")
         while len(self._ahead) < self._most_ahead:
@@ -398,7 +399,8 @@ class Loader:
             if self._ended(position):
                 break
             own = self._indices(position).tolist()
-            # Of the dataset, so that threads do not keep the loader: deleting it ends them.
+            # This refers to the dataset, not the loader, so that deleting the loader ends the
+            # threads.
             self._ahead.append(self._pool.submit(self.dataset.batch, own, self._dtype))
 
     def _drop_ahead(self) -> None:

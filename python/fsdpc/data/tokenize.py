@@ -1,7 +1,7 @@
-"""Text to token files, in memory that does not grow with the text.
+"""Convert text to token files, in memory that does not grow with the text.
 
-The output is written to a hidden folder beside its place and renamed when it is complete.  A run
-that was killed leaves the hidden folder alone, and the next one clears it.
+The output is written to a hidden folder next to its target and renamed when it is complete. A
+killed run leaves only the hidden folder, and the next run clears it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from fsdpc.data.files import PathLike, explained, find_files, refuse_binary
 from fsdpc.data.tokenizer import ENDS, Tokenizer, import_tokenizers
 
 JSON_LINES = (".jsonl", ".ndjson")
-_PIECE = 1 << 20  # characters that are encoded as one text
-_TOGETHER = 4096  # texts that are encoded together
+_PIECE = 1 << 20  # characters to encode as one text
+_TOGETHER = 4096  # number of texts to encode together
 
 Piece = tuple[str, bool]  # some text, and whether it ends its document
 
@@ -46,33 +46,33 @@ def tokenize(
     Parameters
     ----------
     inputs : path or sequence of paths
-        UTF-8 text files, a document each; ``.jsonl`` and ``.ndjson`` files, a document a line; and
-        folders of both.  Empty documents are left out.
+        UTF-8 text files with one document each; ``.jsonl`` and ``.ndjson`` files with one document
+        per line; and folders of both. Empty documents are dropped.
     tokenizer : Tokenizer
-        Ids are uint16 where its vocabulary allows, else uint32.
+        Ids are uint16 if its vocabulary allows, otherwise uint32.
     output : path
-        The folder to make: ``shard-00000.bin`` and so on, ``tokens.json`` and ``tokenizer.json``.
+        The folder to create: ``shard-00000.bin`` and so on, ``tokens.json`` and ``tokenizer.json``.
     field : str, default "text"
-        Of a JSON line: what its text is called.
+        Name of the text field in a JSON line.
     shard_tokens : int, default 100,000,000
-        Tokens of each shard but the last; documents go on in the next one.
+        Tokens in each shard except the last; documents may continue in the next shard.
     end_of_document : str, optional
-        The token that ends each document; default as :meth:`Tokenizer.find_end` finds it.
+        The token that ends each document; by default the result of :meth:`Tokenizer.find_end`.
     progress : callable, optional
-        Called with documents and tokens so far, after every few of them.
+        Called with the numbers of documents and tokens so far, after every few documents.
 
     Returns
     -------
     TokenDescription
-        What ``tokens.json`` says.
+        The content of ``tokens.json``.
 
     Raises
     ------
     FileExistsError
-        `output` is there already.
+        `output` already exists.
     ValueError
-        An input is no text, a line no JSON object with such a field, there is no text at all, or
-        another process writes the same output.  The message has file and line.
+        An input is not text, a line is not a JSON object with such a field, there is no text at
+        all, or another process writes the same output. The message has file and line.
     OSError
         A file cannot be read or written.
     ImportError
@@ -80,8 +80,8 @@ def tokenize(
 
     Notes
     -----
-    Documents of more than 2^20 characters are encoded in pieces that end with a line, if they have
-    lines.  Tokenizers that put a blank before each text do so before each piece.
+    Documents of more than 2^20 characters are encoded in pieces that end at a line, if they have
+    lines. A tokenizer that adds a blank before each text adds it before each piece.
     """
     if shard_tokens < 1:
         raise ValueError(f"shard_tokens must be at least 1, got {shard_tokens}")
@@ -123,12 +123,12 @@ def tokenize(
 def encode_files(
     paths: Sequence[Path], tokenizer: Tokenizer, field: str = "text"
 ) -> list[np.ndarray]:
-    """Return the tokens of text files in memory, an array for each document, with its end.
+    """Return the tokens of text files in memory: an array for each document, with its end.
 
     Parameters
     ----------
     paths, tokenizer, field
-        As :func:`tokenize` takes them.
+        As for :func:`tokenize`.
 
     Returns
     -------
@@ -149,19 +149,19 @@ def encode_files(
 def train_tokenizer(
     inputs: PathLike | Sequence[PathLike], vocab_size: int, field: str = "text"
 ) -> str:
-    """Learn a byte-level BPE from text, and return it as the text of a ``tokenizer.json``.
+    """Train a byte-level BPE on text, and return it as the text of a ``tokenizer.json``.
 
     Parameters
     ----------
     inputs, field
-        As :func:`tokenize` takes them.
+        As for :func:`tokenize`.
     vocab_size : int
-        Tokens at most: ``<|endoftext|>``, the 256 bytes, and what is learnt.
+        Maximum number of tokens: ``<|endoftext|>``, the 256 bytes, and the learned ones.
 
     Raises
     ------
     ValueError
-        `vocab_size` is below 257, or an input is no text.
+        `vocab_size` is below 257, or an input is not text.
     OSError
         A file cannot be read.
     ImportError
@@ -191,7 +191,7 @@ def train_tokenizer(
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Return pieces in lists of about as many characters as one may have."""
+    """Yield lists of pieces, with about as many characters per list as the maximum of a piece."""
     batch: list[Piece] = []
     held = 0
     for piece in pieces:
@@ -214,7 +214,7 @@ def _pieces(files: Sequence[Path], field: str) -> Iterator[Piece]:
 
 
 def _text(path: Path) -> Iterator[str]:
-    """Return the text of a file in parts, line ends as they are."""
+    """Yield the text of a file in parts, with its line ends unchanged."""
     taken = 0
     with explained(path), open(path, encoding="utf-8", newline="") as file:
         while True:
@@ -247,11 +247,11 @@ def _json_lines(path: Path, field: str) -> Iterator[str]:
                     f"data file {path}, line {number}: no text in '{field}' (there are: {there}): "
                     "name it with --field"
                 )
-            yield text.encode("utf-8", "replace").decode()  # JSON may spell half a character
+            yield text.encode("utf-8", "replace").decode()  # JSON may have lone surrogates
 
 
 def _cut(parts: Iterator[str]) -> Iterator[Piece]:
-    """Cut the parts of a document where a line ends; nothing comes of an empty document."""
+    """Cut the parts of a document at line ends; an empty document yields nothing."""
     held = ""
     for part in parts:
         held += part
@@ -271,7 +271,7 @@ def _cut(parts: Iterator[str]) -> Iterator[Piece]:
 
 
 class _Shards:
-    """Files of as many ids each."""
+    """Files with the same number of ids each."""
 
     def __init__(self, folder: Path, dtype: np.dtype[Any], each: int) -> None:
         self.folder, self.dtype, self.each = folder, dtype, each
@@ -322,11 +322,11 @@ class _Output:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(self._lock).st_ino != self.hidden.stat().st_ino:
-                raise BlockingIOError  # the other has just ended
+                raise BlockingIOError  # the other process has just ended
         except (BlockingIOError, FileNotFoundError):
             os.close(self._lock)
             raise ValueError(f"another process is writing {self.folder}") from None
-        self._clear()  # what a killed run left
+        self._clear()  # the remains of a killed run
         return self
 
     def _clear(self) -> None:
@@ -334,7 +334,7 @@ class _Output:
             path.unlink()
 
     def commit(self) -> None:
-        """Give the folder its name."""
+        """Rename the folder to its final name."""
         for name in ("tokens.json", "tokenizer.json"):
             with open(self.hidden / name, "rb") as file:
                 os.fsync(file.fileno())
@@ -349,6 +349,6 @@ class _Output:
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self.committed:
-            with contextlib.suppress(OSError):  # what went wrong first is raised
+            with contextlib.suppress(OSError):  # the first error is raised
                 shutil.rmtree(self.hidden)
         os.close(self._lock)

@@ -1,7 +1,7 @@
 """Tokenizers: files of the ``tokenizers`` package.
 
-What training needs is read from the file as JSON: the vocabulary, the id that ends documents, and
-how many bytes of text each id stands for.  Only text to ids and back needs the package.
+Training reads its data from the file as JSON: the vocabulary, the id that ends documents, and how
+many bytes of text each id stands for. Only conversion between text and ids needs the package.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy as np
 
 from fsdpc.data.files import PathLike, explained
 
-#: Tokens that end a document in published tokenizers, the likeliest first.
+#: Tokens that end a document in published tokenizers, the most likely first.
 ENDS = (
     "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<EOS>", "[EOS]",
 )  # fmt: skip
-_BLANK = "\u2581"  # how Metaspace writes it
+_BLANK = "\u2581"  # Metaspace's form of a blank
 
 
 class Tokenizer:
@@ -31,23 +31,23 @@ class Tokenizer:
     Parameters
     ----------
     path : path
-        ``tokenizer.json``, as ``tokenizers`` and transformers save it, or a folder that has one.
+        ``tokenizer.json``, as ``tokenizers`` and transformers save it, or a folder with one.
 
     Attributes
     ----------
     path : pathlib.Path
         The file.
     name : str
-        Its name; of a ``tokenizer.json`` that of its folder.
+        Its name; for a ``tokenizer.json`` the folder's name.
     sha256 : str
         Of the file, hexadecimal.
     vocab_size : int
-        The largest id, and 1.
+        The largest id plus 1.
 
     Raises
     ------
     FileNotFoundError, PermissionError, ValueError
-        The file is missing, unreadable or no tokenizer; the message names it.
+        The file is missing, unreadable or not a tokenizer; the message names it.
     """
 
     def __init__(self, path: PathLike) -> None:
@@ -73,7 +73,7 @@ class Tokenizer:
 
     @property
     def dtype(self) -> str:
-        """The smallest dtype of ids, "uint16" or "uint32"."""
+        """The smallest dtype for ids, "uint16" or "uint32"."""
         return "uint16" if self.vocab_size <= 1 << 16 else "uint32"
 
     @property
@@ -87,7 +87,7 @@ class Tokenizer:
         Parameters
         ----------
         token : str, optional
-            Which; default the first of :data:`ENDS` that there is.
+            The token; by default the first of :data:`ENDS` in the vocabulary.
 
         Raises
         ------
@@ -106,10 +106,10 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> np.ndarray:
-        """How many bytes of UTF-8 text each id stands for, int64 of (vocab_size,).
+        """Return how many bytes of UTF-8 text each id stands for, int64 of (vocab_size,).
 
-        Special tokens are 0.  Exact where the pre-tokenizer is ByteLevel; for others it counts what
-        the tokens spell, so what a normalizer dropped is left out.
+        Special tokens have 0 bytes. Exact if the pre-tokenizer is ByteLevel; for others it counts
+        the text in the tokens, without what a normalizer removed.
         """
         found = np.zeros(self.vocab_size, np.int64)
         byte_level = '"ByteLevel"' in json.dumps([
@@ -148,14 +148,14 @@ class Tokenizer:
         return [np.array(each.ids, np.uint32) for each in found]
 
     def decoder(self) -> Callable[[int], str]:
-        """Return a function of ids, one by one, that returns the text that is complete by then.
+        """Return a function that takes ids one by one and returns the text that each completes.
 
         Raises
         ------
         ImportError
             The tokenizers package is not installed.
         """
-        library = self._library  # which explains where the package is missing
+        library = self._library  # raises an explanation if the package is missing
         from tokenizers.decoders import DecodeStream
 
         stream = DecodeStream(skip_special_tokens=False)
@@ -170,7 +170,7 @@ class Tokenizer:
             raise ValueError(f"tokenizer {self.path}: {error}") from None
         library.no_truncation()
         library.no_padding()
-        library.encode_special_tokens = True  # what text spells is text, and ends no document
+        library.encode_special_tokens = True  # plain text ends no document
         return library
 
 

@@ -1,7 +1,7 @@
-"""Token files as training sequences: many files as one run, documents packed end to end.
+"""Token files as training sequences: many files as one run, with documents concatenated.
 
-Files are mapped, so that ids come from the disk when a batch needs them.  They are compared with
-the vocabulary then too: looking at all of a large run ahead would take as long as reading it.
+Files are mapped, so ids are read from the disk when a batch needs them. Only then are they checked
+against the vocabulary: checking a large run in advance would take as long as reading it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fsdpc.data.datasets import Batch, SequenceDataset
 from fsdpc.data.description import NAME, TokenDescription, check_shard, read_description
 from fsdpc.data.files import PathLike, describe, find_files, map_tokens
 
-_SCANNED = 1 << 22  # ids that are looked at together
+_SCANNED = 1 << 22  # ids that are checked together
 
 
 class TokenDataset(SequenceDataset):
@@ -25,31 +25,32 @@ class TokenDataset(SequenceDataset):
     Parameters
     ----------
     paths : path or sequence of paths
-        ``.npy`` files (1-D, uint16 or uint32), ``.bin`` files (ids and nothing else), and folders.
-        A folder stands for the shards that its ``tokens.json`` lists, or for all files of these two
-        kinds below it, sorted by path.
+        ``.npy`` files (1-D, uint16 or uint32), ``.bin`` files (only ids), and folders. A folder
+        means the shards that its ``tokens.json`` lists, or all files of these two kinds below it,
+        sorted by path.
     seq_len : int
-        Tokens in a sequence; the targets need one more, which the next sequence begins with.
+        Tokens per sequence; the targets need one more, which begins the next sequence.
     dtype : numpy dtype, optional
-        Of ``.bin`` files, uint16 or uint32; default that of ``tokens.json`` beside them, or uint16.
+        Dtype of ``.bin`` files, uint16 or uint32; by default that of their ``tokens.json``, or
+        uint16.
     vocab_size : int, optional
-        Ids are below it; default that of ``tokens.json``, or no limit.
+        Upper bound of the ids; by default that of ``tokens.json``, or no limit.
     end_of_document : int, optional
-        The id that ends every document; default that of ``tokens.json``, or none.
+        The id that ends every document; by default that of ``tokens.json``, or none.
     ignore_index : int, optional
-        Put as the target behind each ``end_of_document``, so that no loss is taken for guessing how
-        the next document begins.  -100 is what losses leave out; default: targets stay.
+        Target after each ``end_of_document``, so that the loss does not include guessing how the
+        next document begins. Losses ignore -100. By default targets are unchanged.
 
     Raises
     ------
     FileNotFoundError, PermissionError, ValueError
-        A path is missing, unreadable, empty, of another kind, dtype or length than described, or
-        all of it is shorter than a sequence; the message names it.
+        A path is missing, unreadable, empty, or of another kind, dtype or length than described, or
+        all data together are shorter than a sequence; the message names the path.
 
     Notes
     -----
-    An id beyond the vocabulary is a ValueError of the batch that holds it.  The message has file,
-    position in the file and id.
+    If an id is beyond the vocabulary, its batch raises ValueError. The message has the file, the
+    position in it and the id.
 
     Examples
     --------
@@ -134,7 +135,7 @@ class TokenDataset(SequenceDataset):
         Returns
         -------
         numpy.ndarray of int64, (documents,)
-            Ascending, from 0 on.
+            Ascending, starting at 0.
 
         Raises
         ------
@@ -152,7 +153,7 @@ class TokenDataset(SequenceDataset):
 
 
 def documents_in(x: np.ndarray, end_of_document: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return which document of its sequence each token is of, and its position in it.
+    """Return each token's document within its sequence, and the token's position in it.
 
     Parameters
     ----------
@@ -164,8 +165,8 @@ def documents_in(x: np.ndarray, end_of_document: int) -> tuple[np.ndarray, np.nd
     Returns
     -------
     documents, positions : numpy.ndarray of int64, (B, T)
-        Both count from 0; positions start again with each document.  The first document of a
-        sequence is counted from the sequence's beginning, wherever it began.
+        Both count from 0; positions restart with each document. The first document counts from the
+        sequence's beginning, even if it began earlier.
 
     Examples
     --------
@@ -181,7 +182,7 @@ def documents_in(x: np.ndarray, end_of_document: int) -> tuple[np.ndarray, np.nd
 
 
 def document_lengths(x: np.ndarray, end_of_document: int) -> list[int]:
-    """Return the tokens of each document of packed sequences, sequence after sequence.
+    """Return the number of tokens of each document of packed sequences, sequence by sequence.
 
     Parameters
     ----------
@@ -193,7 +194,7 @@ def document_lengths(x: np.ndarray, end_of_document: int) -> list[int]:
     Returns
     -------
     list of int
-        As :func:`fsdpc.functional.varlen_attention` takes them: those of a sequence add up to T.
+        As for :func:`fsdpc.functional.varlen_attention`: those of a sequence add up to T.
 
     Examples
     --------
@@ -215,13 +216,13 @@ def token_files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
             files += find_files([path / shard["file"] for shard in found.shards], ())
         else:
             files += find_files(path, (".npy", ".bin"))
-    return files or find_files([], ())  # which says that there are none
+    return files or find_files([], ())  # raises if there are none
 
 
 def _common(
     name: str, given: int | None, folders: dict[Path, TokenDescription | None]
 ) -> int | None:
-    """Return what was given, or what all descriptions say."""
+    """Return the given value, or the common value of all descriptions."""
     if given is not None:
         return given
     said = {folder: getattr(found, name) for folder, found in folders.items() if found}

@@ -1,1 +1,1 @@
-"""fsdpc inside other people's trainers: a module for each framework, which imports it."""
+"""fsdpc inside other libraries' trainers: one module per framework, which imports it."""

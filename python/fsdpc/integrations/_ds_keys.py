@@ -1,4 +1,4 @@
-"""Every key of a DeepSpeed configuration, and what becomes of it: the table of the docs.
+"""Every key of a DeepSpeed configuration and how fsdpc handles it: the table of the docs.
 
 ``docs/coming-from-deepspeed.md`` shows :data:`KEYS`, one row for each text; a test compares them.
 """
@@ -9,12 +9,12 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-#: Taken as said; changes nothing here; cannot be done, so that only "off" is taken.
+#: Honoured; has no effect here; unsupported, so only "off" is accepted.
 Kind = Literal["used", "nothing", "refused"]
 
 
 class Key(NamedTuple):
-    """What becomes of a key, and the sentence of the table."""
+    """How a key is handled, and the sentence of the table."""
 
     kind: Kind
     says: str
@@ -211,7 +211,7 @@ KEYS: dict[str, Key] = {
     "compile": _refused("call `torch.compile` on layers first"),
 }
 
-#: Values by which a key is off, besides those that are false.
+#: Values that switch a key off, besides falsy ones.
 _OFF = ("none", "auto", -1)
 #: Values that mean the same as an absent key, by key.
 _DEFAULT: dict[str, tuple[Any, ...]] = {
@@ -222,7 +222,7 @@ _DEFAULT: dict[str, tuple[Any, ...]] = {
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of a configuration, down to the keys of the table."""
+    """Yield (dotted key, value) pairs of a configuration, down to the keys of the table."""
     for name, value in config.items():
         key = prefix + name
         inside = any(known.startswith(key + ".") for known in KEYS)
@@ -239,14 +239,14 @@ def _is_off(value: Any) -> bool:
 
 
 def check(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a configuration says of the keys that are used.
+    """Return the configuration's values of the keys that are used.
 
     Raises
     ------
     ValueError
-        A key is none of DeepSpeed's.
+        A key does not belong to DeepSpeed.
     NotImplementedError
-        A key cannot be honoured; says why.
+        A key is not supported; the error says why.
     """
     found: dict[str, Any] = {}
     idle = []

@@ -1,11 +1,11 @@
-"""What the keys of transformers' ``fsdp_config`` become: options of ``shard_by_plan``."""
+"""Convert the keys of transformers' ``fsdp_config`` to options of ``shard_by_plan``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-#: Read, and without an effect here: docs/transformers.md says why.
+#: Accepted without effect: docs/transformers.md says why.
 _NOTHING = {
     "version", "cpu_offload", "backward_prefetch", "forward_prefetch", "limit_all_gathers",
     "use_orig_params", "min_num_params", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt",
@@ -20,12 +20,12 @@ _REFUSED = {
 
 
 def from_fsdp_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Return options for ``shard_by_plan``, and whether activations are to be checkpointed.
+    """Return options for ``shard_by_plan``, and whether to checkpoint activations.
 
     Raises
     ------
     ValueError
-        Names a key that cannot be honoured, or that nobody knows.
+        A key is unsupported or unknown; the error names it.
     """
     options: dict[str, Any] = {}
     checkpointing = False
@@ -66,7 +66,7 @@ def _is_true(value: Any) -> bool:
 
 
 def _reshard(value: Any) -> dict[str, Any]:
-    """FSDP2's flag, or the name that FSDP1 had for it."""
+    """Return the option for FSDP2's flag or FSDP1's strategy name."""
     if str(value).lower() in ("true", "false"):
         return {} if _is_true(value) else {"reshard_after_forward": False}
     return {"strategy": str(value).upper()}

@@ -1,4 +1,4 @@
-"""Which modules of a model become units where its trainer shards it, and how a folder keeps it."""
+"""Which modules become units when a trainer shards a model, and how a folder stores the model."""
 
 from __future__ import annotations
 
@@ -26,24 +26,25 @@ Units = Iterable[type | str] | Mapping[Any, Any] | Callable[[str, nn.Module], An
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether a module has units inside, or is one."""
+    """Return whether a module is a unit or contains units."""
     return any(isinstance(m, FSDPModule) for m in module.modules())
 
 
 def shard(module: nn.Module, units: Units, inner: Mapping[str, Any], options: Any) -> None:
-    """Make a module a unit, and modules inside of it; collective.
+    """Make a module and some of its submodules units; collective.
 
     Parameters
     ----------
     module : nn.Module
-        If something in it is sharded already, the user has chosen units: only parameters that are
-        in none become one.
+        If part of it is already sharded, the user has chosen the units: only the remaining
+        parameters become one.
     units : Units
-        As :func:`plan_of` takes them.
+        As for :func:`plan_of`.
     inner : mapping
-        Options of :func:`fsdpc.torch.fully_shard` for modules inside, beside ``options``.
+        Further options of :func:`fsdpc.torch.fully_shard` for submodules, in addition to
+        ``options``.
     options : mapping
-        Of the module and of those inside.
+        Options for the module and its submodules.
     """
     if is_sharded(module):
         if any(not hasattr(p, "fsdpc") for p in module.parameters()):
@@ -69,19 +70,19 @@ def shard(module: nn.Module, units: Units, inner: Mapping[str, Any], options: An
 
 
 def plan_of(units: Units, module: nn.Module) -> Any:
-    """Return a plan as ``fully_shard`` takes it.
+    """Return a plan in the form that ``fully_shard`` takes.
 
     Parameters
     ----------
     units : Units
-        None: the ``fsdp_plan`` of models of transformers inside, or where there is none every
-        element of an ``nn.ModuleList`` that is in no other one.
+        None means the ``fsdp_plan`` of transformers models inside. If there is none, it means every
+        element of each outermost ``nn.ModuleList``.
     module : nn.Module
 
     Raises
     ------
     ValueError
-        No module is of one of these classes.
+        No module has one of these classes.
     """
     if units is None and has_plan(module):
         return _plan_of(module)
@@ -98,7 +99,7 @@ def plan_of(units: Units, module: nn.Module) -> Any:
 
 
 def _materialise(module: nn.Module) -> None:
-    """Give values to what was made on the meta device, where modules can draw them."""
+    """Give values to parameters on the meta device, if their modules can draw them."""
     from fsdpc.torch import _device
 
     module.to_empty(device=_device.home())
@@ -117,12 +118,12 @@ def no_sync(module: nn.Module) -> ExitStack:
 
 
 def move(optimizer: torch.optim.Optimizer, places: Places) -> None:
-    """Let an optimizer that was made before sharding step the pieces.
+    """Make an optimizer that was created before sharding step the pieces.
 
     Raises
     ------
     RuntimeError
-        It has states, of whole parameters.
+        The optimizer has states of whole parameters.
     """
     if optimizer.state:
         raise RuntimeError(
@@ -135,21 +136,21 @@ META = "meta.pt"
 
 
 def is_folder_of_parts(path: Path) -> bool:
-    """Whether a path is what :func:`save_parts` wrote to the end."""
+    """Return whether a path is a complete result of :func:`save_parts`."""
     return path.is_dir() and (path / META).is_file()
 
 
 def save_parts(path: Path, state: dict[str, Any], rest: Any) -> None:
-    """Save rows of a model and of optimizers, and the rest as a file of rank 0; collective.
+    """Save rows of a model and of optimizers, and the rest as rank 0's file; collective.
 
     Parameters
     ----------
     path : Path
-        A folder of ``torch.distributed.checkpoint``; its ``meta.pt`` comes last.
+        A folder of ``torch.distributed.checkpoint``; ``meta.pt`` in it is written last.
     state : dict
-        Of rows, as ``get_model_state_dict(..., sharded=True)`` and its like return them.
+        Rows, as ``get_model_state_dict(..., sharded=True)`` and similar functions return them.
     rest : Any
-        What rank 0 saves of it.
+        Further data; rank 0's is saved.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -175,7 +176,7 @@ def load_parts(
     model : (str, nn.Module)
     optimizers : mapping of str to Optimizer
     strict : bool, default True
-        Raise if the folder lacks what the model has.
+        Raise if the folder lacks a tensor of the model.
     """
     import torch.distributed.checkpoint as dcp
 

@@ -1,13 +1,13 @@
-"""fsdpc under Hugging Face's Accelerate: one call in the place of ``accelerator.prepare``.
+"""fsdpc under Hugging Face's Accelerate: one call that replaces ``accelerator.prepare``.
 
     from fsdpc.integrations.accelerate import prepare
 
     accelerator = Accelerator()
     model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, loader, scheduler)
 
-The rest of a script stays as it is. Nothing of Accelerate is replaced: the model is prepared as for
-evaluation (autocast alone), since units reduce gradients themselves, and the optimizer is an
-``AcceleratedOptimizer`` whose state dict is whole.
+The rest of a script does not change. No part of Accelerate is replaced. The model is prepared as
+for evaluation (only autocast), because units reduce gradients themselves. The optimizer is an
+``AcceleratedOptimizer`` with a full state dict.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fsdpc.torch._made_before import give_pieces, places_of
 from fsdpc.torch._mesh import join
 from fsdpc.torch.plan import has_plan, layer_classes
 
-#: What shards, splits or wraps a model itself.
+#: Options that shard, split or wrap a model themselves.
 _OTHERS = {
     DistributedType.FSDP: "FSDP (--use_fsdp, or an fsdp_plugin)",
     DistributedType.DEEPSPEED: "DeepSpeed",
@@ -38,19 +38,19 @@ _OTHERS = {
 
 
 class WholeStateOptimizer(AcceleratedOptimizer):
-    """Accelerate's optimizer, whose state dict has whole tensors by number; collective.
+    """Accelerate's optimizer with a state dict of whole tensors, by number; collective.
 
-    An optimizer of the unsharded model reads what it returns, and the other way round, at any
+    An optimizer of the unsharded model can load this state dict, and the other way round, at any
     number of ranks.
 
     Parameters
     ----------
     model : nn.Module
-        Sharded.
+        The sharded model.
     optimizer : torch.optim.Optimizer
-        Over the model's pieces.
+        An optimizer of the model's pieces.
     scaler : torch.amp.GradScaler, optional
-        Of the accelerator.
+        The accelerator's scaler.
 
     Examples
     --------
@@ -64,10 +64,10 @@ class WholeStateOptimizer(AcceleratedOptimizer):
         super().__init__(optimizer, device_placement=False, scaler=scaler)
         self._model = model
         self._gathered: dict[str, Any] | None = None
-        self._is_accelerate_prepared = True  # Accelerate does not put its own around it
+        self._is_accelerate_prepared = True  # so that Accelerate does not wrap it again
 
     def state_dict(self) -> dict[str, Any]:
-        """Return whole states on rank 0, and nothing on other ranks, which take part."""
+        """Return whole states on rank 0, and an empty dict on other ranks, which take part."""
         if self._gathered is not None:
             return self._gathered
         states = optim_state.get_optimizer_state_dict(self._model, self.optimizer, rank0_only=True)
@@ -75,7 +75,7 @@ class WholeStateOptimizer(AcceleratedOptimizer):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Gather now, on all ranks; inside, ``state_dict()`` returns that on any rank alone."""
+        """Gather now, on all ranks; inside, any rank may call ``state_dict()`` by itself."""
         self._gathered = self.state_dict()
         try:
             yield
@@ -83,44 +83,44 @@ class WholeStateOptimizer(AcceleratedOptimizer):
             self._gathered = None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take this rank's rows of whole states, which every rank is given."""
+        """Load this rank's rows from whole states, which every rank passes."""
         states = optim_state.rekey(state_dict, self._model, self.optimizer, by_name=True)
         optim_state.set_optimizer_state_dict(self._model, self.optimizer, states)
 
 
 def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options: Any) -> Any:
-    """Shard a model and prepare it and what belongs to it; collective.
+    """Shard a model and prepare it with its optimizers, loaders and schedulers; collective.
 
     Parameters
     ----------
     accelerator : accelerate.Accelerator
-        Of a launch without FSDP and DeepSpeed: ranks alone (``MULTI_CPU``, ``MULTI_GPU``).
+        From a launch without FSDP and DeepSpeed, with only ranks (``MULTI_CPU``, ``MULTI_GPU``).
     model : nn.Module
-        Sharded by :func:`fsdpc.torch.shard_by_plan`, unless it is sharded already.
+        Sharded by :func:`fsdpc.torch.shard_by_plan`, unless it already is.
     *others
         Optimizers of this model, loaders and schedulers, as for ``accelerator.prepare``. An
-        optimizer that was made over the unsharded model takes the pieces in their place, if it has
-        made no step.
+        optimizer created before sharding switches to the pieces if it has made no step.
     **options
-        Of ``shard_by_plan``: ``classes`` and those of ``fully_shard``. Without ``classes``, a model
-        whose plan finds no layers has those of its ``_no_split_modules`` as units.
+        Options of ``shard_by_plan``: ``classes`` and those of ``fully_shard``. Without ``classes``,
+        if the plan matches no layers, the classes in ``_no_split_modules`` become units.
 
     Returns
     -------
     tuple
-        The model and the others, in this order; the model itself where there are none.
+        The model and the others, in this order; only the model if there are no others.
 
     Raises
     ------
     ValueError
-        The accelerator was launched with another engine, or counts other ranks; an optimizer has
-        stepped already; options are given for a model that is sharded; the model has no plan.
+        The accelerator was launched with another engine, or has a different number of ranks. Or an
+        optimizer has already stepped, options are given for a sharded model, or the model has no
+        plan.
 
     Notes
     -----
-    ``backward``, ``accumulate``, ``clip_grad_norm_``, ``clip_grad_value_``, ``gather_for_metrics``,
-    ``get_state_dict``, ``save_model``, ``save_state`` and ``load_state`` of the accelerator work.
-    The last two gather: :mod:`fsdpc.checkpoint` writes each rank's rows instead.
+    The accelerator's ``backward``, ``accumulate``, ``clip_grad_norm_``, ``clip_grad_value_``,
+    ``gather_for_metrics``, ``get_state_dict``, ``save_model``, ``save_state`` and ``load_state``
+    work. The last two gather; :mod:`fsdpc.checkpoint` writes each rank's rows instead.
 
     Examples
     --------
@@ -148,7 +148,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
             _check_new(optimizer, names)
         places = places_of(model)
         if "classes" not in options and not has_plan(model):
-            options["classes"] = layer_classes(model) or None  # as Accelerate's FSDP does
+            options["classes"] = layer_classes(model) or None  # like Accelerate's FSDP
         shard_by_plan(model, **options)
         for optimizer in optimizers:
             give_pieces(optimizer, places)
@@ -158,7 +158,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
             "prepare() the model before fully_shard()"
         )
     model = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
-    model._is_accelerate_prepared = True  # DDP would be put around it otherwise
+    model._is_accelerate_prepared = True  # otherwise Accelerate would wrap it in DDP
     found = [
         WholeStateOptimizer(model, each, accelerator.scaler)
         if isinstance(each, torch.optim.Optimizer)
@@ -172,7 +172,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
 
 
 def check(accelerator: Accelerator) -> None:
-    """Raise ValueError if an accelerator was told to shard or split models by something else."""
+    """Raise ValueError if an accelerator is configured to shard or split models otherwise."""
     engine = _OTHERS.get(accelerator.distributed_type)
     if getattr(accelerator, "parallelism_config", None) is not None:
         engine = "a parallelism_config"
@@ -193,7 +193,7 @@ def check(accelerator: Accelerator) -> None:
 
 
 def _check_ranks(accelerator: Accelerator) -> None:
-    """Raise if ranks would train on the same data, each as if it were alone."""
+    """Raise if every rank would train on the same data, as if it were the only one."""
     ranks = join().size
     if ranks != accelerator.num_processes:
         raise ValueError(

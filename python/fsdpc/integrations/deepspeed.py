@@ -1,7 +1,7 @@
 """DeepSpeed's ``initialize`` and engine over :mod:`fsdpc.torch`; DeepSpeed itself is not needed.
 
-A script changes ``import deepspeed`` for ``from fsdpc.integrations import deepspeed``. What becomes
-of each key of a configuration stands in one table, :data:`KEYS`, which the docs show.
+A script replaces ``import deepspeed`` by ``from fsdpc.integrations import deepspeed``. One table,
+:data:`KEYS`, says how each configuration key is handled; the docs show it.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def init_distributed(
     world_size: int = -1,
     **_: Any,
 ) -> None:
-    """Join torch's process group, where a launcher set its variables and nothing has yet.
+    """Join torch's process group, if a launcher set its variables and the process has not joined.
 
     Parameters
     ----------
     dist_backend : str, default "gloo"
     timeout, init_method, rank, world_size : optional
-        Of ``torch.distributed.init_process_group``.
+        As for ``torch.distributed.init_process_group``.
     """
     if torch.distributed.is_initialized() or ("RANK" not in os.environ and init_method is None):
         return
@@ -84,33 +84,33 @@ def initialize(
     units: _units.Units = None,
     **others: Any,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """Shard a model as a DeepSpeed configuration says, and make its engine; collective.
+    """Shard a model as a DeepSpeed configuration says, and create its engine; collective.
 
     Parameters
     ----------
     args : optional
-        ``args.deepspeed_config`` is read where ``config`` is not given.
+        ``args.deepspeed_config`` is used if ``config`` is not given.
     model : nn.Module
-        Sharded in place, with rank 0's values, unless something in it is; moved nowhere.
+        Sharded in place, with rank 0's values, unless part of it already is; its device stays.
     optimizer : Optimizer or callable, optional
-        Over the model's parameters, which it gives up for the pieces; or what makes one of
-        parameters. The configuration's where not given.
+        An optimizer of the model's parameters, which switches to the pieces, or a function that
+        creates one from parameters. By default the configuration's.
     model_parameters : iterable, optional
-        Parameters or groups of them, taken before; all that need gradients where not given.
+        Parameters or groups of them, from before sharding; by default all that require gradients.
     training_data : Dataset, optional
-        What the loader that is returned reads, each rank its part.
+        Dataset of the returned loader; each rank reads its part.
     lr_scheduler : scheduler or callable, optional
-        The configuration's where not given.
+        By default the configuration's.
     config : mapping or path
-        A DeepSpeed configuration. Keys that change nothing are named in the log once.
+        A DeepSpeed configuration. Keys without effect are logged once.
     collate_fn : callable, optional
-        Of the loader.
+        As for the loader.
     units : optional
-        Modules that are gathered as one, as :class:`~fsdpc.integrations.lightning.FsdpcStrategy`
-        takes them: classes or names, a plan. None: the ``fsdp_plan`` of models of transformers, or
-        the elements of each ``nn.ModuleList``.
+        Modules to gather as one unit, as for :class:`~fsdpc.integrations.lightning.FsdpcStrategy`:
+        classes or names, or a plan. None means the ``fsdp_plan`` of transformers models, or the
+        elements of each ``nn.ModuleList``.
     others
-        ``config_params`` is ``config``'s older name; others of DeepSpeed's are refused unless None.
+        ``config_params`` is the older name of ``config``; DeepSpeed's other arguments must be None.
 
     Returns
     -------
@@ -119,9 +119,9 @@ def initialize(
     Raises
     ------
     NotImplementedError
-        A key of the configuration cannot be honoured; named.
+        A configuration key is not supported; the error names it.
     ValueError
-        A key is unknown, or numbers of sequences contradict each other.
+        A key is unknown, or batch sizes contradict each other.
     """
     config = config if config is not None else others.pop("config_params", None)
     config = config if config is not None else getattr(args, "deepspeed_config", None)
@@ -156,7 +156,7 @@ def initialize(
 
 
 def _batch_sizes(said: Mapping[str, Any], ranks: int) -> tuple[int, int, int]:
-    """Sequences of a step, of a rank's backward, and backwards of a step."""
+    """Return sequences per step, sequences per rank and backward, and backwards per step."""
     total = said.get("train_batch_size")
     micro = said.get("train_micro_batch_size_per_gpu")
     steps = said.get("gradient_accumulation_steps")
@@ -179,7 +179,7 @@ def _batch_sizes(said: Mapping[str, Any], ranks: int) -> tuple[int, int, int]:
 
 
 def _shard_options(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of ``fully_shard`` for a configuration."""
+    """Return options of ``fully_shard`` for a configuration."""
     stage = int(said.get("zero_optimization.stage", 0))
     if not 0 <= stage < len(_STAGES):
         raise ValueError(f"zero_optimization.stage {stage} is not one of 0, 1, 2, 3")
@@ -215,7 +215,7 @@ def _shard_options(said: Mapping[str, Any]) -> dict[str, Any]:
 def _optimizer(
     said: Mapping[str, Any], given: Any, model: nn.Module, groups: Any, places: Any
 ) -> Any:
-    """The optimizer over the pieces."""
+    """Return the optimizer of the pieces."""
     params: Any = [p for p in model.parameters() if p.requires_grad]
     if groups is not None and groups and isinstance(groups[0], Mapping):
         params = [{**g, "params": moved(g["params"], places)} for g in groups]
@@ -263,22 +263,23 @@ def _scheduler(said: Mapping[str, Any], given: Any, optimizer: Any) -> Any:
 
 
 class DeepSpeedEngine:
-    """What :func:`initialize` returns first: a sharded model that counts its backwards.
+    """The first result of :func:`initialize`: a sharded model that counts its backwards.
 
-    Attributes and methods that it has not are the model's. It is no ``nn.Module``.
+    Other attributes and methods are the model's. It is not an ``nn.Module``.
 
     Attributes
     ----------
     module : nn.Module
         The sharded model.
     optimizer, lr_scheduler, training_dataloader
-        As :func:`initialize` returns them.
+        As returned by :func:`initialize`.
     micro_steps, global_steps, skipped_steps : int
-        Calls of :meth:`step`; those that ended a step; those of them that overflowed.
+        Calls of :meth:`step`; those that completed a step; those of the latter that overflowed.
     device : torch.device
-        Where the parameters are.
+        Device of the parameters.
     global_rank, local_rank, world_size, dp_world_size, mp_world_size : int
-        This rank of all, and of its host; all ranks, which share the data; 1, of a model's parts.
+        This rank in the world and on its host; the number of ranks, all data-parallel; 1 for model
+        parallelism.
     """
 
     def __init__(
@@ -339,24 +340,24 @@ class DeepSpeedEngine:
     forward = __call__
 
     def train_batch_size(self) -> int:
-        """Return the sequences of all ranks in a step."""
+        """Return the number of sequences of all ranks per step."""
         return self._batch[0]
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the sequences of a rank's backward."""
+        """Return the number of sequences per rank and backward."""
         return self._batch[1]
 
     def gradient_accumulation_steps(self) -> int:
-        """Return the backwards of a step."""
+        """Return the number of backwards per step."""
         return self._batch[2]
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Return sequences of a step, of a rank's backward, and backwards of a step."""
+        """Return the sequences per step, sequences per rank and backward, and backwards per step."""
         return self._batch
 
     @property
     def global_samples(self) -> int:
-        """Sequences of all ranks in all steps so far."""
+        """The number of sequences of all ranks in all steps so far."""
         return self.global_steps * self._batch[0]
 
     def fp16_enabled(self) -> bool:
@@ -376,7 +377,7 @@ class DeepSpeedEngine:
         return int(self._said.get("zero_optimization.stage", 0))
 
     def gradient_clipping(self) -> float:
-        """Return the largest norm, 0 for none."""
+        """Return the maximum norm, 0 for none."""
         return self._clip
 
     def get_lr(self) -> list[float]:
@@ -384,7 +385,7 @@ class DeepSpeedEngine:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the last step's gradients before clipping; None before a step."""
+        """Return the gradient norm of the last step before clipping; None before a step."""
         return self._norm
 
     def was_step_applied(self) -> bool:
@@ -397,16 +398,16 @@ class DeepSpeedEngine:
 
     @property
     def cur_scale(self) -> float:
-        """The loss scale; 1 without."""
+        """The loss scale; 1 if there is none."""
         return 1.0 if self._scaler is None else self._scaler.get_scale()
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next :meth:`step` ends a step."""
+        """Return whether the next :meth:`step` completes a step."""
         return (self.micro_steps + 1) % self._batch[2] == 0
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients local inside; :meth:`step` is refused there."""
+        """Keep gradients local inside, where :meth:`step` raises."""
         context: AbstractContextManager[Any] = _units.no_sync(self.module)
         with context:
             self._in_no_sync = True
@@ -418,21 +419,21 @@ class DeepSpeedEngine:
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
-        """Run backward of this rank's loss, divided by the backwards of a step.
+        """Run backward of this rank's loss, divided by the number of backwards per step.
 
         Parameters
         ----------
         loss : Tensor
-            Of this micro-batch alone.
+            The loss of this micro-batch.
         retain_graph : bool, default False
-            Keep what another backward of the same forward needs.
+            Keep the graph for another backward of the same forward.
         scale_wrt_gas : bool, default True
-            False: the loss is divided already.
+            False if the loss is already divided.
 
         Returns
         -------
         Tensor
-            The loss, divided.
+            The divided loss.
         """
         if not self._in_no_sync:
             for m in self.module.modules():
@@ -446,7 +447,7 @@ class DeepSpeedEngine:
         return loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """End a micro-step; after the last of a step clip, step and drop gradients; collective.
+        """End a micro-step; after the last one, clip, step and drop gradients; collective.
 
         Parameters
         ----------
@@ -499,17 +500,17 @@ class DeepSpeedEngine:
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
     ) -> bool:
-        """Write ``save_dir/tag`` by :func:`fsdpc.checkpoint.save`; collective.
+        """Write ``save_dir/tag`` with :func:`fsdpc.checkpoint.save`; collective.
 
         Parameters
         ----------
         save_dir : path
         tag : str, optional
-            ``global_step<n>`` where not given.
+            By default ``global_step<n>``.
         client_state : mapping, optional
-            Numbers, text, lists, tuples and dicts of the script's own.
+            The script's own numbers, text, lists, tuples and dicts.
         save_latest : bool, default True
-            Name the tag in ``save_dir/latest``.
+            Write the tag to ``save_dir/latest``.
         """
         tag = tag or f"global_step{self.global_steps}"
         counts = (self.micro_steps, self.global_steps, self.skipped_steps)
@@ -536,7 +537,7 @@ class DeepSpeedEngine:
         Returns
         -------
         (str or None, dict)
-            The folder, and the script's state; None where ``load_dir`` names no latest one.
+            The folder, and the script's state; None if ``load_dir`` has no ``latest``.
         """
         latest = Path(load_dir) / "latest"
         if tag is None and not latest.is_file():
@@ -563,7 +564,7 @@ class DeepSpeedEngine:
     def save_16bit_model(
         self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin"
     ) -> bool:
-        """Write full parameters in the dtype of compute, by ``torch.save`` on rank 0; collective.
+        """Write full parameters in the compute dtype, with ``torch.save`` on rank 0; collective.
 
         Parameters
         ----------

@@ -1,11 +1,12 @@
 """Lightning's Trainer and Fabric over :mod:`fsdpc.torch`: a strategy for each.
 
-``Trainer(strategy=FsdpcStrategy())`` and ``Fabric(strategy=FsdpcFabricStrategy())``, or ``"fsdpc"``
-for either once this module is imported. Both are Lightning's DDP strategies in how processes start
-and speak: its FSDP and model-parallel ones refuse CPUs or loss scaling. Tested with lightning 2.6.
+Use ``Trainer(strategy=FsdpcStrategy())`` and ``Fabric(strategy=FsdpcFabricStrategy())``, or
+``"fsdpc"`` for either after importing this module. Both start processes and communicate like
+Lightning's DDP strategies, because its FSDP and model-parallel strategies reject CPUs or loss
+scaling. Tested with lightning 2.6.
 
-A LightningModule is the outermost unit, so that its steps read any of its parameters. With manual
-optimization, where backward runs inside a step, each of its children is one instead.
+A LightningModule is the outermost unit, so its steps can read any of its parameters. With manual
+optimization, backward runs inside a step; then each of its children is an outermost unit.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from fsdpc.torch._made_before import places_of
 from fsdpc.torch.optim_state import rekey
 
 StateDictType = Literal["full", "sharded"]
-_MODEL = "model"  # in a folder, as Lightning's consolidate_checkpoint looks for it
+_MODEL = "model"  # name in a folder, where Lightning's consolidate_checkpoint expects it
 
 
 class FsdpcStrategy(DDPStrategy):
@@ -51,31 +52,31 @@ class FsdpcStrategy(DDPStrategy):
     Parameters
     ----------
     units : optional
-        Modules that are gathered as one: classes or their names, or a plan as
-        :func:`fsdpc.torch.fully_shard` takes it. None: the ``fsdp_plan`` of models of
-        transformers, or the elements of each ``nn.ModuleList``.
-        Nothing of this counts if ``configure_model`` shards: then only what it left is.
+        Modules to gather as one unit: classes or their names, or a plan as for
+        :func:`fsdpc.torch.fully_shard`. None means the ``fsdp_plan`` of transformers models, or the
+        elements of each ``nn.ModuleList``. If ``configure_model`` shards, this is ignored, and only
+        the remaining parameters form a unit.
     state_dict_type : {"full", "sharded"}, default "full"
-        What checkpoints are. "full": Lightning's file, which any strategy resumes from, made on
-        rank 0. "sharded": a folder of ``torch.distributed.checkpoint``, written by all ranks.
+        Format of checkpoints. "full": Lightning's file, written on rank 0, from which any strategy
+        can resume. "sharded": a folder of ``torch.distributed.checkpoint``, written by all ranks.
     cluster_environment : ClusterEnvironment, optional
-        Who started the ranks, as for every strategy of Lightning's. ``fsdpc run`` and
-        ``fsdpc.launch`` are found, beside those that Lightning finds.
+        The launcher of the ranks, as for any Lightning strategy. ``fsdpc run`` and ``fsdpc.launch``
+        are detected, as well as those that Lightning detects.
     precision_plugin : Precision, optional
-        For "16-mixed" on CPUs, ``MixedPrecision("16-mixed", "cpu")``: there the Trainer takes
-        "bf16-mixed" in the place of its own argument.
+        For "16-mixed" on CPUs, ``MixedPrecision("16-mixed", "cpu")``; there the Trainer replaces
+        its own argument by "bf16-mixed".
     process_group_backend : str, optional
     start_method : {"popen", "spawn", "fork", "forkserver"}, default "popen"
-        How Lightning starts ranks, where nothing else did.
+        How Lightning starts ranks, if no launcher has.
     options
-        Of :func:`fsdpc.torch.fully_shard`: ``strategy``, ``mp_policy``, ``offload_policy`` and
-        others.
+        Options of :func:`fsdpc.torch.fully_shard`: ``strategy``, ``mp_policy``, ``offload_policy``
+        and others.
 
     Notes
     -----
-    With mixed precision, units inside compute and are gathered in its dtype, reduce in float32 and
-    cast their inputs. The outermost unit stays in float32 under autocast, as everything does in
-    DDP. ``mp_policy`` replaces both.
+    With mixed precision, inner units compute and are gathered in its dtype, reduce in float32 and
+    cast their inputs. The outermost unit stays in float32 under autocast, as in DDP. ``mp_policy``
+    replaces both.
     """
 
     strategy_name = "fsdpc"
@@ -102,16 +103,16 @@ class FsdpcStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Parameters are loaded into units."""
+        """Whether parameters are loaded after sharding, into units: yes."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """:meth:`load_checkpoint` does, as rows need the model's names."""
+        """Whether Lightning restores optimizers: no, :meth:`load_checkpoint` does, by name."""
         return False
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard the module, where it is not, and make optimizers over its pieces; collective."""
+        """Shard the module, unless it is sharded, and create optimizers of its pieces; collective."""
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         _refuse_callbacks(trainer)
@@ -158,7 +159,7 @@ class FsdpcStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Let gradients stay local, for accumulation."""
+        """Keep gradients local for accumulation."""
         assert self.lightning_module is not None
         with _units.no_sync(self.lightning_module):
             yield
@@ -169,7 +170,7 @@ class FsdpcStrategy(DDPStrategy):
         return _model_state(self.lightning_module, self._sharded)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return full states on rank 0, numbered as torch does, or the rows' owner; collective."""
+        """Return full states on rank 0, numbered as in torch, or the optimizer; collective."""
         assert self.lightning_module is not None
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
@@ -194,7 +195,7 @@ class FsdpcStrategy(DDPStrategy):
         _units.save_parts(path, state, checkpoint)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        """Load model and, while fitting, optimizers of either kind of checkpoint; collective."""
+        """Load the model and, while fitting, optimizers from either checkpoint type; collective."""
         module = self.lightning_module
         assert module is not None
         path = Path(self.broadcast(checkpoint_path))
@@ -212,15 +213,15 @@ class FsdpcStrategy(DDPStrategy):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Take a file's full parameters; a folder's are loaded by then."""
+        """Load a file's full parameters; those of a folder are already loaded."""
         if "state_dict" in checkpoint:
             super().load_model_state_dict(checkpoint, strict)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Add nothing: the engine says which ranks wait where."""
+        """Do nothing: the engine reports which ranks wait where."""
 
     def teardown(self) -> None:
-        """Leave module and optimizers where they are: units live on their device."""
+        """Leave module and optimizers in place: units stay on their device."""
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -229,24 +230,24 @@ class FsdpcStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register "fsdpc"; the base class's names stay its own."""
+        """Register "fsdpc"; the base class keeps its own names."""
         strategy_registry.register("fsdpc", cls, description="units sharded by fsdpc")
 
 
 class FsdpcFabricStrategy(FabricDDPStrategy):
-    """Shards the module that ``fabric.setup`` is given.
+    """Shards the module passed to ``fabric.setup``.
 
     Parameters
     ----------
     units, state_dict_type, cluster_environment, start_method, options
-        As of :class:`FsdpcStrategy`.
+        As for :class:`FsdpcStrategy`.
     precision : Precision, optional
         For "16-mixed" on CPUs, a ``MixedPrecision`` of Fabric.
 
     Notes
     -----
-    ``fabric.setup(model, optimizer)`` gives the optimizer the pieces in the place of parameters;
-    it may have been made before. Checkpoints are of one model, which ``state`` must have.
+    ``fabric.setup(model, optimizer)`` switches the optimizer to the pieces, even if it was created
+    before. A checkpoint holds one model, which ``state`` must contain.
     """
 
     def __init__(
@@ -345,7 +346,7 @@ class FsdpcFabricStrategy(FabricDDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register "fsdpc"; the base class's names stay its own."""
+        """Register "fsdpc"; the base class keeps its own names."""
         strategy_registry.register("fsdpc", cls, description="units sharded by fsdpc")
 
 
@@ -357,7 +358,7 @@ class _NoSync:
 
 
 def _environment() -> ClusterEnvironment | None:
-    """What reads torchrun's variables, where fsdpc's launchers set them."""
+    """Return the environment that reads torchrun's variables, if fsdpc's launchers set them."""
     return TorchElasticEnvironment() if "FSDPC_LAUNCHER_PID" in os.environ else None
 
 
@@ -368,7 +369,7 @@ def _is_sharded_type(state_dict_type: str) -> bool:
 
 
 def _inner_options(precision: Any, mixed: type, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of units inside for a precision plugin; none where the user gave a policy."""
+    """Return options of inner units for a precision plugin; none if the user gave a policy."""
     if "mp_policy" in options or not isinstance(precision, mixed):
         return {}
     dtype = torch.float16 if precision.precision == "16-mixed" else torch.bfloat16  # type: ignore[attr-defined]
@@ -376,7 +377,7 @@ def _inner_options(precision: Any, mixed: type, options: Mapping[str, Any]) -> d
 
 
 def _children(module: LightningModule) -> list[nn.Module]:
-    """The modules to shard where backward runs inside of a step."""
+    """Return the modules to shard if backward runs inside a step."""
     own = [name for name, p in module.named_parameters(recurse=False)]
     if own:
         raise ValueError(
@@ -396,14 +397,14 @@ def _refuse_callbacks(trainer: Trainer) -> None:
 
 
 def _model_state(module: nn.Module, sharded: bool) -> dict[str, Any]:
-    """Every rank's rows, or full parameters on rank 0; collective."""
+    """Return every rank's rows, or full parameters on rank 0; collective."""
     if sharded:
         return get_model_state_dict(module, sharded=True)
     return get_model_state_dict(module, rank0_only=True)
 
 
 def _optimizer_state(module: nn.Module, optimizer: Any, sharded: bool) -> dict[str, Any]:
-    """Every rank's rows, or full states on rank 0, as an unsharded optimizer's; collective."""
+    """Return every rank's rows, or an unsharded optimizer's full states on rank 0; collective."""
     if sharded:
         return get_optimizer_state_dict(module, optimizer, sharded=True)
     states = get_optimizer_state_dict(module, optimizer, rank0_only=True)
@@ -411,14 +412,14 @@ def _optimizer_state(module: nn.Module, optimizer: Any, sharded: bool) -> dict[s
 
 
 def _named(module: nn.Module, optimizer: Any, states: dict[str, Any]) -> dict[str, Any]:
-    """States of a file by parameter name, as those of a consolidated folder are already."""
+    """Return a file's states by parameter name; those of a consolidated folder already are."""
     if all(isinstance(name, str) for group in states["param_groups"] for name in group["params"]):
         return states
     return rekey(states, module, optimizer, by_name=True)
 
 
 def _parts_of(state: Mapping[str, Any]) -> tuple[str, nn.Module, dict[str, Any]]:
-    """The one sharded model of a state, its key, and the optimizers."""
+    """Return the only sharded model of a state, its key, and the optimizers."""
     models = [(k, m) for k, m in state.items() if isinstance(m, nn.Module) and _units.is_sharded(m)]
     if len(models) != 1:
         raise ValueError(
@@ -429,7 +430,7 @@ def _parts_of(state: Mapping[str, Any]) -> tuple[str, nn.Module, dict[str, Any]]
     return *models[0], optimizers
 
 
-#: For ``strategy="fsdpc"``; importing this module again finds them.
+#: For ``strategy="fsdpc"``; a repeated import of this module finds them.
 _REGISTRIES: tuple[tuple[Any, Callable[[Any], None]], ...] = (
     (StrategyRegistry, FsdpcStrategy.register_strategies),
     (STRATEGY_REGISTRY, FsdpcFabricStrategy.register_strategies),

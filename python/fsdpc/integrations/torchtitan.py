@@ -1,8 +1,8 @@
-"""torchtitan's decoders over :mod:`fsdpc.torch`: a ``parallelize_fn`` for a model's specification.
+"""torchtitan's decoders over :mod:`fsdpc.torch`: a ``parallelize_fn`` for a model specification.
 
-``model_spec = use(model_spec)`` makes a trainer of torchtitan shard by fsdpc. Nothing of torchtitan
-is imported: arguments are read by the names that version 0.3 publishes. Tensor, context, pipeline
-and expert parallelism are refused.
+``model_spec = use(model_spec)`` makes a torchtitan trainer shard with fsdpc. This module does not
+import torchtitan: it reads arguments by the names of version 0.3. Tensor, context, pipeline and
+expert parallelism are refused.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ _OTHERS = ("tp", "cp", "pp", "ep")
 
 
 def use(spec: Any) -> Any:
-    """Return a model's specification whose ``parallelize_fn`` is :func:`parallelize`.
+    """Return a model specification whose ``parallelize_fn`` is :func:`parallelize`.
 
     Parameters
     ----------
     spec : torchtitan.protocols.model_spec.ModelSpec
-        Of a decoder: a model with ``tok_embeddings``, ``layers``, ``norm`` and ``lm_head``.
+        Specification of a decoder: a model with ``tok_embeddings``, ``layers``, ``norm`` and
+        ``lm_head``.
     """
     return dataclasses.replace(spec, parallelize_fn=parallelize)
 
@@ -49,14 +50,14 @@ def parallelize(
     Parameters
     ----------
     model : nn.Module
-        On the meta device, or not.
+        The model, on the meta device or not.
     parallel_dims, training, parallelism, compile_config, ac_config, dump_folder
-        torchtitan's.
+        As for torchtitan's function.
 
     Raises
     ------
     NotImplementedError
-        The configuration asks for what is not here; named.
+        The configuration needs an unsupported feature; the error names it.
     """
     asked = [name for name in _OTHERS if getattr(parallel_dims, f"{name}_enabled", False)]
     if asked:
@@ -82,7 +83,7 @@ def parallelize(
     _shard(model, options, parallelism.fsdp_reshard_after_forward)
     for m in model.modules():
         if isinstance(m, FSDPModule):
-            m.set_gradient_divide_factor(1.0)  # the trainer divides losses by tokens of all ranks
+            m.set_gradient_divide_factor(1.0)  # the trainer divides losses by all ranks' tokens
     model.__dict__["init_weights"] = partial(_init_weights, model)
     return model
 
@@ -106,6 +107,6 @@ def _shard(model: Any, options: dict[str, Any], reshard: str) -> None:
 
 
 def _init_weights(model: nn.Module, **kwargs: Any) -> None:
-    """Let the model's method write full parameters; each rank keeps its rows; collective."""
+    """Call the model's method on full parameters; each rank keeps its rows; collective."""
     with full_values(states_of(model)):
         type(model).init_weights(model, **kwargs)  # type: ignore[operator]

@@ -5,9 +5,9 @@
     trainer = Trainer(model=model, args=args, train_dataset=data)
     trainer.train()
 
-The model is sharded when ``train()`` or ``evaluate()`` first needs it, by its ``fsdp_plan``, or by
+The model is sharded when ``train()`` or ``evaluate()`` first needs it, by its ``fsdp_plan`` or by
 the classes that transformers does not split. Checkpoints are those of transformers' Trainer on one
-process: ``model.safetensors``, and an ``optimizer.pt`` with whole states. Either Trainer goes on
+process: ``model.safetensors``, and an ``optimizer.pt`` with whole states. Either Trainer can resume
 from the other's, at any number of ranks.
 """
 
@@ -25,7 +25,7 @@ from fsdpc.integrations.accelerate import WholeStateOptimizer, check, prepare
 from fsdpc.sharding.rules import is_sharded
 from fsdpc.torch import get_model_state_dict
 
-#: Arguments that would train something else, or end with half-dead ranks.
+#: Arguments that would train something else, or fail on only some ranks.
 _REFUSED = {
     "auto_find_batch_size": "a rank that runs out of memory alone would leave the others waiting",
     "ddp_broadcast_buffers": "units send no buffers; each rank keeps its own",
@@ -35,22 +35,23 @@ _REFUSED = {
 
 
 class ShardedTrainer:
-    """What shards: put it before any subclass of ``transformers.Trainer`` (TRL's, say).
+    """The class that shards: put it before any subclass of ``transformers.Trainer``, such as TRL's.
 
     Parameters
     ----------
     *args, **kwargs
-        Of the Trainer. ``args.fsdp`` and ``args.fsdp_config`` become options, too.
+        Arguments of the Trainer. ``args.fsdp`` and ``args.fsdp_config`` also become options.
     shard_options : mapping, optional
-        Of :func:`fsdpc.torch.shard_by_plan`: ``classes``, ``mesh``, ``strategy``, ``mp_policy``,
-        ``offload_policy`` and the others of ``fully_shard``. They override ``args.fsdp_config``.
+        Options of :func:`fsdpc.torch.shard_by_plan`: ``classes``, ``mesh``, ``strategy``,
+        ``mp_policy``, ``offload_policy`` and the others of ``fully_shard``. They override
+        ``args.fsdp_config``.
 
     Raises
     ------
     ValueError
-        An argument cannot be honoured (``auto_find_batch_size``, ``torch_compile``,
-        ``ddp_broadcast_buffers``, ``save_on_each_node``, some keys of ``fsdp_config``), or
-        the launch is for FSDP or DeepSpeed.
+        An argument is not supported (``auto_find_batch_size``, ``torch_compile``,
+        ``ddp_broadcast_buffers``, ``save_on_each_node``, some keys of ``fsdp_config``), or the
+        launch is for FSDP or DeepSpeed.
 
     Examples
     --------
@@ -60,7 +61,7 @@ class ShardedTrainer:
             pass
     """
 
-    # transformers.Trainer has these.
+    # transformers.Trainer defines these.
     args: Any
     accelerator: Any
     model: Any
@@ -73,7 +74,7 @@ class ShardedTrainer:
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator of ranks alone: what is asked of FSDP is fsdpc's to do."""
+        """Create an accelerator with only ranks: fsdpc handles the FSDP settings."""
         for name, why in _REFUSED.items():
             if getattr(self.args, name, False):
                 raise ValueError(f"{type(self).__name__} with args.{name}: {why}")
@@ -89,7 +90,7 @@ class ShardedTrainer:
         check(self.accelerator)
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Shard the model and make the optimizer over its pieces; collective."""
+        """Shard the model and create the optimizer of its pieces; collective."""
         self._shard()
         optimizer = super().create_optimizer(model)  # type: ignore[misc]
         if not isinstance(optimizer, WholeStateOptimizer):
@@ -97,12 +98,12 @@ class ShardedTrainer:
         return self.optimizer
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Shard the model, if nothing has, and evaluate or predict; collective."""
+        """Shard the model, if it is not sharded, and evaluate or predict; collective."""
         self._shard()
         return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Return what transformers does, for the whole model."""
+        """Return transformers' value, for the whole model."""
         name = getattr(self.model, "main_input_name", "input_ids")
         return 6 * inputs[name].numel() * self._numel if name in inputs else 0
 
@@ -113,7 +114,7 @@ class ShardedTrainer:
             if given:
                 self.optimizer = found[1]
         elif not getattr(self.model, "_is_accelerate_prepared", False):
-            prepare(self.accelerator, self.model)  # sharded by whoever made it
+            prepare(self.accelerator, self.model)  # already sharded
         self._numel = _numel(self.model)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
@@ -137,7 +138,7 @@ def _numel(model: nn.Module) -> int:
 
 
 class Trainer(ShardedTrainer, transformers.Trainer):
-    """``transformers.Trainer`` over fsdpc; see :class:`ShardedTrainer` for what is new.
+    """``transformers.Trainer`` over fsdpc; see :class:`ShardedTrainer` for the differences.
 
     Examples
     --------
