@@ -1,8 +1,8 @@
 """Operations on tensors, each with its backward; docs/operations.md lists them.
 
-Elementwise operations broadcast as NumPy does and promote among floats as PyTorch does; products
-and normalisations want equal dtypes.  Everything here computes in fp32 inside (fp64 for float64)
-and rounds once to the dtype of the result.  No result depends on the number of threads.
+Elementwise operations broadcast as in NumPy and promote floats as in PyTorch; products and
+normalisations require equal dtypes. All operations compute in fp32 internally (fp64 for float64)
+and round once to the dtype of the result. No result depends on the number of threads.
 """
 
 from fsdpc._core import (

@@ -1,4 +1,4 @@
-"""Attention: one kernel, or one for each document; by parts where a mask wants a gradient."""
+"""Attention: one kernel, or one per document; composed if a mask needs a gradient."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def scaled_dot_product_attention(
     q : Tensor
         (batch, heads, tokens, dim), or (batch, tokens, heads, dim) with layout "bthd".
     k, v : Tensor
-        The same with their own number of tokens, and heads that divide q's (grouped queries).
+        The same with their own number of tokens, and a number of heads that divides q's.
     causal : bool
         Query t of Tq sees keys up to t + (Tk - Tq): the last query sees all of them.
     scale : float, optional
         1 / sqrt(dim) by default.
     layout : {"bhtd", "bthd"}
-        The second is what a projection gives: no transposes are needed.
+        "bthd" is the layout that projections produce: no transposes are needed.
     mask : Tensor, optional
-        Broadcasts to (batch, heads, Tq, Tk), whatever the layout: bool, where a query sees a key,
-        or floats that are added to the scaled products.  A query that sees no key gives zeros.
+        Broadcasts to (batch, heads, Tq, Tk) in either layout. A bool mask says where a query sees a
+        key; a float mask is added to the scaled products. A query that sees no key gives zeros.
 
     Returns
     -------
     Tensor
-        Of q's shape.
+        In q's shape.
 
     Raises
     ------
@@ -50,8 +50,8 @@ def scaled_dot_product_attention(
 
     Notes
     -----
-    With a mask that requires a gradient, and on GPUs with any mask, (batch, heads, Tq, Tk) products
-    are kept for backward, in float32 at least.
+    If a mask requires a gradient, and on GPUs with any mask, (batch, heads, Tq, Tk) products are
+    kept for backward, in at least float32.
 
     Source: Vaswani et al. 2017; blocked after Dao et al. 2022.
 
@@ -86,7 +86,7 @@ def attention_weights(
     scale: float | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Compute how much each query takes of each key: what attention multiplies with the values.
+    """Compute the weights by which attention multiplies the values.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ def attention_weights(
     Returns
     -------
     Tensor
-        (batch, heads, Tq, Tk), float32 (float64 of float64); rows add up to 1, or are zeros where a
+        (batch, heads, Tq, Tk), float32 (float64 for float64). Rows add up to 1, or are zeros if a
         query sees no key.
 
     Examples
@@ -136,37 +136,38 @@ def varlen_attention(
     scale: float | None = None,
     layout: str = "bhtd",
 ) -> Tensor:
-    """Attend inside each document of rows that several documents share.
+    """Compute attention within each document of rows that contain several documents.
 
     Parameters
     ----------
     q : Tensor
         (batch, heads, tokens, dim), or (batch, tokens, heads, dim) with layout "bthd".
     k, v : Tensor
-        The same, with heads that divide q's (grouped queries).
+        The same, with a number of heads that divides q's (grouped queries).
     lengths : sequence of int
-        Tokens of each document, those of one row behind those of another; the lengths of a row add
-        up to its tokens.  :func:`fsdpc.data.document_lengths` finds them.
+        Number of tokens of each document, row by row; the lengths of a row add up to its tokens.
+        :func:`fsdpc.data.document_lengths` finds them.
     causal : bool
-        A query sees the keys of its document up to its own; with False all of them.
+        A query sees the keys of its document up to its own; with False it sees all of them.
     scale, layout
-        As :func:`scaled_dot_product_attention` takes them.
+        As for :func:`scaled_dot_product_attention`.
 
     Returns
     -------
     Tensor
-        Of q's shape.
+        In q's shape.
 
     Raises
     ------
     ValueError
-        The lengths do not make up the rows, or shapes do not fit.
+        The lengths do not add up to the rows, or shapes do not fit.
     RuntimeError
-        Inside :func:`fsdpc.graph_step`, whose replays would keep the lengths.
+        Called inside :func:`fsdpc.graph_step`, whose replays would keep the lengths.
 
     Notes
     -----
-    Each document is a call of the fused kernel: no mask exists, and work shrinks with the lengths.
+    Each document is a call of the fused kernel: there is no mask, and work shrinks with the
+    lengths.
 
     Source: Dao 2023 (variable lengths), Krell et al. 2021 (packing without cross-contamination).
 
@@ -181,7 +182,7 @@ def varlen_attention(
 
 
 def _to_add(mask: Tensor, q: Tensor) -> Tensor:
-    """Return numbers in a dtype that the kernel adds to q's products."""
+    """Return the mask as numbers in a dtype that the kernel can add to q's products."""
     if q.dtype is _core.float64:
         return mask.to(_core.float64)
     halves = (_core.float32, _core.bfloat16, _core.float16)
@@ -189,7 +190,7 @@ def _to_add(mask: Tensor, q: Tensor) -> Tensor:
 
 
 def _groups(q: Tensor, k: Tensor) -> int:
-    """How many query heads share one of the keys."""
+    """Return how many query heads share one key head."""
     heads, shared = q.shape[1], k.shape[1]
     if shared == 0 or heads % shared:
         raise ValueError(f"attention: {heads} query heads and {shared} of keys; make it divide")

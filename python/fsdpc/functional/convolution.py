@@ -1,8 +1,8 @@
-"""Convolutions and pooling, over height and width; one dimension is a height of one.
+"""Convolutions and pooling over height and width; 1-D ones have a height of one.
 
-They have kernels on CPUs.  On GPUs they are composed: a window of k elements is k strided slices of
-the padded input, which convolutions join as columns for one matrix product (im2col), so they hold k
-times the input from forward to backward; pooling compares or adds them.
+On CPUs they have kernels. On GPUs they are composed: a window of k elements is k strided slices of
+the padded input. Convolutions join these as columns for one matrix product (im2col), so they keep k
+times the input from forward to backward. Pooling compares or adds them.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def conv2d(
     bias : Tensor, optional
         (out)
     stride, dilation : int or two ints
-        Steps between windows, and between elements of a window.
+        Step between windows, and between elements of a window.
     padding : int, two ints, "same" or "valid"
         Zeros on both sides of height and width.
     groups : int
-        Channels and filters are cut into so many parts, each for itself.
+        Number of separate parts that channels and filters are divided into.
 
     Returns
     -------
@@ -59,8 +59,8 @@ def conv2d(
 
     Notes
     -----
-    Products of the weight with windows of x, which are made as the product takes them, a block that
-    fits the cache at a time.  x is kept for backward; on GPUs kernel height x width copies of it.
+    Multiplies the weight with windows of x, which are built during the product, one cache-sized
+    block at a time. x is kept for backward; on GPUs kernel height x width copies of it.
 
     Examples
     --------
@@ -99,7 +99,7 @@ def conv1d(
     dilation: int = 1,
     groups: int = 1,
 ) -> Tensor:
-    """Convolve rows with filters; see :func:`conv2d`.
+    """Convolve sequences with filters; see :func:`conv2d`.
 
     Parameters
     ----------
@@ -132,7 +132,7 @@ def conv1d(
 
 
 def max_pool2d(x: Tensor, kernel: Pair, stride: Pair | None = None, padding: Pair = 0) -> Tensor:
-    """Take the largest element of each window.
+    """Take the maximum of each window.
 
     Parameters
     ----------
@@ -140,14 +140,14 @@ def max_pool2d(x: Tensor, kernel: Pair, stride: Pair | None = None, padding: Pai
         (batch, channels, height, width), floats; NaN counts as largest.
     kernel : int or two ints
     stride : int or two ints, optional
-        The kernel's extents by default.
+        By default the kernel's size.
     padding : int or two ints
-        Elements on both sides that never win.
+        Padding elements on both sides, which are never the maximum.
 
     Returns
     -------
     Tensor
-        (batch, channels, height, width); the gradient goes to the first of equals.
+        (batch, channels, height, width); the gradient goes to the first of equal elements.
 
     Raises
     ------
@@ -177,7 +177,7 @@ def _max_pool(name: str, x: Tensor, kernel: Pair, stride: Pair | None, padding: 
 
 
 def avg_pool2d(x: Tensor, kernel: Pair, stride: Pair | None = None, padding: Pair = 0) -> Tensor:
-    """Average each window, zeros of the padding included; see :func:`max_pool2d`.
+    """Average each window, including zeros of the padding; see :func:`max_pool2d`.
 
     Examples
     --------
@@ -202,7 +202,7 @@ def _avg_pool(name: str, x: Tensor, kernel: Pair, stride: Pair | None, padding: 
 
 
 def max_pool1d(x: Tensor, kernel: int, stride: int | None = None, padding: int = 0) -> Tensor:
-    """Take the largest element of each window of (batch, channels, length).
+    """Take the maximum of each window of (batch, channels, length).
 
     Examples
     --------
@@ -216,7 +216,7 @@ def max_pool1d(x: Tensor, kernel: int, stride: int | None = None, padding: int =
 
 
 def avg_pool1d(x: Tensor, kernel: int, stride: int | None = None, padding: int = 0) -> Tensor:
-    """Average each window of (batch, channels, length), zeros of the padding included.
+    """Average each window of (batch, channels, length), including zeros of the padding.
 
     Examples
     --------
@@ -237,7 +237,7 @@ def _check_rows(name: str, x: Tensor) -> None:
 def _check_convolution(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int
 ) -> None:
-    """Raise an error that names the operation and shows shapes as its caller gave them."""
+    """Raise an error that names the operation and shows shapes as the caller gave them."""
     ndim = 3 if name == "conv1d" else 4
     if x.ndim != ndim or weight.ndim != ndim:
         raise ValueError(
@@ -256,7 +256,7 @@ def _check_convolution(
 
 
 def pair(value: Pair) -> tuple[int, int]:
-    """Return what is for height and width, from one number or two."""
+    """Return the values for height and width, from one number or two."""
     both = tuple(value) if isinstance(value, Iterable) else (value, value)
     if len(both) != 2:
         raise ValueError(f"{value} for height and width: give one number or two")
@@ -271,7 +271,7 @@ def _sides(
     steps: tuple[int, int],
     spread: tuple[int, int],
 ) -> Sides:
-    """Return what is to be padded of (batch, channels, height, width); a window fits then."""
+    """Return the padding for (batch, channels, height, width), after which a window fits."""
     reach = [d * (k - 1) for k, d in zip(kernel, spread, strict=True)]
     if isinstance(padding, str):
         if padding not in ("same", "valid") or (padding == "same" and steps != (1, 1)):
@@ -289,7 +289,7 @@ def _sides(
         )
     padded = tuple(n + sum(s) for n, s in zip(x.shape[2:], sides, strict=True))
     if any(n <= r for n, r in zip(padded, reach, strict=True)):
-        shown = slice(1, None) if name.endswith("1d") else slice(None)  # a row is an image of one
+        shown = slice(1, None) if name.endswith("1d") else slice(None)  # a sequence has height one
         raise ValueError(
             f"{name}: no window of {tuple(kernel)[shown]} fits the padded input, {padded[shown]}"
         )
@@ -309,7 +309,7 @@ def _on_cuda(
     spread: tuple[int, int],
     groups: int,
 ) -> Tensor:
-    """Join shifted slices as columns (im2col), for one product a group."""
+    """Join shifted slices as columns (im2col), for one product per group."""
     (out, part), kernel = weight.shape[:2], weight.shape[2:]
     padded = _padded(x, sides, 0.0).permute(0, 2, 3, 1)
     windows = _windows(padded, kernel, steps, spread, (1, 2))
@@ -333,7 +333,7 @@ def _windows(
     spread: tuple[int, int],
     dims: tuple[int, int],
 ) -> list[Tensor]:
-    """Element (i, j) of every window, for each i and j."""
+    """Yield element (i, j) of every window, for each i and j."""
     found = []
     for at in np.ndindex(*kernel):
         index = [slice(None)] * x.ndim

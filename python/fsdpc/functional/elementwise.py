@@ -1,4 +1,4 @@
-"""Choices and logic, element by element, composed of the kernels for masks and comparisons."""
+"""Elementwise selection and logic, composed of the kernels for masks and comparisons."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ Operand = Tensor | float | int
 
 
 def where(condition: Any, x: Operand, y: Operand) -> Tensor:
-    """Choose elements of x where a condition holds, else of y.
+    """Select elements of x where a condition holds, and of y elsewhere.
 
     Parameters
     ----------
     condition : Tensor or array_like
-        Of bool; numbers count as true unless they are 0.  No gradient.
+        Of bool; numbers other than 0 count as true. It gets no gradient.
     x, y : Tensor or number
         Broadcast with the condition; promoted as in arithmetic.
 
     Returns
     -------
     Tensor
-        Of the broadcast shape.  Chosen elements keep their bits (a NaN stays a NaN), and no
-        gradient reaches the others, whatever they hold.
+        Of the broadcast shape. Selected elements keep their bits (a NaN stays a NaN), and no
+        gradient reaches the others, whatever their values.
 
     Raises
     ------
     TypeError
-        Neither x nor y is a tensor and one of them no number.
+        Neither x nor y is a tensor, and one of them is not a number.
     ValueError
-        Shapes do not broadcast, or the dtype cannot hold a number.  A tensor without dimensions
-        counts as a number, except on a GPU, which would have to wait for it.
+        Shapes do not broadcast, or the dtype cannot hold a number. A 0-d tensor counts as a number,
+        except on a GPU, which would have to wait for it.
 
     Examples
     --------
@@ -52,25 +52,25 @@ def where(condition: Any, x: Operand, y: Operand) -> Tensor:
     x, y = _pair(x, y)
     dtype = _core.result_type(x, y)
     x, y = fitted(x, dtype), fitted(y, dtype)
-    inside = "int32" if dtype.itemsize == 1 else dtype  # there is no arithmetic on bytes
+    inside = "int32" if dtype.itemsize == 1 else dtype  # bytes have no arithmetic
     chosen = _core.add(_core.mask(x.to(inside), keep), _core.mask(y.to(inside), keep == 0))
     return chosen.to(dtype)
 
 
 def clamp(x: Tensor, min: Operand | None = None, max: Operand | None = None) -> Tensor:
-    """Bring elements into [min, max]; gradients pass where nothing was changed.
+    """Clamp elements to [min, max]; gradients pass where nothing was changed.
 
     Parameters
     ----------
     x : Tensor
     min, max : Tensor or number, optional
-        Broadcast with x.  Where min exceeds max, the result is max; where a bound is NaN, so is
-        the result, as in PyTorch.
+        Broadcast with x. If min exceeds max, the result is max; if a bound is NaN, the result is
+        NaN, as in PyTorch.
 
     Returns
     -------
     Tensor
-        Of x's dtype for numbers; NaN stays.
+        In x's dtype if bounds are numbers; NaN stays NaN.
 
     Raises
     ------
@@ -101,7 +101,7 @@ def clamp(x: Tensor, min: Operand | None = None, max: Operand | None = None) -> 
 
 
 def isnan(x: Tensor) -> Tensor:
-    """Return where elements are not a number, as bool.
+    """Return a bool tensor: whether each element is NaN.
 
     Examples
     --------
@@ -113,7 +113,7 @@ def isnan(x: Tensor) -> Tensor:
 
 
 def isfinite(x: Tensor) -> Tensor:
-    """Return where elements are neither infinite nor NaN, as bool.
+    """Return a bool tensor: whether each element is neither infinite nor NaN.
 
     Examples
     --------
@@ -127,7 +127,7 @@ def isfinite(x: Tensor) -> Tensor:
 
 
 def isinf(x: Tensor) -> Tensor:
-    """Return where elements are infinite, as bool.
+    """Return a bool tensor: whether each element is infinite.
 
     Examples
     --------
@@ -141,7 +141,7 @@ def isinf(x: Tensor) -> Tensor:
 
 
 def logical_not(x: Any) -> Tensor:
-    """Return where elements are 0 or false, as bool.
+    """Return a bool tensor: whether each element is 0 or false.
 
     Examples
     --------
@@ -153,7 +153,7 @@ def logical_not(x: Any) -> Tensor:
 
 
 def logical_and(x: Any, y: Any) -> Tensor:
-    """Return where elements of both are true (not 0), broadcast, as bool.
+    """Return a bool tensor: whether both elements are true (not 0), broadcast.
 
     Examples
     --------
@@ -165,7 +165,7 @@ def logical_and(x: Any, y: Any) -> Tensor:
 
 
 def logical_or(x: Any, y: Any) -> Tensor:
-    """Return where elements of either are true (not 0), broadcast, as bool.
+    """Return a bool tensor: whether at least one element is true (not 0), broadcast.
 
     Examples
     --------
@@ -177,7 +177,7 @@ def logical_or(x: Any, y: Any) -> Tensor:
 
 
 def logical_xor(x: Any, y: Any) -> Tensor:
-    """Return where elements of exactly one are true (not 0), broadcast, as bool.
+    """Return a bool tensor: whether exactly one element is true (not 0), broadcast.
 
     Examples
     --------
@@ -209,7 +209,7 @@ def _truth(x: Any) -> Tensor:
 
 
 def _is_zero_beside(value: Any, x: Any) -> bool:
-    """Whether the value is a number, 0, that takes x's dtype, of more than a byte."""
+    """Return whether the value is the number 0 and takes x's dtype, of more than a byte."""
     if not isinstance(value, (int, float)) or not isinstance(x, Tensor) or x.dtype.itemsize == 1:
         return False
     fits = x.dtype.is_floating_point or isinstance(value, int)
@@ -217,13 +217,13 @@ def _is_zero_beside(value: Any, x: Any) -> bool:
 
 
 def plain_number(value: Any) -> Any:
-    """Return a number of NumPy's as Python's, which a dtype has to hold; anything else as it is."""
+    """Return a NumPy number as a Python number, which a dtype has to hold; others unchanged."""
     is_number = isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0
     return value.item() if is_number else value
 
 
 def fitted(value: Tensor, dtype: _core.dtype) -> Tensor:
-    """Cast a tensor; one without dimensions has to fit, as a number does, unless a GPU has it."""
+    """Cast a tensor; a 0-d tensor must fit, as a number must, unless it is on a GPU."""
     if value.dtype is dtype:
         return value
     if value.ndim == 0 and _core.device_name() == "cpu" and not _core.in_dry_run():
@@ -232,7 +232,7 @@ def fitted(value: Tensor, dtype: _core.dtype) -> Tensor:
 
 
 def _pair(x: Operand, y: Operand) -> tuple[Tensor, Tensor]:
-    """Both as tensors; a number takes the dtype that it has in arithmetic with the other."""
+    """Return both as tensors; a number takes the dtype it has in arithmetic with the other."""
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         return x, y
     if isinstance(x, Tensor):
@@ -245,7 +245,7 @@ def _pair(x: Operand, y: Operand) -> tuple[Tensor, Tensor]:
 
 def _number(value: Any, beside: Tensor) -> Tensor:
     if not isinstance(value, (int, float)):
-        return _core.tensor(value)  # an array, or TypeError
+        return _core.tensor(value)  # an array, or raises TypeError
     if beside.dtype is _core.bool_ and not isinstance(value, bool):
         return _core.full((), value, dtype="int64" if isinstance(value, int) else "float32")
     fits = beside.dtype.is_floating_point or isinstance(value, int)

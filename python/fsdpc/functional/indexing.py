@@ -1,8 +1,8 @@
-"""Elements by index: gathered, scattered, sorted; and what ``x[array]`` means.
+"""Elements by index: gather, scatter, sort; and the meaning of ``x[array]``.
 
-All of it is rows picked by ids (:func:`embedding`, of any dtype) or added up by ids
-(`_core.scatter_rows`), each the other's gradient.  Sums go in the order of the ids, in float32 for
-16-bit floats, so results are the same on every run.
+Everything is composed of two operations, each the other's gradient: picking rows by ids
+(:func:`embedding`, of any dtype) and adding rows by ids (`_core.scatter_rows`). Sums follow the
+order of the ids, in float32 for 16-bit floats, so results are the same on every run.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ def gather(x: Tensor, dim: int, index: Tensor) -> Tensor:
         Of any dtype.
     dim : int
     index : Tensor
-        int32 or int64, of x's number of dimensions, nowhere but along dim larger than x.
+        int32 or int64, with x's number of dimensions; only along dim may it be larger than x.
 
     Returns
     -------
     Tensor
-        Of the index's shape.
+        In the index's shape.
 
     Raises
     ------
     IndexError
-        An index is negative or too large, or there is no such dimension.
+        An index is negative or too large, or the dimension does not exist.
     ValueError
         Shapes do not fit.
 
@@ -59,14 +59,14 @@ def scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
         Floats; not changed.
     dim : int
     index : Tensor
-        int32 or int64, nowhere but along dim larger than x.
+        int32 or int64; only along dim may it be larger than x.
     src : Tensor
-        Of x's dtype, at least as large as the index everywhere.
+        In x's dtype, at least as large as the index in every dimension.
 
     Returns
     -------
     Tensor
-        A new one, of x's shape.
+        A new tensor, in x's shape.
 
     Raises
     ------
@@ -105,7 +105,7 @@ def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
     Returns
     -------
     Tensor
-        Of x's shape, but n along dim.
+        In x's shape, but with n along dim.
 
     Examples
     --------
@@ -125,7 +125,7 @@ def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
 
 
 def take_along(x: Tensor, index: Any) -> Tensor:
-    """Read ``x[index]`` with arrays or masks in the index, as NumPy does; a copy."""
+    """Read ``x[index]`` with arrays or masks in the index, as in NumPy; a copy."""
     index = _plain(index)
     lead = _reach(x, index)
     rows = np.arange(math.prod(x.shape[:lead]), dtype=np.int64).reshape(x.shape[:lead])
@@ -135,7 +135,7 @@ def take_along(x: Tensor, index: Any) -> Tensor:
 
 
 def put_along(x: Tensor, index: Any, value: Any) -> None:
-    """Write ``x[index] = value`` with arrays or masks in the index; the last of equals stays."""
+    """Write ``x[index] = value`` with arrays or masks; the last of equal indices wins."""
     value = plain_number(value)
     number = isinstance(value, (int, float)) and x.dtype.is_floating_point
     if number and isinstance(index, Tensor) and index.dtype is _core.bool_:
@@ -158,8 +158,8 @@ def put_along(x: Tensor, index: Any, value: Any) -> None:
     given = (given if given.shape == shape else given.expand(*shape)).reshape(ids.size, dim)
     recorded = _core.is_grad_enabled() and (x.requires_grad or given.requires_grad)
     if _core.device_name() == "cpu" and not recorded:
-        x[:0] = 0  # where x may be written, that counts its version up
-        if not _core.in_dry_run():  # which has nothing to write
+        x[:0] = 0  # if x is writable, this increments its version
+        if not _core.in_dry_run():  # a dry run has nothing to write
             x.detach().bits().reshape(rows, dim)[ids.reshape(-1)] = given.detach().bits()
         return
     source = np.full(rows, -1, dtype=np.int64)
@@ -170,9 +170,9 @@ def put_along(x: Tensor, index: Any, value: Any) -> None:
 
 
 def argsort(x: Tensor, dim: int = -1, descending: bool = False) -> Tensor:
-    """Return the int64 indices that sort a dimension; equals keep their order.
+    """Return the int64 indices that sort a dimension; equal elements keep their order.
 
-    Found by the host: on a GPU that waits for it.
+    Computed on the host: a GPU waits for it.
 
     Examples
     --------
@@ -187,7 +187,7 @@ def argsort(x: Tensor, dim: int = -1, descending: bool = False) -> Tensor:
     keys = _keys(array, axis, descending)
     if keys is not None:
         found = np.sort(keys, axis=axis) & _PLACES
-    elif descending:  # stable: of the reversed row, read backwards
+    elif descending:  # stable: sort the reversed row, and read it backwards
         found = np.argsort(np.flip(array, axis), axis=axis, kind="stable")
         found = np.flip(array.shape[axis] - 1 - found, axis)
     else:
@@ -196,7 +196,7 @@ def argsort(x: Tensor, dim: int = -1, descending: bool = False) -> Tensor:
 
 
 def sort(x: Tensor, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
-    """Sort along a dimension; NaN counts as largest, equals keep their order.
+    """Sort along a dimension; NaN counts as largest, equal elements keep their order.
 
     Parameters
     ----------
@@ -207,7 +207,7 @@ def sort(x: Tensor, dim: int = -1, descending: bool = False) -> tuple[Tensor, Te
     Returns
     -------
     values, indices : Tensor
-        Of x's shape; int64 indices.
+        In x's shape; indices are int64.
 
     Examples
     --------
@@ -227,14 +227,14 @@ def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True) -> tuple[Tensor
     ----------
     x : Tensor
     k : int
-        At most the extent of dim.
+        At most the size of dim.
     dim : int
     largest : bool
 
     Returns
     -------
     values, indices : Tensor
-        k along dim; int64 indices.
+        k along dim; indices are int64.
 
     Raises
     ------
@@ -250,7 +250,7 @@ def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True) -> tuple[Tensor
     """
     axis = dimension("topk", x, dim, 1)
     if x.ndim == 0:
-        if k not in (0, 1):  # torch gives it for 0, too
+        if k not in (0, 1):  # torch also returns it for 0
             raise ValueError(f"topk: k is {k} for a tensor without dimensions")
         return x, argsort(x)
     if not 0 <= k <= x.shape[axis]:
@@ -276,10 +276,10 @@ def nonzero(x: Tensor) -> Tensor:
 
 
 def masked_fill(x: Tensor, mask: Any, value: float | Tensor) -> Tensor:
-    """Return x with a number where the mask (broadcast) is true; no gradient of x passes there.
+    """Return x with a number where the mask (broadcast) is true; there x gets no gradient.
 
-    The number may be a tensor without dimensions, which gets a gradient.  The result has x's
-    dtype.  ValueError if that cannot hold the number.
+    The number may be a 0-d tensor, which gets a gradient. The result has x's dtype. ValueError if
+    that cannot hold the number.
 
     Examples
     --------
@@ -294,13 +294,13 @@ def masked_fill(x: Tensor, mask: Any, value: float | Tensor) -> Tensor:
         raise ValueError(
             f"masked_fill: a value of shape {value.shape}; give a number, or use where()"
         )
-    if not floats and (isinstance(value, float) or x.dtype is _core.bool_):  # else where's rule
+    if not floats and (isinstance(value, float) or x.dtype is _core.bool_):  # otherwise as in where
         value = _core.full((), value, dtype=x.dtype)
     return where(mask, value, x)
 
 
 def masked_select(x: Tensor, mask: Tensor) -> Tensor:
-    """Return the elements where the mask is true, as one row; waits for a GPU.
+    """Return the elements where the mask is true, as a 1-D tensor; waits for a GPU.
 
     Examples
     --------
@@ -313,7 +313,7 @@ def masked_select(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def count(n: int) -> Tensor:
-    """Return 0, 1, ... n - 1, int64; on a GPU made there, so that a captured step may do so."""
+    """Return 0, 1, ... n - 1, int64; on a GPU created there, so a captured step may call it."""
     if _core.device_name() == "cpu":
         return _core.arange(n)
     row = _core.zeros(min(n, 1), dtype="int64")
@@ -328,9 +328,9 @@ def host(x: Tensor) -> np.ndarray[Any, Any]:
 
 
 def dimension(name: str, x: Tensor, dim: int, least: int = 0) -> int:
-    """Return a dimension counted from the first; IndexError where there is none.
+    """Return a dimension counted from the first; IndexError if it does not exist.
 
-    ``least`` of 1 lets a tensor without dimensions count as one with one, as PyTorch does.
+    With ``least`` 1, a 0-d tensor counts as one with one dimension, as in PyTorch.
     """
     count = max(x.ndim, least)
     if not -count <= dim < count:
@@ -342,19 +342,19 @@ def _rows(ids: Tensor, table: Tensor) -> Tensor:
     return _core.embedding(ids, table)
 
 
-#: The bits of a sort key that hold the place along the dimension.
+#: The bits of a sort key that hold the index along the dimension.
 _PLACES = 0xFFFFFFFF
 
 
 def _keys(array: np.ndarray[Any, Any], axis: int, descending: bool) -> Any:
-    """Whole numbers ordered as the elements, equals by place, which is in the last 32 bits.
+    """Return integers in the order of the elements, with the index in the last 32 bits.
 
-    None for dtypes whose elements need more than 32 bits.  To sort them is several times faster
-    than a stable sort of the elements.
+    None for dtypes whose elements need more than 32 bits. Sorting these integers is several times
+    faster than a stable sort of the elements.
     """
     if array.dtype == np.float32:
         bits = (array + np.float32(0)).view(np.int32)  # -0 becomes 0
-        keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # of negative numbers all bits but the sign
+        keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # flips the bits of negative numbers but the sign
         keys[np.isnan(array)] = 0x7FFFFFFF
     elif array.dtype.itemsize <= 4 and array.dtype.kind in "iub":
         keys = array.astype(np.int32)
@@ -367,13 +367,13 @@ def _keys(array: np.ndarray[Any, Any], axis: int, descending: bool) -> Any:
 
 
 def _first_places(array: np.ndarray[Any, Any], k: int, axis: int, descending: bool) -> Any:
-    """Places along the axis of the first k elements, in order; None as for :func:`_keys`."""
+    """Return indices of the first k elements, in order; None as for :func:`_keys`."""
     first = (*(slice(None),) * axis, slice(0, k))
     if axis == array.ndim - 1 and array.dtype == np.float32:  # a search by value is faster
         at = array.shape[axis] - k if descending else k - 1
         last = np.partition(array, at, axis=axis)[..., at : at + 1]
         chosen = ~(array < last) if descending else array <= last
-        if (np.count_nonzero(chosen, axis=-1) == k).all():  # no equals of the last, no NaNs
+        if (np.count_nonzero(chosen, axis=-1) == k).all():  # no ties with the last one, no NaNs
             places = np.flatnonzero(chosen) % array.shape[axis]
             places = places.reshape(*array.shape[:-1], k)
             keys = _keys(np.take_along_axis(array, places, axis), axis, descending)
@@ -385,9 +385,9 @@ def _first_places(array: np.ndarray[Any, Any], k: int, axis: int, descending: bo
 
 
 def _linear(name: str, x: Tensor, dim: int, index: Tensor) -> Tensor:
-    """Positions in memory of the elements that an index names.
+    """Return positions in memory of the elements that an index names.
 
-    IndexError for one that is out of range; on a GPU it becomes -1, which fails there.
+    IndexError if one is out of range; on a GPU it becomes -1, which fails there.
     """
     axis = dimension(name, x, dim, 1)
     fits = index.ndim == x.ndim and all(
@@ -400,7 +400,7 @@ def _linear(name: str, x: Tensor, dim: int, index: Tensor) -> Tensor:
         )
     if x.ndim == 0:
         return _linear(name, x.reshape(1), 0, index.reshape(1))
-    if _core.in_dry_run():  # where no memory holds anything
+    if _core.in_dry_run():  # memory has no contents there
         return _core.empty(index.shape, dtype="int64")
     if _core.device_name() == "cpu":
         found = _core.element_places(index, x.shape, axis)
@@ -418,12 +418,12 @@ def _linear(name: str, x: Tensor, dim: int, index: Tensor) -> Tensor:
         if d != axis and strides[d]:
             row = count(n) * strides[d]
             places = places + row.reshape([-1 if e == d else 1 for e in range(x.ndim)])
-    inside = (index >= 0) == (index < x.shape[axis])  # it fails one of them at most
+    inside = (index >= 0) == (index < x.shape[axis])  # an index fails at most one of them
     return where(inside, places, -1)
 
 
 def _plain(index: Any) -> Any:
-    """The index with arrays in the place of tensors and lists."""
+    """Return the index with arrays instead of tensors and lists."""
     items = index if isinstance(index, tuple) else (index,)
     plain = []
     for item in items:
@@ -440,7 +440,7 @@ def _plain(index: Any) -> Any:
 
 
 def _reach(x: Tensor, index: tuple[Any, ...]) -> int:
-    """How many leading dimensions the index names; those behind stay whole."""
+    """Return how many leading dimensions the index uses; later ones stay whole."""
     named = sum(
         0 if item is None or item is Ellipsis
         else item.ndim if isinstance(item, np.ndarray) and item.dtype == np.bool_

@@ -1,6 +1,6 @@
-"""Losses.  Their results are float32 (float64 of float64), as sums of many small numbers should be.
+"""Losses. Their results are float32 (float64 for float64), since they sum many small numbers.
 
-``reduction`` is "mean", "sum" or "none" everywhere, as in PyTorch.  Classes are the last dimension.
+``reduction`` is "mean", "sum" or "none", as in PyTorch. Classes are the last dimension.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def cross_entropy(
     weight: Tensor | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Average the negative log likelihood of the targets.
+    """Compute the cross entropy of logits and targets.
 
     Parameters
     ----------
@@ -28,30 +28,30 @@ def cross_entropy(
     targets : Tensor
         (...), int32 or int64; or the probability of every class, (..., classes), of floats.
     ignore_index : int
-        Rows with this target do not count.
+        Rows with this target are ignored.
     reduction : {"mean", "sum", "none"}
-        The mean is weighted: of the rows that count, by the weights of their targets.
+        The mean is weighted: over rows that count, by the weights of their targets.
     weight : Tensor, optional
         (classes), of floats.
     label_smoothing : float
-        In [0, 1): this part of the target is spread over all classes.
+        In [0, 1): this fraction of the target is spread over all classes.
 
     Returns
     -------
     Tensor
-        A scalar of fp32, whatever the logits are, or (...) with "none"; NaN for the mean when no
-        row counts.
+        A scalar of fp32 for any logits, or (...) with "none". The mean is NaN if all rows are
+        ignored.
 
     Raises
     ------
     IndexError
-        A target is no class and not ``ignore_index``.
+        A target is neither a class nor ``ignore_index``.
     ValueError
         Shapes do not fit, or an option is out of range.
 
     Notes
     -----
-    Class ids with default options are one kernel; everything else is composed of
+    Class ids with default options use one kernel; everything else is composed of
     :func:`log_softmax` and :func:`nll_loss`.
 
     Source: Szegedy et al. 2016 (label smoothing).
@@ -92,12 +92,12 @@ def nll_loss(
     reduction: str = "mean",
     weight: Tensor | None = None,
 ) -> Tensor:
-    """Average the negative of the targets' logarithms of probabilities.
+    """Compute the negative log likelihood of the targets.
 
     Parameters
     ----------
     log_p : Tensor
-        (..., classes), such as :func:`log_softmax` gives.
+        (..., classes), such as the result of :func:`log_softmax`.
     targets : Tensor
         (...), int32 or int64.
     ignore_index, reduction, weight
@@ -111,7 +111,7 @@ def nll_loss(
     Raises
     ------
     IndexError
-        A target is no class and not ``ignore_index``.
+        A target is neither a class nor ``ignore_index``.
 
     Examples
     --------
@@ -184,23 +184,23 @@ def binary_cross_entropy_with_logits(
     reduction: str = "mean",
     pos_weight: Tensor | None = None,
 ) -> Tensor:
-    """Average the negative log likelihood of yes and no, of logits.
+    """Compute the binary cross entropy of logits.
 
     Parameters
     ----------
     x : Tensor
         Logits.
     target : Tensor
-        Probabilities of yes, of x's shape.
+        Probabilities, in x's shape.
     weight, pos_weight : Tensor, optional
-        Factors of each loss, and of what target has of yes; broadcast.
+        Factors of each loss, and of its positive part; broadcast.
     reduction : {"mean", "sum", "none"}
         The mean divides by the number of elements.
 
     Returns
     -------
     Tensor
-        A scalar, or of x's shape with "none"; no logit overflows.
+        A scalar, or x's shape with "none"; no logit overflows.
 
     Examples
     --------
@@ -223,22 +223,22 @@ def binary_cross_entropy_with_logits(
 def kl_div(
     log_p: Tensor, target: Tensor, reduction: str = "mean", log_target: bool = False
 ) -> Tensor:
-    """Average ``target * (log(target) - log_p)``, elements of a Kullback-Leibler divergence.
+    """Average ``target * (log(target) - log_p)``, the terms of a Kullback-Leibler divergence.
 
     Parameters
     ----------
     log_p : Tensor
-        Logarithms of probabilities.
+        Log-probabilities.
     target : Tensor
-        Probabilities, or their logarithms with ``log_target``.
+        Probabilities, or log-probabilities with ``log_target``.
     reduction : {"mean", "sum", "none", "batchmean"}
-        "batchmean", the divergence itself, divides the sum by the first extent.
+        "batchmean", the divergence itself, divides the sum by the first dimension's size.
     log_target : bool
 
     Returns
     -------
     Tensor
-        A scalar, or elements with "none"; those with a target of 0 are 0.
+        A scalar, or the terms with "none"; terms with a target of 0 are 0.
 
     Examples
     --------
@@ -271,7 +271,7 @@ def _reduced(loss: Tensor, reduction: str) -> Tensor:
 def _counted(
     targets: Tensor, ignore_index: int, weight: Tensor | None, dtype: _core.dtype
 ) -> Tensor:
-    """How many rows count, or what their targets weigh."""
+    """Return the number of rows that count, or the sum of their targets' weights."""
     counts = targets != ignore_index
     if weight is None:
         return counts.sum().to(dtype)
@@ -283,7 +283,7 @@ def _counted(
 def _of_probabilities(
     log_p: Tensor, target: Tensor, reduction: str, weight: Tensor | None, smoothing: float
 ) -> Tensor:
-    """Cross entropy of whole distributions; the mean divides by rows, as in PyTorch."""
+    """Compute the cross entropy of whole distributions; the mean is over rows, as in PyTorch."""
     if log_p.shape != target.shape:
         raise ValueError(f"cross_entropy: logits {log_p.shape} and targets {target.shape}")
     if smoothing:

@@ -1,7 +1,7 @@
-"""Normalisation of groups and of batches, over ranks too.
+"""Normalisation of groups and of batches, also over ranks.
 
-Passes over x are kernels of rows, a row for each channel of each batch: moments, an affine map, and
-sums of gradients. What is between them are small tensors, which other operations combine.
+Passes over x are kernels on rows, one row for each channel of each batch: moments, an affine map,
+and sums of gradients. The results in between are small tensors, which other operations combine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def group_norm(
     x : Tensor
         (batch, channels, ...)
     groups : int
-        Divides the channels.
+        Must divide the channels.
     weight, bias : Tensor, optional
         (channels), of x's dtype.
     eps : float
@@ -74,8 +74,8 @@ def batch_norm(
     x : Tensor
         (batch, channels, ...)
     statistics : two Tensors, optional
-        Mean and variance (channels), such as :func:`batch_statistics` gives; the batch's own
-        otherwise.
+        Mean and variance (channels), such as the result of :func:`batch_statistics`; by default the
+        batch's own.
     weight, bias : Tensor, optional
         (channels)
     eps : float
@@ -84,7 +84,7 @@ def batch_norm(
     Raises
     ------
     ValueError
-        A channel has one value, or none, and no statistics are given.
+        A channel has fewer than two values, and no statistics are given.
 
     Source: Ioffe & Szegedy 2015.
 
@@ -108,10 +108,10 @@ def batch_norm(
 def counted_batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, over_ranks: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute :func:`batch_norm` by the batch's own statistics, and return those.
+    """Compute :func:`batch_norm` with the batch's own statistics, and return those.
 
-    They are mean and variance, without gradients, and how many elements a channel has (1). Over all
-    ranks' batches, forward is two small sums over ranks, backward is one.
+    The statistics are mean and variance, without gradients, and the number of elements per channel
+    (1). Over all ranks' batches, forward makes two small sums over ranks, backward one.
     """
     _check_batch(x, over_ranks)
     if not over_ranks and math.prod(x.shape) == x.shape[1]:
@@ -131,14 +131,14 @@ def batch_statistics(x: Tensor, over_ranks: bool = False) -> tuple[Tensor, Tenso
     Parameters
     ----------
     x : Tensor
-        (batch, channels, ...), at least one element a channel.
+        (batch, channels, ...), with at least one element per channel.
     over_ranks : bool
-        Over all ranks' batches, which may differ in size; collective, forward and backward.
+        Over all ranks' batches, which may differ in size; collective in forward and backward.
 
     Returns
     -------
     mean, variance : Tensor
-        (channels), float32 (float64 of float64), with gradients.
+        (channels), float32 (float64 for float64), with gradients.
 
     Examples
     --------
@@ -166,9 +166,9 @@ def batch_statistics(x: Tensor, over_ranks: bool = False) -> tuple[Tensor, Tenso
 
 
 def sum_over_ranks(x: Tensor) -> Tensor:
-    """Add a tensor up over all ranks; backward adds the gradients up. Collective, both ways.
+    """Sum a tensor over all ranks; backward sums the gradients. Both are collective.
 
-    Alone, before :func:`fsdpc.init` or in a dry run, it is x.
+    On a single rank, before :func:`fsdpc.init` or in a dry run, the result is x.
 
     Examples
     --------
@@ -185,32 +185,32 @@ def sum_over_ranks(x: Tensor) -> Tensor:
 
 
 class _Sets(NamedTuple):
-    """Rows, one of each channel of each batch, and which of them share a mean and variance."""
+    """Rows, one for each channel of each batch, and which of them share a mean and variance."""
 
-    shape: tuple[int, int, int]  # batch, groups, channels of a group
-    dim: int  # of the shape: rows along it share; 0, or 2
-    over_ranks: bool = False  # with those of all ranks
+    shape: tuple[int, int, int]  # batch, groups, channels per group
+    dim: int  # dimension of the shape along which rows share; 0 or 2
+    over_ranks: bool = False  # together with those of all ranks
 
     @property
     def rows(self) -> int:
         return math.prod(self.shape)
 
     def values(self, t: Tensor) -> Tensor:
-        """Values of sets or of channels as values of rows, which may repeat."""
+        """Return values of sets or of channels as values of rows, which may repeat."""
         return t if self.dim == 0 else t.expand(self.shape)
 
     def of_channels(self, t: Tensor, dtype: Any) -> Tensor:
-        """Values of channels, to be broadcast with those of sets."""
+        """Return values of channels, to be broadcast with those of sets."""
         return t.to(dtype).reshape(1, *self.shape[1:])
 
     def total(self, t: Tensor) -> Tensor:
-        """Add up what rows of all ranks say of their set: (..., *shape)."""
+        """Sum the values that rows of all ranks have for their set: (..., *shape)."""
         total = t.sum(t.ndim - 3 + self.dim, True)
         return sum_over_ranks(total) if self.over_ranks else total
 
 
 def _moments(x: Tensor, sets: _Sets) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and variance of each set, and the count of its elements."""
+    """Return mean and variance of each set, and the number of its elements."""
     batch, groups, channels = sets.shape
     length = channels * math.prod(x.shape[2:])  # of a batch's part of a set, which is dense
     own = _core.row_moments(x, batch * groups).reshape(2, batch, groups, 1)
@@ -219,7 +219,7 @@ def _moments(x: Tensor, sets: _Sets) -> tuple[Tensor, Tensor, Tensor]:
         count = _core.full((1,), max(length, 1), dtype=means.dtype)
         return means, squares / count, count
     count = _core.full((1,), batch * length, dtype=means.dtype)
-    total = means.sum(0, True) * length  # parts join by the formula of Chan et al. 1979
+    total = means.sum(0, True) * length  # combine parts by the formula of Chan et al. 1979
     if sets.over_ranks:  # one collective for both
         both = sum_over_ranks(_core.concat([total.reshape(-1), count]))
         total, count = both[:-1].reshape(total.shape), both[-1:]
@@ -233,8 +233,8 @@ def _normalized(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalise sets, scale and shift channels; mean, variance and count have no gradient.
 
-    With sums over a row of dy and of ``dy * (x - mean)``, times scale, where scale is the
-    channel's weight over the deviation, and their means m and n over all rows of a set::
+    Let s be the sums over a row of dy and of ``dy * (x - mean)``, times scale, where scale is the
+    channel's weight divided by the deviation. With their means m and n over all rows of a set::
 
         dx = dy * scale - m - (x - mean) / variance * n
     """
@@ -267,7 +267,7 @@ def _normalized(
 
 
 def _mapped(x: Tensor, mean: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute ``(x - mean) * scale + bias`` of channels."""
+    """Compute ``(x - mean) * scale + bias`` per channel."""
     rows = math.prod(x.shape[:2])
     with no_grad():
         y = _core.row_affine(x, rows, scale, bias, mean)
@@ -284,7 +284,7 @@ def _mapped(x: Tensor, mean: Tensor, scale: Tensor, bias: Tensor | None) -> Tens
 
 
 def _check_of(*kept: Tensor) -> Callable[[], None]:
-    """Return what raises RuntimeError if one of the tensors was written in place since."""
+    """Return a function that raises RuntimeError if a tensor was since written in place."""
     versions = [t._version for t in kept]
 
     def check() -> None:
@@ -307,7 +307,7 @@ def _is_single(x: Tensor) -> bool:
 
 
 def _long_rows(x: Tensor) -> Tensor:
-    """x, or, where rows would have one element, (1, channels, batch)."""
+    """Return x, or (1, channels, batch) if rows would have one element."""
     return x.transpose(0, 1).reshape(1, *x.shape[1::-1]) if _is_single(x) else x
 
 

@@ -1,8 +1,8 @@
 """Reductions beyond sum and mean, and cumulative sums.
 
-Extrema are found by the host (on a GPU that waits for it) and picked by :func:`gather`, so their
-gradient goes to the one element that was picked, the first of equals.  Everything else is composed
-of sums.  16-bit floats are computed in float32 and rounded once.
+The host finds extrema (a GPU waits for it) and :func:`gather` picks them, so their gradient goes to
+the one element that was picked, the first of equals. Everything else is composed of sums. 16-bit
+floats are computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Dims = int | Sequence[int] | None
 
 
 class ValuesIndices(NamedTuple):
-    """Elements, and where along the dimension they stood (int64).
+    """Elements, and their indices along the dimension (int64).
 
     Examples
     --------
@@ -44,21 +44,21 @@ def max(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
     x : Tensor
         Of any dtype; NaN counts as largest.
     dim : int, optional
-        Along which; without it, of all elements.
+        The dimension to reduce; by default all elements.
     keepdim : bool
-        Keep the dimension, with extent 1.
+        Whether to keep the dimension, with size 1.
 
     Returns
     -------
     Tensor or ValuesIndices
-        A scalar without `dim`; else values and their int64 indices, the first of equals.
+        A scalar without `dim`; otherwise values and int64 indices, of the first of equal elements.
 
     Raises
     ------
     ValueError
-        There is no element.
+        There are no elements.
     IndexError
-        There is no such dimension.
+        The dimension does not exist.
 
     Examples
     --------
@@ -112,25 +112,25 @@ def amin(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
 
 
 def argmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """Find where the largest elements are.
+    """Return the indices of the largest elements.
 
     Parameters
     ----------
     x : Tensor
     dim : int, optional
-        Along which; without it, of all elements as one row.
+        The dimension to search; by default all elements as one row.
     keepdim : bool
-        Keep the dimension, with extent 1.
+        Whether to keep the dimension, with size 1.
 
     Returns
     -------
     Tensor
-        int64; the first of equals, NaN before all others.
+        int64; the first of equal elements, NaN before all others.
 
     Raises
     ------
     ValueError
-        There is no element.
+        There are no elements.
 
     Examples
     --------
@@ -142,7 +142,7 @@ def argmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
 
 
 def argmin(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """Find where the smallest elements are; see :func:`argmax`.
+    """Return the indices of the smallest elements; see :func:`argmax`.
 
     Examples
     --------
@@ -154,7 +154,7 @@ def argmin(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
 
 
 def any(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """Return, as bool, whether an element is true (not 0), over dimensions or all.
+    """Return, as bool, whether any element is true (not 0), over some or all dimensions.
 
     Examples
     --------
@@ -166,7 +166,7 @@ def any(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
 
 
 def all(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """Return, as bool, whether every element is true (not 0), over dimensions or all.
+    """Return, as bool, whether every element is true (not 0), over some or all dimensions.
 
     Examples
     --------
@@ -178,7 +178,7 @@ def all(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
 
 
 def var(x: Tensor, dim: Dims = None, correction: float = 1, keepdim: bool = False) -> Tensor:
-    """Compute the variance over dimensions or all.
+    """Compute the variance over some or all dimensions.
 
     Parameters
     ----------
@@ -186,14 +186,14 @@ def var(x: Tensor, dim: Dims = None, correction: float = 1, keepdim: bool = Fals
         Floats.
     dim : int or sequence of int, optional
     correction : float
-        Subtracted from the number of elements (1: unbiased).  If nothing is left of that, the
-        result is NaN, or inf where elements differ, as in PyTorch.
+        Subtracted from the number of elements (1: unbiased). If nothing remains, the result is NaN,
+        or inf if elements differ, as in PyTorch.
     keepdim : bool
 
     Returns
     -------
     Tensor
-        Of x's dtype.
+        In x's dtype.
 
     Examples
     --------
@@ -221,7 +221,7 @@ def std(x: Tensor, dim: Dims = None, correction: float = 1, keepdim: bool = Fals
 
 
 def norm(x: Tensor, p: float = 2, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """Compute a vector norm over dimensions or all: ``sum(abs(x) ** p) ** (1 / p)``.
+    """Compute a vector norm over some or all dimensions: ``sum(abs(x) ** p) ** (1 / p)``.
 
     Parameters
     ----------
@@ -235,7 +235,7 @@ def norm(x: Tensor, p: float = 2, dim: Dims = None, keepdim: bool = False) -> Te
     Returns
     -------
     Tensor
-        Of x's dtype.  The gradient where the norm is 0 is 0.
+        In x's dtype. If the norm is 0, so is its gradient.
 
     Raises
     ------
@@ -262,18 +262,18 @@ def norm(x: Tensor, p: float = 2, dim: Dims = None, keepdim: bool = False) -> Te
 
 
 def cumsum(x: Tensor, dim: int) -> Tensor:
-    """Add up elements along a dimension, each with all before it.
+    """Compute cumulative sums along a dimension.
 
     Parameters
     ----------
     x : Tensor
-        Floats, or integers and bool, which give int64.
+        Floats; or integers and bool, whose sums are int64.
     dim : int
 
     Returns
     -------
     Tensor
-        Of x's shape; floats are added in float64 and rounded once, integers wrap.
+        In x's shape; floats are added in float64 and rounded once, integers wrap.
 
     Examples
     --------
@@ -285,9 +285,9 @@ def cumsum(x: Tensor, dim: int) -> Tensor:
 
 
 def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    """Take the logarithm of the sum of exponentials along a dimension, without overflow.
+    """Compute the logarithm of the sum of exponentials along a dimension, without overflow.
 
-    It is -inf where every element is, or where there is none.
+    The result is -inf if all elements are, or if there are none.
 
     Examples
     --------
@@ -300,7 +300,7 @@ def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
 
 def _root(total: Tensor, p: float) -> Tensor:
     """Take the p-th root; its gradient at 0 is 0."""
-    positive = where(total == 0, 1.0, total)  # whose slope is finite
+    positive = where(total == 0, 1.0, total)  # its slope is finite
     root = _core.sqrt(positive) if p == 2 else _core.pow(positive, 1 / p)
     return where(total == 0, 0.0, root)
 

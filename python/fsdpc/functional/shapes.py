@@ -1,4 +1,4 @@
-"""Tensors cut, joined, padded, turned and repeated; products of two with any indices."""
+"""Split, join, pad, reorder and repeat tensors; products of two with any indices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdpc.functional.indexing import count, dimension, index_select
 
 
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Join tensors of one dtype along a dimension: :func:`concat` by PyTorch's name.
+    """Join tensors of one dtype along a dimension; PyTorch's name for :func:`concat`.
 
     Examples
     --------
@@ -28,19 +28,19 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 def split(x: Tensor, sizes: int | Sequence[int], dim: int = 0) -> list[Tensor]:
-    """Cut a tensor into parts along a dimension.
+    """Split a tensor into parts along a dimension.
 
     Parameters
     ----------
     x : Tensor
     sizes : int or sequence of int
-        Extent of every part (the last may be shorter), or of each.
+        Size of every part (the last may be smaller), or of each part.
     dim : int
 
     Raises
     ------
     ValueError
-        The sizes do not add up to the extent, or one is negative.
+        The sizes do not add up to the dimension's size, or one is negative.
 
     Examples
     --------
@@ -71,9 +71,9 @@ def split(x: Tensor, sizes: int | Sequence[int], dim: int = 0) -> list[Tensor]:
 
 
 def chunk(x: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
-    """Cut a tensor into at most so many parts of one size, the last of which may be shorter.
+    """Split a tensor into at most ``chunks`` parts of one size; the last may be smaller.
 
-    Of an empty dimension there are as many empty parts.
+    An empty dimension gives ``chunks`` empty parts.
 
     Raises
     ------
@@ -101,9 +101,9 @@ def pad(x: Tensor, widths: Sequence[int], mode: str = "constant", value: float =
     x : Tensor
     widths : sequence of int
         Elements before and after the last dimension, then the one before it, and so on, as in
-        PyTorch; negative ones remove elements.
+        PyTorch; negative numbers remove elements.
     mode : {"constant", "reflect", "replicate"}
-        What is added: a value, the elements inside mirrored at the first and last, or those two.
+        What to add: a value, the elements mirrored at the edges, or copies of the edges.
     value : float
 
     Returns
@@ -113,7 +113,7 @@ def pad(x: Tensor, widths: Sequence[int], mode: str = "constant", value: float =
     Raises
     ------
     ValueError
-        There are more widths than dimensions have, or elements to remove or to mirror.
+        There are more widths than dimensions, or too few elements to remove or to mirror.
 
     Examples
     --------
@@ -167,7 +167,7 @@ def flip(x: Tensor, dims: int | Sequence[int]) -> Tensor:
 
 
 def roll(x: Tensor, shift: int, dim: int) -> Tensor:
-    """Move elements along a dimension, and those at its end to its beginning.
+    """Shift elements along a dimension; those at its end move to its beginning.
 
     Examples
     --------
@@ -179,13 +179,13 @@ def roll(x: Tensor, shift: int, dim: int) -> Tensor:
 
 
 def repeat(x: Tensor, *counts: int | Sequence[int]) -> Tensor:
-    """Put copies of a tensor beside each other.
+    """Tile a tensor.
 
     Parameters
     ----------
     x : Tensor
     counts : int or sequence of int
-        Copies along each dimension, at least as many as x has; new ones come first.
+        Copies along each dimension, at least as many numbers as x has; new dimensions come first.
 
     Raises
     ------
@@ -203,7 +203,7 @@ def repeat(x: Tensor, *counts: int | Sequence[int]) -> Tensor:
     if len(each) < x.ndim or any(n < 0 for n in each):
         raise ValueError(f"repeat: counts {each} for a tensor of {x.ndim} dimensions")
     shape = [1] * (len(each) - x.ndim) + list(x.shape)
-    for dim in range(len(each)):  # one at a time: no more dimensions are needed
+    for dim in range(len(each)):  # one at a time, to need no more dimensions
         if each[dim] != 1:
             rest = math.prod(shape[dim:])
             rows = x.reshape(math.prod(shape[:dim]), 1, rest)
@@ -213,7 +213,7 @@ def repeat(x: Tensor, *counts: int | Sequence[int]) -> Tensor:
 
 
 def repeat_interleave(x: Tensor, repeats: int, dim: int) -> Tensor:
-    """Repeat each element along a dimension, copies behind each other.
+    """Repeat each element along a dimension, with its copies next to it.
 
     Examples
     --------
@@ -231,7 +231,7 @@ def repeat_interleave(x: Tensor, repeats: int, dim: int) -> Tensor:
 
 
 def outer(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply each element of one row with each of another: (n), (m) -> (n, m).
+    """Multiply each element of one vector by each element of another: (n), (m) -> (n, m).
 
     Examples
     --------
@@ -271,7 +271,7 @@ def triu(x: Tensor, diagonal: int = 0) -> Tensor:
 
 
 def lower(rows: int, cols: int, diagonal: int = 0) -> Tensor:
-    """Return (rows, cols) of bool: column at most row + diagonal."""
+    """Return (rows, cols) of bool: whether the column is at most row + diagonal."""
     return count(cols) <= count(rows).reshape(-1, 1) + diagonal
 
 
@@ -284,7 +284,7 @@ def _matrix(name: str, x: Tensor) -> tuple[int, int]:
 def one_hot(ids: Tensor, num_classes: int) -> Tensor:
     """Compare ids with every class: (...) -> (..., num_classes) of int64, 0 or 1.
 
-    On a GPU, which would have to wait, ids are not checked: one that is no class gives zeros.
+    On a GPU, which would have to wait, ids are not checked: an invalid id gives zeros.
 
     Raises
     ------
@@ -310,16 +310,16 @@ def one_hot(ids: Tensor, num_classes: int) -> Tensor:
 
 
 def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
-    """Multiply two tensors and add up by named indices, as one (batched) matrix product.
+    """Multiply two tensors and sum over named indices, as one (batched) matrix product.
 
     Parameters
     ----------
     equation : str
-        Letters for the dimensions of both, and of the result: ``"bij,bjk->bik"``.  Without an
-        arrow the result has those that occur once, in alphabetical order.  Each operand names a
-        letter once.  ``...`` are the dimensions without a letter: ``"...ij,jk->...ik"``.
+        Letters for the dimensions of both, and of the result: ``"bij,bjk->bik"``. Without an arrow
+        the result has the letters that occur once, in alphabetical order. Each operand has each
+        letter once. ``...`` are the dimensions without a letter: ``"...ij,jk->...ik"``.
     a, b : Tensor
-        Of one dtype.  Dimensions of one element broadcast.
+        Of one dtype. Dimensions of size 1 broadcast.
 
     Returns
     -------
@@ -389,7 +389,7 @@ def _parse(equation: str, a: Tensor, b: Tensor) -> tuple[str, str, str]:
 
 
 def _broadcast(a: Tensor, left: str, b: Tensor, right: str) -> tuple[Tensor, Tensor]:
-    """Expand dimensions of one element where the other operand has more of that index."""
+    """Expand dimensions of size 1 if the other operand has a larger one with that index."""
     sizes: dict[str, int] = {}
     for x, letters in ((a, left), (b, right)):
         for c, n in zip(letters, x.shape, strict=True):
@@ -398,7 +398,7 @@ def _broadcast(a: Tensor, left: str, b: Tensor, right: str) -> tuple[Tensor, Ten
 
 
 def _add_up(x: Tensor, letters: str, kept: str) -> tuple[Tensor, str]:
-    """Sum over what neither the other operand nor the result names."""
+    """Sum over the indices that neither the other operand nor the result has."""
     gone = [i for i, c in enumerate(letters) if c not in kept]
     if not gone:
         return x, letters

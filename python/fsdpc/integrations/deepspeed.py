@@ -352,7 +352,7 @@ class DeepSpeedEngine:
         return self._batch[2]
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Return the sequences per step, sequences per rank and backward, and backwards per step."""
+        """Return sequences per step, sequences per rank and backward, and backwards per step."""
         return self._batch
 
     @property

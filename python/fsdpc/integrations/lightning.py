@@ -112,7 +112,7 @@ class FsdpcStrategy(DDPStrategy):
         return False
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard the module, unless it is sharded, and create optimizers of its pieces; collective."""
+        """Shard the module, if necessary, and create optimizers of its pieces; collective."""
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         _refuse_callbacks(trainer)

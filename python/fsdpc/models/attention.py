@@ -1,4 +1,4 @@
-"""Attention of models: fused, or by parts where dropout needs weights and for windows on GPUs."""
+"""Attention of models: fused, or composed for dropout of weights and for windows on GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from fsdpc import _core
 from fsdpc._core import Tensor
 
-_MASKED = np.float32(-1e30)  # of a score that counts for nothing; rows have others beside it
+_MASKED = np.float32(-1e30)  # score of a masked key; every row has unmasked ones
 
 
 def attend(
@@ -30,11 +30,11 @@ def attend(
     k, v : Tensor
         (B, T, kv_heads, D), with heads a multiple of kv_heads.
     window : int, optional
-        Tokens that a query sees, its own included; all up to its own by default.
+        Number of tokens that a query sees, including its own; by default all up to its own.
     dropout : float, default 0
-        Share of weights to drop.
+        Probability of dropping a weight.
     lengths : sequence of int, optional
-        Of documents that do not see each other, row behind row; see
+        Lengths of documents that do not see each other, row by row; see
         :func:`fsdpc.functional.varlen_attention`.
 
     Returns
@@ -44,8 +44,8 @@ def attend(
 
     Notes
     -----
-    With dropout the T x T weights are kept for backward. On a GPU, with a window shorter than T,
-    weights of ``window`` x 2 ``window`` exist at a time in forward, and all are kept for backward.
+    With dropout the T x T weights are kept for backward. On a GPU, if the window is shorter than T,
+    forward has ``window`` x 2 ``window`` weights at a time, and keeps all of them for backward.
     """
     tokens = q.shape[1]
     if window is not None and window >= tokens:
@@ -82,7 +82,7 @@ def positions_of(lengths: Sequence[int], shape: tuple[int, ...]) -> np.ndarray:
 def _each_document(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, dropout: float, lengths: Sequence[int]
 ) -> Tensor:
-    """Attend to documents one by one, each as a row of its own."""
+    """Attend to documents one by one, each as a separate row."""
     batch, tokens = q.shape[:2]
     ends = np.cumsum(lengths)
     borders = set(range(tokens, batch * tokens + 1, tokens))
@@ -97,7 +97,7 @@ def _each_document(
 
 
 def weighted(q: Tensor, k: Tensor, v: Tensor, seen: np.ndarray, dropout: float = 0.0) -> Tensor:
-    """Mix values by attention over the keys that a mask shows.
+    """Mix values by attention over the unmasked keys.
 
     Parameters
     ----------
@@ -112,7 +112,7 @@ def weighted(q: Tensor, k: Tensor, v: Tensor, seen: np.ndarray, dropout: float =
     Returns
     -------
     Tensor
-        (B, n, heads, D), of q's dtype. Scores and weights are float32 from the mask on.
+        (B, n, heads, D), in q's dtype. Scores and weights are float32 from the mask on.
     """
     batch, n, heads, dim = q.shape
     m, kv_heads = k.shape[1:3]

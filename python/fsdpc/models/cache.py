@@ -1,4 +1,4 @@
-"""Keys and values of tokens that a model has seen, so that the next token costs one row."""
+"""Keys and values of earlier tokens, so that the next token costs only one row."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ class KeyValueCache:
     Parameters
     ----------
     lengths : ndarray of int, (B,)
-        Tokens of each prompt. Prompts begin at position 0, and are filled up behind.
+        Number of tokens of each prompt. Prompts begin at position 0, and are padded at the end.
     capacity : int
-        Most tokens of a sequence.
+        Maximum number of tokens in a sequence.
 
     Notes
     -----
-    The first forward takes the prompts, (B, T); every later one a token of each sequence, (B, 1),
-    which stands behind those of before. Filling behind the prompts needs no mask: no token sees
-    what comes after it, and the next tokens overwrite it.
+    The first forward takes the prompts, (B, T). Every later one takes a token of each sequence, (B,
+    1), which follows the earlier ones. Padding after the prompts needs no mask: no token sees later
+    positions, and the next tokens overwrite them.
     """
 
     def __init__(self, lengths: np.ndarray, capacity: int) -> None:
         self.lengths: np.ndarray = np.asarray(lengths, dtype=np.int64).copy()
         self.capacity = capacity
-        self.begun: bool = False  # whether the prompts are in it
+        self.begun: bool = False  # whether it contains the prompts
         self._rooms: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def positions(self) -> np.ndarray:
-        """Where each sequence's next token stands, (B,)."""
+        """The position of each sequence's next token, (B,)."""
         return self.lengths
 
     def advance(self) -> None:
-        """Count what the last forward added."""
+        """Count the tokens that the last forward added."""
         if self.begun:
             self.lengths += 1
         self.begun = True
@@ -53,7 +53,7 @@ class KeyValueCache:
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate (B, T, heads, D) by tables of positions (T, D / 2), or (B, D / 2) of new tokens.
 
-        New tokens stand at positions of their own: the batch takes the place of the tokens.
+        New tokens have their own positions: the batch replaces the token dimension.
         """
         if not self.begun:
             return _core.rotary(x, cos, sin)
@@ -61,18 +61,18 @@ class KeyValueCache:
         return _core.rotary(x.view(1, batch, heads, dim), cos, sin).view(batch, 1, heads, dim)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """Keep a block's keys and values, and mix values by attention over all that it has.
+        """Add a block's keys and values, and mix values by attention over all of its own so far.
 
         Parameters
         ----------
         layer : int
-            The block's number.
+            The block's index.
         q : Tensor
             (B, T, heads, D)
         k, v : Tensor
             (B, T, kv_heads, D)
         window : int, optional
-            As of :func:`fsdpc.models.attention.attend`.
+            As for :func:`fsdpc.models.attention.attend`.
 
         Returns
         -------
@@ -82,7 +82,7 @@ class KeyValueCache:
         batch, tokens, kv_heads, dim = k.shape
         if layer not in self._rooms:
             shape = (batch, self.capacity, kv_heads, dim)
-            # zeros: a weight of 0 does not undo what is no number in memory never written
+            # zeros: a weight of 0 does not cancel NaN in uninitialised memory
             self._rooms[layer] = (
                 _core.zeros(shape, dtype=k.dtype),
                 _core.zeros(shape, dtype=v.dtype),
@@ -96,7 +96,7 @@ class KeyValueCache:
             return attend(q, k, v, window)
         end = int(self.lengths.max()) + 1
         first = 0 if window is None else max(0, int(self.lengths.min()) + 1 - window)
-        if batch == 1:  # a view: nothing is copied
+        if batch == 1:  # a view, no copy
             keys, values = (t[0][first:end].unsqueeze(0) for t in (keys, values))
         else:
             keys, values = keys[:, first:end], values[:, first:end]

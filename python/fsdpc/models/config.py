@@ -1,4 +1,4 @@
-"""Sizes of models, by preset name."""
+"""Model sizes, by preset name."""
 
 from __future__ import annotations
 
@@ -8,58 +8,58 @@ from typing import Any
 
 from fsdpc.models.rope import RopeScaling
 
-#: Functions inside feed-forward blocks, by transformers' names.
+#: Functions in feed-forward blocks, by transformers' names.
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape of a decoder-only transformer.
+    """The shape of a decoder-only transformer.
 
     Parameters
     ----------
     vocab_size, dim, layers, heads, inner : int
-        Words, hidden width, blocks, query heads, width inside the feed-forward block.
+        Vocabulary size, hidden width, blocks, query heads, width inside the feed-forward block.
     kv_heads : int, optional
-        Key and value heads (grouped queries); as many as query heads by default.
+        Key and value heads (grouped queries); by default as many as query heads.
     head_dim : int, optional
-        Elements of one head; ``dim / heads`` by default.
+        Elements of one head; by default ``dim / heads``.
     max_seq : int, default 2048
-        Longest sequence (a table of GPT-2; a bound for LLaMA).
+        Longest sequence (GPT-2: size of its position table; LLaMA: a limit).
     tied : bool, default False
-        Whether the output layer is the embedding.
+        Whether the output layer shares the embedding.
     rope_theta, norm_eps : float
-        Base of the rotary frequencies; epsilon of a LLaMA's norms.
+        Base of the rotary frequencies; epsilon of LLaMA's norms.
     layer_norm_eps : float, default 1e-5
-        Epsilon of a GPT-2's norms.
+        Epsilon of GPT-2's norms.
     rope_scaling : RopeScaling, optional
-        How rotary frequencies are stretched for longer sequences.
+        How to scale rotary frequencies for longer sequences.
     no_rope_every : int, default 0
-        Every n-th block of a LLaMA knows no positions, as in SmolLM3; 0: all of them do.
+        Every n-th block of a LLaMA has no positions, as in SmolLM3; 0 means that all have them.
     no_rope_layers : tuple of int, optional
-        Numbers of the blocks that know no positions, in place of ``no_rope_every``.
+        Indices of the blocks without positions, instead of ``no_rope_every``.
     qkv_bias, out_bias, mlp_bias : bool, default False
-        Biases of a LLaMA's query, key and value projections, of the one after attention, and of
-        the feed-forward block. A GPT-2 has all of them.
+        Biases of LLaMA's query, key and value projections, of the projection after attention, and
+        of the feed-forward block. GPT-2 has all of them.
     qk_norm : bool, default False
         RMSNorm over the elements of each query and key head, as in Qwen3.
     sliding_window : int, optional
-        How many tokens a query of a LLaMA sees, its own included; all before it by default.
+        Number of tokens that a query of a LLaMA sees, including its own; by default all up to its
+        own.
     window_layers : tuple of int, optional
-        Numbers of the blocks that the window is for; all of them by default.
+        Indices of the blocks with the window; by default all of them.
     activation : str, optional
         One of transformers' "silu" (LLaMA's default), "gelu", "gelu_new" (GPT-2's),
         "gelu_pytorch_tanh" and "relu".
     dropout : float, default 0
-        Of GPT-2's residual branches and embeddings.
+        Dropout of GPT-2's residual branches and embeddings.
     attention_dropout : float, default 0
-        Of attention weights. Above 0, training keeps them (B, heads, T, T).
+        Dropout of attention weights. Above 0, training keeps them (B, heads, T, T).
     family : str, optional
-        The ``model_type`` under which transformers knows the model; found from the shape by
-        default.
+        The model's ``model_type`` in transformers; by default derived from the shape.
     bos_token_id, eos_token_id, pad_token_id : int, optional
-        Tokens that begin, end and fill sequences. Several that end one are a tuple. But in a GPT-2,
-        lookups of the filling token give its row of the embedding no gradient, as in transformers.
+        Tokens that begin, end and pad sequences. Several end tokens form a tuple. In GPT-2, lookups
+        of the padding token give its embedding row no gradient, as in transformers.
 
     Examples
     --------
@@ -125,13 +125,13 @@ class ModelConfig:
             raise ValueError(f"attention_dropout must be in [0, 1), got {self.attention_dropout}")
 
     def rotates(self, layer: int) -> bool:
-        """Say whether a block, by its number, knows positions."""
+        """Return whether a block, by its index, has positions."""
         if self.no_rope_layers is not None:
             return layer not in self.no_rope_layers
         return not self.no_rope_every or (layer + 1) % self.no_rope_every != 0
 
     def window_of(self, layer: int) -> int | None:
-        """Return how many tokens a query of a block sees, or None where it sees all before it."""
+        """Return how many tokens a query of a block sees, or None if it sees all up to its own."""
         inside = self.window_layers is None or layer in self.window_layers
         return self.sliding_window if inside else None
 
@@ -142,7 +142,7 @@ class ModelConfig:
         return replace(self, **changes)
 
     def matmul_parameters(self) -> int:
-        """Parameters that take part in matrix products, a tied head included."""
+        """Number of parameters in matrix products, including a tied head."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         block = self.dim * (2 * q + 2 * kv) + 3 * self.dim * self.inner
         return self.layers * block + self.vocab_size * self.dim
@@ -150,15 +150,15 @@ class ModelConfig:
     def flops_per_token(self, seq: int) -> float:
         """Return the training FLOPs of one token in a causal sequence of ``seq``.
 
-        6 x (matmul parameters, a tied head included) + attention 6 L d s, d of all heads together.
-        It counts forward and backward, and the causal half of the attention matrix; it ignores
-        windows.
+        6 x (matmul parameters, including a tied head) + attention 6 L d s, where d is that of all
+        heads together. It counts forward and backward, and the causal half of the attention matrix;
+        it ignores windows.
         """
         width = self.heads * self.head_dim
         return 6.0 * self.matmul_parameters() + 6.0 * self.layers * width * seq
 
 
-#: Of transformers' LlamaConfig and SmolLM3Config.
+#: Fields of transformers' LlamaConfig and SmolLM3Config.
 _THEIRS = {
     "vocab_size": "vocab_size", "hidden_size": "dim", "num_hidden_layers": "layers",
     "num_attention_heads": "heads", "num_key_value_heads": "kv_heads", "intermediate_size": "inner",
@@ -168,14 +168,14 @@ _THEIRS = {
 
 
 def of_transformers(found: Mapping[str, Any]) -> ModelConfig:
-    """Return the shape of a LLaMA-like model by the fields of transformers' configuration.
+    """Return the shape of a LLaMA-like model from the fields of transformers' configuration.
 
     Raises
     ------
     ValueError
         A size is out of range.
     TypeError
-        A field that a model needs is not there.
+        A required field is missing.
     """
     own = {ours: found[name] for name, ours in _THEIRS.items() if found.get(name) is not None}
     return ModelConfig(**own)
@@ -218,12 +218,12 @@ PRESETS: dict[str, ModelConfig] = {
 
 
 def preset(name: str) -> ModelConfig:
-    """Return a preset by name.
+    """Return the preset with this name.
 
     Raises
     ------
     KeyError
-        No such preset; the message lists them.
+        The preset does not exist; the message lists all presets.
 
     Examples
     --------

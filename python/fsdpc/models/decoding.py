@@ -1,4 +1,4 @@
-"""Generation: token after token from a language model with a cache, sharded or not."""
+"""Text generation: token by token from a language model with a cache, sharded or not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Prompts = Sequence[int] | Sequence[Sequence[int]] | np.ndarray
 
 
 class LanguageModel(nn.Module):
-    """A model whose forward takes ids (B, T), and a cache: what generates text."""
+    """A model that can generate text: its forward takes ids (B, T) and a cache."""
 
     config: ModelConfig
 
@@ -37,37 +37,37 @@ class LanguageModel(nn.Module):
         Parameters
         ----------
         tokens : sequence of int, or sequence of such sequences
-            Prompts of at least one token each; of a sharded model a rank may have none.
+            Prompts of at least one token each; with a sharded model a rank may have none.
         max_new_tokens : int
-            Tokens to add at most.
+            Maximum number of tokens to add.
         temperature : float, default 0
-            Logits are divided by it before sampling; 0 takes the likeliest token.
+            Logits are divided by it before sampling; 0 takes the most likely token.
         top_k : int, optional
-            Sample among so many of the likeliest tokens.
+            Sample among this many of the most likely tokens.
         top_p : float, optional
-            Sample among the fewest of the likeliest tokens that have this probability together.
+            Sample among the fewest most likely tokens whose total probability reaches this value.
         stop : int or iterable of int, optional
-            Tokens that end a sequence; they are part of the result. The configuration's
-            ``eos_token_id`` by default; ``()``: none.
+            Tokens that end a sequence; they are part of the result. By default the configuration's
+            ``eos_token_id``; ``()`` means none.
         seed : int, default 0
-            Of sampling: the same prompts at the same places in the batch give the same tokens.
+            Seed of sampling: the same prompts in the same order give the same tokens.
 
         Returns
         -------
         ndarray of int64, (prompt + new tokens,), or list of them
-            A list where a batch was given.
+            A list if a batch was given.
 
         Raises
         ------
         ValueError
-            A prompt is empty, a number is out of range, or prompt and new tokens are more than the
-            model's ``max_seq``.
+            A prompt is empty, a number is out of range, or prompt and new tokens exceed the model's
+            ``max_seq``.
 
         Notes
         -----
-        Runs in evaluation mode and without gradients. Collective for a sharded model outside of
-        ``hold()``: prompts and numbers of tokens may differ between ranks, and all go on until the
-        last one is done. Inside ``hold()`` each rank generates by itself.
+        Runs in evaluation mode and without gradients. Collective for a sharded model outside
+        ``hold()``: prompts and numbers of tokens may differ between ranks, and all ranks continue
+        until the last one is done. Inside ``hold()`` each rank generates by itself.
 
         Examples
         --------
@@ -102,21 +102,21 @@ class LanguageModel(nn.Module):
         stop: int | Iterable[int] | None = None,
         seed: int = 0,
     ) -> Iterator[list[int | None]]:
-        """Yield new tokens as they are made; parameters as of :meth:`generate`.
+        """Yield new tokens as they are generated; parameters as for :meth:`generate`.
 
         Yields
         ------
         list of int or None
-            A token for each sequence, None for those that ended before.
+            A token for each sequence, None for those that have ended.
 
         Raises
         ------
         ValueError
-            As of :meth:`generate`, before the first token.
+            As for :meth:`generate`, before the first token.
 
         Notes
         -----
-        Of a sharded model outside of ``hold()`` all ranks must take the iterator to its end.
+        With a sharded model outside ``hold()``, all ranks must exhaust the iterator.
         """
         prompts, _ = as_prompts(tokens)
         sampler = Sampler(temperature, top_k, top_p, seed)
@@ -150,7 +150,7 @@ class LanguageModel(nn.Module):
             if not (distributed.all_reduce(int(more), "max") if together else more):
                 return
             logits = self._evaluate(ids, cache)
-            if not more:  # for the others' sake; the cache stays where it is
+            if not more:  # only for the other ranks; the cache does not change
                 ids = ids[:, -1:]
                 continue
             cache.advance()
@@ -175,7 +175,7 @@ class LanguageModel(nn.Module):
 
 
 class Sampler:
-    """How the next token is chosen; parameters as of :meth:`LanguageModel.generate`."""
+    """Chooses the next token; parameters as for :meth:`LanguageModel.generate`."""
 
     def __init__(
         self, temperature: float, top_k: int | None, top_p: float | None, seed: int
@@ -209,12 +209,12 @@ class Sampler:
 
 
 def as_prompts(tokens: Prompts) -> tuple[list[np.ndarray], bool]:
-    """Return prompts as arrays of int64, and whether one alone was given.
+    """Return prompts as arrays of int64, and whether the argument was a single prompt.
 
     Raises
     ------
     ValueError
-        A prompt is empty, or has other things than whole numbers.
+        A prompt is empty, or contains anything but integers.
     """
     single = len(tokens) > 0 and np.ndim(tokens[0]) == 0
     rows = [np.asarray(row) for row in ([tokens] if single else tokens)]
@@ -227,7 +227,7 @@ def as_prompts(tokens: Prompts) -> tuple[list[np.ndarray], bool]:
 
 
 def is_collective(model: nn.Module) -> bool:
-    """Say whether forwards of a model gather over several ranks."""
+    """Return whether forwards of a model gather over several ranks."""
     if not distributed.is_initialized() or distributed.world_size() == 1:
         return False
     units = [m for m in model.modules() if isinstance(m, FSDPModule)]

@@ -1,7 +1,7 @@
 """GPT-2: learned positions, LayerNorm, GELU (Radford et al. 2019).
 
-Parameters carry the names and shapes of transformers' ``GPT2LMHeadModel``, so state dicts go across
-as they are.
+Parameters have the names and shapes of transformers' ``GPT2LMHeadModel``, so state dicts are
+interchangeable.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ INIT_STD = 0.02
 
 
 class Projection(nn.Module):
-    """y = x W + b with W as transformers' Conv1D has it.
+    """y = x W + b with W as in transformers' Conv1D.
 
     Parameters
     ----------
     in_features, out_features : int
         Shape of ``weight``: the transpose of a Linear's.
     std : float
-        Standard deviation of the normal initial values; ``bias`` begins as 0.
+        Standard deviation of the normal initial values; ``bias`` is initialised with 0.
     """
 
     def __init__(self, in_features: int, out_features: int, std: float) -> None:
@@ -84,7 +84,7 @@ class Attention(nn.Module):
 
 
 class Expansion(Projection):
-    """gelu(x W + b) by tanh, one operation; or another function of the product."""
+    """gelu(x W + b), with tanh, as one operation; or another function of the product."""
 
     def __init__(self, in_features: int, out_features: int, std: float, activation: str) -> None:
         super().__init__(in_features, out_features, std)
@@ -136,12 +136,12 @@ class Block(nn.Module):
 
 
 class TiedEmbedding(nn.Embedding):
-    """A table of words that is the output layer too."""
+    """An embedding table that is also the output layer."""
 
     def forward(  # type: ignore[override]
         self, x: Tensor, targets: Tensor | None = None, *, as_head: bool = False
     ) -> Tensor:
-        """Return rows of the table; as the head, logits or a loss. It may be a unit of its own."""
+        """Return rows of the table; as the head, logits or a loss. It may be a separate unit."""
         return logits_or_loss(x, self.weight, targets) if as_head else super().forward(x)
 
 
@@ -185,7 +185,7 @@ class GPT2(LanguageModel):
         self.transformer: Transformer = Transformer(config)
 
     def blocks(self) -> list[nn.Module]:
-        """Return the modules to shard as units of their own."""
+        """Return the modules to shard as separate units."""
         return list(self.transformer.h)
 
     def forward(
@@ -196,10 +196,11 @@ class GPT2(LanguageModel):
         cache: KeyValueCache | None = None,
         lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        """Return logits (B, T, vocab_size), or the mean loss where targets (B, T) are given.
+        """Return logits (B, T, vocab_size), or the mean loss if targets (B, T) are given.
 
-        With a cache, which is filled further, the logits are (B, 1, vocab_size) of newest tokens.
-        With lengths of documents, these do not see each other and positions begin anew with each.
+        With a cache, which the call extends, the logits are (B, 1, vocab_size) of the newest
+        tokens. With document lengths, documents do not see each other, and positions restart in
+        each.
         """
         ids = as_ids(ids, self.config)
         t = self.transformer

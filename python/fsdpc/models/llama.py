@@ -1,7 +1,6 @@
 """LLaMA: RMSNorm, rotary embedding, grouped queries, SwiGLU (Touvron et al. 2023).
 
-Parameters carry the names of transformers' ``LlamaForCausalLM``, so state dicts go across as they
-are.
+Parameters have the names of transformers' ``LlamaForCausalLM``, so state dicts are interchangeable.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class Attention(nn.Module):
 
 
 def activate(x: Tensor, name: str) -> Tensor:
-    """Apply the function that transformers gives this name."""
+    """Apply the function with this name in transformers."""
     if name == "relu":
         return _core.relu(x)
     if name == "silu":
@@ -79,7 +78,7 @@ def activate(x: Tensor, name: str) -> Tensor:
 
 
 class FeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x)), or with another function in silu's place."""
+    """down(silu(gate(x)) * up(x)), or with another function instead of silu."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -144,7 +143,7 @@ class Head(nn.Linear):
     """The output layer; its loss keeps one chunk of logits at a time."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return logits, or the mean loss; here, as the layer may be a unit of its own."""
+        """Return logits, or the mean loss, computed here since the layer may be a separate unit."""
         return logits_or_loss(x, self.weight, targets)
 
 
@@ -191,7 +190,7 @@ class Llama(LanguageModel):
         self.__dict__["_rope"] = {}
 
     def blocks(self) -> list[nn.Module]:
-        """Return the modules to shard as units of their own."""
+        """Return the modules to shard as separate units."""
         return list(self.model.layers)
 
     def forward(
@@ -202,24 +201,25 @@ class Llama(LanguageModel):
         cache: KeyValueCache | None = None,
         lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        """Return logits, or the mean loss where targets are given.
+        """Return logits, or the mean loss if targets are given.
 
         Parameters
         ----------
         ids : Tensor or ndarray of int32 or int64, (B, T)
         targets : the same, optional
-            Next words; -100 is left out.
+            Next tokens; -100 is ignored.
         cache : KeyValueCache, optional
-            Of what came before; filled further. For :meth:`generate`.
+            Cache of earlier tokens, which the call extends. For :meth:`generate`.
         lengths : sequence of int, optional
-            Tokens of each document that `ids` packs, sequence after sequence, so that they do not
-            see each other; see :func:`fsdpc.data.document_lengths`. Not with a cache.
+            Number of tokens of each document packed in `ids`, sequence by sequence, so that
+            documents do not see each other; see :func:`fsdpc.data.document_lengths`. Not with a
+            cache.
 
         Returns
         -------
         Tensor
             Logits (B, T, vocab_size) in the compute dtype, or a 0-d float32 loss in nats. With a
-            cache logits (B, 1, vocab_size) of the newest tokens.
+            cache, logits (B, 1, vocab_size) of the newest tokens.
         """
         ids = as_ids(ids, self.config)
         if cache is not None and cache.begun:

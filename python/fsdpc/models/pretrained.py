@@ -1,4 +1,4 @@
-"""Published models: folders as transformers writes and reads them."""
+"""Published models: folders in transformers' format."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def from_config(source: PathLike | Mapping[str, Any], *, dtype: Any = None) -> Llama | GPT2:
-    """Return a model with initial values, of the shape of a published one.
+    """Create a model with initial values, in the shape of a published one.
 
     Parameters
     ----------
     source : path or mapping
         A folder with ``config.json``, that file, or its content.
     dtype : dtype or "auto", optional
-        Of the parameters; float32 by default, "auto": the configuration's.
+        Dtype of the parameters; by default float32, and "auto" is the configuration's.
 
     Returns
     -------
@@ -39,9 +39,9 @@ def from_config(source: PathLike | Mapping[str, Any], *, dtype: Any = None) -> L
     Raises
     ------
     ValueError
-        Something in the configuration is not implemented; named.
+        The configuration has an unsupported feature; the error names it.
     OSError
-        There is no such file.
+        The file does not exist.
 
     Examples
     --------
@@ -62,34 +62,36 @@ def from_config(source: PathLike | Mapping[str, Any], *, dtype: Any = None) -> L
 
 
 def from_pretrained(folder: PathLike, *, dtype: Any = None) -> Llama | GPT2:
-    """Return a published model with its values; collective where there are several ranks.
+    """Load a published model with its values; collective if there are several ranks.
 
     Parameters
     ----------
     folder : path
-        With ``config.json`` and ``model.safetensors``, or several such files and their index.
+        A folder with ``config.json`` and ``model.safetensors``, or several such files and their
+        index.
     dtype : dtype or "auto", optional
-        Of the parameters, whatever the files have; float32 by default, "auto": the
+        Dtype of the parameters, whatever the files have; by default float32, and "auto" is the
         configuration's.
 
     Returns
     -------
     Llama or GPT2
-        In training mode, as all modules begin: call ``eval()`` where dropout is not wanted.
+        In training mode, as modules start: call ``eval()`` to switch dropout off.
 
     Raises
     ------
     ValueError
-        Something in the configuration is not implemented; named.
+        The configuration has an unsupported feature; the error names it.
     CheckpointError
-        Files are damaged or missing, or do not fit the configuration; all of it is listed.
+        Files are damaged or missing, or do not fit the configuration; the error lists everything.
     RuntimeError
         Called inside :class:`fsdpc.deferred_init`.
 
     Notes
     -----
-    Every rank reads and holds the whole model. For one that no rank could hold: :func:`from_config`
-    inside :class:`fsdpc.deferred_init`, :func:`fsdpc.fully_shard`, then :func:`load_pretrained`.
+    Every rank reads and holds the whole model. If that is too large for a rank, use
+    :func:`from_config` inside :class:`fsdpc.deferred_init`, :func:`fsdpc.fully_shard`, then
+    :func:`load_pretrained`.
 
     Examples
     --------
@@ -113,28 +115,28 @@ def from_pretrained(folder: PathLike, *, dtype: Any = None) -> Llama | GPT2:
 
 
 def load_pretrained(model: Llama | GPT2, folder: PathLike) -> None:
-    """Read a published model's values into one of ours, sharded or not; collective.
+    """Load a published model's values into an fsdpc model, sharded or not; collective.
 
     Parameters
     ----------
     model : Llama or GPT2
-        Sharded by :func:`fsdpc.fully_shard`, deferred, or neither. Adapters of
-        :mod:`fsdpc.lora` keep their values.
+        May be sharded by :func:`fsdpc.fully_shard` or deferred. Adapters of :mod:`fsdpc.lora` keep
+        their values.
     folder : path
-        With ``config.json`` and safetensors.
+        A folder with ``config.json`` and safetensors.
 
     Raises
     ------
     ValueError
-        The folder's configuration describes a model that computes differently; the differences
-        are named.
+        The folder's configuration describes a model that computes differently; the error names the
+        differences.
     CheckpointError
-        Files are damaged or missing, or do not fit the model; all of it is listed, on every rank.
+        Files are damaged or missing, or do not fit the model; every rank lists everything.
 
     Notes
     -----
-    Each rank reads its own rows out of the files straight into their place: none ever holds a
-    whole parameter of another's.
+    Each rank reads its own rows from the files directly into place; no rank ever holds a whole
+    parameter.
 
     Examples
     --------
@@ -185,25 +187,25 @@ def save_pretrained(
     model : Llama or GPT2
         Sharded or not.
     folder : path
-        To make. It appears when everything is on the disk, or not at all.
+        The folder to create. It appears complete once all data is on the disk, or not at all.
     dtype : dtype, optional
-        Of the tensors in the files; the parameters' own by default.
+        Dtype of the tensors in the files; by default the parameters' own.
     max_shard_bytes : float, default 5e9
-        Largest file, as far as no single tensor is larger.
+        Largest file size, unless a single tensor is larger.
     overwrite : bool, default False
-        Replace a folder that :func:`save_pretrained` wrote before.
+        Replace a folder that :func:`save_pretrained` wrote earlier.
 
     Raises
     ------
     ValueError
-        No model of transformers has this shape, or the model is none of fsdpc.models'.
+        No transformers model has this shape, or the model is not from fsdpc.models.
     OSError
-        The folder is there already, or cannot be written; raised on every rank.
+        The folder already exists or cannot be written; raised on every rank.
 
     Notes
     -----
-    The folder is a checkpoint too: :func:`fsdpc.checkpoint.load` reads it. Files of a tokenizer are
-    not part of a model: copy them beside it.
+    The folder is also a checkpoint: :func:`fsdpc.checkpoint.load` reads it. A model does not
+    include tokenizer files: copy them into the folder.
 
     Examples
     --------
@@ -221,7 +223,7 @@ def save_pretrained(
             f"save_pretrained() writes models of fsdpc.models, got {type(model).__name__}: "
             "fsdpc.checkpoint.save() writes any"
         )
-    _content_of(model)  # refuses what cannot be written before anything is
+    _content_of(model)  # raises before anything is written, if it cannot be
     checkpoint.save(
         folder,
         {"model": model},
@@ -237,9 +239,9 @@ def read_json(folder: PathLike) -> dict[str, Any]:
     Raises
     ------
     FileNotFoundError
-        There is none.
+        The file does not exist.
     ValueError
-        It is no JSON object.
+        The file is not a JSON object.
     """
     path = Path(folder)
     path = path / "config.json" if path.suffix != ".json" else path
@@ -258,7 +260,7 @@ def read_json(folder: PathLike) -> dict[str, Any]:
 
 
 def config_of(folder: PathLike) -> ModelConfig:
-    """Return the shape of the model in a folder; errors as of :func:`from_config`."""
+    """Return the shape of the model in a folder; raises as :func:`from_config` does."""
     return read_config(read_json(folder))
 
 
@@ -277,7 +279,7 @@ def _float_dtype(given: Any) -> _core.dtype:
 
 
 def _change_dtype(model: Module, dtype: _core.dtype) -> None:
-    """Put parameters of another dtype in the place of deferred ones, tied ones together."""
+    """Replace deferred parameters by ones of another dtype, tied ones together."""
     made: dict[int, Parameter] = {}
     with deferred_init():
         for module in model.modules():
@@ -291,7 +293,7 @@ def _change_dtype(model: Module, dtype: _core.dtype) -> None:
 
 
 def _content_of(model: Llama | GPT2) -> dict[str, Any]:
-    """Return what ``config.json`` says; ValueError if transformers has no model like it."""
+    """Return the content of ``config.json``; ValueError if transformers has no such model."""
     if adapters_of(model):
         raise ValueError("the model has adapters: lora.merge() them, or lora.save() them alone")
     return written_config(model.config, "gpt2" if isinstance(model, GPT2) else None)
@@ -300,7 +302,7 @@ def _content_of(model: Llama | GPT2) -> dict[str, Any]:
 def _known_content(model: Any) -> dict[str, Any] | None:
     try:
         return _content_of(model) if isinstance(model, (Llama, GPT2)) else None
-    except ValueError:  # of a shape that none of transformers' models has
+    except ValueError:  # no transformers model has this shape
         return None
 
 

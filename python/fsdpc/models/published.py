@@ -1,7 +1,7 @@
-"""``config.json`` of published models, read into a shape and written from one.
+"""``config.json`` of published models: convert it to a shape, and a shape to it.
 
-A key that would change numbers and is not known here is refused by name, so that a model which was
-read computes what transformers computes.
+An unknown key that may affect results raises an error with its name, so that a loaded model
+computes what transformers computes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FAMILIES = {
     "qwen3": "Qwen3ForCausalLM", "smollm3": "SmolLM3ForCausalLM", "gpt2": "GPT2LMHeadModel",
 }  # fmt: skip
 
-#: What transformers takes where a key is missing.
+#: transformers' defaults for missing keys.
 _OF_ALL = {
     "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False,
     "attention_dropout": 0.0, "max_position_embeddings": 32768,
@@ -50,10 +50,10 @@ _GPT2_SIZES = {
     "vocab_size": "vocab_size", "n_embd": "dim", "n_layer": "layers", "n_head": "heads",
 }  # fmt: skip
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-#: transformers' default of that family alone; it is a row that lookups do not train.
+#: transformers' default only in that family; its embedding row is not trained by lookups.
 _SMOLLM3_PAD = 128004
 
-#: Keys that say nothing about the numbers of a forward.
+#: Keys that do not affect the results of a forward.
 _SILENT = frozenset("""
     architectures attn_implementation auto_map chunk_size_feed_forward cls_token_id
     decoder_start_token_id do_sample dtype finetuning_task gradient_checkpointing id2label
@@ -63,7 +63,7 @@ _SILENT = frozenset("""
     repetition_penalty return_dict sep_token_id task_specific_params temperature tokenizer_class
     top_k top_p torch_dtype transformers.js_config transformers_version use_cache
 """.split())
-#: Keys that change nothing at one value alone.
+#: Keys that have no effect at one specific value.
 _ONLY = {
     "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False, "is_decoder": False,
@@ -85,8 +85,8 @@ def read_config(found: Mapping[str, Any]) -> ModelConfig:
     Raises
     ------
     ValueError
-        The ``model_type`` is not known, a size is missing, or a key changes numbers in a way that
-        these models do not have; named.
+        The ``model_type`` is unknown, a size is missing, or a key needs a computation that these
+        models do not support; the error names it.
     """
     family = found.get("model_type")
     if family not in FAMILIES:
@@ -111,7 +111,7 @@ def read_config(found: Mapping[str, Any]) -> ModelConfig:
 
 
 def _refuse_others(found: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuse keys that may change numbers; what is off or empty changes none."""
+    """Raise on keys that may affect results; disabled or empty ones do not."""
     for name, value in found.items():
         if name in known or name in _SILENT or name.startswith(("_", "summary_")):
             continue
@@ -174,7 +174,7 @@ def _llama(
 
 
 def _rope(found: Mapping[str, Any], values: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Return theta and the scaling, as today's or older configurations write them."""
+    """Return theta and the scaling, from the current or older configuration formats."""
     given = dict(found.get("rope_scaling") or found.get("rope_parameters") or {})
     theta = given.pop("rope_theta", values["rope_theta"])
     kind, old = given.pop("rope_type", None), given.pop("type", None)
@@ -199,7 +199,7 @@ def _rope(found: Mapping[str, Any], values: dict[str, Any]) -> tuple[float, Rope
 def _window(
     family: str, values: dict[str, Any], layers: int
 ) -> tuple[int | None, tuple[int, ...] | None]:
-    """Return the window, and the blocks that it is for; None where it is for all."""
+    """Return the window and the blocks that have it; None if all have it."""
     window = values.get("sliding_window")
     if window is None or not values.get("use_sliding_window", family == "mistral"):
         return None, None
@@ -237,18 +237,18 @@ def _no_rope(values: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def written_config(c: ModelConfig, family: str | None = None) -> dict[str, Any]:
-    """Return the content of ``config.json`` by which transformers builds this shape.
+    """Return the ``config.json`` from which transformers builds this shape.
 
     Parameters
     ----------
     c : ModelConfig
     family : str, optional
-        A ``model_type``; the shape's own, or the first that has all of it, by default.
+        A ``model_type``; by default the shape's own, or the first that supports it.
 
     Raises
     ------
     ValueError
-        No model of transformers that is known here has this shape.
+        No known transformers model has this shape.
     """
     family = family or c.family or _family_of(c)
     content = _write_gpt2(c) if family == "gpt2" else _write_llama(c, family)
@@ -264,9 +264,9 @@ def written_config(c: ModelConfig, family: str | None = None) -> dict[str, Any]:
     return content
 
 
-#: Fields that change no number of a forward in evaluation.
+#: Fields that do not affect a forward in evaluation.
 _QUIET = {"family", *_TOKENS, "dropout", "attention_dropout", "max_seq"}
-#: Fields that a GPT-2 alone, or a LLaMA alone, has.
+#: Fields that only a GPT-2, or only a LLaMA, has.
 _GPT2_ONLY = {"layer_norm_eps"}
 _LLAMA_ONLY = {
     "kv_heads", "tied", "rope_theta", "norm_eps", "rope_scaling", "no_rope_layers", "qkv_bias",
@@ -287,7 +287,7 @@ def differences(a: ModelConfig, b: ModelConfig, gpt2: bool) -> list[str]:
 
 
 def _plain(c: ModelConfig, gpt2: bool) -> ModelConfig:
-    """Write each shape in one way."""
+    """Return the canonical form of a shape."""
     still = () if gpt2 else tuple(i for i in range(c.layers) if not c.rotates(i))
     inside = tuple(i for i in range(c.layers) if c.window_of(i) is not None)
     tanh = {"gelu_pytorch_tanh": "gelu_new", None: "gelu_new" if gpt2 else "silu"}

@@ -1,4 +1,4 @@
-"""Rotary frequencies, plain or stretched for longer sequences."""
+"""Rotary frequencies, plain or scaled for longer sequences."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are changed for sequences longer than those of the first training.
+    """How to scale rotary frequencies for sequences longer than those of pretraining.
 
     Parameters
     ----------
     kind : "linear" or "llama3"
-        All frequencies divided by the factor; or only the low ones, with a ramp between, as in
-        LLaMA 3.1.
+        "linear" divides all frequencies by the factor. "llama3" divides only the low ones, with a
+        ramp between, as in LLaMA 3.1.
     factor : float
         At least 1.
     low_freq_factor, high_freq_factor : float
-        Of "llama3": how many turns within ``original_max_seq`` a frequency makes where the ramp
-        begins and ends.
+        For "llama3": number of turns within ``original_max_seq`` at which the ramp begins and ends.
     original_max_seq : int
-        Of "llama3": longest sequence of the first training, in tokens.
+        For "llama3": longest sequence of pretraining, in tokens.
 
     Raises
     ------
     ValueError
-        A kind that is not known, or a number out of range.
+        The kind is unknown, or a number is out of range.
 
     Examples
     --------
@@ -59,7 +58,7 @@ class RopeScaling:
             raise ValueError(f"original_max_seq must be at least 1, got {self.original_max_seq}")
 
     def apply(self, frequencies: np.ndarray) -> np.ndarray:
-        """Return float32 frequencies, (dim / 2) in radians a token, as this scaling has them."""
+        """Return scaled float32 frequencies, (dim / 2) in radians per token."""
         factor = np.float32(self.factor)
         if self.kind == "linear":
             return frequencies / factor
@@ -70,7 +69,7 @@ class RopeScaling:
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """Return the rotary frequencies of a head, float32 (head_dim / 2), in radians a token."""
+    """Return the rotary frequencies of a head, float32 (head_dim / 2), in radians per token."""
     exponents = np.arange(0, head_dim // 2, dtype=np.float32) * np.float32(2)
     plain = (1.0 / theta ** (exponents / np.float32(head_dim))).astype(np.float32)
     return plain if scaling is None else scaling.apply(plain)

@@ -1,4 +1,4 @@
-"""Modules: the torch-free front door's building blocks."""
+"""Modules: the building blocks of the torch-free front door."""
 
 from fsdpc.nn import init
 from fsdpc.nn._hooks import HookHandle

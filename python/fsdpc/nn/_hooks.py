@@ -1,8 +1,8 @@
-"""Hooks of modules: functions around forward, and around backward.
+"""Module hooks: functions called around forward and backward.
 
-Backward hooks stand on the tape: identities over the arguments and over the output of a call, whose
-backwards call the hooks.  What is between the two is the module.  So they run inside the unit of a
-sharded module, where parameters are gathered, and again with each recomputation.
+Backward hooks are on the tape: identities over the arguments and the output of a call, whose
+backwards call the hooks. The module is between the two. The hooks therefore run inside a sharded
+module's unit, where parameters are gathered, and again with each recomputation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fsdpc._core import Tensor
 
 
 class HookHandle:
-    """What registers a hook of a module returns.
+    """The handle of a registered module hook.
 
     Examples
     --------
@@ -34,12 +34,12 @@ class HookHandle:
         self._hooks = hooks
 
     def remove(self) -> None:
-        """Do not call the hook any more; again, it does nothing."""
+        """Remove the hook; further calls do nothing."""
         self._hooks.pop(id(self), None)
 
 
 class Hooked:
-    """What a module has of hooks: their registration, and a forward between them."""
+    """Base class with hooks: their registration, and a forward between them."""
 
     forward: Callable[..., Any]
 
@@ -51,19 +51,19 @@ class Hooked:
         Parameters
         ----------
         hook : callable
-            What it returns, unless None, takes the place of the arguments: a tuple, or one value;
-            with keywords ``(args, kwargs)``.
+            Its result, unless None, replaces the arguments: a tuple, or one value; with keywords
+            ``(args, kwargs)``.
         with_kwargs : bool, default False
             Call ``hook(module, args, kwargs)``.
 
         Returns
         -------
         HookHandle
-            Its ``remove()`` ends that.
+            Call ``remove()`` to unregister the hook.
 
         Notes
         -----
-        Hooks run in the order of registration. Those of a sharded module see gathered parameters.
+        Hooks run in the order of registration. In a sharded module they see gathered parameters.
         """
         return self._add_hook("before", hook, with_kwargs)
 
@@ -75,14 +75,14 @@ class Hooked:
         Parameters
         ----------
         hook : callable
-            What it returns, unless None, takes the place of the output.
+            Its result, unless None, replaces the output.
         with_kwargs : bool, default False
             Call ``hook(module, args, kwargs, output)``.
 
         Returns
         -------
         HookHandle
-            Its ``remove()`` ends that.
+            Call ``remove()`` to unregister the hook.
         """
         return self._add_hook("after", hook, with_kwargs)
 
@@ -94,15 +94,15 @@ class Hooked:
         Parameters
         ----------
         hook : callable
-            ``grad_output`` is a tuple with a gradient for each output, or None. What it returns,
-            unless None, takes its place: a tuple, or one gradient, of the same shapes and dtypes.
+            ``grad_output`` is a tuple with a gradient, or None, for each output. The hook's result,
+            unless None, replaces it: a tuple, or one gradient, of the same shapes and dtypes.
         prepend : bool, default False
-            Call it before the hooks that are registered already.
+            Call it before the hooks that are already registered.
 
         Returns
         -------
         HookHandle
-            Its ``remove()`` ends that, for forwards from then on.
+            Call ``remove()`` to unregister the hook for later forwards.
 
         Examples
         --------
@@ -124,23 +124,23 @@ class Hooked:
         Parameters
         ----------
         hook : callable
-            ``grad_input`` is a tuple with a gradient for each positional argument, None for one
-            without (PyTorch gives zeros for tensors); ``grad_output`` has one for each output.
-            What the hook returns, unless None, takes the place of ``grad_input``: a tuple, or one
-            gradient, of the same shapes and dtypes.
+            ``grad_input`` is a tuple with a gradient for each positional argument, or None if it
+            has none (PyTorch passes zeros for tensors); ``grad_output`` has one for each output.
+            The hook's result, unless None, replaces ``grad_input``: a tuple, or one gradient, of
+            the same shapes and dtypes.
         prepend : bool, default False
-            Call it before the hooks that are registered already.
+            Call it before the hooks that are already registered.
 
         Returns
         -------
         HookHandle
-            Its ``remove()`` ends that, for forwards from then on.
+            Call ``remove()`` to unregister the hook for later forwards.
 
         Notes
         -----
-        As in PyTorch: where no argument requires a gradient, the hook is called as soon as the
-        gradients of the outputs are there, and must not return others. Outputs are a tensor or a
-        tuple of them; TypeError in forward otherwise.
+        As in PyTorch: if no argument requires a gradient, the hook is called once the gradients of
+        the outputs exist, and must not replace them. Outputs must be a tensor or a tuple of
+        tensors; otherwise forward raises TypeError.
 
         Examples
         --------
@@ -167,7 +167,7 @@ class Hooked:
         return handle
 
     def _method(self) -> Callable[..., Any]:
-        """Return what a call runs: forward, between its hooks."""
+        """Return the function that a call runs: forward, between its hooks."""
         return self._hooked if self.__dict__.get("_call_hooks") else self.forward
 
     def _hooked(self, *args: Any, **kwargs: Any) -> Any:
@@ -203,14 +203,14 @@ class _Backward:
         self._grad_output: tuple[Tensor | None, ...] | None = None
 
     def arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments, those with gradients as ones whose gradients come here."""
+        """Return the arguments; gradients of those that require them come here."""
         self._count = len(args)
         if self._after:
             args, self._joined = _joined(args, self._leave)
         return args
 
     def output(self, output: Any) -> Any:
-        """Return the output as one whose gradients come here."""
+        """Return the output as tensors whose gradients come here."""
         if not (self._before or self._after):
             return output
         if type(output) is not tuple and not isinstance(output, Tensor):
@@ -251,9 +251,9 @@ class _Backward:
 
 
 def _joined(values: tuple[Any, ...], call: Callable[..., Any]) -> tuple[tuple[Any, ...], bool]:
-    """Return the values, with aliases of those that require gradients, and whether some do.
+    """Return the values, with aliases of those that require gradients, and whether any does.
 
-    In backward `call` is given a gradient for each value, or None, and returns those to pass on.
+    In backward `call` gets a gradient, or None, for each value, and returns those to pass on.
     """
     at = [i for i, v in enumerate(values) if isinstance(v, Tensor) and v.requires_grad]
     if not at:

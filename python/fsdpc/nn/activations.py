@@ -1,4 +1,4 @@
-"""Functions as modules: activations, and what changes shapes alone."""
+"""Functions as modules: activations, and modules that only change shapes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fsdpc.nn.module import Module
 
 
 class Identity(Module):
-    """Return the input, whatever arguments it was made with.
+    """Return the input; the constructor ignores its arguments.
 
     Examples
     --------
@@ -44,12 +44,12 @@ class ReLU(Module):
 
 
 class GELU(Module):
-    """Multiply x by the normal distribution up to x (Hendrycks & Gimpel 2016).
+    """Multiply x by the normal distribution function of x (Hendrycks & Gimpel 2016).
 
     Parameters
     ----------
     approximate : {"none", "tanh"}
-        By erf, or by tanh as GPT-2 has it.
+        Use erf, or tanh as in GPT-2.
 
     Examples
     --------
@@ -138,7 +138,7 @@ class Softmax(Module):
 
 
 class Flatten(Module):
-    """Join dimensions, all but the first by default.
+    """Flatten dimensions into one, by default all except the first.
 
     Examples
     --------

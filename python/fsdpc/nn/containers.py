@@ -35,7 +35,7 @@ class ModuleList(Module):
         return self
 
     def insert(self: L, index: int, module: Module) -> L:
-        """Add a module before an index; those behind it move by one, with their names."""
+        """Add a module before an index; later modules move by one, with their names."""
         if not isinstance(module, Module):
             raise TypeError(f"{type(self).__name__} holds modules, not {type(module).__name__}")
         modules, index = list(self), operator.index(index)
@@ -46,7 +46,7 @@ class ModuleList(Module):
         return self
 
     def pop(self, index: int | slice) -> Any:
-        """Take a module out; those behind it move, with their names."""
+        """Remove a module; later modules move, with their names."""
         module = self[index]
         del self[index]
         return module
@@ -84,7 +84,7 @@ class ModuleList(Module):
         self._renumber(modules)
 
     def _renumber(self, modules: list[Module]) -> None:
-        """Hold these modules by their places; units refuse, before any moves, to lose theirs."""
+        """Store these modules by index; units refuse to lose theirs before any module moves."""
         after = {str(i): module for i, module in enumerate(modules)}
         for name in dict.fromkeys([*self._modules, *after]):
             if self._modules.get(name) is not after.get(name):
@@ -129,7 +129,7 @@ class ModuleDict(Module):
     Parameters
     ----------
     modules : mapping of str to Module, optional
-        Added in its order.
+        Added in this order.
 
     Examples
     --------
@@ -145,7 +145,7 @@ class ModuleDict(Module):
         self.update(modules or {})
 
     def update(self, modules: Mapping[str, Module]) -> None:
-        """Add modules, or replace those of the same names."""
+        """Add modules, or replace those with the same names."""
         for name, module in modules.items():
             self[name] = module
 
@@ -162,7 +162,7 @@ class ModuleDict(Module):
         return self._modules.items()
 
     def pop(self, name: str) -> Module:
-        """Take a module out."""
+        """Remove a module."""
         module = self._modules[name]
         del self[name]
         return module
@@ -185,7 +185,7 @@ class ModuleDict(Module):
         self._put(name, module)
 
     def __delitem__(self, name: str) -> None:
-        self._modules[name]  # KeyError where there is none
+        self._modules[name]  # KeyError if it does not exist
         delattr(self, name)
 
 

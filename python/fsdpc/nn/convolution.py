@@ -45,7 +45,7 @@ class Conv2d(_Conv):
     Notes
     -----
     ``weight`` is (out_channels, in_channels / groups, height, width), ``bias`` (out_channels).
-    Both begin uniform in +-1/sqrt(fan in), as in PyTorch.
+    Both are initialised uniformly in +-1/sqrt(fan in), as in PyTorch.
 
     Examples
     --------
@@ -82,7 +82,7 @@ class Conv2d(_Conv):
 
 
 class Conv1d(_Conv):
-    """Convolve rows; see :class:`Conv2d`.
+    """Convolve sequences; see :class:`Conv2d`.
 
     Examples
     --------
@@ -129,7 +129,7 @@ class _Pool(Module):
 
 
 class MaxPool1d(_Pool):
-    """The largest of each window; see :func:`fsdpc.functional.max_pool1d`.
+    """The maximum of each window; see :func:`fsdpc.functional.max_pool1d`.
 
     Examples
     --------
@@ -144,7 +144,7 @@ class MaxPool1d(_Pool):
 
 
 class MaxPool2d(_Pool):
-    """The largest of each window; see :func:`fsdpc.functional.max_pool2d`.
+    """The maximum of each window; see :func:`fsdpc.functional.max_pool2d`.
 
     Examples
     --------

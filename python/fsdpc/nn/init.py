@@ -1,7 +1,7 @@
-"""Initialisation by counters: element i of a parameter depends on (seed, stream, i) alone.
+"""Initialisation by counters: element i of a parameter depends only on (seed, stream, i).
 
-Every call takes the next stream of the generator that :func:`fsdpc.manual_seed` sets, so the same
-program gives the same full parameters at any world size, deferred or not.
+Every call takes the next stream of the generator that :func:`fsdpc.manual_seed` sets. The same
+program therefore gives the same full parameters at any world size, deferred or not.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _init(p: P, kind: str, a: float, b: float) -> P:
 
 
 def zero_row_(p: P, row: int) -> P:
-    """Fill a row of a new parameter with 0, whatever it is filled with otherwise.
+    """Fill a row of a new parameter with 0, whatever the other rows are filled with.
 
     Examples
     --------
@@ -127,7 +127,7 @@ _GAINS = {
 
 
 def calculate_gain(nonlinearity: str, a: float | None = None) -> float:
-    """Return by how much a function shrinks values of variance 1.
+    """Return the factor by which a function shrinks values of variance 1.
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ def calculate_gain(nonlinearity: str, a: float | None = None) -> float:
     Raises
     ------
     ValueError
-        There is no such function.
+        The function is unknown.
 
     Examples
     --------
@@ -232,7 +232,7 @@ def kaiming_normal_(
 
 
 def trunc_normal_(p: P, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0) -> P:
-    """Fill with normal values, those outside [a, b] drawn again.
+    """Fill with normal values; draw again those outside [a, b].
 
     Raises
     ------
@@ -255,7 +255,7 @@ def trunc_normal_(p: P, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b:
 
 
 def orthogonal_(p: P, gain: float = 1.0) -> P:
-    """Fill with a (semi-)orthogonal matrix of (rows, all else), times a gain.
+    """Fill with a (semi-)orthogonal matrix of shape (rows, all other elements), times a gain.
 
     Raises
     ------
@@ -282,7 +282,7 @@ def orthogonal_(p: P, gain: float = 1.0) -> P:
 
 
 def eye_(p: P) -> P:
-    """Fill with the identity matrix, or as much of it as fits.
+    """Fill with the identity matrix, or the part of it that fits.
 
     Raises
     ------
@@ -315,7 +315,7 @@ def _kaiming(p: Tensor, a: float, mode: str, nonlinearity: str) -> float:
 
 
 def _host_generator(p: Tensor, name: str) -> np.random.Generator:
-    """A generator of the next stream, for values that are drawn as a whole."""
+    """Return a generator for the next stream, for values that are drawn as a whole."""
     if p.is_deferred or getattr(p, "_unit", None) is not None:
         raise RuntimeError(
             f"{name} draws a parameter as a whole: use it before fully_shard, outside of "

@@ -1,4 +1,4 @@
-"""The layers that models are made of."""
+"""The basic layers of models."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Linear(Module):
     Parameters
     ----------
     in_features, out_features : int
-        Last dimension of x and of y.
+        Last dimensions of x and y.
     bias : bool, default True
     std : float, optional
-        Standard deviation of the normal initial values; uniform in +-1/sqrt(in_features), as in
-        PyTorch, where it is not given.
+        Standard deviation of normal initial values; by default they are uniform in
+        +-1/sqrt(in_features), as in PyTorch.
     dtype : dtype, default float32
 
     Notes
@@ -78,8 +78,8 @@ class Embedding(Module):
     num_embeddings, embedding_dim : int
         Shape of the table ``weight``.
     padding_idx : int, optional
-        A row that begins as zeros and gets no gradient from lookups, so that training leaves it
-        alone; counted from the end if negative.
+        A row that is initialised with zeros and gets no gradient from lookups, so training does not
+        change it. Negative values count from the end.
     std : float, default 1
         Standard deviation of the normal initial values.
 

@@ -94,7 +94,7 @@ class MSELoss(_Loss):
     """
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        """Two of one shape -> scalar, or that shape without reduction."""
+        """Two tensors of one shape -> scalar, or that shape without reduction."""
         return F.mse_loss(x, target, self.reduction)
 
 
@@ -109,7 +109,7 @@ class L1Loss(_Loss):
     """
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        """Two of one shape -> scalar, or that shape without reduction."""
+        """Two tensors of one shape -> scalar, or that shape without reduction."""
         return F.l1_loss(x, target, self.reduction)
 
 
@@ -158,7 +158,7 @@ class KLDivLoss(Module):
         self.log_target: bool = log_target
 
     def forward(self, log_p: Tensor, target: Tensor) -> Tensor:
-        """Two of one shape -> scalar, or that shape without reduction."""
+        """Two tensors of one shape -> scalar, or that shape without reduction."""
         return F.kl_div(log_p, target, self.reduction, self.log_target)
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""Modules and parameters in PyTorch's idiom, without PyTorch."""
+"""Modules and parameters as in PyTorch, without PyTorch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INSIDE = "_fsdpc_inside"  # in the dictionary of modules whose parameters a unit
 
 
 class Module(Hooked):
-    """Base of all modules: parameters and submodules by attribute, ``forward`` by the user.
+    """Base class of all modules, with parameters and submodules as attributes.
 
     Examples
     --------
@@ -36,7 +36,7 @@ class Module(Hooked):
     """
 
     training: bool
-    #: Own states that a strict load may lack, as torch's modules of the same name allow.
+    #: States that a strict load may lack, like torch's modules of the same name.
     _may_lack: tuple[str, ...] = ()
 
     def __init__(self) -> None:
@@ -74,10 +74,10 @@ class Module(Hooked):
                 )
             self._buffers[name] = value
         else:
-            object.__setattr__(self, name, value)  # by the class's property, if it has one
+            object.__setattr__(self, name, value)  # through the class's property, if it has one
 
     def _enter(self, table: str, name: str, value: Any) -> None:
-        """Put a parameter or module into its table, out of the others; in its own it stays."""
+        """Put a parameter or module into its table and remove it from the others."""
         d = self.__dict__
         known = d["_parameters"].get(name)
         known = d["_modules"].get(name) if known is None else known
@@ -111,12 +111,12 @@ class Module(Hooked):
         return sorted({*super().__dir__(), *self._parameters, *self._modules, *self._buffers})
 
     def _refuse_method(self, name: str) -> None:
-        """Refuse the name of a method, which would hide the parameter, as PyTorch does."""
+        """Raise if a name is that of a method, which it would hide, as PyTorch does."""
         if callable(getattr(type(self), name, None)):
             raise KeyError(f"attribute '{name}' already exists: a method of {type(self).__name__}")
 
     def _refuse_name(self, table: str, name: str) -> None:
-        """Refuse names that state dicts cannot have, and those of other attributes."""
+        """Raise on names that state dicts cannot have, and on names of other attributes."""
         if table not in self.__dict__:
             raise AttributeError(
                 f"{type(self).__name__}: call super().__init__() before registering '{name}'"
@@ -173,7 +173,7 @@ class Module(Hooked):
                 yield from child.named_modules(f"{prefix}.{name}" if prefix else name, seen)
 
     def modules(self) -> Iterator[Module]:
-        """Yield this module and all below it, each once."""
+        """Yield this module and all submodules, each once."""
         return (module for _, module in self.named_modules())
 
     def named_children(self) -> Iterator[tuple[str, Module]]:
@@ -208,7 +208,7 @@ class Module(Hooked):
                     yield (f"{path}.{name}" if path else name), b
 
     def _persistent(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what state dicts hold, parameters themselves; a tied one under every name."""
+        """Yield the entries of state dicts, parameters themselves; a tied one under every name."""
         for path, module in self.named_modules():
             prefix = f"{path}." if path else ""
             transient = module.__dict__.get("_transient", ())
@@ -218,7 +218,7 @@ class Module(Hooked):
                         yield prefix + name, t
 
     def get_submodule(self, path: str) -> Module:
-        """Return the module at a dotted path; AttributeError where there is none."""
+        """Return the module at a dotted path; AttributeError if there is none."""
         module: Module | None = self
         for part in filter(None, path.split(".")):
             module = module._modules.get(part) if module is not None else None
@@ -250,22 +250,22 @@ class Module(Hooked):
         return self
 
     def to(self: M, dtype: Any) -> M:
-        """Convert parameters, gradients and buffers of floats to another float dtype, in place.
+        """Convert floating point parameters, gradients and buffers to another dtype, in place.
 
         Parameters
         ----------
         dtype : dtype or str
-            Of floats.
+            A floating point dtype.
 
         Returns
         -------
         Module
-            This one. Its parameters stay the same objects, unless they are deferred.
+            This module. Its parameters stay the same objects, unless they are deferred.
 
         Raises
         ------
         TypeError
-            The dtype is none of floats.
+            The dtype is not a floating point dtype.
         RuntimeError
             A parameter is sharded.
         """
@@ -331,8 +331,8 @@ class Module(Hooked):
         Returns
         -------
         dict of str to Tensor
-            Parameters in their original dtype, gathered where sharded (tied ones under every name),
-            then persistent buffers.
+            Parameters in their original dtype, gathered if they are sharded (tied ones under every
+            name), then persistent buffers.
         """
         known: dict[int, Tensor] = {}
         state: dict[str, Tensor] = {}
@@ -353,7 +353,7 @@ class Module(Hooked):
             Full values; dtypes of real numbers are converted. A sharded parameter takes its own
             rows.
         strict : bool, default True
-            Refuse missing and unexpected names.
+            Raise on missing and unexpected names.
 
         Returns
         -------
@@ -362,15 +362,15 @@ class Module(Hooked):
         Raises
         ------
         KeyError
-            Names are missing or unexpected and ``strict`` is set; all of them are listed.
+            Names are missing or unexpected and ``strict`` is set; the error lists all of them.
         ValueError
-            Shapes differ; all of them are listed.
+            Shapes differ; the error lists all of them.
         TypeError
-            Values are no real numbers; all of them are listed.
+            Values are not real numbers; the error lists all of them.
 
         Notes
         -----
-        After an error nothing is changed.
+        After an error the module is unchanged.
         """
         own = dict(self._persistent())
         optional = self._optional_states()
@@ -403,11 +403,11 @@ class Module(Hooked):
     # ---- showing ----
 
     def extra_repr(self) -> str:
-        """Return what stands between the parentheses of repr."""
+        """Return the text between the parentheses of repr."""
         return ""
 
     def _shown(self, children: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Return names and texts of the lines that repr gives to children."""
+        """Return names and texts of the lines for children in repr."""
         return children
 
     def __repr__(self) -> str:
@@ -418,7 +418,7 @@ class Module(Hooked):
 
 
 def _check_kind(what: str, name: str, value: Any, kind: type | None) -> None:
-    """Refuse a value that would take a registered name out of its table, as PyTorch does."""
+    """Raise on a value that would remove a registered name from its table, as PyTorch does."""
     if value is None or (kind is not None and isinstance(value, kind)):
         return
     wanted = {"parameter": "Parameter", "child module": "Module", "buffer": "Tensor"}[what]
@@ -441,9 +441,9 @@ def _parameters_of(name: str, value: Any) -> list[tuple[str, Parameter]]:
 
 
 def check_sharded(owner: Module, name: str, known: Any, value: Any) -> None:
-    """Refuse what the units around would not see: their parameters taken out, others put in.
+    """Raise on changes that enclosing units would not see: parameters removed or added.
 
-    What comes into a module of a unit is of that unit from then on.
+    A parameter added to a module of a unit would have to belong to that unit.
     """
     kept = _parameters_of(name, value)
     ids = {id(p) for _, p in kept}
@@ -467,7 +467,7 @@ def mark_inside(modules: Iterable[Module]) -> None:
 
 
 def refuse_fresh(owner: Module, named: Iterable[tuple[str, Parameter]]) -> None:
-    """Refuse parameters inside a sharded module that neither a unit holds nor the user ignores."""
+    """Raise on parameters in a sharded module that belong to no unit and are not ignored."""
     for name, p in named:
         if p._unit is None and not p._ignored:
             raise RuntimeError(
@@ -478,7 +478,7 @@ def refuse_fresh(owner: Module, named: Iterable[tuple[str, Parameter]]) -> None:
 
 
 def _converted(p: Parameter, target: _core.dtype, made: dict[int, Parameter]) -> Parameter:
-    """Return the parameter in a dtype; a deferred one is made anew, once."""
+    """Return the parameter in a dtype; a deferred one is created again, once."""
     if p.dtype is target:
         return p
     if p.is_deferred:
@@ -495,16 +495,16 @@ def _converted(p: Parameter, target: _core.dtype, made: dict[int, Parameter]) ->
 
 
 def check_real(values: Mapping[str, Any]) -> None:
-    """Refuse what would lose an imaginary part, or is no number at all."""
+    """Raise on values that would lose an imaginary part, or are not numbers."""
     dtypes = {n: np.asarray(v).dtype for n, v in values.items() if not isinstance(v, Tensor)}
-    known = "bfloat16"  # ml_dtypes'
+    known = "bfloat16"  # from ml_dtypes
     wrong = [f"{n}: {d}" for n, d in dtypes.items() if d.kind not in "fiub" and d.name != known]
     if wrong:
         raise TypeError(f"values that are no real numbers: {'; '.join(wrong)}; convert them first")
 
 
 def float_tensor(value: Any) -> Tensor:
-    """Return a value as a tensor that parameters and states can take, integers as float64."""
+    """Return a value as a tensor for parameters and states, with integers as float64."""
     source = value if isinstance(value, Tensor) else _core.tensor(np.ascontiguousarray(value))
     return source if source.dtype.is_floating_point else source.double()
 

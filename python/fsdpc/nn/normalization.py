@@ -1,4 +1,4 @@
-"""Normalisation of groups of channels, and of batches, over one rank's or all ranks'."""
+"""Normalisation of groups of channels, and of batches of one rank or all ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class GroupNorm(Module):
     Parameters
     ----------
     num_groups, num_channels : int
-        The first divides the second.
+        The first must divide the second.
     eps : float
     affine : bool
-        Have ``weight`` and ``bias`` (num_channels).
+        Whether to have ``weight`` and ``bias`` (num_channels).
     dtype : dtype, default float32
 
     Examples
@@ -59,7 +59,7 @@ class GroupNorm(Module):
 
 
 class _BatchNorm(Module):
-    """What batch norms share: running statistics, which are buffers, and their use in eval()."""
+    """Base class of batch norms: running statistics in buffers, which eval() uses."""
 
     _dims: tuple[int, ...] = ()
     _over_ranks = False
@@ -123,17 +123,17 @@ class BatchNorm1d(_BatchNorm):
     num_features : int
     eps : float
     momentum : float or None
-        Part of a batch in the running statistics; None averages all batches.
+        Weight of a batch in the running statistics; None averages all batches.
     affine : bool
-        Have ``weight`` and ``bias`` (num_features).
+        Whether to have ``weight`` and ``bias`` (num_features).
     track_running_stats : bool
-        Keep running statistics, float32 buffers, for ``eval()``.
+        Whether to keep running statistics, in float32 buffers, for ``eval()``.
     dtype : dtype, default float32
 
     Notes
     -----
-    Ranks see other batches, so their running statistics differ, and a checkpoint holds rank 0's.
-    :class:`SyncBatchNorm` has the same on all ranks.
+    Ranks see different batches, so their running statistics differ, and a checkpoint has rank 0's.
+    :class:`SyncBatchNorm` has the same statistics on all ranks.
 
     Examples
     --------
@@ -167,8 +167,9 @@ class SyncBatchNorm(_BatchNorm):
 
     Notes
     -----
-    Forward and backward are collective: two small sums over ranks, then one. Statistics, running
-    ones too, and gradients are those of one rank that has all batches, which may differ in size.
+    Forward and backward are collective: two small sums over ranks, then one. Statistics (including
+    running ones) and gradients equal those of a single rank with all batches. The batches may
+    differ in size.
 
     Examples
     --------

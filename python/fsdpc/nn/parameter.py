@@ -1,4 +1,4 @@
-"""Parameters, and how those without memory yet get their initial values."""
+"""Parameters, and how those without memory get their initial values."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _deferring = False
 class deferred_init:
     """Build modules without memory for their parameters.
 
-    Inside the context a new parameter has a shape and a dtype and remembers how it is to be
-    initialised. ``fully_shard`` then initialises on each rank only the rows that rank owns;
-    ``Module.materialize`` does it for a module that is not sharded. The values are the same either
-    way, and the same as without the context.
+    Inside the context a new parameter has a shape and a dtype and remembers its initialisation.
+    ``fully_shard`` then initialises on each rank only that rank's rows; ``Module.materialize``
+    initialises a module that is not sharded. The values are the same in both cases, and the same as
+    without the context.
 
     Examples
     --------
@@ -41,12 +41,12 @@ class deferred_init:
 
 
 def is_deferring() -> bool:
-    """Say whether this is inside :class:`deferred_init`."""
+    """Return whether this is inside :class:`deferred_init`."""
     return _deferring
 
 
 class Recipe(NamedTuple):
-    """How a parameter's initial values are drawn; ``zero_row`` of them is zeros."""
+    """How to draw a parameter's initial values; its row ``zero_row`` is zeros."""
 
     kind: str
     a: float
@@ -56,7 +56,7 @@ class Recipe(NamedTuple):
     zero_row: int | None = None
 
     def fill(self, p: Tensor) -> None:
-        """Draw them into a tensor."""
+        """Draw the values into a tensor."""
         _core.init_(p, *self[:5])
         if self.zero_row is not None:
             with no_grad():
@@ -83,13 +83,13 @@ class Parameter(Tensor):
     data : Tensor or array_like
         Initial values; a tensor's memory is shared.
     requires_grad : bool, default True
-        Whether gradients are wanted.
+        Whether the parameter needs gradients.
 
     Notes
     -----
-    Once its module is sharded, ``shape`` stays the full shape, and the values can be read by
-    modules inside the unit's forward and backward only. ``local`` is this rank's rows, ``grad``
-    the gradient of those rows, and :func:`fsdpc.full_tensor` and :func:`fsdpc.full_grad` gather.
+    Once its module is sharded, ``shape`` stays the full shape, but modules can read the values only
+    inside the unit's forward and backward. ``local`` is this rank's rows, ``grad`` the gradient of
+    those rows; :func:`fsdpc.full_tensor` and :func:`fsdpc.full_grad` gather.
 
     Examples
     --------
@@ -104,37 +104,37 @@ class Parameter(Tensor):
     _unit: Any = None
     _index: int = -1
     _recipe: Recipe | None = None
-    _ignored: bool = False  # by fully_shard(ignored_params=...)
+    _ignored: bool = False  # set by fully_shard(ignored_params=...)
 
     def __new__(cls, data: Any, dtype: Any = None, requires_grad: bool = True) -> Parameter:
         return super().__new__(cls, data, dtype, requires_grad)
 
     @classmethod
     def empty(cls, shape: Iterable[int], dtype: Any = None) -> Parameter:
-        """Make an uninitialised parameter, deferred inside :class:`deferred_init`."""
+        """Create an uninitialised parameter, deferred inside :class:`deferred_init`."""
         shape = tuple(shape)
         make = _core.empty_deferred if _deferring else _core.empty
         return cls(make(shape, dtype=dtype or _core.float32))
 
     @property
     def local(self) -> Tensor:
-        """This rank's rows in the original dtype (the whole parameter while it is not sharded).
+        """This rank's rows in the original dtype (the whole parameter before it is sharded).
 
-        Memory is shared with the engine: what is written here is seen by the next forward.
+        The memory is shared with the engine: the next forward sees what you write here.
         """
         return self if self._unit is None else self._unit.local(self._index)
 
     @local.setter
     def local(self, value: Tensor) -> None:
-        if not _is_same(value, self.local):  # `p.local -= y` ends here, its rows written already
+        if not _is_same(value, self.local):  # `p.local -= y` ends here; rows are written
             raise AttributeError("rows are written in place: p.local.copy_(values)")
 
     @property
     def grad(self) -> Tensor | None:
-        """Gradient of the local rows, averaged over ranks; None where there is none.
+        """Gradient of the local rows, averaged over ranks; None if there is none.
 
-        One that you keep over ``zero_grad()`` stays as it is, unless gradients are offloaded or a
-        step was captured (:func:`fsdpc.graph_step`): then the next backward writes over it.
+        A gradient that you keep after ``zero_grad()`` does not change. If gradients are offloaded
+        or a step was captured (:func:`fsdpc.graph_step`), the next backward overwrites it.
         """
         if self._unit is None:
             return Tensor.grad.__get__(self)
@@ -146,7 +146,7 @@ class Parameter(Tensor):
             Tensor.grad.__set__(self, value)
         elif value is None:
             self._unit.zero_grad()
-        elif not _is_same(value, self.grad):  # `p.grad *= y` ends here, it is written already
+        elif not _is_same(value, self.grad):  # `p.grad *= y` ends here; it is already written
             raise ValueError(
                 "the gradient of a sharded parameter is written by reductions alone; assign None "
                 "to drop its unit's gradients, or write into p.grad in place"
@@ -161,7 +161,7 @@ class Parameter(Tensor):
 
 
 def _is_same(x: Any, own: Tensor | None) -> bool:
-    """Whether x is the tensor that a property gives, perhaps by another object."""
+    """Return whether x is the tensor that a property returned, perhaps as another object."""
     if not isinstance(x, Tensor) or own is None:
         return False
     return (x.data_ptr, x.shape, x.dtype) == (own.data_ptr, own.shape, own.dtype)

@@ -1,4 +1,4 @@
-"""Attention and the encoder's layer with PyTorch's names, arguments and state.
+"""Attention and the encoder layer, with PyTorch's names, arguments and state.
 
 Masks follow PyTorch's modules: a bool mask says where attention must NOT look, the opposite of
 :func:`fsdpc.functional.scaled_dot_product_attention`.
@@ -19,14 +19,14 @@ from fsdpc.nn.module import Module, Parameter
 
 
 class MultiheadAttention(Module):
-    """Project queries, keys and values, attend by heads, project back (Vaswani et al. 2017).
+    """Project queries, keys and values, attend per head, project back (Vaswani et al. 2017).
 
     Parameters
     ----------
     embed_dim, num_heads : int
-        The second divides the first.
+        The second must divide the first.
     dropout : float
-        Of the weights, while training.
+        Dropout of the weights in training.
     bias : bool
     batch_first : bool
         (batch, tokens, embed_dim) instead of (tokens, batch, embed_dim).
@@ -85,12 +85,12 @@ class MultiheadAttention(Module):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """query (tokens, batch, embed_dim), key and value with tokens of their own.
+        """query (tokens, batch, embed_dim), key and value with their own number of tokens.
 
-        ``key_padding_mask`` is (batch, key tokens), ``attn_mask`` (tokens, key tokens) or that per
-        batch and head, (batch * heads, tokens, key tokens); bool, where not to look, or floats to
-        add. Returns the result, of query's shape, and the weights (batch, tokens, key tokens),
-        averaged over heads, or None unless they are needed. Without them, and without masks and
+        ``key_padding_mask`` is (batch, key tokens). ``attn_mask`` is (tokens, key tokens), or per
+        batch and head (batch * heads, tokens, key tokens); a bool mask says where not to look, a
+        float mask is added. Returns the result, in query's shape, and the weights (batch, tokens,
+        key tokens), averaged over heads, or None unless they are needed. Without them, masks and
         dropout, no such matrix is kept.
         """
         q, k, v = self._projected(query, key, value)
@@ -108,7 +108,7 @@ class MultiheadAttention(Module):
         return y, weights.mean(1).to(y.dtype) if need_weights and weights is not None else None
 
     def _projected(self, *inputs: Tensor) -> list[Tensor]:
-        """Queries, keys and values, (batch, heads, tokens, dim)."""
+        """Return queries, keys and values, (batch, heads, tokens, dim)."""
         n, parts = self.embed_dim, []
         same = all(x is inputs[0] for x in inputs)
         joined = _core.linear(inputs[0], self.in_proj_weight, self.in_proj_bias) if same else None
@@ -125,7 +125,7 @@ class MultiheadAttention(Module):
         return parts
 
     def _mask(self, padding: Tensor | None, attn: Tensor | None, batch: int) -> Tensor | None:
-        """Both masks as one, (batch, heads, tokens, key tokens) or what broadcasts to it."""
+        """Return both masks as one, broadcastable to (batch, heads, tokens, key tokens)."""
         if padding is not None:
             padding = padding.reshape(padding.shape[0], 1, 1, padding.shape[1])
         if attn is not None and attn.ndim == 3:
@@ -154,7 +154,7 @@ class TransformerEncoderLayer(Module):
     batch_first : bool
         (batch, tokens, d_model) instead of (tokens, batch, d_model).
     norm_first : bool
-        Normalise before attention and linear layers, not after.
+        Normalise before attention and linear layers, not after them.
     bias : bool
     dtype : dtype, default float32
 

@@ -14,32 +14,32 @@ class AdamW(Optimizer):
     Parameters
     ----------
     params : iterable of Parameter, of (str, Parameter), or of dict
-        Parameters, alone or with their names, or groups ``{"params": [...], "lr": ..., ...}`` with
-        options of their own. Shard the model first.
+        Parameters, with or without their names, or groups ``{"params": [...], "lr": ..., ...}``
+        with their own options. Shard the model first.
     lr : float, default 1e-3
     betas : (float, float), default (0.9, 0.999)
     eps : float, default 1e-8
     weight_decay : float, default 0.01
     amsgrad : bool, default False
-        Divide by the largest second moment there was; a third state.
+        Divide by the maximum of all second moments so far; a third state.
     maximize : bool, default False
     state_dtype : dtype, default float32
-        Or bfloat16, rounded stochastically: the mean of what is stored is the exact value. States
-        of float64 parameters are float64 whatever is given here.
+        float32 or bfloat16. bfloat16 is rounded stochastically: the mean of the stored values is
+        the exact value. States of float64 parameters are always float64.
     seed : int, default 0
-        Of that rounding; the same on every rank.
+        Seed of the rounding; the same on every rank.
 
     Raises
     ------
     ValueError
-        An option is out of range, a parameter is given twice, or some are sharded and others are
-        trainable, held by no unit and not ignored.
+        An option is out of range, a parameter is given twice, or some parameters are sharded while
+        other trainable ones neither belong to a unit nor are ignored.
 
     Notes
     -----
-    ``step`` is collective over the ranks of sharded parameters. It is one pass over memory: the
-    scale that clipping left, the update, and the copy that the next forward reads. Parameters
-    without a gradient are skipped. Results do not depend on how parameters are sharded.
+    ``step`` is collective over the ranks of sharded parameters. It makes one pass over memory: the
+    scale that clipping deferred, the update, and the copy for the next forward. Parameters without
+    a gradient are skipped. Results do not depend on how parameters are sharded.
 
     Source: Loshchilov and Hutter, Decoupled weight decay regularization, 2019.
 
@@ -79,12 +79,12 @@ class AdamW(Optimizer):
 
 
 class Adam(AdamW):
-    """Adam, whose weight decay joins the gradient, as torch.optim.Adam defines it.
+    """Adam, which adds weight decay to the gradient, as torch.optim.Adam defines it.
 
     Parameters
     ----------
     params : iterable of Parameter, of (str, Parameter), or of dict
-        As :class:`AdamW` takes them.
+        As for :class:`AdamW`.
     lr : float, default 1e-3
     betas : (float, float), default (0.9, 0.999)
     eps : float, default 1e-8
@@ -93,7 +93,7 @@ class Adam(AdamW):
     maximize : bool, default False
     state_dtype : dtype, default float32
     seed : int, default 0
-        The last four as in :class:`AdamW`, and so are notes and errors.
+        The last four, the notes and the errors are as in :class:`AdamW`.
 
     Notes
     -----

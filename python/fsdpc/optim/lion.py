@@ -14,17 +14,17 @@ class Lion(Optimizer):
     Parameters
     ----------
     params : iterable of Parameter, of (str, Parameter), or of dict
-        As :class:`AdamW` takes them.
+        As for :class:`AdamW`.
     lr : float, default 1e-4
-        A third to a tenth of what AdamW would get.
+        A third to a tenth of AdamW's.
     betas : (float, float), default (0.9, 0.99)
-        Of the sign, and of the momentum that is kept.
+        For the sign, and for the stored momentum.
     weight_decay : float, default 0
         Three to ten times AdamW's.
     maximize : bool, default False
     state_dtype : dtype, default float32
     seed : int, default 0
-        The last two as in :class:`AdamW`, and so are notes and errors.
+        The last two, the notes and the errors are as in :class:`AdamW`.
 
     Notes
     -----

@@ -1,4 +1,4 @@
-"""What the optimizers share: parameter groups, steps, states."""
+"""The base class of the optimizers: parameter groups, steps, states."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from fsdpc.optim import state as _state
 
 
 class Optimizer:
-    """The base of the optimizers; use one of those.
+    """The base class of the optimizers; use one of its subclasses.
 
     Parameters
     ----------
     params : iterable of Parameter, of (str, Parameter), or of dict
-        As :class:`AdamW` takes them.
+        As for :class:`AdamW`.
     defaults : dict
-        Options of groups that do not give their own.
+        Default options of groups.
     state_dtype : dtype, default float32
     seed : int, default 0
 
     Attributes
     ----------
     param_groups : list of dict
-        ``"params"`` and the options of each group; changed options count from the next step on.
+        ``"params"`` and the options of each group; changed options apply from the next step on.
 
     Examples
     --------
@@ -46,7 +46,7 @@ class Optimizer:
         state_dtype: Any = None,
         seed: int = 0,
     ) -> None:
-        if isinstance(params, _core.Tensor):  # which would give its rows
+        if isinstance(params, _core.Tensor):  # iterating over it would give its rows
             raise TypeError("optimizers take an iterable of parameters: put the one into a list")
         groups = list(params)
         if not groups:
@@ -74,12 +74,12 @@ class Optimizer:
         return "\n".join([*lines, ")"])
 
     def add_param_group(self, group: dict[str, Any]) -> None:
-        """Take over more parameters, with options of their own.
+        """Add parameters with their own options.
 
         Parameters
         ----------
         group : dict
-            ``{"params": [...], "lr": ..., ...}``; options that are left out are the defaults.
+            ``{"params": [...], "lr": ..., ...}``; missing options are the defaults.
         """
         self._add_group(group)
         self._refuse_strays()
@@ -123,7 +123,7 @@ class Optimizer:
         raise NotImplementedError("an optimizer says what its options may be")
 
     def _refuse_strays(self) -> None:
-        """Refuse what would be trained apart on every rank, beside parameters that are sharded."""
+        """Raise on parameters that each rank would train separately, next to sharded ones."""
         strays = [
             self._plain[id(p)].label
             for p in self._params()
@@ -170,7 +170,7 @@ class Optimizer:
         own.momentum = own.momentum or "momentum_buffer" in states
 
     def _plain_states(self, p: Parameter) -> dict[str, _core.Tensor]:
-        """The states that a parameter without a unit needs now; made where missing."""
+        """Return the states that a parameter without a unit needs; creates missing ones."""
         own = self._plain[id(p)]
         names = self._core.state_names(self._group_of[id(p)])
         dtype = _core.float64 if p.dtype is _core.float64 else self._state_dtype
@@ -180,12 +180,12 @@ class Optimizer:
         return {name: own.states[name] for name in names}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients; touches no memory.
+        """Drop all gradients, without touching memory.
 
         Parameters
         ----------
         set_to_none : bool, default True
-            False is refused: with gradients of zero, momentum and weight decay would step
+            False is refused: with gradients of zero, momentum and weight decay would change
             parameters that the next backward does not reach.
         """
         if not set_to_none:
@@ -202,7 +202,7 @@ class Optimizer:
     # ---- states ----
 
     def state(self, p: Parameter) -> dict[str, Any]:
-        """Return the step count and copies of the states of this rank's rows, None before a step.
+        """Return the step count and copies of this rank's rows of the states; None before a step.
 
         Parameters
         ----------
@@ -215,18 +215,19 @@ class Optimizer:
         return states
 
     def state_views(self, p: Parameter, write: bool = True) -> dict[str, _core.Tensor]:
-        """Return this rank's rows of the states themselves; see set_step_count.
+        """Return this rank's rows of the states, without copies; see set_step_count.
 
         Parameters
         ----------
         p : Parameter
         write : bool, default True
-            They will be written, before the next step: states on a disk are then taken as they are.
+            Whether you will write them before the next step; states on a disk are then not read
+            first.
 
         Returns
         -------
         dict of str to Tensor
-            In the shape of ``p.local``. States that no step has made yet are made, as zeros.
+            In the shape of ``p.local``. States that do not exist yet are created as zeros.
         """
         self.step_count(p)
         if p._unit is None:
@@ -247,13 +248,13 @@ class Optimizer:
         return self._plain_of(p).step
 
     def set_step_count(self, p: Parameter, steps: int) -> None:
-        """Say how many steps a parameter has made, after its states were written.
+        """Set how many steps a parameter has made, after its states were written.
 
         Parameters
         ----------
         p : Parameter
         steps : int
-            0 makes the states zeros, as if no step had been made.
+            0 sets the states to zeros, as if no step had been made.
         """
         if p._unit is not None:
             self._core.set_step_count(p._unit, p._index, steps)
@@ -273,30 +274,30 @@ class Optimizer:
         -------
         dict
             ``"state"``: name to ``{"step": int, "exp_avg": Tensor, ...}``, full values on every
-            rank, for parameters that have stepped; ``"param_groups"``: options, and names as
+            rank, for parameters that have stepped; ``"param_groups"``: options, with names as
             ``"params"``.
 
         Raises
         ------
         ValueError
-            The optimizer was not given names: it takes ``model.named_parameters()``, and
-            :func:`get_optimizer_state_dict` finds them in the model.
+            The optimizer has no names: pass it ``model.named_parameters()``, or use
+            :func:`get_optimizer_state_dict`, which finds them in the model.
         """
         return _state.gather(self, self._names)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over states and options; sharded parameters take their own rows.
+        """Load states and options; sharded parameters take their own rows.
 
         Parameters
         ----------
         state : mapping
-            As :meth:`state_dict` returns it, at any number of ranks; full values as Tensors or
-            arrays of any float dtype.
+            Result of :meth:`state_dict`, at any number of ranks; full values as Tensors or arrays
+            of any float dtype.
 
         Raises
         ------
         KeyError, ValueError
-            Names, groups, states or shapes differ from this optimizer's; nothing is changed then.
+            Names, groups, states or shapes differ from this optimizer's; then nothing is changed.
         """
         _state.load(self, state, self._names)
 
@@ -328,7 +329,7 @@ class _Plain:
 
 
 def bounded(group: dict[str, Any], *names: str, low: float | None = 0.0) -> None:
-    """Refuse options that are no finite numbers of at least ``low``."""
+    """Raise on options that are not finite numbers of at least ``low``."""
     for name in names:
         value = group[name]
         try:
@@ -340,7 +341,7 @@ def bounded(group: dict[str, Any], *names: str, low: float | None = 0.0) -> None
 
 
 def check_betas(group: dict[str, Any]) -> None:
-    """Refuse betas that are not two numbers in [0, 1)."""
+    """Raise on betas that are not two numbers in [0, 1)."""
     betas = group["betas"]
     try:
         first, second = (float(beta) for beta in betas)

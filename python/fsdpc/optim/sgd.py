@@ -14,20 +14,20 @@ class SGD(Optimizer):
     Parameters
     ----------
     params : iterable of Parameter, of (str, Parameter), or of dict
-        As :class:`AdamW` takes them.
+        As for :class:`AdamW`.
     lr : float, default 1e-3
     momentum : float, default 0
         With 0 there are no states.
     dampening : float, default 0
-        What is taken off the gradient that joins the momentum, except the first time.
+        Reduces the gradient that is added to the momentum, except the first time.
     weight_decay : float, default 0
-        Joins the gradient.
+        Added to the gradient.
     nesterov : bool, default False
         Needs momentum and no dampening.
     maximize : bool, default False
     state_dtype : dtype, default float32
     seed : int, default 0
-        The last two as in :class:`AdamW`, and so are notes and errors.
+        The last two, the notes and the errors are as in :class:`AdamW`.
 
     Examples
     --------

@@ -21,18 +21,18 @@ def get_optimizer_state_dict(model: Module, optimizer: Optimizer) -> dict[str, A
     Parameters
     ----------
     model : Module
-        With all of the optimizer's parameters, sharded or not.
+        A model with all of the optimizer's parameters, sharded or not.
     optimizer : Optimizer
 
     Returns
     -------
     dict
-        As :meth:`Optimizer.state_dict` returns it.
+        In the form of :meth:`Optimizer.state_dict`.
 
     Raises
     ------
     ValueError
-        The optimizer has parameters that the model has not.
+        The optimizer has parameters that the model lacks.
 
     Notes
     -----
@@ -54,20 +54,20 @@ def get_optimizer_state_dict(model: Module, optimizer: Optimizer) -> dict[str, A
 
 
 def set_optimizer_state_dict(model: Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Take over states and options that are named as the model names its parameters.
+    """Load states and options under the model's parameter names.
 
     Parameters
     ----------
     model : Module
-        With all of the optimizer's parameters, sharded or not.
+        A model with all of the optimizer's parameters, sharded or not.
     optimizer : Optimizer
     state : mapping
-        As :func:`get_optimizer_state_dict` returns it, at any number of ranks.
+        Result of :func:`get_optimizer_state_dict`, at any number of ranks.
 
     Raises
     ------
     KeyError, ValueError
-        Names, groups, states or shapes differ from the optimizer's; nothing is changed then.
+        Names, groups, states or shapes differ from the optimizer's; then nothing is changed.
 
     Examples
     --------
@@ -91,7 +91,7 @@ def _names_in(model: Module) -> dict[int, str]:
 
 
 def _named(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, Parameter]]:
-    """Per group, parameters by name."""
+    """Return, for each group, its parameters by name."""
     found: list[dict[str, Parameter]] = []
     for index, group in enumerate(optimizer.param_groups):
         without = [i for i, p in enumerate(group["params"]) if id(p) not in names]
@@ -107,7 +107,7 @@ def _named(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, Par
 
 
 def gather(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """State and options by name, full values; collective for sharded parameters."""
+    """Return states and options by name, as full values; collective for sharded parameters."""
     groups = _named(optimizer, names)
     state = {
         name: {"step": optimizer.step_count(p), **dict(full_states(optimizer, p))}
@@ -125,7 +125,7 @@ def gather(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
 def full_states(
     optimizer: Optimizer, p: Parameter, wanted: str | None = None
 ) -> Iterator[tuple[str, _core.Tensor]]:
-    """Yield (name, full value) of a parameter's states, or of the one that is wanted."""
+    """Yield (name, full value) for a parameter's states, or only for the wanted one."""
     for k, name in enumerate(optimizer._state_names(p)):
         own = optimizer._view(p, k, name)
         if own is not None and wanted in (None, name):
@@ -134,7 +134,7 @@ def full_states(
 
 
 def load(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[int, str]) -> None:
-    """The inverse of gather; changes nothing where something does not fit."""
+    """Invert :func:`gather`; change nothing if something does not fit."""
     missing = {"state", "param_groups"} - set(state)
     if missing:
         raise KeyError(f"an optimizer's state has 'state' and 'param_groups'; missing {missing}")
@@ -144,7 +144,7 @@ def load(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[int, str
     for group, given in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update({key: value for key, value in given.items() if key != "params"})
     try:
-        optimizer._set_options()  # these say which states there are
+        optimizer._set_options()  # they determine the set of states
         _check_states(optimizer, groups, state["state"])
     except BaseException:
         for group, before in zip(optimizer.param_groups, kept, strict=True):
@@ -174,7 +174,7 @@ def _check_groups(
                 f"group {index} of the state does not fit: missing {missing}, unexpected "
                 f"{unexpected}"
             )
-        known = set(optimizer._defaults) | {"params", "initial_lr"}  # the latter by schedulers
+        known = set(optimizer._defaults) | {"params", "initial_lr"}  # schedulers add the latter
         unknown = sorted(set(other) - known)
         if unknown:
             raise ValueError(f"group {index} of the state has unknown options {unknown}")
@@ -190,7 +190,7 @@ def _check_states(
     for name, entry in given.items():
         p = parameters[name]
         needed = {"step", *optimizer._state_names(p)}
-        # There is no momentum yet where it was switched on after the last step.
+        # There is no momentum yet if it was switched on after the last step.
         missing = sorted(needed - set(entry) - {"momentum_buffer"})
         surplus = sorted(set(entry) - needed)
         if missing or surplus:
