@@ -1,7 +1,7 @@
-"""Buffers that ``to_empty()`` made: their modules compute them again, or they are named.
+"""Buffers that ``to_empty()`` created: their modules recompute them, or an error names them.
 
-No state dict holds non-persistent buffers (rotary tables), so a model that was on the meta device
-would wait for its user to fill them in.
+State dicts do not contain non-persistent buffers (rotary tables). Without this module, the user of
+a model from the meta device would have to fill them in.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 if TYPE_CHECKING:
     from fsdpc.torch._unit import UnitState
 
-Blank = dict[int, set[str]]  # of a module's dictionary of buffers: the keys that have no values
+Blank = dict[int, set[str]]  # a module's dictionary of buffers -> keys without values
 
 
 def _blank(state: UnitState) -> list[tuple[str, dict[str, Any], str]]:
@@ -26,10 +26,11 @@ def _blank(state: UnitState) -> list[tuple[str, dict[str, Any], str]]:
 
 
 def fill_blank(top: nn.Module, state: UnitState) -> None:
-    """Let modules inside ``top`` compute a unit's blank buffers; raise for those that are left.
+    """Let modules inside ``top`` compute a unit's blank buffers; raise if any remain.
 
-    A module that holds no parameters is asked by ``reset_parameters()`` or ``rope_init()``, else by
-    the ``_init_weights()`` of the model around it, as transformers initialises its modules.
+    A module without parameters computes them by ``reset_parameters()`` or ``rope_init()``.
+    Otherwise the ``_init_weights()`` of the enclosing model does, as transformers initialises its
+    modules.
     """
     found: Blank = {}
     for _, owner, key in _blank(state):

@@ -1,7 +1,7 @@
-"""What ``torch.compile`` of a sharded model leaves alone.
+"""The functions that ``torch.compile`` of a sharded model skips.
 
-The compiler looks at every Python frame that runs. In those around a unit's forward it would find
-calls into the extension, warn of each, and compile fragments that save nothing.
+The compiler examines every Python frame that runs. In frames around a unit's forward it would find
+calls into the extension, warn about each, and compile fragments that save nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch._C._dynamo import eval_frame
 
 
 def leave_out(*functions: Callable[..., Any], inside: bool = False) -> None:
-    """Let the compiler run functions as they are, and with ``inside`` what they call, too."""
+    """Make the compiler skip these functions, and with ``inside`` also what they call."""
     for function in functions:
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
         code = function.__code__  # type: ignore[attr-defined]

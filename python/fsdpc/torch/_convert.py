@@ -1,8 +1,9 @@
-"""What ``.to()``, ``.double()`` and other calls through ``nn.Module._apply`` do to pieces.
+"""The effect of ``.to()``, ``.double()`` and other calls of ``nn.Module._apply`` on pieces.
 
-A change of dtype makes the unit again: parameters of another dtype have another layout, so each
-goes over as a full tensor, converted. That ends with the first forward, when units share a wire,
-and with optimizers that step the unit's memory. Everything else writes pieces.
+A change of dtype rebuilds the unit: parameters of another dtype have another layout, so each is
+transferred as a full tensor and converted. This is possible only before the first forward, when
+units begin to share a wire, and without optimizers that step the unit's memory. All other changes
+write pieces.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def convert(module: Any, apply: Callable[..., Any], fn: Change, recurse: bool) -> Any:
-    """Run ``nn.Module._apply`` and let units follow; collective if dtypes change.
+    """Run ``nn.Module._apply`` and update units; collective if dtypes change.
 
     Raises
     ------
     NotImplementedError, RuntimeError
-        A unit cannot follow; nothing has changed then.
+        A unit cannot be updated; nothing has changed then.
     """
     states = states_of(module)
     bare = [(s, i) for s in states for i, p in enumerate(s.pieces) if p.is_meta]
@@ -41,14 +42,14 @@ def convert(module: Any, apply: Callable[..., Any], fn: Change, recurse: bool) -
     result = apply(fn, recurse)
     for state in changing:
         if any(p.dtype is not d for p, d in zip(state.pieces, state.dtypes, strict=True)):
-            _make_again(state, fn)  # unless a unit inside did, on its way
+            _make_again(state, fn)  # unless a unit inside already did
     for state, pieces in trusted:
         state.torch_unit.follow()
         for i in pieces - state.missing:
             state.trust(i)
     for state, i in bare if emptied else ():
         state.give_memory(i)
-        state.trusted[i] = state.pieces[i]._version  # so that writing it gives it values
+        state.trusted[i] = state.pieces[i]._version  # so that a write counts as giving it values
     for name, owner, key, _ in on_meta:
         buffer = owner[key]
         if not buffer.is_meta and buffer.numel():
@@ -57,7 +58,7 @@ def convert(module: Any, apply: Callable[..., Any], fn: Change, recurse: bool) -
 
 
 def _buffers(module: torch.nn.Module) -> list[tuple[str, dict[str, Any], str, torch.Tensor]]:
-    """(dotted name, dictionary, key, buffer) of those inside."""
+    """Return (dotted name, dictionary, key, buffer) of the buffers inside."""
     return [
         (f"{path}.{key}".lstrip("."), m._buffers, key, buffer)
         for path, m in module.named_modules()
@@ -67,7 +68,7 @@ def _buffers(module: torch.nn.Module) -> list[tuple[str, dict[str, Any], str, to
 
 
 def _changes(state: UnitState, fn: Change) -> bool:
-    """Whether pieces would get another dtype."""
+    """Return whether pieces would get another dtype."""
     for dtype in set(state.dtypes):
         after = fn(torch.empty(0, dtype=dtype, device=_device.home()))
         if after.device != _device.home():

@@ -1,4 +1,4 @@
-"""Copies of pieces, and values of state dicts, that answer ``full_tensor()`` as DTensors do."""
+"""Copies of pieces, and values of state dicts, with DTensor's ``full_tensor()``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fsdpc.torch._rows import Home, LocalRows, Whole, as_number, gather_rows, wh
 
 
 class FullValue(Whole):
-    """A full value in a state dict; what operations make of it is plain."""
+    """A full value in a state dict; results of operations on it are plain."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -42,9 +42,9 @@ _disabled: Callable[..., Any] = torch._C._disabled_torch_function_impl
 def on_rows(
     cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> Any:
-    """Do what is asked of a piece or of a copy of one; their ``__torch_function__``.
+    """Run an operation on a piece or on a copy of one; their ``__torch_function__``.
 
-    Optimizers call it several times for each parameter, so what needs no look goes first.
+    Optimizers call it several times for each parameter, so the common cases come first.
     """
     if func in _NOTED or len(types) > 1 or RUNNING.modules or (args[1:] and _is_grad_enabled()):
         return _looked_at(func, types, args, kwargs or {})
@@ -63,7 +63,7 @@ def _looked_at(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, A
         check(func, args, kwargs)
         if func in AS_NUMBER:
             return as_number(func, args[0])
-    if is_recorded and len(args) + len(kwargs) > 1:  # an attribute's look would come here again
+    if is_recorded and len(args) + len(kwargs) > 1:  # looking at an attribute would come here again
         check_mixed(func, args, kwargs)
     result = _disabled(func, types, args, kwargs)
     if func in KEEPING:
@@ -92,10 +92,10 @@ class PieceCopy(LocalRows):
 
 
 def _like(args: Any, result: Any) -> Any:
-    """Rows as the first of these is."""
+    """Return the result as rows like the first argument's."""
     if isinstance(result, (list, tuple)):
         if not isinstance(args[0], (list, tuple)):
-            return result  # where(mask): numbers of elements
+            return result  # where(mask): indices of elements
         return type(result)(_like((a,), r) for a, r in zip(args[0], result, strict=True))
     for rows in args:
         if isinstance(rows, Part) and rows is not result and rows.shape == result.shape:
@@ -104,7 +104,7 @@ def _like(args: Any, result: Any) -> Any:
 
 
 def at_home(rows: torch.Tensor, home: Home) -> PieceCopy:
-    """Return a copy of rows of a parameter as such, over its memory."""
+    """Return a copy of a parameter's rows as PieceCopy, over its memory."""
     found = rows.as_subclass(PieceCopy)
     found._fsdpc = home
     return found

@@ -1,12 +1,12 @@
-"""What ``torch.distributed.checkpoint`` (DCP) asks a tensor that holds some rows of a larger one.
+"""The interface that ``torch.distributed.checkpoint`` (DCP) needs from rows of a larger tensor.
 
 Its planners ask tensors for their pieces by three methods, which DTensor has too, and compare the
-whole's shape with the file's by ``size()``. Writes of equal (name, offsets) are one to them: so
-replicas are written once, and ranks' rows, which begin at different offsets, never are. A rank
-without rows writes and reads nothing.
+whole's shape with the file's by ``size()``. Writes with equal (name, offsets) count as one:
+replicas are therefore written once, and ranks' rows, which begin at different offsets, are all
+written. A rank without rows writes and reads nothing.
 
-Asynchronous saves copy tensors first: ``new_empty()`` lets copies stay what they are. What would
-make plain tensors of them, which ranks then took for one, is refused.
+Asynchronous saves copy tensors first: ``new_empty()`` keeps the class of copies. Operations that
+would turn them into plain tensors, which DCP would then take for one tensor, are refused.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import torch
 _PLANNER = "torch.distributed.checkpoint.default_planner"
 _VMAP = "torch._functorch.vmap"
 _STAGER = "torch.distributed.checkpoint._state_dict_stager"
-#: Makes plain tensors, of a state dict's sizes: stagers of torch 2.8 and older.
+#: Creates plain tensors from a state dict's sizes: stagers of torch 2.8 and older.
 _COPIER = "torch.distributed._state_dict_utils"
 
 
 def check_read(function: Any, args: Any, kwargs: Any) -> None:
-    """Refuse what would read rows for a whole tensor: ``_reads.check``, which puts itself here."""
+    """Raise if an operation would read rows as a whole tensor; ``_reads.check`` replaces this."""
 
 
 class Part:
-    """A tensor that is rows of a whole one; mixed into tensors' classes."""
+    """A mixin for tensors that are rows of a whole tensor."""
 
-    _fsdpc_what = "a parameter"  # as errors call it
+    _fsdpc_what = "a parameter"  # name in errors
     _fsdpc_cure = ""
 
     def _fsdpc_part(self) -> tuple[int, torch.Size]:
@@ -38,7 +38,7 @@ class Part:
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        """Say what to use where a program takes this for a DTensor."""
+        """Raise, with the right replacement, if a program takes this for a DTensor."""
         kind = type(self).__name__
         if name in ("device_mesh", "placements"):
             raise AttributeError(
@@ -50,20 +50,20 @@ class Part:
         raise AttributeError(f"'{kind}' object has no attribute '{name}'")
 
     def _fsdpc_info(self) -> Any:
-        """Return which rows these are; None of those that stand for themselves."""
+        """Return which rows these are; None if they are not a parameter's own."""
         raise NotImplementedError
 
     def _fsdpc_home(self) -> Any:
-        """Return what a copy of these is rows of."""
+        """Return the tensor whose rows a copy of these is."""
         raise NotImplementedError
 
     def _fsdpc_plain(self) -> torch.Tensor:
-        """Return a plain tensor over the same memory, which counts writes to it too."""
+        """Return a plain tensor over the same memory, with the same version counter."""
         with torch._C.DisableTorchFunctionSubclass():
             return torch.Tensor.detach(self).as_subclass(torch.Tensor)  # type: ignore[arg-type]
 
     def size(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any tensor; DCP's planner hears the size of the whole."""
+        """Return the size as any tensor does; for DCP's planner, the size of the whole."""
         caller = sys._getframe(1).f_globals.get("__name__")
         if caller == _PLANNER and not args and not kwargs:
             return self._fsdpc_part()[1]
@@ -73,12 +73,12 @@ class Part:
                 f"{tuple(self._fsdpc_part()[1])}, and would keep one rank's: use "
                 "torch.distributed.checkpoint.save, or fsdpc.checkpoint"
             )
-        if caller == _VMAP:  # its wrappers hide what they stand for
+        if caller == _VMAP:  # its wrappers hide the tensors inside
             check_read(torch.vmap, (self,), {})
         return super().size(*args, **kwargs)  # type: ignore[misc]
 
     def new_empty(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As of any tensor; what stages an asynchronous save gets one of the same class."""
+        """As for any tensor; the stager of an asynchronous save gets one of the same class."""
         made = super().new_empty(*args, **kwargs)  # type: ignore[misc]
         if sys._getframe(1).f_globals.get("__name__") == _STAGER:
             return self._fsdpc_staged(made)

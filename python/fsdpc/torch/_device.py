@@ -1,9 +1,9 @@
-"""Where units live, as torch names it, and how its tensors and streams meet the engine's.
+"""The device of units in torch's terms, and how its tensors and streams meet the engine's.
 
-On the CPU that is all. On a GPU kernels run behind their callers, torch's on its current stream. So
-wherever torch hands over to the engine, the engine's main stream becomes that one (:func:`join`;
-TorchUnit does it by itself, in backward's threads too). Both libraries' work runs in one order, and
-neither waits for the other.
+On the CPU there is nothing more to do. On a GPU kernels run after their callers return, torch's on
+its current stream. Whenever torch hands over to the engine, that stream therefore becomes the
+engine's main stream (:func:`join`; TorchUnit does this itself, also in backward's threads). Both
+libraries' work then runs in one order, and neither waits for the other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _under: Callable[[torch.Tensor], _core.Tensor] = _core.from_dlpack
 
 
 def on_cpu() -> bool:
-    """Whether the engine computes on the CPU."""
+    """Return whether the engine computes on the CPU."""
     return _core.device_name() == "cpu"
 
 
@@ -40,18 +40,18 @@ def raw_stream() -> int:
 
 
 def streams() -> Callable[[], int] | None:
-    """Return what tells torch's current stream; None where there are none."""
+    """Return a function that returns torch's current stream; None if there are no streams."""
     return None if on_cpu() else raw_stream
 
 
 def join() -> None:
-    """Let what the engine is asked next run in the order of torch's current stream."""
+    """Order the engine's next work after that on torch's current stream."""
     if not on_cpu():
         _core.adopt_stream(raw_stream())
 
 
 def to_torch(memory: _core.Tensor) -> torch.Tensor:
-    """Return a tensor of torch over the engine's memory."""
+    """Return a torch tensor over the engine's memory."""
     return _over(memory)
 
 
@@ -74,27 +74,27 @@ def gathered(state: UnitState, index: int, what: bool | torch.Tensor) -> torch.T
 
 
 def to_engine(t: torch.Tensor) -> _core.Tensor:
-    """Return a tensor of the engine over torch's memory; over a copy of what is elsewhere."""
+    """Return an engine tensor over torch's memory; over a copy if it is on another device."""
     join()
     at = home()
     return _under(t if t.device == at else t.to(at))
 
 
 def takes_back() -> bool:
-    """Whether torch's allocator has a use for memory that is not needed for a while."""
+    """Return whether torch's allocator can use memory that is not needed for a while."""
     return not on_cpu()
 
 
 def like(memory: _core.Tensor) -> torch.Tensor:
-    """Return a tensor in memory of torch's."""
+    """Return a tensor in torch's memory."""
     dtype = getattr(torch, memory.dtype.name)
     return torch.empty(memory.shape, dtype=dtype, device=home())
 
 
 def grad_memory(unit: _core.Unit, masters: list[torch.Tensor]) -> list[torch.Tensor] | None:
-    """Return new memory for the gradient shards beside a unit's masters.
+    """Return new memory for the gradient shards of a unit with these masters.
 
-    None where a policy offloads them: they lie in the unit's own.
+    None if a policy offloads them: then they are in the unit's own memory.
     """
     if unit.offload and unit.offload[4]:
         return None
@@ -115,39 +115,39 @@ class Lent:
         self.users: int | None = None  # before the first count
 
     def count_users(self) -> int:
-        """Return how many tensors, and Python objects, stand for it."""
+        """Return how many tensors and Python objects refer to it."""
         return torch._C._storage_Use_Count(self.storage._cdata)
 
     @property
     def is_kept(self) -> bool:
-        """Whether there are more users than ``users``."""
+        """Return whether it has more users than ``users``."""
         return self.users is not None and self.count_users() > self.users
 
     def take(self) -> int:
-        """Return its address, where torch may have given it others meanwhile."""
+        """Return its address; torch may have given it another address meanwhile."""
         if self.storage.nbytes() != self.bytes:
             self.storage.resize_(self.bytes)
         return self.storage.data_ptr()
 
     def give(self) -> None:
-        """Let torch have the memory; its tensors stay, over none."""
+        """Return the memory to torch; its tensors stay, without memory."""
         self.storage.resize_(0)
 
 
 def choose(params: Sequence[tuple[str, nn.Parameter]], asked: str | None = None) -> None:
-    """Raise unless parameters are where the engine computes, which a first unit on a GPU decides.
+    """Raise unless parameters are on the engine's device; the first unit on a GPU determines it.
 
     Parameters
     ----------
     params : sequence of (str, Parameter)
-        Of one unit, by name; those on the meta device fit anywhere.
+        Parameters of one unit, by name; those on the meta device fit anywhere.
     asked : str, optional
-        A type of device that the user named (a mesh's), which decides too.
+        A device type that the user named (a mesh's), which also determines it.
 
     Raises
     ------
     ValueError
-        They are on several devices, or on another than the engine; says what to call.
+        They are on several devices, or not on the engine's; the error says what to call.
     """
     places: dict[torch.device, str] = {}
     for name, p in params:
@@ -174,4 +174,4 @@ def choose(params: Sequence[tuple[str, nn.Parameter]], asked: str | None = None)
                 f'model.to("{home()}") before fully_shard()'
             )
     if not on_cpu():
-        _core.set_reclaim(torch.cuda.empty_cache)  # it keeps what a backward has freed
+        _core.set_reclaim(torch.cuda.empty_cache)  # torch keeps memory that a backward has freed

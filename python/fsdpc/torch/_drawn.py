@@ -1,12 +1,13 @@
-"""Finds parameters that were initialised piece by piece from equal generators.
+"""Detect parameters that were initialised piece by piece from equal generators.
 
-After sharding, ``for p in model.parameters(): nn.init.normal_(p)`` draws on every rank from the
-beginning of one stream. So ranks get the same numbers for other rows, or for other parameters: a
-piece may be a whole parameter. That would train, and be worse. So before the first forward ranks
-compare how the pieces begin that were written since their values were those of full parameters.
-What begins alike on two ranks, but for its scale, and is not constant, was drawn so.
+After sharding, ``for p in model.parameters(): nn.init.normal_(p)`` draws from the beginning of the
+same stream on every rank. Ranks then get the same numbers for different rows, or for different
+parameters, since a piece may be a whole parameter. Such a model would train, but worse. Before the
+first forward, ranks therefore compare the beginnings of pieces that were written since they had the
+values of full parameters. If the beginnings are equal on two ranks, except for their scale, and not
+constant, they were drawn this way.
 
-What is written through ``.data`` is not seen, nor what narrow dtypes round otherwise.
+This misses writes through ``.data``, and values that narrow dtypes round differently.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fsdpc import _core
 if TYPE_CHECKING:
     from fsdpc.torch._unit import UnitState
 
-#: Generators fill shorter tensors by other rules than longer ones.
+#: Generators use other rules for shorter tensors.
 _BEGIN = 16
 
 
@@ -31,7 +32,7 @@ def check_drawn(states: list[UnitState]) -> None:
     Raises
     ------
     RuntimeError
-        Names both parameters and both ranks, on every rank.
+        The error names both parameters and both ranks, on every rank.
     """
     comm = states[0].comms[0]
     if comm.size == 1:
@@ -58,10 +59,10 @@ def check_drawn(states: list[UnitState]) -> None:
 
 
 def _mark(piece: torch.Tensor) -> int:
-    """How a piece begins, above 0; 0 for one that is constant there."""
+    """Return a positive mark of a piece's beginning; 0 if it is constant."""
     begin = piece.detach().reshape(-1)[:_BEGIN].cpu().double()
     if begin.numel() < 2 or bool((begin == begin[0]).all()):
         return 0
-    if begin.numel() == _BEGIN:  # enough of them to tell, roughly, without their scale
+    if begin.numel() == _BEGIN:  # enough to compare, roughly, without their scale
         begin = (begin / begin.abs().max() * 1000).round()
     return 1 + _core.crc32c(begin.numel(), begin.view(torch.uint8).numpy())

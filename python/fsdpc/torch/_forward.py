@@ -1,15 +1,15 @@
-"""A module's forward as a unit: what happens around it.
+"""The forward of a module as a unit: what happens around it.
 
     enter -> cast and mark the inputs -> forward -> mark and cast the outputs -> leave
 
-A mark on an output's node tells the schedule that the unit's backward begins; a Function over the
-inputs that need gradients tells it that it has ended. _structures.py says where tensors are found.
+A mark on an output's node tells the schedule that the unit's backward begins. A Function over the
+inputs that need gradients tells it that the backward has ended. _structures.py finds the tensors.
 
-Inside backward a forward is a recomputation (activation checkpointing), which may stop early: the
-exception that does so is none of ours.
+Inside backward a forward is a recomputation (activation checkpointing), which may stop early, by an
+exception that is not ours.
 
-A reentrant checkpoint runs forward without gradients, so no output bears a mark that says which
-weights it saw. The checkpoint's own context does, where an outermost forward runs in one.
+A reentrant checkpoint runs forward without gradients, so no output has a mark with the version of
+its weights. If an outermost forward runs in one, the checkpoint's own context records it.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _BACKWARD = CheckpointFunction.backward.__code__
 
 _task_id = torch._C._current_graph_task_id
 _is_grad_enabled = torch.is_grad_enabled
-#: The number of the next node; where torch does not tell, no object of an output is looked into.
+#: The number of autograd's next node; if torch does not provide it, objects are not searched.
 _next_node: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: sys.maxsize)
 _transform = torch._C._functorch.peek_interpreter_stack
 
-#: By what torch calls it, a transform, and those that are made of it.
+#: torch's name of a transform, and of those derived from it.
 _TRANSFORMS = {
     "Grad": "torch.func.grad (or vjp, jacrev, hessian)",
     "Jvp": "torch.func.jvp (or jacfwd)",
     "Vmap": "torch.func.vmap",
 }
-#: What lets a module compute with other tensors than its parameters, by the module it is in.
+#: Features that make a module compute with other tensors than its parameters, by their module.
 _REPLACING = {
     "torch._functorch.functional_call": "torch.func.functional_call",
     "torch.nn.utils.stateless": "torch.func.functional_call",
@@ -53,7 +53,7 @@ _REPLACING = {
 
 
 class _EndBackward(torch.autograd.Function):
-    """The identity; its backward runs when the gradients of all inputs are there."""
+    """The identity; its backward runs once the gradients of all inputs exist."""
 
     @staticmethod
     def forward(
@@ -72,7 +72,7 @@ class _EndBackward(torch.autograd.Function):
 
 
 def _check_second(state: UnitState, grads: Any) -> None:
-    """Let a second backward name a unit that was given up since; autograd's error would not."""
+    """In a second backward, name a unit that was since resharded; autograd's error would not."""
     seen = [p._version for p in state.fulls]
 
     def check(_: Any) -> None:
@@ -101,7 +101,7 @@ def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: An
     torch_unit, root = state.torch_unit, state.root or make_root(module)
     in_task = _task_id() != -1
     if not in_task and torch_unit.in_backward:
-        root.reset()  # a backward was abandoned by an exception
+        root.reset()  # an exception ended a backward
     outermost = torch_unit.depth == 0
     since = _next_node() if grad else 0
     if root.registered != Registered.count and outermost and not in_task:
@@ -137,7 +137,7 @@ def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: An
             _mark_outputs(marks, result, since)
     except BaseException:
         if torch_unit.depth > 1 or (in_task and torch_unit.in_backward):
-            torch_unit.leave()  # a forward around it may catch this and go on
+            torch_unit.leave()  # an enclosing forward may catch this and continue
         else:
             root.reset()
         if span is not None:
@@ -160,7 +160,7 @@ def _refuse_transform(module: Any) -> NoReturn:
 
 
 def _explain(module: Any, state: UnitState, error: BaseException) -> None:
-    """Raise what says who put other tensors in the place of parameters, where torch did."""
+    """Raise an error that names the torch feature that replaced parameters, if there is one."""
     own = {id(p) for p in (*state.pieces, *state.fulls)}
     if all(id(owner.get(key)) in own for owner, key, _ in state.slots):
         return
@@ -193,7 +193,7 @@ def _run_on_copies(
             "it under torch.no_grad(), or after"
         )
     if state.root is None and not all(s.summoned for s in states_of(module)):
-        make_root(module)  # units inside run as ever
+        make_root(module)  # units inside run as usual
     with state.computing():
         if state.cast_to is not None:
             args, kwargs = _cast(args, state.cast_to), _cast(kwargs, state.cast_to)
@@ -210,7 +210,7 @@ def _run_on_copies(
 
 
 def _contexts(of: Any) -> Iterator[Any]:
-    """Contexts of the checkpoints that run, in forward or backward, innermost first."""
+    """Yield contexts of the running checkpoints, in forward or backward, innermost first."""
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_code is of:
@@ -219,13 +219,13 @@ def _contexts(of: Any) -> Iterator[Any]:
 
 
 def _remember(root: Root, torch_unit: _core.TorchUnit) -> None:
-    """Let checkpoints around this forward know which weights it saw."""
+    """Record in the checkpoints around this forward which weights it used."""
     for ctx in _contexts(_FORWARD):
         ctx.__dict__.setdefault("_fsdpc_seen", {})[id(root)] = torch_unit.generation
 
 
 def _recall(root: Root, torch_unit: _core.TorchUnit) -> None:
-    """Let backward begin for the weights that the forward saw which is computed again."""
+    """Begin the backward for the weights of the forward that is recomputed."""
     for ctx in _contexts(_BACKWARD):
         seen = ctx.__dict__.get("_fsdpc_seen", {}).get(id(root))
         if seen is not None:

@@ -1,12 +1,12 @@
-"""Gradients of pieces: tensors over this rank's rows that answer norms for the whole parameter.
+"""Gradients of pieces: tensors of this rank's rows with the norm of the whole parameter.
 
-A piece's gradient holds this rank's rows alone, so ``p.grad.norm()`` of a plain tensor would
-quietly be another number on every rank. Here norms are global, and the engine's. The first read
-measures all gradients of the model in one small collective; the others return its result while
-their own gradient is unchanged. Whether to measure hangs on what the program did, never on this
-rank's rows, so that ranks decide alike. Everything else is a plain tensor's.
+A piece's gradient has only this rank's rows, so ``p.grad.norm()`` of a plain tensor would silently
+differ between ranks. Here norms are global, and the engine computes them. The first read measures
+all gradients of the model in one small collective. Later reads return its results while their own
+gradient is unchanged. The decision to measure depends only on the program, never on this rank's
+rows, so that all ranks decide alike. All other operations are those of a plain tensor.
 
-Clipping may have left a factor for the optimizer to apply; any operation here applies it first.
+Clipping may have deferred a factor to the optimizer; any operation here applies it first.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _Pending:
-    """Units, while they live, whose gradients clipping left to be scaled."""
+    """Live units whose gradients clipping left to be scaled."""
 
     def __init__(self) -> None:
         self.states: weakref.WeakSet[UnitState] = weakref.WeakSet()
         self.any = False
 
     def add(self, states: Iterable[UnitState]) -> None:
-        """Note that they are; every rank does, whether or not it looks at them."""
+        """Add units; every rank does, whether or not it reads them."""
         for state in states:
             self.states.add(state)
             self.any = True
@@ -55,13 +55,13 @@ class _Pending:
 class Measured:
     """Which norms of a model are known, and whether the next miss measures one or all.
 
-    All are measured where half of them are of older gradients. That is looked up at one miss in n/8
-    of n gradients, so a loop that changes each gradient after reading it stays linear. Reads of
+    If half of them belong to older gradients, all are measured. This is checked at one miss in n/8
+    for n gradients, so a loop that changes each gradient after reading it stays linear. Reads of
     known norms do not count: one rank may make more of them.
     """
 
     def __init__(self) -> None:
-        self.age: int = 0  # of gradients: what was measured at another age does not count
+        self.age: int = 0  # generation of gradients: results from other ages are invalid
         self.misses: int = 0
 
     def outdate(self) -> None:
@@ -70,12 +70,12 @@ class Measured:
         self.misses = 0
 
     def is_known(self, grad: PieceGrad, order: float) -> bool:
-        """Whether the norm that a gradient keeps is of what it holds now."""
+        """Return whether the norm stored in a gradient belongs to its current values."""
         known = grad._fsdpc_norm
         return known is not None and known[0] == (order, self.age, grad._version)
 
     def missing(self, one: Held, order: float, root: Root) -> list[Held]:
-        """Return what to measure where ``one`` is not known."""
+        """Return the gradients to measure if ``one`` is not known."""
         if self.misses > 0:
             self.misses -= 1
             return [one]
@@ -140,7 +140,7 @@ class PieceGrad(LocalRows):
 
 
 def as_piece_grad(rows: torch.Tensor, state: UnitState, index: int) -> PieceGrad:
-    """Return the rows as a gradient of parameter ``index``, with a version counter of its own."""
+    """Return the rows as a gradient of parameter ``index``, with its own version counter."""
     return at_home(rows.data, (weakref.ref(state), index))
 
 
@@ -159,14 +159,14 @@ def _plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``detach()`` and ``.data``: the gradient's memory, and its version counter in both."""
+    """Implement ``detach()`` and ``.data``: the gradient's memory, with its version counter."""
     grad = args[0]
     of = grad if grad._fsdpc_of is None else grad._fsdpc_of
     return at_home(_plain(torch.Tensor.detach, (grad,), {}), grad._fsdpc, of)
 
 
 def _keep(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Operations whose result still is a gradient of the parameter, of another type perhaps."""
+    """Run an operation whose result is still a gradient of the parameter, perhaps converted."""
     result = _plain(func, args, kwargs)
     if result is args[0] or not isinstance(args[0], PieceGrad):
         return result
@@ -174,13 +174,13 @@ def _keep(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _like(args: tuple[Any, ...], result: Any) -> Any:
-    """What arithmetic makes of gradients element by element: rows as theirs.
+    """Return the result of elementwise arithmetic on gradients: rows like theirs.
 
-    Of a parameter that one rank keeps whole it is plain: that rank computes with it alone (Muon).
+    If one rank keeps the whole parameter, the result is plain: only that rank computes (Muon).
     """
     if isinstance(result, (list, tuple)):
         if not isinstance(args[0], (list, tuple)):
-            return result  # where(mask): numbers of elements
+            return result  # where(mask): indices of elements
         return type(result)(_like((g,), r) for g, r in zip(args[0], result, strict=True))
     for grad in args:
         if isinstance(grad, PieceGrad) and grad is not result and grad.shape == result.shape:
@@ -232,7 +232,7 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             measured = _measure([each for _, each in held], _order(order))
             values = {d: measured.to(d).unbind() for d in {g.dtype for _, (_, _, g) in held}}
             norms |= {k: values[g.dtype][at] for at, (k, (_, _, g)) in enumerate(held)}
-        if norms:  # what torch makes of a list with one is one
+        if norms:  # torch's result for a list of one has one element
             first = min(norms)
             norms[first] = norms[first].as_subclass(Whole)
         return [
@@ -242,7 +242,7 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _by_root(tensors: Sequence[torch.Tensor]) -> Iterable[list[tuple[int, Held]]]:
-    """The gradients of a list with their places in it, those of one model together."""
+    """Yield the gradients of a list with their indices, grouped by model."""
     found: dict[int, list[tuple[int, Held]]] = {}
     for k, grad in enumerate(tensors):
         if isinstance(grad, PieceGrad):
@@ -252,7 +252,7 @@ def _by_root(tensors: Sequence[torch.Tensor]) -> Iterable[list[tuple[int, Held]]
 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """GradScaler's: infinities on any rank count on all."""
+    """Implement GradScaler's unscaling: infinities on any rank count on all."""
     _plain(func, args, kwargs)
     _count_writes(args[0])
     found = args[1]
@@ -265,7 +265,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _measure(grads: list[Held], order: float) -> torch.Tensor:
-    """Norms of whole gradients from this rank's rows, in float64; collective, exactly summed."""
+    """Return norms of whole gradients from this rank's rows, in float64, exact; collective."""
     values = _core.norms_of_rows(
         [state.unit for state, _, _ in grads],
         [index for _, index, _ in grads],
@@ -287,7 +287,7 @@ def global_norm(grad: PieceGrad, order: float) -> torch.Tensor:
     own = state.pieces[index].grad
     of = grad if grad._fsdpc_of is None else grad._fsdpc_of
     with torch._C.DisableTorchFunctionSubclass():
-        if root is None or of is not own:  # a copy: alone
+        if root is None or of is not own:  # a copy, by itself
             return _measure([(state, index, grad)], order)[0].to(grad.dtype)
         measured = root.measured
         if not measured.is_known(own, order):
@@ -301,7 +301,7 @@ def global_norm(grad: PieceGrad, order: float) -> torch.Tensor:
 
 
 def _count_writes(tensors: Iterable[torch.Tensor]) -> None:
-    """Count a write to each, which operations on lists do not under counters of FLOPs, say."""
+    """Count a write to each; list operations do not if FLOP counters are active, for example."""
     torch.autograd.graph.increment_version([t for t in tensors if isinstance(t, PieceGrad)])
 
 
@@ -323,5 +323,5 @@ _HANDLERS: dict[Any, Handler] = {
     torch.Tensor.data.__get__: _view,
 }
 
-# Clipping takes its calls over lists then, as it does for DTensor, which torch adds the same way.
+# Clipping then handles its calls over lists, as for DTensor, which torch adds the same way.
 _foreach_utils._foreach_supported_types.append(PieceGrad)

@@ -1,9 +1,9 @@
-"""Initialising sharded modules: what looks at shapes and draws numbers sees full parameters.
+"""Initialise sharded modules: code that reads shapes and draws numbers sees full parameters.
 
-``nn.init`` on pieces would give each rank the same numbers for other rows, and know the wrong
-fan-in. So inside ``reset_parameters()`` of any module of a unit, inside ``apply(fn)``, and where
-adapters are merged, the unit's parameters stand on private full copies. Afterwards ranks compare
-them (or take rank 0's, as ``sync_module_states`` said), and keep their rows. Equal generators give
+``nn.init`` on pieces would give each rank the same numbers for different rows, and would use the
+wrong fan-in. Therefore parameters are private full copies inside ``reset_parameters()`` of any
+module of a unit, inside ``apply(fn)``, and while adapters are merged. Afterwards ranks compare the
+copies (or take rank 0's, with ``sync_module_states``) and keep their rows. Equal generators give
 the values that the plain model would have.
 """
 
@@ -22,7 +22,7 @@ from fsdpc.distributed.agree import check_agreement
 from fsdpc.torch._recipe import values_of
 from fsdpc.torch._unit import UnitState, full_value, on_copies, states_of
 
-#: What to do where ranks have different values.
+#: What to do if ranks have different values.
 CURE = (
     "build and shard the same model, with the same seed, on every rank, or pass "
     "sync_module_states=True, which takes rank 0's values"
@@ -30,9 +30,9 @@ CURE = (
 
 
 def offer_full(state: UnitState, modules: list[nn.Module]) -> None:
-    """Let methods that write parameters of a unit's modules see full ones.
+    """Make methods that write parameters of a unit's modules see full ones.
 
-    ``reset_parameters()``, and ``merge()`` and ``unmerge()`` of adapters, as PEFT's layers have.
+    These are ``reset_parameters()``, and the ``merge()`` and ``unmerge()`` of PEFT's adapters.
     """
     for m in modules:
         names = ["reset_parameters"]
@@ -56,9 +56,9 @@ def _with_full(state: UnitState, module: nn.Module, name: str, *args: Any, **kwa
 
 @contextmanager
 def full_values(states: list[UnitState]) -> Iterator[None]:
-    """Let parameters of units be private full copies, and take over what they hold; collective.
+    """Replace parameters of units by private full copies, and keep their new values; collective.
 
-    Does nothing for units that stand on copies already, and inside forward and backward.
+    Does nothing for units that already use copies, and inside forward and backward.
     """
     states = [s for s in states if not (s.summoned or s.is_running)]
     with on_copies(states, [[_full(s, i) for i in range(len(s.pieces))] for s in states]) as now:
@@ -97,5 +97,5 @@ def _take(state: UnitState, fulls: list[nn.Parameter]) -> None:
 
 
 def checksum(full: torch.Tensor) -> int:
-    """Return the checksum of a value's bytes, wherever it is."""
+    """Return the checksum of a value's bytes, on any device."""
     return _core.crc32c(0, full.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy())

@@ -1,9 +1,9 @@
-"""Parameters that come into a sharded module after ``fully_shard``: they are named.
+"""Detect parameters added to a sharded module after ``fully_shard``, and name them.
 
-No unit holds them, so nothing would reduce their gradients, and every rank would train its own. A
-module that is put in the place of another (a resized embedding, another head) and adapters bring
-such. Modules are looked through at the first forward, and again at the first one after something
-was registered in any of them. What is frozen may come, and is looked at again at each forward.
+No unit holds them, so nothing would reduce their gradients, and every rank would train its own
+copy. They come from replaced modules (a resized embedding, another head) and from adapters. Modules
+are searched at the first forward, and again at the first one after a registration in any of them.
+Frozen parameters are allowed, and checked again at each forward.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class Registered:
-    """How many modules and parameters were put into modules of units."""
+    """The number of modules and parameters registered in modules of units."""
 
     count = 0
 
@@ -38,19 +38,19 @@ def _note(module: nn.Module, name: str, value: Any) -> None:
 
 
 def watch(state: UnitState, inside: Inside) -> None:
-    """Remember where a unit's modules have parameters, sharded or ignored."""
+    """Record where a unit's modules have parameters, sharded or ignored."""
     for _, m in inside:
         _inside.add(m)
         state.known += [(m._parameters, key) for key, p in m._parameters.items() if p is not None]
 
 
 def check_late(states: Iterable[UnitState]) -> int:
-    """Raise if modules of these units have a trainable parameter that came after sharding.
+    """Raise if modules of these units have a trainable parameter added after sharding.
 
     Returns
     -------
     int
-        The count of registrations at which that is known; none where frozen ones came.
+        The registration count for which this is known; -1 if frozen ones were added.
     """
     frozen = False
     for state in states:

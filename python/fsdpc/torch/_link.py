@@ -1,15 +1,15 @@
-"""Bytes between hosts over process groups of torch's.
+"""Bytes between hosts over torch's process groups.
 
-The engine's link (``_core.Link``) keeps messages, and three threads carry them. One takes what this
-rank sends. One receives frames from anybody, and posts the receives of what belongs to them; the
-third waits for those and delivers. (They call the groups' methods, which ``torch.distributed.send``
-and ``recv`` wrap, for a fifth less time.) Each message has a frame of fixed size, which holds small
-ones whole, so that a note of an epoch is one send.
+The engine's link (``_core.Link``) stores messages, and three threads carry them. One sends this
+rank's messages. One receives frames from any rank, and posts the receives of their messages. The
+third waits for those and delivers them. (They call the groups' methods, which
+``torch.distributed.send`` and ``recv`` wrap; this takes a fifth less time.) Each message has a
+frame of fixed size, which contains small messages whole, so a note of an epoch is one send.
 
-Gloo sends a message once the peer has said, on the same connection, that it waits for it. There
-that word would stand behind what the peer sends itself, and the wire would carry one direction
-after the other. So frames, what goes to higher ranks and what goes to lower ranks have a group
-each.
+Gloo sends a message only after the peer has announced, on the same connection, that it waits for
+it. That announcement would queue behind the peer's own data, and the connection would carry one
+direction after the other. Therefore frames, messages to higher ranks and messages to lower ranks
+each have a separate group.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from fsdpc.distributed import carriers
 FRAME = 512
 HEAD = struct.Struct("<IQ")  # tag, bytes
 INLINE = FRAME - HEAD.size
-FOR_EVER = timedelta(days=3650)  # between steps nobody sends anything; the engine has deadlines
+FOR_EVER = timedelta(days=3650)  # there may be no traffic between steps; the engine has deadlines
 
 
 def carry(group: Any) -> _core.Link:
-    """Make a link between the ranks of a process group, over groups of its own; collective."""
+    """Create a link between the ranks of a process group, over separate groups; collective."""
     ranks = dist.get_process_group_ranks(group)
     link = _core.Link(dist.get_rank(group), len(ranks))
-    # Gloo, as it is memory of the host, whatever the group's own tensors are on.
+    # Gloo, because this is host memory, whatever the group's own tensors use.
     options: dict[str, Any] = {"timeout": FOR_EVER, "backend": "gloo"}
     carrier = _Carrier(link, *(
         dist.new_group(ranks, use_local_synchronization=True, **options) for _ in range(3)
@@ -50,7 +50,7 @@ def _wait(works: list[Any]) -> None:
 
 
 class _Carrier:
-    """What each thread of a link does."""
+    """The functions of a link's threads."""
 
     def __init__(self, link: _core.Link, frames: Any, up: Any, down: Any) -> None:
         self._link = link
@@ -65,7 +65,7 @@ class _Carrier:
         return self._up if higher else self._down
 
     def send(self) -> None:
-        """Send what the engine posts; the oldest of several messages is waited for."""
+        """Send the messages that the engine posts; if there are several, wait for the oldest."""
         under_way: list[list[Any]] = [[] for _ in range(self._link.rooms)]
         room = 0
         try:
@@ -86,13 +86,13 @@ class _Carrier:
                     works.append(group.send([torch.frombuffer(data, dtype=torch.uint8)], peer, 0))
                 under_way[room] = works
                 room = (room + 1) % self._link.rooms
-        except _core.PeerError:  # all that was posted is taken
+        except _core.PeerError:  # everything posted is sent
             for works in under_way:
                 _wait(works)
             raise
 
     def frames(self) -> None:
-        """Receive frames, and post the receives of what belongs to them, until the last."""
+        """Receive frames, and post the receives of their messages, until the last frame."""
         frame = torch.empty(FRAME, dtype=torch.uint8)
         head = memoryview(frame.numpy())
         try:
@@ -116,7 +116,7 @@ class _Carrier:
             self._posted.put(None)
 
     def bodies(self) -> None:
-        """Deliver messages in the order in which their frames came."""
+        """Deliver messages in the order of their frames."""
         try:
             while (message := self._posted.get()) is not None:
                 room, peer, tag, body = message

@@ -1,4 +1,4 @@
-"""Optimizers that were made before their model was sharded: they are given the pieces."""
+"""Optimizers that were created before their model was sharded: give them the pieces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Places = Mapping[int, tuple[dict[str, Any], str]]
 
 
 def places_of(module: nn.Module) -> Places:
-    """Return where each parameter is, by identity; for :func:`moved` after sharding."""
+    """Return the place of each parameter, by identity; for :func:`moved` after sharding."""
     return {
         id(p): (owner._parameters, key)
         for owner in module.modules()
@@ -24,13 +24,13 @@ def places_of(module: nn.Module) -> Places:
 
 
 def moved(params: Iterable[Any], places: Places) -> list[Any]:
-    """Return the parameters that are in these places now; others as they are."""
+    """Return the parameters that are in these places now; others unchanged."""
     found = [(p, places.get(id(p))) for p in params]
     return [p if at is None else at[0][at[1]] for p, at in found]
 
 
 def give_pieces(optimizer: torch.optim.Optimizer, places: Places) -> None:
-    """Put the pieces into an optimizer's groups, where their parameters were."""
+    """Replace the parameters in an optimizer's groups by the pieces."""
     for group in optimizer.param_groups:
         group["params"] = moved(group["params"], places)
 
@@ -38,7 +38,7 @@ def give_pieces(optimizer: torch.optim.Optimizer, places: Places) -> None:
 def optimizers_over(places: Places) -> list[torch.optim.Optimizer]:
     """Return the optimizers of this process that hold one of these parameters.
 
-    It looks at every object that Python tracks, some 50 ms: once per model, never per step.
+    This visits every object that Python tracks, about 50 ms: once per model, never per step.
     """
     made = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
     return [
@@ -48,7 +48,7 @@ def optimizers_over(places: Places) -> list[torch.optim.Optimizer]:
 
 
 def give_whole_pieces(optimizer: torch.optim.Optimizer, places: Places) -> None:
-    """Do :func:`give_pieces` with the states, which fit pieces that are whole parameters."""
+    """Like :func:`give_pieces`, with states, which fit pieces that are whole parameters."""
     states = optimizer.state
     held = [p for p in states if id(p) in places]
     for p, piece in zip(held, moved(held, places), strict=True):

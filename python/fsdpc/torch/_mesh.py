@@ -1,8 +1,8 @@
-"""Meshes and process groups of torch, as meshes of the engine's communicators.
+"""Convert torch's meshes and process groups to meshes of the engine's communicators.
 
-A mesh that holds every rank is split off the world: its messages name world ranks, and a failure
-reaches all of them. Of another one (the data parallel dimension of a pipeline, a group from
-``new_group``) the ranks meet by themselves, and no other rank takes part in anything.
+A mesh that contains every rank is split off the world: its messages name world ranks, and a failure
+reaches all of them. In any other mesh (the data parallel dimension of a pipeline, a group from
+``new_group``) the ranks join by themselves, and no other rank takes part.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def join() -> _core.Comm:
 
 
 def _join_group() -> bool:
-    """Let the ranks of torch.distributed be all ranks, if there are any."""
+    """Use the ranks of torch.distributed as the world, if there are any."""
     if not (dist.is_available() and dist.is_initialized()):
         return False
     world = _meet(dist.group.WORLD)
@@ -46,16 +46,17 @@ ranks._join_torch = _join_group
 
 
 def as_mesh(mesh: Any) -> DeviceMesh:
-    """Return the engine's mesh for one of torch's or its own, or for None: all ranks.
+    """Return the engine's mesh for a torch mesh, one of its own, or None (all ranks).
 
-    A process group is a mesh too, and a pair of them is (shard, replicate). Collective in the mesh.
+    A process group also counts as a mesh, and a pair of groups is (shard, replicate). Collective in
+    the mesh.
 
     Raises
     ------
     TypeError, ValueError
-        It is none of these, has more than two dimensions, or this rank is not in it.
+        The argument is none of these, has more than two dimensions, or lacks this rank.
     AssertionError
-        It has two dimensions without names, as torch raises.
+        It has two unnamed dimensions, as in torch.
     """
     if isinstance(mesh, DeviceMesh):
         return mesh
@@ -76,7 +77,7 @@ def as_mesh(mesh: Any) -> DeviceMesh:
 
 
 def _dimensions(mesh: Any) -> tuple[list[Any], Sequence[str]]:
-    """The process group along each dimension of a mesh of torch's, and the names of these."""
+    """Return the process group along each dimension of a torch mesh, and the dimensions' names."""
     if mesh.device_type != _device.home().type:
         raise ValueError(
             f"a mesh of device type '{mesh.device_type}', and the engine computes on "
@@ -99,13 +100,13 @@ def _dimensions(mesh: Any) -> tuple[list[Any], Sequence[str]]:
     return [mesh.get_group(dim) for dim in range(mesh.ndim)], mesh.mesh_dim_names or ("shard",)
 
 
-#: Of process groups, while these live, split off a world or met by themselves (None): units of a
+#: Communicators of live process groups, split off a world or joined separately (None). Units of a
 #: model share them.
 _known: WeakKeyDictionary[Any, dict[_core.Comm | None, _core.Comm]] = WeakKeyDictionary()
 
 
 def _comms(groups: list[Any]) -> list[_core.Comm]:
-    """The communicators of process groups, one along each dimension of a mesh."""
+    """Return the communicators of process groups, one along each dimension of a mesh."""
     whole = prod(map(dist.get_world_size, groups)) == dist.get_world_size()
     world = join() if whole else None
     comms = []
@@ -123,7 +124,7 @@ def _part(group: Any, world: _core.Comm) -> _core.Comm:
 
 
 def _meet(group: Any) -> _core.Comm:
-    """Let the ranks of a process group join each other."""
+    """Make the ranks of a process group join each other."""
     told: list[Any] = [None] * dist.get_world_size(group)
     mine = (this_host(), f"torch:{uuid.uuid4().hex}", uuid.uuid4().hex)
     dist.all_gather_object(told, mine, group)

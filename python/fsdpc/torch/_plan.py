@@ -1,10 +1,10 @@
 """Which submodules a plan makes units, and with which options.
 
-A plan is a function of (dotted name, module) that returns options or None, or maps patterns of
-names to options; a star stands for one part of a name. transformers' plans are taken as they are. A
-tuple of patterns is one unit; ``"free_full_weight"`` and ``"keep_full_weight"`` say whether forward
-gives its parameters up. Modules of a plan that share a parameter become one unit; one that shares
-its own with what no pattern names is left to the module around them.
+A plan is a function of (dotted name, module) that returns options or None, or it maps name patterns
+to options; a star matches one part of a name. transformers' plans are accepted unchanged. A tuple
+of patterns is one unit; ``"free_full_weight"`` and ``"keep_full_weight"`` say whether forward
+reshards its parameters. Modules of a plan that share a parameter become one unit. If a module
+shares its parameter with one that no pattern matches, it is left to the enclosing module.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Group = tuple[list[nn.Module], dict[str, Any]]
 
 
 def groups_of(modules: list[nn.Module], plan: Any) -> list[Group]:
-    """Return (modules of a unit, its options) inside of these modules, inner units first.
+    """Return (modules of a unit, its options) for the units in these modules, inner units first.
 
     Raises
     ------
     ValueError
-        A value is no option, or no pattern fits any module.
+        A value is not a valid option, or a pattern matches no module.
     """
     if callable(plan):
         return units_by(plan, modules)
@@ -62,7 +62,7 @@ def _by_patterns(module: nn.Module, plan: Mapping[Any, Any]) -> list[Group]:
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Whether each part of a dotted name fits the pattern's."""
+    """Return whether each part of a dotted name matches the pattern's."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
@@ -79,8 +79,8 @@ def _options(key: Any, value: Any) -> dict[str, Any]:
 
 
 def _tied_together(root: nn.Module, groups: list[Group]) -> list[Group]:
-    """Join groups that share a parameter; drop those that share it with no group."""
-    owners: dict[int, set[int]] = {}  # of parameters: the modules that have them as their own
+    """Join groups that share a parameter; drop those that share it with a module in no group."""
+    owners: dict[int, set[int]] = {}  # parameter -> the modules that own it
     for m in root.modules():
         for p in m._parameters.values():
             if p is not None:
@@ -89,7 +89,7 @@ def _tied_together(root: nn.Module, groups: list[Group]) -> list[Group]:
     inside = [{id(m) for top in tops for m in top.modules()} for tops, _ in groups]
     planned: set[int] = set().union(*inside) if inside else set()
     result: list[Group] = []
-    at: dict[int, Group] = {}  # of tied parameters: the group that has them
+    at: dict[int, Group] = {}  # tied parameter -> its group
     for (tops, options), modules in zip(groups, inside, strict=True):
         shared = [p for p, own in tied.items() if own & modules and own - modules]
         if any(not tied[p] <= planned for p in shared):

@@ -1,10 +1,10 @@
-"""Ranges in profilers' traces, named by what a unit does: nothing unless a profiler runs.
+"""Ranges in profiler traces, named after the acts of a unit; inactive unless a profiler runs.
 
     FSDP::forward (layers.0)    the whole forward; in it FSDP::unshard, the wait for parameters
     FSDP::backward (layers.0)   from the first gradient of its outputs to the last of its inputs
     FSDP::reduce (Net)          the wait for reductions at the end of backward
 
-A unit whose inputs need no gradients ends with the whole backward.
+If a unit's inputs need no gradients, its range ends with the whole backward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fsdpc.torch._unit import Root, UnitState
 
 
 def enter(state: UnitState, grad: bool, in_task: bool) -> tuple[Any, bool]:
-    """Begin a forward: its range, and what ``TorchUnit.enter`` says."""
+    """Begin a forward: return its range, and the result of ``TorchUnit.enter``."""
     span = _begin(state, "forward")
     with record_function(f"FSDP::unshard ({state.unit.name})"):
         return span, state.torch_unit.enter(grad, in_task)
@@ -40,7 +40,7 @@ def leave(span: Any) -> None:
 
 
 class Marks:
-    """A TorchUnit for one forward: its marks open and close the range of the backward."""
+    """A TorchUnit for one forward; its marks open and close the range of the backward."""
 
     def __init__(self, state: UnitState) -> None:
         assert state.root is not None
@@ -61,7 +61,7 @@ class Marks:
         return begin
 
     def end_backward(self) -> None:
-        """Say that the gradients of all inputs are there."""
+        """Record that the gradients of all inputs exist."""
         self._state.torch_unit.end_backward()
         if self._span in self._root.spans:
             self._root.spans.remove(self._span)
@@ -70,7 +70,7 @@ class Marks:
 
 
 def finish(root: Root) -> None:
-    """Wait for reductions inside a range, after those that are open still have ended."""
+    """Wait for reductions inside a range, after the open ranges have ended."""
     while root.spans:
         leave(root.spans.pop())
     with record_function(f"FSDP::reduce ({root.states[0].unit.name})"):
@@ -78,9 +78,9 @@ def finish(root: Root) -> None:
 
 
 def mark_optimizers(note: Callable[[str], None]) -> list[Any]:
-    """Tell of the steps of torch's own optimizers from now on; return what has ``remove()``.
+    """Report steps of torch's own optimizers from now on; return handles with ``remove()``.
 
-    Those of ``fsdpc.torch.optim`` are in the engine's trace.
+    The engine's trace already has those of ``fsdpc.torch.optim``.
     """
 
     def begin(optimizer: Any, *_: Any) -> None:

@@ -1,17 +1,17 @@
-"""What rows of a parameter cannot answer, refused by name.
+"""Refuse, by name, questions that rows of a parameter cannot answer.
 
-A rank has some rows of a parameter and of its gradient. Arithmetic on them, element by element, is
-right. A sum over rows or a product with a matrix would be that of this rank alone, and nothing
-would look wrong. So tensors of rows hand each operation to :func:`check` first. What is computed
-row by row is right too: ``p.norm(dim=1)`` is allowed, ``p.norm(dim=0)`` is not.
+A rank has some rows of a parameter and of its gradient. Elementwise arithmetic on them is correct.
+A sum over rows or a product with a matrix would be wrong without looking wrong, because it covers
+only this rank's rows. Tensors of rows therefore pass each operation to :func:`check` first.
+Row-wise results are correct too: ``p.norm(dim=1)`` is allowed, ``p.norm(dim=0)`` is not.
 
-While a module of a unit runs, rows of another unit are no weights, and what is written to them
-comes too late for this forward. So any use of their values raises there, in the thread that runs
-the module.
+While a module of a unit runs, rows of another unit are not weights, and a write to them comes too
+late for this forward. Any use of their values therefore raises there, in the thread that runs the
+module.
 
-Results of arithmetic on rows, masks among them, are watched like rows. With gradients enabled, the
-sum and mean of all elements are the whole's (``whole_sum``), so penalties are right. Other results
-are not watched.
+Results of arithmetic on rows, including masks, are checked like rows. With gradients enabled, the
+sum and mean of all elements are those of the whole tensor (``whole_sum``), so penalties are
+correct. Other results are not checked.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def _named(words: str) -> Iterator[tuple[str, Any]]:
                     yield word, func
 
 
-#: What makes other rows of rows: a copy, of another type or in other memory.
+#: Operations whose result is still rows: a copy, of another type or in other memory.
 KEEPING = frozenset(
     func for _, func in _named("bfloat16 clone cpu cuda detach double float half to type_as")
 ) | {Tensor.data.__get__}
-#: Arithmetic and comparisons element by element, none in place: they make rows, or masks of rows.
+#: Elementwise arithmetic and comparisons, none in place: they return rows, or masks of rows.
 ELEMENTWISE = frozenset(
     getattr(space, name)
     for space in (torch, Tensor)
@@ -61,7 +61,7 @@ ELEMENTWISE = frozenset(
     if hasattr(space, name)
 )  # fmt: skip
 
-#: Operations along dimensions: at which position these are given, and what stands for none.
+#: Operations along dimensions: the position of that argument, and the value that means none.
 _ALONG: dict[Any, tuple[str, int, Any]] = {
     func: (word, at, default)
     for words, at, default in (
@@ -81,7 +81,7 @@ _ALONG: dict[Any, tuple[str, int, Any]] = {
     )
     for word, func in _named(words)
 }
-#: Operations that take some rows, in the same form. Reading these is allowed.
+#: Operations that select some rows, in the same form. Reading these is allowed.
 _TAKES: dict[Any, tuple[str, int, Any]] = {
     func: (word, at, default)
     for words, at, default in (
@@ -96,7 +96,7 @@ _TAKES: dict[Any, tuple[str, int, Any]] = {
     )
     for word, func in _named(words)
 } | {Tensor.__getitem__: ("indexing", 1, None)}
-#: Operations that read several rows whatever they are told.
+#: Operations that read several rows, whatever their arguments are.
 _ACROSS: dict[Any, str] = {
     func: word
     for word, func in _named("""
@@ -111,29 +111,29 @@ _ACROSS: dict[Any, str] = {
     """)
 }
 _ACROSS |= {getattr(Tensor, name).__get__: name for name in ("T", "mT", "H", "mH")}
-#: Of these, what leaves a vector as it is.
+#: Those among them that leave a vector unchanged.
 _FLIPS = frozenset(
     f for f, name in _ACROSS.items() if name in ("T", "mT", "H", "mH", "t", "adjoint")
 )
-#: Losses that sum over elements, unless they are told not to.
+#: Losses that sum over elements by default.
 _LOSSES = frozenset((F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss))
 _TRANSPOSES = frozenset(
     func for _, func in _named("transpose swapaxes swapdims movedim moveaxis permute")
 )
-#: What makes a number of one element.
+#: Conversions of one element to a number.
 AS_NUMBER = frozenset(
     getattr(Tensor, name)
     for name in ("item", "__bool__", "__complex__", "__float__", "__index__", "__int__")
 )
 
-#: Of all elements, and with gradients recorded, they are of the whole.
+#: Over all elements and with gradients recorded, the result is that of the whole.
 SUMS = frozenset((torch.sum, Tensor.sum, torch.mean, Tensor.mean))
-#: What :func:`check` may refuse outside of forwards too.
+#: Operations that :func:`check` may refuse outside forwards too.
 WATCHED = frozenset((*_ALONG, *_ACROSS, *_LOSSES, *_TRANSPOSES, *AS_NUMBER, torch._foreach_norm))
-#: What needs a look with gradients recorded.
+#: Operations to check if gradients are recorded.
 TAKING = frozenset(_TAKES)
 
-#: What may be asked of rows anywhere: it reads no values, or gives what is checked in turn.
+#: Operations allowed on rows anywhere: they read no values, or return tensors checked in turn.
 _FREE = frozenset(
     func
     for _, func in _named("""
@@ -144,8 +144,8 @@ _FREE = frozenset(
         register_post_accumulate_grad_hook untyped_storage can_cast promote_types result_type
     """)
 )
-#: Attributes that are other tensors' memory, or write it: after the gather of a forward, which
-#: would not see it.
+#: Attributes that are other tensors' memory or write it. A write after the gather of a forward
+#: would not reach it.
 _VALUES = frozenset(
     (*(getattr(Tensor, n).__get__ for n in "T mT H mH real imag".split()), Tensor.data.__set__)
 )
@@ -166,14 +166,14 @@ RUNNING = _Running()
 
 
 def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise if rows cannot answer what is asked of them.
+    """Raise if rows cannot answer an operation.
 
     Raises
     ------
     RuntimeError
-        A unit's module runs, and these are rows of another's parameter.
+        A unit's module is running, and these are rows of another unit's parameter.
     NotImplementedError
-        The answer would be that of this rank's rows alone.
+        The result would cover only this rank's rows.
     """
     if RUNNING.modules:
         _check_forward(func, args, kwargs)
@@ -216,14 +216,14 @@ def _is_over_rows(
     _, at, default = along
     given = args[at] if len(args) > at else default
     dim = next((kwargs[key] for key in ("dim", "dims", "axis") if key in kwargs), given)
-    if isinstance(dim, Tensor) or "other" in kwargs:  # max(a, b): element by element
+    if isinstance(dim, Tensor) or "other" in kwargs:  # max(a, b): elementwise
         return False
     dims = _as_dims(dim)
     return not dims or rows.ndim < 2 or any(d % rows.ndim == 0 for d in dims)
 
 
 def _is_some_rows(index: Any, rows: Any) -> bool:
-    """Whether an index takes some rows by their numbers; a mask is of this rank's rows."""
+    """Return whether an index selects rows by number; a mask is of this rank's rows."""
     index = [i for i in (index if isinstance(index, tuple) else (index,)) if i is not None]
     if not index or (index[0] is Ellipsis and len(index) <= rows.ndim):
         return False
@@ -234,7 +234,7 @@ def _is_some_rows(index: Any, rows: Any) -> bool:
 
 
 def refuse_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    """Let a backward through some rows raise, as each rank took other rows of the parameter."""
+    """Make a backward through some rows raise, as each rank took other rows of the parameter."""
     rows, info = next(_rows_in(args, kwargs), (None, None))
     if info is None or not (info.is_cut and rows.requires_grad):
         return
@@ -262,7 +262,7 @@ def _name(func: Any) -> str:
     return _ACROSS.get(func) or getattr(func, "__name__", str(func)).strip("_")
 
 
-#: How a parameter is read with gradients outside of its unit's forward.
+#: How to read a parameter with gradients outside its unit's forward.
 _GATHER = (
     "call a method that register_fsdp_forward_method(module, name) registered, or read the "
     "parameter between unshard() and reshard() of its module"
@@ -291,10 +291,10 @@ def _refuse(func: Any, rows: Any, info: Any) -> NoReturn:
 
 
 def check_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise if recorded arithmetic mixes rows with other rows, or what a batch gave, say.
+    """Raise if recorded arithmetic mixes rows with other rows, or with a batch's values.
 
-    It would fail on ranks that have other rows, or give gradients that nothing reduces. What was
-    computed from these rows has their shape.
+    It would fail on ranks with other rows, or give gradients that nothing reduces. Values computed
+    from these rows have their shape.
     """
     if func in _LIKE:
         return
@@ -319,7 +319,7 @@ def check_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 
 
 def _stepping() -> str:
-    """Name the class of the optimizer that steps in this thread; empty if none does."""
+    """Return the class name of the optimizer that steps in this thread; empty if none does."""
     frame = sys._getframe(2)
     while frame is not None:
         own = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None

@@ -1,6 +1,6 @@
-"""What a unit is made from, so that it can be made again with other dtypes.
+"""The data from which a unit is built, so that it can be rebuilt with other dtypes.
 
-It lives as long as the unit and so keeps no parameter: those are full, and have gone by then.
+It lives as long as the unit and therefore keeps no parameters: they are full, and freed by then.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from fsdpc.torch.policies import MixedPrecisionPolicy, core_dtype
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A unit but for the dtypes and values of its parameters.
+    """A unit without the dtypes and values of its parameters.
 
     Parameters
     ----------
     name : str
-        Until the root knows a better one.
+        A name until the root knows a better one.
     modules : list of nn.Module
-        What was handed to one ``fully_shard``.
+        The argument of one ``fully_shard`` call.
     names : list of str
     shapes : list of torch.Size
     where : Placement
     policy : MixedPrecisionPolicy
     whole, frozen : frozenset of int
-        Parameters that are not cut, and those that have no gradient.
+        Parameters that are not cut, and those without gradients.
     synced : bool
-        Rank 0's initial values are taken.
+        Whether rank 0's initial values are used.
     offload : OffloadPolicy, optional
     """
 
@@ -51,7 +51,7 @@ class Recipe:
     offload: OffloadPolicy | None = None
 
     def make(self, dtypes: list[torch.dtype]) -> _core.Unit:
-        """Return a unit whose parameters have these dtypes, and no values yet."""
+        """Return a unit whose parameters have these dtypes but no values yet."""
         params = [
             _core.empty_deferred(tuple(shape), core_dtype(dtype))
             for shape, dtype in zip(self.shapes, dtypes, strict=True)
@@ -83,7 +83,7 @@ def widened(
     Raises
     ------
     ValueError
-        Parameters have several dtypes and the policy names none to compute in.
+        Parameters have several dtypes and the policy does not name the compute dtype.
     """
     dtypes = [p.dtype for _, p, _ in params]
     if master_dtype is None:
@@ -102,7 +102,7 @@ def widened(
 
 
 def values_of(p: torch.Tensor, comms: list[_core.Comm], synced: bool) -> _core.Tensor:
-    """Return a full value for the engine, rank 0's if ``synced``; collective then."""
+    """Return a full value for the engine; if ``synced``, rank 0's, which is collective."""
     if not synced:
         return _device.to_engine(p.detach().contiguous())
     values = _device.to_engine(p.detach().clone(memory_format=torch.contiguous_format))

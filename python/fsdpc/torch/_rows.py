@@ -1,9 +1,9 @@
-"""State dicts of optimizers over pieces say which rows they are of.
+"""Optimizer state dicts over pieces record which rows they belong to.
 
 Their tensors are rows that no two ranks share, under keys that all ranks share. Loaded on another
-rank, they would be other rows' states wherever the counts fit. So tensors of a state dict carry the
-rows, also through ``torch.save``: loading compares them, and ``torch.distributed.checkpoint``
-writes and reads them as parts of a whole.
+rank, they would become other rows' states if the counts fit. Tensors of a state dict therefore
+carry the rows, also through ``torch.save``. Loading compares them, and
+``torch.distributed.checkpoint`` writes and reads them as parts of a whole.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from fsdpc.torch._dcp import Part
 if TYPE_CHECKING:
     from fsdpc.torch._unit import UnitState
 
-#: Weak: a piece holds its gradient in C++, where the collector of cycles does not look.
+#: Weak, because a piece holds its gradient in C++, invisible to the cycle collector.
 Home = tuple["weakref.ref[UnitState]", int]
 
-#: Where ``torch.save`` is, which knows the file.
+#: The module of ``torch.save``, which knows the file.
 _SAVER = "torch.serialization"
 
-#: What pickles tensors for another process, which torch's asynchronous saves may have.
+#: Pickles tensors for another process; torch's asynchronous saves may have one.
 _PROCESSES = "multiprocessing.reduction"
 
 
-#: Dtypes of the engine, by their size in bytes: rows are gathered as bits.
+#: The engine's dtypes by size in bytes: rows are gathered as bits.
 _BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
 class Whole(torch.Tensor):
-    """A norm or a value that is whole already, as good as a DTensor; in files a plain tensor."""
+    """A norm or a value that is already whole, like a DTensor; in files a plain tensor."""
 
     def full_tensor(self) -> torch.Tensor:
-        """Return the same memory as a plain tensor; communicates nothing."""
+        """Return the same memory as a plain tensor, without communication."""
         return self.as_subclass(torch.Tensor)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -51,12 +51,12 @@ class Whole(torch.Tensor):
 
 
 class LocalRows(Part, torch.Tensor):
-    """This rank's rows of a parameter or of something like it; in files a plain tensor."""
+    """This rank's rows of a parameter or of a similar tensor; in files a plain tensor."""
 
     _fsdpc: Home
 
     def home(self) -> tuple[UnitState, int]:
-        """Return the unit's state and the number of the parameter that has such rows."""
+        """Return the unit's state and the index of the parameter that has such rows."""
         state, index = self._fsdpc[0](), self._fsdpc[1]
         if state is None:
             raise RuntimeError(
@@ -66,7 +66,7 @@ class LocalRows(Part, torch.Tensor):
         return state, index
 
     def to_local(self) -> torch.Tensor:
-        """Return the rows as a plain tensor, whose norm is theirs alone."""
+        """Return the rows as a plain tensor, whose norm is only that of the rows."""
         return self.as_subclass(torch.Tensor)
 
     def _fsdpc_home(self) -> Home:
@@ -91,7 +91,7 @@ class LocalRows(Part, torch.Tensor):
 
 
 def gather_rows(rows: torch.Tensor, state: UnitState, index: int) -> torch.Tensor:
-    """Return the tensor, of any dtype, of which every rank has its rows; collective."""
+    """Return the tensor, of any dtype, whose rows the ranks hold; collective."""
     bits = rows.detach().contiguous().view(_BITS[rows.element_size()])
     return _device.gathered(state, index, bits).view(rows.dtype)
 
@@ -111,9 +111,9 @@ class _Sum(torch.autograd.Function):
 
 
 def whole_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the sum or mean of all elements of whole floats, from rows of them; collective.
+    """Return the sum or mean of all elements of a whole tensor, from its rows; collective.
 
-    None of masks, of a sum along dimensions and of what is the whole already.
+    None for masks, for a sum along dimensions, and for tensors that already are whole.
     """
     rows = args[0] if len(args) == 1 else None
     info = rows._fsdpc_info() if isinstance(rows, Part) and not kwargs.keys() - {"dtype"} else None
@@ -125,9 +125,9 @@ def whole_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch
 
 
 def check_file(rows: str) -> None:
-    """Raise if ``torch.save`` puts rows into a file whose name does not say of which rank they are.
+    """Raise if ``torch.save`` writes rows to a file without the rank in its name.
 
-    Rank 0 alone would save its rows as a checkpoint, or all ranks would write one file.
+    Otherwise only rank 0 would save its rows as a checkpoint, or all ranks would write one file.
     """
     frame = sys._getframe(2)
     for _ in range(16):
@@ -150,12 +150,12 @@ def check_file(rows: str) -> None:
 
 
 def as_number(func: Any, rows: Any) -> Any:
-    """Answer ``float()`` and the like for a parameter of one element; collective if ranks share it.
+    """Implement ``float()`` and similar calls for a one-element parameter; collective if sharded.
 
     Raises
     ------
     RuntimeError
-        The parameter has more elements than one.
+        The parameter has more than one element.
     """
     info = rows._fsdpc_info()
     if info is None or not info.is_cut:
@@ -213,12 +213,12 @@ class Rows(LocalRows):
 
 
 def plain(value: Any) -> Any:
-    """Return a tensor without its mark, over the same memory; anything else as it is."""
+    """Return a tensor without its mark, over the same memory; other values unchanged."""
     return value.as_subclass(torch.Tensor) if isinstance(value, Rows) else value
 
 
 def _spread(p: Any) -> Any:
-    """What a parameter knows of its rows; None if each rank has all of them."""
+    """Return a parameter's information about its rows; None if each rank has all of them."""
     info = getattr(p, "fsdpc", None)
     return info if info is not None and info.is_spread else None
 
@@ -232,12 +232,12 @@ def mark(p: Any, value: Any) -> Any:
 
 
 def check(p: Any, key: str, value: Any) -> Any:
-    """Return a state without its mark; raise if it is of other rows than the parameter.
+    """Return a state without its mark; raise if its rows are not those of the parameter.
 
     Raises
     ------
     ValueError
-        Names both.
+        The error names both.
     """
     info = _spread(p)
     rows = "rows {}:{} of {}".format(*info.rows, tuple(info.shape)) if info else None
@@ -252,25 +252,25 @@ def check(p: Any, key: str, value: Any) -> Any:
 
 
 def params_of(optimizer: Any) -> list[Any]:
-    """Return an optimizer's parameters in the order by which its state dict numbers them."""
+    """Return an optimizer's parameters in the order in which its state dict numbers them."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def keys_of(state_dict: dict[str, Any]) -> list[Any]:
-    """Return under what an optimizer's state dict has the states of parameters, in order.
+    """Return the keys of the parameters' states in an optimizer's state dict, in order.
 
-    Numbers, or names where ``torch.distributed.checkpoint.state_dict`` made it.
+    Numbers, or names if ``torch.distributed.checkpoint.state_dict`` created it.
     """
     return [key for group in state_dict["param_groups"] for key in group["params"]]
 
 
 def mark_all(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's ``state_dict()`` with its rows marked; a hook of torch's."""
+    """Return an optimizer's ``state_dict()`` with its rows marked; a hook for torch."""
     return _changed(optimizer, state_dict, lambda p, _, value: mark(p, value))
 
 
 def check_all(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return what is to be loaded without marks, if each is this rank's; a hook of torch's."""
+    """Return a state dict to load, without marks, if its rows are this rank's; a hook for torch."""
     return _changed(optimizer, state_dict, check)
 
 

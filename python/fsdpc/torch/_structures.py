@@ -1,8 +1,8 @@
-"""Tensors in what modules take and return.
+"""Find the tensors in what modules take and return.
 
-Tuples, lists, dicts and dataclasses are opened at any depth and built anew where a tensor in them
-changes. Other objects pass through as they are. Those that a forward returns (a distribution, a
-cache, a deque) are looked into as well, because the backward of a unit begins at its outputs.
+Tuples, lists, dicts and dataclasses are searched at any depth, and rebuilt if a tensor in them
+changes. Other objects pass through unchanged. Objects that a forward returns (a distribution, a
+cache, a deque) are searched as well, because the backward of a unit begins at its outputs.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ def rebuild(
     change: Callable[[torch.Tensor], torch.Tensor],
     around: dict[int, bool] | None = None,
 ) -> Any:
-    """Return the structure with its tensors changed; the same objects where nothing changes.
+    """Return the structure with its tensors changed; the same objects if nothing changes.
 
     Parameters
     ----------
     value : object
     change : callable
-        Of a tensor.
+        Takes a tensor.
     around : dict, optional
-        The structures that hold this one, and whether they were met again inside.
+        The enclosing structures, and whether they occurred again inside.
 
     Raises
     ------
     TypeError
-        A structure that holds itself would change.
+        A structure that contains itself would change.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
@@ -55,7 +55,7 @@ def rebuild(
         items: Any = [
             change(item) if isinstance(item, torch.Tensor) else rebuild(item, change, around)
             for item in value
-        ]  # tensors at once, as a call a unit and step is what sharding costs
+        ]  # tensors without a call: it would cost time per unit and step
         same = all(map(operator.is_, items, value))
     else:
         held = value if is_dict else attributes(value)
@@ -73,7 +73,7 @@ def rebuild(
 
 
 def _made(value: Any, items: Any) -> Any:
-    """Return a structure like ``value`` of other items."""
+    """Return a structure like ``value`` with other items."""
     if isinstance(items, list):
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if type(value) is dict:
@@ -100,15 +100,15 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 def returned(value: Any, since: int) -> list[torch.Tensor]:
-    """Return the tensors of what a forward returns.
+    """Return the tensors in a forward's result.
 
-    Of those in objects only the ones that it made: a cache holds those of other forwards too.
+    In objects, only those that the forward created: a cache also holds those of other forwards.
 
     Parameters
     ----------
     value : object
     since : int
-        The number that autograd's next node had before the forward.
+        Number of autograd's next node before the forward.
     """
     found: list[torch.Tensor] = []
     _collect(value, since, False, found, set())

@@ -1,4 +1,4 @@
-"""Which versions of torch this front door runs on; the first module that it imports."""
+"""The supported versions of torch; the first module that this front door imports."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def torch_version() -> tuple[int, ...]:
 
 
 def check_torch() -> None:
-    """Raise if torch is older than what was tried.
+    """Raise if torch is older than the tested versions.
 
     Raises
     ------
     ImportError
-        Names both versions.
+        The error names both versions.
     """
     if torch_version() < OLDEST:
         raise ImportError(

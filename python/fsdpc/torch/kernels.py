@@ -1,9 +1,9 @@
 """Linear layers of torch modules on the engine's matrix products.
 
-torch's own products are most of a step on a CPU.  The engine's are faster in float32, and write the
-gradient of a weight into the unit's reduce buffer, so that it is never a tensor of its own.  They
-round as any order of summation does: results are not torch's to the bit, which is why a model asks
-for them.
+torch's own products take most of a step on a CPU. The engine's are faster in float32, and write a
+weight's gradient directly into the unit's reduce buffer, so it is never a separate tensor. The
+engine sums in another order, so results are not bitwise equal to torch's. A model must therefore
+opt in.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from fsdpc import _core
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_PLAIN = (torch.Tensor, nn.Parameter)  # others may have no memory, or mean something else by it
+_PLAIN = (torch.Tensor, nn.Parameter)  # others may have no memory, or override it
 
 _is_compiling = torch.compiler.is_compiling
 _is_transforming = torch._C._are_functorch_transforms_active
@@ -26,13 +26,13 @@ _will_run = torch._C._will_engine_execute_node
 
 
 def use_kernels(module: nn.Module) -> nn.Module:
-    """Let the linear layers of a module compute with the engine's matrix products.
+    """Make the linear layers of a module compute with the engine's matrix products.
 
     Parameters
     ----------
     module : nn.Module
-        Not sharded yet.  Every ``nn.Linear`` inside, itself included, changes its class to
-        :class:`KernelLinear`; subclasses of ``nn.Linear`` are left alone.
+        Not sharded yet. Every ``nn.Linear`` inside, or the module itself, changes its class to
+        :class:`KernelLinear`; subclasses of ``nn.Linear`` do not change.
 
     Returns
     -------
@@ -42,13 +42,13 @@ def use_kernels(module: nn.Module) -> nn.Module:
     Raises
     ------
     RuntimeError
-        A part of it is sharded: call this before ``fully_shard``.
+        Part of it is sharded: call this before ``fully_shard``.
 
     Notes
     -----
-    Used for dense float32 and bfloat16 tensors on the CPU; under autocast, ``torch.compile`` and
-    ``torch.func`` and for anything else the layers compute as before.  Threads are the engine's
-    (``fsdpc.set_num_threads``).  A backward cannot be differentiated again.
+    Used for dense float32 and bfloat16 tensors on the CPU. Under autocast, ``torch.compile`` and
+    ``torch.func``, and for other tensors, the layers compute as before. Threads are the engine's
+    (``fsdpc.set_num_threads``). A backward cannot be differentiated again.
 
     Examples
     --------
@@ -107,7 +107,7 @@ def _fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> b
 
 
 def target(full: nn.Parameter, state: Any, index: int) -> None:
-    """Say where the gradient of a full goes: parameter ``index`` of a unit's state."""
+    """Set the target of a full's gradient: parameter ``index`` of a unit's state."""
     full._fsdpc_target = (weakref.ref(state), index)  # type: ignore[attr-defined]
 
 
@@ -151,7 +151,7 @@ class _Product(torch.autograd.Function):
 
 
 def _takes(ctx: Any, dy: torch.Tensor, x: torch.Tensor, rows: int, n_out: int, n_in: int) -> bool:
-    """Whether the weight is a unit's, which took its gradient."""
+    """Return whether the weight belongs to a unit, which took its gradient."""
     if ctx.target is None:
         return False
     reference, index = ctx.target
@@ -160,7 +160,7 @@ def _takes(ctx: Any, dy: torch.Tensor, x: torch.Tensor, rows: int, n_out: int, n
         return False
     try:
         accumulates = _will_run(ctx.next_functions[1][0])
-    except RuntimeError:  # torch.autograd.grad(): gradients are returned
+    except RuntimeError:  # torch.autograd.grad() returns gradients
         return False
     return accumulates and state.torch_unit.add_product(
         index, dy.data_ptr(), x.data_ptr(), rows, n_out, n_in

@@ -1,4 +1,4 @@
-"""``ShardedGradScaler``, where FSDP1's scripts import it from.
+"""``ShardedGradScaler``, under the module name from which FSDP1's scripts import it.
 
 ``torch.amp.GradScaler`` itself works on sharded gradients: infinities on one rank count on all.
 """
@@ -18,14 +18,14 @@ class ShardedGradScaler(torch.amp.GradScaler):
     Parameters
     ----------
     device : str, optional
-        Where units live, if not given.
+        By default the device of the units.
     init_scale : float, default 65536
     backoff_factor : float, default 0.5
     growth_factor : float, default 2
     growth_interval : int, default 2000
     enabled : bool, default True
     process_group : optional
-        Means nothing: the ranks of the gradients agree.
+        Ignored: the ranks of the gradients agree.
     """
 
     def __init__(
