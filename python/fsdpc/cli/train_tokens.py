@@ -1,7 +1,7 @@
-"""What ``fsdpc train`` reads: bytes of text, or tokens of a tokenizer.
+"""The training data of ``fsdpc train``: bytes of text, or tokens of a tokenizer.
 
-A source is chosen once, by the options.  It has the sequences, the vocabulary that a model needs,
-the bytes of text that targets stand for, and the way from ids back to text.
+The options choose a source once. It has the sequences, the vocabulary size for the model, the
+number of bytes that targets stand for, and the conversion of ids to text.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from fsdpc.data.description import NAME
 from fsdpc.data.files import find_files, refuse_binary
 from fsdpc.data.tokenizer import Tokenizer
 
-HELD_OUT = 500_000  # bytes or tokens, and at most a tenth
-IGNORED = -100  # a target that losses leave out
+HELD_OUT = 500_000  # bytes or tokens; at most a tenth of the data
+IGNORED = -100  # a target that losses ignore
 TEXT_BYTES = 64 << 20  # of text that each rank encodes in memory
 
 Parts = tuple[SequenceDataset, SequenceDataset]
 
 
 def add_options(data: Any) -> None:
-    """Add the options of ``fsdpc train`` that are about tokens."""
+    """Add the options of ``fsdpc train`` about tokens."""
     data.add_argument(
         "--tokenizer",
         type=Path,
@@ -55,13 +55,13 @@ def add_options(data: Any) -> None:
 
 
 def make_source(options: argparse.Namespace) -> Bytes | Tokens:
-    """Return what the options say to train on.
+    """Return the training data that the options name.
 
     Raises
     ------
     ValueError
-        Tokens and text stand beside each other, their tokenizer is another one, or the vocabulary
-        is too small; the message has both values.
+        The options name both tokens and text, their tokenizers differ, or the vocabulary is too
+        small; the message has both values.
     OSError
         A file is missing or unreadable.
     """
@@ -82,9 +82,9 @@ def make_source(options: argparse.Namespace) -> Bytes | Tokens:
 def with_vocabulary(options: argparse.Namespace, config: Any) -> Any:
     """Return a model's shape with the vocabulary of ``--vocab`` or the tokenizer.
 
-    One that begins as a published model keeps its own, which must be large enough.
+    A model that starts as a published one keeps its own, which must be large enough.
     """
-    if not hasattr(options, "tokenizer"):  # of a command that reads no data
+    if not hasattr(options, "tokenizer"):  # the command reads no data
         return config
     tokens = options.tokenizer or any(map(_is_tokens, options.data or []))
     if not tokens and options.vocab is None:
@@ -103,17 +103,17 @@ def with_vocabulary(options: argparse.Namespace, config: Any) -> Any:
 def check_resumed(
     path: Path, content: dict[str, Any], identity: dict[str, str] | None, sequences: int
 ) -> None:
-    """Refuse to resume from a checkpoint that was trained with another tokenizer, or other data.
+    """Raise if the checkpoint was trained with another tokenizer or other data.
 
     Parameters
     ----------
     path : Path
     content : dict
-        Its manifest.
+        The checkpoint's manifest.
     identity : dict, optional
-        Of this run's tokenizer.
+        Name and hash of this run's tokenizer.
     sequences : int
-        How many this run trains on.
+        Number of sequences that this run trains on.
     """
     extra = content.get("extra")
     saved = extra.get("tokenizer") if isinstance(extra, dict) else None
@@ -162,18 +162,18 @@ class Bytes:
             raise ValueError("--separate-documents is for tokens: bytes have no end of a document")
 
     def arguments(self, x: np.ndarray) -> dict[str, Any]:
-        """What the model takes beside ids and targets."""
+        """Return the model's further arguments, besides ids and targets."""
         return {}
 
     def check(self) -> Parts | None:
-        """Refuse data that are no text; return the sequences where they cost nothing."""
+        """Raise if the data are not text; return the sequences if they cost nothing."""
         if not self.options.data:
             return None
         refuse_binary(self.options.data)
         return self.datasets()
 
     def datasets(self) -> Parts:
-        """Return the sequences to train on and those held out."""
+        """Return the sequences for training and the held-out ones."""
         return _split(ByteDataset(self.options.data or default_corpus(), self.options.seq))
 
     def header(self) -> str:
@@ -185,13 +185,13 @@ class Bytes:
         return int(np.count_nonzero(targets != IGNORED))
 
     def decoder(self) -> Callable[[int], str]:
-        """Return a function of ids, one by one, that returns the text that is complete by then."""
+        """Return a function that takes ids one by one and returns the text that each completes."""
         decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         return lambda word: decode(bytes([word])) if word < 256 else "\ufffd"
 
 
 class Tokens:
-    """Tokens of folders, or of text that each rank encodes when it starts."""
+    """Tokens from folders, or from text that each rank encodes at its start."""
 
     unit = "token"
 
@@ -220,7 +220,7 @@ class Tokens:
                              "end_of_document")  # fmt: skip
 
     def arguments(self, x: np.ndarray) -> dict[str, Any]:
-        """What the model takes beside ids and targets."""
+        """Return the model's further arguments, besides ids and targets."""
         if not self.options.separate_documents:
             return {}
         return {"lengths": document_lengths(x, self.end)}
@@ -242,7 +242,7 @@ class Tokens:
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        """Name and hash of the tokenizer, as checkpoints keep them."""
+        """Name and hash of the tokenizer, as in checkpoints."""
         return self._identity()
 
     @property
@@ -253,7 +253,7 @@ class Tokens:
         return self.tokenizer.find_end()
 
     def check(self) -> Parts | None:
-        """Refuse data that cannot be trained on; return the sequences where they cost nothing."""
+        """Raise if the data cannot be trained on; return the sequences if they cost nothing."""
         if self.described is not None:
             return self.datasets()
         refuse_binary(self.options.data or default_corpus())
@@ -273,7 +273,7 @@ class Tokens:
         return files
 
     def datasets(self) -> Parts:
-        """Return the sequences to train on and those held out."""
+        """Return the sequences for training and the held-out ones."""
         seq = self.options.seq
         if self.described is None:
             from fsdpc.data.tokenize import encode_files
@@ -289,18 +289,18 @@ class Tokens:
         return f"tokens of '{self.name}' (vocabulary {self.vocab_size:,}) to train on,\n"
 
     def text_bytes(self, targets: np.ndarray) -> int:
-        """Return how many bytes of text the targets stand for; 0 where no tokenizer is known."""
+        """Return how many bytes of text the targets stand for; 0 if no tokenizer is known."""
         if self.tokenizer is None:
             return 0
         return int(self.tokenizer.token_bytes[targets[targets != IGNORED]].sum())
 
     @property
     def prompt(self) -> np.ndarray:
-        """What samples begin with: a document's beginning."""
+        """Return the beginning of a document, with which samples begin."""
         return np.array([self.end or 0])
 
     def decoder(self) -> Callable[[int], str]:
-        """Return a function of ids, one by one, that returns the text that is complete by then.
+        """Return a function that takes ids one by one and returns the text that each completes.
 
         Raises
         ------
@@ -315,7 +315,7 @@ class Tokens:
 def _tokenizer(
     given: Path | None, described: list[tuple[Path, TokenDescription | None]]
 ) -> Tokenizer | None:
-    """Return the tokenizer that was given, or the copy beside the tokens."""
+    """Return the given tokenizer, or the copy next to the tokens."""
     if given is not None:
         return _read(given)
     for folder, _ in described:
@@ -326,7 +326,7 @@ def _tokenizer(
 
 @lru_cache(maxsize=1)
 def _read(path: Path) -> Tokenizer:
-    return Tokenizer(path)  # once for checks, model and data: hundreds of thousands of words
+    return Tokenizer(path)  # only once: it has hundreds of thousands of words
 
 
 def evaluation(loss: float, targets: int, text_bytes: int, unit: str) -> tuple[str, dict[str, Any]]:
@@ -335,11 +335,11 @@ def evaluation(loss: float, targets: int, text_bytes: int, unit: str) -> tuple[s
     Parameters
     ----------
     loss : float
-        Nats per target, the mean.
+        Mean nats per target.
     targets : int
-        How many targets that is of.
+        Number of targets in the mean.
     text_bytes : int
-        Bytes of text that these stand for; 0: not known.
+        Bytes of text that the targets stand for; 0 if unknown.
     unit : str
         "byte" or "token".
     """

@@ -45,7 +45,7 @@ set_version: Callable[[tuple[Any, ...], tuple[int, ...]], None]
 set_version = torch._C._autograd._unsafe_set_version_counter
 try:
     set_version((torch.empty(0),), (0,))
-except TypeError:  # of torch 2.6 and older, which take one tensor
+except TypeError:  # torch 2.6 and older take one tensor
 
     def set_version(bases: tuple[Any, ...], versions: tuple[int, ...]) -> None:
         for base, version in zip(bases, versions, strict=True):
@@ -53,10 +53,10 @@ except TypeError:  # of torch 2.6 and older, which take one tensor
 
 
 class PieceInfo:
-    """Which parameter a piece is of: ``name``, full ``shape``, and its ``rows`` (begin, end).
+    """The parameter of a piece: ``name``, full ``shape``, and its ``rows`` (begin, end).
 
-    ``is_cut`` says whether ranks share its rows; else one rank has all of them. ``is_spread`` says
-    whether other ranks have other rows, or none.
+    ``is_cut`` says whether ranks share its rows; otherwise one rank has all of them. ``is_spread``
+    says whether other ranks have other rows, or none.
     """
 
     def __init__(self, state: UnitState, index: int, name: str, shape: torch.Size) -> None:
@@ -71,12 +71,12 @@ class PieceInfo:
 
     @property
     def name(self) -> str:
-        """Dotted, from the unit's name on, which the outermost module's first call completes."""
+        """Dotted, after the unit's name, which the outermost module's first call completes."""
         return f"{self._state.unit.name}.{self._name}"
 
     @property
     def unit(self) -> _core.Unit:
-        """The unit that holds it."""
+        """The unit that holds the parameter."""
         return self._state.unit
 
     def __repr__(self) -> str:
@@ -173,7 +173,7 @@ class BarePiece(Piece):
 
 
 class UnitState:
-    """What a sharded module knows: its two units of the engine, tensors and options."""
+    """The data of a sharded module: its two engine units, tensors and options."""
 
     def __init__(
         self, recipe: Recipe, params: Found, dtypes: list[torch.dtype], readers: Inside
@@ -184,12 +184,12 @@ class UnitState:
         self.comms: list[_core.Comm] = recipe.where.comms
         self.whole: frozenset[int] = recipe.whole
         self.root: Root | None = None
-        self.summoned: bool = False  # parameters stand on private full copies
-        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # that step the unit itself
+        self.summoned: bool = False  # parameters are private full copies
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # they step the unit itself
         self.names: list[str] = recipe.names
         self.shapes: list[torch.Size] = recipe.shapes
         self.missing: set[int] = {i for i, (_, p, _) in enumerate(params) if p.is_meta}
-        # (name, dictionary, key, reference) of buffers that to_empty() made
+        # (name, dictionary, key, reference) of buffers that to_empty() created
         self.blank_buffers: list[tuple[str, dict[str, Any], str, Any]] = []
         self.attributes: list[dict[str, Any]] = [dict(p.__dict__) for _, p, _ in params]
         self.slots: list[Slot] = [
@@ -215,7 +215,7 @@ class UnitState:
             owner[key] = self.pieces[i]
 
     def stand_on(self, unit: _core.Unit, dtypes: list[torch.dtype]) -> None:
-        """Let pieces be the masters of this unit, and make its TorchUnit."""
+        """Make pieces the masters of this unit, and create its TorchUnit."""
         self.unit: _core.Unit = unit
         self.dtypes: list[torch.dtype] = dtypes
         self.places: list[tuple[int, int, int, int, int, int]] = _core.unit_places(unit)
@@ -247,7 +247,7 @@ class UnitState:
 
     @property
     def is_running(self) -> bool:
-        """Whether the unit is inside its forward or backward."""
+        """Return whether the unit is inside its forward or backward."""
         return bool(self.torch_unit.depth or self.torch_unit.in_backward)
 
     def _rows(self, flats: list[torch.Tensor], i: int, offset: int) -> torch.Tensor:
@@ -257,7 +257,7 @@ class UnitState:
         return flats[group][offset : offset + numel].view(self.unit.local(i).shape)
 
     def _make_grads(self) -> None:
-        """Let gradients lie in other memory; whoever holds earlier ones keeps them."""
+        """Put gradients into new memory; owners of earlier gradients keep those."""
         flats = _device.grad_memory(self.unit, self.masters)
         self.lent: list[_device.Lent] = [_device.Lent(flat) for flat in flats or ()]
         if flats is None:
@@ -280,27 +280,27 @@ class UnitState:
         piece._local_tensor = self.rows[i]  # type: ignore[attr-defined]  # as DTensors have
 
     def write(self, i: int, full: torch.Tensor) -> None:
-        """Take this rank's rows of a full value."""
-        self.torch_unit.follow(i)  # or what `.data` was replaced by would be taken over afterwards
+        """Write this rank's rows of a full value."""
+        self.torch_unit.follow(i)  # otherwise a replacement of `.data` would be adopted later
         self.unit.write(i, _device.to_engine(full.detach().contiguous()))
         self.trust(i)
 
     def trust(self, i: int) -> None:
-        """Say that a piece holds rows of a full value."""
+        """Record that a piece holds rows of a full value."""
         self.missing.discard(i)
         self.give_memory(i)
         self.trusted[i] = self.pieces[i]._version
 
     def give_memory(self, i: int) -> None:
-        """Let a piece say where it is."""
+        """Give a piece its memory, so that it has an address."""
         self.pieces[i].__class__ = Piece
 
     def written(self) -> list[int]:
-        """Return the pieces that were written since their values were rows of a full one."""
+        """Return the pieces written since their values were rows of a full value."""
         return [i for i, p in enumerate(self.pieces) if p._version != self.trusted[i]]
 
     def check_slots(self) -> None:
-        """Raise if something was put in the place of a parameter."""
+        """Raise if a parameter was replaced by another object."""
         for owner, key, i in self.slots:
             value = owner.get(key)
             if value is not self.pieces[i] and (not self.fulls or value is not self.fulls[i]):
@@ -311,9 +311,9 @@ class UnitState:
                 )
 
     def show(self, fulls: Sequence[nn.Parameter] | None) -> None:
-        """Let modules see private full copies and be called, or pieces again.
+        """Make modules see private full copies and be callable, or see pieces again.
 
-        Shown as private copies, pieces count as summoned, and modules cannot be called.
+        When shown as private copies, pieces count as summoned, and modules cannot be called.
         """
         if not self.summoned:
             if fulls is None:
@@ -325,7 +325,7 @@ class UnitState:
         self.torch_unit.lift(self.summoned and fulls is not self.pieces)
 
     def standing(self, copies: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Return private copies, or what was put in the place of some; raise if it does not fit."""
+        """Return private copies, or their replacements; raise if a replacement does not fit."""
         found = list(copies)
         for owner, key, i in self.slots:
             value = owner.get(key)
@@ -342,7 +342,7 @@ class UnitState:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Let summoned copies be in the dtype of compute."""
+        """Convert summoned copies to the compute dtype inside."""
         dtype = self.policy.param_dtype
         copies = [owner[key] for owner, key, _ in self.slots]
         try:
@@ -354,7 +354,7 @@ class UnitState:
                 owner[key] = p
 
     def adopt(self, i: int) -> None:
-        """Take over what a piece's ``.data`` was replaced by."""
+        """Copy the tensor that replaced a piece's ``.data``."""
         piece, rows = self.pieces[i], self.rows[i]
         if piece.shape != rows.shape:
             raise ValueError(
@@ -368,7 +368,7 @@ class UnitState:
         self.give_memory(i)
 
     def bind(self, root: Root) -> None:
-        """Make the fulls, now that the wire is there."""
+        """Create the fulls, once the wire exists."""
         self.root = root
         with torch.inference_mode(False), torch.no_grad():
             flats = _core.unit_memory(self.unit, "full")
@@ -387,7 +387,7 @@ class UnitState:
         self.torch_unit.bind(self.fulls, bases, lent, set_version, root.at_end, root.torch_units)
 
 
-# Optimizers choose their calls over lists by it; torch adds DTensor the same way.
+# Optimizers choose their calls over lists by this; torch adds DTensor the same way.
 _optimizer._foreach_supported_types.append(Piece)
 
 
@@ -395,9 +395,9 @@ _optimizer._foreach_supported_types.append(Piece)
 def on_copies(
     states: Sequence[UnitState], copies: Sequence[Sequence[nn.Parameter]]
 ) -> Iterator[Callable[[], list[list[nn.Parameter]]]]:
-    """Let modules see private copies of the parameters of each unit, and pieces again afterwards.
+    """Make modules see private copies of the parameters of each unit, and afterwards pieces again.
 
-    Yields what returns the copies as they stand then, with what was put in the place of some.
+    Yields a function that returns the current copies, with any replacements.
     """
     try:
         for state, own in zip(states, copies, strict=True):
@@ -422,7 +422,7 @@ def _local(piece: nn.Parameter) -> nn.Parameter:
 
 
 def _is_contiguous(piece: nn.Parameter, *args: Any, **kwargs: Any) -> bool:
-    """As of any tensor; torch's own ``fully_shard`` asks for it before it cuts a parameter."""
+    """As for any tensor; torch's own ``fully_shard`` calls it before it cuts a parameter."""
     caller = str(sys._getframe(1).f_globals.get("__name__"))
     if caller.startswith("torch.distributed.fsdp"):
         raise RuntimeError(
@@ -454,13 +454,13 @@ class Root:
         ]
         self.head: _core.TorchUnit = states[0].torch_unit
         self.measured: Measured = Measured()
-        self.registered = -1  # as many as there were when modules were looked through
-        self.spans: list[Any] = []  # ranges of a profiler that backward has open
-        self.finish_spans: Callable[[Root], None]  # by the profiler that opened them
+        self.registered = -1  # registration count when modules were searched
+        self.spans: list[Any] = []  # profiler ranges that backward has open
+        self.finish_spans: Callable[[Root], None]  # set by their profiler
         self.ending: Callable[[], Any] = _none  # what autograd will call, while it lives
 
     def grads(self) -> list[tuple[UnitState, int, PieceGrad]]:
-        """Return the gradients that pieces have: unit, number and tensor of each."""
+        """Return the gradients of pieces: unit, index and tensor of each."""
         return [
             (s, i, p.grad)
             for s in self.states
@@ -469,7 +469,7 @@ class Root:
         ]
 
     def at_end(self) -> None:
-        """Ask autograd to call :meth:`finish` when the running backward ends, once."""
+        """Make autograd call :meth:`finish` when the running backward ends, once."""
         if self.ending() is not None:
             return
         if self.head.in_backward:
@@ -479,12 +479,12 @@ class Root:
         self.ending = weakref.ref(finish, self._lost)
 
     def _lost(self, _: Any) -> None:
-        """Reset, as autograd let go of :meth:`finish` uncalled: an exception ended the backward."""
+        """Reset, as autograd dropped :meth:`finish` uncalled: an exception ended backward."""
         if self.head.in_backward:
             self.reset()
 
     def finish(self) -> None:
-        """Wait for reductions and hand gradients to the pieces."""
+        """Wait for reductions and give gradients to the pieces."""
         self.ending = _none
         self.measured.outdate()
         for torch_unit in self.rank_dependent:
@@ -503,7 +503,7 @@ class Root:
             _run_hooks(state)
 
     def reset(self) -> None:
-        """Bring every unit back to its sharded state; drop the gradients of half a backward."""
+        """Return every unit to its sharded state; drop the gradients of an incomplete backward."""
         half = self.head.in_backward
         self.head.reset()
         for torch_unit in self.torch_units:
@@ -511,7 +511,7 @@ class Root:
 
 
 def _run_hooks(state: UnitState) -> None:
-    """Call post-accumulate hooks of pieces, whose gradients are there now."""
+    """Call post-accumulate hooks of pieces, whose gradients are complete."""
     for piece in state.pieces:
         hooks = piece._post_accumulate_grad_hooks
         if hooks and piece.grad is not None:
@@ -526,7 +526,7 @@ def states_of(module: nn.Module) -> list[UnitState]:
 
 
 def refuse_missing(state: UnitState) -> NoReturn:
-    """Raise that parameters have no values; PyTorch says so of those without memory alone."""
+    """Raise that parameters have no values; PyTorch says so only for those without memory."""
     names = [state.pieces[i].fsdpc.name for i in sorted(state.missing)]
     meta = all(state.pieces[i].is_meta for i in state.missing)
     raise RuntimeError(
@@ -565,7 +565,7 @@ def make_root(module: nn.Module) -> Root:
 
 
 def take_grads(states: list[UnitState]) -> None:
-    """Let the engine know what became of the pieces' gradients; settles abandoned backwards."""
+    """Tell the engine what happened to the pieces' gradients; settles abandoned backwards."""
     for state in states:
         if state.torch_unit.in_backward and torch._C._current_graph_task_id() == -1 and state.root:
             state.root.reset()
