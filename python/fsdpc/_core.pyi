@@ -1,6 +1,6 @@
-"""The extension: tensors, autograd, operations.  The engine's part stands at the end.
+"""The extension: tensors, autograd, operations, and at the end the engine.
 
-The build takes signatures and docstrings from here (tools/stub_docs.py): build after a change.
+The build takes signatures and docstrings from this file (tools/stub_docs.py): build after a change.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Index = Any  # int, slice, None, ..., arrays of integers or bool, or a tuple of 
 DTypeLike = dtype | str | type | np.dtype[Any]
 
 class PeerError(RuntimeError):
-    """Another rank ended or left; the message names it, its place, and what was waited for.
+    """Another rank ended or left; the message names it, its place, and the awaited operation.
 
     The page docs/troubleshooting.md#exceptions says what to do.
 
@@ -33,7 +33,7 @@ class PeerError(RuntimeError):
     """
 
 class MismatchError(RuntimeError):
-    """Ranks do different things; the message has both, before a wrong number is used.
+    """Ranks do different things; the message names both, before a wrong number is used.
 
     The page docs/troubleshooting.md#exceptions says what to do.
 
@@ -46,7 +46,7 @@ class MismatchError(RuntimeError):
     """
 
 class dtype:
-    """An element type; there is one object of each, so `is` compares them.
+    """An element type; each exists only once, so compare with `is`.
 
     Examples
     --------
@@ -56,10 +56,10 @@ class dtype:
 
     @property
     def name(self) -> str:
-        """Its name, as NumPy has it."""
+        """Its name, as in NumPy."""
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Bytes per element."""
     @property
     def is_floating_point(self) -> bool:
         """Whether it is a float dtype."""
@@ -74,18 +74,18 @@ uint8: dtype
 bool_: dtype
 
 def as_dtype(value: DTypeLike, /) -> dtype:
-    """Return the dtype object of a name, a NumPy dtype or a Python type."""
+    """Return the dtype object for a name, a NumPy dtype or a Python type."""
 
 class RemovableHandle:
-    """What register_hook returns."""
+    """The handle that register_hook returns."""
 
     def remove(self) -> None:
-        """Take the hook away; nothing happens the second time."""
+        """Remove the hook; further calls do nothing."""
 
 class Tensor:
-    """A dense row-major array with an optional place on the tape.
+    """A dense row-major array that autograd can record.
 
-    ``Tensor(data)`` shares the memory of a tensor of the same dtype and copies anything else.
+    ``Tensor(data)`` shares the memory of a tensor with the same dtype and copies anything else.
     Subclasses may add attributes (they have a ``__dict__``; Tensor itself has none).
 
     Examples
@@ -104,7 +104,7 @@ class Tensor:
     ) -> T: ...
     @property
     def shape(self) -> Shape:
-        """Its extents, a tuple."""
+        """Its shape, a tuple."""
     @property
     def dtype(self) -> dtype:
         """Its element type."""
@@ -113,7 +113,7 @@ class Tensor:
         """Its number of dimensions."""
     @property
     def device(self) -> str:
-        """Where the memory is: "cpu", or the name of the plugin that brings the device."""
+        """The device of its memory: "cpu", or the name of the plugin that provides the device."""
     @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
@@ -124,15 +124,15 @@ class Tensor:
     def requires_grad(self, value: bool) -> None: ...
     @property
     def grad(self) -> Tensor | None:
-        """A leaf's gradient, of its shape and dtype, or None."""
+        """A leaf's gradient, in its shape and dtype, or None."""
     @grad.setter
     def grad(self, value: Tensor | None) -> None: ...
     @property
     def is_leaf(self) -> bool:
-        """Whether no operation made it."""
+        """Whether it was not computed by a recorded operation."""
     @property
     def grad_fn(self) -> str | None:
-        """The name of the operation that made it, or None."""
+        """The name of the operation that computed it, or None."""
     @property
     def _version(self) -> int:
         """How often its memory was written in place."""
@@ -144,9 +144,9 @@ class Tensor:
         """The address of its first element."""
     @property
     def T(self) -> Tensor:
-        """Its last two dimensions exchanged; a copy."""
+        """The tensor with its last two dimensions transposed; a copy."""
     def size(self, dim: int | None = None) -> Any:
-        """Return the shape, or one extent of it.
+        """Return the shape, or the size of one dimension.
 
         IndexError if there is no such dimension.
 
@@ -182,8 +182,8 @@ class Tensor:
     def backward(self, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
         """Compute the gradients of all leaves that this tensor was computed from.
 
-        They are added to what ``.grad`` holds.  A tensor of several elements needs ``gradient``, of
-        its shape and dtype.  ``retain_graph`` keeps what a second backward needs.  RuntimeError if
+        They are added to ``.grad``.  A tensor with several elements needs ``gradient``, in its
+        shape and dtype.  ``retain_graph`` keeps the data for a second backward.  RuntimeError if
         nothing requires grad, ValueError if a gradient is missing or does not fit.
 
         Examples
@@ -196,7 +196,7 @@ class Tensor:
         """
 
     def detach(self) -> Tensor:
-        """Return a tensor over the same memory that is not on the tape.
+        """Return a tensor over the same memory that is not recorded.
 
         Examples
         --------
@@ -209,7 +209,8 @@ class Tensor:
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
         """Set whether backward computes its gradient; return the tensor.
 
-        TypeError unless its dtype is a float, RuntimeError to switch off what an operation made.
+        TypeError unless its dtype is a float.  RuntimeError to disable it for an operation's
+        result.
 
         Examples
         --------
@@ -221,8 +222,8 @@ class Tensor:
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
         """Call ``hook(gradient)`` in backward, once the gradient of this tensor is complete.
 
-        What it returns, if not None, takes the gradient's place: of its shape and dtype.
-        RuntimeError if the tensor does not require grad.
+        Its result, unless None, replaces the gradient, in the same shape and dtype.  RuntimeError
+        if the tensor does not require grad.
 
         Examples
         --------
@@ -237,9 +238,9 @@ class Tensor:
 
     # out of the tensor
     def item(self) -> Any:
-        """Return the one element as a Python number.
+        """Return the only element as a Python number.
 
-        ValueError if there are several.
+        ValueError if there are several elements.
 
         Examples
         --------
@@ -259,10 +260,10 @@ class Tensor:
         """
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """Return an array over the same memory; from a GPU a copy.
+        """Return an array over the same memory; from a GPU, a copy.
 
-        bfloat16 becomes ml_dtypes' where that can be imported, else a float32 copy.  RuntimeError
-        if the tensor requires grad: ``detach()`` it first.
+        bfloat16 becomes ml_dtypes' type if that is installed, otherwise a float32 copy.
+        RuntimeError if the tensor requires grad: ``detach()`` it first.
 
         Examples
         --------
@@ -274,7 +275,7 @@ class Tensor:
         """
 
     def bits(self) -> np.ndarray[Any, Any]:
-        """Return the same memory as an array of unsigned integers: of bfloat16, uint16.
+        """Return the same memory as an array of unsigned integers: uint16 for bfloat16.
 
         Examples
         --------
@@ -284,9 +285,9 @@ class Tensor:
         """
 
     def __format__(self, spec: str, /) -> str:
-        """Format a tensor without dimensions as its number, and any other as ``str`` shows it."""
+        """Format a 0-d tensor as its number, and any other tensor like ``str``."""
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        """Give an array to ``numpy.asarray``; :meth:`numpy` says over which memory."""
+        """Return an array for ``numpy.asarray``; :meth:`numpy` says over which memory."""
     def __dlpack__(
         self,
         *,
@@ -295,11 +296,11 @@ class Tensor:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """Give a DLPack capsule over the same memory, for ``from_dlpack`` of other libraries."""
+        """Return a DLPack capsule over the same memory, for ``from_dlpack`` of other libraries."""
     def __dlpack_device__(self) -> tuple[int, int]:
-        """Return DLPack's numbers of the device: (1, 0) on the CPU."""
+        """Return DLPack's device numbers: (1, 0) for the CPU."""
     def __buffer__(self, flags: int, /) -> memoryview:
-        """Give its memory to ``memoryview``; raises BufferError on a GPU and for bfloat16."""
+        """Return the memory for ``memoryview``; raises BufferError on a GPU and for bfloat16."""
     def __float__(self) -> float: ...
     def __int__(self) -> int: ...
     def __bool__(self) -> bool: ...
@@ -308,9 +309,9 @@ class Tensor:
     def __contains__(self, element: Any) -> bool: ...
     # other dtypes, copies
     def to(self, dtype: DTypeLike) -> Tensor:
-        """Convert to another dtype; return the tensor itself if it has that dtype.
+        """Convert to another dtype; return the tensor itself if it already has that dtype.
 
-        Rounds to the nearest.  TypeError if there is no such dtype.
+        Rounds to nearest.  TypeError if the dtype is unknown.
 
         Examples
         --------
@@ -360,7 +361,7 @@ class Tensor:
         """
 
     def clone(self) -> Tensor:
-        """Copy the elements; the gradient goes on to this tensor.
+        """Copy the elements; the gradient flows to this tensor.
 
         Examples
         --------
@@ -371,7 +372,7 @@ class Tensor:
         """
 
     def contiguous(self) -> Tensor:
-        """Return the tensor itself, as its memory is always dense.
+        """Return the tensor itself, since its memory is always dense.
 
         Examples
         --------
@@ -381,12 +382,12 @@ class Tensor:
         True
         """
 
-    # in place (leaves that require grad: inside no_grad only); gradients go through
+    # in place (leaves that require grad: only inside no_grad); gradients flow
     def copy_(self, source: Any) -> Tensor:
-        """Take the values of a tensor, array or number, broadcast and converted; return the tensor.
+        """Copy the values of a tensor, array or number, broadcast and converted; return the tensor.
 
         RuntimeError if it is a leaf that requires grad, except inside ``no_grad``, or if another
-        tensor shares its memory and gradients flow; ValueError if the shape does not fit.
+        tensor shares its memory and gradients flow.  ValueError if the shape does not fit.
 
         Examples
         --------
@@ -398,7 +399,7 @@ class Tensor:
     def fill_(self, value: Number) -> Tensor:
         """Set every element to a number; return the tensor.
 
-        RuntimeError as for ``copy_``; TypeError for no number.
+        RuntimeError as for ``copy_``; TypeError for anything but a number.
 
         Examples
         --------
@@ -420,9 +421,9 @@ class Tensor:
         """
 
     def set_data_(self, source: Tensor, /) -> Tensor:
-        """Stand on another tensor's memory from now on, and take its dtype.
+        """Use another tensor's memory from now on, and take its dtype.
 
-        ValueError if its shape is another.
+        ValueError if its shape differs.
 
         Examples
         --------
@@ -432,7 +433,7 @@ class Tensor:
         """
 
     def materialize_(self) -> Tensor:
-        """Give a deferred tensor memory, whose values are not set; return the tensor.
+        """Give a deferred tensor uninitialised memory; return the tensor.
 
         Examples
         --------
@@ -443,9 +444,9 @@ class Tensor:
 
     # shapes
     def reshape(self, *shape: int | Sequence[int]) -> Tensor:
-        """Give the elements another shape, over the same memory.
+        """Return the elements in another shape, over the same memory.
 
-        One extent may be -1, for what is left.  ValueError if the numbers of elements differ.
+        One size may be -1, to be computed.  ValueError if the numbers of elements differ.
 
         Examples
         --------
@@ -455,7 +456,7 @@ class Tensor:
         """
 
     def view(self, *shape: int | Sequence[int]) -> Tensor:
-        """Give the elements another shape, over the same memory: :meth:`reshape` by another name.
+        """Return the elements in another shape, over the same memory: the same as :meth:`reshape`.
 
         Examples
         --------
@@ -465,7 +466,7 @@ class Tensor:
         """
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Tensor:
-        """Join the dimensions from start_dim to end_dim into one, over the same memory.
+        """Flatten the dimensions from start_dim to end_dim into one, over the same memory.
 
         IndexError if there is no such dimension.
 
@@ -477,7 +478,7 @@ class Tensor:
         """
 
     def unsqueeze(self, dim: int) -> Tensor:
-        """Put a dimension of extent 1 in front of another, over the same memory.
+        """Insert a dimension of size 1 before another, over the same memory.
 
         IndexError if dim is not in [-ndim - 1, ndim].
 
@@ -489,7 +490,7 @@ class Tensor:
         """
 
     def squeeze(self, dim: int) -> Tensor:
-        """Leave out a dimension if its extent is 1, over the same memory.
+        """Remove a dimension if its size is 1, over the same memory.
 
         IndexError if there is no such dimension.
 
@@ -502,9 +503,9 @@ class Tensor:
 
     def transpose(self, dim0: int, dim1: int) -> Tensor: ...
     def permute(self, *dims: int | Sequence[int]) -> Tensor:
-        """Put the dimensions in another order; a copy.
+        """Permute the dimensions; a copy.
 
-        ValueError or IndexError unless each is named once.
+        ValueError or IndexError unless each dimension occurs once.
 
         Examples
         --------
@@ -516,7 +517,7 @@ class Tensor:
     def expand(self, *shape: int | Sequence[int]) -> Tensor:
         """Broadcast to a shape; a copy.
 
-        -1 keeps an extent.  ValueError if the shape is not one that this one broadcasts to.
+        -1 keeps a size.  ValueError if the tensor cannot be broadcast to the shape.
 
         Examples
         --------
@@ -526,7 +527,7 @@ class Tensor:
         """
 
     def __getitem__(self, index: Index) -> Tensor: ...
-    # reductions and elementwise, as the functions below
+    # reductions and elementwise operations, like the functions below
     def sum(self, dim: Dims = None, keepdim: bool = False) -> Tensor: ...
     def mean(self, dim: Dims = None, keepdim: bool = False) -> Tensor: ...
     def exp(self) -> Tensor: ...
@@ -627,7 +628,7 @@ class Tensor:
     def __ior__(self, other: Operand) -> Tensor: ...
     def __ixor__(self, other: Operand) -> Tensor: ...
 
-# ---- making tensors ----
+# ---- creating tensors ----
 
 def tensor(data: Any, dtype: DTypeLike | None = None, requires_grad: bool = False) -> Tensor:
     """Copy numbers, nested sequences of them or an array into a new tensor.
@@ -635,9 +636,9 @@ def tensor(data: Any, dtype: DTypeLike | None = None, requires_grad: bool = Fals
     Parameters
     ----------
     data : number, sequence or numpy.ndarray
-        Of any shape; Python's floats become float32, its integers int64.
+        Of any shape; Python floats become float32, integers int64.
     dtype : dtype, optional
-        Of the result; the data's where not given.
+        Dtype of the result; by default the data's.
     requires_grad : bool, default False
 
     Examples
@@ -648,7 +649,7 @@ def tensor(data: Any, dtype: DTypeLike | None = None, requires_grad: bool = Fals
     """
 
 def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
-    """Return a tensor over an array's memory; on a GPU a copy.
+    """Return a tensor over an array's memory; on a GPU, a copy.
 
     Examples
     --------
@@ -662,12 +663,12 @@ def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
     """
 
 def from_dlpack(source: Any) -> Tensor:
-    """Return a tensor over the memory of another library's, by DLPack.
+    """Return a tensor over the memory of another library's tensor, by DLPack.
 
     Parameters
     ----------
     source : object with ``__dlpack__``
-        A tensor of torch or JAX, an array of NumPy or CuPy, on the device of this process.
+        A tensor of torch or JAX, or an array of NumPy or CuPy, on this process's device.
 
     Examples
     --------
@@ -680,7 +681,7 @@ def from_dlpack(source: Any) -> Tensor:
 def empty(
     *shape: int | Sequence[int], dtype: DTypeLike | None = None, requires_grad: bool = False
 ) -> Tensor:
-    """Make a tensor whose values are not set.
+    """Create an uninitialised tensor.
 
     Examples
     --------
@@ -692,7 +693,7 @@ def empty(
 def zeros(
     *shape: int | Sequence[int], dtype: DTypeLike | None = None, requires_grad: bool = False
 ) -> Tensor:
-    """Make a tensor of zeros.
+    """Create a tensor of zeros.
 
     Examples
     --------
@@ -704,7 +705,7 @@ def zeros(
 def ones(
     *shape: int | Sequence[int], dtype: DTypeLike | None = None, requires_grad: bool = False
 ) -> Tensor:
-    """Make a tensor of ones.
+    """Create a tensor of ones.
 
     Examples
     --------
@@ -719,7 +720,7 @@ def full(
     dtype: DTypeLike | None = None,
     requires_grad: bool = False,
 ) -> Tensor:
-    """Make a tensor of one value.
+    """Create a tensor of one value.
 
     Integers are exact.  ValueError if the dtype cannot hold the value: an integer beyond its range,
     or a finite number that would become infinite.
@@ -737,7 +738,7 @@ def arange(
     step: Number = 1,
     dtype: DTypeLike | None = None,
 ) -> Tensor:
-    """Count from start (0 where only one bound is given) up to stop, which is left out.
+    """Count from start (by default 0) up to stop, excluding stop.
 
     Integers are exact.  ValueError if the dtype cannot hold the first number or the last.
 
@@ -751,7 +752,7 @@ def arange(
 def linspace(
     start: Number, stop: Number, steps: int, dtype: DTypeLike | None = None
 ) -> Tensor:
-    """Make so many numbers at equal distances, both ends among them; rounded once.
+    """Return equally spaced numbers, including both ends; rounded once.
 
     Examples
     --------
@@ -763,10 +764,10 @@ def linspace(
 def randint(
     low: int, high: int, shape: int | Sequence[int], dtype: DTypeLike | None = None
 ) -> Tensor:
-    """Draw integers, uniform in [low, high), int64 unless a dtype is given.
+    """Draw integers uniformly from [low, high), int64 unless a dtype is given.
 
-    Of the values some are likelier than others, by a factor of 1 + 2^-11 at most while there are
-    fewer than 2^53.
+    Some values are more likely than others, by a factor of at most 1 + 2^-11 while there are fewer
+    than 2^53.
 
     Raises
     ------
@@ -787,7 +788,7 @@ def randn(
     seed: int | None = None,
     requires_grad: bool = False,
 ) -> Tensor:
-    """Draw numbers, normal with mean 0 and variance 1; by a seed of their own if one is given.
+    """Draw normal numbers with mean 0 and variance 1; with a separate seed if one is given.
 
     Examples
     --------
@@ -799,7 +800,7 @@ def randn(
 def empty_deferred(
     shape: int | Sequence[int], dtype: DTypeLike | None = None, requires_grad: bool = False
 ) -> Tensor:
-    """Make a tensor without memory; ``materialize_`` gives it some."""
+    """Create a tensor without memory; ``materialize_`` allocates it."""
 
 def init_(
     tensor: Tensor, kind: str, a: Number, b: Number, seed: int, stream: int, first: int = 0
@@ -811,9 +812,9 @@ def init_(
 def add(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     """Return a + b, element by element.
 
-    Shapes broadcast as NumPy's; ValueError where they do not.  int32, int64 and floats promote as
-    in PyTorch, a number beside a tensor takes its dtype.  TypeError for bool, uint8 and what is no
-    tensor.
+    Shapes broadcast as in NumPy; ValueError if they cannot.  int32, int64 and floats promote as in
+    PyTorch; a number takes the dtype of the tensor.  TypeError for bool, uint8 and objects other
+    than tensors and numbers.
 
     Examples
     --------
@@ -825,9 +826,9 @@ def add(a: Tensor | Number, b: Tensor | Number) -> Tensor:
 def sub(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     """Return a - b, element by element.
 
-    Shapes broadcast as NumPy's; ValueError where they do not.  int32, int64 and floats promote as
-    in PyTorch, a number beside a tensor takes its dtype.  TypeError for bool, uint8 and what is no
-    tensor.
+    Shapes broadcast as in NumPy; ValueError if they cannot.  int32, int64 and floats promote as in
+    PyTorch; a number takes the dtype of the tensor.  TypeError for bool, uint8 and objects other
+    than tensors and numbers.
 
     Examples
     --------
@@ -839,9 +840,9 @@ def sub(a: Tensor | Number, b: Tensor | Number) -> Tensor:
 def mul(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     """Return a * b, element by element.
 
-    Shapes broadcast as NumPy's; ValueError where they do not.  int32, int64 and floats promote as
-    in PyTorch, a number beside a tensor takes its dtype.  TypeError for bool, uint8 and what is no
-    tensor.
+    Shapes broadcast as in NumPy; ValueError if they cannot.  int32, int64 and floats promote as in
+    PyTorch; a number takes the dtype of the tensor.  TypeError for bool, uint8 and objects other
+    than tensors and numbers.
 
     Examples
     --------
@@ -853,9 +854,9 @@ def mul(a: Tensor | Number, b: Tensor | Number) -> Tensor:
 def div(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     """Return a / b, element by element; integers become float32.
 
-    Shapes broadcast as NumPy's; ValueError where they do not.  int32, int64 and floats promote as
-    in PyTorch, a number beside a tensor takes its dtype.  TypeError for bool, uint8 and what is no
-    tensor.
+    Shapes broadcast as in NumPy; ValueError if they cannot.  int32, int64 and floats promote as in
+    PyTorch; a number takes the dtype of the tensor.  TypeError for bool, uint8 and objects other
+    than tensors and numbers.
 
     Examples
     --------
@@ -865,11 +866,11 @@ def div(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     """
 
 def maximum(a: Tensor | Number, b: Tensor | Number) -> Tensor:
-    """Return the larger of each two elements; NaN where one is.
+    """Return the larger of the two elements in each place; NaN if one is NaN.
 
-    Shapes broadcast as NumPy's; ValueError where they do not.  int32, int64 and floats promote as
-    in PyTorch, a number beside a tensor takes its dtype.  TypeError for bool, uint8 and what is no
-    tensor.
+    Shapes broadcast as in NumPy; ValueError if they cannot.  int32, int64 and floats promote as in
+    PyTorch; a number takes the dtype of the tensor.  TypeError for bool, uint8 and objects other
+    than tensors and numbers.
 
     Examples
     --------
@@ -879,11 +880,11 @@ def maximum(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     """
 
 def minimum(a: Tensor | Number, b: Tensor | Number) -> Tensor:
-    """Return the smaller of each two elements; NaN where one is.
+    """Return the smaller of the two elements in each place; NaN if one is NaN.
 
-    Shapes broadcast as NumPy's; ValueError where they do not.  int32, int64 and floats promote as
-    in PyTorch, a number beside a tensor takes its dtype.  TypeError for bool, uint8 and what is no
-    tensor.
+    Shapes broadcast as in NumPy; ValueError if they cannot.  int32, int64 and floats promote as in
+    PyTorch; a number takes the dtype of the tensor.  TypeError for bool, uint8 and objects other
+    than tensors and numbers.
 
     Examples
     --------
@@ -893,17 +894,17 @@ def minimum(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     """
 
 def mask(x: Tensor | Number, keep: Tensor | Number) -> Tensor:
-    """Return x where keep is true, else a negative zero, which changes no sum."""
+    """Return x where keep is true, elsewhere a negative zero, which does not change sums."""
 
 def keep(x: Tensor | Number, keep: Tensor | Number) -> Tensor:
-    """Return x where keep is true, else 0."""
+    """Return x where keep is true, elsewhere 0."""
 
 def pow(x: Tensor | Number, exponent: Tensor | Number) -> Tensor:
     """Return x ** exponent, element by element.
 
-    Shapes broadcast as NumPy's; ValueError where they do not.  int32, int64 and floats promote as
-    in PyTorch, a number beside a tensor takes its dtype.  TypeError for bool, uint8 and what is no
-    tensor.
+    Shapes broadcast as in NumPy; ValueError if they cannot.  int32, int64 and floats promote as in
+    PyTorch; a number takes the dtype of the tensor.  TypeError for bool, uint8 and objects other
+    than tensors and numbers.
 
     Examples
     --------
@@ -1125,7 +1126,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     ----------
     x : Tensor
     approximate : {"none", "tanh"}
-        By erf, or by tanh as GPT-2 has it.
+        Use erf, or tanh as in GPT-2.
 
     Source: Hendrycks & Gimpel 2016.
 
@@ -1137,7 +1138,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Gate by SiLU: ``silu(gate) * up`` in one pass.
+    """Return the SiLU-gated product ``silu(gate) * up``, in one pass.
 
     Source: Shazeer 2020.
 
@@ -1152,8 +1153,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Multiply matrices.
 
     a is (..., n, k) and b (..., k, m), both of one float dtype; leading dimensions broadcast.  A
-    vector stands for one row on the left, or one column on the right, and that dimension is left
-    out of the result.  TypeError if dtypes differ, ValueError if shapes do not fit.
+    vector counts as one row on the left, or one column on the right, and the result lacks that
+    dimension.  TypeError if dtypes differ, ValueError if shapes do not fit.
 
     Examples
     --------
@@ -1174,7 +1175,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, layout: str = 
     bias : Tensor, optional
         (out), of x's dtype.
     layout : {"oi", "io"}
-        The second is how transformers' Conv1D, and so GPT-2, has its weights.
+        "io" is the layout of transformers' Conv1D, and so of GPT-2.
 
     Returns
     -------
@@ -1183,7 +1184,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, layout: str = 
 
     Notes
     -----
-    The gradient of the weight is written straight to where it belongs (a sharded parameter's reduce
+    The gradient of the weight is written directly to its destination (a sharded parameter's reduce
     buffer, added in its dtype), without a temporary.
 
     Examples
@@ -1209,7 +1210,7 @@ def linear_gelu(
     bias : Tensor, optional
         (out), of x's dtype.
     layout : {"oi", "io"}
-        The second is how transformers' Conv1D, and so GPT-2, has its weights.
+        "io" is the layout of transformers' Conv1D, and so of GPT-2.
 
     Returns
     -------
@@ -1219,18 +1220,17 @@ def linear_gelu(
     Raises
     ------
     TypeError
-        An operand is no tensor of floats, or not of x's dtype.
+        An operand is not a floating point tensor, or not of x's dtype.
     ValueError
         Shapes do not fit.
 
     Notes
     -----
-    Gelu by tanh, GPT-2's, is the form that GPUs compute in a product's own kernel: for bf16 and
-    fp16, where cuBLASLt has one for the shape.  It rounds once where two operations round twice.
-    Elsewhere the bits are those of the two.  For gelu by erf write
-    ``gelu(linear(x, weight, bias))``.  Backward, a :func:`linear` that alone uses the result of a
-    gelu by tanh, this one's or ``gelu(x, "tanh")``, makes the gradient of what gelu was taken of in
-    the same way.
+    GPUs can compute gelu by tanh, GPT-2's form, in a product's own kernel: for bf16 and fp16, if
+    cuBLASLt has such a kernel for the shape.  It rounds once instead of twice.  Otherwise the bits
+    are those of two operations.  For gelu by erf write ``gelu(linear(x, weight, bias))``.  If only
+    a :func:`linear` uses the result of a gelu by tanh (this one or ``gelu(x, "tanh")``), its
+    backward computes the gradient of gelu's input in the same way.
 
     Examples
     --------
@@ -1241,7 +1241,7 @@ def linear_gelu(
     """
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
-    """Normalise exponentials along a dimension; along any but the last it costs two copies.
+    """Normalise exponentials along a dimension; any but the last costs two copies.
 
     Examples
     --------
@@ -1251,7 +1251,7 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     """
 
 def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
-    """Take the logarithm of :func:`softmax`, computed without overflow.
+    """Return the logarithm of :func:`softmax`, computed without overflow.
 
     Examples
     --------
@@ -1298,11 +1298,11 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
 def row_moments(
     x: Tensor, rows: int, dy: Tensor | None = None, shift: Tensor | None = None
 ) -> Tensor:
-    """Compute mean and summed squares of distances from it of each row; with dy, other sums.
+    """Compute each row's mean, and summed squares of distances from it; with dy, other sums.
 
-    Those are the sums of dy and of ``dy * (x - shift)``. x, and dy like it, have any shape and are
-    taken as so many rows; shift has a value for each row, or fewer, which repeat. The result is
-    (2, rows) of float32 (float64 of float64), as shift is. It has no gradient.
+    With dy these are the sums of dy and of ``dy * (x - shift)``. x and dy have the same shape and
+    are taken as rows; shift has a value for each row, or fewer, which repeat. The result is (2,
+    rows) of float32 (float64 for float64), like shift. It has no gradient.
     """
 
 def row_affine(
@@ -1316,8 +1316,8 @@ def row_affine(
 ) -> Tensor:
     """Compute ``(x - shift) * a + y * b + c``, rounded once; without gradient.
 
-    x, and y like it, are taken as rows, to which the values of the others belong, as those of
-    :func:`row_moments` do.
+    x and y have the same shape and are taken as rows; the other tensors have values for rows, as in
+    :func:`row_moments`.
     """
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
@@ -1330,7 +1330,7 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Te
     weight : Tensor
         (rows, dim)
     padding_idx : int, optional
-        A row to which these lookups give no gradient; counted from the end if negative.
+        A row that gets no gradient from these lookups; negative values count from the end.
 
     Returns
     -------
@@ -1340,7 +1340,7 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Te
     Raises
     ------
     IndexError
-        An id is negative or names no row.
+        An id is negative or too large.
 
     Examples
     --------
@@ -1358,23 +1358,23 @@ def conv2d(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """Return filters over images; padding is before and behind rows, then columns."""
+    """Convolve images with filters; padding is before and after rows, then columns."""
 
 def pool2d(
     x: Tensor, max: bool, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]
 ) -> Tensor:
-    """Return the greatest of each window, or the mean."""
+    """Return the maximum of each window, or the mean."""
 
 def element_places(index: Tensor, shape: Sequence[int], dim: int) -> Tensor | None:
-    """Find where in memory the elements stand that an index names along a dimension.
+    """Return the positions in memory of elements that an index names along a dimension.
 
-    None: it names some that are not there. On the host alone.
+    None if an index is out of range.  Only on the host.
     """
 
 def scatter_rows(ids: Tensor, x: Tensor, rows: int) -> Tensor:
     """Return (rows, dim) zeros with each row of x, (..., dim), added at its id of ids, (...).
 
-    IndexError if an id names no row.
+    IndexError if an id is out of range.
     """
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -1407,7 +1407,7 @@ def scaled_dot_product_attention(
     mask: Tensor | None = None,
     window: int = 0,
 ) -> Tensor:
-    """Attend by the fused kernel, in a window of so many keys if not 0."""
+    """Compute attention with the fused kernel, in a window of this many keys if not 0."""
 
 def varlen_attention(
     q: Tensor,
@@ -1419,13 +1419,13 @@ def varlen_attention(
     layout: str = "bhtd",
     window: int = 0,
 ) -> Tensor:
-    """Attend inside each document of a row, in a window of so many keys if not 0."""
+    """Attend within each document of a row, in a window of this many keys if not 0."""
 
 def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
-    """Average the negative log likelihood of class ids: functional's with default options."""
+    """Compute the cross entropy of class ids: functional's with default options."""
 
 def nll_loss(log_p: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
-    """Average minus the targets' logarithms of probabilities: functional's with default options."""
+    """Compute the negative log likelihood of targets: functional's with default options."""
 
 def linear_cross_entropy(
     x: Tensor,
@@ -1445,15 +1445,15 @@ def linear_cross_entropy(
     targets : Tensor
         (...), int32 or int64.
     ignore_index : int
-        Rows with this target do not count.
+        Rows with this target are ignored.
     chunk_rows : int
-        Rows whose logits exist at a time; 0 chooses as many as 64 MiB hold, at least 256 and an
-        eighth of all.
+        Number of rows whose logits exist at the same time; 0 chooses as many as fit 64 MiB, but at
+        least 256 and an eighth of all.
 
     Notes
     -----
-    With more than one chunk a private fp32 gradient as big as the weight lives from forward to
-    backward; with one, the logits' gradient does instead.
+    With more than one chunk, a private fp32 gradient of the weight's size exists from forward to
+    backward; with one chunk, the logits' gradient does.
 
     Examples
     --------
@@ -1468,8 +1468,8 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
 
     Notes
     -----
-    The mask is a function of the seed (``fsdpc.manual_seed``) and of how many random streams were
-    taken before; it is not kept, and recomputation draws the same one.
+    The mask is a function of the seed (``fsdpc.manual_seed``) and of the number of random streams
+    taken before. It is not kept; recomputation draws the same one.
 
     Source: Srivastava et al. 2014.
 
@@ -1481,9 +1481,9 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     """
 
 def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Give the elements another shape, over the same memory.
+    """Return the elements in another shape, over the same memory.
 
-    x has any dtype; one extent may be -1, for what is left.  ValueError if the numbers of elements
+    x has any dtype; one size may be -1, to be computed.  ValueError if the numbers of elements
     differ.
 
     Examples
@@ -1494,7 +1494,7 @@ def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
     """
 
 def transpose(x: Tensor, dim0: int, dim1: int) -> Tensor:
-    """Exchange two dimensions; a copy.
+    """Transpose two dimensions; a copy.
 
     x has any shape and dtype.  IndexError if it has no such dimension.
 
@@ -1506,9 +1506,9 @@ def transpose(x: Tensor, dim0: int, dim1: int) -> Tensor:
     """
 
 def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
-    """Put the dimensions in another order; a copy.
+    """Permute the dimensions; a copy.
 
-    x has any dtype; dims names each of its dimensions once.  ValueError or IndexError if not.
+    x has any dtype; dims names each of its dimensions once.  ValueError or IndexError otherwise.
 
     Examples
     --------
@@ -1520,7 +1520,7 @@ def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
 def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
     """Broadcast to a shape; a copy.
 
-    x has any dtype; -1 keeps an extent.  ValueError if the shape is not one that x broadcasts to.
+    x has any dtype; -1 keeps a size.  ValueError if x cannot be broadcast to the shape.
 
     Examples
     --------
@@ -1530,16 +1530,15 @@ def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
     """
 
 def flip(x: Tensor, dims: Dims) -> Tensor:
-    """Return x backwards along dimensions, a copy."""
+    """Return x reversed along dimensions, a copy."""
 
 def roll(x: Tensor, shift: int, dim: int) -> Tensor:
-    """Return x moved along a dimension, a copy; what leaves at one end enters at the other."""
+    """Return x shifted along a dimension, a copy; elements at one end move to the other."""
 
 def concat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Join tensors along a dimension.
 
-    Tensors have any one dtype, and equal extents in other dimensions.  TypeError or ValueError if
-    not.
+    Tensors have one dtype, and equal sizes in other dimensions.  TypeError or ValueError otherwise.
 
     Examples
     --------
@@ -1551,7 +1550,7 @@ def concat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Join tensors along a new dimension.
 
-    Tensors have any one dtype and shape.  TypeError or ValueError if not.
+    Tensors have one dtype and shape.  TypeError or ValueError otherwise.
 
     Examples
     --------
@@ -1561,10 +1560,10 @@ def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """
 
 def sum(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """Add elements up over dimensions.
+    """Sum elements over dimensions.
 
-    x has any shape and dtype.  dim is a dimension, several, or None for all; keepdim leaves extents
-    of 1. IndexError if x has no such dimension.  Floats keep their dtype, summed in float32;
+    x has any shape and dtype.  dim is a dimension, several, or None for all; keepdim keeps them
+    with size 1. IndexError if x has no such dimension.  Floats keep their dtype, summed in float32;
     integers and bool give int64.
 
     Examples
@@ -1575,23 +1574,23 @@ def sum(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     """
 
 def sum_squares(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """Add squares up over dimensions; of 16-bit floats as float32."""
+    """Sum squares over dimensions; 16-bit floats as float32."""
 
 def cumsum(x: Tensor, dim: int) -> Tensor:
-    """Return each element with all before it along a dimension."""
+    """Return cumulative sums along a dimension."""
 
 def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     """Return the logarithms of sums of exponentials along a dimension."""
 
 def result_type(x: Tensor, y: Tensor) -> dtype:
-    """Return the dtype of both in one operation, as PyTorch's function of that name does."""
+    """Return the result dtype of an operation on both, like PyTorch's function of this name."""
 
 def mean(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     """Average elements over dimensions.
 
-    x has any shape and dtype.  dim is a dimension, several, or None for all; keepdim leaves extents
-    of 1. IndexError if x has no such dimension.  Floats keep their dtype; integers and bool give
-    float32.
+    x has any shape and dtype.  dim is a dimension, several, or None for all; keepdim keeps them
+    with size 1. IndexError if x has no such dimension.  Floats keep their dtype; integers and bool
+    give float32.
 
     Examples
     --------
@@ -1601,9 +1600,9 @@ def mean(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     """
 
 def cast(x: Tensor, dtype: DTypeLike) -> Tensor:
-    """Convert to another dtype, rounding to the nearest; the gradient comes back in x's.
+    """Convert to another dtype, rounding to nearest; the gradient is in x's dtype.
 
-    x has any shape and dtype.  TypeError if there is no such dtype.
+    x has any shape and dtype.  TypeError if the dtype is unknown.
 
     Examples
     --------
@@ -1613,9 +1612,9 @@ def cast(x: Tensor, dtype: DTypeLike) -> Tensor:
     """
 
 def array_equal(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two tensors have the same dtype, shape and bytes.
+    """Return whether two tensors have the same dtype, shape and bytes.
 
-    Of any dtype.  A NaN equals itself, 0.0 and -0.0 differ.  TypeError for what is no tensor.
+    Of any dtype.  A NaN equals itself, 0.0 and -0.0 differ.  TypeError for anything but tensors.
 
     Examples
     --------
@@ -1627,7 +1626,7 @@ def array_equal(a: Tensor, b: Tensor) -> bool:
 # ---- the tape ----
 
 def set_grad_enabled(enabled: bool, /) -> bool:
-    """Switch recording on or off; returns what it was."""
+    """Switch recording on or off; return the previous setting."""
 
 def is_grad_enabled() -> bool:
     """Return whether operations are recorded on this thread.
@@ -1644,7 +1643,7 @@ def in_backward() -> bool:
     """Return whether a backward is running."""
 
 def boundary(x: Tensor, callback: Callable[[], Any]) -> Tensor:
-    """Return x such that backward calls a function when the gradient of the result is complete.
+    """Return x, and call a function in backward once the gradient of the result is complete.
 
     Examples
     --------
@@ -1662,7 +1661,7 @@ def checkpoint(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     Parameters
     ----------
     fn : callable
-        Called with the arguments behind it, and once more in each backward.
+        Called with the following arguments, and once more in each backward.
 
     Examples
     --------
@@ -1679,36 +1678,36 @@ def custom(
     outputs: Sequence[Tensor],
     backward: Callable[..., Tensor | Sequence[Tensor | None] | None],
 ) -> tuple[Tensor, ...]:
-    """Join outputs to inputs on the tape, with a backward written in Python.
+    """Record outputs as computed from inputs, with a backward written in Python.
 
     Parameters
     ----------
     inputs : sequence of Tensor
-        What the outputs were computed from, of any shapes and dtypes.
+        The tensors from which the outputs were computed, of any shapes and dtypes.
     outputs : sequence of Tensor
-        The results, of any shapes and dtypes. Those of integers and bool have no gradient.
+        The results, of any shapes and dtypes. Integers and bool have no gradient.
     backward : callable
-        Called once for each backward through the result, with a gradient for each output, of its
-        shape and dtype, or None. It returns a gradient for each input, of its shape and dtype, or
-        None: as a sequence, or alone if there is one input. Nothing is recorded while it runs.
+        Called once for each backward through the result, with a gradient for each output, in its
+        shape and dtype, or None. It returns a gradient for each input, in its shape and dtype, or
+        None: a sequence, or a single value if there is one input. Nothing is recorded while it
+        runs.
 
     Returns
     -------
     tuple of Tensor
         A tensor for each output, over the same memory. In ``no_grad``, or if no input requires
-        grad, they require none and ``backward`` is dropped.
+        grad, they do not require grad and ``backward`` is dropped.
 
     Raises
     ------
     TypeError
-        ``inputs`` or ``outputs`` is no sequence of tensors.
+        ``inputs`` or ``outputs`` is not a sequence of tensors.
 
     Notes
     -----
-    A call of ``Tensor.backward`` raises ValueError if ``backward`` returned another number of
-    gradients than there are inputs, or one of another shape or dtype than its input; TypeError if
-    it returned something else; and what ``backward`` raised. docs/custom.md has examples, also of
-    kernels in C.
+    ``Tensor.backward`` raises ValueError if ``backward`` returned a wrong number of gradients, or
+    one with another shape or dtype than its input. It raises TypeError for other results, and
+    passes on exceptions of ``backward``. docs/custom.md has examples, including kernels in C.
 
     Examples
     --------
@@ -1732,7 +1731,7 @@ def backward(
     """Compute the gradients of all leaves that several tensors were computed from."""
 
 def manual_seed(seed: int) -> None:
-    """Set the seed of dropout and initialisation and start their streams again at 0.
+    """Set the seed of dropout and initialisation and restart their streams at 0.
 
     Examples
     --------
@@ -1745,7 +1744,7 @@ def manual_seed(seed: int) -> None:
     """
 
 def initial_seed() -> int:
-    """Return what ``manual_seed`` set, 0 at first."""
+    """Return the seed set by ``manual_seed``, 0 at first."""
 
 def next_stream() -> int:
     """Take the next random stream and return its number."""
@@ -1766,7 +1765,7 @@ def set_num_threads(threads: int) -> None:
     """
 
 def set_ordered(ordered: bool, /) -> None:
-    """Let sums have the same order in every run, or the fastest one."""
+    """Choose the same order of sums in every run, or the fastest one."""
 
 def num_threads() -> int:
     """Return how many threads this rank computes with.
@@ -1779,16 +1778,16 @@ def num_threads() -> int:
     """
 
 def engine_threads() -> int:
-    """Return how many threads kernels and streams of the engine have in this process now."""
+    """Return the current number of the engine's kernel and stream threads in this process."""
 
 def usable_cores() -> int:
     """Return how many cores this process may use, by affinity and quota; starts nothing."""
 
 def memory_stats() -> dict[str, int]:
-    """Return bytes held now and at most, by category, and how often the system gave memory."""
+    """Return current and peak bytes by category, and the number of system allocations."""
 
 def reset_peak_memory_stats() -> None:
-    """Let the peaks begin again at what is held now.
+    """Reset the peaks to the current values.
 
     Examples
     --------
@@ -1800,39 +1799,39 @@ def reset_peak_memory_stats() -> None:
     """
 
 def check_environment() -> dict[str, Any]:
-    """Return the library's variables by name; ValueError if one is wrong; starts nothing."""
+    """Return the library's variables by name; ValueError if one is invalid; starts nothing."""
 
 def runtime_config() -> dict[str, Any]:
-    """Instruction set, threads, whether kernels exist: what show_config() prints of the runtime."""
+    """Return instruction set, threads and available kernels, for show_config()."""
 
 def plugin_config(path: str, /) -> dict[str, Any]:
-    """Open the plugin at a path; its "description", and how many "devices" it has."""
+    """Open the plugin at a path; return its "description" and number of "devices"."""
 
 def plugin_library(path: str, library: str | None, /) -> str:
     """Open the library that a plugin's transport stands on, and say which it is."""
 
 def set_device(path: str | None, /) -> None:
-    """Take the device of the plugin at a path, or the CPU, before the first tensor."""
+    """Select the device of the plugin at a path, or the CPU, before the first tensor."""
 
 def device_name() -> str:
-    """Return "cpu", or the name of the plugin that was taken."""
+    """Return "cpu", or the name of the selected plugin."""
 
 def adopt_stream(handle: int, /) -> None:
-    """Make the stream with this raw handle the main stream, behind what that one holds."""
+    """Make the stream with this raw handle the main stream, after the current one's work."""
 
 def set_reclaim(callable: Callable[[], object] | None, /) -> None:
-    """Call this where the device's memory runs out, before asking for the memory once more."""
+    """Call this if the device's memory runs out, before allocating once more."""
 
 def stream_handle() -> int:
     """Return the raw handle of the main stream; 0 on the CPU."""
 
 def device_ordinal() -> int:
-    """Return which of the GPUs the device is; 0 on the CPU."""
+    """Return the index of the GPU; 0 on the CPU."""
 
 # ---- the engine ----
 
 def listen_for_rank(address: str, rank: int, /) -> int:
-    """Open the socket that a launcher hands to the rank it starts."""
+    """Open the socket that a launcher passes to the rank it starts."""
 
 class Link:
     """Messages between hosts, carried by the caller's threads or by the plugin at that path."""
@@ -1846,42 +1845,42 @@ class Link:
         """This rank."""
     @property
     def rooms(self) -> int:
-        """Rooms for messages under way, in each direction."""
+        """Number of message buffers in each direction."""
     @property
     def tags(self) -> int:
-        """Tags from here on are those of a peer's last message."""
+        """Tags from this value on mark a peer's last message."""
     @property
     def failed(self) -> bool:
         """Whether it was aborted, by this rank or another."""
     def take(self, room: int, seconds: float, /) -> tuple[int, int, memoryview] | None:
-        """Return (peer, tag, memory) of the next message to carry, kept until that room is named
+        """Return (peer, tag, memory) of the next message to send, valid until the room is used
         again; None if there is none yet.  PeerError at the end.
         """
 
     def room(self, room: int, size: int, /) -> memoryview:
-        """Return the memory where the next message is to come, until it is delivered."""
+        """Return the memory for the next message to receive, until it is delivered."""
     def deliver(self, room: int, peer: int, tag: int, /) -> bool:
-        """Say that what is in the room has come; False if no other will."""
+        """Deliver the message in the room; False if no other will come."""
     def abort(self, reason: str, /) -> None:
-        """Let every operation fail with a reason."""
+        """Make every operation fail with a reason."""
     def close(self) -> None:
-        """Send no more."""
+        """Stop sending."""
 
 class Tier:
-    """A file of this rank's, without a name, for offloaded shards; ``chunk`` is in elements."""
+    """An unnamed file of this rank for offloaded shards; ``chunk`` is in elements."""
 
     def __init__(self, folder: str | bytes, rank: int, chunk: int = 0) -> None: ...
     def stats(self) -> dict[str, int]:
-        """Return bytes of the file, read and written, and whether past the page cache."""
+        """Return bytes of the file, bytes read and written, and whether it skips the page cache."""
 
-#: (file or None, params, masters, states, gradients, which part of the latter three): what lies in
-#: a file; ("host", ...): in memory of the host beside a GPU.
+#: (file or None, params, masters, states, gradients, fraction of the latter three): which arrays
+#: are in a file; ("host", ...): in host memory next to a GPU.
 Offload = tuple[Tier | str | None, bool, bool, bool, bool, float]
 
 class Comm:
-    """A group of ranks that know ``secret``; over several hosts ``link`` carries bytes.
+    """A group of ranks that know ``secret``; over several hosts, ``link`` carries bytes.
 
-    ``library`` is the NCCL to prefer.  Without an address, peers and links pretend.
+    ``library`` is the preferred NCCL.  Without an address, peers and links are simulated.
     """
 
     def __init__(
@@ -1899,36 +1898,37 @@ class Comm:
     ) -> None: ...
     @property
     def rank(self) -> int:
-        """This process's number in the group."""
+        """This process's rank in the group."""
     @property
     def world_rank(self) -> int:
-        """Its number in the group that was split first."""
+        """Its rank in the group from which this one was first split."""
     @property
     def size(self) -> int:
-        """How many ranks."""
+        """Number of ranks."""
     @property
     def hosts(self) -> int:
-        """On how many hosts; 0 where it was split off."""
+        """Number of hosts; 0 if it was split off."""
     @property
     def waited_ns(self) -> int:
-        """Nanoseconds spent waiting for others so far."""
+        """Nanoseconds spent waiting for other ranks so far."""
     @property
     def transport(self) -> str:
         """"self", "shm", "hosts" or "nccl"."""
     def all_reduce(self, tensor: Tensor, op: str = "sum", /) -> None:
-        """Combine a tensor over the ranks, in place."""
+        """Reduce a tensor over the ranks, in place."""
     def all_gather(self, tensor: Tensor, /) -> Tensor:
         """Return the tensors of all ranks, (size, ...)."""
     def broadcast(self, tensor: Tensor, root: int = 0, /) -> None:
-        """Take the root's values, in place."""
+        """Copy the root's values, in place."""
     def barrier(self) -> None:
         """Wait for all ranks."""
     def split(self, color: int, key: int, /) -> Comm:
-        """Return the group of the ranks of one color, ordered by key."""
+        """Return the group of the ranks with one color, ordered by key."""
     def watch(self, peers: list[tuple[int, int, int, str]], host: str, /) -> None:
-        """Watch other hosts from the first rank of this one, which is called ``host``.
+        """Watch other hosts from the first rank of this host, which is called ``host``.
 
-        Peers are tuples: a connected socket, taken over, the first rank, how many, the host's name.
+        Peers are tuples: a connected socket, which it takes over, first rank, number of ranks, host
+        name.
         """
 
     def abort(self, reason: str, /) -> None:
@@ -1937,7 +1937,7 @@ class Comm:
         """Leave without waiting."""
 
 class Unit:
-    """One fully_shard call."""
+    """The unit of one fully_shard call."""
 
     def __init__(
         self,
@@ -1961,7 +1961,7 @@ class Unit:
     """Shown in messages and traces."""
     @property
     def trained_groups(self) -> int:
-        """How many flat groups have gradients: the first ones, frozen groups follow."""
+        """Number of flat groups with gradients; they come first, frozen groups follow."""
     @property
     def has_root(self) -> bool:
         """Whether the outermost module has run."""
@@ -1975,18 +1975,18 @@ class Unit:
         """(name, original dtype, shape) of each parameter."""
     @property
     def param_dtype(self) -> dtype | None:
-        """The dtype of fulls, or None: the original."""
+        """The dtype of fulls, or None for the original."""
     @property
     def reduce_dtype(self) -> dtype | None:
-        """The dtype of gradients, or None: that of fulls."""
+        """The dtype of gradients, or None for that of fulls."""
     rank_dependent: bool
     """Whether some ranks alone may run it."""
     @property
     def offload(self) -> Offload | None:
-        """What lies in a file, or ("host", ...) in memory of the host beside a GPU."""
+        """The arrays in a file, or ("host", ...) in host memory next to a GPU."""
     @property
     def keep_grads(self) -> bool:
-        """Whether it has a reduce buffer of its own."""
+        """Whether it has its own reduce buffer."""
     reshard_after_forward: bool
     """Whether forward gives fulls up."""
     reshard_after_backward: bool
@@ -1999,7 +1999,7 @@ class Unit:
     """By what sums are divided."""
     @property
     def mesh_shape(self) -> tuple[int, int]:
-        """(replicas, ranks of a shard group)."""
+        """(number of replicas, ranks per shard group)."""
     def call(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], /
     ) -> Any:
@@ -2007,9 +2007,9 @@ class Unit:
     def local(self, i: int, /) -> Tensor:
         """Return this rank's rows of parameter i, in the original dtype."""
     def grad(self, i: int, /) -> Tensor | None:
-        """Return their gradient, or None."""
+        """Return the gradient of these rows, or None."""
     def write(self, i: int, full: Tensor, /) -> None:
-        """Take the own rows of a full value."""
+        """Write this rank's rows of a full value."""
     def init(self, i: int, kind: str, a: Number, b: Number, seed: int, stream: int, /) -> None:
         """Initialise the own rows, as ``init_`` does."""
     def collect(self, i: int, what: bool | Tensor, out: Tensor | None = None, /) -> Tensor:
@@ -2020,39 +2020,39 @@ class Unit:
     def zero_grad(self) -> None:
         """Drop the gradients."""
     def bind(self, i: int, full: Tensor | None, /) -> None:
-        """Let parameter i stand on a private full; with None on the unit again."""
+        """Make parameter i use a private full tensor, or with None the unit's again."""
     def unshard(self) -> None:
-        """Begin to gather and hold; collective.  ``unshard_wait`` ends it."""
+        """Begin to gather and hold; collective.  ``unshard_wait`` completes it."""
     def unshard_wait(self) -> None:
-        """Wait for what ``unshard`` began."""
+        """Wait for ``unshard`` to complete."""
     def reshard(self) -> None:
-        """Give up what ``unshard`` holds."""
+        """Free what ``unshard`` holds."""
     def reset(self) -> None:
-        """Bring all units of the root back to sharded."""
+        """Return all units of the root to their sharded state."""
     def hold(self, begin: bool, /) -> None:
-        """Fix the root's weights, or end that."""
+        """Freeze the root's weights, or end that."""
     def set_is_last_backward(self, flag: bool, /) -> bool:
-        """Set whether the root's end of backward waits for reductions; return what it was."""
+        """Set whether the root's end of backward waits for reductions; return the old value."""
     def set_ahead(self, backward: bool, units: list[Unit], /) -> None:
-        """Say what to gather ahead when this unit runs."""
+        """Set the units to prefetch when this unit runs."""
     def schedule(
         self,
     ) -> tuple[list[tuple[int, bool]] | None, list[tuple[int, str, bool]] | None, int]:
-        """Return the recorded uses as (unit, backward), what the last step did as (unit, kind,
+        """Return the recorded uses as (unit, backward), the acts of the last step as (unit, kind,
         backward), or None twice, and the distance.
         """
 
     def take_options(self, other: Unit, /) -> None:
-        """Take what was set on a unit that this one replaces."""
+        """Copy the settings of a unit that this one replaces."""
 
 class Optimizer:
-    """Steps flat shards by AdamW, Adam, SGD or Lion."""
+    """Steps flat shards with AdamW, Adam, SGD or Lion."""
 
     def __init__(self, kind: str, state_dtype: DTypeLike = None, seed: int = 0) -> None: ...
     def add(self, unit: Unit, i: int, group: int, /) -> None:
-        """Take over a parameter of a unit."""
+        """Add a parameter of a unit."""
     def take_number(self) -> int:
-        """Number a parameter that has no unit."""
+        """Return a number for a parameter without a unit."""
     def set_hyper(
         self,
         group: int,
@@ -2067,7 +2067,7 @@ class Optimizer:
         amsgrad: bool = False,
         maximize: bool = False,
     ) -> None:
-        """Set the options of a group; those left out are 0."""
+        """Set the options of a group; missing ones are 0."""
     def step(self) -> None:
         """Make one update; collective."""
     def step_alone(
@@ -2087,9 +2087,9 @@ class Optimizer:
     def state(self, unit: Unit, i: int, which: int, write: bool = False, /) -> Tensor | None:
         """Return this rank's rows of a state; None before a step used it."""
     def make_states(self, unit: Unit, i: int, /) -> None:
-        """Make the states that are missing."""
+        """Create the missing states."""
     def write(self, unit: Unit, i: int, which: int, full: Tensor, /) -> None:
-        """Take the own rows of a full state."""
+        """Write this rank's rows of a full state."""
     def collect(self, unit: Unit, i: int, which: int, /) -> Tensor:
         """Return a full state; collective."""
     def step_count(self, unit: Unit, i: int, /) -> int:
@@ -2098,15 +2098,15 @@ class Optimizer:
         """Set how many steps a parameter has made; 0 clears its states."""
 
 class StepGraph:
-    """A captured training step of the model of these units; making it begins the capture."""
+    """A captured training step of the model of these units; the constructor begins the capture."""
 
     def __init__(self, units: list[Unit], optimizer: Optimizer) -> None: ...
     def end(self) -> None:
-        """End the capture and make the step once."""
+        """End the capture and run the step once."""
     def abandon(self, why: str, /) -> None:
         """End the capture as if nothing had been called."""
     def replay(self) -> None:
-        """Make the step once more."""
+        """Run the step once more."""
 
 def is_capturing() -> bool:
     """Return whether a step is being captured."""
@@ -2114,18 +2114,18 @@ def is_capturing() -> bool:
 def dry_run(
     params: list[Any], dtypes: list[dtype], fn: Callable[[], Any], /
 ) -> tuple[int, int]:
-    """Return bytes that ``fn()`` would hold at once, computing nothing, and bytes that it left
-    behind.
+    """Return the bytes that ``fn()`` would hold at its peak, computing nothing, and the bytes that
+    it left behind.
     """
 
 def in_dry_run() -> bool:
-    """Return whether the function of ``dry_run`` runs now."""
+    """Return whether the function of ``dry_run`` is running."""
 
 def play(fn: Callable[[], Any], orders: bool, /) -> tuple[Any, int]:
     """Call ``fn()`` on a device that computes nothing; return its result and bytes left behind.
 
-    Groups without an address are of any size and, if ``orders``, order streams as GPUs' do.  The
-    trace counts floating point operations in the place of nanoseconds.
+    Groups without an address have any size and, if ``orders``, order streams like GPUs.  The trace
+    counts floating point operations instead of nanoseconds.
     """
 
 pooled_buffers: int
@@ -2139,20 +2139,20 @@ def plan_unit(
     state_dtype: dtype = ...,
     /,
 ) -> dict[str, int]:
-    """Return bytes that a unit of parameters (dtype, shape, frozen) takes on a rank."""
+    """Return the bytes per rank of a unit of parameters (dtype, shape, frozen)."""
 
 def plan_fulls(
     units: list[tuple[int, int, bool]], ranks: int, prefetch: int, remote: bool, /
 ) -> int:
-    """Return bytes that the fulls of units take on a rank's GPU, or on the host's CPUs.
+    """Return the bytes of the units' fulls on a rank's GPU, or on the host's CPUs.
 
-    A unit is (bytes, bytes of own slices, whether it shares with none).
+    A unit is (bytes, bytes of its own slices, whether it shares memory with none).
     """
 
 def plan_rooms(
     replicas: bool, dtype: dtype, bytes: int, hosts: int, lanes: int, /
 ) -> int:
-    """Return bytes that a reduction of a buffer takes beside it on a rank, over several hosts."""
+    """Return the bytes that a reduction needs besides its buffer on a rank, over several hosts."""
 
 class TorchUnit:
     """A unit for a front door over foreign tensors: schedule, dictionaries, gradients."""
@@ -2170,19 +2170,19 @@ class TorchUnit:
         grad_of: Any,
     ) -> None: ...
     def place(self, grads: list[Any], lent: list[Any] | None, /) -> None:
-        """Let these be the gradients, rows of this memory; None: of the unit's own."""
+        """Use these gradients, rows of this memory; None: of the unit's own."""
     @property
     def in_backward(self) -> bool:
-        """Whether the root's backward runs."""
+        """Whether the root's backward is running."""
     @property
     def depth(self) -> int:
-        """Forwards of the root that are running."""
+        """Number of running forwards of the root."""
     @property
     def has_factor(self) -> bool:
-        """Whether clipping left a factor to be applied."""
+        """Whether clipping deferred a factor."""
     @property
     def lends_fulls(self) -> bool:
-        """Whether fulls lie in memory that :meth:`bind` was given."""
+        """Whether fulls are in memory that :meth:`bind` was given."""
     generation: int
     """Of the weights; set: what the forward saw that is computed again."""
     def bind(
@@ -2195,55 +2195,55 @@ class TorchUnit:
         mates: list[TorchUnit],
         /,
     ) -> None:
-        """Begin to work: the root is made, of these front doors."""
+        """Start work: create the root, with these front doors."""
     def enter(self, grad: bool, in_task: bool, /) -> bool:
-        """A module's forward begins."""
+        """Begin a module's forward."""
     def leave(self) -> None:
-        """A module's forward has ended."""
+        """End a module's forward."""
     def mark(self) -> Callable[[Any], None]:
-        """Return a callable for nodes: the unit's backward begins."""
+        """Return a callable for nodes, which begins the unit's backward."""
     def end_backward(self) -> None:
-        """The unit's backward has ended."""
+        """End the unit's backward."""
     def guard(self, modules: list[tuple[dict[str, Any], Callable[..., Any]]], /) -> None:
-        """Let modules that read its parameters refuse to be called from outside."""
+        """Make modules that read its parameters refuse calls from outside."""
     def lift(self, begin: bool, /) -> None:
-        """Let guarded modules be called, or no longer."""
+        """Allow calls of guarded modules, or end that."""
     def finish(self) -> None:
-        """The root's backward has ended: wait for reductions."""
+        """End the root's backward: wait for reductions."""
     def catch_up(self) -> None:
-        """Take gradients, unless this backward has."""
+        """Take gradients, unless this backward already has."""
     def follow(self, i: int = ..., /) -> None:
-        """Take over what ``.data`` of pieces, or of one, was replaced by."""
+        """Copy the tensors that replaced ``.data`` of pieces, or of one piece."""
     def follow_root(self) -> None:
-        """Learn, before an epoch, what became of the pieces of all units."""
+        """Check, before an epoch, what happened to the pieces of all units."""
     def settle(self) -> bool:
         """Hand out gradients; return whether hooks wait for them."""
     def take_grads(self, i: int = ..., /) -> None:
-        """Learn what became of the gradients of pieces, or of one."""
+        """Check what happened to the gradients of pieces, or of one piece."""
     def add_product(self, i: int, dy: int, x: int, rows: int, n_out: int, n_in: int, /) -> bool:
         """Add dy' x, of dense memory at these addresses, to the gradient of parameter i; False
-        where the unit reduces in a dtype that cannot take it.
+        if the unit reduces in a dtype that cannot take it.
         """
 
     def apply_scale(self) -> None:
-        """Apply what clipping left."""
+        """Apply the factor that clipping deferred."""
     def reset(self) -> None:
         """Shard all units of the root, after an exception."""
     def hide(self, gave_up: bool, /) -> None:
-        """Show pieces, forget half a backward."""
+        """Show pieces, and forget an incomplete backward."""
     def pin(self) -> None:
-        """``Unit.unshard`` was called."""
+        """Record that ``Unit.unshard`` was called."""
     def hold(self, begin: bool, /) -> None:
-        """Keep fulls shown, or no longer."""
+        """Keep fulls shown, or end that."""
 
 def unit_places(unit: Unit, /) -> list[tuple[int, int, int, int, int, int]]:
     """Return (group, full_offset, first, numel, shard_offset, master_offset) of each parameter."""
 
 def unit_memory(unit: Unit, kind: str, /) -> list[Tensor]:
-    """Return "master", "grad" or "full" of each flat group that has one."""
+    """Return the "master", "grad" or "full" of each flat group that has one."""
 
 def grad_memory(unit: Unit, /) -> list[Tensor]:
-    """Return new memory for the gradient shards of groups that have one: zeros."""
+    """Return new zeroed memory for the gradient shards of groups that have one."""
 
 def product(
     out: int,
@@ -2274,28 +2274,28 @@ def grad_norms(
 def norms_of_rows(
     units: list[Unit], indices: list[int], tensors: list[Tensor], p: float, /
 ) -> list[float]:
-    """Return norms of whole parameters, of which the tensors hold this rank's rows; collective in
+    """Return norms of whole parameters whose rows on this rank are the tensors; collective in
     their shard group.
     """
 
 def clip_grads(
     units: list[Unit], tensors: list[Tensor], p: float, max_norm: float, /
 ) -> Tensor:
-    """Return the norm as a tensor, and leave its clipping factor to be applied; collective."""
+    """Return the norm as a tensor, and defer its clipping factor; collective."""
 
 def scale_grads(
     units: list[Unit], tensors: list[Tensor], norm: float, max_norm: float, /
 ) -> None:
-    """Leave the clipping factor to be applied."""
+    """Defer the clipping factor."""
 
 def multiply_grads(units: list[Unit], tensors: list[Tensor], factor: float, /) -> bool:
-    """Leave a factor to be applied; return whether the tensors have a NaN or infinity."""
+    """Defer a factor; return whether the tensors contain NaN or infinity."""
 
 def clamp_(tensors: list[Tensor], limit: float, /) -> None:
     """Clamp tensors to [-limit, limit], in place."""
 
 def crc32c(crc: int, buffer: Any, /) -> int:
-    """Continue a CRC-32C, 0 to begin."""
+    """Continue a CRC-32C; 0 begins one."""
 
 def trace_events() -> list[tuple[str, int, int, int, int, bool]]:
     """Return the trace, oldest first: (kind, unit, epoch, bytes, ns, in_backward)."""
@@ -2304,14 +2304,14 @@ def trace_reset() -> None:
     """Empty the trace."""
 
 def trace_resize(events: int, waits: bool, /) -> int:
-    """Hold so many events, the newest of those now held among them; return how many it held."""
+    """Resize the trace to this many events, keeping the newest; return the previous size."""
 
 # ---- checkpoints ----
 
 Hook = Callable[[str, str], Any]
 
 class Save:
-    """One save under way."""
+    """A save in progress."""
 
     def __init__(
         self,
@@ -2331,15 +2331,15 @@ class Save:
     def start(self) -> None:
         """Copy the pieces and save them on a thread; collective."""
     def wait(self) -> None:
-        """Wait for the thread; raise what went wrong."""
+        """Wait for the thread; raise its error."""
     @property
     def done(self) -> bool:
-        """Whether the thread has come to its end."""
+        """Whether the thread has finished."""
 
 def safetensors_layout(
     tensors: list[tuple[str, str, Shape]], metadata: dict[str, str], /
 ) -> tuple[bytes, list[tuple[int, int]]]:
-    """Return the header of a file of these tensors, and (begin, end) of each."""
+    """Return the header of a file with these tensors, and (begin, end) of each."""
 
 def safetensors_header(path: Any, /) -> list[tuple[str, str, Shape, int, int]]:
     """Return (name, dtype, shape, begin, end) of each tensor of a file."""
@@ -2367,4 +2367,4 @@ def rng_state() -> tuple[int, int]:
     """Return the seed of dropout and initialisation, and the next stream."""
 
 def set_rng_state(seed: int, next_stream: int, /) -> None:
-    """Set them."""
+    """Set the result of :func:`rng_state`."""
