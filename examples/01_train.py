@@ -11,11 +11,11 @@ from fsdpc import checkpoint, data, lr_scheduler, optim
 from fsdpc.models import Llama, preset
 
 steps = int(sys.argv[1]) if sys.argv[1:] else 400
-folder = sys.argv[2] if sys.argv[2:] else None  # of checkpoints: resumed from, and saved to
+folder = sys.argv[2] if sys.argv[2:] else None  # checkpoint folder: load from it, and save to it
 fsdpc.init()  # the ranks of `fsdpc run`, torchrun or srun, or a world of one
 fsdpc.manual_seed(0)
 
-with fsdpc.deferred_init():  # no memory yet: each rank will initialise its own slices
+with fsdpc.deferred_init():  # no memory yet: each rank will initialise only its own slices
     model = Llama(preset("2M"))
 policy = fsdpc.MixedPrecisionPolicy(param_dtype=fsdpc.bfloat16, reduce_dtype=fsdpc.float32)
 for block in model.blocks():

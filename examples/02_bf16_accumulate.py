@@ -1,10 +1,10 @@
-"""Large batches in little memory: micro-steps, recomputed activations, weight decay by group.
+"""Large batches with little memory: micro-steps, recomputed activations, weight decay by group.
 
     fsdpc run --ranks 2 examples/02_bf16_accumulate.py [STEPS]
 
 Every optimizer step sums the gradients of `ACCUMULATE` micro-steps.  Compute and the gathered
-parameters are bfloat16; the masters that the optimizer updates, the sums over ranks and over
-micro-steps, and the optimizer's states stay float32.
+parameters are bfloat16.  The optimizer's masters and states, and the sums over ranks and
+micro-steps, stay float32.
 """
 
 import sys
@@ -25,8 +25,8 @@ fsdpc.manual_seed(0)
 with fsdpc.deferred_init():
     model = Llama(preset("2M"))
 
-# Blocks keep their inputs only and run forward again inside backward.  The numbers do not change.
-# 2 takes every second block, 0.5 half of them, a function those that it says yes to.
+# Blocks keep only their inputs and run forward again in backward.  The results do not change.
+# 2 selects every second block, 0.5 half of them, a function those for which it returns True.
 fsdpc.checkpoint_activations(model.blocks(), "all")
 
 policy = fsdpc.MixedPrecisionPolicy(param_dtype=fsdpc.bfloat16, reduce_dtype=fsdpc.float32)
@@ -34,7 +34,7 @@ for block in model.blocks():
     fsdpc.fully_shard(block, mp_policy=policy)
 fsdpc.fully_shard(model, mp_policy=policy)
 
-# Norms' weights are vectors: pulling them towards 0 would do harm.
+# Norm weights are vectors; weight decay towards 0 would harm them.
 matrices = [p for p in model.parameters() if p.ndim >= 2]
 vectors = [p for p in model.parameters() if p.ndim < 2]
 optimizer = fsdpc.optim.AdamW(
@@ -55,7 +55,7 @@ with data.Loader(text, 4, sampler) as batches:
         norm = fsdpc.clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        mean = fsdpc.all_reduce(total, "mean")  # collective: on every rank, not on rank 0 alone
+        mean = fsdpc.all_reduce(total, "mean")  # collective: call it on every rank
         if fsdpc.rank() == 0 and step % 10 == 0:
             print(f"step {step}: loss {mean:.3f}, gradient norm {float(norm):.2f}")
 

@@ -1,9 +1,9 @@
-"""A custom model and loss, from the operations of fsdpc.functional.
+"""A custom model and loss, composed of operations from fsdpc.functional.
 
     fsdpc run --ranks 2 examples/03_own_module_and_loss.py [STEPS]
 
-The model guesses the next byte from the eight before it.  Its loss is cross entropy with label
-smoothing, spelled out, so that nothing here comes ready-made but the layers.
+The model predicts the next byte from the last eight.  Its loss is cross entropy with label
+smoothing, written out, so that only the layers are ready-made.
 """
 
 import sys
@@ -31,7 +31,7 @@ class GatedBlock(nn.Module):
         self.a = nn.Linear(dim, inner)
         self.b = nn.Linear(dim, inner)
         self.down = nn.Linear(inner, dim, bias=False)
-        self.gain = nn.Parameter(np.ones(dim, np.float32))  # any leaf that is to be trained
+        self.gain = nn.Parameter(np.ones(dim, np.float32))  # any leaf tensor to train
 
     def forward(self, x: fsdpc.Tensor) -> fsdpc.Tensor:
         h = self.norm(x)
@@ -39,7 +39,7 @@ class GatedBlock(nn.Module):
 
 
 class NextByte(nn.Module):
-    """The embeddings of the last bytes side by side, two blocks, and a score for each byte."""
+    """The embeddings of the last bytes, concatenated, two blocks, and a score for each byte."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class NextByte(nn.Module):
 
 
 def smoothed_loss(logits: fsdpc.Tensor, targets: fsdpc.Tensor, smooth: float = 0.1) -> fsdpc.Tensor:
-    """Give 1 - smooth of the weight to the target and spread the rest over all bytes."""
+    """Give the target a weight of 1 - smooth, and spread the rest over all bytes."""
     log_p = F.log_softmax(logits)
     chosen = F.embedding(targets, fsdpc.tensor(np.eye(BYTES, dtype=np.float32)))  # one-hot rows
     of_target = (log_p * chosen).sum(-1)
@@ -63,7 +63,7 @@ def smoothed_loss(logits: fsdpc.Tensor, targets: fsdpc.Tensor, smooth: float = 0
 fsdpc.init()
 fsdpc.manual_seed(0)
 model = NextByte()
-fsdpc.fully_shard(model.blocks)  # a unit each: gathered, freed and reduced together
+fsdpc.fully_shard(model.blocks)  # one unit each: gathered, freed and reduced together
 fsdpc.fully_shard(model)
 optimizer = fsdpc.optim.AdamW(model.parameters(), lr=3e-3)
 

@@ -2,8 +2,8 @@
 
     fsdpc run --ranks 2 examples/05_evaluate_and_generate.py [STEPS]
 
-Forwards of a sharded model are collective: every rank runs as many of them, also where rank 0 alone
-uses the result.
+Forwards of a sharded model are collective: every rank must run the same number of them, even if
+only rank 0 uses the result.
 """
 
 import sys
@@ -39,10 +39,10 @@ training, held_out = whole.split(64_000)
 
 
 def evaluate() -> float:
-    """Mean loss, in nats a byte, over what was held out.
+    """Return the mean loss, in nats per byte, over the held-out data.
 
-    Each rank takes every world-th batch.  A rank that has run out repeats the first one and does
-    not count it, so that all ranks run as many forwards.
+    Each rank takes every world-th batch.  A rank that runs out of batches repeats the first one and
+    does not count it, so that all ranks run the same number of forwards.
     """
     batches = [range(i, min(i + BATCH, len(held_out))) for i in range(0, len(held_out), BATCH)]
     total, count = 0.0, 0
@@ -70,13 +70,13 @@ after = evaluate()
 if rank == 0:
     print(f"validation loss {before:.3f} before, {after:.3f} after {STEPS} steps")
 
-# Every rank draws the same bytes, as the seed is the same.
+# Every rank draws the same bytes, since the seed is the same.
 prompt = np.frombuffer(b"def ", np.uint8)
 ids = model.generate(prompt, 60, temperature=0.8)
 if rank == 0:
     print(bytes(ids.astype(np.uint8)).decode("utf-8", "replace"))
 
-# state_dict() gathers full values, on every rank; one of them writes.
+# state_dict() gathers full values, on every rank; only one rank writes them.
 state: dict[str, Any] = {name: value.numpy() for name, value in model.state_dict().items()}
 if rank == 0:
     with tempfile.TemporaryDirectory() as folder:

@@ -2,9 +2,9 @@
 
     fsdpc run --ranks 2 examples/07_classify.py [STEPS]
 
-Points of three classes lie on arms of a spiral.  Each rank draws batches of its own; the model has
-batch normalisation over the batches of all ranks.  At the end every rank classifies its part of the
-points that were held back, and the ranks add up how many they got right.
+The points of three classes are on arms of a spiral.  Each rank draws its own batches.  The model
+has batch normalisation over the batches of all ranks.  At the end every rank classifies its part of
+the held-out points, and the ranks sum their numbers of correct answers.
 """
 
 import sys
@@ -24,7 +24,7 @@ CLASSES, BATCH, HELD_BACK = 3, 64, 600
 
 
 def spiral(count: int, seed: int) -> tuple[fsdpc.Tensor, fsdpc.Tensor]:
-    """Points (count, 2) on three arms, with noise, and the arm of each (count)."""
+    """Return points (count, 2) on three arms, with noise, and the arm of each (count)."""
     rng = np.random.default_rng(seed)
     arm, radius = rng.integers(0, CLASSES, count), rng.uniform(0.1, 1, count)
     angle = 4 * radius + arm * 2 * np.pi / CLASSES + rng.normal(0, 0.1, count)

@@ -1,11 +1,11 @@
-"""Fine-tune a published model by LoRA, and see what it writes before and after.
+"""Fine-tune a published model with LoRA, and compare its output before and after.
 
     fsdpc run --ranks 2 examples/08_finetune_lora.py
     fsdpc run --ranks 2 examples/08_finetune_lora.py --model FOLDER --data FILE --prompt TEXT
 
-Without --model the script first makes a small model of bytes that lists the days of the week, in a
-folder as transformers writes it.  Fine-tuning turns their order round.  FOLDER is any model that
-docs/models.md names; where it has a tokenizer.json, pip install tokenizers.
+Without --model the script first trains a small byte model that lists the days of the week, and
+saves it in transformers' format.  Fine-tuning reverses their order.  FOLDER is any model listed in
+docs/models.md; if it has a tokenizer.json, pip install tokenizers.
 """
 
 import argparse
@@ -23,12 +23,12 @@ DAYS = "monday tuesday wednesday thursday friday saturday sunday".split()
 
 
 def days(direction: int) -> str:
-    """A thousand weeks, forwards (1) or backwards (-1)."""
+    """Return a thousand weeks, forwards (1) or backwards (-1)."""
     return ", ".join(DAYS[direction * i % len(DAYS)] for i in range(7000))
 
 
 class Text:
-    """Text to ids and back: the tokens of a folder's tokenizer.json, or bytes."""
+    """Converts text to ids and back: with a folder's tokenizer.json, or as bytes."""
 
     def __init__(self, folder: Path) -> None:
         found = (folder / "tokenizer.json").is_file()
@@ -47,15 +47,15 @@ class Text:
 
 
 def shard(model: fsdpc.nn.Module) -> None:
-    """Make each block a unit, and what is around them another one."""
+    """Make each block a unit, and the rest of the model another one."""
     for block in model.blocks():
         fsdpc.fully_shard(block)
     fsdpc.fully_shard(model)
 
 
 def train(model: fsdpc.nn.Module, optimizer: optim.AdamW, ids: np.ndarray, steps: int) -> None:
-    """Take steps on batches of 16 sequences, other ones on each rank."""
-    sequences = data.SequenceDataset([ids], seq_len=60)  # weeks have 64 bytes: no two begin alike
+    """Take steps on batches of 16 sequences, different ones on each rank."""
+    sequences = data.SequenceDataset([ids], seq_len=60)  # a week has 64 bytes: no two begin alike
     sampler = data.DistributedSampler(len(sequences), fsdpc.rank(), fsdpc.world_size())
     model.train()
     with data.Loader(sequences, 16, sampler) as batches:
@@ -70,7 +70,7 @@ def train(model: fsdpc.nn.Module, optimizer: optim.AdamW, ids: np.ndarray, steps
 
 
 def publish(folder: Path) -> None:
-    """Train a small LLaMA on bytes, all of it, and write its folder."""
+    """Train all parameters of a small LLaMA on bytes, and write its folder."""
     model = Llama(ModelConfig(vocab_size=256, dim=64, layers=2, heads=4, inner=128, max_seq=256))
     shard(model)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95))
@@ -79,13 +79,13 @@ def publish(folder: Path) -> None:
 
 
 def adapted(folder: Path) -> fsdpc.nn.Module:
-    """Return the folder's model with adapters that say nothing yet.
+    """Return the folder's model with adapters that have no effect yet.
 
-    No rank ever holds the whole model: each reads its own rows into the shards.
+    No rank ever holds the whole model: each reads only its own rows into its shards.
     """
     with fsdpc.deferred_init():
         model = from_config(folder)
-        lora.apply(model, rank=8, alpha=16)  # freezes everything else
+        lora.apply(model, rank=8, alpha=16)  # freezes all other parameters
     shard(model)
     load_pretrained(model, folder)
     return model
@@ -112,7 +112,7 @@ prompt = text.encode(options.prompt)
 
 
 def reply(model: fsdpc.nn.Module) -> str:
-    """Return the prompt and the likeliest 40 ids after it; collective, as forwards gather."""
+    """Return the prompt and the 40 most likely ids after it; collective, as forwards gather."""
     return text.decode(model.generate(prompt, 40))
 
 
@@ -126,7 +126,7 @@ lines = options.data.read_text(encoding="utf-8") if options.data else days(-1)
 train(model, optimizer, text.encode(lines), options.steps)
 after = reply(model)
 
-# In PEFT's format: transformers, and a fresh model here, take it as it is.
+# In PEFT's format: transformers can load it, and so can a fresh model here.
 adapter = options.out / "adapter"
 lora.save(model, adapter, base=str(folder))
 fresh = adapted(folder)

@@ -1,9 +1,9 @@
-"""A vision transformer that tells stripes apart by their direction.
+"""A vision transformer that distinguishes stripes by their direction.
 
     fsdpc run --ranks 2 examples/09_vit.py [STEPS] [STRATEGY]
 
-Images (1, 16, 16) show stripes in one of four directions, of any width and place, under noise.  A
-convolution makes a token of each patch of 4 x 4.  STRATEGY is FULL_SHARD by default; NO_SHARD is
+Images (1, 16, 16) show stripes in one of four directions, of any width and position, with noise.  A
+convolution turns each patch of 4 x 4 into a token.  STRATEGY is FULL_SHARD by default; NO_SHARD is
 plain data parallelism and prints the same losses.
 """
 
@@ -25,7 +25,7 @@ SIDE, PATCH, CLASSES, BATCH, HELD_BACK = 16, 4, 4, 32, 400
 
 
 def stripes(count: int, seed: int) -> tuple[fsdpc.Tensor, fsdpc.Tensor]:
-    """Images (count, 1, SIDE, SIDE) and the direction of each (count)."""
+    """Return images (count, 1, SIDE, SIDE) and the direction of each (count)."""
     rng = np.random.default_rng(seed)
     direction = rng.integers(0, CLASSES, count)
     angle = np.pi / CLASSES * direction + rng.normal(0, 0.05, count)
@@ -38,7 +38,7 @@ def stripes(count: int, seed: int) -> tuple[fsdpc.Tensor, fsdpc.Tensor]:
 
 
 class ViT(nn.Module):
-    """Patches, positions, encoder layers; the first token, which is no patch, says the class."""
+    """Patches, positions, encoder layers; the first token is not a patch and predicts the class."""
 
     def __init__(self, dim: int = 48, layers: int = 2, heads: int = 4) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ for step in range(STEPS):
     if step % 25 == 0 and fsdpc.rank() == 0:
         print(f"step {step}: loss {float(loss):.4f}")
 
-# Each rank looks at its part of the images that were held back; all count together.
+# Each rank evaluates its part of the held-out images; the counts are summed.
 model.eval()
 images, directions = stripes(HELD_BACK, seed=10**6)
 own = slice(fsdpc.rank(), None, fsdpc.world_size())

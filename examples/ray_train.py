@@ -20,7 +20,7 @@ from fsdpc.torch import fully_shard  # was: torch.distributed.fsdp
 
 
 def train(config: dict[str, Any], report: Callable[[dict[str, Any]], Any]) -> None:
-    """Train on this worker; Ray calls it on each. `report` takes figures, as ray.train.report."""
+    """Train on this worker; Ray calls it on each. `report` takes metrics, like ray.train.report."""
     torch.manual_seed(0)
     model = nn.Sequential(
         *[nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True) for _ in range(2)],
@@ -33,7 +33,7 @@ def train(config: dict[str, Any], report: Callable[[dict[str, Any]], Any]) -> No
 
     manager = CheckpointManager(config["folder"], max_to_keep=2, every_steps=5)
     state = {"model": model, "optimizer": optimizer}
-    begin = manager.restore(state) or 0  # where Ray starts again after a failure, too
+    begin = manager.restore(state) or 0  # also after Ray restarts a failed run
     for step in range(begin + 1, config["steps"] + 1):
         generator = torch.Generator().manual_seed(fsdpc.world_size() * step + fsdpc.rank())
         x = torch.randn(16, 6, 32, generator=generator)
@@ -48,7 +48,7 @@ def train(config: dict[str, Any], report: Callable[[dict[str, Any]], Any]) -> No
 
 
 def main() -> None:
-    """Train under Ray, on a cluster of this host that ends with the script."""
+    """Train under Ray, on a cluster on this host that ends with the script."""
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig, report
     from ray.train.torch import TorchConfig, TorchTrainer

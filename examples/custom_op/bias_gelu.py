@@ -1,4 +1,4 @@
-"""An operation whose kernels are C: gelu(x + bias), forward and backward in one pass each.
+"""An operation with C kernels: gelu(x + bias), with one pass each for forward and backward.
 
 Build the kernels in this folder first:
 

@@ -41,7 +41,7 @@ for layer in model:
 fsdpc.fully_shard(model)
 optimizer = optim.AdamW(model.parameters(), lr=1e-2)
 
-rng = np.random.default_rng(fsdpc.rank())  # each rank draws points of its own
+rng = np.random.default_rng(fsdpc.rank())  # each rank draws its own points
 for step in range(STEPS):
     x = rng.uniform(-1, 1, (64, 1)).astype(np.float32)
     loss = F.mse_loss(model(fsdpc.tensor(x)), fsdpc.tensor(np.sin(3 * x)))

@@ -1,4 +1,4 @@
-"""An FSDP2 training loop as the tutorials write it, with one import changed.
+"""An FSDP2 training loop as in the tutorials, with one import changed.
 
 fsdpc run --ranks 2 examples/torch/01_fsdp2_loop.py [STEPS]
 torchrun --nproc_per_node 2 examples/torch/01_fsdp2_loop.py

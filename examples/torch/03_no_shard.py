@@ -1,8 +1,8 @@
-"""Data parallel training as DDP does it: nothing sharded, gradients averaged; by one word.
+"""Data parallel training like DDP: nothing sharded, gradients averaged, by changing one word.
 
     fsdpc run --ranks 2 examples/torch/03_no_shard.py [STEPS]
 
-Prints what each strategy keeps on a rank, and that they compute the same.
+Prints what each strategy keeps on a rank, and shows that they compute the same.
 """
 
 import gc
@@ -22,7 +22,7 @@ STEPS = int(sys.argv[1]) if sys.argv[1:] else 5
 
 
 def train(strategy: str) -> None:
-    """A few steps, and what they needed."""
+    """Run a few steps; print the loss and the memory in use."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
     for layer in model:

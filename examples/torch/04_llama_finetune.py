@@ -2,7 +2,7 @@
 
     fsdpc run --ranks 2 examples/torch/04_llama_finetune.py [STEPS]
 
-The plan is what transformers calls an FSDP plan: patterns of names, a star for one part.
+The plan is an FSDP plan of transformers: name patterns, in which a star matches one part.
 """
 
 import sys
@@ -44,7 +44,7 @@ schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: min(1.0, (k + 
 generator = torch.Generator().manual_seed(fsdpc.rank())
 for step in range(STEPS):
     start = torch.randint(0, 64, (4, 1), generator=generator)
-    ids = (start + torch.arange(24)) % 64  # counting: something to learn
+    ids = (start + torch.arange(24)) % 64  # counting is easy to learn
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     clip_grad_norm_(model, 1.0)

@@ -19,7 +19,7 @@ STEPS = int(sys.argv[1]) if sys.argv[1:] else 40
 
 
 class Lora(nn.Module):
-    """A linear layer that is left alone, and what is learned beside it."""
+    """A frozen linear layer with trainable matrices next to it."""
 
     def __init__(self, base: nn.Linear, rank: int = 4) -> None:
         super().__init__()

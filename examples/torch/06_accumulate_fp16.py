@@ -23,7 +23,7 @@ model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
 policy = MixedPrecisionPolicy(torch.float16, torch.float32, output_dtype=torch.float32)
 model = fully_shard(model, mp_policy=policy)
 optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)  # too much at first: it finds its way
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)  # too large at first: it adapts
 generator = torch.Generator().manual_seed(fsdpc.rank())
 for step in range(STEPS):
     for micro in range(MICRO):

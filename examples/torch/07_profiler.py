@@ -1,4 +1,4 @@
-"""A torch.profiler trace in which every unit has its name: what waited, what computed.
+"""A torch.profiler trace with the name of every unit: what waited, what computed.
 
     fsdpc run --ranks 2 examples/torch/07_profiler.py [FOLDER]
 
@@ -57,7 +57,7 @@ def step() -> None:
 
 
 for _ in range(2):
-    step()  # the first step records the order in which units are used; later ones gather ahead
+    step()  # the first step records the order of units; later steps prefetch
 with profile(activities=[ProfilerActivity.CPU]) as profiler:
     for _ in range(3):
         step()

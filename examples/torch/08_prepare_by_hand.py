@@ -1,9 +1,9 @@
-"""A loop as Accelerate's users write it, whose `prepare` and `accumulate` are a few lines here.
+"""A typical Accelerate loop, with `prepare` and `accumulate` replaced by a few lines here.
 
 fsdpc run --ranks 2 examples/torch/08_prepare_by_hand.py [STEPS]
 torchrun --nproc_per_node 2 examples/torch/08_prepare_by_hand.py
 
-The optimizer is made before sharding, as such scripts do it; `prepare` makes it again on the
+The optimizer is created before sharding, as in such scripts; `prepare` creates it again for the
 pieces, with its options.
 """
 
@@ -28,7 +28,7 @@ ACCUMULATE = 2
 def prepare(
     model: Any, optimizer: Any, loader: DataLoader[Any]
 ) -> tuple[Any, Any, DataLoader[Any]]:
-    """Shard the model by layers, give the optimizer its pieces, and every rank its own samples."""
+    """Shard the model by layers, give the optimizer its pieces and every rank its own samples."""
     names = {id(p): name for name, p in model.named_parameters()}
     groups = [
         {**group, "params": [names[id(p)] for p in group["params"]]}
