@@ -148,7 +148,7 @@ class Tensor:
     def size(self, dim: int | None = None) -> Any:
         """Return the shape, or the size of one dimension.
 
-        IndexError if there is no such dimension.
+        IndexError if the dimension does not exist.
 
         Examples
         --------
@@ -468,7 +468,7 @@ class Tensor:
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Tensor:
         """Flatten the dimensions from start_dim to end_dim into one, over the same memory.
 
-        IndexError if there is no such dimension.
+        IndexError if the dimension does not exist.
 
         Examples
         --------
@@ -492,7 +492,7 @@ class Tensor:
     def squeeze(self, dim: int) -> Tensor:
         """Remove a dimension if its size is 1, over the same memory.
 
-        IndexError if there is no such dimension.
+        IndexError if the dimension does not exist.
 
         Examples
         --------
@@ -772,7 +772,7 @@ def randint(
     Raises
     ------
     ValueError
-        There is no integer between the bounds.
+        No integer is between the bounds.
 
     Examples
     --------
@@ -1966,7 +1966,7 @@ class Unit:
     def has_root(self) -> bool:
         """Whether the outermost module has run."""
     prefetch: int
-    """How many units its root gathers ahead; before there is a root, what was set."""
+    """How many units its root prefetches; before a root exists, the value that was set."""
     @property
     def state(self) -> str:
         """"sharded", "gathering" or "full"."""
@@ -1980,7 +1980,7 @@ class Unit:
     def reduce_dtype(self) -> dtype | None:
         """The dtype of gradients, or None for that of fulls."""
     rank_dependent: bool
-    """Whether some ranks alone may run it."""
+    """Whether it may run on only some ranks."""
     @property
     def offload(self) -> Offload | None:
         """The arrays in a file, or ("host", ...) in host memory next to a GPU."""
@@ -1988,15 +1988,15 @@ class Unit:
     def keep_grads(self) -> bool:
         """Whether it has its own reduce buffer."""
     reshard_after_forward: bool
-    """Whether forward gives fulls up."""
+    """Whether forward frees fulls."""
     reshard_after_backward: bool
-    """Whether backward gives fulls up."""
+    """Whether backward frees fulls."""
     requires_sync: bool
     """Whether backward reduces gradients."""
     requires_all_reduce: bool
     """Whether it sums them over replicas."""
     divide_factor: float
-    """By what sums are divided."""
+    """The divisor of sums."""
     @property
     def mesh_shape(self) -> tuple[int, int]:
         """(number of replicas, ranks per shard group)."""
@@ -2184,7 +2184,7 @@ class TorchUnit:
     def lends_fulls(self) -> bool:
         """Whether fulls are in memory that :meth:`bind` was given."""
     generation: int
-    """Of the weights; set: what the forward saw that is computed again."""
+    """Generation of the weights; set it to that of the forward that is recomputed."""
     def bind(
         self,
         fulls: list[Any],

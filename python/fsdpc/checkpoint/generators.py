@@ -1,7 +1,7 @@
 """Per-rank random number generators: Python's, NumPy's, and those that a front door registers.
 
 A checkpoint has the states of every rank. They are restored at the same number of ranks as in the
-save. At another number there is no way to assign them to ranks, and the generators stay unchanged.
+save. At another number they cannot be assigned to ranks, and the generators stay unchanged.
 """
 
 from __future__ import annotations

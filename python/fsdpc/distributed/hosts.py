@@ -97,7 +97,7 @@ def find_launcher(name: str | None) -> tuple[str, str]:
     Raises
     ------
     ValueError
-        There is no such launcher.
+        The launcher was not found.
     """
     built = families()
     if not built:
@@ -166,7 +166,7 @@ def run(
     Raises
     ------
     ValueError
-        There is no such launcher.
+        The launcher was not found.
     OSError
         The launcher cannot be started.
     """

@@ -98,7 +98,7 @@ def _tell(comm: _core.Comm, mine: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(bytes(one)) for one in comm.all_gather(_core.tensor(row)).numpy()]
 
 
-# ---- where rank 0 listens ----
+# ---- the listening socket of rank 0 ----
 
 
 def _listen() -> socket.socket | None:

@@ -166,7 +166,7 @@ def varlen_attention(
 
     Notes
     -----
-    Each document is a call of the fused kernel: there is no mask, and work shrinks with the
+    Each document is a call of the fused kernel, without a mask, and work shrinks with the
     lengths.
 
     Source: Dao 2023 (variable lengths), Krell et al. 2021 (packing without cross-contamination).

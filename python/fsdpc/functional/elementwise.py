@@ -58,7 +58,7 @@ def where(condition: Any, x: Operand, y: Operand) -> Tensor:
 
 
 def clamp(x: Tensor, min: Operand | None = None, max: Operand | None = None) -> Tensor:
-    """Clamp elements to [min, max]; gradients pass where nothing was changed.
+    """Clamp elements to [min, max]; gradients pass to unchanged elements.
 
     Parameters
     ----------

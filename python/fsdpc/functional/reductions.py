@@ -56,7 +56,7 @@ def max(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
     Raises
     ------
     ValueError
-        There are no elements.
+        The tensor is empty.
     IndexError
         The dimension does not exist.
 
@@ -130,7 +130,7 @@ def argmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     Raises
     ------
     ValueError
-        There are no elements.
+        The tensor is empty.
 
     Examples
     --------

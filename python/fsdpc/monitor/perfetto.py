@@ -104,7 +104,7 @@ def _kind(o: Operation) -> str:
 
 
 def _lines(found: list[Span], nests: bool) -> list[list[Span]]:
-    """Spread spans over lines where none crosses another; they may nest only if `nests`."""
+    """Spread spans over lines, so that none crosses another; they may nest only if `nests`."""
     lines: list[tuple[list[Span], list[int]]] = []  # with the ends of the open spans
     for span in sorted(found, key=lambda s: (s.begin, -s.end)):
         line = next((each for each in lines if _fits(span, each[1], nests)), None)

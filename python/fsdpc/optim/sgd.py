@@ -17,7 +17,7 @@ class SGD(Optimizer):
         As for :class:`AdamW`.
     lr : float, default 1e-3
     momentum : float, default 0
-        With 0 there are no states.
+        With 0 the optimizer has no states.
     dampening : float, default 0
         Reduces the gradient that is added to the momentum, except the first time.
     weight_decay : float, default 0

@@ -100,7 +100,7 @@ class MemoryPlan:
         Raises
         ------
         ValueError
-            There is no device of that name.
+            The device name is unknown.
 
         Examples
         --------

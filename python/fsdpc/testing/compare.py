@@ -1,4 +1,4 @@
-"""Train two models side by side and find the first place where they differ.
+"""Train two models side by side and find their first difference.
 
 A side is a native or a torch model, sharded or not. Full values of both are converted to NumPy one
 tensor at a time, in order of computation: loss, gradients, norm, parameters, optimizer states. This

@@ -152,7 +152,7 @@ class FSDPModule(fsdp_module.FSDPModule):
         raise NotImplementedError("set_custom_reduce_scatter: reductions are the engine's")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accept either value, and log that there is no process group to allocate from."""
+        """Accept either value, and log that no process group exists to allocate from."""
         if enable:
             log_once(
                 "set_allocate_memory_from_process_group_for_comm changes nothing: communication "

@@ -205,7 +205,7 @@ class UnitState:
             if type(m).forward is not nn.Module.forward
         ]
         self.fulls: list[nn.Parameter] = []
-        self.known: list[tuple[dict[str, Any], str]] = []  # where its modules had parameters
+        self.known: list[tuple[dict[str, Any], str]] = []  # former places of parameters
         self.when_rooted: list[Callable[[], None]] = []
         self.cast_to: torch.dtype | None = (
             self.policy.param_dtype if self.policy.cast_forward_inputs else None
