@@ -2146,7 +2146,7 @@ def plan_fulls(
 ) -> int:
     """Return the bytes of the units' fulls on a rank's GPU, or on the host's CPUs.
 
-    A unit is (bytes, bytes of its own slices, whether it shares memory with none).
+    A unit is (bytes, bytes of its own slices, whether its memory is never shared).
     """
 
 def plan_rooms(

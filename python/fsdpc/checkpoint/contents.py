@@ -119,7 +119,7 @@ class CheckpointInfo:
         Returns
         -------
         list of str
-            Tensors that differ from what was saved, and their files. Empty if there are none, or if
+            Tensors that differ from the saved ones, and their files. Empty if there are none, or if
             files of other libraries have no checksums.
         """
         return damaged(self._source)

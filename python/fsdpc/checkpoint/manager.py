@@ -141,7 +141,7 @@ class CheckpointManager:
         BlockingIOError
             Another process saves there; the message names the process and its host.
         """
-        finish()  # another save in this process has a claim of its own
+        finish()  # another save in this process has a separate claim
         self._on_rank_0(self._claim_here)
 
     def _claim_here(self) -> None:

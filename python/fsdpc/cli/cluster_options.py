@@ -157,7 +157,7 @@ def read_config(path: Path) -> ModelConfig:
 def header(
     o: argparse.Namespace, p: argparse.ArgumentParser, model: Any, argv: Sequence[str]
 ) -> str:
-    """Return a header that names the model, batch and cluster, and what was assumed.
+    """Return a header with the model, batch and cluster, and the assumed options.
 
     Parameters
     ----------

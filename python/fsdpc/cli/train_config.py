@@ -108,7 +108,7 @@ def options_in(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value is of an option's type; the file may have any author."""
+    """Return whether a value has an option's type; the file may be hand-written."""
     if isinstance(value, list):
         return bool(value) and all(_is_plain(v) and not isinstance(v, list) for v in value)
     return isinstance(value, (bool, int, float)) or (

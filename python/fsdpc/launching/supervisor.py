@@ -150,7 +150,7 @@ class Supervisor:
                 ticked = time.monotonic()
 
     def serve(self) -> None:
-        """Process the ranks' messages, for at most half a second."""
+        """Process the ranks' messages, waiting at most half a second."""
         for key, _ in self._selector.select(self._patience()):
             rank, serve = key.data
             serve(rank)

@@ -61,7 +61,7 @@ class KeyValueCache:
         return _core.rotary(x.view(1, batch, heads, dim), cos, sin).view(batch, 1, heads, dim)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """Add a block's keys and values, and mix values by attention over all of its own so far.
+        """Add a block's keys and values, and attend over all that the block has so far.
 
         Parameters
         ----------

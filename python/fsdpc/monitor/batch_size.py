@@ -1,7 +1,7 @@
 """Find the largest batch that fits, on ranks that are discarded.
 
 A rank that runs out of memory inside a step leaves its peers in a collective that never ends, and
-their shared state is lost. Each size is therefore tried in a world of its own, which succeeds or
+their shared state is lost. Each size is therefore tried in a separate world, which succeeds or
 fails on all ranks, even if the kernel killed one.
 """
 

@@ -130,7 +130,7 @@ def plot_runs(
     given = list(runs)
     found = [run if isinstance(run, Run) else read_run(run) for run in given]
     paths = [run.name if isinstance(run, Run) else os.fspath(run) for run in given]
-    if len({run.name for run in found}) < len(found):  # often each run has a folder of its own
+    if len({run.name for run in found}) < len(found):  # often each run has a separate folder
         found = [Run(name, run.values) for name, run in zip(paths, found, strict=True)]
     figure = _draw(found, panels)
     if path is not None:

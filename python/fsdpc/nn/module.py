@@ -443,7 +443,7 @@ def _parameters_of(name: str, value: Any) -> list[tuple[str, Parameter]]:
 def check_sharded(owner: Module, name: str, known: Any, value: Any) -> None:
     """Raise on changes that enclosing units would not see: parameters removed or added.
 
-    A parameter added to a module of a unit would have to belong to that unit.
+    A module added to a module of a unit counts as part of that unit from then on.
     """
     kept = _parameters_of(name, value)
     ids = {id(p) for _, p in kept}

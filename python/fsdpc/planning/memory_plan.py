@@ -57,12 +57,12 @@ class MemoryPlan:
     ``wire`` is the gathered parameters in the compute dtype. On CPUs it is one copy per host,
     shared by the ranks of a shard group; all other categories are per rank. On ``device`` "cuda"
     the wire is per rank too: the rank's slices of all units, plus memory for the units that are
-    whole at the same time. In deterministic mode ``reduce`` includes memory for what peers send to
-    a sum (NCCL) or for sums in transit between ``hosts`` (CPUs). ``staging`` is memory for
-    transfers to and from a disk. ``file`` is on the disk and ``pinned`` in host memory next to a
-    GPU; neither counts in the total. ``activation`` is the peak of forward and backward, if a batch
-    was given. ``units`` says which modules counted as units. The plan prints as a table; in a
-    notebook it shows a picture.
+    whole at the same time. On CPUs of several ``hosts``, ``reduce`` includes memory for sums in
+    transit between them; in deterministic mode over NCCL, memory for what peers send to a sum.
+    ``staging`` is memory for transfers to and from a disk. ``file`` is on the disk and ``pinned``
+    in host memory next to a GPU; neither counts in the total. ``activation`` is the peak of forward
+    and backward, if a batch was given. ``units`` says which modules counted as units. The plan
+    prints as a table; in a notebook it shows a picture.
 
     Examples
     --------

@@ -1,7 +1,7 @@
 """Recommend the strategy, mesh, recomputation, offload and micro-batch for a training run.
 
 Every choice is planned to the byte, and every choice that fits is simulated on the engine's own
-schedule. This module has no model of memory or time of its own. All choices train on the same
+schedule. This module has no separate model of memory or time. All choices train on the same
 batch, so the fastest step is the best.
 """
 

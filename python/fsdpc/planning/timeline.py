@@ -124,7 +124,7 @@ class Timeline:
 class Comparison:
     """Two simulated steps: their timelines on the same axes, and their differences.
 
-    ``rows`` lists what is compared, both numbers, and their unit: "s", "B", or "" for a count.
+    ``rows`` lists the compared quantity, both numbers, and their unit: "s", "B", or "" for a count.
     """
 
     a: Simulation

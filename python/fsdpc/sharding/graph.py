@@ -79,7 +79,7 @@ class GraphStep:
             The caller got a piece of the model for writing (``p.local``), on any rank. Again
             nothing has happened.
         MismatchError
-            Another rank did not replay this step. The run is over, as it is after the next two.
+            Another rank did not replay this step. The run is over, as after the next two errors.
         PeerError, TimeoutError
             Another rank failed, or did not begin the replay in time.
         """
