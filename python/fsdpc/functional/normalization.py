@@ -233,8 +233,8 @@ def _normalized(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalise sets, scale and shift channels; mean, variance and count have no gradient.
 
-    Let s be the sums over a row of dy and of ``dy * (x - mean)``, times scale, where scale is the
-    channel's weight divided by the deviation. With their means m and n over all rows of a set::
+    Take the sums over a row of dy and of ``dy * (x - mean)``, times scale, which is the channel's
+    weight divided by the deviation. With m and n, their means over all rows of a set::
 
         dx = dy * scale - m - (x - mean) / variance * n
     """
