@@ -221,8 +221,8 @@ class Optimizer:
         ----------
         p : Parameter
         write : bool, default True
-            Whether you will write them before the next step; states on a disk are then not read
-            first.
+            Whether you will write them before the next step; states on a disk are then not
+            verified.
 
         Returns
         -------
