@@ -202,8 +202,10 @@ static void say_change(const fsdpc_unit *unit, int param, char *text, size_t byt
     int n = snprintf(whole, sizeof whole, "%s.%s.requires_grad=%s", unit->name,
                      unit->layout->params[param].name, unit->trainable[param] ? "True" : "False");
     size_t length = (size_t)n < sizeof whole ? (size_t)n : sizeof whole - 1;
-    bool fits = length < bytes;
-    snprintf(text, bytes, "%s%s", fits ? "" : "...", fits ? whole : whole + length - bytes + 4);
+    size_t kept = length < bytes ? length : bytes - 1;
+    memcpy(text, whole + length - kept, kept + 1);
+    if (kept < length)
+        memcpy(text, "...", 3);
 }
 
 fsdpc_status fsdpc_trainable_agree(fsdpc_root *root)
