@@ -40,6 +40,7 @@ PLAIN = set("""
     staged staging state stats status step storage stream sum sums sumsq swiglu table tables target
     tensor thread tile tiles torch trace transport tree type unary value vec vector version view
     wait window windows work world write
+    chunk left message micro phase segment stage tape team wanted words
 """.split())
 
 # A number in a page -> the file and the constant (or default of a variable) that it stands for.
