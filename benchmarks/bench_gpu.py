@@ -296,7 +296,7 @@ def main() -> None:
             except RuntimeError as error:
                 failed += 1
                 cells = [shape, engine, str(error)[:200].replace("|", "/"), *[""] * 5]
-            print("| " + " | ".join(cells) + " |", flush=True)
+            common.row(cells)
     sys.exit(f"{failed} measurements failed" if failed else 0)
 
 

@@ -105,11 +105,12 @@ def main() -> None:
                 timeout=LIMIT_S)  # fmt: skip
             if done.returncode != 0:
                 failed += 1
-                print(f"| {dim} | {way} | {(done.stderr.splitlines() or ['?'])[-1][:200]} | | | |")
+                error = (done.stderr.splitlines() or ["?"])[-1][:200]
+                common.row([dim, way, error.replace("|", "/"), "", "", ""])
                 continue
             forward_ms, backward_ms = map(float, done.stdout.split())
-            print(f"| {dim} | {way} | {forward_ms:.3f} | {flops / forward_ms / 1e9:.0f} "
-                  f"| {backward_ms:.3f} | {2.5 * flops / backward_ms / 1e9:.0f} |", flush=True)
+            common.row([dim, way, f"{forward_ms:.3f}", f"{flops / forward_ms / 1e9:.0f}",
+                        f"{backward_ms:.3f}", f"{2.5 * flops / backward_ms / 1e9:.0f}"])
     sys.exit(1 if failed else 0)
 
 

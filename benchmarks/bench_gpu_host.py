@@ -124,13 +124,14 @@ def main() -> None:
         try:
             short, long = (seconds(engine, n, o.device) for n in (few, many))
         except Exception as error:  # its row says why, and the others go on
-            print(f"| {engine} | {type(error).__name__}: {str(error)[:200]} | | | |", flush=True)
+            reason = f"{type(error).__name__}: {str(error)[:200]}".replace("|", "/")
+            common.row([engine, reason, "", "", ""])
             continue
         slope = (statistics.median(long) - statistics.median(short)) / (many - few) * 1e6
         plain = slope if engine == "torch" else plain
         own = f"{slope - plain:.1f}" if engine in ("fsdp2", "door") else ""
-        print(f"| {engine} | {common.spread([s * 1e3 for s in short])} | "
-              f"{common.spread([s * 1e3 for s in long])} | {slope:.1f} | {own} |", flush=True)
+        common.row([engine, common.spread([s * 1e3 for s in short]),
+                    common.spread([s * 1e3 for s in long]), f"{slope:.1f}", own])
 
 
 if __name__ == "__main__":

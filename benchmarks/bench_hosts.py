@@ -166,7 +166,7 @@ def run(model: str, engines: list[str], ranks: int, rate: str, rounds: int) -> N
             for i, cost in enumerate([(LATENCY, CORE), FREE]):
                 found = simulated(model, ranks, rate, alone, strategy, *cost)
                 row[i - 2] = f"{found.step * 1e3:.0f}"
-        print("| " + " | ".join(map(str, row)).replace("nan", "") + " |", flush=True)
+        common.row([str(cell).replace("nan", "") for cell in row])
 
 
 def epoch_turn() -> dict[str, Any]:

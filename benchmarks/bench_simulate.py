@@ -29,7 +29,7 @@ H100 = {"device": "cuda", "mp_policy": HALF, "bandwidth": 400e9, "latency": 5e-6
         "local_bandwidth": 360e9, "local_latency": 2e-6}  # fmt: skip
 A100 = {**H100, "bandwidth": 50e9, "local_bandwidth": 240e9}
 
-#: Of benchmarks/README.md, two hosts, by the number of the source in docs/simulate.md: wire, dtype,
+#: From rows/hosts.jsonl, by the number of the source in docs/simulate.md: wire, dtype,
 #: engine, ms a step alone and together. bench_hosts.CORE was fitted to the first.
 RECORDED = {
     5: [("none", "fp32", "fsdpc", 334, 430), ("none", "bf16", "fsdpc", 207, 276),
@@ -78,11 +78,11 @@ def row(what: str, measured: float, simulated: float, unit: str) -> None:
     shown = ["fitted", ""]
     if simulated:
         shown = [f"{simulated:,.{digits}f} {unit}", f"{100 * (simulated / measured - 1):+.1f} %"]
-    print("| " + " | ".join([what, f"{measured:,.{digits}f} {unit}", *shown]) + " |", flush=True)
+    common.row([what, f"{measured:,.{digits}f} {unit}", *shown])
 
 
 def rows() -> None:
-    """Published steps, and those of benchmarks/README.md."""
+    """Published steps, and those of rows/hosts.jsonl."""
     common.table(["row", "measured", "simulated", "error"], [])
     model, on_4 = build(preset("SmolLM3-3B")), {**H100, "hosts": 1, "ranks_per_host": 4}
     rate = fit(model, (1, 8192), 0.974, strategy="SHARD_GRAD_OP", **on_4)
@@ -130,9 +130,9 @@ def scale() -> None:
                 for s in ("FULL_SHARD", "HYBRID_SHARD")
             )
             held = full.memory.total - (full.memory.activation or 0)
-            print(f"| {name} | {8 * hosts:,} | {100 * full.padding:.2f} | {full.messages:,} | "
-                  f"{1e3 * full.exposed_total:,.0f} | {1e3 * hybrid.exposed_total:,.0f} | "
-                  f"{held / 2**30:.2f} |", flush=True)  # fmt: skip
+            common.row([name, f"{8 * hosts:,}", f"{100 * full.padding:.2f}", f"{full.messages:,}",
+                        f"{1e3 * full.exposed_total:,.0f}", f"{1e3 * hybrid.exposed_total:,.0f}",
+                        f"{held / 2**30:.2f}"])  # fmt: skip
         computed.append(f"{name} in {1e3 * full.compute:,.0f} ms")
     print(f"\n(computed: {', '.join(computed)})\n")
     common.table(["units of 7B", "ranks", "padding %", "messages a rank", "exposed ms"], [])
@@ -141,8 +141,8 @@ def scale() -> None:
     for label, plan in plans.items():
         for hosts in (8, 128, 2048):
             found = fsdpc.simulate(model, (1, 4096), hosts=hosts, plan=plan, **on)
-            print(f"| {label} | {8 * hosts:,} | {100 * found.padding:.2f} | {found.messages:,} | "
-                  f"{1e3 * found.exposed_total:,.0f} |", flush=True)  # fmt: skip
+            common.row([label, f"{8 * hosts:,}", f"{100 * found.padding:.2f}",
+                        f"{found.messages:,}", f"{1e3 * found.exposed_total:,.0f}"])  # fmt: skip
     print()
     common.table(["7B, hosts of 8 CPUs", "GB a host, FULL_SHARD", "GB a host, HYBRID_SHARD"], [])
     for hosts in (2, 4, 8, 32):
@@ -151,7 +151,7 @@ def scale() -> None:
                            **{**on, "device": "cpu"})  # fmt: skip
             for s in ("FULL_SHARD", "HYBRID_SHARD")
         )
-        print(f"| {hosts} | {full.sent_between / 1e9:.1f} | {hybrid.sent_between / 1e9:.1f} |")
+        common.row([hosts, f"{full.sent_between / 1e9:.1f}", f"{hybrid.sent_between / 1e9:.1f}"])
 
 
 def main() -> None:

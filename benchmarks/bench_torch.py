@@ -247,8 +247,7 @@ def run_steps(models: list[str], engines: list[str], rounds: int, png: Path | No
         for e in engines:
             pss = statistics.median(t["peak_pss_bytes"] for t in turns[e]) / 2**20
             over = f"{medians[name][e] / ours:.2f}"
-            cells = [name, e, common.spread(ms[e]), over, f"{pss:,.0f}"]
-            print("| " + " | ".join(cells) + " |", flush=True)
+            common.row([name, e, common.spread(ms[e]), over, f"{pss:,.0f}"])
     if png:
         draw(medians, png)
 

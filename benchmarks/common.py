@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import platform
@@ -19,6 +20,9 @@ from typing import Any
 
 LAST_WORDS_S = 5.0  # how long the others may go on when a rank failed
 ROOT = Path(__file__).resolve().parent.parent
+ROWS = "benchmarks/rows"  # the recorded tables, of which tools/bench_page.py makes a page
+
+_printed: list[list[list[str]]] = []  # tables; the first row of each has the columns
 
 
 def machine() -> str:
@@ -53,7 +57,8 @@ def commit() -> str:
         return done.stdout.strip()
 
     try:
-        dirty = "+" if git("status", "--porcelain", "--untracked-files=no") else ""
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{ROWS}")
+        dirty = "+" if changed else ""
         return git("rev-parse", "--short", "HEAD") + dirty
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
@@ -140,10 +145,42 @@ def alternate(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, li
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Print a Markdown table."""
-    print("| " + " | ".join(head) + " |")
-    print("|" + "---|" * len(head))
-    for row in rows:
-        print("| " + " | ".join(str(cell) for cell in row) + " |", flush=True)
+    _printed.append([])
+    row(head)
+    print("|" + "---|" * len(head), flush=True)
+    for cells in rows:
+        row(cells)
+
+
+def row(cells: Sequence[Any]) -> None:
+    """Print one more row of the table that was begun last."""
+    _printed[-1].append([str(cell) for cell in cells])
+    print("| " + " | ".join(_printed[-1][-1]) + " |", flush=True)
+
+
+@atexit.register
+def record() -> None:
+    """Append the printed tables to the rows of this benchmark if $FSDPC_BENCH_RECORD is set.
+
+    A table answers the question of the last one with the same columns; one with new columns is on
+    the page once you name its question. A benchmark that failed records nothing.
+    """
+    if not os.environ.get("FSDPC_BENCH_RECORD") or hasattr(sys, "last_value"):
+        return
+    script = Path(sys.argv[0])
+    path = ROOT / ROWS / f"{script.stem.removeprefix('bench_')}.jsonl"
+    known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    with path.open("a") as file:
+        for columns, *rows in filter(lambda each: len(each) > 1, _printed):
+            like = [each for each in known if each["columns"] == columns]
+            about = like[-1] if like else {"question": "", "title": script.stem}
+            entry = {
+                "question": about["question"], "title": about["title"],
+                "command": " ".join(["python", f"benchmarks/{script.name}", *sys.argv[1:]]),
+                "machine": machine(), "commit": commit(), "date": time.strftime("%Y-%m-%d"),
+                "notes": f"{versions()}.", "columns": columns, "rows": rows,
+            }  # fmt: skip
+            file.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
 
 def run_ranks(

@@ -52,7 +52,7 @@ typedef struct fsdpc_env {
     "FSDPC_CUDA", "FSDPC_CUDA_ARCHS", "FSDPC_CUDA_PLUGIN", "FSDPC_MPI", "FSDPC_WERROR",            \
         "FSDPC_NCCL_LIB", "FSDPC_RANK_SOCKET", "FSDPC_RUN_ID", "FSDPC_LAUNCHER_PID",               \
         "FSDPC_NEWS_FD", "FSDPC_TEST_GPU", "FSDPC_TEST_SEED", "FSDPC_COMMIT", "FSDPC_FAULT",       \
-        "FSDPC_FAULT_ENABLE"
+        "FSDPC_FAULT_ENABLE", "FSDPC_BENCH_RECORD"
 
 fsdpc_status fsdpc_env_read(fsdpc_env *out);
 
