@@ -264,7 +264,7 @@ def test_16_hosts_of_a_published_benchmark(on_8: int, on_128: int) -> None:
 def test_two_hosts_of_recorded_rows(
     wire: str, dtype: str, engine: str, alone_ms: float, measured_ms: float
 ) -> None:
-    """benchmarks/README.md: 10M on two hosts of CPU ranks, by what is computed."""
+    """benchmarks/rows/hosts.jsonl: 10M on two hosts of CPU ranks, by what is computed."""
     found = bench_simulate.play_recorded(wire, dtype, engine, alone_ms)
     assert found.compute == pytest.approx(alone_ms / 1e3)
     assert found.step == pytest.approx(measured_ms / 1e3, rel=0.15)
