@@ -79,8 +79,7 @@ static fsdpc_status create(const fsdpc_runtime *runtime, fsdpc_comm_config *conf
     return status;
 }
 
-/* The link of a world of several hosts; NULL with an exception, or without one if there is only one
- * host. */
+/* The link of a world of several hosts; NULL with an exception, or if there is only one host. */
 static fsdpc_link *link_of(PyTypeObject *type, PyObject *object, int size, int hosts,
                            bool pretended)
 {
