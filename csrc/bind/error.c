@@ -1,6 +1,6 @@
 /* One table (base/status.h) says which exception each code becomes.  The two exceptions that are
- * not Python's own belong to the module and are looked up when needed, so there is no static
- * pointer.
+ * not Python's own belong to the module and are looked up when needed, which avoids static
+ * pointers.
  */
 #include "bind/error.h"
 

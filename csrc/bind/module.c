@@ -3,7 +3,7 @@
  *
  * Importing only creates types and functions: it starts no thread, opens no socket and takes no
  * memory.  The runtime is created with the first tensor.  State is per module (multi-phase
- * initialisation), types are heap types, and there is no static Python object.
+ * initialisation), types are heap types, and no Python object is static.
  */
 #include "bind/state.h"
 

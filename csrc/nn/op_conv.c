@@ -1,16 +1,16 @@
 /* Convolutions: matrix products of weights, or gradients, with the windows of images.
  *
- * Nothing stores the windows: the product kernel makes the block of them that it packs next
+ * The windows are not stored: the product kernel creates the block of them that it packs next
  * (ops/gemm_windows.h).  With K = channels x kernel of a group and P = windows of an image,
  *
  *     y  (out, P)       = weight (out, K) . windows of x (K, P) + bias
  *     dweight (out, K) += dy (out, P) . windows of x, transposed; image by image, in fp32
  *     dx (channels, ..) = weight, channels first . windows of dy
  *
- * Element r + stride u of dx meets those elements of the kernel alone that lie on one of its
- * windows: every stride / gcd(stride, dilation)-th.  So dx is made of stride x stride phases r, each
- * an image whose windows in dy are one apart and turned around.  With a stride of one there is one
- * phase, dx itself.
+ * Element r + stride u of dx only meets the kernel elements that are in one of its windows: every
+ * stride / gcd(stride, dilation)-th. dx therefore consists of stride x stride phases r, each an
+ * image whose windows in dy are one apart and reversed.  With a stride of one the only phase is dx
+ * itself.
  */
 #include "nn/op.h"
 

@@ -119,7 +119,7 @@ static fsdpc_py_tensor *root_of(fsdpc_py_tensor *self)
 PyObject *fsdpc_py_tensor_over(PyObject *object, PyObject *result)
 {
     fsdpc_py_tensor *self = fsdpc_py_self(object), *over = fsdpc_py_self(result);
-    /* Without gradients there is no history to update, and a base would keep its graph alive. */
+    /* Without gradients no history needs an update, and a base would keep its graph alive. */
     if (result && over->tensor->storage == self->tensor->storage && self->tensor->storage &&
         self->state->runtime.tape->grad_enabled) {
         fsdpc_py_tensor_drop_unseen(self); /* otherwise a loop of views would keep them all */

@@ -1,4 +1,4 @@
-/* The memory that foreign tensors use: the memory of a unit, and where its parameters are in it.
+/* The memory that foreign tensors use: a unit's memory and the offsets of its parameters.
  *
  * A front door slices the flat tensors that unit_memory returns at the offsets of unit_places: it
  * gets pieces and fulls without copying, and all fulls of a flat group are views of one tensor.  The
