@@ -52,7 +52,7 @@ fsdpc_status fsdpc_op_flip(fsdpc_tape *tape, fsdpc_tensor *x, const bool *dims, 
 }
 
 typedef struct roll_extra {
-    size_t cut; /* length of the piece that moves to the front */
+    size_t cut; /* the first piece's length; it moves to the end */
     int dim;
 } roll_extra;
 
