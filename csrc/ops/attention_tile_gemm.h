@@ -60,7 +60,7 @@ FSDPC_INLINE void tile_square(const gemm_shape *g, const unit *a, const unit *b,
     _tile_stored(3, lower + 16, c_bytes);
 }
 
-/* 16 x 16 of C, where m or n leave no more */
+/* 16 x 16 of C, at the edges of m or n */
 FSDPC_INLINE void tile_single(const gemm_shape *g, const unit *a, const unit *b, float *c)
 {
     if (g->accumulate)
