@@ -11,9 +11,9 @@
  * vector, because a store might have changed them, and elements would wait for them.
  *
  * WIDTH is 16 bytes of the widest type that is stored.  A wider one would split a thread's store
- * into several of 16 bytes each, and neighbouring threads' stores would be further apart: each would
- * fill at most half a 32-byte sector.  (Loads may be wider: the second finds the rest of the first
- * one's sector in the L1.)
+ * into several of 16 bytes each, further apart from those of neighbouring threads.  Each would fill
+ * at most half a 32-byte sector.  (Loads may be wider: the second finds the rest of the first one's
+ * sector in the L1.)
  *
  * If stepping over the same few elements aligns all buffers, they are read in vectors between two
  * edges.  Others are read one element at a time, which is still coalesced.

@@ -1,9 +1,8 @@
 /* RMSNorm and LayerNorm over rows, forward and backward; twin of csrc/ops/nn_norm_body.h.
  *
  * A block handles one row at a time.  Rows that consist of whole vectors, and are not too long, are
- * read once: a thread holds its part of a row in registers while the block sums, and meanwhile
- * loads its part of the block's next row.  Other rows are read again for each use, an element at a
- * time.
+ * read once.  A thread holds its part of a row in registers while the block sums, and meanwhile
+ * loads its part of the next row.  Other rows are read again for each use, an element at a time.
  *
  * dweight and dbias sum over rows, in chunks whose number only depends on the shape.  With held
  * rows a block processes a chunk, and each thread sums its columns in registers alongside dx.  For

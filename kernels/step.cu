@@ -2,9 +2,9 @@
  * csrc/ops/flat_step_body.h.
  *
  * Adam over fp32 or bf16 parameters, gradients and wires with fp32 states has specialised kernels:
- * 28 bytes per element with fp32 masters, bf16 gradients and wire.  So do SGD, momentum and Lion
- * over fp32 parameters.  Everything else uses one kernel per rule, which selects dtypes at run
- * time.  The wire gets the cast of the parameter as stored.
+ * 28 bytes per element with fp32 masters, bf16 gradients and wire.  SGD, momentum and Lion over
+ * fp32 parameters also have their own.  Everything else uses one kernel per rule, which selects
+ * dtypes at run time.  The wire gets the cast of the parameter as stored.
  *
  * BF16 states are rounded stochastically, by the element's word of base/random.h: its low half for
  * the first state, its high half for the others, as on the CPU.

@@ -1,11 +1,11 @@
 /* The engine's Python types: Comm, Unit, Optimizer, and functions over them.
  *
- * Lifetimes.  A tensor over a unit's memory (a full, an exported piece) may outlive every Python
- * object of the model.  So C counts references to units and roots (fsdpc_unit_ref, fsdpc_root_ref):
- * a unit lives while a Unit object, a tensor over it or a boundary on the tape refers to it, and
- * the units of a root are freed together, after the last reference.  References hold the
- * communicator's Python object.  No reference leads back to a Unit, so the garbage collector sees
- * every cycle.
+ * Lifetimes.  A tensor over a unit's memory (a full, an exported piece) may outlive all Python
+ * objects of the model.  C therefore counts references to units and roots (fsdpc_unit_ref,
+ * fsdpc_root_ref).  A unit lives while a Unit object, a tensor over it or a boundary on the tape
+ * refers to it.  The units of a root are freed together, after the last reference.  References hold
+ * the communicator's Python object.  No reference leads back to a Unit, so the garbage collector
+ * sees every cycle.
  */
 #ifndef FSDPC_BIND_ENGINE_H
 #define FSDPC_BIND_ENGINE_H

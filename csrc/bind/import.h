@@ -2,7 +2,7 @@
  *
  * A library may reuse its memory as soon as it gets it back, so we first wait until our main stream
  * has finished with it.  If that wait is impossible (Ctrl-C, a lost peer), the library never gets
- * the memory back, and a line in the log says so: dropping a tensor raises no errors.
+ * the memory back.  A line in the log says so, because dropping a tensor must not raise.
  *
  * A captured step goes on using the memory of its tensors, so a capture holds all imported memory.
  * No memory is imported during a capture (from_dlpack refuses).

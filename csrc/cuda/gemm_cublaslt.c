@@ -386,8 +386,8 @@ fsdpc_status fsdpc_cuda_gemm(const fsdpc_gemm_args *g, fsdpc_stream *stream)
 }
 
 /* cuBLASLt does not document the accuracy of its epilogues' tanh, so they are only used for 16-bit
- * results; without tensor cores gelu costs little next to the product anyway.  Rows of aux must be
- * multiples of 8.
+ * results.  Without tensor cores, gelu costs little compared to the product anyway.  Rows of aux
+ * must be multiples of 8.
  */
 static bool gelu_suits(const fsdpc_gemm_gelu_args *args)
 {

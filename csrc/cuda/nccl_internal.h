@@ -1,16 +1,16 @@
 /* Declarations shared by the files of the NCCL communicator, in call order: a file only calls files
  * listed before it.
  *
- *     nccl_call.c       an operation in NCCL's calls, and where its memory lies
- *     nccl_registry.c   which memory NCCL knows
+ *     nccl_call.c       an operation in NCCL's calls, and its memory
+ *     nccl_registry.c   memory that is registered with NCCL
  *     nccl_abort.c      ending NCCL's communicators at once
  *     nccl_channel.c    making NCCL's communicators together, watching and closing them
  *     nccl_join.c       sums and extrema that are not NCCL's
  *     nccl_coll.c       operations in flight: launching, following, ending them
- *     nccl_ahead.c      how far the host may be ahead of them
+ *     nccl_ahead.c      how far the host may run ahead of them
  *     nccl_post.c       post, test and order of the table
- *     nccl_register.c   making memory known to NCCL before it gathers into it
- *     comm_nccl.c       life, split, wires and buffers, waiting, failure
+ *     nccl_register.c   registering memory with NCCL before gathers write to it
+ *     comm_nccl.c       lifetime, split, wires and buffers, waiting, failure
  *
  * The only call back goes through the communicator's table: a failure aborts all groups
  * (comm_nccl.c).

@@ -1,9 +1,10 @@
 /* The mask operand of attention: one block, transposed and in base 2 like the scores.
  *
- * Scores have keys as rows and queries as lanes (attention_body.h), but masks have queries as rows:
- * each block is transposed in squares of vectors, or splat if all queries share a row. bool becomes
- * 0 or -inf.  Added floats are bounded from below by -FLT_MAX, so only -inf hides a key.  If all
- * keys of a query have the lowest finite number, it sees them all equally, as in PyTorch.
+ * Scores have keys as rows and queries as lanes (attention_body.h), but masks have queries as rows.
+ * Each block is therefore transposed in squares of vectors, or splat if all queries share a row.
+ * bool becomes 0 or -inf.  Added floats are bounded from below by -FLT_MAX, so only -inf hides a
+ * key.  If all keys of a query have the lowest finite number, it sees them all equally, as in
+ * PyTorch.
  */
 #ifndef FSDPC_OPS_ATTENTION_MASK_H
 #define FSDPC_OPS_ATTENTION_MASK_H

@@ -4,7 +4,7 @@
  * ATTENTION_PAIR 2: a unit is two bf16 that are neighbours along the dimension a product sums over;
  * BF16 only.  A matrix X (rows x d) is packed in up to three layouts, all padded with zeros:
  *
- *   R(X)  rows x du            pairs along d: X's rows as they are
+ *   R(X)  rows x du            pairs along d: X's rows unchanged
  *   T(X)  du x rows            R(X) transposed
  *   I(X)  rows / PAIR x dn     pairs along rows: rows 2r and 2r + 1 interleaved
  *

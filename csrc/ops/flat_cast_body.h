@@ -1,7 +1,8 @@
 /* Elementwise kernels on one or two buffers: cast, accumulate, scale, equal.
  *
  * Included by flat_cpu_body.h.  The *_run functions take their dtypes as constants, so each is one
- * tight loop; the *_range functions choose among them; the slots check arguments and call the team.
+ * tight loop.  The *_range functions choose among them, and the slots check arguments and call the
+ * team.
  */
 
 /* -- cast -------------------------------------------------------------------------------------- */

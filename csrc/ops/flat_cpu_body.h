@@ -3,8 +3,8 @@
  * Included once by each flat_cpu*.c, which defines FSDPC_FLAT_TABLE and FSDPC_FLAT_NAME; everything
  * here is static, so the copies do not conflict.  All arithmetic is per element and written once
  * for both full vectors and tails, so splits and alignment cannot change a bit.  Every copy has the
- * same operations (a fused multiply-add only where one is named), so the instruction sets agree
- * too.
+ * same operations (a fused multiply-add only if the source names one), so the instruction sets
+ * agree too.
  */
 #include "base/random.h"
 #include "base/size.h"

@@ -3,8 +3,8 @@
  *
  * Initial weights should be the same on every machine, but libm's functions are not: glibc selects
  * variants by processor, and versions differ in last bits.  These are therefore written out, in
- * fp64 with plain operations (no fused ones: both builds forbid contraction), so that IEEE
- * arithmetic alone determines the bits.  Their error is below 1e-12, far below an fp32 rounding.
+ * fp64 with plain operations (no fused ones: both builds forbid contraction), so that only IEEE
+ * arithmetic determines the bits.  Their error is below 1e-12, far below an fp32 rounding.
  */
 
 /* log of k / 2^32 for k in 1 .. 2^32 */

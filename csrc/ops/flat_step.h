@@ -1,19 +1,19 @@
 /* One step of an optimizer over a contiguous run of a flat shard: arguments of the table's `step`.
  *
- * The step is one pass over memory: it reads the gradient, times what clipping and unscaling left,
- * updates parameter and states, and writes the wire if there is one.  The definitions are
- * PyTorch's torch.optim.AdamW, Adam and SGD, and the paper's for Lion (Chen et al. 2023); with
+ * The step is one pass over memory: it reads the gradient, applies pending factors of clipping and
+ * unscaling, updates parameter and states, and writes the wire if there is one.  The definitions
+ * are PyTorch's torch.optim.AdamW, Adam and SGD, and the paper's for Lion (Chen et al. 2023); with
  * g = grad * grad_scale, negated to maximize:
  *
  *     AdamW  p -= lr decay p;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
  *            p -= lr / bias1 * m / (sqrt(v) / sqrt(bias2) + eps)      bias = 1 - b^step
- *            amsgrad: x = max(x, v) stands in v's place in the last line
+ *            amsgrad: x = max(x, v) replaces v in the last line
  *     Adam   g += decay p;  the rest as AdamW
  *     SGD    g += decay p;  b = momentum b + (1 - dampening) g, or g the first time;
  *            p -= lr b;  nesterov: p -= lr (g + momentum b);  without momentum: p -= lr g
  *     Lion   p -= lr decay p;  p -= lr sign(b1 m + (1 - b1) g);  m = b2 m + (1 - b2) g
  *
- * Arithmetic is fp32 for parameters of F32, BF16 and F16, fp64 for those of F64; parameters are
+ * Arithmetic is fp32 for parameters of F32, BF16 and F16, fp64 for those of F64.  Parameters are
  * rounded to nearest even, and the wire gets the cast of the parameter as stored.
  *
  * States are fp32, fp64 for F64 parameters, or BF16 rounded stochastically: x is rounded up to the

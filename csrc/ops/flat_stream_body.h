@@ -2,9 +2,10 @@
  *
  * Included by flat_cpu_body.h.  An ordinary store first reads the line that it overwrites; a
  * streaming store does not.  With prefetching and streaming, at 2^22 elements and one thread, a
- * cast to bf16 moved 28 GB/s instead of 17, and a sum of two sources 25 instead of 18.  Prefetching
- * alone makes a norm of 2^26 elements a fifth faster.  Below STREAM_NUMEL_MIN elements, a reader
- * may well find the output in cache, so ordinary stores are used.
+ * cast to bf16 moved 28 GB/s instead of 17, and a sum of two sources 25 instead of 18.  Without
+ * streaming stores, prefetching makes a norm of 2^26 elements a fifth faster.  Below
+ * STREAM_NUMEL_MIN elements, a reader may well find the output in cache, so ordinary stores are
+ * used.
  *
  * Streaming stores need aligned addresses, only pay if whole lines are written at once (hence pairs
  * of vectors), and are not ordered with later stores. stream_end() must precede any notice that the

@@ -2,8 +2,8 @@
  *
  * The blocking is that of GotoBLAS (Goto & van de Geijn 2008) with the roles swapped so that C is
  * written along its rows.  C is split into blocks of columns.  For each, B' is packed for one pass
- * over k (a few blocks of k) to stay in L2, and each panel of A' meets the panels of B in turn, one
- * block of k after the other.  The path (gemm_path.h) defines panels and multiplies two of them.
+ * over k (a few blocks of k) to stay in L2.  Each panel of A' meets the panels of B in turn, one
+ * block of k after the other.  The path (gemm_path.h) multiplies two panels.
  *
  * A' is packed first, a slab of at most SLAB_BYTES at a time.  If the path supports it and A is
  * contiguous along k, A' is not packed at all.  The first tile of a row then takes A from memory
@@ -23,9 +23,9 @@
  *
  * If B' is the windows of an image, each thread makes WINDOWS_BYTES of them before it packs them.
  *
- * Products with at most four rows or columns use gemm_skinny.h instead.  Workspace is one block of
- * counted memory per call (category "other"), at most SLAB_BYTES for A (or one panel, if k is very
- * large) and about 2 MB per thread.
+ * Products with at most four rows or columns use gemm_skinny.h.  Workspace is one block of counted
+ * memory per call (category "other"): at most SLAB_BYTES for A (or one panel, if k is large) and
+ * about 2 MB per thread.
  */
 #include "ops/gemm.h"
 

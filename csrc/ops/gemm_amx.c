@@ -9,9 +9,9 @@
  * the next panel line by line between the tiles was slower, because it displaces the panel in use;
  * prefetches go to L2 for the same reason.
  *
- * Limits, measured at n = 1024 on the Xeon of benchmarks/README.md: without loads TDPBF16PS reaches
- * 3170 GFLOP/s; with its loads, 97 % of that on zeros and 80 % on random numbers (heat: the same
- * instructions).  With the stores of the sums after each 512 k it reaches 88 % of the rest.
+ * Limits, measured at n = 1024 on the Xeon of benchmarks/README.md.  Without loads TDPBF16PS
+ * reaches 3170 GFLOP/s; with its loads, 97 % of that on zeros and 80 % on random numbers (heat: the
+ * same instructions).  With the stores of the sums after each 512 k it reaches 88 % of the rest.
  * Packing B takes 8-13 % of the product, finishing C 2-5 %.
  *
  * Arithmetic: as in vdpbf16ps, subnormals count as zero and rounding is to nearest even.  The

@@ -1,6 +1,6 @@
 /* The fp32 matrix product with AVX2 and FMA: 6 x 16 sums.
  *
- * Twelve registers of sums hide the latency of FMA (two per cycle, four to five cycles each), two
+ * Twelve registers of sums hide the latency of FMA (two per cycle, four to five cycles each).  Two
  * hold a row of B's panel, and two are left for elements of A.  Also used for bf16 and fp16, which
  * packing widens.
  *

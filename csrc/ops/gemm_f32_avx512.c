@@ -9,9 +9,9 @@
  * (256 x 768, k 2048).
  *
  * Limits, sampled on a busy machine.  If rows of k are packed (dy W, dy^T x), packing B takes 8-11
- * % of the product at n = 1024 and 2048, and packing A 7 % of dy^T x.  Such rows come from L3 at 10
- * GB/s, neighbours in memory at 30.  Some changes were within the noise: blocks of 384 k by 512
- * columns, prefetching C, and prefetching the lines of the next panel to L2 while one is packed (as
+ * % of the product at n = 1024 and 2048.  Packing A takes 7 % of dy^T x.  Such rows come from L3 at
+ * 10 GB/s, neighbours in memory at 30.  Three changes were within the noise: blocks of 384 k by 512
+ * columns; prefetching C; and, while a panel is packed, prefetching the next one's lines to L2 (as
  * weave_two does).
  *
  * Also used for bf16 and fp16, which packing widens.

@@ -8,7 +8,7 @@
  * one of sixteen.
  *
  * log(x) = k ln 2 + log(1 + f) with x = 2^k (1 + f) and 1 + f from sqrt(1/2) to sqrt 2, by a
- * minimax polynomial; log1p finds its f without rounding 1 + x. sin and cos subtract n pi/2 in four
+ * minimax polynomial. log1p finds its f without rounding 1 + x. sin and cos subtract n pi/2 in four
  * pieces, whose products with n are exact for |x| up to 6400. pow is exp2(b log2(a)) in double.
  * Other inputs, such as larger angles, are left to the C library, lane by lane, so no lane's bits
  * depend on its neighbours.
@@ -89,7 +89,8 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_tanh(fsdpc_vf x)
 
 #if defined(FSDPC_VEC_AVX512) || defined(FSDPC_VEC_AVX2)
 /* erf(t) / t by a polynomial in t's distance to the nearest quarter (with AVX2, half), whose
- * coefficients are looked up: half the work of one polynomial near zero and another with exp. */
+ * coefficients are looked up.  This is half the work of one polynomial near zero and another with
+ * exp. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_erf_table_(fsdpc_vf x)
 {
 #if defined(FSDPC_VEC_AVX512)

@@ -1,4 +1,4 @@
-/* A module's call as a unit: what happens around forward.
+/* A module's call as a unit: the steps around forward.
  *
  *     enter -> cast and mark the inputs -> forward -> mark and cast the outputs -> leave
  *

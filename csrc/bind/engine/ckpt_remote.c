@@ -6,7 +6,7 @@
  * have, once.
  *
  * Saves repeat, and training waits while they copy.  Their host memory is therefore pinned, if
- * enough is available: copies fill it at the speed of the bus (55 GB/s on an H200, 6 GB/s for
+ * enough is available.  Copies fill it at the speed of the bus (55 GB/s on an H200, 6 GB/s for
  * ordinary memory), and the device keeps it for the next save.  Pinning takes longer than the copy,
  * so loads do not pin.
  */

@@ -1,5 +1,5 @@
-/* dry_run(params, dtypes, fn): what a computation would hold, without computing it.
- * play(fn, orders): what the engine would do, in a world of any size.
+/* dry_run(params, dtypes, fn): the memory that a computation would hold, without computing it.
+ * play(fn, orders): the schedule that the engine would run, in a world of any size.
  *
  * fn() runs on a runtime of its own whose device is null: kernels do nothing, and memory is counted
  * but never touched, so it costs no page.  A model of any size takes no time and no memory.  During

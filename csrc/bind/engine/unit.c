@@ -3,7 +3,7 @@
  * At creation, the values of the parameters move into masters, and the parameters' tensors release
  * their memory: from then on their guard reports that they are sharded. make_root(units, encloses),
  * at the first call of the outermost module, gives each tensor the address of its full, which never
- * changes, and a sink that directs gradients to the reduce buffer.
+ * changes, and a sink.  The sink directs gradients to the reduce buffer.
  *
  * Its methods stand where their subject does: bind/engine/call.c, bind/engine/unit_values.c, bind/engine/unit_schedule.c.
  */

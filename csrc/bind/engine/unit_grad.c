@@ -1,8 +1,8 @@
 /* Unit: gradients that are handed out.
  *
  * They are tensors over the gradient shards.  A gradient that its user keeps after zero_grad keeps
- * its values, as in PyTorch: the unit then takes other memory, and the old memory is freed with the
- * last tensor over it.  All gradients between two zero_grads share a block, which counts them.
+ * its values, as in PyTorch.  The unit then takes other memory, and the old memory is freed with
+ * the last tensor over it.  All gradients between two zero_grads share a block, which counts them.
  */
 #include "bind/engine.h"
 

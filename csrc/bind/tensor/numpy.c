@@ -1,7 +1,7 @@
 /* NumPy in and out, by Python calls and the buffer protocol.
  *
  * The buffer protocol carries dtype, shape and ownership both ways without a copy, so NumPy's
- * headers are not needed: the extension runs with any NumPy, and `import fsdpc._core` does not
+ * headers are not needed.  The extension runs with any NumPy, and `import fsdpc._core` does not
  * import it. bfloat16 has no format letter, so it is exported as bytes, not elements: NumPy would
  * read its bits as integers.  If ml_dtypes is installed, numpy() views the bits as its bfloat16;
  * otherwise it returns a float32 copy. bits() returns the bits.

@@ -6,18 +6,18 @@
  * than when it was made, or its memory more tensors, which the front door counts.
  *
  * If the foreign library has its own allocator on the device, memory that the user does not keep
- * goes back to that allocator when a forward begins, and is taken again at the unit's first
+ * goes back to that allocator when a forward begins.  The unit takes memory again at its first
  * gradient.  The activations of that forward can use it in between.  On other devices the unit
  * keeps the memory: mapping it anew costs more than it saves.
  *
- * A unit around others has its first gradients long before its last: those of a model's head and
+ * A unit around others has its first gradients long before its last.  Those of a model's head and
  * norm come when its backward begins, that of its embedding when it ends.  With such an allocator,
- * small gradients wait.
+ * small gradients wait until the last.
  *
  * On such a device, a world of one rank also takes fulls from that allocator, for as long as a unit
  * is used (engine/full_lent.c).
  *
- * The front door has an object for each piece of memory: take() returns its address, give()
+ * The front door has an object for each piece of memory. take() returns its address, give()
  * releases it, and `is_kept` says whether the user has made other tensors over it.
  */
 #include "bind/torch/unit.h"

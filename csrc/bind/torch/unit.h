@@ -7,8 +7,8 @@
  * pointer, and keeps the pieces' `.grad` and the engine's gradient shard telling the same.  It knows
  * nothing of torch but the names of a few attributes and methods.
  *
- * Gradients.  The `.grad` of a piece belongs to the user: it is None after zero_grad, the
- * TorchUnit's own tensor over the shard after a backward, or whatever the user assigned. take_grads
+ * Gradients.  The `.grad` of a piece belongs to the user.  It is None after zero_grad, the
+ * TorchUnit's own tensor over the shard after a backward, or the user's own assignment. take_grads
  * updates the engine from it (before the first reduction of a backward, before clipping and
  * stepping); settle hands out the reduced gradients after a backward.  In between, `.grad` is None
  * unless the graph gives a gradient to the piece itself, for example of a penalty on parameters.
