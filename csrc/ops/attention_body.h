@@ -12,7 +12,7 @@
  * Hidden scores are -inf before exp2. m is initially finite, so rows that see nothing have sum 0
  * and no NaN.
  *
- * The sign of scale goes into T(Q), so that hidden scores are -inf for negative scales as well.
+ * T(Q) carries the sign of scale, so that hidden scores are -inf for negative scales as well.
  *
  * With a mask, scores are scaled before it is added, and c is then 1 (attention_mask.h).  Backward
  * subtracts m and the log of l separately, because a mask's large numbers would absorb the log in

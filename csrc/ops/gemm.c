@@ -7,9 +7,8 @@
  *
  * A' is packed first, a slab of at most SLAB_BYTES at a time.  If the path supports it and A is
  * contiguous along k, A' is not packed at all.  The first tile of a row then takes A from memory
- * and leaves its panel for the others, and all tiles of the row together prefetch the next panel's
- * memory.  That saves writing and reading A once each through L3, which at 30 GB/s took a quarter
- * of a bf16 product at 1024.
+ * and leaves its panel for the others.  All tiles of the row prefetch the next panel's memory.
+ * That saves writing and reading A through L3 at 30 GB/s, a quarter of a bf16 product at 1024.
  *
  * With one block of k, a tile's sums go directly to C.  With several in one pass, a row of tiles
  * keeps its sums in fp32 in between.  With several passes (k above blocks x kc of the path, 128 for

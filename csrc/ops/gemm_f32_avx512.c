@@ -1,9 +1,9 @@
 /* The fp32 matrix product with AVX-512: 14 x 32 sums.
  *
- * 28 registers hold sums, two a row of B's panel, and one an element of A: 14 broadcasts and two
- * loads feed 28 FMAs, so neither load port limits.  At 13 bytes per cycle for both panels, L2 does
- * not limit either.  Blocks of k are therefore so long that a panel of A (43 KB) nearly fills L1:
- * fewer blocks mean fewer passes over the sums.  B is packed for up to four blocks, which takes
+ * 28 registers hold sums, two hold a row of B's panel, and one an element of A. 14 broadcasts and
+ * two loads feed 28 FMAs, so neither load port limits.  At 13 bytes per cycle for both panels, L2
+ * does not limit either.  Blocks of k are therefore so long that a panel of A (43 KB) nearly fills
+ * L1: fewer blocks mean fewer passes over the sums.  B is packed for up to four blocks, which takes
  * half of L2.  Then only the sums of one row of tiles (14 KB) wait between blocks, instead of those
  * of 512 rows; this gains 3 % at n = 1024 and 2048.  A quarter more of L2 cost 4 % if A is short
  * (256 x 768, k 2048).

@@ -226,8 +226,8 @@ typedef struct fsdpc_row_affine_args {
     void *out;             /* may be x or y */
 } fsdpc_row_affine_args;
 
-/* Rotary embedding (Su et al. 2021), halves rotated as in LLaMA checkpoints of transformers:
- * y[i] = x[i] cos - x[i + D/2] sin,  y[i + D/2] = x[i + D/2] cos + x[i] sin,  i < D/2. */
+/* Rotary embedding (Su et al. 2021), with halves rotated as in transformers' LLaMA checkpoints.
+ * For i < D/2, y[i] = x[i] cos - x[i + D/2] sin, y[i + D/2] = x[i + D/2] cos + x[i] sin. */
 typedef struct fsdpc_rotary_args {
     fsdpc_dtype dtype;
     size_t batch, tokens, heads, dim; /* x and y are (B, T, H, D), dense */

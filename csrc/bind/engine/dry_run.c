@@ -3,10 +3,10 @@
  *
  * fn() runs on a runtime of its own whose device is null: kernels do nothing, and memory is counted
  * but never touched, so it costs no page.  A model of any size takes no time and no memory.  During
- * the run the parameters use null memory too, in the given dtypes, with a sink for their gradients
- * that acts like a unit's reduce buffer.  Units only cast their inputs and outputs.  No epoch
- * begins, so a single rank can plan.  Returns the peak of the memory that fn held at once, without
- * parameters and their gradients, and what it left allocated.
+ * the run, the parameters also use null memory, in the given dtypes.  A sink for their gradients
+ * acts like a unit's reduce buffer.  Units only cast their inputs and outputs.  No epoch begins, so
+ * a single rank can plan.  Returns the peak of the memory that fn held at once, without parameters
+ * and their gradients, and what it left allocated.
  *
  * play's fn creates the model, communicators without an address and units, and then trains: only
  * kernels and peers are missing.  An operation completes when the engine waits for it (or, with

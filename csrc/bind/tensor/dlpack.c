@@ -297,7 +297,7 @@ static const char *device_text(int type, int ordinal, char text[64])
     return text;
 }
 
-/* Raises unless `device` is where the memory is. */
+/* Raises unless `device` owns the memory, by its type and ordinal. */
 static int check_home(const fsdpc_device *device, int type, int ordinal)
 {
     char there[64], here[64];
