@@ -1,10 +1,11 @@
 /* Copies over strided boxes: casts, slices, transposes; twin of csrc/ops/nn_copy_body.h.
  *
- * Dimensions are ordered by the stride of the destination and collapsed.  Then one of three forms:
- * rows    both sides dense along the innermost dimension, no cast: chunks of up to 16 bytes;
- * tiles   no cast, and the source dense along another dimension (a transpose): squares of 32 by
- *         32 through shared memory, so that both sides move whole sectors;
- * steps   everything else, element by element through int64 or double, as csrc/ops/nn_cast.c.
+ * Dimensions are ordered by the stride of the destination and collapsed.  Then one of these forms:
+ *
+ *     rows    both sides dense along the innermost dimension, no cast: chunks of up to 16 bytes
+ *     tiles   no cast, and the source dense along another dimension (a transpose): squares of 32 by
+ *             32 through shared memory, so that both sides move whole sectors
+ *     steps   everything else, element by element through int64 or double, as csrc/ops/nn_cast.c
  */
 #include "box.cuh"
 

@@ -300,8 +300,8 @@ typedef struct watched {
     void *arg;
 } watched;
 
-/* The device's progress on operations that the peers have agreed on, hence a second look
- * afterwards. */
+/* If the device has finished an operation with its peers, they have agreed on it.  The second look,
+ * after the poll, therefore sees their agreement. */
 static fsdpc_status poll_watched(void *arg)
 {
     const watched *w = arg;

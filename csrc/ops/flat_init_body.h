@@ -34,7 +34,7 @@ static double below(double b, fsdpc_dtype dtype)
         return rounded;
     uint64_t bits;
     memcpy(&bits, bytes, sizeof bits);
-    if (rounded == 0) /* to the least negative subnormal */
+    if (rounded == 0) /* becomes the least negative subnormal */
         bits = (UINT64_C(1) << (8 * fsdpc_dtype_bytes(dtype) - 1)) | 1;
     else
         bits = rounded < 0 ? bits + 1 : bits - 1;

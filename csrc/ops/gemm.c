@@ -36,7 +36,7 @@
 enum {
     SLAB_BYTES = 16 << 20,
     ROWS = 512,
-    FEW_ROWS = 16, /* of A': B is packed for them panel by panel, as it streams from memory */
+    FEW_ROWS = 16, /* rows of A': B is packed for them panel by panel, streaming from memory */
     FEW_KC = 128,  /* max k packed at a time then: a panel of B stays in L1 */
     HUGE_FROM_BYTES = 256 << 10,
     HUGE_BYTES = 4 << 20,

@@ -5,8 +5,8 @@
  * stays in cache.  Backward, with xhat = (x - mean) * rstd, g = dy * w and means over the row:
  *     dx = rstd * (g - mean(g) - xhat * mean(g * xhat))        (RMSNorm: without mean(g))
  *     dweight = sum over rows of dy * xhat,  dbias = sum over rows of dy
- * The sums over rows are computed per block of rows, whose size only depends on the number of rows,
- * and the blocks are added in order: the same bits for any number of threads.
+ * The sums over rows are computed per block of rows, whose size only depends on the number of rows.
+ * The blocks are added in order, which gives the same bits for any number of threads.
  */
 
 typedef struct norm_row {

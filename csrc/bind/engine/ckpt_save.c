@@ -233,7 +233,7 @@ static PyObject *save_run(PyObject *object, PyObject *Py_UNUSED(unused))
 static void *write_apart(void *arg)
 {
     py_save *self = arg;
-    fsdpc_status status = self->status; /* of staging, with its message, which is per thread */
+    fsdpc_status status = self->status; /* staging's status; its message is per thread */
     if (status != FSDPC_OK)
         fsdpc_fail(status, "%s", self->text);
     status = fsdpc_ckpt_agree(&self->plan, status);
