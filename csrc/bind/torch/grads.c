@@ -225,7 +225,7 @@ static int write_rows(fsdpc_py_torch_unit *self, const fsdpc_torch_param *p, PyO
 }
 
 /* Copies in a piece's `.grad` that is not the shard itself.  A narrow piece keeps that `.grad` as
- * well as the shard, as the gradient that the front door's attribute made of it. */
+ * well as the shard, as the gradient that the frontend's attribute made of it. */
 static int copy_in(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, PyObject *grad)
 {
     PyObject *given = p->narrow ? grad : p->grad;

@@ -3,7 +3,7 @@
  * Gradient shards use memory of foreign tensors, whose rows are the pieces' gradients.  A gradient
  * that its user keeps after zero_grad therefore keeps its values, as in the foreign library: the
  * next backward uses other memory.  The user keeps a gradient if its tensor has more references
- * than when it was made, or its memory more tensors, which the front door counts.
+ * than when it was made, or its memory more tensors, which the frontend counts.
  *
  * If the foreign library has its own allocator on the device, memory that the user does not keep
  * goes back to that allocator when a forward begins.  The unit takes memory again at its first
@@ -17,7 +17,7 @@
  * On such a device, a world of one rank also takes fulls from that allocator, for as long as a unit
  * is used (engine/full_lent.c).
  *
- * The front door has an object for each piece of memory. take() returns its address, give()
+ * The frontend has an object for each piece of memory. take() returns its address, give()
  * releases it, and `is_kept` says whether the user has made other tensors over it.
  */
 #include "bind/torch/unit.h"

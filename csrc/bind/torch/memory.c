@@ -1,6 +1,6 @@
 /* The memory that foreign tensors use: a unit's memory and the offsets of its parameters.
  *
- * A front door slices the flat tensors that unit_memory returns at the offsets of unit_places: it
+ * A frontend slices the flat tensors that unit_memory returns at the offsets of unit_places: it
  * gets pieces and fulls without copying, and all fulls of a flat group are views of one tensor.  The
  * tensors keep the unit's memory alive, no Python object of the model.  Gradients lie in memory that
  * belongs to the tensors over it (grad_memory, or the foreign library's): bind/torch/lent.c.

@@ -1,4 +1,4 @@
-/* Matrix products for a foreign front door, on the engine's kernels.
+/* Matrix products for a foreign frontend, on the engine's kernels.
  *
  * Operands are addresses of dense row-major memory of one dtype; the caller has checked shapes and
  * keeps the tensors alive.  The gradient of a unit's weight is written into the unit's reduce

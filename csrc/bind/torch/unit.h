@@ -1,6 +1,6 @@
-/* TorchUnit: the calls of a front door over foreign tensors (torch) for one unit.
+/* TorchUnit: the calls of a frontend over foreign tensors (torch) for one unit.
  *
- * The front door makes, once per unit, a foreign tensor for every piece and full, over the unit's own
+ * The frontend makes, once per unit, a foreign tensor for every piece and full, over the unit's own
  * memory (unit_memory, unit_places), and one for every piece of the gradient shard, over memory that
  * is the foreign library's (bind/torch/lent.c).  A TorchUnit keeps them and does what must be cheap: it
  * drives the schedule, swaps pieces and fulls in the modules' dictionaries, takes gradients by
