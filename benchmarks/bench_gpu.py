@@ -1,4 +1,4 @@
-"""Tokens a second and MFU of LLaMA shapes on one GPU: both front doors beside torch FSDP2.
+"""Tokens a second and MFU of LLaMA shapes on one GPU: both frontends beside torch FSDP2.
 
     python benchmarks/bench_gpu.py [--shapes 125M 1B SmolLM3-3B] [--engines native fsdp2 ...]
 

@@ -1,4 +1,4 @@
-"""The torch front door against torch alone, DDP, FSDP2 and (where installed) DeepSpeed ZeRO-3.
+"""The torch frontend against torch alone, DDP, FSDP2 and (where installed) DeepSpeed ZeRO-3.
 
     python benchmarks/bench_torch.py host                  # host cost per unit and step
     python benchmarks/bench_torch.py steps [--models mlp-128 llama-10M-fp32 ...] [--rounds 5]

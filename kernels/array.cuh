@@ -1,8 +1,9 @@
-/* Arrays whose dtype is known when a kernel is compiled, or only when it runs.
+/* Arrays whose dtype is known at compile time or only at run time.
  *
- * A kernel over several arrays has a combination of dtypes for every use.  The few that training
- * runs all the time are compiled for it, with typed<T>.  The others share one kernel, with untyped,
- * whose choice is the same in all threads and costs little beside the memory it waits for.
+ * A kernel over several arrays has a combination of dtypes for every use.  The few combinations
+ * that training uses all the time are compiled separately, with typed<T>.  The others share one
+ * kernel, with untyped, whose branches are the same in all threads and cost little compared to its
+ * memory accesses.
  */
 #ifndef FSDPC_KERNELS_ARRAY_CUH
 #define FSDPC_KERNELS_ARRAY_CUH
@@ -12,14 +13,12 @@
 template <typename T> struct typed {
     T *base;
 
-    __host__ __device__ typed(const void *pointer, fsdpc_dtype) : base((T *)pointer)
-    {
-    }
+    __host__ __device__ typed(const void *pointer, fsdpc_dtype) : base((T *)pointer) {}
     template <int N, typename W> __device__ __forceinline__ vec<W, N> load(size_t i) const
     {
         return load_wide<N, W>((const T *)base + i);
     }
-    /* Rounds once, and returns the values as they are stored. */
+    /* Rounds once, and returns the values as stored. */
     template <int N, typename W>
     __device__ __forceinline__ vec<W, N> store(size_t i, const vec<W, N> &values) const
     {

@@ -1,11 +1,11 @@
 /* Attention row by row, and the choice between it and the blocked kernels; twin of
  * csrc/ops/attention.c.
  *
- * A warp takes a query (or, for dK and dV, a key) and visits the other side 32 at a time.  A lane
- * has one of them and computes its score alone.  Then the warp adds up the 32 rows, with a lane for
- * every 32nd element.  Nothing is summed by atomics, so results are the same in every run.
+ * A warp handles a query (or, for dK and dV, a key) and visits the other side 32 at a time.  Each
+ * lane computes the score of one of them.  Then the warp sums the 32 rows, with a lane for every
+ * 32nd element.  Sums do not use atomics, so results are the same in every run.
  *
- * Wide rows are done in passes of 256 elements, which compute the scores again.
+ * Wide rows are processed in passes of 256 elements, which recompute the scores.
  */
 #include "attention.cuh"
 #include "reduce.cuh"
@@ -50,7 +50,7 @@ __device__ __forceinline__ void store_row(T *row, const wide<T> (&sum)[ROW_ELEME
     }
 }
 
-/* Rows count (b, h, t), as lse does. */
+/* Numbers rows as (b, h, t), as lse does. */
 struct row_place {
     size_t b, t, h;
 };
@@ -119,7 +119,7 @@ static __global__ void __launch_bounds__(ROW_WARPS *WARP)
             continue;
         const T *q = row_of<const T>(a.q, a.stride_q, at.b, at.t, at.h);
         size_t kv = at.h / (a.heads / a.kv_heads), visible = visible_keys(a, at.t);
-        W about = (W)a.lse[row], total = 0; /* close enough to be a reference */
+        W about = (W)a.lse[row], total = 0; /* close enough as a reference */
         for (size_t j = lane; j < visible; j += WARP)
             total +=
                 exp((W)a.scale * dot_rows(q, row_of<const T>(a.k, a.stride_k, at.b, j, kv), a.dim) -
@@ -134,7 +134,7 @@ template <typename W> struct pair_grads {
     W p, ds;
 };
 
-/* Query row and key row: the probability, and the gradient of the score before scaling. */
+/* For a query row and a key row: the probability, and the gradient of the score before scaling. */
 template <typename T>
 __device__ __forceinline__ pair_grads<wide<T>> pair_of(const fsdpc_attention_args &a,
                                                        const row_place &query, size_t j, size_t kv,

@@ -1,8 +1,9 @@
-/* What the attention kernels share: addresses, the causal mask, and the two families' entries.
+/* Shared by the attention kernels: addresses, the causal mask, and the entry points of two
+ * families.
  *
- * Two families.  attention_tiles.cu and attention_tiles_backward.cu multiply blocks of 64 queries
- * by blocks of 64 keys on tensor cores; they take bf16 and fp16 heads of at most 128 elements whose
- * rows begin at 16 bytes.  attention.cu takes everything else, a warp a row, in the dtype's wide
+ * attention_tiles.cu and attention_tiles_backward.cu multiply blocks of 64 queries by blocks of 64
+ * keys on tensor cores.  They support bf16 and fp16 heads of at most 128 elements whose rows are
+ * 16-byte aligned. attention.cu handles everything else, one warp per row, in the dtype's wide
  * type.
  */
 #ifndef FSDPC_KERNELS_ATTENTION_CUH
@@ -17,7 +18,7 @@ __host__ __device__ __forceinline__ T *row_of(const void *base, const size_t (&s
     return (T *)base + b * stride[0] + t * stride[1] + h * stride[2];
 }
 
-/* How many keys query t sees: the first so many. */
+/* The number of keys that query t sees, from the first one on. */
 __device__ __forceinline__ size_t visible_keys(const fsdpc_attention_args &a, size_t t)
 {
     if (!a.causal)
@@ -35,8 +36,8 @@ __device__ __forceinline__ size_t first_query(const fsdpc_attention_args &a, siz
     return j + a.tokens_q - a.tokens_k;
 }
 
-/* What backward needs of every query beside lse: delta = dot(dout, out), and for F64 a log-sum-exp
- * of more digits than lse holds.  (B, H, Tq) each. */
+/* Per-query data that backward needs besides lse: delta = dot(dout, out), and for F64 a log-sum-exp
+ * with more digits than lse.  (B, H, Tq) each. */
 template <typename W> struct attention_rows {
     W *delta, *lse;
 };

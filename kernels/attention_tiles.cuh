@@ -1,7 +1,7 @@
 /* Tiles of attention: 64 rows of 16-bit elements in shared memory, and products of them.
  *
- * Rows are PITCH = DIM + 8 elements apart, so that the eight rows of a matrix lie in different
- * banks. Rows beyond the tokens, and elements beyond the head's dim, are zeros, which add nothing
+ * Rows are PITCH = DIM + 8 elements apart, so that the eight rows of a matrix are in different
+ * banks.  Rows beyond the tokens, and elements beyond the head's dim, are zeros, which add nothing
  * to any product.  A warp owns 16 rows of the left operand.
  */
 #ifndef FSDPC_KERNELS_ATTENTION_TILES_CUH
@@ -16,13 +16,14 @@ template <int DIM> struct tile_shape {
     enum { PITCH = DIM + 8, ELEMENTS = TILE_ROWS * PITCH, STEPS = DIM / 16, BLOCKS = DIM / 8 };
 };
 
-/* How many of a tile's TILE_ROWS rows, beginning at `first`, lie below `end`. */
+/* The number of a tile's TILE_ROWS rows, beginning at `first`, that are below `end`. */
 __device__ __forceinline__ int rows_below(size_t end, size_t first)
 {
     return end <= first ? 0 : end - first < TILE_ROWS ? (int)(end - first) : (int)TILE_ROWS;
 }
 
-/* Rows first .. first + ROWS - 1 of one head, asynchronously; `head` is the row of token 0. */
+/* Loads rows first .. first + ROWS - 1 of one head, asynchronously; `head` is the row of token
+ * 0. */
 template <typename T, int DIM, int ROWS>
 __device__ __forceinline__ void tile_copy(T *tile, const T *head, size_t stride, size_t first,
                                           size_t tokens, size_t dim)
@@ -36,7 +37,7 @@ __device__ __forceinline__ void tile_copy(T *tile, const T *head, size_t stride,
     }
 }
 
-/* c = left right^T: 16 rows of `left` from `row` on, by COLUMNS rows of `right`; sums over DIM. */
+/* c = left right^T: 16 rows of `left`, from `row` on, by COLUMNS rows of `right`; sums over DIM. */
 template <typename T, int DIM, int COLUMNS>
 __device__ __forceinline__ void rows_by_rows(float (&c)[COLUMNS / 8][4], const T *left, int row,
                                              const T *right)
@@ -85,7 +86,7 @@ __device__ __forceinline__ void registers_by_rows(float (&c)[DIM / 8][4],
     }
 }
 
-/* A warp's 16 rows, scaled: rows g and g + 8 by scale[0] and scale[1]. */
+/* Stores a warp's 16 rows, scaled: rows g and g + 8 by scale[0] and scale[1]. */
 template <typename T, int DIM>
 __device__ __forceinline__ void rows_store(T *head, size_t stride, size_t first, size_t tokens,
                                            size_t dim, const float (&c)[DIM / 8][4],

@@ -1,9 +1,9 @@
 /* Blocked attention on tensor cores, backward, without atomics.
  *
- * Two kernels, each with one writer for what it sums, so results are the same in every run.  dQ: a
- * block takes 64 queries and visits the keys.  dK and dV: a block takes 64 keys of a key-value head
- * and visits the queries of all heads of its group in order; it computes the transposed scores, so
- * that P^T and dS^T come out of the registers as left operands.  Scores and dP are thus computed
+ * Each of the two kernels has a single writer per sum, so results are the same in every run. dQ: a
+ * block handles 64 queries and visits the keys. dK and dV: a block handles 64 keys of a key-value
+ * head and visits the queries of all heads of its group in order.  It computes the transposed
+ * scores, so that P^T and dS^T are in registers as left operands.  Scores and dP are thus computed
  * twice, which costs two products of seven.
  *
  * P = exp(scale s - lse);  dS = P (dP - delta), rounded to the dtype before it is multiplied; scale
@@ -11,8 +11,8 @@
  */
 #include "attention_tiles.cuh"
 
-/* A query's lse and delta as the kernels use them: base 2, and +inf for rows that see nothing or
- * are not there, which makes P zero. */
+/* A query's lse and delta as the kernels use them: base 2, and +inf for rows that see nothing or do
+ * not exist, which makes P zero. */
 struct query_rows {
     float lse[TILE_ROWS], delta[TILE_ROWS];
 };
@@ -83,7 +83,7 @@ static __global__ void __launch_bounds__(TILE_THREADS)
         __syncthreads();
     }
     copies_commit();
-    copies_wait<0>(); /* of queries that see no key */
+    copies_wait<0>(); /* for queries that see no key */
     const float scales[2] = {(float)a.scale, (float)a.scale};
     rows_store<T, DIM>(row_of<T>(a.dq, a.stride_q, b, 0, h), a.stride_q[1], q0 + row, a.tokens_q,
                        a.dim, dq, scales);
@@ -91,7 +91,7 @@ static __global__ void __launch_bounds__(TILE_THREADS)
 
 /* -- dK and dV --------------------------------------------------------------------------------- */
 
-/* Queries in shorter tiles where heads are wide: two sums of 16 by DIM take most registers. */
+/* Wide heads use shorter tiles of queries: two sums of 16 by DIM take most registers. */
 template <int DIM> struct dkv_shape {
     enum { QUERIES = DIM > 64 ? 32 : 64 };
 };
@@ -103,8 +103,8 @@ template <typename T, int DIM> struct dkv_memory {
     query_rows rows;
 };
 
-/* Adds what a tile of queries of one head gives to a warp's 16 keys; keys g and g + 8 are hidden
- * from the tile's first `hidden` queries. */
+/* Adds the contribution of a tile of one head's queries to a warp's 16 keys.  Keys g and g + 8 are
+ * hidden from the tile's first `hidden` queries. */
 template <typename T, int DIM>
 __device__ __forceinline__ void dkv_step(const fsdpc_attention_args &a, dkv_memory<T, DIM> *memory,
                                          const int (&hidden)[2], float (&dk)[DIM / 8][4],
@@ -166,7 +166,7 @@ static __global__ void __launch_bounds__(TILE_THREADS)
             __syncthreads();
         }
     copies_commit();
-    copies_wait<0>(); /* of keys that no query sees */
+    copies_wait<0>(); /* for keys that no query sees */
     const float scales[2] = {(float)a.scale, (float)a.scale}, ones[2] = {1, 1};
     rows_store<T, DIM>(row_of<T>(a.dk, a.stride_k, b, 0, kv), a.stride_k[1], k0 + row, a.tokens_k,
                        a.dim, dk, scales);

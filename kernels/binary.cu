@@ -1,8 +1,8 @@
 /* a + b, a - b, a * b, a / b, maxima, minima, masks and comparisons with broadcasting; twin of
  * csrc/ops/nn_binary_body.h.
  *
- * After collapsing, each operand is dense, repeated or strided along the innermost dimension. Dense
- * and repeated ones are read in vectors where the inner length and the addresses allow it.
+ * After collapsing, each operand is dense, repeated or strided along the innermost dimension.
+ * Dense and repeated operands are read in vectors if the inner length and the addresses allow it.
  */
 #include "box.cuh"
 
@@ -131,7 +131,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
     }
 }
 
-/* Whether every row of the operand begins where a vector of so many bytes may. */
+/* Whether every row of the operand is aligned for vectors of `bytes` bytes. */
 static bool starts_align(const void *base, const box &b, int operand, size_t element, size_t bytes)
 {
     bool aligned = (uintptr_t)base % bytes == 0;
@@ -185,7 +185,7 @@ static fsdpc_status compare(const fsdpc_binary_args *args, const box &shape, siz
     return FSDPC_ERR_DTYPE;
 }
 
-/* U is the unsigned integer of the dtype's size, `other` the bits of its zero. */
+/* U is the unsigned integer of the dtype's size; `other` has the bits of its zero. */
 template <typename U>
 static fsdpc_status mask(const fsdpc_binary_args *args, const box &shape, size_t numel, U other,
                          const fsdpc_cuda_queue *queue)

@@ -1,6 +1,6 @@
-/* Strided boxes: up to eight dimensions that two operands step through, collapsed on the host.
+/* Strided boxes: up to eight dimensions that two operands walk through, collapsed on the host.
  *
- * Twins of nn_box in csrc/ops/nn_internal.h.  A box travels to the kernel by value.
+ * Twins of nn_box in csrc/ops/nn_internal.h.  A box is passed to the kernel by value.
  */
 #ifndef FSDPC_KERNELS_BOX_CUH
 #define FSDPC_KERNELS_BOX_CUH
@@ -25,7 +25,7 @@ static inline size_t box_numel(const box &b)
     return numel;
 }
 
-/* Drops dimensions of one and joins neighbours that both operands step through evenly. */
+/* Drops dimensions of one and merges neighbours that both operands step through evenly. */
 static inline void box_collapse(box *b)
 {
     int kept = 0;
@@ -47,7 +47,7 @@ static inline void box_collapse(box *b)
     b->ndim = kept;
 }
 
-/* Where row `row`, an index over all but the last `inner` dimensions, begins in each operand.
+/* The start of row `row`, an index over all but the last `inner` dimensions, in each operand.
  * 32-bit division is several times faster, and enough for most rows. */
 __device__ __forceinline__ box_offsets box_row(const box &b, int inner, size_t row)
 {

@@ -1,10 +1,11 @@
 /* Copies over strided boxes: casts, slices, transposes; twin of csrc/ops/nn_copy_body.h.
  *
- * Dimensions are ordered by the stride of the destination and collapsed.  Then
- * rows    both sides dense along the innermost dimension, nothing cast: chunks of up to 16 bytes;
- * tiles   nothing cast and the source dense along another dimension (a transpose): squares of 32 by
- *         32 through shared memory, so that both sides move whole sectors;
- * steps   everything else, element by element through int64 or double, as csrc/ops/nn_cast.c.
+ * Dimensions are ordered by the stride of the destination and collapsed.  Then one of these forms:
+ *
+ *     rows    both sides dense along the innermost dimension, no cast: chunks of up to 16 bytes
+ *     tiles   no cast, and the source dense along another dimension (a transpose): squares of 32 by
+ *             32 through shared memory, so that both sides move whole sectors
+ *     steps   everything else, element by element through int64 or double, as csrc/ops/nn_cast.c
  */
 #include "box.cuh"
 
@@ -12,7 +13,7 @@ enum { TILE = 32, TILE_ROWS = 8 };
 
 /* -- steps ------------------------------------------------------------------------------------- */
 
-/* An element of any dtype: an integer, or a double. */
+/* An element of any dtype: an integer or a double. */
 struct any_value {
     bool is_int;
     long long i;
@@ -118,7 +119,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
     }
 }
 
-/* The widest chunk that divides everything, in bytes. */
+/* The widest chunk, in bytes, that divides everything. */
 static size_t chunk_bytes(const fsdpc_copy_args *args, const void *src, const box &b,
                           size_t element)
 {
@@ -179,7 +180,7 @@ static __global__ void __launch_bounds__(TILE *TILE_ROWS)
     }
 }
 
-/* Moves the dimension along which the source is dense next to the last; false if there is none. */
+/* Moves the dimension along which the source is dense next to the last; false if none is. */
 static bool turn(box *b)
 {
     int dense = -1;
@@ -227,7 +228,7 @@ static box copy_box(const fsdpc_copy_args *args)
 {
     box b = {};
     b.ndim = args->ndim;
-    for (int d = 0; d < args->ndim; d++) { /* insertion by falling stride of the destination */
+    for (int d = 0; d < args->ndim; d++) { /* insertion sort by falling stride of the destination */
         int at = d;
         for (; at > 0 && b.stride[0][at - 1] < args->stride_dst[d]; at--) {
             b.shape[at] = b.shape[at - 1];

@@ -1,9 +1,10 @@
 /* Cross entropy over rows of logits; twin of csrc/ops/nn_cross_entropy_body.h.
  *
- * Forward reads the logits once: every thread keeps a maximum and a sum of exponents relative to
- * it, and the block joins these pairs.  The mean over rows is one block's, in fp64, in an order
- * that depends on the number of rows alone.  Backward is one pass and may overwrite the logits: a
- * thread reads what it then writes, and the target's probability is that of its own element.
+ * Forward reads the logits once: every thread keeps a maximum and a sum of exponentials relative to
+ * it, and the block combines these pairs.  One block computes the mean over rows, in fp64, in an
+ * order that only depends on the number of rows.  Backward is one pass and may overwrite the
+ * logits: a thread only writes elements that it has read, and one of them gives the target's
+ * probability.
  *
  * A target out of range is reported as a fault and counts as ignored.
  */
@@ -16,20 +17,20 @@ __device__ __forceinline__ long long target_of(const fsdpc_cross_entropy_args &a
                                    : (long long)((const int64_t *)a.targets)[row];
 }
 
-/* Whether row's target counts. */
+/* Whether the row's target counts. */
 __device__ __forceinline__ bool is_counted(const fsdpc_cross_entropy_args &a, long long target)
 {
     return target != a.ignore_index && (unsigned long long)target < a.cols;
 }
 
-/* exp(x - top), where top is the greatest value so far: 0 for -inf before anything finite, as on
- * the CPU, and NaN for NaN. */
+/* exp(x - top), where top is the maximum so far: 0 for -inf before anything finite, as on the CPU,
+ * and NaN for NaN. */
 template <typename W> __device__ __forceinline__ W exp_below(W x, W top)
 {
     return exp(x - (top > (W)-INFINITY ? top : (W)0));
 }
 
-/* log sum exp of the block's row at x, in all its threads. */
+/* log-sum-exp of the block's row at x, in all its threads. */
 template <typename T, int N> __device__ __forceinline__ wide<T> row_lse(const T *x, size_t cols)
 {
     typedef wide<T> W;
@@ -40,7 +41,7 @@ template <typename T, int N> __device__ __forceinline__ wide<T> row_lse(const T 
         W best = top;
 #pragma unroll
         for (int k = 0; k < N; k++)
-            best = v.at[k] > best ? v.at[k] : best; /* NaN shows in the sum */
+            best = v.at[k] > best ? v.at[k] : best; /* NaN appears in the sum */
         if (best > top) {
             sum *= exp(top - best);
             top = best;
@@ -69,7 +70,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
     }
 }
 
-/* One block. */
+/* Runs in one block. */
 template <typename T>
 static __global__ void __launch_bounds__(1024) cross_entropy_mean_kernel(fsdpc_cross_entropy_args a)
 {
@@ -97,7 +98,7 @@ static __global__ void __launch_bounds__(1024) cross_entropy_mean_kernel(fsdpc_c
     }
 }
 
-/* What the mean's gradient is to each row's. */
+/* The factor from the mean's gradient to each row's. */
 __device__ __forceinline__ double loss_scale(const fsdpc_loss_sum *sum, const float *dloss)
 {
     return sum->count ? (double)*dloss / (double)sum->count : 0.0;

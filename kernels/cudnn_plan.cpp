@@ -1,13 +1,13 @@
-/* Attention as graphs of cuDNN's; the table of csrc/cuda/cudnn_plan.h.
+/* Attention as cuDNN graphs; the table of csrc/cuda/cudnn_plan.h.
  *
- * Host code of the plugin is C but for this file: graphs are described with cudnn_frontend, which
- * is C++ and headers alone.  It is kept to what needs them; plans are kept, and workspace found, by
- * csrc/cuda/attention_cudnn.c.  Nothing that is thrown leaves it.
+ * All other host code of the plugin is C: graphs are described with cudnn_frontend, which is C++
+ * and header-only.  This file only contains what needs it; csrc/cuda/attention_cudnn.c caches plans
+ * and allocates their workspace.  No exception leaves this file.
  *
- * Forward keeps cuDNN's `stats`, (B, H, Tq, 1): the natural log of the sum of exponents of scaled
- * scores.  Our kernels keep the same, so either's backward can follow either's forward.  Causal is
- * aligned to the last query and key.  Backward requests the deterministic algorithm unless
- * it may add up in any order.
+ * Forward keeps cuDNN's `stats`, (B, H, Tq, 1): the natural log of the sum of exponentials of
+ * scaled scores.  Our kernels keep the same, so either backward can follow either forward.  The
+ * causal mask is aligned to the last query and key.  Backward requests the deterministic algorithm
+ * unless it may sum in any order.
  *
  * cuDNN is opened by name, never linked, and so is CUDA's runtime as far as the frontend calls it.
  */
@@ -25,7 +25,7 @@ extern "C" {
 
 namespace fe = cudnn_frontend;
 
-void *fe::cudnn_dlhandle = nullptr; /* the frontend's own; set by table_open, always to the same */
+void *fe::cudnn_dlhandle = nullptr; /* the frontend's own; table_open always sets the same value */
 
 struct fsdpc_cudnn {
     cudnnHandle_t handle;
@@ -44,7 +44,7 @@ enum : int64_t { Q = 1, K, V, OUT, LSE, DOUT, DQ, DK, DV };
 
 using Tensor = std::shared_ptr<fe::graph::Tensor_attributes>;
 
-/* Calls `body`, which returns "" or what failed. */
+/* Calls `body`, which returns "" or the name of the call that failed. */
 template <typename F> bool attempt(char *why, size_t bytes, F body)
 {
     std::string said;
@@ -71,7 +71,7 @@ std::string said_by(cudnnStatus_t status)
     return status == CUDNN_STATUS_SUCCESS ? "" : fe::detail::get_error_string(status);
 }
 
-/* Ours have strides {batch, token, head}, cuDNN's dimensions are (B, H, T, D). */
+/* Our strides are {batch, token, head}; cuDNN's dimensions are (B, H, T, D). */
 Tensor lay_out(const Tensor &tensor, const fsdpc_cudnn_shape &s, bool keys,
                const size_t (&stride)[3], int64_t uid)
 {
@@ -141,7 +141,8 @@ void describe(fe::graph::Graph *graph, const fsdpc_cudnn_shape &s, int sm)
     lay_out(dv, s, true, s.stride_v, DV)->set_output(true);
 }
 
-/* The heuristic's first plan that can be built; without a handle, for the graph's own device. */
+/* Builds the heuristic's first plan that can be built; without a handle, for the graph's own
+ * device. */
 fe::error_t build(fe::graph::Graph *graph, cudnnHandle_t handle)
 {
     fe::error_t error = graph->validate();
@@ -166,7 +167,7 @@ bool table_open(size_t *version_out, char *why, size_t bytes)
         if (!library)
             return dlerror();
         fe::cudnn_dlhandle = library;
-        fe::detail::get_cuda_runtime_version(); /* throws where there is no shared runtime */
+        fe::detail::get_cuda_runtime_version(); /* throws if the runtime is not a shared library */
         *version_out = fe::detail::get_backend_version();
         return "";
     });

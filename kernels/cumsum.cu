@@ -1,9 +1,9 @@
 /* Cumulative sums; twin of csrc/ops/nn_cumsum.c.
  *
- * Along the innermost dimension a block takes a row, a tile of BLOCK_THREADS elements at a time:
- * sums inside the tile by doubling distances, then what stood before it is added.  Along any other
- * dimension a thread takes a line, and neighbouring threads neighbouring lines.  Sums are made in
- * double (integers wrap) and rounded once; nothing depends on the grid.
+ * Along the innermost dimension a block handles a row, in tiles of BLOCK_THREADS elements: it sums
+ * inside the tile by doubling distances, then adds the sum of earlier tiles.  Along any other
+ * dimension each thread handles a line, and neighbouring threads handle neighbouring lines.  Sums
+ * are computed in double (integers wrap) and rounded once; they do not depend on the grid.
  */
 #include "dtype.cuh"
 

@@ -1,10 +1,10 @@
 /* Element types on the device: storage, conversions, and loads and stores of several at once.
  *
- * Conversions are the integer ones of csrc/base/dtype.h, so every bit agrees with the CPU, NaN
- * payloads and subnormals included.  (The hardware's own give another NaN.)  Vectors without a NaN
- * are rounded by the hardware, which takes an eighth of the instructions: with the integer ones a
- * norm's kernels were bound by instructions, not by memory.  Kernels compute in wide<T>, which is
- * float, or double for double.
+ * Conversions use the integer code of csrc/base/dtype.h, so every bit agrees with the CPU,
+ * including NaN payloads and subnormals.  (The hardware's conversions produce another NaN.)  The
+ * hardware rounds vectors without a NaN, with an eighth of the instructions: with integer
+ * conversions, a norm's kernels were limited by instructions instead of memory.  Kernels compute in
+ * wide<T>: double for double, float otherwise.
  */
 #ifndef FSDPC_KERNELS_DTYPE_CUH
 #define FSDPC_KERNELS_DTYPE_CUH
@@ -58,7 +58,7 @@ __device__ __forceinline__ uint16_t f32_to_f16(float x)
     return (uint16_t)(sign | half);
 }
 
-/* fp64 to fp32, rounded to odd, so that a second rounding ends where a single one would have. */
+/* fp64 to fp32, rounded to odd, so that a second rounding gives the same result as a single one. */
 __device__ __forceinline__ float f64_to_f32_odd(double x)
 {
     float rounded = (float)x;
@@ -69,7 +69,7 @@ __device__ __forceinline__ float f64_to_f32_odd(double x)
     return __uint_as_float(bits | 1);
 }
 
-/* Which type arithmetic on T is in. */
+/* The type of arithmetic on T. */
 template <typename T> struct wide_of {
     typedef float type;
 };
@@ -140,7 +140,7 @@ template <typename T, int N> struct vec {
     T at[N];
 };
 
-/* The unit of memory access for so many bytes: as wide as they allow, 16 at most. */
+/* The unit of memory access for BYTES bytes: as wide as possible, at most 16. */
 template <int BYTES> struct chunk_of {
     typedef uint4 type;
 };
@@ -157,7 +157,7 @@ template <> struct chunk_of<1> {
     typedef uint8_t type;
 };
 
-/* N elements from an address that N elements divide (or 16 bytes, if that is less). */
+/* N elements from an address aligned to N elements (or to 16 bytes, if that is less). */
 template <int N, typename T> __device__ __forceinline__ vec<T, N> load(const T *from)
 {
     typedef typename chunk_of<N * sizeof(T)>::type chunk;
@@ -198,7 +198,7 @@ __device__ __forceinline__ vec<W, N> load_wide(const T *from)
     return wider;
 }
 
-/* Two floats that are no NaN, rounded, the first in the lower half. */
+/* Rounds two floats, neither a NaN; the first is in the lower half. */
 template <typename T> __device__ __forceinline__ uint32_t narrow_pair(float first, float second)
 {
     uint32_t both = 0;
@@ -211,7 +211,7 @@ template <typename T> __device__ __forceinline__ uint32_t narrow_pair(float firs
     return both;
 }
 
-/* Whether store_narrow() has rounded and stored them that way. */
+/* Whether store_narrow() has rounded and stored them with hardware instructions. */
 template <int N, typename T, typename W>
 __device__ __forceinline__ bool store_pairs(T *to, const vec<W, N> &wider)
 {
@@ -252,7 +252,7 @@ __device__ __forceinline__ void store_narrow(T *to, const vec<W, N> &wider)
 
 /* -- choosing a kernel by dtype ---------------------------------------------------------------- */
 
-/* Runs the statement with T the storage type of `dtype_`; other dtypes run nothing. */
+/* Runs the statement with T the storage type of `dtype_`; does nothing for other dtypes. */
 #define FSDPC_FOR_FLOAT(dtype_, T, ...)                                                            \
     switch (dtype_) {                                                                              \
     case FSDPC_F32: {                                                                              \

@@ -1,9 +1,9 @@
 /* Embedding rows, forward and backward; twin of csrc/ops/nn_embedding_body.h.
  *
  * Backward sorts positions by id, stably (sort.cuh), and finds where each table row's positions
- * begin.  Then every table row has a block that adds its positions in order, in fp32, and rounds
- * once: the CPU's bits, whatever the grid.  An id out of range is reported as a fault; forward
- * gives zeros for it and backward leaves it out (it sorts behind the last row).
+ * begin.  Then one block per table row adds its positions in order, in fp32, and rounds once: the
+ * same bits as on the CPU, whatever the grid.  An id out of range is reported as a fault; forward
+ * writes zeros for it and backward skips it (it is sorted after the last row).
  */
 #include "rows.cuh"
 #include "sort.cuh"
@@ -69,7 +69,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
     }
 }
 
-/* starts[row]: how many items have smaller ids; for rows 0 .. rows. */
+/* starts[row]: the number of items with smaller ids; for rows 0 .. rows. */
 static __global__ void __launch_bounds__(BLOCK_THREADS)
     starts_kernel(const sort_item *items, size_t count, size_t rows, uint32_t *starts)
 {

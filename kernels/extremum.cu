@@ -1,13 +1,12 @@
-/* Maxima and minima over ranks' contributions, which lie one after the other; the twin is
- * fsdpc_coll_combine.
+/* Maxima and minima over ranks' consecutive contributions; the twin is fsdpc_coll_combine.
  *
- * Bits are carried through: of equal numbers the first is kept, of NaNs the last, and any NaN comes
- * before all numbers.
+ * Bits are preserved: of equal numbers the first is kept, of several NaNs the last, and a NaN wins
+ * over every number.
  */
 #include "map.cuh"
 
 template <typename T, bool MOST> struct extremum_op {
-    enum { WIDTH = 1 }; /* contributions begin anywhere */
+    enum { WIDTH = 1 }; /* contributions may be unaligned */
     const T *gathered;  /* (ranks, numel) */
     int ranks;
     size_t numel;

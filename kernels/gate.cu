@@ -1,7 +1,7 @@
 /* SwiGLU, forward and backward, and dropout; twin of csrc/ops/nn_gate_body.h.
  *
  * Dropout keeps element i if the upper 24 bits of word first + i of its Philox stream reach p 2^24,
- * as the CPU does.  So the mask is the same, and for 16-bit and fp32 elements the bits are.
+ * as on the CPU.  The masks are therefore equal, and so are the bits of 16-bit and fp32 elements.
  */
 #include "map.cuh"
 #include "random.cuh"
@@ -52,7 +52,7 @@ template <typename T> struct dropout_op {
     enum { WIDTH = 16 / sizeof(T) };
     T *out;
     const T *x;
-    wide<T> scale; /* float: multiplied by; double: divided by, as on the CPU */
+    wide<T> scale; /* float: a factor; double: a divisor, as on the CPU */
     uint32_t threshold;
     uint64_t seed, stream, first;
     const fsdpc_dropout_key *key;

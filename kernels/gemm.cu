@@ -1,8 +1,9 @@
-/* A plain matrix product, for what cuBLASLt does not take and where it is not there.
+/* A plain matrix product, for products that cuBLASLt does not support, or if it is missing.
  *
- * Blocks of 64 by 64 of C, 16 of k at a time through shared memory, four by four sums a thread;
- * fp32 (F64: fp64) arithmetic in ascending k, without tensor cores.  It is right for every shape,
- * stride and dtype that the contract allows, and some tens of times slower than cuBLASLt.
+ * Each block computes 64 by 64 elements of C, with 16 of k at a time in shared memory; each thread
+ * has four by four sums.  Arithmetic is fp32 (F64: fp64) in ascending k, without tensor cores.  It
+ * is correct for every shape, stride and dtype that the contract allows, but some tens of times
+ * slower than cuBLASLt.
  */
 #include "dtype.cuh"
 
@@ -46,7 +47,7 @@ static __global__ void __launch_bounds__(GEMM_THREADS) gemm_kernel(fsdpc_gemm_ar
         W sums[GEMM_SUMS][GEMM_SUMS] = {};
         for (size_t k0 = 0; k0 < g.k; k0 += GEMM_K) {
             for (unsigned e = threadIdx.x; e < GEMM_K * GEMM_TILE; e += GEMM_THREADS) {
-                /* neighbouring threads read along whichever way memory runs */
+                /* neighbouring threads read along whichever dimension is contiguous */
                 unsigned ka = g.trans_a ? e / GEMM_TILE : e % GEMM_K;
                 unsigned ra = g.trans_a ? e % GEMM_TILE : e / GEMM_K;
                 unsigned kb = g.trans_b ? e % GEMM_K : e / GEMM_TILE;
@@ -71,7 +72,7 @@ static __global__ void __launch_bounds__(GEMM_THREADS) gemm_kernel(fsdpc_gemm_ar
     }
 }
 
-/* One product after the other where they share C, so that they add up in order. */
+/* If products share C, they run one after the other, so that they accumulate in order. */
 template <typename T, typename C>
 static void gemm_launch(const fsdpc_gemm_args *args, const fsdpc_cuda_queue *queue)
 {

@@ -1,4 +1,5 @@
-/* Norms on the way from sums to factors: joined, read, clipped by; the CPU's own rules.
+/* The steps from sums of powers to clipping factors: combining, reading and clipping by the CPU's
+ * own rules.
  *
  * One thread does it all: a few hundred operations on 560 bytes, between kernels that read whole
  * shards.

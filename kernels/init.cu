@@ -1,7 +1,7 @@
 /* Constant, normal and uniform values from absolute indices; twin of csrc/ops/flat_init_body.h.
  *
- * The logarithm, sine and cosine are the CPU's own; compiled with -fmad=false they give its bits.  A
- * thread computes one Philox block, that is four elements of the stream; initialisation happens
+ * The logarithm, sine and cosine are the CPU's own; compiled with -fmad=false they give its bits.
+ * A thread computes one Philox block, which is four elements of the stream.  Initialisation happens
  * once, so stores are element by element.
  */
 #include "dtype.cuh"
@@ -13,7 +13,7 @@
 
 struct init_plan {
     fsdpc_init_kind kind;
-    double a, b, top; /* top: no uniform value may round above it */
+    double a, b, top; /* top: no uniform value may round to more than this */
     uint64_t seed, stream, first;
     size_t numel;
 };
@@ -66,7 +66,7 @@ static double below(double b, fsdpc_dtype dtype)
         memcpy(&rounded, &bits, 8);
         return rounded;
     }
-    /* Rounded to odd first, as the stores do: then the second rounding is the only one. */
+    /* First rounded to odd, as stores do, so that only the second rounding has an effect. */
     uint32_t f = fsdpc_f32_bits(narrow_b), half;
     if ((double)narrow_b != b)
         f = (f - (fabs((double)narrow_b) > fabs(b))) | 1;

@@ -1,13 +1,13 @@
-/* The largest magnitude, and cutting magnitudes off; twins of csrc/ops/flat_magnitude_body.h.
+/* The largest magnitude, and clamping by magnitude; twins of csrc/ops/flat_magnitude_body.h.
  *
- * A maximum has no order, so blocks may fold theirs into the result as they end.  A NaN is the
- * maximum of whatever it meets, and one NaN stands for all.  clamp compares as the CPU does: a NaN
- * is neither above nor below and stays what it is.
+ * The order does not matter for a maximum, so blocks may fold theirs into the result as they end.
+ * The maximum of anything and a NaN is NaN, always the same one. clamp compares as the CPU does: a
+ * NaN is neither above nor below, and stays unchanged.
  */
 #include "map.cuh"
 #include "reduce.cuh"
 
-/* at[0] = the larger of it and value; value is not negative, or the NaN. */
+/* at[0] = the larger of it and value, which is not negative, or the NaN. */
 __device__ __forceinline__ void fold_largest(double *at, double value)
 {
     unsigned long long *word = (unsigned long long *)at;
@@ -51,7 +51,7 @@ template <typename T> struct clamp_op {
 
     template <int N> __device__ __forceinline__ void run(size_t i) const
     {
-        /* as an element, so that what is cut off equals it */
+        /* rounded to the dtype, so that clamped elements equal it */
         wide<T> high = widen<wide<T>>(narrow<T>(limit)), low = -high;
         vec<wide<T>, N> value = load_wide<N, wide<T>>(x + i);
 #pragma unroll
@@ -69,12 +69,12 @@ extern "C" fsdpc_status fsdpc_cuda_absmax(const void *x, fsdpc_dtype dtype, size
     const fsdpc_cuda_queue *queue = fsdpc_cuda_queue_of(stream);
     map_buffer buffers[] = {{x, fsdpc_dtype_bytes(dtype)}};
     map_plan plan = map_plan_of(numel, 16 / buffers[0].bytes, buffers, 1);
-    /* Fewer blocks than elsewhere: each ends in an atomic. */
+    /* Fewer blocks than elsewhere, because each ends in an atomic. */
     size_t blocks = fsdpc_ceil_div(numel, (size_t)BLOCK_THREADS * 16);
     size_t grid = fsdpc_min_size(blocks, (size_t)queue->multiprocessors * 8);
-    FSDPC_FOR_FLOAT(dtype, T,
-                    FSDPC_LAUNCH(absmax_kernel<T>, grid, BLOCK_THREADS, 0, queue, (const T *)x,
-                                 plan, max_io))
+    FSDPC_FOR_FLOAT(
+        dtype, T,
+        FSDPC_LAUNCH(absmax_kernel<T>, grid, BLOCK_THREADS, 0, queue, (const T *)x, plan, max_io))
     return launched("absmax");
 }
 

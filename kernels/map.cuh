@@ -2,19 +2,20 @@
  *
  * An operation is a struct of plain values with an enum WIDTH and
  *     template <int N> __device__ void run(size_t i) const;
- * which handles elements i .. i + N - 1, N being WIDTH or 1.  It must do the same to an element
- * either way: the division into vectors and edges depends on addresses, and no result may.
+ * which handles elements i .. i + N - 1, where N is WIDTH or 1.  It must do the same to an element
+ * either way: the division into vectors and edges depends on addresses, but results must not.
  *
- * What each thread should read once, ahead of the loop, an operation returns from
+ * If each thread needs values once, before the loop, an operation returns them from
  *     __device__ K begin() const;
- * and gets with every run<N>(i, k): in the loop it would be read again for each vector, since a
- * store might have changed it, and elements would wait for it.
+ * and receives them with every run<N>(i, k).  Inside the loop they would be read again for each
+ * vector, because a store might have changed them, and elements would wait for them.
  *
- * WIDTH is 16 bytes of the widest type that is stored.  With more, a thread's store is several of
- * 16 bytes each, and neighbours' lie further apart: every one of them fills half a 32-byte sector
- * or less.  (Loads may be wider: what the first brings of a sector, the next finds in the L1.)
+ * WIDTH is 16 bytes of the widest type that is stored.  A wider one would split a thread's store
+ * into several of 16 bytes each, further apart from those of neighbouring threads.  Each would fill
+ * at most half a 32-byte sector.  (Loads may be wider: the second finds the rest of the first one's
+ * sector in the L1.)
  *
- * Buffers that stepping over the same few elements aligns together are read in vectors between two
+ * If stepping over the same few elements aligns all buffers, they are read in vectors between two
  * edges.  Others are read one element at a time, which is still coalesced.
  */
 #ifndef FSDPC_KERNELS_MAP_CUH
@@ -26,7 +27,7 @@ struct map_plan {
     size_t numel, head, vectors;
 };
 
-/* One of the buffers that an operation walks through. */
+/* A buffer that an operation walks through. */
 struct map_buffer {
     const void *base; /* NULL: not used */
     size_t bytes;     /* of one element */
@@ -47,7 +48,7 @@ static inline map_plan map_plan_of(size_t numel, size_t width, const map_buffer 
     return map_plan{numel, 0, 0};
 }
 
-/* An operation with what it began with. */
+/* An operation together with the result of its begin. */
 template <typename Op, typename K> struct map_begun {
     const Op &op;
     K k;
@@ -60,7 +61,7 @@ template <typename Op, typename K> struct map_begun {
 
 template <typename Op>
 __device__ __forceinline__ auto map_begin(const Op &op, int)
-    -> map_begun<Op, decltype(op.begin())> /* no candidate where there is no begin */
+    -> map_begun<Op, decltype(op.begin())> /* not a candidate if begin is missing */
 {
     return {op, op.begin()};
 }

@@ -1,5 +1,5 @@
-/* Tensor cores as a warp sees them: loading 8 by 8 matrices, multiplying 16 by 8 by 16, and copies
- * into shared memory that run by themselves.
+/* Tensor cores as a warp sees them: loading 8 by 8 matrices, multiplying 16 by 8 by 16, and
+ * asynchronous copies into shared memory.
  *
  * A fragment's layout, with g = lane / 4 and t = lane % 4 (PTX's names):
  *     A (16 x 16)  a[0]: row g, columns 2t, 2t + 1;  a[1]: row g + 8;  a[2], a[3]: columns + 8
@@ -21,7 +21,8 @@ __device__ __forceinline__ uint32_t shared_address(const void *at)
     return (uint32_t)__cvta_generic_to_shared(at);
 }
 
-/* Four matrices; lanes 8i .. 8i + 7 give the rows of matrix i, out[i] is this lane's pair of it. */
+/* Loads four matrices; lanes 8i .. 8i + 7 pass the rows of matrix i, and out[i] is this lane's pair
+ * of it. */
 __device__ __forceinline__ void load_matrices(uint32_t (&out)[4], const void *row)
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -30,7 +31,7 @@ __device__ __forceinline__ void load_matrices(uint32_t (&out)[4], const void *ro
                  : "memory");
 }
 
-/* The same, each matrix transposed. */
+/* The same with each matrix transposed. */
 __device__ __forceinline__ void load_matrices_turned(uint32_t (&out)[4], const void *row)
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -57,7 +58,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/* Two floats, rounded, the first in the low half. */
+/* Two rounded floats; the first is in the low half. */
 __device__ __forceinline__ uint32_t pack_pair(float low, float high, bf16)
 {
     uint32_t pair;
@@ -72,7 +73,7 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high, f16)
     return pair;
 }
 
-/* 16 bytes from global to shared memory, or zeros; done once copies_wait says so. */
+/* Copies 16 bytes, or zeros, from global to shared memory; complete once copies_wait returns. */
 __device__ __forceinline__ void copy_16(void *shared, const void *global, bool valid)
 {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
@@ -85,7 +86,7 @@ __device__ __forceinline__ void copies_commit()
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-/* Until at most LEFT of this thread's latest groups are under way. */
+/* Waits until at most LEFT of this thread's latest groups are in flight. */
 template <int LEFT> __device__ __forceinline__ void copies_wait()
 {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");

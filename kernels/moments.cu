@@ -1,8 +1,8 @@
 /* Moments of rows, sums of gradients over rows, affine maps of rows; twin of
  * csrc/ops/nn_moments_body.h.
  *
- * A block takes a row: its mean, then, from cache, the squared distances from that mean and their
- * sum, which is what rounding left in the mean and corrects both.
+ * A block handles a row: its mean, and then, from cache, the squared distances from that mean.  The
+ * sum of the distances is the rounding error of the mean, and corrects both.
  */
 #include "rows.cuh"
 

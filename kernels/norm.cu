@@ -1,26 +1,27 @@
 /* RMSNorm and LayerNorm over rows, forward and backward; twin of csrc/ops/nn_norm_body.h.
  *
- * A block takes a row.  Rows of whole vectors, if not too long, are read once: a thread holds its
- * part of a row in registers while the block sums, and its part of the block's next row is on its
- * way meanwhile.  Other rows are read again for each use, an element at a time.
+ * A block handles one row at a time.  Rows that consist of whole vectors, and are not too long, are
+ * read once.  A thread holds its part of a row in registers while the block sums, and meanwhile
+ * loads its part of the next row.  Other rows are read again for each use, an element at a time.
  *
- * dweight and dbias sum over rows, in chunks whose number depends on the shape alone.  With held
- * rows a block goes through a chunk, and each thread sums its columns in registers beside dx.  For
- * other rows a second kernel reads x and dy again, 32 columns of a chunk a block.  A last kernel
+ * dweight and dbias sum over rows, in chunks whose number only depends on the shape.  With held
+ * rows a block processes a chunk, and each thread sums its columns in registers alongside dx.  For
+ * other rows a second kernel reads x and dy again, 32 columns of a chunk per block.  A last kernel
  * adds the chunks in a fixed order.
  */
 #include "rows.cuh"
 
 enum { NORM_COLS = 32, NORM_ROWS = 8, NORM_CHUNK = 8, NORM_CHUNKS_MAX = 512 };
 
-/* Statistics of rows as backward reads them: what forward kept, or, for F64, its own. */
+/* Row statistics for backward: those that forward kept, or, for F64, new ones. */
 template <typename W> struct norm_rows {
     const W *mean, *rstd;
 };
 
-/* Where backward puts sums over chunks of rows: `chunks` rows for dweight, then as many for dbias. */
+/* Destination of backward's sums over chunks of rows: `chunks` rows for dweight, then `chunks` for
+ * dbias. */
 template <typename W> struct norm_sums {
-    W *at; /* NULL: not wanted */
+    W *at; /* NULL: not needed */
     size_t chunk_rows, chunks;
 };
 
@@ -42,7 +43,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS) norm_held_kernel(fsdpc_n
         {
             v[j] = next.at(j);
             for (int k = 0; k < held::N; k++)
-                mean += v[j].at[k]; /* zeros where the row is over */
+                mean += v[j].at[k]; /* zeros beyond the end of the row */
         }
         if (r + gridDim.x < a.rows)
             next = held(x + (r + gridDim.x) * a.cols, cols, 0);
@@ -67,7 +68,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS) norm_held_kernel(fsdpc_n
     }
 }
 
-/* dx of a chunk of rows, and the chunk's sums of dweight and dbias. */
+/* dx for a chunk of rows, and the chunk's sums of dweight and dbias. */
 template <typename T, int HELD, bool BIAS>
 static __global__ void __launch_bounds__(BLOCK_THREADS)
     norm_held_backward_kernel(fsdpc_norm_args a, norm_rows<wide<T>> rows, norm_sums<wide<T>> sums)
@@ -85,7 +86,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
         const held old(a.dx_accumulate ? (const T *)a.dx + r * a.cols : NULL, cols, 0);
         vec<W, held::N> each[HELD], xhat[HELD];
         W rstd = rows.rstd[r], shift = a.layer ? -rows.mean[r] * rstd : (W)0, g = 0, gx = 0;
-        FSDPC_FOR_HELD(held, j) /* dy is zeros where the row is over, so all sums are */
+        FSDPC_FOR_HELD(held, j) /* dy is zeros beyond the end of the row, so all sums are */
         {
             vec<W, held::N> v = next_x.at(j), d = next_dy.at(j), w = weight.at(j);
             for (int k = 0; k < held::N; k++) {
@@ -121,7 +122,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
 
 /* -- other rows -------------------------------------------------------------------------------- */
 
-/* Of the block's row at x. */
+/* For the block's row at x. */
 template <typename T>
 __device__ __forceinline__ void norm_statistics(const fsdpc_norm_args &a, const T *x,
                                                 wide<T> *mean_out, wide<T> *rstd_out)
@@ -237,9 +238,10 @@ static __global__ void __launch_bounds__(NORM_COLS *NORM_ROWS)
     }
 }
 
-/* -- both -------------------------------------------------------------------------------------- */
+/* -- both kinds of rows
+ * ------------------------------------------------------------------------- */
 
-/* target[c] (+)= the chunks' sums: a thread adds each 32nd, then one adds the threads'. */
+/* target[c] (+)= the chunks' sums: a thread adds each 32nd, then one adds the threads' sums. */
 template <typename Out, typename W>
 static __global__ void __launch_bounds__(NORM_COLS *NORM_COLS)
     norm_finish_kernel(Out *target, const W *sums, size_t cols, size_t chunks, bool accumulate)
@@ -359,7 +361,7 @@ static fsdpc_status backward_launch(const fsdpc_norm_args *a, const norm_rows<wi
     return launched("a norm's backward");
 }
 
-/* F64 has its statistics in F64, which the arguments cannot keep. */
+/* F64 has F64 statistics, which the arguments cannot keep. */
 static fsdpc_status backward_f64(const fsdpc_norm_args *a, fsdpc_stream *stream)
 {
     void *memory;

@@ -1,7 +1,7 @@
 /* Sums and maxima over a warp and over a block, in a fixed order.
  *
  * Shuffles fold lane l with l xor 16, 8, 4, 2, 1, so every lane ends with the same bits; a block
- * folds its warps' results the same way.  Nothing depends on which warp came first.
+ * folds its warps' results the same way.  Results do not depend on the order in which warps arrive.
  */
 #ifndef FSDPC_KERNELS_REDUCE_CUH
 #define FSDPC_KERNELS_REDUCE_CUH
@@ -37,8 +37,8 @@ template <typename T> __device__ __forceinline__ T warp_sum(T x)
     return warp_fold<add_values>(x);
 }
 
-/* All threads get the result.  `neutral` stands in for missing warps.  blockDim.x is a multiple of
- * 32; every thread of the block calls. */
+/* All threads get the result.  `neutral` replaces missing warps. blockDim.x is a multiple of 32,
+ * and every thread of the block must call. */
 template <typename Fold, typename T> __device__ __forceinline__ T block_fold(T x, T neutral)
 {
     __shared__ T results[WARPS_MAX];
@@ -46,7 +46,7 @@ template <typename Fold, typename T> __device__ __forceinline__ T block_fold(T x
     x = warp_fold<Fold>(x);
     if (blockDim.x == WARP)
         return x;
-    __syncthreads(); /* an earlier fold's results have been read */
+    __syncthreads(); /* until all threads have read an earlier fold's results */
     if (lane == 0)
         results[warp] = x;
     __syncthreads();

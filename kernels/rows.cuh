@@ -1,7 +1,7 @@
-/* Kernels in which a block takes a row: how long a row's block is, and how its threads walk along.
+/* Kernels with one block per row: the number of threads per block, and how they walk along the row.
  *
- * A thread visits vectors of N elements at N * thread, N * (thread + threads), ...; N is one where
- * rows do not all begin at a vector's address.
+ * A thread visits vectors of N elements at N * thread, N * (thread + threads), ...; N is one if
+ * some rows are not aligned to vectors.
  */
 #ifndef FSDPC_KERNELS_ROWS_CUH
 #define FSDPC_KERNELS_ROWS_CUH
@@ -9,10 +9,10 @@
 #include "dtype.cuh"
 #include "reduce.cuh"
 
-/* Threads for a row of so many vectors: whole warps, up to BLOCK_THREADS. */
+/* Threads for a row of `vectors` vectors: whole warps, up to BLOCK_THREADS. */
 static inline unsigned row_threads(size_t vectors)
 {
-    size_t warps = fsdpc_ceil_div(vectors, 2 * WARP); /* two vectors in flight a thread */
+    size_t warps = fsdpc_ceil_div(vectors, 2 * WARP); /* two vectors in flight per thread */
     return (unsigned)(fsdpc_min_size(fsdpc_max_size(warps, 1), BLOCK_THREADS / WARP) * WARP);
 }
 
@@ -21,8 +21,8 @@ static inline unsigned row_grid(const fsdpc_cuda_queue *queue, size_t rows)
     return (unsigned)fsdpc_min_size(rows, (size_t)queue->multiprocessors * 64);
 }
 
-/* Whether rows of `cols` elements of T, at these addresses (NULL: not used), can go in vectors of
- * 16 bytes. */
+/* Whether rows of `cols` elements of T, at these addresses (NULL: not used), can be read in vectors
+ * of 16 bytes. */
 template <typename T, int COUNT>
 static bool rows_align(size_t cols, const void *const (&bases)[COUNT])
 {
@@ -33,7 +33,7 @@ static bool rows_align(size_t cols, const void *const (&bases)[COUNT])
 }
 
 /* A thread's part of a row of whole vectors, as loaded: packed, so that it takes few registers.
- * Elements are `fill` where there is no row, and zero where it is over. */
+ * Elements are `fill` if the row does not exist, and zero beyond its end. */
 template <typename T, int HELD> struct held_row {
     enum { N = 16 / sizeof(T), COUNT = HELD };
     union vector {
@@ -70,7 +70,7 @@ template <typename T, int HELD> struct held_row {
             wider.at[k] = widen<wide<T>>(narrow.values.at[k]);
         return wider;
     }
-    /* The block's threads' parts of a row, rounded to Out. */
+    /* Stores the block's threads' parts of a row, rounded to Out. */
     template <typename Out>
     static __device__ __forceinline__ void store(Out *row, unsigned cols,
                                                  const vec<wide<T>, N> (&parts)[HELD])
@@ -84,8 +84,8 @@ template <typename T, int HELD> struct held_row {
 
 #define FSDPC_FOR_HELD(held, j) _Pragma("unroll") for (int j = 0; j < held::COUNT; j++)
 
-/* How many vectors a thread of row_threads() holds of such rows, 2 or 4; 0: they are too long, or
- * do not begin at vectors. */
+/* The number of vectors, 2 or 4, that a thread of row_threads() holds of such rows; 0 if they are
+ * too long or not aligned. */
 template <typename T, int COUNT>
 static int rows_held(size_t cols, const void *const (&bases)[COUNT])
 {

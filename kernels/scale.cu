@@ -1,8 +1,9 @@
-/* Scaling with a look for NaN and infinity, and comparing; twins of csrc/ops/flat_cast_body.h.
+/* Scaling with a check for NaN and infinity, and comparing; twins of csrc/ops/flat_cast_body.h.
  *
- * Both report through one word that any thread may set to the same value, so no order is needed.
- * `equal` compares bits after casting.  A thread looks at the word as it begins, so that most blocks
- * have nothing to do once a difference is found, and not again, since vectors would wait for it.
+ * Both report through one word that any thread may set to the same value, so the order does not
+ * matter.  `equal` compares bits after casting.  A thread reads the word once, at its start, so
+ * that most blocks have nothing to do after a difference is found.  It does not read it again,
+ * because vectors would wait for it.
  */
 #include "map.cuh"
 
@@ -10,7 +11,7 @@ template <typename T> struct scale_op {
     enum { WIDTH = 16 / sizeof(T) };
     T *x;
     double scale;
-    const double *scale_at; /* may be NULL, as the next */
+    const double *scale_at; /* this and the next may be NULL */
     int *nonfinite;
 
     __device__ __forceinline__ wide<T> begin() const
@@ -19,7 +20,7 @@ template <typename T> struct scale_op {
     }
     template <int N> __device__ __forceinline__ void run(size_t i, wide<T> by) const
     {
-        if (by == 1 && !nonfinite) /* gradients that were not clipped */
+        if (by == 1 && !nonfinite) /* the gradients were not clipped */
             return;
         vec<wide<T>, N> value = load_wide<N, wide<T>>(x + i);
         bool finite = true;
@@ -47,7 +48,7 @@ __device__ __forceinline__ bool same_bits(double a, double b)
     return __double_as_longlong(a) == __double_as_longlong(b);
 }
 
-/* src as D; bits as they are where nothing is cast. */
+/* src as D; bits are unchanged if no cast is needed. */
 template <typename D, typename S> struct cast_bits {
     static __device__ __forceinline__ D of(S x)
     {
@@ -81,7 +82,7 @@ template <typename D, typename S> struct equal_op {
 #pragma unroll
         for (int k = 0; k < N; k++)
             same &= same_bits(a.at[k], cast_bits<D, S>::of(b.at[k]));
-        if (!same && *(volatile bool *)equal) /* one of many that differ writes */
+        if (!same && *(volatile bool *)equal) /* one of many different elements writes */
             *(volatile bool *)equal = false;
     }
 };

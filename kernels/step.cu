@@ -1,12 +1,13 @@
-/* Optimizers' steps in one pass, publishing the wire; twin of csrc/ops/flat_step_body.h.
+/* Optimizer steps in one pass, including publication to the wire; twin of
+ * csrc/ops/flat_step_body.h.
  *
- * Adam over fp32 or bf16 parameters, gradients and wires with fp32 states has kernels of its own:
- * 28 bytes an element with fp32 masters, bf16 gradients and wire.  So have SGD, momentum and Lion
- * over fp32 parameters.  Everything else is one kernel for each rule, whose dtypes are chosen as it
- * runs.  The wire gets the cast of the parameter as stored.
+ * Adam over fp32 or bf16 parameters, gradients and wires with fp32 states has specialised kernels:
+ * 28 bytes per element with fp32 masters, bf16 gradients and wire.  SGD, momentum and Lion over
+ * fp32 parameters also have their own.  Everything else uses one kernel per rule, which selects
+ * dtypes at run time.  The wire gets the cast of the parameter as stored.
  *
- * BF16 states are rounded stochastically, by the word of base/random.h for the element: its low
- * half for the first state, its high half for the others, as the CPU has it.
+ * BF16 states are rounded stochastically, by the element's word of base/random.h: its low half for
+ * the first state, its high half for the others, as on the CPU.
  */
 #include "array.cuh"
 #include "map.cuh"
@@ -14,9 +15,7 @@
 #include "step.cuh"
 
 struct no_array { /* no wire */
-    __host__ __device__ no_array(const void *, fsdpc_dtype)
-    {
-    }
+    __host__ __device__ no_array(const void *, fsdpc_dtype) {}
     template <int N, typename W>
     __device__ __forceinline__ void store(size_t, const vec<W, N> &) const
     {
@@ -36,9 +35,8 @@ struct fp32_states {
         return ::load<N>(at[s] + i);
     }
     template <int STATES, int N>
-    __device__ __forceinline__ void store(size_t i,
-                                          const vec<float, N> (&states)[FSDPC_OPTIM_MAX_STATES],
-                                          uint32_t) const
+    __device__ __forceinline__ void
+    store(size_t i, const vec<float, N> (&states)[FSDPC_OPTIM_MAX_STATES], uint32_t) const
     {
 #pragma unroll
         for (int s = 0; s < STATES; s++)
@@ -46,14 +44,15 @@ struct fp32_states {
     }
 };
 
-/* Up to the next number of bf16 as often as what is cut off is large; NaN and infinity stay. */
+/* Rounds up to the next bf16 number with a probability proportional to the truncated part; NaN and
+ * infinity are unchanged. */
 __device__ __forceinline__ float round_stochastically(float x, uint32_t random)
 {
     uint32_t bits = __float_as_uint(x);
     return x != x ? x : __uint_as_float((bits + (random & 0xffffu)) & 0xffff0000u);
 }
 
-/* F32 as they are, BF16 rounded. */
+/* F32 states unchanged, BF16 states rounded. */
 struct any_states {
     void *at[FSDPC_OPTIM_MAX_STATES];
     bool rounded;
@@ -75,9 +74,8 @@ struct any_states {
         return ::load<N>((const float *)at[s] + i);
     }
     template <int STATES, int N>
-    __device__ __forceinline__ void store(size_t i,
-                                          const vec<float, N> (&states)[FSDPC_OPTIM_MAX_STATES],
-                                          uint32_t step) const
+    __device__ __forceinline__ void
+    store(size_t i, const vec<float, N> (&states)[FSDPC_OPTIM_MAX_STATES], uint32_t step) const
     {
         if (!rounded) {
 #pragma unroll
@@ -96,7 +94,7 @@ struct any_states {
             store_narrow<N>((bf16 *)at[s] + i, values);
         }
     }
-    /* Words of elements at .. at + N - 1 of the parameter. */
+    /* Random words of elements at .. at + N - 1 of the parameter. */
     template <int N>
     __device__ __forceinline__ vec<uint32_t, N> words(uint64_t stream, uint64_t element) const
     {
@@ -117,7 +115,7 @@ struct any_states {
 
 template <step_rule RULE, typename Param, typename Grad, typename States, typename Wire>
 struct step_op {
-    enum { WIDTH = 4 }; /* of fp32 states; map.cuh */
+    enum { WIDTH = 4 }; /* for fp32 states; map.cuh */
     Param param;
     Grad grad;
     States states;
@@ -176,7 +174,8 @@ static fsdpc_status step_any(const fsdpc_step_args *a, const fsdpc_stream *strea
     return step_launch<RULE, untyped, untyped, any_states, no_array>(a, stream);
 }
 
-/* -- what training does all the time ----------------------------------------------------------- */
+/* -- common combinations
+ * ------------------------------------------------------------------------ */
 
 static bool is_common(fsdpc_dtype dtype)
 {

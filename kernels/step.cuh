@@ -1,10 +1,10 @@
-/* The arithmetic of optimizers' steps, an element at a time; twin of
- * csrc/ops/flat_step_rules_body.h and of the fp64 rules in csrc/ops/flat_step.c.
+/* The arithmetic of optimizer steps, one element at a time; twin of csrc/ops/flat_step_rules_body.h
+ * and of the fp64 rules in csrc/ops/flat_step.c.
  *
- * The same operations in the same order on the same scalars, so the bits are the CPU's.  They are
+ * The same operations in the same order on the same scalars give the CPU's bits.  Operations are
  * fused where the CPU's kernel names a fused multiply-add, and rounded everywhere else.  Files that
- * include this are compiled with -fmad=false, and division and square root are the correctly
- * rounded ones.
+ * include this are compiled with -fmad=false and use the correctly rounded division and square
+ * root.
  */
 #ifndef FSDPC_KERNELS_STEP_CUH
 #define FSDPC_KERNELS_STEP_CUH
@@ -27,10 +27,10 @@ __host__ __device__ constexpr int rule_states(step_rule rule)
 
 template <typename W> struct step_scalars {
     W grad_scale; /* negative to maximize */
-    W keep;       /* 1 - lr * decay where decay is decoupled */
-    W decay;      /* joins the gradient; 0 where decoupled */
+    W keep;       /* 1 - lr * decay if decay is decoupled */
+    W decay;      /* added to the gradient; 0 if decoupled */
     W beta1, beta2, add_gradient, add_square, root_bias2, eps;
-    W minus_step; /* -lr, of Adam over its bias */
+    W minus_step; /* -lr; for Adam, divided by its bias correction */
     uint32_t step;
     bool copy_gradient, nesterov;
 };
@@ -38,17 +38,17 @@ template <typename W> struct step_scalars {
 template <typename W>
 __host__ __device__ __forceinline__ step_scalars<W> step_rounded(const fsdpc_step_scalars &k)
 {
-    return step_scalars<W>{(W)k.grad_scale,   (W)k.keep,       (W)k.decay,      (W)k.beta1,
-                           (W)k.beta2,        (W)k.add_gradient, (W)k.add_square, (W)k.root_bias2,
-                           (W)k.eps,          (W)k.minus_step, k.step,          k.copy_gradient,
+    return step_scalars<W>{(W)k.grad_scale, (W)k.keep,         (W)k.decay,      (W)k.beta1,
+                           (W)k.beta2,      (W)k.add_gradient, (W)k.add_square, (W)k.root_bias2,
+                           (W)k.eps,        (W)k.minus_step,   k.step,          k.copy_gradient,
                            k.nesterov};
 }
 
-/* A step's scalars: given with the launch, or read from the device's memory when it runs. */
+/* A step's scalars: passed with the launch, or read from device memory at run time. */
 template <typename W> struct step_scalars_at {
     step_scalars<W> given;
     const fsdpc_step_scalars *at;
-    double grad_scale; /* in full, for the factor in the device's memory that comes to it; or NULL */
+    double grad_scale; /* unrounded; multiplied by *grad_scale_at unless that is NULL */
     const double *grad_scale_at;
 
     step_scalars_at(const fsdpc_step_args *a)
@@ -80,7 +80,7 @@ __device__ __forceinline__ float adam_rule(step_rule rule, const step_scalars<fl
         s[0] = __fmaf_rn(g - s[0], k.add_gradient - 1.0f, g);
     s[1] = __fmaf_rn(g * k.add_square, g, s[1] * k.beta2);
     float square = s[1];
-    if (rule == RULE_AMSGRAD) /* NaN comes through from either side */
+    if (rule == RULE_AMSGRAD) /* NaN propagates from either side */
         square = s[2] = s[1] > s[2] || s[1] != s[1] ? s[1] : s[2];
     float root = __fsqrt_rn(square) / k.root_bias2;
     return p + k.minus_step * s[0] / (root + k.eps);

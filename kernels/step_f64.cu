@@ -1,6 +1,6 @@
-/* Optimizers' steps of fp64 parameters, whose states are fp64 too; twin of csrc/ops/flat_step.c.
+/* Optimizer steps of fp64 parameters, whose states are also fp64; twin of csrc/ops/flat_step.c.
  *
- * They are rare: one kernel for each rule, an element at a time.
+ * They are rare: one kernel per rule, one element at a time.
  */
 #include "array.cuh"
 #include "map.cuh"
@@ -39,12 +39,12 @@ template <step_rule RULE>
 static fsdpc_status step_f64_launch(const fsdpc_step_args *a, const fsdpc_stream *stream)
 {
     map_buffer buffers[] = {{a->param, sizeof(double)}};
-    step_f64_op<RULE> op = {(double *)a->param,
-                            untyped(a->grad, a->grad_dtype),
-                            untyped(a->wire, a->wire_dtype),
-                            {(double *)a->states[0], (double *)a->states[1],
-                             (double *)a->states[2]},
-                            step_scalars_at<double>(a)};
+    step_f64_op<RULE> op = {
+        (double *)a->param,
+        untyped(a->grad, a->grad_dtype),
+        untyped(a->wire, a->wire_dtype),
+        {(double *)a->states[0], (double *)a->states[1], (double *)a->states[2]},
+        step_scalars_at<double>(a)};
     return map_launch("a step in fp64", op, a->numel, buffers, stream);
 }
 

@@ -1,11 +1,11 @@
 /* Sums over some dimensions; twin of csrc/ops/nn_sum_body.h.
  *
- * x is dense, so neighbouring dimensions of one fate are joined first.  Two passes.  Every output's
- * terms are cut into chunks, whose length depends on the shape alone, and a team of threads sums a
- * chunk in fp32 (F64: fp64) in a fixed order.  Then the chunks' sums, in fp64, are added in order.
- * If the innermost dimension is reduced, a team is a warp or a block along it; if it is kept, a
- * block is 32 neighbouring outputs by 8 rows.  Nothing depends on the grid.  Integers are summed
- * exactly modulo 2^64, as the bits of unsigned ones.
+ * x is dense, so neighbouring dimensions that are both kept or both reduced are merged first.  Two
+ * passes.  Every output's terms are divided into chunks, whose length only depends on the shape,
+ * and a team of threads sums a chunk in fp32 (F64: fp64) in a fixed order.  Then the chunks' sums,
+ * in fp64, are added in order.  If the innermost dimension is reduced, a team is a warp or a block
+ * along it; if it is kept, a block is 32 neighbouring outputs by 8 rows.  The result does not
+ * depend on the grid.  Integers are summed exactly modulo 2^64, as unsigned integers.
  */
 #include <type_traits>
 
@@ -22,7 +22,7 @@ template <typename W> __device__ __forceinline__ W widen(u64 x)
     return (W)x;
 }
 
-/* What a chunk's sum is kept in. */
+/* The type of a chunk's sum. */
 template <typename T> using part = std::conditional_t<std::is_same<T, u64>::value, u64, double>;
 
 enum { SUM_CHUNK = 8192, SUM_CHUNK_ROWS = 256, SUM_CHUNKS_MAX = 1024, SUM_COLS = 32, SUM_ROWS = 8 };
@@ -31,7 +31,7 @@ struct sum_plan {
     box kept, reduced; /* operand 0 is x; without the innermost dimension */
     size_t inner;      /* of the innermost dimension */
     size_t outputs, terms;
-    size_t chunk, chunks; /* terms of a chunk; chunks of an output */
+    size_t chunk, chunks; /* terms per chunk; chunks per output */
     bool squares;         /* terms are squares of x */
 };
 
@@ -42,7 +42,7 @@ __device__ __forceinline__ wide<T> term_of(const sum_plan &p, const T *x, size_t
     return p.squares ? v * v : v;
 }
 
-/* Term t of an output lies so far behind the output's first. */
+/* The offset of an output's term t from its first. */
 __device__ __forceinline__ size_t term_offset(const sum_plan &p, bool inner_kept, size_t t)
 {
     if (inner_kept)
@@ -51,7 +51,7 @@ __device__ __forceinline__ size_t term_offset(const sum_plan &p, bool inner_kept
     return box_row(p.reduced, 0, fold).at[0] + (t - fold * p.inner);
 }
 
-/* A team of TEAM threads for each (output, chunk): a warp, or the block. */
+/* A team of TEAM threads per (output, chunk): a warp, or the block. */
 template <typename T, int TEAM>
 static __global__ void __launch_bounds__(BLOCK_THREADS)
     sum_inner_kernel(part<T> *partial, const T *x, sum_plan p)
@@ -74,7 +74,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
     }
 }
 
-/* A block for each (32 outputs, chunk). */
+/* A block per (32 outputs, chunk). */
 template <typename T>
 static __global__ void __launch_bounds__(SUM_COLS *SUM_ROWS)
     sum_rows_kernel(part<T> *partial, const T *x, sum_plan p)

@@ -2,22 +2,23 @@
  * csrc/ops/flat_sumsq_body.h.
  *
  * A leaf's order of summation is part of the result: sixteen fp64 partial sums, element i into
- * partial i mod 16, folded j with j + 8, 4, 2, 1.  Here 16 / V lanes share a leaf, V being the
- * elements of 16 bytes.  Lane q holds partials q V .. q V + V - 1, loads 16 bytes where the CPU
- * loads a vector, and the lanes fold by shuffles.  So a warp reads whole sectors, no element twice.
- * Leaves of 64, which nearly all are, have a separate loop for squares.  It loads a leaf while it
- * adds the one before, four times 16 bytes a lane, 48 KiB an SM with three blocks.
+ * partial i mod 16, folded j with j + 8, 4, 2, 1.  Here 16 / V lanes share a leaf, where V is the
+ * number of elements in 16 bytes.  Lane q holds partials q V .. q V + V - 1, loads 16 bytes where
+ * the CPU loads a vector, and the lanes fold by shuffles.  A warp thus reads whole sectors, and
+ * each element once.  Leaves of 64, which nearly all are, have a separate loop for squares.  It
+ * loads a leaf while it adds the previous one: four times 16 bytes per lane, 48 KiB per SM with
+ * three blocks.
  *
- * The accumulator (csrc/ops/exact_sum.h) is integers, so the order of additions, and thus blocks
- * and atomics, cannot change it.  Atomics for every leaf would be too slow, but leaves near each
- * other are about equally large.  So a thread keeps a window of four digits in registers and adds
- * its leaves there.  It writes the window out when a leaf falls outside it, and at the end.  A
- * block collects its threads' windows in shared memory, carries every digit once, all at the same
- * time, and adds to the result.  These are no more than two additions of a normalised sum, as the
- * accumulator's rule counts.
+ * The accumulator (csrc/ops/exact_sum.h) consists of integers, so the order of additions, and thus
+ * blocks and atomics, cannot change it.  Atomics for every leaf would be too slow, but nearby
+ * leaves have similar magnitudes.  A thread therefore keeps a window of four digits in registers
+ * and adds its leaves there.  It flushes the window when a leaf falls outside it, and at the end.
+ * A block collects its threads' windows in shared memory, carries all digits once, in parallel, and
+ * adds to the result.  The accumulator's rule counts this as at most two additions of a normalised
+ * sum.
  *
- * Squares and whole powers are the CPU's to the bit.  Other powers are CUDA's pow, which is at most
- * 2 ulp from the true one where the C library's is at most 1.
+ * Squares and integer powers have the CPU's bits.  Other powers use CUDA's pow, whose error is at
+ * most 2 ulp; the C library's is at most 1.
  */
 #include "dtype.cuh"
 #include "reduce.cuh"
@@ -25,14 +26,14 @@
 enum { PARTIALS = 16, WINDOW = 4, DIGITS = FSDPC_EXACT_SUM_DIGITS, WORDS = DIGITS + 2 };
 enum { LEAF = 64, STEPS = LEAF / PARTIALS };
 
-/* How leaves are read: any by elements or by vectors, those of LEAF ahead. */
+/* How leaves are read: any leaf by elements or by vectors, leaves of LEAF ahead of use. */
 enum leaf_form { BY_ELEMENTS, BY_VECTORS, BY_LEAVES };
 
-/* As many as an SM holds at once: 80 registers a thread, so that the loop spills nothing.  The grid
- * has no more, since each block ends in atomics. */
+/* The number of blocks that an SM holds at once, with 80 registers per thread, so that the loop
+ * does not spill.  The grid is not larger, because each block ends in atomics. */
 enum { SM_BLOCKS = 3 };
 
-/* atomicAdd has no signed form; two's complement needs none. */
+/* atomicAdd has no signed 64-bit form; two's complement does not need one. */
 __device__ __forceinline__ void add_word(int64_t *word, int64_t value)
 {
     if (value)
@@ -56,7 +57,7 @@ struct digit_window {
     /* value >= 0, or NaN or infinity */
     __device__ __forceinline__ void add(double value, int64_t *sum)
     {
-        if (value == 0) /* it would move the window to digit 0: rows of an embedding not looked up */
+        if (value == 0) /* would move the window to digit 0: embedding rows not looked up */
             return;
         uint64_t bits = (uint64_t)__double_as_longlong(value);
         uint64_t exponent = bits >> 52 & 0x7ff, mantissa = bits & 0xfffffffffffffu;
@@ -80,7 +81,8 @@ struct digit_window {
                 words[w] += digit + k == first + w ? parts[k] : 0;
     }
 
-    /* All lanes of a warp call; one atomic a word for all windows that begin at the same digit. */
+    /* Called by all lanes of a warp; uses one atomic per word for all windows that begin at the
+     * same digit. */
     __device__ __forceinline__ void flush_warp(int64_t *sum) const
     {
         for (unsigned left = 0xffffffffu; left;) {
@@ -96,13 +98,12 @@ struct digit_window {
     }
 };
 
-/* add<T>: partial and the term of value, a T.  Squares of at most 24 bits are exact in fp64, so that
+/* add<T>: partial plus the term of value, a T.  Squares of at most 24 bits are exact in fp64, so
  * fusing their addition changes no bit; those of fp64 itself are rounded before they are added. */
 struct square_term {
-    enum { AHEAD = 1 }; /* memory is all it waits for */
+    enum { AHEAD = 1 }; /* it only waits for memory */
 
-    template <typename T>
-    __device__ __forceinline__ double add(double partial, double value) const
+    template <typename T> __device__ __forceinline__ double add(double partial, double value) const
     {
         return sizeof(T) < sizeof(double) ? fma(value, value, partial) : partial + value * value;
     }
@@ -113,10 +114,9 @@ enum { WHOLE_POWER_MAX = 64 };
 struct power_term {
     enum { AHEAD = 0 };
     double p;
-    unsigned whole; /* p, where it is whole and at most WHOLE_POWER_MAX; else 0 */
+    unsigned whole; /* p, if it is an integer of at most WHOLE_POWER_MAX; otherwise 0 */
 
-    template <typename T>
-    __device__ __forceinline__ double add(double partial, double value) const
+    template <typename T> __device__ __forceinline__ double add(double partial, double value) const
     {
         value = fabs(value);
         if (whole == 0)
@@ -137,7 +137,7 @@ __device__ __forceinline__ void add_terms(double (&partial)[V], const vec<T, V> 
         partial[c] = term.template add<T>(partial[c], widen<double>(values.at[c]));
 }
 
-/* Lane q's part of a leaf's numel elements at x. */
+/* Lane q's part of the sum of a leaf's numel elements at x. */
 template <typename T, int V, bool VECTORS, typename Term>
 __device__ __forceinline__ void leaf_partials(double (&partial)[V], const T *x, size_t numel, int q,
                                               const Term &term)
@@ -157,7 +157,7 @@ __device__ __forceinline__ void leaf_partials(double (&partial)[V], const T *x, 
     }
 }
 
-/* The sixteen partial sums as one, in every lane of the leaf. */
+/* The sum of the sixteen partial sums, in every lane of the leaf. */
 template <int V> __device__ __forceinline__ double fold_partials(double (&partial)[V])
 {
 #pragma unroll
@@ -176,10 +176,10 @@ template <int V> __device__ __forceinline__ double fold_partials(double (&partia
 }
 
 struct leaf_plan {
-    size_t numel, leaf, leaves, rounds; /* BY_LEAVES: leaves are whole, what is left is shorter */
+    size_t numel, leaf, leaves, rounds; /* BY_LEAVES: leaves are whole, the remainder is shorter */
 };
 
-/* Digit d of a block's words, with what digit d - 1 is too large by: below 2^32 + 2^31. */
+/* Digit d of a block's words, plus the carry of digit d - 1: below 2^32 + 2^31. */
 __device__ __forceinline__ int64_t carried(const int64_t *words, int d)
 {
     if (d >= DIGITS) /* counts */
@@ -188,11 +188,11 @@ __device__ __forceinline__ int64_t carried(const int64_t *words, int d)
     return own + (d > 0 ? words[d - 1] >> 32 : 0);
 }
 
-/* A team of LANES lanes takes LANES leaves at a time, so that each lane has one to add. */
+/* A team of LANES lanes handles LANES leaves at a time, so that each lane has one to add. */
 template <typename T> struct leaf_team {
     enum { V = 16 / sizeof(T), LANES = PARTIALS / V };
     int q;              /* the lane's place */
-    size_t first, step; /* of its first leaves, and how many leaves a round of the grid is */
+    size_t first, step; /* of its first leaves; leaves per round of the grid */
 
     __device__ leaf_team()
         : q(threadIdx.x % LANES), first(grid_thread() / LANES * LANES), step(grid_threads())
@@ -225,8 +225,8 @@ __device__ __forceinline__ void add_leaves(digit_window &window, const T *x, con
     }
 }
 
-/* STEPS vectors of a leaf of LEAF are a lane's; as soon as one is added, the same one of the lane's
- * next leaf is on its way into the same registers. */
+/* A lane handles STEPS vectors of a leaf of LEAF.  As soon as one is added, the same vector of the
+ * lane's next leaf is loaded into the same registers. */
 template <typename T, typename Term>
 __device__ __forceinline__ void add_leaves_ahead(digit_window &window, const T *x, const Term &term,
                                                  const leaf_plan &p, int64_t *words)
@@ -260,7 +260,7 @@ __device__ __forceinline__ void add_leaves_ahead(digit_window &window, const T *
         window.add(mine, words);
         first += team.step;
     }
-    if (blockIdx.x == 0 && p.numel % LEAF) { /* the short leaf at the end: the first team's */
+    if (blockIdx.x == 0 && p.numel % LEAF) { /* the short leaf at the end, for the first team */
         double partial[V] = {};
         if (threadIdx.x < LANES)
             leaf_partials<T, V, false>(partial, x + p.leaves * LEAF, p.numel % LEAF, team.q, term);
@@ -306,7 +306,7 @@ static fsdpc_status sum_terms(const char *what, const void *x, fsdpc_dtype dtype
     plan.rounds = fsdpc_ceil_div(plan.leaves, grid * BLOCK_THREADS);
     FSDPC_FOR_FLOAT(dtype, T, {
         if (ahead)
-            FSDPC_LAUNCH((sum_terms_kernel<T, Term::AHEAD ? BY_LEAVES : BY_VECTORS, Term>), grid,
+            FSDPC_LAUNCH((sum_terms_kernel < T, Term::AHEAD ? BY_LEAVES : BY_VECTORS, Term >), grid,
                          BLOCK_THREADS, 0, queue, (const T *)x, term, plan, sum);
         else if (vectors)
             FSDPC_LAUNCH((sum_terms_kernel<T, BY_VECTORS, Term>), grid, BLOCK_THREADS, 0, queue,

@@ -1,10 +1,10 @@
 /* The tree sum over ranks; twin of csrc/ops/flat_reduce_body.h.
  *
- * The sources' addresses travel as a kernel argument, so nothing is copied ahead of the launch.  Up
- * to eight sources, and what they are added to, are all loaded before any is used.  More go through
- * the binary counter that the CPU uses, whose few partial sums the compiler keeps in local memory.
- * Partial sums are in the wider of fp32 and the sources' dtype; the scaled sum is rounded once
- * through that dtype, then to out's.
+ * The sources' addresses are a kernel argument, so no copy precedes the launch.  Up to eight
+ * sources, and the values they are added to, are all loaded before any is used.  More sources use
+ * the CPU's binary counter, whose few partial sums the compiler keeps in local memory.  Partial
+ * sums are in the wider of fp32 and the sources' dtype; the scaled sum is rounded once through that
+ * dtype, then to out's.
  */
 #include "map.cuh"
 
@@ -15,7 +15,7 @@ template <int SOURCES> struct tree_sources {
     int n;
 };
 
-/* What is added, all of it loaded before any of it is used. */
+/* The values to add, all loaded before any is used. */
 template <int N, typename T> struct tree_leaves {
     vec<T, N> at[FEW_SOURCES];
 
@@ -27,7 +27,7 @@ template <int N, typename T> struct tree_leaves {
     }
 };
 
-/* Sources FIRST .. of a subtree 2^LEVEL wide; missing nodes on the right are left out. */
+/* Sources FIRST .. of a subtree 2^LEVEL wide; missing nodes on the right are skipped. */
 template <int LEVEL, int FIRST, int N, typename T> struct subtree {
     static __device__ __forceinline__ vec<wide<T>, N> sum(const tree_leaves<N, T> &leaves, int n)
     {
@@ -76,7 +76,7 @@ __device__ vec<wide<T>, N> tree_sum(const tree_sources<FSDPC_CUDA_REDUCE_SOURCES
     return partial[0];
 }
 
-/* x as a number of the dtype. */
+/* x rounded to the dtype. */
 template <typename W> __device__ __forceinline__ W round_through(W x, fsdpc_dtype dtype)
 {
     if (dtype == FSDPC_BF16)
@@ -105,8 +105,8 @@ template <typename Out, typename T, int SOURCES> struct tree_op {
         if (accumulate)
 #pragma unroll
             for (int k = 0; k < N; k++)
-                result.at[k] = narrow<Out>(widen<wide<Out>>(old.at[k]) +
-                                           widen<wide<Out>>(result.at[k]));
+                result.at[k] =
+                    narrow<Out>(widen<wide<Out>>(old.at[k]) + widen<wide<Out>>(result.at[k]));
         store<N>(out + i, result);
     }
 };

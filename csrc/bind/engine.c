@@ -19,7 +19,7 @@ static PyObject *crc32c(PyObject *Py_UNUSED(module), PyObject *args)
     return PyLong_FromUnsignedLong(result);
 }
 
-/* Of a wait it says what for. */
+/* For a wait, includes what it waited for. */
 static PyObject *event_kind(const fsdpc_trace_event *e)
 {
     const char *name = fsdpc_trace_kind_name((fsdpc_trace_kind)e->kind);
@@ -124,7 +124,8 @@ static PyObject *plan_unit(PyObject *module, PyObject *args)
         plan.state_file_bytes, "grad_file", plan.grad_file_bytes, "ring", plan.ring_bytes);
 }
 
-/* Of this process's GPU, if it has one: only then is a runtime made.  False with an exception. */
+/* The granule of this process's GPU, if it has one; otherwise no runtime is made.  False with an
+ * exception. */
 static bool slot_granule(fsdpc_py_state *state, size_t *out)
 {
     *out = FSDPC_SLOT_GRANULE;
@@ -143,7 +144,7 @@ static PyObject *plan_fulls(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "O!iip", &PyList_Type, &list, &ranks, &prefetch, &remote))
         return NULL;
     Py_ssize_t n = PyList_GET_SIZE(list);
-    bool moved = remote && ranks > 1; /* else they are read where they stand */
+    bool moved = remote && ranks > 1; /* otherwise they are read in place */
     const int per_class = prefetch + 1;
     size_t bytes = 0, granule = 0;
     if (moved && !slot_granule(PyModule_GetState(module), &granule))

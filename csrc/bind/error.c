@@ -1,5 +1,6 @@
-/* One table (base/status.h) says which exception each code becomes.  The two that are not Python's
- * own live in the module and are looked up there when needed, so nothing is kept in a static.
+/* One table (base/status.h) says which exception each code becomes.  The two exceptions that are
+ * not Python's own belong to the module and are looked up when needed, which avoids static
+ * pointers.
  */
 #include "bind/error.h"
 
@@ -18,7 +19,7 @@ static PyObject *own_exception(const char *name)
     return Py_NewRef(PyExc_RuntimeError);
 }
 
-/* As the table's third column names them; the module's own are looked up. */
+/* Named by the table's third column; the module's own exceptions are looked up. */
 #define PyExc_PeerError NULL
 #define PyExc_MismatchError NULL
 
@@ -43,7 +44,7 @@ PyObject *fsdpc_py_raise(fsdpc_status status)
     const char *message = fsdpc_last_error();
     if (!*message)
         message = fsdpc_status_text(status);
-    /* Paths need not be UTF-8, and a text cut at the end of its room may end inside a character. */
+    /* Paths need not be UTF-8, and a truncated message may end inside a character. */
     PyObject *exception = exception_of(status);
     PyObject *text = PyUnicode_DecodeUTF8(message, (Py_ssize_t)strlen(message), "backslashreplace");
     if (text)

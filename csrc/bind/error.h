@@ -7,8 +7,8 @@
 
 #include "base/status.h"
 
-/* Sets the exception of a failure, with this thread's message, and returns NULL. FSDPC_ERR_CALLBACK
- * keeps the exception that the callback left. */
+/* Sets the exception of a failure, with this thread's message, and returns NULL.
+ * FSDPC_ERR_CALLBACK keeps the exception that the callback raised. */
 PyObject *fsdpc_py_raise(fsdpc_status status);
 
 /* None, or NULL with the exception of a failure. */
@@ -17,10 +17,10 @@ PyObject *fsdpc_py_none(fsdpc_status status);
 /* 0, or -1 with the exception of a failure. */
 int fsdpc_py_check(fsdpc_status status);
 
-/* Zeroed room for n elements and one more, for PyMem_Free; NULL with MemoryError. */
+/* Zeroed memory for n + 1 elements, freed with PyMem_Free; NULL with MemoryError. */
 void *fsdpc_py_room(Py_ssize_t n, size_t element_bytes);
 
-/* The end of a dealloc: the object, and its reference to its type. */
+/* The end of a dealloc: frees the object and releases its reference to its type. */
 void fsdpc_py_free(PyObject *object);
 
 /* Adds PeerError and MismatchError to the module. */

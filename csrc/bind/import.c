@@ -1,8 +1,8 @@
-/* A list of the storages over foreign memory, each taken out before its memory goes.
+/* A list of the storages over foreign memory; each is removed before its memory is given back.
  *
- * Waiting is by an event, not a sync, so that errors of submitted work stay for the next sync.  It
- * polls as the device's watch does, where there is one: what the stream holds may wait for a peer.
- * What it holds may also need the GIL to get on.
+ * Waiting uses an event, not a sync, so errors of submitted work remain for the next sync.  If the
+ * device has a watch, the wait polls as the watch does, because work on the stream may wait for a
+ * peer.  That work may also need the GIL to make progress.
  */
 #include "bind/state.h" /* Python.h first */
 
@@ -26,7 +26,7 @@ void fsdpc_py_imports_init(fsdpc_py_imports *imports)
 
 /* ---- Back to its library ---- */
 
-/* Until the main stream has done with what it was given. */
+/* Waits until the main stream has finished using the memory. */
 static fsdpc_status wait_for_use(fsdpc_device *device)
 {
     fsdpc_stream *main = fsdpc_device_main(device);
@@ -39,7 +39,7 @@ static fsdpc_status wait_for_use(fsdpc_device *device)
     return status;
 }
 
-/* The caller may have the GIL or not. */
+/* The caller may hold the GIL or not. */
 static bool may_go_back(const fsdpc_storage *storage, int log_level)
 {
     if (!storage->device->remote)
@@ -54,7 +54,7 @@ static bool may_go_back(const fsdpc_storage *storage, int log_level)
     if (thread)
         PyEval_RestoreThread(thread);
     if (status == FSDPC_ERR_INTERRUPT)
-        PyErr_SetInterrupt(); /* raised where the program goes on */
+        PyErr_SetInterrupt(); /* raised later, in the program's main flow */
     return status == FSDPC_OK;
 }
 
@@ -67,7 +67,7 @@ static void release(fsdpc_storage *storage)
         it->next->at = it->at;
     pthread_mutex_unlock(&it->state->imports.lock);
     if (may_go_back(storage, it->state->runtime.env.log)) {
-        PyObject *type, *value, *trace; /* of an error that drops the tensor */
+        PyObject *type, *value, *trace; /* the error during which the tensor is dropped */
         PyGILState_STATE gil = PyGILState_Ensure();
         PyErr_Fetch(&type, &value, &trace);
         it->lent.give_back(it->lent.owner);
@@ -118,7 +118,7 @@ fsdpc_status fsdpc_py_imports_hold(fsdpc_py_imports *imports, fsdpc_py_held *out
         count++;
     fsdpc_py_held held = {.storages = malloc((count + 1) * sizeof *held.storages)};
     for (const import *it = imports->first; it && held.storages; it = it->next)
-        if (fsdpc_storage_try_acquire(it->storage)) /* else it is about to go */
+        if (fsdpc_storage_try_acquire(it->storage)) /* otherwise it is being freed */
             held.storages[held.count++] = it->storage;
     pthread_mutex_unlock(&imports->lock);
     if (!held.storages)

@@ -1,13 +1,13 @@
-/* Memory of other libraries that tensors stand on (DLPack), and when they get it back.
+/* Memory of other libraries that tensors use (DLPack), and when it is given back.
  *
- * A library does with memory what it likes as soon as it has it again, so that waits until our main
- * stream has done with it.  Where that cannot be waited for (Ctrl-C, a peer that is gone), the
- * library never gets it back, and a line in the log says so: dropping a tensor raises no errors.
+ * A library may reuse its memory as soon as it gets it back, so we first wait until our main stream
+ * has finished with it.  If that wait is impossible (Ctrl-C, a lost peer), the library never gets
+ * the memory back.  A line in the log says so, because dropping a tensor must not raise.
  *
- * A captured step goes on using memory that its tensors stood on, so a capture holds all that there
- * is.  None comes in meanwhile (from_dlpack refuses).
+ * A captured step goes on using the memory of its tensors, so a capture holds all imported memory.
+ * No memory is imported during a capture (from_dlpack refuses).
  *
- * Any thread may drop a tensor, with the GIL or without.
+ * Any thread may drop a tensor, with or without the GIL.
  */
 #ifndef FSDPC_BIND_IMPORT_H
 #define FSDPC_BIND_IMPORT_H
@@ -16,7 +16,7 @@
 
 #include "nn/tensor.h"
 
-/* A module's. */
+/* Belongs to a module. */
 typedef struct fsdpc_py_imports {
     pthread_mutex_t lock;
     struct fsdpc_py_import *first;
@@ -26,19 +26,20 @@ struct fsdpc_py_state; /* bind/state.h, which embeds them */
 
 void fsdpc_py_imports_init(fsdpc_py_imports *imports);
 
-/* Memory to give back to a library, and how: called once, with the GIL. */
+/* Memory to give back to a library, and the function that does it: called once, with the GIL. */
 typedef struct fsdpc_py_lent {
     void *owner;
     void (*give_back)(void *owner);
 } fsdpc_py_lent;
 
-/* A tensor over `data`, which the runtime's device reaches; after an error nothing is given back.
+/* A tensor over `data`, which the runtime's device can access.  After an error nothing is given
+ * back.
  */
 fsdpc_status fsdpc_py_import(struct fsdpc_py_state *state, fsdpc_dtype dtype, int ndim,
                              const size_t *shape, void *data, fsdpc_py_lent lent,
                              fsdpc_tensor **out);
 
-/* All that tensors stand on now; zero: nothing is held. */
+/* All imported memory that tensors use now; zero: nothing is held. */
 typedef struct fsdpc_py_held {
     fsdpc_storage **storages;
     size_t count;

@@ -1,9 +1,9 @@
 /* The extension module fsdpc._core: joins what the other files of this folder have, by the tables
  * at the head of bind/state.h.
  *
- * Importing makes types and functions and nothing else: no thread, no socket, no memory; the
- * runtime comes with the first tensor.  State is per module (multi-phase initialisation), types are
- * heap types, there is no static Python object.
+ * Importing only creates types and functions: it starts no thread, opens no socket and takes no
+ * memory.  The runtime is created with the first tensor.  State is per module (multi-phase
+ * initialisation), types are heap types, and no Python object is static.
  */
 #include "bind/state.h"
 
@@ -11,7 +11,7 @@
 
 #include "engine/plan.h"
 
-/* Under the last part of its name. */
+/* Adds the type under the last part of its name. */
 static PyObject *make_type(PyObject *module, PyType_Spec *spec)
 {
     PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
@@ -69,7 +69,7 @@ static int module_exec(PyObject *module)
 #undef X
     if (fsdpc_py_error_setup(module) < 0 || fsdpc_py_dtype_setup(module) < 0)
         return -1;
-    /* NumPy's operators leave expressions with tensors to the tensor. */
+    /* NumPy's operators let the tensor evaluate expressions that contain one. */
     if (PyObject_SetAttrString(state->tensor_type, "__array_ufunc__", Py_None) < 0)
         return -1;
     return PyModule_AddIntConstant(module, "pooled_buffers", FSDPC_POOLED_BUFFERS);
@@ -99,7 +99,8 @@ static int module_clear(PyObject *module)
     return 0;
 }
 
-/* Every tensor holds its type, which holds the module: no tensor is left when this runs. */
+/* Every tensor refers to its type, which refers to the module, so no tensor is left when this
+ * runs. */
 static void module_free(void *module)
 {
     module_clear(module);

@@ -5,7 +5,7 @@
 #include "plugin/plugin.h"
 #include "bind/error.h"
 
-/* Opening may start a driver, so others run meanwhile. */
+/* Opening may start a driver, so other threads run meanwhile. */
 static PyObject *plugin_config(PyObject *Py_UNUSED(module), PyObject *path)
 {
     const char *text = PyUnicode_AsUTF8(path);
@@ -76,7 +76,7 @@ static PyObject *set_device(PyObject *module, PyObject *path)
     return fsdpc_py_none(status);
 }
 
-/* Does not make the runtime. */
+/* Does not create the runtime. */
 static PyObject *device_name(PyObject *module, PyObject *Py_UNUSED(unused))
 {
     const fsdpc_runtime *r = &((fsdpc_py_state *)PyModule_GetState(module))->runtime;

@@ -1,8 +1,8 @@
-/* Making and configuring the runtime.
+/* Creates and configures the runtime.
  *
- * Threads of a rank: FSDPC_THREADS, else OMP_NUM_THREADS, else usable cores / LOCAL_WORLD_SIZE, at
- * least 1.  Cores that the ranks of this host leave over may serve worker streams; else every
- * stream of the device runs inline.
+ * Number of threads per rank: FSDPC_THREADS, else OMP_NUM_THREADS, else usable cores /
+ * LOCAL_WORLD_SIZE, at least 1.  Worker streams may use cores that the ranks of this host leave
+ * free; otherwise every stream of the device runs inline.
  *
  * The device is the CPU unless one was chosen before the runtime was made (bind/plugin.c).  All
  * tensors live on it, and all operations run on its main stream in the order they are called.  Of
@@ -19,7 +19,8 @@
 
 fsdpc_py_state *fsdpc_py_state_of_type(PyTypeObject *type)
 {
-    /* PyType_GetModuleByDef does this from 3.11 on; a subclass made in Python has no module. */
+    /* PyType_GetModuleByDef does this in Python 3.11 and later; a subclass made in Python has no
+     * module. */
     for (PyTypeObject *t = type; t; t = t->tp_base) {
         if (!PyType_HasFeature(t, Py_TPFLAGS_HEAPTYPE))
             break;
@@ -31,7 +32,7 @@ fsdpc_py_state *fsdpc_py_state_of_type(PyTypeObject *type)
     return NULL;
 }
 
-/* A positive integer from the environment; 0 if unset or something else ("4,2": the first). */
+/* A positive integer from the environment ("4,2": the first); 0 if unset or malformed. */
 static int env_positive(const char *name)
 {
     const char *text = getenv(name);
@@ -168,7 +169,7 @@ static PyObject *num_threads(PyObject *module, PyObject *Py_UNUSED(unused))
     return runtime ? PyLong_FromLong(runtime->threads) : NULL;
 }
 
-/* set_ordered(bool): whether sums have the same order in every run. */
+/* set_ordered(bool): whether sums use the same order in every run. */
 static PyObject *set_ordered(PyObject *module, PyObject *arg)
 {
     fsdpc_runtime *runtime = &((fsdpc_py_state *)PyModule_GetState(module))->runtime;
@@ -204,7 +205,7 @@ static PyObject *set_num_threads(PyObject *module, PyObject *arg)
 }
 FSDPC_PY_NAMED(set_num_threads, "set_num_threads", "threads")
 
-/* Does not make the runtime: asking must start nothing. */
+/* Does not create the runtime: a query must start nothing. */
 static PyObject *engine_threads(PyObject *module, PyObject *Py_UNUSED(unused))
 {
     const fsdpc_runtime *r = &((fsdpc_py_state *)PyModule_GetState(module))->runtime;

@@ -1,12 +1,12 @@
 /* The module's state, and the runtime that tensors, operations and the engine share.
  *
- * The runtime (memory, threads, device, compute stream, tape, trace) is made at the first use of a
- * tensor, never at import.  Types are made with the module, so an object's type leads to the state;
- * tensors keep a pointer to it (their type keeps the module alive).
+ * The runtime (memory, threads, device, compute stream, tape, trace) is created at the first use of
+ * a tensor, never at import.  Types are made with the module, so an object's type leads to the
+ * state; tensors keep a pointer to it (their type keeps the module alive).
  *
  * The GIL.  Operations that do more than about 20 us of work, and all of backward, run without it.
- * So sinks, guards, boundaries' functions and tape ends are called WITHOUT the GIL from backward,
- * and take it themselves (PyGILState_Ensure) before they touch Python.  A function that fails with
+ * Backward therefore calls sinks, guards, boundary functions and tape ends WITHOUT the GIL, and
+ * they take it themselves (PyGILState_Ensure) before they touch Python.  A function that fails with
  * a Python exception leaves it set and returns FSDPC_ERR_CALLBACK.
  */
 #ifndef FSDPC_BIND_STATE_H
@@ -21,7 +21,7 @@
 #include "bind/import.h"
 #include "bind/stub_docs.h"
 
-/* ---- what the module consists of; module.c joins it ---- */
+/* ---- the module's parts, which module.c joins ---- */
 
 /* X(name): state->name_type is made from fsdpc_py_name_spec. */
 #define FSDPC_PY_TYPES(X)                                                                          \
@@ -37,8 +37,8 @@
     X(graph)                                                                                       \
     X(torch_unit)
 
-/* X(type, part): methods of a type that another file than the type's own has, each where its
- * subject is, fsdpc_py_part_methods. */
+/* X(type, part): fsdpc_py_part_methods, methods of a type that are in another file than the type,
+ * next to related code. */
 #define FSDPC_PY_METHODS(X)                                                                        \
     X(tensor, hook)                                                                                \
     X(tensor, shape)                                                                               \
@@ -59,14 +59,14 @@
     X(torch_unit, torch_product)                                                                   \
     X(torch_unit, torch_show)
 
-/* The same of attributes. */
+/* The same for attributes. */
 #define FSDPC_PY_GETSETS(X)                                                                        \
     X(unit, unit_value)                                                                            \
     X(unit, unit_schedule)                                                                         \
     X(torch_unit, torch_call)                                                                      \
     X(torch_unit, torch_lent)
 
-/* X(part): functions of the module, fsdpc_py_part_functions. */
+/* X(part): fsdpc_py_part_functions, functions of the module. */
 #define FSDPC_PY_FUNCTIONS(X)                                                                      \
     X(state)                                                                                       \
     X(dtype)                                                                                       \
@@ -88,7 +88,7 @@
     X(ckpt)                                                                                        \
     X(ckpt_state)
 
-/* Rows of these tables; signatures and documentation are the stub's (tools/stub_docs.py). */
+/* Rows of these tables; the stub has the signatures and documentation (tools/stub_docs.py). */
 #define FSDPC_PY_FUNCTION(name, function, flags)                                                   \
     {                                                                                              \
 #name, (PyCFunction)(void (*)(void))(function), flags, fsdpc_doc_##name                    \
@@ -103,7 +103,7 @@
     }
 enum { FSDPC_PY_FAST = METH_FASTCALL | METH_KEYWORDS };
 
-/* What reads an attribute of `object`: an expression. */
+/* A getter of an attribute of `object`; the value is an expression. */
 #define FSDPC_PY_GETTER(function, ...)                                                             \
     static PyObject *function(PyObject *object, void *Py_UNUSED(closure))                          \
     {                                                                                              \
@@ -111,10 +111,10 @@ enum { FSDPC_PY_FAST = METH_FASTCALL | METH_KEYWORDS };
         return __VA_ARGS__;                                                                        \
     }
 
-/* Names of arguments, as PyArg_ParseTupleAndKeywords takes them. */
+/* Argument names, as PyArg_ParseTupleAndKeywords takes them. */
 #define FSDPC_PY_KEYWORDS(names, ...) static char *names[] = {__VA_ARGS__, NULL}
 
-/* A type of Python, `name`, and what it is made from. */
+/* A Python type, `name_`, and its spec. */
 #define FSDPC_PY_TYPE(type, name_, object, more_flags, slots_)                                     \
     PyType_Spec fsdpc_py_##type##_spec = {.name = "fsdpc._core." #name_,                           \
                                           .basicsize = sizeof(object),                             \
@@ -134,7 +134,7 @@ FSDPC_PY_GETSETS(X)
 FSDPC_PY_FUNCTIONS(X)
 #undef X
 
-int fsdpc_py_dtype_setup(PyObject *module); /* adds the objects of the type */
+int fsdpc_py_dtype_setup(PyObject *module); /* adds the dtype objects */
 
 struct fsdpc_plugin; /* plugin/plugin.h */
 
@@ -146,33 +146,33 @@ typedef struct fsdpc_runtime {
     int local_rank;                    /* which of several GPUs; 0: LOCAL_RANK says */
     bool ordered;                      /* the device's, also of one made later */
     fsdpc_env env;
-    int threads; /* of this rank */
+    int threads; /* per rank */
     fsdpc_mem *mem;
     fsdpc_team *team;
     fsdpc_device *device;
-    fsdpc_mem *host_mem; /* with a plugin: of the host, behind a GPU's transport */
+    fsdpc_mem *host_mem; /* with a plugin: host memory, behind a GPU's transport */
     fsdpc_device *host;  /* that memory's device; else NULL */
     fsdpc_stream *compute;
     fsdpc_tape *tape;
     fsdpc_trace *trace;
-    _Atomic int running; /* operations under way without the GIL */
+    _Atomic int running; /* operations running without the GIL */
 } fsdpc_runtime;
 
 typedef struct fsdpc_py_state {
     fsdpc_runtime runtime;
     fsdpc_py_imports imports;
     PyObject *dtypes[FSDPC_DTYPE_COUNT];
-    PyObject *reclaim; /* called where device memory runs out; NULL: nobody */
+    PyObject *reclaim; /* called if device memory runs out; NULL: not set */
 #define X(name) PyObject *name##_type;
     FSDPC_PY_TYPES(X)
 #undef X
 } fsdpc_py_state;
 
 typedef struct fsdpc_py_tensor {
-    PyObject_HEAD fsdpc_tensor *tensor; /* changes only where a write in place is recorded */
+    PyObject_HEAD fsdpc_tensor *tensor; /* changes only if a write in place is recorded */
     fsdpc_py_state *state;
     PyObject *weakrefs;
-    PyObject *base; /* of rows or another shape: the object it was made from; or NULL */
+    PyObject *base; /* of rows or a reshaped view: the object it was made from; or NULL */
 } fsdpc_py_tensor;
 
 extern PyModuleDef fsdpc_py_module;
@@ -184,7 +184,7 @@ static inline fsdpc_py_state *fsdpc_py_state_of_ref(PyObject *object)
     return fsdpc_py_state_of_type(Py_TYPE(object));
 }
 
-/* The runtime, made if this is the first use; NULL with an exception. */
+/* The runtime, created on first use; NULL with an exception. */
 fsdpc_runtime *fsdpc_py_runtime_start(fsdpc_runtime *runtime);
 static inline fsdpc_runtime *fsdpc_py_state_runtime(fsdpc_py_state *state)
 {
@@ -195,45 +195,47 @@ static inline fsdpc_runtime *fsdpc_py_runtime(PyObject *module)
     return fsdpc_py_state_runtime(PyModule_GetState(module));
 }
 fsdpc_runtime *fsdpc_py_runtime_of_type(PyTypeObject *type);
-/* Takes the next random stream, for what is drawn once; -1 with an exception inside a captured
- * step, where every replay would draw the same. */
+/* Takes the next random stream, for a one-time draw; -1 with an exception inside a captured step,
+ * where every replay would draw the same values. */
 int fsdpc_py_take_stream(fsdpc_runtime *runtime, uint64_t *stream_out);
 void fsdpc_py_runtime_destroy(fsdpc_runtime *runtime);
 
-/* The tensor of a Python object, borrowed: _of raises TypeError and returns NULL for anything else,
- * _peek just returns NULL. */
+/* The tensor of a Python object, borrowed.  For any other object _of raises TypeError and returns
+ * NULL, and _peek only returns NULL. */
 fsdpc_tensor *fsdpc_py_tensor_of(PyObject *object);
 fsdpc_tensor *fsdpc_py_tensor_peek(PyObject *module, PyObject *object);
-/* A new Tensor; takes over the reference, also when it fails. */
+/* A new Tensor; takes over the reference, even if it fails. */
 PyObject *fsdpc_py_tensor_wrap(PyObject *module, fsdpc_tensor *t);
 PyObject *fsdpc_py_tensor_new(fsdpc_py_state *state, fsdpc_tensor *t);
-/* The same, or after a failure the exception; `t` may then be NULL. */
+/* The same, or the exception if `status` is a failure; `t` may then be NULL. */
 PyObject *fsdpc_py_result(fsdpc_py_state *state, fsdpc_status status, fsdpc_tensor *t);
 
-/* A dtype object, a name, a NumPy dtype or scalar type, or Python's float, int, bool. */
+/* Accepts a dtype object, a name, a NumPy dtype or scalar type, or Python's float, int, bool. */
 int fsdpc_py_dtype_parse(PyObject *object, fsdpc_dtype *out);
-/* NULL and None leave *inout as it is. */
+/* NULL and None leave *inout unchanged. */
 int fsdpc_py_dtype_optional(PyObject *object, fsdpc_dtype *inout);
 
-/* The kind of "constant", "normal" or "uniform"; -1 with an exception, for NULL the one set. */
+/* The kind named "constant", "normal" or "uniform"; NULL gives the default. -1 with an
+ * exception. */
 int fsdpc_py_init_kind(const char *text, fsdpc_init_kind *out);
 
-/* A tensor's bytes in host memory; waits for what computes them, while others may run Python. */
+/* Copies a tensor's bytes to host memory; waits for its computation without the GIL. */
 fsdpc_status fsdpc_py_tensor_read(const fsdpc_tensor *t, void *out);
-/* FSDPC_ERR_UNSUPPORTED on a device whose memory the host cannot touch; `what` begins the message.
+/* FSDPC_ERR_UNSUPPORTED on a device whose memory the host cannot access; `what` begins the message.
  */
 fsdpc_status fsdpc_py_check_local(const fsdpc_device *device, const char *what);
 
-/* The same of a dictionary's item. */
+/* The same for a dictionary item. */
 void fsdpc_py_put_item(PyObject **dict_io, const char *key, PyObject *item);
 
 /* A tuple of extents. */
 PyObject *fsdpc_py_shape_tuple(int ndim, const size_t *shape);
 
-/* Puts an item, which it takes over, into a new list or tuple; drops that if the item is NULL. */
+/* Puts an item, which it takes over, into a new list or tuple; frees the sequence if the item is
+ * NULL. */
 void fsdpc_py_put(PyObject **sequence_io, Py_ssize_t i, PyObject *item);
 
-/* A statement that may wait: other threads run Python meanwhile. */
+/* Runs a statement that may wait, without the GIL: other threads run Python meanwhile. */
 #define FSDPC_PY_WITHOUT_GIL(...)                                                                  \
     do {                                                                                           \
         Py_BEGIN_ALLOW_THREADS;                                                                    \

@@ -1,17 +1,18 @@
-/* Attention by cuDNN: plans, kept by shape, and the workspace they run in.
+/* Attention by cuDNN: plans, kept by shape, and their workspace.
  *
- * Building a plan takes long, so it is built at the first product of its shape, and kept as long as
- * the device: kernels under way and graphs use it.  A shape that cuDNN does not support is kept
- * too, and is our own kernel's from then on.  Some shapes are left out before: 32- and 64-bit
- * dtypes, rows that do not begin at 16 bytes, and heads of more than DIM elements.  So are scales
- * that turn the order of scores around.  So are queries that see nothing: cuDNN refuses those, and
- * we keep an lse of minus infinity for them.
+ * Building a plan takes long, so it is built at the first attention of its shape, and kept as long
+ * as the device: running kernels and graphs use it.  A shape that cuDNN does not support is kept
+ * too; our own kernel then computes it.  Some shapes never reach cuDNN: 32- and 64-bit dtypes, rows
+ * that are not 16-byte aligned, heads of more than DIM elements, and scales that reverse the order
+ * of scores.  Neither do queries that see nothing: cuDNN refuses those, and we keep an lse of minus
+ * infinity for them.
  *
- * Workspace is the pool's, acquired for each call and free as soon as the kernels are enqueued.
- * On Hopper what the deterministic backward wants grows with Tq x Tk, unless the environment says
- * CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT=0: then, slower, with Tq (cuDNN 9.25 or newer).  Plans
- * that want more than WORKSPACE_BYTES, and more than a few times the queries' bytes, are not taken.
- * The backward in any order wants four times those: a wide dq, and dk and dv of every query head.
+ * Workspace comes from the pool, is acquired for each call and freed as soon as the kernels are
+ * enqueued.  On Hopper, the deterministic backward needs a workspace that grows with Tq x Tk.  If
+ * the environment sets CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT=0, it is slower and grows with Tq
+ * (cuDNN 9.25 or newer).  Plans that need more than WORKSPACE_BYTES, and more than a few times the
+ * queries' bytes, are not used.  The backward in any order needs four times those bytes: a wide dq,
+ * and dk and dv of every query head.
  */
 #include "cuda/attention_cudnn.h"
 
@@ -29,12 +30,12 @@ enum { SLOTS = 512, WORKSPACE_BYTES = 1 << 30, WORKSPACE_QUERIES = 6, ROW_BYTES 
 typedef struct attention {
     bool used;
     fsdpc_cudnn_shape shape;
-    fsdpc_cudnn_plan *plan; /* NULL: cuDNN does not take the shape */
+    fsdpc_cudnn_plan *plan; /* NULL: cuDNN does not support the shape */
     size_t workspace_bytes;
 } attention;
 
 struct fsdpc_cuda_attentions {
-    fsdpc_cudnn *cudnn; /* NULL: there is none */
+    fsdpc_cudnn *cudnn; /* NULL: not available */
     size_t count, done;
     attention attentions[SLOTS];
 };
@@ -113,7 +114,7 @@ static bool begins_well(const void *pointer)
 
 static bool steps_well(const size_t stride[3])
 {
-    const size_t numel = ROW_BYTES / 2; /* of a 16-bit dtype */
+    const size_t numel = ROW_BYTES / 2; /* for a 16-bit dtype */
     return stride[0] % numel == 0 && stride[1] % numel == 0 && stride[2] % numel == 0;
 }
 
@@ -172,7 +173,7 @@ static void attention_init(fsdpc_cuda_attentions *all, const fsdpc_cudnn_shape *
     }
 }
 
-/* NULL if there are many already, none of which may go. */
+/* NULL if there are many already, because none may be freed. */
 static fsdpc_status attention_of(fsdpc_cuda_attentions *all, const fsdpc_cudnn_shape *shape,
                                  const fsdpc_device *device, attention **out)
 {

@@ -1,18 +1,18 @@
-/* Life of the NCCL communicator, and what it leaves to its control.
+/* Lifetime of the NCCL communicator, and the tasks that it leaves to its control.
  *
- * Buffers are memory of the one GPU: NCCL moves slices between those of the ranks, so no rank reads
- * another's.  Wires of several ranks have none, gathers go where the caller says.  A wire's epochs
- * are those of an empty wire of the control, which costs a handful of shared words.  A buffer is
- * idle as soon as its own operations are done.
+ * Buffers are memory of one GPU: NCCL moves slices between the ranks' buffers, so no rank reads
+ * another's.  With several ranks, wires have no memory; gathers write to the caller's memory.  A
+ * wire's epochs are those of an empty wire of the control, which costs a handful of shared words.
+ * A buffer is idle as soon as its own operations are done.
  *
  * Failure.  A rank that fails closes the controls first, which tells the peers why.  Then it aborts
- * all its channels at once, or kernels that wait for a peer would hold their streams for ever.  The
- * peers find the reason in the control, whose waits look for it and for deaths while ours look at
- * the GPU.  They do the same.  All groups of a rank end together.
+ * all its channels at once, because otherwise kernels that wait for a peer would hold their streams
+ * for ever.  While peers wait for the GPU, the control's waits look for the reason and for dead
+ * ranks.  When they find one, they abort too.  All groups of a rank end together.
  *
  * A kernel that waits for a dead peer never ends, and a host that waits blindly for the GPU would
- * never learn why.  So the first communicator of a device becomes its watch.  Every sync polls the
- * GPU as our own waits do, with the deadline, the interrupt and the peers.
+ * never learn why.  The first communicator of a device therefore becomes its watch.  Every sync
+ * polls the GPU as our own waits do, and checks the deadline, the interrupt and the peers.
  */
 #include "cuda/comm_nccl.h"
 
@@ -24,8 +24,8 @@
 #include "cuda/device_cuda.h"
 #include "cuda/nccl_internal.h"
 
-enum { GPU_NAP_NS = 50000 };  /* nothing wakes the host when a GPU is done */
-enum { LAST_NS = 800000000 }; /* for the GPU to finish what a peer had a part in that is gone */
+enum { GPU_NAP_NS = 50000 };  /* a finished GPU does not wake the host */
+enum { LAST_NS = 800000000 }; /* how long the GPU may take to finish operations with a dead peer */
 
 static const fsdpc_comm_ops nccl_ops;
 
@@ -47,7 +47,7 @@ static void nccl_abort(fsdpc_comm *comm, const char *reason)
         fsdpc_nccl_ops_drop(group, FSDPC_ERR_POISONED);
 }
 
-/* ---- Life ---- */
+/* ---- Lifetime ---- */
 
 static void world_release(fsdpc_nccl_world *world)
 {
@@ -74,7 +74,8 @@ static fsdpc_status comm_new(const fsdpc_control_config *config, fsdpc_nccl_worl
     return FSDPC_OK;
 }
 
-/* First what peers need this rank's GPU for, which does nothing more once the process ends. */
+/* First finishes the work that peers need from this rank's GPU, which stops when the process
+ * ends. */
 static void nccl_leave(fsdpc_comm *comm)
 {
     fsdpc_comm_nccl *self = fsdpc_nccl_of(comm);
@@ -105,7 +106,7 @@ static void nccl_destroy(fsdpc_comm *comm)
         else
             fsdpc_nccl_channels_abort(self);
     }
-    fsdpc_comm_destroy(self->base.control); /* first: it may know of our operations' agreements */
+    fsdpc_comm_destroy(self->base.control); /* first: it may know our operations' agreements */
     if (!fsdpc_nccl_is_forked(self))
         fsdpc_nccl_ops_free(self);
     world_release(self->world);
@@ -135,8 +136,8 @@ static fsdpc_status nccl_split(fsdpc_comm *comm, int color, int key, fsdpc_comm 
 
 /* ---- Wires and epochs ---- */
 
-/* Peers may wait for what we have not launched while we wait for them here.  `out` NULL: the sizes
- * agree, and there is no memory. */
+/* Peers may wait for operations that we have not launched while we wait for them here.  `out` NULL:
+ * the sizes agree, and no memory is allocated. */
 static fsdpc_status memory_create(fsdpc_comm_nccl *self, const char *what, fsdpc_mem_kind kind,
                                   size_t bytes, void **out)
 {
@@ -219,7 +220,8 @@ static void nccl_buffer_destroy(fsdpc_buffer *buffer)
     free(buffer);
 }
 
-/* Peers never read it: done is idle, and ordered is as good to who fills it in that order. */
+/* Peers never read it: a work that is done leaves it idle, and an ordered one suffices if the next
+ * writer is in that order. */
 static fsdpc_status nccl_buffer_idle(fsdpc_buffer *buffer)
 {
     const fsdpc_comm_nccl *self = fsdpc_nccl_of(buffer->comm);
@@ -247,7 +249,7 @@ static bool gpu_is_busy(const fsdpc_comm_nccl *self)
     return false;
 }
 
-/* Whether the GPU may wait for peers, or works on what is this rank's alone. */
+/* Whether the GPU may wait for peers, or only does work local to this rank. */
 static bool gpu_needs_peers(const fsdpc_comm_nccl *self)
 {
     for (const fsdpc_comm_nccl *group = self->world->groups; group; group = group->next_group)
@@ -258,7 +260,8 @@ static bool gpu_needs_peers(const fsdpc_comm_nccl *self)
 }
 
 /* A peer is gone: which waits may continue?  Those that do not need it may.  An operation that all
- * have posted may be about to end, because the rank whose part ends first leaves first. */
+ * ranks have posted may be about to end, because a rank that finishes its part first also leaves
+ * first. */
 static bool goes_on_alone(fsdpc_comm_nccl *self)
 {
     if (!gpu_needs_peers(self))
@@ -286,7 +289,7 @@ static fsdpc_status nccl_idle(fsdpc_comm *comm, int64_t max_ns)
         if (status == FSDPC_OK || !goes_on_alone(self))
             return status;
     }
-    if (max_ns > 0) /* also beside peers that are gone and not needed any more */
+    if (max_ns > 0) /* even with gone peers that are not needed any more */
         sched_yield();
     return FSDPC_OK;
 }
@@ -297,7 +300,8 @@ typedef struct watched {
     void *arg;
 } watched;
 
-/* What the device has done with the peers they have agreed on; so a second look, behind it. */
+/* If the device has finished an operation with its peers, they have agreed on it.  The second look,
+ * after the poll, therefore sees their agreement. */
 static fsdpc_status poll_watched(void *arg)
 {
     const watched *w = arg;
@@ -313,8 +317,7 @@ static fsdpc_status poll_watched(void *arg)
     return FSDPC_OK;
 }
 
-/* After a failure has ended all waits for peers: earlier results may still be read.
- */
+/* After a failure has ended all waits for peers: earlier results may still be read. */
 static fsdpc_status wait_for_rest(const fsdpc_comm_nccl *self, fsdpc_status (*poll)(void *arg),
                                   void *arg)
 {
@@ -376,7 +379,7 @@ fsdpc_status fsdpc_comm_nccl_create(const fsdpc_control_config *config, fsdpc_co
     if (status == FSDPC_OK) {
         atomic_init(&world->refs, 1);
         world->pid = (int)getpid();
-        const fsdpc_log silent = {0}; /* one rank says it for all */
+        const fsdpc_log silent = {0}; /* only one rank reports for all */
         status =
             fsdpc_nccl_open(config->library_path, fsdpc_control_hosts(config) > 1,
                             config->comm.rank == 0 ? &config->comm.log : &silent, &world->nccl);
@@ -385,7 +388,7 @@ fsdpc_status fsdpc_comm_nccl_create(const fsdpc_control_config *config, fsdpc_co
         status = comm_new(config, world, &self);
     status = fsdpc_comm_agree(config->control, status, "opening NCCL");
     if (world)
-        world_release(world); /* self has its own */
+        world_release(world); /* self holds its own reference */
     if (status == FSDPC_OK) {
         fsdpc_device *device = config->comm.device;
         if (!device->watch.wait_for)
@@ -394,7 +397,7 @@ fsdpc_status fsdpc_comm_nccl_create(const fsdpc_control_config *config, fsdpc_co
         return FSDPC_OK;
     }
     if (self) {
-        self->base.control = NULL; /* the caller's still */
+        self->base.control = NULL; /* the caller keeps it */
         nccl_destroy(&self->base);
     }
     return status;

@@ -1,7 +1,7 @@
-/* What NCCL's communicator leaves to its control.
+/* Tasks that the NCCL communicator leaves to its control.
  *
- * A wire's epochs are those of a wire of the control, so the protocol and its proofs are the shared
- * memory's.  Nothing here touches a stream.
+ * A wire's epochs are those of a wire of the control, so the protocol and its proofs are those of
+ * shared memory.  This file does not use streams.
  */
 #include "cuda/control.h"
 
@@ -31,7 +31,7 @@ fsdpc_status fsdpc_control_settle(fsdpc_comm *comm, fsdpc_status status)
     const fsdpc_comm *control = comm->control;
     if (status >= 0 || !control->poison[0] || comm->poison[0])
         return status;
-    if (status == FSDPC_ERR_POISONED) /* the reason, not that there was one */
+    if (status == FSDPC_ERR_POISONED) /* the reason, not just the fact */
         fsdpc_fail(status, "%s", control->poison);
     return fsdpc_comm_poison(comm, status);
 }

@@ -1,8 +1,7 @@
-/* The part of cuBLASLt in use, as its binary interface has it in CUDA 12 and 13: codes and
- * functions.
+/* The part of cuBLASLt that we use, in the binary interface of CUDA 12 and 13: codes and functions.
  *
- * Declared here so that the plugin is the same wherever it is built, with cublasLt.h at hand or
- * not; tests/gpu/test_cublaslt_abi.py holds it against a real header.
+ * Declared here so that the plugin is the same wherever it is built, with or without cublasLt.h;
+ * tests/gpu/test_cublaslt_abi.py checks it against a real header.
  */
 #ifndef FSDPC_CUDA_CUBLASLT_ABI_H
 #define FSDPC_CUDA_CUBLASLT_ABI_H
@@ -29,7 +28,7 @@ typedef enum fsdpc_lt_compute {
     FSDPC_LT_COMPUTE_F64 = 70,
 } fsdpc_lt_compute;
 
-/* Attributes of a product; the values' types are those of the comments. */
+/* Attributes of a product; comments give the types of the values. */
 typedef enum fsdpc_lt_desc_attribute {
     FSDPC_LT_DESC_TRANS_A = 3, /* int32_t: 0, 1 */
     FSDPC_LT_DESC_TRANS_B = 4,
@@ -42,9 +41,9 @@ typedef enum fsdpc_lt_desc_attribute {
 typedef enum fsdpc_lt_epilogue {
     FSDPC_LT_EPILOGUE_NONE = 1,
     FSDPC_LT_EPILOGUE_BIAS = 4,
-    FSDPC_LT_EPILOGUE_GELU = 32,       /* by tanh; may be joined with the two others */
-    FSDPC_LT_EPILOGUE_AUX = 128,       /* of GELU: keeps what it is taken of */
-    FSDPC_LT_EPILOGUE_DGELU = 64 | 128 /* times the slope of gelu at aux */
+    FSDPC_LT_EPILOGUE_GELU = 32,       /* tanh; may be combined with the two others */
+    FSDPC_LT_EPILOGUE_AUX = 128,       /* with GELU: keeps its input */
+    FSDPC_LT_EPILOGUE_DGELU = 64 | 128 /* times gelu's slope at aux */
 } fsdpc_lt_epilogue;
 
 typedef enum fsdpc_lt_layout_attribute {

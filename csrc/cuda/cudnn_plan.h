@@ -1,8 +1,8 @@
-/* Plans of cuDNN's attention, as C sees them: a table that kernels/cudnn_plan.cpp fills in.
+/* Plans of cuDNN's attention for C: a table that kernels/cudnn_plan.cpp fills in.
  *
- * cuDNN's graphs are described in C++ (cudnn_frontend.h, headers alone).  So that file is compiled
- * into the plugin only if tools/cuda_build.py finds those headers; elsewhere the table is missing,
- * and its address NULL.  A failure leaves its reason, cut off to `bytes`, in `why`.
+ * cuDNN's graphs are described in C++ (cudnn_frontend.h, header-only).  That file is therefore only
+ * compiled into the plugin if tools/cuda_build.py finds those headers; otherwise the table's
+ * address is NULL.  A failure leaves its reason, truncated to `bytes`, in `why`.
  */
 #ifndef FSDPC_CUDA_CUDNN_PLAN_H
 #define FSDPC_CUDA_CUDNN_PLAN_H
@@ -18,25 +18,26 @@ typedef struct fsdpc_cudnn_plan fsdpc_cudnn_plan;
 typedef struct fsdpc_cudnn_shape {
     size_t batch, tokens_q, tokens_k, heads, kv_heads, dim;
     size_t stride_q[3], stride_k[3], stride_v[3], stride_out[3];
-    uint64_t scale_bits; /* of the double: equal as bytes only if equal */
+    uint64_t scale_bits; /* bits of the double: compared as bytes */
     uint32_t dtype;
-    bool causal, backward, any_order; /* any_order: backward may add up in the order that is fast */
+    bool causal, backward, any_order; /* any_order: backward may sum in the fastest order */
     uint8_t unused;
 } fsdpc_cudnn_shape;
 
 typedef struct fsdpc_cudnn_ops {
-    /* Opens libcudnn, the copy already in the process before any other; 92801 is 9.28.1. */
+    /* Opens libcudnn, preferring the copy already in the process; 92801 is 9.28.1. */
     bool (*open)(size_t *version_out, char *why, size_t bytes);
 
-    /* On the device that the calling thread has selected; once open() went well. */
+    /* For the calling thread's current device; after open() has succeeded. */
     bool (*create)(fsdpc_cudnn **out, char *why, size_t bytes);
-    void (*destroy)(fsdpc_cudnn *cudnn); /* after its plans */
+    void (*destroy)(fsdpc_cudnn *cudnn); /* after all of its plans */
 
-    /* Fails where cuDNN does not support the shape.  Takes long, and must not be in a capture. */
+    /* Fails if cuDNN does not support the shape.  Takes long, and must not be called in a
+     * capture. */
     bool (*plan_create)(fsdpc_cudnn *cudnn, const fsdpc_cudnn_shape *shape, fsdpc_cudnn_plan **out,
                         size_t *workspace_bytes_out, char *why, size_t bytes);
     void (*plan_destroy)(fsdpc_cudnn_plan *plan);
-    /* Enqueues it; reads the addresses of args alone. */
+    /* Enqueues the plan; only reads the addresses from args. */
     bool (*plan_run)(fsdpc_cudnn *cudnn, fsdpc_cudnn_plan *plan, const fsdpc_attention_args *args,
                      void *workspace, fsdpc_stream *stream, char *why, size_t bytes);
 } fsdpc_cudnn_ops;

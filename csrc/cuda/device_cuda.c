@@ -32,7 +32,7 @@ typedef struct cuda_event {
 
 /* -- streams ----------------------------------------------------------------------------------- */
 
-/* The stream that stands behind any stream of this device, or behind none. */
+/* The CUDA stream behind any stream of this device, or behind NULL. */
 static fsdpc_cuda_stream *own_stream(fsdpc_device *device, fsdpc_stream *stream)
 {
     if (stream && stream->async)
@@ -62,7 +62,7 @@ static fsdpc_status cuda_stream_create(fsdpc_device *base, const char *name, boo
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for stream '%s'", name);
     }
     stream->head = (fsdpc_stream){.device = base, .name = kept, .async = want_async};
-    if (!want_async) { /* the main stream by another name */
+    if (!want_async) { /* an alias of the main stream */
         *out = &stream->head;
         return FSDPC_OK;
     }
@@ -211,8 +211,8 @@ static void cuda_free(fsdpc_device *device, void *pointer)
     fsdpc_cuda_pool_free(((fsdpc_cuda_device *)device)->pinned, pointer);
 }
 
-/* Whether CUDA would wait for the stream in this copy: always where it writes ordinary memory, and
- * where it reads more of it than CUDA sets aside at once. */
+/* Whether CUDA would wait for the stream in this copy: always if it writes ordinary memory, and if
+ * it reads more of it than CUDA's staging buffer holds. */
 static fsdpc_status copy_waits(const void *to, const void *from, size_t bytes, bool *out)
 {
     enum { SET_ASIDE_BYTES = 64 << 10 };
@@ -262,12 +262,12 @@ fsdpc_status fsdpc_cuda_is_device_memory(const void *pointer, bool *out)
     return FSDPC_OK;
 }
 
-/* -- streams of others --------------------------------------------------------------------------
+/* -- foreign streams ----------------------------------------------------------------------------
  */
 
 static cudaStream_t raw_stream(uintptr_t handle)
 {
-    return (cudaStream_t)handle; /* NOLINT(performance-no-int-to-ptr): it came from a library */
+    return (cudaStream_t)handle; /* NOLINT(performance-no-int-to-ptr): from a library */
 }
 
 static fsdpc_status cuda_precede(fsdpc_device *base, uintptr_t raw)
@@ -295,7 +295,7 @@ static uintptr_t cuda_handle(const fsdpc_device *base)
     return (uintptr_t)((const fsdpc_cuda_device *)base)->main->queue.raw;
 }
 
-/* -- life -------------------------------------------------------------------------------------- */
+/* -- lifetime ---------------------------------------------------------------------------------- */
 
 static void cuda_destroy(fsdpc_device *base)
 {

@@ -1,5 +1,5 @@
-/* Reasons why there is no GPU, from the bottom up: no driver library, a driver that does not start,
- * one too old for the linked runtime, no visible GPU.
+/* Reasons why no GPU is available, from the bottom up: no driver library, a driver that does not
+ * start, one too old for the linked runtime, no visible GPU.
  */
 #include "cuda/driver.h"
 
@@ -10,7 +10,7 @@
 typedef int (*init_fn)(unsigned flags);
 typedef int (*text_fn)(int error, const char **text);
 
-/* The runtime keeps the library open anyway; asking again is cheap. */
+/* The runtime keeps the library open anyway, so repeated calls are cheap. */
 static void *open_driver(void)
 {
     return dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);

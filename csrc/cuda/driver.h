@@ -1,4 +1,4 @@
-/* Is there a GPU, and if not, why not; and what only the driver can do.
+/* Whether a GPU is available, and if not, why; and calls that only the driver offers.
  *
  * The driver's library is opened by name, never linked, so the plugin loads on any machine.  CUDA's
  * runtime is linked statically and finds the same library by itself.
@@ -9,11 +9,10 @@
 #include "base/status.h"
 #include "cuda/driver_abi.h"
 
-/* How many GPUs there are, at least 1; FSDPC_ERR_UNSUPPORTED with the reason where there are none.
- */
+/* The number of GPUs, at least 1; FSDPC_ERR_UNSUPPORTED, with the reason, if there are none. */
 fsdpc_status fsdpc_cuda_driver_open(int *count_out);
 
-/* The driver's own calls, once it has started; FSDPC_ERR_UNSUPPORTED where it lacks one. */
+/* The driver's own calls, once it has started; FSDPC_ERR_UNSUPPORTED if it lacks one. */
 fsdpc_status fsdpc_cuda_driver_calls(fsdpc_cu *out);
 
 /* The driver's CUDA version as 1000 major + 10 minor; 0 without a driver. */

@@ -1,7 +1,7 @@
-/* The part of the driver's own interface in use: virtual memory, which the runtime does not offer.
+/* The part of the driver's interface that we use: virtual memory, which the runtime does not offer.
  *
- * Declared here so that the plugin is the same wherever it is built, with cuda.h at hand or not;
- * tests/gpu/test_driver_abi.py holds it against a real header.
+ * Declared here so that the plugin is the same wherever it is built, with or without cuda.h;
+ * tests/gpu/test_driver_abi.py checks it against a real header.
  */
 #ifndef FSDPC_CUDA_DRIVER_ABI_H
 #define FSDPC_CUDA_DRIVER_ABI_H
@@ -57,7 +57,7 @@ typedef struct fsdpc_cu_access {
     int flags;
 } fsdpc_cu_access;
 
-/* X(name, parameters); all give an fsdpc_cu_result. */
+/* X(name, parameters); all return an fsdpc_cu_result. */
 #define FSDPC_CU_SYMBOLS(X)                                                                        \
     X(cuDeviceGetAttribute, (int *value, int attribute, int device))                               \
     X(cuMemGetAllocationGranularity,                                                               \

@@ -1,5 +1,5 @@
-/* Creation is a ladder of calls of the driver.  A failure on one rung takes back those below it, so
- * that running out of memory leaves nothing behind.
+/* Creation is a ladder of driver calls.  If one fails, the earlier ones are undone, so running out
+ * of memory leaves nothing behind.
  */
 #include "cuda/driver_memory.h"
 
@@ -31,7 +31,7 @@ fsdpc_status fsdpc_driver_memory_check(const fsdpc_driver_memory *driver, fsdpc_
                       text, (int)result, full ? "; use more ranks, or fewer units at a time" : "");
 }
 
-/* ---- What the driver offers ---- */
+/* ---- Driver features ---- */
 
 static bool has(const fsdpc_driver_memory *driver, fsdpc_cu_attribute attribute)
 {
@@ -65,7 +65,7 @@ fsdpc_status fsdpc_driver_memory_init(fsdpc_driver_memory *driver, fsdpc_device 
 
 /* ---- Memory ---- */
 
-/* A container or a kernel setting may forbid handles of a fabric although the GPU has them. */
+/* A container or a kernel setting may forbid fabric handles although the GPU supports them. */
 static fsdpc_status create(fsdpc_driver_memory *driver, size_t bytes, fsdpc_cu_memory *out)
 {
     fsdpc_cu_result result = driver->cu.cuMemCreate(out, bytes, &driver->properties, 0);

@@ -1,5 +1,4 @@
-/* CUDA's errors, translated at the border.  Their text is kept, and out of memory has a separate
- * code.
+/* Translates CUDA's errors into ours.  Their text is kept, and out of memory has a separate code.
  */
 #ifndef FSDPC_CUDA_ERROR_H
 #define FSDPC_CUDA_ERROR_H
@@ -12,7 +11,7 @@ static inline fsdpc_status fsdpc_cuda_check(cudaError_t error, const char *what)
 {
     if (__builtin_expect(error == cudaSuccess, 1))
         return FSDPC_OK;
-    (void)cudaGetLastError(); /* so that the next launch is not blamed for it */
+    (void)cudaGetLastError(); /* so that the next launch does not report it */
     fsdpc_status code = error == cudaErrorMemoryAllocation ? FSDPC_ERR_NOMEM : FSDPC_ERR_INTERNAL;
     return fsdpc_fail(code, "CUDA failed to %s: %s", what, cudaGetErrorString(error));
 }

@@ -1,4 +1,4 @@
-/* The GPU's table of flat kernels: checks in front of the launchers, results behind them. */
+/* The GPU's table of flat kernels: checks before the launchers, results after them. */
 #include "cuda/host_result.h"
 #include "cuda/kernel_tables.h"
 #include "cuda/kernels.h"

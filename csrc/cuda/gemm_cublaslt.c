@@ -1,21 +1,21 @@
-/* Products by cuBLASLt: descriptors and the heuristic's choice, cached by shape.
+/* Matrix products by cuBLASLt: descriptors and the heuristic's choice, cached by shape.
  *
  * Our matrices are row-major and cuBLASLt's column-major, so it computes C^T = B'^T A'^T: the
- * operands change places and nothing is transposed.  The bias of a row of C is then one of a
- * column, which cuBLASLt's epilogue adds.  fp32 inputs are multiplied in fp32 (no TF32); sums are
- * fp32.  Splitting k is allowed only where the partial sums are added up in a fixed order.  Before a
- * 16-bit C or a bias is added, cuBLASLt may round the product to 16 bits, as torch does too.  The
- * plain kernel rounds once; where it was called for this alone it took 73 % of a LLaMA's step.
+ * operands are swapped and nothing is transposed.  The bias of a row of C then belongs to a column,
+ * and cuBLASLt's epilogue adds it. fp32 inputs are multiplied in fp32 (no TF32); sums are fp32.
+ * Splitting k is only allowed if the partial sums are added in a fixed order.  Before a 16-bit C or
+ * a bias is added, cuBLASLt may round the product to 16 bits, as torch also does.  The plain kernel
+ * rounds once; calling it only for this reason took 73 % of a LLaMA's step.
  *
- * Epilogues compute gelu, and its slope behind the product that makes gelu's gradient, on the sums
- * before they are rounded; what gelu is taken of is their `aux`.  They know gelu by tanh alone, and
- * gelu by erf is never asked of them.  The one that sums a bias's gradient is not used: it rounds
- * the sum to the dtype of the product and cannot add to a reduce buffer.
+ * Epilogues compute gelu on the sums before they are rounded, and gelu's slope in the product that
+ * computes gelu's gradient; `aux` is gelu's input.  They only support tanh gelu and are never asked
+ * for erf gelu.  The epilogue that sums a bias's gradient is not used: it rounds the sum to the
+ * dtype of the product and cannot add to a reduce buffer.
  *
  * The key of a small hash table is everything that a product's descriptors depend on: sizes,
- * strides, dtypes and the alignment of addresses.  The heuristic may take only kernels that fit
+ * strides, dtypes and the alignment of addresses.  The heuristic may only choose kernels that match
  * them.  A steady-state product is one lookup and one call.  The workspace is one block of the
- * pool, for the main stream alone; products on other streams get kernels that need none.
+ * pool, used only by the main stream; products on other streams get kernels that need none.
  */
 #include "cuda/gemm_cublaslt.h"
 
@@ -43,7 +43,7 @@ typedef struct product_key {
     uint32_t epilogue;
     unsigned char dtype, c_dtype, unused;
     bool trans_a, trans_b, accumulate, has_workspace;
-    /* addresses are multiples of 2^this; of those that the epilogue has not: 0 */
+    /* addresses are multiples of 2^this; 0 for those that the epilogue lacks */
     unsigned char align_a, align_b, align_c, align_bias, align_aux;
 } product_key;
 
@@ -57,7 +57,7 @@ typedef struct product {
 } product;
 
 struct fsdpc_cuda_products {
-    bool loaded; /* else every product is the plain kernel's */
+    bool loaded; /* otherwise the plain kernel computes every product */
     cublaslt_api api;
     fsdpc_lt_handle handle;
     fsdpc_device *device;
@@ -79,8 +79,9 @@ static bool has_all(void *library, cublaslt_api *api)
     return complete;
 }
 
-/* The first library that is complete and, if a handle is wanted, gives one.  The library of a CUDA
- * newer than the driver may be there and not start.  What the process has already comes first. */
+/* The first library that is complete and, if a handle is requested, returns one.  The library of a
+ * CUDA newer than the driver may be present but not start.  A copy already in the process comes
+ * first. */
 static bool load_api(cublaslt_api *api, fsdpc_lt_handle *handle_out)
 {
     static const struct {
@@ -134,7 +135,7 @@ void fsdpc_cuda_products_destroy(fsdpc_cuda_products *gemm)
     free(gemm);
 }
 
-/* The device's, made at the first product that finds memory for a workspace. */
+/* The device's cuBLASLt, created at the first product that finds memory for a workspace. */
 static fsdpc_status gemm_of(fsdpc_device *base, fsdpc_cuda_products **out)
 {
     fsdpc_cuda_device *device = (fsdpc_cuda_device *)base;
@@ -215,7 +216,7 @@ static uint64_t hash_of(const product_key *key)
     return hash ^ hash >> 29;
 }
 
-/* A row-major matrix of rows by cols is column-major of cols by rows. */
+/* A row-major rows x cols matrix is a column-major cols x rows one. */
 static bool layout_make(const cublaslt_api *api, const product_key *key, fsdpc_lt_type type,
                         size_t rows, size_t cols, size_t ld, size_t stride, fsdpc_lt_layout *out)
 {
@@ -237,7 +238,7 @@ static bool desc_set(const cublaslt_api *api, fsdpc_lt_desc desc, fsdpc_lt_desc_
     return api->cublasLtMatmulDescSetAttribute(desc, attribute, value, bytes) == FSDPC_LT_SUCCESS;
 }
 
-/* The epilogue's addresses, which change from call to call. */
+/* Sets the epilogue's addresses, which change from call to call. */
 static bool desc_point(const cublaslt_api *api, fsdpc_lt_desc desc, const void *bias,
                        const void *aux)
 {
@@ -266,7 +267,7 @@ static bool preference_set(const cublaslt_api *api, fsdpc_lt_preference preferen
            FSDPC_LT_SUCCESS;
 }
 
-/* The heuristic's first choice; false if there is none. */
+/* The heuristic's first choice; false if none exists. */
 static bool choose(fsdpc_cuda_products *gemm, product *p)
 {
     const cublaslt_api *api = &gemm->api;
@@ -298,8 +299,7 @@ static bool choose(fsdpc_cuda_products *gemm, product *p)
     return true;
 }
 
-/* The heuristic takes the epilogue's addresses for what they are aligned to, hence `bias`, `aux`.
- */
+/* The heuristic assumes the alignment of the epilogue's addresses, hence `bias` and `aux`. */
 static void product_init(fsdpc_cuda_products *gemm, const product_key *key, const void *bias,
                          const void *aux, product *p)
 {
@@ -319,7 +319,7 @@ static void product_init(fsdpc_cuda_products *gemm, const product_key *key, cons
 static product *product_of(fsdpc_cuda_products *gemm, const product_key *key, const void *bias,
                            const void *aux)
 {
-    if (gemm->count == SLOTS / 2) { /* shapes keep changing: begin again */
+    if (gemm->count == SLOTS / 2) { /* shapes keep changing: start over */
         for (size_t i = 0; i < SLOTS; i++)
             product_fini(&gemm->api, &gemm->products[i]);
         gemm->count = 0;
@@ -339,12 +339,13 @@ static product *product_of(fsdpc_cuda_products *gemm, const product_key *key, co
 
 static bool suits(const fsdpc_gemm_args *g)
 {
-    bool shared_c = g->batch > 1 && g->stride_c == 0; /* products that add up take turns */
+    bool shared_c = g->batch > 1 && g->stride_c == 0; /* its products must run in turn */
     bool mixed_bias = g->bias && g->c_dtype != g->dtype;
     return g->m && g->n && g->k && !shared_c && !mixed_bias && g->batch < INT32_MAX;
 }
 
-/* *done_out: cuBLASLt is there, has a kernel for the product with this epilogue, and was asked. */
+/* *done_out: cuBLASLt is available, has a kernel for this product with this epilogue, and was
+ * called. */
 static fsdpc_status multiply(const fsdpc_gemm_args *g, uint32_t epilogue, const void *aux,
                              fsdpc_stream *stream, bool *done_out)
 {
@@ -384,8 +385,9 @@ fsdpc_status fsdpc_cuda_gemm(const fsdpc_gemm_args *g, fsdpc_stream *stream)
     return done ? FSDPC_OK : fsdpc_cuda_gemm_plain(g, stream);
 }
 
-/* Nothing is promised of how well epilogues know tanh, so they get results of 16 bits alone; beside
- * a product without tensor cores gelu costs little anyway.  Rows of aux have to be multiples of 8.
+/* cuBLASLt does not document the accuracy of its epilogues' tanh, so they are only used for 16-bit
+ * results.  Without tensor cores, gelu costs little compared to the product anyway.  Rows of aux
+ * must be multiples of 8.
  */
 static bool gelu_suits(const fsdpc_gemm_gelu_args *args)
 {

@@ -1,8 +1,9 @@
-/* Matrix products on a GPU: cuBLASLt where it can be loaded and takes the product, else our own.
+/* Matrix products on a GPU: cuBLASLt if it can be loaded and supports the product, otherwise our
+ * own kernel.
  *
- * cuBLASLt is never linked: it comes by dlopen at the first product, the copy already in the
- * process (torch's) before any other.  Gelu is fused into a product of 16-bit floats if cuBLASLt
- * takes that; otherwise it is a separate kernel.
+ * cuBLASLt is never linked: it is opened by dlopen at the first product, preferring the copy
+ * already in the process (torch's).  Gelu is fused into a product of 16-bit floats if cuBLASLt
+ * supports that; otherwise it is a separate kernel.
  */
 #ifndef FSDPC_CUDA_GEMM_CUBLASLT_H
 #define FSDPC_CUDA_GEMM_CUBLASLT_H
@@ -13,7 +14,7 @@ typedef struct fsdpc_cuda_products fsdpc_cuda_products;
 
 fsdpc_status fsdpc_cuda_gemm(const fsdpc_gemm_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_gemm_gelu(const fsdpc_gemm_gelu_args *args, fsdpc_stream *stream);
-/* Opens cuBLASLt and names it, "cuBLASLt 13.1.0", or says that there is none. */
+/* Opens cuBLASLt and names its version, "cuBLASLt 13.1.0", or says that it is missing. */
 void fsdpc_cuda_products_describe(char *text, size_t bytes);
 void fsdpc_cuda_products_destroy(fsdpc_cuda_products *gemm); /* NULL is fine */
 

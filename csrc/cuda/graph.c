@@ -1,20 +1,20 @@
-/* Graphs over CUDA's stream capture.
+/* Graphs by CUDA's stream capture.
  *
- * The main stream is captured, in the mode that lets other threads be.  During a capture it is the
- * device's own, and afterwards the earlier one again: another library's may be the legacy default
- * stream, which CUDA does not capture.  Calls whose CUDA errors would spoil the capture are refused
- * before they reach CUDA, by an error that says what to do instead.  So a capture with a refused
- * call can still be ended, and dropped.
+ * The main stream is captured, in the mode that does not restrict other threads.  During a capture
+ * it is the device's own stream, and afterwards the earlier one again: another library's may be the
+ * legacy default stream, which CUDA cannot capture.  Calls whose CUDA errors would invalidate the
+ * capture are refused before they reach CUDA, with an error that says what to do instead.  A
+ * capture with a refused call can therefore still be ended and dropped.
  *
  * Memory.  A graph runs on the addresses that were captured, so its blocks must not serve anybody
  * else while it lives: the pool holds them (pool.h).  Constants that the host gave (the 2 of x
  * + 2) would be copied again from their old place on the host's stack.  So pinned memory beside the
  * graph keeps them.
  *
- * A graph that is destroyed may still run, and its blocks go back.  So destroying one waits like a
- * sync, because operations in it may wait for dead peers.  Inside a capture there is no waiting,
- * and no need for it, because beginning one waited.  But pinned memory cannot be given back there,
- * so graphs that are destroyed in a capture go when it ends.
+ * A graph may still run when it is destroyed, and its blocks are freed.  Destroying one therefore
+ * waits like a sync, because operations in it may wait for dead peers.  Inside a capture, waiting
+ * is neither possible nor needed, because beginning the capture waited.  But pinned memory cannot
+ * be freed there, so graphs that are destroyed in a capture are freed when it ends.
  */
 #include "cuda/graph.h"
 
@@ -30,14 +30,14 @@ enum { CONSTANT_BYTES = 8, MAX_CONSTANTS = 512 };
 typedef struct fsdpc_cuda_graph {
     fsdpc_graph head;    /* first */
     cudaStream_t origin; /* the main stream of the capture */
-    cudaStream_t before; /* the main stream before it, and again behind it */
+    cudaStream_t before; /* the main stream before and after it */
     cudaGraphExec_t exec;
     fsdpc_cuda_hold *hold;
     unsigned char *constants; /* pinned */
     size_t n_constants;
-    bool lost;                        /* given up while it was captured */
-    struct fsdpc_cuda_graph *dropped; /* of a capture: graphs destroyed in it; of those: the next */
-    struct fsdpc_cuda_graph *next;    /* of the device's, while it lives */
+    bool lost;                        /* given up during the capture */
+    struct fsdpc_cuda_graph *dropped; /* in a capture: graphs dropped in it; in those: next */
+    struct fsdpc_cuda_graph *next;    /* in the device's list, while it lives */
 } fsdpc_cuda_graph;
 
 static cudaStream_t main_stream(const fsdpc_device *device)
@@ -45,7 +45,7 @@ static cudaStream_t main_stream(const fsdpc_device *device)
     return ((const fsdpc_cuda_device *)device)->main->queue.raw;
 }
 
-/* Nothing of it runs any more, and no capture is under way. */
+/* It has finished running, and no capture is in progress. */
 static void graph_free(fsdpc_cuda_graph *graph)
 {
     fsdpc_cuda_graph **at = &((fsdpc_cuda_device *)graph->head.device)->graphs;
@@ -138,7 +138,7 @@ fsdpc_status fsdpc_cuda_capture_end(fsdpc_device *base, fsdpc_graph **out)
     free_dropped(graph);
     if (status != FSDPC_OK || !out) {
         graph_free(graph);
-        return out ? status : FSDPC_OK; /* a capture that is dropped may be a spoiled one */
+        return out ? status : FSDPC_OK; /* a capture that is dropped may be an invalidated one */
     }
     graph->next = device->graphs;
     device->graphs = graph;
@@ -186,8 +186,8 @@ void fsdpc_cuda_graph_destroy(fsdpc_graph *base)
     graph_free(graph);
 }
 
-/* Waiting for what is captured would make the other stream a part of the capture, and its work too,
- * in which the other library knows nothing of one. */
+/* Waiting for captured work would make the other stream and its work part of the capture, which the
+ * other library does not know about. */
 fsdpc_status fsdpc_cuda_capture_check_other(const fsdpc_device *device)
 {
     if (!device->capturing)
@@ -198,7 +198,7 @@ fsdpc_status fsdpc_cuda_capture_check_other(const fsdpc_device *device)
                       "after it");
 }
 
-/* 1: ordinary host memory, which a graph cannot use. */
+/* Ordinary host memory, which a graph cannot use. */
 static fsdpc_status is_ordinary(const void *pointer, bool *out)
 {
     struct cudaPointerAttributes attributes;

@@ -1,7 +1,7 @@
-/* Graphs of a GPU's work: the slots of csrc/device/device.h, and what its other slots ask while a
- * capture is under way.
+/* Graphs of a GPU's work: the table slots of csrc/device/device.h, and checks that other slots need
+ * during a capture.
  *
- * A capture is begun and ended by one thread.  Other threads may use other streams meanwhile.
+ * One thread begins and ends a capture.  Other threads may use other streams meanwhile.
  */
 #ifndef FSDPC_CUDA_GRAPH_H
 #define FSDPC_CUDA_GRAPH_H
@@ -15,15 +15,15 @@ fsdpc_status fsdpc_cuda_capture_end(fsdpc_device *device, fsdpc_graph **out);
 fsdpc_status fsdpc_cuda_graph_launch(fsdpc_graph *graph);
 void fsdpc_cuda_graph_destroy(fsdpc_graph *graph);
 
-/* Call it before NCCL's communicators are aborted: that does not return while a graph, or a
- * capture, holds operations of theirs.  All graphs of the device are errors from now on, until they
- * are destroyed. */
+/* To be called before NCCL's communicators are aborted, because the abort does not return while a
+ * graph or a capture holds operations of theirs.  From now on all graphs of the device are errors,
+ * until they are destroyed. */
 void fsdpc_cuda_graphs_give_up(fsdpc_device *device);
 
-/* An error inside a capture: another library's stream is about to wait for the main stream. */
+/* An error inside a capture, where another library's stream must not wait for the main stream. */
 fsdpc_status fsdpc_cuda_capture_check_other(const fsdpc_device *device);
 
-/* A copy inside a capture; `stream` NULL: it was to be waited for. */
+/* A copy inside a capture; `stream` NULL: the caller wanted to wait for it. */
 fsdpc_status fsdpc_cuda_capture_copy(fsdpc_device *device, void *to, const void *from, size_t bytes,
                                      cudaStream_t stream);
 

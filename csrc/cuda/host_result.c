@@ -1,6 +1,6 @@
 /* Staging of results: one block of the pool, a copy in, a copy out, a wait.
  *
- * Whose memory a pointer is, CUDA knows; asking costs well under a microsecond.
+ * CUDA tells whose memory a pointer is; the query costs well under a microsecond.
  */
 #include "cuda/host_result.h"
 

@@ -1,8 +1,8 @@
 /* Results of kernels in ordinary host memory.
  *
  * A kernel cannot write there, so the result is staged in device memory and copied back, and the
- * stream waited for.  begin() gives the address for the kernel, with the caller's present value in
- * it; end() brings the value back.  For device and pinned memory both do nothing.
+ * stream is waited for. begin() returns the address for the kernel, initialised with the caller's
+ * value; end() copies the result back.  For device and pinned memory both do nothing.
  */
 #ifndef FSDPC_CUDA_HOST_RESULT_H
 #define FSDPC_CUDA_HOST_RESULT_H
@@ -18,7 +18,7 @@ typedef struct fsdpc_host_result {
 
 fsdpc_status fsdpc_host_result_begin(fsdpc_host_result *result, void *caller, size_t bytes,
                                      fsdpc_stream *stream, void **use_out);
-/* `status` is the kernel's; returns it, or what went wrong in bringing the value back. */
+/* `status` is the kernel's; returns it, or the error of copying the value back. */
 fsdpc_status fsdpc_host_result_end(fsdpc_host_result *result, fsdpc_status status);
 
 #endif

@@ -1,8 +1,8 @@
 /* The tables of kernels that a GPU offers.
  *
  * Flat kernels return results through a pointer (a norm's accumulator, a flag).  In device or
- * pinned memory they appear when the stream gets there; ordinary host memory costs a wait for the
- * stream.
+ * pinned memory, results appear when the stream reaches the kernel; ordinary host memory costs a
+ * wait for the stream.
  */
 #ifndef FSDPC_CUDA_KERNEL_TABLES_H
 #define FSDPC_CUDA_KERNEL_TABLES_H

@@ -1,4 +1,4 @@
-/* Launchers of the kernels in kernels/: one a table slot, with the slot's own arguments.
+/* Launchers of the kernels in kernels/: one per table slot, with the slot's own arguments.
  *
  * A launcher enqueues and returns; it never waits.  All pointers are memory that the device can
  * reach (its own, or pinned), results included.  The tables of flat_cuda.c and nn_cuda.c stand in
@@ -47,8 +47,8 @@ fsdpc_status fsdpc_cuda_step_f64(const fsdpc_step_args *args,
                                  fsdpc_stream *stream); /* F64 masters */
 fsdpc_status fsdpc_cuda_init(const fsdpc_init_args *args, fsdpc_stream *stream);
 
-/* kernels/extremum.cu; of `ranks` contributions that lie in `gathered` (ranks, numel), max if
- * `most`, else min, as fsdpc_coll_combine has them; no slot of a table, for transports alone */
+/* kernels/extremum.cu: max (if `most`) or min of `ranks` contributions in `gathered` (ranks,
+ * numel), as in fsdpc_coll_combine; not in a table, only for transports */
 fsdpc_status fsdpc_cuda_extremum(bool most, fsdpc_dtype dtype, const void *gathered, int ranks,
                                  size_t numel, void *out, fsdpc_stream *stream);
 

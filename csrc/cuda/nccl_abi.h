@@ -1,10 +1,10 @@
-/* The part of NCCL in use, as its binary interface has it since 2.18: types, codes, functions.
+/* The part of NCCL that we use, in its binary interface since 2.18: types, codes, functions.
  *
- * Declared here so that the plugin is the same wherever it is built, with nccl.h at hand or not;
- * tests/gpu/test_nccl.py holds it against a real header.  Of the versioned config we know the first
- * fields alone.  NCCL reads `size` bytes, and takes its own defaults for fields that `version` did
- * not have.  So both are those of a version whose fields end there: 2.17's, or 2.27's to set a
- * policy, or 2.31's to set the launch order of posts.
+ * Declared here so that the plugin is the same wherever it is built, with or without nccl.h;
+ * tests/gpu/test_nccl.py checks it against a real header.  Of the versioned config we only know the
+ * first fields.  NCCL reads `size` bytes, and uses its own defaults for fields that `version` did
+ * not have.  Both are therefore those of a version whose fields end there: 2.17's, or 2.27's to set
+ * a policy, or 2.31's to set the launch order of posts.
  */
 #ifndef FSDPC_CUDA_NCCL_ABI_H
 #define FSDPC_CUDA_NCCL_ABI_H
@@ -48,10 +48,10 @@ typedef struct ncclWindow_vidmem *fsdpc_nccl_window;
 
 enum { FSDPC_NCCL_WIN_COLL_SYMMETRIC = 1 };
 
-/* The first that is told of the launch order by a field of its config. */
+/* The first version whose config has a field for the launch order. */
 enum { FSDPC_NCCL_LAUNCH_ORDER_FIELD = 23100 };
 
-/* ncclConfig_t of 2.31; INT_MIN and NULL: NCCL's choice. */
+/* ncclConfig_t of 2.31; INT_MIN and NULL: NCCL decides. */
 typedef struct fsdpc_nccl_config {
     size_t size;
     unsigned magic, version;
@@ -131,7 +131,7 @@ static inline fsdpc_nccl_config fsdpc_nccl_nonblocking(int version)
       (const void *send, void *recv, size_t numel, fsdpc_nccl_type type, int root,                 \
        fsdpc_nccl_comm comm, cudaStream_t stream))
 
-/* The same, of what a NCCL may be too old for: windows came with 2.27. */
+/* The same, for functions that an old NCCL may lack: windows came with 2.27. */
 #define FSDPC_NCCL_OPTIONAL(X)                                                                     \
     X(fsdpc_nccl_result, ncclCommRegister,                                                         \
       (fsdpc_nccl_comm comm, void *memory, size_t bytes, void **handle_out))                       \

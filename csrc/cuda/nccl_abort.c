@@ -1,16 +1,16 @@
-/* Communicators of NCCL that end at once, whatever they were doing.
+/* Ends NCCL communicators at once, whatever they are doing.
  *
  * ncclCommAbort tells work on the GPU to stop and then waits until it has, even for a nonblocking
- * communicator, and until no graph holds any of its operations.  One may wait on its stream for
- * another that waits for a dead peer, so ending them one after the other would never end the first.
- * Hence graphs are given up first.  Then one group of NCCL's aborts all communicators of a rank:
- * all are told before any is waited for.
+ * communicator, and until no graph holds any of its operations.  One communicator may wait on its
+ * stream for another that waits for a dead peer, so aborting them in turn could block at the first.
+ * Graphs are therefore given up first.  Then one NCCL group aborts all communicators of a rank: all
+ * are told before any is waited for.
  *
- * A GPU may hang in work that no abort reaches (gathers by copy engines are such, and switched off:
- * they wait on words that peers alone write, nccl_env.c).  So the group runs on a separate thread,
- * and the aborting thread waits for it for seconds at most.  If they pass, the streams are held for
- * ever: the device is lost (device_cuda.h), and the thread with it.  Its data is counted, and goes
- * with the last holder.
+ * A GPU may hang in work that no abort reaches.  Gathers by copy engines are an example: they wait
+ * for words that only peers write, and are therefore disabled (nccl_env.c).  The group thus runs on
+ * a separate thread, and the aborting thread waits for it for a few seconds at most.  If that time
+ * passes, the streams are held for ever, and the device (device_cuda.h) and the thread are lost.
+ * The thread's data is counted, and freed by the last holder.
  */
 #include <pthread.h>
 #include <stdatomic.h>
@@ -21,11 +21,11 @@
 #include "cuda/graph.h"
 #include "cuda/nccl_internal.h"
 
-enum { PATIENCE_S = 4, LOOK_NS = 100000 }; /* launchers give ranks 5 s when one has failed */
+enum { PATIENCE_S = 4, LOOK_NS = 100000 }; /* launchers give ranks 5 s after one has failed */
 
 typedef struct ending {
     _Atomic int holders;
-    _Atomic bool over; /* the thread stores it, behind all that NCCL did; who waits acquires */
+    _Atomic bool over; /* released by the thread after all of NCCL's work; acquired by the waiter */
     int ordinal;
     fsdpc_nccl nccl;
     size_t count;
@@ -38,7 +38,8 @@ static void let_go(ending *it)
         free(it);
 }
 
-/* NCCL goes back to the GPU that the thread had: without one, it would make a context on GPU 0. */
+/* NCCL returns to the GPU that the thread had selected: without one, it would create a context on
+ * GPU 0. */
 static void abort_all(const ending *it)
 {
     (void)cudaSetDevice(it->ordinal);
@@ -57,7 +58,7 @@ static void *run(void *arg)
     return NULL;
 }
 
-/* Whether all of it ended in time. */
+/* Whether all of them ended in time. */
 static bool run_in_time(ending *it)
 {
     const struct timespec pause = {0, LOOK_NS};
@@ -65,7 +66,7 @@ static bool run_in_time(ending *it)
     pthread_t thread;
     atomic_init(&it->holders, 2);
     if (pthread_create(&thread, NULL, run, it) != 0) {
-        abort_all(it); /* better for ever than not at all */
+        abort_all(it); /* better to block than not to abort */
         free(it);
         return true;
     }
@@ -79,7 +80,7 @@ static bool run_in_time(ending *it)
     return over;
 }
 
-/* Whether a failure of `self` ends this group too. */
+/* Whether a failure of `self` also ends this group. */
 static bool ends_with(const fsdpc_comm_nccl *self, const fsdpc_comm_nccl *group)
 {
     return group == self || !group->base.apart;
@@ -93,7 +94,7 @@ fsdpc_comm_nccl *fsdpc_nccl_ending(const fsdpc_comm_nccl *self, const fsdpc_comm
     return group;
 }
 
-/* Takes the channel from its group. */
+/* Removes the channel from its group. */
 static void take(fsdpc_comm_nccl *group, fsdpc_nccl_channel channel, ending *into)
 {
     if (group->channels[channel])
@@ -101,8 +102,8 @@ static void take(fsdpc_comm_nccl *group, fsdpc_nccl_channel channel, ending *int
     group->channels[channel] = NULL;
 }
 
-/* The channel of gathers went, and with it what NCCL was told; if it did not, NCCL may write to the
- * notes yet, and they stay. */
+/* The channel of gathers is gone, and with it NCCL's registrations; if it is not, NCCL may still
+ * write to the notes, and they stay. */
 static void forget(fsdpc_comm_nccl *group, bool over)
 {
     if (over)
@@ -111,7 +112,7 @@ static void forget(fsdpc_comm_nccl *group, bool over)
         group->registered = NULL;
 }
 
-/* Whether it ended; else the device is lost. */
+/* Whether it ended; otherwise the device is lost. */
 static bool end(fsdpc_comm_nccl *self, ending *it)
 {
     if (it->count == 0) {
@@ -131,7 +132,8 @@ static bool end(fsdpc_comm_nccl *self, ending *it)
     return false;
 }
 
-/* Room for the channels of so many groups.  Without it nothing can be ended: the GPU is lost. */
+/* Memory for the channels of `groups` groups.  Without it no channel can be ended: the GPU is
+ * lost. */
 static ending *ending_new(fsdpc_comm_nccl *self, size_t groups)
 {
     ending *made = calloc(1, sizeof *made + groups * FSDPC_NCCL_CHANNELS * sizeof *made->raws);

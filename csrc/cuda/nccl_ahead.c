@@ -1,11 +1,12 @@
-/* How far the host may be ahead of the GPU, and what it looks at when it is.
+/* How far the host may run ahead of the GPU, and what it checks meanwhile.
  *
- * A host that orders streams and never waits would not see that a peer has died, and would put more
- * and more behind work that never ends.  At about a thousand kernels the driver blocks it, where
- * nobody looks after peers, interrupts or the deadline.  So a post waits, with all of that checked,
- * while the group has AHEAD_MAX operations in flight.  The work that a program enqueues between so
- * many must fit into the driver.  If the oldest of them is old, a post checks once whether it can
- * still end: whether the peers live, and the deadline has not passed.
+ * A host that orders streams and never waits would not notice that a peer has died.  It would
+ * enqueue more and more work after an operation that never ends.  At about a thousand kernels the
+ * driver blocks the host, which then cannot check for dead peers, interrupts or the deadline.  A
+ * post therefore waits, with all those checks, while the group has AHEAD_MAX operations in flight.
+ * The driver's queue must hold the work that a program enqueues between that many operations.  If
+ * the oldest of them is old, a post checks once whether it can still end: whether the peers are
+ * alive, and the deadline has not passed.
  */
 #include "cuda/nccl_internal.h"
 
@@ -45,7 +46,7 @@ static fsdpc_status poll_room(void *arg)
     return r->group->in_flight == r->oldest ? FSDPC_IN_PROGRESS : FSDPC_OK;
 }
 
-/* The host is not too far ahead of the device. */
+/* Waits until the host is not too far ahead of the device. */
 static fsdpc_status wait_for_room(fsdpc_comm_nccl *self)
 {
     int ahead = 0;

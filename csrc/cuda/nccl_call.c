@@ -1,6 +1,6 @@
-/* An operation in NCCL's own calls: for each slice, or for values, all in one group.
+/* An operation in NCCL's own calls: one per slice, or for values, all in one group.
  *
- * Gathers write the full, reductions are in place.  A slice that is whole on one rank is broadcast
+ * Gathers write the full; reductions are in place.  A slice that is whole on one rank is broadcast
  * from there, or reduced to there.
  */
 #include "base/size.h"
@@ -8,7 +8,7 @@
 #include "cuda/error.h"
 #include "cuda/nccl_internal.h"
 
-enum { ALIGN = 64 }; /* of what one peer sends; as fsdpc_plan_unit counts it */
+enum { ALIGN = 64 }; /* bytes that each peer sends; as fsdpc_plan_unit counts it */
 
 static const fsdpc_nccl_type types[FSDPC_DTYPE_COUNT] = {
     [FSDPC_F32] = FSDPC_NCCL_FLOAT32,   [FSDPC_F64] = FSDPC_NCCL_FLOAT64,
@@ -66,7 +66,7 @@ unsigned char *fsdpc_nccl_staging_at(void *contributions, size_t stride, int ran
     return (unsigned char *)contributions + (size_t)place * stride;
 }
 
-/* Every rank sends each peer that one's part of the slice, and receives of each its own. */
+/* Every rank sends each peer that peer's part of the slice, and receives its own part from each. */
 static fsdpc_nccl_result exchange_slice(const fsdpc_nccl_call *c, const fsdpc_slice *slice,
                                         size_t stride)
 {
@@ -122,7 +122,7 @@ fsdpc_nccl_result fsdpc_nccl_call_op(const fsdpc_nccl_call *c)
     } else {
         first = call_values(c);
     }
-    fsdpc_nccl_result last = c->nccl->ncclGroupEnd(); /* whatever happened: the group is open */
+    fsdpc_nccl_result last = c->nccl->ncclGroupEnd(); /* even after an error: the group is open */
     return fsdpc_nccl_is_accepted(first) ? last : first;
 }
 

@@ -1,20 +1,20 @@
-/* NCCL's communicators, made without ever blocking in NCCL.
+/* NCCL's communicators, created without ever blocking in NCCL.
  *
- * Rank 0 draws an identity, the control carries its 128 bytes to the others, and every rank calls
- * NCCL's nonblocking init.  Before anybody waits for the init itself, ranks agree over the control
- * that the call returned well, because waits there know who is missing.  From then on its state is
- * polled like any operation, with the communicator's deadline, interrupt and peers.
+ * Rank 0 draws a unique id, the control carries its 128 bytes to the other ranks, and every rank
+ * calls NCCL's nonblocking init.  Before a rank waits for the init itself, the ranks agree over the
+ * control that the call succeeded, because waits there know which rank is missing.  From then on
+ * its state is polled like any operation, with the communicator's deadline, interrupt and peers.
  *
- * Groups that were split off begin like the world, with a new identity: there is one way to make a
- * communicator, and none depends on the parent's.
+ * Groups that were split off begin like the world, with a new unique id: communicators are always
+ * made the same way, and none depends on its parent's.
  *
- * Gathers and reductions run beside each other on one GPU, each over its own communicator.  NCCL
- * must then know that ranks post in one order.  Otherwise kernels of two communicators that do not
+ * Gathers and reductions run concurrently on one GPU, each over its own communicator.  NCCL must
+ * then know that ranks post in the same order.  Otherwise kernels of two communicators that do not
  * fit on the GPU together may start in different orders on two ranks and wait for each other for
- * ever.  It learns so when a communicator is made; before 2.31, which has no field for it, through
- * the environment (nccl_env.c).
+ * ever.  The config tells NCCL so when a communicator is created; before 2.31, which lacks that
+ * field, the environment does (nccl_env.c).
  *
- * Until NCCL says that a call is done no other may be made on that channel, save to abort it.
+ * Until NCCL reports that a call is done, only an abort is allowed on that channel.
  */
 #include <sched.h>
 #include <string.h>
@@ -46,7 +46,7 @@ static fsdpc_status poll_beginning(void *arg)
     return fsdpc_nccl_channel_state(b->self, b->channel, "begin");
 }
 
-/* The identity of a new communicator, rank 0's on every rank. */
+/* The unique id of a new communicator: rank 0's, on every rank. */
 static fsdpc_status identity(fsdpc_comm_nccl *self, const char *name, fsdpc_nccl_id *id)
 {
     const fsdpc_nccl *nccl = &self->world->nccl;
@@ -71,7 +71,7 @@ static fsdpc_status begin(fsdpc_comm_nccl *self, fsdpc_nccl_channel channel)
     if (channel == FSDPC_NCCL_GATHERS)
         FSDPC_TRY(fsdpc_control_settle(&self->base, fsdpc_nccl_learn(self)));
     FSDPC_TRY(fsdpc_control_settle(&self->base, identity(self, name, &id)));
-    FSDPC_TRY(fsdpc_device_cuda_select(self->base.device)); /* NCCL takes this thread's GPU */
+    FSDPC_TRY(fsdpc_device_cuda_select(self->base.device)); /* NCCL uses this thread's GPU */
     fsdpc_nccl_config config = fsdpc_nccl_nonblocking(nccl->version);
     fsdpc_nccl_result result = nccl->ncclCommInitRankConfig(
         &self->channels[channel], self->base.size, id, self->base.rank, &config);
@@ -101,7 +101,7 @@ fsdpc_status fsdpc_nccl_channel_open(fsdpc_comm_nccl *self, fsdpc_nccl_channel c
     return status;
 }
 
-/* Finalizing ends when the peers finalize too. */
+/* Finalizing ends once the peers finalize too. */
 void fsdpc_nccl_channels_close(fsdpc_comm_nccl *self)
 {
     const int64_t patience_ns = 5000000000;

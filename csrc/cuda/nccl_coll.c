@@ -1,33 +1,34 @@
-/* Collectives over NCCL: from the launch to the event behind the last kernel.
+/* Collectives over NCCL: from the launch to the event after the last kernel.
  *
- * A posted operation is in flight (fsdpc_nccl_op).  Its agreement goes to the control at once: the
- * same operation, moving nothing, so that peers compare it as they would any other.  It is done
- * only when both the GPU and the agreement are.  Values in host memory go over the control.
+ * A posted operation is in flight (fsdpc_nccl_op).  Its agreement is posted to the control at once:
+ * the same operation without data, so that peers compare it like any other.  It is only done when
+ * both the GPU and the agreement are.  Values in host memory go over the control.
  *
- * Launching.  NCCL launches on one of its threads and may still be connecting when the call
- * returns; until it reports success nothing may follow on that channel.  A post waits for that.
- * Once ranks have connected it takes some microseconds.  Inside a capture nobody else may touch the
- * graph while NCCL adds to it.  A rank launches its operations one after the other in order of
- * posting, over both channels and all groups, so that all ranks hand NCCL their operations in one
- * order.  Otherwise two ranks of a mesh whose row and column took turns in another order would wait
- * for each other on the GPU.  Launched is not run: channels overlap there.
+ * Launching.  NCCL launches on one of its own threads and may still be connecting when the call
+ * returns; until it reports success, the channel must not be used.  A post waits for that; once
+ * ranks have connected it takes some microseconds.  Inside a capture, no other thread may touch the
+ * graph while NCCL adds to it.  A rank launches its operations one by one in posting order, over
+ * both channels and all groups.  All ranks thus give NCCL their operations in the same order.
+ * Otherwise two ranks of a mesh that ordered row and column differently would wait for each other
+ * on the GPU.  Launched operations of different channels still overlap on the GPU.
  *
- * Ordered.  Once an operation is on its stream, the event behind it can make another stream wait,
- * and the caller's work is idle.  The operation stays in flight until the host sees that it is
- * done, which every wait checks. nccl_ahead.c decides how far the host may be ahead of the device.
+ * Ordered.  Once an operation is on its stream, another stream can wait for the event after it, and
+ * the caller's work is idle.  The operation stays in flight until the host sees that it is done,
+ * which every wait checks. nccl_ahead.c decides how far the host may be ahead of the device.
  *
- * Captured.  While the device captures, operations are put on their streams too, and become part of
- * a graph.  The host may not test events then, so a captured operation ends when it is ordered.  It
- * posts no agreement, so that one rank can give a capture up.  A graph is launched as one
- * operation, in its turn, and is in flight as any other.
+ * Captured.  While the device captures, operations are also put on their streams, and become part
+ * of a graph.  The host may not test events then, so a captured operation ends when it is ordered.
+ * It posts no agreement, so that one rank can abandon a capture.  A graph is launched in its turn
+ * as one operation, and is in flight like any other.
  *
  * Sums are ncclSum, in NCCL's order and the operation's dtype, in place in the buffer.  The
- * engine's part runs behind it on the same stream.  The kernel that sums ranks elsewhere, here with
- * one rank, scales the own slices in fp32, rounds them through the reduce dtype, and writes or adds
- * them to the shard.  So the sum is not the pairwise tree of comm_shm.  Sums that must be a tree,
- * and float values, are joined by kernels of our own (nccl_join.c).
+ * engine's part follows on the same stream.  It uses the kernel that elsewhere sums ranks, here
+ * with one rank.  The kernel scales the own slices in fp32, rounds them through the reduce dtype,
+ * and writes or adds them to the shard.  The sum is thus not the pairwise tree of comm_shm.  If
+ * sums must be a tree, and for float values, our own kernels do the summing (nccl_join.c).
  *
- * Ranks that wait carry on the operations of all their groups, as peers may wait for those.
+ * While a rank waits, it advances the operations of all its groups, because peers may wait for
+ * those.
  */
 #include <sched.h>
 #include <stdio.h>
@@ -77,7 +78,7 @@ void fsdpc_nccl_op_give(fsdpc_comm_nccl *self, fsdpc_nccl_op *op)
 {
     fsdpc_nccl_join_close(self, op);
     op->work = NULL;
-    op->agreement.comm = NULL; /* the control has forgotten it */
+    op->agreement.comm = NULL; /* the control has dropped it */
     op->next = self->spare;
     self->spare = op;
 }
@@ -115,7 +116,7 @@ static void advance_behind(const fsdpc_comm_nccl *group, uint64_t turn)
         op->turn -= op->turn > turn;
 }
 
-/* Its turn never comes: those behind it move up. */
+/* Its turn never comes: later ones move up. */
 static void turn_forget(fsdpc_comm_nccl *self, const fsdpc_nccl_op *op)
 {
     turns_of(self)->posted--;
@@ -155,7 +156,7 @@ void fsdpc_nccl_ops_free(fsdpc_comm_nccl *self)
     }
 }
 
-/* Hands the operation to NCCL. */
+/* Passes the operation to NCCL. */
 static fsdpc_status launch(fsdpc_comm_nccl *self, fsdpc_nccl_op *op)
 {
     const fsdpc_coll *coll = &op->coll;
@@ -192,7 +193,7 @@ static fsdpc_status launch(fsdpc_comm_nccl *self, fsdpc_nccl_op *op)
     return fsdpc_nccl_is_accepted(result) ? FSDPC_OK : fsdpc_nccl_check(c.nccl, result, "take it");
 }
 
-/* NCCL's part is on the stream; ours goes behind it. */
+/* NCCL's part is on the stream; ours follows it. */
 static fsdpc_status follow(fsdpc_comm_nccl *self, fsdpc_nccl_op *op)
 {
     const fsdpc_coll *coll = &op->coll;
@@ -220,7 +221,7 @@ static fsdpc_status test_done(fsdpc_nccl_op *op)
     return FSDPC_OK;
 }
 
-/* On its stream, where nothing may be asked. */
+/* On its stream, where events must not be queried. */
 static fsdpc_status captured(const fsdpc_comm_nccl *self, fsdpc_nccl_op *op)
 {
     if (!op->captured || (op->work && fsdpc_nccl_is_capturing(self)))
@@ -242,7 +243,7 @@ static fsdpc_status running(const fsdpc_comm_nccl *self, const fsdpc_nccl_op *op
     return status;
 }
 
-/* As far as it goes.  `busy`: of each channel, whether an operation before this one runs there. */
+/* Advances it as far as possible.  `busy`: per channel, whether an earlier operation runs there. */
 static fsdpc_status gpu_step(fsdpc_comm_nccl *self, fsdpc_nccl_op *op, bool *busy)
 {
     fsdpc_nccl_turns *turns = turns_of(self);
@@ -259,7 +260,7 @@ static fsdpc_status gpu_step(fsdpc_comm_nccl *self, fsdpc_nccl_op *op, bool *bus
     if (op->stage == FSDPC_NCCL_RUNNING && (op->captured || fsdpc_nccl_is_capturing(self)))
         return captured(self, op);
     if (op->stage == FSDPC_NCCL_RUNNING && !busy[op->channel]) {
-        /* The channel may be busy with a later operation, which is no news of this one. */
+        /* The channel may be busy with a later operation, which says nothing about this one. */
         fsdpc_status status = running(self, op);
         if (status >= 0)
             status = test_done(op);
@@ -269,11 +270,11 @@ static fsdpc_status gpu_step(fsdpc_comm_nccl *self, fsdpc_nccl_op *op, bool *bus
     return op->stage == FSDPC_NCCL_DONE ? FSDPC_OK : FSDPC_IN_PROGRESS;
 }
 
-/* NCCL knows that a peer is gone, the control which one and why; it may learn it a little later.
+/* NCCL knows that a peer is gone; the control knows which and why, perhaps a little later.
  * FSDPC_OK if it does not. */
 static fsdpc_status name_death(fsdpc_comm_nccl *self)
 {
-    enum { LOOKS = 80, LOOK_NS = 10000000 }; /* beyond a tick of the watch between hosts */
+    enum { LOOKS = 80, LOOK_NS = 10000000 }; /* longer than a tick of the watch between hosts */
     fsdpc_comm *control = self->base.control;
     fsdpc_status status = FSDPC_OK;
     for (int look = 0; control->ops->idle && look < LOOKS && status == FSDPC_OK; look++)
@@ -302,7 +303,7 @@ static fsdpc_status op_failed(fsdpc_comm_nccl *self, fsdpc_nccl_op *op, fsdpc_st
     }
     fsdpc_fail(status, "%s", text);
     fsdpc_work *work = op->work;
-    fsdpc_comm_poison(&self->base, status); /* which drops the operation */
+    fsdpc_comm_poison(&self->base, status); /* this drops the operation */
     if (work)
         work->status = status;
     return status;
@@ -359,7 +360,7 @@ void fsdpc_nccl_ops_finish(fsdpc_comm_nccl *self)
     int64_t until = fsdpc_clock_ns() + patience_ns;
     for (const fsdpc_nccl_op *op = self->in_flight; op; op = op->next)
         if (op->work)
-            return; /* its owner gave up: nobody knows whether it ever lands */
+            return; /* its owner gave up: it may never complete */
     while (self->in_flight && carry_on_group(self) == FSDPC_OK && fsdpc_clock_ns() < until)
         sched_yield();
 }

@@ -1,18 +1,18 @@
-/* The one place that sets variables of the process's environment for NCCL.
+/* The one place that sets environment variables of the process for NCCL.
  *
  * NCCL reads a variable when it first needs it and never again, so all are set when the library is
- * opened, before the first identity is drawn.  Variables that are set already stay: their author
- * knows what they do.
+ * opened, before the first unique id is drawn.  Variables that are already set stay: the user chose
+ * them.
  *
- * A copy that the process had before us (torch's) may have been used already.  The variables of its
- * sockets are then left alone: it may talk to other hosts.  Before 2.31 communicators do not have
- * the launch order as a field.  A variable that is set now may then be set too late, so there is a
+ * A copy that was already in the process (torch's) may have been used.  The variables of its
+ * sockets are then left unchanged, because it may communicate with other hosts.  Before 2.31 the
+ * launch order is not a field of the config.  A variable that is set now may be too late, hence a
  * warning.
  *
- * Sockets of ranks of one host need no more than its loopback interface.  NCCL takes no IPv6
- * address of that, and fails where the interface that it was told of has no other.  Which one joins
- * several hosts is NCCL's to find, or the user's to say.  NCCL may have been opened before it was
- * known that there are several (to be described); loopback, which cannot join them, is taken back.
+ * If all ranks are on one host, their sockets only need its loopback interface.  NCCL does not use
+ * its IPv6 address, and fails if the selected interface has no other.  For several hosts, NCCL
+ * selects the interface, unless the user does.  NCCL may have been opened before it is known that
+ * there are several hosts (to be described); loopback, which cannot connect them, is then unset.
  */
 #include <ifaddrs.h>
 #include <net/if.h>
@@ -31,7 +31,7 @@ static const char interface[] = "NCCL_SOCKET_IFNAME", loopback[] = "=lo";
 
 static const variable always[] = {
     {launch_order, "1"},          /* nccl_channel.c */
-    {"NCCL_GRAPH_REGISTER", "0"}, /* ranks would meet in a capture: step_graph.c */
+    {"NCCL_GRAPH_REGISTER", "0"}, /* ranks would synchronise in a capture: step_graph.c */
     {"NCCL_SYM_CE_THRESHOLD", "9223372036854775807"}, /* bytes: never by copy engines */
 };
 
@@ -47,7 +47,7 @@ static fsdpc_status set(const char *name, const char *value)
     return FSDPC_OK;
 }
 
-/* Whether NCCL can use the loopback interface alone. */
+/* Whether NCCL can use only the loopback interface. */
 static bool has_loopback(void)
 {
     struct ifaddrs *all = NULL;

@@ -1,18 +1,19 @@
-/* What the files of the NCCL communicator share, in the order of a chain: a file calls what stands
- * before it alone.
+/* Declarations shared by the files of the NCCL communicator, in call order: a file only calls files
+ * listed before it.
  *
- *     nccl_call.c       an operation in NCCL's calls, and where its memory lies
- *     nccl_registry.c   which memory NCCL knows
+ *     nccl_call.c       an operation in NCCL's calls, and its memory
+ *     nccl_registry.c   memory that is registered with NCCL
  *     nccl_abort.c      ending NCCL's communicators at once
  *     nccl_channel.c    making NCCL's communicators together, watching and closing them
  *     nccl_join.c       sums and extrema that are not NCCL's
  *     nccl_coll.c       operations in flight: launching, following, ending them
- *     nccl_ahead.c      how far the host may be ahead of them
+ *     nccl_ahead.c      how far the host may run ahead of them
  *     nccl_post.c       post, test and order of the table
- *     nccl_register.c   making memory known to NCCL before it gathers into it
- *     comm_nccl.c       life, split, wires and buffers, waiting, failure
+ *     nccl_register.c   registering memory with NCCL before gathers write to it
+ *     comm_nccl.c       lifetime, split, wires and buffers, waiting, failure
  *
- * The one way back is through the communicator's table: a failure aborts all groups (comm_nccl.c).
+ * The only call back goes through the communicator's table: a failure aborts all groups
+ * (comm_nccl.c).
  */
 #ifndef FSDPC_CUDA_NCCL_INTERNAL_H
 #define FSDPC_CUDA_NCCL_INTERNAL_H
@@ -22,10 +23,9 @@
 #include "cuda/control.h"
 #include "cuda/nccl_load.h"
 
-/* Which of a group's NCCL communicators: one serves one operation at a time, so gathers and
- * reductions have one each.  (What NCCL itself calls channels are parts of one.)
- * NULL until something first needs it: groups that exchange host values alone take nothing of the
- * GPU. */
+/* The channels of a group: its NCCL communicators.  One serves one operation at a time, so gathers
+ * and reductions have one each.  (NCCL's own "channels" are parts of one communicator.)  NULL until
+ * first needed: groups that only exchange host values use no GPU resources. */
 typedef enum fsdpc_nccl_channel {
     FSDPC_NCCL_GATHERS,
     FSDPC_NCCL_REDUCES,
@@ -33,54 +33,54 @@ typedef enum fsdpc_nccl_channel {
 } fsdpc_nccl_channel;
 
 typedef enum fsdpc_nccl_stage {
-    FSDPC_NCCL_DONE,      /* nothing (more) for the GPU to do */
-    FSDPC_NCCL_QUEUED,    /* until its turn */
-    FSDPC_NCCL_LAUNCHING, /* NCCL has it and has not put it on the stream yet */
-    FSDPC_NCCL_RUNNING,   /* on the stream, with the event behind it */
+    FSDPC_NCCL_DONE,      /* the GPU has no (more) work for it */
+    FSDPC_NCCL_QUEUED,    /* waiting for its turn */
+    FSDPC_NCCL_LAUNCHING, /* NCCL has not put it on the stream yet */
+    FSDPC_NCCL_RUNNING,   /* on the stream, with an event after it */
 } fsdpc_nccl_stage;
 
-/* A posted operation; kept and used again. */
+/* A posted operation; its storage is reused. */
 typedef struct fsdpc_nccl_op {
     struct fsdpc_nccl_op *next;
     fsdpc_coll coll;
     fsdpc_work *work;     /* the caller's, whose impl points here; NULL: it was ordered */
-    fsdpc_work agreement; /* on the control: that all posted the same, or, for host memory, all */
+    fsdpc_work agreement; /* on the control: all posted the same, or, for host memory, all */
     fsdpc_nccl_stage stage;
     fsdpc_nccl_channel channel;
-    uint64_t turn;     /* on_gpu: its place among all that the thread posted */
-    int64_t posted_ns; /* when */
+    uint64_t turn;     /* on_gpu: its position among all posts of the thread */
+    int64_t posted_ns; /* time of the post */
     bool on_gpu;
-    bool captured; /* it runs whenever a graph does; peers compare what was captured later */
+    bool captured; /* it runs whenever a graph does; peers compare the capture later */
     cudaEvent_t done;
-    void *contributions; /* of the others or of all, if it is joined here; else NULL */
+    void *contributions; /* of the others or of all, if our kernels join them; otherwise NULL */
 } fsdpc_nccl_op;
 
-/* Memory of the group in which peers' parts of sums are received (nccl_join.c). */
+/* Memory of the group that receives peers' parts of sums (nccl_join.c). */
 typedef struct fsdpc_nccl_staging {
     void *at;
     size_t bytes;
-    cudaStream_t last; /* that wrote and read there, until `read`; NULL: none did yet */
+    cudaStream_t last; /* the last to access it, until `read`; NULL: not used yet */
     cudaEvent_t read;
 } fsdpc_nccl_staging;
 
-/* The order in which one thread hands operations to NCCL: that of its posts, over all groups. */
+/* The order in which one thread passes operations to NCCL: its posting order, over all groups. */
 typedef struct fsdpc_nccl_turns {
     uint64_t posted, launched;
 } fsdpc_nccl_turns;
 
-/* Shared by a communicator and all that were split from it. */
+/* Shared by a communicator and all communicators split from it. */
 typedef struct fsdpc_nccl_world {
     _Atomic int refs;
-    int pid; /* that it was made in */
+    int pid; /* process that created it */
     fsdpc_nccl nccl;
     struct fsdpc_comm_nccl *groups;
-    fsdpc_nccl_turns turns; /* of groups that are not apart */
+    fsdpc_nccl_turns turns; /* for groups that are not set apart */
 } fsdpc_nccl_world;
 
-/* How NCCL is told of memory that gathers write. */
+/* How memory that gathers write is registered with NCCL. */
 typedef enum fsdpc_nccl_registers {
     FSDPC_NCCL_NOTHING,
-    FSDPC_NCCL_BUFFERS, /* by each rank for itself */
+    FSDPC_NCCL_BUFFERS, /* by each rank separately */
     FSDPC_NCCL_WINDOWS, /* by all ranks together */
 } fsdpc_nccl_registers;
 
@@ -91,20 +91,20 @@ typedef struct fsdpc_comm_nccl {
     fsdpc_nccl_world *world;
     struct fsdpc_comm_nccl *next_group;
     fsdpc_nccl_comm channels[FSDPC_NCCL_CHANNELS];
-    bool beginning;           /* a channel is being made */
+    bool beginning;           /* a channel is being created */
     bool watching;            /* the host waits for the device */
-    fsdpc_nccl_turns turns;   /* set apart: its own */
-    fsdpc_nccl_op *in_flight; /* in order of posting */
+    fsdpc_nccl_turns turns;   /* its own, if set apart */
+    fsdpc_nccl_op *in_flight; /* in posting order */
     fsdpc_nccl_op *spare;
-    int buffers;                    /* that were made and not destroyed */
-    fsdpc_nccl_staging staging;     /* while there are any */
-    fsdpc_nccl_registers registers; /* learnt when the channel of gathers is made */
+    int buffers;                    /* created and not yet destroyed */
+    fsdpc_nccl_staging staging;     /* while buffers exist */
+    fsdpc_nccl_registers registers; /* determined when the channel of gathers is created */
     fsdpc_nccl_registered *registered;
-    int64_t missed_ns;      /* when a peer was first seen to be gone; 0: none was */
-    bool fails_to_register; /* it did, on all ranks: none is tried any more */
+    int64_t missed_ns;      /* when a gone peer was first seen; 0: never */
+    bool fails_to_register; /* it failed, on all ranks: no more attempts */
 } fsdpc_comm_nccl;
 
-/* In a forked child nothing of CUDA or NCCL may be called. */
+/* In a forked child, neither CUDA nor NCCL may be called. */
 static inline bool fsdpc_nccl_is_forked(const fsdpc_comm_nccl *self)
 {
     return self->world->pid != getpid();
@@ -125,7 +125,7 @@ typedef struct fsdpc_nccl_call {
     const fsdpc_coll *op;
     void *contributions; /* of fsdpc_nccl_op */
     int rank, size;
-    bool in_place; /* GATHER: own slices stand in the full */
+    bool in_place; /* GATHER: own slices are in the full */
 } fsdpc_nccl_call;
 
 static inline bool fsdpc_nccl_is_accepted(fsdpc_nccl_result result)
@@ -135,10 +135,11 @@ static inline bool fsdpc_nccl_is_accepted(fsdpc_nccl_result result)
 
 fsdpc_nccl_result fsdpc_nccl_call_op(const fsdpc_nccl_call *c);
 
-/* A gather in place: copies the own slices to their places in the full. */
+/* For an in-place gather: copies the own slices to their places in the full. */
 fsdpc_status fsdpc_nccl_place_own(const fsdpc_nccl_call *c);
-/* Contributions to a reduction: the elements that one peer sends, which is the distance between two
- * peers', and where those of `peer` to `rank` begin.  A slice's are at its place in the shard. */
+/* Contributions to a reduction: the number of elements that one peer sends, which is also the
+ * distance between two peers', and the start of those from `peer` to `rank`.  A slice has the same
+ * offset as in the shard. */
 size_t fsdpc_nccl_staging_stride(const fsdpc_coll *op);
 unsigned char *fsdpc_nccl_staging_at(void *contributions, size_t stride, int rank, int peer);
 
@@ -148,85 +149,84 @@ struct fsdpc_nccl_registered {
     fsdpc_nccl_registered *next;
     unsigned char *memory;
     size_t bytes;
-    fsdpc_nccl_window window; /* else: */
+    fsdpc_nccl_window window; /* otherwise: */
     void *handle;
 };
 
-/* Collective, when the channel of gathers is made: sets `registers`. */
+/* Collective, when the channel of gathers is created: sets `registers`. */
 fsdpc_status fsdpc_nccl_learn(fsdpc_comm_nccl *self);
-/* The entry that `memory` lies in; NULL: NCCL knows nothing of it. */
+/* The entry that contains `memory`; NULL: it is not registered. */
 fsdpc_nccl_registered *fsdpc_nccl_registered_find(const fsdpc_comm_nccl *self, const void *memory);
-/* Takes the entry out and frees it.  `tell`: NCCL too. */
+/* Removes and frees the entry.  `tell`: also deregisters it with NCCL. */
 void fsdpc_nccl_registered_drop(fsdpc_comm_nccl *self, fsdpc_nccl_registered *known, bool tell);
-/* The channel of gathers is gone, and with it what NCCL was told. */
+/* The channel of gathers is gone, and with it all registrations. */
 void fsdpc_nccl_forget(fsdpc_comm_nccl *self);
 
 /* ---- nccl_abort.c ---- */
 
 /* Ends everything that runs on the channel, on both, or on those of all groups that end with this
- * one, at once and unfinished.  It takes seconds at most, or the device is lost. */
+ * one, at once and unfinished.  Takes a few seconds at most, or the device is lost. */
 void fsdpc_nccl_channel_abort(fsdpc_comm_nccl *self, fsdpc_nccl_channel channel);
 void fsdpc_nccl_channels_abort(fsdpc_comm_nccl *self);
 void fsdpc_nccl_groups_abort(fsdpc_comm_nccl *self);
-/* The groups that a failure of `self` ends, `self` among them: the one behind `last`, or the first;
- * NULL: there are no more. */
+/* Iterates over the groups that a failure of `self` ends, including `self`: the one after `last`,
+ * or the first; NULL at the end. */
 fsdpc_comm_nccl *fsdpc_nccl_ending(const fsdpc_comm_nccl *self, const fsdpc_comm_nccl *last);
 
 /* ---- nccl_channel.c ---- */
 
-/* Collective: makes the channel if it is not there. */
+/* Collective: creates the channel if it does not exist. */
 fsdpc_status fsdpc_nccl_channel_open(fsdpc_comm_nccl *self, fsdpc_nccl_channel channel);
-/* FSDPC_IN_PROGRESS while NCCL works on the last call; an error, if anything went wrong since the
- * channel was made. */
+/* FSDPC_IN_PROGRESS while NCCL works on the last call; an error if the channel has failed since it
+ * was created. */
 fsdpc_status fsdpc_nccl_channel_state(const fsdpc_comm_nccl *self, fsdpc_nccl_channel channel,
                                       const char *what);
-/* In order, if peers let us within seconds. */
+/* Closes them in order, if the peers allow it within seconds. */
 void fsdpc_nccl_channels_close(fsdpc_comm_nccl *self);
 
 /* ---- nccl_join.c ---- */
 
-/* Whether NCCL only brings contributions together, and kernels of ours join them. */
+/* Whether NCCL only collects contributions, and our kernels join them. */
 bool fsdpc_nccl_is_joined(const fsdpc_coll *coll);
-/* Whether the staging memory is too small for it.  Before it grows, in join_open, nothing may use
- * it and all that was posted must be launched. */
+/* Whether the staging memory is too small for it.  Before join_open enlarges the memory, nothing
+ * may use it and all posts must have been launched. */
 bool fsdpc_nccl_staging_is_short(const fsdpc_comm_nccl *self, const fsdpc_coll *coll);
-/* At the post: memory for the contributions; and when they were read. */
+/* At the post: allocates memory for the contributions; frees it once they were read. */
 fsdpc_status fsdpc_nccl_join_open(fsdpc_comm_nccl *self, fsdpc_nccl_op *op);
 void fsdpc_nccl_join_close(fsdpc_comm_nccl *self, fsdpc_nccl_op *op);
-/* Before NCCL's part goes on `stream`. */
+/* Before NCCL's part is put on `stream`. */
 fsdpc_status fsdpc_nccl_join_begin(const fsdpc_comm_nccl *self, const fsdpc_nccl_op *op,
                                    cudaStream_t stream);
-/* Joins them, behind NCCL's part. */
+/* Joins them after NCCL's part. */
 fsdpc_status fsdpc_nccl_join(fsdpc_comm_nccl *self, const fsdpc_nccl_op *op, fsdpc_stream *stream);
 void fsdpc_nccl_staging_free(fsdpc_comm_nccl *self);
 
 /* ---- nccl_coll.c ---- */
 
-/* Storage of an operation; given back when it is not in the list `in_flight`. */
+/* Storage of an operation; freed when it is not in the list `in_flight`. */
 fsdpc_status fsdpc_nccl_op_take(fsdpc_comm_nccl *self, fsdpc_nccl_op **out);
 void fsdpc_nccl_op_give(fsdpc_comm_nccl *self, fsdpc_nccl_op *op);
-/* Puts it behind all others, in its turn. */
+/* Appends it, in its turn. */
 void fsdpc_nccl_op_add(fsdpc_comm_nccl *self, fsdpc_nccl_op *op);
 bool fsdpc_nccl_is_launched(const fsdpc_nccl_op *op);
 bool fsdpc_nccl_is_capturing(const fsdpc_comm_nccl *self);
-/* The caller's work is idle, whatever its operation goes on to do. */
+/* The caller's work is idle, whatever its operation does next. */
 void fsdpc_nccl_work_end(fsdpc_work *work, fsdpc_status status);
-/* Carries on what is in flight in any group of this rank, as every wait of this communicator does.
- */
+/* Advances what is in flight in any group of this rank, as every wait of this communicator does. */
 fsdpc_status fsdpc_nccl_carry_on(fsdpc_comm_nccl *self);
-/* Waits until NCCL has put all posts on its streams.  Call it before a wait in the control, which
- * advances nothing here, because peers may wait for an operation that we have not launched. */
+/* Waits until NCCL has put all posts on their streams.  To be called before a wait in the control,
+ * which advances nothing here: peers may wait for an operation that we have not launched. */
 fsdpc_status fsdpc_nccl_launched(fsdpc_comm_nccl *self);
-/* Waits, for seconds at most, until what was ordered is done. */
+/* Waits, for a few seconds at most, until ordered operations are done. */
 void fsdpc_nccl_ops_finish(fsdpc_comm_nccl *self);
-/* Operations in flight end with `status` and are not touched again. */
+/* Operations in flight end with `status` and are not accessed again. */
 void fsdpc_nccl_ops_drop(fsdpc_comm_nccl *self, fsdpc_status status);
 void fsdpc_nccl_ops_free(fsdpc_comm_nccl *self);
 
 /* ---- nccl_ahead.c ---- */
 
-/* Before a post: waits until the host is not too far ahead of the GPU, and looks whether what is
- * long in flight can still end. */
+/* Before a post: waits until the host is not too far ahead of the GPU, and checks whether
+ * operations long in flight can still end. */
 fsdpc_status fsdpc_nccl_stay_near(fsdpc_comm_nccl *self);
 
 /* ---- nccl_post.c ---- */

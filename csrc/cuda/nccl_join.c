@@ -1,18 +1,18 @@
-/* What our own kernels make of contributions that NCCL only brings together.
+/* Our own kernels for contributions that NCCL only collects.
  *
- * NCCL chooses its order of sums, and its extrema lose NaN.  Where the order is promised, this rank
- * receives the contributions and joins them behind NCCL's part on the same stream.  The kernels and
- * the bits are those of ranks that share memory (comm/coll_math.h).
+ * NCCL chooses its own order of sums, and its extrema lose NaN.  If the order is promised, this
+ * rank receives the contributions and joins them after NCCL's part on the same stream.  The kernels
+ * and the bits are those of ranks that share memory (comm/coll_math.h).
  *
- * Values that are floats, a few as a rule, are gathered from all ranks into memory that lasts as
- * long as they are in flight.  Integers have no order, and are left to NCCL.
+ * Float values, usually a few, are gathered from all ranks into memory that lasts while they are in
+ * flight.  The order does not matter for integers, which are left to NCCL.
  *
- * Sums in tree order (deterministic mode) are an exchange.  Every rank sends each peer that one's
- * slices, straight from its buffer, and receives its own from all others, as a shard lies, in
- * staging memory.  A group has one staging memory, as large as its largest reduction needs, while
- * it has buffers.  Reductions use it one after the other; an event orders those on different
- * streams.  Of replicas everybody receives everything.  That moves and holds more than NCCL's own
- * sum would: ranks - 1 times the buffer.
+ * Sums in tree order (deterministic mode) are an exchange.  Every rank sends each peer that peer's
+ * slices, directly from its buffer.  It receives its own slices from all others into staging
+ * memory, in the layout of a shard.  A group has one staging memory, as large as its largest
+ * reduction needs, while it has buffers.  Reductions use it one after the other; an event orders
+ * those on different streams.  For replicas, every rank receives everything.  That moves and holds
+ * more than NCCL's own sum would: ranks - 1 times the buffer.
  *
  * Memory is the pool's, which hands it out in the order of the main stream (pool.h).  Values
  * on another stream are put behind what the main stream holds when they are posted; staging memory
@@ -80,7 +80,8 @@ void fsdpc_nccl_staging_free(fsdpc_comm_nccl *self)
     *staging = (fsdpc_nccl_staging){0};
 }
 
-/* In first steps alone, on all ranks at the same reduction; all have the memory or none. */
+/* Only in first steps, on all ranks at the same reduction; all ranks get the memory or none
+ * does. */
 static fsdpc_status staging_grow(fsdpc_comm_nccl *self, size_t bytes)
 {
     fsdpc_nccl_staging *staging = &self->staging;
@@ -95,7 +96,7 @@ static fsdpc_status staging_grow(fsdpc_comm_nccl *self, size_t bytes)
     return FSDPC_OK;
 }
 
-/* None for one rank: there is only one order. */
+/* None for one rank, which has only one order. */
 static size_t sums_bytes(const fsdpc_comm_nccl *self, const fsdpc_coll *op)
 {
     return (size_t)(self->base.size - 1) * fsdpc_nccl_staging_stride(op);
@@ -136,7 +137,7 @@ static fsdpc_status sums_join(fsdpc_comm_nccl *self, const fsdpc_nccl_op *op, fs
     return FSDPC_OK;
 }
 
-/* ---- Either ---- */
+/* ---- Values and sums ---- */
 
 bool fsdpc_nccl_staging_is_short(const fsdpc_comm_nccl *self, const fsdpc_coll *op)
 {

@@ -1,7 +1,7 @@
-/* Which NCCL: see the header for the order and its reason.
+/* Selects the NCCL library: see the header for the order and its reason.
  *
- * Every opening goes through the loader again, which counts and hands out the same library, so that
- * there is no state to keep here.
+ * Every opening goes through the loader again, which counts references and returns the same
+ * library, so no state is kept here.
  */
 #include "cuda/nccl_load.h"
 
@@ -19,7 +19,7 @@ static fsdpc_status open_library(const char *path, void **out, bool *was_here_ou
     *was_here_out = library != NULL;
     if (!library && path) {
         library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-        if (!library) /* whoever names one does not want another */
+        if (!library) /* a user who names one does not want another */
             return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
                               "cannot load NCCL: %s (FSDPC_NCCL_LIB names it); name another, or "
                               "unset it",

@@ -1,7 +1,7 @@
-/* Post, test and order: the caller's side of an operation, which nccl_coll.c carries on.
+/* Post, test and order: the caller's side of an operation; nccl_coll.c does the rest.
  *
- * A post waits until the operation has been launched, and before it until the host is not too far
- * ahead of the GPU.  Its agreement goes to the control; test and order carry everything on.
+ * A post first waits until the host is not too far ahead of the GPU, and then until the operation
+ * has been launched.  Its agreement goes to the control; test and order advance everything.
  */
 #include "cuda/error.h"
 #include "cuda/queue.h"
@@ -9,7 +9,7 @@
 #include "cuda/wait.h"
 #include "cuda/nccl_internal.h"
 
-/* ---- Whose memory ---- */
+/* ---- Whose memory it is ---- */
 
 static fsdpc_status refused(const fsdpc_coll *op, const char *why)
 {
@@ -17,7 +17,7 @@ static fsdpc_status refused(const fsdpc_coll *op, const char *why)
                       op->what ? op->what : "", why);
 }
 
-/* Whether the GPU has a part in it. */
+/* Whether the GPU takes part in it. */
 static fsdpc_status is_for_gpu(const fsdpc_coll *op, bool *out)
 {
     if (op->agree_only || op->kind == FSDPC_COLL_BARRIER) {
@@ -84,7 +84,7 @@ static bool is_in_flight(const fsdpc_work *work)
     return atomic_load_explicit(&work->state, memory_order_relaxed);
 }
 
-/* A failure is reported by test, which finds it in the work. */
+/* A failure is found in the work, and test reports it. */
 static fsdpc_status poll_launch(void *arg)
 {
     const fsdpc_work *work = arg;
@@ -95,7 +95,7 @@ static fsdpc_status poll_launch(void *arg)
     return fsdpc_nccl_is_launched(work->impl) ? FSDPC_OK : FSDPC_IN_PROGRESS;
 }
 
-/* Of a post.  An interrupted one goes on by itself, as one that was ordered does. */
+/* For a post.  An interrupted post continues by itself, like an ordered one. */
 static fsdpc_status wait_for_launch(fsdpc_work *work)
 {
     fsdpc_status status = fsdpc_comm_wait_for(work->comm, poll_launch, work,
@@ -118,7 +118,7 @@ static fsdpc_status poll_unused(void *arg)
     return FSDPC_OK;
 }
 
-/* Before more staging memory, peers and the GPU are done with what there is. */
+/* Before the staging memory grows, peers and the GPU must have finished with the old. */
 static fsdpc_status contributions_open(fsdpc_comm_nccl *self, fsdpc_nccl_op *op)
 {
     if (fsdpc_nccl_staging_is_short(self, &op->coll)) {
@@ -174,7 +174,7 @@ fsdpc_status fsdpc_nccl_post(fsdpc_work *work)
     return wait_for_launch(work);
 }
 
-/* Carries all on; IN_PROGRESS while this one is in flight. */
+/* Advances everything; IN_PROGRESS while this one is in flight. */
 static fsdpc_status step(fsdpc_work *work)
 {
     fsdpc_comm_nccl *self = fsdpc_nccl_of(work->comm);
@@ -211,7 +211,7 @@ fsdpc_status fsdpc_nccl_order(fsdpc_work *work, fsdpc_stream *stream)
         FSDPC_CUDA_TRY(cudaStreamWaitEvent(fsdpc_cuda_queue_of(stream)->raw, op->done, 0),
                        "wait for an event");
     else if (!fsdpc_nccl_is_launched(op) || !op->on_gpu)
-        return FSDPC_IN_PROGRESS; /* values of the host are there when all have agreed */
+        return FSDPC_IN_PROGRESS; /* host values are complete when all have agreed */
     fsdpc_nccl_work_end(work, FSDPC_OK);
     op->work = NULL;
     return FSDPC_OK;

@@ -1,22 +1,22 @@
-/* Memory that NCCL is told of before it gathers into it.
+/* Memory that is registered with NCCL before gathers write to it.
  *
- * NCCL gathers into any memory, through its own buffers.  Into a symmetric window, which all ranks
- * have registered together, peers write directly.  So slots, and fulls with a whole device window,
- * are registered once each with the communicator of gathers, by the address where the memory was
- * mapped first.  NCCL takes the memory behind one handle of the driver's, and finds that by its
- * first mapping alone.  Reduce buffers are the device's pooled memory, of which NCCL can make no
- * window, and are not registered.
+ * NCCL gathers into any memory, through its own buffers.  If all ranks have registered a symmetric
+ * window together, peers write to it directly.  Slots, and fulls with a whole device window, are
+ * therefore registered once each with the communicator of gathers, by the address of their first
+ * mapping.  NCCL registers the memory behind one driver handle, which it only finds by the first
+ * mapping.  Reduce buffers are in the device's pooled memory, of which NCCL cannot make a window,
+ * and are not registered.
  *
- * If NCCL makes no window, because GPUs do not reach each other, a rank registers the memory for
- * itself alone.  An old NCCL, or a GPU without windows, does with none.
+ * If NCCL cannot make a window, because GPUs cannot access each other, each rank registers the
+ * memory separately.  An old NCCL, or a GPU without windows, works without registration.
  *
- * Registering goes on in the background as an init does.  That it fails is no error of the run, but
- * NCCL's communicator has failed with it, and a peer may wait in the same call for ever.  So ranks
- * agree on the call and on its end, for which they wait a bounded time; and then make the
- * communicator anew, in which nothing is registered.
+ * Registering continues in the background, as an init does.  A failure does not end the run, but
+ * NCCL's communicator has failed with it, and a peer may wait in the same call for ever.  Ranks
+ * therefore agree on the call and on its end, and wait a bounded time for both.  Then they create
+ * the communicator anew, with nothing registered.
  *
- * A gather into registered memory is in place: the own slices are copied to where they belong
- * first, so that both of its ends are registered.
+ * A gather into registered memory is in place: the own slices are first copied to their places in
+ * the full, so both source and destination are registered.
  */
 #include <stdlib.h>
 
@@ -24,7 +24,7 @@
 
 enum { PATIENCE_S = 30 };
 
-/* ---- Telling NCCL ---- */
+/* ---- Registering with NCCL ---- */
 
 static fsdpc_status poll_done(void *arg)
 {
@@ -49,7 +49,7 @@ static fsdpc_status poll_registered(void *arg)
     return status;
 }
 
-/* Half of the deadline at most: the agreement that follows has all of it. */
+/* At most half of the deadline: the following agreement has all of it. */
 static int64_t patience_ns(const fsdpc_comm *comm)
 {
     double s = comm->timeout_s / 2;
@@ -96,7 +96,7 @@ static void keep(fsdpc_comm_nccl *self, fsdpc_nccl_registered *made)
     self->registered = made;
 }
 
-/* `made`, which a call that is not over may yet write to, stays until the channels go. */
+/* An unfinished call may still write to `made`, which stays until the channels are closed. */
 static fsdpc_status go_on_without(fsdpc_comm_nccl *self, fsdpc_nccl_registered *made)
 {
     fsdpc_status status = fsdpc_comm_health(&self->base);
@@ -107,7 +107,7 @@ static fsdpc_status go_on_without(fsdpc_comm_nccl *self, fsdpc_nccl_registered *
         self->fails_to_register = true;
     }
     if (made) {
-        made->bytes = 0; /* nothing lies in it */
+        made->bytes = 0; /* no memory is in it */
         keep(self, made);
     }
     return status == FSDPC_OK ? fsdpc_nccl_channel_open(self, FSDPC_NCCL_GATHERS) : status;
@@ -143,14 +143,14 @@ fsdpc_status fsdpc_nccl_wire_attach(fsdpc_wire *wire, void *memory, size_t bytes
     return FSDPC_OK;
 }
 
-/* ---- And that it goes ---- */
+/* ---- Deregistering ---- */
 
 void fsdpc_nccl_wire_detach(fsdpc_wire *wire, void *memory)
 {
     fsdpc_comm_nccl *self = fsdpc_nccl_of(wire->comm);
     bool forked = fsdpc_nccl_is_forked(self);
     if (!forked && fsdpc_nccl_registered_find(self, memory))
-        (void)fsdpc_nccl_launched(self); /* or it fails, and NCCL forgets all by itself */
+        (void)fsdpc_nccl_launched(self); /* if it fails, NCCL drops all registrations by itself */
     fsdpc_nccl_registered *known = fsdpc_nccl_registered_find(self, memory);
     if (known)
         fsdpc_nccl_registered_drop(self, known, !forked);

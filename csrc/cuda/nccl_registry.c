@@ -1,12 +1,12 @@
-/* Which memory NCCL knows: what it can do with such memory, and the list of what it was told.
+/* Memory registered with NCCL: what NCCL supports, and the list of registrations.
  *
- * The list belongs to the channel of gathers and ends with it.  nccl_register.c adds to it.
+ * The list belongs to the channel of gathers and ends with it. nccl_register.c adds to it.
  */
 #include <stdlib.h>
 
 #include "cuda/nccl_internal.h"
 
-/* A NCCL may be too old for either call. */
+/* An old NCCL may lack either call. */
 fsdpc_status fsdpc_nccl_learn(fsdpc_comm_nccl *self)
 {
     const fsdpc_nccl *nccl = &self->world->nccl;

@@ -1,9 +1,9 @@
-/* The GPU's table of neural network kernels: checks in front of the launchers.
+/* The GPU's table of neural network kernels: checks before the launchers.
  *
- * The CPU's kernels have the same checks of arguments.  Kernels report checks of data (ids and
- * targets in range) at the next sync.  Products go to cuBLASLt if it is there and takes them, else
- * to the plain kernel (gemm_cublaslt.h).  Attention goes to cuDNN if that is requested, there, and
- * takes it (attention_cudnn.h).
+ * The CPU's kernels have the same argument checks.  Kernels report data errors (ids and targets out
+ * of range) at the next sync.  Products go to cuBLASLt if it is available and supports them,
+ * otherwise to the plain kernel (gemm_cublaslt.h).  Attention goes to cuDNN if it is requested,
+ * available and supports the shape (attention_cudnn.h).
  */
 #include "cuda/attention_cudnn.h"
 #include "cuda/gemm_cublaslt.h"
@@ -44,7 +44,7 @@ FLOAT_SLOT(row_affine, fsdpc_row_affine_args, "an affine map")
 FLOAT_SLOT(swiglu, fsdpc_swiglu_args, "swiglu")
 FLOAT_SLOT(swiglu_backward, fsdpc_swiglu_args, "swiglu")
 
-/* What functional.conv2d and pooling compose of other operations on a GPU. */
+/* On a GPU, functional.conv2d and pooling are composed from other operations. */
 static fsdpc_status no_windows(void)
 {
     return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,

@@ -1,6 +1,6 @@
 /* libfsdpc_cuda.so: the table that the core gets, and the one symbol that the library exports.
  *
- * Opening it touches no driver and no NCCL.
+ * Opening it uses neither the driver nor NCCL.
  */
 #include <cuda_runtime_api.h>
 #include <stdio.h>
@@ -31,7 +31,7 @@ static void describe(char *text, size_t bytes)
              count, products, attention);
 }
 
-/* Options of a device: "cudnn", what FSDPC_CUDNN says of attention (base/env.h). */
+/* Device options: "cudnn", FSDPC_CUDNN's setting for attention (base/env.h). */
 static fsdpc_status device_create(fsdpc_mem *mem, int ordinal, const fsdpc_plugin_option *options,
                                   fsdpc_device **out)
 {
@@ -46,7 +46,7 @@ static fsdpc_status device_create(fsdpc_mem *mem, int ordinal, const fsdpc_plugi
     return FSDPC_OK;
 }
 
-/* Options of a communicator: "library", the NCCL to prefer. */
+/* Communicator options: "library", the preferred NCCL. */
 static fsdpc_status comm_create(const fsdpc_comm_config *config, fsdpc_comm *control,
                                 const fsdpc_plugin_option *options, fsdpc_comm **out)
 {

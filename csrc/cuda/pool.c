@@ -1,15 +1,15 @@
-/* Size classes over cudaMalloc, or cudaHostAlloc.
+/* Size classes over cudaMalloc or cudaHostAlloc.
  *
- * Up to 1 MiB a class is a power of two divided in eight steps.  Above, it is a multiple of 2 MiB,
- * the granularity in which the driver maps memory.  A block never changes its class and is never
- * split: a training step asks for the same sizes every time, so nothing is gained by cleverness.
+ * Up to 1 MiB, each power of two is divided into eight classes.  Larger sizes are multiples of 2
+ * MiB, the granularity in which the driver maps memory.  A block never changes its class and is
+ * never split: a training step requests the same sizes every time, so cleverness gains nothing.
  *
- * Two hash tables of chains: live blocks by address, free blocks by class; of these the lowest
- * address goes first.
+ * Two hash tables of chains hold live blocks by address and free blocks by class; the free block
+ * with the lowest address is used first.
  *
  * A block counts the holds on it, and each hold lists its blocks.  A held block that was freed is
- * `parked`: it stays in the table of live ones, and is nobody's.  While a hold is being made every
- * live block has that hold, so one that is freed with no other serves the capture
+ * `parked`: it stays in the table of live blocks, but has no owner.  While a hold is being made,
+ * every live block has that hold; a block that is freed without any other hold serves the capture
  * again.
  */
 #include "cuda/pool.h"
@@ -45,8 +45,8 @@ struct fsdpc_cuda_pool {
     pthread_mutex_t lock;
     block *live[BUCKETS], *spare[BUCKETS];
     size_t held_bytes[FSDPC_MEM_COUNT]; /* as counted */
-    fsdpc_cuda_hold *making;            /* NULL: no capture is under way */
-    block *capture_spare[BUCKETS];      /* freed in it, with no other hold */
+    fsdpc_cuda_hold *making;            /* NULL: no capture is in progress */
+    block *capture_spare[BUCKETS];      /* freed during it, without another hold */
 };
 
 static size_t class_of(size_t bytes)
@@ -99,7 +99,7 @@ void fsdpc_cuda_pool_destroy(fsdpc_cuda_pool *pool)
     free(pool);
 }
 
-/* Unhooks the block of the chain that has this address; NULL if none has. */
+/* Removes the block with this address from the chain; NULL if none has it. */
 static block *take(block **chain, const void *pointer)
 {
     for (block **link = chain; *link; link = &(*link)->next) {
@@ -112,8 +112,8 @@ static block *take(block **chain, const void *pointer)
     return NULL;
 }
 
-/* The one of a class with the lowest address, so that a step that finds free what the last one
- * found gets the same addresses. */
+/* Takes the block of a class with the lowest address.  A step that finds the same free blocks as
+ * the last one thus gets the same addresses. */
 static block *take_lowest(block **chain, size_t class_bytes)
 {
     const void *lowest = NULL;
@@ -124,7 +124,7 @@ static block *take_lowest(block **chain, size_t class_bytes)
     return lowest ? take(chain, lowest) : NULL;
 }
 
-/* With what this process holds, by kind, so that the message says what there is to save. */
+/* Lists this process's memory by kind, so that the message shows where memory can be saved. */
 static fsdpc_status no_memory(fsdpc_cuda_pool *pool, fsdpc_mem_kind kind, size_t bytes)
 {
     size_t free_bytes = 0, total = 0;
@@ -187,8 +187,8 @@ static void push(block **chain, block *it)
     *chain = it;
 }
 
-/* The blocks are taken out before the wait, which runs without the lock.  Another thread may have
- * to advance for it to end, and the wait does not cover blocks that it frees meanwhile. */
+/* The blocks are taken out before the wait, which runs without the lock.  The wait may need
+ * progress on another thread, and does not cover blocks that the other thread frees meanwhile. */
 fsdpc_status fsdpc_cuda_pool_trim(fsdpc_cuda_pool *pool, fsdpc_status (*wait)(fsdpc_device *),
                                   fsdpc_device *device)
 {
@@ -213,7 +213,7 @@ fsdpc_status fsdpc_cuda_pool_trim(fsdpc_cuda_pool *pool, fsdpc_status (*wait)(fs
     return status;
 }
 
-/* A freed block that graphs still use. */
+/* Parks a freed block that graphs still use. */
 static void park(fsdpc_cuda_pool *pool, block *it)
 {
     it->parked = true;
@@ -236,7 +236,7 @@ static fsdpc_status add_hold(fsdpc_cuda_hold *hold, block *it)
     return FSDPC_OK;
 }
 
-/* What the capture has freed itself, else what nobody has. */
+/* A block that the capture itself freed, otherwise any free block. */
 static fsdpc_status take_for_capture(fsdpc_cuda_pool *pool, size_t class_bytes, block **out)
 {
     size_t bucket = bucket_of(class_bytes);

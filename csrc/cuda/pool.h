@@ -1,20 +1,20 @@
-/* Device memory, counted and kept for reuse; or pinned memory of the host, which the device reaches.
+/* Device memory, or pinned host memory that the device can access, counted and kept for reuse.
  *
  * Blocks come from cudaMalloc, which may stop the whole device, so they are kept when freed and
  * handed out again by size class.  A steady-state step asks CUDA for nothing (system_allocs
  * counts), so it is also legal inside a graph capture.  If CUDA has no memory left, the allocating
  * caller gives the free blocks back to it and tries once more (wait.h).
  *
- * Order.  A freed block may be handed out at once.  That is right for work on the device's main
- * stream, which runs in order: the old user of the block comes before the new one.  If work of
- * another stream uses a block, an event orders it before the free.  Or the block lives as long as
- * the engine does, as shards, buffers and windows do.
+ * Order.  A freed block may be reused at once.  That is safe for work on the device's main stream,
+ * which runs in order: the old user of the block comes before the new one.  If work of another
+ * stream uses a block, an event orders that work before the free.  Otherwise the block lives as
+ * long as the engine, as shards, buffers and windows do.
  *
- * Holds.  A graph runs on the memory that was captured, whenever it is launched.  From hold_begin
- * to hold_end the pool takes note of what the capture may use: all blocks that are live when it
- * begins or are acquired until it ends.  Inside, freed blocks serve the capture alone, and CUDA
- * gets no requests.  Afterwards a held block that is freed serves nobody until the last hold of it
- * is released; meanwhile it counts as OTHER.
+ * Holds.  A graph uses the captured memory whenever it is launched.  From hold_begin to hold_end,
+ * the pool records the blocks that the capture may use: all that are live when it begins or are
+ * acquired until it ends.  During the capture, freed blocks serve only the capture, and CUDA gets
+ * no requests.  Afterwards, a held block that is freed is not reused until its last hold is
+ * released; meanwhile it counts as OTHER.
  *
  * Any thread may call.
  */
@@ -26,24 +26,25 @@
 typedef struct fsdpc_cuda_pool fsdpc_cuda_pool;
 typedef struct fsdpc_cuda_hold fsdpc_cuda_hold;
 
-/* `mem` counts; borrowed. */
+/* `mem` does the counting; borrowed. */
 fsdpc_status fsdpc_cuda_pool_create(fsdpc_mem *mem, bool pinned, fsdpc_cuda_pool **out);
-void fsdpc_cuda_pool_destroy(fsdpc_cuda_pool *pool); /* gives everything back, live blocks too */
+void fsdpc_cuda_pool_destroy(fsdpc_cuda_pool *pool); /* frees all blocks, including live ones */
 fsdpc_status fsdpc_cuda_pool_alloc(fsdpc_cuda_pool *pool, fsdpc_mem_kind kind, size_t bytes,
-                                   void **out); /* 512-byte aligned; 0 bytes give a pointer too */
-/* NULL is fine, and so is another pool's. */
+                                   void **out); /* 512-byte aligned; 0 bytes also give a pointer */
+/* NULL and pointers of another pool are ignored. */
 void fsdpc_cuda_pool_free(fsdpc_cuda_pool *pool, void *pointer);
-/* Gives free blocks back to CUDA behind a wait until nothing uses them any more: cudaFree need not
- * wait by itself.  Where that fails they stay, and its error is returned.  Not inside a capture. */
+/* Returns free blocks to CUDA after waiting until they are not used any more, because cudaFree may
+ * not wait by itself.  If the wait fails, they stay, and its error is returned.  Not allowed inside
+ * a capture. */
 fsdpc_status fsdpc_cuda_pool_trim(fsdpc_cuda_pool *pool, fsdpc_status (*wait)(fsdpc_device *),
                                   fsdpc_device *device);
 
-/* One at a time. */
+/* Only one at a time. */
 fsdpc_status fsdpc_cuda_pool_hold_begin(fsdpc_cuda_pool *pool, fsdpc_cuda_hold **out);
 void fsdpc_cuda_pool_hold_end(fsdpc_cuda_pool *pool);
 void fsdpc_cuda_pool_hold_release(fsdpc_cuda_pool *pool, fsdpc_cuda_hold *hold); /* NULL is fine */
 
-/* Host memory outside any pool that the device reads and writes, and copies without staging. */
+/* Host memory outside any pool, which the device can read, write, and copy without staging. */
 fsdpc_status fsdpc_cuda_pinned_alloc(size_t bytes, void **out);
 void fsdpc_cuda_pinned_free(void *pointer); /* NULL is fine */
 

@@ -1,6 +1,7 @@
-/* A stream as launchers see it: the CUDA stream beneath it, and where kernels report.
+/* A stream as launchers see it: its CUDA stream, and where kernels report faults.
  *
- * C and C++ (kernels are C++).  A stream that is not async stands for the device's main stream.
+ * For C and C++ (kernels are C++).  A stream that is not async is an alias of the device's main
+ * stream.
  *
  * Faults.  A kernel that meets a bad index cannot return an error.  It writes the first one to the
  * queue's fault, in pinned memory, and continues as if the index were harmless.  The next sync of
@@ -22,7 +23,7 @@ typedef enum fsdpc_cuda_fault_kind {
 typedef struct fsdpc_cuda_fault {
     unsigned kind;          /* claimed by compare-and-swap, so the first one stays */
     long long value;        /* the bad index */
-    unsigned long long at;  /* where it stood */
+    unsigned long long at;  /* its position */
     unsigned long long end; /* indices are below this */
 } fsdpc_cuda_fault;
 
@@ -30,14 +31,14 @@ typedef struct fsdpc_cuda_queue {
     cudaStream_t raw;
     fsdpc_cuda_fault *fault;
     int multiprocessors;
-    size_t shared_bytes; /* most that one block may have */
+    size_t shared_bytes; /* maximum for one block */
 } fsdpc_cuda_queue;
 
 typedef struct fsdpc_cuda_stream {
     fsdpc_stream head; /* first */
     fsdpc_cuda_queue queue;
-    cudaEvent_t synced; /* awaited by a watched sync; NULL: none did yet */
-    fsdpc_status error; /* the first of its submitted work, until sync */
+    cudaEvent_t synced; /* awaited by a watched sync; NULL: not used yet */
+    fsdpc_status error; /* first error of its submitted work, until sync */
     char message[512];
 } fsdpc_cuda_stream;
 
@@ -45,17 +46,17 @@ typedef struct fsdpc_cuda_device {
     fsdpc_device head; /* first */
     int multiprocessors;
     size_t shared_bytes;
-    fsdpc_cuda_stream *main; /* of plain streams, and of memory: see device_cuda.h */
-    cudaStream_t own;        /* what main is until it is made another's */
-    cudaEvent_t behind;      /* a point of main that another stream waits for */
+    fsdpc_cuda_stream *main; /* for plain streams and for memory: see device_cuda.h */
+    cudaStream_t own;        /* main's stream unless another is adopted */
+    cudaEvent_t behind;      /* a point in main that another stream waits for */
     struct fsdpc_cuda_pool *pool;
-    struct fsdpc_cuda_pool *pinned;           /* of the host's memory */
-    struct fsdpc_cuda_windows *windows;       /* NULL: it has none */
+    struct fsdpc_cuda_pool *pinned;           /* for host memory */
+    struct fsdpc_cuda_windows *windows;       /* NULL: not supported */
     struct fsdpc_cuda_products *gemm;         /* NULL until the first product asks for cuBLASLt */
     struct fsdpc_cuda_attentions *attentions; /* NULL until the first attention asks for cuDNN */
-    struct fsdpc_cuda_graph *capture;         /* in the making; NULL: none */
-    struct fsdpc_cuda_graph *graphs;          /* that live */
-    int cudnn;                                /* attention may be cuDNN's; 2: in any order */
+    struct fsdpc_cuda_graph *capture;         /* being recorded; NULL: none */
+    struct fsdpc_cuda_graph *graphs;          /* all live ones */
+    int cudnn;                                /* attention may use cuDNN; 2: in any order */
     bool lost;                                /* see fsdpc_device_cuda_lose */
 } fsdpc_cuda_device;
 

@@ -1,9 +1,9 @@
-/* How ranks on GPUs join: they tell each other, over the control, where their GPUs are, and begin
+/* How ranks on GPUs join: they exchange the addresses of their GPUs over the control, and start
  * NCCL.
  *
  * NCCL 2.30 and newer lets ranks share a GPU if its environment says so before its first init.
- * This file sets that when ranks share one.  With an older NCCL every rank fails, with the ranks
- * and the GPU in the message.
+ * This file sets that when ranks share one.  With an older NCCL every rank fails, and the message
+ * names the ranks and the GPU.
  */
 #include "cuda/transport.h"
 
@@ -20,7 +20,7 @@ typedef struct gpu_address {
     char text[32];
 } gpu_address;
 
-/* Collective.  *all_out holds the address of each rank's GPU, and is the caller's to free. */
+/* Collective. *all_out receives the address of each rank's GPU; the caller frees it. */
 static fsdpc_status addresses_tell(const fsdpc_control_config *config, gpu_address **all_out)
 {
     fsdpc_comm *control = config->control;
@@ -44,7 +44,8 @@ static fsdpc_status addresses_tell(const fsdpc_control_config *config, gpu_addre
     return status;
 }
 
-/* The lowest rank that has the GPU of a lower one on its host, its peer; 0 if all have their own.
+/* The lowest rank that uses the same GPU as a lower rank on its host, its peer; 0 if every rank has
+ * its own.
  */
 static int sharer(const gpu_address *all, const fsdpc_comm *control, int *peer_out)
 {
@@ -57,7 +58,7 @@ static int sharer(const gpu_address *all, const fsdpc_comm *control, int *peer_o
     return 0;
 }
 
-/* Lets NCCL take ranks that share a GPU. */
+/* Allows ranks to share a GPU. */
 static fsdpc_status allow_sharing(const fsdpc_control_config *config, const char *address, int rank,
                                   int peer)
 {

@@ -1,7 +1,7 @@
-/* Waits for a GPU that end.
+/* Waits for a GPU that always end.
  *
- * A collective with a dead peer never finishes, so where the device has a watch, a wait polls an
- * event through it.  Without a watch CUDA waits by itself.
+ * A collective with a dead peer never finishes.  If the device has a watch, a wait therefore polls
+ * an event through it.  Without a watch, CUDA waits by itself.
  */
 #include "cuda/wait.h"
 
@@ -38,7 +38,7 @@ static fsdpc_status held_for_ever(void)
                       "runs on it: end this process");
 }
 
-/* Of a lost device: a stream that nothing holds may still run. */
+/* For a lost device: a stream that is not blocked may still finish. */
 static fsdpc_status has_run(fsdpc_cuda_stream *stream)
 {
     const int64_t patience_ns = 200000000;

@@ -1,4 +1,4 @@
-/* Waiting for a GPU, and memory that a wait brings.
+/* Waiting for a GPU, and freeing memory by waiting.
  *
  * All host waits for a GPU go through this file, so that a dead peer, a lost device or a capture
  * makes them an error instead of a hang.
@@ -8,19 +8,19 @@
 
 #include "cuda/queue.h"
 
-/* An error inside a capture: the host is about to wait for the GPU. */
+/* An error inside a capture, where the host must not wait for the GPU. */
 fsdpc_status fsdpc_cuda_may_wait(const fsdpc_device *device);
 
-/* Until everything on the stream has run.  Not inside a capture. */
+/* Waits until everything on the stream has run.  Not allowed inside a capture. */
 fsdpc_status fsdpc_cuda_wait_stream(fsdpc_cuda_stream *stream);
 
-/* Until everything on the main stream has run, before memory is given back.  Errors of submitted
- * work stay for the next sync.  An error inside a capture, and of a lost device: its other streams
- * may still use the memory, which then stays allocated. */
+/* Waits until everything on the main stream has run, before memory is freed.  Errors of submitted
+ * work remain for the next sync.  It is an error inside a capture and on a lost device, whose other
+ * streams may still use the memory; that memory then stays allocated. */
 fsdpc_status fsdpc_cuda_wait(fsdpc_device *device);
 
-/* After an allocation has failed: waits, and gives CUDA the memory that was kept for reuse.  Then
- * try once more.  An error inside a capture. */
+/* After an allocation has failed: waits, and returns the memory kept for reuse to CUDA.  The caller
+ * then tries once more.  An error inside a capture. */
 fsdpc_status fsdpc_cuda_make_room(fsdpc_device *device);
 
 #endif

@@ -1,11 +1,11 @@
 /* Slots of physical memory, and the ranges of addresses mapped onto them.
  *
- * A slot is one memory of the driver's, made so that NCCL may register it.  It counts the windows
- * mapped onto it and goes with the last one.  A mapping is a separate range of addresses, with the
- * whole of a slot beneath it.
+ * A slot is one block of the driver's memory, made so that NCCL may register it.  It counts the
+ * windows mapped onto it and is freed with the last one.  A mapping is a separate range of
+ * addresses, mapped to the whole of a slot.
  *
- * A window that is parted keeps its old memory until the new memory is there.  If the driver then
- * fails, the window is mapped back onto it.
+ * A window that is parted from its slot keeps its old memory until the new memory is allocated.  If
+ * the driver then fails, the window is mapped back onto the old.
  */
 #include "cuda/window.h"
 
@@ -92,7 +92,7 @@ static void slot_release(shared_slot *slot)
 /* ---- A device's windows ---- */
 
 /* A container or a virtual GPU may refuse what the driver's attributes promise, so one is tried.
- * That there is too little memory now says nothing of that. */
+ * If memory is short now, that says nothing about support. */
 static fsdpc_status try_one(fsdpc_cuda_windows *windows)
 {
     shared_slot *slot;
@@ -175,7 +175,7 @@ fsdpc_status fsdpc_cuda_window_part(fsdpc_window *base)
     if (old->refs == 1)
         return FSDPC_OK;
     fsdpc_cu_address address = (fsdpc_cu_address)(uintptr_t)base->address;
-    FSDPC_TRY(slot_create(old->windows, old->kind, old->bytes, &own)); /* all that is reserved */
+    FSDPC_TRY(slot_create(old->windows, old->kind, old->bytes, &own)); /* the whole reservation */
     const fsdpc_driver_memory *driver = &old->windows->driver;
     fsdpc_status status = fsdpc_driver_memory_check(
         driver, driver->cu.cuMemUnmap(address, old->bytes), "unmap", old->bytes);
@@ -194,8 +194,8 @@ fsdpc_status fsdpc_cuda_window_part(fsdpc_window *base)
     return FSDPC_OK;
 }
 
-/* Memory that a kernel still uses is not unmapped: the fault would take the GPU from the whole
- * process. */
+/* Memory that a kernel still uses is not unmapped: the fault would make the GPU unusable for the
+ * whole process. */
 fsdpc_status fsdpc_cuda_window_destroy(fsdpc_window *base)
 {
     FSDPC_TRY(fsdpc_cuda_wait(base->device));

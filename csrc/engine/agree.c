@@ -204,8 +204,8 @@ static void say_change(const fsdpc_unit *unit, int param, char *text, size_t byt
     size_t length = (size_t)n < sizeof whole ? (size_t)n : sizeof whole - 1;
     size_t kept = length < bytes ? length : bytes - 1;
     memcpy(text, whole + length - kept, kept + 1);
-    if (kept < length)
-        memcpy(text, "...", 3);
+    for (size_t i = 0; kept < length && i < 3; i++)
+        text[i] = '.';
 }
 
 fsdpc_status fsdpc_trainable_agree(fsdpc_root *root)

@@ -3,7 +3,7 @@
  * A forward with gradients while backward runs is a recomputation (activation checkpointing).  It
  * must see the weights that its first run saw.  A boundary on the tape carries their generation.
  * Without a boundary, the unit records which generation its forwards saw, and since when on the
- * front door's clock.  Anything that first ran before that saw an older generation.  A forward
+ * frontend's clock.  Anything that first ran before that saw an older generation.  A forward
  * without gradients inside a recomputation (a checkpoint inside a checkpoint, a teacher) begins an
  * epoch like any other.  That may bring newer weights, so it is checked as well.
  *

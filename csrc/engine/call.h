@@ -1,9 +1,9 @@
-/* One call of a unit's module: what both front doors do around forward, above the schedule.
+/* One call of a unit's module: what both frontends do around forward, above the schedule.
  *
  *     begin_recomputed?  enter  -> forward ->  leave | failed            (a call)
  *     begin_backward  post_backward (sched.h)  end_backward              (its backward)
  *
- * A front door keeps the modules, tensors and graph of its framework.  It passes facts that the
+ * A frontend keeps the modules, tensors and graph of its framework.  It passes facts that the
  * engine cannot see: whether gradients are recorded, whether backward is running, and how far its
  * graph has grown (`clock`).  This file decides the rest of a call: which of a unit's modules runs,
  * which weights a recomputation must see, and where random streams begin.
@@ -17,8 +17,8 @@
 
 typedef struct fsdpc_call {
     bool grad;       /* gradients are recorded */
-    bool recomputed; /* and the front door's backward is running */
-    uint64_t clock;  /* a counter that grows with the front door's graph; 0 if it has none */
+    bool recomputed; /* and the frontend's backward is running */
+    uint64_t clock;  /* a counter that grows with the frontend's graph; 0 if it has none */
     uint64_t ran_at; /* the clock at the first run of the recomputed part; FSDPC_CALL_UNKNOWN if
                       * nothing is recomputed or the time is unknown */
     uint64_t *next_stream; /* next dropout stream, keyed in deterministic mode; NULL: the engine
@@ -26,7 +26,7 @@ typedef struct fsdpc_call {
 } fsdpc_call;
 
 /* For a recomputation: true if it has met no boundary yet (a checkpoint around the outermost unit).
- * The front door then begins the unit's backward, for weights of this generation, before it
+ * The frontend then begins the unit's backward, for weights of this generation, before it
  * enters. */
 bool fsdpc_call_begins_backward(const fsdpc_unit *unit, const fsdpc_call *call,
                                 uint64_t *generation_out);
@@ -47,10 +47,10 @@ fsdpc_status fsdpc_call_leave(fsdpc_unit *unit, fsdpc_left *left_out);
  * starts clean; in a recomputation, the running backward does. */
 void fsdpc_call_failed(fsdpc_unit *unit);
 
-/* Sets which weights the next recomputation must see, if the front door knows better. */
+/* Sets which weights the next recomputation must see, if the frontend knows better. */
 void fsdpc_call_set_seen(fsdpc_unit *unit, uint64_t generation);
 
-/* Whether the front door must arrange, before the first unit of a backward begins, that
+/* Whether the frontend must arrange, before the first unit of a backward begins, that
  * end_backward is called when the backward ends, even if it fails. */
 bool fsdpc_call_wants_end(const fsdpc_unit *unit);
 /* Idempotent (fsdpc_pre_backward). */

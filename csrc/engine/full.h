@@ -6,7 +6,7 @@
  *     fsdpc_full_file      the same wire, in a file on a disk
  *     fsdpc_full_moved     a gather moves bytes into slots that units share (slots.h)
  *     fsdpc_full_lent      a shard group of one rank casts its masters into memory of a
- *                          front door
+ *                          frontend
  *     fsdpc_full_private   no-alias mode: the unit's own pages, unreadable while it is SHARDED
  *
  * A new way is a new table.  The simplest, full_shared.c, is the template.

@@ -1,4 +1,4 @@
-/* Fulls of a shard group of one rank, in memory of a front door whose users may write masters at
+/* Fulls of a shard group of one rank, in memory of a frontend whose users may write masters at
  * any time.
  *
  * Such a rank is the only reader of its slices, and published slices would have to be compared with
@@ -9,7 +9,7 @@
  * themselves are the full.
  *
  * A write between a forward and its backward is an error in the backward, because that casts the
- * weights again.  If the front door does not see the write (through `.data`, say), the new values
+ * weights again.  If the frontend does not see the write (through `.data`, say), the new values
  * are used, as in FSDP2.
  */
 #include "engine/full.h"

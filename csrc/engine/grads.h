@@ -34,9 +34,9 @@ fsdpc_status fsdpc_unit_apply_scale(fsdpc_unit *unit);
  * about to be written, or known to a captured step by address. */
 fsdpc_status fsdpc_unit_part_grads(fsdpc_unit *unit, void **groups_out, bool *parted_out);
 
-/* ---- Gradients that a front door keeps for its users ---- */
+/* ---- Gradients that a frontend keeps for its users ---- */
 
-/* Users may have changed gradients: the front door writes the users' values into the rows, between
+/* Users may have changed gradients: the frontend writes the users' values into the rows, between
  * take_begin and one take per parameter.  `given` false: it has none.  It announces each write
  * first, so that other rows get the pending factor, which must not apply to the new ones. */
 fsdpc_status fsdpc_unit_take_begin(fsdpc_unit *unit);

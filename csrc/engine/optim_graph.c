@@ -141,7 +141,7 @@ fsdpc_status fsdpc_optim_graph_create(fsdpc_optim *optim, const fsdpc_root *root
 fsdpc_status fsdpc_optim_graph_take(const fsdpc_optim *optim, int group, fsdpc_step_args *args)
 {
     fsdpc_optim_graph *graph = optim->capture;
-    if (!graph || !args->wire) /* it would have no wire, and the front door counts it */
+    if (!graph || !args->wire) /* it would have no wire, and the frontend counts it */
         return fsdpc_fail(
             FSDPC_ERR_STATE,
             "a parameter that no unit holds is stepped inside a captured step: a graph "

@@ -79,7 +79,7 @@ struct fsdpc_root {
     int forward_depth;     /* nested forwards of units of this root */
     bool in_backward;
     bool needs_reset, drops; /* to announce: a forward or backward failed; it was a backward */
-    bool end_asked;          /* the front door will end the running backward (call.c) */
+    bool end_asked;          /* the frontend will end the running backward (call.c) */
     uint64_t step_streams, streams_step, step_forwards; /* deterministic: dropout streams of this
                                                          * step */
     bool captured;         /* a step is being captured (step_graph.h) */

@@ -1,8 +1,8 @@
-/* The schedule: six entry points through which a front door drives units through a step.
+/* The schedule: six entry points through which a frontend drives units through a step.
  *
  *     pre_forward  post_forward  pre_backward  post_backward  grad_target  backward_end
  *
- * Both front doors call these through call.h, and add gradients.  Only the schedule decides when a
+ * Both frontends call these through call.h, and add gradients.  Only the schedule decides when a
  * unit is gathered, resharded and reduced.  The first step runs on demand and is recorded; later
  * steps follow the record and gather `prefetch` units ahead, in forward and in backward.  A step
  * that departs from the record falls back to gathering on demand, stays correct, and is recorded

@@ -71,7 +71,7 @@ bool fsdpc_unit_in_backward(const fsdpc_unit *unit); /* its backward has begun a
 const fsdpc_unit_settings *fsdpc_unit_settings_of(const fsdpc_unit *unit);
 /* Fails and changes nothing if a setting that is already fixed would change. */
 fsdpc_status fsdpc_unit_configure(fsdpc_unit *unit, const fsdpc_unit_settings *settings);
-/* Takes effect in the next forward or backward with gradients.  Ranks must agree; the front door's
+/* Takes effect in the next forward or backward with gradients.  Ranks must agree; the frontend's
  * graph decides which parameters get a gradient.  Making the first parameter of a frozen group
  * trainable allocates memory for gradients, which is an error while the unit has some. */
 fsdpc_status fsdpc_unit_set_trainable(fsdpc_unit *unit, int param, bool trainable);
@@ -126,7 +126,7 @@ fsdpc_status fsdpc_unit_alloc_grad(const fsdpc_unit *unit, int group, void **out
  * a policy offloads.  The caller keeps the memory until it calls again or the unit is destroyed. */
 void fsdpc_unit_place_grads(fsdpc_unit *unit, void *const *groups);
 
-/* A front door's memory for fulls.  `take` calls place_fulls with an address for each flat group;
+/* A frontend's memory for fulls.  `take` calls place_fulls with an address for each flat group;
  * the addresses are valid until `give`.  Both may run on any thread. */
 typedef struct fsdpc_full_room {
     fsdpc_status (*take)(void *of);

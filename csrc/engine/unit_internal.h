@@ -17,7 +17,7 @@ typedef enum fsdpc_reduction {
 /* For one parameter; ranks agree on the highest. */
 typedef enum fsdpc_grad_state {
     FSDPC_GRAD_NONE,
-    FSDPC_GRAD_OLD, /* the front door has seen it */
+    FSDPC_GRAD_OLD, /* the frontend has seen it */
     FSDPC_GRAD_NEW, /* a contribution came after that */
 } fsdpc_grad_state;
 
@@ -110,7 +110,7 @@ struct fsdpc_unit {
     int runs;         /* modules that ran in the forward of epoch `run_epoch` */
     uint64_t run_epoch;
     uint64_t seen_generation; /* generation of the weights in the last forward outside backward */
-    uint64_t seen_from;       /* when that generation was first seen, on the front door's clock */
+    uint64_t seen_from;       /* when that generation was first seen, on the frontend's clock */
 
     /* Reduce.  Written by fill.c and reduce.c; `forget` by grads.c. */
     bool *filled; /* per parameter: the open reduce buffer holds a contribution */

@@ -1,17 +1,17 @@
-/* Running the tape backwards.
+/* Runs the tape backwards.
  *
  * A frame is one call of backward: a heap of the nodes that have a gradient, highest number first.
- * A node's consumers have higher numbers than itself, so when a node comes off the heap nobody can
- * give it more.  Frames nest (recomputation runs one inside another); nodes are pushed to the
- * innermost.
+ * A node's consumers have higher numbers than the node itself, so its gradient is complete when it
+ * comes off the heap.  Frames nest (a recomputation runs one inside another); nodes are pushed to
+ * the innermost frame.
  *
- * Leaves with hooks need to know when their last contribution is in.  If a leaf ever had a hook, a
- * frame first walks the graph and counts, for every such leaf, the edges that lead to it.  Each
- * node that has run takes its edges off again.  Frames add to one count, so that a hook does not
- * fire in a recomputation while the enclosing backward still has uses of the leaf.  Nodes that
- * never got a gradient are flushed at the end of the outermost frame.
+ * Leaves with hooks need to know when their last contribution has arrived.  If any leaf ever had a
+ * hook, a frame first walks the graph and counts, for every such leaf, the edges that lead to it.
+ * Each node subtracts its edges after it has run.  All frames share one count, so that a hook does
+ * not fire in a recomputation while the enclosing backward still has uses of the leaf.  The
+ * outermost frame's end flushes leaves whose remaining nodes never got a gradient.
  *
- * When a frame fails, gradients in its heap are dropped; gradients that leaves already have stay.
+ * If a frame fails, gradients in its heap are dropped; gradients that leaves already have stay.
  */
 #include "nn/backward.h"
 
@@ -35,13 +35,13 @@ typedef struct fsdpc_tape_end {
     void *arg;
 } fsdpc_tape_end;
 
-/* Room for one more in an array of `element` bytes each. */
+/* Makes room for one more element, of `element` bytes, in an array. */
 static fsdpc_status grow(void *array_io, size_t n, size_t *capacity_io, size_t element)
 {
     if (n < *capacity_io)
         return FSDPC_OK;
     size_t capacity = *capacity_io ? 2 * *capacity_io : 32;
-    void *array; /* copied, as a pointer to a pointer of another type may not be read through */
+    void *array; /* copied: reading it through a void ** would break strict aliasing */
     memcpy(&array, array_io, sizeof array);
     array = realloc(array, capacity * element);
     if (!array)
@@ -94,7 +94,7 @@ static fsdpc_status count_leaf(fsdpc_backward *frame, fsdpc_tensor *leaf)
     return FSDPC_OK;
 }
 
-/* Walks everything the roots depend on and counts the edges to leaves with hooks. */
+/* Walks the graph below the roots and counts the edges to leaves with hooks. */
 static fsdpc_status count_uses(fsdpc_tape *tape, int n, fsdpc_tensor *const *roots)
 {
     fsdpc_status st = FSDPC_OK;
@@ -149,7 +149,8 @@ static fsdpc_status settle_leaves(fsdpc_tape *tape, const fsdpc_node *node)
     return FSDPC_OK;
 }
 
-/* End of a frame: the outermost flushes what is left; an inner one leaves that to it. */
+/* The end of a frame: the outermost flushes the remaining leaves; an inner frame leaves them to
+ * it. */
 static fsdpc_status finish_leaves(fsdpc_tape *tape, fsdpc_backward *frame, fsdpc_status st)
 {
     for (size_t i = 0; i < frame->n_hooked; i++) {
@@ -157,7 +158,7 @@ static fsdpc_status finish_leaves(fsdpc_tape *tape, fsdpc_backward *frame, fsdpc
         leaf->hooks->listed = false;
         if (frame->outer && leaf->hooks->uses && st == FSDPC_OK &&
             count_leaf(frame->outer, leaf) == FSDPC_OK) {
-            leaf->hooks->uses--; /* counted already */
+            leaf->hooks->uses--; /* already counted */
         } else {
             leaf->hooks->uses = 0;
             if (st == FSDPC_OK)
@@ -260,7 +261,7 @@ static fsdpc_status run_frame(fsdpc_tape *tape, int n, fsdpc_tensor *const *root
 
 static fsdpc_status run_ends(fsdpc_tape *tape, fsdpc_status st)
 {
-    /* An end may ask for another one: the array may grow and move meanwhile. */
+    /* An end function may add another one: the array may grow and move meanwhile. */
     for (size_t i = 0; i < tape->n_ends; i++) {
         fsdpc_tape_end end = tape->ends[i];
         FSDPC_KEEP_FIRST(st, end.fn(end.arg, st));
@@ -299,7 +300,8 @@ fsdpc_status fsdpc_tape_backward_many(fsdpc_tape *tape, int n, fsdpc_tensor *con
     tape->frame = frame.outer;
     tape->retain_graph = outer_retain;
     tape->grad_enabled = outer_enabled;
-    /* Ends run inside the backward that they end: they may still ask for what only it may. */
+    /* End functions run inside the backward that they end, so they may still use calls that need
+     * one. */
     if (tape->backward_depth == 1) {
         st = run_ends(tape, st);
         fsdpc_tensor_release(tape->unwanted);

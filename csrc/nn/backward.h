@@ -4,10 +4,10 @@
 
 #include "nn/tape.h"
 
-/* A node that is about to get its first gradient joins the running backward. */
+/* Adds a node that is about to get its first gradient to the running backward. */
 fsdpc_status fsdpc_backward_push(fsdpc_tape *tape, fsdpc_node *node);
 
-/* A finished gradient for a leaf, hooks done: to its sink, or to `grad`. */
+/* Gives a leaf its finished gradient, after hooks: to its sink, or to `grad`. */
 fsdpc_status fsdpc_leaf_give(fsdpc_tape *tape, fsdpc_tensor *leaf, fsdpc_tensor *gradient);
 
 #endif

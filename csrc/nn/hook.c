@@ -1,7 +1,7 @@
 /* Hooks are singly linked lists in the order of registration, which is the order they run in.
  *
- * A removed hook stays in its list without a function until the list goes.  So removal needs no way
- * back from the handle to the tensor, and a hook may remove itself while it runs.
+ * A removed hook stays in its list, without a function, until the list is freed.  Removal therefore
+ * needs no pointer from the handle to the tensor, and a hook may remove itself while it runs.
  */
 #include "nn/hook.h"
 

@@ -1,9 +1,9 @@
-/* Nodes: made by fsdpc_tape_record, held by the tensors they made, by the edges of later nodes and
- * by a running backward.
+/* Nodes: fsdpc_tape_record creates them; their output tensors, the edges of later nodes and a
+ * running backward hold them.
  *
- * The last reference to the loss brings a whole graph down.  Recursion would need a stack as deep
- * as the graph is long.  So nodes whose count falls to zero are put on a list (linked through the
- * nodes themselves) and taken down one after the other.
+ * Dropping the last reference to the loss frees a whole graph.  Recursion would need a stack as
+ * deep as the graph is long.  Nodes whose count falls to zero are therefore put on a list (linked
+ * through the nodes themselves) and freed one after the other.
  */
 #include "nn/node.h"
 
@@ -18,7 +18,7 @@ fsdpc_node *fsdpc_node_acquire(fsdpc_node *node)
     return node;
 }
 
-/* Gives one reference back; at zero the node joins the list. */
+/* Releases one reference; at zero the node joins the list. */
 static void node_drop(fsdpc_node *node, fsdpc_node **doomed)
 {
     if (!node || atomic_fetch_sub_explicit(&node->refs, 1, memory_order_acq_rel) != 1)

@@ -1,4 +1,4 @@
-/* Shared by the operations: see nn/op.h.
+/* Helpers shared by the operations: see nn/op.h.
  *
  * If a kernel cannot write a target's dtype (a bf16 reduce buffer under fp32 compute), the gradient
  * goes through a temporary in fp32.  It is rounded once on its way into the target.

@@ -1,4 +1,5 @@
-/* What the files op_*.c share: checks with one wording, and gradients written where they belong. */
+/* Helpers shared by the files op_*.c: checks with uniform messages, and gradients written directly
+ * to their targets. */
 #ifndef FSDPC_NN_OP_H
 #define FSDPC_NN_OP_H
 
@@ -10,53 +11,55 @@ static inline const fsdpc_nn_ops *fsdpc_op_kernels(const fsdpc_tape *tape)
     return tape->device->nn;
 }
 
-/* Memory is valid, and the dtype is a float. */
+/* The memory is valid, and the dtype is a float. */
 fsdpc_status fsdpc_op_check_float(const char *op, const char *what, const fsdpc_tensor *t);
-/* Memory is valid, and the dtype is int32 or int64. */
+/* The memory is valid, and the dtype is int32 or int64. */
 fsdpc_status fsdpc_op_check_ids(const char *op, const char *what, const fsdpc_tensor *t);
 fsdpc_status fsdpc_op_check_same_dtype(const char *op, const char *what_a, const fsdpc_tensor *a,
                                        const char *what_b, const fsdpc_tensor *b);
-/* The error of two shapes that do not fit; `rule` says what would. */
+/* The error for two shapes that do not match; `rule` says what would. */
 fsdpc_status fsdpc_op_fail_shapes(const char *op, const char *what_a, const fsdpc_tensor *a,
                                   const char *what_b, const fsdpc_tensor *b, const char *rule);
 /* Turns a negative dimension into one of [0, ndim). */
 fsdpc_status fsdpc_op_dim(const char *op, int dim, int ndim, int *out);
 
-/* fsdpc_tape_record with node->extra of `extra_bytes` (0: none), zeroed.  If it fails, releasing
- * `out` undoes everything. */
+/* fsdpc_tape_record with `extra_bytes` (0: none) of zeroed memory in node->extra.  If it fails,
+ * releasing `out` undoes everything. */
 fsdpc_status fsdpc_op_record(fsdpc_tape *tape, const fsdpc_node_ops *ops, int n,
                              fsdpc_tensor *const *inputs, fsdpc_tensor *out, size_t extra_bytes,
                              fsdpc_node **node_out);
 
-/* a kind b, of one dtype, by the kernel, into new memory; no node. */
+/* Computes a kind b with the kernel, both of one dtype, into new memory; no node. */
 fsdpc_status fsdpc_op_binary_compute(fsdpc_tape *tape, fsdpc_binary kind, const fsdpc_tensor *a,
                                      const fsdpc_tensor *b, fsdpc_tensor **out);
-/* Joins y = kind(x), which was computed elsewhere, to x: the node that fsdpc_op_unary would make.
+/* Connects y = kind(x), which was computed elsewhere, to x with the node that fsdpc_op_unary would
+ * make.
  */
 fsdpc_status fsdpc_op_unary_record(fsdpc_tape *tape, fsdpc_unary kind, double scalar,
                                    fsdpc_tensor *x, fsdpc_tensor *y);
-/* The input of a node that is gelu by tanh; NULL for any other node. */
+/* The input of a node that is tanh gelu; NULL for any other node. */
 const fsdpc_tensor *fsdpc_op_gelu_input(const fsdpc_node *node);
 
-/* How many windows of `kernel` elements, `dilation` apart, fit one dimension of an image. */
+/* How many windows of `kernel` elements, `dilation` apart, fit into one dimension of an image. */
 fsdpc_status fsdpc_op_places(const char *op, size_t extent, size_t kernel, size_t stride,
                              const size_t padding[2], size_t dilation, size_t *out);
 
 /* Strides of a dense tensor. */
 void fsdpc_op_strides(int ndim, const size_t *shape, size_t *strides_out);
 
-/* Of the input at the other end of a wanted edge. */
+/* The dtype of the input at the other end of a wanted edge. */
 fsdpc_dtype fsdpc_edge_dtype(const fsdpc_edge *edge);
 int fsdpc_edge_ndim(const fsdpc_edge *edge);
 const size_t *fsdpc_edge_shape(const fsdpc_edge *edge);
 
-/* The input's target, its shape and dtype filled in. */
+/* The input's gradient target, with its shape and dtype filled in. */
 fsdpc_status fsdpc_op_target(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_grad_target *out);
 
-/* Runs the product args describes (c, c_dtype, ldc, accumulate unset) into the input's gradient. */
+/* Runs the product that args describes (c, c_dtype, ldc, accumulate unset) into the input's
+ * gradient. */
 fsdpc_status fsdpc_op_gemm_into(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_gemm_args *args);
 
-/* Gives g, a gradient of the broadcast shape, summed over what was broadcast and times `scale`. */
+/* Accumulates g into the input's gradient, summed over broadcast dimensions and scaled. */
 fsdpc_status fsdpc_op_give_summed(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_tensor *g,
                                   double scale);
 

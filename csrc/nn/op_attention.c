@@ -1,12 +1,12 @@
-/* Attention and the rotation of its queries and keys.
+/* Attention, and the rotation of its queries and keys.
  *
- * The kernel takes a stride per batch, token and head, so both layouts work in place: (B, H, T, D),
- * PyTorch's, and (B, T, H, D).  The latter is the layout of a projection and saves the transposes.
- * Kept for backward: inputs, output and one float a row and head.
+ * The kernel takes a stride per batch, token and head, so both layouts work in place: PyTorch's (B,
+ * H, T, D), and (B, T, H, D).  The latter is the layout of a projection and saves the transposes.
+ * Backward keeps the inputs, the output and one float per row and head.
  *
- * Documents that share a row are a kernel's call each, over their part of the same memory.  No mask
- * exists, and attention between documents is not computed.  The floats kept for backward lie a
- * document behind the other, so they take no more memory than those of whole rows.
+ * Documents that share a row need one kernel call each, over their part of the same memory.  There
+ * is therefore neither a mask nor any computation between documents.  The floats kept for backward
+ * are contiguous document after document, so they take no more memory than those of whole rows.
  */
 #include "nn/op.h"
 
@@ -17,14 +17,14 @@
 
 enum { SAVED_Q, SAVED_K, SAVED_V, SAVED_OUT, SAVED_LSE, SAVED_MASK };
 
-/* State that a node keeps; no documents: queries see all of their row. */
+/* State that a node keeps; without documents, queries see their whole row. */
 typedef struct attention_kept {
     fsdpc_attention_options options;
     size_t documents;
-    size_t lengths[]; /* (documents): tokens of each, row behind row */
+    size_t lengths[]; /* (documents): tokens of each, row after row */
 } attention_kept;
 
-/* The positions of tokens and heads in a layout's shape. */
+/* The dimensions of tokens and heads in a layout's shape. */
 static int token_dim(const fsdpc_attention_options *options)
 {
     return options->tokens_first ? 1 : 2;
@@ -77,7 +77,7 @@ static fsdpc_attention_args attention_args(const fsdpc_attention_options *option
     return args;
 }
 
-/* `base` moved by an element of a row and a token of it. */
+/* `base` advanced to a row's token. */
 static void *moved(const fsdpc_attention_args *x, const void *base, const size_t stride[3],
                    size_t row, size_t token)
 {
@@ -85,7 +85,7 @@ static void *moved(const fsdpc_attention_args *x, const void *base, const size_t
     return base ? (char *)base + elements * fsdpc_dtype_bytes(x->dtype) : NULL;
 }
 
-/* `rows` x `tokens` from the token `first` of all rows on. */
+/* `rows` x `tokens`, starting with token `first` of all rows. */
 static fsdpc_attention_args part_of(const fsdpc_attention_args *x, size_t first, size_t rows,
                                     size_t tokens)
 {
@@ -107,7 +107,8 @@ static fsdpc_attention_args part_of(const fsdpc_attention_args *x, size_t first,
 
 typedef fsdpc_status (*attention_fn)(const fsdpc_attention_args *args, fsdpc_stream *stream);
 
-/* Over whole rows, or each document; rows of one document each go together. */
+/* Runs the kernel over whole rows, or over each document; rows of one document each run
+ * together. */
 static fsdpc_status run(fsdpc_tape *tape, const attention_kept *kept, attention_fn kernel,
                         const fsdpc_attention_args *x)
 {
@@ -191,7 +192,7 @@ static fsdpc_status mask_check(const fsdpc_attention_options *options, const fsd
                                        "a mask must broadcast to (B, heads, Tq, Tk)");
 }
 
-/* Takes `kept` over. */
+/* Takes over `kept`. */
 static fsdpc_status attend(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_tensor *k, fsdpc_tensor *v,
                            fsdpc_tensor *mask, attention_kept *kept, fsdpc_tensor **out)
 {
@@ -257,11 +258,11 @@ fsdpc_status fsdpc_op_attention(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_tensor 
     return attend(tape, q, k, v, mask, kept, out);
 }
 
-/* Each row of `tokens` is made up of whole documents. */
+/* Checks that each row of `tokens` consists of whole documents. */
 static fsdpc_status lengths_check(size_t rows, size_t tokens, size_t documents,
                                   const size_t *lengths)
 {
-    size_t row = 0, inside = 0; /* tokens of the row that documents have taken */
+    size_t row = 0, inside = 0; /* tokens of the row that previous documents have used */
     for (size_t i = 0; i < documents; i++) {
         if (row == rows || lengths[i] == 0 || lengths[i] > tokens - inside)
             return fsdpc_fail(FSDPC_ERR_SHAPE,

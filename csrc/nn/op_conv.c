@@ -1,16 +1,16 @@
 /* Convolutions: matrix products of weights, or gradients, with the windows of images.
  *
- * Nothing stores the windows: the product kernel makes the block of them that it packs next
+ * The windows are not stored: the product kernel creates the block of them that it packs next
  * (ops/gemm_windows.h).  With K = channels x kernel of a group and P = windows of an image,
  *
  *     y  (out, P)       = weight (out, K) . windows of x (K, P) + bias
  *     dweight (out, K) += dy (out, P) . windows of x, transposed; image by image, in fp32
  *     dx (channels, ..) = weight, channels first . windows of dy
  *
- * Element r + stride u of dx meets those elements of the kernel alone that lie on one of its
- * windows: every stride / gcd(stride, dilation)-th.  So dx is made of stride x stride phases r, each
- * an image whose windows in dy are one apart and turned around.  With a stride of one there is one
- * phase, dx itself.
+ * Element r + stride u of dx only meets the kernel elements that are in one of its windows: every
+ * stride / gcd(stride, dilation)-th. dx therefore consists of stride x stride phases r, each an
+ * image whose windows in dy are one apart and reversed.  With a stride of one the only phase is dx
+ * itself.
  */
 #include "nn/op.h"
 
@@ -40,7 +40,7 @@ static const char *at(const fsdpc_tensor *t, size_t element)
     return (const char *)t->data + element * fsdpc_dtype_bytes(t->dtype);
 }
 
-/* One product a group; each moves the operands on by `a`, `b`, `c` and the bias by m elements. */
+/* One product per group; each advances the operands by `a`, `b`, `c` and the bias by m elements. */
 static fsdpc_status multiply_groups(fsdpc_tape *tape, fsdpc_gemm_args args, size_t groups, size_t a,
                                     size_t b, size_t c)
 {
@@ -60,8 +60,8 @@ static fsdpc_status multiply_groups(fsdpc_tape *tape, fsdpc_gemm_args args, size
 
 /* One dimension of a phase of dx: elements r, r + stride, ... */
 typedef struct phase {
-    size_t first, step, taps; /* elements of the kernel that they meet */
-    size_t count;             /* of them */
+    size_t first, step, taps; /* kernel elements that they meet */
+    size_t count;             /* number of elements */
     ptrdiff_t origin, spread; /* of their windows in dy */
 } phase;
 
@@ -83,7 +83,7 @@ static phase phase_of(size_t r, size_t stride, size_t dilation, size_t before, s
     return p;
 }
 
-/* The phase's elements of the kernel, (groups, channels of one, out of one, taps, taps). */
+/* Copies the phase's kernel elements as (groups, channels of one, out of one, taps, taps). */
 static fsdpc_status turn_weight(fsdpc_tape *tape, const fsdpc_tensor *w, size_t groups,
                                 const phase p[2], void *to)
 {
@@ -102,9 +102,9 @@ static fsdpc_status turn_weight(fsdpc_tape *tape, const fsdpc_tensor *w, size_t 
     return fsdpc_op_kernels(tape)->copy(&args, tape->stream);
 }
 
-/* Two buffers for the phases, of the largest that there are. */
+/* Two buffers, as large as the largest phase needs. */
 typedef struct phase_memory {
-    fsdpc_tensor *weight, *image; /* image: NULL where the only phase is dx */
+    fsdpc_tensor *weight, *image; /* image: NULL if dx is the only phase */
 } phase_memory;
 
 static fsdpc_status run_phase(fsdpc_tape *tape, const fsdpc_conv_options *o, const fsdpc_tensor *w,
@@ -186,7 +186,7 @@ static fsdpc_status give_x(fsdpc_tape *tape, const fsdpc_edge *edge, const fsdpc
     return fsdpc_op_give_owned(tape, edge, dx, st);
 }
 
-/* c, of F32 or F64, (+)= the gradient */
+/* c, F32 or F64, (+)= the gradient */
 static fsdpc_status weight_into(fsdpc_tape *tape, const fsdpc_conv_options *o,
                                 const fsdpc_tensor *x, const size_t *shape, const fsdpc_tensor *dy,
                                 fsdpc_gemm_args args)
@@ -205,7 +205,7 @@ static fsdpc_status weight_into(fsdpc_tape *tape, const fsdpc_conv_options *o,
     args.stride_a = dy->shape[1] * args.k;
     args.stride_b = x->shape[1] * x->shape[2] * x->shape[3];
     size_t a = part * args.k, b = shape[1] * x->shape[2] * x->shape[3], c = args.m * args.n;
-    if (!args.accumulate) { /* the first image, or zeros */
+    if (!args.accumulate) { /* from the first image, or from zeros */
         fsdpc_gemm_args first = args;
         if (!x->shape[0]) {
             windows.places[0] = 0;

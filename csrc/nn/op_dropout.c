@@ -1,9 +1,9 @@
 /* Dropout (Srivastava et al. 2014), scaled at training time.
  *
- * The mask is not kept: it is a function of (seed, stream, element), and backward asks for it
- * again. Each call takes the tape's next stream, so recomputation that sets the stream back to
- * where it was draws the same masks.  Inside a captured step the kernels read from the device's
- * memory how far the streams of a replay are from those of the capture.
+ * The mask is not kept: it is a function of (seed, stream, element), and backward recomputes it.
+ * Each call takes the tape's next random stream, so a recomputation that restores the stream draws
+ * the same masks.  Inside a captured step, kernels read from device memory the distance between the
+ * random streams of the replay and those of the capture.
  */
 #include "nn/op.h"
 
@@ -28,7 +28,7 @@ static fsdpc_status run_kernel(fsdpc_tape *tape, const dropout_extra *extra, con
     return fsdpc_op_return(fsdpc_op_kernels(tape)->dropout(&args, tape->stream), y, out);
 }
 
-/* A capture may ask for no memory that no step before it did. */
+/* A capture must not need memory that no earlier step allocated. */
 static fsdpc_status make_key(fsdpc_tape *tape)
 {
     void *memory;

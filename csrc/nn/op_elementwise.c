@@ -1,12 +1,12 @@
 /* Elementwise operations: one node kind for all unary ones, one for all binary ones.
  *
  * Promotion is a cast on the tape before the operation, so a kernel sees one dtype.  PyTorch's
- * rules: equal dtypes stay, bf16 with fp16 gives fp32, else the wider; a float with an integer gives
- * the float.  A tensor without dimensions changes the dtype of one that has some only if it is a
- * float and the other is not, or an integer and the other is bool.
+ * rules: equal dtypes stay; bf16 with fp16 gives fp32; otherwise the wider one wins; a float with
+ * an integer gives the float.  A zero-dimensional tensor changes the dtype of one with dimensions
+ * only if it is a float and the other is not, or an integer and the other is bool.
  *
  * A backward keeps its input or its output, whichever is cheaper (the output, if the next operation
- * keeps it anyway).  A binary operation keeps only the operands that the wanted gradients need.
+ * keeps it anyway).  A binary operation only keeps the operands that the wanted gradients need.
  */
 #include "nn/op.h"
 
@@ -81,7 +81,7 @@ fsdpc_status fsdpc_op_unary(fsdpc_tape *tape, fsdpc_unary kind, double scalar, f
     if (kind == FSDPC_UNARY_NEG && !fsdpc_dtype_is_float(x->dtype))
         return fsdpc_op_binary_scalar(tape, FSDPC_BINARY_SUB, x, fsdpc_scalar_whole(0), true, out);
     FSDPC_TRY(fsdpc_op_check_float(unary_names[kind], "the tensor", x));
-    if (kind == FSDPC_UNARY_CLAMP_MIN || kind == FSDPC_UNARY_CLAMP_MAX) /* as x's dtype has it */
+    if (kind == FSDPC_UNARY_CLAMP_MIN || kind == FSDPC_UNARY_CLAMP_MAX) /* rounded to x's dtype */
         FSDPC_TRY(fsdpc_scalar_round(&scalar, x->dtype));
     fsdpc_tensor *y;
     FSDPC_TRY(fsdpc_tensor_create(tape->device, x->dtype, x->ndim, x->shape, &y));
@@ -170,8 +170,8 @@ static fsdpc_status promote(fsdpc_binary kind, const fsdpc_tensor *a, const fsdp
         *out = a->dtype;
     else
         *out = fsdpc_op_result_type(a, b);
-    /* A narrower integer dtype would change the number without dimensions that is compared, and
-     * there is no arithmetic on bytes. */
+    /* A narrower integer dtype would change a zero-dimensional number that is compared, and bytes
+     * have no arithmetic. */
     if (!fsdpc_dtype_is_float(*out) && (compares || *out == FSDPC_U8))
         *out = wider(a->dtype, b->dtype);
     if (*out != FSDPC_U8 && *out != FSDPC_BOOL)
@@ -263,7 +263,7 @@ static fsdpc_status sum_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tenso
     return FSDPC_OK;
 }
 
-/* 1 for each element where a compares to b, else 0, in dy's dtype. */
+/* 1 for each element where a compares to b, otherwise 0, in dy's dtype. */
 static fsdpc_status compared(fsdpc_tape *tape, fsdpc_binary kind, const fsdpc_node *node,
                              fsdpc_dtype dtype, fsdpc_tensor **out)
 {
@@ -275,7 +275,8 @@ static fsdpc_status compared(fsdpc_tape *tape, fsdpc_binary kind, const fsdpc_no
     return st;
 }
 
-/* To whichever was taken; half to each where both are equal, as in PyTorch. */
+/* The gradient goes to the operand that was taken; half to each if both are equal, as in
+ * PyTorch. */
 static fsdpc_status extremum_side(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy, int side)
 {
     bool above = (node->ops == &binary_ops[FSDPC_BINARY_MAXIMUM]) == (side == 0);
@@ -304,7 +305,7 @@ static fsdpc_status extremum_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_
     return FSDPC_OK;
 }
 
-/* *g = *g kind x, in its place */
+/* *g = *g kind x, in place */
 static fsdpc_status fold(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor **g, fsdpc_tensor *x)
 {
     fsdpc_tensor *y, *other;
@@ -336,7 +337,7 @@ static fsdpc_status power_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_ten
         FSDPC_TRY(side ? unary_compute(tape, FSDPC_UNARY_LOG, 0, a, &g)
                        : unary_compute(tape, FSDPC_UNARY_ADD_SCALAR, -1, b, &g));
         fsdpc_status st = FSDPC_OK;
-        if (side == 0) { /* a^(b-1) b, for what is a^(b-1) there alone */
+        if (side == 0) { /* g = a^(b-1), to be multiplied by b */
             fsdpc_tensor *power;
             st = fsdpc_op_binary_compute(tape, FSDPC_BINARY_POW, a, g, &power);
             if (st == FSDPC_OK) {

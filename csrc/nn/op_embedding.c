@@ -1,6 +1,7 @@
-/* Rows of a table picked by ids, and rows added up by ids: each is the other's gradient.  The
- * gradient of a table is written straight to its target.  The kernel sums rows in the order of ids,
- * so the result is the same on every run.  Only rows of floats are added up; any can be picked.
+/* Selects rows of a table by ids, and sums rows by ids: each is the other's gradient.  The gradient
+ * of a table is written directly to its target.  The kernel sums rows in the order of ids, so the
+ * result is the same in every run.  Rows of any dtype can be selected, but only floats can be
+ * summed.
  */
 #include "nn/op.h"
 
@@ -151,8 +152,8 @@ fsdpc_status fsdpc_op_scatter_rows(fsdpc_tape *tape, fsdpc_tensor *ids, fsdpc_te
         }                                                                                          \
     } while (0)
 
-/* Where in a tensor of this shape the elements stand that the index names along dim; false: it names
- * some that are not there. */
+/* Computes the places, in a tensor of this shape, of the elements that the index selects along dim;
+ * false if an index is out of range. */
 static bool place_all(const fsdpc_tensor *index, const size_t *shape, int dim, int64_t *places)
 {
     size_t strides[FSDPC_MAX_DIMS], at[FSDPC_MAX_DIMS] = {0};

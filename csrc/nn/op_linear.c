@@ -1,19 +1,20 @@
-/* Linear layers, alone and with gelu behind them.
+/* Linear layers, plain and followed by gelu.
  *
- * A weight is (out, in), or (in, out) if the caller says so.  Products take either as it is and sum
- * in the same order.  So the bits do not depend on it, except in products of few rows or columns.
+ * A weight is (out, in), or (in, out) if the caller says so.  Products accept either layout in
+ * place and sum in the same order.  The bits are therefore the same, except in products of few rows
+ * or columns.
  *
- * The gradient of a weight is a separate product, dy^T x, which goes straight to its target with
- * beta = 1.  The target is a reduce buffer in fp32 even when x is bf16.  So there is no temporary
- * and no second pass.
+ * The gradient of a weight is a separate product, dy^T x, which is written directly to its target
+ * with beta = 1.  The target is a reduce buffer in fp32 even when x is bf16.  This avoids a
+ * temporary and a second pass.
  *
- * Gelu is fused with the product before it in forward, and with the product behind it in backward.
- * If the input of a linear layer is gelu's result, its gradient is at once multiplied by gelu's
+ * In forward, gelu is fused with the preceding product; in backward, with the following product.
+ * If the input of a linear layer is gelu's result, its gradient is immediately multiplied by gelu's
  * slope.  On the tape the two stay separate: linear_gelu records a linear node and a gelu node.  A
- * linear layer that is the only user of a gelu node does that node's backward with its own, and
- * gives the gradient to the node before.  So any other reader of the intermediate tensor (a hook, a
- * second use) gets it, by separate operations.  The bits are those of gelu(linear(x)) wherever the
- * kernel fuses the two.
+ * linear layer that is the only user of a gelu node runs that node's backward together with its
+ * own, and gives the gradient to the node before.  Any other reader of the intermediate tensor (a
+ * hook, a second use) still gets it, by separate operations.  The bits are those of gelu(linear(x))
+ * wherever the kernel fuses the two.
  */
 #include "nn/op.h"
 
@@ -23,7 +24,7 @@ typedef struct linear_extra {
     bool in_out; /* the weight's layout */
 } linear_extra;
 
-/* All dimensions but the last. */
+/* The product of all dimensions except the last. */
 static size_t rows_of(const fsdpc_tensor *t)
 {
     size_t rows = 1;
@@ -50,9 +51,9 @@ static fsdpc_status give_bias(fsdpc_tape *tape, const fsdpc_edge *edge, const fs
     return fsdpc_op_kernels(tape)->sum(&args, tape->stream);
 }
 
-/* The gelu node that gets its gradient from this linear node alone, or NULL.  References tell: ours
- * by the edge, and its result's, which we know of if we keep the result for the weight's gradient.
- * Any other may be a user of it whose gradient is still to come. */
+/* The gelu node whose gradient comes only from this linear node, or NULL.  Reference counts tell.
+ * Known references are our edge's, and that of gelu's result if we keep the result for the weight's
+ * gradient.  Any other may belong to a user whose gradient is still to come. */
 static fsdpc_node *gelu_before(const fsdpc_node *linear)
 {
     fsdpc_node *node = linear->inputs[0].node;
@@ -63,7 +64,8 @@ static fsdpc_node *gelu_before(const fsdpc_node *linear)
     return atomic_load_explicit(&node->refs, memory_order_relaxed) == known ? node : NULL;
 }
 
-/* dx = dy w as `gemm` says, through gelu: what gelu's node would give to the node before it. */
+/* dx = dy w, as `gemm` says, through gelu: the gradient that gelu's node would give to the node
+ * before it. */
 static fsdpc_status give_through_gelu(fsdpc_tape *tape, fsdpc_node *gelu, fsdpc_gemm_args gemm)
 {
     FSDPC_TRY(fsdpc_node_check(gelu));
@@ -81,7 +83,7 @@ static fsdpc_status give_through_gelu(fsdpc_tape *tape, fsdpc_node *gelu, fsdpc_
     return FSDPC_OK;
 }
 
-/* dw = dy^T x, or x^T dy of (in, out),  db = sum of dy's rows,  dx = dy w */
+/* dw = dy^T x, or x^T dy for (in, out), db = sum of dy's rows, dx = dy w */
 static fsdpc_status linear_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
 {
     const fsdpc_tensor *x = node->saved[SAVED_X], *w = node->saved[SAVED_WEIGHT];
@@ -140,7 +142,7 @@ static fsdpc_status linear_check(const char *op, fsdpc_tensor *x, fsdpc_tensor *
     return FSDPC_OK;
 }
 
-/* Memory for a result, and the product that makes it. */
+/* Memory for a result, and the product that computes it. */
 static fsdpc_status linear_prepare(fsdpc_tape *tape, const fsdpc_tensor *x, const fsdpc_tensor *w,
                                    const fsdpc_tensor *bias, bool in_out, fsdpc_gemm_args *gemm_out,
                                    fsdpc_tensor **out)

@@ -1,24 +1,25 @@
-/* Cross entropy, alone and fused with the product that makes its logits.
+/* Cross entropy, plain and fused with the product that computes its logits.
  *
  * Note [chunked loss].  The logits of a long batch over a large vocabulary are the biggest tensor
- * of a training step, and their gradient would be as big.  The fused form takes a chunk of rows at
- * a time: logits of the chunk, loss, gradient of the logits in place.  The gradient of the weight
- * may reach its sink in backward only, so what is kept depends on how many chunks there are:
+ * of a training step, and their gradient would be as big.  The fused form processes a chunk of rows
+ * at a time: logits of the chunk, loss, gradient of the logits in place.  The gradient of the
+ * weight may only reach its sink in backward, so the kept data depends on the number of chunks:
  *
  *     one chunk   (the usual case: chunks hold 64 MiB or more) the chunk itself, now the gradient
  *                 of the logits; backward makes dx and dW from it, dW straight into the target
  *     several     dx (as big as x) and a private dW in fp32, summed chunk by chunk in forward and
  *                 added to the target in backward
  *
- * Each chunk is another pass over all of dW, so a batch has at most eight.  With sixteen, dW of
- * 32,000 words took 5.1 ms of a step of LLaMA 1B on an H200; with eight it takes 3.6.
+ * Each chunk is another pass over all of dW, so a batch has at most eight chunks.  In a step of
+ * LLaMA 1B on an H200, dW for 32,000 words took 5.1 ms with sixteen chunks and takes 3.6 ms with
+ * eight.
  *
  * Recomputing the logits instead would cost a third more arithmetic for the head; a private dW
  * costs one more pass over memory as big as the weight.
  *
- * Gradients are kept for the SUM over rows: softmax - onehot, with no small factors before rounding
+ * Gradients are kept for the SUM over rows: softmax - onehot, without small factors before rounding
  * to bf16.  Backward scales them by incoming gradient / counted rows.  Sums, counts and incoming
- * gradients stay in the device's memory, so that nothing here waits for a kernel.
+ * gradients stay in device memory, so the host never waits for a kernel here.
  */
 #include "nn/op.h"
 
@@ -41,7 +42,7 @@ static fsdpc_status loss_check(const char *op, const char *what, const fsdpc_ten
     return FSDPC_OK;
 }
 
-/* Room for a fsdpc_loss_sum: nobody but kernels looks into it. */
+/* Memory for a fsdpc_loss_sum, which only kernels access. */
 static fsdpc_status sum_create(fsdpc_tape *tape, fsdpc_tensor **out)
 {
     const size_t words = sizeof(fsdpc_loss_sum) / sizeof(int64_t);
@@ -87,7 +88,7 @@ static fsdpc_status cross_entropy_backward(fsdpc_tape *tape, fsdpc_node *node, f
 {
     const cross_entropy_extra *extra = node->extra;
     fsdpc_tensor *logits = node->saved[SAVED_LOGITS], *dx;
-    /* The logits' own memory serves for their gradient if nobody will read them again. */
+    /* The gradient reuses the logits' own memory if they will not be read again. */
     if (!tape->retain_graph && fsdpc_tensor_is_exclusive(logits))
         dx = fsdpc_tensor_acquire(logits);
     else
@@ -100,7 +101,7 @@ static fsdpc_status cross_entropy_backward(fsdpc_tape *tape, fsdpc_node *node, f
     args.dlogits = dx->data;
     fsdpc_status st = fsdpc_op_kernels(tape)->cross_entropy_backward(&args, tape->stream);
     if (dx == logits) {
-        /* Given away: exclusive again once the node's reference is gone. */
+        /* Given away: exclusive again once the node's reference is released. */
         node->saved[SAVED_LOGITS] = NULL;
         node->freed = true;
         fsdpc_tensor *view = NULL;
@@ -156,15 +157,15 @@ fsdpc_status fsdpc_op_cross_entropy(fsdpc_tape *tape, fsdpc_tensor *logits, fsdp
 
 enum { FUSED_X, FUSED_WEIGHT, FUSED_DLOGITS, FUSED_DX, FUSED_DW, FUSED_SUM };
 
-/* A forward under way. */
+/* A forward in progress. */
 typedef struct fused {
     fsdpc_tape *tape;
     fsdpc_tensor *x, *weight, *targets;
     int64_t ignore_index;
     size_t rows, in, out, chunk_rows;
     bool want_dx, want_dw;
-    fsdpc_tensor *y, *sum;           /* the loss and what it is the mean of, so far */
-    fsdpc_tensor *dlogits, *dx, *dw; /* of the sum over rows; NULL: not kept */
+    fsdpc_tensor *y, *sum;           /* the loss, and the sum that it is the mean of, so far */
+    fsdpc_tensor *dlogits, *dx, *dw; /* gradients of the sum over rows; NULL: not kept */
     bool dw_started;
 } fused;
 
@@ -197,7 +198,7 @@ static fsdpc_status chunk_products(fused *f, const fsdpc_tensor *dlogits, size_t
     return kernels->gemm(&args, f->tape->stream);
 }
 
-/* Loss of rows first .. first + rows; `logits` and `lse` have room for them. */
+/* Computes the loss of rows first .. first + rows; `logits` and `lse` have space for them. */
 static fsdpc_status chunk(fused *f, fsdpc_tensor *logits, const fsdpc_tensor *lse, size_t first,
                           size_t rows)
 {
@@ -246,7 +247,7 @@ static fsdpc_status all_chunks(fused *f)
                                      f->weight->shape, &f->dw);
     }
     size_t first = 0;
-    do { /* no rows have a loss too: NaN */
+    do { /* zero rows also have a loss: NaN */
         if (st == FSDPC_OK)
             st = chunk(f, logits, lse, first, fsdpc_min_size(f->chunk_rows, f->rows - first));
         first += f->chunk_rows;
@@ -256,7 +257,7 @@ static fsdpc_status all_chunks(fused *f)
     return st;
 }
 
-/* One chunk was kept as the gradient of the logits. */
+/* The only chunk was kept as the gradient of the logits. */
 static fsdpc_status fused_backward_products(fsdpc_tape *tape, fsdpc_node *node,
                                             const fsdpc_tensor *dloss)
 {
@@ -288,7 +289,7 @@ static fsdpc_status fused_backward_products(fsdpc_tape *tape, fsdpc_node *node,
     return st;
 }
 
-/* A gradient that forward computed, as one of the mean, into its target. */
+/* Writes a gradient that forward computed into its target, as a gradient of the mean. */
 static fsdpc_status give_kept(fsdpc_tape *tape, const fsdpc_edge *edge, const fsdpc_tensor *kept,
                               const fsdpc_tensor *sum, const fsdpc_tensor *dloss)
 {

@@ -1,7 +1,7 @@
-/* Products of matrices.
+/* Matrix products.
  *
- * All of it is one GEMM call each way.  Operands that broadcast over a batch are expanded first (a
- * copy): that is rare, and their gradients are then summed by expand's backward.
+ * Each is one GEMM call in each direction.  Operands that broadcast over a batch are expanded first
+ * (a copy): that is rare, and expand's backward then sums their gradients.
  */
 #include "nn/op.h"
 
@@ -75,7 +75,7 @@ static fsdpc_status product(fsdpc_tape *tape, fsdpc_tensor *a, fsdpc_tensor *b, 
     if (b->ndim == 2) {
         e.m *= e.batch;
         e.batch = 1;
-    } else if (e.batch == 0) { /* which the kernel takes for 1: make the matrices empty instead */
+    } else if (e.batch == 0) { /* the kernel reads 0 as 1: make the matrices empty instead */
         e.m = e.k = 0;
     }
     fsdpc_tensor *y;
@@ -102,7 +102,7 @@ static fsdpc_status product(fsdpc_tape *tape, fsdpc_tensor *a, fsdpc_tensor *b, 
 
 /* ---- shapes: 1-D operands and broadcast batches become the forms above ---- */
 
-/* The batch shape of both, or an error. */
+/* The common batch shape, or an error. */
 static fsdpc_status batch_shape(const fsdpc_tensor *a, const fsdpc_tensor *b, int *ndim_out,
                                 size_t *shape_out)
 {
@@ -119,7 +119,7 @@ static fsdpc_status batch_shape(const fsdpc_tensor *a, const fsdpc_tensor *b, in
     return FSDPC_OK;
 }
 
-/* x with its batch dimensions expanded to `shape`; x itself if they are that. */
+/* x with its batch dimensions expanded to `shape`; x itself if they are equal. */
 static fsdpc_status expand_batch(fsdpc_tape *tape, fsdpc_tensor *x, int ndim, size_t *shape,
                                  fsdpc_tensor **out)
 {

@@ -1,11 +1,12 @@
 /* Moments of rows and affine maps of rows, without gradients.
  *
- * Group and batch norm are made of these in Python (functional/normalization.py).  Between forward
- * and backward of one they may add small tensors up over ranks, which no operation here can.  So
- * their nodes are custom ones, which call these for the passes over the large tensors.
+ * Python builds group and batch norm from these (functional/normalization.py).  Between the forward
+ * and backward of a batch norm, small tensors may be summed over ranks, which no operation here can
+ * do.  Their nodes are therefore custom ones, which call these functions for the passes over the
+ * large tensors.
  *
- * A tensor of any shape is taken as `rows` rows.  What belongs to a row is fp32, float64 beside
- * float64, and may be fewer values than rows: they then repeat.
+ * A tensor of any shape is treated as `rows` rows.  Row values are fp32, or float64 for float64
+ * tensors.  There may be fewer values than rows: they then repeat.
  */
 #include "nn/op.h"
 
@@ -19,7 +20,7 @@ static fsdpc_status check_rows(const char *op, const fsdpc_tensor *x, size_t row
     return FSDPC_OK;
 }
 
-/* Another tensor of x's elements, or NULL. */
+/* Checks another tensor of x's elements, or NULL. */
 static fsdpc_status check_beside(const char *op, const fsdpc_tensor *x, const fsdpc_tensor *y)
 {
     if (!y)
@@ -35,7 +36,8 @@ static fsdpc_dtype dtype_of_rows(const fsdpc_tensor *x)
     return x->dtype == FSDPC_F64 ? FSDPC_F64 : FSDPC_F32;
 }
 
-/* Values of rows, or NULL: as many as those before, which `values_io` counts, 0 before the first. */
+/* Checks row values, or NULL.  All must have the same number, `values_io`, which is 0 before the
+ * first. */
 static fsdpc_status check_values(const char *op, const fsdpc_tensor *x, size_t rows,
                                  const fsdpc_tensor *t, size_t *values_io)
 {

@@ -1,9 +1,10 @@
-/* Layer normalisation and RMS normalisation: one node kind, told apart by the kernel's flag.
+/* Layer normalisation and RMS normalisation: one node kind; the kernel's flag selects which.
  *
- * Forward keeps mean and 1/deviation of each row, two floats a row, and the input.  The kernel
- * writes gradients straight to their targets.  So what flowed around the norm, a residual, is added
- * in the same pass.  It has one dtype for those of weight and bias, so if their targets differ, or
- * it cannot write theirs, they go through fp32; x's goes through x's dtype.
+ * Forward keeps the input, and the mean and 1/deviation of each row, two floats per row.  The
+ * kernel writes gradients directly to their targets.  A gradient that bypassed the norm, that of a
+ * residual, is thus added in the same pass.  The kernel has one dtype for the gradients of weight
+ * and bias.  If their targets differ, or it cannot write that dtype, they go through fp32; x's
+ * gradient goes through x's dtype.
  */
 #include "nn/op.h"
 
@@ -37,7 +38,7 @@ static fsdpc_norm_args norm_args(const norm_extra *extra, const fsdpc_tensor *x,
                              .rstd = rstd->data};
 }
 
-/* Where a gradient is computed: its target, or a tensor of our own. */
+/* Destination of a gradient: its target, or a temporary tensor. */
 typedef struct side {
     const fsdpc_edge *edge; /* NULL: not wanted */
     fsdpc_grad_target target;
@@ -60,7 +61,7 @@ static fsdpc_status side_divert(fsdpc_tape *tape, side *s, fsdpc_dtype dtype, in
     return fsdpc_tensor_create(tape->device, dtype, ndim, fsdpc_edge_shape(s->edge), &s->temporary);
 }
 
-/* From the temporary to the target, if there was one. */
+/* Copies the temporary, if there was one, to the target. */
 static fsdpc_status side_close(fsdpc_tape *tape, side *s)
 {
     if (!s->temporary)

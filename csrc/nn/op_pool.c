@@ -1,7 +1,7 @@
-/* Pooling: the greatest element, or the mean, of each window of an image.
+/* Pooling: the maximum, or the mean, of each window of an image.
  *
- * The kernel finds the greatest elements again in backward, so max pooling keeps its input, which
- * what comes before mostly keeps anyway, and no indices.
+ * The kernel finds the maxima again in backward.  Max pooling therefore keeps no indices, only its
+ * input, which the preceding operation usually keeps anyway.
  */
 #include "nn/op.h"
 

@@ -1,7 +1,7 @@
 /* Arithmetic and comparisons of a tensor with a number.
  *
- * Float tensors take the number as an argument of a kernel where there is one, else as a tensor
- * without dimensions.  Integer tensors take an integer as such a tensor, exactly.
+ * Float tensors pass the number as a kernel argument if the kernel has one, otherwise as a
+ * zero-dimensional tensor.  Integer tensors take an integer exactly, as such a tensor.
  */
 #include "nn/op.h"
 
@@ -19,7 +19,7 @@ static fsdpc_status with_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tenso
     return st;
 }
 
-/* The comparison with its sides exchanged. */
+/* The comparison with its operands swapped. */
 static fsdpc_binary mirrored(fsdpc_binary kind)
 {
     static const fsdpc_binary kinds[] = {
@@ -29,8 +29,8 @@ static fsdpc_binary mirrored(fsdpc_binary kind)
     return kinds[kind];
 }
 
-/* Floats with a number that is rounded to their dtype.  One between the largest and infinity equals
- * none of them, and lies beyond all but infinity. */
+/* Compares floats with a number that is rounded to their dtype.  A number between the largest
+ * finite float and infinity equals none of them, and is beyond all but infinity. */
 static fsdpc_status compare_float(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
                                   fsdpc_scalar s, fsdpc_tensor **out)
 {
@@ -48,7 +48,8 @@ static fsdpc_status compare_float(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_ten
     return with_scalar(tape, kind, x, fsdpc_scalar_real(rounded), x->dtype, false, out);
 }
 
-/* Integers with any number, exactly: a fraction is rounded to the side that keeps the answer. */
+/* Compares integers with any number, exactly: a fraction is rounded to the side that keeps the
+ * answer. */
 static fsdpc_status compare_integer(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
                                     fsdpc_scalar s, fsdpc_tensor **out)
 {
@@ -66,7 +67,7 @@ static fsdpc_status compare_integer(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_t
         fsdpc_dtype dtype = byte ? x->dtype : narrow ? FSDPC_I32 : FSDPC_I64;
         return with_scalar(tape, kind, x, s, dtype, false, out);
     }
-    /* NaN, a fraction that equals no integer, or a number beyond all of them */
+    /* NaN, a fraction that equals no integer, or a number beyond all integers */
     double bound = isfinite(s.real) && s.real != trunc(s.real) ? NAN : s.real;
     if (!isnan(bound))
         bound = bound > 0 ? INFINITY : -INFINITY;
@@ -85,13 +86,13 @@ static fsdpc_status integer_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_te
         return fsdpc_fail(FSDPC_ERR_VALUE,
                           "pow: an integer tensor to the power of %lld: use a float tensor",
                           (long long)s.whole);
-    fsdpc_dtype dtype = x->dtype == FSDPC_U8 ? FSDPC_I32 : /* has no arithmetic of its own */
+    fsdpc_dtype dtype = x->dtype == FSDPC_U8 ? FSDPC_I32 : /* U8 has no arithmetic of its own */
                             x->dtype == FSDPC_BOOL ? FSDPC_I64
                                                    : x->dtype;
     return with_scalar(tape, kind, x, s, dtype, reversed, out);
 }
 
-/* By the reciprocal, unless that rounds away or overflows. */
+/* Multiplies by the reciprocal, unless that rounds away or overflows. */
 static fsdpc_status divide(fsdpc_tape *tape, fsdpc_tensor *x, double s, fsdpc_tensor **out)
 {
     double by = 1 / s, size = fabs(by);

@@ -1,10 +1,10 @@
-/* Shapes: an operation that only renames (reshape) shares memory; one that moves elements is a
+/* Shapes: reshape only changes the shape and shares memory; an operation that moves elements is a
  * strided copy.
  *
- * The copy kernel walks a box with one stride per dimension on either side.  So a permutation
- * permutes strides, an expansion sets them to zero, and a slice offsets the pointer.  The backward
- * of a copy is the copy with its sides exchanged.  A slice adds into its box of the input's
- * gradient, so that cutting one tensor into n parts costs one zeroed gradient, not n.
+ * The copy kernel walks a box with one stride per dimension on either side.  A permutation permutes
+ * strides, an expansion sets them to zero, and a slice offsets the pointer.  The backward of a copy
+ * is the copy with its sides swapped.  A slice adds into its box of the input's gradient, so
+ * splitting one tensor into n parts costs one zeroed gradient, not n.
  */
 #include "nn/op.h"
 
@@ -100,7 +100,7 @@ typedef struct permute_extra {
     int dims[FSDPC_MAX_DIMS];
 } permute_extra;
 
-/* y[i_dims...] = x: copies from the strides of x, permuted (or to them, for the inverse). */
+/* y[i_dims...] = x: copies from the permuted strides of x (or to them, for the inverse). */
 static fsdpc_status permute_copy(fsdpc_tape *tape, const fsdpc_tensor *x, const int *dims,
                                  bool inverse, fsdpc_tensor **out)
 {
@@ -240,7 +240,7 @@ static fsdpc_status slice_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_ten
 
 static const fsdpc_node_ops slice_ops = {.name = "slice", .backward = slice_backward};
 
-/* One run of memory: above the cut dimension all counts are 1, below it dimensions are whole. */
+/* Contiguous if all counts above the cut dimension are 1 and the dimensions below it are whole. */
 static bool is_contiguous(const fsdpc_tensor *x, const fsdpc_range *slices)
 {
     int d = 0;
@@ -296,10 +296,10 @@ fsdpc_status fsdpc_op_slice(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_range
 
 typedef struct concat_extra {
     int dim;
-    size_t extents[]; /* of dim, of all inputs, wanted or not */
+    size_t extents[]; /* extents of dim, for all inputs, wanted or not */
 } concat_extra;
 
-/* Copies `part` from or to its place in `whole`: `before` is the extent of dim in front of it. */
+/* Copies `part` from or to its place in `whole`: `before` is the extent of dim before it. */
 static fsdpc_status concat_copy(fsdpc_tape *tape, fsdpc_tensor *whole, fsdpc_tensor *part, int dim,
                                 size_t before, bool to_whole)
 {

@@ -1,19 +1,19 @@
 /* Writing into a tensor in place, as an operation.
  *
- * A write changes memory, and a node belongs to a tensor: so the written memory gets a new tensor,
- * whose node joins what was there before to the value.  Tensors that were saved for a backward keep
- * the old node, which keeps the graph free of cycles; the storage's version tells their nodes that
- * the memory has changed.
+ * A write changes memory, but a node belongs to a tensor.  The written memory therefore gets a new
+ * tensor, whose node connects the previous contents and the value.  Tensors that were saved for a
+ * backward keep the old node, which keeps the graph free of cycles; the storage's version tells
+ * their nodes that the memory has changed.
  *
- * Backward cuts the box out of the gradient: the box goes to the value, the rest, with zeros in the
- * box, to what was there before.
+ * Backward cuts the box out of the gradient: the box goes to the value, and the rest, with zeros in
+ * the box, to the previous contents.
  */
 #include "nn/op.h"
 
 enum { BEFORE, VALUE };
 
-/* The copy between a box of a dense tensor and values that are broadcast to it; false if the
- * value's shape does not fit. */
+/* Sets up the copy between a box of a dense tensor and values that are broadcast to it; false if
+ * the value's shape does not fit. */
 static bool broadcast(const fsdpc_box *box, const fsdpc_tensor *value, fsdpc_copy_args *args)
 {
     size_t stride = 1;
@@ -31,7 +31,7 @@ static bool broadcast(const fsdpc_box *box, const fsdpc_tensor *value, fsdpc_cop
     return value->ndim <= box->ndim;
 }
 
-/* The box of the gradient, for the value: its own memory. */
+/* The box of the gradient, for the value, in its own memory. */
 static fsdpc_status give_value(fsdpc_tape *tape, fsdpc_node *node, const fsdpc_tensor *dy)
 {
     const fsdpc_box *box = node->extra;
@@ -54,8 +54,8 @@ static fsdpc_status give_value(fsdpc_tape *tape, fsdpc_node *node, const fsdpc_t
     return st;
 }
 
-/* The gradient with zeros in the box: in its own memory if nobody else reads that, so that a loop
- * that writes row after row costs a row each. */
+/* The gradient with zeros in the box.  It reuses the gradient's memory if it has no other reader,
+ * so each write of a loop over rows costs only its row. */
 static fsdpc_status give_before(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
 {
     fsdpc_tensor *rest, *zero;
@@ -101,7 +101,7 @@ static fsdpc_status record(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_box *b
     return fsdpc_op_return(st, y, out);
 }
 
-/* The value without leading extents of 1 that the box has not: those need no place, as in NumPy. */
+/* The value without extra leading extents of 1, which need no place in the box, as in NumPy. */
 static fsdpc_status fitted(fsdpc_tape *tape, const fsdpc_box *box, fsdpc_tensor *value,
                            fsdpc_tensor **out)
 {
@@ -131,7 +131,7 @@ bool fsdpc_box_overlaps(const fsdpc_tensor *x, const fsdpc_box *box, const fsdpc
            first < from + fsdpc_tensor_bytes(value);
 }
 
-/* A value that the write would change while it is read: a copy of it. */
+/* Copies a value that the write would change while reading it. */
 static fsdpc_status apart(fsdpc_tape *tape, const fsdpc_tensor *x, const fsdpc_box *box,
                           fsdpc_tensor **value_io)
 {
@@ -171,7 +171,7 @@ fsdpc_status fsdpc_op_write(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_box *
     FSDPC_TRY(fsdpc_tensor_check(value));
     FSDPC_TRY(fitted(tape, box, value, &fit));
     fsdpc_status st = apart(tape, x, box, &fit);
-    if (st == FSDPC_OK && out) { /* on the tape the gradient is cast back */
+    if (st == FSDPC_OK && out) { /* with a tape: the cast's backward converts the gradient back */
         st = fsdpc_op_cast(tape, fit, x->dtype, &cast);
         if (st == FSDPC_OK) {
             fsdpc_tensor_release(fit);

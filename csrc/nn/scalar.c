@@ -21,7 +21,7 @@ static fsdpc_status fail_integer(fsdpc_scalar s, fsdpc_dtype dtype, int64_t low,
                       text, fsdpc_dtype_name(dtype), (long long)low, (long long)high);
 }
 
-/* A float truncated towards 0; false if no int64 holds it. */
+/* A float truncated towards 0; false if it does not fit int64. */
 static bool whole_of(fsdpc_scalar s, int64_t *out)
 {
     if (s.integral) {
@@ -105,7 +105,7 @@ fsdpc_status fsdpc_scalar_round(double *inout, fsdpc_dtype dtype)
 fsdpc_status fsdpc_scalar_tensor(fsdpc_device *device, fsdpc_stream *stream, fsdpc_scalar s,
                                  fsdpc_dtype dtype, fsdpc_tensor **out)
 {
-    int64_t element = 0; /* as large as any */
+    int64_t element = 0; /* large enough for every dtype */
     FSDPC_TRY(fsdpc_scalar_store(s, dtype, &element));
     fsdpc_tensor *t;
     FSDPC_TRY(fsdpc_tensor_create(device, dtype, 0, NULL, &t));

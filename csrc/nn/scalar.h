@@ -1,7 +1,7 @@
-/* A number given along with a tensor.
+/* A number that accompanies a tensor.
  *
- * An integer stays an integer: it passes through no double on its way into an integer tensor, where
- * 2^53 + 1 would become 2^53.  A number that a dtype cannot hold is an error that names both.
+ * An integer stays an integer: it is not converted to a double on its way into an integer tensor,
+ * where 2^53 + 1 would become 2^53.  If a dtype cannot hold a number, the error names both.
  */
 #ifndef FSDPC_NN_SCALAR_H
 #define FSDPC_NN_SCALAR_H
@@ -26,14 +26,14 @@ static inline fsdpc_scalar fsdpc_scalar_whole(int64_t value)
 }
 
 /* Writes one element of dtype.  A float is rounded to a float dtype and truncated to an integer.
- * ValueError: an integer dtype's range ends before the number, a finite number would become
+ * ValueError: the number is outside an integer dtype's range, a finite number would become
  * infinite, or an integer dtype is given NaN. */
 fsdpc_status fsdpc_scalar_store(fsdpc_scalar s, fsdpc_dtype dtype, void *out);
 
 /* Rounds a double to a float dtype, with the same errors. */
 fsdpc_status fsdpc_scalar_round(double *inout, fsdpc_dtype dtype);
 
-/* The same as a tensor without dimensions. */
+/* The same as a zero-dimensional tensor. */
 fsdpc_status fsdpc_scalar_tensor(fsdpc_device *device, fsdpc_stream *stream, fsdpc_scalar s,
                                  fsdpc_dtype dtype, fsdpc_tensor **out);
 

@@ -1,15 +1,15 @@
 /* Recording, and the gradients of a node's backward.
  *
- * A gradient of an intermediate tensor collects in its node.  The first one is kept as it is,
- * shared with its other holders.  The second is added in place if the memory is ours alone, else
- * into new memory.  A leaf's gradient is the user's to keep, so it is copied unless it is
- * exclusive.
+ * The gradient of an intermediate tensor accumulates in its node.  The first contribution is kept
+ * as it is, shared with its other holders.  The second is added in place if the memory has no other
+ * holder, otherwise into new memory.  The user may keep a leaf's gradient, so it is copied unless
+ * it is exclusive.
  *
  * Operations that can write their gradient anywhere ask for a target: a reduce buffer, `grad` of a
- * leaf, or the node's gradient, told whether to add.  That saves a temporary and a pass over memory
+ * leaf, or the node's gradient, and whether to add.  That saves a temporary and a pass over memory
  * for every weight of a model.
  *
- * The order of running, hooks of leaves and nesting are in nn/backward.c.
+ * Execution order, hooks of leaves and nesting are in nn/backward.c.
  */
 #include "nn/tape.h"
 
@@ -92,7 +92,7 @@ fsdpc_status fsdpc_tape_record(fsdpc_tape *tape, const fsdpc_node_ops *ops, int 
 
 /* ---- gradients ---- */
 
-/* A leaf that was frozen since takes none, as in PyTorch; its hooks run. */
+/* A leaf that was frozen after forward takes none, as in PyTorch; its hooks still run. */
 static bool takes(const fsdpc_tensor *leaf)
 {
     return leaf->requires_grad || fsdpc_leaf_has_hooks(leaf);
@@ -117,7 +117,7 @@ static fsdpc_status clone_as(fsdpc_tape *tape, const fsdpc_tensor *t, fsdpc_dtyp
     return FSDPC_OK;
 }
 
-/* Makes *slot safe to add to in place: nobody else reads its memory. */
+/* Makes *slot safe to add to in place: no other tensor reads its memory. */
 static fsdpc_status own_slot(fsdpc_tape *tape, fsdpc_tensor **slot)
 {
     if (fsdpc_tensor_is_exclusive(*slot))
@@ -188,7 +188,7 @@ fsdpc_status fsdpc_edge_give(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_ten
     return give_slot(tape, &edge->node->grad, gradient);
 }
 
-/* The tensor in *slot as a target, made first if there is none. */
+/* The tensor in *slot as a target, created if missing. */
 static fsdpc_status slot_target(fsdpc_tape *tape, fsdpc_tensor **slot, bool exclusive,
                                 fsdpc_dtype dtype, int ndim, const size_t *shape,
                                 fsdpc_grad_target *out)

@@ -1,14 +1,14 @@
-/* The tape: automatic differentiation in reverse.
+/* The tape: reverse-mode automatic differentiation.
  *
- * An operation on tensors that require gradients makes a node, which keeps what its backward needs
- * and an edge to each input.  Nodes are numbered in the order of their creation, and a node's
- * consumers are always made after it.  So backward runs the reachable nodes by descending number,
- * which is a topological order, the same in every run.  A node has one output.
+ * An operation on tensors that require gradients makes a node, which keeps the data that its
+ * backward needs and an edge to each input.  Nodes are numbered in creation order, and a node's
+ * consumers are always created after it.  Backward therefore runs the reachable nodes by descending
+ * number: a topological order that is the same in every run.  A node has one output.
  *
- * Boundaries mark places on the tape: an identity whose backward calls a function first.  From them
- * the engine learns that a unit's backward begins (a boundary on its outputs: the first call) or
- * ends.  The end is a boundary on its inputs: made before anything inside, so run after everything
- * inside.
+ * Boundaries mark places on the tape: an identity whose backward calls a function first.  They tell
+ * the engine that a unit's backward begins (a boundary on its outputs: the first call) or ends (a
+ * boundary on its inputs).  The boundary on the inputs is created before every node inside, so it
+ * runs after them.
  *
  * Backward frees a node's saved tensors as it goes unless the graph is retained; using them again
  * is an error.  Backward may be nested (activation checkpointing runs one inside another).
@@ -23,7 +23,7 @@
 typedef struct fsdpc_tape fsdpc_tape;
 
 typedef struct fsdpc_edge {
-    fsdpc_node *node;   /* owned; what made the input; NULL if it is a leaf or needs no gradient */
+    fsdpc_node *node;   /* owned; the input's node; NULL if it is a leaf or needs no gradient */
     fsdpc_tensor *leaf; /* owned; a leaf that requires grad */
 } fsdpc_edge;
 
@@ -43,17 +43,17 @@ struct fsdpc_node {
     int n_inputs;
     fsdpc_edge *inputs; /* inline_inputs, or allocated for more (concat) */
     fsdpc_edge inline_inputs[FSDPC_NODE_MAX_INPUTS];
-    fsdpc_tensor *saved[FSDPC_NODE_MAX_SAVED]; /* owned; NULL where unused; nn/node.h */
+    fsdpc_tensor *saved[FSDPC_NODE_MAX_SAVED]; /* owned; unused ones are NULL; nn/node.h */
     uint32_t saved_version[FSDPC_NODE_MAX_SAVED];
-    bool freed;        /* saved tensors are gone: backward ran without retain_graph */
+    bool freed;        /* saved tensors were freed: backward ran without retain_graph */
     fsdpc_dtype dtype; /* of the output */
     int ndim;
     size_t shape[FSDPC_MAX_DIMS];
-    fsdpc_tensor *grad;       /* of the output, summed so far in the running backward */
+    fsdpc_tensor *grad;       /* of the output, accumulated so far in the running backward */
     void *extra;              /* the operation's parameters; freed by ops->release */
     struct fsdpc_hook *hooks; /* nn/hook.h */
-    uint64_t mark;            /* of the last walk that saw this node */
-    fsdpc_node *next;         /* while being taken down */
+    uint64_t mark;            /* of the last walk that visited this node */
+    fsdpc_node *next;         /* while being freed */
 };
 
 typedef fsdpc_status (*fsdpc_boundary_fn)(void *arg);
@@ -66,20 +66,20 @@ struct fsdpc_tape {
     bool grad_enabled;
     _Atomic uint64_t next_number; /* atomic: operations of several threads run outside the GIL */
     int backward_depth;           /* > 0 inside backward */
-    uint64_t seed, next_stream;   /* of dropout and initialisation */
-    /* In the device's memory, for captured steps; NULL before the first dropout, and where there
-     * are no graphs. */
+    uint64_t seed, next_stream;   /* for dropout and initialisation */
+    /* In device memory, for captured steps; NULL before the first dropout, or if the device has no
+     * graphs. */
     struct fsdpc_dropout_key *dropout_key;
-    uint64_t recomputing; /* next_number when the running recomputation ran first */
+    uint64_t recomputing; /* next_number when the running recomputation first ran */
 
     /* of the running backward */
     pthread_t backward_thread;
     bool retain_graph;
     struct fsdpc_backward *frame; /* the innermost */
-    fsdpc_tensor *unwanted; /* a gradient that its leaf, frozen since forward, does not take */
+    fsdpc_tensor *unwanted; /* a gradient that its leaf, frozen after forward, does not take */
     struct fsdpc_tape_end *ends;
     size_t n_ends, ends_capacity;
-    bool leaf_hooks; /* some leaf had a hook once: count uses before backward */
+    bool leaf_hooks; /* some leaf had a hook at some time: count uses before backward */
     uint64_t next_mark;
 };
 
@@ -95,12 +95,12 @@ fsdpc_status fsdpc_tape_backward_many(fsdpc_tape *tape, int n, fsdpc_tensor *con
                                       fsdpc_tensor *const *grads, bool retain_graph);
 
 /* y = x (shared storage).  In backward fn(arg) runs, then dy passes through unchanged.
- * release(arg), if given, runs when the node goes.  Without gradients to follow, y is a plain view.
+ * release(arg), if given, runs when the node is freed.  If no gradients flow, y is a plain view.
  */
 fsdpc_status fsdpc_tape_boundary(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_boundary_fn fn, void *arg,
                                  void (*release)(void *arg), fsdpc_tensor **out);
 
-/* Runs fn(arg) once when the outermost running backward ends, also when it fails (status tells).
+/* Runs fn(arg) once when the outermost running backward ends, even if it fails (status tells).
  * Functions run in the order of these calls, each (fn, arg) once. */
 fsdpc_status fsdpc_tape_at_end(fsdpc_tape *tape, fsdpc_status (*fn)(void *arg, fsdpc_status status),
                                void *arg);
@@ -115,19 +115,19 @@ fsdpc_status fsdpc_tape_record(fsdpc_tape *tape, const fsdpc_node_ops *ops, int 
                                fsdpc_tensor *const *inputs, fsdpc_tensor *out,
                                fsdpc_node **node_out);
 
-/* Backward: does input i want a gradient?  A leaf that was frozen after forward wants none. */
+/* Backward: does input i need a gradient?  A leaf that was frozen after forward needs none. */
 bool fsdpc_edge_wanted(const fsdpc_edge *edge);
 
-/* Backward: hands over a finished gradient (acquired by the call): stored, or added to what is
- * there. It is of the input's shape and dtype and must not be written to any more. */
+/* Backward: hands over a finished gradient (acquired by the call), which is stored or added to the
+ * existing one.  It has the input's shape and dtype and must not be written any more. */
 fsdpc_status fsdpc_edge_give(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_tensor *gradient);
 
-/* Backward: where the operation may write the gradient of this edge itself (kernels with an
- * `accumulate` and a free output dtype), which it then does, or fails.  `shape` and `dtype` are of
- * the input; the target's dtype may be another one (a reduce buffer's). */
+/* Backward: a target for the gradient of this edge, for operations whose kernels have `accumulate`
+ * and a free output dtype.  The operation must then write it, or fail.  `shape` and `dtype` are the
+ * input's; the target's dtype may differ (a reduce buffer's). */
 fsdpc_status fsdpc_edge_target(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_dtype dtype,
                                int ndim, const size_t *shape, fsdpc_grad_target *out);
-/* Writes a contribution that lies elsewhere to its target. */
+/* Writes a contribution from other memory to its target. */
 fsdpc_status fsdpc_target_write(const fsdpc_tape *tape, const fsdpc_grad_target *target,
                                 const void *data, fsdpc_dtype dtype, size_t numel);
 

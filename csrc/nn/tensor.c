@@ -1,12 +1,12 @@
-/* Tensors: two small structs, the tensor and its storage, each with a count.
+/* Tensors: two small structs, the tensor and its storage, each reference counted.
  *
- * A tensor's memory comes from the device (category ACTIVATION) and goes back when the last tensor
- * over its storage goes, on any thread.  The count is atomic, and `release` of foreign memory takes
- * whatever lock its owner needs.  Shapes are small arrays inside the struct, so making a view costs
- * one malloc and no more.
+ * A tensor's memory comes from the device (category ACTIVATION) and is freed with the last tensor
+ * over its storage, on any thread.  The count is atomic, and `release` of foreign memory takes
+ * whatever lock its owner needs.  Shapes are small arrays inside the struct, so creating a view
+ * only costs one malloc.
  *
  * Releasing a tensor may release the node that made it, which releases other tensors and nodes.
- * The tape does that with a list (nn/node.c), so that a long chain does not eat the stack.
+ * The tape does that with a list (nn/node.c), so that a long chain does not overflow the stack.
  */
 #include "nn/tensor.h"
 
@@ -155,11 +155,11 @@ fsdpc_tensor *fsdpc_tensor_acquire(fsdpc_tensor *t)
 
 fsdpc_node *fsdpc_tensor_drop(fsdpc_tensor *t)
 {
-    /* acq_rel: what other holders did with the tensor happens before it is freed here. */
+    /* acq_rel: accesses by other holders happen before the tensor is freed here. */
     if (!t || atomic_fetch_sub_explicit(&t->refs, 1, memory_order_acq_rel) != 1)
         return NULL;
     fsdpc_node *node = t->node;
-    fsdpc_tensor_release(t->grad); /* a gradient has no node: this ends here */
+    fsdpc_tensor_release(t->grad); /* a gradient has no node: the recursion ends here */
     fsdpc_leaf_hooks_destroy(t->hooks);
     if (t->kept)
         atomic_fetch_sub_explicit(&t->storage->kept, 1, memory_order_relaxed);
@@ -237,15 +237,15 @@ fsdpc_status fsdpc_tensor_check_write(fsdpc_tensor *t)
 
 bool fsdpc_tensor_is_exclusive(const fsdpc_tensor *t)
 {
-    /* acquire: pairs with the releases above, a former holder's reads are over */
+    /* acquire: pairs with the releases above, so a former holder's reads are over */
     return atomic_load_explicit(&t->refs, memory_order_acquire) == 1 && t->storage &&
            atomic_load_explicit(&t->storage->refs, memory_order_acquire) == 1;
 }
 
 int fsdpc_tensor_sharers(const fsdpc_tensor *t)
 {
-    /* acquire: a former holder's writes are over.  A node that goes on another thread takes itself
-     * from `kept` first, so the difference is never too small. */
+    /* acquire: a former holder's writes are over.  A node that another thread frees first removes
+     * itself from `kept`, so the difference is never too small. */
     int kept = atomic_load_explicit(&t->storage->kept, memory_order_acquire);
     return atomic_load_explicit(&t->storage->refs, memory_order_acquire) - kept;
 }

@@ -1,18 +1,19 @@
 /* Tensors: dense, row-major, reference counted.
  *
  * A tensor is a shape over a storage.  Views (reshape, a row range, a boundary) share the storage
- * of another tensor; everything else owns its own.  Data is always dense: transposes and inner
- * slices copy.  Leaves are tensors that no operation made; a leaf with requires_grad collects its
- * gradient in `grad`, or gives it to its sink (a sharded parameter's reduce buffer).
+ * of another tensor; every other tensor owns its storage.  Data is always dense: transposes and
+ * inner slices copy.  Leaves are tensors that no operation made; a leaf with requires_grad
+ * accumulates its gradient in `grad`, or gives it to its sink (a sharded parameter's reduce
+ * buffer).
  *
- * A guard stands between a tensor and memory that is not always valid (the full of a sharded
- * parameter).  Every operation calls fsdpc_tensor_check on its inputs before reading.
+ * A guard protects memory that is not always valid (the full of a sharded parameter).  Every
+ * operation calls fsdpc_tensor_check on its inputs before reading.
  *
- * Writing to a tensor in place raises its storage's version; a node whose saved tensors have
- * another version than when they were saved refuses to run (fsdpc_node_save).
+ * Writing to a tensor in place raises its storage's version.  A node refuses to run if a saved
+ * tensor's version has changed since it was saved (fsdpc_node_save).
  *
- * Threads: a tensor is used by one thread at a time (Python's GIL); reference counts are atomic, as
- * exported memory may be released elsewhere.
+ * Threads: a tensor is used by one thread at a time (Python's GIL); reference counts are atomic,
+ * because exported memory may be released on another thread.
  */
 #ifndef FSDPC_NN_TENSOR_H
 #define FSDPC_NN_TENSOR_H
@@ -29,20 +30,20 @@ typedef struct fsdpc_node fsdpc_node;
 
 typedef struct fsdpc_storage {
     _Atomic int refs;
-    _Atomic int kept; /* of them: outputs that only their node has, for its backward */
+    _Atomic int kept; /* of refs: outputs that only their node keeps, for its backward */
     void *data;
     size_t bytes;
     fsdpc_device *device;
     void (*release)(struct fsdpc_storage *storage); /* frees data and the owner, not the struct */
     void *owner;      /* of foreign memory: a NumPy array, a unit ... */
-    uint32_t version; /* raised by every write in place */
+    uint32_t version; /* raised by every in-place write */
     bool readonly;    /* writes fault: a unit's full, foreign constants */
-    bool exported;    /* others may see it who hold no reference to it, now or once */
+    bool exported;    /* also visible, now or later, without a reference to it */
 } fsdpc_storage;
 
-/* Where a leaf's gradient goes instead of `grad`.  `target` says where to write the next
- * contribution; the caller then writes it.  accumulate is false for the first one of a backward
- * (overwrite), true after. */
+/* Destination of a leaf's gradient other than `grad`.  `target` returns where to write the next
+ * contribution; the caller then writes it. accumulate is false for the first contribution of a
+ * backward (overwrite) and true for later ones. */
 typedef struct fsdpc_grad_target {
     void *data;
     fsdpc_dtype dtype;
@@ -67,9 +68,9 @@ struct fsdpc_tensor {
     size_t numel;
     void *data; /* inside the storage; NULL while deferred */
     fsdpc_storage *storage;
-    bool requires_grad, kept;       /* kept: storage->kept counts it */
-    fsdpc_node *node;               /* what made it; NULL for a leaf; owned */
-    fsdpc_tensor *grad;             /* of a leaf without sink; owned; NULL: none yet */
+    bool requires_grad, kept;       /* kept: counted by storage->kept */
+    fsdpc_node *node;               /* the node that made it; NULL for a leaf; owned */
+    fsdpc_tensor *grad;             /* of a leaf without a sink; owned; NULL: none yet */
     fsdpc_grad_sink sink;           /* sink.target NULL: none */
     fsdpc_guard guard;              /* guard.check NULL: always valid; views inherit it */
     struct fsdpc_leaf_hooks *hooks; /* of a leaf; nn/hook.h */
@@ -81,35 +82,36 @@ fsdpc_status fsdpc_tensor_create(fsdpc_device *device, fsdpc_dtype dtype, int nd
 /* No memory yet: reading it is an error until fsdpc_tensor_bind. */
 fsdpc_status fsdpc_tensor_create_deferred(fsdpc_dtype dtype, int ndim, const size_t *shape,
                                           fsdpc_tensor **out);
-/* Over foreign memory; release(storage) is called once, when the last tensor over it goes. */
+/* Over foreign memory; release(storage) is called once, with the last tensor over it. */
 fsdpc_status fsdpc_tensor_wrap(fsdpc_device *device, fsdpc_dtype dtype, int ndim,
                                const size_t *shape, void *data, void (*release)(fsdpc_storage *),
                                void *owner, fsdpc_tensor **out);
-/* Another shape (same numel) over `data` within t's storage; no autograd: the operations add that.
+/* Another shape (same numel) over `data` within t's storage, without autograd, which the operations
+ * add.
  */
 fsdpc_status fsdpc_tensor_view(const fsdpc_tensor *t, int ndim, const size_t *shape, void *data,
                                fsdpc_tensor **out);
-/* Changes what a leaf stands on, in place: its old storage is released. */
+/* Changes a leaf's memory in place: its old storage is released. */
 fsdpc_status fsdpc_tensor_bind(fsdpc_tensor *t, fsdpc_dtype dtype, fsdpc_storage *storage,
                                void *data);
 
 fsdpc_tensor *fsdpc_tensor_acquire(fsdpc_tensor *t); /* NULL is fine */
 void fsdpc_tensor_release(fsdpc_tensor *t);          /* NULL is fine */
 fsdpc_storage *fsdpc_storage_acquire(fsdpc_storage *storage);
-/* Of one that the caller has no reference to: false if its last one went, and its release is under
- * way, which the caller keeps from ending. */
+/* For a storage that the caller has no reference to: false if the last reference is gone and its
+ * release is in progress.  The caller must keep the release from finishing. */
 bool fsdpc_storage_try_acquire(fsdpc_storage *storage);
 void fsdpc_storage_release(fsdpc_storage *storage);
 
 size_t fsdpc_tensor_bytes(const fsdpc_tensor *t);
-fsdpc_status fsdpc_tensor_check(const fsdpc_tensor *t); /* deferred or guarded away: an error */
+fsdpc_status fsdpc_tensor_check(const fsdpc_tensor *t); /* an error if deferred or guarded away */
 /* May be written in place: valid, not read-only. */
 fsdpc_status fsdpc_tensor_check_writable(const fsdpc_tensor *t);
-/* The same before a write, which counts the version up. */
+/* The same before a write; also increments the version. */
 fsdpc_status fsdpc_tensor_check_write(fsdpc_tensor *t);
 /* True if the caller holds the only references: one to the tensor, one to its storage. */
 bool fsdpc_tensor_is_exclusive(const fsdpc_tensor *t);
-/* How many tensors that someone may use share its memory: those that only nodes have do not count. */
+/* The number of usable tensors that share its memory: those that only nodes keep do not count. */
 int fsdpc_tensor_sharers(const fsdpc_tensor *t);
 /* A leaf over the same memory: no node, no gradient, no hooks. */
 fsdpc_status fsdpc_tensor_detach(const fsdpc_tensor *t, fsdpc_tensor **out);

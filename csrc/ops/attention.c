@@ -1,20 +1,22 @@
-/* Blocked attention: arguments, choice of kernels, and the cut over threads.
+/* Blocked attention: arguments, choice of kernels, and the split over threads.
  *
- * The algorithm is FlashAttention-2's (Dao 2023).  Forward visits, for a block of 64 queries, the
- * keys in blocks of 128.  Scores, running maximum and sum, and the unnormalised output live in a
- * scratch of a few hundred KiB.  Backward recomputes the probabilities from lse and needs one more
- * number per query, D = rowsum(dO * O).  Blocks of which no query sees a key are skipped, whether
- * order, a window or a mask hides them.
+ * The algorithm is FlashAttention-2 (Dao 2023).  For a block of 64 queries, forward visits the keys
+ * in blocks of 128.  Scores, running maximum and sum, and the unnormalised output are in a scratch
+ * of a few hundred KiB.  Backward recomputes the probabilities from lse and needs one more number
+ * per query, D = rowsum(dO * O).  Blocks with no key that a query sees are skipped, whether order,
+ * a window or a mask hides them.
  *
- * The cut: forward over (batch, head, run of query blocks), backward over (batch, key-value head).
- * So everything has one writer, and dk, dv are summed over the query heads of a group and their
- * blocks in ascending order.  Threads take units from a counter; which thread took which changes
- * nothing.  Backward on fewer (batch, key-value head) pairs than threads leaves threads idle.
+ * The split: forward over (batch, head, run of query blocks), backward over (batch, key-value
+ * head).  Everything therefore has one writer, and dk, dv are summed over the query heads of a
+ * group and their blocks in ascending order.  Threads take units from a counter; the assignment
+ * does not change results.  If backward has fewer (batch, key-value head) pairs than threads, some
+ * threads are idle.
  *
  * Kernels: attention_body.h compiled per instruction set, attention_f64.c for F64.  On processors
- * with bf16 products, BF16 inputs are multiplied as they are.  The probabilities P and the score
- * gradients dS are rounded to bf16 before they are multiplied, as FlashAttention and PyTorch do.
- * Everything else is fp32.  Other paths and F16 convert to fp32 at packing and round results only.
+ * with bf16 products, BF16 inputs are multiplied without conversion.  The probabilities P and the
+ * score gradients dS are rounded to bf16 before they are multiplied, as FlashAttention and PyTorch
+ * do.  Everything else is fp32.  Other paths, and F16, convert to fp32 while packing and only round
+ * results.
  */
 #include "ops/attention.h"
 
@@ -27,10 +29,10 @@ typedef struct attention_job {
     const fsdpc_attention_args *args;
     const fsdpc_attention_kernels *kernels;
     size_t units, run_queries;
-    char *scratch; /* a slice of scratch_bytes for each part */
+    char *scratch; /* a slice of scratch_bytes per thread */
     size_t scratch_bytes;
-    atomic_size_t next; /* the next unit; taken with fetch_add, which alone orders nothing and need
-                         * not: units are independent and the team's own join publishes results */
+    atomic_size_t next; /* the next unit; taken with fetch_add, which needs no ordering: units are
+                         * independent, and the team's join publishes the results */
 } attention_job;
 
 static const fsdpc_attention_kernels *kernels_for(fsdpc_isa isa, fsdpc_dtype dtype)
@@ -78,7 +80,7 @@ static fsdpc_status check_args(const fsdpc_attention_args *args)
     FSDPC_TRY(fsdpc_mul_size(padded, 64, &bytes));
     size_t keys;
     FSDPC_TRY(fsdpc_add_size(args->tokens_k, 1024, &keys));
-    return fsdpc_mul_size(keys, bytes, &bytes); /* bounds every size the kernels compute */
+    return fsdpc_mul_size(keys, bytes, &bytes); /* this bounds every size that kernels compute */
 }
 
 static void forward_part(void *arg, size_t part)
@@ -90,7 +92,7 @@ static void forward_part(void *arg, size_t part)
         size_t unit = atomic_fetch_add_explicit(&job->next, 1, memory_order_relaxed);
         if (unit >= job->units)
             return;
-        /* Later runs first: under a causal mask they are the long ones. */
+        /* Later runs first: under a causal mask they are the longest. */
         size_t first = (runs - 1 - unit % runs) * job->run_queries, pair = unit / runs;
         fsdpc_attention_run run = {pair / x->heads, pair % x->heads, first,
                                    fsdpc_min_size(first + job->run_queries, x->tokens_q)};
@@ -132,7 +134,8 @@ fsdpc_status fsdpc_attention_cpu(const fsdpc_attention_args *args, fsdpc_stream 
     FSDPC_TRY(fsdpc_mul_size(args->batch, args->heads, &pairs));
     if (pairs == 0 || blocks == 0)
         return FSDPC_OK;
-    /* A run packs the keys and values it sees once: as few runs as keep the threads busy. */
+    /* A run packs the keys and values that it sees once: use only as many runs as keep the threads
+     * busy. */
     size_t threads = (size_t)fsdpc_team_threads(stream->device->team);
     size_t runs = threads == 1 ? 1 : fsdpc_ceil_div(4 * threads, pairs);
     size_t run_blocks = fsdpc_ceil_div(blocks, fsdpc_min_size(runs, blocks));

@@ -1,6 +1,6 @@
-/* Blocked attention on the CPU, forward and backward; the arguments are explained in ops/nn_ops.h.
+/* Blocked attention on the CPU, forward and backward; ops/nn_ops.h explains the arguments.
  *
- * These fill the attention slots of the CPU's nn_ops tables and choose their kernels by
+ * These functions fill the attention slots of the CPU's nn_ops tables and choose their kernels by
  * stream->device->isa.  Results do not depend on the number of threads.
  */
 #ifndef FSDPC_OPS_ATTENTION_H

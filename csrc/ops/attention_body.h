@@ -1,22 +1,22 @@
 /* Blocked attention, forward and backward; compiled once per instruction set.
  *
- * Scores are computed transposed, S^T = K Q^T with one row per key and the 64 queries of a block in
- * its lanes.  Maxima and sums over keys are then plain vector operations, the causal mask is a
- * prefix of a row, and of K and Q only Q's block needs a transpose.  In the same way O^T = V^T P^T
- * and dQ^T = K^T dS^T; dV = P^T dO and dK = dS^T Q have their rows by key as they should.  Operands
- * are packed as units (attention_units.h); with pairs, P^T is packed both ways as it is made.
+ * Scores are computed transposed, S^T = K Q^T, with one row per key and the 64 queries of a block
+ * in its lanes.  Maxima and sums over keys are then plain vector operations, the causal mask is a
+ * prefix of a row, and only Q's block needs a transpose.  In the same way O^T = V^T P^T and dQ^T =
+ * K^T dS^T; dV = P^T dO and dK = dS^T Q already have one row per key.  Operands are packed as units
+ * (attention_units.h); with pairs, P^T is packed in both layouts as it is computed.
  *
- * Softmax: a lane's reference m is raised, and the output so far rescaled, only when the scores of
- * a block exceed it by more than 2^8 for some lane.  So m need not be the maximum, which changes
- * nothing but rounding: P is at most 2^8, the sum at least about 1.  Exponents are base 2 with
- * scale * log2 e folded in.  Hidden scores are -inf before exp2; m begins finite, so rows that see
- * nothing have sum 0 and no NaN appears.
+ * Softmax: a lane's reference m is only raised, and the output so far rescaled, if P would exceed
+ * 2^8 in some lane. m is thus not always the maximum, which only changes rounding: P is at most
+ * 2^8, and the sum is at least about 1.  Exponents are base 2, with scale * log2 e folded in.
+ * Hidden scores are -inf before exp2. m is initially finite, so rows that see nothing have sum 0
+ * and no NaN.
  *
- * The sign of scale goes into T(Q), so that hidden scores are -inf for negative scales as well.
+ * T(Q) carries the sign of scale, so that hidden scores are -inf for negative scales as well.
  *
- * With a mask, scores are scaled before it is added, and c is 1 from there on (attention_mask.h).
- * Backward subtracts m and the log of l one after the other, as lse would lose the second beside a
- * mask's large numbers.  Blocks that a mask or a window hides altogether are skipped.
+ * With a mask, scores are scaled before it is added, and c is then 1 (attention_mask.h).  Backward
+ * subtracts m and the log of l separately, because a mask's large numbers would absorb the log in
+ * lse.  Blocks that a mask or a window hides completely are skipped.
  */
 #ifndef FSDPC_OPS_ATTENTION_BODY_H
 #define FSDPC_OPS_ATTENTION_BODY_H
@@ -28,15 +28,15 @@
 #include "ops/attention_mask.h"
 #include "ops/attention_softmax.h"
 
-/* What follows from the arguments. */
+/* Values derived from the arguments. */
 typedef struct attention_plan {
-    size_t dn, du;       /* a row, padded, in elements and in units */
+    size_t dn, du;       /* of a padded row, in elements and in units */
     size_t out_rows;     /* rows of O^T and dQ^T */
     size_t keys;         /* tokens_k, padded */
-    size_t group;        /* query heads of a key-value head */
+    size_t group;        /* query heads per key-value head */
     float c;             /* |scale| log2 e; 1 for scale 0 */
-    float left;          /* c, or 1 where scores were scaled for a mask */
-    uint32_t keep, flip; /* what makes T(Q) carry scale's sign; clears it for scale 0 */
+    float left;          /* c, or 1 if scores were already scaled for a mask */
+    uint32_t keep, flip; /* give T(Q) the sign of scale, or clear it if scale is 0 */
 } attention_plan;
 
 static attention_plan make_plan(const fsdpc_attention_args *x)
@@ -56,7 +56,7 @@ static attention_plan make_plan(const fsdpc_attention_args *x)
     return plan;
 }
 
-/* Takes `count` four-byte items off the scratch; with a NULL base only counts. */
+/* Takes `count` four-byte items from the scratch; with a NULL base only counts. */
 static void *carve(char *base, size_t *used, size_t count)
 {
     void *at = base ? base + *used : NULL;
@@ -72,8 +72,8 @@ static size_t offset_of(const size_t stride[3], size_t b, size_t t, size_t h)
 /* -- packing ----------------------------------------------------------------------------------- */
 
 #if ATTENTION_PAIR == 2
-/* For each block of KEYS keys the transpose of I(X): out_rows x KEYS / 2, so that keys are summed
- * over.  `temporary` holds I(X) of a block. */
+/* For each block of KEYS keys, packs the transpose of I(X), out_rows x KEYS / 2, for sums over
+ * keys.  `temporary` holds I(X) of a block. */
 static void pack_summed(const attention_plan *plan, unit *to, const unit *rows, size_t keys,
                         unit *temporary)
 {
@@ -87,9 +87,9 @@ static void pack_summed(const attention_plan *plan, unit *to, const unit *rows, 
 
 /* -- products over a block of keys ------------------------------------------------------------- */
 
-/* Keys of a block.  The upper half of the queries may see all of them, the lower half only the
- * first `full` (rounded up).  So half of what the diagonal of a causal mask hides is never
- * computed. */
+/* A block of keys.  The upper half of the queries may see all of them, the lower half only the
+ * first `full` (rounded up).  Half of the keys that the diagonal of a causal mask hides are thus
+ * never computed. */
 typedef struct key_block {
     size_t k0, keys, full;
 } key_block;
@@ -103,13 +103,14 @@ static key_block next_keys(const fsdpc_attention_args *x, size_t q0, size_t k0, 
     return block;
 }
 
-/* Where the first block of keys begins that a query of the block at q0 may see. */
+/* The start of the first block of keys that a query of the block at q0 may see. */
 static size_t first_block(const fsdpc_attention_args *x, size_t q0)
 {
     return fsdpc_attention_first(x, q0) / KEYS * KEYS;
 }
 
-/* c (keys x 64) = X Y^T from R(X) of all keys and T(Y); what `full` excludes is left as it was. */
+/* c (keys x 64) = X Y^T from R(X) of all keys and T(Y); entries that `full` excludes are
+ * unchanged. */
 static void gemm_scores(const attention_plan *plan, key_block block, const unit *rows,
                         const unit *columns, float *c)
 {
@@ -122,8 +123,8 @@ static void gemm_scores(const attention_plan *plan, key_block block, const unit 
     gemm(&shape, rows + block.full * plan->du, columns + half, c + block.full * QUERIES + half);
 }
 
-/* c (out_rows x 64) = or += X^T B over the keys of the block. `summed` is from pack_summed, or with
- * single units R(X), which strides transpose; b is keys / PAIR x 64. */
+/* c (out_rows x 64) = or += X^T B over the keys of the block.  `summed` is from pack_summed, or
+ * with single units R(X), which strides transpose; b is keys / PAIR x 64. */
 static void gemm_summed(const attention_plan *plan, key_block block, const unit *summed,
                         const unit *b, float *c, bool accumulate)
 {
@@ -161,7 +162,7 @@ static void gemm_by_key(const attention_plan *plan, key_block block, const unit 
 
 /* -- results ----------------------------------------------------------------------------------- */
 
-/* Row t of `to` = the rounded lane t of from (out_rows x 64) times factor[t]. */
+/* Row t of `to` = lane t of from (out_rows x 64) times factor[t], rounded. */
 FSDPC_INLINE void write_lanes_as(void *to, size_t first, size_t stride, const float *from,
                                  const float *factor, size_t rows, size_t dim, fsdpc_dtype dtype)
 {
@@ -280,7 +281,7 @@ static void forward_block(const fsdpc_attention_args *x, const attention_plan *p
               x->stride_q[1], queries, QUERIES, x->dim, x->dtype);
     transpose_units(s->columns, QUERIES, s->rows, plan->du, QUERIES, plan->du, plan->keep,
                     plan->flip);
-    bool begun = false; /* out has a sum */
+    bool begun = false; /* out already holds a sum */
     for (size_t k0 = first_block(x, q0); k0 < visible; k0 += KEYS) {
         key_block block = next_keys(x, q0, k0, visible);
         if (x->mask && !load_mask(x, run->batch, run->head, q0, k0, block.keys, s->bias))
@@ -374,7 +375,7 @@ static size_t backward_bytes(const fsdpc_attention_args *x)
     return carve_backward(x, NULL, &s);
 }
 
-/* lse, D and with a mask m of a block of queries. */
+/* Loads lse and D, and with a mask m, of a block of queries. */
 static void load_gradient_state(const fsdpc_attention_args *x, size_t b, size_t h, size_t q0,
                                 gradient_state *state)
 {
@@ -427,7 +428,7 @@ static void backward_block(const fsdpc_attention_args *x, const attention_plan *
     alignas(64) gradient_state state;
     load_gradient_state(x, b, h, q0, &state);
     pack_queries(x, plan, b, h, q0, s);
-    bool begun = false; /* dq has a sum */
+    bool begun = false; /* dq already holds a sum */
     for (size_t k0 = first_block(x, q0); k0 < visible; k0 += KEYS) {
         key_block block = next_keys(x, q0, k0, visible);
         if (x->mask && !load_mask(x, b, h, q0, k0, block.keys, s->bias))

@@ -1,7 +1,7 @@
 /* Attention in double precision, for tests and gradient checks: plain, row by row.
  *
- * A query's scores are kept in one row of scratch; sums run in ascending order of keys.  Backward
- * does not read lse (a float would cost half the digits): it computes the row's softmax again.
+ * A row of scratch holds a query's scores; sums run in ascending order of keys.  Backward does not
+ * read lse (a float would lose half the digits) and recomputes the row's softmax.
  */
 #include "ops/attention_kernels.h"
 
@@ -27,7 +27,7 @@ static void add_scaled(double *y, double s, const double *x, size_t n)
         y[i] += s * x[i];
 }
 
-/* What a mask adds to the score of query t and key j: -inf where it hides the key. */
+/* The value that a mask adds to the score of query t and key j: -inf if it hides the key. */
 static double bias_of(const fsdpc_attention_args *x, size_t b, size_t h, size_t t, size_t j)
 {
     if (j < fsdpc_attention_first(x, t))
@@ -41,7 +41,8 @@ static double bias_of(const fsdpc_attention_args *x, size_t b, size_t h, size_t 
     return ((const double *)x->mask)[at];
 }
 
-/* The softmax of query t over its first n keys into p, 0 where it sees none; returns log sum exp. */
+/* Writes the softmax of query t over its first n keys to p, 0 if it sees none; returns
+ * log-sum-exp. */
 static double probabilities(const fsdpc_attention_args *x, size_t b, size_t h, size_t t, size_t n,
                             double *p)
 {
@@ -83,7 +84,7 @@ static void forward(const fsdpc_attention_args *x, const fsdpc_attention_run *ru
     }
 }
 
-/* Adds query t's part to dk, dv and writes its dq. */
+/* Adds query t's contribution to dk and dv, and writes its dq. */
 static void backward_query(const fsdpc_attention_args *x, size_t b, size_t h, size_t t, double *p)
 {
     size_t kv_head = h / (x->heads / x->kv_heads), n = fsdpc_attention_visible(x, t);

@@ -1,10 +1,10 @@
-/* What attention.c asks of the attention kernels: one table per instruction set.
+/* The attention kernels' interface to attention.c: one table per instruction set.
  *
- * A unit of work is a run of query blocks of one head (forward) or one key-value head with all
+ * A unit of work is a run of query blocks of one head (forward), or one key-value head with all
  * queries of its group (backward).  Units never write to the same memory, and a query block's
- * arithmetic does not depend on the run it is in, so any cut into units gives the same bits.  A
- * kernel works in `scratch` (64-byte aligned) of the size its *_bytes function tells, which is
- * proportional to the number of keys, and asks for nothing else.
+ * arithmetic does not depend on its run, so any split into units gives the same bits.  A kernel
+ * works in `scratch` (64-byte aligned), whose size its *_bytes function returns and which is
+ * proportional to the number of keys.  It needs no other memory.
  */
 #ifndef FSDPC_OPS_ATTENTION_KERNELS_H
 #define FSDPC_OPS_ATTENTION_KERNELS_H
@@ -12,8 +12,8 @@
 #include "ops/nn_ops.h"
 
 enum {
-    FSDPC_ATTENTION_QUERIES = 64, /* queries of a block: the lanes of every score computation */
-    FSDPC_ATTENTION_KEYS = 128,   /* keys of a block */
+    FSDPC_ATTENTION_QUERIES = 64, /* queries per block: the lanes of every score computation */
+    FSDPC_ATTENTION_KEYS = 128,   /* keys per block */
 };
 
 /* Queries [first, last) of query head `head`; first is a multiple of FSDPC_ATTENTION_QUERIES. */
@@ -42,7 +42,7 @@ extern const fsdpc_attention_kernels fsdpc_attention_amx;
 /* F64 only */
 extern const fsdpc_attention_kernels fsdpc_attention_f64;
 
-/* How many keys query t sees: the first so many. */
+/* The number of keys that query t sees, from the first one on. */
 static inline size_t fsdpc_attention_visible(const fsdpc_attention_args *args, size_t t)
 {
     if (!args->causal)
@@ -54,7 +54,7 @@ static inline size_t fsdpc_attention_visible(const fsdpc_attention_args *args, s
     return end < args->tokens_k ? end : args->tokens_k;
 }
 
-/* The first key that query t sees, where a window hides those before. */
+/* The first key that query t sees, if a window hides earlier ones. */
 static inline size_t fsdpc_attention_first(const fsdpc_attention_args *args, size_t t)
 {
     size_t end = t + 1 + args->tokens_k, before = args->tokens_q + args->window;

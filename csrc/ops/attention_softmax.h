@@ -1,5 +1,5 @@
-/* What happens to a block of scores between attention's products: the mask, the running softmax and
- * the gradient through it.  Rows are keys, the 64 lanes of a row are queries.
+/* Operations on a block of scores between attention's products: the mask, the running softmax and
+ * the gradient through it.  Rows are keys; the 64 lanes of a row are queries.
  */
 #ifndef FSDPC_OPS_ATTENTION_SOFTMAX_H
 #define FSDPC_OPS_ATTENTION_SOFTMAX_H
@@ -13,7 +13,7 @@ enum {
     QUERIES = FSDPC_ATTENTION_QUERIES,
     KEYS = FSDPC_ATTENTION_KEYS,
     QUERY_VECTORS = QUERIES / FSDPC_LANES,
-    KEY_STEP = 16 * ATTENTION_PAIR, /* what the number of keys in a block is rounded up to */
+    KEY_STEP = 16 * ATTENTION_PAIR, /* the number of keys in a block is rounded up to this */
 };
 
 /* The running softmax of a block of queries: P = 2^(c S - m), l the sum of P over keys. */
@@ -21,8 +21,8 @@ typedef struct softmax_state {
     float m[QUERIES], l[QUERIES];
 } softmax_state;
 
-/* 2^x for x <= 127, 0 below -126 (no subnormals: they are slow); NaN stays.  Relative error 7.5e-8,
- * with pairs 2.6e-6, where P is rounded to 8 bits anyway. */
+/* 2^x for x <= 127, 0 below -126 (subnormals are slow); NaN is preserved.  Relative error 7.5e-8;
+ * with pairs 2.6e-6, because P is rounded to 8 bits anyway. */
 FSDPC_INLINE fsdpc_vf exp2_lanes(fsdpc_vf x)
 {
 #if defined(FSDPC_VEC_AVX512)
@@ -57,7 +57,7 @@ FSDPC_INLINE fsdpc_vf exp2_lanes(fsdpc_vf x)
 #endif
 }
 
-/* Scores of keys k0 .. k0 + keys that a query of the block at q0 must not see become -inf. */
+/* Sets scores of keys k0 .. k0 + keys to -inf if a query of the block at q0 must not see them. */
 static void hide_scores(const fsdpc_attention_args *x, size_t q0, size_t k0, size_t keys, float *s)
 {
     size_t visible = fsdpc_attention_visible(x, q0); /* to all of the block's queries */
@@ -79,7 +79,7 @@ static void hide_scores(const fsdpc_attention_args *x, size_t q0, size_t k0, siz
     }
 }
 
-/* Raises m where a score leaves P's range, and rescales l and what o (rows x 64) holds. */
+/* Raises m if a score leaves P's range, and rescales l and the contents of o (rows x 64). */
 static void raise_reference(softmax_state *state, const float *s, size_t keys, float c, float *o,
                             size_t rows)
 {
@@ -109,7 +109,7 @@ static void raise_reference(softmax_state *state, const float *s, size_t keys, f
     }
 }
 
-/* I(P^T) of scores s, and l += P's sum.  p may be s. */
+/* I(P^T) of scores s, and l += P's sum. p may be s. */
 static void make_probabilities(softmax_state *state, const float *s, size_t keys, float c, unit *p)
 {
     for (int v = 0; v < QUERY_VECTORS; v++) {
@@ -137,11 +137,11 @@ static void make_probabilities(softmax_state *state, const float *s, size_t keys
     }
 }
 
-/* What backward knows of a block of queries. */
+/* The state of a block of queries in backward. */
 typedef struct gradient_state {
-    float lse[QUERIES];  /* base 2; +inf where a query sees nothing or is padding, so that P = 0 */
+    float lse[QUERIES];  /* base 2; +inf if a query sees nothing or is padding, so that P = 0 */
     float mean[QUERIES]; /* D = rowsum(dO * O) */
-    float m[QUERIES];    /* of masked scores, which are less by it; else 0 */
+    float m[QUERIES];    /* reference that masked scores are relative to; otherwise 0 */
 } gradient_state;
 
 #if ATTENTION_PAIR == 2

@@ -1,8 +1,9 @@
 /* C (m x n) = or += A B on small packed operands, in AMX tiles.
  *
  * The contract of attention_vector_gemm.h with these limits: units are pairs of bf16, a_col is 1,
- * m, n and k are multiples of 16.  Tiles 0-3 hold a 32 x 32 square of C while k runs in ascending
- * order; 4, 5 hold A's rows and 6, 7 B's columns.  gemm_begin sets the calling thread's tiles up.
+ * and m, n and k are multiples of 16.  Tiles 0-3 hold a 32 x 32 square of C while k runs in
+ * ascending order; 4, 5 hold A's rows and 6, 7 B's columns. gemm_begin configures the calling
+ * thread's tiles.
  */
 #ifndef FSDPC_OPS_ATTENTION_TILE_GEMM_H
 #define FSDPC_OPS_ATTENTION_TILE_GEMM_H
@@ -60,7 +61,7 @@ FSDPC_INLINE void tile_square(const gemm_shape *g, const unit *a, const unit *b,
     _tile_stored(3, lower + 16, c_bytes);
 }
 
-/* 16 x 16 of C, where m or n leave no more */
+/* 16 x 16 of C, at the edges of m or n */
 FSDPC_INLINE void tile_single(const gemm_shape *g, const unit *a, const unit *b, float *c)
 {
     if (g->accumulate)

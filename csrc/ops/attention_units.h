@@ -1,10 +1,10 @@
-/* The units that attention's small matrix products work on, and how rows become units.
+/* The units of attention's small matrix products, and how rows become units.
  *
  * ATTENTION_PAIR 1: a unit is a float; F32, BF16 and F16 rows are converted as they are packed.
  * ATTENTION_PAIR 2: a unit is two bf16 that are neighbours along the dimension a product sums over;
  * BF16 only.  A matrix X (rows x d) is packed in up to three layouts, all padded with zeros:
  *
- *   R(X)  rows x du            pairs along d: X's rows as they are
+ *   R(X)  rows x du            pairs along d: X's rows unchanged
  *   T(X)  du x rows            R(X) transposed
  *   I(X)  rows / PAIR x dn     pairs along rows: rows 2r and 2r + 1 interleaved
  *
@@ -47,7 +47,7 @@ FSDPC_INLINE void pack_row_as(unit *to, size_t dn, const void *base, size_t firs
     (void)dtype;
     const uint16_t *from = (const uint16_t *)base + first;
     size_t i = 0;
-    for (; i + 32 <= dim; i += 32) /* of constant size: calls for each short row would show */
+    for (; i + 32 <= dim; i += 32) /* constant size: calls for each short row would be slow */
         memcpy(to + i / 2, from + i, 32 * sizeof *from);
     if (i < dn) {
         memset(to + i / 2, 0, (dn - i) * sizeof *from);
@@ -100,7 +100,7 @@ enum { TRANSPOSE_ROUNDS = 3 };
 enum { TRANSPOSE_ROUNDS = 2 };
 #endif
 
-/* A square of vectors: rows become lanes, by rounds of the perfect shuffle. */
+/* Transposes a square of vectors by rounds of the perfect shuffle. */
 FSDPC_INLINE void transpose_square(fsdpc_vf v[FSDPC_LANES])
 {
     fsdpc_vf w[FSDPC_LANES];
@@ -118,8 +118,8 @@ FSDPC_INLINE void transpose_square(fsdpc_vf v[FSDPC_LANES])
     }
 }
 
-/* to (cols x rows) = transpose of from (rows x cols), multiples of 16; every unit's bits are ANDed
- * with `keep` and XORed with `flip`. */
+/* to (cols x rows) = transpose of from (rows x cols), both multiples of 16.  Every unit's bits are
+ * ANDed with `keep` and XORed with `flip`. */
 static void transpose_units(unit *to, size_t to_row, const unit *from, size_t from_row, size_t rows,
                             size_t cols, uint32_t keep, uint32_t flip)
 {
@@ -140,7 +140,7 @@ static void transpose_units(unit *to, size_t to_row, const unit *from, size_t fr
 #if ATTENTION_PAIR == 2
 
 /* 16 lanes each of two rows: unit i holds (low[i], high[i]) rounded to bf16.  The instruction turns
- * subnormals into zeros, which probabilities and their gradients do not notice. */
+ * subnormals into zeros, which is negligible for probabilities and their gradients. */
 FSDPC_INLINE fsdpc_vf pair_rows(fsdpc_vf low, fsdpc_vf high)
 {
     const __m512i order =

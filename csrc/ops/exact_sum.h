@@ -1,13 +1,13 @@
-/* An exact sum of fp64 values: the same bits for any order, any cuts and any number of ranks.
+/* An exact sum of fp64 values: the same bits for any order, any split and any number of ranks.
  *
- * The sum is kept as 68 signed words, each a 32-bit digit with 31 bits of room for carries.
- * Together they are a fixed-point number that spans the whole fp64 range (digit d weighs 2^(32 d -
- * 1074)).  Adding a value touches three words.  Two sums are added word by word, as integers, so
- * ranks combine theirs by an integer all-reduce of fsdpc_exact_sum (560 bytes) and read the same
- * double.  Values must be non-negative; a NaN or anything below zero is counted in `nans`, an
- * infinity in `infinities`, and the sum then reads as NaN or infinity.  At most 2^31 additions
- * between two normalisations (fsdpc_exact_sum_normalize); merging a normalised sum counts as one.
- * Two sums of the same values have the same words once normalised.
+ * The sum is kept as 68 signed words, each a 32-bit digit with 31 bits for carries.  Together they
+ * are a fixed-point number that spans the whole fp64 range (digit d has weight 2^(32 d - 1074)).
+ * Adding a value changes three words.  Two sums are added word by word, as integers, so ranks
+ * combine theirs by an integer all-reduce of fsdpc_exact_sum (560 bytes) and read the same double.
+ * Values must be non-negative.  A NaN or a negative value is counted in `nans`, an infinity in
+ * `infinities`; the sum then reads as NaN or infinity.  At most 2^31 additions are allowed between
+ * two normalisations (fsdpc_exact_sum_normalize); merging a normalised sum counts as one.  Two sums
+ * of the same values have the same words once normalised.
  */
 #ifndef FSDPC_OPS_EXACT_SUM_H
 #define FSDPC_OPS_EXACT_SUM_H
@@ -19,14 +19,14 @@ enum { FSDPC_EXACT_SUM_DIGITS = 68 };
 
 typedef struct fsdpc_exact_sum {
     int64_t digits[FSDPC_EXACT_SUM_DIGITS];
-    int64_t nans, infinities; /* how many; they add as integers too */
+    int64_t nans, infinities; /* counts, which are also added as integers */
 } fsdpc_exact_sum;
 
 void fsdpc_exact_sum_merge(fsdpc_exact_sum *sum, const fsdpc_exact_sum *other);
 void fsdpc_exact_sum_normalize(fsdpc_exact_sum *sum);
 double fsdpc_exact_sum_value(const fsdpc_exact_sum *sum); /* rounded once, to nearest even */
 
-/* Inline because norms add one value for every 64 elements they read. */
+/* Inline because norms add one value per 64 elements that they read. */
 static inline void fsdpc_exact_sum_add(fsdpc_exact_sum *sum, double value)
 {
     uint64_t bits;

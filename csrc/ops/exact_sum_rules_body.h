@@ -1,17 +1,16 @@
 /* Carries and the final rounding of exact sums.
  *
- * Digits are added to without carrying, so between two normalisations a word may hold anything up
- * to 2^63 (and, after an integer all-reduce, the sum of all ranks' words).  Normalising moves
- * everything above 32 bits into the next digit, from the lowest up.  Afterwards every digit but the
- * last is in [0, 2^32) and the words are a canonical form of the number: equal sums have equal
- * words.
+ * Digits are added without carrying, so between two normalisations a word may hold any value up to
+ * 2^63 (and, after an integer all-reduce, the sum of all ranks' words).  Normalising moves the bits
+ * above 32 into the next digit, from the lowest digit up.  Afterwards every digit but the last is
+ * in [0, 2^32), and the words are a canonical form of the number: equal sums have equal words.
  *
- * Reading takes the 53 bits from the leading one down and rounds on the bit below them and on
- * whether any bit below that is set.  That is the only rounding a sum ever sees.  The number is an
- * integer times 2^-1074, the smallest subnormal.  So a sum of fewer than 54 bits is exact and its
- * bit pattern is the integer itself; there is no special case for subnormals.
+ * Reading takes the 53 bits from the leading one down.  It rounds on the next bit, and on whether
+ * any lower bit is set.  That is the only rounding of a sum.  The number is an integer times
+ * 2^-1074, the smallest subnormal.  A sum of fewer than 54 bits is therefore exact and its bit
+ * pattern is the integer itself, which needs no special case for subnormals.
  *
- * Written once for processor and GPU: the includer defines RULE, which is put before each function,
+ * Written once for processor and GPU: the includer defines RULE, which precedes each function,
  * after ops/exact_sum.h and math.h.
  */
 
@@ -39,8 +38,8 @@ RULE void put_digit(fsdpc_exact_sum *sum, int digit, uint64_t value)
         sum->digits[digit] += (int64_t)value;
 }
 
-/* The sum times 2^bits, normalised.  Digits below 2^-1074 are cut off; a sum beyond fp64 becomes an
- * infinity. */
+/* The sum times 2^bits, normalised.  Digits below 2^-1074 are truncated; a sum beyond fp64 becomes
+ * an infinity. */
 RULE void exact_sum_shift(fsdpc_exact_sum *sum, int bits)
 {
     fsdpc_exact_sum shifted;
@@ -102,7 +101,7 @@ RULE double exact_sum_value(const fsdpc_exact_sum *sum)
         uint64_t kept = bits_from(&canonical, lowest) & 0x1fffffffffffffu;
         int half = bits_from(&canonical, lowest - 1) & 1;
         kept += (uint64_t)(half && ((kept & 1) || any_bit_below(&canonical, lowest - 1)));
-        /* the leading one adds 1 to the exponent field, a carry out of rounding one more */
+        /* the leading one adds 1 to the exponent field, a carry from rounding one more */
         bits = ((uint64_t)lowest << 52) + kept;
     }
     double value;

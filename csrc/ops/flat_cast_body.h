@@ -1,7 +1,8 @@
 /* Elementwise kernels on one or two buffers: cast, accumulate, scale, equal.
  *
  * Included by flat_cpu_body.h.  The *_run functions take their dtypes as constants, so each is one
- * tight loop; the *_range functions choose among them; the slots check arguments and call the team.
+ * tight loop.  The *_range functions choose among them, and the slots check arguments and call the
+ * team.
  */
 
 /* -- cast -------------------------------------------------------------------------------------- */
@@ -24,7 +25,7 @@ FSDPC_INLINE void cast_run(void *dst, fsdpc_dtype dst_dtype, const void *src, fs
     }
 }
 
-/* Bytes as they are, moved as fp32 because that has streaming stores. */
+/* Copies bytes, as fp32 because that has streaming stores. */
 static void copy_range(void *dst, const void *src, size_t bytes, bool stream)
 {
     size_t moved = stream ? bytes / 4 * 4 : 0;
@@ -74,7 +75,7 @@ typedef struct pair_args {
     const void *src;
     fsdpc_dtype src_dtype;
     bool stream;  /* cast: can_stream */
-    bool differs; /* equal: set by any thread that sees a difference, read by all to stop */
+    bool differs; /* equal: any thread that sees a difference sets it, and all read it to stop */
 } pair_args;
 
 static void cast_part(void *arg, size_t begin, size_t end)
@@ -215,7 +216,7 @@ static fsdpc_status flat_scale(void *x, fsdpc_dtype dtype, size_t numel, double 
 {
     FSDPC_TRY(fsdpc_flat_check_dtype("scale", dtype));
     scale_args args = {x, dtype, scale_at ? scale * *scale_at : scale, 0};
-    if (args.scale == 1 && !nonfinite_io) /* gradients that were not clipped */
+    if (args.scale == 1 && !nonfinite_io) /* the gradients were not clipped */
         return FSDPC_OK;
     fsdpc_flat_split(stream, numel, 64, scale_part, &args);
     if (args.nonfinite && nonfinite_io)
@@ -225,7 +226,7 @@ static fsdpc_status flat_scale(void *x, fsdpc_dtype dtype, size_t numel, double 
 
 /* -- equal ------------------------------------------------------------------------------------- */
 
-/* Elements compared between two looks at what the other threads found; as fp64 they fit in L1. */
+/* Elements compared between two checks of the other threads' result; as fp64 they fit into L1. */
 enum { EQUAL_BLOCK = 2048 };
 
 static void equal_part(void *arg, size_t begin, size_t end)
@@ -233,7 +234,7 @@ static void equal_part(void *arg, size_t begin, size_t end)
     pair_args *a = arg;
     _Alignas(64) double block[EQUAL_BLOCK];
     for (size_t at = begin; at < end; at += EQUAL_BLOCK) {
-        /* set by a part that found a difference: only a reason to stop, so no order is needed */
+        /* set by a part that found a difference: only a reason to stop, so it needs no ordering */
         if (__atomic_load_n(&a->differs, __ATOMIC_RELAXED))
             return;
         size_t numel = fsdpc_min_size(EQUAL_BLOCK, end - at);

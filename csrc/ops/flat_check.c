@@ -1,6 +1,6 @@
-/* Checks of arguments, and what an optimizer's states are called and how many it has.
+/* Argument checks, and the names and number of an optimizer's states.
  *
- * Plugins compile this file in, so it calls nothing but fsdpc_fail and the table of dtypes.
+ * Plugins compile this file in, so it calls only fsdpc_fail and the table of dtypes.
  */
 #include "ops/flat_check.h"
 

@@ -1,5 +1,5 @@
-/* What flat kernels accept: the checks in front of every table, so that a program fails alike, with
- * the same words, on every device.
+/* Requirements of flat kernels: checks shared by every table, so that a program fails with the same
+ * words on every device.
  */
 #ifndef FSDPC_OPS_FLAT_CHECK_H
 #define FSDPC_OPS_FLAT_CHECK_H
@@ -9,12 +9,12 @@
 /* FSDPC_ERR_DTYPE unless the dtype is F32, BF16, F16 or F64. */
 fsdpc_status fsdpc_flat_check_dtype(const char *operation, fsdpc_dtype dtype);
 
-/* FSDPC_ERR_VALUE for a cast in place between dtypes of unequal size: it would overwrite what it
- * has yet to read. */
+/* FSDPC_ERR_VALUE for a cast in place between dtypes of unequal size: it would overwrite elements
+ * before reading them. */
 fsdpc_status fsdpc_flat_check_in_place(const void *dst, fsdpc_dtype dst_dtype, const void *src,
                                        fsdpc_dtype src_dtype);
 
-/* Both dtypes, and a cast in place. */
+/* Checks both dtypes, and a cast in place. */
 fsdpc_status fsdpc_flat_check_pair(const char *operation, const void *dst, fsdpc_dtype dst_dtype,
                                    const void *src, fsdpc_dtype src_dtype);
 

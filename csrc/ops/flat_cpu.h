@@ -1,4 +1,4 @@
-/* Inside of the CPU's flat kernels: what flat_ops.c and the bodies share.
+/* Internals of the CPU's flat kernels, shared by flat_ops.c and the bodies.
  *
  * The kernels are written once, in flat_*_body.h, and compiled once per instruction set:
  * flat_cpu.c, flat_cpu_avx2.c and flat_cpu_avx512.c each include flat_cpu_body.h and export one
@@ -18,15 +18,15 @@ extern const fsdpc_flat_ops fsdpc_flat_ops_avx2;
 extern const fsdpc_flat_ops fsdpc_flat_ops_avx512;
 #endif
 
-/* Elements begin .. end - 1 of the range handed to fsdpc_flat_split. */
+/* Elements begin .. end - 1 of the range that was passed to fsdpc_flat_split. */
 typedef void (*fsdpc_flat_range_fn)(void *arg, size_t begin, size_t end);
 
-/* Runs fn over [0, numel), cut at multiples of `unit` elements and spread over the device's team;
- * in one piece where it is short or there is one thread. */
+/* Runs fn over [0, numel), split at multiples of `unit` elements over the device's team; in one
+ * piece if the range is short or there is one thread. */
 void fsdpc_flat_split(fsdpc_stream *stream, size_t numel, size_t unit, fsdpc_flat_range_fn fn,
                       void *arg);
 
-/* The same on every path, by being the same code. */
+/* The same on every path, because it is the same code. */
 fsdpc_status fsdpc_flat_norm_join_cpu(const fsdpc_norm_join_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_flat_norm_value_cpu(const fsdpc_norm *norm, double p, double *out,
                                        fsdpc_stream *stream);
@@ -38,8 +38,8 @@ static inline void *fsdpc_flat_at(const void *base, size_t i, fsdpc_dtype dtype)
     return (char *)base + i * fsdpc_dtype_bytes(dtype);
 }
 
-/* fp64 to fp32, rounded to odd.  A second rounding, to bf16 or fp16, then ends where a single one
- * would have: the kept bits are more than two longer, and the odd bit remembers the loss. */
+/* fp64 to fp32, rounded to odd.  A second rounding, to bf16 or fp16, then gives the same result as
+ * a single one: the kept bits are more than two longer, and the odd bit records the loss. */
 static inline float fsdpc_f64_to_f32_odd(double x)
 {
     float rounded = (float)x;
@@ -50,7 +50,7 @@ static inline float fsdpc_f64_to_f32_odd(double x)
     return fsdpc_f32_from_bits(bits | 1);
 }
 
-/* Element i as fp64, and back; with a constant dtype the choice costs nothing. */
+/* Element i as fp64, and back; with a constant dtype the selection costs nothing. */
 static inline double fsdpc_f64_load_as(const void *base, size_t i, fsdpc_dtype dtype)
 {
     switch (dtype) {

@@ -1,9 +1,10 @@
 /* The CPU's flat kernels for one instruction set.
  *
  * Included once by each flat_cpu*.c, which defines FSDPC_FLAT_TABLE and FSDPC_FLAT_NAME; everything
- * here is static, so the copies never meet.  All arithmetic is per element and written once for
- * full vectors and tails alike, so cuts and alignment cannot change a bit.  Every copy has the same
- * operations (a fused multiply-add only where one is named), so the instruction sets agree too.
+ * here is static, so the copies do not conflict.  All arithmetic is per element and written once
+ * for both full vectors and tails, so splits and alignment cannot change a bit.  Every copy has the
+ * same operations (a fused multiply-add only if the source names one), so the instruction sets
+ * agree too.
  */
 #include "base/random.h"
 #include "base/size.h"
@@ -25,7 +26,7 @@
     X(F16, BF16)                                                                                   \
     X(F16, F16)
 
-/* Every pair computed in fp64, one by one: rare, so plain loops do. */
+/* Every pair computed in fp64, one by one: they are rare, so plain loops suffice. */
 #define FLAT_F64_PAIRS(X)                                                                          \
     X(F64, F32)                                                                                    \
     X(F64, BF16)                                                                                   \

@@ -1,12 +1,12 @@
 /* init: constant, normal and uniform values, each a function of its absolute index.
  *
- * Element i comes from Philox block i / 4 of its stream.  A uniform value is word i mod 4.  Of
- * normal ones, words 0 and 1 make elements 0 and 1, words 2 and 3 make elements 2 and 3 (Box and
- * Muller 1958: radius sqrt(-2 log u), angle 2 pi w, cosine first).  So any slice can be computed by
- * itself.
+ * Element i comes from Philox block i / 4 of its stream.  A uniform value is word i mod 4.  Normal
+ * values come in pairs: words 0 and 1 give elements 0 and 1, and words 2 and 3 give elements 2 and
+ * 3.  (Box and Muller 1958: radius sqrt(-2 log u), angle 2 pi w, cosine first.)  Any slice can
+ * therefore be computed by itself.
  *
  * Initial weights are the same on every machine and instruction set (ops/flat_init_rules_body.h).
- * The rules work on blocks of words in branch-free loops, which the compiler makes vectors of.
+ * The rules work on blocks of words in branch-free loops, which the compiler vectorises.
  */
 enum { INIT_BLOCKS = 64, INIT_WORDS = 4 * INIT_BLOCKS };
 
@@ -24,17 +24,17 @@ static void normals_from_words(double *values, const uint32_t *words)
     }
 }
 
-/* The largest number of the dtype that is below b: rounding must not lift a uniform value to b. */
+/* The largest number of the dtype that is below b: rounding must not raise a uniform value to b. */
 static double below(double b, fsdpc_dtype dtype)
 {
-    _Alignas(8) unsigned char bytes[8] = {0}; /* chars, as one element of any dtype */
+    _Alignas(8) unsigned char bytes[8] = {0}; /* chars, to hold one element of any dtype */
     fsdpc_f64_store_as(bytes, 0, dtype, b);
     double rounded = fsdpc_f64_load_as(bytes, 0, dtype);
     if (rounded < b)
         return rounded;
     uint64_t bits;
     memcpy(&bits, bytes, sizeof bits);
-    if (rounded == 0) /* to the least negative subnormal */
+    if (rounded == 0) /* becomes the least negative subnormal */
         bits = (UINT64_C(1) << (8 * fsdpc_dtype_bytes(dtype) - 1)) | 1;
     else
         bits = rounded < 0 ? bits + 1 : bits - 1;

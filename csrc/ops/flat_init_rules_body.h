@@ -1,10 +1,10 @@
-/* Logarithm, sine and cosine of random words, for normal values; written once for processor and GPU:
- * the includer defines RULE, which is put before each function.
+/* Logarithm, sine and cosine of random words, for normal values; written once for processor and
+ * GPU: the includer defines RULE, which precedes each function.
  *
- * Initial weights should be the same on every machine, and libm's are not: glibc picks among
- * variants by processor, and versions differ in last bits.  So these are written out, in fp64 with
- * plain operations (no fused ones: both builds forbid contraction), which makes the bits a matter
- * of IEEE arithmetic alone.  Their error is below 1e-12, far under an fp32 rounding.
+ * Initial weights should be the same on every machine, but libm's functions are not: glibc selects
+ * variants by processor, and versions differ in last bits.  These are therefore written out, in
+ * fp64 with plain operations (no fused ones: both builds forbid contraction), so that only IEEE
+ * arithmetic determines the bits.  Their error is below 1e-12, far below an fp32 rounding.
  */
 
 /* log of k / 2^32 for k in 1 .. 2^32 */
@@ -31,7 +31,7 @@ RULE double log_fraction(double k)
 /* cos and sin of 2 pi w / 2^32 */
 RULE void turn(uint32_t w, double *cos_out, double *sin_out)
 {
-    uint32_t quarter = (w + 0x20000000u) >> 30; /* the nearest; 4 is 0 again, by wrapping */
+    uint32_t quarter = (w + 0x20000000u) >> 30; /* the nearest; 4 wraps to 0 */
     double t = (double)(int32_t)(w - (quarter << 30)) * 0x1.921fb54442d18p-30; /* |t| <= pi / 4 */
     double z = t * t;
     double s = -1.0 / 39916800 + z * (1.0 / 6227020800);

@@ -1,13 +1,12 @@
-/* absmax and clamp: the largest magnitude, and cutting magnitudes off.
+/* absmax and clamp: the largest magnitude, and clamping by magnitude.
  *
- * Included by flat_cpu_body.h.  Magnitudes are compared as integers, the bits without the sign.  Of
- * floats that are not negative the order is the same, and a NaN is above infinity, so that a
- * maximum keeps it without a test.  A maximum has no order, so threads and paths agree by nature.
- * clamp compares as floats: a NaN is neither above nor below and stays what it is.
+ * Included by flat_cpu_body.h.  Magnitudes are compared as integers, using the bits without the
+ * sign.  Non-negative floats have the same order as their bits, and a NaN is above infinity, so a
+ * maximum keeps it without a test.  The order does not matter for a maximum, so threads and paths
+ * agree. clamp compares as floats: a NaN is neither above nor below, and stays unchanged.
  */
 
-/* Bit patterns as wide as the registers; the maximum of a lane is taken where a comparison says so.
- */
+/* Bit patterns as wide as the registers; a comparison selects the maximum per lane. */
 #define ABSMAX_RUN(name, type, mask)                                                               \
     typedef type name##_vec __attribute__((vector_size(4 * FSDPC_LANES)));                         \
     typedef type name##_loose                                                                      \
@@ -52,7 +51,7 @@ static void absmax_part(void *arg, size_t begin, size_t end)
     int64_t mine = bytes == 2   ? absmax_16(a->x, begin, end)
                    : bytes == 4 ? absmax_32(a->x, begin, end)
                                 : absmax_64(a->x, begin, end);
-    /* relaxed: the number is all there is, and the team's end orders it before the reader */
+    /* relaxed: only the number is shared, and the team's end orders it before the reader */
     int64_t seen = __atomic_load_n(&a->most, __ATOMIC_RELAXED);
     while (mine > seen && !__atomic_compare_exchange_n(&a->most, &seen, mine, false,
                                                        __ATOMIC_RELAXED, __ATOMIC_RELAXED))
@@ -76,7 +75,7 @@ static fsdpc_status flat_absmax(const void *x, fsdpc_dtype dtype, size_t numel, 
         most = (double)(dtype == FSDPC_BF16 ? fsdpc_bf16_to_f32((uint16_t)word)
                                             : fsdpc_f16_to_f32((uint16_t)word));
     if (most > *max_io || most != most)
-        *max_io = most != most ? (double)NAN : most; /* one NaN for all of them */
+        *max_io = most != most ? (double)NAN : most; /* the same NaN for all */
     return FSDPC_OK;
 }
 
@@ -98,7 +97,7 @@ FSDPC_INLINE void clamp_run(void *x, size_t begin, size_t end, float limit, fsdp
 typedef struct clamp_args {
     void *x;
     fsdpc_dtype dtype;
-    double limit; /* a number of the dtype */
+    double limit; /* rounded to the dtype */
 } clamp_args;
 
 static void clamp_part(void *arg, size_t begin, size_t end)
@@ -125,7 +124,7 @@ static fsdpc_status flat_clamp(void *x, fsdpc_dtype dtype, size_t numel, double 
                                fsdpc_stream *stream)
 {
     FSDPC_TRY(fsdpc_flat_check_clamp(dtype, limit));
-    uint64_t rounded; /* as an element, so that what is cut off equals it */
+    uint64_t rounded; /* as an element, so that clamped elements equal it */
     fsdpc_f64_store_as(&rounded, 0, dtype, limit);
     clamp_args args = {.x = x, .dtype = dtype, .limit = fsdpc_f64_load_as(&rounded, 0, dtype)};
     fsdpc_flat_split(stream, numel, 64, clamp_part, &args);

@@ -1,4 +1,4 @@
-/* Norms in the host's memory: the CPU's norm_join, norm_value and clip, one copy for all tables. */
+/* Norms in host memory: the CPU's norm_join, norm_value and clip, one copy for all tables. */
 #include <math.h>
 #include <stdbool.h>
 

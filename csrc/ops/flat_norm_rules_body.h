@@ -1,9 +1,10 @@
-/* Rules of norms (ops/flat_norm.h), by one thread; written once for processor and GPU: the includer
- * defines RULE, which is put before each function, behind exact_sum_rules_body.h.
+/* Rules of norms (ops/flat_norm.h), for one thread; written once for processor and GPU: the
+ * includer defines RULE, which precedes each function, after exact_sum_rules_body.h.
  *
- * Scaling afterwards lets a gradient keep a factor pending, unread.  A power of two moves the
- * exponent of every term alike, so the sum of the scaled terms is the shifted sum.  (Elements that
- * the factor would push below the smallest normal number would round; the shifted sum does not.)
+ * Scaling afterwards lets a gradient keep a factor pending, unread.  A power of two shifts the
+ * exponent of every term equally, so the sum of the scaled terms is the shifted sum.  (Elements
+ * that the factor would push below the smallest normal number would round; the shifted sum does
+ * not.)
  */
 
 RULE void norm_join(const fsdpc_norm_join_args *args)

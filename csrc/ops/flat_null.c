@@ -1,7 +1,7 @@
 /* Kernels over flat memory that compute nothing: the table of device_null.
  *
- * Every call is accepted and memory is neither read nor written.  The one output that a caller
- * decides by, whether two ranges are equal, stays: nothing changed, as nothing ever does here.
+ * Every call is accepted, and memory is neither read nor written.  Callers only branch on one
+ * output, whether two ranges are equal.  It stays unchanged, because nothing ever changes here.
  */
 #include "ops/flat_ops.h"
 
@@ -97,7 +97,7 @@ static fsdpc_status null_init(const fsdpc_init_args *args, fsdpc_stream *stream)
 static const fsdpc_flat_ops null_ops = {
     .name = "null",
     .cast = null_cast,
-    .accumulate = null_cast, /* the same arguments, and nothing done with them */
+    .accumulate = null_cast, /* same arguments, also does nothing */
     .reduce = null_reduce,
     .scale = null_scale,
     .sumsq = null_sumsq,

@@ -1,10 +1,10 @@
-/* Which table of flat kernels an instruction set gets, and what the CPU's tables share.
+/* The table of flat kernels for each instruction set, and code shared by the CPU's tables.
  *
- * A kernel hands its range to fsdpc_flat_split, which cuts it for the team.  Where the cuts fall
- * depends on the number of threads; no result does, because every kernel is elementwise or, for
- * norms, sums whole leaves into an exact accumulator.  Parts are several times the number of
- * threads, so that a thread that is held up does not hold up the others, and no shorter than what
- * pays for waking one.
+ * A kernel passes its range to fsdpc_flat_split, which splits it over the team.  The split points
+ * depend on the number of threads, but results do not: every kernel is elementwise or, for norms,
+ * sums whole leaves into an exact accumulator.  There are several times more parts than threads, so
+ * that a delayed thread does not delay the others.  Each part is long enough to pay for waking a
+ * thread.
  */
 #include "ops/flat_cpu.h"
 

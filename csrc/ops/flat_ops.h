@@ -1,13 +1,13 @@
 /* Kernels over flat memory: casts, reductions over ranks, norms, optimizers.
  *
  * One table per device and instruction set.  Callers use fsdpc_flat_*(…, stream), never a slot.
- * Lengths are in elements; dtypes are F32, BF16, F16 and F64 unless said otherwise; buffers may be
- * any alignment of their element but are fastest at 64 bytes.  `dst` and `src` may be equal (in
- * place) if their elements have equal size, never partly overlapping.
+ * Lengths are in elements; dtypes are F32, BF16, F16 and F64 unless stated otherwise.  Buffers may
+ * have any alignment of their element but are fastest at 64 bytes.  `dst` and `src` may be equal
+ * (in place) if their elements have equal size, but must not partly overlap.
  *
- * Casts round to nearest even in integer arithmetic (NaN stays NaN, subnormals kept).  Sums are in
- * fp32 or wider.  No result depends on the number of threads, on alignment, or on the caller's cut
- * of the range into calls, except that norms are summed over whole leaves (see sumsq).
+ * Casts round to nearest even in integer arithmetic (NaN stays NaN, subnormals are kept).  Sums are
+ * in fp32 or wider.  Results do not depend on the number of threads, on alignment, or on how the
+ * caller splits the range into calls, except that norms are summed over whole leaves (see sumsq).
  */
 #ifndef FSDPC_OPS_FLAT_OPS_H
 #define FSDPC_OPS_FLAT_OPS_H
@@ -17,10 +17,10 @@
 #include "ops/flat_step.h"
 
 /* out = cast(scale * (tree sum over srcs)) [+ out].  The tree is pairwise over the index:
- * ((0+1)+(2+3))+..., an odd one out passes up unchanged.  Partial sums are in the wider of fp32 and
- * dtype.  The scaled sum is rounded once through `round_dtype`: the reduce dtype, so that one rank
- * rounds like many, or the wide dtype for a partial sum, which is not rounded.  Then it is cast to
- * out_dtype and, if `accumulate`, added to out in fp32 (F64 when out is F64). */
+ * ((0+1)+(2+3))+..., and an odd one out passes up unchanged.  Partial sums are in the wider of fp32
+ * and dtype.  The scaled sum is rounded once through `round_dtype`: the reduce dtype, so that one
+ * rank rounds like many, or the wide dtype for a partial sum, which is not rounded.  Then it is
+ * cast to out_dtype and, if `accumulate`, added to out in fp32 (F64 if out is F64). */
 typedef struct fsdpc_reduce_args {
     const void *const *srcs; /* n_srcs pointers to numel elements of dtype */
     int n_srcs;              /* >= 1 */
@@ -39,7 +39,7 @@ typedef enum fsdpc_init_kind {
     FSDPC_INIT_UNIFORM
 } fsdpc_init_kind;
 
-/* dst[j] = value of element first + j of stream (seed, stream): constant a; normal of mean a and
+/* dst[j] = value of element first + j of stream (seed, stream): constant a; normal with mean a and
  * standard deviation b (Box-Muller over Philox words); uniform in [a, b). */
 typedef struct fsdpc_init_args {
     void *dst;
@@ -58,9 +58,9 @@ typedef struct fsdpc_flat_ops {
     fsdpc_status (*accumulate)(void *dst, fsdpc_dtype dst_dtype, const void *src,
                                fsdpc_dtype src_dtype, size_t numel, fsdpc_stream *stream);
     fsdpc_status (*reduce)(const fsdpc_reduce_args *args, fsdpc_stream *stream);
-    /* x *= scale, and by *scale_at, in the device's memory, unless that is NULL: their product in
-     * fp64, rounded once.  *nonfinite_io, unless NULL, is set to 1 if a NaN or infinity was read,
-     * else left alone. */
+    /* x *= scale, and by *scale_at, in device memory, unless that is NULL: their product in fp64,
+     * rounded once. *nonfinite_io, unless NULL, is set to 1 if a NaN or infinity was read,
+     * otherwise unchanged. */
     fsdpc_status (*scale)(void *x, fsdpc_dtype dtype, size_t numel, double scale,
                           const double *scale_at, int *nonfinite_io, fsdpc_stream *stream);
     /* Adds sums of squares of whole leaves to an exact accumulator.  The range begins at a leaf; a
@@ -68,36 +68,37 @@ typedef struct fsdpc_flat_ops {
      */
     fsdpc_status (*sumsq)(const void *x, fsdpc_dtype dtype, size_t numel, size_t leaf,
                           fsdpc_exact_sum *sum_io, fsdpc_stream *stream);
-    /* The same for |x|^p, p above 0 and finite; sumsq where p is 2.  Optional, like absmax and
-     * clamp: without it the call is FSDPC_ERR_UNSUPPORTED. */
+    /* The same for |x|^p, where p is positive and finite; for p = 2 it is sumsq.  Optional, like
+     * absmax and clamp: without it the call is FSDPC_ERR_UNSUPPORTED. */
     fsdpc_status (*sumpow)(const void *x, fsdpc_dtype dtype, size_t numel, size_t leaf, double p,
                            fsdpc_exact_sum *sum_io, fsdpc_stream *stream);
     /* *max_io = the larger of it and the largest |x|; NaN if any is */
     fsdpc_status (*absmax)(const void *x, fsdpc_dtype dtype, size_t numel, double *max_io,
                            fsdpc_stream *stream);
     fsdpc_status (*norm_join)(const fsdpc_norm_join_args *args, fsdpc_stream *stream);
-    /* *out = the norm; p is 1, 2 or INFINITY, and out in the device's memory as the norm is */
+    /* *out = the norm, in device memory like it; p is 1, 2 or INFINITY */
     fsdpc_status (*norm_value)(const fsdpc_norm *norm, double p, double *out, fsdpc_stream *stream);
     fsdpc_status (*clip)(const fsdpc_clip_args *args, fsdpc_stream *stream);
-    /* x = what of [-limit, limit] is nearest to it, the limit rounded to dtype; NaN stays NaN */
+    /* x = the nearest number to x in [-limit, limit], with limit rounded to dtype; NaN stays NaN */
     fsdpc_status (*clamp)(void *x, fsdpc_dtype dtype, size_t numel, double limit,
                           fsdpc_stream *stream);
     fsdpc_status (*step)(const fsdpc_step_args *args, fsdpc_stream *stream);
-    /* *equal_io becomes false unless every cast(src) has the bits of dst; may stop once one differs,
-     * and need not begin where it is false already.  In the device's memory, nobody waits. */
+    /* *equal_io becomes false unless every cast(src) has the bits of dst.  The kernel may stop once
+     * one differs, and do nothing if it is already false.  In device memory, the host does not
+     * wait. */
     fsdpc_status (*equal)(const void *dst, fsdpc_dtype dst_dtype, const void *src,
                           fsdpc_dtype src_dtype, size_t numel, bool *equal_io,
                           fsdpc_stream *stream);
     fsdpc_status (*init)(const fsdpc_init_args *args, fsdpc_stream *stream);
 } fsdpc_flat_ops;
 
-/* The CPU's table for an instruction set (the best kernels not above it). */
+/* The CPU's table for an instruction set (its best kernels up to that set). */
 const fsdpc_flat_ops *fsdpc_flat_ops_cpu(fsdpc_isa isa);
 
 /* Computes nothing, succeeds; for device_null. */
 const fsdpc_flat_ops *fsdpc_flat_ops_null(void);
 
-/* The error of an optional slot that a device leaves out. */
+/* The error of an optional slot that a device lacks. */
 static inline fsdpc_status fsdpc_flat_missing(const fsdpc_flat_ops *ops, const char *what)
 {
     return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "the kernels of '%s' have no %s", ops->name, what);

@@ -1,13 +1,13 @@
 /* reduce: a tree sum over many sources, scaled, rounded and stored, in one pass over memory.
  *
  * Included by flat_cpu_body.h.  Up to four sources are added in registers and stored at once.  More
- * are taken in groups of four, a block of REDUCE_BLOCK elements at a time.  Group sums go to blocks
- * that stay in L1 and are merged as a binary counter counts (equal heights merge), with at most
- * log2 of them alive.  That is the pairwise tree of the header, level by level.  Reading a block of
- * each source in turn, rather than a vector of all, keeps the prefetchers on few streams.
+ * are added in groups of four, a block of REDUCE_BLOCK elements at a time.  Group sums go to blocks
+ * that stay in L1 and are merged like a binary counter (equal heights merge), with at most log2 of
+ * them alive.  That is the pairwise tree of the header, level by level.  Reading a block of each
+ * source in turn, instead of a vector of all, limits the prefetchers to few streams.
  *
- * Anything with F64 in it goes element by element through the same counter; it is for tests and
- * rare models.
+ * If any dtype is F64, elements go one by one through the same counter; that is for tests and rare
+ * models.
  */
 
 enum { REDUCE_BLOCK = 1024, REDUCE_GROUP = 4, REDUCE_HEIGHT_MAX = 32 };
@@ -29,7 +29,8 @@ FSDPC_INLINE fsdpc_vf group_sum(const void *const *srcs, int n, size_t i, fsdpc_
     return sum;
 }
 
-/* What goes to out for one vector of sums: cast(round through round_dtype(scale * sum)) [+ out]. */
+/* The value stored to out for one vector of sums: cast(round through round_dtype(scale * sum)) [+
+ * out]. */
 FSDPC_INLINE fsdpc_vf reduce_value(const fsdpc_reduce_args *a, size_t i, fsdpc_vf sum,
                                    fsdpc_dtype out_dtype, size_t tail)
 {
@@ -48,7 +49,7 @@ FSDPC_INLINE fsdpc_vf reduce_value(const fsdpc_reduce_args *a, size_t i, fsdpc_v
                          : fsdpc_vf_load_as(a->out, i, out_dtype));
 }
 
-/* Where reduce_run finds its sources: element i of out is the sum of their elements i - origin. */
+/* The sources of reduce_run: element i of out is the sum of their elements i - origin. */
 typedef struct reduce_from {
     const void *const *srcs;
     int n; /* 1 to 4 */
@@ -126,7 +127,7 @@ static void tree_block(float (*blocks)[REDUCE_BLOCK], const fsdpc_reduce_args *a
         int n = a->n_srcs - src < REDUCE_GROUP ? a->n_srcs - src : REDUCE_GROUP;
         group_block(blocks[depth], a->srcs + src, n, at, numel, a->dtype);
         height[depth++] = 0;
-        bool last = src + n == a->n_srcs; /* then odd ones out merge too, the smallest first */
+        bool last = src + n == a->n_srcs; /* then odd ones out also merge, the smallest first */
         while (depth > 1 && (last || height[depth - 1] == height[depth - 2])) {
             float *left = blocks[depth - 2], *right = blocks[depth - 1];
             for (size_t i = 0; i < numel; i += FSDPC_LANES)
@@ -151,8 +152,8 @@ FSDPC_INLINE void reduce_many(const fsdpc_reduce_args *a, size_t begin, size_t e
 
 /* -- with F64 ---------------------------------------------------------------------------------- */
 
-/* A partial sum, in fp32 unless the sources are F64.  (A sum of two floats rounded to fp64 and then
- * to fp32 is rounded as if once.) */
+/* A partial sum, in fp32 unless the sources are F64.  (A sum of two floats, rounded to fp64 and
+ * then to fp32, equals the sum rounded once.) */
 static inline double add_wide(double left, double right, fsdpc_dtype dtype)
 {
     double sum = left + right;
@@ -176,10 +177,10 @@ static double tree_element(const fsdpc_reduce_args *a, size_t i)
     return partial[0];
 }
 
-/* x as a number of the dtype */
+/* x rounded to the dtype */
 static double round_as(double x, fsdpc_dtype dtype)
 {
-    _Alignas(8) unsigned char bytes[8]; /* chars, as one element of any dtype */
+    _Alignas(8) unsigned char bytes[8]; /* chars, to hold one element of any dtype */
     fsdpc_f64_store_as(bytes, 0, dtype, x);
     return fsdpc_f64_load_as(bytes, 0, dtype);
 }

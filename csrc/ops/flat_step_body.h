@@ -1,12 +1,13 @@
-/* Optimizers' steps in one pass: gradient in, parameter and states updated, wire out.
+/* Optimizer steps in one pass: reads the gradient, updates parameter and states, and writes the
+ * wire.
  *
  * Included by flat_cpu_body.h after the rules.  The common case of training has its own loops
- * (step_run): fp32 states, fp32 or bf16 parameters, no wire or one in fp32 or bf16.  Everything
+ * (step_run): fp32 states, fp32 or bf16 parameters, and no wire or one in fp32 or bf16.  Everything
  * else goes block by block through L1 (step_blocks).  Other dtypes than fp32 are widened into
- * buffers, stepped there, and written back, so a step is one pass over memory all the same.
+ * buffers, stepped there, and written back, so a step is still one pass over memory.
  *
- * The published value is the cast of the stored (rounded) parameter, so that `equal` of wire and
- * master holds right after the step.
+ * The published value is the cast of the stored (rounded) parameter, so `equal` of wire and master
+ * is true directly after the step.
  */
 
 typedef struct step_memory {
@@ -23,7 +24,7 @@ typedef struct step_part_args {
     bool stream_wire;
 } step_part_args;
 
-/* What a vector's step needs to know.  All constants; WIRE_NONE is no wire. */
+/* Parameters of a vector's step, all constants; WIRE_NONE: no wire. */
 enum { WIRE_NONE = FSDPC_DTYPE_COUNT };
 
 typedef struct step_kind {
@@ -33,7 +34,7 @@ typedef struct step_kind {
     bool stream_wire; /* write the wire past the cache */
 } step_kind;
 
-/* Steps elements i .. i + n - 1 and returns them as stored, which is what the wire gets. */
+/* Steps elements i .. i + n - 1 and returns their stored values, which the wire gets. */
 FSDPC_INLINE fsdpc_vf step_vector(const step_memory *at, const step_scalars *k, size_t i,
                                   step_kind kind, size_t n)
 {
@@ -80,7 +81,7 @@ FSDPC_INLINE void step_run(const step_memory *memory, const step_scalars *scalar
     }
 }
 
-/* -- the loops of every day -------------------------------------------------------------------- */
+/* -- common combinations ----------------------------------------------------------------------- */
 
 /* X(rule, parameter, gradient) */
 #define STEP_RUNS(X)                                                                               \
@@ -147,9 +148,9 @@ static void step_run_part(void *arg, size_t begin, size_t end)
 
 /* -- everything else, block by block ----------------------------------------------------------- */
 
-enum { STEP_BLOCK = 512 }; /* six buffers of it fit L1 twice */
+enum { STEP_BLOCK = 512 }; /* six buffers of it fill half of L1 */
 
-/* Elements at .. of an array as fp32: where they are, or a copy in `buffer`. */
+/* Elements from `at` on of an array as fp32: in place, or a copy in `buffer`. */
 static float *widened(float *buffer, const void *base, fsdpc_dtype dtype, size_t at, size_t n)
 {
     if (dtype == FSDPC_F32)
@@ -174,9 +175,9 @@ static void step_block(step_rule rule, const step_memory *at, const step_scalars
     }
 }
 
-/* The first state is rounded by the low half of an element's random word, the others by the high
- * one.  The maximum of amsgrad is v or was stored before, so it ends as v's rounded value or as it
- * was. */
+/* The low half of an element's random word rounds the first state, the high half the others.  The
+ * maximum of amsgrad is v or the stored maximum, so it becomes v's rounded value or stays
+ * unchanged. */
 static void store_rounded(const fsdpc_step_args *a, int n_states, float (*states)[STEP_BLOCK],
                           size_t at, size_t n)
 {

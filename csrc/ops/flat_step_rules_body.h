@@ -1,16 +1,16 @@
-/* The arithmetic of optimizers' steps, a vector at a time.
+/* The arithmetic of optimizer steps, a vector at a time.
  *
  * Included by flat_cpu_body.h.  The scalars are computed once in fp64 and rounded to fp32; the
- * arithmetic per element is fp32.  AdamW and Adam are operation by operation PyTorch's fused CPU
- * kernel (aten/src/ATen/native/cpu/FusedAdamKernel.cpp) as its compiler fused it. m moves towards g
- * by a fused multiply-add, v adds (1 - b2) g * g fused, Adam's decay joins the gradient fused.
- * Everything else is rounded after each operation.  SGD and Lion are sequences of x.mul_(a) and
- * x.add_(y, alpha=b) there, of which the latter is one fused multiply-add.  So an fp32 step has the
- * same bits as torch's on machines with FMA, and the same bits as every other path here, tails
- * included.
+ * arithmetic per element is fp32.  AdamW and Adam follow, operation by operation, PyTorch's fused
+ * CPU kernel (aten/src/ATen/native/cpu/FusedAdamKernel.cpp) as its compiler fused it. m moves
+ * towards g by a fused multiply-add, v adds (1 - b2) g * g fused, and Adam's decay is added to the
+ * gradient fused.  Everything else is rounded after each operation.  SGD and Lion are sequences of
+ * x.mul_(a) and x.add_(y, alpha=b) there, of which the latter is one fused multiply-add.  An fp32
+ * step thus has the same bits as torch's on machines with FMA, and as every other path here,
+ * including tails.
  */
 
-/* The optimizers as kernels see them; constants wherever they are passed. */
+/* The optimizers as kernels see them; always passed as constants. */
 typedef enum step_rule { RULE_ADAM, RULE_AMSGRAD, RULE_SGD, RULE_MOMENTUM, RULE_LION } step_rule;
 
 FSDPC_INLINE int rule_states(step_rule rule)
@@ -20,10 +20,10 @@ FSDPC_INLINE int rule_states(step_rule rule)
 
 typedef struct step_scalars {
     float grad_scale; /* negative to maximize */
-    float keep;       /* 1 - lr * decay where decay is decoupled */
-    float decay;      /* joins the gradient; 0 where decoupled */
+    float keep;       /* 1 - lr * decay if decay is decoupled */
+    float decay;      /* added to the gradient; 0 if decoupled */
     float beta1, beta2, add_gradient, add_square, root_bias2, eps;
-    float minus_step; /* -lr, of Adam over its bias */
+    float minus_step; /* -lr; for Adam, divided by its bias correction */
     bool copy_gradient, nesterov;
 } step_scalars;
 
@@ -55,8 +55,8 @@ static step_scalars step_prepare(const fsdpc_step_args *a)
     };
 }
 
-/* Fused on every path: where the compiler's baseline has no such instruction, libm's is exact (and
- * a call, so it is kept out of line). */
+/* Fused on every path: if the compiler's baseline lacks the instruction, libm's function is exact
+ * (but a call, so it is kept out of line). */
 #if defined(FSDPC_VEC_AVX512) || defined(FSDPC_VEC_AVX2)
 FSDPC_INLINE fsdpc_vf fused(fsdpc_vf a, fsdpc_vf b, fsdpc_vf c)
 {
@@ -93,7 +93,7 @@ FSDPC_INLINE fsdpc_vf adam_rule(step_rule rule, const step_scalars *k, fsdpc_vf 
         s->a = fused_by(g - s->a, k->add_gradient - 1.0f, g);
     s->b = fused(g * fsdpc_vf_splat(k->add_square), g, s->b * fsdpc_vf_splat(k->beta2));
     fsdpc_vf square = s->b;
-    if (rule == RULE_AMSGRAD) /* NaN comes through from either side, as torch.maximum has it */
+    if (rule == RULE_AMSGRAD) /* NaN propagates from either side, as in torch.maximum */
         square = s->c = fsdpc_vf_select((s->b > s->c) | (s->b != s->b), s->b, s->c);
     fsdpc_vf root = fsdpc_vf_sqrt(square) / fsdpc_vf_splat(k->root_bias2);
     return p + fsdpc_vf_splat(k->minus_step) * s->a / (root + fsdpc_vf_splat(k->eps));

@@ -1,14 +1,15 @@
-/* Memory streams: prefetching ahead, and stores that go past the cache.
+/* Memory streams: prefetching ahead, and stores that bypass the cache.
  *
- * Included by flat_cpu_body.h.  An ordinary store first reads the line it will overwrite; a
- * streaming one does not.  With both, at 2^22 elements and one thread, a cast to bf16 moved 28 GB/s
- * where plain loads and stores moved 17, and a sum of two sources 25 where they moved 18.
- * Prefetching alone takes a fifth off a norm of 2^26 elements.  Below STREAM_NUMEL_MIN elements a
- * reader may well find the output in cache, so it is stored there.
+ * Included by flat_cpu_body.h.  An ordinary store first reads the line that it overwrites; a
+ * streaming store does not.  With prefetching and streaming, at 2^22 elements and one thread, a
+ * cast to bf16 moved 28 GB/s instead of 17, and a sum of two sources 25 instead of 18.  Without
+ * streaming stores, prefetching makes a norm of 2^26 elements a fifth faster.  Below
+ * STREAM_NUMEL_MIN elements, a reader may well find the output in cache, so ordinary stores are
+ * used.
  *
- * Streaming stores need aligned addresses, pay only when whole lines are written at once (hence
- * pairs of vectors), and are not ordered with later ones. stream_end() must come before anyone may
- * learn that the data is there.
+ * Streaming stores need aligned addresses, only pay if whole lines are written at once (hence pairs
+ * of vectors), and are not ordered with later stores. stream_end() must precede any notice that the
+ * data is complete.
  */
 enum { STREAM_NUMEL_MIN = 1 << 20 };
 
@@ -22,8 +23,8 @@ static inline bool can_stream(const void *dst, size_t numel)
 #endif
 }
 
-/* Asks for what comes in about 2 KiB.  The processor's own prefetcher stops at every page, and
- * streams that began together reach their pages' ends together. */
+/* Prefetches data about 2 KiB ahead.  The processor's own prefetcher stops at every page, and
+ * streams that begin together reach the ends of their pages together. */
 FSDPC_INLINE void prefetch_ahead(const void *base, size_t i, fsdpc_dtype dtype, size_t numel)
 {
     size_t bytes = dtype == FSDPC_F64 ? 8 : dtype == FSDPC_F32 ? 4 : 2;
@@ -65,7 +66,7 @@ FSDPC_INLINE void stream_pair(void *base, size_t i, fsdpc_dtype dtype, fsdpc_vf 
 #endif
 }
 
-/* The pair, streamed or not as the constant says. */
+/* The pair, streamed or not, as the constant says. */
 FSDPC_INLINE void store_pair(void *base, size_t i, fsdpc_dtype dtype, fsdpc_vf low, fsdpc_vf high,
                              bool stream)
 {

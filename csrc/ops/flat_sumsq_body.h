@@ -4,12 +4,13 @@
  * Included by flat_cpu_body.h.  A leaf is summed in sixteen fp64 partial sums, element i of the
  * leaf into partial i mod 16, which are then folded: j with j + 8, 4, 2, 1.  The order is part of
  * the result, so it is the same on every instruction set.  The square of an fp32, bf16 or fp16
- * number is exact in fp64, so fusing the addition would change nothing.  Whole powers up to
- * WHOLE_POWER_MAX are products of repeated squares, from the lowest bit of p up.  Others are libm's
- * pow, one by one, a hundred times as slow: the same function on every path.  A short leaf behaves
- * as if padded with zeros.  Threads sum into accumulators of their own, which merge exactly.
+ * number is exact in fp64, so fusing the addition would change nothing.  Integer powers up to
+ * WHOLE_POWER_MAX are products of repeated squares, from the lowest bit of p up.  Others use libm's
+ * pow, one by one and a hundred times slower: the same function on every path.  A short leaf
+ * behaves as if padded with zeros.  Each thread sums into its own accumulator, and these merge
+ * exactly.
  *
- * Leaves of one element take the accumulator a block of terms at a time: see Note [exact blocks].
+ * Leaves of one element enter the accumulator a block of terms at a time: see Note [exact blocks].
  */
 
 /* fp64 vectors as wide as the registers; the sixteen partial sums are a few of them. */
@@ -111,20 +112,21 @@ FSDPC_INLINE double leaf_sum(const void *x, size_t begin, size_t numel, fsdpc_dt
     return fold_partials(partial);
 }
 
-/* Note [exact blocks].  One addition to the accumulator costs as much as reading a leaf of 64.  So
- * leaves of one element are first added in fp64, a block at a time, without rounding.
+/* Note [exact blocks].  One addition to the accumulator costs as much as reading a leaf of 64.
+ * Leaves of one element are therefore first added in fp64, a block at a time, without rounding.
  *
- * Sigma is a power of two above the block's sum.  (term + sigma) - sigma rounds a term to a multiple
- * of 2^-52 sigma: its high part.  Any sum of high parts is a multiple of that too, and below 2 sigma,
- * so fp64 holds it.  The rest of a term is at most 2^-53 sigma; all rests together are below half of
- * low = 2^-44 sigma.  With low for sigma, the same step takes a low part from each rest.  If every
- * low part is all of its rest, both sums are exact.  Squares of fp32 have 48 bits, so this holds for
- * elements down to 2^-24 of the block's norm.  Other blocks, and those with a NaN or infinity, add
- * their terms one by one.  Both ways give the accumulator the same number. */
+ * Sigma is a power of two above the block's sum.  (term + sigma) - sigma rounds a term to a
+ * multiple of 2^-52 sigma: its high part.  Any sum of high parts is also a multiple of that, and
+ * below 2 sigma, so fp64 holds it.  The rest of a term is at most 2^-53 sigma; all rests together
+ * are below half of low = 2^-44 sigma.  With low for sigma, the same step takes a low part from
+ * each rest.  If every low part is all of its rest, both sums are exact.  Squares of fp32 have 48
+ * bits, so this holds for elements down to 2^-24 of the block's norm.  Other blocks, and those with
+ * a NaN or infinity, add their terms one by one.  Both ways give the accumulator the same
+ * number. */
 enum { EXACT_BLOCK = 256 };
 
-/* Adds the high and low parts of the first n terms, a multiple of PARTIALS; false if they are not
- * all of the terms, and nothing was added. */
+/* Adds the high and low parts of the first n terms, a multiple of PARTIALS; returns false, adding
+ * nothing, if they do not make up all terms. */
 FSDPC_INLINE bool add_parts(const double *terms, size_t n, double bound, fsdpc_exact_sum *sum)
 {
     double sigma = ldexp(1, ilogb(bound) + 1), low = sigma * 0x1p-44;
@@ -146,7 +148,7 @@ FSDPC_INLINE bool add_parts(const double *terms, size_t n, double bound, fsdpc_e
     if (any)
         return false;
     double high_sum = fold_partials(highs), low_sum = fold_partials(lows);
-    if (low_sum < 0) { /* the accumulator takes no negative numbers; both stay exact */
+    if (low_sum < 0) { /* the accumulator does not take negative numbers; both stay exact */
         high_sum -= low;
         low_sum += low;
     }
@@ -179,7 +181,7 @@ FSDPC_INLINE void add_singles(const void *x, size_t begin, size_t numel, fsdpc_d
             totals[k] += own[k];
         }
     }
-    double total = fold_partials(totals); /* rounded; no term is above it */
+    double total = fold_partials(totals); /* rounded; not below any term */
     if (total == 0 || (total < 0x1p1022 && add_parts(terms, n, total, sum)))
         return;
     for (size_t i = 0; i < numel; i++)
@@ -192,7 +194,7 @@ typedef struct sumpow_args {
     size_t leaf;
     term kind;
     double p;
-    int lock; /* held while a part merges into `sum`; a few hundred cycles for each part */
+    int lock; /* held while a part merges into `sum`; a few hundred cycles per part */
     fsdpc_exact_sum *sum;
 } sumpow_args;
 
@@ -243,7 +245,8 @@ static void sumpow_range(const sumpow_args *a, size_t begin, size_t end, fsdpc_e
     fsdpc_exact_sum_normalize(sum);
 }
 
-/* Leaves between two normalisations: far fewer than a digit has room for, and enough to hide them.
+/* Leaves between two normalisations: far fewer than a digit can hold, and enough to hide their
+ * cost.
  */
 enum { SUMPOW_LEAVES = 1 << 20 };
 
@@ -258,7 +261,7 @@ static void sumpow_part(void *arg, size_t begin, size_t end)
         begin = stop;
     }
     while (__atomic_exchange_n(&a->lock, 1, __ATOMIC_ACQUIRE))
-        ; /* pairs with the release below: the words another part merged are seen */
+        ; /* pairs with the release below: another part's merged words are visible */
     fsdpc_exact_sum_merge(a->sum, &sum);
     __atomic_store_n(&a->lock, 0, __ATOMIC_RELEASE);
 }

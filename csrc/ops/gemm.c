@@ -1,30 +1,30 @@
 /* The matrix product on the CPU: checks, choice of kernels, blocking and threads.
  *
- * The blocking is that of GotoBLAS (Goto & van de Geijn 2008) with the roles turned so that C is
- * written along its rows.  C is cut into blocks of columns; for each, B' is packed for one pass
- * over k (a few blocks of k), to lie in L2, and each panel of A' meets the panels of B in turn,
- * block by block of k.  The path (gemm_path.h) defines panels and multiplies two of them.
+ * The blocking is that of GotoBLAS (Goto & van de Geijn 2008) with the roles swapped so that C is
+ * written along its rows.  C is split into blocks of columns.  For each, B' is packed for one pass
+ * over k (a few blocks of k) to stay in L2.  Each panel of A' meets the panels of B in turn, one
+ * block of k after the other.  The path (gemm_path.h) multiplies two panels.
  *
- * A' is packed first, a slab of at most SLAB_BYTES at a time; or, where the path can and A lies
- * along k, never: the first tile of a row takes A from memory and leaves its panel behind for the
- * others, and all tiles of the row together ask for the next panel's memory.  That saves writing
- * and reading A once each through L3, which at 30 GB/s took a quarter of a bf16 product at 1024.
+ * A' is packed first, a slab of at most SLAB_BYTES at a time.  If the path supports it and A is
+ * contiguous along k, A' is not packed at all.  The first tile of a row then takes A from memory
+ * and leaves its panel for the others.  All tiles of the row prefetch the next panel's memory.
+ * That saves writing and reading A through L3 at 30 GB/s, a quarter of a bf16 product at 1024.
  *
- * With one block of k a tile's sums go straight to C.  With several in one pass, a row of tiles
- * keeps its sums in fp32 in between; with several passes (k above blocks x kc of the path, 128 for
- * at most FEW_ROWS rows) at most ROWS rows do, in a private area.  So partial sums are never rounded
- * to bf16 and C is read and written once.  A sum is one chain over ascending k, therefore equal for
- * every cut of m, n, k.
+ * With one block of k, a tile's sums go directly to C.  With several in one pass, a row of tiles
+ * keeps its sums in fp32 in between.  With several passes (k above blocks x kc of the path, 128 for
+ * at most FEW_ROWS rows), at most ROWS rows keep theirs in a private area.  Partial sums are thus
+ * never rounded to bf16, and C is read and written once.  A sum is one chain over ascending k, so
+ * it is equal for every split of m, n, k.
  *
- * Threads take panels of A to pack, then blocks of C to compute, from a counter; each has its own
- * place for B's block and the sums.  C is cut over columns first, since cuts over rows make threads
- * pack the same columns twice.  Batches of small products are spread over threads whole.
+ * Threads take panels of A to pack, then blocks of C to compute, from a counter.  Each has its own
+ * memory for B's block and the sums.  C is split over columns first, because splitting rows makes
+ * threads pack the same columns twice.  Batches of small products are spread over threads whole.
  *
- * Where B' is the windows of an image, each thread makes WINDOWS_BYTES of them before it packs them.
+ * If B' is the windows of an image, each thread makes WINDOWS_BYTES of them before it packs them.
  *
- * Products with at most four rows or columns never come here: see gemm_skinny.h.  Workspace is one
- * block of counted memory per call (category "other"), at most SLAB_BYTES for A (or one panel,
- * where k is very large) and about 2 MB a thread.
+ * Products with at most four rows or columns use gemm_skinny.h.  Workspace is one block of counted
+ * memory per call (category "other"): at most SLAB_BYTES for A (or one panel, if k is large) and
+ * about 2 MB per thread.
  */
 #include "ops/gemm.h"
 
@@ -36,42 +36,42 @@
 enum {
     SLAB_BYTES = 16 << 20,
     ROWS = 512,
-    FEW_ROWS = 16, /* of A': B is packed for them panel by panel, as it streams from memory */
-    FEW_KC = 128,  /* most of k packed at a time then: a panel of B stays in L1 */
+    FEW_ROWS = 16, /* rows of A': B is packed for them panel by panel, streaming from memory */
+    FEW_KC = 128,  /* max k packed at a time then: a panel of B stays in L1 */
     HUGE_FROM_BYTES = 256 << 10,
     HUGE_BYTES = 4 << 20,
-    INLINE_WORK = 1 << 18, /* multiplications below which threads cost more than they give */
-    BATCH_BYTES = 1 << 20, /* workspace up to which products of a batch run side by side */
+    INLINE_WORK = 1 << 18, /* multiplications below which threads cost more than they gain */
+    BATCH_BYTES = 1 << 20, /* max workspace for concurrent products of a batch */
     SKINNY_INLINE_WORK = 1 << 16,
-    WINDOWS_BYTES = 128 << 10 /* of a block of windows, made before it is packed */
+    WINDOWS_BYTES = 128 << 10 /* of a block of windows, computed before it is packed */
 };
 
 typedef struct product {
     size_t m, n, k;
     fsdpc_gemm_operand a, b;
-    const fsdpc_windows *windows; /* B' is theirs, b.data an image; or NULL */
-    fsdpc_gemm_target c;          /* of the whole matrix; rows and cols unused */
+    const fsdpc_windows *windows; /* B' is its windows, b.data an image; or NULL */
+    fsdpc_gemm_target c;          /* the whole matrix; rows and cols unused */
 } product;
 
 typedef struct plan {
     const fsdpc_gemm_path *path;
     int threads;
     size_t kc, blocks, passes; /* k of one block; blocks of a pass over k */
-    size_t a_panels, b_panels; /* of the whole product */
+    size_t a_panels, b_panels; /* in the whole product */
     size_t a_panel_bytes, b_panel_bytes;
-    bool slab;                           /* A is packed before; else panel by panel, by tile */
+    bool slab;                           /* A is packed before; otherwise panel by panel, by tile */
     size_t slab_panels;                  /* panels of A packed at a time */
     size_t row_panels, col_panels;       /* of one block of C */
     size_t tile_bytes;                   /* sums of one tile */
     size_t slab_bytes;                   /* packed A */
-    size_t b_bytes, sums_bytes, a_bytes; /* of one thread; a: one panel, without a slab */
-    size_t window_panels, windows_bytes; /* made at a time, of one thread; 0 where B is a matrix */
+    size_t b_bytes, sums_bytes, a_bytes; /* per thread; a: one panel, without a slab */
+    size_t window_panels, windows_bytes; /* made at a time, per thread; 0 if B is a matrix */
 } plan;
 
 /* -- choice ------------------------------------------------------------------------------------ */
 
 #if defined(__x86_64__)
-/* `few` where it saves an eighth of the rows that are computed. */
+/* `few` if it saves an eighth of the rows that are computed. */
 static const fsdpc_gemm_path *path_for_rows(const fsdpc_gemm_path *path, const fsdpc_gemm_path *few,
                                             size_t m)
 {
@@ -97,8 +97,8 @@ static const fsdpc_gemm_path *path_of(fsdpc_isa isa, fsdpc_dtype dtype, size_t m
     return &fsdpc_gemm_f32_portable;
 }
 
-/* `count` things in blocks of at most `most`, in at least `least` blocks if there are as many
- * things, all blocks about equal: the size of one. */
+/* The size of about equal blocks of `count` items, each of at most `most`.  Makes at least `least`
+ * blocks if `count` allows. */
 static size_t even_block(size_t count, size_t most, size_t least)
 {
     size_t blocks = fsdpc_max_size(fsdpc_ceil_div(count, fsdpc_max_size(most, 1)), least);
@@ -125,8 +125,8 @@ static plan plan_make(const fsdpc_gemm_path *path, const fsdpc_gemm_args *args, 
     p.slab_panels =
         p.slab ? even_block(p.a_panels, SLAB_BYTES / (blocks * p.a_panel_bytes), 1) : p.a_panels;
 
-    /* a multiple of the team, so that nobody idles at the end; but blocks of one panel alone would
-     * read A once for every nr columns */
+    /* a multiple of the team, so that no thread is idle at the end; but with blocks of one panel, A
+     * would be read once for every nr columns */
     size_t most_cols = path->b_bytes / (p.blocks * p.kc * path->element_bytes);
     most_cols = fsdpc_max_size(fsdpc_min_size(most_cols, path->nc) / path->nr, 1);
     size_t cols = fsdpc_ceil_div(p.b_panels, most_cols);
@@ -164,8 +164,8 @@ static size_t plan_bytes(const plan *p)
 
 /* -- one product ------------------------------------------------------------------------------- */
 
-/* A slab of one product at work.  `next` hands out what is left to do; relaxed, since the data it
- * distributes is ordered by the start and end of fsdpc_team_run. */
+/* A slab of a product in progress.  `next` hands out the remaining work.  It is relaxed, because
+ * the start and end of fsdpc_team_run order the data that it distributes. */
 typedef struct job {
     const plan *plan;
     const product *product;
@@ -210,7 +210,7 @@ static void pack_slab_part(void *arg, size_t part)
         pack_a(j, a_panel(j, i / j->panels, i % j->panels), i / j->panels, i % j->panels);
 }
 
-/* One thread at one block of C. */
+/* One thread working on one block of C. */
 typedef struct worker {
     const job *job;
     char *b, *sums, *a, *windows;                          /* its own memory; a: without a slab */
@@ -242,7 +242,7 @@ static fsdpc_gemm_target target_of(const worker *w, size_t panel, size_t q)
 }
 
 /* Multiplies a panel of A with those of B, for one block of k.  A tile is finished after the next
- * one has begun: its sums have come to rest by then, and the processor does both at once. */
+ * one has begun: its sums are complete by then, and the processor overlaps the two. */
 static void multiply_row(worker *w, char *a, size_t panel, size_t block, fsdpc_gemm_beside *beside)
 {
     const plan *p = w->job->plan;
@@ -271,8 +271,8 @@ static void multiply_row(worker *w, char *a, size_t panel, size_t block, fsdpc_g
     }
 }
 
-/* What the tiles of a step (a panel of A and a block of k) find beside them: this step's A, if they
- * are to pack it, and the next one's. */
+/* The prefetch hints for the tiles of a step (a panel of A and a block of k): this step's A, if
+ * they are to pack it, and the next one's. */
 static fsdpc_gemm_beside beside_of(worker *w, const char *a, size_t panel, size_t block)
 {
     const job *j = w->job;
@@ -307,7 +307,7 @@ static fsdpc_gemm_beside beside_of(worker *w, const char *a, size_t panel, size_
     return it;
 }
 
-/* One block of k of the worker's columns of B', to its panels. */
+/* Packs one block of k of the worker's columns of B' into its panels. */
 static void pack_b(worker *w, char *to, size_t block)
 {
     const plan *p = w->job->plan;
@@ -471,7 +471,7 @@ typedef struct batch_job {
     const plan *plan;
     size_t batch, workspace_bytes; /* of one product */
     char *workspace;
-    fsdpc_team *team; /* for use inside products; NULL where they run side by side */
+    fsdpc_team *team; /* for use inside products; NULL if they run concurrently */
     atomic_size_t next;
 } batch_job;
 
@@ -558,7 +558,7 @@ fsdpc_status fsdpc_gemm_cpu(const fsdpc_gemm_args *args, fsdpc_stream *stream)
     if (args->m == 0 || args->n == 0)
         return FSDPC_OK;
 
-    /* A batch that shares B and whose rows follow each other is one product. */
+    /* A batch that shares B and whose rows are consecutive is one product. */
     fsdpc_gemm_args folded = *args;
     folded.batch = fsdpc_max_size(args->batch, 1);
     if (folded.batch > 1 && !args->trans_a && args->stride_b == 0 && !args->windows &&
@@ -574,7 +574,7 @@ fsdpc_status fsdpc_gemm_cpu(const fsdpc_gemm_args *args, fsdpc_stream *stream)
     plan p = plan_make(path, &folded, 1);
     batch_job j = {.args = &folded, .batch = folded.batch, .plan = &p};
     size_t parts = fsdpc_min_size((size_t)threads, folded.batch);
-    /* products that write to the same C take turns */
+    /* products that write to the same C run one after the other */
     bool side_by_side = parts > 1 && folded.stride_c != 0 &&
                         product_bytes(&p, &folded) <= BATCH_BYTES &&
                         (double)m * (double)n * (double)k * (double)folded.batch >= INLINE_WORK;
@@ -586,8 +586,8 @@ fsdpc_status fsdpc_gemm_cpu(const fsdpc_gemm_args *args, fsdpc_stream *stream)
     j.workspace_bytes = product_bytes(&p, &folded);
     size_t bytes;
     FSDPC_TRY(fsdpc_mul_size(j.workspace_bytes, parts, &bytes));
-    /* From 4 MiB up memory comes in huge pages, without which address translation costs up to a
-     * fifth: ask for that much, only what is used is touched. */
+    /* From 4 MiB up, memory comes in huge pages, without which address translation costs up to a
+     * fifth.  Request that much; only the used part is touched. */
     if (bytes >= HUGE_FROM_BYTES)
         bytes = fsdpc_max_size(bytes, HUGE_BYTES);
     void *workspace;

@@ -1,25 +1,26 @@
 /* The bf16 matrix product with AMX tiles: 2 x 2 tiles of 16 x 16 sums.
  *
  * TDPBF16PS multiplies a tile of A (16 rows of 32 k) by a tile of B (16 pairs of k by 16 columns)
- * in 16 cycles.  Four of them need two loads of each operand, 4 KB, so the kernel lives or dies by
- * the caches' rate: 64 bytes a cycle.  A panel of A (32 x 512, 32 KB) stays in L1.  Those of B come
- * from L2 with the hint not to displace it (TILELOADDT1), worth a third; a longer panel costs as
- * much.  An A along k needs no packing but for its place in L1 (rows a power of two apart share its
- * sets).  The first tile of a row stores the tiles of A that it loads.  Copying the next panel line
- * by line between the tiles was slower, since it displaces the panel in use; prefetches go to L2
- * for the same reason.
+ * in 16 cycles.  Four of them need two loads of each operand, 4 KB, so the caches' rate of 64 bytes
+ * per cycle limits the kernel.  A panel of A (32 x 512, 32 KB) stays in L1.  Panels of B come from
+ * L2 with the hint not to displace A (TILELOADDT1), which gains a third; a longer panel costs as
+ * much.  If A is contiguous along k, it only needs packing because of its place in L1 (rows a power
+ * of two apart share sets).  The first tile of a row stores the tiles of A that it loads.  Copying
+ * the next panel line by line between the tiles was slower, because it displaces the panel in use;
+ * prefetches go to L2 for the same reason.
  *
- * Limits, measured at n = 1024 on the Xeon of benchmarks/README.md: TDPBF16PS alone reaches 3170
- * GFLOP/s, with its loads 97 % of that on zeros and 80 % on random numbers (heat: the same
- * instructions).  With the stores of the sums after each 512 k it reaches 88 % of the rest.
+ * Limits, measured at n = 1024 on the Xeon of benchmarks/README.md.  Without loads TDPBF16PS
+ * reaches 3170 GFLOP/s; with its loads, 97 % of that on zeros and 80 % on random numbers (heat: the
+ * same instructions).  With the stores of the sums after each 512 k it reaches 88 % of the rest.
  * Packing B takes 8-13 % of the product, finishing C 2-5 %.
  *
- * Arithmetic: as vdpbf16ps, subnormals count as zero and roundings are nearest even; the order of
- * the sum over the 32 k of a tile is the processor's, fixed.  Padding is zeros, which add nothing.
+ * Arithmetic: as in vdpbf16ps, subnormals count as zero and rounding is to nearest even.  The
+ * processor defines a fixed order of the sum over the 32 k of a tile.  Padding is zeros, which add
+ * nothing.
  *
- * Tiles are per-thread state: enter() configures eight full tiles, leave() releases them, so that
- * the kernel saves no tile state at context switches outside products.  Permission to use tiles is
- * asked for by base/cpu.c, once per process, before this path is ever chosen.
+ * Tiles are per-thread state: enter() configures eight full tiles and leave() releases them, so
+ * that the kernel saves no tile state at context switches outside products. base/cpu.c requests
+ * permission to use tiles once per process, before this path is ever chosen.
  */
 #include "base/cpu.h"
 #if defined(__x86_64__)
@@ -40,7 +41,7 @@ static void enter(void)
         config.rows[i] = 16;
     }
     _Static_assert(sizeof config == 64, "as LDTILECFG reads it");
-    /* gcc 12 tells itself that the instruction reads eight bytes only and drops the other stores */
+    /* gcc 12 assumes that the instruction only reads eight bytes and drops the other stores */
     __asm__ volatile("" : : "r"(&config) : "memory");
     _tile_loadconfig(&config);
 }
@@ -50,7 +51,7 @@ static void leave(void)
     _tile_release();
 }
 
-/* Two tiles of A, from the panel, or from memory and on into the panel. */
+/* Loads two tiles of A from the panel, or from memory and also stores them to the panel. */
 FSDPC_INLINE void load_a(char *panel, const char **from, size_t bytes, bool packs)
 {
     if (packs) {

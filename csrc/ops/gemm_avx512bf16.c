@@ -1,13 +1,13 @@
-/* The bf16 matrix product with vdpbf16ps: 14 x 32 sums, two k an instruction.
+/* The bf16 matrix product with vdpbf16ps: 14 x 32 sums, two k per instruction.
  *
- * Arithmetic: each step adds the products of two k to a sum with fused rounding of its own (the two
- * products are added in turn, nearest even), and inputs, sums and results that are subnormal count
- * as zero.  So results differ in last bits from the fp32 kernels' on widened inputs, and below
- * 2^-126 they vanish.
+ * Arithmetic: each step adds the products of two k to a sum with its own fused rounding (the two
+ * products are added in turn, nearest even).  Subnormal inputs, sums and results count as zero.
+ * Results therefore differ in last bits from the fp32 kernels' on widened inputs, and vanish below
+ * 2^-126.
  *
  * Zen 4 and 5 run this at twice the rate of fp32 FMA.  Intel's cores with AMX run vdpbf16ps at a
- * quarter of FMA's rate, half its flops: where tiles are not usable there, "auto" is the path named
- * avx512 (bf16 widened to fp32 by packing; see base/cpu.c).
+ * quarter of FMA's rate, which is half its flops.  If tiles are not usable there, "auto" is the
+ * path named avx512 (packing widens bf16 to fp32; see base/cpu.c).
  */
 #include "base/cpu.h"
 #if defined(__x86_64__)

@@ -1,4 +1,4 @@
-/* A path with vdpbf16ps, two k an instruction.  Included with MR, NR and ROWS. */
+/* A path with vdpbf16ps, two k per instruction.  Included with MR, NR and ROWS. */
 #include "ops/gemm_pack_pairs.h"
 #include "ops/gemm_skinny.h"
 

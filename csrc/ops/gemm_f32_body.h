@@ -1,4 +1,4 @@
-/* An fp32 path: tiles of fp32 vectors, operands widened by packing.  Included with MR, NR, ROWS. */
+/* An fp32 path: tiles of fp32 vectors; packing widens operands.  Included with MR, NR, ROWS. */
 #include "ops/gemm_pack.h"
 #include "ops/gemm_skinny.h"
 

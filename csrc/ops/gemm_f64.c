@@ -1,6 +1,6 @@
-/* The fp64 matrix product: 4 x 8 sums in plain vectors, for checks and tests more than for speed.
+/* The fp64 matrix product: 4 x 8 sums in plain vectors, more for checks and tests than for speed.
  *
- * It has the shape of the fp32 kernels and no instruction set of its own; sums are fp64 throughout,
+ * It has the shape of the fp32 kernels but no instruction set of its own; sums are fp64 throughout,
  * rounded once to C (F64 or F32).
  */
 #include <string.h>

@@ -1,4 +1,4 @@
-/* The bf16 matrix product with vdpbf16ps where A' has few rows: 8 x 32 sums.  See
+/* The bf16 matrix product with vdpbf16ps for an A' with few rows: 8 x 32 sums.  See
  * gemm_avx512bf16.c; sums have the same bits. */
 #include "base/cpu.h"
 #if defined(__x86_64__)

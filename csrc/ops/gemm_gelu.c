@@ -1,7 +1,7 @@
-/* A product and gelu by the kernels that there are for each: see nn_ops.h.
+/* A product and gelu by the table's separate kernels: see nn_ops.h.
  *
  * The intermediate value is rounded to its dtype, so results have the bits of two calls.  Gelu
- * works in place, or from `before` where that is kept, so no memory is taken.
+ * works in place, or from `before` if that is kept, so it needs no memory.
  */
 #include <assert.h>
 

@@ -1,8 +1,8 @@
 /* Packing into fp32 panels, and finishing tiles: one source, compiled once per instruction set.
  *
- * An fp32 panel is [k][width].  Operands of any float dtype but F64 are widened on the way.  Where
- * memory runs along k the panel is a transpose, done in squares of SQUARE x SQUARE 32-bit words;
- * ragged squares and other dtypes pass through a small zero-padded copy.
+ * An fp32 panel is [k][width].  Operands of any float dtype except F64 are widened on the way.  If
+ * memory is contiguous along k, the panel is a transpose, done in squares of SQUARE x SQUARE 32-bit
+ * words.  Ragged squares and other dtypes pass through a small zero-padded copy.
  */
 #ifndef FSDPC_OPS_GEMM_PACK_H
 #define FSDPC_OPS_GEMM_PACK_H
@@ -16,7 +16,8 @@ enum { SQUARE = FSDPC_LANES };
 
 /* Words to[i * to_stride + j] = row j, word i of `from` (rows from_bytes apart), i, j < SQUARE.
  *
- * Half rows of j and j + 8 share a register from the start, so 48 shuffles do (whole rows take 64).
+ * Half rows of j and j + 8 share a register from the start, so 48 shuffles suffice (whole rows take
+ * 64).
  */
 FSDPC_INLINE void transpose_square(uint32_t *to, size_t to_stride, const void *from,
                                    size_t from_bytes)
@@ -87,7 +88,7 @@ FSDPC_INLINE void transpose_square(uint32_t *to, size_t to_stride, const void *f
 }
 #endif
 
-/* A square whose source is ragged or not F32: widened into a zero-padded copy first. */
+/* A square whose source is ragged or not F32: first widened into a zero-padded copy. */
 FSDPC_INLINE void transpose_widened(float *to, size_t width, const fsdpc_gemm_operand *from,
                                     size_t first, size_t lines, size_t k_first, size_t k_count,
                                     fsdpc_dtype dtype)
@@ -128,9 +129,9 @@ FSDPC_INLINE void prefetch_panel(const fsdpc_gemm_operand *from, size_t first, s
 }
 
 /* Note [whole vectors].  Panels of A are 14 or 6 wide and vectors 16 or 8.  Packers store whole
- * vectors in ascending k, so that the next row overwrites what was beyond the width (the panel has
- * room after its last row).  Its content does not matter, therefore a full panel also reads whole
- * vectors, into the lines of the next panel, as far as the operand has lines. */
+ * vectors in ascending k, so that the next row overwrites elements beyond the width (the panel has
+ * space after its last row).  Those elements do not matter, so a full panel also reads whole
+ * vectors, into the lines of the next panel, if the operand has that many lines. */
 FSDPC_INLINE void pack_f32_as(float *panel, size_t width, const fsdpc_gemm_operand *from,
                               size_t first, size_t count, size_t k_first, size_t k_count,
                               fsdpc_dtype dtype)
@@ -225,7 +226,7 @@ FSDPC_INLINE void finish_rows(const fsdpc_gemm_target *t, const float *sums, siz
         finish_row(t, i, sums, nr, cols, dtype, bias, accumulate);
 }
 
-/* Whole tiles without bias, nearly all there are, have code without questions in the loop. */
+/* Whole tiles without bias, which are nearly all, have a loop without branches. */
 FSDPC_INLINE void finish_as(const fsdpc_gemm_target *t, const float *sums, size_t nr,
                             fsdpc_dtype dtype)
 {

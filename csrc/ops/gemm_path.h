@@ -1,15 +1,15 @@
-/* What one instruction set contributes to the matrix product: a private header of gemm*.c.
+/* One instruction set's part of the matrix product: a private header of gemm*.c.
  *
  * A path packs A' and B' into panels, multiplies two panels into one tile of fp32 (fp64 for F64)
- * sums, and finishes a tile into C.  gemm.c owns everything else: blocking, threads, workspace.
+ * sums, and finishes a tile into C. gemm.c owns everything else: blocking, threads, workspace.
  *
  * Panels.  A panel holds `width` rows of A' (width = mr) or columns of B' (nr) for one block of k,
- * short ones padded with zeros.  Each has fsdpc_gemm_panel_bytes() of room, which covers k rounded
- * up to 32 and one more vector, because packers store whole vectors and let the next one overwrite
- * what was too much.  How elements lie inside is between a path's pack and its tile function.
+ * padded with zeros.  Each has fsdpc_gemm_panel_bytes() of memory, for k rounded up to 32 and one
+ * more vector, because packers store whole vectors and let the next one overwrite the excess.  The
+ * layout inside is private to a path's pack and tile functions.
  *
  * Sums.  A tile is mr x nr sums, dense.  `resume` says that it holds the sum over the blocks of k
- * so far: it is loaded, continued and stored, so the sum over k is one chain in ascending k
+ * so far: it is loaded, continued and stored.  The sum over k is thus one chain in ascending k
  * whatever the blocking, and C is rounded once.
  */
 #ifndef FSDPC_OPS_GEMM_PATH_H
@@ -26,12 +26,12 @@
 typedef struct fsdpc_gemm_operand {
     const void *data;
     size_t ld, lines;
-    bool along_k; /* neighbours in memory differ in k (A plain, B transposed), else in the line */
+    bool along_k; /* neighbours in memory differ in k (A plain, B transposed), or in the line */
     fsdpc_dtype dtype;
     bool streams; /* panels are packed one by one, each through all of k */
 } fsdpc_gemm_operand;
 
-/* Where a tile ends up. */
+/* The destination of a tile. */
 typedef struct fsdpc_gemm_target {
     void *c; /* the tile's first element */
     size_t ldc;
@@ -43,16 +43,17 @@ typedef struct fsdpc_gemm_target {
     bool accumulate;
 } fsdpc_gemm_target;
 
-/* What surrounds a tile: where its operands are and what is wanted next, to be prefetched, since
- * the multipliers leave the rest of the processor idle.  All but `a` is a
- * hint.  The tile moves `row` and `next` on. */
+/* Hints around a tile: its operands' memory and the lines to prefetch, because the multipliers
+ * leave the rest of the processor idle.  All but `a` is a hint.  The tile advances `row` and
+ * `next`. */
 typedef struct fsdpc_gemm_beside {
-    /* A as stored along k, `a_bytes` between its rows: the tile is to pack it.  NULL: is packed. */
+    /* A as stored along k, `a_bytes` between its rows, for the tile to pack.  NULL: already
+     * packed. */
     const char *a;
     size_t a_bytes;
 
-    /* Read soon: rows of `row_bytes`, `row_step` apart, of which `next` is in the row at `row`;
-     * `rate` lines of 64 bytes for each 32 k; 0: nothing. */
+    /* Memory that is read soon: rows of `row_bytes`, `row_step` apart; `next` is in the row at
+     * `row`.  `rate` lines of 64 bytes per 32 k; 0: no prefetch. */
     const char *row, *next;
     size_t row_bytes, row_step, rate;
 
@@ -63,9 +64,9 @@ typedef struct fsdpc_gemm_beside {
 
 enum { FSDPC_GEMM_SKINNY = 4 }; /* rows (or columns) up to which a product is skinny */
 
-/* A product of few rows; where C has few columns instead, it is the transposed product. */
+/* A product of few rows; if C has few columns instead, it is the transposed product. */
 typedef struct fsdpc_gemm_skinny {
-    const float *x; /* (rows, k), dense; with more than one row padded to FSDPC_GEMM_SKINNY */
+    const float *x; /* (rows, k), dense; if there are several rows, padded to FSDPC_GEMM_SKINNY */
     size_t rows, k;
     fsdpc_gemm_operand w; /* its lines are the columns of the product */
     void *c;
@@ -79,12 +80,12 @@ typedef struct fsdpc_gemm_skinny {
 typedef struct fsdpc_gemm_path {
     const char *name;
     size_t mr, nr;
-    size_t kc;      /* most of k in one block: a panel of A */
-    size_t blocks;  /* of k for which B is packed at a time */
-    size_t nc;      /* most columns of B packed at a time ... */
-    size_t b_bytes; /* ... and most bytes: they are to stay in L2 */
+    size_t kc;      /* max k in one block: a panel of A */
+    size_t blocks;  /* blocks of k for which B is packed at a time */
+    size_t nc;      /* max columns of B packed at a time ... */
+    size_t b_bytes; /* ... and max bytes: they should stay in L2 */
     size_t element_bytes, sum_bytes;
-    bool packs_a; /* tile can pack whole panels of an A along k by itself */
+    bool packs_a; /* tile can itself pack whole panels of an A along k */
 
     /* Packs lines [first, first + count) over k in [k_first, k_first + k_count); count <= width. */
     void (*pack_a)(void *panel, const fsdpc_gemm_operand *a, size_t first, size_t count,
@@ -95,10 +96,10 @@ typedef struct fsdpc_gemm_path {
                  fsdpc_gemm_beside *beside);
     void (*finish)(const fsdpc_gemm_target *target, const void *sums);
 
-    /* Columns [first, first + count) of a skinny product; NULL: the path has none. */
+    /* Columns [first, first + count) of a skinny product; NULL: not supported by the path. */
     void (*skinny)(const fsdpc_gemm_skinny *product, size_t first, size_t count);
 
-    /* Around the calls of one thread to tile; NULL: nothing to do. */
+    /* Called before and after one thread's calls of tile; NULL: nothing to do. */
     void (*enter)(void);
     void (*leave)(void);
 } fsdpc_gemm_path;
@@ -108,12 +109,13 @@ static inline size_t fsdpc_gemm_panel_bytes(const fsdpc_gemm_path *path, size_t 
     return fsdpc_round_up((fsdpc_round_up(kc, 32) * width + 32) * path->element_bytes, 64);
 }
 
-/* The paths, by file; those of x86 exist on x86 alone. */
+/* The paths, by file; those for x86 only exist on x86. */
 extern const fsdpc_gemm_path fsdpc_gemm_f32_portable, fsdpc_gemm_f64_portable;
 #if defined(__x86_64__)
 extern const fsdpc_gemm_path fsdpc_gemm_f32_avx2, fsdpc_gemm_f32_avx512;
 extern const fsdpc_gemm_path fsdpc_gemm_bf16_avx512bf16, fsdpc_gemm_bf16_amx;
-/* The same sums, of tiles of fewer rows: for an m that would leave much of the others' idle. */
+/* The same sums in tiles of fewer rows: for an m that would leave much of the other paths' tiles
+ * idle. */
 extern const fsdpc_gemm_path fsdpc_gemm_f32_few_avx512, fsdpc_gemm_bf16_few_avx512bf16;
 #endif
 

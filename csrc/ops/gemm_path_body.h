@@ -1,8 +1,8 @@
 /* A path over a tile of MR x NR: its packing and finishing, panel by panel.
  *
  * Included with MR, NR and ROWS (see ops/gemm_tile_body.h), `pack_lines` and `finish_sums`.
- * pack_lines packs lines of an operand into a panel of a width; finish_sums writes a tile's sums of
- * a width to C.
+ * pack_lines packs lines of an operand into a panel of a given width; finish_sums writes a tile's
+ * sums, also of a given width, to C.
  */
 
 static void pack_a(void *panel, const fsdpc_gemm_operand *a, size_t first, size_t count,

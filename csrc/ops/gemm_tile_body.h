@@ -2,16 +2,16 @@
  *
  * One source for every such path, included by its file after these:
  *
- *     MR, NR           NR is twice FSDPC_LANES; 2 MR sums, two vectors of B and one of A are to fit
+ *     MR, NR           NR is twice FSDPC_LANES; 2 MR sums, two vectors of B and one of A must fit
  *     ROWS             X(0) X(1) ... for MR rows
- *     K_STEP           k in one element: 1, or 2 where elements are pairs of bf16
- *     AHEAD_BYTES      of the next panel of A, asked for with each k; undefined: none
- *     tile_element     what panels consist of
+ *     K_STEP           k in one element: 1, or 2 if elements are pairs of bf16
+ *     AHEAD_BYTES      of the next panel of A, prefetched with each k; undefined: none
+ *     tile_element     the element of panels
  *     tile_vec         a vector of FSDPC_LANES of them
  *     tile_load(p), tile_splat(element), tile_fma(x, b, sum)
  *
- * Sums are variables by macro, since gcc moves an array of them through the stack on its way in and
- * out.
+ * A macro declares each sum as a variable, because gcc would move an array of sums through the
+ * stack on entry and exit.
  */
 static void tile(void *sums, void *a, const void *b, size_t k_count, bool resume,
                  fsdpc_gemm_beside *beside)

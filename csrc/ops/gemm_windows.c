@@ -1,8 +1,8 @@
 /* Windows of images as rows and columns: see ops/gemm_windows.h.
  *
  * A row of the matrix is a few runs: the places of one row of windows, which read one row of the
- * image.  A run is zeros, then elements `step` apart, then zeros again; where the step is one, it
- * is a copy.
+ * image.  A run is zeros, then elements `step` apart, then zeros again; with a step of one, it is a
+ * copy.
  */
 #include "ops/gemm_windows.h"
 
@@ -11,7 +11,7 @@
 
 #include "base/size.h"
 
-/* How many of n steps from `at` it takes to reach 0 or more. */
+/* The number of steps, at most n, from `at` to 0 or more. */
 static size_t steps_to(ptrdiff_t at, ptrdiff_t step, size_t n)
 {
     if (at >= 0)

@@ -1,10 +1,10 @@
 /* Windows of images as a matrix, which convolutions multiply by without storing it (implicit
  * im2col; Chetlur et al. 2014).
  *
- * Row (c, i, j) is element (i, j) of every window in channel c, one column for each place (y, x) of
- * the window: the channel's row y step[0] + i spread[0] + origin[0] and column x step[1] +
- * j spread[1] + origin[1], or 0 where the image has none.  A negative spread turns windows around,
- * as gradients of images need it.
+ * Row (c, i, j) is element (i, j) of every window in channel c, with one column for each place (y,
+ * x) of the window.  It is the channel's row y step[0] + i spread[0] + origin[0] and column x
+ * step[1] + j spread[1] + origin[1], or 0 outside the image.  A negative spread reverses windows,
+ * as gradients of images need.
  */
 #ifndef FSDPC_OPS_GEMM_WINDOWS_H
 #define FSDPC_OPS_GEMM_WINDOWS_H
@@ -13,7 +13,7 @@
 
 typedef struct fsdpc_windows {
     size_t channels;
-    size_t image[2];     /* height and width; an image's channels are dense and follow each other */
+    size_t image[2];     /* height and width; an image's channels are dense and consecutive */
     size_t kernel[2];    /* elements of a window */
     size_t places[2];    /* windows along height and width */
     ptrdiff_t step[2];   /* between windows; positive */

@@ -1,9 +1,9 @@
 /* Comparisons and masks of any dtype, and arithmetic of integers and doubles (see nn_internal.h for
  * how bodies are compiled).
  *
- * Each kind and type is one dense loop, of which the compiler makes vectors.  What is not dense
- * along the innermost dimension, a repeated or strided operand, is first copied into a block; so
- * are 16-bit floats that are compared, as fp32, and bool, as 0 or 1.
+ * Each kind and type is one dense loop, which the compiler vectorises.  Operands that are not dense
+ * along the innermost dimension (repeated or strided) are first copied into a block.  So are 16-bit
+ * floats in comparisons, as fp32, and bool, as 0 or 1.
  */
 
 typedef struct binary_row {
@@ -14,7 +14,7 @@ typedef struct binary_row {
     size_t numel;
 } binary_row;
 
-/* From output element `at` on, up to `last` or the end of its row. */
+/* From output element `at` to `last` or the end of its row. */
 static binary_row binary_row_at(const nn_binary_plan *plan, size_t at, size_t last)
 {
     const nn_box *box = &plan->box;
@@ -114,7 +114,7 @@ static void doubles(fsdpc_binary kind, const void *va, const void *vb, double *r
     }
 }
 
-/* x where keep is true, else `other`, which is a zero of x's dtype */
+/* x if keep is true, otherwise `other`, which is a zero of x's dtype */
 #define PLAIN_MASK(name, type)                                                                     \
     static void name(const void *x, const void *vkeep, type *restrict out, type other, size_t n)   \
     {                                                                                              \
@@ -132,7 +132,7 @@ PLAIN_MASK(mask_8, uint64_t)
         block->member[i] = ((const type *)base)[at + i * step];                                    \
     break
 
-/* n elements from `at` on, dense: where they are, or in the block. */
+/* n elements from `at` on, dense: in place, or in the block. */
 FSDPC_INLINE const void *plain_operand(plain_block *block, const void *base, size_t at, size_t step,
                                        size_t n, fsdpc_dtype dtype, bool compares)
 {

@@ -1,5 +1,5 @@
-/* One instruction set's kernels and their table; NN_OPS_TABLE and NN_OPS_NAME name it.
- * Included once by nn_cpu.c, nn_cpu_avx2.c and nn_cpu_avx512.c. */
+/* One instruction set's kernels and their table, named by NN_OPS_TABLE and NN_OPS_NAME.  Included
+ * once by nn_cpu.c, nn_cpu_avx2.c and nn_cpu_avx512.c. */
 #include "ops/attention.h"
 #include "ops/nn_internal.h"
 #include "ops/vec.h"

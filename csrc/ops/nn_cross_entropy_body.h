@@ -1,9 +1,9 @@
 /* Cross entropy over rows of logits (see nn_internal.h for how bodies are compiled).
  *
- * Forward reads the logits once from memory: a row is taken in pieces that fit the first cache,
- * each piece's greatest value updates the row's (rescaling the sum when it grew), then its
- * exponents are added.  The mean over rows is summed in fp64 in row order by one thread.  Backward
- * is one pass, dlogits = (exp(x - lse) - [target]) * scale, and may overwrite the logits.
+ * Forward reads the logits once from memory, in pieces of a row that fit the first-level cache.
+ * Each piece's maximum updates the row's (rescaling the sum if it grew), and then its exponentials
+ * are added.  One thread sums the mean over rows in fp64, in row order.  Backward is one pass,
+ * dlogits = (exp(x - lse) - [target]) * scale, and may overwrite the logits.
  */
 
 enum { CROSS_ENTROPY_PIECE = 4096 };
@@ -21,7 +21,7 @@ FSDPC_INLINE void cross_entropy_range(const fsdpc_cross_entropy_args *args, size
                 sum *= expf(max - piece_max);
                 max = piece_max;
             }
-            /* before anything finite: 0 for -inf (not -inf - -inf = NaN), NaN for NaN */
+            /* before any finite value: 0 for -inf (not -inf - -inf = NaN), NaN for NaN */
             sum += row_exp_sum(args->logits, i, stop, dtype, max > -INFINITY ? max : 0, NULL);
         }
         args->lse[row] = max + logf(sum);

@@ -1,9 +1,9 @@
 /* Embedding rows and rotary position embedding (see nn_internal.h for how bodies are compiled).
  *
- * embedding_backward sorts the positions by id (a counting sort, which keeps equal ids in order)
- * and then computes each table row once: the sum over its positions in order, in fp32, rounded
- * once.  So any cut of the table gives the same bits, and rows that no id names cost one comparison
- * or one fill.
+ * embedding_backward sorts the positions by id (a counting sort, which keeps equal ids in order).
+ * It then computes each table row once: the sum over its positions in order, in fp32, rounded once.
+ * Any split of the table thus gives the same bits, and rows that no id names only cost one
+ * comparison or one fill.
  */
 
 #define EMBEDDING_PICK(type, id_type)                                                              \
@@ -19,7 +19,7 @@ static void embedding_range(const void *arg, size_t first, size_t last)
 {
     const fsdpc_embedding_args own = *(const fsdpc_embedding_args *)arg, *args = &own;
     size_t bytes = args->dim * fsdpc_dtype_bytes(args->dtype);
-    if (args->dim == 1 && args->id_dtype == FSDPC_I64) { /* single elements, as gather has them */
+    if (args->dim == 1 && args->id_dtype == FSDPC_I64) { /* single elements, as in gather */
         if (bytes == 4)
             EMBEDDING_PICK(uint32_t, int64_t);
         if (bytes == 2)
@@ -87,9 +87,9 @@ FSDPC_INLINE void embedding_backward_range(const nn_embedding_plan *plan, size_t
             memset((char *)args->dtable + row * bytes, 0, bytes);
 }
 
-/* Single elements, as scatter_add has them, are added where they belong in the order of the ids:
- * the sums of the form above, without its sorting.  A part looks at all ids for those in its range
- * of rows.  `sums` is fp32 memory for all rows. */
+/* Single elements, as in scatter_add, are added directly to their rows, in the order of the ids:
+ * the same sums as above, without sorting.  Each part scans all ids for those in its range of rows.
+ * `sums` is fp32 memory for all rows. */
 typedef struct embedding_adding {
     const fsdpc_embedding_args *args;
     float *sums;

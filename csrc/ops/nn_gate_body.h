@@ -1,7 +1,7 @@
 /* SwiGLU, forward and backward, and dropout (see nn_internal.h for how bodies are compiled).
  *
  * Dropout draws word first + i of a Philox stream for element i.  FSDPC_LANES blocks of four words
- * are computed side by side; the words are those of base/random.h.
+ * are computed concurrently; the words are those of base/random.h.
  */
 
 FSDPC_INLINE void swiglu_step(const fsdpc_swiglu_args *args, size_t i, size_t n, fsdpc_dtype dtype)
@@ -128,7 +128,7 @@ FSDPC_INLINE void dropout_step(const fsdpc_dropout_args *args, size_t i, size_t 
 FSDPC_INLINE void dropout_range(const fsdpc_dropout_args *args, size_t first, size_t last,
                                 fsdpc_dtype dtype)
 {
-    /* keep where uniform >= p, in integers: 24 bits against p * 2^24 rounded up */
+    /* keep if uniform >= p, in integers: 24 bits against p * 2^24 rounded up */
     int32_t threshold = (int32_t)ceil(args->p * 0x1p24);
     float scale = args->p < 1 ? (float)(1 / (1 - args->p)) : 0.0f;
     uint64_t seed = args->key ? args->key->seed : args->seed;

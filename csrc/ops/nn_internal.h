@@ -1,9 +1,9 @@
-/* What the CPU's nn kernels share: cutting work between threads, walking strided boxes, and the
- * kernels that are compiled once because nobody trains on them (F64, integers, mixed casts).
+/* Shared by the CPU's nn kernels: splitting work between threads, walking strided boxes, and the
+ * kernels that are compiled once because training does not use them (F64, integers, mixed casts).
  *
- * A kernel is a range function: it computes elements (or rows, or columns) [first, last) of its
- * output and nothing else, so the cut cannot change a result.  The *_body.h files hold the vector
- * forms; each is compiled three times, by nn_cpu.c, nn_cpu_avx2.c and nn_cpu_avx512.c.
+ * A kernel is a range function: it only computes elements (or rows, or columns) [first, last) of
+ * its output, so the split cannot change a result.  The *_body.h files hold the vector forms; each
+ * is compiled three times, by nn_cpu.c, nn_cpu_avx2.c and nn_cpu_avx512.c.
  */
 #ifndef FSDPC_OPS_NN_INTERNAL_H
 #define FSDPC_OPS_NN_INTERNAL_H
@@ -13,7 +13,7 @@
 
 typedef void (*nn_range_fn)(const void *arg, size_t first, size_t last);
 
-/* Elements that are worth waking a thread for. */
+/* Number of elements that is worth waking a thread for. */
 enum { NN_GRAIN = 1 << 14 };
 
 typedef struct nn_cut {
@@ -29,7 +29,7 @@ static inline void nn_cut_part(void *arg, size_t part)
     cut->fn(cut->arg, first, fsdpc_min_size(first + cut->chunk, cut->count));
 }
 
-/* fn over [0, count) in pieces of at least `grain`, spread over the stream's team. */
+/* Runs fn over [0, count) in pieces of at least `grain`, spread over the stream's team. */
 static inline void nn_for(fsdpc_stream *stream, size_t count, size_t grain, nn_range_fn fn,
                           const void *arg)
 {
@@ -43,7 +43,7 @@ static inline void nn_for(fsdpc_stream *stream, size_t count, size_t grain, nn_r
     }
     size_t chunk = fsdpc_ceil_div(count, pieces);
     if (grain >= 64)
-        chunk = fsdpc_round_up(chunk, 64); /* whole cache lines for each thread */
+        chunk = fsdpc_round_up(chunk, 64); /* whole cache lines per thread */
     nn_cut cut = {fn, arg, count, chunk};
     fsdpc_team_run(team, fsdpc_ceil_div(count, chunk), nn_cut_part, &cut);
 }
@@ -63,8 +63,7 @@ static inline fsdpc_status nn_check_float(fsdpc_dtype dtype, const char *what)
 }
 
 /* Makes name_kernels from an inlined `name(args, first, last, dtype)` and the F64 form.  The
- * arguments are copied first: nothing a kernel stores can then alias them, so they stay in
- * registers. */
+ * arguments are copied first: a kernel's stores cannot alias the copy, so it stays in registers. */
 #define NN_FLOAT_KERNELS(name, args_type, f64)                                                     \
     NN_FLOAT_KERNEL(name, args_type, f32, FSDPC_F32)                                               \
     NN_FLOAT_KERNEL(name, args_type, bf16, FSDPC_BF16)                                             \
@@ -100,7 +99,7 @@ static inline size_t nn_box_numel(const nn_box *box)
     return numel;
 }
 
-/* Drops dimensions of one and joins neighbours that both operands step through evenly. */
+/* Drops dimensions of one and merges neighbours that both operands step through evenly. */
 static inline void nn_box_collapse(nn_box *box)
 {
     int kept = 0;
@@ -124,7 +123,7 @@ static inline void nn_box_collapse(nn_box *box)
     box->ndim = kept;
 }
 
-/* Where row `row` (an index over all but the last `inner` dimensions) begins in each operand. */
+/* The start of row `row` (an index over all but the last `inner` dimensions) in each operand. */
 static inline void nn_box_offsets(const nn_box *box, int inner, size_t row,
                                   size_t offset_out[NN_OPERANDS])
 {
@@ -157,8 +156,8 @@ typedef struct nn_sum_plan {
 } nn_sum_plan;
 
 enum {
-    NN_SUM_COLS = 512,    /* columns that one item of a sum over rows computes */
-    NN_SUM_BLOCK = 16384, /* elements of one partial of a full sum */
+    NN_SUM_COLS = 512,    /* columns per item of a sum over rows */
+    NN_SUM_BLOCK = 16384, /* elements per partial of a full sum */
 };
 
 typedef struct nn_copy_plan {
@@ -168,11 +167,11 @@ typedef struct nn_copy_plan {
 
 typedef struct nn_embedding_plan {
     const fsdpc_embedding_args *args;
-    size_t *starts; /* (rows + 1): where each table row's ids begin in `order` */
+    size_t *starts; /* (rows + 1): start of each table row's ids in `order` */
     size_t *order;  /* (count): positions of ids, sorted by id, equal ids in order */
 } nn_embedding_plan;
 
-/* -- windows that are pooled ------------------------------------------------------------------- */
+/* -- pooling windows --------------------------------------------------------------------------- */
 
 typedef struct nn_span {
     size_t first, end;
@@ -183,7 +182,7 @@ static inline nn_span nn_span_meet(const nn_span *a, const nn_span *b)
     return (nn_span){fsdpc_max_size(a->first, b->first), fsdpc_min_size(a->end, b->end)};
 }
 
-/* Elements of the image in window `place` of dimension d; may be none. */
+/* The image elements of window `place` along dimension d; may be empty. */
 static inline nn_span nn_pool_span(const fsdpc_pool_args *args, int d, size_t place)
 {
     size_t begin = place * args->stride[d], pad = args->padding[d];
@@ -192,7 +191,7 @@ static inline nn_span nn_pool_span(const fsdpc_pool_args *args, int d, size_t pl
     return (nn_span){first, fsdpc_max_size(fsdpc_min_size(end, args->image[d]), first)};
 }
 
-/* Windows of dimension d that may meet some elements of the image. */
+/* Windows of dimension d that may overlap any of `elements` of the image. */
 static inline nn_span nn_pool_places(const fsdpc_pool_args *args, int d, const nn_span *elements)
 {
     size_t kernel = args->kernel[d], first = elements->first + args->padding[d] + 1;
@@ -201,13 +200,12 @@ static inline nn_span nn_pool_places(const fsdpc_pool_args *args, int d, const n
                      fsdpc_min_size(end, args->places[d])};
 }
 
-/* -- nn_plan.c: checks and plans, which need no vectors ------------------------------------------
- */
+/* -- nn_plan.c: checks and plans, without vectors ---------------------------------------------- */
 
 void fsdpc_nn_sum_plan_init(nn_sum_plan *plan, const fsdpc_sum_args *args);
 size_t fsdpc_nn_copy_plan_init(nn_copy_plan *plan); /* args set; returns numel */
 bool fsdpc_nn_copy_plan_turn(
-    nn_copy_plan *plan); /* source-dense dimension last but one, if there is one */
+    nn_copy_plan *plan); /* moves the source-dense dimension, if any, to the last but one */
 fsdpc_status fsdpc_nn_embedding_check(const fsdpc_embedding_args *args); /* ids in range? */
 void fsdpc_nn_embedding_sort(nn_embedding_plan *plan); /* fills starts and order */
 fsdpc_status fsdpc_nn_cross_entropy_check(const fsdpc_cross_entropy_args *args, size_t *count_out);
@@ -233,8 +231,7 @@ static inline int64_t fsdpc_nn_load_id(const void *ids, size_t i, fsdpc_dtype id
 
 fsdpc_status fsdpc_nn_cumsum(const fsdpc_cumsum_args *args, fsdpc_stream *stream);
 
-/* -- nn_f64.c, nn_f64_rows.c: kernels nobody trains on, compiled once ----------------------------
- */
+/* -- nn_f64.c, nn_f64_rows.c: kernels not used in training, compiled once ---------------------- */
 
 void fsdpc_nn_unary_f64(const void *args, size_t first, size_t last);
 void fsdpc_nn_unary_backward_f64(const void *args, size_t first, size_t last);

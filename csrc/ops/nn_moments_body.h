@@ -1,16 +1,17 @@
-/* Moments of rows, sums of gradients over rows, and affine maps of rows: what group and batch norm
- * are made of (see nn_internal.h for how bodies are compiled).
+/* Moments of rows, sums of gradients over rows, and affine maps of rows: the parts of group and
+ * batch norm (see nn_internal.h for how bodies are compiled).
  *
- * A row's moments are made of chunks that stay in the nearest cache.  A chunk's mean is summed in
- * fp32; squares are of distances from that mean, so a mean far from 0 costs no digits.  The
- * distances, whose sum is what rounding left in the mean, correct both.  Chunks join in double by
- * the formula of Chan, Golub & LeVeque (1979).  A row is one thread's, and its length alone says
- * where chunks begin: the number of threads changes nothing.
+ * A row's moments are computed in chunks that stay in the first-level cache.  A chunk's mean is
+ * summed in fp32; squares are of distances from that mean, so a mean far from 0 costs no precision.
+ * The sum of the distances, which is the rounding error of the mean, corrects both.  Chunks are
+ * combined in double by the formula of Chan, Golub & LeVeque (1979).  One thread computes a row,
+ * and only the row's length determines where chunks begin, so the number of threads does not change
+ * the result.
  */
 
 enum { MOMENTS_CHUNK = 4096, MOMENTS_SIDES = 4 /* sums side by side */ };
 
-/* Of x - shift and its squares or, with products, of dy and of dy * (x - shift). */
+/* Sums of x - shift and its squares or, with products, of dy and of dy * (x - shift). */
 typedef struct moment_sums {
     double first, second;
 } moment_sums;
@@ -27,7 +28,7 @@ FSDPC_INLINE void moments_step(const fsdpc_row_moments_args *args, size_t at, si
     *second = fsdpc_vf_fma(other, away, *second);
 }
 
-/* Over n elements from `at` on, MOMENTS_CHUNK at most. */
+/* Over n elements from `at` on, at most MOMENTS_CHUNK. */
 FSDPC_INLINE moment_sums moments_of(const fsdpc_row_moments_args *args, size_t at, size_t n,
                                     float shift, fsdpc_dtype dtype, bool products)
 {
@@ -57,7 +58,7 @@ FSDPC_INLINE float moments_mean(const fsdpc_row_moments_args *args, size_t at, s
     return fsdpc_vf_sum((sum[0] + sum[1]) + (sum[2] + sum[3])) / (float)n;
 }
 
-/* Mean and squared distances from it of the row's first `seen` elements, joined by n more. */
+/* Combines the mean and squared distances of the row's first `seen` elements with n more. */
 FSDPC_INLINE void moments_join(const fsdpc_row_moments_args *args, size_t row, size_t seen,
                                size_t n, fsdpc_dtype dtype, moment_sums *total)
 {

@@ -5,8 +5,8 @@
  * stays in cache.  Backward, with xhat = (x - mean) * rstd, g = dy * w and means over the row:
  *     dx = rstd * (g - mean(g) - xhat * mean(g * xhat))        (RMSNorm: without mean(g))
  *     dweight = sum over rows of dy * xhat,  dbias = sum over rows of dy
- * The sums over rows are made per block of rows, whose size depends on the number of rows alone,
- * and the blocks are added in order: the same bits for any number of threads.
+ * The sums over rows are computed per block of rows, whose size only depends on the number of rows.
+ * The blocks are added in order, which gives the same bits for any number of threads.
  */
 
 typedef struct norm_row {
@@ -14,7 +14,7 @@ typedef struct norm_row {
     size_t at; /* first element */
     float mean, rstd;
     float mean_g, mean_gx;  /* backward: means of g and of g * xhat */
-    float *dweight, *dbias; /* backward: this block's partial sums; NULL: not wanted */
+    float *dweight, *dbias; /* backward: this block's partial sums; NULL: not needed */
 } norm_row;
 
 FSDPC_INLINE fsdpc_vf norm_square_step(const norm_row *row, size_t c, size_t n, fsdpc_dtype dtype,
@@ -104,7 +104,7 @@ static fsdpc_status norm(const fsdpc_norm_args *args, fsdpc_stream *stream)
 typedef struct norm_plan {
     const fsdpc_norm_args *args;
     size_t block_rows, blocks;
-    float *dweight, *dbias; /* (blocks, cols) partial sums; NULL: not wanted */
+    float *dweight, *dbias; /* (blocks, cols) partial sums; NULL: not needed */
 } norm_plan;
 
 typedef struct norm_values {
@@ -171,7 +171,7 @@ FSDPC_INLINE void norm_backward_row(norm_row *row, fsdpc_dtype dtype, bool weigh
 FSDPC_INLINE void norm_backward_range(const norm_plan *plan, size_t first, size_t last,
                                       fsdpc_dtype dtype)
 {
-    const fsdpc_norm_args own = *plan->args, *args = &own; /* cannot alias what is stored */
+    const fsdpc_norm_args own = *plan->args, *args = &own; /* cannot alias stored values */
     for (size_t block = first; block < last; block++) {
         norm_row row = {.args = args};
         row.dweight = plan->dweight ? plan->dweight + block * args->cols : NULL;

@@ -1,11 +1,12 @@
 /* Kernels of neural networks that compute nothing: the table of device_null.
  *
- * Every call is accepted and memory is neither read nor written, so a model of any size runs its
- * schedule in no time.  One function per type of arguments serves forward and backward.
+ * Every call is accepted, and memory is neither read nor written, so the schedule of a model of any
+ * size takes no time.  One function per argument type serves forward and backward.
  *
- * The operations of products and of attention are counted, as kernels execute them: attention that
- * is causal does half, in a window what it shows, with a mask all; its backward computes the scores
- * again, so five products to forward's two.  What is bound by memory counts as nothing.
+ * The operations of products and of attention are counted as kernels execute them.  Causal
+ * attention does half, a window only what it shows, a mask everything.  The backward of attention
+ * recomputes the scores, which makes five products to forward's two.  Memory-bound operations count
+ * as zero.
  */
 #include "ops/nn_ops.h"
 

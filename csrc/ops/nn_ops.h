@@ -1,12 +1,12 @@
-/* Kernels of neural networks, forward beside backward.
+/* Kernels of neural networks, forward together with backward.
  *
  * One table per device and instruction set; callers use stream->device->nn through
- * fsdpc_nn_ops_of(). Tensors are dense and row-major unless strides are given; strides and lengths
- * are in elements. Float dtypes are F32 and BF16 (fast), F16 (by upcast) and F64 (portable).  All
- * inner arithmetic is fp32 (F64 for F64); results are rounded to their dtype once. Gradients that
- * land in a given target take (pointer, dtype, accumulate): accumulate adds to what is there.  Zero
- * lengths are fine everywhere.  No result depends on the number of threads.  Every pointer is into
- * the device's memory, those to single numbers too: nothing waits for a kernel.
+ * fsdpc_nn_ops_of().  Tensors are dense and row-major unless strides are given; strides and lengths
+ * are in elements.  Float dtypes are F32 and BF16 (fast), F16 (by upcast) and F64 (portable).  All
+ * inner arithmetic is fp32 (F64 for F64); results are rounded to their dtype once.  Gradients with
+ * a given target take (pointer, dtype, accumulate): accumulate adds to the target's contents.  Zero
+ * lengths are fine everywhere.  Results do not depend on the number of threads.  Every pointer is
+ * to device memory, even those to single numbers: the host does not wait for a kernel.
  */
 #ifndef FSDPC_OPS_NN_OPS_H
 #define FSDPC_OPS_NN_OPS_H
@@ -58,11 +58,11 @@ typedef enum fsdpc_unary {
     X(SUB, "sub")                                                                                  \
     X(MUL, "mul")                                                                                  \
     X(DIV, "div")                                                                                  \
-    X(POW, "pow")         /* a ^ b; of integers, 0 for a negative b but for a = 1 and -1 */        \
+    X(POW, "pow")         /* a ^ b; for integers with negative b: 0, unless a is 1 or -1 */        \
     X(MAXIMUM, "maximum") /* NaN if either is */                                                   \
     X(MINIMUM, "minimum")                                                                          \
-    X(MASK, "mask") /* b, of BOOL, ? a : -0.0, so that the sum of two masked tensors selects */    \
-    X(KEEP, "keep") /* b, of BOOL, ? a : 0 */                                                      \
+    X(MASK, "mask") /* b (BOOL) ? a : -0.0, so that the sum of two masked tensors selects */       \
+    X(KEEP, "keep") /* b (BOOL) ? a : 0 */                                                         \
     X(EQ, "eq")                                                                                    \
     X(NE, "ne")                                                                                    \
     X(LT, "lt")                                                                                    \
@@ -87,7 +87,7 @@ static inline bool fsdpc_binary_masks(fsdpc_binary kind)
     return kind == FSDPC_BINARY_MASK || kind == FSDPC_BINARY_KEEP;
 }
 
-/* What backward reads: y, x, or neither; unused arguments may be NULL. */
+/* Which of y and x backward reads; unused arguments may be NULL. */
 static inline bool fsdpc_unary_reads_y(fsdpc_unary kind)
 {
     return kind == FSDPC_UNARY_EXP || kind == FSDPC_UNARY_SQRT || kind == FSDPC_UNARY_TANH ||
@@ -113,20 +113,20 @@ typedef struct fsdpc_unary_args {
     void *out;      /* forward: y; backward: dx = dy * f'(x); may be x or dy */
 } fsdpc_unary_args;
 
-/* A matrix product with GELU_TANH behind it.  Forward: before = A'B' + bias, C = gelu(before).
- * Backward of both at once, where A'B' is the gradient of gelu's result: C = A'B' gelu'(before).
- * Between the two steps a kernel may round to dtype or not, so results are equal to within that
- * one rounding.  C has the inputs' dtype and is dense; no batch, nothing is added to. */
+/* A matrix product followed by GELU_TANH.  Forward: before = A'B' + bias, C = gelu(before).
+ * Backward of both at once, where A'B' is the gradient of gelu's result: C = A'B' gelu'(before).  A
+ * kernel may or may not round to dtype between the two steps, so results are equal up to that one
+ * rounding.  C has the inputs' dtype and is dense; no batch and no accumulation. */
 typedef struct fsdpc_gemm_gelu_args {
     fsdpc_gemm_args gemm;
     bool backward;
-    void *before; /* (m, n) of dtype, dense; forward: written, NULL: not wanted; backward: read */
+    void *before; /* (m, n) of dtype, dense; forward: written, unless NULL; backward: read */
 } fsdpc_gemm_gelu_args;
 
 typedef struct fsdpc_binary_args {
     fsdpc_binary kind;
-    fsdpc_dtype dtype; /* of a, b and, unless it compares, out; DIV of floats, comparisons of any,
-                          the others of I32 and I64 too; b of masks is BOOL */
+    fsdpc_dtype dtype; /* of a, b and, unless it compares, out; DIV: floats; comparisons: any;
+                        * others: also I32 and I64; b of masks is BOOL */
     int ndim;
     size_t shape[FSDPC_MAX_DIMS];                              /* of out, which is dense */
     size_t stride_a[FSDPC_MAX_DIMS], stride_b[FSDPC_MAX_DIMS]; /* 0 broadcasts */
@@ -134,8 +134,9 @@ typedef struct fsdpc_binary_args {
     void *out;
 } fsdpc_binary_args;
 
-/* out (dense over the kept dimensions, in order) = scale * sum of x over the others.  Serves sum,
- * mean and the gradient of broadcasting.  I64 gives I64, which wraps; scale is 1. */
+/* out (dense over the kept dimensions, in order) = scale * sum of x over the other dimensions.
+ * Used for sum, mean and the gradient of broadcasting.  I64 gives I64, which wraps; scale is then
+ * 1. */
 typedef struct fsdpc_sum_args {
     fsdpc_dtype dtype, out_dtype;
     int ndim;
@@ -151,14 +152,14 @@ typedef struct fsdpc_sum_args {
 /* out[i] = x[0] + ... + x[i] along the middle dimension, or from i to the end (reverse); in double
  * and rounded once, integers wrap. */
 typedef struct fsdpc_cumsum_args {
-    fsdpc_dtype dtype; /* a float's, I32 or I64 */
+    fsdpc_dtype dtype; /* a float dtype, I32 or I64 */
     size_t outer, extent, inner;
     bool reverse;
     const void *x;
     void *out; /* not x */
 } fsdpc_cumsum_args;
 
-/* dst[i] = cast(src[i]) over a strided box; serves transpose, slice, concat, expand and casts
+/* dst[i] = cast(src[i]) over a strided box; used for transpose, slice, concat, expand and casts
  * between any two dtypes (float to integer truncates). */
 typedef struct fsdpc_copy_args {
     int ndim;
@@ -169,7 +170,7 @@ typedef struct fsdpc_copy_args {
     const void *src;
     bool accumulate; /* dst += */
     size_t
-        src_first; /* where in src the box begins: its strides may then be negative, modulo 2^64 */
+        src_first; /* first element of the box in src: strides may then be negative, modulo 2^64 */
 } fsdpc_copy_args;
 
 typedef struct fsdpc_softmax_args {
@@ -181,8 +182,8 @@ typedef struct fsdpc_softmax_args {
     const void *dy; /* backward */
     void *out;      /* y, or dx */
     bool slopes; /* forward: gradients of lse, which are 0 next to an element of +inf, itself NaN */
-    void *lse;   /* forward, or NULL: (rows) of dtype, logarithms of the sums of exponentials, which
-                       are written instead of y; -inf for a row of -inf or of no element */
+    void *lse;   /* forward, or NULL: (rows) of dtype, log-sum-exp, written instead of y; -inf for a
+                  * row of -inf or without elements */
 } fsdpc_softmax_args;
 
 /* RMSNorm (Zhang & Sennrich 2019): y = x / sqrt(mean(x^2) + eps) * w;  LayerNorm (Ba et al. 2016):
@@ -196,15 +197,15 @@ typedef struct fsdpc_norm_args {
     void *y;                       /* forward */
     float *mean, *rstd;    /* (rows), written forward, read backward; mean unused for RMSNorm */
     const void *dy;        /* backward from here on */
-    void *dx;              /* NULL: not wanted; added to if the flag says so, as the next two */
+    void *dx;              /* NULL: not needed; like the next two, added to if the flag says so */
     void *dweight, *dbias; /* dgrad_dtype */
     fsdpc_dtype dgrad_dtype;
     bool dx_accumulate, dweight_accumulate, dbias_accumulate;
 } fsdpc_norm_args;
 
-/* Rows' moments: out (2, rows), of F32 (F64 of F64), has each row's mean, then its squared distances
- * from the mean, summed.  With dy the sums of dy, then of dy * (x - shift).  Row r has value
- * r % values of `shift`. */
+/* Moments of rows. out (2, rows), F32 (F64 for F64), has each row's mean, then its summed squared
+ * distances from the mean.  With dy: the sums of dy, then of dy * (x - shift).  Row r has value r %
+ * values of `shift`. */
 typedef struct fsdpc_row_moments_args {
     fsdpc_dtype dtype; /* of x and dy */
     size_t rows, cols;
@@ -225,8 +226,8 @@ typedef struct fsdpc_row_affine_args {
     void *out;             /* may be x or y */
 } fsdpc_row_affine_args;
 
-/* Rotary embedding (Su et al. 2021), halves rotated as in LLaMA checkpoints of transformers:
- * y[i] = x[i] cos - x[i + D/2] sin,  y[i + D/2] = x[i + D/2] cos + x[i] sin,  i < D/2. */
+/* Rotary embedding (Su et al. 2021), with halves rotated as in transformers' LLaMA checkpoints.
+ * For i < D/2, y[i] = x[i] cos - x[i + D/2] sin, y[i + D/2] = x[i + D/2] cos + x[i] sin. */
 typedef struct fsdpc_rotary_args {
     fsdpc_dtype dtype;
     size_t batch, tokens, heads, dim; /* x and y are (B, T, H, D), dense */
@@ -236,41 +237,43 @@ typedef struct fsdpc_rotary_args {
     void *y; /* may be x */
 } fsdpc_rotary_args;
 
-/* softmax(scale * Q K^T + mask) V, head h of Q reads head h / (heads / kv_heads) of K and V.
- * Blocked after FlashAttention (Dao et al. 2022): no T x T matrix is kept.  Causal: query t of Tq
- * sees keys up to t + (Tk - Tq); with a window, its own and window - 1 before it.  The last dimension
- * is dense; the others have strides {batch, token, head}.
+/* softmax(scale * Q K^T + mask) V, where head h of Q reads head h / (heads / kv_heads) of K and V.
+ * Blocked as in FlashAttention (Dao et al. 2022): no T x T matrix is stored.  Causal: query t of Tq
+ * sees keys up to t + (Tk - Tq); with a window, its own and the window - 1 keys before it.  The
+ * last dimension is dense; the others have strides {batch, token, head}.
  *
- * A mask says where a query sees a key (bool), or is added to the scaled products (floats).  A query
- * that sees no key gives zeros.  The CPU's tables and the null device take windows and masks. */
+ * A mask says whether a query sees a key (bool), or is added to the scaled products (floats).  A
+ * query that sees no key gives zeros.  Only the CPU's tables and the null device support windows
+ * and masks. */
 typedef struct fsdpc_attention_args {
     fsdpc_dtype dtype;
     size_t batch, tokens_q, tokens_k, heads, kv_heads, dim;
     double scale;
     bool causal;
-    size_t window; /* 0: none; else causal */
+    size_t window; /* 0: none; otherwise requires causal */
     const void *q, *k, *v;
     size_t stride_q[3], stride_k[3], stride_v[3], stride_out[3];
     const void *mask;       /* or NULL */
-    fsdpc_dtype mask_dtype; /* BOOL or a float; of F64 BOOL or F64, of other floats never F64 */
-    size_t stride_mask[4];  /* {batch, head, query, key}, 0 where all share it; key: 0 or 1 */
+    fsdpc_dtype mask_dtype; /* BOOL or a float dtype; F64 inputs: BOOL or F64, others: not F64 */
+    size_t stride_mask[4];  /* {batch, head, query, key}, 0 if shared; key: 0 or 1 */
     void *out;              /* forward: written; backward: read */
-    /* (B, H, Tq): log of the sum of exponents; written forward, read backward.  With a mask
-     * (2, B, H, Tq): first of exponents less a reference, then that, in base 2. */
+    /* (B, H, Tq): log-sum-exp; written forward, read backward.  With a mask (2, B, H, Tq): first
+     * the log of the sum of exponentials relative to a reference, then the reference, in base 2. */
     float *lse;
     const void *dout;   /* backward from here on; strides as out */
     void *dq, *dk, *dv; /* strides as q, k, v; written, not added to */
 } fsdpc_attention_args;
 
-/* Windows of images, each {height, width}; the padding never wins and counts as zeros.  A NaN wins,
- * else the first of the greatest.  The CPU's tables and the null device. */
+/* Windows of images, each {height, width}.  Padding is never the maximum and counts as zeros in the
+ * mean.  A NaN wins, otherwise the first of the maxima.  For the CPU's tables and the null
+ * device. */
 typedef struct fsdpc_pool_args {
-    bool max; /* else the mean */
+    bool max; /* otherwise the mean */
     fsdpc_dtype dtype;
     size_t planes; /* images x channels */
     size_t image[2], kernel[2], stride[2], padding[2];
     size_t places[2]; /* windows: y and dy are (planes, places), x and dx (planes, image) */
-    const void *x;    /* forward; backward, where it is max */
+    const void *x;    /* forward; backward only for max */
     void *y;          /* forward */
     const void *dy;   /* backward */
     void *dx;
@@ -289,15 +292,15 @@ typedef struct fsdpc_embedding_args {
     bool accumulate; /* false: rows that no id names are zeroed */
 } fsdpc_embedding_args;
 
-/* Losses of rows so far, in the device's memory. */
+/* Losses of rows so far, in device memory. */
 typedef struct fsdpc_loss_sum {
     double total;   /* each call adds its mean, rounded to fp32, times its rows */
     uint64_t count; /* rows that counted */
 } fsdpc_loss_sum;
 
-/* Mean over the rows whose target is not ignore_index of -log softmax(logits)[target].  When every
- * row is ignored the loss is NaN, as in PyTorch.  Rows may come in several calls, one behind the
- * other on a stream, that add to one sum. */
+/* Mean over the rows whose target is not ignore_index of -log softmax(logits)[target].  If every
+ * row is ignored the loss is NaN, as in PyTorch.  Rows may come in several consecutive calls on a
+ * stream, which add to one sum. */
 typedef struct fsdpc_cross_entropy_args {
     fsdpc_dtype dtype; /* of logits and dlogits */
     fsdpc_dtype id_dtype;
@@ -305,17 +308,17 @@ typedef struct fsdpc_cross_entropy_args {
     const void *logits;
     const void *targets; /* (rows) */
     int64_t ignore_index;
-    float *lse;          /* (rows), written forward, read backward; NULL: logits are logarithms of
-                          * probabilities, as log_softmax gives them */
-    float *loss;         /* forward: the mean of what the sum holds then */
+    float *lse;          /* (rows), written forward, read backward; NULL: logits are
+                          * log-probabilities, as log_softmax returns them */
+    float *loss;         /* forward: the mean of the current sum */
     fsdpc_loss_sum *sum; /* written forward; read backward, unless dloss is NULL */
     bool accumulate;     /* forward: add to the sum */
-    const float *dloss;  /* backward: gradient of the mean; NULL: take that of the rows' sum */
+    const float *dloss;  /* backward: gradient of the mean; NULL: compute that of the rows' sum */
     void *dlogits;       /* backward; may be logits */
 } fsdpc_cross_entropy_args;
 
-/* What belongs to the sum of the rows' losses as it belongs to their mean:
- * out = x * *dloss / sum->count, or x * 0 if no row counted. */
+/* Converts a gradient of the sum of the rows' losses to one of their mean: out = x * *dloss /
+ * sum->count, or x * 0 if no row counted. */
 typedef struct fsdpc_loss_gradient_args {
     fsdpc_dtype dtype;
     size_t numel;
@@ -325,14 +328,14 @@ typedef struct fsdpc_loss_gradient_args {
     void *out; /* may be x */
 } fsdpc_loss_gradient_args;
 
-/* Of a captured step, whose replays draw what the steps that they stand for would. */
+/* The key of a captured step, whose replays draw the same values as the steps they replace. */
 typedef struct fsdpc_dropout_key {
     uint64_t seed;
     uint64_t shift; /* added to streams */
 } fsdpc_dropout_key;
 
-/* out[i] = keep(i) ? x[i] / (1 - p) : 0, keep by word i of Philox stream (seed, stream), so
- * backward is the same call on dy. */
+/* out[i] = keep(i) ? x[i] / (1 - p) : 0, where word i of Philox stream (seed, stream) decides keep,
+ * so backward is the same call on dy. */
 typedef struct fsdpc_dropout_args {
     fsdpc_dtype dtype;
     size_t numel;
@@ -340,7 +343,7 @@ typedef struct fsdpc_dropout_args {
     uint64_t seed, stream, first;
     const void *x;
     void *out;
-    const fsdpc_dropout_key *key; /* NULL, or in the device's memory, its seed for the other one */
+    const fsdpc_dropout_key *key; /* NULL, or in device memory; its seed then replaces the other */
 } fsdpc_dropout_args;
 
 /* SwiGLU (Shazeer 2020): out = silu(gate) * up */
@@ -385,11 +388,11 @@ typedef struct fsdpc_nn_ops {
     fsdpc_status (*swiglu_backward)(const fsdpc_swiglu_args *args, fsdpc_stream *stream);
 } fsdpc_nn_ops;
 
-/* The CPU's table for an instruction set (the best kernels not above it). */
+/* The CPU's table for an instruction set (its best kernels up to that set). */
 const fsdpc_nn_ops *fsdpc_nn_ops_cpu(fsdpc_isa isa);
 
-/* The slot gemm_gelu made of the table's gemm and unary: for tables that have nothing better, and
- * for what better kernels do not take. */
+/* The gemm_gelu slot, composed of the table's gemm and unary: for tables without a better kernel,
+ * and for arguments that better kernels do not support. */
 fsdpc_status fsdpc_gemm_gelu_by_parts(const fsdpc_gemm_gelu_args *args, fsdpc_stream *stream);
 
 /* Computes nothing, succeeds; for device_null. */

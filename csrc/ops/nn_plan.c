@@ -1,8 +1,7 @@
-/* Checks of arguments and plans of work for the nn kernels: what is decided once per call.
+/* Argument checks and work plans of the nn kernels: decisions made once per call.
  *
- * Indices are checked before a kernel starts, so that kernels read them without asking and a bad
- * one leaves the outputs as they were.  Plans depend on shapes alone, never on the number of
- * threads.
+ * Indices are checked before a kernel starts.  Kernels then read them without checks, and a bad
+ * index leaves the outputs unchanged.  Plans only depend on shapes, never on the number of threads.
  */
 #include "ops/nn_internal.h"
 
@@ -13,7 +12,7 @@ void fsdpc_nn_sum_plan_init(nn_sum_plan *plan, const fsdpc_sum_args *args)
     size_t shape[FSDPC_MAX_DIMS];
     bool reduced[FSDPC_MAX_DIMS];
     int ndim = 0;
-    for (int d = 0; d < args->ndim; d++) { /* x is dense: neighbours of one fate always join */
+    for (int d = 0; d < args->ndim; d++) { /* x is dense: neighbours always merge */
         if (args->shape[d] == 1)
             continue;
         if (ndim && reduced[ndim - 1] == args->reduced[d]) {
@@ -47,7 +46,7 @@ size_t fsdpc_nn_copy_plan_init(nn_copy_plan *plan)
     nn_box *box = &plan->box;
     box->ndim = args->ndim;
     box->base[1] = args->src_first;
-    for (int d = 0; d < args->ndim; d++) { /* insertion by falling stride of the destination */
+    for (int d = 0; d < args->ndim; d++) { /* insertion sort by falling stride of the destination */
         int at = d;
         for (; at > 0 && box->stride[0][at - 1] < args->stride_dst[d]; at--) {
             box->shape[at] = box->shape[at - 1];
@@ -94,7 +93,7 @@ static fsdpc_status check_id_dtype(fsdpc_dtype dtype, const char *what)
     return FSDPC_OK;
 }
 
-/* The largest id, negative ones above all others. */
+/* The largest id; negative ids are above all others. */
 static uint64_t most_id(const fsdpc_embedding_args *args)
 {
     const int32_t *narrow = args->ids;
@@ -132,7 +131,7 @@ void fsdpc_nn_embedding_sort(nn_embedding_plan *plan)
     for (size_t i = 0; i < args->count; i++)
         plan->starts[fsdpc_nn_load_id(args->ids, i, args->id_dtype)]++;
     size_t end = 0;
-    for (size_t row = 0; row <= args->rows; row++) { /* starts[row] = where the row ends, for now */
+    for (size_t row = 0; row <= args->rows; row++) { /* for now, starts[row] is the row's end */
         end += plan->starts[row];
         plan->starts[row] = end;
     }
@@ -172,7 +171,7 @@ void fsdpc_nn_cross_entropy_mean(const fsdpc_cross_entropy_args *args, size_t co
     fsdpc_loss_sum sum = {0};
     if (args->accumulate)
         sum = *args->sum;
-    if (count) /* the mean of nothing is NaN */
+    if (count) /* the mean of no rows is NaN */
         sum.total += (double)(float)(total / (double)count) * (double)count;
     sum.count += count;
     *args->sum = sum;

@@ -1,20 +1,20 @@
-/* Pooling: the greatest element, or the mean, of each window of an image (see nn_internal.h for how
- * bodies are compiled).
+/* Pooling: the maximum, or the mean, of each window of an image (see nn_internal.h for how bodies
+ * are compiled).
  *
- * Forward goes along a row of windows.  Those whose columns all lie in the image are computed a
- * vector at a time, the few at the borders one by one; both take the elements of a window row by
- * row, so the bits are equal.
+ * Forward goes along a row of windows.  Windows whose columns are all inside the image are computed
+ * a vector at a time, and the few at the borders one by one.  Both visit the elements of a window
+ * row by row, so the bits are equal.
  *
- * Backward looks for the greatest element again and saves no index.  It computes dx by tiles of an
- * image whose sums stay in cache in fp32, from all windows that meet the tile, and rounds once.
+ * Backward finds the maximum again instead of storing indices.  It computes dx in tiles of an
+ * image, whose sums stay in cache in fp32, from all windows that overlap the tile, and rounds once.
  */
 
-/* n elements `step` apart; the others are zeros or of no matter. */
+/* n elements `step` apart; the others are zero or unspecified. */
 FSDPC_INLINE fsdpc_vf pool_load(const void *x, size_t at, size_t step, size_t n, fsdpc_dtype dtype)
 {
     if (step == 1)
         return fsdpc_vf_load_as_n(x, at, dtype, n);
-    if (step == 2 && FSDPC_WHOLE(n)) { /* the very last element is not of this vector */
+    if (step == 2 && FSDPC_WHOLE(n)) { /* the very last element is not in this vector */
         fsdpc_vf a = fsdpc_vf_load_as(x, at, dtype);
         fsdpc_vf b = fsdpc_vf_load_as_n(x, at + FSDPC_LANES, dtype, FSDPC_LANES - 1);
 #if defined(FSDPC_VEC_AVX512)
@@ -102,7 +102,7 @@ static fsdpc_status pool(const fsdpc_pool_args *args, fsdpc_stream *stream)
 
 enum { POOL_TILE = 4096 };
 
-/* Elements rows x cols of dx, and their sums; room for a vector behind the last. */
+/* Elements rows x cols of dx, and their sums, with space for a vector after the last. */
 typedef struct pool_tile {
     nn_span rows, cols;
     float sums[POOL_TILE + FSDPC_LANES];
@@ -132,7 +132,7 @@ FSDPC_INLINE void pool_add(float *to, size_t step, fsdpc_vf dy, size_t n)
     }
 }
 
-/* Which element of each of n windows is its greatest, their first ones at `at`. */
+/* The element that is the maximum of each of n windows, whose first elements are at `at`. */
 FSDPC_INLINE fsdpc_vi pool_greatest(const fsdpc_pool_args *args, size_t at, size_t rows, size_t n,
                                     fsdpc_dtype dtype)
 {
@@ -149,7 +149,7 @@ FSDPC_INLINE fsdpc_vi pool_greatest(const fsdpc_pool_args *args, size_t at, size
     return best;
 }
 
-/* The gradients of n windows next to each other, all of whose columns are in the tile. */
+/* Adds the gradients of n neighbouring windows whose columns are all in the tile. */
 FSDPC_INLINE void pool_spread(const fsdpc_pool_args *args, pool_tile *tile, size_t plane,
                               const nn_span *rows, size_t col, size_t place, size_t n,
                               fsdpc_dtype dtype)
@@ -170,13 +170,13 @@ FSDPC_INLINE void pool_spread(const fsdpc_pool_args *args, pool_tile *tile, size
         }
 }
 
-/* The gradient of one window, as far as it goes to the tile. */
+/* Adds the part of one window's gradient that falls into the tile. */
 FSDPC_INLINE void pool_spread_one(const fsdpc_pool_args *args, pool_tile *tile, size_t plane,
                                   const nn_span *rows, size_t x, float dy, fsdpc_dtype dtype)
 {
     nn_span cols = nn_pool_span(args, 1, x);
     nn_span here_rows = nn_span_meet(rows, &tile->rows), here = nn_span_meet(&cols, &tile->cols);
-    if (args->max) { /* the window shrinks to its greatest element */
+    if (args->max) { /* the window shrinks to its maximum */
         nn_span best_row = {0, 0}, best_col = {0, 0};
         float all = -INFINITY;
         for (size_t i = rows->first; i < rows->end; i++)

@@ -1,10 +1,11 @@
-/* Sums over some dimensions, of elements or of their squares (see nn_internal.h for how bodies are compiled).
+/* Sums over some dimensions, of elements or of their squares (see nn_internal.h for how bodies are
+ * compiled).
  *
- * Neighbouring dimensions of one fate are joined first.  If the innermost is kept, an item is up to
- * NN_SUM_COLS columns of the output, added up row by row (the gradient of a bias); if it is
- * reduced, an item is one output, summed along rows (a mean over features).  Long sums are made of
- * short ones in fixed places, which is good for the error and leaves the cut between threads
- * without influence.
+ * Neighbouring dimensions that are both kept or both reduced are merged first.  If the innermost is
+ * kept, an item is up to NN_SUM_COLS columns of the output, added row by row (the gradient of a
+ * bias).  If it is reduced, an item is one output, summed along rows (a mean over features).  Long
+ * sums consist of short ones with fixed boundaries, which reduces the error and makes the result
+ * independent of the split between threads.
  */
 
 enum { SUM_ROWS = 64, SUM_RUN = 4096 };

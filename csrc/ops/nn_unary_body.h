@@ -1,8 +1,8 @@
 /* Functions of one variable, forward and backward (see nn_internal.h for how bodies are compiled).
  *
- * The formulas stand once, on fp32 vectors, in unary_value and unary_slope; a loop per function is
- * made from them.  16-bit dtypes pass through a block of fp32 on the stack, which costs less than
- * three copies of every loop would.
+ * The formulas are written once, on fp32 vectors, in unary_value and unary_slope, from which a loop
+ * per function is generated. 16-bit dtypes pass through a block of fp32 on the stack, which costs
+ * less than three copies of every loop would.
  */
 
 enum { UNARY_BLOCK = 512 };
@@ -12,7 +12,8 @@ FSDPC_INLINE fsdpc_vf unary_pow(fsdpc_vf x, float s)
     return s == 1 ? x : s == 2 ? x * x : fsdpc_vf_pow(x, fsdpc_vf_splat(s));
 }
 
-/* 0.5 (1 + tanh(u)) = sigmoid(2 u), which is cheaper and keeps relative accuracy far below zero. */
+/* 0.5 (1 + tanh(u)) = sigmoid(2 u), which is cheaper and keeps relative accuracy for very negative
+ * x. */
 FSDPC_INLINE fsdpc_vf gelu_tanh_gate(fsdpc_vf x)
 {
     return fsdpc_vf_sigmoid(1.5957691216f * fsdpc_vf_fma(0.044715f * x * x, x, x));
@@ -150,7 +151,7 @@ FSDPC_INLINE fsdpc_vf unary_slope(fsdpc_unary kind, fsdpc_vf x, fsdpc_vf y, fsdp
         return dy * s;
     case FSDPC_UNARY_RDIV_SCALAR:
         return -dy * s / (x * x);
-    case FSDPC_UNARY_POW_SCALAR: /* x^0 is flat, at x = 0 too */
+    case FSDPC_UNARY_POW_SCALAR: /* x^0 is flat, even at x = 0 */
         return s == 0 ? zero : dy * s * unary_pow(x, s - 1.0f);
     }
     return dy;
@@ -163,7 +164,7 @@ FSDPC_INLINE void unary_loop(fsdpc_unary kind, const float *x, float *out, size_
         i, n, numel, fsdpc_vf_store_n(out + i, unary_value(kind, fsdpc_vf_load_n(x + i, n), s), n));
 }
 
-/* x or y is NULL where the formula does not need it; dead loads cost nothing. */
+/* x or y is NULL if the formula does not need it; dead loads cost nothing. */
 FSDPC_INLINE void unary_backward_step(fsdpc_unary kind, const float *x, const float *y,
                                       const float *dy, float *out, size_t n, float s)
 {
@@ -233,7 +234,7 @@ FSDPC_INLINE void unary_range(const fsdpc_unary_args *args, size_t first, size_t
                   last - first, s);
         return;
     }
-    if (args->kind == FSDPC_UNARY_GELU_ERF) { /* of transformers' steps: a loop of its own pays */
+    if (args->kind == FSDPC_UNARY_GELU_ERF) { /* common in transformers: a separate loop pays */
         size_t i = first;
         FSDPC_EACH_VECTOR(
             i, n, last,
@@ -242,7 +243,7 @@ FSDPC_INLINE void unary_range(const fsdpc_unary_args *args, size_t first, size_t
                 unary_value(FSDPC_UNARY_GELU_ERF, fsdpc_vf_load_as_n(args->x, i, dtype, n), s), n));
         return;
     }
-    if (args->kind == FSDPC_UNARY_NEG || args->kind == FSDPC_UNARY_ABS) { /* of the sign alone */
+    if (args->kind == FSDPC_UNARY_NEG || args->kind == FSDPC_UNARY_ABS) { /* changes signs only */
         const uint16_t *x = args->x, flip = args->kind == FSDPC_UNARY_NEG ? 0x8000 : 0;
         uint16_t *out = args->out, keep = flip ? 0xffff : 0x7fff;
         for (size_t i = first; i < last; i++)

@@ -1,8 +1,8 @@
-/* Functions of one variable and their slopes, an element at a time, in one type.
+/* Functions of one variable and their slopes, one element at a time, in one type.
  *
- * Included with RULE_T, the type, and RULE, what stands before a function: by nn_f64.c for double,
- * and by kernels/unary.cu for float and double, where names are overloaded and `kind` is a constant
- * that leaves one case.
+ * Included with RULE_T, the type, and RULE, which precedes each function: by nn_f64.c for double,
+ * and by kernels/unary.cu for float and double.  There, names are overloaded and `kind` is a
+ * constant that leaves one case.
  */
 
 RULE RULE_T sigmoid(RULE_T x)
@@ -139,7 +139,7 @@ RULE RULE_T unary_slope(fsdpc_unary kind, RULE_T x, RULE_T y, RULE_T dy, RULE_T 
         return dy * s;
     case FSDPC_UNARY_RDIV_SCALAR:
         return -dy * s / (x * x);
-    case FSDPC_UNARY_POW_SCALAR: /* x^0 is flat, at x = 0 too */
+    case FSDPC_UNARY_POW_SCALAR: /* x^0 is flat, even at x = 0 */
         return s == 0 ? (RULE_T)0 : dy * s * pow(x, s - (RULE_T)1);
     }
     return dy;

@@ -3,8 +3,8 @@
  * fsdpc_vf is a GCC/clang vector of FSDPC_LANES floats, as wide as the registers the file is
  * compiled for: 16 with AVX-512, 8 with AVX2, 4 elsewhere.  (A fixed width of 16 was tried: gcc
  * spills every vector wider than its registers and is five times slower there.)  The operators + -
- * * / and comparisons, which give an fsdpc_vi of 0 or -1, work on it, also with a scalar on one
- * side; a loop is
+ * * / and comparisons, which give an fsdpc_vi of 0 or -1, accept it, also with a scalar on one
+ * side.  A loop is
  *
  *     FSDPC_EACH_VECTOR(i, n, numel,
  *                       fsdpc_vf_store_n(y + i, fsdpc_vf_exp(fsdpc_vf_load_n(x + i, n)), n));
@@ -12,14 +12,13 @@
  * Operations without an operator: loads and stores with conversion, masked tails, min/max/select,
  * fused multiply-add, sums in a fixed order, and (ops/vec_math.h) exp, log, sin, pow.
  *
- * The bits: conversions equal the scalar twins of base/dtype.h (NaN kept, subnormals kept, nearest
- * even) on every path.  Sums over lanes add the upper half to the lower until one is left.  fma is
- * fused where the instruction set has it.  So paths may differ from each other in last bits, but
- * never with themselves.
+ * Conversions give the bits of the scalar twins in base/dtype.h (NaN and subnormals kept, nearest
+ * even) on every path.  Sums over lanes add the upper half to the lower until one is left. fma is
+ * fused if the instruction set supports it.  Paths may thus differ from each other in last bits,
+ * but each is reproducible.
  *
- * Everything is inlined by force: a copy of a function compiled for AVX-512 must never be the one
- * the linker keeps for baseline code, and vectors must never cross a call whose ABI depends on
- * flags.
+ * Everything is force-inlined: the linker must never keep a function's AVX-512 copy for baseline
+ * code, and vectors must never cross a call whose ABI depends on flags.
  */
 #ifndef FSDPC_OPS_VEC_H
 #define FSDPC_OPS_VEC_H
@@ -52,12 +51,12 @@ typedef int32_t fsdpc_vi __attribute__((vector_size(FSDPC_LANES * 4)));
 typedef uint32_t fsdpc_vu __attribute__((vector_size(FSDPC_LANES * 4)));
 typedef uint16_t fsdpc_vh __attribute__((vector_size(FSDPC_LANES * 2))); /* bf16 or fp16 bits */
 
-/* The same at any address: what loads and stores go through. */
+/* The same without alignment: for loads and stores. */
 typedef float fsdpc_vf_loose __attribute__((vector_size(FSDPC_LANES * 4), aligned(4), may_alias));
 typedef uint16_t fsdpc_vh_loose
     __attribute__((vector_size(FSDPC_LANES * 2), aligned(2), may_alias));
 
-/* -- making ------------------------------------------------------------------------------------ */
+/* -- construction ------------------------------------------------------------------------------ */
 
 FSDPC_INLINE fsdpc_vf fsdpc_vf_splat(float x)
 {
@@ -92,7 +91,7 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_select(fsdpc_vi mask, fsdpc_vf yes, fsdpc_vf no)
 #endif
 }
 
-/* Whether a lane of a mask is -1. */
+/* Whether any lane of a mask is -1. */
 FSDPC_INLINE bool fsdpc_vi_any(fsdpc_vi mask)
 {
 #if defined(FSDPC_VEC_AVX512)
@@ -116,11 +115,11 @@ FSDPC_INLINE void fsdpc_vf_store(float *p, fsdpc_vf v)
     *(fsdpc_vf_loose *)p = (fsdpc_vf_loose)v;
 }
 
-/* True where a count is known to be a whole vector when compiling: then _n costs nothing. */
+/* True if a count is known to be a whole vector at compile time: then _n costs nothing. */
 #define FSDPC_WHOLE(n) (__builtin_constant_p(n) && (n) == FSDPC_LANES)
 
-/* From i up to `last`: the statement for each whole vector, where n is that constant, and for the
- * `n` elements that are left. */
+/* Runs the statement from i to `last`: for each whole vector, with that constant as n, and for the
+ * remaining `n` elements. */
 #define FSDPC_EACH_VECTOR(i, n, last, ...)                                                         \
     for (; (i) + FSDPC_LANES <= (last); (i) += FSDPC_LANES) {                                      \
         enum { n = FSDPC_LANES };                                                                  \
@@ -131,7 +130,7 @@ FSDPC_INLINE void fsdpc_vf_store(float *p, fsdpc_vf v)
         __VA_ARGS__;                                                                               \
     }
 
-/* The first n lanes; the others read as zero and their memory is not touched. */
+/* The first n lanes; the others read as zero, and their memory is not accessed. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_load_n(const float *p, size_t n)
 {
     if (FSDPC_WHOLE(n))
@@ -226,7 +225,7 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_from_bf16(fsdpc_vh v)
 FSDPC_INLINE fsdpc_vh fsdpc_vf_to_bf16(fsdpc_vf v)
 {
     fsdpc_vu bits = (fsdpc_vu)v, rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-#if defined(FSDPC_VEC_AVX512) /* the compiler would carry the mask through a vector */
+#if defined(FSDPC_VEC_AVX512) /* the compiler would move the mask through a vector */
     __mmask16 nan = _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q);
     rounded = (fsdpc_vu)_mm512_mask_or_epi32((__m512i)rounded, nan, (__m512i)bits,
                                              _mm512_set1_epi32(0x400000));
@@ -278,8 +277,8 @@ FSDPC_INLINE fsdpc_vh fsdpc_vf_to_f16(fsdpc_vf v)
 #endif
 }
 
-/* Elements i .. i + FSDPC_LANES - 1 of an array of F32, BF16 or F16, as fp32.  With a constant
- * dtype, which is how kernels call these, the choice costs nothing. */
+/* Elements i .. i + FSDPC_LANES - 1 of an array of F32, BF16 or F16, as fp32.  Kernels call these
+ * with a constant dtype, for which the selection costs nothing. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_load_as(const void *base, size_t i, fsdpc_dtype dtype)
 {
     if (dtype == FSDPC_F32)
@@ -333,7 +332,7 @@ FSDPC_INLINE void fsdpc_f32_store_as(void *base, size_t i, fsdpc_dtype dtype, fl
 
 /* -- arithmetic -------------------------------------------------------------------------------- */
 
-/* a > b ? a : b, so the second operand when either is NaN */
+/* a > b ? a : b, so the second operand if either is NaN */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_max(fsdpc_vf a, fsdpc_vf b)
 {
 #if defined(FSDPC_VEC_AVX512)
@@ -361,7 +360,7 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_min(fsdpc_vf a, fsdpc_vf b)
 #endif
 }
 
-/* a * b + c, rounded once where the instruction set can, twice elsewhere */
+/* a * b + c, rounded once if the instruction set can, otherwise twice */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_fma(fsdpc_vf a, fsdpc_vf b, fsdpc_vf c)
 {
 #if defined(FSDPC_VEC_AVX512)
@@ -421,7 +420,7 @@ FSDPC_INLINE float fsdpc_vf_sum(fsdpc_vf v)
 #endif
 }
 
-/* The greatest lane; anything if one is NaN. */
+/* The maximum over lanes; undefined if any is NaN. */
 FSDPC_INLINE float fsdpc_vf_max_lane(fsdpc_vf v)
 {
     float lanes[FSDPC_LANES];

@@ -1,18 +1,19 @@
-/* exp, tanh, erf, log, sin and their kin on vectors; included by ops/vec.h and part of it.
+/* exp, tanh, erf, log, sin and related functions on vectors; included by ops/vec.h and part of it.
  *
- * exp(x) = 2^n exp(r) with n = round(x / ln 2) and |r| <= ln 2 / 2, r by subtracting n ln 2 in two
- * pieces (the first has nine bits, so n times it is exact), exp(r) by a minimax polynomial, the
- * scaling in two steps so that subnormal results are right.  tanh goes through exp(2|x|) - 1, which
- * keeps all bits near zero, as does expm1.  erf is a polynomial below 0.93 and 1 - exp(polynomial)
- * above (after N. Juffa's), with AVX2 one of eight polynomials, with AVX-512 one of sixteen.
+ * exp(x) = 2^n exp(r) with n = round(x / ln 2) and |r| <= ln 2 / 2. r comes from subtracting n ln 2
+ * in two pieces (the first has nine bits, so its product with n is exact), and exp(r) from a
+ * minimax polynomial.  The scaling takes two steps so that subnormal results are right. tanh uses
+ * exp(2|x|) - 1, which keeps all bits near zero, as does expm1. erf is a polynomial below 0.93 and
+ * 1 - exp(polynomial) above (after N.  Juffa's), with AVX2 one of eight polynomials, with AVX-512
+ * one of sixteen.
  *
  * log(x) = k ln 2 + log(1 + f) with x = 2^k (1 + f) and 1 + f from sqrt(1/2) to sqrt 2, by a
- * minimax polynomial; log1p finds its f without rounding 1 + x.  sin and cos subtract n pi/2 in
- * four pieces, of which the products with n are exact for |x| up to 6400.  pow is exp2(b log2(a))
- * in double.  What these forms do not cover, such as larger angles, is left to the C library, lane
- * by lane, so that no lane's bits depend on its neighbours.
+ * minimax polynomial. log1p finds its f without rounding 1 + x. sin and cos subtract n pi/2 in four
+ * pieces, whose products with n are exact for |x| up to 6400. pow is exp2(b log2(a)) in double.
+ * Other inputs, such as larger angles, are left to the C library, lane by lane, so no lane's bits
+ * depend on its neighbours.
  *
- * Errors measured over all (exp: every fp32) or dense inputs by tests/c/test_nn_unary.c.
+ * tests/c/test_nn_unary.c measures the errors over all inputs (exp: every fp32) or a dense set.
  */
 #ifndef FSDPC_OPS_VEC_MATH_H
 #define FSDPC_OPS_VEC_MATH_H
@@ -58,8 +59,9 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_scale_(fsdpc_vf y, fsdpc_vf power)
 #endif
 }
 
-/* At most 2 ulp everywhere; exp(-inf) = 0, overflow gives infinity, NaN stays.  What rounds to 0 is
- * chosen, not computed: processors take a hundred cycles for a product that underflows. */
+/* At most 2 ulp everywhere; exp(-inf) = 0, overflow gives infinity, NaN stays.  Results that round
+ * to 0 are selected, not computed: processors take a hundred cycles for a product that
+ * underflows. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_exp(fsdpc_vf x)
 {
     const fsdpc_vf zero = {0};
@@ -86,14 +88,15 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_tanh(fsdpc_vf x)
 }
 
 #if defined(FSDPC_VEC_AVX512) || defined(FSDPC_VEC_AVX2)
-/* erf(t) / t by a polynomial of t's distance to the nearest quarter, with AVX2 half, whose
- * coefficients are looked up: half the work of one polynomial near zero and another with exp. */
+/* erf(t) / t by a polynomial in t's distance to the nearest quarter (with AVX2, half), whose
+ * coefficients are looked up.  This is half the work of one polynomial near zero and another with
+ * exp. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_erf_table_(fsdpc_vf x)
 {
 #if defined(FSDPC_VEC_AVX512)
     enum { TERMS = 6 };
     const float end = 3.875f;                         /* from here on it is 1 */
-    const fsdpc_vf magic = fsdpc_vf_splat(0x1.8p21f); /* sums with it end at quarters */
+    const fsdpc_vf magic = fsdpc_vf_splat(0x1.8p21f); /* sums with it are rounded to quarters */
     static const float table[TERMS][16] = {
         {-3.12642863e-11f, -0.0356895626f, -0.04978019f, -0.0376870818f, -0.0125384182f,
          0.00850323215f, 0.0169937126f, 0.0149851497f, 0.00887202844f, 0.00349453348f,
@@ -189,7 +192,7 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_by_lane_(fsdpc_vi far, fsdpc_vf x, fsdpc_vf y, fl
     return y;
 }
 
-/* At most 2 ulp; keeps -0 and NaN, -inf gives -1, overflow infinity. */
+/* At most 2 ulp; keeps -0 and NaN, -inf gives -1, overflow gives infinity. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_expm1(fsdpc_vf x)
 {
     fsdpc_vf a = fsdpc_vf_min(fsdpc_vf_splat(88.75f), fsdpc_vf_max(fsdpc_vf_splat(-30.0f), x));
@@ -200,7 +203,7 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_expm1(fsdpc_vf x)
     return fsdpc_vf_select(fsdpc_vf_abs(x) < fsdpc_vf_splat(0x1p-26f), x, y);
 }
 
-/* The k for which 2^-k x lies from sqrt(1/2) to sqrt 2; x normal and positive. */
+/* The k for which 2^-k x is from sqrt(1/2) to sqrt 2; x normal and positive. */
 FSDPC_INLINE fsdpc_vi fsdpc_vf_exponent_(fsdpc_vf x)
 {
     return ((fsdpc_vi)x - 0x3f3504f3) >> 23;
@@ -224,7 +227,7 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_log_parts_(fsdpc_vi k, fsdpc_vf f)
     return fsdpc_vf_fma(power, fsdpc_vf_splat(0.693359375f), y);
 }
 
-/* At most 2 ulp; log(0) = -inf, of negative numbers NaN, infinity and NaN stay. */
+/* At most 2 ulp; log(0) = -inf, NaN for negative numbers; infinity and NaN stay. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_log(fsdpc_vf x)
 {
     const fsdpc_vf zero = {0}, infinity = fsdpc_vf_splat(INFINITY);
@@ -249,15 +252,15 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_log1p(fsdpc_vf x)
     return fsdpc_vf_by_lane_(~near, x, fsdpc_vf_select(x == zero, x, y), log1pf);
 }
 
-/* sin(x + quarters pi/2), by fn where x is large */
+/* sin(x + quarters pi/2); fn computes it for large x */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_sine_(fsdpc_vf x, int quarters, float (*fn)(float))
 {
-    const fsdpc_vf magic = fsdpc_vf_splat(0x1.8p23f); /* whose last bits then hold n */
+    const fsdpc_vf magic = fsdpc_vf_splat(0x1.8p23f); /* its last bits then hold n */
     fsdpc_vf shifted = fsdpc_vf_fma(x, fsdpc_vf_splat(0x1.45f306p-1f), magic), n = shifted - magic;
     fsdpc_vi quadrant = (fsdpc_vi)shifted + quarters;
     fsdpc_vf r = fsdpc_vf_fma(n, fsdpc_vf_splat(-0x1.922p+0f), x);
     r = fsdpc_vf_fma(n, fsdpc_vf_splat(0x1.28p-18f), r);
-    fsdpc_vf step = n * 0x1.778p-25f, low = r + step; /* what that rounds off goes to the last */
+    fsdpc_vf step = n * 0x1.778p-25f, low = r + step; /* its rounding error goes to the last step */
     r = low + fsdpc_vf_fma(n, fsdpc_vf_splat(-0x1.68c234p-39f), (r - low) + step);
     fsdpc_vf s = r * r, sine = fsdpc_vf_splat(0x1.6cd5ecp-19f);
     sine = fsdpc_vf_fma(sine, s, fsdpc_vf_splat(-0x1.a00f94p-13f));
@@ -273,7 +276,7 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_sine_(fsdpc_vf x, int quarters, float (*fn)(float
     return fsdpc_vf_by_lane_(fsdpc_vf_abs(x) > fsdpc_vf_splat(6400.0f), x, y, fn);
 }
 
-/* At most 2 ulp; keeps -0 and NaN, of infinity NaN. */
+/* At most 2 ulp; keeps -0 and NaN; NaN for infinity. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_sin(fsdpc_vf x)
 {
     return fsdpc_vf_select(x == (fsdpc_vf){0}, x, fsdpc_vf_sine_(x, 0, sinf));
@@ -319,7 +322,7 @@ FSDPC_INLINE fsdpc_vd fsdpc_vd_fma_(fsdpc_vd a, fsdpc_vd b, double c)
 #endif
 }
 
-/* In [-999, 999] */
+/* Clamped to [-999, 999]. */
 FSDPC_INLINE fsdpc_vd fsdpc_vd_bounded_(fsdpc_vd e)
 {
 #if defined(FSDPC_VEC_AVX512)
@@ -331,7 +334,7 @@ FSDPC_INLINE fsdpc_vd fsdpc_vd_bounded_(fsdpc_vd e)
 #endif
 }
 
-/* 2^(b (k + log2(1 + f))) = *fraction 2^(what is returned) */
+/* 2^(b (k + log2(1 + f))) = *fraction 2^(return value) */
 FSDPC_INLINE fsdpc_vd fsdpc_vd_pow_(fsdpc_vd k, fsdpc_vd f, fsdpc_vd b, fsdpc_vd *fraction)
 {
     fsdpc_vd t = f / (f + 2.0), s = t * t; /* log2(1 + f) = 2 / ln 2 artanh(t) */
@@ -354,7 +357,7 @@ FSDPC_INLINE fsdpc_vd fsdpc_vd_pow_(fsdpc_vd k, fsdpc_vd f, fsdpc_vd b, fsdpc_vd
 
 #endif
 
-/* At most 1 ulp; all that is special as in C's pow. */
+/* At most 1 ulp; special cases as in C's pow. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_pow(fsdpc_vf a, fsdpc_vf b)
 {
 #if defined(FSDPC_VEC_AVX512) || defined(FSDPC_VEC_AVX2)
@@ -372,7 +375,7 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_pow(fsdpc_vf a, fsdpc_vf b)
     fsdpc_vf n = fsdpc_vd_join_(n_low, n_high);
     n = fsdpc_vf_min(fsdpc_vf_splat(200.0f), fsdpc_vf_max(fsdpc_vf_splat(-200.0f), n));
     fsdpc_vf y = fsdpc_vf_scale_(fsdpc_vd_join_(low, high), n);
-    /* of a negative a: NaN but for whole numbers b, and negative for odd ones */
+    /* for negative a: NaN unless b is an integer, and negative for odd b */
     fsdpc_vi negative = a < zero, even = size >= fsdpc_vf_splat(0x1p24f);
     fsdpc_vi integral = (__builtin_convertvector(whole, fsdpc_vf) == b) | even;
     y = fsdpc_vf_select(negative & -(whole & 1) & ~even, -y, y);

@@ -2155,7 +2155,7 @@ def plan_rooms(
     """Return the bytes that a reduction needs besides its buffer on a rank, over several hosts."""
 
 class TorchUnit:
-    """A unit for a front door over foreign tensors: schedule, dictionaries, gradients."""
+    """A unit for a frontend over foreign tensors: schedule, dictionaries, gradients."""
 
     def __init__(
         self,
@@ -2195,7 +2195,7 @@ class TorchUnit:
         mates: list[TorchUnit],
         /,
     ) -> None:
-        """Start work: create the root, with these front doors."""
+        """Start work: create the root, with these frontends."""
     def enter(self, grad: bool, in_task: bool, /) -> bool:
         """Begin a module's forward."""
     def leave(self) -> None:

@@ -1,5 +1,5 @@
 /* What tests of csrc/engine share: a rank with its own memory, device, trace and units, a step
- * driven as a front door drives it, and ranks as threads.
+ * driven as a frontend drives it, and ranks as threads.
  *
  * A rig is a model of `n_units` units: unit 0 encloses the others, which run in order.  CHECK is
  * for the main thread alone; a rank's function returns a status, and rigs_run says which rank

@@ -1,4 +1,4 @@
-/* Calls as front doors make them: nested, of several modules, failed, run again. */
+/* Calls as frontends make them: nested, of several modules, failed, run again. */
 #include "engine_fixture.h"
 
 #include "engine/call.h"

@@ -1,4 +1,4 @@
-"""The torch front door on the emulated device, against the same on the CPU.
+"""The torch frontend on the emulated device, against the same on the CPU.
 
 Torch is the CPU's; torch_beside.py says how it stands for torch on a GPU. Products, and all that
 a module computes, are torch's and the same on both sides. The engine's kernels beneath it

@@ -1,4 +1,4 @@
-"""Trains small torch models under the front door; prints what came of it as JSON.
+"""Trains small torch models under the frontend; prints what came of it as JSON.
 
     torch_training.py DEVICE [RANKS]
 """

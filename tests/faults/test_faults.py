@@ -1,4 +1,4 @@
-"""Drills by FSDPC_FAULT: each kind strikes once, where it says, behind both front doors."""
+"""Drills by FSDPC_FAULT: each kind strikes once, where it says, behind both frontends."""
 
 from __future__ import annotations
 

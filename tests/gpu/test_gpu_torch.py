@@ -1,6 +1,6 @@
-"""The torch front door on a GPU against torch's FSDP2 and plain torch, at a world of one.
+"""The torch frontend on a GPU against torch's FSDP2 and plain torch, at a world of one.
 
-On the CPU the same program shows that it compares what it says; on a GPU it shows the front door.
+On the CPU the same program shows that it compares what it says; on a GPU it shows the frontend.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not find_spec("torch"), reason="torch is not ins
 
 
 def gpu_reason() -> str:
-    """Why the front door cannot run on a GPU here; empty if it can."""
+    """Why the frontend cannot run on a GPU here; empty if it can."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""The native front door on several hosts, whose bytes MPI carries; by each MPI that is installed.
+"""The native frontend on several hosts, whose bytes MPI carries; by each MPI that is installed.
 
 Hosts are pretended: ranks that are told of different ones share no memory.
 """

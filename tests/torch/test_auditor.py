@@ -1,4 +1,4 @@
-"""audit() behind the torch front door; tests/dist has the rules."""
+"""audit() behind the torch frontend; tests/dist has the rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drills by FSDPC_FAULT behind the torch front door; tests/faults has the rules."""
+"""Drills by FSDPC_FAULT behind the torch frontend; tests/faults has the rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layout of torch modules is what the torch front door holds."""
+"""The layout of torch modules is what the torch frontend holds."""
 
 from __future__ import annotations
 

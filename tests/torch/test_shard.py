@@ -1,4 +1,4 @@
-"""``fully_shard``'s rules, which are the same under both front doors: errors, words, handles."""
+"""``fully_shard``'s rules, which are the same under both frontends: errors, words, handles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that are skipped behind the torch front door; tests/dist has the rules."""
+"""Steps that are skipped behind the torch frontend; tests/dist has the rules."""
 
 from __future__ import annotations
 

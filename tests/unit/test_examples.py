@@ -60,15 +60,15 @@ def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000020"]
 
 
-@pytest.mark.parametrize("front_door", [0, 1])
-def test_the_programs_of_the_readme(front_door: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("frontend", [0, 1])
+def test_the_programs_of_the_readme(frontend: int, tmp_path: Path) -> None:
     """As they stand, for fewer steps."""
-    if front_door:
+    if frontend:
         need_torch()
     programs = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(programs) == 2 and all(len(program.splitlines()) <= 24 for program in programs)
     script = tmp_path / "train.py"
-    script.write_text(programs[front_door].replace("range(100)", "range(3)"))
+    script.write_text(programs[frontend].replace("range(100)", "range(3)"))
     seen = losses(run(str(script)))
     assert len(seen) == 3 and seen[2] < seen[0]
 

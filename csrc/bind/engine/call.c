@@ -1,15 +1,16 @@
-/* A module's call as a unit: what happens around forward.
+/* A module's call as a unit: the steps around forward.
  *
  *     enter -> cast and mark the inputs -> forward -> mark and cast the outputs -> leave
  *
  * The marks are boundaries on the tape.  One on each output that needs gradients tells the engine
- * that the unit's backward begins; one on each input tells it that it has ended.  They carry the
- * generation of the weights that this forward saw, and keep the unit alive as long as the graph.
- * Tensors are found in tuples, lists and dicts, any depth; other objects pass through as they are,
- * unless forward returns one with a tensor inside that needs gradients.
+ * that the unit's backward begins; one on each input tells it that the backward has ended.  The
+ * marks carry the generation of the weights that this forward saw, and keep the unit alive as long
+ * as the graph.  Tensors are found in tuples, lists and dicts at any depth.  Other objects pass
+ * through unchanged; it is an error if forward returns one that contains a tensor that needs
+ * gradients.
  *
- * What a call means for the schedule, and what an exception in it does, is engine/call.h's; the
- * tape's numbers are the clock by which that knows recomputations.
+ * engine/call.h decides what a call means for the schedule and what an exception in it does.  It
+ * uses the tape's numbers as a clock to recognise recomputations.
  */
 #include "bind/engine.h"
 
@@ -26,8 +27,8 @@ typedef struct walk {
     fsdpc_tape *tape;
     fsdpc_py_unit *self;
     bool inputs;
-    bool no_marks; /* the unit's inputs are those of the first of its modules */
-    bool dry;      /* no marks at all: nothing is scheduled */
+    bool no_marks; /* the marks of the unit's first module cover its inputs */
+    bool dry;      /* no marks: nothing is scheduled */
     int cast_to;   /* -1: no cast */
     int marked;
 } walk;
@@ -133,8 +134,8 @@ static PyObject *visit_dict(walk *w, PyObject *object)
     return copy;
 }
 
-/* An object that is not opened.  Of those that forward returns, none may hide a tensor whose
- * backward is the unit's. */
+/* An object that is not searched.  If forward returns one, it must not hide a tensor whose backward
+ * belongs to the unit. */
 static PyObject *visit_other(const walk *w, PyObject *object)
 {
     bool plain = object == Py_None || PyLong_Check(object) || PyFloat_Check(object) ||
@@ -151,7 +152,7 @@ static PyObject *visit_other(const walk *w, PyObject *object)
     return done ? Py_NewRef(object) : NULL;
 }
 
-/* A structure with its tensors cast and marked; the same object where nothing changes. */
+/* A structure with its tensors cast and marked, or the same object if nothing changes. */
 static PyObject *visit(walk *w, PyObject *object)
 {
     fsdpc_tensor *t = fsdpc_py_tensor_peek(w->module, object);
@@ -223,7 +224,7 @@ static PyObject *call(fsdpc_py_unit *self, PyObject *forward, PyObject *args, Py
     }
     if (fsdpc_py_unit_check_open(self) < 0)
         return NULL;
-    /* Evaluations differ between ranks in hold(), also in what they freeze. */
+    /* Only with gradients: in hold(), ranks may evaluate and freeze parameters differently. */
     fsdpc_status status = FSDPC_OK;
     for (Py_ssize_t i = 0; runtime->tape->grad_enabled && i < self->n_params; i++) {
         status = fsdpc_unit_set_trainable(unit, (int)i, self->params[i]->requires_grad);

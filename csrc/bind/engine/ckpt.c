@@ -1,7 +1,7 @@
-/* Safetensors headers and reading: thin over csrc/ckpt.
+/* Safetensors headers and reading: a thin layer over csrc/ckpt.
  *
- * Headers come and go as lists of tuples.  Pieces to be read are tuples too; their memory is that
- * of tensors, which the caller keeps.  All that touches files runs without the GIL.
+ * Headers are passed in and out as lists of tuples.  Pieces to be read are tuples too; their memory
+ * belongs to tensors, which the caller keeps alive.  All file access runs without the GIL.
  */
 #include "bind/engine/ckpt.h"
 
@@ -194,7 +194,7 @@ typedef struct reading {
     size_t n_files;
     const fsdpc_ckpt_piece *pieces;
     size_t n_pieces;
-    uint32_t *crcs; /* NULL: not asked for */
+    uint32_t *crcs; /* NULL if not requested */
 } reading;
 
 static fsdpc_status read_into(const reading *r, const fsdpc_ckpt_piece *pieces)
@@ -251,7 +251,7 @@ free_arrays:
     return result;
 }
 
-/* ---- checksums alone ---- */
+/* ---- checksums only ---- */
 
 /* (file, offset, bytes) */
 static int read_run_tuple(PyObject *item, PyObject *paths, fsdpc_ckpt_run *out)

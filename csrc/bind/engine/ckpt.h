@@ -8,8 +8,8 @@
 #include "ckpt/pieces.h"
 #include "ckpt/safetensors.h"
 
-/* A Python callable (call, path) as a hook, or none for None; borrows it.  What it raises becomes
- * the call's failure. */
+/* A Python callable (call, path) as a hook, or an empty hook for None; borrows the callable.  An
+ * exception that it raises becomes the call's failure. */
 fsdpc_fs fsdpc_py_fs(PyObject *hook);
 
 /* Reads (file, tensor, Tensor, dtype in the file, offset, bytes behind); -1 with an exception. */
@@ -21,14 +21,14 @@ typedef struct fsdpc_py_ckpt_host {
     bool pinned;
 } fsdpc_py_ckpt_host;
 
-/* The same pieces in host memory (`mirrored`, as many), whose block the caller gives back by
- * unmirroring; nothing is copied yet.  `repeats`: there will be others of the same size. */
+/* Describes the same `n` pieces in host memory (`mirrored`); copies nothing yet.  The caller frees
+ * the block with unmirror.  `repeats`: more mirrors of the same size will follow. */
 fsdpc_status fsdpc_py_ckpt_mirror(fsdpc_runtime *runtime, const fsdpc_ckpt_piece *pieces, size_t n,
                                   bool repeats, fsdpc_ckpt_piece *mirrored,
                                   fsdpc_py_ckpt_host *out);
 void fsdpc_py_ckpt_unmirror(fsdpc_runtime *runtime,
                             fsdpc_py_ckpt_host *host); /* all zero is fine */
-/* The values of one into the other, waited for. */
+/* Copies the values of `from` into `to` and waits for the copy. */
 fsdpc_status fsdpc_py_ckpt_copy(fsdpc_runtime *runtime, const fsdpc_ckpt_piece *to,
                                 const fsdpc_ckpt_piece *from, size_t n);
 

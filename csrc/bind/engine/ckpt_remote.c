@@ -1,12 +1,14 @@
-/* Pieces whose memory the host cannot touch, by way of host memory.
+/* Pieces whose memory the host cannot touch: they go through host memory.
  *
- * csrc/ckpt knows memory and files alone.  On a remote device a save is given a copy of the pieces,
- * made before anything of it runs, and a load reads into memory of the host, which goes to the
- * device when all of it was read.  Either takes as much host memory as the pieces have bytes, once.
+ * csrc/ckpt only knows files and host memory.  On a remote device, a save first copies all pieces
+ * to the host and then works on the copy.  A load reads into host memory and copies it to the
+ * device once everything has been read.  Each needs as many bytes of host memory as the pieces
+ * have, once.
  *
- * Saves repeat, and training stands still while they copy.  So theirs is pinned memory, if there is
- * as much, which copies fill at the rate of the bus (55 GB/s on an H200, ordinary memory 6) and which
- * the device keeps for the next one.  Pinning memory takes longer than the copy, so loads do not.
+ * Saves repeat, and training waits while they copy.  Their host memory is therefore pinned, if
+ * enough is available.  Copies fill it at the speed of the bus (55 GB/s on an H200, 6 GB/s for
+ * ordinary memory), and the device keeps it for the next save.  Pinning takes longer than the copy,
+ * so loads do not pin.
  */
 #include "bind/engine/ckpt.h"
 

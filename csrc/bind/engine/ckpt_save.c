@@ -1,14 +1,14 @@
-/* Save: one save under way, as Python sees it; thin over csrc/ckpt/save.c.
+/* Save: one running save, as Python sees it; a thin layer over csrc/ckpt/save.c.
  *
- * The object copies names and texts of the plan and keeps the tensors whose memory is written.
- * run() saves on the calling thread, without the GIL.  start() copies the pieces, in the file's
- * dtype, to memory of its own, which comes from the runtime's counted memory and is reused by the
- * next save, and hands them to a thread that never takes the GIL (a test's hook aside); wait()
- * joins it and raises what went wrong; Ctrl-C leaves it under way.  Pieces of a remote device were
+ * The object copies the names and texts of the plan and keeps the tensors whose memory is written.
+ * run() saves on the calling thread, without the GIL. start() copies the pieces, in the file's
+ * dtype, into a staging buffer from the runtime's counted memory, which the next save reuses.  It
+ * then hands them to a thread that never takes the GIL (except for a test's hook). wait() joins the
+ * thread and raises its error; Ctrl-C leaves the save running.  Pieces of a remote device were
  * copied to the host when the object was made, and are not copied again.
  *
- * The communicator of a save that runs on a thread is used by that thread alone: Python splits one
- * off for it.  Its interrupt callback and trace belong to the main thread and are taken off.
+ * Only the save's thread uses the communicator of such a save: Python splits one off for it.  Its
+ * interrupt callback and trace belong to the main thread and are removed.
  */
 #include "bind/engine/ckpt.h"
 
@@ -27,7 +27,7 @@ typedef struct py_save {
     PyObject *comm, *keep, *hook; /* strong; keep: tensors and headers */
     fsdpc_runtime *runtime;
     void *staging;
-    fsdpc_py_ckpt_host host; /* what the pieces lie in if the device is remote */
+    fsdpc_py_ckpt_host host; /* holds the pieces if the device is remote */
     pthread_t thread;
     bool started, joined;
     _Atomic int done;
@@ -105,7 +105,7 @@ static int read_pieces(py_save *self, PyObject *list)
     return 0;
 }
 
-/* From here on the pieces are copies, if the host could not read them. */
+/* From here on the pieces are copies if the host could not read the originals. */
 static int fetch_pieces(py_save *self)
 {
     fsdpc_ckpt_plan *plan = &self->plan;
@@ -193,10 +193,11 @@ static PyObject *save_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 /* ---- running ---- */
 
-/* -1, with KeyboardInterrupt or what else a handler of signals raised, while the thread goes on. */
+/* Returns -1, with KeyboardInterrupt or whatever a signal handler raised, while the thread goes
+ * on. */
 static int join(py_save *self)
 {
-    enum { LOOK_NS = 100000000, SECOND_NS = 1000000000 }; /* as often as waits look for Ctrl-C */
+    enum { LOOK_NS = 100000000, SECOND_NS = 1000000000 }; /* how often waits check for Ctrl-C */
     if (!self->started || self->joined)
         return 0;
     for (int result = ETIMEDOUT; result == ETIMEDOUT;) {
@@ -232,7 +233,7 @@ static PyObject *save_run(PyObject *object, PyObject *Py_UNUSED(unused))
 static void *write_apart(void *arg)
 {
     py_save *self = arg;
-    fsdpc_status status = self->status; /* of staging, with its text, which is per thread */
+    fsdpc_status status = self->status; /* staging's status; its message is per thread */
     if (status != FSDPC_OK)
         fsdpc_fail(status, "%s", self->text);
     status = fsdpc_ckpt_agree(&self->plan, status);
@@ -241,7 +242,7 @@ static void *write_apart(void *arg)
     if (status != FSDPC_OK)
         snprintf(self->text, sizeof self->text, "%s", fsdpc_last_error());
     self->status = status;
-    /* release: status and text come before; acquire in save_done and by joining. */
+    /* release: status and message are written before it; acquired in save_done and by joining. */
     atomic_store_explicit(&self->done, 1, memory_order_release);
     return NULL;
 }
@@ -268,14 +269,14 @@ static PyObject *save_start(PyObject *object, PyObject *Py_UNUSED(unused))
         return NULL;
     fsdpc_comm_set_apart(comm);
     Py_BEGIN_ALLOW_THREADS;
-    /* A rank that cannot stage tells the others on the thread, as any other failure. */
+    /* A rank that cannot stage tells the others from the thread, like any other failure. */
     self->status = stage(self);
     if (self->status != FSDPC_OK)
         snprintf(self->text, sizeof self->text, "%s", fsdpc_last_error());
     if (fsdpc_thread_start("fsdpc-ckpt", write_apart, self, &self->thread) == FSDPC_OK)
         self->started = true;
     else
-        write_apart(self); /* the others' threads wait for this rank: it saves without one */
+        write_apart(self); /* the other ranks' threads wait for this rank: save without one */
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
@@ -297,7 +298,7 @@ FSDPC_PY_GETTER(save_done, PyBool_FromLong(atomic_load_explicit(&((py_save *)obj
 static void save_dealloc(PyObject *object)
 {
     py_save *self = (py_save *)object;
-    if (self->started && !self->joined) { /* what its thread uses goes away now */
+    if (self->started && !self->joined) { /* the thread uses memory that is freed here */
         Py_BEGIN_ALLOW_THREADS;
         pthread_join(self->thread, NULL);
         Py_END_ALLOW_THREADS;

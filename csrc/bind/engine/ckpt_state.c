@@ -1,9 +1,9 @@
-/* What a checkpoint reads and writes of the engine: pieces of masters and of optimizer states, step
- * counts, the random numbers.
+/* A checkpoint's access to the engine: pieces of masters and optimizer states, step counts and
+ * random state.
  *
- * The tensors stand on the engine's own memory, flat, so that pieces are written from it and read
- * into it without a copy.  Asked for to be written, a piece marks its unit, as loading does; unlike
- * `local`, which a user may write at any time, it does not make later epochs compare.
+ * The tensors are flat views of the engine's own memory, so pieces are written from it and read
+ * into it without a copy.  Requesting a piece to write into marks its unit as written, as loading
+ * does.  Unlike `local`, which a user may write at any time, it does not make later epochs compare.
  */
 #include "bind/engine/ckpt.h"
 

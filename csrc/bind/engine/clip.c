@@ -1,8 +1,8 @@
-/* Norms and scales of gradients: thin over csrc/engine/clip.c.
+/* Norms and scales of gradients: a thin layer over csrc/engine/clip.c.
  *
  * Every function takes units, whose gradients are sharded, and plain tensors, the gradients of
- * modules that are not.  Both are summed over the same leaves, so a sharded model and its unsharded
- * twin have the same norm to the bit.
+ * modules that are not sharded.  Both are summed over the same norm leaves, so a sharded model and
+ * its unsharded twin have the same norm to the bit.
  */
 #include "bind/engine.h"
 
@@ -39,7 +39,7 @@ static int read_plain(PyObject *list, gradients *g)
     return 0;
 }
 
-/* Borrows from the lists, which must outlive it; 0, or -1 with an exception. */
+/* Borrows from the lists, which must outlive `g`; 0, or -1 with an exception. */
 static int read_gradients(PyObject *module, PyObject *units, PyObject *plain, gradients *g)
 {
     *g = (gradients){.runtime = fsdpc_py_runtime(module)};
@@ -72,7 +72,7 @@ static int parse(PyObject *module, PyObject *args, const char *format, gradients
     return read_gradients(module, units, plain, g);
 }
 
-/* Over the leaves that a layout would give the tensor: the same sums, so the same bits. */
+/* Sums over the leaves that a layout would give the tensor: the same sums, so the same bits. */
 static fsdpc_status add_plain(const gradients *g, size_t i, double p, fsdpc_norm *norm)
 {
     const fsdpc_tensor *t = g->plain[i];
@@ -80,7 +80,7 @@ static fsdpc_status add_plain(const gradients *g, size_t i, double p, fsdpc_norm
                           fsdpc_layout_leaf(t->ndim, t->shape), g->runtime->compute);
 }
 
-/* The p-norm of all of them, in the device's memory. */
+/* The p-norm over all gradients, in device memory. */
 static fsdpc_status total_norm(const gradients *g, double p, fsdpc_norm *norm)
 {
     FSDPC_TRY(fsdpc_norm_check(p));
@@ -109,7 +109,7 @@ static PyObject *grad_norm(PyObject *module, PyObject *args)
     return status == FSDPC_OK ? PyFloat_FromDouble(value) : fsdpc_py_raise(status);
 }
 
-/* A list of floats, None where a parameter has no gradient. */
+/* A list of floats, with None if a parameter has no gradient. */
 static PyObject *unit_norms(const fsdpc_unit *unit, const fsdpc_norm *norms, double p)
 {
     int n = fsdpc_unit_layout(unit)->n_params;
@@ -122,7 +122,7 @@ static PyObject *unit_norms(const fsdpc_unit *unit, const fsdpc_norm *norms, dou
     return list;
 }
 
-/* ([[norm or None of each parameter] of each unit], [norm of each tensor]) */
+/* ([[norm or None per parameter] per unit], [norm per tensor]) */
 static PyObject *norms_result(const gradients *g, const fsdpc_norm *norms, double p)
 {
     PyObject *sharded = PyList_New(g->n_units), *plain = PyList_New((Py_ssize_t)g->n_plain);
@@ -135,7 +135,7 @@ static PyObject *norms_result(const gradients *g, const fsdpc_norm *norms, doubl
     return Py_BuildValue("(NN)", sharded, plain);
 }
 
-/* Those of all parameters of the units, then of the tensors, in host memory. */
+/* Norms of all parameters of the units, then of the tensors, in host memory. */
 static fsdpc_status all_norms(const gradients *g, double p, size_t n_params, fsdpc_norm *out)
 {
     size_t n = n_params + g->n_plain;
@@ -173,7 +173,8 @@ static PyObject *grad_norms(PyObject *module, PyObject *args)
     return result;
 }
 
-/* Norms of tensors that hold this rank's rows of parameters: the unit, and the leaf, of each. */
+/* Norms of tensors that hold this rank's rows of parameters; `leaves` gives each tensor's unit and
+ * leaf. */
 static fsdpc_status rows_norms(const gradients *g, const size_t *leaves, double p, fsdpc_norm *out)
 {
     size_t n = g->n_plain;
@@ -194,7 +195,7 @@ static fsdpc_status rows_norms(const gradients *g, const size_t *leaves, double 
     return status;
 }
 
-/* 0, or -1 with an exception where a tensor cannot be the rows of its parameter. */
+/* 0, or -1 with an exception if a tensor cannot be the rows of its parameter. */
 static int read_leaves(const gradients *g, PyObject *indices, size_t *leaves)
 {
     for (size_t i = 0; i < g->n_plain; i++) {
@@ -243,8 +244,8 @@ static PyObject *norms_of_rows(PyObject *module, PyObject *args)
     return result;
 }
 
-/* By `factor`, and `factor_at` in the device's memory (may be NULL); `nonfinite_io`, unless NULL,
- * becomes 1 where a NaN or infinity was read, and a remote device is waited for. */
+/* Multiplies by `factor` and by `factor_at`, in device memory (may be NULL).  Unless NULL,
+ * `nonfinite_io` becomes 1 if a NaN or infinity was read; this waits for a remote device. */
 static fsdpc_status multiply_plain(const gradients *g, double factor, const double *factor_at,
                                    int *nonfinite_io)
 {
@@ -257,14 +258,14 @@ static fsdpc_status multiply_plain(const gradients *g, double factor, const doub
     return FSDPC_OK;
 }
 
-/* Leaves the factor to be applied to units, and applies it to the others. */
+/* Leaves the factor pending for units, and applies it to plain tensors. */
 static fsdpc_status clip_by(const gradients *g, double norm, double max_norm)
 {
     double scale = fsdpc_clip_scale(g->units, g->n_units, norm, max_norm);
     return scale != 1 ? multiply_plain(g, scale, NULL, NULL) : FSDPC_OK;
 }
 
-/* The same by a norm in the memory of a remote device. */
+/* The same with a norm in the memory of a remote device. */
 static fsdpc_status clip_by_remote(const gradients *g, const double *norm, double max_norm)
 {
     fsdpc_stream *stream = g->runtime->compute;
@@ -281,7 +282,7 @@ static fsdpc_status clip_by_remote(const gradients *g, const double *norm, doubl
     return status;
 }
 
-/* Norm and clipping in one; `norm_out` is room for the norm's value, in the device's memory. */
+/* Norm and clipping in one call; `norm_out` receives the norm, in device memory. */
 static fsdpc_status clip_all(const gradients *g, double p, double max_norm, double *norm_out)
 {
     bool remote = g->runtime->device->remote;

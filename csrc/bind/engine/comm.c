@@ -1,13 +1,15 @@
 /* Comm: a communicator as Python sees it.
  *
- * Made by fsdpc.distributed (the world) and by split() (a row or column of a mesh).  Collectives
- * take tensors, in place where PyTorch's are.  Everything that can wait releases the GIL; the
- * interrupt callback takes it back for a moment, at least every 100 ms, to let Ctrl-C through.
+ * fsdpc.distributed creates one for the world, and split() one for a row or column of a mesh.
+ * Collectives take tensors, and work in place where PyTorch's do.  Everything that can wait
+ * releases the GIL; the interrupt callback takes it back briefly, at least every 100 ms, so that
+ * Ctrl-C gets through.
  *
- * Several ranks on GPUs begin over the memory of their hosts, and the plugin builds its transport
- * on that.
+ * Several ranks on GPUs start with a communicator over host memory, and the plugin builds its
+ * transport on that.
  *
- * close() leaves the group without waiting for anybody.  A closed communicator refuses by name.
+ * close() leaves the group without waiting for peers.  A closed communicator refuses every call and
+ * says so.
  */
 #include "bind/engine.h"
 
@@ -77,7 +79,7 @@ static fsdpc_status create(const fsdpc_runtime *runtime, fsdpc_comm_config *conf
     return status;
 }
 
-/* The link of a world of several hosts; NULL with an exception, or because there is one host. */
+/* The link of a world of several hosts; NULL with an exception, or if there is only one host. */
 static fsdpc_link *link_of(PyTypeObject *type, PyObject *object, int size, int hosts,
                            bool pretended)
 {
@@ -194,7 +196,7 @@ static PyObject *comm_close(PyObject *object, PyObject *Py_UNUSED(unused))
     if (self->comm)
         FSDPC_PY_WITHOUT_GIL(fsdpc_comm_leave(self->comm));
     if (self->users > 0)
-        Py_RETURN_NONE; /* units stand on its memory: the last one to go destroys it */
+        Py_RETURN_NONE; /* units use its memory: the last one to be freed destroys it */
     fsdpc_comm *comm = self->comm;
     self->comm = NULL;
     Py_BEGIN_ALLOW_THREADS;
@@ -211,7 +213,7 @@ static void comm_dealloc(PyObject *object)
     fsdpc_py_free(object);
 }
 
-/* Runs an operation over a tensor's elements (NULL: none), in place unless it has a `recv`. */
+/* Runs an operation over a tensor's elements (NULL: no tensor), in place unless it has a `recv`. */
 static PyObject *run_op(fsdpc_comm *comm, fsdpc_coll op, const fsdpc_tensor *t)
 {
     op.unit = -1;

@@ -1,27 +1,26 @@
-/* dry_run(params, dtypes, fn): what a computation would hold, without computing it.
- * play(fn, orders): what the engine would do, in a world of any size.
+/* dry_run(params, dtypes, fn): the memory that a computation would hold, without computing it.
+ * play(fn, orders): the schedule that the engine would run, in a world of any size.
  *
- * fn() runs on a runtime of its own whose device is null: kernels do nothing, memory is counted and
- * costs no page as nobody touches it, so a model of any size takes no time and no memory.
- * Meanwhile the parameters stand on null memory too, in the dtypes given, with a sink for their
- * gradients, as a unit's reduce buffer is one.  Units only cast what goes in and out: no epoch
- * begins, so one rank may plan alone.  Returned are the peak of what fn held at once, parameters
- * and their gradients not counted, and what it left behind.
+ * fn() runs on a runtime of its own whose device is null: kernels do nothing, and memory is counted
+ * but never touched, so it costs no page.  A model of any size takes no time and no memory.  During
+ * the run, the parameters also use null memory, in the given dtypes.  A sink for their gradients
+ * acts like a unit's reduce buffer.  Units only cast their inputs and outputs.  No epoch begins, so
+ * a single rank can plan.  Returns the peak of the memory that fn held at once, without parameters
+ * and their gradients, and what it left allocated.
  *
- * play's fn makes model, communicators without an address and units itself, and steps: everything
- * is the engine's own but for kernels and peers.  An operation is done when the engine waits for
- * it (or, with `orders`, its main stream does, as on GPUs), so the trace says where that is, and
- * its events are stamped with the floating point operations that came before them, in the place of
- * time.
+ * play's fn creates the model, communicators without an address and units, and then trains: only
+ * kernels and peers are missing.  An operation completes when the engine waits for it (or, with
+ * `orders`, when its main stream does, as on GPUs), so the trace shows where the waits are.  Its
+ * events are stamped with the number of preceding floating point operations instead of a time.
  *
- * What fn makes is to die before these return: its values were never computed.  If some of it is
- * kept after all, the null runtime is left to it, and the caller says so.
+ * Objects that fn creates must be freed before these functions return, because their values were
+ * never computed.  If some are kept, they keep the null runtime, and the caller reports that.
  */
 #include "bind/engine.h"
 
 #include "ops/flat_ops.h"
 
-/* What a parameter stood on. */
+/* A parameter's own storage, to be restored. */
 typedef struct stand {
     fsdpc_tensor *t;
     fsdpc_dtype dtype;

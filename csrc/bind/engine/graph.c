@@ -1,12 +1,13 @@
-/* StepGraph: a captured training step, thin over csrc/engine/step_graph.c.
+/* StepGraph: a captured training step, a thin layer over csrc/engine/step_graph.c.
  *
- * The object keeps units and optimizer alive, and so all memory that the graph runs on but for
- * tensors of the caller's, which the device holds (csrc/device/device.h), and those over memory of
- * other libraries, which are held here.  Replays run no module, so whether parameters require
- * gradients is looked up here, as a unit's call does.
+ * The object keeps units and the optimizer alive, and with them most memory that the graph uses.
+ * The rest is the caller's tensors, which the device holds (csrc/device/device.h), and tensors over
+ * memory of other libraries, which this object holds.  Replays run no module, so whether parameters
+ * require gradients is checked here, as a unit's call does.
  *
- * Dropout draws from streams that operations take one by one.  A replay's begin where the program
- * has come to by then, so how much further that is than at the capture is sent ahead of it.
+ * Dropout draws from random streams that operations take one by one.  A replay starts from the
+ * program's current stream, so the distance from the stream at capture is sent to the device before
+ * each replay.
  */
 #include "bind/engine.h"
 
@@ -57,7 +58,7 @@ static fsdpc_status look_up_trainable(const py_graph *self)
     return FSDPC_OK;
 }
 
-/* In the order of the main stream, so each graph writes its own before it is launched. */
+/* In main-stream order, so each graph writes its own key before it is launched. */
 static fsdpc_status send_key(const py_graph *self)
 {
     const fsdpc_tape *tape = self->runtime->tape;
@@ -123,7 +124,7 @@ static int graph_clear(PyObject *object)
     fsdpc_step_graph *step = self->step;
     self->step = NULL;
     Py_BEGIN_ALLOW_THREADS;
-    fsdpc_step_graph_destroy(step); /* before what it stands on may go */
+    fsdpc_step_graph_destroy(step); /* before the memory that it uses is freed */
     Py_END_ALLOW_THREADS;
     fsdpc_py_held_release(&self->held);
     fsdpc_unit_ref_release(self->ref);
@@ -140,7 +141,7 @@ static void graph_dealloc(PyObject *object)
     fsdpc_py_free(object);
 }
 
-/* Its streams were not drawn, and no graph uses what was held for it. */
+/* Its random streams were not drawn, and no graph uses the memory held for it. */
 static void forget(py_graph *self)
 {
     self->runtime->tape->next_stream = self->first_stream;
@@ -210,7 +211,7 @@ static PyType_Slot graph_slots[] = {
 
 FSDPC_PY_TYPE(graph, StepGraph, py_graph, Py_TPFLAGS_HAVE_GC, graph_slots);
 
-/* Does not make the runtime. */
+/* Does not create the runtime. */
 static PyObject *is_capturing(PyObject *module, PyObject *Py_UNUSED(unused))
 {
     const fsdpc_runtime *r = &((fsdpc_py_state *)PyModule_GetState(module))->runtime;

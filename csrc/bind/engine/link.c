@@ -1,10 +1,10 @@
-/* Link: what carries bytes between hosts, as Python sees it.
+/* Link: carries bytes between hosts, as Python sees it.
  *
- * Python threads carry a relay's messages: one takes what is to be sent, others deliver what came.
- * They leave the GIL while they wait or copy.  They see views of rooms that lie here, some for each
- * direction, so that several messages are under way; a carrier says which room it uses.  Other links
- * are a plugin's and carry their own.  A communicator of several hosts takes the link over; the
- * object of a relay stays for the carriers.
+ * Python threads carry a relay's messages: one takes outgoing messages, others deliver incoming
+ * ones.  They release the GIL while they wait or copy.  They see views of buffers in this object.
+ * There are several for each direction, so several messages can be in flight; a carrier says which
+ * one it uses.  Other links belong to a plugin and carry their own messages.  A communicator of
+ * several hosts takes the link over; the relay's object remains for the carriers.
  */
 #include "bind/engine/link.h"
 
@@ -16,7 +16,7 @@ typedef struct py_link {
     PyObject_HEAD fsdpc_link *link;
     bool relay;
     bool given;                             /* to a communicator */
-    fsdpc_message sent[ROOMS], came[ROOMS]; /* in the carriers' hands */
+    fsdpc_message sent[ROOMS], came[ROOMS]; /* with the carriers */
 } py_link;
 
 static fsdpc_status create(const char *path, int rank, int size, fsdpc_link **out)
@@ -82,7 +82,7 @@ fsdpc_link *fsdpc_py_link_give(PyObject *module, PyObject *object)
     return self->link;
 }
 
-/* The link, if its messages are the caller's to carry. */
+/* The link, if the caller carries its messages. */
 static fsdpc_link *relay_of(PyObject *object)
 {
     const py_link *self = (py_link *)object;
@@ -96,7 +96,7 @@ static PyObject *view_of(const fsdpc_message *message)
     return PyMemoryView_FromMemory((char *)message->data, (Py_ssize_t)message->bytes, PyBUF_WRITE);
 }
 
-/* A room of this number; NULL: there is none. */
+/* The buffer of this number; NULL if there is none. */
 static fsdpc_message *room_of(fsdpc_message *rooms, int number)
 {
     if (number >= 0 && number < ROOMS)
@@ -156,7 +156,7 @@ static PyObject *link_deliver(PyObject *object, PyObject *args)
     message->tag = tag;
     bool goes_on;
     FSDPC_PY_WITHOUT_GIL(goes_on = fsdpc_link_relay_deliver(link, message));
-    message->bytes = 0; /* until there is room for another */
+    message->bytes = 0; /* until there is room for another message */
     return PyBool_FromLong(goes_on);
 }
 

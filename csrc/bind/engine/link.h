@@ -5,7 +5,8 @@
 #include "comm/link_relay.h"
 #include "bind/state.h"
 
-/* The link of a Link, once, for a communicator that then destroys it; NULL with an exception. */
+/* Gives the link of a Link object, once, to a communicator, which then destroys it; NULL with an
+ * exception. */
 fsdpc_link *fsdpc_py_link_give(PyObject *module, PyObject *object);
 
 #endif

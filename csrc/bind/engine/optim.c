@@ -1,7 +1,7 @@
-/* Optimizer: thin over csrc/engine/optim.c.
+/* Optimizer: a thin layer over csrc/engine/optim.c.
  *
- * An Optimizer keeps its units alive, and is kept alive by the tensors over its states.  Plain
- * tensors (modules that are not sharded) take the same kernels through step_alone, so that a
+ * An Optimizer keeps its units alive, and the tensors over its states keep the Optimizer alive.
+ * Plain tensors (of modules that are not sharded) use the same kernels through step_alone, so a
  * sharded model and its unsharded twin agree to the bit.
  */
 #include "bind/engine.h"
@@ -58,7 +58,7 @@ static int optimizer_traverse(PyObject *object, visitproc visit, void *arg)
 static int optimizer_clear(PyObject *object)
 {
     py_optimizer *self = (py_optimizer *)object;
-    fsdpc_optim_destroy(self->optim); /* before its units may go */
+    fsdpc_optim_destroy(self->optim); /* before its units may be freed */
     self->optim = NULL;
     Py_CLEAR(self->units);
     return 0;
@@ -80,7 +80,7 @@ fsdpc_optim *fsdpc_py_optim_of(PyObject *module, PyObject *object)
     return NULL;
 }
 
-/* The unit of an argument, which has a parameter of this number; NULL with an exception. */
+/* The unit of an argument, checked to have a parameter `param`; NULL with an exception. */
 static fsdpc_py_unit *unit_arg(PyObject *self, PyObject *object, int param)
 {
     fsdpc_py_unit *unit = fsdpc_py_unit_of(PyType_GetModule(Py_TYPE(self)), object);
@@ -163,7 +163,7 @@ static PyObject *optimizer_step(PyObject *object, PyObject *Py_UNUSED(unused))
     return fsdpc_py_none(status);
 }
 
-/* Parameters that stand in no unit. */
+/* Steps parameters that belong to no unit. */
 static PyObject *optimizer_step_alone(PyObject *object, PyObject *args)
 {
     py_optimizer *self = (py_optimizer *)object;
@@ -214,7 +214,7 @@ static PyObject *optimizer_step_alone(PyObject *object, PyObject *args)
 
 /* ---- states ---- */
 
-/* What a state's tensor keeps: the optimizer, and with it the unit. */
+/* Objects that a state's tensor keeps alive: the optimizer, and with it the unit. */
 typedef struct lent_state {
     PyObject *optimizer;
     fsdpc_unit_ref *unit;

@@ -5,8 +5,8 @@
 #include "engine/plan.h"
 #include "bind/state.h"
 
-/* (Tier, "host" or None, params, masters, states, gradients, part), or None: `out` stays as it is.
- * -1 with an exception. */
+/* (Tier, "host" or None, params, masters, states, gradients, part); None leaves `out` unchanged. -1
+ * with an exception. */
 int fsdpc_py_offload_parse(PyObject *module, PyObject *object, fsdpc_offload *out);
 
 #endif

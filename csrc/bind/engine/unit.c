@@ -1,9 +1,9 @@
 /* Unit: one fully_shard call as Python sees it.
  *
- * At creation the values of the parameters move into masters, and the parameters' tensors let go of
- * their memory: from then on their guard says that they are sharded.  make_root(units, encloses),
+ * At creation, the values of the parameters move into masters, and the parameters' tensors release
+ * their memory: from then on their guard reports that they are sharded. make_root(units, encloses),
  * at the first call of the outermost module, gives each tensor the address of its full, which never
- * changes, and a sink that points gradients at the reduce buffer.
+ * changes, and a sink.  The sink directs gradients to the reduce buffer.
  *
  * Its methods stand where their subject does: bind/engine/call.c, bind/engine/unit_values.c, bind/engine/unit_schedule.c.
  */
@@ -92,7 +92,7 @@ int fsdpc_py_unit_check_open(const fsdpc_py_unit *unit)
     return fsdpc_py_comm_of(unit->ref->comms[0]) ? 0 : -1;
 }
 
-/* ---- joining parameters and units ---- */
+/* ---- connecting parameters and units ---- */
 
 static fsdpc_status sink_target(void *arg, fsdpc_grad_target *out)
 {
@@ -120,7 +120,7 @@ fsdpc_status fsdpc_py_unit_bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tens
     storage->bytes = t->numel * fsdpc_dtype_bytes(dtype);
     storage->device = fsdpc_unit_device(unit);
     storage->release = release_storage;
-    storage->readonly = true; /* publishing writes through a mapping of its own */
+    storage->readonly = true; /* publishing writes through a separate mapping */
     storage->owner = fsdpc_unit_ref_acquire(ref);
     fsdpc_status status = fsdpc_tensor_bind(t, dtype, storage, full);
     fsdpc_storage_release(storage);
@@ -129,7 +129,7 @@ fsdpc_status fsdpc_py_unit_bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tens
     return status;
 }
 
-/* `whole`: NULL, or the numbers of the parameters that are not to be cut. */
+/* `whole`: NULL, or the indices of parameters that must not be split. */
 static int read_specs(PyObject *names, PyObject *whole, const fsdpc_py_unit *self,
                       fsdpc_param_spec *specs)
 {
@@ -327,7 +327,7 @@ static fsdpc_status bind_units(PyObject *units)
     return FSDPC_OK;
 }
 
-/* The root is needed again at once: backward begins with it. */
+/* The root is needed again immediately: backward begins with it. */
 static void stay_for_backward(fsdpc_unit *unit)
 {
     fsdpc_unit_settings settings = *fsdpc_unit_settings_of(unit);

@@ -1,19 +1,19 @@
 /* Unit: gradients that are handed out.
  *
- * They are tensors over the gradient shards.  One that its user keeps after zero_grad stays what it
- * was, as in PyTorch: the unit then takes other memory, and the old goes with the last tensor over
- * it.  All gradients between two zero_grads share a block, which counts them.
+ * They are tensors over the gradient shards.  A gradient that its user keeps after zero_grad keeps
+ * its values, as in PyTorch.  The unit then takes other memory, and the old memory is freed with
+ * the last tensor over it.  All gradients between two zero_grads share a block, which counts them.
  */
 #include "bind/engine.h"
 
 #include <stdatomic.h>
 
 struct fsdpc_shared_grads {
-    _Atomic int refs;    /* of the unit, while its shards lie there, and of every tensor */
-    fsdpc_unit_ref *ref; /* of which each tensor has a reference */
+    _Atomic int refs;    /* held by the unit, while its shards are there, and by every tensor */
+    fsdpc_unit_ref *ref; /* every tensor holds a reference to it */
     fsdpc_device *device;
     int n_groups;
-    void *memory[]; /* by flat group, once the unit has other; NULL before */
+    void *memory[]; /* per flat group, once the unit uses other memory; NULL before */
 };
 
 typedef struct fsdpc_shared_grads fsdpc_shared_grads;

@@ -1,9 +1,9 @@
-/* Unit: gathering by hand, settings, and what was recorded.
+/* Unit: manual unshard, settings, and recorded history.
  *
- * Each setting is an attribute: read from a copy of the unit's settings, or written to one that is
- * handed back whole, so that the engine decides what may change when.
+ * Each setting is an attribute: it is read from a copy of the unit's settings, or written to a copy
+ * that is passed back whole.  The engine decides which settings may change when.
  *
- * Collective calls release the GIL: they wait for the other ranks.
+ * Collective calls release the GIL because they wait for the other ranks.
  */
 #include "bind/engine.h"
 
@@ -25,7 +25,7 @@ static fsdpc_root *root_of(PyObject *object)
     return root;
 }
 
-/* ---- gathering by hand ---- */
+/* ---- manual unshard and reshard ---- */
 
 static PyObject *run(PyObject *object, fsdpc_status (*fn)(fsdpc_unit *unit))
 {
@@ -121,7 +121,7 @@ static int set_divide_factor(PyObject *object, PyObject *value, void *Py_UNUSED(
 
 FSDPC_PY_GETTER(get_prefetch, PyLong_FromLong(fsdpc_unit_settings_of(unit_of(object))->prefetch))
 
-/* Of the root, or of the one that it becomes. */
+/* Sets it on the root, or on the unit that will become it. */
 static int set_prefetch(PyObject *object, PyObject *value, void *Py_UNUSED(unused))
 {
     fsdpc_unit_settings settings = *fsdpc_unit_settings_of(unit_of(object));
@@ -145,7 +145,7 @@ static PyObject *unit_set_is_last_backward(PyObject *object, PyObject *value)
     return root ? PyBool_FromLong(fsdpc_root_set_last_backward(root, last == 1)) : NULL;
 }
 
-/* take_options(other): what was set on a unit that this one replaces. */
+/* take_options(other): copies the settings of a unit that this one replaces. */
 static PyObject *unit_take_options(PyObject *object, PyObject *other)
 {
     if (!Py_IS_TYPE(other, Py_TYPE(object)))
@@ -180,7 +180,7 @@ static PyObject *unit_set_ahead(PyObject *object, PyObject *args)
     return fsdpc_py_none(status);
 }
 
-/* ---- what it is ---- */
+/* ---- properties ---- */
 
 FSDPC_PY_GETTER(get_trained_groups, PyLong_FromLong(fsdpc_unit_trained_groups(unit_of(object))))
 FSDPC_PY_GETTER(get_has_root, PyBool_FromLong(fsdpc_unit_root(unit_of(object)) != NULL))
@@ -195,7 +195,8 @@ static int set_name(PyObject *object, PyObject *value, void *Py_UNUSED(unused))
     return fsdpc_py_check(status);
 }
 
-/* The dtype that a policy gave, known by what a group became; mixed groups keep their own. */
+/* The dtype that a policy gave, inferred from the flat groups; groups of mixed dtypes keep their
+ * own. */
 static PyObject *get_policy_dtype(PyObject *object, bool of_gradients)
 {
     const fsdpc_unit *unit = unit_of(object);

@@ -74,7 +74,7 @@ static PyObject *unit_local(PyObject *object, PyObject *arg)
     return piece_tensor(object, param, &piece, place_of(object, param)->dtype, data);
 }
 
-/* The (param, value) that a method takes; -1 with an exception. */
+/* The (param, value) arguments of a method; -1 with an exception. */
 static int param_and_value(PyObject *object, PyObject *args, PyObject **value_out)
 {
     int param;
@@ -121,7 +121,7 @@ static PyObject *unit_init(PyObject *object, PyObject *args)
     return fsdpc_py_none(status);
 }
 
-/* The destination: what the caller gave, if it fits, else a new tensor. */
+/* The destination: the caller's tensor, if it fits, otherwise a new one. */
 static fsdpc_tensor *destination(const fsdpc_unit *unit, const fsdpc_place *place,
                                  fsdpc_dtype dtype, PyObject *given)
 {
@@ -203,7 +203,7 @@ static PyObject *unit_bind(PyObject *object, PyObject *args)
     return fsdpc_py_none(status);
 }
 
-/* (name, original dtype, shape) of each parameter */
+/* (name, original dtype, shape) per parameter */
 static PyObject *get_params(PyObject *object, void *Py_UNUSED(unused))
 {
     const fsdpc_layout *layout = fsdpc_unit_layout(unit_of(object));

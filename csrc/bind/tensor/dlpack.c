@@ -1,8 +1,9 @@
 /* DLPack, both ways (dmlc.github.io/dlpack, versions 0 and 1).
  *
- * Out: a capsule whose managed tensor holds our Python object; its deleter takes the GIL, as the
- * consumer may call it from anywhere.  In: the producer's managed tensor stays alive as the owner
- * of our storage.  Strided or read-only memory is copied.  The structs below are the standard's.
+ * Export: a capsule whose managed tensor holds our Python object; its deleter takes the GIL, as the
+ * consumer may call it from any thread.  Import: the producer's managed tensor stays alive as the
+ * owner of our storage.  Strided or read-only memory is copied.  The structs below are the
+ * standard's.
  *
  * Memory of a GPU goes both ways between libraries that use the same one, and work stays in order:
  * a consumer's stream waits for our main stream when it takes a tensor, and a producer is told our
@@ -92,7 +93,7 @@ static void delete_versioned(dl_versioned *self)
     release_export(self->context);
 }
 
-/* A consumer renames a capsule it has taken over; this one nobody took. */
+/* A consumer renames a capsule that it takes over; this one was never taken. */
 static void capsule_destroy(PyObject *capsule)
 {
     if (PyCapsule_IsValid(capsule, "dltensor"))
@@ -134,7 +135,7 @@ static PyObject *export_tensor(PyObject *object, bool versioned, bool copied)
     return capsule;
 }
 
-/* Lets the consumer's stream (`stream`, None or NULL: CUDA's default) wait for our work. */
+/* Makes the consumer's stream (`stream`, None or NULL: CUDA's default) wait for our work. */
 static int lead(fsdpc_device *device, PyObject *stream)
 {
     long long handle = DEFAULT_STREAM;
@@ -155,7 +156,7 @@ static int lead(fsdpc_device *device, PyObject *stream)
     return fsdpc_py_check(status);
 }
 
-/* Raises unless `wanted`, (type, ordinal), None or NULL, is where the memory is. */
+/* Raises unless the memory is on the device `wanted`, (type, ordinal), None or NULL. */
 static int check_wanted(const fsdpc_device *device, PyObject *wanted)
 {
     int type, ordinal;
@@ -274,7 +275,7 @@ static fsdpc_status copy_strided(fsdpc_runtime *runtime, const dl_tensor *d, fsd
     args.dst = t->data;
     fsdpc_status status = runtime->device->nn->copy(&args, runtime->compute);
     Py_BEGIN_ALLOW_THREADS;
-    if (status == FSDPC_OK) /* the memory goes back at once */
+    if (status == FSDPC_OK) /* gives the memory back at once */
         status = fsdpc_stream_sync(runtime->compute);
     Py_END_ALLOW_THREADS;
     if (status != FSDPC_OK) {
@@ -296,7 +297,7 @@ static const char *device_text(int type, int ordinal, char text[64])
     return text;
 }
 
-/* Raises unless `device` computes where the memory is. */
+/* Raises unless `device` owns the memory, by its type and ordinal. */
 static int check_home(const fsdpc_device *device, int type, int ordinal)
 {
     char there[64], here[64];
@@ -313,7 +314,7 @@ static int check_home(const fsdpc_device *device, int type, int ordinal)
     return -1;
 }
 
-/* A tensor over `d`.  *taken_out: it owns the managed tensor, `lent`, now. */
+/* A tensor over `d`.  Sets *taken_out if it now owns the managed tensor, `lent`. */
 static fsdpc_tensor *import_tensor(fsdpc_py_state *state, const dl_tensor *d, bool readonly,
                                    fsdpc_py_lent lent, bool *taken_out)
 {
@@ -370,7 +371,7 @@ static fsdpc_tensor *import_capsule(fsdpc_py_state *state, PyObject *capsule)
     return t;
 }
 
-/* Asked before the memory is: a producer on another device knows no such stream. */
+/* Checked before asking for the memory: a producer on another device would not know our stream. */
 static int check_source(const fsdpc_device *device, PyObject *source)
 {
     int type, ordinal;
@@ -384,14 +385,14 @@ static int check_source(const fsdpc_device *device, PyObject *source)
     return result;
 }
 
-/* __dlpack__'s stream: the one that will read. */
+/* The `stream` argument of __dlpack__: the stream that will read. */
 static unsigned long long stream_of(const fsdpc_device *device)
 {
     uintptr_t handle = fsdpc_device_handle(device);
     return handle ? handle : DEFAULT_STREAM;
 }
 
-/* The producer's capsule: by the 1.0 protocol, or as older ones know it. */
+/* The producer's capsule, by the 1.0 protocol or the older one. */
 static PyObject *ask_capsule(const fsdpc_device *device, PyObject *source)
 {
     if (device->remote && check_source(device, source) < 0)

@@ -1,15 +1,15 @@
-/* Indexing by integers, slices, None and an ellipsis, to read and to write.  An index with arrays
- * or masks goes to methods that fsdpc.functional gives to the type.
+/* Indexing by integers, slices, None and an ellipsis, for reading and writing.  Indices with arrays
+ * or masks go to methods that fsdpc.functional adds to the type.
  *
- * An index becomes one fsdpc_range per dimension.  Reading gives a view where the box is one run of
- * memory (rows of the leading dimension), else a copy.  None adds a dimension of one afterwards.
+ * An index becomes one fsdpc_range per dimension.  Reading returns a view if the box is contiguous
+ * (rows of the leading dimension), otherwise a copy.  None then adds a dimension of size one.
  */
 #include "bind/tensor/ops.h"
 #include "bind/tensor/tensor.h"
 
 typedef struct parsed_index {
     fsdpc_range slices[FSDPC_MAX_DIMS];
-    int ndim;                          /* of the result, new dimensions included */
+    int ndim;                          /* of the result, including new dimensions */
     int64_t shape[2 * FSDPC_MAX_DIMS]; /* of the result */
     bool has_new;
 } parsed_index;
@@ -34,7 +34,7 @@ static int refuse(PyObject *item)
     return -1;
 }
 
-/* Is an array, a list or a tensor among the items? */
+/* Do the items include an array, a list or a tensor? */
 static bool has_arrays(PyObject *index)
 {
     PyObject **items = PyTuple_Check(index) ? ((PyTupleObject *)index)->ob_item : &index;
@@ -168,7 +168,7 @@ int fsdpc_py_tensor_setitem(PyObject *object, PyObject *index, PyObject *value)
     if (!numel)
         box.offset = 0;
     for (int i = 0; i < t->ndim; i++) {
-        stride = t->shape[i] ? stride / t->shape[i] : 0; /* of an empty one nothing is written */
+        stride = t->shape[i] ? stride / t->shape[i] : 0; /* an empty tensor writes nothing */
         if (p.slices[i].drop)
             continue;
         box.shape[box.ndim] = p.slices[i].count;

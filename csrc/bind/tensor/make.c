@@ -11,7 +11,7 @@
 
 enum { MADE_BLOCK = 1024, FEW = 1 << 16 };
 
-/* What zeros(2, 3, dtype=..., requires_grad=True) was given. */
+/* Arguments of calls such as zeros(2, 3, dtype=..., requires_grad=True). */
 typedef struct request {
     fsdpc_runtime *runtime;
     fsdpc_py_state *state;
@@ -39,7 +39,7 @@ static int request_begin(request *r, PyObject *module)
     return r->runtime ? 0 : -1;
 }
 
-/* Extents by position, options by keyword. */
+/* Parses extents by position and options by keyword. */
 static int parse_request(request *r, const char *function, PyObject *module, PyObject *const *args,
                          Py_ssize_t nargs, PyObject *keywords, bool takes_seed)
 {
@@ -68,7 +68,7 @@ static fsdpc_tensor *request_tensor(const request *r)
     return t;
 }
 
-/* t = what `from` holds, in t's dtype; a stride of 0 repeats its first element. */
+/* Copies `from` into t, in t's dtype; a stride of 0 repeats the first element. */
 static fsdpc_status convert(fsdpc_runtime *runtime, fsdpc_tensor *t, const fsdpc_tensor *from,
                             size_t stride)
 {
@@ -83,7 +83,7 @@ static fsdpc_status convert(fsdpc_runtime *runtime, fsdpc_tensor *t, const fsdpc
     return runtime->device->nn->copy(&args, runtime->compute);
 }
 
-/* Every element = value, in any dtype: stored once, then repeated. */
+/* Sets every element to value, in any dtype: stored once, then repeated. */
 static fsdpc_status fill(fsdpc_runtime *runtime, fsdpc_tensor *t, fsdpc_scalar value)
 {
     if (value.real == 0 && !signbit(value.real))
@@ -163,14 +163,14 @@ typedef union block {
     int64_t ints[MADE_BLOCK];
 } block;
 
-/* Where the values come from. */
+/* How values are generated. */
 typedef struct source {
     void (*fill)(const struct source *from, size_t at, size_t n, block *out);
-    fsdpc_dtype dtype; /* which member of a block it fills */
+    fsdpc_dtype dtype; /* the member of a block that it fills */
     size_t numel;
-    double start, step, last; /* counted: element i is start + step * i, but for the last */
-    int64_t first, by;        /* the same of whole numbers, modulo 2^64 */
-    int64_t low;              /* drawn: at least this, and below low + span */
+    double start, step, last; /* counted: element i is start + step * i, except for the last */
+    int64_t first, by;        /* the same for integers, modulo 2^64 */
+    int64_t low;              /* drawn: from low up to, but excluding, low + span */
     uint64_t span, seed, stream;
 } source;
 
@@ -189,12 +189,13 @@ static void count_real(const source *from, size_t at, size_t n, block *out)
         out->reals[n - 1] = from->last;
 }
 
-/* Of 32 random bits an element: any value is likelier than another by 2^-16 at most. */
+/* Uses 32 random bits per element: the probabilities of values differ by at most a factor of 1 +
+ * 2^-16. */
 static void draw_few(const source *from, size_t at, size_t n, block *out)
 {
     for (size_t i = 0; i < n; i += 4) {
         fsdpc_philox words = fsdpc_philox_block(from->seed, from->stream, (at + i) / 4);
-        for (size_t k = 0; k < 4; k++) /* a block has room for all */
+        for (size_t k = 0; k < 4; k++) /* a block has space for all four */
             out->ints[i + k] = from->low + (int64_t)((words.x[k] * from->span) >> 32);
     }
 }
@@ -241,7 +242,7 @@ static fsdpc_status make_values(fsdpc_runtime *runtime, fsdpc_tensor *t, const s
     return status;
 }
 
-/* Whether the dtype holds the first and the last of all numbers. */
+/* Checks that the dtype holds the first and the last number. */
 static fsdpc_status check_ends(const fsdpc_tensor *t, fsdpc_scalar first, fsdpc_scalar last)
 {
     int64_t element;
@@ -251,7 +252,7 @@ static fsdpc_status check_ends(const fsdpc_tensor *t, fsdpc_scalar first, fsdpc_
     return t->numel > 1 ? fsdpc_scalar_store(last, t->dtype, &element) : FSDPC_OK;
 }
 
-/* As whole numbers where all are, exactly. */
+/* Counts in exact integers if all numbers are integers. */
 static fsdpc_status count_up(fsdpc_runtime *runtime, fsdpc_tensor *t, double start, double step,
                              double last)
 {
@@ -280,7 +281,7 @@ static fsdpc_status count_integers(fsdpc_runtime *runtime, fsdpc_tensor *t, int6
     return make_values(runtime, t, &from);
 }
 
-/* Numbers from start on, in steps, before stop; at most 2^64. */
+/* The number of steps from start, inclusive, to stop, exclusive; at most 2^64. */
 static size_t steps_between(int64_t start, int64_t stop, int64_t step)
 {
     if (step > 0 ? start >= stop : start <= stop)

@@ -50,7 +50,7 @@ PyObject *fsdpc_py_tensor_compare(PyObject *a, PyObject *b, int op)
     return fsdpc_py_tensor_number(a, b, kinds[op]);
 }
 
-/* Of one without dimensions: its number's. */
+/* A tensor without dimensions is formatted as its number. */
 static PyObject *tensor_format(PyObject *object, PyObject *spec)
 {
     const fsdpc_tensor *t = fsdpc_py_self(object)->tensor;
@@ -63,7 +63,7 @@ static PyObject *tensor_format(PyObject *object, PyObject *spec)
     return text;
 }
 
-/* "tensor(<values>, dtype=..., requires_grad=True)", values as NumPy prints them. */
+/* "tensor(<values>, dtype=..., requires_grad=True)", with values as NumPy prints them. */
 static PyObject *values_text(PyObject *object)
 {
     PyObject *plain = fsdpc_py_tensor_plain(object);

@@ -1,13 +1,13 @@
 /* NumPy in and out, by Python calls and the buffer protocol.
  *
  * The buffer protocol carries dtype, shape and ownership both ways without a copy, so NumPy's
- * headers are not needed: the extension runs with any NumPy, and `import fsdpc._core` does not
- * import it. bfloat16 has no format letter, so it is no buffer of elements (its bytes are one):
- * else NumPy would take its bits for numbers.  numpy() views them as ml_dtypes' when that package
- * is there, and gives a copy as float32 when not; bits() gives the bits.
+ * headers are not needed.  The extension runs with any NumPy, and `import fsdpc._core` does not
+ * import it. bfloat16 has no format letter, so it is exported as bytes, not elements: NumPy would
+ * read its bits as integers.  If ml_dtypes is installed, numpy() views the bits as its bfloat16;
+ * otherwise it returns a float32 copy. bits() returns the bits.
  *
- * Memory of a remote device is copied both ways, and refused as a buffer: users of a buffer want
- * the tensor's own memory.
+ * Memory of a remote device is copied both ways.  It is not exported as a buffer, because a buffer
+ * must be the tensor's own memory.
  */
 #include "bind/tensor/tensor.h"
 
@@ -25,10 +25,10 @@ static const char *format_of(fsdpc_dtype dtype)
     return formats[dtype];
 }
 
-/* Of a buffer: the memory stays, whatever the object goes over to. */
+/* State of an exported buffer: the memory stays even if the object switches to another tensor. */
 typedef struct exported {
     fsdpc_tensor *tensor;
-    Py_ssize_t extents[]; /* of the shape, then strides */
+    Py_ssize_t extents[]; /* the shape, then strides */
 } exported;
 
 int fsdpc_py_tensor_getbuffer(PyObject *object, Py_buffer *view, int flags)
@@ -100,7 +100,7 @@ static PyObject *numpy_call(const char *function, PyObject *argument)
     return result;
 }
 
-/* ml_dtypes.bfloat16, or NULL, without an exception if there is none. */
+/* ml_dtypes.bfloat16, or NULL, without an exception if it is not installed. */
 static PyObject *ml_bfloat16(void)
 {
     PyObject *module = PyImport_ImportModule("ml_dtypes");
@@ -127,7 +127,7 @@ static PyObject *bytes_of_copy(const fsdpc_tensor *t)
     return fsdpc_py_raise(status);
 }
 
-/* Over the tensor's memory, or a copy of a remote one; `type` as NumPy takes it. */
+/* An array over the tensor's memory, or over a copy of remote memory; `type` is a NumPy dtype. */
 static PyObject *array_as(PyObject *object, const char *type)
 {
     const fsdpc_tensor *t = fsdpc_py_self(object)->tensor;
@@ -159,7 +159,7 @@ PyObject *fsdpc_py_tensor_plain(PyObject *object)
     return wide;
 }
 
-/* A copy, which says so by being read-only. */
+/* A copy, marked as one by being read-only. */
 static PyObject *wide_copy(PyObject *object)
 {
     PyObject *wide = fsdpc_py_tensor_plain(object);
@@ -251,7 +251,7 @@ static void release_buffer(fsdpc_storage *storage)
     PyGILState_Release(gil);
 }
 
-/* -1: no dtype of ours. */
+/* -1 if it is not one of our dtypes. */
 static int dtype_of_format(const char *format, Py_ssize_t itemsize)
 {
     if (*format == '@' || *format == '=' || *format == '<')
@@ -278,7 +278,7 @@ static int dtype_of_format(const char *format, Py_ssize_t itemsize)
     }
 }
 
-/* A tensor over the buffer, which it owns then (*taken_out), or with a copy of it on a remote
+/* A tensor over the buffer, which it then owns (*taken_out), or over a copy of it on a remote
  * device.
  */
 static fsdpc_status tensor_of_buffer(fsdpc_device *device, fsdpc_dtype dtype, const size_t *shape,
@@ -303,7 +303,7 @@ static fsdpc_status tensor_of_buffer(fsdpc_device *device, fsdpc_dtype dtype, co
     return FSDPC_OK;
 }
 
-/* Wraps a C-contiguous, writable buffer; as_bf16: its uint16 are bfloat16. */
+/* Wraps a C-contiguous, writable buffer; as_bf16: its uint16 elements are bfloat16. */
 static fsdpc_tensor *wrap_buffer(fsdpc_runtime *runtime, PyObject *object, bool as_bf16)
 {
     Py_buffer *view = PyMem_Malloc(sizeof *view);
@@ -340,8 +340,8 @@ static fsdpc_tensor *wrap_buffer(fsdpc_runtime *runtime, PyObject *object, bool 
     return t;
 }
 
-/* That an attribute is missing is an answer; Ctrl-C, which NumPy's own Python code (dtype.name) may
- * be interrupted by, is not: it stays set.  Returns whether there is such an error. */
+/* Clears a missing attribute, which is a valid answer.  Ctrl-C is not: it may interrupt NumPy's own
+ * Python code (dtype.name), and stays set.  Returns whether such an error is set. */
 static bool clear_missing(void)
 {
     if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_AttributeError))
@@ -367,7 +367,7 @@ static int is_bfloat16(PyObject *array)
     return clear_missing() ? -1 : result;
 }
 
-/* One character of array.dtype.kind, 0 if there is none, perhaps with an exception. */
+/* The one-character array.dtype.kind; 0 if there is none, perhaps with an exception. */
 static char dtype_kind(PyObject *array)
 {
     PyObject *kind = dtype_attribute(array, "kind");
@@ -418,7 +418,7 @@ static PyObject *from_numpy(PyObject *module, PyObject *array)
 }
 FSDPC_PY_NAMED(from_numpy, "from_numpy", "array")
 
-/* A cast, or a copy if the dtype is already that. */
+/* A cast, or a copy if it already has the dtype. */
 static fsdpc_tensor *own_copy(fsdpc_runtime *runtime, fsdpc_tensor *t, fsdpc_dtype dtype)
 {
     fsdpc_tensor *leaf, *y = NULL;
@@ -435,7 +435,8 @@ static fsdpc_tensor *own_copy(fsdpc_runtime *runtime, fsdpc_tensor *t, fsdpc_dty
     return y;
 }
 
-/* 0, or -1 with ValueError if the integer dtype cannot hold the array's element of this name. */
+/* Checks array.min() or .max(), named `end`: 0, or -1 with ValueError if the integer dtype cannot
+ * hold it. */
 static int check_end(PyObject *array, const char *end, fsdpc_dtype dtype)
 {
     int64_t element;
@@ -450,7 +451,7 @@ static int check_end(PyObject *array, const char *end, fsdpc_dtype dtype)
     return fsdpc_py_check(status);
 }
 
-/* The same of all elements, whose greatest and smallest tell. */
+/* Checks all elements by their smallest and greatest. */
 static int check_ends(PyObject *array, fsdpc_dtype dtype)
 {
     PyObject *numel = PyObject_GetAttrString(array, "size");
@@ -461,7 +462,8 @@ static int check_ends(PyObject *array, fsdpc_dtype dtype)
     return check_end(array, "min", dtype) < 0 ? -1 : check_end(array, "max", dtype);
 }
 
-/* Are all numbers in nested lists integers?  *wide_out: one that int64 does not hold, borrowed. */
+/* Are all numbers in nested lists integers? *wide_out: an integer that does not fit int64,
+ * borrowed. */
 static bool only_integers(PyObject *data, PyObject **wide_out)
 {
     if (PyLong_Check(data)) {
@@ -479,7 +481,8 @@ static bool only_integers(PyObject *data, PyObject **wide_out)
     return true;
 }
 
-/* 0, or -1 with ValueError: NumPy makes floats of integers if no integer dtype holds all. */
+/* 0, or -1 with ValueError: NumPy converts integers to floats if no integer dtype holds them
+ * all. */
 static int check_integers(PyObject *data)
 {
     PyObject *wide = NULL;
@@ -490,7 +493,7 @@ static int check_integers(PyObject *data)
     return -1;
 }
 
-/* Something that is no array: Python numbers and lists.  Floats become float32. */
+/* Converts Python numbers and lists.  Floats become float32. */
 static PyObject *as_array(PyObject *data, int dtype, bool *python_io)
 {
     *python_io = !dtype_kind(data);

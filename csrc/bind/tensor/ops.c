@@ -1,11 +1,11 @@
 /* The operations, each once, as functions of the module and as methods of Tensor.
  *
- * An operation takes its arguments, apart already, as an array with NULL where one was not given.
- * It calls one function of csrc/nn (without the GIL if it is worth it) and wraps what comes back.
- * Results are plain Tensors, whatever subclass the inputs are.
+ * An operation takes its arguments already parsed, in an array with NULL for each omitted one.  It
+ * calls one function of csrc/nn (without the GIL if there is enough work) and wraps the result.
+ * Results are plain Tensors, whatever subclass the inputs have.
  *
- * OPERATIONS is the table: functions of the module come from all of its rows, and methods, with
- * self as the first argument, from those that begin with M.
+ * OPERATIONS is the table: every row becomes a function of the module, and rows that begin with M
+ * also become methods, with self as the first argument.
  */
 #include "bind/tensor/ops.h"
 
@@ -202,7 +202,7 @@ static PyObject *result_type(fsdpc_py_state *state, PyObject *const *a)
     return y ? Py_NewRef(state->dtypes[fsdpc_op_result_type(x, y)]) : NULL;
 }
 
-/* Over any dimension: moved to the end and back. */
+/* Softmax over any dimension: the dimension is moved to the end and back. */
 static fsdpc_status softmax_over(fsdpc_tape *tape, fsdpc_tensor *x, int dim, bool log,
                                  fsdpc_tensor **out)
 {
@@ -348,7 +348,7 @@ static PyObject *rotary(fsdpc_py_state *state, PyObject *const *a)
     RETURN_OP(state, x->numel, fsdpc_op_rotary(r->tape, x, c, s, &y));
 }
 
-/* causal, scale, layout and window, as both forms of attention have them; 0, or -1. */
+/* Parses causal, scale, layout and window, which both forms of attention share; 0, or -1. */
 static int attention_options(const char *layout, PyObject *const *a, PyObject *window,
                              fsdpc_attention_options *out)
 {
@@ -482,8 +482,8 @@ static PyObject *array_equal(PyObject *const *a)
     return status == FSDPC_OK ? PyBool_FromLong(equal) : fsdpc_py_raise(status);
 }
 
-/* F or M(name, how many arguments must be given, call, arguments); a call takes the module's `state`
- * and the arguments `a`. */
+/* F or M(name, number of required arguments, call, arguments); a call uses the module's `state` and
+ * the arguments `a`. */
 #define OPERATIONS(F, M)                                                                           \
     F(add, 2, binary(a, "add", FSDPC_BINARY_ADD), "a", "b")                                        \
     F(sub, 2, binary(a, "sub", FSDPC_BINARY_SUB), "a", "b")                                        \

@@ -7,14 +7,14 @@
 /* ---- arguments: bind/tensor/ops_args.c ---- */
 
 /* Sorts positional and keyword arguments of a fastcall into out[n]; names beyond `required` stay
- * NULL when not given.  0, or -1 with TypeError. */
+ * NULL if omitted. 0, or -1 with TypeError. */
 int fsdpc_py_args(const char *function, int n, const char *const *names, int required,
                   PyObject *const *args, Py_ssize_t nargs, PyObject *keywords, PyObject **out);
 
 /* The parameters of a fastcall with keywords, `self` its module or object... */
 #define FSDPC_PY_FASTCALL(self)                                                                    \
     PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *keywords
-/* ... taken apart into `a`, an array as long as the names are many; returns NULL if that fails. */
+/* ... parsed into `a`, an array with one entry per name; returns NULL if that fails. */
 #define FSDPC_PY_PARSE(function, required, ...)                                                    \
     static const char *const names[] = {__VA_ARGS__};                                              \
     PyObject *a[sizeof names / sizeof *names];                                                     \
@@ -22,7 +22,7 @@ int fsdpc_py_args(const char *function, int n, const char *const *names, int req
                       keywords, a) < 0)                                                            \
     return NULL
 
-/* function##_named: the same with its one argument given by position or name. */
+/* function##_named: the same function, with its one argument given by position or name. */
 #define FSDPC_PY_NAMED(function, says, argument)                                                   \
     static PyObject *function##_named(FSDPC_PY_FASTCALL(self))                                     \
     {                                                                                              \
@@ -30,12 +30,12 @@ int fsdpc_py_args(const char *function, int n, const char *const *names, int req
         return function(self, a[0]);                                                               \
     }
 
-/* These leave *inout alone for NULL. */
+/* These leave *inout unchanged for NULL. */
 int fsdpc_py_arg_bool(PyObject *object, bool *inout);
 int fsdpc_py_arg_double(PyObject *object, double *inout); /* and for None */
 int fsdpc_py_arg_int64(PyObject *object, int64_t *inout);
 int fsdpc_py_arg_int(PyObject *object, int *inout);
-/* One of two words: whether it is the second. */
+/* One of two words: sets whether it is the second. */
 int fsdpc_py_arg_second(const char *what, const char *const names[2], PyObject *object,
                         bool *inout);
 /* NULL and None give NULL. */
@@ -44,15 +44,16 @@ int fsdpc_py_arg_tensor(PyObject *object, fsdpc_tensor **out);
 /* A Python number (also NumPy's), integers exactly.  False: not a number. */
 bool fsdpc_py_number(PyObject *object, fsdpc_scalar *out);
 
-/* Extents from one sequence or from many integers; the number of them, or -1 with an exception. */
+/* Extents from one sequence or from several integers; their number, or -1 with an exception. */
 int fsdpc_py_extents(const char *function, PyObject *const *args, Py_ssize_t nargs, int64_t *out);
-/* The same, none of them negative. */
+/* The same, but negative extents are an error. */
 int fsdpc_py_shape(const char *function, PyObject *const *args, Py_ssize_t nargs, size_t *out);
-/* `n` of them, none negative; 0, or -1. */
+/* Reads `n` sizes, none negative; 0, or -1. */
 int fsdpc_py_arg_sizes(const char *what, PyObject *object, int n, size_t *out);
-/* Numbers of a sequence, none of them negative, to be freed; NULL with an exception. */
+/* Numbers of a sequence, none negative, which the caller frees; NULL with an exception. */
 size_t *fsdpc_py_sizes(const char *what, PyObject *sequence, size_t *n_out);
-/* A list or tuple of a sequence of tensors, new reference; one tensor is none, though it has rows. */
+/* A list or tuple of a sequence of tensors, new reference.  A single tensor is an error, although
+ * it has rows. */
 PyObject *fsdpc_py_tensors(PyObject *sequence);
 /* An int, a sequence of ints, or all for NULL and None. */
 int fsdpc_py_dims(const char *function, PyObject *object, int ndim, bool *flags_out);
@@ -66,7 +67,7 @@ PyObject *fsdpc_py_op_concat(fsdpc_py_state *state, PyObject *const *a, bool sta
 PyObject *fsdpc_py_op_cast(fsdpc_py_state *state, fsdpc_tensor *x, fsdpc_dtype dtype);
 PyObject *fsdpc_py_op_reshape(fsdpc_py_state *state, fsdpc_tensor *x, int ndim,
                               const int64_t *shape);
-/* `dims` as Python gave them. */
+/* `dims` as Python passed them. */
 PyObject *fsdpc_py_op_permute(fsdpc_py_state *state, fsdpc_tensor *x, int n, const int64_t *dims);
 PyObject *fsdpc_py_op_expand(fsdpc_py_state *state, fsdpc_tensor *x, int ndim,
                              const int64_t *shape);

@@ -1,12 +1,12 @@
-/* checkpoint(fn, *args, **kwargs): activations are recomputed instead of kept.
+/* checkpoint(fn, *args, **kwargs): recomputes activations instead of keeping them.
  *
- * Forward runs fn with recording off and joins its outputs to its tensor arguments by a custom node
- * (nn/op_custom.c).  The node's backward sets the random stream back to where it was, runs fn again
- * on fresh leaves with recording on, and runs a nested backward from the new outputs.  Parameters
- * that fn reads get their gradients from that one directly, so the node is made even when no
- * argument requires grad.
+ * Forward runs fn without recording and connects its outputs to its tensor arguments with a custom
+ * node (nn/op_custom.c).  The node's backward restores the random stream, runs fn again on fresh
+ * leaves with recording on, and runs a nested backward from the new outputs.  That backward also
+ * gives gradients directly to the parameters that fn reads, so the node is made even if no argument
+ * requires grad.
  *
- * Tensors are looked for among args and the values of kwargs, not inside containers.  fn returns a
+ * Tensors are searched for among args and the values of kwargs, not inside containers. fn returns a
  * tensor or a tuple of tensors (other values in the tuple pass through), the same both times.
  */
 #include "bind/tensor/ops.h"
@@ -14,7 +14,7 @@
 
 typedef struct checkpoint {
     fsdpc_py_state *state;
-    PyObject *fn, *values; /* a tuple of arguments, those with names last */
+    PyObject *fn, *values; /* a tuple of arguments, keyword arguments last */
     PyObject *names;       /* a tuple, or NULL */
     uint64_t seed, first_stream;
     uint64_t ran_at; /* the tape's next_number when fn had run */
@@ -33,7 +33,7 @@ static void checkpoint_release(void *arg)
 
 /* ---- arguments ---- */
 
-/* A fresh leaf over the same memory, remembered in `leaves`. */
+/* A fresh leaf over the same memory, stored in `leaves`. */
 static PyObject *leaf_of(checkpoint *c, PyObject *object, fsdpc_tensor **leaves, int *n_io)
 {
     fsdpc_tensor *t = fsdpc_py_tensor_peek(NULL, object), *leaf;
@@ -47,7 +47,7 @@ static PyObject *leaf_of(checkpoint *c, PyObject *object, fsdpc_tensor **leaves,
     return fsdpc_py_tensor_new(c->state, leaf);
 }
 
-/* fn with every tensor among its arguments replaced by a leaf. */
+/* Calls fn with every tensor argument replaced by a leaf. */
 static PyObject *call_on_leaves(checkpoint *c, fsdpc_tensor **leaves, int *n_io)
 {
     Py_ssize_t n = PyTuple_GET_SIZE(c->values), n_names = c->names ? PyTuple_GET_SIZE(c->names) : 0;
@@ -178,7 +178,7 @@ static const fsdpc_custom_ops checkpoint_ops = {"checkpoint", checkpoint_backwar
 
 /* ---- forward ---- */
 
-/* A detached tensor for each tensor of the result, borrowed order kept; the number, or -1. */
+/* A detached tensor for each tensor of the result, in the same order; the number, or -1. */
 static int detach_outputs(PyObject *result, fsdpc_tensor **out)
 {
     int n = 0;
@@ -215,7 +215,7 @@ static PyObject *rebuild_result(fsdpc_py_state *state, PyObject *result, fsdpc_t
     return tuple;
 }
 
-/* Joins the outputs to the tape; takes over c. */
+/* Connects the outputs to the tape; takes over c. */
 static PyObject *join(checkpoint *c, PyObject *result)
 {
     fsdpc_py_state *state = c->state;

@@ -3,7 +3,7 @@
 
 #include "bind/tensor/tensor.h"
 
-/* Tensors of a sequence, with a new dimension each for stack. */
+/* Collects the tensors of a sequence, each with a new dimension for stack. */
 static int collect(fsdpc_runtime *r, PyObject *fast, int dim, bool stack, fsdpc_tensor **out)
 {
     Py_ssize_t n = PySequence_Fast_GET_SIZE(fast);

@@ -1,6 +1,6 @@
-/* The main stream beside streams of other libraries; see csrc/device/device.h.
+/* The main stream together with streams of other libraries; see csrc/device/device.h.
  *
- * A CPU has no such streams: adopting does nothing there, and the handle is 0.
+ * The CPU has no such streams: adopting does nothing there, and the handle is 0.
  */
 #include "bind/state.h"
 
@@ -34,7 +34,7 @@ static void reclaim(void *arg)
     PyErr_Fetch(&type, &value, &traceback);
     PyObject *done = state->reclaim ? PyObject_CallNoArgs(state->reclaim) : Py_NewRef(Py_None);
     if (!done)
-        PyErr_WriteUnraisable(state->reclaim); /* the allocation itself will fail, and say so */
+        PyErr_WriteUnraisable(state->reclaim); /* the allocation then fails and reports it */
     Py_XDECREF(done);
     PyErr_Restore(type, value, traceback);
     PyGILState_Release(gil);

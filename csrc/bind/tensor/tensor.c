@@ -1,11 +1,11 @@
 /* Tensor: the Python object over an fsdpc_tensor.
  *
- * Several objects may stand for one tensor (`p.grad` makes one each time); what matters (gradient,
- * hooks, node) lives in the C tensor, so they agree.  The object has no __dict__ of its own:
- * subclasses made in Python get one.
+ * Several objects may refer to one tensor (each `p.grad` creates one).  Their common state
+ * (gradient, hooks, node) is in the C tensor, so they agree.  The object has no __dict__ of its
+ * own; subclasses made in Python get one.
  *
- * The collector sees through a tensor that nobody else holds to the Python hooks on it: a hook that
- * refers back to its tensor is collected.
+ * If no other reference to a tensor exists, the garbage collector visits its Python hooks through
+ * it, so a hook that refers back to its tensor is collected.
  */
 #include "bind/tensor/tensor.h"
 
@@ -18,7 +18,7 @@ static void tensor_dealloc(PyObject *object)
     if (self->weakrefs)
         PyObject_ClearWeakRefs(object);
     fsdpc_tensor_release(self->tensor);
-    fsdpc_py_tensor_drop_unseen(self); /* one by one: a long chain would eat the stack */
+    fsdpc_py_tensor_drop_unseen(self); /* one by one: a long chain would overflow the stack */
     Py_XDECREF(self->base);
     fsdpc_py_free(object);
 }
@@ -327,7 +327,7 @@ static PyObject *tensor_int(PyObject *object)
     return result;
 }
 
-/* Elements are compared, and a tensor is found in a dict by what it is. */
+/* Equality compares elements, but a dict finds a tensor by identity. */
 static Py_hash_t tensor_hash(PyObject *object)
 {
     return PyBaseObject_Type.tp_hash(object);

@@ -4,10 +4,10 @@
 
 #include "bind/state.h"
 
-/* 0, or -1 with TypeError: only tensors of floats can require grad. */
+/* 0, or -1 with TypeError: only floating point tensors can require grad. */
 int fsdpc_py_check_requires_grad(bool requires_grad, fsdpc_dtype dtype);
 
-/* Slots of the type that stand in other files. */
+/* Slots of the type that are defined in other files. */
 PyObject *fsdpc_py_tensor_number(PyObject *a, PyObject *b, fsdpc_binary kind);
 PyObject *fsdpc_py_tensor_compare(PyObject *a, PyObject *b, int op);
 PyObject *fsdpc_py_tensor_getitem(PyObject *self, PyObject *index);
@@ -16,40 +16,43 @@ int fsdpc_py_tensor_getbuffer(PyObject *self, Py_buffer *view, int flags);
 void fsdpc_py_tensor_releasebuffer(PyObject *self, Py_buffer *view);
 PyObject *fsdpc_py_tensor_repr(PyObject *self);
 
-/* The Python object's own parts. */
+/* The parts of the Python object itself. */
 static inline fsdpc_py_tensor *fsdpc_py_self(PyObject *object)
 {
     return (fsdpc_py_tensor *)object;
 }
 
-/* Python callables as hooks: visited by the collector through the tensor that holds them. */
+/* Python callables as hooks: the garbage collector visits them through the tensor that holds
+ * them. */
 int fsdpc_py_hooks_traverse(const fsdpc_tensor *t, visitproc visit, void *arg);
 void fsdpc_py_hooks_clear(fsdpc_tensor *t);
 
-/* NumPy, by Python calls and the buffer protocol: no NumPy header is needed. */
+/* NumPy through Python calls and the buffer protocol: no NumPy header is needed. */
 PyObject *fsdpc_py_tensor_numpy(PyObject *self, PyObject *unused);
-/* A tensor of a dtype that NumPy has, with the same values: itself, or a copy of bfloat16. */
+/* A tensor with the same values in a dtype that NumPy has: itself, or a copy of bfloat16. */
 PyObject *fsdpc_py_tensor_plain(PyObject *self);
-/* Is it NumPy's, or like it?  False, perhaps with an exception, which is not a missing attribute.
+/* Is it a NumPy array or array-like?  False, perhaps with an exception other than a missing
+ * attribute.
  */
 bool fsdpc_py_is_array(PyObject *object);
-/* Any object as a new tensor of our own memory; dtype < 0: what suits the data. */
+/* Any object as a new tensor in our own memory; dtype < 0: chosen to suit the data. */
 fsdpc_tensor *fsdpc_py_tensor_from_data(fsdpc_py_state *state, PyObject *data, int dtype);
 
 /* ---- in place: bind/tensor/write.c ---- */
 
 /* May this tensor be written in place now?  -1 with an exception if not. */
 int fsdpc_py_tensor_check_inplace(fsdpc_py_tensor *self, const char *what);
-/* x[box] = value, broadcast and converted, and recorded where gradients flow; 0 or -1 with an
- * exception, which begins with `what`.  `operand`: what the value was computed from, or NULL. */
+/* x[box] = value, broadcast and converted, and recorded if gradients flow; 0, or -1 with an
+ * exception that begins with `what`.  `operand`: what the value was computed from, or NULL. */
 int fsdpc_py_tensor_assign(fsdpc_py_tensor *self, const char *what, const fsdpc_box *box,
                            PyObject *value, PyObject *operand);
-/* A new tensor made from `object`, or NULL: if it shares the memory, it knows whose that is. */
+/* A new Tensor made from `object`, or NULL: if the two share memory, the new one refers to
+ * `object`. */
 PyObject *fsdpc_py_tensor_over(PyObject *object, PyObject *result);
-/* Lets go of objects that this one was made from, and that nothing else refers to. */
+/* Releases the objects that this one was made from and that have no other reference. */
 void fsdpc_py_tensor_drop_unseen(fsdpc_py_tensor *self);
 void fsdpc_py_tensor_whole(const fsdpc_tensor *t, fsdpc_box *out);
-/* The object goes over to another tensor, which it takes. */
+/* The object switches to another tensor, which it takes over. */
 void fsdpc_py_tensor_replace(fsdpc_py_tensor *self, fsdpc_tensor *t);
 /* Slots of `+=` and so on: bind/tensor/operator.c. */
 #define FSDPC_PY_INPLACE(X)                                                                        \
@@ -68,7 +71,7 @@ FSDPC_PY_INPLACE(X)
 #undef X
 PyObject *fsdpc_py_tensor_inplace_power(PyObject *a, PyObject *b, PyObject *modulus);
 
-/* Whether two tensors of one size hold equal bytes; waits for what computes them. */
+/* Whether two tensors of equal size hold equal bytes; waits for their computation. */
 fsdpc_status fsdpc_py_tensor_same_bytes(const fsdpc_tensor *x, const fsdpc_tensor *y,
                                         bool *equal_out);
 

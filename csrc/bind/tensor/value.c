@@ -137,7 +137,7 @@ static PyObject *method_clone(PyObject *object, PyObject *Py_UNUSED(unused))
     return fsdpc_py_result(STATE(object), status, y);
 }
 
-/* A leaf's copy is a leaf, as copy.deepcopy of a module needs. */
+/* The copy of a leaf is a leaf, as copy.deepcopy of a module needs. */
 static PyObject *method_deepcopy(PyObject *object, PyObject *Py_UNUSED(memo))
 {
     fsdpc_runtime *runtime = fsdpc_py_state_runtime(STATE(object));

@@ -1,14 +1,14 @@
-/* Tensors that are changed in place: their values, or the memory that they stand on.
+/* In-place changes to tensors: to their values, or to the memory that they use.
  *
- * A leaf that requires grad is changed inside no_grad() alone, and a full never: who may write is
- * asked once, in check_inplace.  Values may come from tensors, arrays, lists and numbers; they are
- * broadcast and cast on their way.
+ * A leaf that requires grad may only be changed inside no_grad(), and a full never: check_inplace
+ * is the one place that decides.  Values may come from tensors, arrays, lists and numbers; they are
+ * broadcast and cast on the way.
  *
- * If gradients flow into a write or through it, the write is recorded (nn/op_write.c), and the
- * Python object goes over to the tensor that has the node.  Other tensors over the memory would
- * keep their old history.  Rows and reshaped tensors know the object that they were made from.  So
- * the object, the value, the other operand of `x[0] += y`, and all that these are rows of, are
- * brought up to date together.  If further tensors share the memory, the write is refused.
+ * If gradients flow into or through a write, the write is recorded (nn/op_write.c), and the Python
+ * object switches to the tensor with the new node.  Other tensors over the memory would keep their
+ * old history.  Rows and reshaped tensors know the object that they were made from.  A write
+ * therefore updates together the object, the value, the other operand of `x[0] += y`, and every
+ * object whose rows these are.  If further tensors share the memory, the write is refused.
  */
 #include "bind/tensor/ops.h"
 #include "bind/tensor/tensor.h"
@@ -46,8 +46,8 @@ void fsdpc_py_tensor_whole(const fsdpc_tensor *t, fsdpc_box *out)
     fsdpc_op_strides(t->ndim, t->shape, out->strides);
 }
 
-/* The value as a tensor, new reference; a number in self's dtype, or an error if that cannot hold
- * it. */
+/* The value as a tensor, new reference.  A number takes self's dtype; it is an error if it does not
+ * fit. */
 static fsdpc_tensor *value_tensor(fsdpc_py_tensor *self, PyObject *value)
 {
     fsdpc_tensor *t = fsdpc_py_tensor_peek(NULL, value);
@@ -61,7 +61,7 @@ static fsdpc_tensor *value_tensor(fsdpc_py_tensor *self, PyObject *value)
             fsdpc_py_raise(status);
         return t;
     }
-    if (!t) /* lists of integers are checked as numbers are */
+    if (!t) /* lists of integers are checked like numbers */
         return fsdpc_py_tensor_from_data(
             self->state, value,
             fsdpc_dtype_is_float(self->tensor->dtype) ? -1 : (int)self->tensor->dtype);
@@ -73,7 +73,7 @@ static fsdpc_tensor *value_tensor(fsdpc_py_tensor *self, PyObject *value)
     return fsdpc_tensor_acquire(t);
 }
 
-/* The value is what the box holds: `x[0] += y` ends with such a write. */
+/* The value is already what the box holds: `x[0] += y` ends with such a write. */
 static bool is_place(const fsdpc_tensor *t, const fsdpc_box *box, const fsdpc_tensor *value)
 {
     size_t dense[FSDPC_MAX_DIMS], numel = 1;
@@ -97,8 +97,8 @@ void fsdpc_py_tensor_drop_unseen(fsdpc_py_tensor *self)
     }
 }
 
-/* The object that these are rows of, or another shape of; NULL: this one has a memory or, as a leaf
- * that requires grad, a gradient of its own. */
+/* The object that these are rows of, or a reshaped view of.  NULL if this one has memory of its own
+ * or, as a leaf that requires grad, a gradient of its own. */
 static fsdpc_py_tensor *above(fsdpc_py_tensor *self)
 {
     const fsdpc_tensor *t = self->tensor;
@@ -108,7 +108,7 @@ static fsdpc_py_tensor *above(fsdpc_py_tensor *self)
     return base && !is_leaf && base->tensor->storage == t->storage ? base : NULL;
 }
 
-/* The object whose memory these are rows of, or itself. */
+/* The object whose memory these are rows of, or the object itself. */
 static fsdpc_py_tensor *root_of(fsdpc_py_tensor *self)
 {
     for (fsdpc_py_tensor *next = above(self); next; next = above(self))
@@ -119,22 +119,22 @@ static fsdpc_py_tensor *root_of(fsdpc_py_tensor *self)
 PyObject *fsdpc_py_tensor_over(PyObject *object, PyObject *result)
 {
     fsdpc_py_tensor *self = fsdpc_py_self(object), *over = fsdpc_py_self(result);
-    /* Without gradients there are none to bring up to date, and a base would keep its graph. */
+    /* Without gradients no history needs an update, and a base would keep its graph alive. */
     if (result && over->tensor->storage == self->tensor->storage && self->tensor->storage &&
         self->state->runtime.tape->grad_enabled) {
-        fsdpc_py_tensor_drop_unseen(self); /* or a loop of views would keep them all */
+        fsdpc_py_tensor_drop_unseen(self); /* otherwise a loop of views would keep them all */
         over->base = Py_NewRef(object);
     }
     return result;
 }
 
-/* Elements in front of t in the tensor that it is rows of. */
+/* Elements before t in the tensor that it is rows of. */
 static size_t rows_before(const fsdpc_tensor *root, const fsdpc_tensor *t)
 {
     return (size_t)((char *)t->data - (char *)root->data) / fsdpc_dtype_bytes(t->dtype);
 }
 
-/* t's place in `root`, which has a new history, as a tensor. */
+/* A tensor for t's place in `root`, which has a new history. */
 static fsdpc_status rows_again(fsdpc_tape *tape, fsdpc_tensor *root, const fsdpc_tensor *t,
                                fsdpc_tensor **out)
 {
@@ -152,15 +152,15 @@ static fsdpc_status rows_again(fsdpc_tape *tape, fsdpc_tensor *root, const fsdpc
     return st;
 }
 
-/* Objects over the written memory that a write brings up to date. */
+/* Objects over the written memory that a write updates. */
 enum { MOST_KNOWN = 16 };
 typedef struct known {
     fsdpc_py_tensor *root;
-    int n, apart; /* apart: tensors that keep their history, as the write does not change them */
+    int n, apart; /* apart: tensors whose history the write does not change */
     fsdpc_py_tensor *objects[MOST_KNOWN]; /* without the root */
 } known;
 
-/* Adds what the write reads or changes, and all that it is rows of. */
+/* Adds the objects that the write reads or changes, and everything that they are rows of. */
 static void know(known *k, const fsdpc_tensor *t, const fsdpc_box *box, PyObject *object)
 {
     fsdpc_tensor *of = object ? fsdpc_py_tensor_peek(NULL, object) : NULL;
@@ -193,7 +193,7 @@ static int check_shared(const fsdpc_tensor *t, const char *what, const known *k)
     return -1;
 }
 
-/* What the write changes, with its new history. */
+/* Gives the objects that the write changes their new history. */
 static fsdpc_status bring_up(fsdpc_tape *tape, const known *k, fsdpc_tensor *written)
 {
     fsdpc_tensor *again[MOST_KNOWN];
@@ -232,7 +232,7 @@ static int write_recorded(fsdpc_py_tensor *self, const char *what, const fsdpc_b
     fsdpc_status status;
     FSDPC_PY_RUN(runtime, self->tensor->numel, status,
                  fsdpc_op_write(runtime->tape, k.root->tensor, &at, src, &written));
-    if (status == FSDPC_OK && written) /* none: the root was frozen after the rows were taken */
+    if (status == FSDPC_OK && written) /* NULL: the root was frozen after the rows were taken */
         status = bring_up(runtime->tape, &k, written);
     return fsdpc_py_check(status);
 }

@@ -1,4 +1,4 @@
-/* TorchUnit: driving the schedule.
+/* TorchUnit: drives the schedule.
  *
  * enter and leave stand around a module's forward, marks (callables for the foreign autograd's
  * nodes) begin a unit's backward, end_backward ends it.  What modules see meanwhile is
@@ -49,7 +49,7 @@ static int check_usable(const fsdpc_py_torch_unit *self)
     return fsdpc_py_unit_check_open(self->unit) < 0 ? -1 : fsdpc_torch_join(self);
 }
 
-/* What became of pieces' gradients since the last backward, once in a backward. */
+/* Handles what happened to the pieces' gradients since the last backward; once per backward. */
 static int catch_up(fsdpc_py_torch_unit *self)
 {
     if (!self->taken && fsdpc_torch_begin_grads(self) < 0)
@@ -88,7 +88,7 @@ int fsdpc_torch_reach_backward(fsdpc_py_torch_unit *self)
     return fsdpc_torch_begin_backward(self, fsdpc_unit_generation(unit));
 }
 
-/* mark(): what a node calls with its gradients before it runs. */
+/* mark(): a node calls it with its gradients before it runs. */
 static PyObject *mark_call(PyObject *data, PyObject *Py_UNUSED(grads))
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)PyTuple_GET_ITEM(data, 0);
@@ -109,8 +109,8 @@ static PyObject *torch_unit_mark(PyObject *object, PyObject *Py_UNUSED(unused))
     return mark;
 }
 
-/* enter(grad, in_task): `in_task` says that the foreign autograd is running backward.  True for the
- * first of the unit's modules to run. */
+/* enter(grad, in_task): `in_task` is true if the foreign autograd is running backward.  Returns
+ * True for the first of the unit's modules to run. */
 static PyObject *torch_unit_enter(PyObject *object, PyObject *const *args, Py_ssize_t n)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
@@ -166,7 +166,7 @@ static PyObject *torch_unit_end_backward(PyObject *object, PyObject *Py_UNUSED(u
     return fsdpc_torch_hide(self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* finish(): of the root; every rank's reductions are done after it. */
+/* finish(): called on the root; afterwards every rank's reductions are complete. */
 static PyObject *torch_unit_finish(PyObject *object, PyObject *Py_UNUSED(unused))
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
@@ -191,7 +191,7 @@ static PyObject *torch_unit_catch_up(PyObject *object, PyObject *Py_UNUSED(unuse
     Py_RETURN_NONE;
 }
 
-/* reset(): after an exception; the engine's part concerns the whole root. */
+/* reset(): after an exception; the engine's part covers the whole root. */
 static PyObject *torch_unit_reset(PyObject *object, PyObject *Py_UNUSED(unused))
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
@@ -203,8 +203,9 @@ static PyObject *torch_unit_reset(PyObject *object, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
-/* hide(gave_up): pieces again.  Whether what a backward that was given up has posted is in differs
- * from rank to rank, so it goes on all, unless the user adds to gradients of earlier ones. */
+/* hide(gave_up): shows pieces again.  Ranks differ in which reductions of an aborted backward have
+ * completed.  All ranks therefore drop them, unless the user is accumulating onto earlier
+ * gradients. */
 static PyObject *torch_unit_hide(PyObject *object, PyObject *gave_up)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
@@ -214,14 +215,14 @@ static PyObject *torch_unit_hide(PyObject *object, PyObject *gave_up)
     self->taken = false;
     fsdpc_unit *unit = fsdpc_torch_unit(self);
     for (int i = 0; gave_up == Py_True && i < self->n_params; i++)
-        (void)fsdpc_unit_give_grad(unit, i); /* as if it had been */
+        (void)fsdpc_unit_give_grad(unit, i); /* treat it as handed out */
     int any = gave_up == Py_True ? fsdpc_torch_has_grads(self) : 1;
     if (any < 0 || (any == 0 && fsdpc_torch_zero_grad(self, false) < 0))
         return NULL;
     return fsdpc_torch_hide(self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* hold(begin): fulls stay shown once Unit.unshard has gathered them, until it is given back. */
+/* hold(begin): fulls stay shown after Unit.unshard has gathered them, until they are given back. */
 static PyObject *torch_unit_hold(PyObject *object, PyObject *arg)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
@@ -232,7 +233,7 @@ static PyObject *torch_unit_hold(PyObject *object, PyObject *arg)
         (void)fsdpc_reshard(fsdpc_torch_unit(self));
         return fsdpc_torch_hide(self) < 0 ? NULL : Py_NewRef(Py_None);
     }
-    if (!self->pins) /* a forward has used and given it back */
+    if (!self->pins) /* a forward has used and released it */
         Py_RETURN_NONE;
     self->held = true;
     return fsdpc_torch_show(self, true, true) < 0 ? NULL : Py_NewRef(Py_None);

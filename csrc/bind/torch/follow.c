@@ -1,9 +1,10 @@
-/* TorchUnit: following what the user may change between steps.
+/* TorchUnit: follows what the user may change between steps.
  *
- * An epoch publishes the masters of every unit of its root, whichever unit it begins with.  So all
- * of them are followed before it, not the one that is called: a piece whose `.data` was replaced
- * stands on other memory, and what is there is taken over into the master (`adopt`).  Whatever else
- * reads or writes masters (gathers of full values, loading, an optimizer's step) follows its unit.
+ * An epoch publishes the masters of every unit of its root, whichever unit begins it.  All units
+ * are therefore followed before an epoch, not only the one that is called.  If the `.data` of a
+ * piece was replaced, the piece uses other memory, and its contents are copied into the master
+ * (`adopt`).  Everything else that reads or writes masters (gathering full values, loading, an
+ * optimizer's step) follows its own unit.
  */
 #include "bind/torch/unit.h"
 

@@ -5,22 +5,23 @@
  * gradient exists once, for as long as one parameter's backward, unless it had better wait for
  * the memory of the shard (bind/torch/lent.c).
  *
- * Between backwards `.grad` of a piece belongs to the user.  What was handed out is a tensor over
- * the gradient shard itself, so scaling it in place reaches the engine by itself.  Dropping and
- * assigning do not, and are found here by identity: no gradient on any piece drops the unit's shard
- * without touching memory; on some, their rows are zeroed; a tensor that is not ours is copied in.
+ * Between backwards, the `.grad` of a piece belongs to the user.  We hand out a tensor over the
+ * gradient shard itself, so the engine sees an in-place scale directly.  It does not see a gradient
+ * that is dropped or assigned; those are detected here by identity.  If no piece has a gradient,
+ * the unit's shard is dropped without touching memory.  If some pieces have none, their rows are
+ * zeroed.  A tensor that is not ours is copied in.
  *
- * A piece may be in the graph itself, as in a penalty on parameters, and the foreign autograd puts
- * that gradient into its `.grad`.  Before the unit's backward it is taken like any other.  After
- * that, reductions may be writing the shard.  So pieces have no gradient while a backward runs, and
- * what they have at its end is added to the shard then.
+ * A piece may itself be in the graph, as in a penalty on parameters; the foreign autograd then puts
+ * a gradient into its `.grad`.  Before the unit's backward, that gradient is taken like any other.
+ * Later, reductions may be writing the shard.  Pieces therefore have no gradient when a backward
+ * begins, and any gradient that they have at its end is added to the shard then.
  */
 #include "bind/torch/unit.h"
 
 #include "ops/flat_ops.h"
 
 typedef struct hook_data {
-    fsdpc_py_torch_unit *owner; /* borrowed; NULL once it has gone */
+    fsdpc_py_torch_unit *owner; /* borrowed; NULL once freed */
     int param;
 } hook_data;
 
@@ -29,7 +30,7 @@ static void free_hook_data(PyObject *capsule)
     PyMem_Free(PyCapsule_GetPointer(capsule, NULL));
 }
 
-/* The gradient as a dense tensor of the full's dtype: itself nearly always. */
+/* The gradient as a dense tensor of the full's dtype: nearly always the gradient itself. */
 static PyObject *dense(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *param,
                        PyObject *grad)
 {
@@ -76,7 +77,8 @@ static int add(fsdpc_py_torch_unit *self, int index, PyObject *grad)
     return fsdpc_py_check(status);
 }
 
-/* On the stream of those that waited: whoever has their memory next there is behind it. */
+/* Runs on the stream of the delayed gradients, so the next user of their memory on that stream
+ * comes later in stream order. */
 int fsdpc_torch_add_early(fsdpc_py_torch_unit *self)
 {
     if (self->early_bytes == 0)
@@ -178,7 +180,7 @@ int fsdpc_torch_version(const fsdpc_py_torch_unit *self, PyObject *tensor, long 
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Within fsdpc_torch_plain_begin. */
+/* Call only after fsdpc_torch_plain_begin. */
 static PyObject *read_grad(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *p)
 {
     return Py_TYPE(self->grad_of)
@@ -198,7 +200,7 @@ static PyObject *get_grad(const fsdpc_py_torch_unit *self, const fsdpc_torch_par
     return grad;
 }
 
-/* 1 if hooks of the piece wait for its gradient, 0, or -1. */
+/* 1 if hooks of the piece wait for its gradient, otherwise 0, or -1. */
 static int set_grad(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *p, PyObject *grad)
 {
     PyObject *plain = fsdpc_torch_plain_begin(self), *hooks = NULL;
@@ -215,15 +217,15 @@ static int write_rows(fsdpc_py_torch_unit *self, const fsdpc_torch_param *p, PyO
 {
     if (fsdpc_py_check(fsdpc_unit_take_write(fsdpc_torch_unit(self))) < 0)
         return -1;
-    PyObject *plain = PyObject_CallMethodNoArgs(grad, self->names.detach); /* of create_graph */
+    PyObject *plain = PyObject_CallMethodNoArgs(grad, self->names.detach); /* from create_graph */
     PyObject *done = plain ? PyObject_CallMethodOneArg(p->grad, how, plain) : NULL;
     Py_XDECREF(plain);
     Py_XDECREF(done);
     return done ? 0 : -1;
 }
 
-/* Copies in what a piece has, which is not the shard itself.  A narrow piece keeps it beside that,
- * as the gradient that the front door's attribute made of it. */
+/* Copies in a piece's `.grad` that is not the shard itself.  A narrow piece keeps that `.grad` as
+ * well as the shard, as the gradient that the frontend's attribute made of it. */
 static int copy_in(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, PyObject *grad)
 {
     PyObject *given = p->narrow ? grad : p->grad;
@@ -237,7 +239,7 @@ static int copy_in(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, PyObject *gr
     return given == p->grad ? 0 : fsdpc_torch_version(self, given, &p->version);
 }
 
-/* Takes one piece's `.grad`: 1 if it exists, 0 if not, -1 on error. */
+/* Takes the `.grad` of one piece: 1 if it exists, 0 if not, -1 on error. */
 static int take_one(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, bool live)
 {
     PyObject *grad = get_grad(self, p);
@@ -269,7 +271,7 @@ int fsdpc_torch_has_grads(const fsdpc_py_torch_unit *self)
     return any;
 }
 
-/* Takes parameter i's gradient; rows of one that has none are zero. */
+/* Takes the gradient of parameter i; if it has none, its rows are zeroed. */
 static int take_param(fsdpc_py_torch_unit *self, int i, bool live)
 {
     int has = take_one(self, &self->params[i], live);
@@ -279,7 +281,7 @@ static int take_param(fsdpc_py_torch_unit *self, int i, bool live)
     return fsdpc_py_check(status);
 }
 
-/* Users may give a gradient to what is frozen. */
+/* Users may give gradients to frozen parameters. */
 static int make_room(fsdpc_py_torch_unit *self)
 {
     fsdpc_unit *unit = fsdpc_torch_unit(self);
@@ -317,7 +319,7 @@ int fsdpc_torch_take_grads(fsdpc_py_torch_unit *self)
     return 0;
 }
 
-/* The one of a parameter that has one, so that a loop over parameters is linear. */
+/* Takes the gradient of a parameter that has one, so that a loop over parameters stays linear. */
 static int take_grad(fsdpc_py_torch_unit *self, int i)
 {
     fsdpc_unit *unit = fsdpc_torch_unit(self);
@@ -327,7 +329,7 @@ static int take_grad(fsdpc_py_torch_unit *self, int i)
     return status == FSDPC_OK ? take_param(self, i, true) : (fsdpc_py_raise(status), -1);
 }
 
-/* `.grad` has the piece's dtype; the shard is wider where the piece is narrow. */
+/* `.grad` has the piece's dtype; for a narrow piece the shard is wider. */
 static PyObject *grad_for(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *p)
 {
     if (!p->narrow)
@@ -340,8 +342,9 @@ static PyObject *grad_for(const fsdpc_py_torch_unit *self, const fsdpc_torch_par
     return grad;
 }
 
-/* Hands out the sum of what was reduced and what the graph gave the piece itself: `new`, there is
- * more than before.  1 if hooks of the piece wait for its gradient, 0, or -1. */
+/* Hands out the sum of the reduced gradient and the one that the graph gave to the piece itself.
+ * `new`: there is more than before. 1 if hooks of the piece wait for its gradient, otherwise 0, or
+ * -1. */
 static int give_one(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, bool new)
 {
     if (p->own && write_rows(self, p, self->names.add_, p->own) < 0)
@@ -365,7 +368,7 @@ static void forget_own(fsdpc_py_torch_unit *self)
         Py_CLEAR(self->params[i].own);
 }
 
-/* Finds gradients that pieces have and that were not handed out: 1 if there are any, 0, or -1. */
+/* Finds gradients of pieces that were not handed out: 1 if there are any, 0, or -1. */
 static int find_own(fsdpc_py_torch_unit *self)
 {
     PyObject *plain = fsdpc_torch_plain_begin(self);
@@ -385,7 +388,7 @@ static int find_own(fsdpc_py_torch_unit *self)
     return any;
 }
 
-/* Gradients of pieces' own are added to what is reduced, so that has to be in. */
+/* The pieces' own gradients are added to the reduced ones, so the reduction must have completed. */
 static int wait_for_reduction(fsdpc_py_torch_unit *self)
 {
     fsdpc_unit *unit = fsdpc_torch_unit(self);
@@ -416,8 +419,8 @@ static int give_found(fsdpc_py_torch_unit *self, bool *left_out)
     return waiting;
 }
 
-/* Gives what was reduced; `left_out`: pieces have gradients of their own beside it.  `ended`: a
- * backward has. */
+/* Hands out the reduced gradients; `left_out`: pieces also have gradients of their own.  `ended`: a
+ * backward has ended. */
 static int give_grads(fsdpc_py_torch_unit *self, bool ended, bool *left_out)
 {
     int own = find_own(self), waiting = -1;
@@ -430,7 +433,7 @@ static int give_grads(fsdpc_py_torch_unit *self, bool ended, bool *left_out)
 int fsdpc_torch_begin_grads(fsdpc_py_torch_unit *self)
 {
     bool left;
-    /* What an earlier backward did not wait for may be there by now. */
+    /* A reduction that an earlier backward did not wait for may have completed. */
     if (give_grads(self, false, &left) < 0 || fsdpc_torch_take_grads(self) < 0)
         return -1;
     if (!fsdpc_unit_has_grads(fsdpc_torch_unit(self)))
@@ -490,7 +493,7 @@ static PyObject *take_grads_method(PyObject *object, PyObject *const *args, Py_s
     return result < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* apply_scale(): the next reader of gradients sees them clipped. */
+/* apply_scale(): afterwards, readers see clipped gradients. */
 static PyObject *apply_scale_method(PyObject *object, PyObject *Py_UNUSED(unused))
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;

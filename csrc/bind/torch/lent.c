@@ -1,27 +1,28 @@
-/* TorchUnit: memory that the foreign library has.
+/* TorchUnit: memory that belongs to the foreign library.
  *
- * Gradient shards lie in memory of foreign tensors, whose rows are the pieces' gradients.  So a
- * gradient that its user keeps after zero_grad stays what it was, as in the foreign library: the
- * next backward goes into other memory.  Somebody keeps one if its tensor has more references than
- * when it was made, or its memory more tensors, which the front door counts.
+ * Gradient shards use memory of foreign tensors, whose rows are the pieces' gradients.  A gradient
+ * that its user keeps after zero_grad therefore keeps its values, as in the foreign library: the
+ * next backward uses other memory.  The user keeps a gradient if its tensor has more references
+ * than when it was made, or its memory more tensors, which the frontend counts.
  *
- * On a device where the foreign library has an allocator of its own, memory that nobody keeps goes
- * back to it when a forward begins, and comes at the unit's first gradient.  There the activations
- * of that forward have it in between.  Elsewhere the unit keeps it: to map it anew costs more than
- * it saves.
+ * If the foreign library has its own allocator on the device, memory that the user does not keep
+ * goes back to that allocator when a forward begins.  The unit takes memory again at its first
+ * gradient.  The activations of that forward can use it in between.  On other devices the unit
+ * keeps the memory: mapping it anew costs more than it saves.
  *
- * A unit around others has its first gradients long before its last: those of a model's head and
- * norm come when its backward begins, that of its embedding when it ends.  There small ones wait.
+ * A unit around others has its first gradients long before its last.  Those of a model's head and
+ * norm come when its backward begins, that of its embedding when it ends.  With such an allocator,
+ * small gradients wait until the last.
  *
- * On such a device a rank that is alone takes fulls from there too, for as long as a unit is used
- * (engine/full_lent.c).
+ * On such a device, a world of one rank also takes fulls from that allocator, for as long as a unit
+ * is used (engine/full_lent.c).
  *
- * The front door has an object for each piece of memory: take() returns its address, give() lets go
- * of it, and `is_kept` says whether somebody has made other tensors over it.
+ * The frontend has an object for each piece of memory. take() returns its address, give()
+ * releases it, and `is_kept` says whether the user has made other tensors over it.
  */
 #include "bind/torch/unit.h"
 
-/* Takes memory for every flat group, and tells the engine where it is. */
+/* Takes memory for every flat group, and tells the engine its addresses. */
 static int take(fsdpc_py_torch_unit *self, PyObject *lent,
                 void (*place)(fsdpc_unit *unit, void *const *groups))
 {
@@ -51,7 +52,7 @@ static int give(const fsdpc_py_torch_unit *self, PyObject *lent)
 
 /* ---- gradients ---- */
 
-/* Not where a half-filled buffer is to be reduced, which may be before the unit's backward. */
+/* False while a half-filled buffer waits to be reduced, possibly before the unit's backward. */
 static bool can_give(const fsdpc_py_torch_unit *self)
 {
     return self->gives_back && !fsdpc_grad_is_open(fsdpc_torch_unit(self));
@@ -64,8 +65,9 @@ static int give_grads(fsdpc_py_torch_unit *self)
     return give(self, self->unit->ref->lent);
 }
 
-/* place(grads, lent): the tensors of gradients, which only this list has, and the memory of every
- * flat group that they are rows of; None: the engine's.  Those of frozen groups are empty. */
+/* place(grads, lent): the tensors of gradients, which only this list refers to, and the memory of
+ * every flat group that they are rows of; None: the engine's memory.  Gradients of frozen groups
+ * are empty. */
 static PyObject *place_method(PyObject *object, PyObject *args)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
@@ -84,13 +86,14 @@ static PyObject *place_method(PyObject *object, PyObject *args)
         Py_XSETREF(p->given, Py_NewRef(p->grad));
     }
     for (int i = 0; i < self->n_params; i++)
-        self->params[i].refs = Py_REFCNT(self->params[i].grad) - 1; /* without the list's */
+        self->params[i].refs = Py_REFCNT(self->params[i].grad) - 1; /* without the list's own */
     if (lent == Py_None)
         Py_RETURN_NONE;
     bool away = can_give(self);
     if (!away && take(self, lent, fsdpc_unit_place_grads) < 0)
         return NULL;
-    /* The unit keeps it: a reduction that a dropped model leaves in flight writes there. */
+    /* The unit keeps the memory: if a model is dropped, a reduction in flight still writes
+     * there. */
     Py_XSETREF(self->unit->ref->lent, Py_NewRef(lent));
     if (away && give_grads(self) < 0)
         return NULL;
@@ -118,8 +121,8 @@ int fsdpc_torch_lend(fsdpc_py_torch_unit *self)
     return self->away ? -1 : 0;
 }
 
-/* A third of the shard at most: the head of a model waits for its embedding if gradients are in half
- * precision, and not if they are as wide as the shard. */
+/* Waiting gradients may use at most a third of the shard's size.  The head of a model waits for its
+ * embedding if gradients are in half precision, but not if they are as wide as the shard. */
 bool fsdpc_torch_can_wait(const fsdpc_py_torch_unit *self, size_t bytes)
 {
     const fsdpc_unit *unit = fsdpc_torch_unit(self);
@@ -133,7 +136,7 @@ bool fsdpc_torch_can_wait(const fsdpc_py_torch_unit *self, size_t bytes)
     return self->early_bytes + bytes <= room / 3;
 }
 
-/* Has somebody references to a gradient, or tensors over its memory?  -1: an exception. */
+/* Does the user have references to a gradient, or tensors over its memory? -1: an exception. */
 static int are_kept(fsdpc_py_torch_unit *self, PyObject *lent)
 {
     int kept = 0;
@@ -205,7 +208,7 @@ static void give_fulls(void *of)
     fsdpc_py_torch_unit *self = of;
     PyGILState_STATE gil = PyGILState_Ensure();
     PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback); /* resharding may be what an exception asks for */
+    PyErr_Fetch(&type, &value, &traceback); /* an exception may be the reason for resharding */
     if (give(self, self->fulls) < 0)
         PyErr_WriteUnraisable((PyObject *)self);
     PyErr_Restore(type, value, traceback);

@@ -1,14 +1,14 @@
-/* What foreign tensors are made over: the memory of a unit, and where its parameters lie in it.
+/* The memory that foreign tensors use: a unit's memory and the offsets of its parameters.
  *
- * A front door slices the flat tensors that unit_memory returns at the offsets of unit_places: it
+ * A frontend slices the flat tensors that unit_memory returns at the offsets of unit_places: it
  * gets pieces and fulls without copying, and all fulls of a flat group are views of one tensor.  The
  * tensors keep the unit's memory alive, no Python object of the model.  Gradients lie in memory that
  * belongs to the tensors over it (grad_memory, or the foreign library's): bind/torch/lent.c.
  */
 #include "bind/torch/unit.h"
 
-/* unit_places(unit): of each parameter (group, full_offset, first, numel, shard_offset,
- * master_offset). */
+/* unit_places(unit): (group, full_offset, first, numel, shard_offset, master_offset) per
+ * parameter. */
 static PyObject *unit_places(PyObject *module, PyObject *object)
 {
     fsdpc_py_unit *self = fsdpc_py_unit_of(module, object);
@@ -30,7 +30,8 @@ static PyObject *unit_places(PyObject *module, PyObject *object)
     return list;
 }
 
-/* unit_memory(unit, kind): "master", "grad" or "full" of every flat group that has one, flat. */
+/* unit_memory(unit, kind): "master", "grad" or "full" of every flat group that has it, as flat
+ * tensors. */
 static PyObject *unit_memory(PyObject *module, PyObject *args)
 {
     PyObject *object;
@@ -59,7 +60,7 @@ static void free_block(fsdpc_storage *storage)
     fsdpc_device_free(storage->device, storage->data);
 }
 
-/* grad_memory(unit): new memory for the gradient shards of the flat groups that have one; zeros. */
+/* grad_memory(unit): new zeroed memory for the gradient shards of the flat groups that have one. */
 static PyObject *grad_memory(PyObject *module, PyObject *object)
 {
     fsdpc_py_unit *self = fsdpc_py_unit_of(module, object);

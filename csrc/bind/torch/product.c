@@ -1,8 +1,8 @@
-/* Matrix products of a foreign front self, on the engine's kernels.
+/* Matrix products for a foreign frontend, on the engine's kernels.
  *
  * Operands are addresses of dense row-major memory of one dtype; the caller has checked shapes and
  * keeps the tensors alive.  The gradient of a unit's weight is written into the unit's reduce
- * buffer, so it exists nowhere else.
+ * buffer, so no other copy of it exists.
  */
 #include "bind/torch/unit.h"
 
@@ -19,7 +19,7 @@ static fsdpc_status run_product(const product *p)
     return fsdpc_nn_ops_of(main)->gemm(&p->args, main);
 }
 
-/* The numbers of a product whose matrices are dense. */
+/* The arguments of a product of dense matrices. */
 static fsdpc_gemm_args dense_args(Py_ssize_t m, Py_ssize_t n, Py_ssize_t k, bool trans_a,
                                   bool trans_b, fsdpc_dtype dtype)
 {
@@ -81,7 +81,7 @@ static PyObject *add_product_method(PyObject *object, PyObject *args)
                             n_out, n_in, place->name, place->numel);
     const fsdpc_unit_flat flat = fsdpc_unit_flat_with(unit, param);
     fsdpc_dtype dtype = flat.wire_dtype, to = flat.reduce_dtype;
-    if (to != dtype && to != FSDPC_F32) /* gemm.h: nothing else can be written */
+    if (to != dtype && to != FSDPC_F32) /* gemm.h: no other output dtype can be written */
         Py_RETURN_FALSE;
     if (fsdpc_torch_reach_backward(self) < 0 || fsdpc_torch_lend(self) < 0 ||
         fsdpc_torch_add_early(self) < 0)

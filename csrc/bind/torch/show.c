@@ -1,27 +1,28 @@
 /* TorchUnit: what modules see.
  *
- * While a unit is in use its modules' dictionaries hold the fulls, else the pieces: only
- * dictionaries are written, never the tensors, which are made once.
+ * The dictionaries of a unit's modules hold the fulls while the unit is in use, and otherwise the
+ * pieces.  Only dictionaries are written, never the tensors, which are made once.
  *
  * Stale reads.  All fulls of a flat group are views of one base tensor and share its version
- * counter.  Showing fulls sets it to the generation of the weights, resharding sets it away, so the
- * foreign autograd refuses a saved full that is no longer what forward saw.  A version that
- * somebody else moved is a write into a full, which no master sees.
+ * counter.  Showing fulls sets it to the generation of the weights, and resharding sets it out of
+ * reach, so the foreign autograd refuses a saved full that has changed since forward.  Any other
+ * change of the version means that the user wrote into a full, which no master sees.
  *
- * Trainable or not.  Users set requires_grad of pieces, and fulls take it over whenever they are
- * shown.  So each forward records what is trainable then, and each backward gives gradients to what
- * is trainable when it begins, as in the foreign library.  A forward in between that is frozen (the
- * reference of a policy with adapters) leaves no trace.
+ * Trainable or not.  Users set requires_grad of pieces, and fulls copy it whenever they are shown.
+ * Each forward thus records what is trainable then, and each backward gives gradients to what is
+ * trainable when it begins, as in the foreign library.  A frozen forward in between (the reference
+ * of a policy with adapters) has no effect.
  *
- * Pieces read as weights would be other weights: a submodule that is called past its unit (a head
- * from a loss function) would compute with this rank's rows.  So modules that read parameters hold
- * a forward that refuses while pieces are shown.  A forward that the user put there is left alone.
+ * Pieces must not be read as weights: a submodule that is called outside its unit (a head from a
+ * loss function) would compute with this rank's rows only.  While pieces are shown, modules that
+ * read parameters therefore have a forward that raises.  A forward that the user set is left
+ * unchanged.
  */
 #include "bind/torch/unit.h"
 
 #include <stddef.h>
 
-/* No generation reaches it. */
+/* No generation reaches this value. */
 static const long long RESHARDED = 1LL << 40;
 
 static int set_version(fsdpc_py_torch_unit *self, long long version)
@@ -60,7 +61,7 @@ static int set_guards(const fsdpc_py_torch_unit *self)
         if (open && forward == guard->refuse) {
             if (PyDict_DelItem(guard->dict, self->names.forward) < 0)
                 return -1;
-        } else if (!open && !forward) { /* one of the user's own stays */
+        } else if (!open && !forward) { /* a forward that the user set stays */
             if (PyDict_SetItem(guard->dict, self->names.forward, guard->refuse) < 0)
                 return -1;
         }
@@ -106,8 +107,8 @@ static int requires_grad(const fsdpc_py_torch_unit *self, PyObject *tensor)
     return flag ? flag == Py_True : -1;
 }
 
-/* Without gradients a forward freezes nothing: ranks may evaluate apart, and a backward that passes
- * the unit's outputs by shows nothing before it needs the flags. */
+/* A forward without gradients freezes nothing: ranks may evaluate differently.  A backward that
+ * bypasses the unit's outputs shows no fulls before it needs the flags. */
 static int follow_trainable(fsdpc_py_torch_unit *self, bool grad)
 {
     PyObject *plain = fsdpc_torch_plain_begin(self);
@@ -136,7 +137,7 @@ int fsdpc_torch_show(fsdpc_py_torch_unit *self, bool full, bool grad)
         return 0;
     if (full && follow_trainable(self, grad) < 0)
         return -1;
-    for (int s = 0; s < self->n_slots; s++) { /* all of them first: an error changes nothing */
+    for (int s = 0; s < self->n_slots; s++) { /* all checked first: an error changes nothing */
         const fsdpc_torch_slot *slot = &self->slots[s];
         const fsdpc_torch_param *param = &self->params[slot->param];
         if (PyDict_GetItem(slot->dict, slot->name) != (full ? param->piece : param->full))
@@ -152,8 +153,8 @@ int fsdpc_torch_show(fsdpc_py_torch_unit *self, bool full, bool grad)
     return set_guards(self);
 }
 
-/* Has anybody written into the fulls that are shown?  On memory that is read-only that is found by
- * the processor; a world of one and GPUs have none. */
+/* Has the user written into the fulls that are shown?  On read-only memory the processor detects a
+ * write; a world of one and GPUs do not have such memory. */
 static int find_writes(const fsdpc_py_torch_unit *self)
 {
     for (Py_ssize_t i = 0; self->shown && i < PyTuple_GET_SIZE(self->bases); i++) {
@@ -181,7 +182,7 @@ int fsdpc_torch_hide(fsdpc_py_torch_unit *self)
         return -1;
     if (!written)
         return 0;
-    /* What was written is overwritten by what the masters hold. */
+    /* The next publication from the masters overwrites the user's write. */
     if (fsdpc_py_check(fsdpc_unit_mark_written(unit)) < 0)
         return -1;
     PyErr_Format(PyExc_RuntimeError,
@@ -203,7 +204,7 @@ void fsdpc_torch_unpin(fsdpc_py_torch_unit *self)
 
 /* ---- methods ---- */
 
-/* guard(modules): [(dict, refuse)] of modules that read parameters of the unit. */
+/* guard(modules): [(dict, refuse)] per module that reads parameters of the unit. */
 static PyObject *guard_method(PyObject *object, PyObject *modules)
 {
     if (take_guards((fsdpc_py_torch_unit *)object, modules) < 0)
@@ -211,7 +212,7 @@ static PyObject *guard_method(PyObject *object, PyObject *modules)
     Py_RETURN_NONE;
 }
 
-/* lift(begin): guarded modules may be called, as their parameters are private copies. */
+/* lift(begin): guarded modules may be called, because their parameters are private copies. */
 static PyObject *lift_method(PyObject *object, PyObject *arg)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
@@ -219,8 +220,8 @@ static PyObject *lift_method(PyObject *object, PyObject *arg)
     return set_guards(self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* pin(): after Unit.unshard, which is given back by reshard, or by the unit's own next forward or
- * backward, whichever gives parameters up. */
+/* pin(): after Unit.unshard.  The pin is released by reshard or by the unit's own next forward or
+ * backward, whichever frees the parameters. */
 static PyObject *pin_method(PyObject *object, PyObject *Py_UNUSED(unused))
 {
     ((fsdpc_py_torch_unit *)object)->pins++;

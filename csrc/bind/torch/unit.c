@@ -11,7 +11,7 @@ static bool init_names(fsdpc_torch_names *names)
     return true;
 }
 
-/* Pieces of every parameter, and where it stands. */
+/* Reads every parameter's pieces and its places in modules. */
 static int fill(fsdpc_py_torch_unit *self, PyObject *slots, PyObject *pieces)
 {
     fsdpc_unit *unit = fsdpc_torch_unit(self);
@@ -82,7 +82,8 @@ static PyObject *torch_unit_new(PyTypeObject *type, PyObject *args, PyObject *kw
     return NULL;
 }
 
-/* bind(fulls, bases, lent, set_version, at_end, mates): `lent` is the memory of `bases`, or None. */
+/* bind(fulls, bases, lent, set_version, at_end, mates): `lent` is the memory of `bases`, or
+ * None. */
 static PyObject *torch_unit_bind(PyObject *object, PyObject *args)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
@@ -105,8 +106,9 @@ static PyObject *torch_unit_bind(PyObject *object, PyObject *args)
     Py_XSETREF(self->set_version, Py_NewRef(set));
     Py_XSETREF(self->at_end, Py_NewRef(at_end));
     Py_XSETREF(self->mates, Py_NewRef(mates));
-    /* The foreign library keeps gradients where activations were, at the end of malloc's heap.  Ours
-     * go at once, so malloc would give that memory back in each backward and fault it in again. */
+    /* In the foreign library, gradients take the place of activations at the end of malloc's heap
+     * and stay.  Our gradients are freed at once, so malloc would return that memory to the system
+     * in each backward and page-fault it in again. */
     if (!self->gives_back)
         fsdpc_mem_keep_heap();
     self->bound = true;

@@ -1,17 +1,17 @@
-/* TorchUnit: what a front door over foreign tensors (torch) calls for one unit.
+/* TorchUnit: the calls of a frontend over foreign tensors (torch) for one unit.
  *
- * The front door makes, once per unit, a foreign tensor for every piece and full, over the unit's own
+ * The frontend makes, once per unit, a foreign tensor for every piece and full, over the unit's own
  * memory (unit_memory, unit_places), and one for every piece of the gradient shard, over memory that
  * is the foreign library's (bind/torch/lent.c).  A TorchUnit keeps them and does what must be cheap: it
  * drives the schedule, swaps pieces and fulls in the modules' dictionaries, takes gradients by
  * pointer, and keeps the pieces' `.grad` and the engine's gradient shard telling the same.  It knows
  * nothing of torch but the names of a few attributes and methods.
  *
- * Gradients.  `.grad` of a piece is the user's: None after zero_grad, the TorchUnit's own tensor
- * over the shard after a backward, or anything that was assigned.  take_grads brings the engine up
- * to date with it (before the first reduction of a backward, before clipping and stepping); settle
- * hands out what a backward has reduced.  In between `.grad` is None, and takes what the graph gives
- * the piece itself: of a penalty on parameters, say.
+ * Gradients.  The `.grad` of a piece belongs to the user.  It is None after zero_grad, the
+ * TorchUnit's own tensor over the shard after a backward, or the user's own assignment. take_grads
+ * updates the engine from it (before the first reduction of a backward, before clipping and
+ * stepping); settle hands out the reduced gradients after a backward.  In between, `.grad` is None
+ * unless the graph gives a gradient to the piece itself, for example of a penalty on parameters.
  */
 #ifndef FSDPC_BIND_TORCH_UNIT_H
 #define FSDPC_BIND_TORCH_UNIT_H
@@ -23,28 +23,28 @@ typedef struct fsdpc_py_torch_unit fsdpc_py_torch_unit;
 typedef struct fsdpc_torch_param {
     PyObject *piece, *full; /* foreign tensors; full: NULL before bind */
     PyObject *grad;         /* over the rows of the gradient shard */
-    Py_ssize_t refs;        /* to `grad` when it was made: more are the user's */
+    Py_ssize_t refs;        /* to `grad` when it was made: any more are the user's */
     PyObject *early;        /* in a backward: the gradient, while shards have no memory for it */
-    PyObject *given;        /* what `.grad` was set to: grad, or a copy in the piece's dtype */
-    bool aside;             /* in a backward: it was, and is None */
-    PyObject *own;     /* while gradients are given: one that the graph gave the piece itself */
-    PyObject *hook;    /* GradHook, registered on the full once it is trainable */
+    PyObject *given;        /* last value set as `.grad`: grad, or a copy in the piece's dtype */
+    bool aside;             /* in a backward: it was set, and is None for now */
+    PyObject *own;     /* while gradients are handed out: one that the graph gave to the piece */
+    PyObject *hook;    /* GradHook, registered on the full once that is trainable */
     PyObject *dtype;   /* of the full; foreign dtypes are compared by identity */
-    void *master;      /* where the piece's memory is; NULL: it has none */
+    void *master;      /* address of the piece's memory; NULL: none */
     bool narrow;       /* the piece's dtype is not the gradient shard's */
-    long long version; /* of `given` when it was handed out, if a copy */
-    long long written; /* the piece's version, where fulls are lent, when it was followed last */
-    bool listening;    /* it is registered */
+    long long version; /* of `given` when it was handed out, if it is a copy */
+    long long written; /* with lent fulls: the piece's version when it was last followed */
+    bool listening;    /* the hook is registered */
 } fsdpc_torch_param;
 
-/* Where a parameter stands in a module: dict[name] is the piece or the full. */
+/* A parameter's place in a module: dict[name] is the piece or the full. */
 typedef struct fsdpc_torch_slot {
     PyObject *dict, *name;
     int param;
 } fsdpc_torch_slot;
 
-/* A module that reads parameters of the unit: while it would see pieces its dictionary holds
- * `refuse` as its forward, so that a call past the unit raises. */
+/* A module that reads parameters of the unit.  While its dictionary would show pieces, it holds
+ * `refuse` as its forward, so that a call outside the unit raises. */
 typedef struct fsdpc_torch_guard {
     PyObject *dict, *refuse;
 } fsdpc_torch_guard;
@@ -86,23 +86,23 @@ struct fsdpc_py_torch_unit {
     int n_guards;
     PyObject *bases;       /* the tensors that fulls are views of */
     PyObject *set_version; /* set_version(bases, versions) */
-    PyObject *adopt;       /* adopt(i): take over what a piece's memory was replaced by */
-    PyObject *renew;       /* renew(): other gradients, as users keep these */
-    PyObject *fulls;       /* memory of every flat group's full, where it is lent; else NULL */
-    PyObject *mates;       /* the TorchUnits of the root, this one too; NULL before bind */
-    PyObject *at_end;      /* at_end(): arranges that finish() runs when this backward ends */
+    PyObject *adopt;       /* adopt(i): copies in the memory that replaced a piece's */
+    PyObject *renew;       /* renew(): new gradients, as the user keeps the old ones */
+    PyObject *fulls;       /* memory of every flat group's full if it is lent; else NULL */
+    PyObject *mates;       /* all TorchUnits of the root, including this one; NULL before bind */
+    PyObject *at_end;      /* at_end(): makes finish() run when this backward ends */
     bool shown;            /* dictionaries hold fulls */
-    long long version;     /* that the bases were given last */
+    long long version;     /* last version set on the bases */
     bool taken;            /* gradients were taken in this backward */
     bool held;             /* unshard() holds it: fulls stay shown */
-    int pins;              /* calls of Unit.unshard that are not given back */
-    bool lifted;           /* modules may be called: they stand on private copies */
+    int pins;              /* calls of Unit.unshard not yet given back */
+    bool lifted;           /* modules may be called: they use private copies */
     bool bound;
-    bool gives_back; /* the foreign library has a use for memory that is not needed for a while */
-    bool away;       /* gradients have none */
-    size_t early_bytes; /* of gradients that wait, whose memory is the foreign library's on: */
+    bool gives_back;    /* the foreign library can use memory that we do not need for a while */
+    bool away;          /* gradient shards have no memory */
+    size_t early_bytes; /* of waiting gradients, whose memory belongs to the foreign library on: */
     uintptr_t early_stream;
-    PyObject *streams; /* streams(): the handle of the foreign library's current one; or NULL */
+    PyObject *streams; /* streams(): handle of the foreign library's current stream; or NULL */
     PyObject *plainly; /* plainly(): a context in which pieces are read as plain tensors */
     PyObject *grad_of; /* the descriptor of a plain tensor's `.grad` */
     fsdpc_torch_names names;
@@ -118,73 +118,74 @@ static inline const fsdpc_place *fsdpc_torch_place(const fsdpc_py_torch_unit *se
     return &fsdpc_unit_layout(fsdpc_torch_unit(self))->params[param];
 }
 
-/* Makes the engine's next work run in the order of the foreign library's current stream, in this
- * thread too.  Every method that reaches the schedule calls it first. */
+/* Orders the engine's next work after the foreign library's current stream, also in this thread.
+ * Every method that reaches the schedule calls this first. */
 int fsdpc_torch_join(const fsdpc_py_torch_unit *self);
-/* The parameter that a method was given; -1 for all where it was given none, or with an exception.
+/* The parameter that was passed to a method; -1 for all if none was passed, or with an exception.
  */
 int fsdpc_torch_param_arg(const fsdpc_py_torch_unit *self, PyObject *const *args, Py_ssize_t n);
 
-/* What the user may change between steps, before an epoch publishes masters: the memory of pieces,
- * and their gradients, for all units of the root.  Does nothing inside an epoch. */
+/* Follows what the user may change between steps, before an epoch publishes masters: the memory of
+ * pieces, and their gradients, for all units of the root.  Does nothing inside an epoch. */
 int fsdpc_torch_follow_root(fsdpc_py_torch_unit *self);
-/* Where nothing is published, nothing can be compared: writes are known by the pieces' versions. */
+/* If nothing is published, values cannot be compared: the pieces' versions reveal writes. */
 int fsdpc_torch_follow_writes(fsdpc_py_torch_unit *self);
 
-/* Pieces watch what is asked of them, at a price.  Between begin and end, which keeps a pending
- * exception, this thread's reads of them are as cheap as of plain tensors.  begin: NULL with an
- * exception.  Gradients do not watch there either, so nothing is computed with them. */
+/* Pieces intercept reads, at a price.  Between begin and end, this thread reads them as cheaply as
+ * plain tensors; end preserves a pending exception. begin: NULL with an exception.  Gradients do
+ * not intercept reads in between either, so nothing is computed with them. */
 PyObject *fsdpc_torch_plain_begin(const fsdpc_py_torch_unit *self);
 void fsdpc_torch_plain_end(PyObject *context);
 
 /* Whether any piece has a `.grad`; -1 with an exception. */
 int fsdpc_torch_has_grads(const fsdpc_py_torch_unit *self);
-/* Pieces' `.grad` -> the engine; 0 or -1 with an exception. */
+/* Passes the pieces' `.grad` to the engine; 0, or -1 with an exception. */
 int fsdpc_torch_take_grads(fsdpc_py_torch_unit *self);
 /* A backward begins: takes gradients, and pieces have none until it ends. */
 int fsdpc_torch_begin_grads(fsdpc_py_torch_unit *self);
-/* It was given up: pieces have the gradients again that they had when it began. */
+/* The backward was given up: pieces get back the gradients that they had when it began. */
 int fsdpc_torch_restore_grads(fsdpc_py_torch_unit *self);
 
-/* What engine/unit.h says; gradients of what was frozen get tensors. */
+/* As in engine/unit.h; gradients of formerly frozen parameters get tensors. */
 int fsdpc_torch_set_trainable(fsdpc_py_torch_unit *self, int param, bool trainable);
-/* Gradient shards have memory after it. */
+/* Gives the gradient shards memory. */
 int fsdpc_torch_lend(fsdpc_py_torch_unit *self);
-/* Whether a gradient of so many bytes had better wait for it. */
+/* Whether a gradient of `bytes` bytes should wait for that memory. */
 bool fsdpc_torch_can_wait(const fsdpc_py_torch_unit *self, size_t bytes);
-/* Writes those that waited, before any other is written and when the unit's backward ends. */
+/* Writes the waiting gradients, before any other is written and when the unit's backward ends. */
 int fsdpc_torch_add_early(fsdpc_py_torch_unit *self);
-/* Forgets them. */
+/* Drops the waiting gradients. */
 void fsdpc_torch_drop_early(fsdpc_py_torch_unit *self);
-/* Drops gradients; what users keep of them is theirs alone, and clipped.  `idle`: a forward begins. */
+/* Drops gradients.  Those that users keep belong to them only, and are clipped.  `idle`: a forward
+ * begins. */
 int fsdpc_torch_zero_grad(fsdpc_py_torch_unit *self, bool idle);
-/* The same where there may be none any more; does nothing where there are. */
+/* The same if gradients may not exist any more; does nothing if they do. */
 int fsdpc_torch_renew(fsdpc_py_torch_unit *self, bool idle);
 /* A forward begins: drops gradients that no piece has any more. */
 int fsdpc_torch_drop_grads(fsdpc_py_torch_unit *self);
-/* Lets fulls come to lie in foreign memory, where that is given back. */
+/* Makes fulls use foreign memory, if the foreign library takes memory back. */
 void fsdpc_torch_lend_fulls(fsdpc_py_torch_unit *self);
 /* The version counter of a foreign tensor. */
 int fsdpc_torch_version(const fsdpc_py_torch_unit *self, PyObject *tensor, long long *out);
 
-/* Gives back what Unit.unshard took, all of it. */
+/* Releases everything that Unit.unshard took. */
 void fsdpc_torch_unpin(fsdpc_py_torch_unit *self);
-/* Modules' dictionaries hold fulls, trainable as the pieces are now, or pieces.  `grad`: gradients
- * are recorded. */
+/* Modules' dictionaries hold fulls (as trainable as the pieces are now) or pieces.  `grad`:
+ * gradients are recorded. */
 int fsdpc_torch_show(fsdpc_py_torch_unit *self, bool full, bool grad);
-/* After the schedule may have resharded. */
+/* To be called after the schedule may have resharded. */
 int fsdpc_torch_hide(fsdpc_py_torch_unit *self);
 
-/* Backward of the unit begins, for weights of `generation`. */
+/* Backward of the unit begins, for the weights of `generation`. */
 int fsdpc_torch_begin_backward(fsdpc_py_torch_unit *self, uint64_t generation);
 
-/* Before a gradient is taken, in the order of the foreign stream: begins the unit's backward where
- * its outputs were by-passed, so that no mark did. */
+/* Called before a gradient is taken, in the order of the foreign stream.  Begins the unit's
+ * backward if no mark did, because the backward bypassed the unit's outputs. */
 int fsdpc_torch_reach_backward(fsdpc_py_torch_unit *self);
 
-/* A callable for the full of one parameter: takes its `.grad` and drops it. */
+/* A callable for one parameter's full: takes its `.grad` and drops it. */
 PyObject *fsdpc_torch_hook_new(fsdpc_py_torch_unit *self, int param);
-/* The TorchUnit goes: the hook, which a graph may keep, no longer knows it. */
+/* Called when the TorchUnit is freed: the hook, which a graph may keep, forgets it. */
 void fsdpc_torch_hook_part(PyObject *callable);
 
 #endif

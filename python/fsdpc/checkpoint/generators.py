@@ -1,4 +1,4 @@
-"""Per-rank random number generators: Python's, NumPy's, and those that a front door registers.
+"""Per-rank random number generators: Python's, NumPy's, and those that a frontend registers.
 
 A checkpoint has the states of every rank. They are restored at the same number of ranks as in the
 save. At another number they cannot be assigned to ranks, and the generators stay unchanged.

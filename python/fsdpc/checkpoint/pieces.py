@@ -1,6 +1,6 @@
 """A rank's part of a model and an optimizer, as pieces of named tensors.
 
-Saving and loading know nothing else about front doors: another front door registers its functions
+Saving and loading know nothing else about frontends: another frontend registers its functions
 with ``pieces_of.register`` and ``access_of.register``.
 """
 

@@ -165,7 +165,7 @@ def save(
     Notes
     -----
     The bytes of the tensor files do not depend on the number of ranks, the mesh, the strategy or
-    the front door. Each rank's global random number states of Python, NumPy and torch are saved.
+    the frontend. Each rank's global random number states of Python, NumPy and torch are saved.
     Memory: one chunk, or with ``async_`` a copy of this rank's pieces, which the next save reuses.
     The first async save touches that memory for the first time. This takes seconds on a virtual
     machine whose host supplies memory page by page.

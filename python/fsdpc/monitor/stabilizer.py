@@ -98,7 +98,7 @@ class TrainingStabilizer:
     model : Module or torch.nn.Module
         Sharded or not.
     optimizer : optimizer
-        From either front door, or from ``torch.optim``.
+        From either frontend, or from ``torch.optim``.
     max_norm : float, default 1
         Norm to which gradients are clipped.
     options : StabilizerOptions, optional

@@ -1,4 +1,4 @@
-"""Modules: the building blocks of the torch-free front door."""
+"""Modules: the building blocks of the torch-free frontend."""
 
 from fsdpc.nn import init
 from fsdpc.nn._hooks import HookHandle

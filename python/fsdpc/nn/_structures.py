@@ -1,4 +1,4 @@
-"""Search the objects that modules take and return, for both front doors."""
+"""Search the objects that modules take and return, for both frontends."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ def _sharded(model: Any) -> list[_Unit]:
     found: dict[_core.Unit, _Unit] = {}
     for name, m in rules.sharded_modules(model):
         if m._fsdpc_unit not in found:
-            state = m.__dict__.get("_fsdpc_state")  # of the torch front door
+            state = m.__dict__.get("_fsdpc_state")  # of the torch frontend
             whole = tuple(sorted(state.whole)) if state is not None else ()
             kind = type(m).__name__.removeprefix("FSDP")
             unit = m._fsdpc_unit

@@ -1,4 +1,4 @@
-"""The rules of ``fully_shard`` that both front doors share, for native and torch modules.
+"""The rules of ``fully_shard`` that both frontends share, for native and torch modules.
 
 Modules come from ``fsdpc.nn`` or torch. Both have ``named_modules()``, ``named_children()``,
 ``_parameters`` and ``forward``. A sharded module also has ``_fsdpc_unit`` in its dictionary.
@@ -51,9 +51,9 @@ def as_modules(module: Any, base: type, takes: str, elsewhere: str) -> list[Any]
     ----------
     module : Module or list of Module
     base : type
-        Class of this front door's modules.
+        Class of this frontend's modules.
     takes, elsewhere : str
-        What the error calls that class, and which function takes the other front door's modules.
+        What the error calls that class, and which function takes the other frontend's modules.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The torch front door: FSDP2's calls over the engine, for any ``torch.nn.Module``.
+"""The torch frontend: FSDP2's calls over the engine, for any ``torch.nn.Module``.
 
 A script changes one import::
 

@@ -3,7 +3,7 @@
 Parameters of units are pieces over the engine's masters; they are read and written like those of
 native modules. Every other parameter, and every buffer, is whole on every rank. Options about how a
 step is computed (``foreach``, ``fused``) are not part of a checkpoint, so that checkpoints of
-either front door load into the other.
+either frontend load into the other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Torch modules and optimizers in checkpoints, and from one front door to the other."""
+"""Torch modules and optimizers in checkpoints, and from one frontend to the other."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def hf_gpt2(how: str) -> GPT2LMHeadModel:
 
 
 def door(which: str, family: str = "llama") -> tuple[dict[str, Any], Any]:
-    """A model with an optimizer of a front door, and what computes its loss."""
+    """A model with an optimizer of a frontend, and what computes its loss."""
     rng = np.random.default_rng(fsdpc.rank())
     x, y = (rng.integers(0, CONFIG.vocab_size, (2, 16)) for _ in "xy")
     if which == "native":
