@@ -170,6 +170,9 @@ def record() -> None:
     script = Path(sys.argv[0])
     path = ROOT / ROWS / f"{script.stem.removeprefix('bench_')}.jsonl"
     known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    where = [machine()]
+    with suppress(RuntimeError):
+        where += gpus()
     with path.open("a") as file:
         for columns, *rows in filter(lambda each: len(each) > 1, _printed):
             like = [each for each in known if each["columns"] == columns]
@@ -177,7 +180,7 @@ def record() -> None:
             entry = {
                 "question": about["question"], "title": about["title"],
                 "command": " ".join(["python", f"benchmarks/{script.name}", *sys.argv[1:]]),
-                "machine": machine(), "commit": commit(), "date": time.strftime("%Y-%m-%d"),
+                "machine": "; ".join(where), "commit": commit(), "date": time.strftime("%Y-%m-%d"),
                 "notes": f"{versions()}.", "columns": columns, "rows": rows,
             }  # fmt: skip
             file.write(json.dumps(entry, ensure_ascii=False) + "\n")
