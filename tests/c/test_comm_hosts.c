@@ -178,7 +178,7 @@ static void set_apart(rank_context *self)
  * alone where another transport moves the bytes, of a graph too. */
 static void counts(rank_context *self)
 {
-    enum { N = 5000, HEADER = 96 };
+    enum { N = 5000, HEADER = 112 };
     int hosts = self->size / ranks_of_host;
     fsdpc_buffer *buffer;
     float *shard = calloc(N, sizeof *shard);

@@ -26,7 +26,7 @@ static void test_messages(void)
 /* A note, a gather, a sum: what crosses is what docs/hosts.md says, on worlds of any shape. */
 static void play(rank_context *self, int hosts, int lanes)
 {
-    enum { N = 100, HEADER = 96 };
+    enum { N = 100, HEADER = 112 };
     const rank_options options = {0};
     fsdpc_comm_config config = ranks_config(self, &options), of_host = config;
     fsdpc_comm *host;

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Bytes of an epoch's note, sent before an operation (csrc/comm/hosts_internal.h), and of the
 # agreement of replicas (csrc/engine/agree.c).
-_NOTE_BYTES, _HEADER_BYTES, _MARK_BYTES = 32, 96, 24
+_NOTE_BYTES, _HEADER_BYTES, _MARK_BYTES = 32, 112, 24
 
 
 # ---- traffic ----
