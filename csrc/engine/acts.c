@@ -5,7 +5,7 @@
 
 #include <stdlib.h>
 
-/* If memory for them runs out, a step shows no acts. */
+/* If memory runs out, the step shows no acts. */
 static void note_act(fsdpc_root *root, fsdpc_act act)
 {
     fsdpc_acts *acts = &root->acts;
@@ -27,8 +27,7 @@ void fsdpc_root_trace(const fsdpc_unit *unit, fsdpc_trace_kind kind, size_t byte
 {
     fsdpc_root *root = unit->root;
     fsdpc_trace_add(unit->trace, kind, unit->id, bytes, root->wire->epoch, backward);
-    /* A shard group of one rank gathers nothing, reshards nothing and leaves all sums to
-     * replicas. */
+    /* A shard group of one rank never gathers or reshards, and only its replicas compute sums. */
     bool of_shards =
         kind == FSDPC_TRACE_GATHER || kind == FSDPC_TRACE_RESHARD || kind == FSDPC_TRACE_REDUCE;
     bool shown = of_shards ? root->comm->size > 1

@@ -1,10 +1,10 @@
-/* Records the engine's actions on units: in the trace, and as the acts of a step for schedule(). */
+/* Records the engine's actions on units, in the trace and as a step's acts for schedule(). */
 #ifndef FSDPC_ENGINE_ACTS_H
 #define FSDPC_ENGINE_ACTS_H
 
 #include "engine/root_internal.h"
 
-/* Writes an event of a unit to the trace, and to the acts of the step that is running. */
+/* Records a unit's event in the trace and in the acts of the current step. */
 void fsdpc_root_trace(const fsdpc_unit *unit, fsdpc_trace_kind kind, size_t bytes, bool backward);
 
 static inline void fsdpc_root_begin_acts(fsdpc_root *root)

@@ -1,12 +1,12 @@
-/* At the end of a backward, one small all-reduce over the replicas and one over the shard group.
+/* A backward ends with one small all-reduce over the replicas and one over the shard group.
  *
- * Both take the maximum of every byte.  For marks of use, the maximum means "any rank".  Each
+ * Both compute the maximum of each byte.  For usage marks, the maximum means "any rank".  Each
  * checksum travels with its complement: the two maxima are complements of each other only if all
  * checksums are equal.
  *
  * The position of the next slice is compared too.  A rank that abandoned a backward early may be at
- * another position than its replicas.  Then this backward compares nothing, and all ranks continue
- * from one position.
+ * another position than its replicas.  In that case this backward compares nothing, and all ranks
+ * continue from the same position.
  */
 #include "engine/agree.h"
 
@@ -51,7 +51,7 @@ static fsdpc_status highest(fsdpc_comm *comm, uint8_t *bytes, size_t n, const ch
 
 /* ---- Replicas ---- */
 
-/* Bytes of this rank's slice of a band. */
+/* Returns the size of this rank's slice of a band, in bytes. */
 static size_t master_bytes(const fsdpc_root *root, const fsdpc_group *group, size_t band)
 {
     const fsdpc_slice *slice = &group->bands[band];
@@ -71,9 +71,9 @@ static uint64_t all_master_bytes(const fsdpc_root *root)
     return bytes;
 }
 
-/* The progress of a walk over all masters in sequence. */
+/* The progress of a sequential walk over all masters. */
 typedef struct walk {
-    uint64_t skip, bytes; /* still to skip, and to look at after that */
+    uint64_t skip, bytes; /* still to skip, and then to read */
     uint32_t sum;
 } walk;
 
@@ -102,7 +102,7 @@ static mark mark_slice(const fsdpc_root *root, uint64_t bytes)
     return (mark){root->compared, ~root->compared, sum, ~sum};
 }
 
-/* Every rank of a group of replicas calls this, and finds the same parameter or none. */
+/* All ranks of a replica group call this and find the same parameter, or none. */
 static fsdpc_status name_difference(fsdpc_root *root)
 {
     for (int u = 0; u < root->n_units; u++) {
@@ -130,14 +130,14 @@ static fsdpc_status name_difference(fsdpc_root *root)
 
 static const char used[] = "which parameters were used";
 
-/* `bytes`: n marks of use, one byte that tells whether replicas differ, room for a mark. */
+/* `bytes`: n usage marks, one byte that tells whether replicas differ, and space for a mark. */
 static fsdpc_status agree_over_replicas(fsdpc_root *root, uint8_t *bytes, size_t n)
 {
     uint64_t all = all_master_bytes(root), slice = all / ROUNDS;
     if (slice < SMALLEST_SLICE)
         slice = SMALLEST_SLICE;
     if (root->device->remote || root->device->flat == fsdpc_flat_ops_null())
-        return highest(root->replicate, bytes, n, used); /* the host can read no masters */
+        return highest(root->replicate, bytes, n, used); /* the host cannot read masters */
     for (int u = 0; u < root->n_units; u++)
         FSDPC_TRY(fsdpc_unit_end_step(root->units[u]));
     mark m = mark_slice(root, slice);
@@ -151,7 +151,8 @@ static fsdpc_status agree_over_replicas(fsdpc_root *root, uint8_t *bytes, size_t
 
 static fsdpc_status agree(fsdpc_root *root, bool summed, uint8_t *bytes, size_t n)
 {
-    if (root->captured) { /* ranks do not meet in a capture: all must have used the same */
+    if (root->captured) { /* ranks do not communicate in a capture, so all must have used the
+                           * same */
         root->comm->captured = fsdpc_crc32c(root->comm->captured, bytes, n);
         return FSDPC_OK;
     }
@@ -195,7 +196,7 @@ fsdpc_status fsdpc_backward_agree(fsdpc_root *root)
 
 /* ---- What is trained ---- */
 
-/* As a peer without the change reads it; of a long name, the end. */
+/* Words the change for a peer that has not made it; keeps only the end of a long name. */
 static void say_change(const fsdpc_unit *unit, int param, char *text, size_t bytes)
 {
     char whole[512];

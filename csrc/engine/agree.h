@@ -1,12 +1,12 @@
-/* Agreement of the ranks when a backward begins, and at its end, before anybody sees gradients.
+/* Ranks agree when a backward begins and when it ends, before gradients become visible.
  *
  * requires_grad may change between steps, but must do so on all ranks.  It decides which units are
- * reduced, so a difference would show as another order of units.  A rank on which it changed since
- * ranks agreed last says so before its backward does anything.  Peers that post something else are
- * told which parameter it is.
+ * reduced, so a difference would appear as a different unit order.  A rank on which it has changed
+ * since the last agreement announces that before its backward does anything.  Peers that post
+ * something else learn which parameter changed.
  *
- * A parameter has a gradient on all ranks if any rank used it, and on none otherwise.  Else only
- * some ranks would update their pieces of it, and the pieces would diverge.
+ * A parameter has a gradient on all ranks if any rank used it, and on none otherwise.  Otherwise
+ * only some ranks would update their pieces of it, and the pieces would diverge.
  *
  * Replicas hold the same weights.  Each backward that sums over them compares 1/128 of the masters,
  * so that 128 backwards compare them all.  If they differ, every rank gets FSDPC_ERR_MISMATCH,
@@ -18,8 +18,8 @@
 
 #include "engine/root_internal.h"
 
-/* Collective, over replicas too.  All reductions are posted by now: peers that wait here still make
- * progress on them, so this adds no wait. */
+/* Collective, over replicas too.  All reductions have been posted, and peers that wait here advance
+ * them, so this adds no wait. */
 fsdpc_status fsdpc_backward_agree(fsdpc_root *root);
 
 /* Collective on the ranks where something changed. */

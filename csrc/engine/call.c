@@ -2,18 +2,19 @@
  *
  * A forward with gradients while backward runs is a recomputation (activation checkpointing).  It
  * must see the weights that its first run saw.  A boundary on the tape carries their generation.
- * Without a boundary, the unit records which generation its forwards saw, and since when on the
- * frontend's clock.  Anything that first ran before that saw an older generation.  A forward
- * without gradients inside a recomputation (a checkpoint inside a checkpoint, a teacher) begins an
- * epoch like any other.  That may bring newer weights, so it is checked as well.
+ * Otherwise the unit records the generation that its forwards saw and when, on the frontend's
+ * clock, they first saw it.  Anything that first ran before then saw an older generation.  A
+ * forward without gradients inside a recomputation (a checkpoint inside a checkpoint, a teacher)
+ * begins an epoch like any other.  That epoch may bring newer weights, so such a forward is checked
+ * as well.
  *
  * A unit of several modules stays gathered until all of them have run in one epoch.  If a method of
  * a unit calls its forward, the unit stays gathered until the method returns (sched.c).
  *
  * In deterministic mode dropout keys its random numbers by contribution = forward * ranks + rank,
  * not by rank.  Masks therefore do not depend on how ranks and accumulation split a batch.  A
- * step's streams begin at the next multiple of 2^40, regardless of how many were used; a
- * contribution has 2^20 of them.  The count is of forwards with gradients, so a micro-step must
+ * step's streams begin at the next multiple of 2^40, regardless of how many were used; each
+ * contribution has 2^20 streams.  Only forwards with gradients are counted, so a micro-step must
  * have exactly one.
  */
 #include "engine/call.h"

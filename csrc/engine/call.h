@@ -19,20 +19,20 @@ typedef struct fsdpc_call {
     bool grad;       /* gradients are recorded */
     bool recomputed; /* and the frontend's backward is running */
     uint64_t clock;  /* a counter that grows with the frontend's graph; 0 if it has none */
-    uint64_t ran_at; /* the clock at the first run of the recomputed part; FSDPC_CALL_UNKNOWN if
-                      * nothing is recomputed or the time is unknown */
+    uint64_t ran_at; /* the clock when the recomputed part first ran; FSDPC_CALL_UNKNOWN if that is
+                      * unknown or nothing is recomputed */
     uint64_t *next_stream; /* next dropout stream, keyed in deterministic mode; NULL: the engine
                             * does not key it */
 } fsdpc_call;
 
-/* For a recomputation: true if it has met no boundary yet (a checkpoint around the outermost unit).
- * The frontend then begins the unit's backward, for weights of this generation, before it
- * enters. */
+/* Returns true for a recomputation that has met no boundary yet (a checkpoint around the outermost
+ * unit).  The frontend then begins the unit's backward, with weights of this generation, before
+ * entering. */
 bool fsdpc_call_begins_backward(const fsdpc_unit *unit, const fsdpc_call *call,
                                 uint64_t *generation_out);
 
-/* On return the unit is FULL.  `first_out`: this is the first of its unit's modules to run in this
- * forward, so the unit's backward ends at its inputs. */
+/* On return the unit is FULL.  `first_out`: this module is the first of its unit to run in this
+ * forward, so the unit's backward ends at the module's inputs. */
 fsdpc_status fsdpc_call_enter(fsdpc_unit *unit, const fsdpc_call *call, bool *first_out);
 
 typedef enum fsdpc_left {
@@ -43,19 +43,19 @@ typedef enum fsdpc_left {
 
 fsdpc_status fsdpc_call_leave(fsdpc_unit *unit, fsdpc_left *left_out);
 
-/* Replaces leave after an exception.  The outermost call resets the root, so that the next one
- * starts clean; in a recomputation, the running backward does. */
+/* Replaces leave after an exception.  The outermost call resets the root, so that the next call
+ * starts clean; in a recomputation, the running backward resets it. */
 void fsdpc_call_failed(fsdpc_unit *unit);
 
-/* Sets which weights the next recomputation must see, if the frontend knows better. */
+/* Overrides which weights the next recomputation must see. */
 void fsdpc_call_set_seen(fsdpc_unit *unit, uint64_t generation);
 
-/* Whether the frontend must arrange, before the first unit of a backward begins, that
- * end_backward is called when the backward ends, even if it fails. */
+/* Whether the frontend must arrange, before a backward's first unit begins, for end_backward to be
+ * called when the backward ends or fails. */
 bool fsdpc_call_wants_end(const fsdpc_unit *unit);
 /* Idempotent (fsdpc_pre_backward). */
 fsdpc_status fsdpc_call_begin_backward(fsdpc_unit *unit, uint64_t generation);
-/* `status`: how the backward ended.  A failed one resets the root. */
+/* `status`: the result of the backward.  A failure resets the root. */
 fsdpc_status fsdpc_call_end_backward(fsdpc_root *root, fsdpc_status status);
 
 #endif

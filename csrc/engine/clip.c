@@ -1,16 +1,16 @@
-/* Clipping in two steps: one small collective for the norm, and no pass for the scale.
+/* Clips in two steps: one small collective for the norm, and no pass for the scale.
  *
- * The norm costs one read of the gradient shards and an all-reduce of 70 integers.  Norms of single
- * parameters come from the same read and the same all-reduce, of 70 integers each.  The scale is
- * not applied here: it is a factor that the optimizer multiplies in while it reads the gradients
- * anyway.  A NaN or infinity anywhere makes the norm NaN or infinite on all ranks.
+ * The norm costs one read of the gradient shards and an all-reduce of 70 integers.  Per-parameter
+ * norms use the same read and the same all-reduce, with 70 integers each.  The scale is not applied
+ * here: the optimizer applies it as it reads the gradients.  A NaN or infinity anywhere makes the
+ * norm NaN or infinite on all ranks.
  *
- * On a remote device neither step waits.  Norms, their value and the clipping factor stay in the
- * device's memory.  Each unit has a copy of the factor, for the optimizer's kernels.  Ranks combine
- * norms there, if their transport can.
+ * On a remote device neither step waits.  Norms, their values and the clipping factor stay in
+ * device memory.  Each unit has a copy of the factor, for the optimizer's kernels.  Ranks combine
+ * norms there if their transport supports it.
  *
- * Ranks may differ in whether they apply a pending scale first or later to the sums (one may have
- * read .grad, the others not).  The contribution to the all-reduce is the same.
+ * Some ranks may apply a pending scale first, others later to the sums (if only some have read
+ * .grad).  Their contributions to the all-reduce are the same either way.
  */
 #include "engine/clip.h"
 
@@ -18,8 +18,7 @@
 #include "engine/unit_internal.h"
 #include "ops/flat_ops.h"
 
-/* Consecutive gradients in a shard that are summed by the same leaves: one kernel pass covers them
- * all. */
+/* Consecutive gradients in a shard with the same leaf size; one kernel pass covers them all. */
 typedef struct grad_run {
     const unsigned char *at;
     size_t numel, leaf; /* numel 0: none yet */
@@ -35,7 +34,7 @@ static fsdpc_status run_end(grad_run *run, double p, fsdpc_norm *norm, fsdpc_str
     return fsdpc_norm_add(norm, p, run->at, run->dtype, numel, run->leaf, stream);
 }
 
-/* Whether `next` begins at the end of the run, and joining the two does not change their leaves. */
+/* Whether `next` begins at the end of the run and joining the two keeps their leaves. */
 static bool run_goes_on(const grad_run *run, const grad_run *next)
 {
     return run->numel > 0 && run->numel % run->leaf == 0 && run->leaf == next->leaf &&
@@ -43,7 +42,7 @@ static bool run_goes_on(const grad_run *run, const grad_run *next)
            next->at == run->at + run->numel * fsdpc_dtype_bytes(run->dtype);
 }
 
-/* Adds a unit's gradients to one norm, or each to a separate one. */
+/* Adds a unit's gradients to one norm, or each gradient to a separate norm. */
 static fsdpc_status add_unit(fsdpc_unit *unit, double p, fsdpc_norm *norms, bool each)
 {
     fsdpc_stream *main = fsdpc_device_main(unit->device);
@@ -69,7 +68,7 @@ static fsdpc_status add_unit(fsdpc_unit *unit, double p, fsdpc_norm *norms, bool
     return run_end(&run, p, norms, main);
 }
 
-/* The same with a scale that stays pending: scales the sums instead. */
+/* Does the same, but keeps the scale pending and applies it to the sums. */
 static fsdpc_status add_unit_scaled(fsdpc_unit *unit, double p, fsdpc_norm *norms, bool each)
 {
     fsdpc_stream *main = fsdpc_device_main(unit->device);
@@ -77,7 +76,7 @@ static fsdpc_status add_unit_scaled(fsdpc_unit *unit, double p, fsdpc_norm *norm
     double pending = unit->pending_scale;
     fsdpc_norm_room raw;
     fsdpc_status status = fsdpc_norm_room_init(&raw, unit->device, n);
-    unit->pending_scale = 1; /* so that reading applies no scale */
+    unit->pending_scale = 1; /* so reading applies no scale */
     if (status == FSDPC_OK)
         status = add_unit(unit, p, raw.at, each);
     for (size_t i = 0; status == FSDPC_OK && i < n; i++)
@@ -93,8 +92,7 @@ static bool can_stay_pending(const fsdpc_unit *unit, double p)
     return pending < 1 && !unit->clipped && fsdpc_norm_can_scale(p, pending);
 }
 
-/* For the units of one shard group: one norm of all gradients, or one for each of their
- * parameters. */
+/* Computes one norm of all gradients in a shard group's units, or one norm per parameter. */
 static fsdpc_status group_norms(fsdpc_unit *const *units, int n_units, fsdpc_comm *comm, double p,
                                 fsdpc_norm *norms, bool each)
 {
@@ -110,8 +108,8 @@ static fsdpc_status group_norms(fsdpc_unit *const *units, int n_units, fsdpc_com
     return fsdpc_norm_all_reduce(norms, each ? n : 1, p, comm, main);
 }
 
-/* Adds the norms of one shard group to the total. `params_out`: receives those of single
- * parameters, for all of which `norms` has room; or NULL. */
+/* Adds the norms of one shard group to the total.  `params_out`: receives per-parameter norms, for
+ * which `norms` has space; or NULL. */
 static fsdpc_status group_total(fsdpc_unit *const *units, int n_units, fsdpc_comm *comm, double p,
                                 fsdpc_norm *norms, fsdpc_norm *total_io, fsdpc_norm *params_out)
 {

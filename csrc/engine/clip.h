@@ -1,8 +1,8 @@
 /* Exact gradient norms, and clipping by the global norm.
  *
- * A norm is taken over leaves that no cut splits and added up exactly (engine/norm.h), so its bits
- * do not depend on world size, layout or order.  Tied parameters occur once in a layout and count
- * once; a replicated shard counts once, because only shard groups are summed.
+ * A norm is summed exactly (engine/norm.h) over leaves that no cut splits, so its bits do not
+ * depend on world size, layout or order.  Tied parameters occur once in a layout and count once; a
+ * replicated shard counts once, because only shard groups are summed.
  *
  * The norm includes a scale that is pending on the gradients.  A power of two below 1 (a loss
  * scaler's) is applied to the norm and stays pending, if p is 1, 2 or INFINITY.  Any other scale is
@@ -15,16 +15,16 @@
 #include "engine/unit.h"
 
 /* Collective, with one operation for each shard group among the units.  Adds the p-norm of all
- * gradients to `total_io`, and writes that of each parameter to `params_out`; both are in the
- * device's memory.  `params_out` may be NULL.  It has one value per parameter of the units, in
- * their order, 0 for a parameter without a gradient. */
+ * gradients to `total_io`, and writes each parameter's norm to `params_out`; both are in device
+ * memory.  `params_out` may be NULL.  It has one value per parameter, in unit order, which is 0
+ * without a gradient. */
 fsdpc_status fsdpc_clip_norms(fsdpc_unit *const *units, int n_units, double p, fsdpc_norm *total_io,
                               fsdpc_norm *params_out);
 
-/* Sets FSDPC_CLIP_FACTOR (at most 1) pending on the gradients; returns it. */
+/* Makes FSDPC_CLIP_FACTOR (at most 1) pending on the gradients and returns it. */
 double fsdpc_clip_scale(fsdpc_unit *const *units, int n_units, double norm, double max_norm);
 
-/* The same on a remote device, with a norm in its memory (fsdpc_norm_put), without waiting. */
+/* Does the same on a remote device without waiting; the norm is in its memory (fsdpc_norm_put). */
 fsdpc_status fsdpc_clip_scale_remote(fsdpc_unit *const *units, int n_units, const double *norm,
                                      double max_norm, fsdpc_stream *stream);
 

@@ -1,6 +1,6 @@
 /* Pieces are runs of whole rows in rank order.  If all ranks have the same number of elements, an
- * all-gather puts them where they belong.  Else each rank sends its piece padded to the largest
- * one, a part at a time, through a staging buffer whose size does not depend on the parameter's.
+ * all-gather puts them where they belong.  Otherwise each rank sends its piece, padded to the
+ * largest one, part by part through a staging buffer whose size does not depend on the parameter's.
  */
 #include "engine/collect.h"
 
@@ -19,8 +19,8 @@
 
 enum { STAGING_BYTES = 4 << 20, POPULATED_FROM_BYTES = 1 << 20 };
 
-/* What users get is often fresh memory.  One call maps its pages, so that ranks
- * do not fault in turn, each in the other's wait for a chunk. */
+/* Users often receive fresh memory.  One call maps its pages; otherwise ranks would fault in turn,
+ * each while its peers wait for a chunk. */
 static void populate(const fsdpc_device *device, void *out, size_t bytes)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);

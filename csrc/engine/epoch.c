@@ -8,18 +8,18 @@
  * publish.  The next reader begins another epoch, in which a rank arrives only after it has
  * published here.  Waiting for that arrival is therefore enough.
  *
- * Its slices may come even later, if the step of a unit is pending until the unit is needed.  Then
- * this epoch tells all ranks that slices are late.  The next gather of each unit is complete only
- * when all ranks have posted it, which each does after it has written its slices.
+ * Its slices may come even later, if a unit's step is pending until the unit is needed.  This epoch
+ * then tells all ranks that slices are late.  The next gather of each unit is complete only when
+ * all ranks have posted it, which each does after writing its slices.
  *
  * An interrupt may end a wait between the arrival and the end of an epoch.  The peers rely on the
  * announcement, so the next epoch first completes the interrupted one, from its `stage` on.  An
- * interrupted optimizer step cannot be completed without its pass: it closes the communicator.
+ * interrupted optimizer step cannot be completed without its pass, so it closes the communicator.
  *
  * An exception on any rank makes the next epoch a reset for all: every rank drops the record, so
- * that all continue from the same state.  If the exception came in a backward, ranks also drop
- * gradients that are not reduced, because they may be incomplete.  A forward leaves no gradients,
- * so those of earlier micro-steps stay.
+ * that all continue from the same state.  If the exception was raised in a backward, ranks also
+ * drop unreduced gradients, which may be incomplete.  A forward leaves no gradients, so those of
+ * earlier micro-steps are kept.
  */
 #include "engine/epoch.h"
 
@@ -44,13 +44,13 @@ const char *fsdpc_epoch_text(uint32_t kind)
 }
 
 /* Completes gathers: a rank that arrives has finished all its reads.  Units that stay full after
- * backward do so until weights change. */
+ * backward remain full until weights change. */
 static fsdpc_status begin_sharded(fsdpc_root *root)
 {
-    FSDPC_TRY(fsdpc_reduce_wait_all(root)); /* only needed after an interrupted or a not-last
-                                             * backward */
-    memset(root->pool_turn, 0, sizeof root->pool_turn); /* steps use the same buffers as the last
-                                                         * one */
+    FSDPC_TRY(fsdpc_reduce_wait_all(root)); /* needed only after an interrupted backward or one that
+                                             * is not the last */
+    memset(root->pool_turn, 0, sizeof root->pool_turn); /* each step uses the same buffers as the
+                                                         * last one */
     for (int i = 0; i < root->n_units; i++) {
         fsdpc_unit *unit = root->units[i];
         FSDPC_TRY(fsdpc_full_settle(unit));
@@ -77,7 +77,7 @@ static fsdpc_status compare_all(const fsdpc_root *root, bool *equal_io)
     return FSDPC_OK;
 }
 
-/* The same on a remote device, with a single wait. */
+/* Compares all units on a remote device, with a single wait. */
 static fsdpc_status compare_all_there(const fsdpc_root *root, bool *equal_io)
 {
     fsdpc_device *device = root->device;
@@ -147,7 +147,7 @@ static fsdpc_status keep_stage(fsdpc_root *root, fsdpc_status status)
     return status;
 }
 
-/* Learns what the others are about to do; on return it is decided whether the wire is written. */
+/* Reads what the peers are about to do, and decides whether the wire is written. */
 static fsdpc_status decide(fsdpc_root *root, const fsdpc_unit *called)
 {
     fsdpc_epoch_note all = root->note;
@@ -180,7 +180,7 @@ static fsdpc_status publish_dirty(fsdpc_root *root)
     return FSDPC_OK;
 }
 
-/* Carries an epoch from its current stage to its end. */
+/* Advances an epoch from its current stage to its end. */
 static fsdpc_status complete(fsdpc_root *root, const fsdpc_unit *called)
 {
     if (root->stage == FSDPC_STAGE_ARRIVED)
@@ -198,15 +198,15 @@ static fsdpc_status complete(fsdpc_root *root, const fsdpc_unit *called)
     return FSDPC_OK;
 }
 
-/* Call before a new epoch.  Ignores that all ranks refused the interrupted one (weights changed
- * under unshard()). */
+/* Call before a new epoch.  It is not an error if all ranks refused the interrupted one (weights
+ * changed under unshard()). */
 static fsdpc_status complete_interrupted(fsdpc_root *root)
 {
     fsdpc_status status = complete(root, root->units[0]);
     return status == FSDPC_ERR_STATE ? FSDPC_OK : status;
 }
 
-/* A graph replays the recorded work, for a single model. */
+/* Fails inside another model's capture, since a graph contains the step of a single model. */
 static fsdpc_status check_capture(const fsdpc_root *root)
 {
     if (!root->device->capturing || root->captured)
@@ -228,8 +228,8 @@ fsdpc_status fsdpc_root_epoch(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_uni
     return complete(root, called);
 }
 
-/* The others take the step that this rank announced, and this rank's rows would miss it: no rank
- * may continue. */
+/* The peers take the step that this rank announced but did not apply to its rows, so no rank may
+ * continue. */
 static void close_half_step(fsdpc_root *root, const char *what)
 {
     char text[160];

@@ -9,7 +9,7 @@
 
 #include "engine/root_internal.h"
 
-/* What began an epoch; ranks must agree.  X(name, text for errors) */
+/* The cause of an epoch, on which ranks must agree.  X(name, text for errors) */
 #define FSDPC_EPOCH_KIND_TABLE(X)                                                                  \
     X(FORWARD, "a forward")                                                                        \
     X(UNSHARD, "unshard()")                                                                        \
@@ -26,7 +26,7 @@ typedef enum fsdpc_epoch_kind {
 #undef X
 } fsdpc_epoch_kind;
 
-/* The text for errors. */
+/* Returns the text for errors. */
 const char *fsdpc_epoch_text(uint32_t kind);
 
 /* Collective.  `bits` are added to the note (grad mode); on return the wire is up to date. */
@@ -35,7 +35,7 @@ fsdpc_status fsdpc_root_epoch(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_uni
 
 /* Collective, over replicas too: an epoch in which no rank writes.  Returns FSDPC_OK if `status` is
  * OK on every rank; then nothing is in flight, and no unit is full unless held.  Otherwise every
- * rank gets the error of one of them. */
+ * rank gets one rank's error. */
 fsdpc_status fsdpc_root_agree(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_status status);
 
 /* An optimizer's epoch. begin waits until no peer reads the wire; the caller then updates masters

@@ -2,25 +2,26 @@
  *
  * Kernels write gradients directly into an open buffer, in the unit's reduce dtype, each parameter
  * at its position in the full.  Posting a reduction is therefore one call over the bands.  Parts
- * that no kernel wrote (unused or frozen parameters) are zeroed first, because the peers read all
- * of the buffer.  Padding is not cleared; it reduces into padding of the shard, which is never
+ * that no kernel wrote (unused or frozen parameters) are zeroed first, because the peers read the
+ * whole buffer.  Padding is not cleared; it is reduced into the shard's padding, which is never
  * read.
  *
- * A unit takes the least recently posted of the pooled buffers that no unit is filling, and waits
- * for its reduction.  A wait for a buffer is thus always a wait for a posted reduction, never for
- * another unit's half-filled buffer.  If both are half filled, the unit gets a buffer that it
- * keeps.  Ranks must choose alike, since peers read each other's buffers by name.  The choice
+ * A unit takes the least recently posted pooled buffer that no unit is filling, and waits for its
+ * reduction.  A wait for a buffer is thus always a wait for a posted reduction, never for another
+ * unit's half-filled buffer.  If both are half filled, the unit gets a buffer that it keeps.  All
+ * ranks must make the same choice, since peers read each other's buffers by name.  The choice
  * therefore depends on the order of opens and posts, which the program determines, and never on
  * which reduction happens to be complete.  For the same reason a buffer, whose creation is
  * collective, is created only while no reduction is in flight.
  *
  * On a single rank the shard has the layout of the full, and a reduction would be a copy.  That
- * copy took 1 % of a step of LLaMA 1B on an H200.  Kernels write into the shard instead, unless it
+ * copy took 1 % of a LLaMA 1B step on an H200.  Kernels write into the shard instead, unless it
  * already has gradients, or the sums have another dtype, are scaled or are not kept.  A single rank
  * therefore creates a buffer on first use, and most runs never need one.
  *
  * Partials (meshes with replicas) follow the buffers: each pooled buffer has a pooled partial, and
- * a unit's own buffer has its own partial. A unit that postpones its all-reduce also has its own.
+ * a unit's own buffer has its own partial.  A unit that postpones its all-reduce also has its own
+ * partial.
  */
 #include "engine/fill.h"
 
@@ -94,8 +95,8 @@ fsdpc_status fsdpc_fill_create_buffers(fsdpc_root *root, const bool *encloses)
     return FSDPC_OK;
 }
 
-/* The least recently posted of the pooled buffers that no unit is filling; -1: all are half
- * filled. */
+/* Returns the least recently posted pooled buffer that no unit is filling, or -1 if there is
+ * none. */
 static int choose_pooled(const fsdpc_root *root)
 {
     int best = -1;

@@ -1,4 +1,4 @@
-/* The common part of all ways to make fulls: order of creation, watched addresses, dropping. */
+/* Code shared by all ways of making fulls: creation order, watched addresses, dropping. */
 #include "engine/full.h"
 
 #include "base/fault.h"
@@ -30,7 +30,7 @@ fsdpc_status fsdpc_full_own_slices(fsdpc_root *root)
     return FSDPC_OK;
 }
 
-/* Runs in the fault handler: only reads memory. */
+/* Runs in the fault handler, so it only reads memory. */
 static const char *name_at(const void *owner, const void *address)
 {
     const fsdpc_unit *unit = owner;

@@ -28,8 +28,8 @@ struct fsdpc_full_ops {
     bool at_use; /* each use casts the masters: nothing is published */
 
     /* Once per root. */
-    fsdpc_status (*create)(fsdpc_root *root, const bool *encloses); /* collective; NULL: the wire is
-                                                                     * all it needs */
+    fsdpc_status (*create)(fsdpc_root *root, const bool *encloses); /* collective; NULL: needs only
+                                                                     * the wire */
     fsdpc_status (*place)(fsdpc_unit *unit, fsdpc_unit_group *group); /* sets `full` and `target` */
     void (*remove)(fsdpc_unit *unit); /* also for a unit that was not placed; NULL: does nothing */
 
@@ -55,7 +55,7 @@ fsdpc_status fsdpc_full_place_in_wire(fsdpc_unit *unit, fsdpc_unit_group *group)
 fsdpc_status fsdpc_full_create(fsdpc_root *root, const bool *encloses);
 void fsdpc_full_remove(fsdpc_unit *unit); /* also for a unit that was not placed, or only partly */
 
-/* Gives every unit memory for its own slices of fulls, if gathers move bytes. */
+/* Allocates memory for each unit's own slices of fulls, if gathers move bytes. */
 fsdpc_status fsdpc_full_own_slices(fsdpc_root *root);
 
 static inline size_t fsdpc_full_bytes(const fsdpc_unit_group *group)
@@ -63,13 +63,13 @@ static inline size_t fsdpc_full_bytes(const fsdpc_unit_group *group)
     return group->plan->full_numel * fsdpc_dtype_bytes(group->wire_dtype);
 }
 
-/* The offset of a group in the memory of its unit's full. */
+/* Returns a group's offset in the memory of its unit's full. */
 static inline size_t fsdpc_full_offset(const fsdpc_unit *unit, const fsdpc_unit_group *group)
 {
     return group->wire_offset - unit->groups[0].wire_offset;
 }
 
-/* The memory that publishes this rank's slice of a band, from element `at` of the shard on. */
+/* Returns where this rank publishes its slice of a band, starting at element `at` of the shard. */
 static inline unsigned char *fsdpc_full_published(const fsdpc_unit *unit,
                                                   const fsdpc_unit_group *group,
                                                   const fsdpc_slice *band, size_t at)

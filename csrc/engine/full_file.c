@@ -1,10 +1,10 @@
 /* Like full_shared.c, with a wire in a file: the kernel loads pages when they are read and evicts
  * them when memory is short.  A gather prefetches them.
  *
- * Each rank keeps the CRC-32C of the slices that it published, and compares it at every gather,
- * since the kernel may have read pages again.  All ranks gather every unit, and ranks of a host
- * have the same pages, so together they compare everything.  If a rank's slices have changed, it
- * fails, and with it the step of all ranks.
+ * Each rank keeps the CRC-32C of its published slices and checks it at every gather, since the
+ * kernel may have reread pages.  All ranks gather every unit, and ranks of a host have the same
+ * pages, so together they compare everything.  A rank whose slices have changed fails, and with it
+ * the step on all ranks.
  */
 #include <stdio.h>
 #include <sys/mman.h>
@@ -19,7 +19,7 @@ static fsdpc_status make_room(fsdpc_unit *unit)
 {
     for (int g = 0; g < unit->layout->n_groups; g++)
         (void)madvise(unit->groups[g].full, fsdpc_full_bytes(&unit->groups[g]), MADV_WILLNEED);
-    return FSDPC_OK; /* a kernel that ignores the hint reads later */
+    return FSDPC_OK; /* if the kernel ignores the hint, it reads later */
 }
 
 static uint32_t crc_of(const fsdpc_unit *unit)

@@ -1,16 +1,16 @@
 /* Fulls of a shard group of one rank, in memory of a frontend whose users may write masters at
  * any time.
  *
- * Such a rank is the only reader of its slices, and published slices would have to be compared with
+ * Such a rank is the only reader of its slices, and it would have to compare published slices with
  * the masters before each step.  It therefore publishes nothing.  A full is a cast of the masters,
  * made when the unit begins to use it; its memory is returned after the use.  This is what FSDP2
  * does on one rank.  With publishing, SmolLM3-3B under torch on an H200 always had 5.8 GiB of
  * published parameters, and compared them in 4.9 of 464 ms.  If no cast is needed, the masters
  * themselves are the full.
  *
- * A write between a forward and its backward is an error in the backward, because that casts the
- * weights again.  If the frontend does not see the write (through `.data`, say), the new values
- * are used, as in FSDP2.
+ * A write between a forward and its backward is an error in the backward, which casts the weights
+ * again.  If the frontend does not see the write (through `.data`, say), the new values are used,
+ * as in FSDP2.
  */
 #include "engine/full.h"
 
@@ -56,7 +56,7 @@ static fsdpc_status reveal(fsdpc_unit *unit)
 
 static void hide(fsdpc_unit *unit)
 {
-    bool taken = false; /* else it was going to be used, and was not */
+    bool taken = false; /* otherwise it was about to be used, but was not */
     if (fsdpc_unit_reads_masters(unit))
         return;
     for (int g = 0; g < unit->layout->n_groups; g++) {

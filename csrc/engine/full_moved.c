@@ -2,7 +2,7 @@
  *
  * A slot records the unit that was last gathered into it.  A gather ahead of demand takes a slot
  * only if that unit is sharded again (sched.c).  A gather on demand may also evict a unit that was
- * gathered and is unused, but never a full one.  The gather waits for the last read of the previous
+ * gathered but not used, but never a full one.  The gather waits for the last read of the previous
  * unit's full, as that unit's own next gather would (order.h).
  *
  * Two units that share a slot may be full together (held by unshard(), used inside each other's
@@ -20,7 +20,7 @@
 
 /* ---- Memory ---- */
 
-/* The granule that all ranks support; if their devices differ, units share nothing. */
+/* Agrees on a granule that all ranks support; if their devices differ, units share nothing. */
 static fsdpc_status agree_granule(const fsdpc_root *root, size_t *granule_out)
 {
     int64_t mine = (int64_t)root->device->window_granule, ends[2] = {mine, -mine};
@@ -77,7 +77,7 @@ static fsdpc_status give_memory(fsdpc_unit *unit, size_t granule)
                                &unit->window);
 }
 
-/* Attaches the memory of each window once: for the first unit that uses it. */
+/* Attaches each window's memory once, for the first unit that uses it. */
 static fsdpc_status attach(const fsdpc_root *root)
 {
     for (int i = 0; i < root->n_units; i++) {

@@ -1,9 +1,9 @@
 /* No-alias mode: fulls in private pages that are readable only while the unit is FULL.
  *
- * This is slower, but a read that comes too early or too late ends the process right there.  The
- * pages belong to an ordinary block that is two pages larger, so that its bytes are counted and
- * protected pages contain nothing else.  A device that cannot protect memory still fills it with
- * NaN: a read that comes too early or too late then gets a NaN.
+ * This is slower, but a read that comes too early or too late ends the process at once.  The pages
+ * belong to an ordinary block that is two pages larger, so that its bytes are counted and protected
+ * pages contain nothing else.  A device that cannot protect memory still fills it with NaN: a read
+ * that comes too early or too late then gets a NaN.
  *
  * If ranks share a wire, reveal copies from it; otherwise gathers write the pages.
  */
@@ -67,8 +67,8 @@ static fsdpc_status reveal(fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-/* If the kernel has no memory for a split mapping, or the device cannot do the fill, the full stays
- * readable with its contents. */
+/* If the kernel has no memory to split the mapping, or the device cannot do the fill, the full
+ * stays readable and keeps its contents. */
 static void hide(fsdpc_unit *unit)
 {
     fsdpc_stream *main = fsdpc_device_main(unit->device);

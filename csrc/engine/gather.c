@@ -1,10 +1,11 @@
-/* Gathering: one operation for each group of a unit, which also checks that ranks agree on what
- * they do.  If ranks share a wire, it copies nothing; otherwise it brings the published slices of
- * all ranks into the unit's full (full.h).
+/* Gathers a unit with one operation per group, which also checks that all ranks post the same.  If
+ * ranks share a wire, it copies nothing; otherwise it brings the published slices of all ranks into
+ * the unit's full (full.h).
  *
- * Publishing writes this rank's slices of a full from its masters, a cast or a copy.  It is legal
- * only after all ranks have arrived in an epoch and before this rank publishes (epoch.h).  A rank
- * may write late slices until it posts the next gather, which then waits for those of all ranks.
+ * Publishing writes this rank's slices of a full from its masters, by a cast or a copy.  It is
+ * legal only after all ranks have arrived in an epoch and before this rank publishes (epoch.h).  A
+ * rank may write late slices until it posts the next gather, which then waits for all ranks' late
+ * slices.
  */
 #include "engine/gather.h"
 

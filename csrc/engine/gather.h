@@ -1,4 +1,4 @@
-/* Making a full readable, and resharding it.  Only the schedule uses this file. */
+/* Makes a full readable, and reshards it.  Only the schedule uses this file. */
 #ifndef FSDPC_ENGINE_GATHER_H
 #define FSDPC_ENGINE_GATHER_H
 
@@ -10,8 +10,8 @@ fsdpc_status fsdpc_gather_wait(fsdpc_unit *unit, bool in_backward); /* -> FULL, 
 /* Writes this rank's slices of a unit's full from its masters. */
 fsdpc_status fsdpc_gather_publish(fsdpc_unit *unit);
 
-/* Sets *equal_io to false, in the order of the main stream, if masters differ from the wire.  It
- * must be in the device's memory, or the device waits. */
+/* Sets *equal_io to false, in main-stream order, if masters differ from the wire.  Unless it is in
+ * device memory, the device waits. */
 fsdpc_status fsdpc_gather_compare(const fsdpc_unit *unit, bool *equal_io);
 
 #endif

@@ -2,7 +2,7 @@
  * earlier work is complete here.
  *
  * A pending step may have stepped the unit without using all of its gradients, and its pass may be
- * reading the rest.  A unit therefore leaves the pass before its gradients are written.
+ * reading the others.  A unit therefore leaves the pass before its gradients are written.
  */
 #include "engine/grad_file.h"
 

@@ -9,13 +9,15 @@
 
 #include "engine/unit_internal.h"
 
-/* Call before writing the shards.  `keep`: the write adds to the contents, which are verified. */
+/* Call before writing the shards.  `keep`: the write adds to the contents, which are verified
+ * first. */
 fsdpc_status fsdpc_grad_file_open(const fsdpc_unit *unit, bool keep);
 void fsdpc_grad_file_seal(const fsdpc_unit *unit); /* after that */
 
 /* Call before reading this rank's rows of a parameter; `write`: before other code writes them. */
 fsdpc_status fsdpc_grad_file_check(const fsdpc_unit *unit, int param, bool write);
-/* Call before a pass reads and verifies the shards: skips what other code may have written. */
+/* Call before a pass reads and verifies the shards: skips shards that other code may have
+ * written. */
 void fsdpc_grad_file_release(const fsdpc_unit *unit);
 
 #endif

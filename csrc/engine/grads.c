@@ -1,4 +1,4 @@
-/* The contents of gradient shards, from the reductions that write them to zero_grad.
+/* Manages the contents of gradient shards, from the reductions that write them to zero_grad.
  *
  * Zeroing touches no memory: it only marks the shards as empty, and the result of a reduction in
  * flight as unwanted.  A pending step has fixed its parameters and scale, so gradients may be

@@ -1,4 +1,4 @@
-/* The gradient shards of a unit: whether they have contents, and their pending factor.
+/* A unit's gradient shards: whether they have contents, and their pending factor.
  *
  * Reductions write them (reduce.h).  Reading a gradient first folds micro-steps together and
  * applies clipping's pending factor; optimizers apply it while they read.
@@ -8,19 +8,18 @@
 
 #include "engine/unit.h"
 
-/* Whether an optimizer or a norm may use its gradient. */
+/* Whether an optimizer or a norm may use the parameter's gradient. */
 bool fsdpc_unit_has_grad(const fsdpc_unit *unit, int param);
 
 /* Whether the shards have contents. */
 bool fsdpc_unit_has_grads(const fsdpc_unit *unit);
 
-/* This rank's piece of a parameter's gradient, with any pending scale applied; NULL if it has none.
- * `write`: the caller may write it. */
+/* Gets this rank's piece of a parameter's gradient, with any pending scale applied, or NULL.
+ * `write`: the caller may write to it. */
 fsdpc_status fsdpc_unit_grad(fsdpc_unit *unit, int param, bool write, fsdpc_piece *piece_out,
                              void **out);
 
-/* Drops gradients, including those not reduced yet; all ranks must do so alike.  Touches no
- * memory. */
+/* Drops gradients, including unreduced ones; all ranks must do the same.  Touches no memory. */
 void fsdpc_unit_zero_grad(fsdpc_unit *unit);
 
 /* Whether clipping left a factor that has not been applied yet. */
@@ -36,15 +35,16 @@ fsdpc_status fsdpc_unit_part_grads(fsdpc_unit *unit, void **groups_out, bool *pa
 
 /* ---- Gradients that a frontend keeps for its users ---- */
 
-/* Users may have changed gradients: the frontend writes the users' values into the rows, between
- * take_begin and one take per parameter.  `given` false: it has none.  It announces each write
- * first, so that other rows get the pending factor, which must not apply to the new ones. */
+/* Takes over gradients that users have changed.  The frontend writes users' values into the rows,
+ * between take_begin and one take_grad per parameter.  `given` false: it has no value.  It
+ * announces each write first, so that other rows get the pending factor, which must not apply to
+ * new values. */
 fsdpc_status fsdpc_unit_take_begin(fsdpc_unit *unit);
 fsdpc_status fsdpc_unit_take_write(fsdpc_unit *unit);
 fsdpc_status fsdpc_unit_take_grad(fsdpc_unit *unit, int param, bool given);
 
-/* After a backward: whether there are gradients to hand out.  If so, one call per parameter tells
- * whether a contribution came since it was last handed out. */
+/* After a backward, tells whether there are gradients to hand out.  If so, give_grad tells for each
+ * parameter whether it has had a contribution since it was last handed out. */
 fsdpc_status fsdpc_unit_give_begin(fsdpc_unit *unit, bool *any_out);
 bool fsdpc_unit_give_grad(fsdpc_unit *unit, int param);
 

@@ -1,16 +1,16 @@
 /* Plans a layout: bands of equal row length, cut into equal slices of whole rows.
  *
- * Why bands.  FSDP2 pads every parameter to a multiple of the ranks, which multiplies the size of
- * small ones at large world sizes.  A flat buffer that is cut anywhere splits rows, so that
+ * Why bands.  FSDP2 pads every parameter to a multiple of the rank count, which multiplies the size
+ * of small ones at large world sizes.  A flat buffer that is cut anywhere splits rows, so that
  * optimizers and checkpoints need a planner.  Parameters with equal rows, placed end to end, can be
  * cut at any row.  The padding of a band is therefore less than one row per rank, whatever the
  * number of its parameters.  A rank's piece of each parameter is a run of whole rows.
  *
- * Some rows are so long that even this wastes more than 1 % of the unit and 65,536 elements (fused
- * three-dimensional experts, convolutions over many ranks).  Then the parameters in that band with
- * three or more dimensions are cut by rows of dim 1, if those are multiples of 256.  Otherwise they
- * are cut into chunks of 256 elements, the blocks of 8-bit codes.  The rule uses only shapes, so
- * every rank decides alike.
+ * Some rows are so long that even a band wastes more than 1 % of the unit and 65,536 elements
+ * (fused three-dimensional experts, convolutions over many ranks).  Then the parameters in that
+ * band with three or more dimensions are cut by rows of dim 1, if those are multiples of 256.
+ * Otherwise they are cut into chunks of 256 elements, the blocks of 8-bit codes.  The rule uses
+ * only shapes, so every rank makes the same decision.
  *
  * A 1-D parameter has rows of one element, so its cuts are those of torch.chunk.  Alignment gaps
  * are padding, like the tail of a slice.  Padding is part of shard and full; its contents never
@@ -34,7 +34,7 @@ static size_t gcd(size_t a, size_t b)
     return a;
 }
 
-/* Rows between allowed starts of a parameter in a band of this row length. */
+/* Returns the number of rows between allowed parameter starts in a band of this row length. */
 static size_t start_rows(size_t row)
 {
     return FSDPC_LAYOUT_ALIGN / gcd(row, FSDPC_LAYOUT_ALIGN);
@@ -102,8 +102,8 @@ static bool same_band(const fsdpc_place *a, const fsdpc_place *b)
     return a->group == b->group && a->band != -2 && b->band != -2 && a->row_numel == b->row_numel;
 }
 
-/* Rows that the band of `first` needs, with aligned starts; *real_out is its elements without
- * padding.
+/* Returns the number of rows in the band of `first`, with aligned starts; *real_out is its element
+ * count without padding.
  */
 static size_t band_rows(const fsdpc_layout *layout, const fsdpc_place *first, size_t *real_out)
 {
@@ -282,7 +282,7 @@ fsdpc_piece fsdpc_layout_piece(const fsdpc_layout *layout, int param, int rank)
     size_t slice_end = slice_begin + band->numel;
     size_t begin = fsdpc_max_size(place->full_offset, slice_begin);
     size_t end = fsdpc_min_size(place->full_offset + place->numel, slice_end);
-    if (begin >= end) { /* an empty piece still gives the element before which it would begin */
+    if (begin >= end) { /* an empty piece still reports the element before which it would begin */
         piece.first = slice_begin > place->full_offset ? place->numel : 0;
         return piece;
     }

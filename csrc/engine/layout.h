@@ -11,7 +11,7 @@
  * whole has its own band, which one rank owns.  The full of a group is the sequence of its bands; a
  * shard is the sequence of this rank's slices.  Both begin each band at a multiple of 64.
  *
- * A row is the elements under one index of dim 0; a row of a 0-D or 1-D parameter is one element.
+ * A row is the elements at one index of dim 0; a row of a 0-D or 1-D parameter is one element.
  */
 #ifndef FSDPC_ENGINE_LAYOUT_H
 #define FSDPC_ENGINE_LAYOUT_H
@@ -50,7 +50,7 @@ typedef struct fsdpc_place {
 typedef struct fsdpc_group {
     fsdpc_dtype dtype;
     bool frozen;
-    fsdpc_slice *bands; /* in the form that collectives take */
+    fsdpc_slice *bands; /* in the form that collectives expect */
     size_t n_bands;
     size_t full_numel, shard_numel;
 } fsdpc_group;
@@ -95,7 +95,7 @@ static inline bool fsdpc_slice_is_of(const fsdpc_slice *band, int rank)
     return band->owner < 0 || band->owner == rank;
 }
 
-/* The position in the full of element `shard_offset` of a rank's shard, in band `band`. */
+/* Returns the position in the full of element `shard_offset` of a rank's shard, in `band`. */
 static inline size_t fsdpc_slice_full(const fsdpc_slice *band, int rank, size_t shard_offset)
 {
     size_t begin =

@@ -2,13 +2,13 @@
  * 1].  A sum of height h is over 2^h leaves.  The heights are the set bits of the number of leaves
  * so far, so they also give the position of the next leaf in the tree.
  *
- * A run whose sum would merge at once (it has the height of the top) is added by the reduction
- * itself.  A new level is thus opened only below higher ones; merging further is one pass over a
- * shard.  If a reduction leaves one sum, that pass follows it.  If it leaves several, the next run
- * may merge with the result, so the passes are among the sums of the operation.  Levels are
- * allocated when first needed and kept, because every step needs the same ones.
+ * The reduction itself adds a run whose sum would merge at once (it is as high as the top).  A new
+ * level is thus opened only below higher ones; each further merge is one pass over a shard.  If a
+ * reduction leaves one sum, that pass follows it.  If it leaves several, the next run may merge
+ * with the result, so the passes are part of the operation's list of sums.  Levels are allocated
+ * when first needed and kept, because every step needs the same ones.
  *
- * All this is simpler if the ranks of a micro-step count as one leaf.  They do if their number is a
+ * This is simpler if the ranks of a micro-step count as one leaf.  They do if their number is a
  * power of two, which changes no bit, or if their contributions cannot be told apart.
  *
  * A gradient shard that was folded and divided is no longer a node of a tree.  Its height is then
@@ -40,7 +40,7 @@ static bool is_power_of_two(int n)
 
 /* ---- The counter ---- */
 
-/* The group whose reduction leaves the final sums. */
+/* Returns the group whose reduction produces the final sums. */
 static const fsdpc_comm *last_group(const fsdpc_root *root)
 {
     return root->replicate ? root->replicate : root->reduce_comm;
@@ -55,7 +55,7 @@ static bool can_split(const fsdpc_root *root)
            (is_power_of_two(comm->size) || comm->ops->splits_sums);
 }
 
-/* The number of leaves of one micro-step. */
+/* Returns the number of leaves in one micro-step. */
 static int leaves_of(const fsdpc_root *root)
 {
     int ranks = last_group(root)->size;
@@ -70,14 +70,14 @@ static uint64_t leaves_in(const fsdpc_micro_sums *stack)
     return leaves;
 }
 
-/* One of the sums that a micro-step leaves, in terms of levels. */
+/* One of the sums that a micro-step leaves, described by levels. */
 typedef struct act {
     int n_leaves; /* 0: the level `from` is added */
     int to, from;
     bool accumulate;
 } act;
 
-/* The next act of a micro-step with `left` leaves still to come; false: there is none. */
+/* Gets the next act of a micro-step with `left` leaves to come; returns false if there is none. */
 static bool next_act(fsdpc_micro_sums *stack, int *left, act *out)
 {
     int *heights = stack->heights, top = stack->n - 1;
@@ -107,7 +107,7 @@ static bool next_act(fsdpc_micro_sums *stack, int *left, act *out)
 
 /* ---- Warnings ---- */
 
-/* The sums are correct, but other splits of the batch give other bits. */
+/* Warns that the sums are correct, but splitting the batch differently gives different bits. */
 static void warn_once(const fsdpc_unit *unit, bool *warned, const char *why, const char *cure)
 {
     if (!*warned)
@@ -118,7 +118,7 @@ static void warn_once(const fsdpc_unit *unit, bool *warned, const char *why, con
     *warned = true;
 }
 
-/* For conditions that are the same on all ranks: only rank 0 warns. */
+/* Warns only on rank 0, about conditions that are the same on all ranks. */
 static void warn_one_rank(const fsdpc_unit *unit, bool *warned, const char *why, const char *cure)
 {
     *warned |= unit->root->comm->world_rank != 0;
@@ -314,7 +314,7 @@ fsdpc_status fsdpc_micro_fold(fsdpc_unit *unit)
     fsdpc_micro_sums *stack = &unit->micro;
     if (stack->n == 0 || unit->folded)
         return FSDPC_OK;
-    /* A warning for a tree that was cut short has already been given, and its cure comes first. */
+    /* If a tree was cut short, the user has already been warned and must fix that first. */
     if (!is_power_of_two(unit->n_micro) && is_divided_by_ranks(unit) && !unit->root->warned_folded)
         warn_one_rank(unit, &unit->root->warned_divided,
                       "are divided by ranks, not by ranks x micro-steps, and the number of "

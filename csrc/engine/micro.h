@@ -3,17 +3,18 @@
  * Micro-step m of rank r contributes leaf m * ranks + r of one pairwise tree.  A node of the tree
  * has 2^k leaves, the first a multiple of 2^k.  A node's sum is kept until its neighbour's is
  * complete and then added to that, like the carry of a binary counter.  The ranks of a micro-step
- * are a run of leaves.  If their number is a power of two, that run is one node and their reduction
- * leaves one sum.  Otherwise it is cut into at most 2 log2(ranks) nodes, and the reduction leaves a
- * sum for each.  Thus 1 rank with 12 micro-steps, 3 with 4 and 12 with 1 get the same bits.
+ * form a run of leaves.  If their number is a power of two, that run is one node and their
+ * reduction leaves one sum.  Otherwise it is cut into at most 2 log2(ranks) nodes, and the
+ * reduction leaves a sum for each.  Thus 1 rank with 12 micro-steps, 3 with 4 and 12 with 1 get the
+ * same bits.
  *
  *     3 ranks   micro-step 0       1       2       3
  *               leaves  0 1  2 | 3  4 5 | 6 7  8 | 9 10 11
  *               nodes   ---  - | -  --- | ---  - | -  ----
  *
  * Two kinds of rank groups sum only whole micro-steps: ranks on several hosts, and the shard groups
- * of a hybrid mesh.  If their size is not a power of two, the bits depend on the split, and a
- * warning says so.
+ * of a hybrid mesh.  If their size is not a power of two, the bits depend on the split, and the
+ * engine warns.
  *
  * Sums stay wide (fp32, fp64).  The first read adds them up, divides by a factor that is not a
  * power of two, and rounds through the reduce dtype, once each.  (Dividing by a power of two is
@@ -30,7 +31,8 @@
 #include "engine/unit.h"
 #include "engine/unit_internal.h"
 
-/* Chooses the sums of the next micro-step, which is about to be posted, and makes room for them. */
+/* Chooses the sums of the next micro-step, which is about to be posted, and allocates memory for
+ * them. */
 fsdpc_status fsdpc_micro_begin(fsdpc_unit *unit);
 /* Fills in where a group's sums go, how they are scaled and whether they add to the contents. */
 void fsdpc_micro_target(const fsdpc_unit *unit, const fsdpc_unit_group *group, fsdpc_coll *op);

@@ -1,4 +1,4 @@
-/* A p-norm while it is summed over tensors and ranks, and its value.
+/* A p-norm: its accumulation over tensors and ranks, and its value.
  *
  * For finite p above 0 it is an exact sum of |x|^p over leaves (ops/exact_sum.h), whose bits do not
  * depend on cuts or order.  For p = INFINITY it is the largest |x|, as the bits of a double: these
@@ -17,7 +17,7 @@
 #include "comm/comm.h"
 #include "ops/flat_norm.h"
 
-/* FSDPC_ERR_VALUE unless p is a number above 0, or INFINITY. */
+/* Returns FSDPC_ERR_VALUE unless p is a positive number or INFINITY. */
 fsdpc_status fsdpc_norm_check(double p);
 
 /* -- memory ------------------------------------------------------------------------------------ */
@@ -29,17 +29,17 @@ typedef struct fsdpc_norm_room {
     fsdpc_norm here, *at;
 } fsdpc_norm_room;
 
-/* Makes n norms, all zero. */
+/* Creates n norms, all zero. */
 fsdpc_status fsdpc_norm_room_init(fsdpc_norm_room *room, fsdpc_device *device, size_t n);
 void fsdpc_norm_room_fini(fsdpc_norm_room *room);
 
 /* -- on a stream ------------------------------------------------------------------------------- */
 
-/* Adds elements; they begin at a leaf (layout.h). */
+/* Adds elements that begin at a leaf (layout.h). */
 fsdpc_status fsdpc_norm_add(fsdpc_norm *norm, double p, const void *x, fsdpc_dtype dtype,
                             size_t numel, size_t leaf, fsdpc_stream *stream);
 
-/* Whether the norm of elements times `factor` is known exactly: for powers of two, and p of 1, 2 or
+/* Returns whether scaling a norm is exact: if `factor` is a power of two and p is 1, 2 or
  * INFINITY. */
 bool fsdpc_norm_can_scale(double p, double factor);
 
@@ -51,8 +51,8 @@ fsdpc_status fsdpc_norm_join(fsdpc_norm *into, const fsdpc_norm *from, double p,
 fsdpc_status fsdpc_norm_all_reduce(fsdpc_norm *norms, size_t n, double p, fsdpc_comm *comm,
                                    fsdpc_stream *stream);
 
-/* *out = its value, also in the device's memory.  If p is not 1, 2 or INFINITY, waits for a remote
- * device: the host computes such a root. */
+/* Writes its value to *out, also in device memory.  If p is not 1, 2 or INFINITY, waits for a
+ * remote device, since the host computes the root. */
 fsdpc_status fsdpc_norm_put(const fsdpc_norm *norm, double p, double *out, fsdpc_stream *stream);
 
 /* -- on the host
@@ -64,7 +64,7 @@ fsdpc_status fsdpc_norm_fetch(fsdpc_norm *out, const fsdpc_norm *norms, size_t n
 
 double fsdpc_norm_value(const fsdpc_norm *norm, double p); /* of a norm in host memory */
 
-/* The value of a norm in the device's memory; waits. */
+/* Reads the value of a norm in device memory; waits. */
 fsdpc_status fsdpc_norm_read(const fsdpc_norm *norm, double p, fsdpc_device *device, double *out);
 
 #endif

@@ -1,10 +1,10 @@
-/* The data of an optimizer: parameters in groups, hyper-parameters, states.
+/* An optimizer's data: parameters in groups, hyper-parameters, states.
  *
- * For each unit it has the group and step count of each parameter, and one state buffer per flat
+ * For each unit it contains each parameter's group and step count, and one state buffer per flat
  * group and state.  A buffer is as large as the shard and is created before the first step that
  * uses it.
  *
- * optim_step.c has the steps, optim_graph.c captured steps, and optim_host.c steps on the CPU of a
+ * optim_step.c contains the steps, optim_graph.c captured steps, and optim_host.c CPU steps for a
  * remote device.
  */
 #include "engine/optim.h"
@@ -99,7 +99,7 @@ static fsdpc_status init_states(unit_states *states, fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-/* Allocates it as large as the shard, zeroed; `s` counts within the flat group. */
+/* Allocates a zeroed state as large as the shard; `s` is its index within the flat group. */
 static fsdpc_status make_state(fsdpc_optim *optim, unit_states *states, int flat_group, int s,
                                size_t element)
 {
@@ -222,7 +222,7 @@ static fsdpc_status find_states(const fsdpc_optim *optim, const fsdpc_unit *unit
     return FSDPC_OK;
 }
 
-/* The same, once the last step has produced them. */
+/* Does the same after the last step has produced them. */
 static fsdpc_status open_states(fsdpc_optim *optim, const fsdpc_unit *unit, int param,
                                 unit_states **out)
 {

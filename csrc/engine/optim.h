@@ -32,7 +32,7 @@ fsdpc_status fsdpc_optim_set_state_dtype(fsdpc_optim *optim, fsdpc_dtype dtype, 
 fsdpc_status fsdpc_optim_add(fsdpc_optim *optim, fsdpc_unit *unit, int param, int group);
 fsdpc_status fsdpc_optim_set_hyper(fsdpc_optim *optim, int group, const fsdpc_hyper *hyper);
 
-/* NULL before it is set. */
+/* Returns NULL before it is set. */
 const fsdpc_hyper *fsdpc_optim_hyper(const fsdpc_optim *optim, int group);
 
 fsdpc_status fsdpc_optim_step(fsdpc_optim *optim);
@@ -40,9 +40,9 @@ fsdpc_status fsdpc_optim_step(fsdpc_optim *optim);
 /* -- parameters outside of units
  * ---------------------------------------------------------------- */
 
-/* A number for one such parameter.  All parameters, including these, are numbered in the order in
- * which they are added.  A model's states are thus rounded the same whether it is sharded or
- * not. */
+/* Returns a number for one such parameter.  All parameters, including these, are numbered in the
+ * order in which they are added.  A model's states are thus rounded identically, whether or not it
+ * is sharded. */
 uint32_t fsdpc_optim_take_number(fsdpc_optim *optim);
 
 /* Fills in the values that the optimizer knows (kind, hyper-parameters of `group`, seed), and
@@ -54,8 +54,8 @@ fsdpc_status fsdpc_optim_step_alone(const fsdpc_optim *optim, int group, fsdpc_s
 
 typedef struct fsdpc_optim_graph fsdpc_optim_graph; /* optim_graph.h */
 
-/* Captures the steps from here on.  Call it before the device's capture.  Waits only to make
- * missing states.  All units must belong to the root. */
+/* Captures subsequent steps.  Call it before the device's capture.  Waits only to create missing
+ * states.  All units must belong to the root. */
 fsdpc_status fsdpc_optim_capture_begin(fsdpc_optim *optim, const fsdpc_root *root,
                                        fsdpc_optim_graph **out);
 /* -- states ------------------------------------------------------------------------------------ */
@@ -71,22 +71,22 @@ typedef struct fsdpc_optim_view {
 fsdpc_status fsdpc_optim_state(fsdpc_optim *optim, const fsdpc_unit *unit, int param, int state,
                                bool write, fsdpc_optim_view *out);
 
-/* Makes the missing states that the parameter's hyper-parameters need, as zeros. */
+/* Creates the missing states that the parameter's hyper-parameters need, as zeros. */
 fsdpc_status fsdpc_optim_make_states(fsdpc_optim *optim, const fsdpc_unit *unit, int param);
 
 fsdpc_status fsdpc_optim_step_count(fsdpc_optim *optim, const fsdpc_unit *unit, int param,
                                     int64_t *out);
 
-/* A count of 0 resets the parameter: as if it had never stepped, with zero states.  Any other count
+/* A count of 0 resets the parameter to its initial condition, with zero states.  Any other count
  * declares that the states are the result of that many steps. */
 fsdpc_status fsdpc_optim_set_step_count(fsdpc_optim *optim, const fsdpc_unit *unit, int param,
                                         int64_t steps);
 
-/* Takes this rank's rows of a state's full value, of any float dtype. */
+/* Copies this rank's rows from a state's full value, of any float dtype. */
 fsdpc_status fsdpc_optim_write(fsdpc_optim *optim, const fsdpc_unit *unit, int param, int state,
                                const void *full, fsdpc_dtype dtype);
 
-/* Collective: every rank of the shard group gets the whole state, in its dtype. */
+/* Collective: writes the whole state, in its dtype, to `out` on every rank of the shard group. */
 fsdpc_status fsdpc_optim_collect(fsdpc_optim *optim, const fsdpc_unit *unit, int param, int state,
                                  void *out);
 

@@ -1,4 +1,4 @@
-/* Slots: one block of scalars in the device's memory for each captured (group, step).
+/* A slot is a block of scalars in device memory for one captured (group, step).
  *
  * A captured call knows its slot by address.  The optimizer owns the memory and creates it with its
  * first step.  All its graphs share it: each writes its own slots before it is launched.  Before a
@@ -28,7 +28,7 @@ struct fsdpc_optim_graph {
     fsdpc_step_scalars *scalars; /* of the slots, on the host */
     /* For all parameters of all units, in sequence. */
     int64_t *before; /* step counts at the beginning of the capture */
-    int64_t *added;  /* steps that one replay makes */
+    int64_t *added;  /* steps per replay */
     size_t n_params;
     uint32_t n_numbers;
     int n_groups;
@@ -36,7 +36,7 @@ struct fsdpc_optim_graph {
     int64_t *shifts;     /* per group: steps since the capture */
 };
 
-/* The states of the i-th parameter, counted over all units. */
+/* Returns the states of the i-th parameter, counted over all units. */
 static param_states *states_of(const fsdpc_optim *optim, size_t i)
 {
     for (int u = 0;; u++) {
@@ -204,7 +204,7 @@ fsdpc_status fsdpc_optim_capture_end(fsdpc_optim_graph *graph, bool keep)
     return send_scalars(graph);
 }
 
-/* Checks that a step would now make the captured calls, except for numbers. */
+/* Checks that a step would now make the captured calls, apart from their scalars. */
 static fsdpc_status check_groups(const fsdpc_optim_graph *graph)
 {
     const fsdpc_optim *optim = graph->optim;
@@ -221,8 +221,7 @@ static fsdpc_status check_groups(const fsdpc_optim_graph *graph)
     return FSDPC_OK;
 }
 
-/* Finds how many steps each group has made since the capture, the same for all of its
- * parameters. */
+/* Finds how many steps each group has made since the capture; its parameters must agree. */
 static fsdpc_status find_shifts(fsdpc_optim_graph *graph)
 {
     fsdpc_optim *optim = graph->optim;

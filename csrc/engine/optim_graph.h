@@ -1,4 +1,4 @@
-/* Scalars of captured steps (rates, bias corrections, the number of the step).
+/* Scalars of captured steps (learning rates, bias corrections, step number).
  *
  * From capture_begin to capture_end, steps of this optimizer read these scalars from the device's
  * memory.  Before each replay, advance writes those of the next step there, in stream order.
@@ -19,8 +19,8 @@ fsdpc_status fsdpc_optim_graph_take(const fsdpc_optim *optim, int group, fsdpc_s
 /* `keep`: the captured step is about to be launched for the first time.  Otherwise restores the
  * earlier step counts, without an error. */
 fsdpc_status fsdpc_optim_capture_end(fsdpc_optim_graph *graph, bool keep);
-/* Fails if parameters, groups or counts have changed so that the captured calls are not those of
- * the next step. */
+/* Fails if parameters, groups or counts have changed so that the captured calls no longer match the
+ * next step. */
 fsdpc_status fsdpc_optim_graph_check(fsdpc_optim_graph *graph);
 /* Call before each launch except the first, after the check: counts the step. */
 fsdpc_status fsdpc_optim_graph_advance(fsdpc_optim_graph *graph);

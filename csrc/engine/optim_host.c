@@ -1,17 +1,17 @@
-/* Data movement per element: 4 bytes of gradient come down, and the master, which the device casts,
- * goes up.  The bus carries both at once, in opposite directions, so a cast on the CPU, to send 2
- * bytes instead of 4, would save no time.  States and masters stay on the host.  If own slices of
- * the wire are in host memory too, the step writes them in its pass, and gathers bring them up.
+/* Per element, 4 bytes of gradient come down, and the master goes up for the device to cast.  The
+ * bus carries both directions at once, so casting on the CPU, to send 2 bytes instead of 4, would
+ * save no time.  States and masters stay on the host.  If this rank's slices of the wire are also
+ * in host memory, the step writes them in its pass, and gathers bring them up.
  *
  *     main      backward, norm, factor ─┬─ (step of A) ── publish A ── (step of B) ── publish B ──
  *     down                    computed  └─► A's chunks ─► B's chunks ─►
  *     host                                  arrived ▲ step A ─────► step B ─────►
  *
  * A separate stream copies chunks into a ring of pinned memory, in the order of the steps.  Each
- * has the factor in its head, so clipping does not wait.  If gradients are in host memory,
- * reductions have written them there; a chunk is then only a head, one per group.
+ * chunk's header contains the factor, so clipping does not wait.  If gradients are in host memory,
+ * reductions have written them there; a chunk is then only a header, one per group.
  *
- * The host waits for a chunk before it uses it in a step.  By then main has done everything before
+ * The host waits for a chunk before using it in a step.  By then main has finished all work before
  * the step, so the last publication no longer reads masters.  A ring entry is reused once the host
  * has stepped with its contents.  At the end all requested chunks have arrived, so later writes of
  * gradients cannot overtake a copy.
@@ -180,7 +180,7 @@ fsdpc_status fsdpc_optim_host_begin(fsdpc_optim *optim)
     return host->failed;
 }
 
-/* Makes the chunk that contains the element the one in use, and waits for it. */
+/* Switches to the chunk that contains the element, and waits for it. */
 static fsdpc_status move_to(const fsdpc_optim *optim, const unit_states *states, int group,
                             size_t at)
 {

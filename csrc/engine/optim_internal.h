@@ -40,14 +40,14 @@ struct fsdpc_optim {
     uint32_t n_numbers;
     unit_states *units;
     int n_units;
-    int *order; /* of units, in which a step runs: roots first, as in forward */
+    int *order; /* the order in which a step runs units: roots first, as in forward */
     fsdpc_hyper *hypers;
     int n_hypers;
     fsdpc_optim_graph *capture; /* being made; NULL: none */
     /* Device memory that captured steps read; NULL before the first step, and without graphs. */
     fsdpc_step_scalars *scalars;
     size_t n_scalars;
-    fsdpc_pending pending; /* the step, while units of it point to this */
+    fsdpc_pending pending; /* the step, while its units point to this */
     bool goes_on;
     int next; /* in `order`: the next unit to look at */
     fsdpc_status failed;
@@ -56,7 +56,7 @@ struct fsdpc_optim {
     size_t host_chunk;      /* elements copied at a time; 0: the default */
 };
 
-/* The dtype of states for a parameter of dtype `param`. */
+/* Returns the dtype of states for a parameter of dtype `param`. */
 static inline fsdpc_dtype fsdpc_optim_state_dtype(const fsdpc_optim *optim, fsdpc_dtype param)
 {
     return param == FSDPC_F64 ? FSDPC_F64 : optim->state_dtype;

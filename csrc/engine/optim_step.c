@@ -1,4 +1,4 @@
-/* Steps: runs of a flat shard, each one call of a fused kernel.
+/* A step updates a flat shard in runs, each with one call to a fused kernel.
  *
  * Every step joins parameters of a band that can be updated together into runs.  That costs
  * nanoseconds per parameter, and needs no bookkeeping when parameters are frozen or unfrozen.  With
@@ -16,7 +16,7 @@
  * steps the units in memory.  Units in a file wait.  The tier's threads read ahead while the
  * program continues, and the unit's next gather steps it, in the order of the pass.  The slices are
  * then late, so that gather is complete when all ranks have posted it (epoch.h).  This thread does
- * all the work, without its peers, so it may happen at any time.  Code that uses masters or states
+ * all the work without its peers, so it may do it at any time.  Code that uses masters or states
  * first ends the whole step: stepped values are then in the file, not in the ring.
  *
  * A pending step that fails also fails for all later callers, and aborts the roots' communicators.
@@ -37,12 +37,12 @@
 
 /* A range of one band's slice that one kernel call updates. */
 typedef struct run {
-    int param; /* the first one, for group and step count */
+    int param; /* the first parameter, for group and step count */
     size_t begin, end;
     size_t first; /* begin, as an offset in that parameter */
 } run;
 
-/* The address of element `at` of an array; lowers the end to the end of contiguous memory. */
+/* Finds the address of element `at` of an array; lowers the end to the end of contiguous memory. */
 static fsdpc_status locate(fsdpc_extent *extent, unsigned char *memory, size_t element, size_t at,
                            size_t *end, void **out)
 {
@@ -55,7 +55,7 @@ static fsdpc_status locate(fsdpc_extent *extent, unsigned char *memory, size_t e
     return FSDPC_OK;
 }
 
-/* Updates the front of a run of a parameter's band, as far as it is contiguous, and cuts it off. */
+/* Updates the contiguous front of a run in a parameter's band, and removes it from the run. */
 static fsdpc_status step_front(const fsdpc_optim *optim, const unit_states *states, run *rest)
 {
     run part = *rest;
@@ -120,8 +120,8 @@ static bool joins(const fsdpc_optim *optim, const unit_states *states, int a, in
            optim->state_dtype == FSDPC_F32;
 }
 
-/* Parameters of a band are in declaration order, so the walk meets neighbours one after the other.
- * Pieces of other bands in between must not end a run of this one, hence the walk per band. */
+/* A band's parameters are in declaration order, so the walk meets neighbours consecutively.  Pieces
+ * of other bands in between must not end a run of this one, hence one walk per band. */
 static fsdpc_status step_band(const fsdpc_optim *optim, const unit_states *states, int flat_group,
                               int band)
 {
@@ -185,7 +185,7 @@ static fsdpc_status each_root(const fsdpc_optim *optim, fsdpc_status (*fn)(fsdpc
 
 /* ---- Data in a file ---- */
 
-/* The tier of a unit if no earlier unit has it; else NULL. */
+/* Returns a unit's tier if no earlier unit has it, else NULL. */
 static fsdpc_tier *tier_of(const fsdpc_optim *optim, int i)
 {
     fsdpc_tier *tier = optim->units[i].unit->offload.tier;
@@ -229,7 +229,7 @@ static fsdpc_status add_to_pass(const unit_states *states)
     return FSDPC_OK;
 }
 
-/* Starts to read everything that the step will need, in the order of use: either for the units that
+/* Starts to read everything that the step will need, in order of use: either for the units that
  * wait, or for the others. */
 static fsdpc_status begin_pass(fsdpc_optim *optim, bool waiting)
 {
@@ -255,7 +255,7 @@ static fsdpc_status abort_root(fsdpc_root *root)
     return FSDPC_OK;
 }
 
-/* Part of the model is stepped and the rest cannot be: no rank may continue. */
+/* Ends a step that can update only part of the model: no rank may continue. */
 static fsdpc_status give_up(fsdpc_optim *optim, fsdpc_status status)
 {
     snprintf(optim->reason, sizeof optim->reason, "%s", fsdpc_last_error());
@@ -273,7 +273,7 @@ static fsdpc_optim *optim_of(fsdpc_pending *pending)
     return (fsdpc_optim *)((char *)pending - offsetof(fsdpc_optim, pending));
 }
 
-/* Checks whether it can continue. */
+/* Checks whether the step can continue. */
 static fsdpc_status check_step(const fsdpc_optim *optim)
 {
     if (optim->failed != FSDPC_OK)
@@ -297,7 +297,7 @@ static fsdpc_status step_next(fsdpc_optim *optim)
     return FSDPC_OK;
 }
 
-/* Rows of a pass come in order, so earlier units are stepped too. */
+/* A pass delivers rows in order, so earlier units are stepped too. */
 static fsdpc_status advance(fsdpc_pending *pending, const fsdpc_unit *unit)
 {
     fsdpc_optim *optim = optim_of(pending);
@@ -372,7 +372,7 @@ fsdpc_status fsdpc_optim_step_alone(const fsdpc_optim *optim, int group, fsdpc_s
     return fsdpc_flat_step(args, stream);
 }
 
-/* The order in which forward will use them: units of a root by number, its outermost one first. */
+/* Sorts units as forward will use them: a root's units by number, the outermost one first. */
 static void sort_units(const fsdpc_optim *optim)
 {
     for (int i = 1; i < optim->n_units; i++) {
@@ -394,8 +394,8 @@ static bool lies_in_file(const fsdpc_unit *unit)
     return offload->tier && (offload->masters || offload->states || offload->gradients);
 }
 
-/* Decides what is stepped, with which scale, and which units wait: later changes to gradients do
- * not affect that.  Units do not wait if other code has tensors on their memory. */
+/* Decides which parameters are stepped, the scale, and which units wait; later changes to gradients
+ * do not affect this.  Units do not wait if other code has tensors on their memory. */
 static fsdpc_status decide(fsdpc_optim *optim)
 {
     sort_units(optim);
@@ -420,7 +420,7 @@ static fsdpc_status decide(fsdpc_optim *optim)
     return FSDPC_OK;
 }
 
-/* All ranks have arrived: counts the step, and steps the units that do not wait. */
+/* Call when all ranks have arrived: counts the step, and steps the units that do not wait. */
 static fsdpc_status step_units(fsdpc_optim *optim, bool *waits_out)
 {
     *waits_out = false;
@@ -460,7 +460,7 @@ fsdpc_status fsdpc_optim_step(fsdpc_optim *optim)
         return give_up(optim, files);
     if (status == FSDPC_OK && waits)
         status = leave_open(optim);
-    /* An announced epoch is published in any case: peers wait for it. */
+    /* An announced epoch is always published, since peers wait for it. */
     FSDPC_KEEP_FIRST(status, each_root(optim, fsdpc_root_write_end));
     fsdpc_trace_add(optim->trace, FSDPC_TRACE_OPTIM_END, -1, 0, 0, 0);
     return status;

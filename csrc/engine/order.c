@@ -11,12 +11,11 @@
  *
  * Arrows that begin at main are events of this file.  Arrows that begin at a collective belong to
  * the communicator, which knows when an operation is on its stream (fsdpc_comm_order).  Main waits
- * for them only when it needs the full or the sum, so that it overlaps with both.
+ * for them only when it needs the full or the sum, so it overlaps with both.
  *
  * A gather waits only for its unit's own `released`, and for that of the unit that last used the
  * same slot (slots.h).  It may thus run while main computes with other units.  `filled` is recorded
- * when a reduction is posted, after everything that main has done with the buffer and the shard by
- * then.
+ * when a reduction is posted, after all of main's work on the buffer and the shard.
  */
 #include "engine/order.h"
 
@@ -33,7 +32,7 @@ fsdpc_status fsdpc_order_create(fsdpc_root *root)
 }
 
 /* Between steps all ranks have posted the same operations, so the stream finishes unless a peer has
- * died, which the sync notices.  Within a step, peers may never post the operation that this rank
+ * died, which the sync detects.  Within a step, peers may never post the operation that this rank
  * waits for. */
 static void run_dry(const fsdpc_root *root, fsdpc_stream *stream)
 {

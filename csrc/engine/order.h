@@ -1,11 +1,11 @@
-/* Order between the streams of a remote device.  Used by the files of csrc/engine.
+/* Orders the streams of a remote device, for the files of csrc/engine.
  *
  * There are four streams: main, which computes, and one each for gathers, reductions and sums over
  * replicas.  The host waits for none of them.  A stream waits for an event before it reads what
  * another one wrote, or overwrites what another one read; order.c lists these events.
  *
- * If the device is not remote, or for a single rank whose communicator keeps all work on main, they
- * are one stream that needs no ordering.
+ * If the device is not remote, or a single rank's communicator keeps all work on main, they are one
+ * stream, which needs no ordering.
  */
 #ifndef FSDPC_ENGINE_ORDER_H
 #define FSDPC_ENGINE_ORDER_H
@@ -23,19 +23,19 @@ void fsdpc_order_note_released(fsdpc_unit *unit);
 
 /* The functions below do nothing if streams do not overlap. */
 
-/* Main has written own slices of the wire: later gathers wait for this. */
+/* Call when main has written its own slices of the wire: later gathers wait for this. */
 static inline fsdpc_status fsdpc_order_published(fsdpc_root *root)
 {
     return root->overlaps ? fsdpc_order_behind(root->device, root->published, root->gather_stream)
                           : FSDPC_OK;
 }
-/* Main has filled a reduce buffer, and no longer uses the gradient shard that its sums go to. */
+/* Call when main has filled a reduce buffer and no longer uses the gradient shard for its sums. */
 static inline fsdpc_status fsdpc_order_filled(fsdpc_root *root)
 {
     return root->overlaps ? fsdpc_order_behind(root->device, root->filled, root->reduce_stream)
                           : FSDPC_OK;
 }
-/* Main has read a unit's full for the last time... */
+/* Call when main has read a unit's full for the last time... */
 static inline void fsdpc_order_released(fsdpc_unit *unit)
 {
     if (unit->root->overlaps)
@@ -52,7 +52,7 @@ static inline fsdpc_status fsdpc_order_gather(fsdpc_unit *unit)
  * outside it.
  */
 fsdpc_status fsdpc_order_fork(fsdpc_root *root);
-/* Only makes the streams wait: a graph was launched. */
+/* Only makes the streams wait, after a graph was launched. */
 fsdpc_status fsdpc_order_follow(fsdpc_root *root);
 /* Main waits for all other streams. */
 fsdpc_status fsdpc_order_join(fsdpc_root *root);

@@ -1,5 +1,5 @@
-/* Sizes of groups and units.  Groups begin on a page in wire and reduce buffers, so that pages can
- * be protected, and at 64 bytes in partials.
+/* Sizes of groups and units.  Groups begin at page boundaries in wire and reduce buffers, so that
+ * pages can be protected, and at multiples of 64 bytes in partials.
  */
 #include "engine/plan.h"
 
@@ -33,7 +33,7 @@ size_t fsdpc_plan_host_bytes(const fsdpc_offload *offload, size_t numel, size_t 
     return FSDPC_HOST_HEAD_BYTES + fsdpc_round_up(numel * element, COUNT_ALIGN);
 }
 
-/* Plans one array over all elements of a group: bytes in memory, and elsewhere. */
+/* Plans one array over all elements of a group: its bytes in memory and elsewhere. */
 static void plan_array(const fsdpc_group *group, size_t element, bool offloaded,
                        const fsdpc_offload *offload, fsdpc_unit_plan *sum, size_t *memory,
                        size_t *file)

@@ -1,7 +1,7 @@
 /* A unit's memory on each rank, computed only from shapes.
  *
- * fsdpc_unit_create allocates by the same numbers, so that memory_plan() and a run agree to the
- * byte.  Bytes are counted as in fsdpc_mem: blocks rounded up to 64.
+ * fsdpc_unit_create allocates the same sizes, so memory_plan() and a run agree to the byte.  Bytes
+ * are counted as in fsdpc_mem: blocks rounded up to 64.
  */
 #ifndef FSDPC_ENGINE_PLAN_H
 #define FSDPC_ENGINE_PLAN_H
@@ -16,8 +16,8 @@ typedef struct fsdpc_mesh {
     fsdpc_comm *replicate;
 } fsdpc_mesh;
 
-/* Which arrays of a unit are in a file, and how much of them (the rear part, 0 to 1); or which are
- * in a remote device's host memory. */
+/* Which of a unit's arrays are in a file, and what fraction of each (its rear, 0 to 1); or which
+ * are in a remote device's host memory. */
 typedef struct fsdpc_offload {
     fsdpc_tier *tier; /* held by its extents; NULL while nothing is allocated yet, as in a plan */
     bool host;        /* no file; for params: own slices, if a gather moves bytes */
@@ -71,8 +71,7 @@ static inline bool fsdpc_plan_shares_masters(const fsdpc_group *group, fsdpc_dty
     return group->frozen && wire_dtype == group->dtype && !offload->masters && !offload->params;
 }
 
-/* For steps on the CPU of a remote device (optim_host.h): elements per chunk, and the number of
- * chunks. */
+/* For CPU steps (optim_host.h): elements per chunk, and the number of chunks. */
 enum { FSDPC_HOST_CHUNK = 1 << 20, FSDPC_HOST_CHUNKS = 4, FSDPC_HOST_HEAD_BYTES = 64 };
 
 static inline bool fsdpc_offload_steps_on_host(const fsdpc_offload *offload)
@@ -80,7 +79,7 @@ static inline bool fsdpc_offload_steps_on_host(const fsdpc_offload *offload)
     return offload->host && offload->masters && offload->states;
 }
 
-/* Bytes of one chunk's place for a group; a multiple of 64. */
+/* Returns the bytes that one chunk of a group occupies, a multiple of 64. */
 size_t fsdpc_plan_host_bytes(const fsdpc_offload *offload, size_t numel, size_t element);
 
 /* Number of reduce buffers (fill.h) that the units of a root share; fewer if fewer units share. */
@@ -92,14 +91,15 @@ typedef struct fsdpc_unit_plan {
     size_t state_bytes;         /* for one state of every parameter */
     /* Bytes in a file or in host memory instead. */
     size_t master_file_bytes, state_file_bytes, grad_file_bytes;
-    size_t ring_bytes;      /* needed by a step over them; a root makes that of its largest unit */
+    size_t ring_bytes;      /* needed by a step over them; a root uses its largest unit's */
     size_t published_bytes; /* for own slices, if a gather moves bytes (slots.h) */
-    /* Bytes that one peer sends for this rank's sums, if a reduction brings contributions here; and
-     * that it sends of its partial. Each for the largest group. */
+    /* Bytes that one peer sends for this rank's sums, if a reduction brings contributions here, and
+     * bytes of its partial that it sends.  Each is for the largest group. */
     size_t contribution_bytes, partial_contribution_bytes;
 } fsdpc_unit_plan;
 
-/* Over a shard group of `ranks`.  States have `state_dtype`; those of fp64 parameters are fp64. */
+/* Plans a unit for a shard group of `ranks`.  States have `state_dtype`; those of fp64 parameters
+ * are fp64. */
 fsdpc_status fsdpc_plan_unit(const fsdpc_param_spec *specs, int n_specs, int ranks,
                              const fsdpc_unit_options *options, fsdpc_dtype state_dtype,
                              fsdpc_unit_plan *out);

@@ -1,31 +1,31 @@
-/* One stage or two.
+/* Reductions have one or two stages.
  *
  *     no replicas      buffers --reduce-scatter--> gradient shard
  *     only replicas    buffers --all-reduce--> gradient shard (which covers the whole unit)
  *     both             buffers --reduce-scatter--> partial --all-reduce--> gradient shard
  *
- * A partial is wide and neither scaled nor rounded.  The two stages together are therefore the tree
- * over all ranks (if the shard group is a power of two) and round once.  Postponing the all-reduce
- * leaves a partial to which the next reduce-scatter adds.
+ * A partial is wide and neither scaled nor rounded.  The two stages together therefore form the
+ * tree over all ranks (if the shard group's size is a power of two) and round once.  Postponing the
+ * all-reduce leaves a partial to which the next reduce-scatter adds.
  *
- * Ranks must post in the same order, over all their groups together.  A GPU runs the operations of
- * several communicators in post order, and two ranks with different orders would wait for each
- * other.  A first stage completes at different times on different ranks.  Second stages therefore
- * have fixed points in the program: before the next post of a reduction, at the end of backward,
- * and before any wait for this reduction.  There the rank waits for the first stage; polling for
- * completed reductions in between posts nothing.
+ * Ranks must post in the same order, across all their groups.  A GPU runs the operations of several
+ * communicators in post order, and two ranks with different orders would wait for each other.  A
+ * first stage completes at different times on different ranks.  Second stages therefore have fixed
+ * points in the program: before the next post of a reduction, at the end of backward, and before
+ * any wait for this reduction.  There the rank waits for the first stage; polling for completed
+ * reductions in between posts nothing.
  *
  * That costs no time on one host with pooled buffers.  The next reduction is posted a whole unit's
  * backward after this one.  If a first stage is not complete by then, a peer is that far behind.
  * The next unit's first gradient would wait for this reduction's buffer anyway.
  *
- * Between hosts it would leave the network idle for that long, and leave two units' sums for after
- * the last unit.  There each group's messages reach their peers regardless of other groups. Polling
- * for completed reductions therefore posts second stages too, oldest first: the replicas' group
- * sees them in the same order on every rank.
+ * Between hosts it would leave the network idle for that long, and delay two units' sums until
+ * after the last unit.  There each group's messages reach their peers regardless of other groups.
+ * Polling for completed reductions therefore posts second stages too, oldest first: the replicas'
+ * group sees them in the same order on every rank.
  *
  * If the communicator orders streams, the host does not wait, and a second stage follows its first
- * at once, on its own stream.  The main stream waits instead, when the sum or the buffer is needed.
+ * at once, on its own stream.  The main stream waits instead, when it needs the sum or the buffer.
  *
  * In deterministic mode every micro-step is reduced, and its sum goes to the level that micro.h
  * chooses; no_sync then only hides it.
@@ -165,7 +165,7 @@ static fsdpc_status post_second(fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-/* The last stage is complete. */
+/* Finishes a reduction whose last stage is complete. */
 static fsdpc_status finish(fsdpc_unit *unit)
 {
     fsdpc_root *root = unit->root;
@@ -192,7 +192,7 @@ static fsdpc_status finish(fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-/* Whether it is in its first stage and a second one will follow. */
+/* Whether the reduction is in its first stage and a second one will follow. */
 static bool awaits_second(const fsdpc_unit *unit)
 {
     return unit->reduction == FSDPC_REDUCTION_SHARD && unit->partial && !unit->postpone;

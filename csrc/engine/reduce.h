@@ -18,8 +18,8 @@ fsdpc_status fsdpc_reduce_post_rest(fsdpc_root *root);
 /* Completes reductions that are done, without waiting.  It posts only second stages: if the
  * communicator orders streams and they need no wait, or if replicas are on several hosts. */
 fsdpc_status fsdpc_reduce_progress(fsdpc_root *root);
-/* The same if ranks are on several hosts, whose sums a rank must forward: cheap enough to call for
- * each gradient. */
+/* Does the same if ranks are on several hosts, whose sums a rank must forward; cheap enough to call
+ * for each gradient. */
 fsdpc_status fsdpc_reduce_carry_on(fsdpc_root *root);
 fsdpc_status fsdpc_reduce_wait(fsdpc_unit *unit);
 fsdpc_status fsdpc_reduce_wait_all(fsdpc_root *root);

@@ -1,5 +1,5 @@
 /* The wire contains the fulls of all units end to end, each group on a page boundary.  If a gather
- * moves bytes, the wire only gives them these offsets (full.h).  Reduce buffers are sized for the
+ * moves bytes, the wire only defines these offsets (full.h).  Reduce buffers are sized for the
  * largest unit that uses them.
  */
 #include "engine/root_internal.h"
@@ -40,8 +40,8 @@ static fsdpc_status adopt_units(fsdpc_root *root, fsdpc_unit *const *units, size
     return FSDPC_OK;
 }
 
-/* In device or host memory, or on a disk: the same for all units, whose fulls (or this rank's
- * slices of them) are in the wire. */
+/* Creates the wire in device memory, in host memory or on a disk, the same for all units.  It
+ * contains their fulls, or this rank's slices of them. */
 static fsdpc_status create_wire(fsdpc_root *root, size_t bytes)
 {
     const fsdpc_unit *first = root->units[0];
@@ -60,7 +60,7 @@ static fsdpc_status create_wire(fsdpc_root *root, size_t bytes)
     return FSDPC_OK;
 }
 
-/* Whether fulls will be in memory of a frontend. */
+/* Whether fulls will be in a frontend's memory. */
 static bool is_lent(const fsdpc_root *root)
 {
     for (int i = 0; i < root->n_units; i++) {

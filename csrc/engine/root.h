@@ -21,7 +21,7 @@ const fsdpc_unit *fsdpc_root_outermost(const fsdpc_root *root);
 bool fsdpc_root_in_backward(const fsdpc_root *root);
 int fsdpc_root_forward_depth(const fsdpc_root *root); /* nesting depth of its units' forwards */
 
-/* How many units ahead it gathers. */
+/* How many units ahead the root gathers. */
 int fsdpc_root_prefetch(const fsdpc_root *root);
 void fsdpc_root_set_prefetch(fsdpc_root *root, int distance);
 
@@ -46,7 +46,7 @@ typedef struct fsdpc_schedule {
     const fsdpc_record_entry *uses;
     const fsdpc_act *acts; /* from the last whole step */
     size_t n_uses, n_acts;
-    bool complete; /* a whole step was recorded; else the rest is empty */
+    bool complete; /* a whole step was recorded; else the other fields are empty */
 } fsdpc_schedule;
 
 fsdpc_schedule fsdpc_root_schedule(const fsdpc_root *root);

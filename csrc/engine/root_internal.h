@@ -5,7 +5,7 @@
 #include "engine/root.h"
 #include "engine/unit_internal.h"
 
-/* How far the last epoch got.  Ctrl-C may end the wait of any stage.  The next epoch then first
+/* How far the last epoch got.  Ctrl-C may interrupt any stage's wait.  The next epoch then first
  * completes this one as announced, since the peers rely on that. */
 typedef enum fsdpc_epoch_stage {
     FSDPC_STAGE_IDLE,
@@ -23,7 +23,7 @@ typedef struct fsdpc_record {
     size_t length, capacity;
     size_t position; /* replaying: the next expected entry */
     bool complete;   /* a whole step was recorded */
-    bool following;  /* this step has agreed with the record so far */
+    bool following;  /* this step has matched the record so far */
     bool ended;      /* a backward ended since the step began */
 } fsdpc_record;
 
@@ -74,7 +74,7 @@ struct fsdpc_root {
                           * replicas */
     fsdpc_epoch_stage stage;
     fsdpc_epoch_note note; /* this rank's last announcement */
-    bool *equal;           /* epoch.c, per unit: the result of comparing masters with the wire */
+    bool *equal;           /* epoch.c, per unit: whether masters equal the wire */
     int holds;             /* hold() is in force */
     int forward_depth;     /* nested forwards of units of this root */
     bool in_backward;

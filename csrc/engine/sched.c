@@ -5,13 +5,13 @@
  *     pre_backward   gather
  *     post_backward  reduce, reshard
  *
- * Everything is on demand: a unit that is needed is gathered, so any order of calls is correct, on
- * every rank that makes the same calls.  The record only adds gathers ahead of demand.
+ * Everything happens on demand: a unit is gathered when it is needed, so any order of calls is
+ * correct if all ranks make the same calls.  The record only adds gathers ahead of demand.
  *
  * The record.  The first step with gradients records each (unit, phase) in order.  While later
  * steps repeat it, the next `prefetch` entries are gathered before the current unit computes.  The
- * first entry that differs cuts the record there, and the rest of the step is recorded in its
- * place.  A lasting change of branch thus costs one step on demand, and a branch taken once costs
+ * first entry that differs cuts the record there, and the remainder of the step is recorded
+ * instead.  A lasting change of branch thus costs one step on demand, and a branch taken once costs
  * two.
  *
  * Only post_backward releases weights; the arrival of all gradients does not.  A frozen layer after
@@ -22,8 +22,8 @@
  * posted there, in the order of units.
  *
  * Rank-dependent units (experts that some ranks' data do not select) take part even if they did not
- * run.  All of them are gathered when an epoch begins and stay until the next, and the record
- * leaves them out.  Their gradients, zeros if there are none, are reduced at the end of backward.
+ * run.  All of them are gathered when an epoch begins and stay full until the next; the record
+ * omits them.  Their gradients, zeros if there are none, are reduced at the end of backward.
  *
  * Inside backward a forward is a recomputation (activation checkpointing): no epoch, no reshard.
  */
@@ -92,16 +92,15 @@ static fsdpc_status note_use(fsdpc_root *root, const fsdpc_unit *unit, bool back
     return append(record, entry);
 }
 
-/* If ranks share a wire, a gather ahead moves no bytes, and if slices are late it would wait for
- * steps that can overlap with computing. */
+/* If ranks share a wire, a gather ahead moves no bytes; if slices are late, it would wait for steps
+ * that can overlap with compute. */
 static bool comes_too_early(const fsdpc_unit *unit)
 {
     const fsdpc_comm *comm = unit->root->comm;
     return unit->late && comm->host_size == comm->size;
 }
 
-/* Gathers the units that the user set to be gathered ahead, else those that come next in the
- * record. */
+/* Gathers ahead the units that the user chose, or otherwise those that come next in the record. */
 static fsdpc_status gather_ahead(fsdpc_root *root, const fsdpc_unit *unit, bool backward)
 {
     const fsdpc_record *record = &root->record;
@@ -298,7 +297,7 @@ fsdpc_status fsdpc_grad_wait(fsdpc_unit *unit)
     return fsdpc_reduce_wait(unit);
 }
 
-/* A step was recorded to its end: checks that all ranks will replay the same. */
+/* Call after recording a whole step: checks that all ranks will replay the same. */
 static fsdpc_status complete_record(fsdpc_root *root)
 {
     const fsdpc_record *record = &root->record;

@@ -27,8 +27,8 @@ fsdpc_status fsdpc_post_forward(fsdpc_unit *unit);
 fsdpc_status fsdpc_pre_backward(fsdpc_unit *unit, uint64_t generation);
 fsdpc_status fsdpc_post_backward(fsdpc_unit *unit);
 
-/* Where the next contribution to a parameter's gradient goes.  The caller writes it there, or the
- * backward fails. */
+/* Tells where the next contribution to a parameter's gradient goes.  Unless the caller writes it
+ * there, the backward fails. */
 fsdpc_status fsdpc_grad_target_of(fsdpc_unit *unit, int param, void **data_out,
                                   fsdpc_dtype *dtype_out, bool *accumulate_out);
 /* Whether the unit's reduce buffer is open.  The first gradient opens it, and may wait for
@@ -37,8 +37,8 @@ bool fsdpc_grad_is_open(const fsdpc_unit *unit);
 /* Adds the contribution in `data`: whole, dense, in the full's dtype. */
 fsdpc_status fsdpc_grad_add(fsdpc_unit *unit, int param, const void *data);
 
-/* Whether its reduction is in flight, as after set_is_last_backward(false), and a call that
- * completes it: every rank must have posted it. */
+/* Whether the unit's reduction is in flight, as after set_is_last_backward(false). grad_wait
+ * completes it; every rank must have posted it. */
 bool fsdpc_grad_is_posted(const fsdpc_unit *unit);
 fsdpc_status fsdpc_grad_wait(fsdpc_unit *unit);
 
@@ -51,7 +51,7 @@ fsdpc_status fsdpc_backward_end(fsdpc_root *root);
 uint64_t fsdpc_unit_generation(const fsdpc_unit *unit);
 fsdpc_status fsdpc_unit_check_generation(const fsdpc_unit *unit, uint64_t generation);
 
-/* Management of units by the user. */
+/* User control of units. */
 /* Gathers and holds the unit until fsdpc_reshard; wait makes it FULL. */
 fsdpc_status fsdpc_unshard_begin(fsdpc_unit *unit);
 fsdpc_status fsdpc_unshard_wait(fsdpc_unit *unit);

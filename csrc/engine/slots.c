@@ -1,4 +1,4 @@
-/* Decides who shares: units of one size take turns, if that takes less memory than one full
+/* Decides who shares: units of the same size take turns if that needs less memory than one full
  * each. */
 #include "engine/slots.h"
 
@@ -9,7 +9,7 @@ static bool same_class(const fsdpc_slot_want *a, const fsdpc_slot_want *b)
     return !a->alone && !b->alone && a->bytes == b->bytes;
 }
 
-/* How many of the first `n` units share a size with this one. */
+/* Returns how many of the first `n` units are the same size as this one. */
 static size_t members(const fsdpc_slot_want *wants, int n, const fsdpc_slot_want *one)
 {
     size_t count = 0;
@@ -51,7 +51,7 @@ int fsdpc_slots_assign(const fsdpc_slot_want *wants, int n, int per_class, size_
 
 bool fsdpc_slots_is_windowed(size_t bytes, size_t granule)
 {
-    enum { MOST_WASTED = 8 }; /* the part of it */
+    enum { MOST_WASTED = 8 }; /* at most one part in 8 */
     return bytes > 0 && granule > 0 &&
            fsdpc_round_up(bytes, granule) - bytes <= bytes / MOST_WASTED;
 }

@@ -1,17 +1,17 @@
 /* A memory plan for fulls if gathers move bytes: a few slots that many units share.
  *
  * If ranks share a wire, it contains every full, and slots do not exist.  Otherwise a rank has its
- * published slices of all fulls, and room for the fulls that exist at one time.  Units of the same
- * size take turns with a few slots, one for each unit that is full at the same time.  Each has a
- * window (device.h) on its slot, so that its full has one address for the whole run.  Other units
- * have separate memory: the root, units that enclose others, units that keep their full after
+ * published slices of all fulls, and memory for the fulls that exist at the same time.  Units of
+ * the same size take turns with a few slots, one for each unit that is full at the same time.  Each
+ * has a window (device.h) on its slot, so that its full has one address for the whole run.  Other
+ * units have separate memory: the root, units that enclose others, units that keep their full after
  * forward, and units that run only on some ranks.  The same holds for units of a rare size, and for
  * all units of a device without windows.
  *
  * Every slot is attached to the wire (comm.h) once.  Separate memory that nearly fills whole
  * granules is attached too, and is in a window for that purpose.
  *
- * Only sizes decide which units share, so every rank decides alike, as gathers require.
+ * Only sizes decide which units share, so every rank makes the same choice, as gathers require.
  */
 #ifndef FSDPC_ENGINE_SLOTS_H
 #define FSDPC_ENGINE_SLOTS_H
@@ -33,12 +33,12 @@ typedef struct fsdpc_slot_want {
 int fsdpc_slots_assign(const fsdpc_slot_want *wants, int n, int per_class, size_t granule,
                        int *slots_out);
 
-/* The total bytes of slots and of units that share nothing. */
+/* Returns the total bytes of slots and of units that share nothing. */
 size_t fsdpc_slots_bytes(const fsdpc_slot_want *wants, int n, int per_class, size_t granule,
                          const int *slots);
 
-/* Whether a unit's own memory is also a window, so that a transport can prepare it: if it fills its
- * granules but for a little. */
+/* Whether a unit's own memory is also a window, so that a transport can prepare it: if it almost
+ * fills its granules. */
 bool fsdpc_slots_is_windowed(size_t bytes, size_t granule);
 
 #endif

@@ -1,4 +1,4 @@
-/* Records the state that a step's decisions depend on at the capture, and compares it at every
+/* Records, at the capture, the state that a step's decisions depend on, and compares it at every
  * replay.
  *
  * There are two kinds of state.  Counters (steps, generation) grow by the same amount in every
@@ -6,13 +6,13 @@
  * enqueued, and must not have changed.  For example, an eager step would publish a unit whose
  * masters were written, and a replay does not.
  *
- * Several ranks do not meet inside a capture.  Operations are captured and epochs are local, so a
+ * Ranks do not communicate inside a capture.  Operations are captured and epochs are local, so a
  * rank that gives up leaves no peer waiting.  They meet in one epoch before the capture and one
- * after it, and continue only if all can and have captured the same.  A replay is one epoch and one
- * operation.  The epoch detects ranks that do something else or cannot replay.  The operation
- * launches the graph in its turn among all others, and the communicator watches it.
+ * after it, and continue only if all are able to and captured the same work.  A replay is one epoch
+ * and one operation.  The epoch detects ranks that do something else or cannot replay.  The
+ * operation launches the graph in its turn among all others, and the communicator watches it.
  *
- * The host has seen an abandoned step, the device has not.  Step counts are restored.  The
+ * The host has processed an abandoned step; the device has not.  Step counts are restored.  The
  * generation is not: a loss made inside refers to memory that was never filled, so its backward
  * must be refused.
  */
@@ -92,7 +92,7 @@ static fsdpc_status check_root(const fsdpc_root *root)
     return FSDPC_OK;
 }
 
-/* Checks that its wire is known to match its masters. */
+/* Checks that the unit's wire is known to match its masters. */
 static fsdpc_status check_unit(const fsdpc_unit *unit)
 {
     if (unit->held)
@@ -269,7 +269,7 @@ static fsdpc_status end_capture(fsdpc_step_graph *step)
     return fsdpc_capture_end(root->device, &step->graph);
 }
 
-/* Compares what the ranks of a group have captured. */
+/* Compares the work that a group's ranks have captured. */
 static fsdpc_status compare(fsdpc_comm *comm)
 {
     int64_t marks[2] = {comm->captured, -(int64_t)comm->captured};

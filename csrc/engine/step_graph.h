@@ -2,16 +2,16 @@
  *
  *     begin  - a normal step: forward, backward, clipping, the optimizer's step -  end  replay*
  *
- * Between begin and end nothing is computed: the device records.  End launches the recording, so
- * that afterwards one step has run.  A replay runs another step on the same memory.  Each replay
+ * Between begin and end the device computes nothing; it only records.  End launches the recording,
+ * so that afterwards one step has run.  A replay runs another step on the same memory.  Each replay
  * makes a step's changes on the host (step counts, generations) and uses the optimizer's scalars of
  * its own step.
  *
- * A replay repeats the recorded step, so the host's decisions must come out the same.  The end of
- * the capture and each replay compare pending gradients, settings, and whether weights match the
- * wire.  A difference is an error that names the unit, and nothing is launched.  An error between
- * begin and end abandons the step.  The host's state is restored, gradients made in the step are
- * dropped, and tensors made in it have no contents.
+ * A replay repeats the recorded step, so the host must make the same decisions.  The end of the
+ * capture and each replay compare pending gradients, settings, and whether weights match the wire.
+ * A difference is an error that names the unit, and nothing is launched.  An error between begin
+ * and end abandons the step.  The host's state is restored, gradients made in the step are dropped,
+ * and tensors made in it have no contents.
  *
  * All functions are collective if operations are ordered on the device (fsdpc_comm_order);
  * otherwise only a single rank may use them.  An error on one rank is an error on all, except for a

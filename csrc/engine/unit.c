@@ -14,8 +14,7 @@
 #include "base/size.h"
 #include "ops/flat_ops.h"
 
-/* Creates an array as long as the shard, in memory of the device or of the host, or in a file;
- * zeroed. */
+/* Creates a zeroed array as long as the shard, in device memory, in host memory or in a file. */
 static fsdpc_status create_shard(fsdpc_unit *unit, const fsdpc_group *plan, bool offloaded,
                                  fsdpc_mem_kind kind, fsdpc_dtype dtype, fsdpc_extent **extent,
                                  unsigned char **out)
@@ -123,7 +122,7 @@ void fsdpc_unit_drop_copies(fsdpc_unit *unit)
             fsdpc_wire_drop_copies(unit->groups[g].master, spread_bytes(&unit->groups[g]));
 }
 
-/* Gives the first group without a gradient shard one, and its place in buffers. */
+/* Creates a gradient shard for the first group without one, and assigns its place in buffers. */
 static fsdpc_status add_grads(fsdpc_unit *unit, const fsdpc_group_plan *sizes)
 {
     fsdpc_unit_group *group = &unit->groups[unit->n_trained];
@@ -160,9 +159,9 @@ static fsdpc_status create_group(fsdpc_unit *unit, int g, const fsdpc_unit_optio
     return group->plan->frozen ? FSDPC_OK : add_grads(unit, &sizes);
 }
 
-/* With one unit ahead, the network between hosts idles from the end of a gather to the post of the
- * next.  On CPU ranks fulls are in the wire's memory, so a second one is free; a GPU needs a slot
- * for it. */
+/* With one unit ahead, the network between hosts is idle from the end of one gather until the next
+ * is posted.  On CPU ranks fulls are in the wire's memory, so a second one is free; a GPU needs a
+ * slot for it. */
 static int default_prefetch(const fsdpc_unit *unit)
 {
     const fsdpc_comm *shard = unit->mesh.shard;
@@ -427,7 +426,7 @@ fsdpc_unit_flat fsdpc_unit_flat_with(const fsdpc_unit *unit, int param)
     return fsdpc_unit_flat_of(unit, unit->layout->params[param].group);
 }
 
-/* A pass's checksums of the masters are no longer valid. */
+/* Invalidates a pass's checksums of the masters. */
 static void forget_masters(fsdpc_unit *unit)
 {
     for (int g = 0; g < unit->layout->n_groups; g++)

@@ -6,7 +6,7 @@
  *
  * Its gradients go into a reduce buffer and from there into the gradient shard.  On a mesh with
  * replicas the sums of the shard group first go into a `partial`, which is then summed over the
- * replicas.  If the shard group is one rank, the buffer itself is summed over them.
+ * replicas.  If the shard group is one rank, the buffer itself is summed over the replicas.
  *
  * Optimizers, initialisation and loading write masters and mark the unit as written.  Users may
  * write masters through exported pieces; each epoch begins by comparing such a unit with the wire.
@@ -48,7 +48,7 @@ typedef struct fsdpc_unit_settings {
     bool rank_dependent; /* it runs only on some ranks (sched.c) */
 } fsdpc_unit_settings;
 
-enum { FSDPC_PREFETCH = 1 }; /* the default; CPU ranks of several hosts: 2 */
+enum { FSDPC_PREFETCH = 1 }; /* the default; 2 for CPU ranks on several hosts */
 
 fsdpc_status fsdpc_unit_create(const fsdpc_param_spec *specs, int n_specs,
                                const fsdpc_unit_options *options, fsdpc_unit **out);
@@ -73,12 +73,12 @@ const fsdpc_unit_settings *fsdpc_unit_settings_of(const fsdpc_unit *unit);
 fsdpc_status fsdpc_unit_configure(fsdpc_unit *unit, const fsdpc_unit_settings *settings);
 /* Takes effect in the next forward or backward with gradients.  Ranks must agree; the frontend's
  * graph decides which parameters get a gradient.  Making the first parameter of a frozen group
- * trainable allocates memory for gradients, which is an error while the unit has some. */
+ * trainable allocates memory for gradients, which is an error while the unit has gradients. */
 fsdpc_status fsdpc_unit_set_trainable(fsdpc_unit *unit, int param, bool trainable);
 /* How many flat groups have gradients; they come first. */
 int fsdpc_unit_trained_groups(const fsdpc_unit *unit);
-/* Units to gather ahead when this unit runs, in forward or in backward.  `units` have the same
- * root; NULL: follow the record. */
+/* Sets which units to gather ahead when this unit runs, in forward or in backward.  `units` have
+ * the same root; NULL: follow the record. */
 fsdpc_status fsdpc_unit_set_ahead(fsdpc_unit *unit, bool backward, fsdpc_unit *const *units, int n);
 
 /* ---- Memory ---- */
@@ -95,8 +95,8 @@ fsdpc_unit_flat fsdpc_unit_flat_of(const fsdpc_unit *unit, int group);
 fsdpc_unit_flat fsdpc_unit_flat_with(const fsdpc_unit *unit, int param); /* the group of this
                                                                           * parameter */
 
-/* This rank's piece of a parameter's master; marks nothing.  Call check_master or mark_written
- * first. */
+/* Returns this rank's piece of a parameter's master, without marking it.  Call check_master or
+ * mark_written first. */
 void *fsdpc_unit_master(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out);
 /* The piece's offset in its flat group's masters, in elements; meaningless if the piece is
  * empty. */
@@ -110,20 +110,20 @@ fsdpc_status fsdpc_unit_check_master(const fsdpc_unit *unit, int param);
 fsdpc_status fsdpc_unit_mark_written(fsdpc_unit *unit);
 fsdpc_status fsdpc_unit_mark_shared(fsdpc_unit *unit);
 
-/* Counts tensors on its gradient shards or its parameters' states: 1 for a new one, -1 for one that
- * is gone.  Any thread.  While any exist, a step defers nothing of the unit. */
+/* Counts tensors on the unit's gradient shards or states: 1 for a new one, -1 for one that is gone.
+ * Any thread may call it.  While any exist, no step defers the unit. */
 void fsdpc_unit_lend(fsdpc_unit *unit, int change);
 
 /* The address of this rank's rows of the gradient, whatever they contain; NULL if its group has no
  * gradients. */
 void *fsdpc_unit_grad_rows(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out);
 
-/* Allocates memory for the gradient shard of a flat group: zeros; the caller frees it. */
+/* Allocates zeroed memory for a flat group's gradient shard; the caller frees it. */
 fsdpc_status fsdpc_unit_alloc_grad(const fsdpc_unit *unit, int group, void **out);
 
 /* Places gradient shards in the caller's memory, with one address per group that has gradients,
- * until the next call.  NULL: they have no memory, as long as they are empty.  Not for shards that
- * a policy offloads.  The caller keeps the memory until it calls again or the unit is destroyed. */
+ * until the next call.  NULL: they have no memory while they are empty.  Not for shards that a
+ * policy offloads.  The caller keeps the memory until it calls again or the unit is destroyed. */
 void fsdpc_unit_place_grads(fsdpc_unit *unit, void *const *groups);
 
 /* A frontend's memory for fulls.  `take` calls place_fulls with an address for each flat group;

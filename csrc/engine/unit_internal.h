@@ -32,7 +32,7 @@ typedef struct fsdpc_micro_sums {
  * (optim_step.c).  Until the step ends, masters and states of its units may be out of date. */
 typedef struct fsdpc_pending fsdpc_pending;
 struct fsdpc_pending {
-    fsdpc_pass_hook pass; /* steps the rest, and writes everything back */
+    fsdpc_pass_hook pass; /* steps the remaining units, and writes everything back */
     fsdpc_status (*advance)(fsdpc_pending *pending, const fsdpc_unit *unit); /* steps units up to
                                                                               * this one */
 };
@@ -75,8 +75,9 @@ struct fsdpc_unit {
     /* Settings.  Written by unit.c. */
     fsdpc_unit_settings settings;
     bool no_alias;
-    bool *trainable;       /* per parameter: ranks compare it; what has a gradient is in `grads` */
-    bool *agreed;          /* what it was when they did; written by agree.c */
+    bool *trainable;       /* per parameter, compared by ranks; `grads` tells which have a
+                            * gradient */
+    bool *agreed;          /* its value at the last comparison; written by agree.c */
     fsdpc_unit **ahead[2]; /* gathered ahead of forward [0] and backward [1]; NULL: as recorded */
     int n_ahead[2];
 
@@ -142,7 +143,7 @@ struct fsdpc_unit {
                          * leaves */
     bool sum_adds;      /* adds to the existing sum */
     bool folded;
-    double fold_scale;       /* the fold multiplies by it; 1: reductions divide */
+    double fold_scale;       /* multiplies the sums in the fold; 1: reductions divide */
     int n_micro;             /* micro-steps since the gradient was zeroed */
     uint64_t micro_backward; /* the backward of the last micro-step */
     double pending_scale;
@@ -206,8 +207,8 @@ void fsdpc_unit_leave_wire(fsdpc_unit *unit); /* the wire is about to go; master
 /* Drops private copies of frozen masters that were published, since these equal the wire. */
 void fsdpc_unit_drop_copies(fsdpc_unit *unit);
 
-/* The master of this rank's slice of a band, from element `at` of the shard on.  Only for the step
- * itself, which may be pending. */
+/* Returns the master of this rank's slice of a band, starting at element `at` of the shard.  Only
+ * for the step itself, which may be pending. */
 static inline unsigned char *fsdpc_unit_stepped(const fsdpc_unit *unit,
                                                 const fsdpc_unit_group *group,
                                                 const fsdpc_slice *band, size_t at)
@@ -216,7 +217,7 @@ static inline unsigned char *fsdpc_unit_stepped(const fsdpc_unit *unit,
     return group->master + place * fsdpc_dtype_bytes(group->plan->dtype);
 }
 
-/* The same for all other code; a lint checks that. */
+/* Does the same for all other code; a lint enforces this. */
 static inline unsigned char *fsdpc_unit_masters(const fsdpc_unit *unit,
                                                 const fsdpc_unit_group *group,
                                                 const fsdpc_slice *band, size_t at)
