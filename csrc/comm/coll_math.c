@@ -1,8 +1,8 @@
-/* Sums, extrema and the slices of a reduction.
+/* Computes sums, extrema and slices of reductions.
  *
  * Float sums use the device's reduce kernel, whose order is fixed (a pairwise tree over ranks).
- * Every rank thus gets the same bits from the same contributions.  The rest is small: counts, flags
- * and maxima of a few elements, in plain loops that the compiler vectorises.
+ * Every rank thus gets the same bits from the same contributions.  Other operations are small
+ * (counts, flags, maxima of a few elements) and use plain loops that the compiler vectorises.
  */
 #include "comm/coll_math.h"
 

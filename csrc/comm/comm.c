@@ -1,16 +1,16 @@
-/* The common part of all communicators: checks, waiting, and results of posted operations.
+/* Code shared by all communicators: checks, waiting, and results of posted operations.
  *
- * All waits use one function.  It polls.  While the result is IN_PROGRESS it first spins (only if
- * there is a core for every rank), then sleeps in the implementation's `idle`, at most 100 ms at a
- * time.  Between sleeps it checks the time.  The deadline poisons the communicator, the notice
- * tells the user which ranks are late and this rank's last operation, and the interrupt callback
- * may end the wait.
+ * All waits use one polling function.  While the result is IN_PROGRESS it first spins (only if
+ * there is a core for every rank), then sleeps in the implementation's `idle`, for at most 100 ms
+ * at a time.  Between sleeps it checks the time.  The deadline poisons the communicator, the notice
+ * reports the late ranks and this rank's last operation, and the interrupt callback may end the
+ * wait.
  *
- * If `idle` reports a peer as gone, that is not yet a failure: it may have done its part before it
- * left.  The wait polls once more, and fails only if the operation is still unfinished.
+ * If `idle` reports a peer as gone, that is not yet a failure: the peer may have done its part
+ * before it left.  The wait polls once more, and fails only if the operation is still unfinished.
  *
- * An interrupt leaves the operation in flight, because the peers rely on it; fsdpc_comm_run cannot,
- * since its storage ends with the call, and aborts.
+ * An interrupt leaves the operation in flight, because the peers rely on it. fsdpc_comm_run aborts
+ * instead, since its storage ends with the call.
  */
 #include "comm/comm.h"
 
@@ -120,7 +120,7 @@ typedef struct waiting {
     void *arg;
     const char *what, *unit;
     int64_t start;
-    char late[LATE_BYTES / 2]; /* late ranks, after a while; for the log */
+    char late[LATE_BYTES / 2]; /* late ranks, for the log */
 } waiting;
 
 static void late_text(const waiting *w, double waited_s, char *text, size_t bytes)
@@ -193,7 +193,7 @@ static fsdpc_status timed_out(const waiting *w)
     return fsdpc_comm_poison(w->comm, FSDPC_ERR_TIMEOUT);
 }
 
-/* A peer is gone: the error also says what this rank was waiting for.  If a Ctrl-C ended all ranks,
+/* Reports that a peer is gone, and what this rank was waiting for.  If Ctrl-C ended all ranks,
  * reports the interrupt instead, even if the peer was quicker. */
 static fsdpc_status given_up(const waiting *w, fsdpc_status status)
 {
@@ -428,7 +428,7 @@ fsdpc_status fsdpc_comm_order_streams(fsdpc_work *work, fsdpc_stream *stream)
                     work->op.unit);
 }
 
-/* The storage of a work is about to end, even if it is in flight. */
+/* Ends a work whose storage is about to go, even if it is in flight. */
 static fsdpc_status end_run(fsdpc_work *work, fsdpc_status status)
 {
     fsdpc_stream *stream = work->op.stream;

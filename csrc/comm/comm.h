@@ -7,25 +7,25 @@
  *
  * Wire and epochs.  A wire is memory that holds the fulls of a root's units.  Every rank reads all
  * of it through `read` and writes only its own slices, through `write`, between arriving in an
- * epoch and publishing.  An epoch has two parts: arrive (with a note) and wait for all arrivals. If
- * any note is CHANGED, write the own slices, publish, and wait for all ranks to publish before any
- * read.  The next arrival comes after the end of all gathers: until then a transport may read the
- * own slices and write the others. docs/design/communication.md explains why no simpler order is
- * safe.
+ * epoch and publishing.  An epoch has two parts: arrive (with a note) and wait for all arrivals.
+ * If any note is CHANGED, write this rank's slices, publish, and wait for all ranks to publish
+ * before any read.  The next arrival comes after the end of all gathers: until then a transport may
+ * read this rank's slices and write the others. docs/design/communication.md explains why no
+ * simpler order is safe.
  *
  * Transports whose ranks share no memory create `moved` wires, which have no memory and only define
- * the offsets of fulls.  A gather on such a wire sends this rank's slices from memory of
- * fsdpc_wire_own, laid out like the shard.  It receives the full in the caller's memory.
+ * the offsets of fulls.  A gather on such a wire sends this rank's slices from fsdpc_wire_own's
+ * memory, laid out like the shard, and receives the full in the caller's memory.
  *
- * Buffers.  A buffer is private memory of the rank that its peers can read during a reduction.
+ * Buffers.  A buffer is a rank's private memory, which its peers can read during a reduction.
  * Cycle: fill -> post a reduction on it -> work done -> buffer_idle (all peers have read it) ->
  * fill again.  One filling may be posted in several operations, for instance one per dtype; all but
  * the first set `same_filling`.
  *
  * Collectives are posted, tested and waited for. fsdpc_work is the caller's storage: a post
  * allocates nothing.  Every rank of the group posts the same operations in the same order.  Each
- * operation has a fingerprint that peers check.  A difference is an error on every rank, which
- * names both ranks' unit and operation, before any wrong number is used.
+ * operation has a fingerprint that peers check.  A difference is an error on every rank, raised
+ * before any wrong number is used, and names both ranks' unit and operation.
  *
  * On a remote device an operation runs in the order of its stream and is ordered with nothing else.
  * Before a post, the caller orders the stream, with events, after other work on the memory that the
@@ -35,8 +35,8 @@
  * reports a later failure.
  *
  * While the device captures (device.h), operations posted on it are captured too, and not compared.
- * `captured` is a hash of them, which ranks compare when the capture ends.  Nothing may wait in a
- * capture, so host values are refused.  To launch a graph that contains operations, post a REPLAY.
+ * Ranks compare their hash, `captured`, when the capture ends.  Nothing may wait in a capture, so
+ * host values are refused.  To launch a graph that contains operations, post a REPLAY.
  *
  * Failure.  Every wait has a deadline, calls the interrupt callback at least every 100 ms and
  * watches the peers.  After a failure the communicator is poisoned: every later call fails with the
@@ -47,8 +47,8 @@
  * Ownership: wires and buffers are destroyed before their communicator; destroy never blocks.
  *
  * Threads: one thread drives a communicator and all that were split from it, except those set
- * apart.  Reductions run on the operation's stream: in test/wait on an inline stream, by themselves
- * on an asynchronous one.
+ * apart.  Reductions run on the operation's stream: in test/wait if it is inline, independently if
+ * it is asynchronous.
  */
 #ifndef FSDPC_COMM_COMM_H
 #define FSDPC_COMM_COMM_H
@@ -71,7 +71,7 @@ typedef struct fsdpc_work fsdpc_work;
 /* One band of a flat group, or one whole parameter, in elements of the operation's dtype. */
 typedef struct fsdpc_slice {
     size_t full_offset;  /* its offset in the full */
-    size_t numel;        /* elements in ONE rank's slice; in the parameter if whole */
+    size_t numel;        /* elements in ONE rank's slice, or in the whole parameter */
     size_t shard_offset; /* offset of this rank's slice in its shard */
     int owner; /* -1: cut evenly, rank r's slice is at full_offset + r * numel; else this rank has
                 * it whole */
@@ -102,10 +102,10 @@ static inline bool fsdpc_coll_reduces(fsdpc_coll_kind kind)
 
 typedef enum fsdpc_red { FSDPC_RED_SUM, FSDPC_RED_MAX, FSDPC_RED_MIN } fsdpc_red;
 
-/* One of the sums that a reduction leaves, in the order in which they are made. */
+/* One of the sums that a reduction leaves, in the order of computation. */
 typedef struct fsdpc_coll_sum {
-    int n_ranks;      /* sums contributions of the next n_ranks ranks, scaled and rounded, */
-    const void *from; /* or, if n_ranks is 0, takes the result of another sum from here unchanged */
+    int n_ranks;      /* sums the next n_ranks ranks' contributions, scaled and rounded, */
+    const void *from; /* or, if n_ranks is 0, copies the result of another sum from here */
     void *shard;      /* the destination, whose slices are at their shard_offset */
     bool accumulate;  /* add to the destination instead of overwriting it */
 } fsdpc_coll_sum;
@@ -114,13 +114,13 @@ enum { FSDPC_COLL_MAX_SUMS = 96 }; /* per operation */
 
 typedef struct fsdpc_coll {
     fsdpc_coll_kind kind;
-    int unit;         /* trace and fingerprint; -1: none */
+    int unit;         /* for trace and fingerprint; -1: none */
     const char *what; /* for messages, e.g. the unit's name; borrowed until the work is done */
     fsdpc_dtype dtype;
     uint64_t epoch;
     fsdpc_stream *stream; /* NULL: inline; on a remote device the main stream */
-    /* Moves nothing: it is compared with the peers', and done when all have posted it.  For a
-     * transport that moves the bytes itself and uses another communicator to check them. */
+    /* Moves no data: compares the operation with the peers', and is done when all have posted it.
+     * For a transport that moves the bytes itself and uses another communicator to check. */
     bool agree_only;
 
     /* GATHER, REDUCE_SCATTER and REDUCE_ALL (which takes all slices, at their full_offset) */
@@ -132,7 +132,7 @@ typedef struct fsdpc_coll {
     bool late;            /* GATHER: ranks may have written their slices just before they posted, so
                              it is done when all have; the same on all ranks */
     uint32_t trains;      /* hash of what the caller trains, or 0; only compared */
-    bool same_filling;    /* REDUCE_*: the buffer was posted already since it was filled */
+    bool same_filling;    /* REDUCE_*: the buffer has already been posted since it was filled */
     void *shard;          /* REDUCE_*: where the slices go, at their shard_offset */
     fsdpc_dtype shard_dtype;
     double scale;               /* applied once to the sum, in fp32 unless dtype is F64 */
@@ -144,7 +144,7 @@ typedef struct fsdpc_coll {
                                  * over all ranks.  Only if the transport `splits_sums` */
     int n_sums;
     bool tree; /* REDUCE_*: sums ranks as the pairwise tree, wide, even if the transport is faster
-                * in another order */
+                * in a different order */
 
     fsdpc_graph *graph; /* REPLAY; numel identifies it to the peers */
 
@@ -170,17 +170,17 @@ struct fsdpc_work {
 enum fsdpc_epoch_bits {
     FSDPC_EPOCH_CHANGED = 1,  /* this rank's masters differ from its slices of the wire */
     FSDPC_EPOCH_HELD = 2,     /* a unit is held by unshard() */
-    FSDPC_EPOCH_RESET = 4,    /* the last step was interrupted: its order of units is invalid */
+    FSDPC_EPOCH_RESET = 4,    /* the last step was interrupted, so its unit order is invalid */
     FSDPC_EPOCH_GRAD = 8,     /* a forward with gradients */
     FSDPC_EPOCH_STEP = 16,    /* begun by an optimizer */
-    FSDPC_EPOCH_REFUSED = 32, /* this rank cannot do what the ranks were called for, so none does */
+    FSDPC_EPOCH_REFUSED = 32, /* this rank cannot take part, so no rank continues */
     FSDPC_EPOCH_LATE = 64,    /* slices are published before their next gather, not in this epoch */
-    FSDPC_EPOCH_DROP = 128,   /* its backward failed: gradients that are not reduced are dropped */
+    FSDPC_EPOCH_DROP = 128,   /* its backward failed: unreduced gradients are dropped */
 };
 
 typedef struct fsdpc_epoch_note {
     uint32_t bits;
-    uint32_t kind;  /* what began it, the caller's code; must agree between ranks */
+    uint32_t kind;  /* the epoch's cause, a caller's code; must agree between ranks */
     int32_t unit;   /* called unit; must agree */
     uint64_t steps; /* optimizer steps taken so far; must agree */
 } fsdpc_epoch_note;
@@ -200,7 +200,7 @@ typedef struct fsdpc_comm_ops {
     void (*set_apart)(fsdpc_comm *comm);
 
     /* Wire and epochs */
-    /* One of the two, collective; the second if the transport also supports wires in files. */
+    /* Collective.  One of the two; the second if the transport also supports wires in files. */
     fsdpc_status (*wire_create)(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out);
     fsdpc_status (*wire_create_in)(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
                                    fsdpc_wire **out);
@@ -220,7 +220,7 @@ typedef struct fsdpc_comm_ops {
                                   fsdpc_buffer **out); /* collective */
     void (*buffer_destroy)(fsdpc_buffer *buffer);
     fsdpc_status (*buffer_idle)(fsdpc_buffer *buffer); /* FSDPC_IN_PROGRESS while a peer reads it */
-    bool any_buffer;  /* the caller may also make a buffer itself, over any device memory */
+    bool any_buffer;  /* the caller may also create a buffer itself, over any device memory */
     bool splits_sums; /* a REDUCE_* with `tree` set may leave sums over some of its ranks */
 
     /* Collectives */
@@ -230,24 +230,25 @@ typedef struct fsdpc_comm_ops {
      * Optional: the default waits for it. */
     fsdpc_status (*order)(fsdpc_work *work, fsdpc_stream *stream);
 
-    /* Waiting: sleeps until something may have changed, at most max_ns, and notices dead peers.
-     * The first call may return at once so that the caller polls again; max_ns 0 means that the
-     * wait is over.  Optional: the default yields the processor. */
+    /* Waiting: sleeps until something may have changed, for at most max_ns, and detects dead peers.
+     * The first call may return at once so that the caller polls again; max_ns 0 ends the wait.
+     * Optional: the default yields the processor. */
     fsdpc_status (*idle)(fsdpc_comm *comm, int64_t max_ns);
-    /* Wakes this rank's threads that sleep in idle; any thread.  Optional: no thread sleeps
-     * there. */
+    /* Wakes this rank's threads that sleep in idle; any thread may call it.  Optional: no thread
+     * sleeps there. */
     void (*wake)(fsdpc_comm *comm);
     /* Names late ranks and their positions, for messages.  Optional: "". */
     void (*describe)(fsdpc_comm *comm, char *text, size_t bytes);
-    /* Sets this rank's position, for messages of peers that wait for it.  Optional. */
-    void (*locate)(fsdpc_comm *comm, const char *phase, const char *unit);
-    /* The same as text, "in forward of 'layers.3'", or "".  Optional. */
-    void (*where)(const fsdpc_comm *comm, char *text, size_t bytes);
-    /* Sets what this rank is about to sleep in, "" when it continues; peers show it too.
+    /* Sets this rank's position, reported in messages from peers that are waiting for it.
      * Optional. */
+    void (*locate)(fsdpc_comm *comm, const char *phase, const char *unit);
+    /* Returns the position as text, "in forward of 'layers.3'", or "".  Optional. */
+    void (*where)(const fsdpc_comm *comm, char *text, size_t bytes);
+    /* Sets the call in which this rank is about to sleep, "" when it continues; peers report it
+     * too.  Optional. */
     void (*waits)(fsdpc_comm *comm, const char *what);
-    /* For a watch of the ranks, on any thread: reports how ranks failed or died, if any has, and in
-     * `note` which ranks are stopped, or "".  The other slot makes all of them fail.  Optional,
+    /* For a watch of the ranks, on any thread: reports how ranks failed or died, if any did, and in
+     * `note` which ranks are stopped, or "".  The other function makes all ranks fail.  Optional,
      * both or none. */
     fsdpc_status (*look)(fsdpc_comm *comm, char *note, size_t bytes);
     void (*tell)(fsdpc_comm *comm, fsdpc_status status, const char *text);
@@ -258,8 +259,8 @@ typedef struct fsdpc_comm_ops {
 
 struct fsdpc_comm {
     const fsdpc_comm_ops *ops;
-    fsdpc_comm *control;  /* owned: another communicator of the same ranks, which leaves, sets apart
-                           * and waits if `ops` lacks the function; NULL: none */
+    fsdpc_comm *control;  /* owned: another communicator of the same ranks, which handles leave,
+                           * set_apart and waits if `ops` does not; NULL: none */
     fsdpc_device *device; /* borrowed: its kernels sum */
     fsdpc_trace *trace;   /* borrowed, may be NULL */
     int rank, size;
@@ -268,13 +269,14 @@ struct fsdpc_comm {
     double timeout_s, notice_s;
     bool spin;                /* waits may spin before they sleep */
     bool apart;               /* see fsdpc_comm_set_apart */
-    void (*carry)(void *arg); /* makes operations in flight on a communicator above this one
-                               * progress; every wait calls it; NULL: none */
+    void (*carry)(void *arg); /* advances operations in flight on a communicator above this one;
+                               * every wait calls it; NULL: none */
     void *carry_arg;
     fsdpc_interrupt interrupt;
     void (*notice)(void *arg, const char *text); /* "rank 1 waits for rank 0 ..."; may be NULL */
     void *notice_arg;
-    fsdpc_log log;     /* note: creations, epochs with changes, long waits; debug: everything */
+    fsdpc_log log;     /* level note: creations, epochs with changes, long waits; debug:
+                        * everything */
     int64_t waited_ns; /* time spent in waits since create */
     uint32_t captured; /* hash of posts in captures; a comparison resets it to 0 */
     char poison[512];  /* "" while healthy */
@@ -284,13 +286,13 @@ struct fsdpc_wire {
     fsdpc_comm *comm;
     size_t bytes;
     bool moved; /* it has no memory: gathers move bytes, and both pointers are NULL */
-    int memfd;  /* contains its memory from the first byte on, for its lifetime; 0: other memory */
+    int memfd;  /* contains its memory, from the first byte, for its lifetime; 0: other memory */
     const unsigned char *read;
     unsigned char *write;
     bool pinned;        /* moved: fsdpc_wire_own gives host memory; set before the call */
     unsigned char *own; /* moved: this rank's slices, after fsdpc_wire_own */
-    uint64_t epoch;     /* the last one this rank arrived in; 0: none yet */
-    /* The meaning of a note's kind, for messages; NULL: messages show its number. */
+    uint64_t epoch;     /* the last one in which this rank arrived; 0: none yet */
+    /* Describes a note's kind, for messages; NULL: messages show its number. */
     const char *(*kind_text)(uint32_t kind);
 };
 
@@ -309,7 +311,8 @@ typedef struct fsdpc_comm_config {
     void (*notice)(void *arg, const char *text);
     void *notice_arg;
     fsdpc_log log;       /* all zero: silent */
-    int first_rank;      /* shm: the number of its rank 0 in messages, if it is part of a world */
+    int first_rank;      /* shm: the number that messages use for its rank 0, if it is part of a
+                          * world */
     const char *address; /* shm: names the run (uid and restart count are added); <= 80 bytes */
     const char *secret;  /* shm: ranks prove that they know it; NULL: none */
     int socket_fd; /* shm: a listening socket of this rank (rendezvous.h), taken over, or <= 0 */
@@ -326,8 +329,9 @@ fsdpc_status fsdpc_comm_shm_create(const fsdpc_comm_config *config,
 fsdpc_status fsdpc_comm_shm_create_threads(const fsdpc_comm_config *configs, int size,
                                            fsdpc_comm **outs);
 
-/* Any rank of any size, in one process.  A split gives a group of the same rank and size, as if
- * every peer had given the same colour.  With more than 256 ranks nothing is summed. */
+/* Simulates any rank of any world size in one process.  A split returns a group of the same rank
+ * and size, as if every peer had passed the same colour.  With more than 256 ranks nothing is
+ * summed. */
 fsdpc_status fsdpc_comm_null_create(const fsdpc_comm_config *config, fsdpc_comm **out);
 
 /* The calls that the null communicator received, in order; borrowed until its next call.  (The
@@ -343,9 +347,9 @@ size_t fsdpc_comm_null_records(const fsdpc_comm *comm, const fsdpc_comm_record *
 
 /* ---- comm.c: shared by all implementations ---- */
 
-/* Sets up the common head from a config. */
+/* Initialises the common members from a config. */
 void fsdpc_comm_init(fsdpc_comm *comm, const fsdpc_comm_ops *ops, const fsdpc_comm_config *config);
-/* The config of a group that is split from `comm`. */
+/* Returns the config of a group that is split from `comm`. */
 fsdpc_comm_config fsdpc_comm_config_like(const fsdpc_comm *comm, int rank, int size);
 
 /* Polls until the result is not IN_PROGRESS; handles deadline, interrupt, notice and peers.
@@ -366,8 +370,8 @@ static inline bool fsdpc_comm_orders(const fsdpc_comm *comm)
 }
 
 /* Runs later work on `stream` after the operation, whose storage is idle on return.  Its slices are
- * no longer read, but its name is until the device has run it.  Waits if the transport cannot order
- * streams. */
+ * no longer read; its name is read until the device has run it.  Waits if the transport cannot
+ * order streams. */
 fsdpc_status fsdpc_comm_order_streams(fsdpc_work *work, fsdpc_stream *stream); /* if it can */
 static inline fsdpc_status fsdpc_comm_order(fsdpc_work *work, fsdpc_stream *stream)
 {
@@ -383,7 +387,7 @@ fsdpc_status fsdpc_comm_run_ahead(fsdpc_comm *comm, const fsdpc_coll *op, fsdpc_
 fsdpc_status fsdpc_comm_agree(fsdpc_comm *comm, fsdpc_status status, const char *what);
 
 /* Collective.  Creates a wire in memory or, with a tier, in a file in rank 0's tier folder on this
- * host.  Kernel and disk then decide how much of it is in memory. */
+ * host.  The kernel then decides how much of it is in memory. */
 fsdpc_status fsdpc_wire_create_in(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
                                   fsdpc_wire **out);
 
@@ -392,12 +396,12 @@ static inline fsdpc_status fsdpc_wire_create(fsdpc_comm *comm, size_t bytes, fsd
     return fsdpc_wire_create_in(comm, bytes, NULL, out);
 }
 
-/* Memory for this rank's slices of a moved wire, zeroed, counted as WIRE or PINNED.  The wire owns
- * it.  Collective, once. */
+/* Allocates zeroed memory for this rank's slices of a moved wire, counted as WIRE or PINNED.  The
+ * wire owns it.  Collective; call once. */
 fsdpc_status fsdpc_wire_own(fsdpc_wire *wire, size_t bytes, unsigned char **out);
-/* Maps pages of a wire with a memfd at `address`, replacing pages of this process.  They keep the
- * wire's contents, even after it is destroyed.  If this process writes to a page, it becomes a
- * private copy; fsdpc_wire_drop_copies drops the copies. */
+/* Maps pages of a wire with a memfd at `address`, replacing this process's pages.  They keep the
+ * wire's contents, even after it is destroyed.  A page that this process writes becomes a private
+ * copy; fsdpc_wire_drop_copies drops the copies. */
 fsdpc_status fsdpc_wire_map_private(const fsdpc_wire *wire, size_t offset, size_t bytes,
                                     void *address);
 void fsdpc_wire_drop_copies(void *address, size_t bytes);
@@ -408,9 +412,8 @@ fsdpc_status fsdpc_wire_published_wait(fsdpc_wire *wire, const char *unit);
 fsdpc_status fsdpc_buffer_idle_wait(fsdpc_buffer *buffer, const char *unit);
 
 /* Hands over a communicator that was split off to a separate thread.  It no longer advances in
- * waits of other threads, nor they in its waits, and it does not use the other thread's callbacks
- * and trace.  All its ranks call this, before its first operation, on the thread that split it
- * off. */
+ * other threads' waits, nor they in its waits, and it does not use the other thread's callbacks and
+ * trace.  All its ranks call this, before its first operation, on the thread that split it off. */
 static inline void fsdpc_comm_set_apart(fsdpc_comm *comm)
 {
     comm->apart = true;
@@ -426,14 +429,16 @@ static inline void fsdpc_comm_set_apart(fsdpc_comm *comm)
 
 const char *fsdpc_coll_name(fsdpc_coll_kind kind);
 
-/* Bytes that an operation covers: the whole full of a gather or reduction, else numel elements. */
+/* Returns the bytes that an operation covers: the whole full of a gather or reduction, else numel
+ * elements. */
 size_t fsdpc_coll_bytes(const fsdpc_coll *op, int size);
 
-/* For implementations: aborts with this thread's last error, keeps that, and returns `status`. */
+/* For implementations: aborts with this thread's last error, keeps the error, and returns
+ * `status`. */
 fsdpc_status fsdpc_comm_poison(fsdpc_comm *comm, fsdpc_status status);
-/* FSDPC_ERR_POISONED with the reason if the communicator is poisoned, else FSDPC_OK. */
+/* Returns FSDPC_ERR_POISONED with the reason if the communicator is poisoned, else FSDPC_OK. */
 fsdpc_status fsdpc_comm_health(const fsdpc_comm *comm);
-/* The default of `abort`: keeps the first reason. */
+/* The default for `abort`: keeps the first reason. */
 void fsdpc_comm_abort_local(fsdpc_comm *comm, const char *reason);
 
 static inline void fsdpc_comm_destroy(fsdpc_comm *comm)

@@ -1,17 +1,16 @@
-/* The communicator of several hosts.
+/* The multi-host communicator.
  *
  * The world is H hosts of L ranks each; rank h * L + l is lane l of host h.  Inside a host
- * everything works as on a single one: a communicator over shared memory, one copy of the weights,
+ * everything works as on a single host: a shared-memory communicator, one copy of the weights,
  * buffers that all its ranks can read.  Between hosts a link carries bytes, from each lane to the
- * same lane of the other hosts.  Data thus leaves a host only once, spread over its ranks.
+ * same lane on the other hosts.  Data thus leaves a host only once, spread over its ranks.
  *
- * This code uses both only through their public interfaces.  A wait in one group also advances the
- * operations of all other groups of this rank, on the host and between hosts.  An arriving message
- * rings the host's bell.
+ * This code uses the communicator and the link only through their public interfaces.  A wait in one
+ * group also advances the operations of all other groups of this rank, on the host and between
+ * hosts.  An arriving message rings the host's bell.
  *
- * If a split makes a group within one host, the group is a communicator of that host.  Other groups
- * consist of the same lanes of several hosts: whole hosts, or one lane of each (replicas between
- * hosts).
+ * A group within one host is a communicator of that host.  Other groups consist of the same lanes
+ * on several hosts: whole hosts, or one lane of each (replicas between hosts).
  */
 #include "comm/comm_hosts.h"
 
@@ -28,7 +27,7 @@
 
 static const fsdpc_comm_ops hosts_ops;
 
-enum { MEM_ALIGN = 64 }; /* fsdpc_mem counts blocks rounded up to this */
+enum { MEM_ALIGN = 64 }; /* fsdpc_mem rounds counted blocks up to this */
 
 /* ---- Life ---- */
 
@@ -38,7 +37,7 @@ static void wake(void *host)
     comm->ops->wake(comm);
 }
 
-/* Rings the bell of a host communicator, to report a message. */
+/* Rings a host communicator's bell, to report a message. */
 static void wake_host(fsdpc_hosts_world *world)
 {
     fsdpc_comm *host = world->groups ? world->groups->host : NULL;
@@ -74,7 +73,7 @@ static bool forked(const fsdpc_hosts_comm *self)
     return self->world->fork_count != fsdpc_fork_count();
 }
 
-/* The link uses memory of operations in flight until it is aborted. */
+/* Aborts the link, which until then uses the memory of operations in flight. */
 static void abandon(fsdpc_hosts_comm *self)
 {
     if (self->pending && !self->base.poison[0])
@@ -100,7 +99,7 @@ static void hosts_destroy(fsdpc_comm *comm)
     free(self);
 }
 
-/* Takes over `host` on success; peers[h] is this lane on host h, as a link rank. */
+/* Takes over `host` on success; peers[h] is the link rank of this lane on host h. */
 static fsdpc_status create(const fsdpc_comm_config *config, fsdpc_comm *host,
                            fsdpc_hosts_world *world, const int *peers, fsdpc_hosts_comm **out)
 {
@@ -213,7 +212,7 @@ size_t fsdpc_comm_hosts_room_bytes(fsdpc_coll_kind kind, fsdpc_dtype dtype, size
            fsdpc_round_up(rooms.all, MEM_ALIGN);
 }
 
-/* Writes a sentence about this rank that other hosts can read later. */
+/* Writes a sentence about this rank for other hosts to read later. */
 static void write_farewell(const fsdpc_hosts_comm *self, char *text, size_t bytes)
 {
     char host[64] = "", where[192] = "";
@@ -224,7 +223,7 @@ static void write_farewell(const fsdpc_hosts_comm *self, char *text, size_t byte
              where[0] ? ", last seen " : "", where);
 }
 
-/* If a reason names a rank, it concerns another rank, or a wait for one. */
+/* A reason that names a rank concerns another rank, or a wait for one. */
 static bool names_a_rank(const char *reason)
 {
     for (const char *at = reason; (at = strstr(at, "rank"));) {
@@ -329,7 +328,7 @@ typedef struct wish {
     int64_t color, key, groups;
 } wish;
 
-/* Ranks of this rank's colour, ordered by key and rank. */
+/* Lists the ranks of this rank's colour, ordered by key and rank. */
 static int members_of(const fsdpc_hosts_comm *self, const wish *wishes, int *members)
 {
     int n = 0;
@@ -344,7 +343,7 @@ static int members_of(const fsdpc_hosts_comm *self, const wish *wishes, int *mem
     return n;
 }
 
-/* How many ranks it has per host, the same on each; 0: they are not arranged that way. */
+/* Returns how many ranks it has per host; 0: not the same number on each. */
 static int lanes_of(const fsdpc_hosts_comm *self, const int *members, int n)
 {
     int lanes = 0;

@@ -1,4 +1,4 @@
-/* The communicator of several hosts: combines one communicator per host and a link between them. */
+/* The multi-host communicator: combines one communicator per host and a link between hosts. */
 #ifndef FSDPC_COMM_COMM_HOSTS_H
 #define FSDPC_COMM_COMM_HOSTS_H
 
@@ -6,24 +6,24 @@
 #include "comm/link.h"
 #include "comm/host_watch.h"
 
-/* Collective.  `config` has the rank and size in the world; every host has the same number of
- * ranks, consecutively numbered.  `host` is this host's communicator (shm, even for one rank),
- * `link` connects all ranks of the world.  The function takes over both, even on failure. */
+/* Collective.  `config` contains the world rank and size; every host has the same number of
+ * consecutive ranks.  `host` is this host's communicator (shm, even for one rank), `link` connects
+ * all ranks of the world.  The function takes over both, even on failure. */
 fsdpc_status fsdpc_comm_hosts_create(const fsdpc_comm_config *config, fsdpc_comm *host,
                                      fsdpc_link *link, fsdpc_comm **out);
 
-/* The ranks of a world: over shared memory on one host, or on several hosts with a link, which the
- * function takes over even on failure.  Without an address, peers and link are simulated, to
- * measure this rank by itself. */
+/* Connects the ranks of a world: over shared memory on one host, or on several hosts with a link,
+ * which the function takes over even on failure.  Without an address, peers and link are simulated,
+ * to measure this rank by itself. */
 fsdpc_status fsdpc_comm_world_create(const fsdpc_comm_config *config, int hosts, fsdpc_link *link,
                                      fsdpc_comm **out);
 
-/* Extra bytes that a reduction of a buffer needs on each rank for sums in transit, in a group over
- * hosts with this many lanes.  They are kept with the buffer, and counted as REDUCE. */
+/* Returns the extra bytes that reducing a buffer needs on each rank for sums in transit, in a
+ * multi-host group with this many lanes.  They are kept with the buffer, and counted as REDUCE. */
 size_t fsdpc_comm_hosts_room_bytes(fsdpc_coll_kind kind, fsdpc_dtype dtype, size_t buffer_bytes,
                                    int hosts, int lanes);
 
-/* On the first rank of a host, once: starts the watch over the other hosts; it ends when this rank
+/* Starts the watch over the other hosts, once, on the first rank of a host; it ends when this rank
  * leaves.
  */
 fsdpc_status fsdpc_comm_hosts_watch(fsdpc_comm *comm, const fsdpc_host_watch_config *config);

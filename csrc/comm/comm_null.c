@@ -1,9 +1,9 @@
-/* A simulated communicator: one process plays any rank of any world, and every peer has always just
- * done the same as this rank.
+/* A simulated communicator: one process acts as any rank of any world, and every peer has always
+ * just done the same as this rank.
  *
  * It exists to run schedules in one process, in tests and simulations.  It records its calls in
  * order: a "post" when an operation is posted, a "done" when its owner first finds it done.  Waits
- * return at once.  With `late` an operation is done only after a wait, so that the records and the
+ * return at once.  With `late` an operation is done only after a wait, so the records and the
  * engine's trace show where the program needs it.  All peers appear to have the same values.
  * Gathers do not touch the wire.  A sum over n ranks is n times this rank's contribution, computed
  * by the kernels of the config's device (which device_null makes empty).
@@ -22,7 +22,7 @@ typedef struct null_comm {
     fsdpc_comm base;
     fsdpc_comm_record *records;
     size_t n_records, capacity;
-    bool late, waits; /* waits: a wait has begun since the last operation that was done */
+    bool late, waits; /* waits: a wait has begun since an operation was last done */
 } null_comm;
 
 typedef struct null_wire {
@@ -30,7 +30,8 @@ typedef struct null_wire {
     fsdpc_epoch_note note;
 } null_wire;
 
-/* Running out of memory for a record is an error: a test would judge an incomplete list. */
+/* Running out of memory for a record is an error, since a test would otherwise check an incomplete
+ * list. */
 static fsdpc_status record(fsdpc_comm *comm, const char *what, const fsdpc_coll *op, uint64_t epoch,
                            size_t bytes)
 {

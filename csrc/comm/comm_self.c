@@ -1,15 +1,15 @@
-/* A world of one: the template of a communicator.
+/* A world of one: the template for new communicators.
  *
  * Wires and buffers are private memory, and every epoch is complete as soon as it begins.  For one
  * rank a collective is a copy, or a sum of one term.  The sum still uses the reduce kernel, because
  * scaling and rounding must be the same at every world size.
  *
- * Post does everything; only a reduction on an asynchronous stream finishes later, on the stream.
+ * Post does all the work; only a reduction on an asynchronous stream finishes later, on the stream.
  * Its result reaches the driving thread through work->state (released by the stream's thread after
  * all its writes, acquired by test) and work->status.
  *
- * On a remote device everything is enqueued on the main stream, before any use of the result: a sum
- * of one term has nothing to overlap with.
+ * On a remote device everything is enqueued on the main stream, before any use of the result,
+ * because a sum of one term has nothing to overlap with.
  */
 #include <stdio.h>
 #include <stdlib.h>

@@ -37,7 +37,7 @@ static fsdpc_status shm_idle(fsdpc_comm *comm, int64_t max_ns)
     if (now - self->checked_ns < CHECK_EVERY_NS)
         return FSDPC_OK;
     self->checked_ns = now;
-    if (fsdpc_shm_poisoned(self->control)) /* for callers that wait for something outside of this
+    if (fsdpc_shm_poisoned(self->control)) /* for callers that wait for something outside this
                                             * group */
         return fsdpc_shm_adopt_poison(self);
     return fsdpc_shm_peers_check(self);
@@ -131,7 +131,7 @@ static void comm_detach(fsdpc_shm_comm *self)
         *at = self->next_group;
 }
 
-/* The leader makes the control page and the others take it; `waiter` waits until then. */
+/* The leader creates the control page and the others receive it; `waiter` waits until then. */
 static fsdpc_status comm_join(fsdpc_shm_comm *self, fsdpc_comm *waiter,
                               const fsdpc_shm_comm *parent)
 {
@@ -161,14 +161,14 @@ static fsdpc_status comm_join(fsdpc_shm_comm *self, fsdpc_comm *waiter,
     return status;
 }
 
-/* A rank that leaves the first group leaves them all.  Groups split from it may outlive the call,
+/* A rank that leaves the first group leaves all groups.  Groups split from it may outlive the call,
  * and their peers would otherwise treat the end of the process as a death. */
 static void shm_leave(fsdpc_comm *comm)
 {
     fsdpc_shm_comm *self = fsdpc_shm_of(comm);
     if (!self->control || self->world->fork_count != fsdpc_fork_count())
         return;
-    /* release: comes after everything we did; acquire in peers_check. */
+    /* release: orders all our earlier work before it; acquire in peers_check. */
     atomic_store_explicit(&self->mine->left, 1, memory_order_release);
     if (self->id == FIRST_GROUP) {
         for (fsdpc_shm_comm *group = self->world->groups; group; group = group->next_group)

@@ -1,6 +1,6 @@
 /* Closes descriptors that a forked child must not keep.
  *
- * A data loader's workers are forks of a rank.  They would keep sockets and memory of the run open
+ * A data loader's workers are forks of a rank.  They would keep the run's sockets and memory open
  * after their parent died.  Communicators therefore register their descriptors here, and every
  * child closes them.  Any thread may call; the table is one of the library's documented globals,
  * because a fork handler takes no argument.
@@ -13,9 +13,9 @@
 void fsdpc_fork_guard(int fd); /* closes it in forked children from now on; -1 is fine */
 void fsdpc_fork_close(int fd); /* closes it in this process; -1 is fine */
 
-/* Number of forks between the process of the first guarded descriptor and this one.  Objects made
- * under another count belong to a parent: they must not be used, and their descriptors are already
- * closed. */
+/* Returns the number of forks between the process of the first guarded descriptor and this one.
+ * Objects created under a different count belong to a parent: they must not be used, and their
+ * descriptors are already closed. */
 uint32_t fsdpc_fork_count(void);
 
 #endif

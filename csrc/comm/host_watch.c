@@ -1,21 +1,21 @@
 /* A thread that sleeps in poll.
  *
- * It checks the ranks of its host every TICK, and at once when the process of one has ended.  It
- * must be quick: a launcher that sees the same death ends the other ranks, including this one.  The
- * peers would then learn only of that.  For the same reason it logs the failure.
+ * It checks the ranks of its host every TICK, and at once when a rank's process has ended.  It must
+ * be quick: a launcher that sees the same death ends the other ranks, including this one.  The
+ * peers would then learn only that this rank ended.  For the same reason it logs the failure.
  *
- * Every BEAT it sends each peer a beat.  Messages are of one size.  It skips a beat while an
+ * Every BEAT it sends each peer a beat.  All messages have the same size.  It skips a beat while an
  * earlier message is not acknowledged, so that the socket's buffer never fills.  If a message
- * cannot be sent as a whole, the connection counts as broken.
+ * cannot be sent in full, the connection counts as broken.
  *
  * The kernel detects silence: TCP_USER_TIMEOUT ends a connection if sent data is not acknowledged
  * for that long, and beats ensure that there is always sent data.
  *
- * A closed connection may also be a consequence: the launcher of that host may have ended the rank
- * because another one failed.  It therefore counts as a failure only after GRACE, if nothing else
- * is known by then.
+ * A closed connection may also be a consequence: that host's launcher may have ended the rank
+ * because another rank failed.  It therefore counts as a failure only after GRACE, if no other
+ * cause is known by then.
  *
- * Only the first failure counts: the thread tells it to this host and the peers, and treats all
+ * Only the first failure counts: the thread reports it to this host and the peers, and treats all
  * later ones as consequences.  The thread continues, because peers would treat a lost connection as
  * a death.
  */
@@ -95,7 +95,7 @@ static void send_one(peer *to, enum kind kind, fsdpc_status status, const char *
     snprintf(m.text, sizeof m.text, "%s", text);
     if (to->who.fd >= 0 && !(kind == BEAT && unacknowledged(to)))
         (void)!send(to->who.fd, &m, sizeof m, MSG_NOSIGNAL | MSG_DONTWAIT);
-    /* The receiver notices a failed send as a broken connection. */
+    /* The receiver sees a failed send as a broken connection. */
 }
 
 static void send_all(fsdpc_host_watch *self, const peer *but, enum kind kind, fsdpc_status status,

@@ -1,10 +1,10 @@
 /* The watch: tells all hosts of a failure that one host detects.
  *
- * The first rank of every host has a thread that observes the ranks of its host (fsdpc_comm_look).
- * It has a TCP connection to the first host's thread, which forwards what it receives.  The caller
+ * The first rank of every host has a thread that monitors its host's ranks (fsdpc_comm_look).  It
+ * has a TCP connection to the first host's thread, which forwards what it receives.  The caller
  * makes the connections and ensures that both ends belong to the run.  The watch transmits failures
- * and stopped ranks, but never training data.  When it learns of a failure, it tells the ranks of
- * its host (fsdpc_comm_tell), so that they stop wherever they wait.
+ * and stopped ranks, but never training data.  When it learns of a failure, it informs its host's
+ * ranks (fsdpc_comm_tell), so that they stop wherever they are waiting.
  *
  * If a connection closes without a goodbye, the rank has died.  If no sent data is acknowledged for
  * `silence_s`, the host is down or cut off.  The other host's kernel acknowledges, so a stopped
@@ -23,7 +23,7 @@ typedef struct fsdpc_host_watch_peer {
 } fsdpc_host_watch_peer;
 
 typedef struct fsdpc_host_watch_config {
-    char host[64]; /* this one's name */
+    char host[64]; /* the name of this host */
     double silence_s;
     int n_peers; /* the first host's peers are all others; their only peer is the first */
     const fsdpc_host_watch_peer *peers;

@@ -1,16 +1,16 @@
-/* The messages of one operation between hosts.
+/* Exchanges the messages of one operation between hosts.
  *
  * Each rank exchanges messages only with its lane on the other hosts.  Every operation between
  * hosts begins with a header in each direction, and headers are compared before any received data
- * is used.  Within a host the host's communicator has compared the operation, so each lane
+ * is used.  The host's communicator has compared the operation within the host, so each lane
  * represents its host.
  *
  * A tag combines the group, the operation's number and its part, modulo the link's limit.  Far
  * fewer operations are in flight than there are distinct tags.
  *
- * Storage.  The storage of a reduction in transit stays with its buffer, its only user.  Its size
- * thus depends on the buffers, not on the number of operations in flight.  Spare operations are
- * reused in creation order, whichever ended first.
+ * Storage.  A reduction's transit storage stays with its buffer, its only user.  Its size thus
+ * depends on the buffers, not on the number of operations in flight.  Spare operations are reused
+ * in creation order, whichever ended first.
  */
 #include "comm/hosts_internal.h"
 

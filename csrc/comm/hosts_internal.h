@@ -1,4 +1,4 @@
-/* Shared declarations of the communicator of several hosts.
+/* Shared declarations of the multi-host communicator.
  *
  *     comm_hosts.c     life, split, the table
  *     hosts_wire.c     wires, epochs, buffers
@@ -37,8 +37,8 @@ typedef struct fsdpc_hosts_header {
 
 enum { FSDPC_HOSTS_PARTS = 4 }; /* messages per operation and peer, each with its own tag */
 
-/* Memory that an operation needs in transit; kept for the next one.  A reduction's counts as
- * REDUCE, any other's as OTHER. */
+/* Memory that an operation needs in transit, kept for the next operation.  It counts as REDUCE for
+ * reductions, otherwise as OTHER. */
 typedef struct fsdpc_hosts_room {
     unsigned char *data;
     size_t bytes;
@@ -52,12 +52,12 @@ typedef struct fsdpc_hosts_rooms {
 typedef struct fsdpc_hosts_op {
     struct fsdpc_hosts_op *next;  /* in flight, in posting order; or spare */
     struct fsdpc_hosts_op **home; /* the spare list that it returns to */
-    uint64_t made;                /* creation order, by which spare ones are taken */
+    uint64_t made;                /* creation order, in which spare operations are reused */
     fsdpc_work *work;
     uint64_t sequence;
     int phase;       /* each kind of operation has its own phases */
     bool crosses;    /* data goes to other hosts */
-    bool needs_turn; /* posts to `later`, in posting order */
+    bool needs_turn; /* posts on `later`, in posting order */
     bool compared;
     fsdpc_work host, later;
     fsdpc_hosts_header mine, *theirs; /* from each host */
@@ -66,7 +66,7 @@ typedef struct fsdpc_hosts_op {
     int n_ops;
     fsdpc_slice *slices;
     size_t n_slices;
-    fsdpc_link_run *rows; /* for a gather, in the wire: of each host and slice */
+    fsdpc_link_run *rows; /* for a gather: the rows in the wire, of each host and slice */
     size_t done_numel;    /* for values: elements of earlier rounds */
     fsdpc_hosts_room here, there, all;
 } fsdpc_hosts_op;
@@ -83,11 +83,12 @@ struct fsdpc_hosts_comm {
     uint32_t group;
     uint64_t posted;
     fsdpc_hosts_op *pending, *spare;
-    fsdpc_status broke; /* its failure while another wait advanced it; reported once, then OK */
+    fsdpc_status broke; /* a failure while another wait advanced this group; reported once, then
+                         * OK */
     struct fsdpc_hosts_comm *next_group; /* of world->groups */
 };
 
-/* Rows of other hosts, for the gather at this offset of the wire. */
+/* Rows from other hosts, for the gather at this offset of the wire. */
 typedef struct fsdpc_hosts_rows {
     size_t offset;
     uint64_t generation; /* the generation that was received */
@@ -124,7 +125,7 @@ static inline fsdpc_hosts_comm *fsdpc_hosts_of(fsdpc_comm *comm)
 
 /* ---- hosts_cross.c ---- */
 
-/* The number of header messages, which are the first of every operation. */
+/* Returns the number of header messages, with which every operation begins. */
 static inline int fsdpc_hosts_headers(const fsdpc_hosts_comm *self)
 {
     return 2 * (self->n_hosts - 1);
@@ -138,14 +139,15 @@ fsdpc_status fsdpc_hosts_send(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, int ho
                               const void *data, size_t bytes);
 fsdpc_status fsdpc_hosts_receive(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, int host, int part,
                                  void *data, size_t bytes);
-/* FSDPC_IN_PROGRESS until everything has been sent and received; an error if headers differ. */
+/* Returns FSDPC_IN_PROGRESS until everything has been sent and received; fails if headers
+ * differ. */
 fsdpc_status fsdpc_hosts_crossed(fsdpc_hosts_comm *self, fsdpc_hosts_op *op);
-/* The tag of a part of the operation or epoch with this number. */
+/* Returns the tag for a part of the operation or epoch with this number. */
 uint32_t fsdpc_hosts_tag(const fsdpc_hosts_comm *self, uint64_t sequence, int part);
-/* Provides room for at least this many bytes. */
+/* Ensures memory for at least this many bytes. */
 fsdpc_status fsdpc_hosts_room_for(fsdpc_hosts_comm *self, fsdpc_mem_kind kind,
                                   fsdpc_hosts_room *room, size_t bytes);
-/* Takes the first spare operation or makes a new one; the other function returns it. */
+/* Takes the first spare operation or creates one; the other function returns it. */
 fsdpc_status fsdpc_hosts_op_take(fsdpc_hosts_comm *self, fsdpc_hosts_op **home,
                                  fsdpc_hosts_op **out);
 void fsdpc_hosts_op_return(fsdpc_hosts_op *op);
@@ -165,7 +167,7 @@ fsdpc_status fsdpc_hosts_test(fsdpc_work *work);
 /* Advances operations in flight in all groups of this rank except those set apart.  A failure is
  * reported in its own group. */
 void fsdpc_hosts_carry_on(void *world);
-/* The same, or only this group if it is set apart; returns this group's result. */
+/* Does the same, but only for this group if it is set apart; returns this group's result. */
 fsdpc_status fsdpc_hosts_progress(fsdpc_hosts_comm *self);
 
 /* Drops operations in flight after the communicator has failed. */

@@ -1,22 +1,22 @@
-/* An operation over several hosts, from its post to its end.
+/* Runs an operation over several hosts, from its post to its end.
  *
  * Every operation is posted in program order on the host's communicator, where the host's ranks
  * compare it; data between hosts goes from lane to lane.
  *
  *     GATHER          own slices to the other hosts, theirs into the wire; done when all lanes of
  *                     the host have theirs.  A group's rows are brought once after they changed
- *     REDUCE_SCATTER  the host's sums of every rank's slices, wide; those of the others go there,
+ *     REDUCE_SCATTER  the host's wide sums of every rank's slices; other hosts' sums go there,
  *                     theirs come here; the hosts' sums are added in order of hosts
  *     REDUCE_ALL      the host's sums of all slices; this lane's part of them crosses, is added
  *                     to that of the other hosts, and the ranks of the host show each other those
  *     values          hosts_values.c
  *     agree_only      headers cross, and nothing else
  *
- * If the link supports runs, rows move directly from wire to wire.  That is safe from the post on.
- * When a rank continues from an epoch, all reads of the wire in earlier epochs are over.  It
- * completes its gathers before it arrives in the next epoch.  Own rows are therefore not written
- * while the link reads them.  Only the lane of the owner writes rows of another host's rank, and no
- * rank of this host reads them before the lanes have met.
+ * If the link supports runs, rows move directly from wire to wire.  That is safe as soon as the
+ * operation is posted.  When a rank continues from an epoch, all reads of the wire in earlier
+ * epochs are over.  It completes its gathers before it arrives in the next epoch.  Its own rows are
+ * therefore not written while the link reads them.  Only the owner's lane writes rows of another
+ * host's rank, and no rank of this host reads them before the lanes have met.
  *
  * Sums.  A host's ranks are consecutive.  If their number is a power of two, a pairwise tree over
  * the hosts' sums is the tree over all ranks, with the bits of a single host.  To keep them, sums
@@ -49,7 +49,7 @@ static fsdpc_dtype wide(fsdpc_dtype dtype)
 
 /* ---- Gathers ---- */
 
-/* The rows in the wire of this lane on a host, and their bytes. */
+/* Finds the rows in the wire of this lane on a host; returns their bytes. */
 static size_t rows_of(const fsdpc_hosts_comm *self, const fsdpc_coll *coll, int host,
                       fsdpc_link_run *rows)
 {
@@ -64,8 +64,8 @@ static size_t rows_of(const fsdpc_hosts_comm *self, const fsdpc_coll *coll, int 
     return bytes;
 }
 
-/* Sends own rows from their memory and receives the others' in place; through `here` and `there` if
- * the link does not support runs. */
+/* Sends this rank's rows and receives the others' in place, or through `here` and `there` if the
+ * link does not support runs. */
 static fsdpc_status cross_rows(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
@@ -117,8 +117,8 @@ static void place_rows(fsdpc_hosts_comm *self, const fsdpc_hosts_op *op)
     }
 }
 
-/* The record of which rows were received.  Gathers repeat in order, so the search begins after the
- * last hit. */
+/* Finds the record of which rows were received.  Gathers repeat in order, so the search begins
+ * after the last hit. */
 static fsdpc_status rows_at(fsdpc_hosts_wire *wire, size_t offset, fsdpc_hosts_rows **out)
 {
     for (size_t n = 0; n < wire->n_rows; n++) {
@@ -151,7 +151,7 @@ static fsdpc_status needs_rows(const fsdpc_coll *coll, bool *needs_out)
 
 /* ---- Reductions ---- */
 
-/* Number of elements in a host's sums for this lane on host h. */
+/* Returns the number of elements in a host's sums for this lane on host h. */
 static size_t sums_for(const fsdpc_hosts_comm *self, const fsdpc_coll *coll, int h)
 {
     size_t first, numel = 0;
@@ -161,8 +161,8 @@ static size_t sums_for(const fsdpc_hosts_comm *self, const fsdpc_coll *coll, int
     return numel;
 }
 
-/* The operation on the host: reduces the slices of this lane on every host, with one host's sums
- * after the other in `here`. */
+/* Builds the operation on the host: reduces the slices of this lane on every host, with the hosts'
+ * sums consecutive in `here`. */
 static fsdpc_status slices_of_host(const fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
@@ -189,7 +189,8 @@ static fsdpc_status slices_of_host(const fsdpc_hosts_comm *self, fsdpc_hosts_op 
     return FSDPC_OK;
 }
 
-/* A rank's memory for reductions of `numel` elements, if no rank gets more than `share` of them. */
+/* Returns a rank's memory for reducing `numel` elements, if no rank gets more than `share` of
+ * them. */
 fsdpc_hosts_rooms fsdpc_hosts_rooms_for(fsdpc_coll_kind kind, fsdpc_dtype dtype, size_t numel,
                                         size_t share, int n_hosts, int n_lanes)
 {
@@ -204,7 +205,7 @@ fsdpc_hosts_rooms fsdpc_hosts_rooms_for(fsdpc_coll_kind kind, fsdpc_dtype dtype,
 }
 
 /* Takes memory for any reduction of the buffer in this dtype, so that it depends only on the
- * buffer.  It is larger if whole parameters give one rank more than its share. */
+ * buffer.  It is larger if one rank has more than its share because of whole parameters. */
 static fsdpc_status take_rooms(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
@@ -293,7 +294,7 @@ static fsdpc_status cross_parts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     return FSDPC_OK;
 }
 
-/* Adds this many sums, each of some hosts, scales and rounds: the last step. */
+/* Performs the last step: adds this many hosts' sums, scales and rounds. */
 static fsdpc_status add_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op,
                              const unsigned char *const *sums, int n_sums)
 {
@@ -329,7 +330,7 @@ static fsdpc_status finish_scatter(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     return add_sums(self, op, sums, self->n_hosts);
 }
 
-/* The memory for a part's final sum: this host's own place, which receives nothing. */
+/* Returns the memory for a part's final sum: this host's own place, which receives nothing. */
 static unsigned char *sum_of_part(const fsdpc_hosts_comm *self, const fsdpc_hosts_op *op)
 {
     return op->there.data + (size_t)self->this_host * part_of(self, &op->work->op).bytes;
@@ -355,7 +356,7 @@ static fsdpc_status add_parts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
                              &stream);
 }
 
-/* The ranks of a host share their parts, so that each has all sums over all hosts. */
+/* Shares parts among the ranks of a host, so that each rank has all sums over all hosts. */
 static fsdpc_status show_parts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
@@ -475,7 +476,7 @@ fsdpc_status fsdpc_hosts_post(fsdpc_work *work)
     if (status == FSDPC_OK && crosses && moves && coll->kind == FSDPC_COLL_GATHER)
         status = cross_rows(self, op);
     if (status != FSDPC_OK) {
-        fsdpc_hosts_op_free(self, op); /* what it posted ends with the communicator */
+        fsdpc_hosts_op_free(self, op); /* its posted work ends with the communicator */
         return fsdpc_comm_poison(&self->base, status);
     }
     while (*end)

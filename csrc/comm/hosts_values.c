@@ -1,8 +1,8 @@
-/* Values over several hosts: all-reduce, all-gather, broadcast and barrier.
+/* Collectives on values over several hosts: all-reduce, all-gather, broadcast and barrier.
  *
- * They work in rounds, so that memory stays small with any number of ranks.  In a round of an
- * all-gather a rank sends its elements to its lane on every host.  The ranks of each host then
- * all-gather what they received, which is everything:
+ * They work in rounds, so memory stays small for any number of ranks.  In a round of an all-gather
+ * a rank sends its elements to its lane on every host.  The ranks of each host then all-gather the
+ * elements they received, which gives each all of them:
  *
  *     rank (h, l)   sends x(h, l) to (h', l)      has x(0, l), x(1, l), ...
  *     host h        all-gathers these             has x(0, 0), x(1, 0), ..., x(0, 1), ...
@@ -22,7 +22,7 @@ enum { ROUND_BYTES = 4 << 20 };
 
 enum { BEGIN, ROUND, CROSSING, SHOWING }; /* phases */
 
-/* Elements of each rank in this round. */
+/* Returns the number of elements of each rank in this round. */
 static size_t round_numel(const fsdpc_hosts_comm *self, const fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
@@ -46,7 +46,7 @@ static fsdpc_status show(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, fsdpc_coll_
                            &op->later);
 }
 
-/* The part of a broadcast's round that a lane sends; the last parts may be short or empty. */
+/* Finds the part of a broadcast round that a lane sends; the last parts may be short or empty. */
 static size_t part_of(const fsdpc_hosts_comm *self, size_t bytes, int lane, size_t *at_out)
 {
     size_t part = (bytes + (size_t)self->n_lanes - 1) / (size_t)self->n_lanes;

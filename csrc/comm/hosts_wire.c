@@ -1,7 +1,7 @@
 /* Wires, epochs and buffers over several hosts.
  *
- * A host has one copy of the weights: the wire belongs to the host, its ranks share it, and gathers
- * bring rows of other hosts into it.  Ranks thus publish, read and arrive as on one host.
+ * A host has one copy of the weights: its ranks share the wire, and gathers bring other hosts' rows
+ * into it.  Ranks thus publish, read and arrive as on one host.
  *
  * An epoch is one message in each direction.  When all ranks of the host have arrived, each lane
  * sends the host's note to the same lane on the other hosts, and receives theirs.  A rank that
@@ -59,7 +59,7 @@ void fsdpc_hosts_wire_destroy(fsdpc_wire *wire)
     wire_free((fsdpc_hosts_wire *)wire);
 }
 
-/* Reports a failure of the host's communicator to other hosts too. */
+/* Also reports a failure of the host's communicator to the other hosts. */
 static fsdpc_status of_host(fsdpc_hosts_comm *self, fsdpc_status status)
 {
     return status < 0 && self->host->poison[0] ? fsdpc_comm_poison(&self->base, status) : status;

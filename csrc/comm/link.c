@@ -1,4 +1,4 @@
-/* The common part of all links: operation storage and counters. */
+/* Code shared by all links: operation storage and counters. */
 #include "comm/link.h"
 
 #include <stdio.h>

@@ -1,32 +1,32 @@
 /* A link: moves bytes between ranks of different hosts.
  *
- * Ranks of a host share memory (comm/shm_*.c).  Between hosts a link moves messages.  It knows
+ * Ranks of a host share memory (comm/shm_*.c).  Between hosts a link moves messages.  A link knows
  * nothing of wires, epochs or reductions, which comm_hosts.c builds on it.  Implementations:
  *
  *     link_relay      threads of the program carry the messages, say over a process group of
  *                     torch (python/fsdpc/torch/_link.py); in tests, ranks are threads
  *     link_mpi        a plugin, over MPI (csrc/mpi)
- *     link_null       carries nothing; one rank plays a world of any size
+ *     link_null       carries nothing; one rank simulates a world of any size
  *
- * Messages.  A message has a peer and a tag, and both sides give its size.  Messages of one pair
- * and tag arrive in the order in which they were sent; others may overtake each other.  A receive
- * may be posted before or after its send.  If a message and its receive differ in size, the receive
- * fails, and nothing is written past its memory. 0 bytes are a valid message.  If a link supports
- * runs, the memory of either side may consist of several.
+ * Messages.  A message has a peer and a tag, and both sides give its size.  Messages with the same
+ * pair and tag arrive in the order in which they were sent; others may overtake each other.  A
+ * receive may be posted before or after its send.  If a message and its receive differ in size, the
+ * receive fails, and nothing is written past its memory.  A message may be empty.  If a link
+ * supports runs, either side's memory may consist of several runs.
  *
- * Operations. fsdpc_link_op is the caller's storage, zeroed before its first use; the allocations
- * of a post do not grow with its bytes.  Storage and memory belong to the link until test reports
+ * Operations. fsdpc_link_op is the caller's storage, zeroed before its first use; a post's
+ * allocations do not grow with its bytes.  Storage and memory belong to the link until test reports
  * that the operation is done.  When a send is done, its memory may be written again, but the peer
  * may not have received it yet.
  *
- * Threads.  Any thread may post, and tests its own posts: groups that are set apart have their own
- * thread.  A link may also have a thread; it calls `wake` when an operation is done, so that
- * sleeping threads check again.  Links without a thread move bytes only inside `progress`, which
- * every poll calls, and only one thread may use them.
+ * Threads.  Any thread may post, and each tests its own posts, because groups that are set apart
+ * have their own thread.  A link may also have a thread; it calls `wake` when an operation is done,
+ * so that sleeping threads check again.  Links without a thread move bytes only inside `progress`,
+ * which every poll calls, and only one thread may use them.
  *
  * Failure.  After an abort, by this rank or reported by a peer, every operation fails with
- * FSDPC_ERR_PEER and the reason.  The link then no longer touches memory of operations.  Destroying
- * never waits for peers.
+ * FSDPC_ERR_PEER and the reason.  The link then no longer touches the operations' memory.
+ * Destroying never waits for peers.
  */
 #ifndef FSDPC_COMM_LINK_H
 #define FSDPC_COMM_LINK_H
@@ -56,7 +56,7 @@ typedef struct fsdpc_link_op {
     unsigned char *data;
     size_t bytes;
     const fsdpc_link_run
-        *runs; /* instead of data; must stay valid as long as the memory belongs to the link */
+        *runs; /* replaces data; must stay valid as long as the link owns the memory */
     size_t n_runs;
     /* For the implementation: */
     _Atomic int state; /* 0 when done */
@@ -73,13 +73,13 @@ typedef struct fsdpc_link_ops {
     fsdpc_status (*test)(fsdpc_link_op *op); /* FSDPC_IN_PROGRESS, or the result */
     void (*progress)(fsdpc_link *link);      /* NULL: it has its own thread */
     void (*abort)(fsdpc_link *link, const char *reason); /* tells the peers, if it can */
-    /* This rank sends no more.  Earlier messages arrive; receives that can get no message fail.
-     * NULL: peers wait until their deadline. */
+    /* Ends this rank's sending.  Earlier messages still arrive; receives that can get no message
+     * fail.  NULL: peers wait until their deadline. */
     void (*leave)(fsdpc_link *link);
     /* Sets the function that any thread calls when an operation is done; NULL: none.  After the
-     * return the previous function is no longer called.  NULL for links without a thread. */
+     * call returns, the previous function is no longer called.  NULL for links without a thread. */
     void (*set_wake)(fsdpc_link *link, void (*wake)(void *arg), void *arg);
-    /* The library that the link uses and its path to the peers, in one line. */
+    /* Describes the link's library and its path to the peers, in one line. */
     void (*describe)(const fsdpc_link *link, char *text, size_t bytes);
 } fsdpc_link_ops;
 
@@ -95,8 +95,8 @@ struct fsdpc_link {
     fsdpc_log log;       /* the same */
     _Atomic bool failed; /* release after writing poison; acquire before reading it */
     char poison[256];    /* the reason; written once */
-    /* By rank: its last position, for ranks that wait for it after it has left.  A rank writes its
-     * own before it leaves; NULL: the link does not transmit it. */
+    /* Each rank's last position, for ranks that wait for it after it has left.  A rank writes its
+     * own entry before it leaves; NULL: the link does not transmit it. */
     char (*farewells)[FSDPC_LINK_FAREWELL];
 };
 
@@ -107,12 +107,11 @@ fsdpc_status fsdpc_link_send(fsdpc_link *link, int peer, uint32_t tag, const voi
                              size_t bytes, fsdpc_link_op *op);
 fsdpc_status fsdpc_link_receive(fsdpc_link *link, int peer, uint32_t tag, void *data, size_t bytes,
                                 fsdpc_link_op *op);
-/* A send or a receive of memory in runs; a link without support for runs takes a single run. */
+/* Posts a send or receive of memory in runs; a link without support for runs accepts only one. */
 fsdpc_status fsdpc_link_post_runs(fsdpc_link *link, bool sends, int peer, uint32_t tag,
                                   const fsdpc_link_run *runs, size_t n_runs, fsdpc_link_op *op);
 fsdpc_status fsdpc_link_test(fsdpc_link_op *op); /* idle storage is done */
-/* A rank's abort reason in the form that its peers read: prefixed with that rank, unless it names
- * one. */
+/* Words a rank's abort reason for its peers: prefixed with that rank, unless it names a rank. */
 void fsdpc_link_name_reason(int rank, const char *why, size_t length, char *text, size_t bytes);
 /* Sets the error for a receive from a rank that has left. */
 fsdpc_status fsdpc_link_left(const fsdpc_link_op *op);

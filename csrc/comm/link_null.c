@@ -1,6 +1,6 @@
 /* Every operation is done when it is posted.  A receive is zeroed and added to a list.  A send with
- * the same peer, tag and size fills it, if posted before the receive is tested.  Peers thus agree
- * in every header, and sums are those of ranks with identical contents.
+ * the same peer, tag and size fills it if posted before the receive is tested.  Peers thus agree in
+ * every header, and sums are those of ranks with identical contents.
  */
 #include "comm/link_null.h"
 

@@ -4,18 +4,18 @@
  * memory into the carrier's, which ends the send.  The receiver's side copies it from a carrier's
  * memory into the receive's.  Small sends are copied, and done, when they are posted.  A large
  * message that comes before its receive keeps its memory, and the carrier allocates new memory.
- * Copies happen under the lock: a network is slow, and memory is much faster.  No thread can thus
+ * Copies happen under the lock, since memory is much faster than a network.  No thread can thus
  * access an operation's memory after an abort.
  *
  * Closing keeps the outbox; an abort keeps sends that are done, since peers rely on them, and drops
  * the others.  Carriers get the remaining messages, and then the end.  After these, an abort sends
- * its reason to every peer that this rank has exchanged messages with.  A peer that waits for a
- * message that will not come thus learns why.
+ * its reason to every peer that this rank has exchanged messages with.  A peer that is waiting for
+ * one of these messages thus learns why it will not come.
  *
- * The end.  A rank sends a last message to each peer that it has exchanged messages with.  It says
- * that the rank has left, gives the reason of an abort, or, if the peer was first, acknowledges the
- * peer's last message.  A carrier that has brought the last messages of all peers is therefore
- * done, and no carrier sleeps in a receive that never ends.
+ * The end.  A rank sends a last message to each peer that it has exchanged messages with.  It
+ * reports that the rank has left or why it aborted, or, if the peer was first, acknowledges the
+ * peer's last message.  A carrier that has delivered all peers' last messages is therefore done,
+ * and no carrier sleeps in a receive that never ends.
  */
 #include "comm/link_relay.h"
 
@@ -39,7 +39,7 @@ static const uint32_t HEARD = UINT32_MAX - 2; /* of the answer to either */
 
 typedef struct relay {
     fsdpc_link base;
-    bool *met;   /* peers that something was posted for; begins the memory of all three */
+    bool *met;   /* peers with which this rank posted operations; begins the memory of all three */
     bool *told;  /* peers whose last message is on its way to them */
     bool *heard; /* peers whose last message has come */
     pthread_mutex_t lock;
@@ -73,7 +73,7 @@ static fsdpc_link_op *take_out(list *l, fsdpc_link_op **at)
     return op;
 }
 
-/* Removes the oldest with this peer and tag; NULL: none. */
+/* Removes the oldest operation with this peer and tag; NULL: none. */
 static fsdpc_link_op *pull(list *l, int peer, uint32_t tag)
 {
     for (fsdpc_link_op **at = &l->first; *at; at = &(*at)->next) {
@@ -112,7 +112,7 @@ void fsdpc_message_free(fsdpc_message *message)
     message->room = 0;
 }
 
-/* Copies between an operation's memory and a carrier's: to the carrier's if it sends. */
+/* Copies between an operation's memory and a carrier's: to the carrier's for a send. */
 static void copy(const fsdpc_link_op *op, unsigned char *room)
 {
     const fsdpc_link_run whole = {op->data, op->bytes}, *runs = op->runs ? op->runs : &whole;
@@ -122,7 +122,8 @@ static void copy(const fsdpc_link_op *op, unsigned char *room)
     }
 }
 
-/* Makes an operation owned by the relay, which takes over a carrier's memory; NULL: no memory. */
+/* Creates an operation that the relay owns and that takes over a carrier's memory; NULL: no
+ * memory. */
 static fsdpc_link_op *keep(const fsdpc_message *message)
 {
     fsdpc_link_op *op = calloc(1, sizeof *op);
@@ -135,7 +136,7 @@ static fsdpc_link_op *keep(const fsdpc_message *message)
     return op;
 }
 
-/* The same with a copy of a send's bytes. */
+/* Does the same with a copy of a send's bytes. */
 static fsdpc_link_op *keep_copy(const fsdpc_link_op *send)
 {
     fsdpc_message copied = {.peer = send->peer, .tag = send->tag, .bytes = send->bytes};
@@ -235,7 +236,7 @@ static void give_up(list *l, int peer)
     }
 }
 
-/* Sends a peer its last message, unless it has had one. */
+/* Sends a peer its last message, unless it was already sent. */
 static void tell(relay *self, int peer, uint32_t tag, const char *text)
 {
     fsdpc_link_op send = {.sends = true, .peer = peer, .tag = tag}, *last;

@@ -1,9 +1,9 @@
 /* A link whose messages the user's threads carry, for example over a torch process group
  * (python/fsdpc/torch/_link.py).
  *
- * Sends wait in the outbox until a carrier takes them.  A message that a carrier brings goes to the
- * receive that waits for it, or is kept until one is posted.  Carriers have copies in their own
- * memory: they never use the engine's memory while a network is slow, or after an abort.
+ * Sends wait in the outbox until a carrier takes them.  A message that a carrier delivers goes to
+ * its waiting receive, or is kept until one is posted.  Carriers have copies in their own memory:
+ * they never use the engine's memory while a network is slow, or after an abort.
  *
  * There may be any number of carrier threads.  They must carry the messages of one peer in order.
  */
@@ -12,7 +12,7 @@
 
 #include "comm/link.h"
 
-/* A message in a carrier's hands, zeroed before its first use; its memory is reused. */
+/* A message that a carrier holds, zeroed before its first use; its memory is reused. */
 typedef struct fsdpc_message {
     int peer; /* destination or source */
     uint32_t tag;
@@ -22,14 +22,14 @@ typedef struct fsdpc_message {
 } fsdpc_message;
 
 fsdpc_status fsdpc_link_relay_create(int rank, int size, fsdpc_link **out);
-/* For carriers, which may outlive the link's user: each retain needs one more destroy. */
+/* For carriers, which may outlive the link's user; each retain requires one more destroy. */
 void fsdpc_link_relay_retain(fsdpc_link *link);
 
-/* Makes room for this many bytes; discards the contents. */
+/* Ensures capacity for this many bytes; discards the contents. */
 fsdpc_status fsdpc_message_reserve(fsdpc_message *message, size_t bytes);
 void fsdpc_message_free(fsdpc_message *message); /* frees its memory */
 
-/* Takes the oldest message from the outbox; waits for one at most max_ns.  FSDPC_IN_PROGRESS: none
+/* Takes the oldest message from the outbox, waiting for at most max_ns.  FSDPC_IN_PROGRESS: none
  * yet.  FSDPC_ERR_PEER: the link was aborted or closed. */
 fsdpc_status fsdpc_link_relay_take(fsdpc_link *link, int64_t max_ns, fsdpc_message *message);
 /* Delivers a message; the relay may keep its memory.  False: no more messages will come from any

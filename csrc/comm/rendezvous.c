@@ -1,14 +1,14 @@
 /* The mesh of sockets.
  *
- * Every rank listens under its own name and connects to all lower ranks.  If a rank does not listen
- * yet, the connection fails, and the other retries after 1, 2, 4 ... 20 ms.  Both sides send a
- * hello (magic, secret, rank, size, pid); the accepting side answers the other's.  Sequenced
- * packets keep message boundaries.
+ * Every rank listens under its own name and connects to all lower ranks.  If a rank is not
+ * listening yet, the connection fails, and the other retries after 1, 2, 4 ... 20 ms.  Both sides
+ * send a hello (magic, secret, rank, size, pid); the accepting side replies to the other side's
+ * hello.  Sequenced packets keep message boundaries.
  *
- * An accepted socket remains a guest until its hello arrives, so that a silent stranger delays no
- * rank.  If there are too many guests, the oldest is dropped.  A wrong uid is rejected silently, a
- * wrong magic or secret with a warning.  A wrong size or a duplicate rank is an error, because that
- * is a misconfigured rank of this run.
+ * An accepted socket remains a guest until its hello arrives, so that a silent stranger cannot
+ * delay any rank.  If there are too many guests, the oldest is dropped.  A wrong uid is rejected
+ * silently, a wrong magic or secret with a warning.  A wrong size or a duplicate rank is an error,
+ * because it means a misconfigured rank of this run.
  *
  * comm.c does the waiting: the meeting acts as a communicator whose idle is ppoll and whose
  * description lists the missing ranks.
@@ -33,7 +33,7 @@ enum { FIRST_RETRY_MS = 1, LAST_RETRY_MS = 20 };
 
 typedef struct hello {
     char magic[8];
-    char secret[SECRET_BYTES]; /* zeros if there is none */
+    char secret[SECRET_BYTES]; /* all zeros if there is none */
     int32_t rank, size, pid;
 } hello;
 
@@ -104,7 +104,7 @@ fsdpc_status fsdpc_rendezvous_listen(const char *address, int rank, int *fd_out)
     return FSDPC_OK;
 }
 
-/* The process at the other end; uid and pid are -1 if the kernel does not know. */
+/* Returns the process at the other end; uid and pid are -1 if the kernel does not know them. */
 static struct ucred peer_of(int fd)
 {
     struct ucred who = {.pid = -1, .uid = (uid_t)-1};
@@ -195,7 +195,7 @@ static fsdpc_status say_hello(const meeting *m, int fd)
                                        : status;
 }
 
-/* FSDPC_OK for a valid hello, FSDPC_ERR_TYPE for a stranger. */
+/* Returns FSDPC_OK for a valid hello, FSDPC_ERR_TYPE for a stranger. */
 static fsdpc_status hear_hello(const meeting *m, int fd, hello *out)
 {
     int passed = -1;
@@ -239,7 +239,7 @@ static fsdpc_status left_early(meeting *m, int rank)
         rank, m->pids[rank], m->address, missing[0] ? ", still missing: " : "", missing);
 }
 
-/* Checks whether a rank that has sent its hello hung up.  Leaves data that it may already have sent
+/* Checks whether a rank that has sent its hello hung up.  Leaves any data that it has already sent
  * for later. */
 static fsdpc_status watch(meeting *m, int rank)
 {

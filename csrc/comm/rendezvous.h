@@ -1,8 +1,8 @@
-/* How the ranks of one host find each other: one Unix socket per pair of ranks.
+/* Connects the ranks of one host, with one Unix socket per pair of ranks.
  *
- * Names are abstract (nothing in any file system), made of uid, run and rank.  Peers must belong to
- * this user and know the run's secret; others are rejected.  All descriptors close on exec and in
- * forked children, and are non-blocking.  The sockets transmit memory descriptors when groups,
+ * Names are abstract (not in any file system) and consist of uid, run and rank.  Peers must belong
+ * to this user and know the run's secret; others are rejected.  All descriptors close on exec and
+ * in forked children, and are non-blocking.  The sockets transmit memory descriptors when groups,
  * wires and buffers are created.
  */
 #ifndef FSDPC_COMM_RENDEZVOUS_H
@@ -10,17 +10,18 @@
 
 #include "comm/comm.h"
 
-/* A launcher may hand its ranks a file (config->news_fd) that begins with this line.  It gets a
- * line for every rank that has ended, e.g. "rank 1 ended (exit code 3)".  Ranks that are still
- * waiting for each other read it: a rank that ended before it met the others will never come. */
+/* A launcher may hand its ranks a file (config->news_fd) that begins with this line.  The launcher
+ * adds a line for every rank that has ended, e.g.  "rank 1 ended (exit code 3)".  Ranks that are
+ * still waiting for each other read it: a rank that ended before meeting the others will never
+ * come. */
 #define FSDPC_RENDEZVOUS_NEWS "fsdpc news 1\n"
 
-/* Creates a listening socket for a rank of the run `address`, for launchers that pass it to the
- * rank. */
+/* Creates a listening socket for a rank of the run `address`, for launchers that pass the socket to
+ * the rank. */
 fsdpc_status fsdpc_rendezvous_listen(const char *address, int rank, int *fd_out);
 
 /* Collective.  Sets sockets_out[p] and pids_out[p] for every peer p (-1 and our pid for our own
- * rank).  Waits like every other wait: it names late ranks and ends at the deadline of `config`. */
+ * rank).  Like every other wait, it names late ranks and ends at `config`'s deadline. */
 fsdpc_status fsdpc_rendezvous_meet(const fsdpc_comm_config *config, int *sockets_out,
                                    int32_t *pids_out);
 

@@ -7,8 +7,8 @@
  * is complete when all have posted it.
  *
  * REDUCE_SCATTER and REDUCE_ALL read the peers' buffers in place.  A post means that the rank's
- * buffer is filled; when all have posted, this rank sums its slices and marks them as read.  A
- * buffer is idle when all have read it.
+ * buffer is full; when all have posted, this rank sums its slices and marks them as read.  A buffer
+ * is idle when all have read it.
  *
  * The others use staging, chunk by chunk: copy the chunk into this rank's stage, increase `step`,
  * wait until all ranks have reached it, read all stages.  Each rank has two stages, used in turn,
@@ -16,8 +16,8 @@
  * begins after all have staged K + 1, which each does only after it has read K.
  *
  * Operations on an asynchronous stream run and block on its thread.  Inline ones are state machines
- * that any poll of the driving thread advances, so that two ranks that wait for different things
- * still do each other's part.
+ * that any poll of the driving thread advances, so two ranks that wait for different operations
+ * still do their part of the other's.
  */
 #include "comm/shm_coll.h"
 
@@ -56,7 +56,7 @@ static fsdpc_status mismatch(fsdpc_shm_comm *self, int peer, uint64_t sequence, 
     return driver ? fsdpc_shm_fail(self, status) : fsdpc_shm_tell(self, status);
 }
 
-/* Only for the driving thread: a worker's operation may be waited for over several epochs. */
+/* Only for the driving thread, because a wait for a worker's operation may span several epochs. */
 static fsdpc_status abandoned_check(fsdpc_shm_comm *self, int peer, uint64_t sequence)
 {
     const fsdpc_shm_wire *wire = fsdpc_shm_wire_ahead(self, peer);
@@ -74,8 +74,8 @@ static fsdpc_status abandoned_check(fsdpc_shm_comm *self, int peer, uint64_t seq
     return fsdpc_shm_fail(self, FSDPC_ERR_PEER);
 }
 
-/* Whether all have posted this operation, and the same one.  Compares those that have, even while
- * others are missing: the missing ranks may be waiting for a mismatched one. */
+/* Checks whether all ranks have posted this operation, and the same one.  Compares those that have,
+ * even while others are missing, because these may be waiting for a mismatched operation. */
 static fsdpc_status agreed(fsdpc_shm_comm *self, uint64_t sequence, fsdpc_shm_late *late)
 {
     bool all = true;
@@ -123,8 +123,8 @@ static fsdpc_status reduce_step(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_st
     FSDPC_TRY(agreed(self, work->sequence, late));
     FSDPC_TRY(fsdpc_coll_reduce_slices(&work->op, self->base.rank, self->base.size, buffer->datas,
                                        stream));
-    /* A count, as operations of one filling may complete in any order.  release: our reads of the
-     * peers' buffers come before; acquire in buffer_idle. */
+    /* A count, because operations of one filling may complete in any order. release: our reads of
+     * the peers' buffers come before; acquire in buffer_idle. */
     atomic_fetch_add_explicit(&buffer->mine->read, 1, memory_order_release);
     fsdpc_shm_wake(self->bell);
     return FSDPC_OK;
@@ -389,7 +389,7 @@ fsdpc_status fsdpc_shm_test(fsdpc_work *work)
     if (state) {
         fsdpc_status status = carry_on(self);
         if (on_thread(
-                &work->op)) /* its thread still uses the work, even after another failure: it ends
+                &work->op)) /* its thread still uses the work, even after another failure, but ends
                              * soon */
             return FSDPC_IN_PROGRESS;
         if (atomic_load_explicit(&work->state, memory_order_relaxed)) {

@@ -24,11 +24,11 @@ enum {
     FSDPC_SHM_POISON_WORDS = 60,
 };
 
-/* One operation as its peers see it; atomic words, because a slow peer may read them while they are
- * overwritten.
+/* One operation as peers see it; its words are atomic because a slow peer may read them while they
+ * are overwritten.
  */
 typedef struct fsdpc_shm_entry {
-    _Atomic uint64_t kind; /* and dtype and unit */
+    _Atomic uint64_t kind; /* together with dtype and unit */
     _Atomic uint64_t bytes;
     _Atomic uint64_t epoch;
     _Atomic uint64_t detail; /* hash of everything else that must agree */
@@ -54,7 +54,7 @@ typedef struct fsdpc_shm_control {
 } fsdpc_shm_control;
 
 size_t fsdpc_shm_control_bytes(int size);
-/* The memory in which rank `rank` stages its step number `step`. */
+/* Returns the memory that rank `rank` uses as its staging area for step `step`. */
 unsigned char *fsdpc_shm_control_stage(fsdpc_shm_control *control, int size, int rank,
                                        uint64_t step);
 
@@ -80,7 +80,7 @@ void fsdpc_shm_nap_end(fsdpc_shm_control *control, fsdpc_shm_nap *nap);
 /* The first reason wins.  Never blocks. */
 void fsdpc_shm_poison_set(fsdpc_shm_control *control, int rank, fsdpc_status status,
                           const char *text);
-/* True if a poison message exists. */
+/* Returns true if a poison message exists. */
 bool fsdpc_shm_poison_get(fsdpc_shm_control *control, int *rank_out, fsdpc_status *status_out,
                           char *text, size_t bytes);
 

@@ -27,14 +27,14 @@ typedef struct fsdpc_shm_wire_words {
 typedef struct fsdpc_shm_wire {
     fsdpc_wire base;
     uint64_t id;
-    fsdpc_tier *tier; /* whose folder contains the file; NULL: in memory */
+    fsdpc_tier *tier; /* the tier whose folder contains the file; NULL: in memory */
     fsdpc_shm_segment *segment;
     fsdpc_shm_wire_words *words;
     struct fsdpc_shm_wire *next;
 } fsdpc_shm_wire;
 
-/* After a buffer's data, written by its rank: how many reductions of this buffer (the same id on
- * all ranks) this rank has read the inputs of. */
+/* Written by a buffer's rank after its data: how many reductions with this buffer's id this rank
+ * has read the inputs of. */
 typedef struct fsdpc_shm_buffer_words {
     _Atomic uint64_t read;
 } fsdpc_shm_buffer_words;
@@ -48,7 +48,7 @@ typedef struct fsdpc_shm_buffer {
     fsdpc_shm_buffer_words *mine;
 } fsdpc_shm_buffer;
 
-/* What the last unsuccessful poll was missing, so that messages can name late ranks. */
+/* What the last unsuccessful poll was waiting for, so that messages can name late ranks. */
 typedef struct fsdpc_shm_late {
     enum {
         FSDPC_SHM_LATE_NOBODY,
@@ -57,7 +57,7 @@ typedef struct fsdpc_shm_late {
         FSDPC_SHM_LATE_ARRIVED,
         FSDPC_SHM_LATE_PUBLISHED,
         FSDPC_SHM_LATE_READ,
-        FSDPC_SHM_LATE_RANK, /* target: that group rank */
+        FSDPC_SHM_LATE_RANK, /* target: the late group rank */
     } kind;
     const void *object; /* the wire or buffer */
     uint64_t target;    /* ranks below it are late */
@@ -69,8 +69,8 @@ typedef struct fsdpc_shm_comm {
     fsdpc_shm_segment *segment;
     fsdpc_shm_control *control;
     fsdpc_shm_slot *mine;
-    /* The bell that wakes this rank: the first communicator's, so that a rank that waits in one
-     * group is woken for all its groups. */
+    /* The bell that wakes this rank: the first communicator's, so a rank that waits in one group is
+     * woken for all its groups. */
     fsdpc_shm_segment *bell_segment;
     fsdpc_shm_control *bell;
     struct fsdpc_shm_comm *next_group; /* of world->groups */
@@ -97,7 +97,7 @@ typedef struct fsdpc_shm_comm {
     int64_t checked_ns;
 } fsdpc_shm_comm;
 
-/* A rank's number in messages. */
+/* Returns a rank's number in messages. */
 static inline int fsdpc_shm_name(const fsdpc_shm_comm *self, int rank)
 {
     return self->world->first_rank + self->members[rank];

@@ -1,13 +1,13 @@
-/* Failures and joint creation: the interaction of all shm files with the peers.
+/* Failures and joint creation: how the shm files interact with the peers.
  *
- * The poison message of the control page reports a failure; the first wins.  Peers find it at their
+ * The control page's poison message reports a failure; the first one wins.  Peers find it at their
  * next call or poll.  To detect deaths, waits check the life page now and then (about 20 ns per
  * peer).
  *
  * A collective creation has three steps: a barrier, passing the memory, and an agreement that all
- * succeeded.  The barrier's fingerprint includes the object and its size, so that ranks that
- * disagree learn it at once.  If one rank failed, every rank gets its error and the communicator
- * stays usable.
+ * succeeded.  The barrier's fingerprint includes the object and its size, so a disagreement is
+ * detected at once.  If one rank failed, every rank gets its error and the communicator stays
+ * usable.
  */
 #include "comm/shm_peers.h"
 
@@ -32,7 +32,8 @@ void fsdpc_shm_pending_drop(fsdpc_shm_comm *self, fsdpc_status status)
     self->pending = NULL;
 }
 
-/* A failure in one group of a rank ends the run, and peers may be waiting in another group. */
+/* Poisons a rank's other groups, where peers may be waiting: a failure in one group ends the
+ * run. */
 static void spread(const fsdpc_shm_comm *self, int rank, fsdpc_status status, const char *text)
 {
     for (fsdpc_shm_comm *group = self->world->groups; group; group = group->next_group)
@@ -40,7 +41,7 @@ static void spread(const fsdpc_shm_comm *self, int rank, fsdpc_status status, co
     fsdpc_shm_ring_bell(self->bell);
 }
 
-/* The error of a poison message, which then poisons another group. */
+/* Reports the error of a poison message, which then poisons another group. */
 static fsdpc_status poison_error(int rank, fsdpc_status status, const char *text)
 {
     if (status != FSDPC_ERR_MISMATCH && status != FSDPC_ERR_PEER)
@@ -99,7 +100,7 @@ void fsdpc_shm_abort(fsdpc_comm *comm, const char *reason)
 
 static fsdpc_status peer_is_gone(fsdpc_shm_comm *self, int member, bool left)
 {
-    if (fsdpc_shm_poisoned(self->control)) /* it gave the reason before it ended */
+    if (fsdpc_shm_poisoned(self->control)) /* the rank sent a reason before it ended */
         return fsdpc_shm_adopt_poison(self);
     char where[192], ending[64], host[66] = "";
     fsdpc_shm_world_where(self->world, member, where, sizeof where);
@@ -178,7 +179,7 @@ bool fsdpc_shm_is_late(const fsdpc_shm_comm *self, int p)
     return false;
 }
 
-/* A watch tells only the first group; a rank that waits in another group checks there. */
+/* A watch informs only the first group; a rank that waits in another group checks there. */
 static fsdpc_status adopt_from_groups(fsdpc_shm_comm *self)
 {
     int rank;
@@ -193,7 +194,7 @@ static fsdpc_status adopt_from_groups(fsdpc_shm_comm *self)
 }
 
 /* The death of any rank of the world counts, member or not: the run cannot continue, and a member
- * that noticed it elsewhere may never get here.  Leaving counts in the group that the rank left.
+ * that detected it elsewhere may never get here.  Leaving counts in the group that the rank left.
  * But a communicator above this one may be waiting for other hosts; then a rank that has done its
  * part may leave. */
 fsdpc_status fsdpc_shm_peers_check(fsdpc_shm_comm *self)

@@ -1,5 +1,5 @@
-/* Communication of the shm files with the peers: reporting failures, and the memory of objects that
- * all ranks create together.
+/* How the shm files communicate with the peers: they report failures, and pass the memory of
+ * objects that all ranks create together.
  */
 #ifndef FSDPC_COMM_SHM_PEERS_H
 #define FSDPC_COMM_SHM_PEERS_H
@@ -17,27 +17,27 @@ fsdpc_status fsdpc_shm_adopt_poison(fsdpc_shm_comm *self);
 void fsdpc_shm_abort(fsdpc_comm *comm, const char *reason); /* for the table */
 /* Sends this thread's last error to the peers, from any thread; returns `status`. */
 fsdpc_status fsdpc_shm_tell(fsdpc_shm_comm *self, fsdpc_status status);
-/* The same on the driving thread; it also closes its own communicator, and those that share its
+/* Does the same on the driving thread; also closes this communicator, and those that share its
  * world. */
 fsdpc_status fsdpc_shm_fail(fsdpc_shm_comm *self, fsdpc_status status);
-/* FSDPC_ERR_PEER if a member died or left. */
+/* Returns FSDPC_ERR_PEER if a member died or left. */
 fsdpc_status fsdpc_shm_peers_check(fsdpc_shm_comm *self);
 /* Whether the current wait is for this rank of the group. */
 bool fsdpc_shm_is_late(const fsdpc_shm_comm *self, int p);
 fsdpc_status fsdpc_shm_look(fsdpc_comm *comm, char *note, size_t bytes); /* for the table */
 void fsdpc_shm_be_told(fsdpc_comm *comm, fsdpc_status status, const char *text);
 int fsdpc_shm_end_fd(fsdpc_comm *comm, int rank);
-/* After a failure: ends works in flight with `status` and does not touch them again. */
+/* After a failure: ends operations in flight with `status` and does not touch them again. */
 void fsdpc_shm_pending_drop(fsdpc_shm_comm *self, fsdpc_status status);
-/* A wire on which `rank` is in a later epoch than this rank, or NULL. */
+/* Returns a wire on which `rank` is in a later epoch than this rank, or NULL. */
 const fsdpc_shm_wire *fsdpc_shm_wire_ahead(const fsdpc_shm_comm *self, int rank);
 
 /* ---- Creating together ---- */
 
-/* Begins the creation of the same object on all ranks; gives the tag for passing its memory. */
+/* Begins creating the same object on all ranks; returns the tag for passing its memory. */
 fsdpc_status fsdpc_shm_creation_begin(fsdpc_shm_comm *self, const char *what, size_t bytes,
                                       uint64_t *tag_out);
-/* The world's functions with group ranks. */
+/* The world's functions, but with group ranks. */
 fsdpc_status fsdpc_shm_give_all(fsdpc_shm_comm *self, uint64_t tag, fsdpc_shm_segment *segment,
                                 fsdpc_status status);
 fsdpc_status fsdpc_shm_given_all(fsdpc_shm_comm *self);

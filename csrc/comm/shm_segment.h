@@ -2,12 +2,12 @@
  * a process share.
  *
  * create -> (pass the descriptor to peers, who adopt it) -> map -> close_fd -> release.  Memory is
- * reserved before it is mapped, so that too little memory is an error here, not a SIGBUS later.
- * Size and seals of an adopted descriptor are checked for the same reason.  Mappings are populated
- * at once, except those of files, and are left out of core dumps.
+ * reserved before it is mapped, so that a shortage is an error here, not a SIGBUS later.  Size and
+ * seals of an adopted descriptor are checked for the same reason.  Mappings are populated at once,
+ * except those of files, and are left out of core dumps.
  *
- * Segments have reference counts.  Any thread may retain and release; all else is for one thread at
- * a time.
+ * Segments have reference counts.  Any thread may retain and release; other calls are for one
+ * thread at a time.
  */
 #ifndef FSDPC_COMM_SHM_SEGMENT_H
 #define FSDPC_COMM_SHM_SEGMENT_H
@@ -25,10 +25,10 @@ typedef struct fsdpc_shm_segment {
     const unsigned char *readable; /* plain memory: equal to writable */
 } fsdpc_shm_segment;
 
-/* `shared`: a memfd named `name`, not yet mapped; else plain memory, mapped.  Zeroed. */
+/* `shared`: creates an unmapped memfd named `name`; otherwise mapped plain memory.  Zeroed. */
 fsdpc_status fsdpc_shm_segment_create(const char *name, size_t bytes, bool shared,
                                       fsdpc_shm_segment **out);
-/* Takes over `fd`, from a peer or of a file made here, even on failure.  `bytes` as passed to
+/* Takes over `fd`, from a peer or a file created here, even on failure.  `bytes` as passed to
  * create. */
 fsdpc_status fsdpc_shm_segment_adopt(int fd, size_t bytes, fsdpc_shm_segment **out);
 fsdpc_status fsdpc_shm_segment_map(fsdpc_shm_segment *segment, bool writable);

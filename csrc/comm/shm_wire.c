@@ -4,13 +4,13 @@
  * twice, read-only for the modules and writable for its own slices and words.  Threads share one
  * mapping.
  *
- * The epoch protocol (docs/design/communication.md; explored over every interleaving of 2-3 ranks):
- * a rank writes its note into the half selected by the epoch's parity and raises `arrived`.  When
- * all have arrived, every rank sees the same notes and makes the same decision.  A note is
+ * The epoch protocol (docs/design/communication.md; model-checked over every interleaving of 2-3
+ * ranks): a rank writes its note into the half selected by the epoch's parity and raises `arrived`.
+ * When all have arrived, every rank sees the same notes and makes the same decision.  A note is
  * overwritten two epochs later.  Its writer gets there only after all have arrived in the epoch
  * between, and have thus read the note.  The exception is a rank that abandoned an epoch (an
- * exception in user code) and continued without its peers.  A rank that still waits in the old
- * epoch finds that rank two epochs ahead, or ahead without having published, and reports it.
+ * exception in user code) and continued without its peers.  A rank still waiting in the old epoch
+ * finds it two epochs ahead, or ahead without having published, and reports it.
  */
 #include "comm/shm_wire.h"
 
@@ -32,7 +32,7 @@ static fsdpc_status wire_bytes(const fsdpc_shm_comm *self, size_t bytes, size_t 
                           all_out);
 }
 
-/* One file or memfd for all ranks; `tier` NULL: a memfd. */
+/* Creates one file or memfd for all ranks; `tier` NULL: a memfd. */
 static fsdpc_status create_segment(const fsdpc_shm_comm *self, fsdpc_tier *tier, size_t bytes,
                                    fsdpc_shm_segment **out)
 {
@@ -129,7 +129,8 @@ void fsdpc_shm_wire_destroy(fsdpc_wire *base)
 
 static fsdpc_status still_waiting(fsdpc_shm_comm *self)
 {
-    fsdpc_shm_late late = self->late; /* operations that advance meanwhile wait for other ranks */
+    fsdpc_shm_late late = self->late; /* operations that advance meanwhile may wait for other
+                                       * ranks */
     FSDPC_TRY(fsdpc_shm_progress(self));
     self->late = late;
     return FSDPC_IN_PROGRESS;
@@ -182,9 +183,8 @@ static fsdpc_status abandoned(fsdpc_shm_comm *self, int rank, uint64_t epoch, ui
     return fsdpc_shm_fail(self, FSDPC_ERR_PEER);
 }
 
-/* Detects a rank that has not arrived here and has begun an epoch of another wire that we have not:
- * each would wait for the other.  (Checks its arrival here once more, since it may have come here
- * first.) */
+/* Detects a rank that has not arrived here but has begun another wire's epoch that we have not:
+ * each would wait for the other.  (Checks again that it has not arrived here first.) */
 static fsdpc_status crossed_check(const fsdpc_shm_wire *wire, int rank, uint64_t epoch)
 {
     fsdpc_shm_comm *self = fsdpc_shm_of(wire->base.comm);

@@ -1,4 +1,4 @@
-/* Life and death of ranks, and memory passed between them.
+/* Tracks which ranks are alive, and passes memory between them.
  *
  * Each rank holds a robust mutex in the life page from creation on.  The kernel marks the mutex
  * when its holder dies, before it releases the process's memory.  That takes 62 ms per gigabyte,
@@ -7,9 +7,9 @@
  *
  * A robust mutex belongs to a thread, though, and the thread that created a communicator may end
  * before its process (a notebook's worker).  If trylock succeeds, only the thread is known to have
- * ended.  Then the process is checked: its pidfd, and the exiting flag in /proc/<pid>/stat, which
- * is set before the mutex is marked.  If it is alive, the peer is an orphan, and is checked that
- * way from then on.
+ * ended.  The process is then checked: its pidfd, and the exiting flag in /proc/<pid>/stat, which
+ * is set before the mutex is marked.  If the process is alive, the peer is an orphan and is always
+ * checked this way from then on.
  *
  * Only the thread that locked the mutex can unlock it.  If another thread releases the world, its
  * life page stays mapped. glibc keeps the mutex in a list of the locking thread, and unmapping it
@@ -268,7 +268,7 @@ void fsdpc_shm_world_release(fsdpc_shm_world *world)
     }
     bool may_unmap = true;
     if (ours && !world->threads && world->life && atomic_load(&world->life[world->rank].pid)) {
-        /* release, before the mutex: a peer that can take the mutex sees this. */
+        /* release, before the mutex: a peer that can lock the mutex sees this. */
         atomic_store_explicit(&world->life[world->rank].left, true, memory_order_release);
         may_unmap = pthread_equal(world->locker, pthread_self()) &&
                     pthread_mutex_unlock(&world->life[world->rank].held) == 0;
@@ -322,8 +322,9 @@ static bool process_exiting(const fsdpc_shm_world *world, int rank)
     return state == 'Z' || state == 'X';
 }
 
-/* The waitpid status of a dead rank; 0: unknown.  The last field of its stat has it from before its
- * mutex is marked until its parent waits for it, and its pidfd after that (Linux 6.15). */
+/* Returns the waitpid status of a dead rank; 0: unknown.  It is in the last field of its stat from
+ * before its mutex is marked until its parent waits for it, and in its pidfd after that (Linux
+ * 6.15). */
 static int wait_status(const fsdpc_shm_world *world, int rank)
 {
     enum { EXIT = 8 };
@@ -360,7 +361,8 @@ bool fsdpc_shm_world_stopped(const fsdpc_shm_world *world, int rank)
 
 void fsdpc_shm_world_leave(fsdpc_shm_world *world)
 {
-    /* release: pairs with the acquire in world_dead, whatever else it sees of the process. */
+    /* release: pairs with the acquire in world_dead, no matter what else that sees of the
+     * process. */
     if (!world->threads && world->life)
         atomic_store_explicit(&world->life[world->rank].left, true, memory_order_release);
 }
@@ -465,7 +467,7 @@ fsdpc_status fsdpc_shm_world_give(fsdpc_shm_world *world, fsdpc_comm *comm, cons
     return FSDPC_OK;
 }
 
-/* Processes need no answer; a mailbox may be reused only after all have taken. */
+/* Processes need no answer; a mailbox may be reused only after all takers are done. */
 fsdpc_status fsdpc_shm_world_given(fsdpc_shm_world *world, fsdpc_comm *comm, int n_to)
 {
     passage p = {.world = world, .n_takers = n_to};

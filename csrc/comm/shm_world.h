@@ -18,17 +18,18 @@ enum { FSDPC_SHM_PHASE_WORDS = 4, FSDPC_SHM_UNIT_WORDS = 12, FSDPC_SHM_WAIT_WORD
 typedef struct fsdpc_shm_life {
     pthread_mutex_t held; /* robust; the creating thread of the rank locks it for its lifetime */
     _Atomic int32_t pid;  /* 0 until `held` is locked */
-    _Atomic bool left;    /* orderly shutdown: not dead, whatever happens to the process later */
+    _Atomic bool left;    /* orderly shutdown: not dead, no matter what happens to the process
+                           * later */
     _Atomic uint64_t
         phase[FSDPC_SHM_PHASE_WORDS]; /* its current position; written by the rank, read for
                                        * messages */
     _Atomic uint64_t unit[FSDPC_SHM_UNIT_WORDS];
-    _Atomic uint64_t wait[FSDPC_SHM_WAIT_WORDS]; /* what it sleeps in; "" if it does not */
+    _Atomic uint64_t wait[FSDPC_SHM_WAIT_WORDS]; /* the call that it sleeps in; "" if it is awake */
 } __attribute__((aligned(128))) fsdpc_shm_life;
 
 /* The mailbox in which a thread leaves a segment for others of a group. */
 typedef struct fsdpc_shm_mail {
-    _Atomic uint64_t tag; /* release by the giver after the rest, acquire by takers */
+    _Atomic uint64_t tag; /* release by the giver after all other fields, acquire by takers */
     fsdpc_shm_segment *segment;
     int status;
     _Atomic int taken; /* release by takers when done, acquire by the giver before the next */
@@ -38,7 +39,7 @@ typedef struct fsdpc_shm_world {
     _Atomic int refs;
     bool threads;
     int rank, size;
-    int first_rank; /* the number of rank 0 in messages */
+    int first_rank; /* the number that messages use for rank 0 */
     uint32_t fork_count;
     pthread_t locker; /* the thread that has locked our `held` */
     fsdpc_shm_segment *life_segment;
@@ -55,15 +56,16 @@ fsdpc_status fsdpc_shm_world_create_threads(int size, fsdpc_shm_world **outs);
 fsdpc_shm_world *fsdpc_shm_world_retain(fsdpc_shm_world *world);
 void fsdpc_shm_world_release(fsdpc_shm_world *world);
 
-/* This rank no longer takes part: the end of its process does not count as a death. */
+/* Ends this rank's participation: the end of its process no longer counts as a death. */
 void fsdpc_shm_world_leave(fsdpc_shm_world *world);
 bool fsdpc_shm_world_dead(fsdpc_shm_world *world, int rank);
 bool fsdpc_shm_world_stopped(const fsdpc_shm_world *world, int rank); /* by a signal, a debugger */
-/* How a dead rank's process ended, " of signal 9 (Killed)", if the kernel still knows; or "". */
+/* Describes how a dead rank's process ended, " of signal 9 (Killed)", if the kernel still knows, or
+ * "". */
 void fsdpc_shm_world_ending(const fsdpc_shm_world *world, int rank, char *out, size_t bytes);
 int32_t fsdpc_shm_world_pid(const fsdpc_shm_world *world, int rank);
 void fsdpc_shm_world_locate(fsdpc_shm_world *world, const char *phase, const char *unit);
-/* Sets what this rank sleeps in; "": it continues. */
+/* Sets the call that this rank sleeps in; "": it continues. */
 void fsdpc_shm_world_waits(fsdpc_shm_world *world, const char *what);
 /* "in forward of 'layers.3'", "in user code, waiting in barrier of 'end'", or "" */
 void fsdpc_shm_world_where(const fsdpc_shm_world *world, int rank, char *text, size_t bytes);
@@ -76,12 +78,12 @@ typedef struct fsdpc_shm_early {
 void fsdpc_shm_early_init(fsdpc_shm_early *early, fsdpc_shm_world *world,
                           const fsdpc_comm_config *config);
 
-/* Gives a segment (or the fact that there is none: `status`) to some ranks.  Takers name the giver
- * and the same tag; `given` waits until all have taken.  `comm` does the waiting. */
+/* Passes a segment, or the error that there is none (`status`), to some ranks.  Takers name the
+ * giver and the same tag; `given` waits until all have taken it.  `comm` does the waiting. */
 fsdpc_status fsdpc_shm_world_give(fsdpc_shm_world *world, fsdpc_comm *comm, const int *to, int n_to,
                                   uint64_t tag, fsdpc_shm_segment *segment, fsdpc_status status);
 fsdpc_status fsdpc_shm_world_given(fsdpc_shm_world *world, fsdpc_comm *comm, int n_to);
-/* *out is NULL, with result OK, if the giver had none. */
+/* *out is NULL, with status OK, if the giver had none. */
 fsdpc_status fsdpc_shm_world_take(fsdpc_shm_world *world, fsdpc_comm *comm, int from, uint64_t tag,
                                   size_t bytes, fsdpc_shm_segment **out);
 
