@@ -1,19 +1,20 @@
-/* Which kernels this processor runs, and how many cores are ours.
+/* Finds which kernels this processor supports, and how many cores are ours.
  *
  * The instruction set is read from cpuid on each call (once per context), never cached in a global.
  * AMX needs more than cpuid: the kernel must grant the process its 8 KiB of tile state
  * (arch_prctl).  The kernel refuses if any thread has too small a signal stack; the next lower path
  * is then the best.
  *
- * "auto" chooses the best path, with one exception. vdpbf16ps pays on AMD's cores: it does twice
- * the flops of fp32 FMA there.  Intel's run it at a quarter of FMA's rate, half its flops.  There,
- * without tiles, bf16 products through the fp32 kernels take 0.62 times as long, and attention 0.65
- * times.  (512 and 1024 cubed, T = 1024, one core of a Xeon with AMX.) "auto" is therefore avx512.
- * The vendor decides, because a measurement would depend on other processes.
+ * "auto" chooses the best path, with one exception.  On AMD cores vdpbf16ps is worthwhile: it does
+ * twice the flops of fp32 FMA.  Intel cores run it at a quarter of FMA's rate, which is half the
+ * flops.  There, without tiles, bf16 products through the fp32 kernels take 0.62 times as long, and
+ * attention 0.65 times.  (512 and 1024 cubed, T = 1024, one core of a Xeon with AMX.)  "auto"
+ * therefore means avx512 there.  It goes by vendor, because a measurement would depend on other
+ * processes.
  *
  * The core count is the minimum of the affinity mask and the CPU quotas of this process's control
  * groups, v2 and v1.  The process's own group and all its visible ancestors count.  A quota of 2.5
- * CPUs counts as 2: threads that spin past a quota are all stopped together.
+ * CPUs counts as 2: when threads spin past a quota, all are stopped together.
  */
 #include "base/cpu.h"
 
@@ -66,7 +67,7 @@ fsdpc_isa fsdpc_isa_best(void)
     return has_amx_bf16() ? FSDPC_ISA_AMX : FSDPC_ISA_AVX512BF16;
 }
 
-/* The path that "auto" stands for. */
+/* Returns the path that "auto" selects. */
 static fsdpc_isa fastest(fsdpc_isa best)
 {
     if (best == FSDPC_ISA_AVX512BF16 && __builtin_cpu_is("intel"))
@@ -117,7 +118,7 @@ fsdpc_status fsdpc_isa_parse(const char *name, fsdpc_isa *out)
                       name);
 }
 
-/* Reads one or two numbers.  Returns how many it found: 0 for "max" or a missing file. */
+/* Reads one or two numbers; returns the number found, which is 0 for "max" or a missing file. */
 static int read_numbers(const char *folder, const char *path, const char *file, long long out[2])
 {
     char name[PATH_MAX];
@@ -149,7 +150,7 @@ static int quota_of(const char *folder, const char *path, bool v2)
     return cores < 1 ? 1 : cores > INT_MAX ? INT_MAX : (int)cores;
 }
 
-/* The tightest quota from `path` up to the root of the hierarchy.  Changes `path`. */
+/* Returns the tightest quota from `path` up to the hierarchy's root.  Modifies `path`. */
 static int tightest_quota(const char *folder, char *path, bool v2)
 {
     int cores = INT_MAX;

@@ -1,7 +1,8 @@
-/* What this processor can do, found at run time.
+/* Detects at run time what this processor supports.
  *
- * Kernels come in paths, each a superset of the one before.  The path is chosen once per context:
- * the fastest this processor has, or the one FSDPC_ISA names (an error if the processor lacks it).
+ * Kernels come in paths, each a superset of the previous one.  The path is chosen once per context:
+ * the fastest that this processor supports, or the one that FSDPC_ISA names (an error if
+ * unsupported).
  */
 #ifndef FSDPC_BASE_CPU_H
 #define FSDPC_BASE_CPU_H
@@ -23,11 +24,11 @@ typedef enum fsdpc_isa {
         FSDPC_ISA_COUNT
 } fsdpc_isa;
 
-fsdpc_isa fsdpc_isa_best(void); /* the last path in the table that this processor runs */
+fsdpc_isa fsdpc_isa_best(void); /* the last path in the table that this processor supports */
 const char *fsdpc_isa_name(fsdpc_isa isa);
 fsdpc_status fsdpc_isa_parse(const char *name, fsdpc_isa *out); /* "auto": the fastest */
 
-/* Cores this process may run on (affinity and cgroup quota respected), at least 1. */
+/* Returns the cores that this process may use, by affinity and cgroup quota; at least 1. */
 int fsdpc_usable_cores(void);
 
 #endif

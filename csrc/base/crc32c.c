@@ -1,4 +1,4 @@
-/* CRC-32C, three streams at a time, or sixteen.
+/* Computes CRC-32C over three or sixteen streams at a time.
  *
  * The polynomial is 0x1EDC6F41, reflected 0x82F63B78; register and result are inverted, as in
  * iSCSI, ext4 and the CRC32 instruction.  In the reflected form bit 31 is the coefficient of x^0.
@@ -10,11 +10,11 @@
  * al., "Fast CRC Computation for iSCSI Polynomial Using CRC32 Instruction", Intel 2011.)
  *
  * The instruction takes 8 bytes per cycle; memory delivers more.  With 512-bit carry-less products,
- * sixteen 128-bit lanes hold 256 bytes that have the same remainder as all bytes so far.  Each step
- * multiplies each lane by x^2048 mod P, half by half, and adds the next 256 bytes.  The final
- * content of the lanes goes through the SSE4.2 form like data.  (This is the folding of Gopal et
- * al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ", Intel 2009.  On a Zen 5 core
- * it raises the rate from the cache from 11.8 to 64 GB/s.)
+ * sixteen 128-bit lanes hold 256 bytes with the same remainder as all bytes so far.  Each step
+ * multiplies each lane by x^2048 mod P, half by half, and adds the next 256 bytes.  The SSE4.2 form
+ * then processes the lanes' final content like data.  (This is the folding of Gopal et al., "Fast
+ * CRC Computation for Generic Polynomials Using PCLMULQDQ", Intel 2009.  On a Zen 5 core it raises
+ * the rate from the cache from 11.8 to 64 GB/s.)
  *
  * The portable form reads eight bytes per step through eight tables ("slicing by 8", Kounavis &
  * Berry 2005).  It builds the tables on its stack, which takes about 2 us.  Short inputs therefore
@@ -158,9 +158,9 @@ TARGET_SSE42 static uint32_t crc32c_sse42(uint32_t crc, const unsigned char *dat
 
 enum { FOLD_BYTES = 256, FOLD_FROM_BYTES = 1024 };
 
-/* Moves a lane 2048 bits on.  The low half, which holds the higher powers, is multiplied by x^(2048
- * + 32), the high half by x^(2048 - 32), both mod P.  The 32 accounts for the position of a 32-bit
- * constant in its 64 bits.  The numbers are shifted by one, like all products of reflected
+/* Advances a lane by 2048 bits.  The low half, which holds the higher powers, is multiplied by
+ * x^(2048 + 32), the high half by x^(2048 - 32), both mod P.  The 32 accounts for the position of a
+ * 32-bit constant in its 64 bits.  The numbers are shifted by one, like all products of reflected
  * numbers. */
 #define FOLD_LOW 0xdcb17aa4
 #define FOLD_HIGH 0xb9e02b86
@@ -172,7 +172,7 @@ TARGET_FOLD static inline __m512i fold(__m512i lanes, __m512i constants, const u
     return _mm512_ternarylogic_epi64(low, high, _mm512_loadu_si512(data), 0x96); /* a ^ b ^ c */
 }
 
-/* Takes at least FOLD_BYTES. */
+/* Requires at least FOLD_BYTES. */
 TARGET_FOLD static uint32_t crc32c_fold(uint32_t crc, const unsigned char *data, size_t bytes)
 {
     const __m512i constants = _mm512_set_epi64(FOLD_HIGH, FOLD_LOW, FOLD_HIGH, FOLD_LOW, FOLD_HIGH,

@@ -5,14 +5,14 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Continues `crc` (0 to begin) over `bytes` more bytes.  Uses the processor's instruction if it has
- * one; all paths give the same bits. */
+/* Continues `crc` (0 to begin) over `bytes` more bytes.  Uses the processor's CRC instruction if it
+ * has one; all paths give the same bits. */
 uint32_t fsdpc_crc32c(uint32_t crc, const void *data, size_t bytes);
 
-/* The same without the instruction: the reference that tests compare the fast form with. */
+/* Does the same without the instruction: the tests' reference for the fast form. */
 uint32_t fsdpc_crc32c_portable(uint32_t crc, const void *data, size_t bytes);
 
-/* CRC of A followed by B, from crc(A), crc(B) and the length of B. */
+/* Returns the CRC of A followed by B, from crc(A), crc(B) and the length of B. */
 uint32_t fsdpc_crc32c_combine(uint32_t crc_a, uint32_t crc_b, uint64_t bytes_b);
 
 #endif

@@ -2,7 +2,7 @@
  *
  * Conversions to bf16 and fp16 round to nearest even in integer arithmetic, keep NaN a NaN and keep
  * subnormals.  Every path (portable, SIMD, CUDA) therefore gives the same bits.  Kernels that
- * convert many elements have their own vector forms (csrc/ops), which are tested against these.
+ * convert many elements have their own vector versions (csrc/ops), tested against these.
  */
 #ifndef FSDPC_BASE_DTYPE_H
 #define FSDPC_BASE_DTYPE_H

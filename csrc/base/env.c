@@ -1,10 +1,10 @@
-/* Reading the environment from one table.
+/* Reads the environment from one table.
  *
- * Two passes.  First every FSDPC_ name in the environment must be known, because a misspelt setting
- * that silently does nothing can cost a user a day.  Then every field is parsed and checked against
- * its range.  A variable that is set but empty counts as not set, which is what `VAR= command`
- * means.  Numbers are read in the C locale whatever locale the program uses: "0.5" must not depend
- * on the user's language.
+ * It makes two passes.  First, every FSDPC_ name in the environment must be known, because a
+ * misspelt setting that is silently ignored can cost a user a day.  Then every field is parsed and
+ * checked against its range.  A variable that is set but empty counts as not set, which is what
+ * `VAR= command` means.  Numbers are always read in the C locale, because "0.5" must not depend on
+ * the user's language.
  */
 #include "base/env.h"
 
@@ -33,7 +33,8 @@ static size_t min3(size_t a, size_t b, size_t c)
     return ab < c ? ab : c;
 }
 
-/* The number of edits (insert, drop or replace a letter) that turn one name into the other. */
+/* Returns the number of edits (insert, drop or replace a letter) that turn one name into the
+ * other. */
 static size_t edit_distance(const char *a, size_t a_length, const char *b)
 {
     size_t b_length = strlen(b);
@@ -118,7 +119,7 @@ static fsdpc_status parse_flag(const char *variable, const char *value, double l
     return FSDPC_OK;
 }
 
-/* The code that uses the field knows which texts are valid (fsdpc_isa_parse). */
+/* Accepts any text; the code that uses the field checks it (fsdpc_isa_parse). */
 static fsdpc_status parse_text(const char *variable, const char *value, double lowest,
                                double highest, const char **out)
 {

@@ -2,8 +2,8 @@
  *
  * This table and docs/environment.md list every variable that the library reads (a lint compares
  * the two).  A variable that is set but empty counts as not set.  A value that does not parse, or
- * an unknown variable that starts with FSDPC_, is an error that names the variable and what would
- * be accepted.
+ * an unknown variable that starts with FSDPC_, is an error that names the variable and the accepted
+ * values.
  */
 #ifndef FSDPC_BASE_ENV_H
 #define FSDPC_BASE_ENV_H

@@ -1,15 +1,15 @@
-/* The table of named ranges and the handler that looks a fault up in it.
+/* The table of named ranges, and the handler that looks up a fault in it.
  *
- * We cannot pass an argument to a signal handler, so the table is one of the documented globals. It
+ * A signal handler cannot receive an argument, so the table is one of the documented globals.  It
  * has a fixed size and no lock: `taken` claims an entry, which is valid while its `begin` is not 0.
- * The handler only loads and calls write(2); it puts the line together by hand.
+ * The handler only loads and calls write(2); it formats the line by hand.
  *
  * Note [chain].  Python's faulthandler prints its stacks, restores the previous handler and raises
  * the signal again.  If the previous handler is ours, the siginfo no longer has the address,
  * because the signal was raised.  The machine context still shows the thread's last fault.  If ours
- * was installed later, it runs first and faulthandler after it.  If no handler was installed, ours
- * restores the default action: returning then repeats the fault, which ends the process with the
- * signal that its parent expects.
+ * was installed later, it runs before faulthandler.  If no handler was installed, ours restores the
+ * default action: returning then repeats the fault, which ends the process with the signal that its
+ * parent expects.
  */
 #include "base/fault.h"
 
@@ -61,7 +61,7 @@ static void add_number(line *out, int number)
     add_text(out, digits + at);
 }
 
-/* The address of this thread's last fault, and the kind of access; see Note [chain]. */
+/* Finds the address of this thread's last fault, and the kind of access; see Note [chain]. */
 static uintptr_t fault_of(const siginfo_t *info, const void *context, deed *deed_out)
 {
     uintptr_t address = info->si_code > 0 ? (uintptr_t)info->si_addr : 0;
@@ -115,7 +115,7 @@ static void describe(const slot *found, uintptr_t address, int signum, deed how)
     add_text(&out, signum == SIGBUS ? "and the host has no memory left behind it" : advice[how]);
     out.text[out.used++] = '\n';
     ssize_t written = write(STDERR_FILENO, out.text, out.used);
-    (void)written; /* no one is left to report to */
+    (void)written; /* an error cannot be reported here */
 }
 
 static void hand_on(int signum, siginfo_t *info, void *context)
@@ -128,7 +128,7 @@ static void hand_on(int signum, siginfo_t *info, void *context)
     } else if (before->sa_handler == SIG_DFL || before->sa_handler == SIG_IGN) {
         signal(signum, SIG_DFL);
         if (info->si_code <= 0)
-            raise(signum); /* delivered when we return: the signal is blocked in here */
+            raise(signum); /* delivered when we return, since the handler blocks the signal */
     } else {
         before->sa_handler(signum);
     }

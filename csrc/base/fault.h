@@ -1,9 +1,9 @@
-/* Faults in named memory: one line on stderr before the process dies.
+/* Reports faults in named memory: one line on stderr before the process dies.
  *
- * Some memory must not be written (fulls) or not be touched at all (in no-alias mode, fulls that
- * were resharded), and is mapped that way.  Its owner announces the range here.  When a thread
- * faults inside one, the handler writes rank, unit and parameter.  It then passes the fault on to
- * the previous handler: Python's faulthandler, a sanitizer, or the default action.
+ * Some memory must not be written (fulls) or not be touched at all (in no-alias mode, resharded
+ * fulls), and is mapped accordingly.  Its owner announces the range here.  When a thread faults
+ * inside a range, the handler writes rank, unit and parameter.  It then passes the fault on to the
+ * previous handler: Python's faulthandler, a sanitizer, or the default action.
  *
  * The first range installs the handler for SIGSEGV and SIGBUS, and nothing removes it.  Any thread
  * may announce and withdraw ranges.  Nothing here costs anything until a fault.
@@ -13,8 +13,8 @@
 
 #include <stddef.h>
 
-/* Names what is at `address`, for the line.  Runs inside a signal handler: it may read memory and
- * must call nothing.
+/* Names the object at `address`, for the line.  Runs inside a signal handler, so it may read memory
+ * but must not call functions.
  */
 typedef const char *(*fsdpc_fault_name_fn)(const void *owner, const void *address);
 

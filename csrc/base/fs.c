@@ -1,9 +1,9 @@
 /* File-system calls with a hook in front of each.
  *
- * Creating a file reserves its blocks, so that a full disk shows before any data is written.  If a
- * file system cannot reserve blocks (some network ones), only the size is set and a full disk shows
- * at the write.  If renameat2 does not support RENAME_NOREPLACE, a plain file is linked instead;
- * for a folder, the code checks that the target does not exist and renames.
+ * Creating a file reserves its blocks, so that a full disk is detected before any data is written.
+ * If a file system cannot reserve blocks (some network ones), only the size is set, and a full disk
+ * is detected by the write.  If renameat2 does not support RENAME_NOREPLACE, a plain file is linked
+ * instead; for a folder, the code first checks that the target does not exist.
  */
 #include "base/fs.h"
 
@@ -48,7 +48,7 @@ fsdpc_status fsdpc_fs_reserve(const fsdpc_fs *fs, int fd, const char *path, uint
     if (bytes == 0)
         return FSDPC_OK;
     int result;
-    do /* blocks that it reserved stay reserved after a signal */
+    do /* blocks already reserved stay reserved after a signal */
         result = fallocate(fd, 0, (off_t)offset, (off_t)bytes);
     while (result != 0 && errno == EINTR);
     if (result == 0)
@@ -213,7 +213,7 @@ fsdpc_status fsdpc_fs_rename_new(const fsdpc_fs *fs, const char *from, const cha
     FSDPC_TRY(ask(fs, "rename", to));
     if (renameat2(AT_FDCWD, from, AT_FDCWD, to, RENAME_NOREPLACE) == 0)
         return FSDPC_OK;
-    if (errno == EINVAL || errno == ENOSYS) { /* the file system does not know the flag */
+    if (errno == EINVAL || errno == ENOSYS) { /* the file system does not support the flag */
         struct statx info;
         if (statx(AT_FDCWD, to, AT_SYMLINK_NOFOLLOW, STATX_TYPE, &info) == 0)
             errno = EEXIST;

@@ -1,9 +1,9 @@
 /* File-system calls, each behind one hook.
  *
- * Saves, loads and offloading access the file system only through these functions, and each of them
- * asks the hook first.  A test thus sees every call, and can make one fail or end the process
- * before it.  Production code has no hook, which costs nothing.  Errors name the call, the path and
- * errno's text.
+ * Saves, loads and offloading access the file system only through these functions, each of which
+ * calls the hook first.  A test thus sees every call, and can make it fail or end the process
+ * before it.  Production code has no hook, at no cost.  Errors name the call, the path and errno's
+ * text.
  *
  * The functions keep no state: any thread may call them.
  */
@@ -15,7 +15,7 @@
 
 #include "base/status.h"
 
-/* Asked before each call; any result but FSDPC_OK becomes the call's own failure. */
+/* Called before each call; any result but FSDPC_OK becomes the call's own failure. */
 typedef fsdpc_status (*fsdpc_fs_hook_fn)(void *arg, const char *call, const char *path);
 
 typedef struct fsdpc_fs {
@@ -35,7 +35,7 @@ fsdpc_status fsdpc_fs_temporary(const fsdpc_fs *fs, const char *folder, int *fd_
 /* Reserves blocks for a range of a file, whose size grows to include it. */
 fsdpc_status fsdpc_fs_reserve(const fsdpc_fs *fs, int fd, const char *path, uint64_t offset,
                               uint64_t bytes);
-/* Releases the blocks of a range, if the file system can; never an error. */
+/* Releases a range's blocks, if the file system supports that; never an error. */
 void fsdpc_fs_punch(int fd, uint64_t offset, uint64_t bytes);
 fsdpc_status fsdpc_fs_open(const fsdpc_fs *fs, const char *path, bool write, int *fd_out);
 fsdpc_status fsdpc_fs_size(const fsdpc_fs *fs, int fd, const char *path, uint64_t *bytes_out);
@@ -48,16 +48,16 @@ fsdpc_status fsdpc_fs_pread(const fsdpc_fs *fs, int fd, const char *path, void *
 void fsdpc_fs_begin_writing(int fd, uint64_t offset, uint64_t bytes);
 fsdpc_status fsdpc_fs_sync(const fsdpc_fs *fs, int fd, const char *path);
 fsdpc_status fsdpc_fs_sync_folder(const fsdpc_fs *fs, const char *path);
-/* Closes the file; FSDPC_OK for -1. */
+/* Closes the file; returns FSDPC_OK for -1. */
 fsdpc_status fsdpc_fs_close(const fsdpc_fs *fs, int fd, const char *path);
-/* Renames and never replaces: FSDPC_ERR_OS if `to` exists. */
+/* Renames without replacing: returns FSDPC_ERR_OS if `to` exists. */
 fsdpc_status fsdpc_fs_rename_new(const fsdpc_fs *fs, const char *from, const char *to);
 /* Exchanges two folders atomically and reports that it did; does nothing if `to` does not exist.
- * An error if the file system cannot exchange. */
+ * Fails if the file system cannot exchange. */
 fsdpc_status fsdpc_fs_exchange(const fsdpc_fs *fs, const char *from, const char *to,
                                bool *exchanged_out);
-/* Removes a folder and the plain files and folders in it; FSDPC_OK if it does not exist.  Links are
- * never followed: an error if `path` is one. */
+/* Removes a folder and the plain files and folders in it; returns FSDPC_OK if it does not exist.
+ * Links are never followed: it is an error if `path` is a link. */
 fsdpc_status fsdpc_fs_remove_tree(const fsdpc_fs *fs, const char *path);
 
 #endif

@@ -2,7 +2,7 @@
  *
  * It allocates nothing and takes no lock.  A write of at most PIPE_BUF (4096) bytes to a pipe is
  * atomic, so ranks that share a launcher's pipe do not mix their lines.  Bytes that stderr does not
- * take are dropped; a failing log must not fail the program.
+ * accept are dropped, since a failing log must not fail the program.
  */
 #include "base/log.h"
 

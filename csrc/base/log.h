@@ -1,8 +1,8 @@
-/* The log: a few lines for people, never a substitute for an error.
+/* The log: a few lines for users, never a substitute for an error.
  *
  * A log belongs to a context and is plain data: a level (from FSDPC_LOG), the rank it logs for and
  * a sink.  Without a sink a line goes to stderr in one write, so that lines of several ranks never
- * mix.  Python installs a sink that hands lines to its logging module.
+ * mix.  Python installs a sink that passes lines to its logging module.
  *
  * Rules: any thread may write; the fields change only while no thread does.  A NULL log is silent.
  * Code that fails calls fsdpc_fail() and logs nothing: the code that handles the error decides.
@@ -23,7 +23,7 @@ typedef enum fsdpc_log_level {
 #undef X
 } fsdpc_log_level;
 
-/* `line` has no line end and is valid during the call only. */
+/* `line` has no line end and is valid only during the call. */
 typedef void (*fsdpc_log_fn)(void *arg, fsdpc_log_level level, const char *line);
 
 typedef struct fsdpc_log {

@@ -1,4 +1,4 @@
-/* Counted memory: size classes with free lists over the system's allocator.
+/* Counted memory: size classes with free lists on top of the system's allocator.
  *
  * Every block has a 64-byte header right before it with the requested size, the category and the
  * size class.  Classes are multiples of 64 bytes up to 512, then eight steps per power of two.  A
@@ -8,14 +8,14 @@
  *
  * Below 4 MiB blocks come from aligned_alloc.  Each larger one is a separate mapping, 2 MiB
  * aligned, with huge pages requested and the header in a separate page in front.  Mappings stay out
- * of core dumps: a dying rank must not write a hundred GB.  The slack of such a class is never
- * touched, so it costs only address space.
+ * of core dumps: a dying rank must not write a hundred GB.  Such a class's slack is never touched,
+ * so it costs only address space.
  *
  * The counters use the requested bytes, rounded up to 64, not the class size: memory_plan() can
- * compute that number without knowing classes.  One mutex guards lists and counts.
+ * compute these without knowing the classes.  One mutex guards lists and counts.
  *
- * AddressSanitizer builds poison cached blocks and the slack after a block.  They thus find use
- * after free and overruns although the memory never went back to the system.
+ * AddressSanitizer builds poison cached blocks and the slack after a block.  They thus detect use
+ * after free and overruns although the memory was never returned to the system.
  */
 #include "base/mem.h"
 
@@ -107,8 +107,8 @@ static header *map_block(size_t bytes)
         munmap(start, (size_t)(block - page - start));
     if (block + bytes < end)
         munmap(block + bytes, (size_t)(end - (block + bytes)));
-    madvise(block, bytes, MADV_HUGEPAGE);               /* only advice: nothing is lost if */
-    madvise(block - page, bytes + page, MADV_DONTDUMP); /* the kernel does not know it */
+    madvise(block, bytes, MADV_HUGEPAGE);               /* only advice: no harm if */
+    madvise(block - page, bytes + page, MADV_DONTDUMP); /* the kernel does not support it */
     return (header *)(block - sizeof(header));
 }
 
@@ -131,11 +131,11 @@ static void system_release(header *block)
     munmap((char *)(block + 1) - page, bytes + page);
 }
 
-/* Requires the lock. */
+/* The caller holds the lock. */
 static void count_bytes(fsdpc_mem *mem, fsdpc_mem_kind kind, int64_t bytes)
 {
     fsdpc_mem_stats *stats = &mem->stats;
-    stats->now_bytes[kind] += (size_t)bytes; /* modulo 2^64: a minus subtracts */
+    stats->now_bytes[kind] += (size_t)bytes; /* modulo 2^64, so a negative value subtracts */
     stats->peak_bytes[kind] = fsdpc_max_size(stats->peak_bytes[kind], stats->now_bytes[kind]);
     if (kind == FSDPC_MEM_PINNED)
         return;

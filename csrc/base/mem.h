@@ -4,9 +4,9 @@
  * memory_stats() and memory_plan() report the same bytes.  One fsdpc_mem belongs to a context and
  * is safe to use from any thread.
  *
- * fsdpc_mem_alloc gives 64-byte aligned memory; from 4 MiB up it is 2 MiB aligned, with huge pages
- * requested.  Freed blocks are kept in lists by size class and reused: in steady state a training
- * step asks the system for nothing, and `system_allocs` proves it.
+ * fsdpc_mem_alloc returns 64-byte aligned memory; blocks of 4 MiB or more are 2 MiB aligned, with
+ * huge pages requested.  Freed blocks are kept in lists by size class and reused: in steady state a
+ * training step requests no memory from the system, as `system_allocs` shows.
  *
  * The counters count requested bytes, rounded up to 64 (0 counts 0), without the header and the
  * slack of a size class.  The contents of a new block are undefined.
@@ -50,24 +50,24 @@ typedef struct fsdpc_mem_stats {
 
 fsdpc_status fsdpc_mem_create(fsdpc_mem **out);
 void fsdpc_mem_destroy(
-    fsdpc_mem *mem); /* NULL is fine; blocks that are still allocated are leaked to their owners */
+    fsdpc_mem *mem); /* NULL is fine; blocks that are still allocated stay with their owners */
 
-/* bytes == 0 gives a valid pointer that must be freed too. */
+/* bytes == 0 returns a valid pointer that must also be freed. */
 fsdpc_status fsdpc_mem_alloc(fsdpc_mem *mem, fsdpc_mem_kind kind, size_t bytes, void **out);
 void fsdpc_mem_free(fsdpc_mem *mem, void *pointer); /* NULL is fine */
 
 /* Counts memory from elsewhere (mappings); a negative `bytes` subtracts. */
 void fsdpc_mem_count(fsdpc_mem *mem, fsdpc_mem_kind kind, int64_t bytes);
-/* Counts one request for memory that another pool made to its system (a device). */
+/* Counts one memory request that another pool made to its system (a device). */
 void fsdpc_mem_count_system_alloc(fsdpc_mem *mem);
 
 void fsdpc_mem_stats_read(fsdpc_mem *mem, fsdpc_mem_stats *out);
 void fsdpc_mem_peak_reset(fsdpc_mem *mem);
-void fsdpc_mem_trim(fsdpc_mem *mem); /* gives cached blocks back to the system */
+void fsdpc_mem_trim(fsdpc_mem *mem); /* returns cached blocks to the system */
 
-/* Lets malloc keep up to 64 MiB of free memory at the end of its heap, and take blocks of up to
- * 32 MiB from there.  glibc comes to that by itself once a block of that size is freed, and not at
- * all where its user set MALLOC_TRIM_THRESHOLD_ or the like. */
+/* Lets malloc keep up to 64 MiB of free memory at the end of its heap, and take blocks of up to 32
+ * MiB from there. glibc does so itself once a block of that size is freed, but not if the user set
+ * MALLOC_TRIM_THRESHOLD_ or the like. */
 void fsdpc_mem_keep_heap(void);
 
 static inline const char *fsdpc_mem_kind_name(fsdpc_mem_kind kind)

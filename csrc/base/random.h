@@ -13,7 +13,7 @@ typedef struct fsdpc_philox {
     uint32_t x[4];
 } fsdpc_philox;
 
-/* The block of four words that holds elements 4*block .. 4*block+3. */
+/* Returns the block of four words for elements 4*block .. 4*block+3. */
 static inline fsdpc_philox fsdpc_philox_block(uint64_t seed, uint64_t stream, uint64_t block)
 {
     uint32_t c0 = (uint32_t)block, c1 = (uint32_t)(block >> 32);
@@ -31,7 +31,7 @@ static inline fsdpc_philox fsdpc_philox_block(uint64_t seed, uint64_t stream, ui
     return (fsdpc_philox){{c0, c1, c2, c3}};
 }
 
-/* [0, 1) with 24 bits. */
+/* Returns a value in [0, 1) with 24 bits. */
 static inline float fsdpc_uniform_from_bits(uint32_t x)
 {
     return (float)(x >> 8) * 0x1p-24f;

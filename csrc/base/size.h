@@ -1,4 +1,4 @@
-/* Checked arithmetic on sizes.  All products of shapes and byte counts go through here, so that an
+/* Checked arithmetic on sizes.  All products of shapes and byte counts use these functions, so an
  * overflow is an error and never a small allocation. */
 #ifndef FSDPC_BASE_SIZE_H
 #define FSDPC_BASE_SIZE_H

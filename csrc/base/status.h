@@ -1,19 +1,19 @@
-/* Status codes and the error text of the calling thread.
+/* Status codes, and the calling thread's error text.
  *
  * Every function that can fail returns fsdpc_status: 0 is success, negative values are errors, and
  * FSDPC_IN_PROGRESS is the one positive value ("not yet, ask again").  The function that detects an
  * error reports it once, with fsdpc_fail(); all callers above pass the code on with FSDPC_TRY and
- * add nothing.  Outputs are written on success only.
+ * add nothing.  Outputs are written only on success.
  *
  * Rules: the text belongs to the calling thread and stays until its next fsdpc_fail().  A message
- * names the values that were wrong and ends with what the user can do about it.
+ * names the wrong values and ends with a remedy.
  */
 #ifndef FSDPC_BASE_STATUS_H
 #define FSDPC_BASE_STATUS_H
 
 #include <stddef.h>
 
-/* X(name, code, Python exception, what the code means) */
+/* X(name, code, Python exception, meaning) */
 #define FSDPC_STATUS_TABLE(X)                                                                      \
     X(VALUE, -1, ValueError, "a value is out of range or makes no sense")                          \
     X(TYPE, -2, TypeError, "a value has the wrong type")                                           \
@@ -45,13 +45,13 @@ typedef enum fsdpc_status {
 fsdpc_status fsdpc_fail(fsdpc_status code, const char *format, ...)
     __attribute__((format(printf, 2, 3), cold));
 
-/* FSDPC_ERR_OS (or NOMEM for ENOMEM) with errno's text appended. */
+/* Fails with FSDPC_ERR_OS (or NOMEM for ENOMEM), with errno's text appended. */
 fsdpc_status fsdpc_fail_errno(const char *format, ...) __attribute__((format(printf, 1, 2), cold));
 
-/* The message of this thread's last failure; "" if there was none. */
+/* Returns the message of this thread's last failure, or "" if there was none. */
 const char *fsdpc_last_error(void);
 
-/* "VALUE: a value is out of range ..." for a code. */
+/* Returns a code's text: "VALUE: a value is out of range ...". */
 const char *fsdpc_status_text(fsdpc_status status);
 
 #define FSDPC_TRY(expr)                                                                            \
@@ -68,7 +68,7 @@ const char *fsdpc_status_text(fsdpc_status status);
             goto label;                                                                            \
     } while (0)
 
-/* For teardown: runs `expr` in any case and keeps the first error. */
+/* For teardown: always runs `expr`, and keeps the first error. */
 #define FSDPC_KEEP_FIRST(status, expr)                                                             \
     do {                                                                                           \
         fsdpc_status keep_status_ = (expr);                                                        \

@@ -1,20 +1,20 @@
-/* A team of threads: one ticket word, taken part by part.
+/* A team of threads takes the parts of a run through one ticket word.
  *
  * A run publishes its function in the team and then its ticket: generation in the high half, parts
- * not yet taken in the low half.  Caller and workers take parts by compare-and-swap on that word. A
- * worker that slept through a run, or wakes in the middle of a later one, can thus never take a
- * part of the wrong run.  The caller never waits for a worker that took nothing.  It waits only for
- * parts that were taken: `done` counts them.
+ * not yet taken in the low half.  Caller and workers take parts by compare-and-swap on that word.
+ * A worker that slept through a run, or wakes in the middle of a later one, can thus never take a
+ * part of the wrong run.  The caller waits only for parts that were taken, which `done` counts,
+ * never for a worker that took none.
  *
  * Idle workers spin for some microseconds, since kernels of a step follow each other closely, and
  * then sleep on a futex.  With more threads than cores they sleep at once.  The caller, out of
  * parts, spins the same way before it sleeps on `done`.
  *
  * `running` admits one run; a caller that finds it taken (a nested call, another thread) does its
- * parts inline.  A forked child has no workers.  That costs it only speed, because the caller never
- * waits for a worker that took nothing.  If the fork happened during another thread's run,
- * `running` stays set in the child and all its work is inline.  Only destroy must know which
- * process owns the threads.
+ * parts inline.  A forked child has no workers.  That costs it only speed, since the caller does
+ * not wait for absent workers.  If the fork happened during another thread's run, `running` stays
+ * set in the child and all its work is inline.  Only destroy needs to know which process owns the
+ * threads.
  *
  * Note [fields of a run].  fn, arg and parts are atomics only because a late worker may read them
  * while the next run writes them.  The worker uses the values only if its compare-and-swap then
@@ -47,7 +47,7 @@ struct fsdpc_team {
     _Atomic uint32_t caller_sleeps;
     _Atomic(fsdpc_team_fn) fn; /* Note [fields of a run] */
     _Atomic(void *) arg;
-    _Atomic size_t first; /* number of the run's first part */
+    _Atomic size_t first; /* index of the run's first part */
     _Atomic uint32_t parts;
 
     _Alignas(CACHE_LINE) _Atomic uint32_t generation; /* futex of the workers */
@@ -56,7 +56,7 @@ struct fsdpc_team {
     int threads, started; /* started: workers that exist */
     bool tried_to_start;
     int64_t spin_ns;
-    pid_t workers_pid;  /* the process they live in */
+    pid_t workers_pid;  /* the process that contains them */
     pthread_t *workers; /* threads - 1 */
 };
 
@@ -73,7 +73,7 @@ static void wake(_Atomic uint32_t *word, uint32_t sleepers)
     syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count, NULL, NULL, 0);
 }
 
-/* Returns true once *word differs from `old`, and false if the time to spin runs out. */
+/* Returns true once *word differs from `old`, or false when the spinning time is over. */
 static bool spin_until_changed(const fsdpc_team *team, _Atomic uint32_t *word, uint32_t old)
 {
     if (team->spin_ns == 0)
@@ -164,7 +164,7 @@ static void wait_for_parts(fsdpc_team *team, uint32_t parts)
     }
 }
 
-/* One run of 2 to 2^32 - 1 parts; the caller holds `running`. */
+/* Performs one run of 2 to 2^32 - 1 parts; the caller holds `running`. */
 static void run_shared(fsdpc_team *team, size_t first, uint32_t parts, fsdpc_team_fn fn, void *arg)
 {
     if (!team->tried_to_start)

@@ -1,8 +1,8 @@
-/* Starts a thread of the library.
+/* Starts a library thread.
  *
- * Every thread of the library starts here.  It has a name (15 characters show in top and gdb) and
- * blocks the user's signals, so that Ctrl-C always reaches Python's main thread.  Signals that
- * report a fault of the thread itself stay unblocked: a handler must see them.
+ * All library threads start here.  Each has a name (top and gdb show 15 characters) and blocks the
+ * user's signals, so that Ctrl-C always reaches Python's main thread.  Signals that report a fault
+ * of the thread itself stay unblocked: a handler must see them.
  */
 #ifndef FSDPC_BASE_THREAD_H
 #define FSDPC_BASE_THREAD_H

@@ -1,7 +1,7 @@
-/* The trace ring: preallocated, overwritten from the oldest on.
+/* The trace ring: preallocated, with the oldest events overwritten first.
  *
  * Adding an event is a clock read and one 40-byte store; nothing is allocated after create, unless
- * a profile wants more room.  A ring of capacity 0 keeps nothing: tracing is off.
+ * a profile needs more space.  With capacity 0, tracing is off.
  */
 #include "base/trace.h"
 
@@ -161,7 +161,7 @@ int fsdpc_trace_tail(const fsdpc_trace *trace, int events, char *text, size_t by
                          kind_names[e->kind], unit, epoch, e->in_backward ? " (backward)" : "",
                          (double)(now - e->ns) * 1e-9);
         if (n < 0 || (size_t)n >= bytes - used) {
-            text[used] = 0; /* drop an event that does not fit whole */
+            text[used] = 0; /* drop an event that does not fit completely */
             break;
         }
         used += (size_t)n;

@@ -1,8 +1,8 @@
 /* The trace ring: what the engine did, in order.
  *
- * Tests assert on it, `fsdpc.schedule` and the profiler read it, and a hang report prints its end.
- * Each context has one ring, and the thread that drives the engine writes its events.  The host's
- * waits are among them only while a profile is being taken.
+ * Tests check it, `fsdpc.schedule` and the profiler read it, and a hang report prints its end.
+ * Each context has one ring, and the thread that drives the engine writes its events.  It includes
+ * the host's waits only while a profile is being recorded.
  */
 #ifndef FSDPC_BASE_TRACE_H
 #define FSDPC_BASE_TRACE_H
@@ -29,7 +29,7 @@
     X(COLLECTIVE, "collective") /* norms, the user's own, agreement */                             \
     X(OPTIM, "optim")           /* a step begins; with a unit: it was stepped later */             \
     X(OPTIM_END, "optim_end")                                                                      \
-    X(WAIT, "wait") /* begins; `what` says for what */                                             \
+    X(WAIT, "wait") /* begins; `what` names its cause */                                           \
     X(WAIT_END, "wait_end")
 
 typedef enum fsdpc_trace_kind {
@@ -53,23 +53,22 @@ typedef struct fsdpc_trace fsdpc_trace;
 
 fsdpc_status fsdpc_trace_create(size_t capacity, fsdpc_trace **out);
 void fsdpc_trace_destroy(fsdpc_trace *trace);
-/* Stamps events with the value at `clock`, in place of nanoseconds.  Borrowed. */
+/* Stamps events with the value at `clock` (borrowed) instead of nanoseconds. */
 void fsdpc_trace_set_clock(fsdpc_trace *trace, const int64_t *clock);
 void fsdpc_trace_add(fsdpc_trace *trace, fsdpc_trace_kind kind, int unit, uint64_t bytes,
                      uint64_t epoch, int in_backward); /* NULL trace: does nothing */
-/* From now on keeps `capacity` events, including the newest of those it has; `waits`: records waits
- * too. */
+/* Changes the capacity to `capacity` events, keeping the newest; `waits`: also records waits. */
 fsdpc_status fsdpc_trace_resize(fsdpc_trace *trace, size_t capacity, bool waits);
 size_t fsdpc_trace_capacity(const fsdpc_trace *trace);
-/* Records a wait only while waits are recorded. */
+/* Records a wait if waits are being recorded. */
 void fsdpc_trace_wait(fsdpc_trace *trace, const char *what, int unit);
 void fsdpc_trace_wait_end(fsdpc_trace *trace, int unit);
 size_t fsdpc_trace_length(const fsdpc_trace *trace); /* events held now */
 const fsdpc_trace_event *fsdpc_trace_at(const fsdpc_trace *trace,
                                         size_t index); /* 0 is the oldest */
 void fsdpc_trace_reset(fsdpc_trace *trace);
-/* Writes the last `events` events in words, oldest first ("gather of unit 2 in epoch 7, 3.1 s ago;
- * ..."); returns how many fit. */
+/* Describes the last `events` events as text, oldest first ("gather of unit 2 in epoch 7, 3.1 s
+ * ago; ..."); returns how many fit. */
 int fsdpc_trace_tail(const fsdpc_trace *trace, int events, char *text, size_t bytes);
 const char *fsdpc_trace_kind_name(fsdpc_trace_kind kind);
 

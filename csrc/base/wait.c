@@ -1,10 +1,9 @@
-/* The clock and the futex calls under every wait.
+/* The clock and the futex calls that every wait uses.
  *
  * Futexes are the shared (non-private) kind, keyed by the physical page.  Two processes that map
- * the same memfd at different addresses, or one process with two aliases, thus meet on the same
- * word.  A wait may return early for any reason (signal, spurious wake, changed word).  Callers
- * loop on their own condition with their own deadline, and call the interrupt callback between
- * turns.
+ * the same memfd at different addresses, or one process with two aliases, thus share the same word.
+ * A wait may return early for any reason (signal, spurious wake-up, changed word).  Callers loop on
+ * their own condition with their own deadline, and call the interrupt callback between turns.
  */
 #include "base/wait.h"
 

@@ -1,6 +1,6 @@
 /* Time, deadlines and interrupts.
  *
- * Every wait of the library has a deadline, and calls the interrupt callback (Python's signal
+ * Every wait in the library has a deadline, and calls the interrupt callback (Python's signal
  * check) at least every 100 ms, so that Ctrl-C works.
  */
 #ifndef FSDPC_BASE_WAIT_H
@@ -29,8 +29,9 @@ static inline fsdpc_status fsdpc_interrupt_check(const fsdpc_interrupt *interrup
     return interrupt && interrupt->fn ? interrupt->fn(interrupt->arg) : FSDPC_OK;
 }
 
-#if !defined(__cplusplus) /* kernels are C++ and read this header for device.h's sake */
-/* Sleeps while *word == expected, at most max_ns; wakes spuriously.  Works across processes. */
+#if !defined(__cplusplus) /* kernels are C++ and include this header through device.h */
+/* Sleeps while *word == expected, for at most max_ns; may wake spuriously.  Works across
+ * processes. */
 void fsdpc_futex_wait(_Atomic uint32_t *word, uint32_t expected, int64_t max_ns);
 void fsdpc_futex_wake(_Atomic uint32_t *word);
 #endif

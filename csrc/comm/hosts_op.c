@@ -3,12 +3,12 @@
  * Every operation is posted in program order on the host's communicator, where the host's ranks
  * compare it; data between hosts goes from lane to lane.
  *
- *     GATHER          own slices to the other hosts, theirs into the wire; done when all lanes of
- *                     the host have theirs.  A group's rows are brought once after they changed
- *     REDUCE_SCATTER  the host's wide sums of every rank's slices; other hosts' sums go there,
- *                     theirs come here; the hosts' sums are added in order of hosts
- *     REDUCE_ALL      the host's sums of all slices; this lane's part of them crosses, is added
- *                     to that of the other hosts, and the ranks of the host show each other those
+ *     GATHER          own slices go to the other hosts, theirs into the wire; done when all lanes
+ *                     of the host have received.  Rows are transferred once after each change
+ *     REDUCE_SCATTER  the host sums every rank's slices, wide, and exchanges these sums with the
+ *                     other hosts; each rank adds the hosts' sums in host order
+ *     REDUCE_ALL      the host sums all slices; each lane exchanges its part of the sums with the
+ *                     other hosts and adds theirs, and the host's ranks share the results
  *     values          hosts_values.c
  *     agree_only      headers cross, and nothing else
  *
