@@ -1,12 +1,12 @@
-/* The ring: buffers that threads fill ahead of the user and write back behind it.
+/* The ring: buffers that threads fill ahead of the user and write back afterwards.
  *
  *     FREE -> READING -> READY -> USED -> CHANGED -> WRITING -> FREE
  *
  * The list of entries gives the order, row by row.  Threads read the next entry whenever a buffer
- * is free, and otherwise write what was changed: the user will wait for a read first.  A row that
- * the user passes without using it is dropped.
+ * is free, since the user waits for reads first, and otherwise write changed buffers.  A row that
+ * the user skips is dropped.
  *
- * The ring always has room for a row in use, one row ahead and chunks to be written, whatever the
+ * The ring always has space for a row in use, one row ahead and chunks to be written, for any
  * number of columns.  Waiting for a read therefore never waits for the user.
  */
 #include <stdio.h>
@@ -59,7 +59,7 @@ static fsdpc_tier_buffer *in_state(fsdpc_tier *tier, fsdpc_buffer_state state)
     return NULL;
 }
 
-/* The next buffer to read into, and the entry to read; NULL: there is nothing to read now. */
+/* Returns the next buffer to read into, and finds its entry; NULL: nothing to read now. */
 static fsdpc_tier_buffer *next_to_read(fsdpc_tier *tier)
 {
     if (!tier->started) /* until then the user may still change the list */
@@ -278,7 +278,7 @@ fsdpc_status fsdpc_pass_start(fsdpc_tier *tier)
     return FSDPC_OK;
 }
 
-/* Rows before this one are finished. */
+/* Marks the rows before this one as finished. */
 static void pass_rows(fsdpc_tier *tier, size_t row)
 {
     tier->row = row;

@@ -1,12 +1,12 @@
 /* The file, and its extents.
  *
- * Each extent takes a range at the end of the file and reserves it at once, so that a full disk
- * shows before anything is computed.  A destroyed extent gives its blocks back and leaves a hole:
- * offsets are never reused, as a file has plenty of them.
+ * Each extent takes a range at the end of the file and reserves it at once, so that a full disk is
+ * detected before any computation.  A destroyed extent releases its blocks and leaves a hole:
+ * offsets are never reused, since a file has plenty.
  *
- * The addresses of an extent are one private mapping, whose rear part maps the file.  The kernel
- * keeps the two access paths coherent: a direct read finds data written through the mapping, and a
- * direct write drops pages that it makes stale.
+ * An extent's addresses are one private mapping, whose rear part maps the file.  The kernel keeps
+ * the two access paths coherent: a direct read finds data written through the mapping, and a direct
+ * write drops pages that it makes stale.
  */
 #include <errno.h>
 #include <stdio.h>
@@ -22,7 +22,7 @@
 
 /* ---- The file ---- */
 
-/* File systems that are not on a disk of this host, by their statfs(2) numbers. */
+/* File systems that are not on one of this host's disks, by their statfs(2) numbers. */
 static const struct {
     long magic;
     const char *name;
@@ -154,7 +154,7 @@ fsdpc_status fsdpc_tier_make_file(fsdpc_tier *tier, size_t bytes, int *fd_out)
 
 size_t fsdpc_tier_kept(size_t numel, double on_disk)
 {
-    /* Whole pages, whatever the element size. */
+    /* Whole pages for every element size. */
     size_t kept = (size_t)((double)numel * (1 - on_disk)) / FSDPC_TIER_PAGE * FSDPC_TIER_PAGE;
     return on_disk <= 0 ? numel : fsdpc_min_size(kept, numel);
 }
@@ -302,7 +302,7 @@ fsdpc_status fsdpc_chunk_read(fsdpc_extent *extent, size_t chunk, void *to)
     return FSDPC_OK;
 }
 
-/* The chunks that contain these elements: [*chunk_out, the return value). */
+/* Finds the chunks that contain these elements: [*chunk_out, the return value). */
 static size_t chunks_of(const fsdpc_extent *extent, size_t first, size_t numel, size_t *chunk_out)
 {
     size_t end = first + numel;
@@ -332,8 +332,8 @@ fsdpc_status fsdpc_extent_check(fsdpc_extent *extent, size_t first, size_t numel
 
 fsdpc_status fsdpc_extent_written(fsdpc_extent *extent, size_t first, size_t numel)
 {
-    FSDPC_TRY(fsdpc_extent_check(extent, first, numel)); /* the rest of a chunk keeps its
-                                                          * contents */
+    FSDPC_TRY(fsdpc_extent_check(extent, first, numel)); /* other elements of a chunk keep their
+                                                          * values */
     size_t chunk, end = chunks_of(extent, first, numel, &chunk);
     for (; chunk < end; chunk++)
         extent->chunks[chunk].known = FSDPC_TIER_UNKNOWN;

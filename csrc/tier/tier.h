@@ -1,23 +1,23 @@
 /* Arrays in a file, and passes that walk through them in order.
  *
  * A rank whose states are larger than its memory keeps them on a disk.  A tier is one unnamed file
- * of this rank, so that no trace of it is left however the process ends.  An extent is an array of
- * elements, initially zero, with two ways of access:
+ * of this rank, so it leaves no trace, however the process ends.  An extent is an array of
+ * elements, initially zero, that can be accessed in two ways:
  *
  *     memory   for any code, at a fixed address: a mapping of the file, whose pages the kernel
  *              brings and takes away
  *     a pass   for code that walks through extents in order: a ring of buffers holds data read
  *              ahead of its use, past the page cache, and data still to be written behind it
  *
- * Both ways find the first `kept` elements of an extent in ordinary memory.
+ * Both ways access the first `kept` elements of an extent in ordinary memory.
  *
- * Rows.  A pass walks through extents of equal length together, say the states of one optimizer: a
- * row is one chunk of each.  Chunks count from the first element that is not kept.
+ * Rows.  A pass walks through extents of equal length together, such as one optimizer's states; a
+ * row is one chunk of each.  Chunks are counted from the first element that is not kept.
  *
  * Checksums.  The CRC-32C of each chunk that a pass wrote stays in memory.  Reading the chunk in a
- * pass compares it, and so does fsdpc_extent_check.  Bytes that changed on the disk are an error
+ * pass compares it, and so does fsdpc_extent_check.  Bytes that changed on the disk cause an error
  * that names file, array and chunk.  Code that writes through `memory` must therefore announce it
- * first.  Such data has no checksum until a pass writes it or the writer seals it.
+ * first.  The data then has no checksum until a pass writes it or the writer seals it.
  *
  * Errors.  The first read or write that fails is the tier's failure, and all later calls return it.
  *
@@ -45,7 +45,7 @@ typedef struct fsdpc_tier_config {
     size_t chunk;       /* elements, a multiple of 4096; 0: FSDPC_TIER_CHUNK */
 } fsdpc_tier_config;
 
-/* An error if the file would be in memory or on another host, or cannot be created. */
+/* Fails if the file would be in memory or on another host, or cannot be created. */
 fsdpc_status fsdpc_tier_open(const fsdpc_tier_config *config, fsdpc_tier **out);
 fsdpc_tier *fsdpc_tier_acquire(fsdpc_tier *tier);
 void fsdpc_tier_release(fsdpc_tier *tier);           /* extents hold a reference too; NULL is
@@ -60,7 +60,7 @@ void fsdpc_tier_count_file(fsdpc_tier *tier, int64_t bytes); /* created elsewher
 typedef struct fsdpc_tier_stats {
     uint64_t file_bytes; /* reserved on the disk now */
     uint64_t read_bytes, written_bytes;
-    bool direct; /* bypasses the page cache */
+    bool direct; /* reads and writes bypass the page cache */
 } fsdpc_tier_stats;
 
 fsdpc_tier_stats fsdpc_tier_stats_of(fsdpc_tier *tier);
@@ -81,39 +81,39 @@ typedef struct fsdpc_extent {
     uint64_t offset; /* file offset of the first element that is not kept */
     size_t n_chunks, mapped_bytes, file_bytes;
     fsdpc_tier_chunk *chunks;
-    size_t first_entry, stride; /* in the pass: of chunk 0; of a row */
+    size_t first_entry, stride; /* in the pass: entry of chunk 0; entries per row */
     uint64_t pass;              /* the pass that it is in */
 } fsdpc_extent;
 
-/* How many elements stay in memory if this part of them (0 to 1) is to be on the disk. */
+/* Returns how many elements stay in memory if this fraction (0 to 1) is to be on the disk. */
 size_t fsdpc_tier_kept(size_t numel, double on_disk);
-/* Bytes of the file and of the ring for an array; the ring is as large as its largest array
+/* Return the bytes of file and ring for an array; the ring is as large as its largest array
  * needs. */
 size_t fsdpc_tier_file_bytes(size_t numel, size_t element, double on_disk);
 size_t fsdpc_tier_ring_bytes(size_t numel, size_t element, double on_disk);
 
-/* Its kept memory is counted as `kind`.  Messages use `what` and the unit's name: both outlive the
- * extent, and the name may change outside of passes.  NULL: no unit.  An error if the disk is full.
+/* Counts kept memory as `kind`.  Messages use `what` and the unit's name; both outlive the extent,
+ * and the name may change outside passes.  NULL: no unit.  Fails if the disk is full.
  */
 fsdpc_status fsdpc_extent_create(fsdpc_tier *tier, const char *what, char *const *unit,
                                  fsdpc_mem_kind kind, size_t numel, size_t element, double on_disk,
                                  fsdpc_extent **out);
 void fsdpc_extent_destroy(fsdpc_extent *extent); /* NULL is fine */
 
-/* Call outside of a pass, before reading these elements through `memory`: compares the chunks that
- * were not compared since they were written. */
+/* Call outside a pass, before reading these elements through `memory`: checks the chunks that have
+ * not been checked since they were written. */
 fsdpc_status fsdpc_extent_check(fsdpc_extent *extent, size_t first, size_t numel);
-/* The same before writing them through `memory`: the next pass accepts what it finds. */
+/* Does the same before writing them through `memory`; the next pass accepts the new contents. */
 fsdpc_status fsdpc_extent_written(fsdpc_extent *extent, size_t first, size_t numel);
-/* The same for all elements, without comparing any. */
+/* Does the same for all elements, without checking any. */
 void fsdpc_extent_forget(fsdpc_extent *extent);
-/* After all elements were written through `memory`: gives the current contents checksums again. */
+/* Call after writing all elements through `memory`: computes checksums of the current contents. */
 void fsdpc_extent_seal(fsdpc_extent *extent);
 
 /* ---- A pass ---- */
 
-/* A pass may stay open while other code runs.  The next pass to begin first ends it with `end`,
- * which calls fsdpc_pass_end. */
+/* A pass may stay open while other code runs.  The next pass first ends it with `end`, which calls
+ * fsdpc_pass_end. */
 typedef struct fsdpc_pass_hook fsdpc_pass_hook;
 struct fsdpc_pass_hook {
     fsdpc_status (*end)(fsdpc_pass_hook *hook);
@@ -125,16 +125,17 @@ fsdpc_status fsdpc_pass_begin(fsdpc_tier *tier, fsdpc_pass_hook *hook); /* NULL:
 fsdpc_status fsdpc_pass_add(fsdpc_tier *tier, fsdpc_extent *const *extents, int n);
 /* Starts reading the added extents ahead. */
 fsdpc_status fsdpc_pass_start(fsdpc_tier *tier);
-/* Gives the address of element `at`, and how many elements are contiguous from there, for writing.
- * Valid until a call for another row, or the end of the pass.  Rows come in order; some may be left
- * out. */
+/* Gives write access to element `at`: its address, and how many elements are contiguous from there.
+ * It is valid until a call for another row, or the end of the pass.  Rows come in order; some may
+ * be skipped. */
 fsdpc_status fsdpc_pass_at(fsdpc_extent *extent, size_t at, void **out, size_t *numel_out);
-/* Before using an array through `memory` while the pass stays open: drops the rest of the array,
- * and of earlier rows, from the pass. */
+/* Call before using an array through `memory` while the pass stays open: drops the remaining array,
+ * and the remainder of earlier rows, from the pass. */
 fsdpc_status fsdpc_pass_leave(fsdpc_extent *extent);
-/* Writes everything that pass_at gave to the file.  Fails if anything in the pass has failed. */
+/* Writes all data that pass_at made accessible to the file.  Fails if anything in the pass
+ * failed. */
 fsdpc_status fsdpc_pass_end(fsdpc_tier *tier);
-/* An error in a forked child: threads and file belong to the parent. */
+/* Fails in a forked child, because threads and file belong to the parent. */
 fsdpc_status fsdpc_tier_check_process(fsdpc_tier *tier);
 
 #endif

@@ -13,7 +13,7 @@ enum { FSDPC_TIER_PAGE = 4096, FSDPC_TIER_THREADS = 2 };
 typedef enum fsdpc_chunk_state {
     FSDPC_TIER_ZEROS,   /* never written */
     FSDPC_TIER_WRITTEN, /* by a pass: the checksum is known */
-    FSDPC_TIER_LOOKED,  /* the same, and compared since */
+    FSDPC_TIER_LOOKED,  /* the same, and checked since */
     FSDPC_TIER_UNKNOWN, /* written through memory */
 } fsdpc_chunk_state;
 
@@ -72,12 +72,12 @@ struct fsdpc_tier {
     fsdpc_pass_hook *hook; /* of the open pass; NULL: no open pass, or it ends by itself */
 };
 
-/* Elements and bytes of a chunk: the last one may be short.  Files are read and written in whole
- * pages. */
+/* Return a chunk's elements and bytes; the last chunk may be short.  Files are read and written in
+ * whole pages. */
 size_t fsdpc_chunk_numel(const fsdpc_extent *extent, size_t chunk);
 size_t fsdpc_chunk_bytes(const fsdpc_extent *extent, size_t chunk);
 
-/* The file offset of a chunk. */
+/* Returns the file offset of a chunk. */
 uint64_t fsdpc_chunk_offset(const fsdpc_extent *extent, size_t chunk);
 uint32_t fsdpc_chunk_crc(const fsdpc_extent *extent, size_t chunk, const void *data);
 
@@ -88,7 +88,7 @@ typedef struct fsdpc_extent_name {
 
 fsdpc_extent_name fsdpc_extent_name_of(const fsdpc_extent *extent);
 
-/* Reads a chunk and compares its checksum.  For any thread that owns the chunk. */
+/* Reads a chunk and checks its checksum; any thread that owns the chunk may call it. */
 fsdpc_status fsdpc_chunk_read(fsdpc_extent *extent, size_t chunk, void *to);
 
 /* ---- pass.c ---- */
