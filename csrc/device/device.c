@@ -1,7 +1,7 @@
-/* The host's wait for an event.
+/* Makes the host wait for an event.
  *
- * A device with a watch for dead peers waits through it: the watch polls the event and checks that
- * all peers are alive.  Any other device is polled every 20 us.
+ * If the device has a watch for dead peers, the watch polls the event and checks that all peers are
+ * alive.  Otherwise the host polls the device every 20 us.
  */
 #include "device/device.h"
 

@@ -1,7 +1,7 @@
 /* A device: memory, streams and events, and the kernels that run on it.
  *
  * Three implementations fill in the table: `cpu`, `null` (records, computes nothing) and, as a
- * plugin, `cuda`.  Callers use the inline wrappers below the table, never a slot.
+ * plugin, `cuda`.  Callers use the inline wrappers below the table, never its entries.
  *
  * Streams.  Work submitted to one stream runs in order.  A CPU stream is either inline (submit runs
  * the work at once, in the caller) or a FIFO worker thread.  Streams are created inline if the
@@ -11,26 +11,26 @@
  *
  * A remote device (CUDA) has memory that the host cannot touch, and kernels that run
  * asynchronously.  The host accesses its memory through copies.  A copy with a stream runs in that
- * stream's order: copied-out data is valid after a sync, and the source of a copy-in may change at
+ * stream's order: data copied out is valid after a sync, and the source of a copy-in may change at
  * once.  A copy without a stream runs in the main stream's order, and the host waits for it.  All
- * its streams that are not async are the main stream, so work on them needs no events.
+ * streams that are not async are the main stream, so work on them needs no events.
  * FSDPC_MEM_PINNED memory is host memory with one address for both sides; kernels access it over
- * the bus.  Work sees what the host wrote before enqueueing it; the host sees the device's writes
- * after a wait.
+ * the bus.  Work sees the host's writes from before it was enqueued; the host sees the device's
+ * writes after a wait.
  *
  * Events order streams: record marks a point in a stream, and stream_wait makes later work of
- * another stream wait for it.  An event that was never recorded counts as complete.  Recording it
- * again moves it to the new point; earlier waits keep the old one.
+ * another stream wait for it.  An event that has never been recorded counts as complete.  Recording
+ * it again moves it to the new point; earlier waits keep the old one.
  *
  * Other libraries in the process (torch) have their own streams, identified by a raw handle (CUDA's
- * cudaStream_t).  The main stream can become one of them, so that their work and ours run in one
- * order.  It then continues after the work of the previous main stream.  If device memory runs out,
- * the other libraries are asked to release what they cache (`reclaim`).
+ * cudaStream_t).  The main stream can become one of them, so that their work and ours run in a
+ * single order.  It then continues after the work of the previous main stream.  If device memory
+ * runs out, the other libraries are asked to release what they cache (`reclaim`).
  *
  * Graphs.  On a device that supports them, work submitted to its streams from capture_begin to
  * capture_end is recorded instead of run.  A launch runs all of it again, on the same memory.  The
  * capture records the main stream and streams that wait for its events; the main stream must wait
- * for those in turn before the end.  Meanwhile the main stream is the device's own, even if another
+ * for these streams before the end.  Meanwhile the main stream is the device's own, even if another
  * was adopted.  Nothing may wait during a capture.  These calls are errors: a sync; testing an
  * event; a copy from or to host memory, except single constants of up to 8 bytes, whose value the
  * graph keeps.  It is also an error to make another library's stream follow ours, or to use memory
@@ -71,11 +71,11 @@ typedef struct fsdpc_graph fsdpc_graph;
 typedef struct fsdpc_window {
     fsdpc_device *device;
     size_t bytes;
-    unsigned char *address; /* for kernels: its own, constant for life */
-    unsigned char *memory;  /* for transports: the same for all windows that share the memory */
+    unsigned char *address; /* for kernels: unique and constant */
+    unsigned char *memory;  /* for transports: common to all windows that share the memory */
 } fsdpc_window;
 
-/* Work for a stream.  `arg` must stay valid until the work has run. */
+/* Work for a stream.  `arg` stays valid until the work has run. */
 typedef fsdpc_status (*fsdpc_stream_fn)(void *arg, fsdpc_stream *stream);
 
 /* Allowed access to memory; any other access ends the process. */
@@ -128,7 +128,7 @@ typedef struct fsdpc_device_ops {
     fsdpc_status (*window_destroy)(fsdpc_window *window);
 } fsdpc_device_ops;
 
-/* How the host waits for a remote device whose work may depend on dead ranks.  It polls until the
+/* Waits, on the host, for a remote device whose work may depend on dead ranks.  It polls until the
  * result is not IN_PROGRESS, or until the deadline, an interrupt or a failure. */
 typedef struct fsdpc_watch {
     fsdpc_status (*wait_for)(void *arg, fsdpc_status (*poll)(void *poll_arg), void *poll_arg);
@@ -143,24 +143,24 @@ struct fsdpc_device {
     bool remote;      /* the host cannot touch its memory, and its kernels run asynchronously */
     int ordinal;      /* among devices of its kind */
     bool capturing;   /* between capture_begin and capture_end */
-    bool ordered;     /* set by the context: excludes kernels whose summation order varies */
+    bool ordered;     /* set by the context: excludes kernels with a varying summation order */
     fsdpc_mem *mem;   /* borrowed */
     fsdpc_team *team; /* borrowed; NULL is a team of one */
     fsdpc_isa isa;
-    size_t window_granule;             /* windows take multiples of it; 0: no windows */
+    size_t window_granule;             /* window sizes are multiples of it; 0: no windows */
     const struct fsdpc_flat_ops *flat; /* set by the context, which connects kernels to a device */
     const struct fsdpc_nn_ops *nn;
     fsdpc_watch watch;  /* set by the transport that runs on it; zero: waits do not check peers */
     fsdpc_stream *main; /* see fsdpc_device_main */
     fsdpc_device *host; /* for a remote device: the host's CPU device, set by the context; else
                          * NULL */
-    void (*reclaim)(void *arg); /* asks another library to release cached memory; NULL: none to
-                                 * ask */
+    void (*reclaim)(void *arg); /* asks another library to release cached memory; NULL: there is
+                                 * none */
     void *reclaim_arg;
 };
 
-/* The default stream for kernels and copies: on the host the caller itself, on a remote device the
- * main stream. */
+/* Returns the default stream for kernels and copies: on the host the caller itself, on a remote
+ * device the main stream. */
 static inline fsdpc_stream *fsdpc_device_main(fsdpc_device *device)
 {
     return device->main;
@@ -170,7 +170,7 @@ static inline fsdpc_stream *fsdpc_device_main(fsdpc_device *device)
 struct fsdpc_stream {
     fsdpc_device *device;
     const char *name;
-    bool async; /* work runs by itself; false: in the caller of submit */
+    bool async; /* work runs independently; false: in the caller of submit */
 };
 
 struct fsdpc_event {
@@ -186,7 +186,7 @@ struct fsdpc_graph {
 fsdpc_status fsdpc_device_cpu_create(fsdpc_mem *mem, fsdpc_team *team, fsdpc_isa isa,
                                      int spare_cores, fsdpc_device **out);
 
-/* The number of threads that its streams have in this process. */
+/* Returns the number of threads that its streams have in this process. */
 int fsdpc_device_cpu_workers(const fsdpc_device *device);
 
 /* The calls that the null device received, in order; borrowed until the next call on the device. */
@@ -196,11 +196,11 @@ typedef struct fsdpc_null_record {
     const void *object; /* the event, the function's arg, or the address written */
 } fsdpc_null_record;
 
-/* Runs nothing: it records submitted functions, and calls them only if `run_host_work`. */
+/* Creates a device that records submitted functions, and calls them only if `run_host_work`. */
 fsdpc_status fsdpc_device_null_create(fsdpc_mem *mem, bool run_host_work, fsdpc_device **out);
 size_t fsdpc_device_null_records(const fsdpc_device *device, const fsdpc_null_record **out);
-/* Total floating-point operations of the products that the null device was given; its kernels
- * (ops/nn_null.c) add to it.  Other devices count nothing. */
+/* Returns the total floating-point operations of the products submitted to the null device; its
+ * kernels (ops/nn_null.c) count them.  Other devices count nothing. */
 const int64_t *fsdpc_device_null_flops(const fsdpc_device *device);
 void fsdpc_device_null_add_flops(fsdpc_device *device, double flops);
 
@@ -300,7 +300,7 @@ static inline fsdpc_status fsdpc_device_alloc_zeroed(fsdpc_device *device, fsdpc
     return status;
 }
 
-/* Whole pages; set ACCESS_WRITE again before freeing them.  Takes effect at once, on no stream. */
+/* Protects whole pages at once, not in stream order; set ACCESS_WRITE again before freeing them. */
 static inline fsdpc_status fsdpc_device_protect(fsdpc_device *device, void *pages, size_t bytes,
                                                 fsdpc_access access)
 {
@@ -320,7 +320,8 @@ static inline fsdpc_status fsdpc_device_precede(fsdpc_device *device, uintptr_t 
     return device->ops->precede ? device->ops->precede(device, raw) : FSDPC_OK;
 }
 
-/* Handle of the main stream; 0 for CUDA's default stream, and if the device has no handles. */
+/* Returns the main stream's handle; 0 for CUDA's default stream, or if the device has no
+ * handles. */
 static inline uintptr_t fsdpc_device_handle(const fsdpc_device *device)
 {
     return device->ops->handle ? device->ops->handle(device) : 0;
@@ -371,7 +372,7 @@ static inline fsdpc_status fsdpc_window_part(fsdpc_window *window)
     return window->device->ops->window_part(window);
 }
 
-/* Waits for the main stream.  If that fails, returns its error and leaves the window as it was;
+/* Waits for the main stream.  If that fails, returns the error and leaves the window unchanged;
  * callers that cannot retry leak it.  Errors of submitted work remain for the next sync. */
 static inline fsdpc_status fsdpc_window_destroy(fsdpc_window *window)
 {

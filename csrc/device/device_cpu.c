@@ -1,19 +1,19 @@
 /* The CPU as a device.
  *
  * Memory is counted memory (base/mem).  Kernels, copies and fills run in the calling thread.  There
- * are two kinds of stream.  Inline: submit calls the function before it returns, and every point of
- * the stream is always reached.  Worker: a thread takes entries from a FIFO, a ring that doubles
- * when full (after the first steps it no longer grows).
+ * are two kinds of stream.  Inline: submit calls the function before returning, and every point of
+ * the stream has always been reached.  Worker: a thread takes entries from a FIFO, a ring that
+ * doubles when full (it stops growing after the first steps).
  *
  * Note [progress].  Other threads see a worker stream's progress: how many entries it has finished.
  * The progress is a small object with its own reference count, so that an event, or a wait in
  * another stream's ring, may outlive the stream.  An event is a progress and the number to reach;
- * recording takes no entry.  Waits only ever refer to entries submitted before them, so streams
+ * recording needs no entry.  Waits only ever refer to entries submitted before them, so streams
  * cannot deadlock in a cycle.
  *
  * A sleeper on progress spins for some microseconds, then sleeps on a futex.  This file has no
- * deadlines: the work in a stream has its own (comm), and an interruptible caller polls event_test
- * instead of calling sync.
+ * deadlines: the work in a stream has its own (comm), and a caller that can be interrupted polls
+ * event_test instead of calling sync.
  */
 #include "device/device.h"
 
@@ -29,7 +29,7 @@
 #include "base/thread.h"
 
 enum {
-    FIRST_RING = 64, /* a power of two, as every ring */
+    FIRST_RING = 64, /* a power of two, like every ring */
     SPIN_NS = 20000,
     SPINS_PER_LOOK = 16,
     MESSAGE_BYTES = 1024,
@@ -167,7 +167,7 @@ static void run_function(cpu_stream *stream, fsdpc_stream_fn fn, void *arg)
         keep_error(stream, status);
 }
 
-/* Takes the next entry, and sleeps until there is one; false when the stream ends. */
+/* Takes the next entry, sleeping until there is one; returns false when the stream ends. */
 static bool take_entry(cpu_stream *stream, entry *out)
 {
     int64_t end = 0;
@@ -230,7 +230,7 @@ static fsdpc_status check_process(const progress *p, const char *stream_name)
     return FSDPC_OK;
 }
 
-/* Makes room for one more entry.  Requires the lock. */
+/* Reserves space for one more entry.  The caller holds the lock. */
 static fsdpc_status reserve_entry(cpu_stream *stream)
 {
     if (stream->submitted - stream->taken < stream->capacity)
