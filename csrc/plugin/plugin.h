@@ -1,13 +1,13 @@
-/* Plugins: how a shared library provides devices, a transport and links, and what it gets in return.
+/* Plugins: shared libraries that provide devices, a transport and links to the core.
  *
  * A plugin (libfsdpc_cuda.so, libfsdpc_mpi_mpich.so) is compiled from the same headers as the core
  * and loaded by path at first use.  It exports one symbol, fsdpc_plugin_open.  The core passes it
- * the host table and gets the plugin's table, or NULL with the reason in the core's error text.
+ * the host table and receives the plugin's table, or NULL with the reason in the core's error text.
  * Both tables begin with the ABI number and the sizes of all structs that core and plugin exchange.
- * A mismatch is an error that says to build both from one source, and never a crash.
+ * A mismatch is an error that advises building both from one source, never a crash.
  *
- * A plugin has no error text, log or counters.  Its sources call fsdpc_fail and fsdpc_mem_count by
- * those names, and guest.c forwards the calls to the host table.
+ * A plugin has no error text, log or counters of its own.  Its sources call fsdpc_fail and
+ * fsdpc_mem_count by name, and guest.c forwards the calls to the host table.
  *
  * Rules: a plugin stays loaded until the process ends.  Opening it does not touch the hardware;
  * device_count explains a missing driver.  The host table outlives the plugin.
@@ -68,7 +68,7 @@ typedef struct fsdpc_plugin {
     fsdpc_plugin_layout layout;
     const char *name; /* "cuda", "mpi" */
 
-    /* Describes what it was built with and what it found, in one line for show_config(). */
+    /* Describes the build and the libraries found, in one line for show_config(). */
     void (*describe)(char *text, size_t bytes);
 
     /* Devices, with their kernels in device->flat and device->nn.  Optional: NULL if it has
@@ -78,17 +78,17 @@ typedef struct fsdpc_plugin {
                                   fsdpc_device **out);
 
     /* Opens the library that its transport uses and describes it, "NCCL 2.28.9 at /usr/lib/...".
-     * It tries a copy that the process already has, then `path` (may be NULL), then the usual
-     * places.  Optional: NULL if it needs none. */
+     * It tries a copy already in the process, then `path` (may be NULL), then the usual places.
+     * Optional: NULL if it needs no library. */
     fsdpc_status (*comm_library)(const char *path, char *text, size_t bytes);
 
-    /* A communicator of ranks on its devices.  Optional: NULL if it has no transport.  `control` is
-     * a communicator of the same ranks over host memory; on success the transport owns it.  Options
-     * are borrowed for the call. */
+    /* Creates a communicator for ranks on its devices.  Optional: NULL if it has no transport.
+     * `control` is a communicator of the same ranks over host memory; on success the transport owns
+     * it.  Options are borrowed for the call. */
     fsdpc_status (*comm_create)(const fsdpc_comm_config *config, fsdpc_comm *control,
                                 const fsdpc_plugin_option *options, fsdpc_comm **out);
 
-    /* Links to ranks of other hosts.  Collective; optional: NULL if it has none. */
+    /* Creates a link to ranks on other hosts.  Collective; optional: NULL if it has no links. */
     fsdpc_status (*link_create)(int rank, int size, fsdpc_link **out);
 } fsdpc_plugin;
 

@@ -1,8 +1,8 @@
-/* The plugins that are loaded: one of the few globals, under a lock.
+/* The loaded plugins: one of the few globals, guarded by a lock.
  *
  * A library is opened with local symbols, so that those of two plugins (or of a plugin and torch)
  * never clash.  It is never closed: its code may be on any thread's stack, and CUDA does not
- * survive being unloaded.  A library that opened but did not match stays open too, unused.
+ * survive unloading.  A library that opened but did not match also stays open, unused.
  */
 #include "plugin/plugin.h"
 
