@@ -1,10 +1,9 @@
 /* Forwarders to the host table, under the names that the headers declare.
  *
- * The table's address is a plugin's only mutable global. The thread that loads the plugin writes it
- * once, before any other thread can know of the plugin.  Callers cannot pass it along: sources that
- * core and plugins share call these functions by name, some before they have any object.  Linking
- * to the core's own symbols would require exporting them, but Python loads the extension with local
- * symbols.
+ * The table's address is a plugin's only mutable global.  The loading thread writes it once, before
+ * any other thread can know of the plugin.  Callers cannot pass the address: sources that core and
+ * plugins share call these functions by name, some before any object exists.  Linking to the core's
+ * symbols would require exporting them, but Python loads the extension with local symbols.
  */
 #include "guest/guest.h"
 
