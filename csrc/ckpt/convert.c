@@ -1,8 +1,8 @@
-/* Conversions of many elements: fp32 to and from the 16-bit floats directly, every other pair
- * through blocks of doubles, which hold all of them exactly.
+/* Converts many elements: fp32 to and from 16-bit floats directly, all other pairs through blocks
+ * of doubles, which represent every value exactly.
  *
- * Going from fp64 to a 16-bit float through fp32 would round twice.  The first rounding is
- * therefore to odd (a sticky last bit), so that only the second one counts.
+ * Converting fp64 to a 16-bit float through fp32 would round twice.  The first rounding is
+ * therefore to odd (a sticky last bit), so that only the second rounding counts.
  */
 #include "ckpt/convert.h"
 

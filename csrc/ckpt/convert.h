@@ -1,15 +1,15 @@
 /* Converts elements from one dtype to another, on the way to or from a file.
  *
  * Plain loops over base/dtype.h's conversions (round to nearest even, NaN stays NaN, subnormals
- * kept), so that a writing thread needs neither a device nor its team.  Any pair of float types
- * works; integers and bools cannot be converted.
+ * kept), so a writing thread needs neither a device nor its team.  Any pair of float types works;
+ * integers and bools cannot be converted.
  */
 #ifndef FSDPC_CKPT_CONVERT_H
 #define FSDPC_CKPT_CONVERT_H
 
 #include "base/dtype.h"
 
-/* FSDPC_ERR_DTYPE, naming both, unless fsdpc_ckpt_convert supports the pair. */
+/* Returns FSDPC_ERR_DTYPE, naming both, unless fsdpc_ckpt_convert supports the pair. */
 fsdpc_status fsdpc_ckpt_convert_check(fsdpc_dtype to, fsdpc_dtype from);
 
 /* `dst` and `src` do not overlap; the caller has checked the pair. */

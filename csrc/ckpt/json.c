@@ -1,7 +1,7 @@
-/* The JSON cursor, and writing strings.
+/* The JSON cursor, and the writer of strings.
  *
  * UTF-8 is checked as in RFC 3629: no overlong forms, no surrogates, nothing above U+10FFFF.
- * Strings are copied run by run; only bytes above 127 and backslashes are looked at one by one.
+ * Strings are copied run by run; only bytes above 127 and backslashes are examined individually.
  */
 #include "ckpt/json.h"
 
@@ -71,7 +71,7 @@ fsdpc_status fsdpc_json_uint(fsdpc_json *json, uint64_t *out)
 
 /* ---- strings ---- */
 
-/* Length of the UTF-8 sequence at `at`, 0 if it is not one. */
+/* Returns the length of the UTF-8 sequence at `at`, or 0 if it is invalid. */
 static size_t sequence_bytes(const unsigned char *at, const unsigned char *end)
 {
     unsigned char lead = at[0];
@@ -123,7 +123,7 @@ static fsdpc_status four_digits(fsdpc_json *json, uint32_t *out)
     return FSDPC_OK;
 }
 
-/* After "\u": reads one code point, from two escapes if it is a surrogate pair. */
+/* Reads one code point after "\u", from two escapes if it is a surrogate pair. */
 static fsdpc_status unicode_escape(fsdpc_json *json, uint32_t *out)
 {
     uint32_t code = 0, low = 0;

@@ -1,10 +1,10 @@
-/* A JSON reader that accepts only what a header's format allows.
+/* A JSON reader that accepts only the JSON that a header's format allows.
  *
- * It is a cursor over a text: the caller knows what must come next and asks for it.  Nothing
- * recurses: nesting deeper than the caller expects is an error at its first bracket and never grows
- * the stack.  Numbers are whole and not negative.  Strings are valid UTF-8 without NUL, control
+ * It is a cursor over a text: the caller knows what must come next and asks for it.  It does not
+ * recurse: nesting deeper than the caller expects is an error at its first bracket and never grows
+ * the stack.  Numbers are non-negative integers.  Strings are valid UTF-8 without NUL, control
  * characters or halves of surrogate pairs; the reader resolves escapes.  Every error names the
- * text, the byte and what was expected.
+ * text, the byte and the expected token.
  */
 #ifndef FSDPC_CKPT_JSON_H
 #define FSDPC_CKPT_JSON_H
@@ -19,20 +19,20 @@ typedef struct fsdpc_json {
     const char *what; /* borrowed: the file, for messages */
 } fsdpc_json;
 
-/* Skips blanks and takes `symbol` if it comes next. */
+/* Skips blanks and consumes `symbol` if it comes next. */
 bool fsdpc_json_take(fsdpc_json *json, char symbol);
-/* The same, but an error if it does not. */
+/* Does the same, but fails if it does not. */
 fsdpc_status fsdpc_json_expect(fsdpc_json *json, char symbol);
 
 /* Reads a string and writes it, NUL-terminated, at *cursor_io, which moves past it.  The result is
- * never longer than its source, so a buffer as long as the text holds all its strings. */
+ * never longer than its source, so a buffer as long as the text is enough for all its strings. */
 fsdpc_status fsdpc_json_string(fsdpc_json *json, char **cursor_io, const char **out);
 fsdpc_status fsdpc_json_uint(fsdpc_json *json, uint64_t *out);
 
 /* Checks that only blanks are left. */
 fsdpc_status fsdpc_json_end(fsdpc_json *json);
 
-/* An error at the cursor: "file: byte 17 of the header: expected ..., got '-'". */
+/* Reports an error at the cursor: "file: byte 17 of the header: expected ..., got '-'". */
 fsdpc_status fsdpc_json_fail(const fsdpc_json *json, const char *expected);
 
 /* Writes a string with its quotes, escaped only as far as JSON requires.  Returns its length in

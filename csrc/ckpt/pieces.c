@@ -1,8 +1,9 @@
-/* Moves pieces to files and back, a chunk at a time.
+/* Moves pieces to files and back, one chunk at a time.
  *
- * A chunk is converted if dtypes differ, summed, and handed to the kernel, all while it is in the
- * cache.  Reads go straight into the piece's memory if no conversion is needed.  Every few chunks
- * the kernel is told to begin writing to the disk, so that the final fsync has little left to do.
+ * A chunk is converted if dtypes differ, checksummed, and passed to the kernel, all while it is in
+ * the cache.  Reads go straight into the piece's memory if no conversion is needed.  Every few
+ * chunks the kernel is asked to begin writing to the disk, so the final fsync has little left to
+ * do.
  */
 #include "ckpt/pieces.h"
 

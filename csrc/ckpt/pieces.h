@@ -1,15 +1,15 @@
-/* Moving pieces of tensors between memory and files.
+/* Moves pieces of tensors between memory and files.
  *
  * A piece is a run of elements of one tensor: the part that one rank holds.  It has a place in
- * memory and a place in a file, each with a dtype. csrc/bind makes pieces; this code knows nothing of
- * layouts, units or ranks.
+ * memory and a place in a file, each with a dtype.  csrc/bind creates pieces; this code knows
+ * nothing about layouts, units or ranks.
  *
- * Checksums.  CRC-32C is linear.  Shift the CRC of each piece over the bytes behind it: the
- * exclusive or of the results is the tensor's CRC.  Each rank therefore contributes one word per
- * tensor (0 if it has no piece), and the xor of all ranks' words is the tensor's CRC.  It covers
- * the file's bytes, summed chunk by chunk while they are in the cache.
+ * Checksums.  CRC-32C is linear.  If each piece's CRC is shifted over the bytes behind the piece,
+ * the exclusive or of the results is the tensor's CRC.  Each rank therefore contributes one word
+ * per tensor (0 if it has no piece), and the xor of all ranks' words is the tensor's CRC.  It
+ * covers the file's bytes, summed chunk by chunk while they are in the cache.
  *
- * Memory: one chunk, whatever the size of the pieces.
+ * Memory: one chunk, for pieces of any size.
  */
 #ifndef FSDPC_CKPT_PIECES_H
 #define FSDPC_CKPT_PIECES_H
@@ -17,13 +17,13 @@
 #include "base/dtype.h"
 #include "base/fs.h"
 
-/* Small enough that data the kernel has just read is still in the core's own cache. */
+/* Small enough for data that the kernel has just read to be still in the core's own cache. */
 enum { FSDPC_CKPT_CHUNK_BYTES = 1 << 20 };
 
 typedef struct fsdpc_ckpt_file {
     char *path;
     uint64_t bytes;
-    const void *header; /* what it begins with, written by rank 0; may be all of it */
+    const void *header; /* the beginning of the file, or all of it, written by rank 0 */
     size_t header_bytes;
 } fsdpc_ckpt_file;
 

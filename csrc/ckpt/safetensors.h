@@ -2,10 +2,10 @@
  *
  *     8 bytes, little endian: header length | header, JSON | tensor data
  *
- * The reader refuses everything else: duplicate or unknown keys, unknown dtypes, numbers that are
- * not whole, negative or too large, bad UTF-8.  It refuses shapes whose bytes do not match their
- * offsets, and tensors that overlap or leave holes.  It refuses a header above 100,000,000 bytes,
- * and data that the file does not contain.  Names may be any text.  The reader checks every size
+ * The reader rejects everything else: duplicate or unknown keys, unknown dtypes, numbers that are
+ * fractional, negative or too large, invalid UTF-8.  It rejects shapes whose bytes do not match
+ * their offsets, and tensors that overlap or leave holes.  It rejects a header above 100,000,000
+ * bytes, and data beyond the end of the file.  Names may be any text.  The reader checks every size
  * against the file's before it allocates.
  *
  * The layout of a new file depends only on names, dtypes and shapes, so every rank computes all of
@@ -45,7 +45,7 @@ enum { FSDPC_ST_MAX_DIMS = 8 };
 typedef struct fsdpc_st_dtype {
     const char *name;
     size_t bytes;
-    int dtype; /* fsdpc_dtype, or -1: exists only in the format */
+    int dtype; /* fsdpc_dtype, or -1: used only by the format */
 } fsdpc_st_dtype;
 
 /* Finds a dtype by name; NULL if unknown. */
@@ -72,21 +72,21 @@ typedef struct fsdpc_st_header {
     char *text;          /* storage for the strings */
 } fsdpc_st_header;
 
-/* Parses the header of a file of `file_bytes` bytes.  `data` has the first `bytes` of them, at
+/* Parses the header of a file of `file_bytes` bytes.  `data` contains the first `bytes` of them, at
  * least the whole header.  `what` names the file in messages. */
 fsdpc_status fsdpc_st_parse(const void *data, size_t bytes, uint64_t file_bytes, const char *what,
                             fsdpc_st_header *out);
 void fsdpc_st_header_fini(fsdpc_st_header *header);
 
-/* Reads and checks the header's length; `data` holds at least 8 bytes. */
+/* Reads and checks the header's length; `data` has at least 8 bytes. */
 fsdpc_status fsdpc_st_header_bytes(const void *data, uint64_t file_bytes, const char *what,
                                    uint64_t *out);
 
 /* Reads the header of the file at a path. */
 fsdpc_status fsdpc_st_load(const char *path, fsdpc_st_header *out);
 
-/* Lays out a file: fills in begin and end of the tensors (whose order in the array stays) and makes
- * the header, length included.  The caller frees it. */
+/* Lays out a file: fills in each tensor's begin and end (keeping the array's order) and creates the
+ * header, including its length.  The caller frees it. */
 fsdpc_status fsdpc_st_layout(fsdpc_st_tensor *tensors, size_t n_tensors,
                              const fsdpc_st_pair *metadata, size_t n_metadata, char **header_out,
                              size_t *header_bytes_out);

@@ -1,8 +1,8 @@
 /* The layout of a safetensors file.
  *
- * Order and bytes depend only on names, dtypes and shapes: every rank makes the same header and
- * knows every offset without communication.  Keys and separators are those of the reference
- * library.  If its order is the same (one dtype of each size), the files are identical byte for
+ * Order and bytes depend only on names, dtypes and shapes, so every rank creates the same header
+ * and knows every offset without communication.  Keys and separators are those of the reference
+ * library.  If its order is the same (only one dtype per size), the files are identical byte for
  * byte.
  */
 #include "ckpt/safetensors.h"

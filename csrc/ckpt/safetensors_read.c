@@ -1,9 +1,9 @@
 /* The reader of safetensors headers.
  *
- * One pass over the text fills arrays that grow with the entries.  The header bounds their size: an
- * entry takes at least 40 bytes of it.  Strings go to one buffer as long as the header.  Sorting
- * names then finds duplicates, and sorting offsets finds overlaps and holes, so a header of a
- * million tensors costs only two sorts.
+ * One pass over the text fills arrays that grow with the entries.  The header bounds their size,
+ * since each entry needs at least 40 bytes of it.  Strings are stored in one buffer as long as the
+ * header.  Sorting names then finds duplicates, and sorting offsets finds overlaps and holes, so a
+ * header of a million tensors costs only two sorts.
  */
 #include "ckpt/safetensors.h"
 

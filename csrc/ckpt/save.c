@@ -1,13 +1,13 @@
-/* The order of a save.
+/* Performs the steps of a save in order.
  *
- * Only rank 0 changes names: it makes the temporary folder and renames it.  The others open
+ * Only rank 0 changes names: it creates the temporary folder and renames it.  The other ranks open
  * existing files.  A rank that dies thus leaves at most a temporary folder.  A folder gets its
  * final name only after all ranks have confirmed that their data is on the disk.
  *
  * If the ranks cannot agree because one has died, the save returns the gather's error.  Rank 0
  * removes the temporary folder in that case too: ranks that are still writing have the files open
  * and learn of it at their own gather.  If the parent folder cannot be synced after the rename,
- * rank 0 reverts the rename: a commit that may vanish does not count.
+ * rank 0 reverts the rename: a commit that might vanish does not count.
  */
 #include "ckpt/save.h"
 
@@ -66,7 +66,7 @@ static fsdpc_status begin(const fsdpc_ckpt_plan *plan)
     return create_files(plan);
 }
 
-/* Every rank's contributions become the tensors' checksums. */
+/* Combines all ranks' contributions into the tensors' checksums. */
 static fsdpc_status combine(const fsdpc_ckpt_plan *plan, uint32_t *crcs)
 {
     if (plan->size == 1)
@@ -154,7 +154,8 @@ fsdpc_status fsdpc_ckpt_save(const fsdpc_ckpt_plan *plan)
     status = commit(plan, crcs);
     FSDPC_TRY_GOTO(status, fsdpc_ckpt_agree(plan, status), remove);
     free(crcs);
-    if (plan->rank == 0 && plan->overwrite) /* the next save removes what is left of the old one */
+    if (plan->rank == 0 && plan->overwrite) /* the next save removes any remains of the old
+                                             * folder */
         (void)fsdpc_fs_remove_tree(&plan->fs, plan->temp);
     return FSDPC_OK;
 

@@ -1,8 +1,8 @@
-/* A save: from pieces in memory to a committed folder.
+/* A save turns pieces in memory into a committed folder.
  *
  * All ranks run it together, each with its own pieces and an otherwise identical plan.  Afterwards
  * the folder exists under its final name with a valid manifest, or it does not exist.  Every rank
- * gets the same result; on failure, the error of the lowest rank that failed.
+ * gets the same result: on failure, the error of the lowest rank that failed.
  *
  *     rank 0 makes a temporary folder next to the final one and the files in it, sizes reserved
  *     agree: did it work?
@@ -12,9 +12,9 @@
  *     agree: does it exist?
  *
  * With `overwrite` the last rename exchanges the old folder and the new one, and rank 0 removes the
- * old one when all is committed.
+ * old folder after the commit.
  *
- * The caller makes sure that only one save of a folder runs at a time, over all processes.
+ * The caller ensures that only one save of a folder runs at a time, across all processes.
  *
  * A killed save leaves a temporary folder.  The next save of the same name removes it, or the
  * checkpoint manager of the parent folder does.
@@ -46,8 +46,8 @@ typedef struct fsdpc_ckpt_plan {
     size_t n_pieces;
     size_t n_tensors;
 
-    /* The manifest's text.  It has room for the checksums of 8 digits: each tensor's at
-     * crc_at[tensor], and that of all text before it at checksum_at. */
+    /* The manifest's text.  It has space for checksums of 8 digits: each tensor's at
+     * crc_at[tensor], and the one of all preceding text at checksum_at. */
     char *manifest_path;
     char *manifest;
     size_t manifest_bytes;
@@ -57,7 +57,7 @@ typedef struct fsdpc_ckpt_plan {
 
 fsdpc_status fsdpc_ckpt_save(const fsdpc_ckpt_plan *plan);
 
-/* Gives the same answer on every rank: FSDPC_OK if `status` is OK on all, else the error of the
+/* Returns the same result on every rank: FSDPC_OK if `status` is OK on all, else the error of the
  * lowest rank that failed, with its text. */
 fsdpc_status fsdpc_ckpt_agree(const fsdpc_ckpt_plan *plan, fsdpc_status status);
 

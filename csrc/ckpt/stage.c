@@ -1,8 +1,8 @@
-/* Copies past the caches, if the processor can.
+/* Copies past the caches, if the processor supports that.
  *
  * The C library's memcpy also streams, but only from tens of megabytes per call, and pieces are
  * smaller.  SSE2 is part of every x86-64; other processors use memcpy.  Pieces begin at multiples
- * of 64 bytes, so that whole lines are stored.
+ * of 64 bytes, so whole lines are stored.
  */
 #include "ckpt/stage.h"
 
@@ -69,6 +69,6 @@ void fsdpc_ckpt_stage(fsdpc_ckpt_piece *pieces, size_t n_pieces, void *memory)
         at += room_of(piece);
     }
 #ifdef __SSE2__
-    _mm_sfence(); /* orders streamed stores before whatever tells another thread of them */
+    _mm_sfence(); /* orders streamed stores before the signal to another thread */
 #endif
 }

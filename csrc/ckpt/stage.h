@@ -1,16 +1,17 @@
 /* The staging copy for saves on a background thread.
  *
  * The copy has the layout of the file, and the pieces then point to it.  Once it is done, the owner
- * may overwrite the originals.  The copy is the only time that such a save takes from its caller.
- * It bypasses the caches, because it is not read soon, and a store that need not fetch its cache
- * line first saves a third of the traffic.
+ * may overwrite the originals.  Such a save blocks its caller only for the copy.  It bypasses the
+ * caches, because the copy is not read soon, and a store that does not fetch its cache line first
+ * saves a third of the traffic.
  */
 #ifndef FSDPC_CKPT_STAGE_H
 #define FSDPC_CKPT_STAGE_H
 
 #include "ckpt/pieces.h"
 
-/* The bytes that the copy needs; an error if a piece cannot be converted to its file's dtype. */
+/* Computes the bytes that the copy needs; fails if a piece cannot be converted to its file's
+ * dtype. */
 fsdpc_status fsdpc_ckpt_stage_bytes(const fsdpc_ckpt_piece *pieces, size_t n_pieces,
                                     size_t *bytes_out);
 

@@ -1,9 +1,9 @@
-/* Checksums on several threads.
+/* Computes checksums on several threads.
  *
  * One core sums about as fast as it copies from the page cache.  A single thread would therefore
- * check at little more than half the speed of a plain reader.  Disks also benefit from several
- * concurrent reads.  Spans are long enough for the kernel to read ahead in each.  They also make
- * the cost of the lock (on the cursor, the sums and the first error) negligible.  A chunk of a span
+ * check files at little more than half the speed of a plain reader.  Disks also benefit from
+ * several concurrent reads.  Spans are long enough for the kernel to read ahead in each.  They also
+ * make the lock's cost (on the cursor, the sums and the first error) negligible.  A chunk of a span
  * is summed while it is in the core's own cache.  Every thread opens the files itself, because the
  * kernel reads ahead per open file.
  */
@@ -40,14 +40,14 @@ typedef struct span {
     uint64_t bytes_behind;  /* of the run, after the span */
 } span;
 
-/* What one thread reads with. */
+/* The state of one reading thread. */
 typedef struct reader {
     const char *path; /* of the open file, or NULL */
     int fd;
     unsigned char *chunk;
 } reader;
 
-/* The next span; false: there is none, or something has failed. */
+/* Takes the next span; returns false if there is none, or after a failure. */
 static bool take(summing *all, span *out)
 {
     pthread_mutex_lock(&all->lock);
