@@ -1,34 +1,33 @@
-/* The calling half of a link over MPI: posts, tests, aborts, and the end of the process.
+/* The caller's half of a link over MPI: posts, tests, aborts, and the end of the process.
  *
  * Nothing here calls MPI except to get its version.  A post pushes the operation on a lock-free
  * list and wakes the link's thread if it sleeps.
  *
- * Aborts.  The thread tells the peers and then makes no more MPI calls.  Only that keeps MPI from
- * writing to the memory of receives: MPI cannot cancel a receive once it is matched.  An abort
- * therefore waits until the thread has stopped.  (A network adapter may still write data that a
- * peer had begun to put.)
+ * Aborts.  The thread tells the peers and then makes no more MPI calls.  Only this keeps MPI from
+ * writing to the memory of receives, since MPI cannot cancel a matched receive.  An abort therefore
+ * waits until the thread has stopped.  (A network adapter may still write data that a peer had
+ * begun to put.)
  *
  * The end.  MPI_Finalize waits for all processes, and a launcher treats a process that exits
  * without it as failed.  A clean destroy therefore returns at once, and the thread continues: it
  * meets the other processes in a barrier that it polls, then calls MPI_Finalize.  If the process
  * exits with status 0 meanwhile, the exit waits for the thread, as in any MPI program.  It waits as
- * long as the other processes run, which may be long.  Once all have met, MPI_Finalize has a
- * deadline.  After that the process ends at once, with its status and a warning, because MPI's exit
- * handlers may hang too.
+ * long as the other processes run.  Once all have met, MPI_Finalize has a deadline.  After that the
+ * process ends at once, with its status and a warning, because MPI's exit handlers may hang too.
  *
  * MPICH over UCX flushes connections in MPI_Finalize: it sends a request to each peer that it has
- * sent to.  Once these answer, it waits for the launcher and itself answers no one, so a peer that
- * asks later hangs.  Each process therefore sends something to every other at the end, which makes
- * all of them ask and be asked.  It then waits a moment between the barrier and MPI_Finalize, so
- * that the others also leave the barrier.  Every process that answers is then in MPI_Finalize, and
- * has already asked.
+ * sent to.  Once these answer, it waits for the launcher and answers no more requests, so a later
+ * request from a peer hangs.  Each process therefore finally sends a message to every other, so
+ * that all send and receive requests.  It then waits a moment between the barrier and MPI_Finalize,
+ * so that the others also leave the barrier.  Every process that answers is then in MPI_Finalize,
+ * and has already sent its requests.
  *
- * After an abort, with operations in flight, or with another exit status, the process waits for
- * nothing.  Launchers end a run when a process fails; Open MPI's also does when one exits without
- * MPI_Finalize.
+ * After an abort, with operations in flight, or with a nonzero exit status, the process does not
+ * wait.  Launchers end a run when a process fails; Open MPI's also does so when a process exits
+ * without MPI_Finalize.
  *
  * The thread and the exit handler use the link's memory until the process ends, so it is never
- * freed.  MPI starts once per process, so that leak happens only once.
+ * freed.  MPI starts once per process, so this leak happens only once.
  */
 #include "mpi/link_mpi.h"
 
@@ -55,7 +54,7 @@ static void wake_thread(fsdpc_mpi_link *link)
         fsdpc_futex_wake(&link->asleep);
 }
 
-/* Waits at most max_ns until the thread has left a phase. */
+/* Waits for at most max_ns until the thread has left a phase. */
 static void await_phase(fsdpc_mpi_link *link, uint32_t left, int64_t max_ns)
 {
     int64_t end = fsdpc_clock_ns() + max_ns;
@@ -164,7 +163,8 @@ static void mpi_describe(const fsdpc_link *base, char *text, size_t bytes)
 
 void fsdpc_mpi_version(char *text, size_t bytes)
 {
-    char whole[8192]; /* large enough for both families: the loaded library may be the other one */
+    char whole[8192]; /* large enough for both families, since the other one's library may be
+                       * loaded */
     int length;
     MPI_Get_library_version(whole, &length);
     whole[strcspn(whole, "\n")] = '\0';
@@ -173,7 +173,7 @@ void fsdpc_mpi_version(char *text, size_t bytes)
     snprintf(text, bytes, "%.100s", whole);
 }
 
-/* See the top of the file: an exit with success waits for the thread to end MPI. */
+/* See the top of the file: a successful exit waits for the thread to end MPI. */
 static void at_exit(int exit_status, void *arg)
 {
     fsdpc_mpi_link *link = arg;
@@ -229,7 +229,7 @@ fsdpc_status fsdpc_link_mpi_create(int rank, int size, fsdpc_link **out)
     }
     while (phase_of(link) == FSDPC_MPI_STARTING)
         await_phase(link, FSDPC_MPI_STARTING, STOP_NS);
-    if (link->status != FSDPC_OK) { /* the memory stays: MPI may know of it */
+    if (link->status != FSDPC_OK) { /* the memory is kept, since MPI may refer to it */
         pthread_join(link->thread, NULL);
         return fsdpc_fail(link->status, "%s", link->reason);
     }

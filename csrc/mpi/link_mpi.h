@@ -1,4 +1,4 @@
-/* A link over MPI: the part that its two halves share.
+/* A link over MPI: declarations that its two halves share.
  *
  * The posting thread calls link_mpi.c, which posts and tests. mpi_thread.c is the link's thread,
  * the only one that calls MPI.  Operations go to it through `queue`, and results come back in their
@@ -58,27 +58,27 @@ typedef struct fsdpc_mpi_link {
     bool *met;              /* peers that an operation was posted for */
     bool *gone;             /* peers whose farewell has arrived */
     MPI_Comm comm, news;    /* for messages; for abort reasons and the end */
-    char heard[256];        /* buffer for a peer's reason */
+    char heard[256];        /* buffer for a peer's abort reason */
     fsdpc_link_op *backlog; /* operations with pieces left to post, oldest first */
-    size_t n, capacity;     /* of the following; the first is the receive for news */
+    size_t n, capacity;     /* of the following arrays; entry 0 is the receive for news */
     MPI_Request *requests;
     fsdpc_mpi_piece *pieces;
     int *indices;
     MPI_Status *statuses;
 } fsdpc_mpi_link;
 
-/* Collective over MPI's processes, whose number must be `size`: waits for all of them. */
+/* Collective over all MPI processes, of which there must be `size`; waits for all of them. */
 fsdpc_status fsdpc_link_mpi_create(int rank, int size, fsdpc_link **out);
 
-/* Marks the link as failed; the first reason stays. */
+/* Marks the link as failed; keeps the first reason. */
 void fsdpc_mpi_fail(fsdpc_mpi_link *link, const char *reason);
 /* Calls `wake`, if set. */
 void fsdpc_mpi_wake(fsdpc_mpi_link *link);
 
-/* The first line of MPI's library version: "Open MPI v4.1.4, package: ...". */
+/* Gets the first line of MPI's library version: "Open MPI v4.1.4, package: ...". */
 void fsdpc_mpi_version(char *text, size_t bytes);
 
-/* The thread: starts MPI, carries operations while `wanted` is RUN, then ends MPI. */
+/* The thread's function: starts MPI, carries operations while `wanted` is RUN, then ends MPI. */
 void *fsdpc_mpi_thread(void *link);
 
 #endif

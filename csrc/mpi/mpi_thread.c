@@ -1,34 +1,34 @@
 /* The thread that calls MPI.
  *
  * Messages.  A message travels in pieces of PIECE bytes and ends with a shorter one, which may be
- * empty.  If two ranks post different sizes, they therefore meet in a piece whose sizes differ.
- * MPI sends a piece of this size at once.  For a larger one it would first ask the peer, whose
- * thread sleeps; that made steps over 1 Gbit/s take 1.3 times as long.  UCX, the usual transport of
- * MPICH, would ask for smaller pieces too, so we raise its threshold unless UCX_RNDV_THRESH is set.
- * At most WINDOW pieces of a message are in flight.  MPI keeps pieces of one pair and tag in order.
- * A message waits until all pieces of earlier messages with the same pair, tag and direction are
- * posted.
+ * empty.  If two ranks post different sizes, some pair of pieces therefore differs in size.  MPI
+ * sends a piece of this size at once.  For a larger piece it would first ask the peer, whose thread
+ * sleeps; that made steps over 1 Gbit/s take 1.3 times as long.  UCX, MPICH's usual transport,
+ * would also ask for smaller pieces, so we raise its threshold unless UCX_RNDV_THRESH is set.  At
+ * most WINDOW pieces of a message are in flight.  MPI keeps pieces with the same pair and tag in
+ * order.  A message waits until all pieces of earlier messages with its pair, tag and direction
+ * have been posted.
  *
  * Receives probe first (MPI_Improbe), and give MPI memory only for a piece that has arrived with
  * the expected size.  MPI reports a longer piece as an error too, but Open MPI 4.1 has by then
  * written past the end of the memory.
  *
- * Sleeping.  MPI progresses only inside its calls, and no one can sleep on it.  Between two polls
- * this thread sleeps for an eighth of the time since an operation was last posted or ended.  This
- * makes a wait at most an eighth longer, and a long wait takes no core.  The longest sleep is 1 ms
- * while operations are in flight, and 100 ms otherwise, when only news can arrive.  A post wakes
- * the thread.  A few finished pieces do not reset the sleep or wake a waiter.  On a core that also
- * computes, polling after each piece made a step over 1 Gbit/s take 570 ms instead of 496 ms.
- * After many pieces the thread polls again at once.
+ * Sleeping.  MPI progresses only inside its calls, and a thread cannot sleep until it does.
+ * Between two polls this thread sleeps for an eighth of the time since an operation was last posted
+ * or ended.  This makes a wait at most an eighth longer, and a long wait occupies no core.  The
+ * longest sleep is 1 ms while operations are in flight, and 100 ms otherwise, when only news can
+ * arrive.  A post wakes the thread.  A few finished pieces do not reset the sleep or wake a waiter.
+ * On a core that also computes, polling after each piece made a step over 1 Gbit/s take 570 ms
+ * instead of 496 ms.  After many pieces the thread polls again at once.
  *
- * News.  Every process posts a receive for the reason of the first process to abort.  An MPI error
- * is such a reason too, unless the watch (comm/host_watch.h) soon finds a better one: MPI knows
- * that a connection broke, but not why.
+ * News.  Every process posts a receive for the abort reason, which the first process to abort
+ * sends.  An MPI error is also such a reason, unless the watch (comm/host_watch.h) soon finds a
+ * better one: MPI knows that a connection broke, but not why.
  *
- * Leaving.  A process that posts no more sends a farewell to all peers that it has exchanged
- * messages with.  The farewell has a separate tag and comes after all other messages.  A receive
- * that has waited long checks for the farewell: if only the farewell has arrived, nothing more will
- * come.
+ * Leaving.  A process that will post no more operations sends a farewell to all peers with which it
+ * has exchanged messages.  The farewell has a separate tag and comes after all other messages.  A
+ * receive that has waited long checks for it: if only the farewell has arrived, no more messages
+ * will come.
  */
 #include "mpi/link_mpi.h"
 
@@ -44,10 +44,10 @@ enum { PIECE = 60 << 10, WINDOW = 64, MANY = WINDOW / 4 };
 
 static const int64_t SHORTEST_NS = 50000, BUSY_NS = 1000000, IDLE_NS = 100000000;
 static const int64_t LONG_NS = 100000000; /* until a receive checks whether its peer has left */
-static const int64_t TELL_NS = 300000000; /* for the peers to receive a reason: three times their
-                                           * sleep */
+static const int64_t TELL_NS = 300000000; /* for the peers to receive a reason: three of their
+                                           * longest sleeps */
 static const int64_t GRACE_NS = 1000000000;
-static const int64_t SETTLE_NS = 300000000; /* for the peers to leave the last barrier too */
+static const int64_t SETTLE_NS = 300000000; /* for the peers to also leave the last barrier */
 
 static void enter(fsdpc_mpi_link *link, enum fsdpc_mpi_phase phase)
 {
@@ -69,7 +69,7 @@ static bool failed(fsdpc_mpi_link *link, int error, const char *call)
     return true;
 }
 
-/* The same for a call about a message; the reason names the peer. */
+/* Does the same for a call about a message; the reason names the peer. */
 static bool failed_with(fsdpc_mpi_link *link, int error, const char *call, const fsdpc_link_op *op)
 {
     char about[64];
@@ -115,8 +115,9 @@ static fsdpc_status start_mpi(fsdpc_mpi_link *link)
     return FSDPC_OK;
 }
 
-/* MPICH 5 keeps a name in /dev/shm until MPI_Finalize, which a killed rank never calls.  Once a
- * collective has returned, all ranks have mapped the memory, and none opens it by name again. */
+/* Removes MPICH 5's name in /dev/shm, which it keeps until MPI_Finalize; a killed rank never calls
+ * that.  Once a collective has returned, all ranks have mapped the memory, and none opens it by
+ * name again. */
 static void unlink_early(void)
 {
     static const char SHARED[] = "/dev/shm/mpich_shm_";
@@ -161,7 +162,7 @@ static fsdpc_status join_world(fsdpc_mpi_link *link)
 
 /* ---- Pieces ---- */
 
-/* Makes room for one more request. */
+/* Reserves space for one more request. */
 static bool grow(fsdpc_mpi_link *link)
 {
     if (link->n < link->capacity)
@@ -274,7 +275,7 @@ static void end_op(fsdpc_mpi_link *link, fsdpc_link_op *op)
     link->ended = true;
 }
 
-/* Whether an earlier one in the backlog must be posted first. */
+/* Whether an earlier operation in the backlog must be posted first. */
 static bool follows(const fsdpc_mpi_link *link, const fsdpc_link_op *op)
 {
     for (const fsdpc_link_op *other = link->backlog; other != op; other = other->next)
@@ -361,7 +362,7 @@ static bool idle(fsdpc_mpi_link *link)
     return link->n == 1 && !link->backlog && !atomic_load(&link->queue);
 }
 
-/* Sends farewells to the peers that operations were posted for, or to the others. */
+/* Sends farewells to the peers with which operations were posted, or to the others. */
 static void send_goodbyes(fsdpc_mpi_link *link, bool met)
 {
     const char *text = link->base.farewells[link->base.rank];
@@ -424,7 +425,7 @@ static void end_orphans(fsdpc_mpi_link *link)
 
 /* ---- The thread ---- */
 
-/* How long to sleep `since` ns after the last event; see the top of the file. */
+/* Returns how long to sleep `since` ns after the last event; see the top of the file. */
 static int64_t rest_ns(int64_t since, int64_t most)
 {
     int64_t ns = since / 8;
@@ -481,7 +482,7 @@ static void tell_peers(fsdpc_mpi_link *link)
     free(requests);
 }
 
-/* Ends MPI together with all others; false: one of them aborted instead. */
+/* Ends MPI together with all other processes; returns false if one of them aborted instead. */
 static bool end_mpi(fsdpc_mpi_link *link)
 {
     int all = 0;
@@ -528,7 +529,7 @@ static void stop(fsdpc_mpi_link *link)
 {
     if (*link->reason && !*link->heard)
         await_watch(link);
-    /* News may have arrived unseen; this rank's own reason is then as good. */
+    /* News may have arrived unseen; this rank's own reason is then just as good. */
     if ((!*link->heard || !*link->reason) && atomic_load(&link->wanted) == FSDPC_MPI_ABORT)
         memcpy(link->reason, link->asked, sizeof link->asked);
     if (!*link->reason)

@@ -1,9 +1,10 @@
-/* libfsdpc_mpi_<family>.so: the table that the core gets, and the one symbol that it exports.
+/* libfsdpc_mpi_<family>.so: the table that the core receives, and the library's only exported
+ * symbol.
  *
  * Before version 5, MPI has no standard ABI: programs and libraries are compatible only within a
- * family.  A process may already have the other family's library (through mpi4py or LD_PRELOAD),
- * and then the plugin's calls would go there.  Opening the plugin therefore asks the library for
- * its name, which MPI allows before MPI_Init, and refuses the other family's.
+ * family.  A process may already have loaded the other family's library (through mpi4py or
+ * LD_PRELOAD), which would then receive the plugin's calls.  Opening the plugin therefore asks the
+ * library for its name, which MPI allows before MPI_Init, and rejects the other family.
  */
 #include <stdio.h>
 #include <string.h>
