@@ -66,7 +66,7 @@ void fsdpc_mem_peak_reset(fsdpc_mem *mem);
 void fsdpc_mem_trim(fsdpc_mem *mem); /* returns cached blocks to the system */
 
 /* Lets malloc keep up to 64 MiB of free memory at the end of its heap, and take blocks of up to 32
- * MiB from there. glibc does so itself once a block of that size is freed, but not if the user set
+ * MiB from there.  glibc does so itself once a block of that size is freed, but not if the user set
  * MALLOC_TRIM_THRESHOLD_ or the like. */
 void fsdpc_mem_keep_heap(void);
 

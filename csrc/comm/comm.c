@@ -9,7 +9,7 @@
  * If `idle` reports a peer as gone, that is not yet a failure: the peer may have done its part
  * before it left.  The wait polls once more, and fails only if the operation is still unfinished.
  *
- * An interrupt leaves the operation in flight, because the peers rely on it. fsdpc_comm_run aborts
+ * An interrupt leaves the operation in flight, because the peers rely on it.  fsdpc_comm_run aborts
  * instead, since its storage ends with the call.
  */
 #include "comm/comm.h"

@@ -10,7 +10,7 @@
  * epoch and publishing.  An epoch has two parts: arrive (with a note) and wait for all arrivals.
  * If any note is CHANGED, write this rank's slices, publish, and wait for all ranks to publish
  * before any read.  The next arrival comes after the end of all gathers: until then a transport may
- * read this rank's slices and write the others. docs/design/communication.md explains why no
+ * read this rank's slices and write the others.  docs/design/communication.md explains why no
  * simpler order is safe.
  *
  * Transports whose ranks share no memory create `moved` wires, which have no memory and only define

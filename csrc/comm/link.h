@@ -14,7 +14,7 @@
  * receive fails, and nothing is written past its memory.  A message may be empty.  If a link
  * supports runs, either side's memory may consist of several runs.
  *
- * Operations. fsdpc_link_op is the caller's storage, zeroed before its first use; a post's
+ * Operations.  fsdpc_link_op is the caller's storage, zeroed before its first use; a post's
  * allocations do not grow with its bytes.  Storage and memory belong to the link until test reports
  * that the operation is done.  When a send is done, its memory may be written again, but the peer
  * may not have received it yet.

@@ -123,7 +123,7 @@ static fsdpc_status reduce_step(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_st
     FSDPC_TRY(agreed(self, work->sequence, late));
     FSDPC_TRY(fsdpc_coll_reduce_slices(&work->op, self->base.rank, self->base.size, buffer->datas,
                                        stream));
-    /* A count, because operations of one filling may complete in any order. release: our reads of
+    /* A count, because operations of one filling may complete in any order.  release: our reads of
      * the peers' buffers come before; acquire in buffer_idle. */
     atomic_fetch_add_explicit(&buffer->mine->read, 1, memory_order_release);
     fsdpc_shm_wake(self->bell);

@@ -37,7 +37,7 @@ bool fsdpc_grad_is_open(const fsdpc_unit *unit);
 /* Adds the contribution in `data`: whole, dense, in the full's dtype. */
 fsdpc_status fsdpc_grad_add(fsdpc_unit *unit, int param, const void *data);
 
-/* Whether the unit's reduction is in flight, as after set_is_last_backward(false). grad_wait
+/* Whether the unit's reduction is in flight, as after set_is_last_backward(false).  grad_wait
  * completes it; every rank must have posted it. */
 bool fsdpc_grad_is_posted(const fsdpc_unit *unit);
 fsdpc_status fsdpc_grad_wait(fsdpc_unit *unit);
