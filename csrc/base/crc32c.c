@@ -32,7 +32,7 @@
 
 enum { TABLES_FROM_BYTES = 4096 };
 
-/* a * b mod P. */
+/* Returns a * b mod P. */
 static uint32_t multiply(uint32_t a, uint32_t b)
 {
     uint32_t product = 0;
@@ -43,7 +43,7 @@ static uint32_t multiply(uint32_t a, uint32_t b)
     return product;
 }
 
-/* x^(8 * bytes) mod P. */
+/* Returns x^(8 * bytes) mod P. */
 static uint32_t power_of_x(uint64_t bytes)
 {
     uint32_t result = 1u << 31, square = 1u << 23; /* x^0, x^8 */

@@ -21,8 +21,8 @@
     break
 
 #define SAME(x) (x)
-/* A NaN contribution replaces the best; a best that is NaN stays, since no comparison with it is
- * true. */
+/* A NaN contribution replaces the best; a NaN that is already the best stays, since no comparison
+ * with it is true. */
 #define FOLD_EXTREMUM(type, wide, better)                                                          \
     FOLD(type, (wide(x) better wide(best) || wide(x) != wide(x)) ? x : best)
 

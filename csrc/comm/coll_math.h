@@ -4,8 +4,8 @@
 
 #include "comm/comm.h"
 
-/* out[j] = red over srcs[p][j].  Floats are summed by fsdpc_flat_reduce's tree, integers wrap, a
- * sum of BOOL is "any"; MAX and MIN give NaN if any contribution is NaN. */
+/* Computes out[j] = red over srcs[p][j].  Floats are summed by fsdpc_flat_reduce's tree, integers
+ * wrap, a sum of BOOL is "any"; MAX and MIN return NaN if any contribution is NaN. */
 fsdpc_status fsdpc_coll_combine(fsdpc_red red, fsdpc_dtype dtype, const void *const *srcs,
                                 int n_srcs, size_t numel, void *out, fsdpc_stream *stream);
 

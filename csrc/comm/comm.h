@@ -94,7 +94,7 @@ typedef enum fsdpc_coll_kind {
 #undef X
 } fsdpc_coll_kind;
 
-/* Whether an operation reads the peers' buffers. */
+/* Returns whether an operation reads the peers' buffers. */
 static inline bool fsdpc_coll_reduces(fsdpc_coll_kind kind)
 {
     return kind == FSDPC_COLL_REDUCE_SCATTER || kind == FSDPC_COLL_REDUCE_ALL;
@@ -227,17 +227,17 @@ typedef struct fsdpc_comm_ops {
     fsdpc_status (*post)(fsdpc_work *work); /* work->op is set */
     fsdpc_status (*test)(fsdpc_work *work);
     /* See fsdpc_comm_order; FSDPC_IN_PROGRESS while the operation is not on its own stream yet.
-     * Optional: the default waits for it. */
+     * Optional: by default, waits for the operation. */
     fsdpc_status (*order)(fsdpc_work *work, fsdpc_stream *stream);
 
     /* Waiting: sleeps until something may have changed, for at most max_ns, and detects dead peers.
      * The first call may return at once so that the caller polls again; max_ns 0 ends the wait.
-     * Optional: the default yields the processor. */
+     * Optional: by default, yields the processor. */
     fsdpc_status (*idle)(fsdpc_comm *comm, int64_t max_ns);
     /* Wakes this rank's threads that sleep in idle; any thread may call it.  Optional: no thread
      * sleeps there. */
     void (*wake)(fsdpc_comm *comm);
-    /* Names late ranks and their positions, for messages.  Optional: "". */
+    /* Names late ranks and their positions, for messages.  Optional: by default, "". */
     void (*describe)(fsdpc_comm *comm, char *text, size_t bytes);
     /* Sets this rank's position, reported in messages from peers that are waiting for it.
      * Optional. */
@@ -252,8 +252,8 @@ typedef struct fsdpc_comm_ops {
      * both or none. */
     fsdpc_status (*look)(fsdpc_comm *comm, char *note, size_t bytes);
     void (*tell)(fsdpc_comm *comm, fsdpc_status status, const char *text);
-    /* A descriptor, owned by the communicator, that becomes readable when a rank's process has
-     * ended; -1: none.  Optional. */
+    /* Returns a descriptor, owned by the communicator, that becomes readable when a rank's process
+     * has ended; -1: none.  Optional. */
     int (*end_fd)(fsdpc_comm *comm, int rank);
 } fsdpc_comm_ops;
 
@@ -363,7 +363,7 @@ fsdpc_status fsdpc_comm_test(fsdpc_work *work);                      /* idle wor
 fsdpc_status fsdpc_comm_wait(fsdpc_work *work);                      /* idle work is done */
 fsdpc_status fsdpc_comm_run(fsdpc_comm *comm, const fsdpc_coll *op); /* post and wait */
 
-/* Whether streams can be ordered after operations without a wait. */
+/* Returns whether streams can be ordered after operations without a wait. */
 static inline bool fsdpc_comm_orders(const fsdpc_comm *comm)
 {
     return comm->ops->order != NULL;

@@ -282,7 +282,7 @@ static fsdpc_status hosts_idle(fsdpc_comm *comm, int64_t max_ns)
     return fsdpc_comm_idle(self->host, max_ns);
 }
 
-/* Whether an operation before the i-th waits for the same peer. */
+/* Returns whether an operation before the i-th waits for the same peer. */
 static bool is_named(const fsdpc_hosts_op *op, int i)
 {
     for (int before = 0; before < i; before++)
@@ -292,7 +292,8 @@ static bool is_named(const fsdpc_hosts_op *op, int i)
     return false;
 }
 
-/* The peer may itself be waiting for a rank of its host; this host cannot know that. */
+/* Names the peers that this rank waits for.  A peer may itself be waiting for a rank of its host,
+ * which this host cannot know. */
 static void hosts_describe(fsdpc_comm *comm, char *text, size_t bytes)
 {
     fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);

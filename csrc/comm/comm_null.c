@@ -241,7 +241,7 @@ static fsdpc_status null_idle(fsdpc_comm *comm, int64_t max_ns)
     return fsdpc_comm_health(comm);
 }
 
-/* The stream continues at once. */
+/* Lets the stream continue at once. */
 static fsdpc_status null_order(fsdpc_work *work, fsdpc_stream *stream)
 {
     (void)stream;

@@ -130,7 +130,7 @@ static fsdpc_status self_buffer_idle(fsdpc_buffer *buffer)
     return fsdpc_comm_health(buffer->comm);
 }
 
-/* Whether the sum of one term is already in place. */
+/* Returns whether the sum of one term is already in place. */
 static bool is_done(const fsdpc_coll *op)
 {
     return op->buffer->data + op->offset == op->shard && op->dtype == op->shard_dtype &&

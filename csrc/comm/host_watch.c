@@ -114,7 +114,8 @@ static void warn(fsdpc_host_watch *self, const peer *from, const char *text)
     send_all(self, from, WARNING, FSDPC_OK, text);
 }
 
-/* `from` is the peer that reported it; NULL: this host, whose ranks already know. */
+/* Reports a failure.  `from` is the peer that reported it; NULL: this host, whose ranks already
+ * know. */
 static void fail(fsdpc_host_watch *self, const peer *from, fsdpc_status status, const char *text)
 {
     if (self->failed)

@@ -138,7 +138,8 @@ static fsdpc_status rows_at(fsdpc_hosts_wire *wire, size_t offset, fsdpc_hosts_r
     return FSDPC_OK;
 }
 
-/* Whether rows of other hosts have changed since they were last received; the same on all ranks. */
+/* Checks whether rows of other hosts have changed since they were last received; the same on all
+ * ranks. */
 static fsdpc_status needs_rows(const fsdpc_coll *coll, bool *needs_out)
 {
     fsdpc_hosts_wire *wire = (fsdpc_hosts_wire *)coll->wire;

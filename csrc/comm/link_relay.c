@@ -313,7 +313,7 @@ static void destroy(fsdpc_link *link)
     give_up(&self->receives, -1);
     pthread_cond_broadcast(&self->news);
     pthread_mutex_unlock(&self->lock);
-    /* acq_rel: the last holder sees all that the others did. */
+    /* acq_rel: the last holder sees all of the others' writes. */
     if (atomic_fetch_sub_explicit(&self->refs, 1, memory_order_acq_rel) > 1)
         return;
     drop_all(&self->outbox);

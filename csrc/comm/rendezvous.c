@@ -359,8 +359,8 @@ static fsdpc_status hear_answer(meeting *m, int rank)
     return FSDPC_OK;
 }
 
-/* A rank that ended before it connected will never come.  A file that is not from a launcher is
- * ignored. */
+/* Fails if a rank ended before it connected, since it will never come.  Ignores a file that is not
+ * from a launcher. */
 static fsdpc_status news_check(const meeting *m)
 {
     char text[256];

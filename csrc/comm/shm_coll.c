@@ -101,7 +101,7 @@ static fsdpc_status agreed(fsdpc_shm_comm *self, uint64_t sequence, fsdpc_shm_la
     return FSDPC_IN_PROGRESS;
 }
 
-/* A gather does not wait, unless it is late. */
+/* Compares a gather with the peers' posts so far, without waiting.  Only late gathers wait. */
 static fsdpc_status compare_early(fsdpc_shm_comm *self, uint64_t sequence)
 {
     for (int p = 0; p < self->base.size; p++) {
@@ -274,7 +274,8 @@ static bool on_thread(const fsdpc_coll *op)
            op->kind != FSDPC_COLL_GATHER && !op->agree_only;
 }
 
-/* `work` has failed, and with it the communicator: nothing is in flight any longer. */
+/* Handles a failure of `work`, and thus of the communicator: no operation is in flight any
+ * longer. */
 static fsdpc_status failed(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_status status)
 {
     fsdpc_comm_poison(&self->base, status);

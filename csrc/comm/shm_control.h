@@ -77,7 +77,7 @@ typedef struct fsdpc_shm_nap {
 void fsdpc_shm_nap_take(fsdpc_shm_control *control, fsdpc_shm_nap *nap, int64_t max_ns);
 void fsdpc_shm_nap_end(fsdpc_shm_control *control, fsdpc_shm_nap *nap);
 
-/* The first reason wins.  Never blocks. */
+/* Sets the reason, unless there is one.  Never blocks. */
 void fsdpc_shm_poison_set(fsdpc_shm_control *control, int rank, fsdpc_status status,
                           const char *text);
 /* Returns true if a poison message exists. */

@@ -8,8 +8,8 @@
 
 /* ---- Failure ---- */
 
-/* Whether the group was poisoned, here or by a peer.  A function that begins something checks
- * first.  A poll checks only after it finds that it must wait longer, so that an operation
+/* Checks whether the group was poisoned, here or by a peer.  A function that begins something
+ * checks first.  A poll checks only after it finds that it must wait longer, so that an operation
  * completes if all its ranks have done their part. */
 fsdpc_status fsdpc_shm_health(fsdpc_shm_comm *self);
 /* Adopts a poison message, if there is one, and returns its error. */
@@ -22,7 +22,7 @@ fsdpc_status fsdpc_shm_tell(fsdpc_shm_comm *self, fsdpc_status status);
 fsdpc_status fsdpc_shm_fail(fsdpc_shm_comm *self, fsdpc_status status);
 /* Returns FSDPC_ERR_PEER if a member died or left. */
 fsdpc_status fsdpc_shm_peers_check(fsdpc_shm_comm *self);
-/* Whether the current wait is for this rank of the group. */
+/* Returns whether the current wait is for this rank of the group. */
 bool fsdpc_shm_is_late(const fsdpc_shm_comm *self, int p);
 fsdpc_status fsdpc_shm_look(fsdpc_comm *comm, char *note, size_t bytes); /* for the table */
 void fsdpc_shm_be_told(fsdpc_comm *comm, fsdpc_status status, const char *text);

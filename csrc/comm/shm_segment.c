@@ -208,7 +208,7 @@ fsdpc_shm_segment *fsdpc_shm_segment_retain(fsdpc_shm_segment *segment)
 
 void fsdpc_shm_segment_release(fsdpc_shm_segment *segment)
 {
-    /* acq_rel: the last holder sees all that the others did with the memory. */
+    /* acq_rel: the last holder sees all of the others' accesses to the memory. */
     if (!segment || atomic_fetch_sub_explicit(&segment->refs, 1, memory_order_acq_rel) != 1)
         return;
     fsdpc_shm_segment_close_fd(segment);

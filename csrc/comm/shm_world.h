@@ -87,7 +87,8 @@ fsdpc_status fsdpc_shm_world_given(fsdpc_shm_world *world, fsdpc_comm *comm, int
 fsdpc_status fsdpc_shm_world_take(fsdpc_shm_world *world, fsdpc_comm *comm, int from, uint64_t tag,
                                   size_t bytes, fsdpc_shm_segment **out);
 
-/* Text in atomic words that may be read while they are written: 8 characters each, ends with 0. */
+/* Text in atomic words that may be read while they are written: 8 characters each,
+ * zero-terminated. */
 void fsdpc_shm_text_store(_Atomic uint64_t *words, size_t n_words, const char *text);
 void fsdpc_shm_text_load(const _Atomic uint64_t *words, size_t n_words, char *text, size_t bytes);
 

@@ -60,7 +60,7 @@ static void note_generation(fsdpc_unit *unit, const fsdpc_call *call)
     unit->seen_generation = now;
 }
 
-/* How many of the unit's modules ran before this one. */
+/* Returns how many of the unit's modules ran before this one. */
 static int count_run(fsdpc_unit *unit)
 {
     if (unit->settings.n_modules == 1)

@@ -18,7 +18,7 @@
 typedef struct fsdpc_call {
     bool grad;       /* gradients are recorded */
     bool recomputed; /* and the frontend's backward is running */
-    uint64_t clock;  /* a counter that grows with the frontend's graph; 0 if it has none */
+    uint64_t clock;  /* a counter that grows with the frontend's graph; 0 if it has no counter */
     uint64_t ran_at; /* the clock when the recomputed part first ran; FSDPC_CALL_UNKNOWN if that is
                       * unknown or nothing is recomputed */
     uint64_t *next_stream; /* next dropout stream, keyed in deterministic mode; NULL: the engine
@@ -50,8 +50,8 @@ void fsdpc_call_failed(fsdpc_unit *unit);
 /* Overrides which weights the next recomputation must see. */
 void fsdpc_call_set_seen(fsdpc_unit *unit, uint64_t generation);
 
-/* Whether the frontend must arrange, before a backward's first unit begins, for end_backward to be
- * called when the backward ends or fails. */
+/* Returns whether the frontend must arrange, before a backward's first unit begins, for
+ * end_backward to be called when the backward ends or fails. */
 bool fsdpc_call_wants_end(const fsdpc_unit *unit);
 /* Idempotent (fsdpc_pre_backward). */
 fsdpc_status fsdpc_call_begin_backward(fsdpc_unit *unit, uint64_t generation);

@@ -34,7 +34,7 @@ static fsdpc_status run_end(grad_run *run, double p, fsdpc_norm *norm, fsdpc_str
     return fsdpc_norm_add(norm, p, run->at, run->dtype, numel, run->leaf, stream);
 }
 
-/* Whether `next` begins at the end of the run and joining the two keeps their leaves. */
+/* Returns whether `next` begins at the end of the run and joining the two keeps their leaves. */
 static bool run_goes_on(const grad_run *run, const grad_run *next)
 {
     return run->numel > 0 && run->numel % run->leaf == 0 && run->leaf == next->leaf &&

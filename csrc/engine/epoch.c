@@ -60,8 +60,8 @@ static fsdpc_status begin_sharded(fsdpc_root *root)
     return FSDPC_OK;
 }
 
-/* Whether masters may differ from the wire (if there is one), because other code may have written
- * them. */
+/* Returns whether masters may differ from the wire (if there is one), because other code may have
+ * written them. */
 static bool is_in_doubt(const fsdpc_unit *unit)
 {
     bool published = !unit->root->full->at_use || unit->state == FSDPC_UNIT_FULL;
@@ -139,7 +139,8 @@ static fsdpc_status announce(fsdpc_root *root, fsdpc_epoch_kind kind, const fsdp
     return FSDPC_OK;
 }
 
-/* An interrupted wait may be resumed; any other error ends the epoch. */
+/* Keeps the stage after an interrupted wait, which may be resumed; any other error ends the
+ * epoch. */
 static fsdpc_status keep_stage(fsdpc_root *root, fsdpc_status status)
 {
     if (status != FSDPC_OK && status != FSDPC_ERR_INTERRUPT)

@@ -35,7 +35,7 @@ static bool has_partials(const fsdpc_root *root)
     return root->replicate && root->reduce_comm == root->comm;
 }
 
-/* A unit outgrows its buffers if a frozen group becomes trainable. */
+/* Returns whether a unit has outgrown its buffers, because a frozen group became trainable. */
 static bool is_too_small(const fsdpc_buffer *buffer, size_t bytes)
 {
     return !buffer || buffer->bytes < bytes;

@@ -13,7 +13,7 @@
 
 #include "engine/root_internal.h"
 
-/* Called when a root is created, with the same `encloses`. */
+/* Call when a root is created, with the same `encloses`. */
 fsdpc_status fsdpc_fill_create_buffers(fsdpc_root *root, const bool *encloses);
 
 /* Returns the pooled buffer that a unit without an open one would fill; -1: its own. */
@@ -23,7 +23,8 @@ bool fsdpc_fill_lacks_own(const fsdpc_unit *unit); /* taking its own buffer woul
  * its own buffer for the first time, no reduction may be in flight, because creating one is
  * collective. */
 fsdpc_status fsdpc_fill_take(fsdpc_unit *unit, int pooled);
-/* Whether kernels can fill the unit's gradient shard directly; take_shard opens it that way. */
+/* Returns whether kernels can fill the unit's gradient shard directly; take_shard opens it that
+ * way. */
 bool fsdpc_fill_suits_shard(const fsdpc_unit *unit);
 void fsdpc_fill_take_shard(fsdpc_unit *unit);
 /* Frees the shard for another use: half-filled contents move to the unit's own buffer. */

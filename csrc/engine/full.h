@@ -48,7 +48,7 @@ struct fsdpc_full_ops {
 extern const fsdpc_full_ops fsdpc_full_shared, fsdpc_full_file, fsdpc_full_moved,
     fsdpc_full_private, fsdpc_full_lent;
 
-/* The `place` function for fulls that modules read in the wire. */
+/* A `place` function for fulls that modules read in the wire. */
 fsdpc_status fsdpc_full_place_in_wire(fsdpc_unit *unit, fsdpc_unit_group *group);
 
 /* Call when the wire exists; units are SHARDED.  Collective. */
@@ -91,7 +91,7 @@ static inline void fsdpc_full_seal(fsdpc_unit *unit)
         unit->root->full->seal(unit);
 }
 
-/* Whether the unit can be gathered now without evicting another. */
+/* Returns whether the unit can be gathered now without evicting another. */
 static inline bool fsdpc_full_has_room(const fsdpc_unit *unit)
 {
     const fsdpc_full_ops *ops = unit->root->full;

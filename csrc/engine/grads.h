@@ -8,10 +8,10 @@
 
 #include "engine/unit.h"
 
-/* Whether an optimizer or a norm may use the parameter's gradient. */
+/* Returns whether an optimizer or a norm may use the parameter's gradient. */
 bool fsdpc_unit_has_grad(const fsdpc_unit *unit, int param);
 
-/* Whether the shards have contents. */
+/* Returns whether the shards have contents. */
 bool fsdpc_unit_has_grads(const fsdpc_unit *unit);
 
 /* Gets this rank's piece of a parameter's gradient, with any pending scale applied, or NULL.
@@ -22,7 +22,7 @@ fsdpc_status fsdpc_unit_grad(fsdpc_unit *unit, int param, bool write, fsdpc_piec
 /* Drops gradients, including unreduced ones; all ranks must do the same.  Touches no memory. */
 void fsdpc_unit_zero_grad(fsdpc_unit *unit);
 
-/* Whether clipping left a factor that has not been applied yet. */
+/* Returns whether clipping left a factor that has not been applied yet. */
 bool fsdpc_unit_has_factor(const fsdpc_unit *unit);
 
 /* Folds micro-steps together and applies the pending factor. */
@@ -48,10 +48,10 @@ fsdpc_status fsdpc_unit_take_grad(fsdpc_unit *unit, int param, bool given);
 fsdpc_status fsdpc_unit_give_begin(fsdpc_unit *unit, bool *any_out);
 bool fsdpc_unit_give_grad(fsdpc_unit *unit, int param);
 
-/* Whether there are gradients, all were handed out, and none will be added. */
+/* Returns whether there are gradients, all were handed out, and none will be added. */
 bool fsdpc_unit_gave_all(const fsdpc_unit *unit);
 
-/* Whether the shards are empty, and nothing is about to write or read them. */
+/* Returns whether the shards are empty, and nothing is about to write or read them. */
 bool fsdpc_unit_grads_rest(const fsdpc_unit *unit);
 
 #endif

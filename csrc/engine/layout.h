@@ -83,13 +83,13 @@ fsdpc_status fsdpc_layout_create(const fsdpc_param_spec *specs, int n_specs, int
                                  const fsdpc_layout_options *options, fsdpc_layout **out);
 void fsdpc_layout_destroy(fsdpc_layout *layout);
 
-/* How many elements a norm sums at a time in a tensor of this shape, sharded or not; see
+/* Returns how many elements a norm sums at a time in a tensor of this shape, sharded or not; see
  * leaf_numel. */
 size_t fsdpc_layout_leaf(int ndim, const size_t *shape);
 
 fsdpc_piece fsdpc_layout_piece(const fsdpc_layout *layout, int param, int rank);
 
-/* Whether a rank has a slice of a band. */
+/* Returns whether a rank has a slice of a band. */
 static inline bool fsdpc_slice_is_of(const fsdpc_slice *band, int rank)
 {
     return band->owner < 0 || band->owner == rank;

@@ -46,7 +46,7 @@ static const fsdpc_comm *last_group(const fsdpc_root *root)
     return root->replicate ? root->replicate : root->reduce_comm;
 }
 
-/* Whether each rank of a micro-step has its own position in the tree. */
+/* Returns whether each rank of a micro-step has its own position in the tree. */
 static bool can_split(const fsdpc_root *root)
 {
     const fsdpc_comm *comm = last_group(root);
@@ -142,8 +142,8 @@ static bool is_divided_by_ranks(const fsdpc_unit *unit)
     return unit->settings.divide_factor == fsdpc_mesh_ranks(&unit->mesh);
 }
 
-/* Whether gradients were divided by the number of micro-steps before they were summed. fp16 then
- * flushes small ones to zero; formats with wider exponents do not. */
+/* Returns whether gradients were divided by the number of micro-steps before they were summed. fp16
+ * then flushes small ones to zero; formats with wider exponents do not. */
 static bool is_divided_in_half(const fsdpc_unit *unit)
 {
     if (unit->micro.n == 0 || !is_divided_by_ranks(unit))
@@ -187,8 +187,8 @@ static fsdpc_status list_sums(fsdpc_unit *unit, const act *acts, int n)
     return FSDPC_OK;
 }
 
-/* Dividing by a power of two is exact, so reductions do that.  Otherwise sums stay undivided until
- * the fold. */
+/* Returns the fold's scale.  Dividing by a power of two is exact, so reductions do that.  Otherwise
+ * sums stay undivided until the fold. */
 static double fold_scale_of(const fsdpc_unit *unit)
 {
     int exponent;
@@ -247,7 +247,8 @@ static fsdpc_status merge(const fsdpc_unit *unit, int level)
     return FSDPC_OK;
 }
 
-/* If a backward reduces a unit twice, the two reductions are different leaves. */
+/* Counts a micro-step.  If a backward reduces a unit twice, the two reductions are different
+ * leaves. */
 static void count_micro_step(fsdpc_unit *unit)
 {
     uint64_t backwards = unit->root->backwards;

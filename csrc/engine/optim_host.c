@@ -120,7 +120,7 @@ static unsigned char *place_of(const fsdpc_optim_host *host, uint64_t number)
     return host->ring + number % FSDPC_HOST_CHUNKS * host->place_bytes;
 }
 
-/* The next chunk to copy; false: none is left. */
+/* Finds the next chunk to copy; returns false if none is left. */
 static bool find_next(const fsdpc_optim *optim, fsdpc_optim_host *host, chunk *out)
 {
     for (; host->unit < optim->n_units; host->unit++, host->group = 0) {

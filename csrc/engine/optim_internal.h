@@ -82,7 +82,7 @@ fsdpc_status fsdpc_optim_prepare(fsdpc_optim *optim);
 
 /* Ends a pending step; call before changing what it uses. */
 fsdpc_status fsdpc_optim_end_step(fsdpc_optim *optim);
-/* The same before the optimizer is destroyed; ignores errors. */
+/* Does the same before the optimizer is destroyed; ignores errors. */
 void fsdpc_optim_leave_step(fsdpc_optim *optim);
 
 #endif

@@ -40,13 +40,13 @@ typedef struct fsdpc_unit_options {
     fsdpc_offload offload;
 } fsdpc_unit_options;
 
-/* How many ranks contribute to its gradients. */
+/* Returns how many ranks contribute to its gradients. */
 static inline int fsdpc_mesh_ranks(const fsdpc_mesh *mesh)
 {
     return mesh->shard->size * (mesh->replicate ? mesh->replicate->size : 1);
 }
 
-/* Whether several shard groups have the same contents, each in its own memory. */
+/* Returns whether several shard groups have the same contents, each in its own memory. */
 static inline bool fsdpc_mesh_is_replicated(const fsdpc_mesh *mesh)
 {
     return mesh->replicate && mesh->replicate->size > 1;
@@ -63,8 +63,8 @@ typedef struct fsdpc_group_plan {
 fsdpc_status fsdpc_plan_group(const fsdpc_group *group, const fsdpc_unit_options *options,
                               fsdpc_group_plan *out);
 
-/* Whether masters can be pages of a wire: modules read them as they are, and no step changes
- * them. */
+/* Returns whether masters can be pages of a wire: modules read them as they are, and no step
+ * changes them. */
 static inline bool fsdpc_plan_shares_masters(const fsdpc_group *group, fsdpc_dtype wire_dtype,
                                              const fsdpc_offload *offload)
 {

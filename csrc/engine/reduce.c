@@ -192,7 +192,7 @@ static fsdpc_status finish(fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-/* Whether the reduction is in its first stage and a second one will follow. */
+/* Returns whether the reduction is in its first stage and a second one will follow. */
 static bool awaits_second(const fsdpc_unit *unit)
 {
     return unit->reduction == FSDPC_REDUCTION_SHARD && unit->partial && !unit->postpone;

@@ -60,7 +60,7 @@ static fsdpc_status create_wire(fsdpc_root *root, size_t bytes)
     return FSDPC_OK;
 }
 
-/* Whether fulls will be in a frontend's memory. */
+/* Returns whether fulls will be in a frontend's memory. */
 static bool is_lent(const fsdpc_root *root)
 {
     for (int i = 0; i < root->n_units; i++) {

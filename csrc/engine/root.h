@@ -21,7 +21,7 @@ const fsdpc_unit *fsdpc_root_outermost(const fsdpc_root *root);
 bool fsdpc_root_in_backward(const fsdpc_root *root);
 int fsdpc_root_forward_depth(const fsdpc_root *root); /* nesting depth of its units' forwards */
 
-/* How many units ahead the root gathers. */
+/* Returns how many units ahead the root gathers. */
 int fsdpc_root_prefetch(const fsdpc_root *root);
 void fsdpc_root_set_prefetch(fsdpc_root *root, int distance);
 

@@ -222,7 +222,7 @@ fsdpc_status fsdpc_pre_backward(fsdpc_unit *unit, uint64_t generation)
     return FSDPC_OK;
 }
 
-/* Whether filled gradients are reduced at the end of this backward; else they stay in the
+/* Returns whether filled gradients are reduced at the end of this backward; else they stay in the
  * buffer. */
 static bool reduces_now(const fsdpc_unit *unit)
 {

@@ -31,14 +31,14 @@ fsdpc_status fsdpc_post_backward(fsdpc_unit *unit);
  * there, the backward fails. */
 fsdpc_status fsdpc_grad_target_of(fsdpc_unit *unit, int param, void **data_out,
                                   fsdpc_dtype *dtype_out, bool *accumulate_out);
-/* Whether the unit's reduce buffer is open.  The first gradient opens it, and may wait for
+/* Returns whether the unit's reduce buffer is open.  The first gradient opens it, and may wait for
  * peers. */
 bool fsdpc_grad_is_open(const fsdpc_unit *unit);
 /* Adds the contribution in `data`: whole, dense, in the full's dtype. */
 fsdpc_status fsdpc_grad_add(fsdpc_unit *unit, int param, const void *data);
 
-/* Whether the unit's reduction is in flight, as after set_is_last_backward(false).  grad_wait
- * completes it; every rank must have posted it. */
+/* Returns whether the unit's reduction is in flight, as after set_is_last_backward(false).
+ * grad_wait completes it; every rank must have posted it. */
 bool fsdpc_grad_is_posted(const fsdpc_unit *unit);
 fsdpc_status fsdpc_grad_wait(fsdpc_unit *unit);
 

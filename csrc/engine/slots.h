@@ -27,9 +27,9 @@ typedef struct fsdpc_slot_want {
 /* `granule` for plans made without a GPU to query: the granularity of NVIDIA's driver. */
 #define FSDPC_SLOT_GRANULE ((size_t)2 << 20)
 
-/* Pure data: the slot of each unit, -1 for its own memory; returns the number of slots.
- * `per_class` slots serve all units of one size; memory comes in multiples of `granule`, 0 if
- * nothing can be shared. */
+/* Assigns a slot to each unit, -1 for its own memory; returns the number of slots.  `per_class`
+ * slots serve all units of one size; memory comes in multiples of `granule`, 0 if memory cannot be
+ * shared. */
 int fsdpc_slots_assign(const fsdpc_slot_want *wants, int n, int per_class, size_t granule,
                        int *slots_out);
 
@@ -37,8 +37,8 @@ int fsdpc_slots_assign(const fsdpc_slot_want *wants, int n, int per_class, size_
 size_t fsdpc_slots_bytes(const fsdpc_slot_want *wants, int n, int per_class, size_t granule,
                          const int *slots);
 
-/* Whether a unit's own memory is also a window, so that a transport can prepare it: if it almost
- * fills its granules. */
+/* Returns whether a unit's own memory is also a window, so that a transport can prepare it: if it
+ * almost fills its granules. */
 bool fsdpc_slots_is_windowed(size_t bytes, size_t granule);
 
 #endif

@@ -51,7 +51,7 @@ struct fsdpc_step_graph {
     uint64_t steps, generation; /* at the beginning; after the end, what one step adds */
 };
 
-/* A hash of the settings that a program may change between steps and that affect a step. */
+/* Returns a hash of the settings that affect a step and may change between steps. */
 static uint32_t settings_of(const fsdpc_unit *unit)
 {
     const bool flags[] = {unit->settings.requires_sync, unit->settings.requires_all_reduce,
@@ -350,7 +350,7 @@ fsdpc_status fsdpc_step_graph_end(fsdpc_step_graph *step)
     return FSDPC_OK;
 }
 
-/* Whether this rank can run the step. */
+/* Checks whether this rank can run the step. */
 static fsdpc_status check_replay(const fsdpc_step_graph *step)
 {
     FSDPC_TRY(check_all(step, "at this replay"));

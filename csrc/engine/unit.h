@@ -75,7 +75,7 @@ fsdpc_status fsdpc_unit_configure(fsdpc_unit *unit, const fsdpc_unit_settings *s
  * graph decides which parameters get a gradient.  Making the first parameter of a frozen group
  * trainable allocates memory for gradients, which is an error while the unit has gradients. */
 fsdpc_status fsdpc_unit_set_trainable(fsdpc_unit *unit, int param, bool trainable);
-/* How many flat groups have gradients; they come first. */
+/* Returns how many flat groups have gradients; they come first. */
 int fsdpc_unit_trained_groups(const fsdpc_unit *unit);
 /* Sets which units to gather ahead when this unit runs, in forward or in backward.  `units` have
  * the same root; NULL: follow the record. */
@@ -98,8 +98,8 @@ fsdpc_unit_flat fsdpc_unit_flat_with(const fsdpc_unit *unit, int param); /* the 
 /* Returns this rank's piece of a parameter's master, without marking it.  Call check_master or
  * mark_written first. */
 void *fsdpc_unit_master(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out);
-/* The piece's offset in its flat group's masters, in elements; meaningless if the piece is
- * empty. */
+/* Returns the piece's offset in its flat group's masters, in elements; meaningless for an empty
+ * piece. */
 size_t fsdpc_unit_master_offset(const fsdpc_unit *unit, int param);
 /* Call before reading the master: ends a pending step, and verifies data that is in a file. */
 fsdpc_status fsdpc_unit_check_master(const fsdpc_unit *unit, int param);
@@ -114,7 +114,7 @@ fsdpc_status fsdpc_unit_mark_shared(fsdpc_unit *unit);
  * Any thread may call it.  While any exist, no step defers the unit. */
 void fsdpc_unit_lend(fsdpc_unit *unit, int change);
 
-/* The address of this rank's rows of the gradient, whatever they contain; NULL if its group has no
+/* Returns the address of this rank's gradient rows, whatever they contain; NULL if the group has no
  * gradients. */
 void *fsdpc_unit_grad_rows(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out);
 
@@ -142,11 +142,12 @@ bool fsdpc_unit_reads_masters(const fsdpc_unit *unit);  /* and its fulls are the
                                                          * needed */
 void fsdpc_unit_place_fulls(fsdpc_unit *unit, void *const *groups);
 
-/* Whether backwards of other units run between its gradients.  False before the root exists. */
+/* Returns whether backwards of other units run between its gradients.  False before the root
+ * exists. */
 bool fsdpc_unit_stays_open(const fsdpc_unit *unit);
 
-/* The whole parameter as modules read it; NULL before the root exists.  Its address is fixed unless
- * fulls are lent. */
+/* Returns the whole parameter as modules read it; NULL before the root exists.  Its address is
+ * fixed unless fulls are lent. */
 void *fsdpc_unit_full(const fsdpc_unit *unit, int param);
 
 /* Writes this rank's rows of `value` (the full tensor, any float dtype) into the master. */

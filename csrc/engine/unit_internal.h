@@ -156,27 +156,27 @@ static inline bool fsdpc_grad_exists(const fsdpc_unit *unit, int param)
     return unit->grad_live && unit->grads[param] != FSDPC_GRAD_NONE;
 }
 
-/* Whether other code has tensors on its masters, gradients or states, so that these may change at
- * any time. */
+/* Returns whether other code has tensors on its masters, gradients or states, so that these may
+ * change at any time. */
 static inline bool fsdpc_unit_is_shared(const fsdpc_unit *unit)
 {
     return unit->foreign || atomic_load_explicit(&unit->lent, memory_order_relaxed) > 0;
 }
 
-/* Whether a factor is pending on its gradients. */
+/* Returns whether a factor is pending on its gradients. */
 static inline bool fsdpc_unit_is_scaled(const fsdpc_unit *unit)
 {
     return unit->pending_scale != 1 || unit->clipped;
 }
 
-/* The part of the factor in the device's memory; NULL: none. */
+/* Returns the part of the factor in device memory; NULL: none. */
 static inline const double *fsdpc_unit_scale_at(const fsdpc_unit *unit)
 {
     return unit->clipped ? unit->clip_factor : NULL;
 }
 
-/* Whether the end of its forward reshards it.  Not if more of its modules will run, or if other
- * ranks may run it. */
+/* Returns whether the end of its forward reshards it.  Not if more of its modules will run, or if
+ * other ranks may run it. */
 static inline bool fsdpc_unit_reshards(const fsdpc_unit *unit)
 {
     return unit->settings.reshard_after_forward && !unit->stays && !unit->settings.rank_dependent;

@@ -55,7 +55,7 @@ static void enter(fsdpc_mpi_link *link, enum fsdpc_mpi_phase phase)
     fsdpc_futex_wake(&link->phase);
 }
 
-/* Whether an MPI call failed; the first failure becomes the link's reason. */
+/* Returns whether an MPI call failed; the first failure becomes the link's reason. */
 static bool failed(fsdpc_mpi_link *link, int error, const char *call)
 {
     if (error == MPI_SUCCESS)
@@ -275,7 +275,7 @@ static void end_op(fsdpc_mpi_link *link, fsdpc_link_op *op)
     link->ended = true;
 }
 
-/* Whether an earlier operation in the backlog must be posted first. */
+/* Returns whether an earlier operation in the backlog must be posted first. */
 static bool follows(const fsdpc_mpi_link *link, const fsdpc_link_op *op)
 {
     for (const fsdpc_link_op *other = link->backlog; other != op; other = other->next)
@@ -383,7 +383,7 @@ static void say_goodbye(fsdpc_mpi_link *link)
     link->left = true;
 }
 
-/* Whether MPI_Finalize flushes connections; see link_mpi.c. */
+/* Returns whether MPI_Finalize flushes connections; see link_mpi.c. */
 static bool flushes(void)
 {
     char version[MPI_MAX_LIBRARY_VERSION_STRING] = "";

@@ -55,7 +55,7 @@ typedef struct fsdpc_plugin_option {
     const char *name, *value; /* a NULL value is ignored */
 } fsdpc_plugin_option;
 
-/* The option's value, or NULL if it is not set. */
+/* Returns the option's value, or NULL if it is not set. */
 static inline const char *fsdpc_plugin_option_get(const fsdpc_plugin_option *options,
                                                   const char *name)
 {
@@ -71,8 +71,8 @@ typedef struct fsdpc_plugin {
     /* Describes the build and the libraries found, in one line for show_config(). */
     void (*describe)(char *text, size_t bytes);
 
-    /* Devices, with their kernels in device->flat and device->nn.  Optional: NULL if it has
-     * none. */
+    /* Devices, with their kernels in device->flat and device->nn.  Optional: NULL if it has no
+     * devices. */
     fsdpc_status (*device_count)(int *out); /* on failure, explains why no device can be used */
     fsdpc_status (*device_create)(fsdpc_mem *mem, int ordinal, const fsdpc_plugin_option *options,
                                   fsdpc_device **out);

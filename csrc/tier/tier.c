@@ -120,7 +120,7 @@ const char *fsdpc_tier_path(const fsdpc_tier *tier)
 
 void fsdpc_tier_release(fsdpc_tier *tier)
 {
-    /* acq_rel: the last holder sees all that the others did. */
+    /* acq_rel: the last holder sees all of the others' writes. */
     if (tier && atomic_fetch_sub_explicit(&tier->refs, 1, memory_order_acq_rel) == 1)
         close_tier(tier);
 }

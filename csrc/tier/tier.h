@@ -87,8 +87,8 @@ typedef struct fsdpc_extent {
 
 /* Returns how many elements stay in memory if this fraction (0 to 1) is to be on the disk. */
 size_t fsdpc_tier_kept(size_t numel, double on_disk);
-/* Return the bytes of file and ring for an array; the ring is as large as its largest array
- * needs. */
+/* These return an array's bytes in the file and in the ring; the ring is as large as its largest
+ * array needs. */
 size_t fsdpc_tier_file_bytes(size_t numel, size_t element, double on_disk);
 size_t fsdpc_tier_ring_bytes(size_t numel, size_t element, double on_disk);
 

@@ -72,8 +72,8 @@ struct fsdpc_tier {
     fsdpc_pass_hook *hook; /* of the open pass; NULL: no open pass, or it ends by itself */
 };
 
-/* Return a chunk's elements and bytes; the last chunk may be short.  Files are read and written in
- * whole pages. */
+/* These return a chunk's elements and bytes; the last chunk may be short.  Files are read and
+ * written in whole pages. */
 size_t fsdpc_chunk_numel(const fsdpc_extent *extent, size_t chunk);
 size_t fsdpc_chunk_bytes(const fsdpc_extent *extent, size_t chunk);
 
