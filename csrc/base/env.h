@@ -12,8 +12,7 @@
 
 #include "base/status.h"
 
-/* X(field, type, variable, default, lowest, highest, what it does);  types: real, integer, flag,
- * text */
+/* X(field, type, variable, default, lowest, highest, purpose); types: real, integer, flag, text */
 #define FSDPC_ENV_TABLE(X)                                                                         \
     X(timeout_s, real, "FSDPC_TIMEOUT_S", 300, 0.01, 1e9, "deadline of every wait, seconds")       \
     X(notice_s, real, "FSDPC_NOTICE_S", 10, 0.01, 1e9,                                             \

@@ -174,7 +174,7 @@ void fsdpc_fault_unwatch(const void *begin, const void *owner)
 {
     int used = atomic_load_explicit(&slots_used, memory_order_acquire);
     for (int i = 0; begin && i < used; i++) {
-        /* the fields are stable while `begin` says that the range is ours */
+        /* the fields are stable while `begin` shows that the range is ours */
         if (atomic_load_explicit(&slots[i].begin, memory_order_acquire) != (uintptr_t)begin ||
             slots[i].range.owner != owner)
             continue;

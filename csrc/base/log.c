@@ -1,6 +1,6 @@
 /* Formats a line on the stack and writes it in one piece.
  *
- * It allocates nothing and takes no lock.  A write of at most PIPE_BUF (4096) bytes to a pipe is
+ * It allocates no memory and takes no lock.  A write of at most PIPE_BUF (4096) bytes to a pipe is
  * atomic, so ranks that share a launcher's pipe do not mix their lines.  Bytes that stderr does not
  * accept are dropped, since a failing log must not fail the program.
  */

@@ -6,15 +6,15 @@
  * part of the wrong run.  The caller waits only for parts that were taken, which `done` counts,
  * never for a worker that took none.
  *
- * Idle workers spin for some microseconds, since kernels of a step follow each other closely, and
- * then sleep on a futex.  With more threads than cores they sleep at once.  The caller, out of
- * parts, spins the same way before it sleeps on `done`.
+ * Idle workers spin for some microseconds, since a step's kernels follow each other closely, and
+ * then sleep on a futex.  With more threads than cores they sleep at once.  When no parts are left,
+ * the caller spins in the same way before it sleeps on `done`.
  *
- * `running` admits one run; a caller that finds it taken (a nested call, another thread) does its
- * parts inline.  A forked child has no workers.  That costs it only speed, since the caller does
- * not wait for absent workers.  If the fork happened during another thread's run, `running` stays
- * set in the child and all its work is inline.  Only destroy needs to know which process owns the
- * threads.
+ * `running` admits one run; a caller that finds it taken (a nested call, another thread) executes
+ * its parts inline.  A forked child has no workers.  That costs it only speed, since the caller
+ * does not wait for absent workers.  If the fork happened during another thread's run, `running`
+ * stays set in the child and all its work is inline.  Only destroy needs to know which process owns
+ * the threads.
  *
  * Note [fields of a run].  fn, arg and parts are atomics only because a late worker may read them
  * while the next run writes them.  The worker uses the values only if its compare-and-swap then
@@ -94,7 +94,7 @@ static bool spin_until_changed(const fsdpc_team *team, _Atomic uint32_t *word, u
     }
 }
 
-/* Takes and does parts until the current run has none left. */
+/* Takes and executes parts until none are left in the current run. */
 static void work(fsdpc_team *team)
 {
     /* acquire: pairs with the ticket's release in run_shared, which makes that run's fields

@@ -1,8 +1,8 @@
 /* Creates threads that have a name and block signals.
  *
  * The mask is set in the creating thread around pthread_create, because a new thread inherits it.
- * If the new thread set the mask itself, a signal could arrive first.  The caller's own mask is
- * then restored.
+ * If the new thread set the mask itself, a signal could arrive first.  The caller's mask is then
+ * restored.
  */
 #include "base/thread.h"
 

@@ -1,4 +1,4 @@
-/* The trace ring: what the engine did, in order.
+/* The trace ring: the engine's actions, in order.
  *
  * Tests check it, `fsdpc.schedule` and the profiler read it, and a hang report prints its end.
  * Each context has one ring, and the thread that drives the engine writes its events.  It includes
@@ -15,7 +15,7 @@
 /* X(name, text) */
 #define FSDPC_TRACE_TABLE(X)                                                                       \
     X(EPOCH, "epoch")     /* begins: arrival */                                                    \
-    X(PUBLISH, "publish") /* own slices written to the wire */                                     \
+    X(PUBLISH, "publish") /* slices written to the wire */                                         \
     X(GATHER, "gather")   /* posted */                                                             \
     X(GATHER_DONE, "gather_done")                                                                  \
     X(FORWARD, "forward") /* compute of a unit begins */                                           \
@@ -26,7 +26,7 @@
     X(REDUCE, "reduce")         /* posted */                                                       \
     X(ALL_REDUCE, "all_reduce") /* over replicas, posted */                                        \
     X(REDUCE_DONE, "reduce_done")                                                                  \
-    X(COLLECTIVE, "collective") /* norms, the user's own, agreement */                             \
+    X(COLLECTIVE, "collective") /* norms, the user's, agreement */                                 \
     X(OPTIM, "optim")           /* a step begins; with a unit: it was stepped later */             \
     X(OPTIM_END, "optim_end")                                                                      \
     X(WAIT, "wait") /* begins; `what` names its cause */                                           \

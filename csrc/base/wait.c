@@ -3,7 +3,7 @@
  * Futexes are the shared (non-private) kind, keyed by the physical page.  Two processes that map
  * the same memfd at different addresses, or one process with two aliases, thus share the same word.
  * A wait may return early for any reason (signal, spurious wake-up, changed word).  Callers loop on
- * their own condition with their own deadline, and call the interrupt callback between turns.
+ * their own condition with their own deadline, and call the interrupt callback between iterations.
  */
 #include "base/wait.h"
 

@@ -3,13 +3,13 @@
  * Ranks of a host share memory (comm/shm_*.c).  Between hosts a link moves messages.  A link knows
  * nothing of wires, epochs or reductions, which comm_hosts.c builds on it.  Implementations:
  *
- *     link_relay      threads of the program carry the messages, say over a process group of
+ *     link_relay      the program's threads carry the messages, e.g. over a process group of
  *                     torch (python/fsdpc/torch/_link.py); in tests, ranks are threads
  *     link_mpi        a plugin, over MPI (csrc/mpi)
  *     link_null       carries nothing; one rank simulates a world of any size
  *
- * Messages.  A message has a peer and a tag, and both sides give its size.  Messages with the same
- * pair and tag arrive in the order in which they were sent; others may overtake each other.  A
+ * Messages.  A message has a peer and a tag, and both sides specify its size.  Messages with the
+ * same pair and tag arrive in the order in which they were sent; others may overtake each other.  A
  * receive may be posted before or after its send.  If a message and its receive differ in size, the
  * receive fails, and nothing is written past its memory.  A message may be empty.  If a link
  * supports runs, either side's memory may consist of several runs.
@@ -72,7 +72,7 @@ typedef struct fsdpc_link_ops {
     fsdpc_status (*post)(fsdpc_link_op *op); /* a send or a receive, according to its members */
     fsdpc_status (*test)(fsdpc_link_op *op); /* FSDPC_IN_PROGRESS, or the result */
     void (*progress)(fsdpc_link *link);      /* NULL: it has its own thread */
-    void (*abort)(fsdpc_link *link, const char *reason); /* tells the peers, if it can */
+    void (*abort)(fsdpc_link *link, const char *reason); /* informs the peers, if it can */
     /* Ends this rank's sending.  Earlier messages still arrive; receives that can get no message
      * fail.  NULL: peers wait until their deadline. */
     void (*leave)(fsdpc_link *link);
@@ -91,7 +91,7 @@ struct fsdpc_link {
     _Atomic uint64_t sent_bytes, received_bytes; /* of posted messages; relaxed: only counters */
     void (*wake)(void *arg);                     /* set by the implementation in set_wake */
     void *wake_arg;
-    double timeout_s;    /* deadline of the link's own waits; the communicator's */
+    double timeout_s;    /* deadline of the link's own waits, as in the communicator */
     fsdpc_log log;       /* the same */
     _Atomic bool failed; /* release after writing poison; acquire before reading it */
     char poison[256];    /* the reason; written once */

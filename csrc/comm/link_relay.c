@@ -410,7 +410,7 @@ static bool hear_last(relay *self, const fsdpc_message *message)
     return others;
 }
 
-/* Keeps a message without a receive: copies a small one, takes over the memory of a large one. */
+/* Keeps a message without a receive: copies a small message, takes over a large one's memory. */
 static fsdpc_link_op *keep_early(fsdpc_message *message)
 {
     fsdpc_link_op small = {.sends = true, .peer = message->peer, .tag = message->tag}, *early;

@@ -25,11 +25,12 @@ fsdpc_status fsdpc_rendezvous_listen(const char *address, int rank, int *fd_out)
 fsdpc_status fsdpc_rendezvous_meet(const fsdpc_comm_config *config, int *sockets_out,
                                    int32_t *pids_out);
 
-/* Sends one message, with a descriptor unless it is -1.  FSDPC_IN_PROGRESS if it would block. */
+/* Sends one message, with a descriptor unless it is -1.  Returns FSDPC_IN_PROGRESS if it would
+ * block. */
 fsdpc_status fsdpc_socket_send(int fd, const void *message, size_t bytes, int passed_fd);
-/* Receives one message of exactly `bytes`; *passed_out is -1 if it has no descriptor.
- * FSDPC_IN_PROGRESS if there is none yet, FSDPC_ERR_PEER if the other side is gone or sent
- * something else. */
+/* Receives one message of exactly `bytes`; *passed_out is -1 if it has no descriptor.  Returns
+ * FSDPC_IN_PROGRESS if there is none yet, FSDPC_ERR_PEER if the other side is gone or sent a
+ * different message. */
 fsdpc_status fsdpc_socket_recv(int fd, void *message, size_t bytes, int *passed_out);
 
 #endif

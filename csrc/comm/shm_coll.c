@@ -10,10 +10,10 @@
  * buffer is full; when all have posted, this rank sums its slices and marks them as read.  A buffer
  * is idle when all have read it.
  *
- * The others use staging, chunk by chunk: copy the chunk into this rank's stage, increase `step`,
- * wait until all ranks have reached it, read all stages.  Each rank has two stages, used in turn,
- * so one wait per chunk is enough.  Step K + 2 overwrites the data that peers read in step K.  It
- * begins after all have staged K + 1, which each does only after it has read K.
+ * The other collectives stage chunk by chunk: copy the chunk into this rank's stage, increase
+ * `step`, wait until all ranks have reached it, read all stages.  Each rank has two stages, used in
+ * turn, so one wait per chunk is enough.  Step K + 2 overwrites the data that peers read in step K.
+ * It begins after all have staged K + 1, which each does only after it has read K.
  *
  * Operations on an asynchronous stream run and block on its thread.  Inline ones are state machines
  * that any poll of the driving thread advances, so two ranks that wait for different operations

@@ -156,7 +156,7 @@ fsdpc_status fsdpc_shm_segment_adopt(int fd, size_t bytes, fsdpc_shm_segment **o
     bytes = fsdpc_shm_page_round(bytes);
     struct statx about;
     int seals = fcntl(fd, F_GET_SEALS);
-    bool file = seals < 0; /* a file cannot be sealed, but has no name by which others could find
+    bool file = seals < 0; /* a file cannot be sealed, but it has no name, so others cannot find
                             * it */
     bool fine = statx(fd, "", AT_EMPTY_PATH, STATX_BASIC_STATS, &about) == 0 &&
                 about.stx_size == bytes &&

@@ -27,7 +27,7 @@ typedef struct fsdpc_shm_life {
     _Atomic uint64_t wait[FSDPC_SHM_WAIT_WORDS]; /* the call that it sleeps in; "" if it is awake */
 } __attribute__((aligned(128))) fsdpc_shm_life;
 
-/* The mailbox in which a thread leaves a segment for others of a group. */
+/* The mailbox in which a thread leaves a segment for other ranks of a group. */
 typedef struct fsdpc_shm_mail {
     _Atomic uint64_t tag; /* release by the giver after all other fields, acquire by takers */
     fsdpc_shm_segment *segment;

@@ -18,14 +18,14 @@
  * the bus.  Work sees the host's writes from before it was enqueued; the host sees the device's
  * writes after a wait.
  *
- * Events order streams: record marks a point in a stream, and stream_wait makes later work of
+ * Events order streams: record marks a point in a stream, and stream_wait makes later work on
  * another stream wait for it.  An event that has never been recorded counts as complete.  Recording
  * it again moves it to the new point; earlier waits keep the old one.
  *
  * Other libraries in the process (torch) have their own streams, identified by a raw handle (CUDA's
  * cudaStream_t).  The main stream can become one of them, so that their work and ours run in a
  * single order.  It then continues after the work of the previous main stream.  If device memory
- * runs out, the other libraries are asked to release what they cache (`reclaim`).
+ * runs out, the other libraries are asked to release cached memory (`reclaim`).
  *
  * Graphs.  On a device that supports them, work submitted to its streams from capture_begin to
  * capture_end is recorded instead of run.  A launch runs all of it again, on the same memory.  The

@@ -4,9 +4,9 @@
  * must see the weights that its first run saw.  A boundary on the tape carries their generation.
  * Otherwise the unit records the generation that its forwards saw and when, on the frontend's
  * clock, they first saw it.  Anything that first ran before then saw an older generation.  A
- * forward without gradients inside a recomputation (a checkpoint inside a checkpoint, a teacher)
- * begins an epoch like any other.  That epoch may bring newer weights, so such a forward is checked
- * as well.
+ * forward without gradients inside a recomputation (a checkpoint inside a checkpoint, a teacher
+ * model) begins an epoch like any other forward.  That epoch may bring newer weights, so such a
+ * forward is checked as well.
  *
  * A unit of several modules stays gathered until all of them have run in one epoch.  If a method of
  * a unit calls its forward, the unit stays gathered until the method returns (sched.c).

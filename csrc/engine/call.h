@@ -1,12 +1,13 @@
-/* One call of a unit's module: what both frontends do around forward, above the schedule.
+/* One call of a unit's module: the steps that both frontends take around forward, above the
+ * schedule.
  *
  *     begin_recomputed?  enter  -> forward ->  leave | failed            (a call)
  *     begin_backward  post_backward (sched.h)  end_backward              (its backward)
  *
  * A frontend keeps the modules, tensors and graph of its framework.  It passes facts that the
  * engine cannot see: whether gradients are recorded, whether backward is running, and how far its
- * graph has grown (`clock`).  This file decides the rest of a call: which of a unit's modules runs,
- * which weights a recomputation must see, and where random streams begin.
+ * graph has grown (`clock`).  This file decides everything else about a call: which of a unit's
+ * modules runs, which weights a recomputation must see, and where random streams begin.
  */
 #ifndef FSDPC_ENGINE_CALL_H
 #define FSDPC_ENGINE_CALL_H

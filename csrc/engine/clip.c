@@ -2,8 +2,8 @@
  *
  * The norm costs one read of the gradient shards and an all-reduce of 70 integers.  Per-parameter
  * norms use the same read and the same all-reduce, with 70 integers each.  The scale is not applied
- * here: the optimizer applies it as it reads the gradients.  A NaN or infinity anywhere makes the
- * norm NaN or infinite on all ranks.
+ * here: the optimizer applies it as it reads the gradients.  If any gradient is NaN or infinite, so
+ * is the norm, on all ranks.
  *
  * On a remote device neither step waits.  Norms, their values and the clipping factor stay in
  * device memory.  Each unit has a copy of the factor, for the optimizer's kernels.  Ranks combine

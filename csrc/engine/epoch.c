@@ -2,14 +2,14 @@
  *
  * docs/design/communication.md explains the protocol, and tests/model models it.  In short: a rank
  * that arrives has finished all reads of earlier epochs.  Once all have arrived, no rank reads, and
- * ranks that changed masters may write.  If none did, all continue at once.
+ * ranks that changed masters may write.  If no rank changed masters, all continue at once.
  *
  * An optimizer's epoch always changes masters.  It publishes without waiting for the others to
  * publish.  The next reader begins another epoch, in which a rank arrives only after it has
  * published here.  Waiting for that arrival is therefore enough.
  *
  * Its slices may come even later, if a unit's step is pending until the unit is needed.  This epoch
- * then tells all ranks that slices are late.  The next gather of each unit is complete only when
+ * then informs all ranks that slices are late.  The next gather of each unit is complete only when
  * all ranks have posted it, which each does after writing its slices.
  *
  * An interrupt may end a wait between the arrival and the end of an epoch.  The peers rely on the

@@ -2,8 +2,8 @@
  *
  * A unit takes a buffer at its first gradient and returns it when its reduction is complete and all
  * peers have read it.  Two pooled buffers serve units that close during backward.  A unit gets its
- * own buffer if open units have half filled both, or if it keeps gradients over several backwards.
- * A rank thus never waits for a buffer while it holds another.
+ * own buffer if open units are filling both, or if it keeps gradients over several backwards.  A
+ * rank thus never waits for a buffer while it holds another.
  *
  * A single rank needs no buffer for gradients that are not added to others: kernels write them
  * directly to the shard.
@@ -18,7 +18,8 @@ fsdpc_status fsdpc_fill_create_buffers(fsdpc_root *root, const bool *encloses);
 
 /* Returns the pooled buffer that a unit without an open one would fill; -1: its own. */
 int fsdpc_fill_choose(const fsdpc_unit *unit);
-bool fsdpc_fill_lacks_own(const fsdpc_unit *unit); /* taking its own buffer would create it */
+bool fsdpc_fill_lacks_own(const fsdpc_unit *unit); /* taking the unit's own buffer would create
+                                                    * it */
 /* Opens the buffer: sets unit->buffer.  The unit's reduction must be complete.  If the unit gets
  * its own buffer for the first time, no reduction may be in flight, because creating one is
  * collective. */

@@ -9,8 +9,8 @@
  * themselves are the full.
  *
  * A write between a forward and its backward is an error in the backward, which casts the weights
- * again.  If the frontend does not see the write (through `.data`, say), the new values are used,
- * as in FSDP2.
+ * again.  If the frontend does not see the write (for example, through `.data`), the new values are
+ * used, as in FSDP2.
  */
 #include "engine/full.h"
 

@@ -1,9 +1,9 @@
-/* Fulls that gathers fill with moved bytes, in shared slots or in a unit's own memory (slots.h).
+/* Fulls that gathers fill by moving bytes, in shared slots or in a unit's own memory (slots.h).
  *
  * A slot records the unit that was last gathered into it.  A gather ahead of demand takes a slot
  * only if that unit is sharded again (sched.c).  A gather on demand may also evict a unit that was
  * gathered but not used, but never a full one.  The gather waits for the last read of the previous
- * unit's full, as that unit's own next gather would (order.h).
+ * unit's full, just as the previous unit's next gather would (order.h).
  *
  * Two units that share a slot may be full together (held by unshard(), used inside each other's
  * forward, kept full after backward).  The first time that happens, they are separated.  The code
@@ -148,7 +148,7 @@ static fsdpc_status part(fsdpc_unit *unit)
     FSDPC_TRY(fsdpc_comm_agree(root->comm, status, "memory of its own for a unit"));
     unit->slot = -1;
     for (int g = 0; g < unit->layout->n_groups; g++)
-        FSDPC_TRY(place(unit, &unit->groups[g])); /* at the same address, over other memory */
+        FSDPC_TRY(place(unit, &unit->groups[g])); /* at the same address, in different memory */
     return fsdpc_wire_attach(root->wire, unit->window->memory, unit->window->bytes);
 }
 

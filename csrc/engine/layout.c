@@ -3,8 +3,8 @@
  * Why bands.  FSDP2 pads every parameter to a multiple of the rank count, which multiplies the size
  * of small ones at large world sizes.  A flat buffer that is cut anywhere splits rows, so that
  * optimizers and checkpoints need a planner.  Parameters with equal rows, placed end to end, can be
- * cut at any row.  The padding of a band is therefore less than one row per rank, whatever the
- * number of its parameters.  A rank's piece of each parameter is a run of whole rows.
+ * cut at any row.  The padding of a band is therefore less than one row per rank, regardless of its
+ * number of parameters.  A rank's piece of each parameter is a run of whole rows.
  *
  * Some rows are so long that even a band wastes more than 1 % of the unit and 65,536 elements
  * (fused three-dimensional experts, convolutions over many ranks).  Then the parameters in that

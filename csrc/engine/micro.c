@@ -1,6 +1,6 @@
 /* A stack of sums, highest first: heights[0] belongs to the gradient shard, heights[k] to sums[k -
  * 1].  A sum of height h is over 2^h leaves.  The heights are the set bits of the number of leaves
- * so far, so they also give the position of the next leaf in the tree.
+ * so far, so they also determine the next leaf's position in the tree.
  *
  * The reduction itself adds a run whose sum would merge at once (it is as high as the top).  A new
  * level is thus opened only below higher ones; each further merge is one pass over a shard.  If a
@@ -282,7 +282,7 @@ fsdpc_status fsdpc_micro_added(fsdpc_unit *unit)
 
 /* ---- The fold ---- */
 
-/* Makes the bottom sum the gradient, or adds it to what was folded before. */
+/* Makes the bottom sum the gradient, or adds it to the previously folded sum. */
 static fsdpc_status finish(const fsdpc_unit *unit, int bottom)
 {
     fsdpc_stream *main = fsdpc_device_main(unit->device);

@@ -45,8 +45,7 @@ fsdpc_status fsdpc_optim_step(fsdpc_optim *optim);
  * is sharded. */
 uint32_t fsdpc_optim_take_number(fsdpc_optim *optim);
 
-/* Fills in the values that the optimizer knows (kind, hyper-parameters of `group`, seed), and
- * steps. */
+/* Fills in the optimizer's values (kind, hyper-parameters of `group`, seed), and steps. */
 fsdpc_status fsdpc_optim_step_alone(const fsdpc_optim *optim, int group, fsdpc_step_args *args,
                                     fsdpc_stream *stream);
 

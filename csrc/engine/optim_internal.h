@@ -75,12 +75,12 @@ static inline bool fsdpc_optim_steps_group(const unit_states *states, int flat_g
 
 unit_states *fsdpc_optim_unit(const fsdpc_optim *optim, const fsdpc_unit *unit); /* NULL: none */
 
-/* Call before announcing anything to the peers: checks hyper-parameters and makes states. */
+/* Call before announcing anything to the peers: checks hyper-parameters and creates states. */
 fsdpc_status fsdpc_optim_prepare(fsdpc_optim *optim);
 
 /* ---- optim_step.c ---- */
 
-/* Ends a pending step; call before changing what it uses. */
+/* Ends a pending step; call before changing anything that it uses. */
 fsdpc_status fsdpc_optim_end_step(fsdpc_optim *optim);
 /* Does the same before the optimizer is destroyed; ignores errors. */
 void fsdpc_optim_leave_step(fsdpc_optim *optim);

@@ -9,8 +9,8 @@
  *     a CPU step's input       main computes (computed) -> a copy brings (arrived) -> host reads
  *     masters of a CPU step    main publishes (computed) -> (arrived) the host writes
  *
- * Arrows that begin at main are events of this file.  Arrows that begin at a collective belong to
- * the communicator, which knows when an operation is on its stream (fsdpc_comm_order).  Main waits
+ * Arrows that begin at main are events of this file.  The communicator handles arrows that begin at
+ * a collective, since it knows when an operation is on its stream (fsdpc_comm_order).  Main waits
  * for them only when it needs the full or the sum, so it overlaps with both.
  *
  * A gather waits only for its unit's own `released`, and for that of the unit that last used the

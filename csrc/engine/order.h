@@ -1,8 +1,9 @@
 /* Orders the streams of a remote device, for the files of csrc/engine.
  *
  * There are four streams: main, which computes, and one each for gathers, reductions and sums over
- * replicas.  The host waits for none of them.  A stream waits for an event before it reads what
- * another one wrote, or overwrites what another one read; order.c lists these events.
+ * replicas.  The host waits for none of them.  A stream waits for an event before it reads data
+ * that another stream wrote, or overwrites data that another stream read; order.c lists these
+ * events.
  *
  * If the device is not remote, or a single rank's communicator keeps all work on main, they are one
  * stream, which needs no ordering.
@@ -52,7 +53,7 @@ static inline fsdpc_status fsdpc_order_gather(fsdpc_unit *unit)
  * outside it.
  */
 fsdpc_status fsdpc_order_fork(fsdpc_root *root);
-/* Only makes the streams wait, after a graph was launched. */
+/* Call after launching a graph: only makes the streams wait. */
 fsdpc_status fsdpc_order_follow(fsdpc_root *root);
 /* Main waits for all other streams. */
 fsdpc_status fsdpc_order_join(fsdpc_root *root);

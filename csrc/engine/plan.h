@@ -20,7 +20,7 @@ typedef struct fsdpc_mesh {
  * are in a remote device's host memory. */
 typedef struct fsdpc_offload {
     fsdpc_tier *tier; /* held by its extents; NULL while nothing is allocated yet, as in a plan */
-    bool host;        /* no file; for params: own slices, if a gather moves bytes */
+    bool host;        /* no file; for params: this rank's slices, if a gather moves bytes */
     bool params, masters, states, gradients;
     double part;
 } fsdpc_offload;
@@ -92,7 +92,7 @@ typedef struct fsdpc_unit_plan {
     /* Bytes in a file or in host memory instead. */
     size_t master_file_bytes, state_file_bytes, grad_file_bytes;
     size_t ring_bytes;      /* needed by a step over them; a root uses its largest unit's */
-    size_t published_bytes; /* for own slices, if a gather moves bytes (slots.h) */
+    size_t published_bytes; /* for this rank's slices, if a gather moves bytes (slots.h) */
     /* Bytes that one peer sends for this rank's sums, if a reduction brings contributions here, and
      * bytes of its partial that it sends.  Each is for the largest group. */
     size_t contribution_bytes, partial_contribution_bytes;

@@ -27,8 +27,8 @@
  * If the communicator orders streams, the host does not wait, and a second stage follows its first
  * at once, on its own stream.  The main stream waits instead, when it needs the sum or the buffer.
  *
- * In deterministic mode every micro-step is reduced, and its sum goes to the level that micro.h
- * chooses; no_sync then only hides it.
+ * In deterministic mode every micro-step is reduced, and its sum is stored at the level that
+ * micro.h chooses; no_sync then only hides it.
  */
 #include "engine/reduce.h"
 
@@ -313,7 +313,7 @@ static bool crosses_hosts(const fsdpc_comm *comm)
     return comm && comm->host_size < comm->size;
 }
 
-/* Also tests first stages that a second one will follow, which makes them progress. */
+/* Also tests first stages that precede a second one, which makes them progress. */
 fsdpc_status fsdpc_reduce_progress(fsdpc_root *root)
 {
     if (fsdpc_comm_orders(root->reduce_comm)) /* the device orders first stages: there is nothing to

@@ -11,8 +11,8 @@
 #include "base/trace.h"
 #include "engine/unit.h"
 
-/* Collective. units[0] is the outermost; children follow in module order.  `encloses` says for each
- * unit whether it contains others. */
+/* Collective.  units[0] is the outermost; children follow in module order.  `encloses` specifies
+ * whether each unit contains others. */
 fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, int n_units,
                                fsdpc_root **out);
 void fsdpc_root_destroy(fsdpc_root *root); /* its units keep only masters */

@@ -21,8 +21,8 @@
  * reduction, which adds to the first.  Buffers that are still open at the end of backward are
  * posted there, in the order of units.
  *
- * Rank-dependent units (experts that some ranks' data do not select) take part even if they did not
- * run.  All of them are gathered when an epoch begins and stay full until the next; the record
+ * Rank-dependent units (experts that some ranks' data does not select) take part even if they did
+ * not run.  All of them are gathered when an epoch begins and stay full until the next; the record
  * omits them.  Their gradients, zeros if there are none, are reduced at the end of backward.
  *
  * Inside backward a forward is a recomputation (activation checkpointing): no epoch, no reshard.
@@ -385,8 +385,8 @@ fsdpc_status fsdpc_reshard(fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-/* Also drops what this backward has reduced, unless it was added to earlier gradients.  Other units
- * have no such gradients, and which units have some differs between ranks. */
+/* Also drops gradients that this backward has reduced, unless they were added to earlier ones.
+ * Other units have no such gradients, and which units have some differs between ranks. */
 static void drop_backward(fsdpc_root *root)
 {
     fsdpc_fill_drop_failed(root);

@@ -37,8 +37,8 @@ int fsdpc_slots_assign(const fsdpc_slot_want *wants, int n, int per_class, size_
 size_t fsdpc_slots_bytes(const fsdpc_slot_want *wants, int n, int per_class, size_t granule,
                          const int *slots);
 
-/* Returns whether a unit's own memory is also a window, so that a transport can prepare it: if it
- * almost fills its granules. */
+/* Returns whether a unit's own memory is also a window, so that a transport can prepare it.  It is
+ * if it almost fills its granules. */
 bool fsdpc_slots_is_windowed(size_t bytes, size_t granule);
 
 #endif

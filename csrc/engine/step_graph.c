@@ -2,7 +2,7 @@
  * replay.
  *
  * There are two kinds of state.  Counters (steps, generation) grow by the same amount in every
- * step; a replay adds what the captured step added.  Everything else determines which work is
+ * step; a replay adds the captured step's increments.  Everything else determines which work is
  * enqueued, and must not have changed.  For example, an eager step would publish a unit whose
  * masters were written, and a replay does not.
  *
@@ -48,7 +48,7 @@ struct fsdpc_step_graph {
     unit_mark *marks;   /* root->n_units */
     bool begun;
     uint32_t number;            /* counts the captures of this root */
-    uint64_t steps, generation; /* at the beginning; after the end, what one step adds */
+    uint64_t steps, generation; /* at the beginning; after the end, the increments per step */
 };
 
 /* Returns a hash of the settings that affect a step and may change between steps. */

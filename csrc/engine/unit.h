@@ -43,7 +43,7 @@ typedef struct fsdpc_unit_settings {
                                * outermost */
     /* Fixed once there is a root: */
     int n_modules;       /* how many modules belong to it */
-    bool keep_grads;     /* it has its own reduce buffer (SHARD_OPTIM) */
+    bool keep_grads;     /* the unit has its own reduce buffer (SHARD_OPTIM) */
     bool deterministic;  /* micro-steps are summed as a tree (micro.h) */
     bool rank_dependent; /* it runs only on some ranks (sched.c) */
 } fsdpc_unit_settings;

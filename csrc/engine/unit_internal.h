@@ -50,7 +50,7 @@ typedef struct fsdpc_unit_group {
     bool spread;  /* `master` has the layout of the full (unit.c) */
     bool in_wire; /* and maps the wire: only pages that differ are copies */
     fsdpc_extent *master_extent, *grad_extent; /* extents that contain them; NULL: device memory */
-    unsigned char *full;                       /* what modules read; see full.h */
+    unsigned char *full;                       /* the memory that modules read; see full.h */
     unsigned char *target;    /* where a gather writes it: the same memory, at the address that
                                * transports use; NULL if a gather moves nothing */
     void *own_block;          /* in no-alias mode, the block that contains the full */
@@ -134,7 +134,7 @@ struct fsdpc_unit {
     /* Accumulate.  Written by reduce.c, grads.c, micro.c and clip.c. */
     bool grad_live;
     bool grads_lent;                         /* the shards are in the caller's memory, */
-    bool grads_away;                         /* or have none while they are empty */
+    bool grads_away;                         /* or have no memory while they are empty */
     uint8_t *grads;                          /* per parameter, the state of its reduced gradient:
                                               * fsdpc_grad_state */
     unsigned char *sums[FSDPC_MICRO_LEVELS]; /* deterministic: see micro.h */

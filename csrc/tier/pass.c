@@ -2,7 +2,7 @@
  *
  *     FREE -> READING -> READY -> USED -> CHANGED -> WRITING -> FREE
  *
- * The list of entries gives the order, row by row.  Threads read the next entry whenever a buffer
+ * The list of entries defines the order, row by row.  Threads read the next entry whenever a buffer
  * is free, since the user waits for reads first, and otherwise write changed buffers.  A row that
  * the user skips is dropped.
  *

@@ -1,7 +1,7 @@
 /* The file, and its extents.
  *
- * Each extent takes a range at the end of the file and reserves it at once, so that a full disk is
- * detected before any computation.  A destroyed extent releases its blocks and leaves a hole:
+ * Each extent occupies a range at the end of the file and reserves it at once, so that a full disk
+ * is detected before any computation.  A destroyed extent releases its blocks and leaves a hole:
  * offsets are never reused, since a file has plenty.
  *
  * An extent's addresses are one private mapping, whose rear part maps the file.  The kernel keeps

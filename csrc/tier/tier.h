@@ -73,7 +73,8 @@ typedef struct fsdpc_extent {
     fsdpc_tier *tier;
     unsigned char *memory;
     size_t numel, element, kept; /* elements, bytes per element, elements in memory */
-    bool read_only;              /* the user's: a pass only reads it, and other code writes it */
+    bool read_only;              /* owned by the user: a pass only reads it, and other code writes
+                                  * it */
     /* tier.c and pass.c: */
     fsdpc_mem_kind kind;
     const char *what;
@@ -119,8 +120,9 @@ struct fsdpc_pass_hook {
     fsdpc_status (*end)(fsdpc_pass_hook *hook);
 };
 
-fsdpc_status fsdpc_pass_begin(fsdpc_tier *tier, fsdpc_pass_hook *hook); /* NULL: the caller ends it
-                                                                         * before any other */
+fsdpc_status fsdpc_pass_begin(fsdpc_tier *tier, fsdpc_pass_hook *hook); /* NULL: the caller ends the
+                                                                         * pass before another
+                                                                         * begins */
 /* Adds the next rows: all of these extents, of equal length, each at most once per pass. */
 fsdpc_status fsdpc_pass_add(fsdpc_tier *tier, fsdpc_extent *const *extents, int n);
 /* Starts reading the added extents ahead. */
