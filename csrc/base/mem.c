@@ -7,9 +7,9 @@
  * destroy.
  *
  * Below 4 MiB blocks come from aligned_alloc.  Each larger one is a separate mapping, 2 MiB
- * aligned, with huge pages requested and the header in a separate page in front.  Mappings stay out
- * of core dumps: a dying rank must not write a hundred GB.  Such a class's slack is never touched,
- * so it costs only address space.
+ * aligned, with huge pages requested and the header in a separate page in front.  Mappings are
+ * excluded from core dumps, because a dying rank must not write a hundred GB.  Such a class's slack
+ * is never touched, so it costs only address space.
  *
  * The counters use the requested bytes, rounded up to 64, not the class size: memory_plan() can
  * compute these without knowing the classes.  One mutex guards lists and counts.

@@ -41,11 +41,11 @@ typedef struct fsdpc_mem fsdpc_mem;
 
 typedef struct fsdpc_mem_stats {
     size_t now_bytes[FSDPC_MEM_COUNT];
-    size_t peak_bytes[FSDPC_MEM_COUNT];       /* of each category separately */
+    size_t peak_bytes[FSDPC_MEM_COUNT];       /* per category */
     size_t total_now_bytes, total_peak_bytes; /* without PINNED, which is not this device's
                                                * memory */
     size_t cached_bytes;                      /* free blocks kept for reuse */
-    uint64_t system_allocs;                   /* requests to the system for memory since create */
+    uint64_t system_allocs;                   /* memory requests to the system since create */
 } fsdpc_mem_stats;
 
 fsdpc_status fsdpc_mem_create(fsdpc_mem **out);

@@ -26,8 +26,8 @@ typedef struct summing {
     uint32_t *crcs;
 
     pthread_mutex_t lock; /* guards all below, and crcs */
-    size_t run;           /* the next to take: in this run, */
-    uint64_t done;        /* from here on */
+    size_t run;           /* the next run to take from, */
+    uint64_t done;        /* starting at this offset */
     fsdpc_status status;  /* the first error, with its text */
     char text[512];
 } summing;
@@ -37,12 +37,12 @@ typedef struct span {
     const char *path;
     size_t run;
     uint64_t offset, bytes; /* in the file */
-    uint64_t bytes_behind;  /* of the run, after the span */
+    uint64_t bytes_behind;  /* bytes of the run after the span */
 } span;
 
 /* The state of one reading thread. */
 typedef struct reader {
-    const char *path; /* of the open file, or NULL */
+    const char *path; /* the open file's path, or NULL */
     int fd;
     unsigned char *chunk;
 } reader;

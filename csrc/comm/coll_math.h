@@ -23,6 +23,6 @@ fsdpc_status fsdpc_coll_reduce_part(const fsdpc_coll *op, const fsdpc_slice *sli
 fsdpc_status fsdpc_coll_reduce_slices(const fsdpc_coll *op, int rank, int size,
                                       const unsigned char *const *datas, fsdpc_stream *stream);
 
-enum { FSDPC_COLL_MAX_RANKS = 256 }; /* in one group whose ranks sum with these functions */
+enum { FSDPC_COLL_MAX_RANKS = 256 }; /* limit for groups whose ranks sum with these functions */
 
 #endif

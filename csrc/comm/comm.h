@@ -81,7 +81,7 @@ typedef struct fsdpc_slice {
 #define FSDPC_COLL_TABLE(X)                                                                        \
     X(GATHER, "gather")                 /* makes slices of a wire readable as one full */          \
     X(REDUCE_SCATTER, "reduce_scatter") /* buffers of all ranks -> this rank's slices */           \
-    X(REDUCE_ALL, "all_reduce")         /* the same -> all slices, on every rank: replicas */      \
+    X(REDUCE_ALL, "all_reduce")         /* the same -> all slices on every rank (replicas) */      \
     X(ALL_REDUCE, "all_reduce")         /* recv = op over ranks of send */                         \
     X(ALL_GATHER, "all_gather")         /* recv (size x numel) = every rank's send (numel) */      \
     X(BROADCAST, "broadcast")           /* recv of root -> recv of all */                          \
@@ -168,7 +168,7 @@ struct fsdpc_work {
 };
 
 enum fsdpc_epoch_bits {
-    FSDPC_EPOCH_CHANGED = 1,  /* this rank's masters differ from its slices of the wire */
+    FSDPC_EPOCH_CHANGED = 1,  /* this rank's masters differ from its wire slices */
     FSDPC_EPOCH_HELD = 2,     /* a unit is held by unshard() */
     FSDPC_EPOCH_RESET = 4,    /* the last step was interrupted, so its unit order is invalid */
     FSDPC_EPOCH_GRAD = 8,     /* a forward with gradients */
@@ -338,7 +338,7 @@ fsdpc_status fsdpc_comm_null_create(const fsdpc_comm_config *config, fsdpc_comm 
  * engine writes the trace.) */
 typedef struct fsdpc_comm_record {
     const char *what; /* "post", "done", "arrive", "publish", "wire", "buffer", "split", "abort" */
-    fsdpc_coll_kind kind; /* of a "post" or "done" */
+    fsdpc_coll_kind kind; /* for "post" and "done" */
     int unit;             /* -1: none */
     uint64_t epoch;
     size_t bytes;

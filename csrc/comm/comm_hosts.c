@@ -77,7 +77,7 @@ static bool forked(const fsdpc_hosts_comm *self)
 static void abandon(fsdpc_hosts_comm *self)
 {
     if (self->pending && !self->base.poison[0])
-        (void)fsdpc_hosts_progress(self); /* they may have ended, but not been tested */
+        (void)fsdpc_hosts_progress(self); /* operations may have ended without being tested */
     if (self->pending)
         fsdpc_link_abort(self->link, "a group was destroyed with operations in flight; wait for "
                                      "them, on every rank, before dropping it");

@@ -23,8 +23,8 @@ fsdpc_status fsdpc_comm_world_create(const fsdpc_comm_config *config, int hosts,
 size_t fsdpc_comm_hosts_room_bytes(fsdpc_coll_kind kind, fsdpc_dtype dtype, size_t buffer_bytes,
                                    int hosts, int lanes);
 
-/* Starts the watch over the other hosts, once, on the first rank of a host; it ends when this rank
- * leaves.
+/* Starts the watch over the other hosts, once, on the first rank of a host; the watch ends when
+ * this rank leaves.
  */
 fsdpc_status fsdpc_comm_hosts_watch(fsdpc_comm *comm, const fsdpc_host_watch_config *config);
 

@@ -53,7 +53,7 @@ typedef struct message {
 typedef struct peer {
     fsdpc_host_watch_peer who;
     int64_t heard_ns;
-    bool late;         /* and the ranks were warned */
+    bool late;         /* a warning was given */
     int64_t closed_ns; /* when its connection closed; 0: it is open */
     size_t filled;
     message in; /* may be incomplete */

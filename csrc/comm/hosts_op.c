@@ -117,8 +117,8 @@ static void place_rows(fsdpc_hosts_comm *self, const fsdpc_hosts_op *op)
     }
 }
 
-/* Finds the record of which rows were received.  Gathers repeat in order, so the search begins
- * after the last hit. */
+/* Finds the record of received rows.  Gathers repeat in order, so the search begins after the last
+ * hit. */
 static fsdpc_status rows_at(fsdpc_hosts_wire *wire, size_t offset, fsdpc_hosts_rows **out)
 {
     for (size_t n = 0; n < wire->n_rows; n++) {
@@ -269,7 +269,7 @@ static fsdpc_status cross_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 /* REDUCE_ALL: this lane's part of all sums, cut evenly; the last parts may be short or empty. */
 typedef struct lane_part {
     size_t first, numel;
-    size_t bytes; /* of a part that is not short */
+    size_t bytes; /* size of a full-length part */
 } lane_part;
 
 static lane_part part_of(const fsdpc_hosts_comm *self, const fsdpc_coll *coll)

@@ -88,7 +88,7 @@ struct fsdpc_link {
     int rank, size;
     bool takes_runs;
     uint32_t tags;                               /* tags are below this; at least 1 << 15 */
-    _Atomic uint64_t sent_bytes, received_bytes; /* of posted messages; relaxed: only counters */
+    _Atomic uint64_t sent_bytes, received_bytes; /* for posted messages; relaxed: only counters */
     void (*wake)(void *arg);                     /* set by the implementation in set_wake */
     void *wake_arg;
     double timeout_s;    /* deadline of the link's own waits, as in the communicator */

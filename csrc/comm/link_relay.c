@@ -34,8 +34,8 @@ typedef struct list {
 } list;
 
 static const uint32_t NEWS = UINT32_MAX;      /* tag of an abort's reason */
-static const uint32_t LEFT = UINT32_MAX - 1;  /* of the last message */
-static const uint32_t HEARD = UINT32_MAX - 2; /* of the answer to either */
+static const uint32_t LEFT = UINT32_MAX - 1;  /* tag of the last message */
+static const uint32_t HEARD = UINT32_MAX - 2; /* tag of the answer to either */
 
 typedef struct relay {
     fsdpc_link base;

@@ -47,7 +47,7 @@ typedef struct meeting {
     int guests[GUESTS];
     int *sockets; /* by rank */
     int32_t *pids;
-    bool here[MAX_RANKS]; /* its hello has arrived */
+    bool here[MAX_RANKS]; /* the rank's hello has arrived */
     int64_t retry_at;
     int retry_ms;
     int news_fd;
@@ -334,7 +334,7 @@ static fsdpc_status try_connect(meeting *m, int rank)
         status = say_hello(m, fd);
     if (status != FSDPC_OK) {
         close(fd);
-        return status == FSDPC_ERR_PEER ? FSDPC_OK : status; /* it has left again: check once
+        return status == FSDPC_ERR_PEER ? FSDPC_OK : status; /* the peer has left again: check once
                                                               * more */
     }
     fsdpc_fork_guard(fd);

@@ -258,7 +258,7 @@ fsdpc_status fsdpc_shm_epoch_test(fsdpc_wire *base, fsdpc_epoch_note *all_out)
         fsdpc_epoch_note note = note_of(&wire->words[p], epoch);
         uint64_t arrived = load(&wire->words[p].arrived);
         if (arrived > epoch + 1)
-            return abandoned(self, p, epoch, arrived); /* and overwrote its note */
+            return abandoned(self, p, epoch, arrived); /* rank p has overwritten its note */
         bits |= note.bits;
         holder = holder < 0 && (note.bits & FSDPC_EPOCH_HELD) ? p : holder;
         changer = changer < 0 && (note.bits & FSDPC_EPOCH_CHANGED) ? p : changer;

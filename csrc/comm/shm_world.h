@@ -21,7 +21,7 @@ typedef struct fsdpc_shm_life {
     _Atomic bool left;    /* orderly shutdown: not dead, no matter what happens to the process
                            * later */
     _Atomic uint64_t
-        phase[FSDPC_SHM_PHASE_WORDS]; /* its current position; written by the rank, read for
+        phase[FSDPC_SHM_PHASE_WORDS]; /* the rank's current position; written by it, read for
                                        * messages */
     _Atomic uint64_t unit[FSDPC_SHM_UNIT_WORDS];
     _Atomic uint64_t wait[FSDPC_SHM_WAIT_WORDS]; /* the call that it sleeps in; "" if it is awake */
@@ -47,7 +47,7 @@ typedef struct fsdpc_shm_world {
     int *sockets, *pidfds;         /* processes; by rank, -1: none */
     _Atomic bool *orphan;          /* its creating thread has ended: check the process itself */
     fsdpc_shm_mail *mail;          /* threads; in the life segment, after the lives */
-    struct fsdpc_shm_comm *groups; /* of this rank; for the driving thread */
+    struct fsdpc_shm_comm *groups; /* this rank's groups; for the driving thread */
 } fsdpc_shm_world;
 
 /* Collective: the ranks meet and share the life page. */
@@ -59,7 +59,8 @@ void fsdpc_shm_world_release(fsdpc_shm_world *world);
 /* Ends this rank's participation: the end of its process no longer counts as a death. */
 void fsdpc_shm_world_leave(fsdpc_shm_world *world);
 bool fsdpc_shm_world_dead(fsdpc_shm_world *world, int rank);
-bool fsdpc_shm_world_stopped(const fsdpc_shm_world *world, int rank); /* by a signal, a debugger */
+bool fsdpc_shm_world_stopped(const fsdpc_shm_world *world, int rank); /* e.g. by a signal or a
+                                                                       * debugger */
 /* Describes how a dead rank's process ended, " of signal 9 (Killed)", if the kernel still knows, or
  * "". */
 void fsdpc_shm_world_ending(const fsdpc_shm_world *world, int rank, char *out, size_t bytes);

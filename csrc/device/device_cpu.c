@@ -44,7 +44,7 @@ typedef struct progress {
     _Atomic uint32_t changes;  /* futex: changes together with `finished` */
     _Atomic uint32_t sleepers; /* on `changes` */
     _Atomic uint32_t references;
-    pid_t pid; /* of the process that owns the worker */
+    pid_t pid; /* the process that owns the worker */
 } progress;
 
 typedef struct entry {
@@ -84,7 +84,7 @@ typedef struct cpu_device {
     fsdpc_device head; /* first */
     int spare_cores;
     _Atomic int workers; /* streams that have a thread */
-    pid_t workers_pid;   /* in this process */
+    pid_t workers_pid;   /* the process that owns them */
 } cpu_device;
 
 static cpu_stream *stream_of(fsdpc_stream *stream)

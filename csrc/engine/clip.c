@@ -21,7 +21,7 @@
 /* Consecutive gradients in a shard with the same leaf size; one kernel pass covers them all. */
 typedef struct grad_run {
     const unsigned char *at;
-    size_t numel, leaf; /* numel 0: none yet */
+    size_t numel, leaf; /* numel is 0 before the first */
     fsdpc_dtype dtype;
 } grad_run;
 

@@ -38,9 +38,9 @@ fsdpc_status fsdpc_root_epoch(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_uni
  * rank gets one rank's error. */
 fsdpc_status fsdpc_root_agree(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_status status);
 
-/* An optimizer's epoch. begin waits until no peer reads the wire; the caller then updates masters
- * and its own slices in one pass; end publishes.  Call end even if begin or the pass failed.
- * Slices of units with `puts_off` may be written later, until the unit is gathered. */
+/* An optimizer's epoch.  begin waits until no peer is reading the wire; the caller then updates
+ * masters and its own slices in one pass; end publishes.  Call end even if begin or the pass
+ * failed.  Slices of units with `puts_off` may be written later, until the unit is gathered. */
 fsdpc_status fsdpc_root_write_begin(fsdpc_root *root);
 fsdpc_status fsdpc_root_write_end(fsdpc_root *root);
 

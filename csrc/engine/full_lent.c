@@ -38,7 +38,7 @@ void fsdpc_unit_place_fulls(fsdpc_unit *unit, void *const *groups)
 
 static fsdpc_status place(fsdpc_unit *unit, fsdpc_unit_group *group)
 {
-    if (fsdpc_unit_reads_masters(unit)) /* on one rank, the shard has the layout of the full */
+    if (fsdpc_unit_reads_masters(unit)) /* on one rank, shard and full have the same layout */
         group->full = group->published = fsdpc_unit_masters(unit, group, &group->plan->bands[0], 0);
     return FSDPC_OK;
 }

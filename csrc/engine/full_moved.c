@@ -163,7 +163,7 @@ static fsdpc_status make_room(fsdpc_unit *unit)
         if ((*user)->state != FSDPC_UNIT_SHARDED)
             return part(unit);
         FSDPC_TRY(fsdpc_full_settle(*user));
-        FSDPC_TRY(fsdpc_order_gather(*user)); /* it is overwritten, as by its own gather */
+        FSDPC_TRY(fsdpc_order_gather(*user)); /* the unit is overwritten, as by its own gather */
     }
     *user = unit;
     return FSDPC_OK;

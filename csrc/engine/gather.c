@@ -39,7 +39,7 @@ fsdpc_status fsdpc_gather_post(fsdpc_unit *unit, bool in_backward)
 {
     if (unit->state != FSDPC_UNIT_SHARDED)
         return FSDPC_OK;
-    FSDPC_TRY(fsdpc_full_settle(unit)); /* it may have been gathered ahead and never used */
+    FSDPC_TRY(fsdpc_full_settle(unit)); /* the unit may have been gathered ahead and never used */
     FSDPC_TRY(fsdpc_unit_advance(unit));
     if (unit->root->comm->size > 1 && unit->layout->n_groups > 0) {
         size_t bytes = 0;

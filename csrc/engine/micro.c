@@ -50,7 +50,7 @@ static const fsdpc_comm *last_group(const fsdpc_root *root)
 static bool can_split(const fsdpc_root *root)
 {
     const fsdpc_comm *comm = last_group(root);
-    int summed_before = root->ranks / comm->size; /* by a first stage */
+    int summed_before = root->ranks / comm->size; /* summed by a first stage */
     return is_power_of_two(summed_before) &&
            (is_power_of_two(comm->size) || comm->ops->splits_sums);
 }

@@ -62,7 +62,7 @@ fsdpc_status fsdpc_norm_put(const fsdpc_norm *norm, double p, double *out, fsdpc
 fsdpc_status fsdpc_norm_fetch(fsdpc_norm *out, const fsdpc_norm *norms, size_t n,
                               fsdpc_device *device);
 
-double fsdpc_norm_value(const fsdpc_norm *norm, double p); /* of a norm in host memory */
+double fsdpc_norm_value(const fsdpc_norm *norm, double p); /* for a norm in host memory */
 
 /* Reads the value of a norm in device memory; waits. */
 fsdpc_status fsdpc_norm_read(const fsdpc_norm *norm, double p, fsdpc_device *device, double *out);

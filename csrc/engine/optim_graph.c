@@ -17,7 +17,7 @@
 
 typedef struct slot {
     int group;
-    int64_t step; /* at the capture */
+    int64_t step; /* the step count at the capture */
     double grad_scale;
 } slot;
 
@@ -25,7 +25,7 @@ struct fsdpc_optim_graph {
     fsdpc_optim *optim;
     slot *slots;
     size_t n_slots, capacity;
-    fsdpc_step_scalars *scalars; /* of the slots, on the host */
+    fsdpc_step_scalars *scalars; /* the slots' scalars, on the host */
     /* For all parameters of all units, in sequence. */
     int64_t *before; /* step counts at the beginning of the capture */
     int64_t *added;  /* steps per replay */
@@ -141,7 +141,7 @@ fsdpc_status fsdpc_optim_graph_create(fsdpc_optim *optim, const fsdpc_root *root
 fsdpc_status fsdpc_optim_graph_take(const fsdpc_optim *optim, int group, fsdpc_step_args *args)
 {
     fsdpc_optim_graph *graph = optim->capture;
-    if (!graph || !args->wire) /* it would have no wire, and the frontend counts it */
+    if (!graph || !args->wire) /* the step would have no wire, and the frontend counts it */
         return fsdpc_fail(
             FSDPC_ERR_STATE,
             "a parameter that no unit holds is stepped inside a captured step: a graph "

@@ -29,13 +29,13 @@
 typedef struct chunk {
     const unit_states *states;
     int group;
-    size_t begin, end; /* in the group's shard */
+    size_t begin, end; /* the chunk's range in the group's shard */
     fsdpc_event *arrived;
 } chunk;
 
 struct fsdpc_optim_host {
     fsdpc_stream *down;
-    fsdpc_event *computed; /* by main: the sources of gradients and factors */
+    fsdpc_event *computed; /* recorded by main: gradients and factors are computed */
     unsigned char *ring;
     size_t place_bytes;
     chunk chunks[FSDPC_HOST_CHUNKS]; /* chunk n is at n % FSDPC_HOST_CHUNKS */

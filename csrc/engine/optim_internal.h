@@ -10,10 +10,10 @@ typedef struct fsdpc_optim_graph fsdpc_optim_graph;
 typedef struct fsdpc_optim_host fsdpc_optim_host;
 
 typedef struct param_states {
-    int group; /* of hyper-parameters; -1: not in this optimizer */
+    int group; /* hyper-parameter group; -1: not in this optimizer */
     uint32_t number;
     int64_t steps;
-    bool stepping; /* in the current or pending step */
+    bool stepping; /* part of the current or pending step */
     bool momentum; /* SGD: the momentum buffer has contents, so the next step does not copy the
                     * gradient */
 } param_states;
@@ -26,9 +26,9 @@ typedef struct unit_states {
     void **states;
     fsdpc_extent **extents;
     /* The current or pending step. */
-    bool waits;             /* to be stepped */
-    double scale;           /* of the gradients */
-    const double *scale_at; /* plus a factor in the device's memory; NULL: none */
+    bool waits;             /* the unit is still to be stepped */
+    double scale;           /* the gradients' scale */
+    const double *scale_at; /* a further factor in device memory; NULL: none */
 } unit_states;
 
 struct fsdpc_optim {
@@ -49,7 +49,7 @@ struct fsdpc_optim {
     size_t n_scalars;
     fsdpc_pending pending; /* the step, while its units point to this */
     bool goes_on;
-    int next; /* in `order`: the next unit to look at */
+    int next; /* the next unit to visit, in `order` */
     fsdpc_status failed;
     char reason[512];
     fsdpc_optim_host *host; /* for steps on the CPU; NULL before the first such step */

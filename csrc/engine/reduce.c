@@ -276,7 +276,7 @@ fsdpc_status fsdpc_reduce_open(fsdpc_unit *unit)
         return FSDPC_OK;
     if (unit->grads_away)
         return fsdpc_fail(FSDPC_ERR_STATE, "gradients of unit '%s' have no memory", unit->name);
-    FSDPC_TRY(fsdpc_reduce_wait(unit)); /* of an earlier use of this unit in the same backward */
+    FSDPC_TRY(fsdpc_reduce_wait(unit)); /* for an earlier use of this unit in the same backward */
     if (fsdpc_fill_suits_shard(unit)) {
         FSDPC_TRY(fsdpc_unit_advance(unit)); /* a pending step may not have read it yet */
         fsdpc_fill_take_shard(unit);
@@ -316,8 +316,8 @@ static bool crosses_hosts(const fsdpc_comm *comm)
 /* Also tests first stages that precede a second one, which makes them progress. */
 fsdpc_status fsdpc_reduce_progress(fsdpc_root *root)
 {
-    if (fsdpc_comm_orders(root->reduce_comm)) /* the device orders first stages: there is nothing to
-                                               * wait for */
+    if (fsdpc_comm_orders(root->reduce_comm)) /* the device orders first stages, so no wait is
+                                               * needed */
         return post_seconds(root, NULL);
     bool in_turn = crosses_hosts(root->replicate); /* no older one still waits for its second
                                                     * stage */

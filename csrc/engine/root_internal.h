@@ -43,10 +43,10 @@ static inline void fsdpc_record_clear(fsdpc_record *record)
 struct fsdpc_root {
     fsdpc_unit **units;
     int n_units;
-    fsdpc_comm *comm;        /* of the shard group */
+    fsdpc_comm *comm;        /* the shard group */
     fsdpc_comm *replicate;   /* NULL without replicas */
     fsdpc_comm *reduce_comm; /* owns the buffers that gradients fill */
-    int ranks;               /* in the mesh; one rank communicates nothing */
+    int ranks;               /* ranks in the mesh; a single rank does not communicate */
     fsdpc_device *device;
     fsdpc_trace *trace;
     fsdpc_wire *wire;
@@ -61,14 +61,15 @@ struct fsdpc_root {
     size_t pool_bytes, pool_partial_bytes;
     fsdpc_buffer *pool[FSDPC_POOLED_BUFFERS];         /* NULL: not created yet; a single rank
                                                        * creates it on first use */
-    fsdpc_buffer *pool_partial[FSDPC_POOLED_BUFFERS]; /* with replicas: its sums */
+    fsdpc_buffer *pool_partial[FSDPC_POOLED_BUFFERS]; /* with replicas: the buffer's partial */
     fsdpc_unit *pool_filling[FSDPC_POOLED_BUFFERS];   /* the unit that fills it; NULL: none */
     fsdpc_unit *pool_reducing[FSDPC_POOLED_BUFFERS];  /* the unit whose posted reduction reads it */
-    uint64_t pool_turn[FSDPC_POOLED_BUFFERS];         /* its position in the order of posts */
+    uint64_t pool_turn[FSDPC_POOLED_BUFFERS];         /* the reduction's position in posting
+                                                       * order */
     uint64_t turns;
     fsdpc_unit **reducing; /* units with a posted reduction, oldest first; n_units entries */
     int n_reducing;
-    uint64_t generation; /* of the wire's contents */
+    uint64_t generation; /* generation of the wire's contents */
     uint64_t steps;      /* optimizer steps taken */
     uint64_t compared;   /* agree.h: bytes of masters before the next slice to compare with
                           * replicas */
@@ -78,7 +79,7 @@ struct fsdpc_root {
     int holds;             /* hold() is in force */
     int forward_depth;     /* nested forwards of units of this root */
     bool in_backward;
-    bool needs_reset, drops; /* to announce: a forward or backward failed; it was a backward */
+    bool needs_reset, drops; /* to announce: a call failed; it was a backward */
     bool end_asked;          /* the frontend will end the running backward (call.c) */
     uint64_t step_streams, streams_step, step_forwards; /* deterministic: dropout streams of this
                                                          * step */
@@ -93,7 +94,7 @@ struct fsdpc_root {
     bool is_last_backward; /* the end of backward waits for the reductions */
     int prefetch;          /* how many units ahead to gather */
     fsdpc_record record;
-    fsdpc_acts acts, last_acts; /* of this step, and of the last whole one */
+    fsdpc_acts acts, last_acts; /* the acts of this step, and of the last whole one */
     bool notes_acts;            /* a step is running */
 };
 

@@ -337,7 +337,7 @@ fsdpc_status fsdpc_backward_end(fsdpc_root *root)
         if (!reduces_now(unit))
             continue;
         if (unit->settings.rank_dependent && unit->reduce_bytes > 0)
-            FSDPC_TRY(fsdpc_reduce_open(unit)); /* of zeros if the unit did not run */
+            FSDPC_TRY(fsdpc_reduce_open(unit)); /* zeros, if the unit did not run */
         FSDPC_TRY(fsdpc_reduce_post(unit));     /* including gradients that came after the unit's
                                                  * backward ended */
     }

@@ -20,7 +20,7 @@
 #include <stddef.h>
 
 typedef struct fsdpc_slot_want {
-    size_t bytes; /* of the unit's full */
+    size_t bytes; /* size of the unit's full */
     bool alone;   /* never shares */
 } fsdpc_slot_want;
 

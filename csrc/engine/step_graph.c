@@ -38,7 +38,7 @@ typedef struct unit_mark {
     int held, n_sums;
     double pending_scale;
     uint32_t settings;
-    const unsigned char *written; /* by gathers; NULL: memory without a window */
+    const unsigned char *written; /* the memory that gathers write; NULL: without a window */
 } unit_mark;
 
 struct fsdpc_step_graph {
@@ -220,7 +220,7 @@ fsdpc_status fsdpc_step_graph_begin(fsdpc_root *root, fsdpc_optim *optim, fsdpc_
     return FSDPC_OK;
 }
 
-/* This rank's part in abandoning a step. */
+/* Does this rank's part in abandoning a step. */
 static void give_up(fsdpc_step_graph *step)
 {
     fsdpc_root *root = step->root;
@@ -331,7 +331,7 @@ fsdpc_status fsdpc_step_graph_end(fsdpc_step_graph *step)
     else
         fsdpc_fail(status, "%s", text);
     uint64_t steps = root->steps;
-    root->steps = step->steps; /* as on ranks that gave up */
+    root->steps = step->steps; /* as on the ranks that gave up */
     status = agree_on_end(root, status);
     root->steps = steps;
     if (status == FSDPC_OK)

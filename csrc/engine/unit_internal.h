@@ -11,7 +11,7 @@
 typedef enum fsdpc_reduction {
     FSDPC_REDUCTION_NONE,
     FSDPC_REDUCTION_SHARD,     /* over the shard group, or over replicas if that is one rank */
-    FSDPC_REDUCTION_REPLICATE, /* of the partial, over the replicas */
+    FSDPC_REDUCTION_REPLICATE, /* the partial, over the replicas */
 } fsdpc_reduction;
 
 /* For one parameter; ranks agree on the highest. */
@@ -48,7 +48,7 @@ typedef struct fsdpc_unit_group {
                            * (micro.c) */
     unsigned char *master, *grad;
     bool spread;  /* `master` has the layout of the full (unit.c) */
-    bool in_wire; /* and maps the wire: only pages that differ are copies */
+    bool in_wire; /* `master` maps the wire: only pages that differ are copies */
     fsdpc_extent *master_extent, *grad_extent; /* extents that contain them; NULL: device memory */
     unsigned char *full;                       /* the memory that modules read; see full.h */
     unsigned char *target;    /* where a gather writes it: the same memory, at the address that
@@ -84,7 +84,7 @@ struct fsdpc_unit {
     /* Memory if gathers move bytes, written by full_moved.c; if fulls are lent, by unit.c. */
     int slot;                  /* -1: it shares with no unit */
     fsdpc_window *window;      /* the memory that it shares, or shared */
-    unsigned char *room;       /* its own memory */
+    unsigned char *room;       /* the unit's own memory */
     fsdpc_full_room full_room; /* take is NULL: none */
 
     /* Gather.  Written by gather.c, full.c and sched.c; code that changes masters sets `dirty` and
@@ -122,7 +122,7 @@ struct fsdpc_unit {
     fsdpc_buffer *own_buffer; /* if the unit stays open, or found no free pooled buffer; NULL: not
                                * created */
     fsdpc_buffer shard;       /* the gradient shard as a buffer: fill.h */
-    fsdpc_buffer *partial;    /* of the posted reduction, or with postponed sums */
+    fsdpc_buffer *partial;    /* the posted reduction's, or contains postponed sums */
     fsdpc_buffer *own_partial;
     fsdpc_reduction reduction;
     bool partial_live; /* the partial contains sums whose all-reduce was postponed */
@@ -139,7 +139,7 @@ struct fsdpc_unit {
                                               * fsdpc_grad_state */
     unsigned char *sums[FSDPC_MICRO_LEVELS]; /* deterministic: see micro.h */
     fsdpc_micro_sums micro;
-    int sum_to, n_sums; /* of the posted reduction: the level of its sum, or how many sums it
+    int sum_to, n_sums; /* the posted reduction's: the level of its sum, or how many sums it
                          * leaves */
     bool sum_adds;      /* adds to the existing sum */
     bool folded;

@@ -128,7 +128,7 @@ static void unlink_early(void)
         if (!path)
             continue;
         path[strcspn(path, " \n")] = '\0'; /* "(deleted)" may follow */
-        unlink(path);                      /* or another rank has done it */
+        unlink(path);                      /* unless another rank has already done so */
     }
     if (maps)
         fclose(maps);

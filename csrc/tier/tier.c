@@ -253,7 +253,7 @@ fsdpc_status fsdpc_extent_create(fsdpc_tier *tier, const char *what, char *const
     if (status == FSDPC_OK)
         status = map_extent(extent);
     if (status != FSDPC_OK) {
-        extent->kept = 0; /* it was not counted yet */
+        extent->kept = 0; /* kept memory was not counted yet */
         fsdpc_extent_destroy(extent);
         return status;
     }

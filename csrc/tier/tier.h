@@ -34,7 +34,7 @@ typedef struct fsdpc_tier fsdpc_tier;
 enum {
     FSDPC_TIER_CHUNK = 512 * 1024, /* elements per chunk, by default */
     FSDPC_TIER_BUFFERS = 12,       /* per ring: a row in use, rows ahead, chunks behind */
-    FSDPC_TIER_COLUMNS = 5,        /* per row, at most */
+    FSDPC_TIER_COLUMNS = 5,        /* maximum per row */
 };
 
 typedef struct fsdpc_tier_config {

@@ -12,7 +12,7 @@ enum { FSDPC_TIER_PAGE = 4096, FSDPC_TIER_THREADS = 2 };
 
 typedef enum fsdpc_chunk_state {
     FSDPC_TIER_ZEROS,   /* never written */
-    FSDPC_TIER_WRITTEN, /* by a pass: the checksum is known */
+    FSDPC_TIER_WRITTEN, /* written by a pass: the checksum is known */
     FSDPC_TIER_LOOKED,  /* the same, and checked since */
     FSDPC_TIER_UNKNOWN, /* written through memory */
 } fsdpc_chunk_state;
@@ -49,7 +49,7 @@ struct fsdpc_tier {
     fsdpc_fs fs;
     int fd, rank;
     size_t chunk;
-    pid_t pid;                    /* of its creator: a forked child must not touch the file */
+    pid_t pid;                    /* the creator's: a forked child must not touch the file */
     char folder[4096], path[512]; /* path: for messages, as the file has no name */
     uint64_t end_bytes;
 
@@ -59,7 +59,7 @@ struct fsdpc_tier {
     int n_threads;
     bool ending;
     fsdpc_tier_stats stats;
-    fsdpc_status status; /* the failure and its text */
+    fsdpc_status status; /* the tier's failure, and its text */
     char reason[640];
     unsigned char *ring;
     size_t buffer_bytes;
@@ -69,7 +69,7 @@ struct fsdpc_tier {
     size_t next_read, row; /* the next entry to read; the row in use */
     bool started;
     uint64_t passes;
-    fsdpc_pass_hook *hook; /* of the open pass; NULL: no open pass, or it ends by itself */
+    fsdpc_pass_hook *hook; /* the open pass's hook; NULL: none open, or it ends by itself */
 };
 
 /* These return a chunk's elements and bytes; the last chunk may be short.  Files are read and
