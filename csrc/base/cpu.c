@@ -7,10 +7,10 @@
  *
  * "auto" chooses the best path, with one exception.  On AMD cores vdpbf16ps is worthwhile: it does
  * twice the flops of fp32 FMA.  Intel cores run it at a quarter of FMA's rate, which is half the
- * flops.  There, without tiles, bf16 products through the fp32 kernels take 0.62 times as long, and
- * attention 0.65 times.  (512 and 1024 cubed, T = 1024, one core of a Xeon with AMX.)  "auto"
- * therefore means avx512 there.  It goes by vendor, because a measurement would depend on other
- * processes.
+ * flops.  On Intel cores without tiles, bf16 products through the fp32 kernels take 0.62 times as
+ * long, and attention 0.65 times.  (512 and 1024 cubed, T = 1024, one core of a Xeon with AMX.)
+ * "auto" therefore means avx512 there.  It goes by vendor, because a measurement would depend on
+ * other processes.
  *
  * The core count is the minimum of the affinity mask and the CPU quotas of this process's control
  * groups, v2 and v1.  The process's own group and all its visible ancestors count.  A quota of 2.5

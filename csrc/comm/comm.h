@@ -22,21 +22,21 @@
  * fill again.  One filling may be posted in several operations, for instance one per dtype; all but
  * the first set `same_filling`.
  *
- * Collectives are posted, tested and waited for. fsdpc_work is the caller's storage: a post
- * allocates nothing.  Every rank of the group posts the same operations in the same order.  Each
+ * Collectives are posted, tested and waited for.  fsdpc_work is the caller's storage: a post
+ * allocates no memory.  Every rank of the group posts the same operations in the same order.  Each
  * operation has a fingerprint that peers check.  A difference is an error on every rank, raised
  * before any wrong number is used, and names both ranks' unit and operation.
  *
- * On a remote device an operation runs in the order of its stream and is ordered with nothing else.
+ * On a remote device an operation runs in its stream's order, independently of all other work.
  * Before a post, the caller orders the stream, with events, after other work on the memory that the
  * operation reads or overwrites.  The host need not wait for the operation: fsdpc_comm_order makes
  * another stream wait, and the host continues, a bounded number of operations ahead of the device.
  * The next call that waits for anything, including a sync of the device (fsdpc_device.watch),
  * reports a later failure.
  *
- * While the device captures (device.h), operations posted on it are captured too, and not compared.
- * Ranks compare their hash, `captured`, when the capture ends.  Nothing may wait in a capture, so
- * host values are refused.  To launch a graph that contains operations, post a REPLAY.
+ * While the device captures (device.h), operations posted on it are also captured, and not
+ * compared.  Ranks compare their hash, `captured`, when the capture ends.  Nothing may wait in a
+ * capture, so host values are refused.  To launch a graph that contains operations, post a REPLAY.
  *
  * Failure.  Every wait has a deadline, calls the interrupt callback at least every 100 ms and
  * watches the peers.  After a failure the communicator is poisoned: every later call fails with the
@@ -131,7 +131,7 @@ typedef struct fsdpc_coll {
     size_t offset;        /* bytes into the wire or buffer where the full begins */
     bool late;            /* GATHER: ranks may have written their slices just before they posted, so
                              it is done when all have; the same on all ranks */
-    uint32_t trains;      /* hash of what the caller trains, or 0; only compared */
+    uint32_t trains;      /* hash of the caller's trainable parameters, or 0; only compared */
     bool same_filling;    /* REDUCE_*: the buffer has already been posted since it was filled */
     void *shard;          /* REDUCE_*: where the slices go, at their shard_offset */
     fsdpc_dtype shard_dtype;
@@ -289,7 +289,7 @@ struct fsdpc_wire {
     int memfd;  /* contains its memory, from the first byte, for its lifetime; 0: other memory */
     const unsigned char *read;
     unsigned char *write;
-    bool pinned;        /* moved: fsdpc_wire_own gives host memory; set before the call */
+    bool pinned;        /* moved: fsdpc_wire_own returns host memory; set before the call */
     unsigned char *own; /* moved: this rank's slices, after fsdpc_wire_own */
     uint64_t epoch;     /* the last one in which this rank arrived; 0: none yet */
     /* Describes a note's kind, for messages; NULL: messages show its number. */
@@ -315,7 +315,7 @@ typedef struct fsdpc_comm_config {
                           * world */
     const char *address; /* shm: names the run (uid and restart count are added); <= 80 bytes */
     const char *secret;  /* shm: ranks prove that they know it; NULL: none */
-    int socket_fd; /* shm: a listening socket of this rank (rendezvous.h), taken over, or <= 0 */
+    int socket_fd; /* shm: this rank's listening socket (rendezvous.h), to be taken over, or <= 0 */
     int news_fd;   /* shm: file in which a launcher reports ended ranks (rendezvous.h), or <= 0 */
     bool spin;     /* shm: at least as many cores as ranks, so waits may spin first */
     bool late;     /* null: an operation is done only once the caller waits for it */

@@ -3,7 +3,7 @@
  * The world is H hosts of L ranks each; rank h * L + l is lane l of host h.  Inside a host
  * everything works as on a single host: a shared-memory communicator, one copy of the weights,
  * buffers that all its ranks can read.  Between hosts a link carries bytes, from each lane to the
- * same lane on the other hosts.  Data thus leaves a host only once, spread over its ranks.
+ * same lane on the other hosts.  Data thus leaves a host only once, distributed over its ranks.
  *
  * This code uses the communicator and the link only through their public interfaces.  A wait in one
  * group also advances the operations of all other groups of this rank, on the host and between
@@ -299,8 +299,8 @@ static void hosts_describe(fsdpc_comm *comm, char *text, size_t bytes)
     fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
     fsdpc_comm_describe(self->host, text, bytes);
     const fsdpc_hosts_op *op = self->pending;
-    for (int sends = 0; sends < 2 && !text[0]; sends++) { /* a peer that does not receive is late
-                                                           * too */
+    for (int sends = 0; sends < 2 && !text[0]; sends++) { /* a peer that does not receive is also
+                                                           * late */
         size_t used = strlen(text);
         for (int i = 0; op && i < op->n_ops && used + 1 < bytes; i++) {
             if (!op->ops[i].link || op->ops[i].sends != sends || is_named(op, i))

@@ -342,7 +342,7 @@ void fsdpc_link_relay_retain(fsdpc_link *link)
     atomic_fetch_add_explicit(&((relay *)link)->refs, 1, memory_order_relaxed);
 }
 
-/* Gives the first message of the outbox to a carrier; requires the lock. */
+/* Passes the outbox's first message to a carrier; the caller holds the lock. */
 static fsdpc_status hand_over(relay *self, fsdpc_message *out)
 {
     FSDPC_TRY(fsdpc_message_reserve(out, self->outbox.first->bytes));

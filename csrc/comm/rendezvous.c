@@ -239,8 +239,8 @@ static fsdpc_status left_early(meeting *m, int rank)
         rank, m->pids[rank], m->address, missing[0] ? ", still missing: " : "", missing);
 }
 
-/* Checks whether a rank that has sent its hello hung up.  Leaves any data that it has already sent
- * for later. */
+/* Checks whether a rank has hung up after sending its hello.  Leaves any data that it has already
+ * sent for later. */
 static fsdpc_status watch(meeting *m, int rank)
 {
     char byte;

@@ -10,8 +10,8 @@
 
 #include "comm/comm.h"
 
-/* A launcher may hand its ranks a file (config->news_fd) that begins with this line.  The launcher
- * adds a line for every rank that has ended, e.g.  "rank 1 ended (exit code 3)".  Ranks that are
+/* A launcher may pass its ranks a file (config->news_fd) that begins with this line.  The launcher
+ * adds a line for every rank that has ended, e.g. "rank 1 ended (exit code 3)".  Ranks that are
  * still waiting for each other read it: a rank that ended before meeting the others will never
  * come. */
 #define FSDPC_RENDEZVOUS_NEWS "fsdpc news 1\n"

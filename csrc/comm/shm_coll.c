@@ -7,8 +7,8 @@
  * is complete when all have posted it.
  *
  * REDUCE_SCATTER and REDUCE_ALL read the peers' buffers in place.  A post means that the rank's
- * buffer is full; when all have posted, this rank sums its slices and marks them as read.  A buffer
- * is idle when all have read it.
+ * buffer has been filled; when all have posted, this rank sums its slices and marks them as read.
+ * A buffer is idle when all have read it.
  *
  * The other collectives stage chunk by chunk: copy the chunk into this rank's stage, increase
  * `step`, wait until all ranks have reached it, read all stages.  Each rank has two stages, used in

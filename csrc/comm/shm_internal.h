@@ -1,7 +1,7 @@
 /* Internals of the shm communicator: the structs that its files share.
  *
  *     shm_internal.h  only structs
- *     shm_peers.c     failures, and passing memory when ranks create something together
+ *     shm_peers.c     failures, and passing memory when ranks create an object together
  *     shm_coll.c      collectives
  *     shm_wire.c      wires and epochs
  *     shm_buffer.c    reduce buffers
@@ -33,8 +33,8 @@ typedef struct fsdpc_shm_wire {
     struct fsdpc_shm_wire *next;
 } fsdpc_shm_wire;
 
-/* Written by a buffer's rank after its data: how many reductions with this buffer's id this rank
- * has read the inputs of. */
+/* Written by a buffer's rank after its data: the number of reductions with this buffer's id whose
+ * inputs this rank has read. */
 typedef struct fsdpc_shm_buffer_words {
     _Atomic uint64_t read;
 } fsdpc_shm_buffer_words;

@@ -244,7 +244,7 @@ fsdpc_status fsdpc_shm_give_all(fsdpc_shm_comm *self, uint64_t tag, fsdpc_shm_se
         if (p != self->base.rank)
             others[n++] = self->members[p];
     status = fsdpc_shm_world_give(self->world, &self->base, others, n, tag, segment, status);
-    fsdpc_shm_ring_bell(self->bell); /* takers may sleep there; speed does not matter here */
+    fsdpc_shm_ring_bell(self->bell); /* takers may sleep there, and speed does not matter here */
     return status;
 }
 

@@ -22,7 +22,7 @@ bool fsdpc_shm_ring_same(const fsdpc_shm_slot *mine, const fsdpc_shm_slot *peer,
 void fsdpc_shm_ring_describe(const fsdpc_shm_slot *slot, int rank, uint64_t sequence, char *text,
                              size_t bytes);
 
-/* Returns FSDPC_ERR_MISMATCH for two that differ, naming the first difference still in the ring.
+/* Reports FSDPC_ERR_MISMATCH, naming the first difference that is still in the ring.
  */
 fsdpc_status fsdpc_shm_ring_differ(const fsdpc_shm_slot *mine, int my_rank,
                                    const fsdpc_shm_slot *peer, int peer_rank, uint64_t sequence);

@@ -260,7 +260,7 @@ static inline fsdpc_status fsdpc_event_test(fsdpc_event *event)
     return event->device->ops->event_test(event);
 }
 
-/* Makes the host wait, through the device's watch if it has one. */
+/* Makes the host wait for an event, through the device's watch if there is one. */
 fsdpc_status fsdpc_event_await(fsdpc_event *event);
 
 static inline fsdpc_status fsdpc_device_alloc(fsdpc_device *device, fsdpc_mem_kind kind,

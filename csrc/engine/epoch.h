@@ -1,8 +1,8 @@
-/* Epochs (docs/design/communication.md). fsdpc_root_epoch brings the wire up to date with the
+/* Epochs (docs/design/communication.md).  fsdpc_root_epoch brings the wire up to date with the
  * masters.  It compares if needed, arrives and waits; if any rank has changed masters, each writes
- * its own slices and publishes.  A change advances `generation`; a backward is refused if its
- * forward saw an older one.  During a captured step epochs are local to the rank: ranks agree
- * before and after it.
+ * its own slices and publishes.  A change advances `generation`; a backward fails if its forward
+ * saw an older generation.  During a captured step epochs are local to the rank: ranks agree before
+ * and after it.
  */
 #ifndef FSDPC_ENGINE_EPOCH_H
 #define FSDPC_ENGINE_EPOCH_H

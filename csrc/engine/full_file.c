@@ -19,7 +19,7 @@ static fsdpc_status make_room(fsdpc_unit *unit)
 {
     for (int g = 0; g < unit->layout->n_groups; g++)
         (void)madvise(unit->groups[g].full, fsdpc_full_bytes(&unit->groups[g]), MADV_WILLNEED);
-    return FSDPC_OK; /* if the kernel ignores the hint, it reads later */
+    return FSDPC_OK; /* if the kernel ignores the hint, it reads pages later */
 }
 
 static uint32_t crc_of(const fsdpc_unit *unit)

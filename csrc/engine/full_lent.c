@@ -5,7 +5,7 @@
  * the masters before each step.  It therefore publishes nothing.  A full is a cast of the masters,
  * made when the unit begins to use it; its memory is returned after the use.  This is what FSDP2
  * does on one rank.  With publishing, SmolLM3-3B under torch on an H200 always had 5.8 GiB of
- * published parameters, and compared them in 4.9 of 464 ms.  If no cast is needed, the masters
+ * published parameters, and spent 4.9 of 464 ms comparing them.  If no cast is needed, the masters
  * themselves are the full.
  *
  * A write between a forward and its backward is an error in the backward, which casts the weights

@@ -2,8 +2,8 @@
  *
  * This is slower, but a read that comes too early or too late ends the process at once.  The pages
  * belong to an ordinary block that is two pages larger, so that its bytes are counted and protected
- * pages contain nothing else.  A device that cannot protect memory still fills it with NaN: a read
- * that comes too early or too late then gets a NaN.
+ * pages contain nothing else.  A device that cannot protect memory still fills it with NaN, which a
+ * read that comes too early or too late then returns.
  *
  * If ranks share a wire, reveal copies from it; otherwise gathers write the pages.
  */

@@ -1,4 +1,4 @@
-/* Ranks share a wire: it contains the fulls of all units, mapped read-only, for the whole run. */
+/* Ranks share a wire that contains the fulls of all units, mapped read-only, for the whole run. */
 #include "engine/full.h"
 
 fsdpc_status fsdpc_full_place_in_wire(fsdpc_unit *unit, fsdpc_unit_group *group)

@@ -14,8 +14,8 @@
  * A gradient shard that was folded and divided is no longer a node of a tree.  Its height is then
  * FSDPC_MICRO_CLOSED, which differs from all others, and the next tree begins above it.
  *
- * A posted reduction has its target chosen already, so the next post waits for it (reduce.c): a
- * unit has one reduction in flight.
+ * A posted reduction's target is already chosen, so the next post waits for it (reduce.c): a unit
+ * has only one reduction in flight.
  */
 #include "engine/micro.h"
 
@@ -162,7 +162,7 @@ static fsdpc_status make_level(fsdpc_unit *unit, int level)
     if (level == 0 || unit->sums[level - 1])
         return FSDPC_OK;
     void *memory;
-    /* zeroed because the sums cover padding too, whose values are never read */
+    /* zeroed because the sums also cover padding, whose values are never read */
     FSDPC_TRY(fsdpc_device_alloc_zeroed(unit->device, FSDPC_MEM_GRAD, unit->grad_bytes, &memory));
     unit->sums[level - 1] = memory;
     return FSDPC_OK;

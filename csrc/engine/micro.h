@@ -5,8 +5,8 @@
  * complete and then added to that, like the carry of a binary counter.  The ranks of a micro-step
  * form a run of leaves.  If their number is a power of two, that run is one node and their
  * reduction leaves one sum.  Otherwise it is cut into at most 2 log2(ranks) nodes, and the
- * reduction leaves a sum for each.  Thus 1 rank with 12 micro-steps, 3 with 4 and 12 with 1 get the
- * same bits.
+ * reduction leaves a sum for each.  Thus 1 rank with 12 micro-steps, 3 ranks with 4 and 12 ranks
+ * with 1 get the same bits.
  *
  *     3 ranks   micro-step 0       1       2       3
  *               leaves  0 1  2 | 3  4 5 | 6 7  8 | 9 10 11

@@ -4,7 +4,7 @@
  * A step is one pass over memory, in its own epoch.  It reads the gradient shard (with the scale
  * that clipping left), updates master and states, and writes the wire.  Parameters of one group
  * share hyper-parameters; neighbours in a shard with the same group and step count are updated as
- * one run. ops/flat_step.h defines what steps compute.
+ * one run.  ops/flat_step.h defines the steps.
  *
  * The first step creates only the states that the hyper-parameters need: none for SGD without
  * momentum, a third one for amsgrad.  They are fp64 for fp64 parameters, else fp32, or bf16 rounded
@@ -25,7 +25,7 @@ fsdpc_status fsdpc_optim_create(fsdpc_optim_kind kind, fsdpc_device *device, fsd
                                 fsdpc_optim **out);
 void fsdpc_optim_destroy(fsdpc_optim *optim);
 
-/* Sets F32 (the default), or BF16 with the seed of its rounding; before parameters are added. */
+/* Sets F32 (the default), or BF16 with its rounding seed; call before adding parameters. */
 fsdpc_status fsdpc_optim_set_state_dtype(fsdpc_optim *optim, fsdpc_dtype dtype, uint64_t seed);
 
 /* Adds a parameter to hyper-parameter group `group`.  A parameter belongs to one group. */

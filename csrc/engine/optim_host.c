@@ -13,8 +13,8 @@
  *
  * The host waits for a chunk before using it in a step.  By then main has finished all work before
  * the step, so the last publication no longer reads masters.  A ring entry is reused once the host
- * has stepped with its contents.  At the end all requested chunks have arrived, so later writes of
- * gradients cannot overtake a copy.
+ * has stepped with its contents.  When a step ends, all requested chunks have arrived, so later
+ * writes of gradients cannot overtake a copy.
  *
  * If a step fails here, part of the model is updated, as with a file (optim.c).
  */

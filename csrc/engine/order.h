@@ -14,7 +14,7 @@
 #include "engine/root_internal.h"
 
 fsdpc_status fsdpc_order_create(fsdpc_root *root); /* the units must know their root */
-/* Call before freeing their memory: waits for the streams, or aborts their operations with
+/* Call before freeing memory that streams use: waits for them, or aborts their operations with
  * peers. */
 void fsdpc_order_destroy(fsdpc_root *root);
 

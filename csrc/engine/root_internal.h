@@ -6,7 +6,7 @@
 #include "engine/unit_internal.h"
 
 /* How far the last epoch got.  Ctrl-C may interrupt any stage's wait.  The next epoch then first
- * completes this one as announced, since the peers rely on that. */
+ * completes this one as announced, since the peers rely on it. */
 typedef enum fsdpc_epoch_stage {
     FSDPC_STAGE_IDLE,
     FSDPC_STAGE_ARRIVED,   /* announced; waits for all arrivals */
@@ -87,7 +87,8 @@ struct fsdpc_root {
     uint32_t captures;     /* number of captures begun */
     bool warned_folded;    /* deterministic: that the tree of micro-steps was cut short, */
     bool warned_half;      /* that fp16 gradients are divided too early, */
-    bool warned_divided;   /* or others, by a number of micro-steps that is not a power of two, */
+    bool warned_divided;   /* or other gradients, by a number of micro-steps that is not a power of
+                            * two, */
     bool warned_ranks;     /* that groups of ranks are not powers of two, */
     bool warned_twice;     /* and that a backward reduces a unit twice */
     uint64_t backwards;    /* number begun */

@@ -45,8 +45,9 @@ fsdpc_status fsdpc_grad_wait(fsdpc_unit *unit);
 /* Closes units that are still open and waits for every reduction. */
 fsdpc_status fsdpc_backward_end(fsdpc_root *root);
 
-/* The generation of the weights.  A backward or recomputation passes the one that its forward saw,
- * and fails if the weights have changed since.  FSDPC_GENERATION_PAST is older than any. */
+/* The generation of the weights.  A backward or recomputation passes the generation that its
+ * forward saw, and fails if the weights have changed since.  FSDPC_GENERATION_PAST is older than
+ * any. */
 #define FSDPC_GENERATION_PAST UINT64_MAX
 uint64_t fsdpc_unit_generation(const fsdpc_unit *unit);
 fsdpc_status fsdpc_unit_check_generation(const fsdpc_unit *unit, uint64_t generation);

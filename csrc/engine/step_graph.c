@@ -9,8 +9,8 @@
  * Ranks do not communicate inside a capture.  Operations are captured and epochs are local, so a
  * rank that gives up leaves no peer waiting.  They meet in one epoch before the capture and one
  * after it, and continue only if all are able to and captured the same work.  A replay is one epoch
- * and one operation.  The epoch detects ranks that do something else or cannot replay.  The
- * operation launches the graph in its turn among all others, and the communicator watches it.
+ * and one operation.  The epoch detects ranks that do not or cannot replay.  The operation launches
+ * the graph in its turn among all others, and the communicator watches it.
  *
  * The host has processed an abandoned step; the device has not.  Step counts are restored.  The
  * generation is not: a loss made inside refers to memory that was never filled, so its backward

@@ -1,4 +1,4 @@
-/* A unit's private memory, and copying single parameters into and out of it.
+/* Manages a unit's private memory, and copies single parameters into and out of it.
  *
  * Masters are allocated once, with the unit, and never move: optimizers and exported pieces may
  * keep pointers.  So are gradient shards, but they may move while they are empty (place_grads here,
@@ -38,10 +38,9 @@ static void destroy_shard(fsdpc_unit *unit, fsdpc_extent *extent, void *memory)
 }
 
 /* Note [spread masters].  If modules of a frozen group read the masters directly, a host needs only
- * one copy, not two.  The masters have address space for the whole full, of which they touch only
- * their own rows.  When the wire exists, its pages replace theirs at the same addresses
- * (full_shared.c).  A write to a master then copies its page first, so peers do not see it before
- * it is published. */
+ * one copy, not two.  The masters have address space for the whole full, but touch only their own
+ * rows.  When the wire exists, its pages replace theirs at the same addresses (full_shared.c).  A
+ * write to a master then copies its page first, so peers do not see it before it is published. */
 static bool can_spread(const fsdpc_unit *unit, const fsdpc_unit_group *group)
 {
     return fsdpc_plan_shares_masters(group->plan, group->wire_dtype, &unit->offload) &&

@@ -102,7 +102,8 @@ struct fsdpc_unit {
     bool puts_off;          /* the step that is about to begin will be pending on this rank */
     bool late;              /* until the next gather: slices may be published after the step's
                              * epoch */
-    _Atomic int lent;       /* tensors on its gradients and states: no step of it is deferred */
+    _Atomic int lent;       /* tensors on its gradients and states, which keep its steps from being
+                             * deferred */
 
     /* Calls.  Written by sched.c and call.c. */
     bool stays;       /* more of its modules will run in this forward */

@@ -13,13 +13,13 @@
  * the expected size.  MPI reports a longer piece as an error too, but Open MPI 4.1 has by then
  * written past the end of the memory.
  *
- * Sleeping.  MPI progresses only inside its calls, and a thread cannot sleep until it does.
- * Between two polls this thread sleeps for an eighth of the time since an operation was last posted
- * or ended.  This makes a wait at most an eighth longer, and a long wait occupies no core.  The
- * longest sleep is 1 ms while operations are in flight, and 100 ms otherwise, when only news can
- * arrive.  A post wakes the thread.  A few finished pieces do not reset the sleep or wake a waiter.
- * On a core that also computes, polling after each piece made a step over 1 Gbit/s take 570 ms
- * instead of 496 ms.  After many pieces the thread polls again at once.
+ * Sleeping.  MPI progresses only inside its calls and offers no way to sleep until a message
+ * arrives.  Between two polls this thread sleeps for an eighth of the time since an operation was
+ * last posted or ended.  This makes a wait at most an eighth longer, and a long wait occupies no
+ * core.  The longest sleep is 1 ms while operations are in flight, and 100 ms otherwise, when only
+ * news can arrive.  A post wakes the thread.  A few finished pieces neither reset the sleep nor
+ * wake a waiter.  On a core that also computes, polling after each piece made a step over 1 Gbit/s
+ * take 570 ms instead of 496 ms.  After many pieces the thread polls again at once.
  *
  * News.  Every process posts a receive for the abort reason, which the first process to abort
  * sends.  An MPI error is also such a reason, unless the watch (comm/host_watch.h) soon finds a
