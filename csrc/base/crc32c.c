@@ -9,12 +9,12 @@
  * carry-less product with a constant, and one more CRC instruction to reduce it.  (After Gopal et
  * al., "Fast CRC Computation for iSCSI Polynomial Using CRC32 Instruction", Intel 2011.)
  *
- * The instruction takes 8 bytes per cycle; memory delivers more.  With 512-bit carry-less products,
- * sixteen 128-bit lanes hold 256 bytes with the same remainder as all bytes so far.  Each step
- * multiplies each lane by x^2048 mod P, half by half, and adds the next 256 bytes.  The SSE4.2 form
- * then processes the lanes' final content like data.  (This is the folding of Gopal et al., "Fast
- * CRC Computation for Generic Polynomials Using PCLMULQDQ", Intel 2009.  On a Zen 5 core it raises
- * the rate from the cache from 11.8 to 64 GB/s.)
+ * The instruction processes 8 bytes per cycle; memory delivers more.  With 512-bit carry-less
+ * products, sixteen 128-bit lanes hold 256 bytes with the same remainder as all bytes so far.  Each
+ * step multiplies each lane by x^2048 mod P, half by half, and adds the next 256 bytes.  The SSE4.2
+ * form then processes the lanes' final content like data.  (This is the folding of Gopal et al.,
+ * "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ", Intel 2009.  On a Zen 5 core it
+ * raises the rate from the cache from 11.8 to 64 GB/s.)
  *
  * The portable form reads eight bytes per step through eight tables ("slicing by 8", Kounavis &
  * Berry 2005).  It builds the tables on its stack, which takes about 2 us.  Short inputs therefore

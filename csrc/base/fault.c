@@ -5,7 +5,7 @@
  * The handler only loads and calls write(2); it formats the line by hand.
  *
  * Note [chain].  Python's faulthandler prints its stacks, restores the previous handler and raises
- * the signal again.  If the previous handler is ours, the siginfo no longer has the address,
+ * the signal again.  If the previous handler is ours, the siginfo no longer contains the address,
  * because the signal was raised.  The machine context still shows the thread's last fault.  If ours
  * was installed later, it runs before faulthandler.  If no handler was installed, ours restores the
  * default action: returning then repeats the fault, which ends the process with the signal that its

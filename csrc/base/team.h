@@ -5,7 +5,7 @@
  * may take any part, and results must not depend on that: a kernel cuts its OUTPUT into parts and
  * never sums across them.  Nested calls run inline.  Threads start at the first run that can use
  * them; a team of one starts none.  A second caller during a run also runs inline.  A forked child
- * has no workers: its caller does all parts.
+ * has no workers: its caller executes all parts.
  */
 #ifndef FSDPC_BASE_TEAM_H
 #define FSDPC_BASE_TEAM_H

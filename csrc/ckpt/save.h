@@ -16,8 +16,8 @@
  *
  * The caller ensures that only one save of a folder runs at a time, across all processes.
  *
- * A killed save leaves a temporary folder.  The next save of the same name removes it, or the
- * checkpoint manager of the parent folder does.
+ * A killed save leaves a temporary folder.  The next save of the same name, or the parent folder's
+ * checkpoint manager, removes it.
  *
  * Ranks agree through one function, an all-gather of a few bytes; only that function can wait for
  * other ranks.  The save uses no Python objects and may run on any thread.

@@ -1,8 +1,8 @@
 /* The ranks of one host, over shared memory.
  *
  * Ranks meet over Unix sockets, share a life page (shm_world.c) and, per group, a control page
- * (shm_control.h).  Splitting makes a new control page for each part and shares the world.  Nothing
- * has a name in any file system, and no socket listens once all have met.
+ * (shm_control.h).  Splitting makes a new control page for each part and shares the world.  No
+ * object has a name in a file system, and no socket listens after all ranks have met.
  *
  * shm_internal.h lists the other files of this communicator.
  */

@@ -2,8 +2,8 @@
  *
  * A data loader's workers are forks of a rank.  They would keep the run's sockets and memory open
  * after their parent died.  Communicators therefore register their descriptors here, and every
- * child closes them.  Any thread may call; the table is one of the library's documented globals,
- * because a fork handler takes no argument.
+ * child closes them.  Any thread may call these functions; the table is one of the library's
+ * documented globals, because a fork handler takes no argument.
  */
 #ifndef FSDPC_COMM_FORK_GUARD_H
 #define FSDPC_COMM_FORK_GUARD_H

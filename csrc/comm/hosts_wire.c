@@ -149,7 +149,7 @@ fsdpc_status fsdpc_hosts_epoch_test(fsdpc_wire *base, fsdpc_epoch_note *all_out)
     FSDPC_TRY(fsdpc_hosts_progress(self));
     if (!wire->sent) {
         fsdpc_status status = wire->host->comm->ops->epoch_test(wire->host, &wire->note);
-        if (status == FSDPC_ERR_STATE) /* held and changed on this host: all hosts must know */
+        if (status == FSDPC_ERR_STATE) /* held and changed on this host: all hosts must be told */
             wire->note.bits |= FSDPC_EPOCH_HELD | FSDPC_EPOCH_CHANGED;
         else
             FSDPC_TRY(of_host(self, status));

@@ -25,7 +25,7 @@
 #include <string.h>
 #include <time.h>
 
-/* KEPT, in `request`: an operation that the relay owns, a done send or an early message.  Its
+/* KEPT in `request` marks an operation that the relay owns: a done send or an early message.  Its
  * memory is freed with it. */
 enum { SMALL = 4096, KEPT = 1 };
 
@@ -225,7 +225,7 @@ static fsdpc_status test(fsdpc_link_op *op)
     return fsdpc_link_left(op);
 }
 
-/* Makes the user's operations with one rank, or with all (-1), fail and removes them. */
+/* Fails and removes the user's operations with one rank, or with all (-1). */
 static void give_up(list *l, int peer)
 {
     for (fsdpc_link_op **at = &l->first; *at;) {

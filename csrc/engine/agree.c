@@ -5,8 +5,8 @@
  * checksums are equal.
  *
  * The position of the next slice is compared too.  A rank that abandoned a backward early may be at
- * another position than its replicas.  In that case this backward compares nothing, and all ranks
- * continue from the same position.
+ * a different position from its replicas.  In that case this backward compares nothing, and all
+ * ranks continue from the same position.
  */
 #include "engine/agree.h"
 

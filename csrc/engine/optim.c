@@ -117,7 +117,7 @@ static fsdpc_status make_state(fsdpc_optim *optim, unit_states *states, int flat
     return FSDPC_OK;
 }
 
-/* Makes a parameter's states together with those of its whole flat group. */
+/* Creates a parameter's states together with those of its whole flat group. */
 static fsdpc_status make_states(fsdpc_optim *optim, unit_states *states, int param)
 {
     const fsdpc_place *place = &states->unit->layout->params[param];

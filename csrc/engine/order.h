@@ -49,8 +49,8 @@ static inline fsdpc_status fsdpc_order_gather(fsdpc_unit *unit)
     return root->overlaps ? fsdpc_stream_wait(root->gather_stream, unit->released) : FSDPC_OK;
 }
 /* Every stream waits for main, and every event is recorded there.  A capture begins with this, to
- * include the streams.  It also ends with it, because events recorded in a capture are invalid
- * outside it.
+ * include the streams.  It also ends with this call, because events recorded in a capture are
+ * invalid outside it.
  */
 fsdpc_status fsdpc_order_fork(fsdpc_root *root);
 /* Call after launching a graph: only makes the streams wait. */

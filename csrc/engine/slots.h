@@ -24,7 +24,7 @@ typedef struct fsdpc_slot_want {
     bool alone;   /* never shares */
 } fsdpc_slot_want;
 
-/* `granule` for plans made without a GPU to query: the granularity of NVIDIA's driver. */
+/* The `granule` for plans made without a GPU to query: that of NVIDIA's driver. */
 #define FSDPC_SLOT_GRANULE ((size_t)2 << 20)
 
 /* Assigns a slot to each unit, -1 for its own memory; returns the number of slots.  `per_class`

@@ -32,7 +32,7 @@ fsdpc_status fsdpc_step_graph_end(fsdpc_step_graph *step);
 /* Abandons the capture; `end` fails on the peers with the reason. */
 void fsdpc_step_graph_abandon(fsdpc_step_graph *step, const char *why);
 fsdpc_status fsdpc_step_graph_replay(fsdpc_step_graph *step);
-/* Destroying a graph before `end` abandons it on this rank only. */
+/* Destroying a graph before `end` abandons it only on this rank. */
 void fsdpc_step_graph_destroy(fsdpc_step_graph *step);
 
 #endif

@@ -1,6 +1,6 @@
 /* The caller's half of a link over MPI: posts, tests, aborts, and the end of the process.
  *
- * Nothing here calls MPI except to get its version.  A post pushes the operation on a lock-free
+ * Nothing here calls MPI except to get its version.  A post pushes the operation onto a lock-free
  * list and wakes the link's thread if it sleeps.
  *
  * Aborts.  The thread tells the peers and then makes no more MPI calls.  Only this keeps MPI from
@@ -12,8 +12,9 @@
  * without it as failed.  A clean destroy therefore returns at once, and the thread continues: it
  * meets the other processes in a barrier that it polls, then calls MPI_Finalize.  If the process
  * exits with status 0 meanwhile, the exit waits for the thread, as in any MPI program.  It waits as
- * long as the other processes run.  Once all have met, MPI_Finalize has a deadline.  After that the
- * process ends at once, with its status and a warning, because MPI's exit handlers may hang too.
+ * long as the other processes run.  Once all have met, MPI_Finalize has a deadline.  After the
+ * deadline the process ends at once, with its status and a warning, because MPI's exit handlers may
+ * hang too.
  *
  * MPICH over UCX flushes connections in MPI_Finalize: it sends a request to each peer that it has
  * sent to.  Once these answer, it waits for the launcher and answers no more requests, so a later
