@@ -1,4 +1,4 @@
-/* What Python sees of the engine beside its types: the trace, layouts, checksums. */
+/* The engine's Python functions, apart from its types: trace, layouts, checksums. */
 #include "bind/torch/unit.h"
 
 #include "base/crc32c.h"
@@ -19,7 +19,7 @@ static PyObject *crc32c(PyObject *Py_UNUSED(module), PyObject *args)
     return PyLong_FromUnsignedLong(result);
 }
 
-/* For a wait, includes what it waited for. */
+/* For a wait, the kind includes the operation waited for. */
 static PyObject *event_kind(const fsdpc_trace_event *e)
 {
     const char *name = fsdpc_trace_kind_name((fsdpc_trace_kind)e->kind);
@@ -124,8 +124,8 @@ static PyObject *plan_unit(PyObject *module, PyObject *args)
         plan.state_file_bytes, "grad_file", plan.grad_file_bytes, "ring", plan.ring_bytes);
 }
 
-/* The granule of this process's GPU, if it has one; otherwise no runtime is made.  False with an
- * exception. */
+/* Returns the granule of this process's GPU.  Without a GPU, no runtime is created.  Returns false
+ * with an exception on failure. */
 static bool slot_granule(fsdpc_py_state *state, size_t *out)
 {
     *out = FSDPC_SLOT_GRANULE;

@@ -1,11 +1,11 @@
 /* The engine's Python types: Comm, Unit, Optimizer, and functions over them.
  *
- * Lifetimes.  A tensor over a unit's memory (a full, an exported piece) may outlive all Python
- * objects of the model.  C therefore counts references to units and roots (fsdpc_unit_ref,
+ * Lifetimes.  A tensor over a unit's memory (a full, an exported piece) may outlive all of the
+ * model's Python objects.  C therefore counts references to units and roots (fsdpc_unit_ref,
  * fsdpc_root_ref).  A unit lives while a Unit object, a tensor over it or a boundary on the tape
- * refers to it.  The units of a root are freed together, after the last reference.  References hold
- * the communicator's Python object.  No reference leads back to a Unit, so the garbage collector
- * sees every cycle.
+ * refers to it.  A root's units are freed together, when the last reference is released.
+ * References hold the communicator's Python object.  No reference leads back to a Unit, so the
+ * garbage collector sees every cycle.
  */
 #ifndef FSDPC_BIND_ENGINE_H
 #define FSDPC_BIND_ENGINE_H
@@ -20,14 +20,14 @@
 
 typedef struct fsdpc_unit_ref fsdpc_unit_ref;
 
-/* One parameter: what its tensor's sink and guard point to. */
+/* One parameter; its tensor's sink and guard point here. */
 typedef struct fsdpc_param_ref {
     fsdpc_unit *unit;
     int param;
 } fsdpc_param_ref;
 
 typedef struct fsdpc_root_ref {
-    _Atomic int refs; /* its units that are still referred to */
+    _Atomic int refs; /* its units that are still referenced */
     fsdpc_root *root;
     fsdpc_unit_ref **units;
     int n_units;
@@ -39,18 +39,18 @@ struct fsdpc_unit_ref {
     fsdpc_root_ref *root; /* NULL before the first forward */
     fsdpc_param_ref *params;
     PyObject *comms[2]; /* strong: shard, replicate or NULL */
-    PyObject *tier;     /* strong: what it is offloaded to; NULL: nothing */
+    PyObject *tier;     /* strong: the offload tier; NULL: not offloaded */
     struct fsdpc_shared_grads
         *handed_out; /* bind/engine/unit_grad.c: its gradients; NULL: none yet */
-    PyObject *lent;  /* strong: foreign tensors that gradient shards lie in; NULL: its own memory */
+    PyObject *lent;  /* strong: foreign tensors holding gradient shards; NULL: its own memory */
 };
 
 typedef struct fsdpc_py_comm {
     PyObject_HEAD fsdpc_comm *comm; /* NULL once destroyed */
     bool closed;
-    int hosts;        /* hosts that its ranks are on; 0 (unknown) after a split */
+    int hosts;        /* number of hosts of its ranks; 0 (unknown) after a split */
     fsdpc_comm *over; /* with several hosts: comm, or its control on GPUs; borrowed */
-    int users;        /* units that use it */
+    int users;        /* number of units that use it */
     PyObject *parent; /* after a split: keeps the sockets open */
     fsdpc_interrupt interrupt;
 } fsdpc_py_comm;
@@ -61,20 +61,20 @@ typedef struct fsdpc_py_unit {
     fsdpc_tensor **params; /* acquired C tensors, not their objects, which refer to this one */
     Py_ssize_t n_params;
     bool explicit_reshard;         /* reshard_after_forward was given */
-    int input_dtype, output_dtype; /* dtypes that tensors are cast to; -1: no cast */
+    int input_dtype, output_dtype; /* dtypes to cast tensors to; -1: no cast */
 } fsdpc_py_unit;
 
-/* The open communicator of a Comm object, or NULL with an exception. */
+/* Returns a Comm object's open communicator, or NULL with an exception. */
 fsdpc_comm *fsdpc_py_comm_of(PyObject *object);
-/* The Unit behind an object, or NULL with TypeError. */
+/* Returns the object as a Unit, or NULL with TypeError. */
 fsdpc_py_unit *fsdpc_py_unit_of(PyObject *module, PyObject *object);
-/* The optimizer behind an object, or NULL with TypeError. */
+/* Returns the object's optimizer, or NULL with TypeError. */
 fsdpc_optim *fsdpc_py_optim_of(PyObject *module, PyObject *object);
-/* 0, or -1 with IndexError if `param` is out of range. */
+/* Returns 0, or -1 with IndexError if `param` is out of range. */
 int fsdpc_py_unit_check_param(const fsdpc_py_unit *unit, int param);
-/* The parameter of a Unit that a method was given; -1 with an exception. */
+/* Returns the index of the Unit's parameter named by `arg`; -1 with an exception. */
 int fsdpc_py_unit_param_arg(PyObject *object, PyObject *arg);
-/* 0, or -1 with an exception if shutdown() has closed the unit's communicator. */
+/* Returns 0, or -1 with an exception if shutdown() has closed the unit's communicator. */
 int fsdpc_py_unit_check_open(const fsdpc_py_unit *unit);
 
 static inline fsdpc_unit_ref *fsdpc_unit_ref_acquire(fsdpc_unit_ref *ref)
@@ -84,7 +84,7 @@ static inline fsdpc_unit_ref *fsdpc_unit_ref_acquire(fsdpc_unit_ref *ref)
 }
 void fsdpc_unit_ref_release(fsdpc_unit_ref *ref);
 
-/* A tensor over `data`, memory of the unit. */
+/* Returns a tensor over `data`, which is the unit's memory. */
 PyObject *fsdpc_py_unit_tensor(PyObject *module, fsdpc_unit_ref *ref, fsdpc_dtype dtype, int ndim,
                                const size_t *shape, void *data);
 
@@ -94,8 +94,8 @@ void fsdpc_py_shared_grads_release(struct fsdpc_shared_grads *block);
 /* Binds the parameter's tensor to the unit; the tensor has no memory until the root is known. */
 fsdpc_status fsdpc_py_unit_bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tensor *t);
 
-/* The shape and number of dimensions of a piece: those of the parameter, with fewer rows.  A piece
- * that is cut finer than rows has shape (1, ..., n). */
+/* Returns the number of dimensions and the shape of a piece: the parameter's, with fewer rows.  A
+ * piece that splits rows has shape (1, ..., n). */
 int fsdpc_py_piece_shape(const fsdpc_place *place, const fsdpc_piece *piece, size_t *shape);
 
 #endif

@@ -1,6 +1,5 @@
-/* One table (base/status.h) says which exception each code becomes.  The two exceptions that are
- * not Python's own belong to the module and are looked up when needed, which avoids static
- * pointers.
+/* One table (base/status.h) maps each code to an exception.  Two exceptions are not Python's own;
+ * they belong to the module and are looked up when needed, which avoids static pointers.
  */
 #include "bind/error.h"
 

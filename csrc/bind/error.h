@@ -1,4 +1,4 @@
-/* From statuses to Python exceptions; the only place that does that. */
+/* Converts statuses to Python exceptions; no other file does. */
 #ifndef FSDPC_BIND_ERROR_H
 #define FSDPC_BIND_ERROR_H
 
@@ -7,17 +7,17 @@
 
 #include "base/status.h"
 
-/* Sets the exception of a failure, with this thread's message, and returns NULL.
- * FSDPC_ERR_CALLBACK keeps the exception that the callback raised. */
+/* Sets a failure's exception, with this thread's message, and returns NULL.  FSDPC_ERR_CALLBACK
+ * keeps the exception that the callback raised. */
 PyObject *fsdpc_py_raise(fsdpc_status status);
 
-/* None, or NULL with the exception of a failure. */
+/* Returns None, or NULL with a failure's exception. */
 PyObject *fsdpc_py_none(fsdpc_status status);
 
-/* 0, or -1 with the exception of a failure. */
+/* Returns 0, or -1 with a failure's exception. */
 int fsdpc_py_check(fsdpc_status status);
 
-/* Zeroed memory for n + 1 elements, freed with PyMem_Free; NULL with MemoryError. */
+/* Returns zeroed memory for n + 1 elements, freed with PyMem_Free; NULL with MemoryError. */
 void *fsdpc_py_room(Py_ssize_t n, size_t element_bytes);
 
 /* The end of a dealloc: frees the object and releases its reference to its type. */

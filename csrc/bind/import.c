@@ -1,4 +1,5 @@
-/* A list of the storages over foreign memory; each is removed before its memory is given back.
+/* A list of storages over foreign memory; each is removed before its memory is returned to its
+ * owner.
  *
  * Waiting uses an event, not a sync, so errors of submitted work remain for the next sync.  If the
  * device has a watch, the wait polls as the watch does, because work on the stream may wait for a
@@ -14,7 +15,7 @@
 
 typedef struct fsdpc_py_import {
     fsdpc_py_state *state;
-    struct fsdpc_py_import *next, **at; /* at: what points to it */
+    struct fsdpc_py_import *next, **at; /* at: the pointer to it */
     fsdpc_storage *storage;
     fsdpc_py_lent lent;
 } import;
@@ -67,7 +68,7 @@ static void release(fsdpc_storage *storage)
         it->next->at = it->at;
     pthread_mutex_unlock(&it->state->imports.lock);
     if (may_go_back(storage, it->state->runtime.env.log)) {
-        PyObject *type, *value, *trace; /* the error during which the tensor is dropped */
+        PyObject *type, *value, *trace; /* the error being handled when the tensor was dropped */
         PyGILState_STATE gil = PyGILState_Ensure();
         PyErr_Fetch(&type, &value, &trace);
         it->lent.give_back(it->lent.owner);

@@ -1,11 +1,11 @@
-/* Memory of other libraries that tensors use (DLPack), and when it is given back.
+/* Other libraries' memory that tensors use (DLPack), and when it is returned.
  *
  * A library may reuse its memory as soon as it gets it back, so we first wait until our main stream
  * has finished with it.  If that wait is impossible (Ctrl-C, a lost peer), the library never gets
- * the memory back.  A line in the log says so, because dropping a tensor must not raise.
+ * the memory back.  That is reported in the log, because dropping a tensor must not raise.
  *
- * A captured step goes on using the memory of its tensors, so a capture holds all imported memory.
- * No memory is imported during a capture (from_dlpack refuses).
+ * A captured step continues to use its tensors' memory, so a capture holds all imported memory.  No
+ * memory is imported during a capture (from_dlpack refuses).
  *
  * Any thread may drop a tensor, with or without the GIL.
  */
@@ -26,14 +26,14 @@ struct fsdpc_py_state; /* bind/state.h, which embeds them */
 
 void fsdpc_py_imports_init(fsdpc_py_imports *imports);
 
-/* Memory to give back to a library, and the function that does it: called once, with the GIL. */
+/* Memory to return to a library, and the function that returns it: called once, with the GIL. */
 typedef struct fsdpc_py_lent {
     void *owner;
     void (*give_back)(void *owner);
 } fsdpc_py_lent;
 
-/* A tensor over `data`, which the runtime's device can access.  After an error nothing is given
- * back.
+/* Creates a tensor over `data`, which the runtime's device can access.  On error, nothing is
+ * returned to the library.
  */
 fsdpc_status fsdpc_py_import(struct fsdpc_py_state *state, fsdpc_dtype dtype, int ndim,
                              const size_t *shape, void *data, fsdpc_py_lent lent,

@@ -1,8 +1,8 @@
-/* The extension module fsdpc._core: joins what the other files of this folder have, by the tables
- * at the head of bind/state.h.
+/* The extension module fsdpc._core: combines the other files of this folder, using the tables at
+ * the top of bind/state.h.
  *
- * Importing only creates types and functions: it starts no thread, opens no socket and takes no
- * memory.  The runtime is created with the first tensor.  State is per module (multi-phase
+ * Importing only creates types and functions: it starts no thread, opens no socket and allocates no
+ * tensor memory.  The runtime is created with the first tensor.  State is per module (multi-phase
  * initialisation), types are heap types, and no Python object is static.
  */
 #include "bind/state.h"
@@ -11,7 +11,7 @@
 
 #include "engine/plan.h"
 
-/* Adds the type under the last part of its name. */
+/* Adds the type to the module under the last part of its name. */
 static PyObject *make_type(PyObject *module, PyType_Spec *spec)
 {
     PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
@@ -69,7 +69,7 @@ static int module_exec(PyObject *module)
 #undef X
     if (fsdpc_py_error_setup(module) < 0 || fsdpc_py_dtype_setup(module) < 0)
         return -1;
-    /* NumPy's operators let the tensor evaluate expressions that contain one. */
+    /* NumPy's operators then leave expressions that contain a tensor to the tensor. */
     if (PyObject_SetAttrString(state->tensor_type, "__array_ufunc__", Py_None) < 0)
         return -1;
     return PyModule_AddIntConstant(module, "pooled_buffers", FSDPC_POOLED_BUFFERS);

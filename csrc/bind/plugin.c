@@ -1,11 +1,11 @@
-/* Plugins, as far as Python sees them: opening one, what it was built with and what it finds, and
- * choosing it as what brings the device of this process. */
+/* Plugins in Python: opening a plugin, describing its build and its devices, and selecting it as
+ * the provider of this process's device. */
 #include "bind/state.h"
 
 #include "plugin/plugin.h"
 #include "bind/error.h"
 
-/* Opening may start a driver, so other threads run meanwhile. */
+/* Opening may start a driver, so the GIL is released. */
 static PyObject *plugin_config(PyObject *Py_UNUSED(module), PyObject *path)
 {
     const char *text = PyUnicode_AsUTF8(path);
@@ -20,7 +20,7 @@ static PyObject *plugin_config(PyObject *Py_UNUSED(module), PyObject *path)
     if (status == FSDPC_OK) {
         plugin->describe(description, sizeof description);
         if (!plugin->device_count || plugin->device_count(&devices) != FSDPC_OK)
-            devices = 0; /* the description says why */
+            devices = 0; /* the description contains the reason */
     }
     Py_END_ALLOW_THREADS;
     if (status != FSDPC_OK)

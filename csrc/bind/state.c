@@ -4,10 +4,10 @@
  * LOCAL_WORLD_SIZE, at least 1.  Worker streams may use cores that the ranks of this host leave
  * free; otherwise every stream of the device runs inline.
  *
- * The device is the CPU unless one was chosen before the runtime was made (bind/plugin.c).  All
- * tensors live on it, and all operations run on its main stream in the order they are called.  Of
- * several GPUs a rank takes the one of its number on this host; ranks beyond begin again at the
- * first.
+ * The device is the CPU unless another was selected before the runtime was created (bind/plugin.c).
+ * All tensors are in its memory, and all operations run on its main stream in the order they are
+ * called.  With several GPUs, a rank uses the GPU with its local rank as index, modulo the number
+ * of GPUs.
  */
 #include "bind/tensor/ops.h"
 
@@ -32,7 +32,7 @@ fsdpc_py_state *fsdpc_py_state_of_type(PyTypeObject *type)
     return NULL;
 }
 
-/* A positive integer from the environment ("4,2": the first); 0 if unset or malformed. */
+/* Returns a positive integer from the environment ("4,2": the first); 0 if unset or malformed. */
 static int env_positive(const char *name)
 {
     const char *text = getenv(name);
@@ -205,7 +205,7 @@ static PyObject *set_num_threads(PyObject *module, PyObject *arg)
 }
 FSDPC_PY_NAMED(set_num_threads, "set_num_threads", "threads")
 
-/* Does not create the runtime: a query must start nothing. */
+/* Does not create the runtime, because a query must not start anything. */
 static PyObject *engine_threads(PyObject *module, PyObject *Py_UNUSED(unused))
 {
     const fsdpc_runtime *r = &((fsdpc_py_state *)PyModule_GetState(module))->runtime;

@@ -1,8 +1,8 @@
 /* The module's state, and the runtime that tensors, operations and the engine share.
  *
  * The runtime (memory, threads, device, compute stream, tape, trace) is created at the first use of
- * a tensor, never at import.  Types are made with the module, so an object's type leads to the
- * state; tensors keep a pointer to it (their type keeps the module alive).
+ * a tensor, never at import.  Types belong to the module, so an object's type leads to the state;
+ * tensors keep a pointer to the state (their type keeps the module alive).
  *
  * The GIL.  Operations that do more than about 20 us of work, and all of backward, run without it.
  * Backward therefore calls sinks, guards, boundary functions and tape ends WITHOUT the GIL, and
@@ -23,7 +23,7 @@
 
 /* ---- the module's parts, which module.c joins ---- */
 
-/* X(name): state->name_type is made from fsdpc_py_name_spec. */
+/* X(name): state->name_type is created from fsdpc_py_name_spec. */
 #define FSDPC_PY_TYPES(X)                                                                          \
     X(dtype)                                                                                       \
     X(tensor)                                                                                      \
@@ -37,8 +37,8 @@
     X(graph)                                                                                       \
     X(torch_unit)
 
-/* X(type, part): fsdpc_py_part_methods, methods of a type that are in another file than the type,
- * next to related code. */
+/* X(type, part): fsdpc_py_part_methods, methods that are not in their type's file but next to
+ * related code. */
 #define FSDPC_PY_METHODS(X)                                                                        \
     X(tensor, hook)                                                                                \
     X(tensor, shape)                                                                               \
@@ -103,7 +103,7 @@
     }
 enum { FSDPC_PY_FAST = METH_FASTCALL | METH_KEYWORDS };
 
-/* A getter of an attribute of `object`; the value is an expression. */
+/* Defines a getter for an attribute of `object`; the value is an expression. */
 #define FSDPC_PY_GETTER(function, ...)                                                             \
     static PyObject *function(PyObject *object, void *Py_UNUSED(closure))                          \
     {                                                                                              \
@@ -111,7 +111,7 @@ enum { FSDPC_PY_FAST = METH_FASTCALL | METH_KEYWORDS };
         return __VA_ARGS__;                                                                        \
     }
 
-/* Argument names, as PyArg_ParseTupleAndKeywords takes them. */
+/* Argument names in the form that PyArg_ParseTupleAndKeywords accepts. */
 #define FSDPC_PY_KEYWORDS(names, ...) static char *names[] = {__VA_ARGS__, NULL}
 
 /* A Python type, `name_`, and its spec. */
@@ -139,18 +139,19 @@ int fsdpc_py_dtype_setup(PyObject *module); /* adds the dtype objects */
 struct fsdpc_plugin; /* plugin/plugin.h */
 
 typedef struct fsdpc_runtime {
-    bool ready, dry;     /* dry: of a dry run (bind/engine/dry_run.c), where units do not gather */
-    bool played, orders; /* of play(), where operations are done when they are waited for, or
-                            order streams */
-    const struct fsdpc_plugin *plugin; /* that brings the device; NULL: the CPU is it */
-    int local_rank;                    /* which of several GPUs; 0: LOCAL_RANK says */
-    bool ordered;                      /* the device's, also of one made later */
+    bool ready, dry;     /* dry: a dry run's (bind/engine/dry_run.c), in which units do not
+                          * gather */
+    bool played, orders; /* in play(), operations complete when they are waited for, or order
+                          * streams */
+    const struct fsdpc_plugin *plugin; /* provides the device; NULL: the CPU */
+    int local_rank;                    /* index among several GPUs; 0: from LOCAL_RANK */
+    bool ordered;                      /* the device's setting, also if it is created later */
     fsdpc_env env;
     int threads; /* per rank */
     fsdpc_mem *mem;
     fsdpc_team *team;
     fsdpc_device *device;
-    fsdpc_mem *host_mem; /* with a plugin: host memory, behind a GPU's transport */
+    fsdpc_mem *host_mem; /* with a plugin: host memory for a GPU's transport */
     fsdpc_device *host;  /* that memory's device; else NULL */
     fsdpc_stream *compute;
     fsdpc_tape *tape;
@@ -172,19 +173,19 @@ typedef struct fsdpc_py_tensor {
     PyObject_HEAD fsdpc_tensor *tensor; /* changes only if a write in place is recorded */
     fsdpc_py_state *state;
     PyObject *weakrefs;
-    PyObject *base; /* of rows or a reshaped view: the object it was made from; or NULL */
+    PyObject *base; /* for rows or a reshaped view: the object it was made from; or NULL */
 } fsdpc_py_tensor;
 
 extern PyModuleDef fsdpc_py_module;
 
-/* The state behind a type of this module or a subclass of one; NULL with TypeError. */
+/* Returns the state of this module's type, or of a subclass; NULL with TypeError. */
 fsdpc_py_state *fsdpc_py_state_of_type(PyTypeObject *type);
 static inline fsdpc_py_state *fsdpc_py_state_of_ref(PyObject *object)
 {
     return fsdpc_py_state_of_type(Py_TYPE(object));
 }
 
-/* The runtime, created on first use; NULL with an exception. */
+/* Returns the runtime, created on first use; NULL with an exception. */
 fsdpc_runtime *fsdpc_py_runtime_start(fsdpc_runtime *runtime);
 static inline fsdpc_runtime *fsdpc_py_state_runtime(fsdpc_py_state *state)
 {
@@ -195,16 +196,16 @@ static inline fsdpc_runtime *fsdpc_py_runtime(PyObject *module)
     return fsdpc_py_state_runtime(PyModule_GetState(module));
 }
 fsdpc_runtime *fsdpc_py_runtime_of_type(PyTypeObject *type);
-/* Takes the next random stream, for a one-time draw; -1 with an exception inside a captured step,
- * where every replay would draw the same values. */
+/* Takes the next random stream, for a one-time draw; fails with -1 and an exception inside a
+ * captured step, because every replay would draw the same values. */
 int fsdpc_py_take_stream(fsdpc_runtime *runtime, uint64_t *stream_out);
 void fsdpc_py_runtime_destroy(fsdpc_runtime *runtime);
 
-/* The tensor of a Python object, borrowed.  For any other object _of raises TypeError and returns
- * NULL, and _peek only returns NULL. */
+/* Returns a Python object's tensor, borrowed.  For any other object, _of raises TypeError and
+ * returns NULL, and _peek only returns NULL. */
 fsdpc_tensor *fsdpc_py_tensor_of(PyObject *object);
 fsdpc_tensor *fsdpc_py_tensor_peek(PyObject *module, PyObject *object);
-/* A new Tensor; takes over the reference, even if it fails. */
+/* Returns a new Tensor; takes over the reference, even on failure. */
 PyObject *fsdpc_py_tensor_wrap(PyObject *module, fsdpc_tensor *t);
 PyObject *fsdpc_py_tensor_new(fsdpc_py_state *state, fsdpc_tensor *t);
 /* The same, or the exception if `status` is a failure; `t` may then be NULL. */
@@ -215,27 +216,28 @@ int fsdpc_py_dtype_parse(PyObject *object, fsdpc_dtype *out);
 /* NULL and None leave *inout unchanged. */
 int fsdpc_py_dtype_optional(PyObject *object, fsdpc_dtype *inout);
 
-/* The kind named "constant", "normal" or "uniform"; NULL gives the default. -1 with an
+/* Parses the kind "constant", "normal" or "uniform"; NULL selects the default.  Returns -1 with an
  * exception. */
 int fsdpc_py_init_kind(const char *text, fsdpc_init_kind *out);
 
 /* Copies a tensor's bytes to host memory; waits for its computation without the GIL. */
 fsdpc_status fsdpc_py_tensor_read(const fsdpc_tensor *t, void *out);
-/* FSDPC_ERR_UNSUPPORTED on a device whose memory the host cannot access; `what` begins the message.
+/* Returns FSDPC_ERR_UNSUPPORTED if the host cannot access the device's memory; `what` begins the
+ * message.
  */
 fsdpc_status fsdpc_py_check_local(const fsdpc_device *device, const char *what);
 
 /* The same for a dictionary item. */
 void fsdpc_py_put_item(PyObject **dict_io, const char *key, PyObject *item);
 
-/* A tuple of extents. */
+/* Returns the extents as a tuple. */
 PyObject *fsdpc_py_shape_tuple(int ndim, const size_t *shape);
 
-/* Puts an item, which it takes over, into a new list or tuple; frees the sequence if the item is
- * NULL. */
+/* Stores an item, whose reference it takes over, in a new list or tuple; frees the sequence if the
+ * item is NULL. */
 void fsdpc_py_put(PyObject **sequence_io, Py_ssize_t i, PyObject *item);
 
-/* Runs a statement that may wait, without the GIL: other threads run Python meanwhile. */
+/* Runs a statement that may wait, without the GIL, so other threads can run Python. */
 #define FSDPC_PY_WITHOUT_GIL(...)                                                                  \
     do {                                                                                           \
         Py_BEGIN_ALLOW_THREADS;                                                                    \
@@ -243,7 +245,7 @@ void fsdpc_py_put(PyObject **sequence_io, Py_ssize_t i, PyObject *item);
         Py_END_ALLOW_THREADS;                                                                      \
     } while (0)
 
-/* status = expression, without the GIL if there is `work` (elements touched) to do. */
+/* status = expression, without the GIL if `work` (elements accessed) is large enough. */
 #define FSDPC_PY_RUN(runtime_, work, status, expression)                                           \
     do {                                                                                           \
         if ((work) < FSDPC_PY_INLINE_WORK) {                                                       \

@@ -1,16 +1,16 @@
-/* A module's call as a unit: the steps around forward.
+/* Calling a module as a unit: the steps around forward.
  *
  *     enter -> cast and mark the inputs -> forward -> mark and cast the outputs -> leave
  *
- * The marks are boundaries on the tape.  One on each output that needs gradients tells the engine
- * that the unit's backward begins; one on each input tells it that the backward has ended.  The
- * marks carry the generation of the weights that this forward saw, and keep the unit alive as long
- * as the graph.  Tensors are found in tuples, lists and dicts at any depth.  Other objects pass
- * through unchanged; it is an error if forward returns one that contains a tensor that needs
- * gradients.
+ * The marks are boundaries on the tape.  A mark on each output that needs gradients tells the
+ * engine that the unit's backward begins; a mark on each input tells it that the backward has
+ * ended.  Each mark records the generation of the weights used by this forward, and keeps the unit
+ * alive as long as the graph.  Tensors are found in tuples, lists and dicts at any depth.  Other
+ * objects pass through unchanged; it is an error if forward returns one that contains a tensor that
+ * needs gradients.
  *
- * engine/call.h decides what a call means for the schedule and what an exception in it does.  It
- * uses the tape's numbers as a clock to recognise recomputations.
+ * engine/call.h decides how a call, or an exception in it, affects the schedule.  It recognises
+ * recomputations by the tape's node numbers, which serve as a clock.
  */
 #include "bind/engine.h"
 
@@ -21,13 +21,13 @@ typedef struct mark {
     uint64_t generation;
 } mark;
 
-/* What to do to every tensor of a structure. */
+/* What to do with every tensor in a structure. */
 typedef struct walk {
     PyObject *module;
     fsdpc_tape *tape;
     fsdpc_py_unit *self;
     bool inputs;
-    bool no_marks; /* the marks of the unit's first module cover its inputs */
+    bool no_marks; /* the unit's first module has already marked the inputs */
     bool dry;      /* no marks: nothing is scheduled */
     int cast_to;   /* -1: no cast */
     int marked;
@@ -134,8 +134,8 @@ static PyObject *visit_dict(walk *w, PyObject *object)
     return copy;
 }
 
-/* An object that is not searched.  If forward returns one, it must not hide a tensor whose backward
- * belongs to the unit. */
+/* Handles an object that is not searched.  If forward returns one, it must not contain a tensor
+ * whose backward belongs to the unit. */
 static PyObject *visit_other(const walk *w, PyObject *object)
 {
     bool plain = object == Py_None || PyLong_Check(object) || PyFloat_Check(object) ||
@@ -152,7 +152,7 @@ static PyObject *visit_other(const walk *w, PyObject *object)
     return done ? Py_NewRef(object) : NULL;
 }
 
-/* A structure with its tensors cast and marked, or the same object if nothing changes. */
+/* Returns a structure with its tensors cast and marked, or the same object if nothing changes. */
 static PyObject *visit(walk *w, PyObject *object)
 {
     fsdpc_tensor *t = fsdpc_py_tensor_peek(w->module, object);
@@ -224,7 +224,8 @@ static PyObject *call(fsdpc_py_unit *self, PyObject *forward, PyObject *args, Py
     }
     if (fsdpc_py_unit_check_open(self) < 0)
         return NULL;
-    /* Only with gradients: in hold(), ranks may evaluate and freeze parameters differently. */
+    /* Only if gradients are enabled: in hold(), ranks may evaluate and freeze parameters
+     * differently. */
     fsdpc_status status = FSDPC_OK;
     for (Py_ssize_t i = 0; runtime->tape->grad_enabled && i < self->n_params; i++) {
         status = fsdpc_unit_set_trainable(unit, (int)i, self->params[i]->requires_grad);

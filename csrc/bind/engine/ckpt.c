@@ -1,6 +1,6 @@
 /* Safetensors headers and reading: a thin layer over csrc/ckpt.
  *
- * Headers are passed in and out as lists of tuples.  Pieces to be read are tuples too; their memory
+ * Headers are passed in and out as lists of tuples.  Pieces to read are also tuples; their memory
  * belongs to tensors, which the caller keeps alive.  All file access runs without the GIL.
  */
 #include "bind/engine/ckpt.h"
@@ -226,7 +226,7 @@ static PyObject *read_pieces(PyObject *module, PyObject *args)
         return NULL;
     Py_ssize_t n_files = PyList_GET_SIZE(paths), n = PyList_GET_SIZE(list);
     fsdpc_ckpt_file *files = fsdpc_py_room(n_files, sizeof *files);
-    fsdpc_ckpt_piece *pieces = fsdpc_py_room(2 * n, sizeof *pieces); /* and mirrored */
+    fsdpc_ckpt_piece *pieces = fsdpc_py_room(2 * n, sizeof *pieces); /* for pieces and mirrors */
     uint32_t *crcs = fsdpc_py_room(n_tensors, sizeof *crcs);
     if (!files || !pieces || !crcs)
         goto free_arrays;
@@ -272,7 +272,7 @@ static int read_run_tuple(PyObject *item, PyObject *paths, fsdpc_ckpt_run *out)
 
 static PyObject *sum_runs(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    enum { MAX_READERS = 8 }; /* beyond which it is the disk or the memory that limits */
+    enum { MAX_READERS = 8 }; /* with more, disk or memory is the bottleneck */
     PyObject *paths, *list, *result = NULL;
     if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &paths, &PyList_Type, &list))
         return NULL;

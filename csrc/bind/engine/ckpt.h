@@ -1,4 +1,4 @@
-/* What the files that join csrc/ckpt to Python share. */
+/* Declarations shared by the files that expose csrc/ckpt to Python. */
 #ifndef FSDPC_BIND_ENGINE_CKPT_H
 #define FSDPC_BIND_ENGINE_CKPT_H
 
@@ -8,11 +8,11 @@
 #include "ckpt/pieces.h"
 #include "ckpt/safetensors.h"
 
-/* A Python callable (call, path) as a hook, or an empty hook for None; borrows the callable.  An
- * exception that it raises becomes the call's failure. */
+/* Returns a Python callable (call, path) as a hook, or an empty hook for None; borrows the
+ * callable.  An exception raised by the callable makes the call fail. */
 fsdpc_fs fsdpc_py_fs(PyObject *hook);
 
-/* Reads (file, tensor, Tensor, dtype in the file, offset, bytes behind); -1 with an exception. */
+/* Parses (file, tensor, Tensor, dtype in the file, offset, bytes behind); -1 with an exception. */
 int fsdpc_py_ckpt_piece(PyObject *item, size_t n_files, size_t n_tensors, fsdpc_ckpt_piece *out);
 
 /* Host memory for pieces of a remote device. */
@@ -27,7 +27,7 @@ fsdpc_status fsdpc_py_ckpt_mirror(fsdpc_runtime *runtime, const fsdpc_ckpt_piece
                                   bool repeats, fsdpc_ckpt_piece *mirrored,
                                   fsdpc_py_ckpt_host *out);
 void fsdpc_py_ckpt_unmirror(fsdpc_runtime *runtime,
-                            fsdpc_py_ckpt_host *host); /* all zero is fine */
+                            fsdpc_py_ckpt_host *host); /* may be all zeros */
 /* Copies the values of `from` into `to` and waits for the copy. */
 fsdpc_status fsdpc_py_ckpt_copy(fsdpc_runtime *runtime, const fsdpc_ckpt_piece *to,
                                 const fsdpc_ckpt_piece *from, size_t n);

@@ -1,12 +1,12 @@
-/* Pieces whose memory the host cannot touch: they go through host memory.
+/* Pieces in memory that the host cannot access: they are copied through host memory.
  *
  * csrc/ckpt only knows files and host memory.  On a remote device, a save first copies all pieces
  * to the host and then works on the copy.  A load reads into host memory and copies it to the
- * device once everything has been read.  Each needs as many bytes of host memory as the pieces
- * have, once.
+ * device once everything has been read.  Each needs host memory equal to the total size of the
+ * pieces.
  *
- * Saves repeat, and training waits while they copy.  Their host memory is therefore pinned, if
- * enough is available.  Copies fill it at the speed of the bus (55 GB/s on an H200, 6 GB/s for
+ * Saves are repeated, and training waits while they copy.  Their host memory is therefore pinned,
+ * if enough is available.  Copies into it run at bus speed (55 GB/s on an H200, against 6 GB/s into
  * ordinary memory), and the device keeps it for the next save.  Pinning takes longer than the copy,
  * so loads do not pin.
  */

@@ -1,14 +1,14 @@
-/* Save: one running save, as Python sees it; a thin layer over csrc/ckpt/save.c.
+/* Save: the Python object for one running save; a thin layer over csrc/ckpt/save.c.
  *
- * The object copies the names and texts of the plan and keeps the tensors whose memory is written.
+ * The object copies the plan's names and strings and keeps alive the tensors whose memory is saved.
  * run() saves on the calling thread, without the GIL. start() copies the pieces, in the file's
  * dtype, into a staging buffer from the runtime's counted memory, which the next save reuses.  It
  * then hands them to a thread that never takes the GIL (except for a test's hook). wait() joins the
- * thread and raises its error; Ctrl-C leaves the save running.  Pieces of a remote device were
+ * thread and raises its error; after Ctrl-C, the save continues.  Pieces of a remote device were
  * copied to the host when the object was made, and are not copied again.
  *
- * Only the save's thread uses the communicator of such a save: Python splits one off for it.  Its
- * interrupt callback and trace belong to the main thread and are removed.
+ * Only the save's thread uses the communicator that Python splits off for such a save.  The
+ * communicator's interrupt callback and trace belong to the main thread and are removed.
  */
 #include "bind/engine/ckpt.h"
 
@@ -105,7 +105,7 @@ static int read_pieces(py_save *self, PyObject *list)
     return 0;
 }
 
-/* From here on the pieces are copies if the host could not read the originals. */
+/* Replaces the pieces with copies if the host cannot read the originals. */
 static int fetch_pieces(py_save *self)
 {
     fsdpc_ckpt_plan *plan = &self->plan;
@@ -193,8 +193,8 @@ static PyObject *save_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 /* ---- running ---- */
 
-/* Returns -1, with KeyboardInterrupt or whatever a signal handler raised, while the thread goes
- * on. */
+/* Returns -1 with KeyboardInterrupt, or another exception from a signal handler, while the thread
+ * continues. */
 static int join(py_save *self)
 {
     enum { LOOK_NS = 100000000, SECOND_NS = 1000000000 }; /* how often waits check for Ctrl-C */
@@ -269,14 +269,14 @@ static PyObject *save_start(PyObject *object, PyObject *Py_UNUSED(unused))
         return NULL;
     fsdpc_comm_set_apart(comm);
     Py_BEGIN_ALLOW_THREADS;
-    /* A rank that cannot stage tells the others from the thread, like any other failure. */
+    /* If a rank cannot stage, its thread tells the others, as for any other failure. */
     self->status = stage(self);
     if (self->status != FSDPC_OK)
         snprintf(self->text, sizeof self->text, "%s", fsdpc_last_error());
     if (fsdpc_thread_start("fsdpc-ckpt", write_apart, self, &self->thread) == FSDPC_OK)
         self->started = true;
     else
-        write_apart(self); /* the other ranks' threads wait for this rank: save without one */
+        write_apart(self); /* other ranks' threads wait for this rank: save on this thread */
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
@@ -298,7 +298,7 @@ FSDPC_PY_GETTER(save_done, PyBool_FromLong(atomic_load_explicit(&((py_save *)obj
 static void save_dealloc(PyObject *object)
 {
     py_save *self = (py_save *)object;
-    if (self->started && !self->joined) { /* the thread uses memory that is freed here */
+    if (self->started && !self->joined) { /* the thread uses memory that is freed below */
         Py_BEGIN_ALLOW_THREADS;
         pthread_join(self->thread, NULL);
         Py_END_ALLOW_THREADS;

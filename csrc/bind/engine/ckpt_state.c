@@ -1,9 +1,9 @@
-/* A checkpoint's access to the engine: pieces of masters and optimizer states, step counts and
- * random state.
+/* Checkpoint access to the engine: pieces of masters and optimizer states, step counts and random
+ * state.
  *
- * The tensors are flat views of the engine's own memory, so pieces are written from it and read
- * into it without a copy.  Requesting a piece to write into marks its unit as written, as loading
- * does.  Unlike `local`, which a user may write at any time, it does not make later epochs compare.
+ * The tensors are flat views of the engine's own memory, so pieces are saved and loaded without a
+ * copy.  Requesting a writable piece marks its unit as written, as loading does.  A user may write
+ * to `local` at any time, so `local` makes later epochs compare values; a piece does not.
  */
 #include "bind/engine/ckpt.h"
 

@@ -1,8 +1,8 @@
-/* Norms and scales of gradients: a thin layer over csrc/engine/clip.c.
+/* Gradient norms and scaling: a thin layer over csrc/engine/clip.c.
  *
- * Every function takes units, whose gradients are sharded, and plain tensors, the gradients of
- * modules that are not sharded.  Both are summed over the same norm leaves, so a sharded model and
- * its unsharded twin have the same norm to the bit.
+ * Every function accepts units, whose gradients are sharded, and plain tensors, which are the
+ * gradients of unsharded modules.  Both are summed over the same norm leaves, so a sharded model
+ * and its unsharded twin have bitwise equal norms.
  */
 #include "bind/engine.h"
 
@@ -39,7 +39,7 @@ static int read_plain(PyObject *list, gradients *g)
     return 0;
 }
 
-/* Borrows from the lists, which must outlive `g`; 0, or -1 with an exception. */
+/* Borrows from the lists, which must outlive `g`; returns 0, or -1 with an exception. */
 static int read_gradients(PyObject *module, PyObject *units, PyObject *plain, gradients *g)
 {
     *g = (gradients){.runtime = fsdpc_py_runtime(module)};
@@ -62,7 +62,7 @@ failed:
     return -1;
 }
 
-/* Parses units, tensors and one or two numbers; 0, or -1 with an exception. */
+/* Parses units, tensors and one or two numbers; returns 0, or -1 with an exception. */
 static int parse(PyObject *module, PyObject *args, const char *format, gradients *g, double *first,
                  double *second)
 {
@@ -72,7 +72,7 @@ static int parse(PyObject *module, PyObject *args, const char *format, gradients
     return read_gradients(module, units, plain, g);
 }
 
-/* Sums over the leaves that a layout would give the tensor: the same sums, so the same bits. */
+/* Sums over the leaves that a layout would assign to the tensor, so the bits are the same. */
 static fsdpc_status add_plain(const gradients *g, size_t i, double p, fsdpc_norm *norm)
 {
     const fsdpc_tensor *t = g->plain[i];
@@ -80,7 +80,7 @@ static fsdpc_status add_plain(const gradients *g, size_t i, double p, fsdpc_norm
                           fsdpc_layout_leaf(t->ndim, t->shape), g->runtime->compute);
 }
 
-/* The p-norm over all gradients, in device memory. */
+/* Computes the p-norm of all gradients, in device memory. */
 static fsdpc_status total_norm(const gradients *g, double p, fsdpc_norm *norm)
 {
     FSDPC_TRY(fsdpc_norm_check(p));
@@ -109,7 +109,7 @@ static PyObject *grad_norm(PyObject *module, PyObject *args)
     return status == FSDPC_OK ? PyFloat_FromDouble(value) : fsdpc_py_raise(status);
 }
 
-/* A list of floats, with None if a parameter has no gradient. */
+/* Returns a list of floats, with None for each parameter without a gradient. */
 static PyObject *unit_norms(const fsdpc_unit *unit, const fsdpc_norm *norms, double p)
 {
     int n = fsdpc_unit_layout(unit)->n_params;
@@ -135,7 +135,7 @@ static PyObject *norms_result(const gradients *g, const fsdpc_norm *norms, doubl
     return Py_BuildValue("(NN)", sharded, plain);
 }
 
-/* Norms of all parameters of the units, then of the tensors, in host memory. */
+/* Computes the norms of all the units' parameters, then of the tensors, in host memory. */
 static fsdpc_status all_norms(const gradients *g, double p, size_t n_params, fsdpc_norm *out)
 {
     size_t n = n_params + g->n_plain;
@@ -173,8 +173,8 @@ static PyObject *grad_norms(PyObject *module, PyObject *args)
     return result;
 }
 
-/* Norms of tensors that hold this rank's rows of parameters; `leaves` gives each tensor's unit and
- * leaf. */
+/* Computes the norms of tensors that hold this rank's rows of parameters; `leaves` contains each
+ * tensor's unit and leaf. */
 static fsdpc_status rows_norms(const gradients *g, const size_t *leaves, double p, fsdpc_norm *out)
 {
     size_t n = g->n_plain;
@@ -195,7 +195,7 @@ static fsdpc_status rows_norms(const gradients *g, const size_t *leaves, double 
     return status;
 }
 
-/* 0, or -1 with an exception if a tensor cannot be the rows of its parameter. */
+/* Returns 0, or -1 with an exception if a tensor cannot hold its parameter's rows. */
 static int read_leaves(const gradients *g, PyObject *indices, size_t *leaves)
 {
     for (size_t i = 0; i < g->n_plain; i++) {
@@ -258,14 +258,14 @@ static fsdpc_status multiply_plain(const gradients *g, double factor, const doub
     return FSDPC_OK;
 }
 
-/* Leaves the factor pending for units, and applies it to plain tensors. */
+/* Applies the factor to plain tensors, and leaves it pending for units. */
 static fsdpc_status clip_by(const gradients *g, double norm, double max_norm)
 {
     double scale = fsdpc_clip_scale(g->units, g->n_units, norm, max_norm);
     return scale != 1 ? multiply_plain(g, scale, NULL, NULL) : FSDPC_OK;
 }
 
-/* The same with a norm in the memory of a remote device. */
+/* The same, with the norm in a remote device's memory. */
 static fsdpc_status clip_by_remote(const gradients *g, const double *norm, double max_norm)
 {
     fsdpc_stream *stream = g->runtime->compute;
@@ -282,7 +282,7 @@ static fsdpc_status clip_by_remote(const gradients *g, const double *norm, doubl
     return status;
 }
 
-/* Norm and clipping in one call; `norm_out` receives the norm, in device memory. */
+/* Computes the norm and clips in one call; `norm_out` receives the norm, in device memory. */
 static fsdpc_status clip_all(const gradients *g, double p, double max_norm, double *norm_out)
 {
     bool remote = g->runtime->device->remote;

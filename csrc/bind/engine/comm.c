@@ -1,15 +1,15 @@
-/* Comm: a communicator as Python sees it.
+/* Comm: the Python object for a communicator.
  *
  * fsdpc.distributed creates one for the world, and split() one for a row or column of a mesh.
- * Collectives take tensors, and work in place where PyTorch's do.  Everything that can wait
- * releases the GIL; the interrupt callback takes it back briefly, at least every 100 ms, so that
- * Ctrl-C gets through.
+ * Collectives accept tensors, and work in place if PyTorch's do.  Everything that can wait releases
+ * the GIL; the interrupt callback takes it back briefly, at least every 100 ms, so that Ctrl-C gets
+ * through.
  *
- * Several ranks on GPUs start with a communicator over host memory, and the plugin builds its
- * transport on that.
+ * With several ranks on GPUs, a communicator over host memory is created first, and the plugin
+ * builds its transport on it.
  *
- * close() leaves the group without waiting for peers.  A closed communicator refuses every call and
- * says so.
+ * close() leaves the group without waiting for peers.  Every call on a closed communicator raises
+ * an error.
  */
 #include "bind/engine.h"
 
@@ -24,7 +24,7 @@ static fsdpc_status check_signals(void *Py_UNUSED(arg))
     PyGILState_STATE gil = PyGILState_Ensure();
     bool interrupted = !PyErr_Occurred() && PyErr_CheckSignals() != 0;
     if (interrupted)
-        PyErr_Clear(); /* bind/error.c raises it anew from the status */
+        PyErr_Clear(); /* bind/error.c raises it again from the status */
     PyGILState_Release(gil);
     if (interrupted)
         return fsdpc_fail(FSDPC_ERR_INTERRUPT, "interrupted while waiting for other ranks");
@@ -79,7 +79,7 @@ static fsdpc_status create(const fsdpc_runtime *runtime, fsdpc_comm_config *conf
     return status;
 }
 
-/* The link of a world of several hosts; NULL with an exception, or if there is only one host. */
+/* Returns the link of a multi-host world; NULL with an exception, or if there is only one host. */
 static fsdpc_link *link_of(PyTypeObject *type, PyObject *object, int size, int hosts,
                            bool pretended)
 {
@@ -213,7 +213,7 @@ static void comm_dealloc(PyObject *object)
     fsdpc_py_free(object);
 }
 
-/* Runs an operation over a tensor's elements (NULL: no tensor), in place unless it has a `recv`. */
+/* Runs an operation on a tensor's elements (NULL: no tensor), in place unless `recv` is set. */
 static PyObject *run_op(fsdpc_comm *comm, fsdpc_coll op, const fsdpc_tensor *t)
 {
     op.unit = -1;

@@ -1,20 +1,20 @@
-/* dry_run(params, dtypes, fn): the memory that a computation would hold, without computing it.
- * play(fn, orders): the schedule that the engine would run, in a world of any size.
+/* dry_run(params, dtypes, fn): measures the memory that a computation would use, without running
+ * it. play(fn, orders): records the schedule that the engine would run, in a world of any size.
  *
- * fn() runs on a runtime of its own whose device is null: kernels do nothing, and memory is counted
- * but never touched, so it costs no page.  A model of any size takes no time and no memory.  During
+ * fn() runs on a separate runtime with a null device: kernels do nothing, and memory is counted but
+ * never touched, so no pages are used.  A model of any size costs almost no time or memory.  During
  * the run, the parameters also use null memory, in the given dtypes.  A sink for their gradients
  * acts like a unit's reduce buffer.  Units only cast their inputs and outputs.  No epoch begins, so
- * a single rank can plan.  Returns the peak of the memory that fn held at once, without parameters
- * and their gradients, and what it left allocated.
+ * a single rank can plan.  Returns the peak memory that fn used, without parameters and their
+ * gradients, and the memory it left allocated.
  *
  * play's fn creates the model, communicators without an address and units, and then trains: only
  * kernels and peers are missing.  An operation completes when the engine waits for it (or, with
- * `orders`, when its main stream does, as on GPUs), so the trace shows where the waits are.  Its
- * events are stamped with the number of preceding floating point operations instead of a time.
+ * `orders`, when the main stream does, as on GPUs), so the trace shows the waits.  Instead of a
+ * time, each event has the number of preceding floating point operations.
  *
  * Objects that fn creates must be freed before these functions return, because their values were
- * never computed.  If some are kept, they keep the null runtime, and the caller reports that.
+ * never computed.  Any that remain keep the null runtime alive, and the caller reports that.
  */
 #include "bind/engine.h"
 
@@ -65,7 +65,7 @@ static fsdpc_status move_over(fsdpc_runtime *r, stand *s, fsdpc_dtype dtype, scr
     s->data = t->data;
     s->guard = t->guard;
     s->sink = t->sink;
-    t->storage = NULL; /* ours now */
+    t->storage = NULL; /* held by `s` now */
     fsdpc_status status = fsdpc_tensor_bind(t, dtype, fresh->storage, fresh->data);
     fsdpc_tensor_release(fresh);
     t->guard = (fsdpc_guard){0};

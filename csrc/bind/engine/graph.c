@@ -1,13 +1,12 @@
 /* StepGraph: a captured training step, a thin layer over csrc/engine/step_graph.c.
  *
- * The object keeps units and the optimizer alive, and with them most memory that the graph uses.
- * The rest is the caller's tensors, which the device holds (csrc/device/device.h), and tensors over
- * memory of other libraries, which this object holds.  Replays run no module, so whether parameters
- * require gradients is checked here, as a unit's call does.
+ * The object keeps units and the optimizer alive, and with them most of the memory that the graph
+ * uses.  The device holds the caller's tensors (csrc/device/device.h); this object holds tensors
+ * over other libraries' memory.  Replays call no module, so this file checks whether parameters
+ * require gradients, as a unit's call does.
  *
- * Dropout draws from random streams that operations take one by one.  A replay starts from the
- * program's current stream, so the distance from the stream at capture is sent to the device before
- * each replay.
+ * Each dropout operation takes the next random stream.  A replay starts from the program's current
+ * stream, so its distance from the stream at capture is sent to the device before each replay.
  */
 #include "bind/engine.h"
 
@@ -22,7 +21,7 @@ typedef struct py_graph {
     fsdpc_py_held held;
 } py_graph;
 
-/* The units of a list, outermost first, as one model; NULL with an exception. */
+/* Returns the outermost of the units, which must be the whole model's; NULL with an exception. */
 static fsdpc_py_unit *model_of(PyObject *module, PyObject *units)
 {
     if (PyList_GET_SIZE(units) == 0) {
@@ -58,7 +57,7 @@ static fsdpc_status look_up_trainable(const py_graph *self)
     return FSDPC_OK;
 }
 
-/* In main-stream order, so each graph writes its own key before it is launched. */
+/* Runs in main-stream order, so each graph's key is written before its launch. */
 static fsdpc_status send_key(const py_graph *self)
 {
     const fsdpc_tape *tape = self->runtime->tape;
@@ -141,7 +140,7 @@ static void graph_dealloc(PyObject *object)
     fsdpc_py_free(object);
 }
 
-/* Its random streams were not drawn, and no graph uses the memory held for it. */
+/* Returns the capture's random streams, and releases the memory held for it. */
 static void forget(py_graph *self)
 {
     self->runtime->tape->next_stream = self->first_stream;

@@ -1,10 +1,10 @@
-/* Link: carries bytes between hosts, as Python sees it.
+/* Link: the Python object that carries bytes between hosts.
  *
  * Python threads carry a relay's messages: one takes outgoing messages, others deliver incoming
- * ones.  They release the GIL while they wait or copy.  They see views of buffers in this object.
- * There are several for each direction, so several messages can be in flight; a carrier says which
- * one it uses.  Other links belong to a plugin and carry their own messages.  A communicator of
- * several hosts takes the link over; the relay's object remains for the carriers.
+ * ones.  They release the GIL while they wait or copy.  They work on views of this object's
+ * buffers.  Each direction has several buffers, so several messages can be in flight; a carrier
+ * passes the index of its buffer.  Other links belong to a plugin and carry their own messages.  A
+ * multi-host communicator takes over the link; the relay's object remains for the carriers.
  */
 #include "bind/engine/link.h"
 
@@ -82,7 +82,7 @@ fsdpc_link *fsdpc_py_link_give(PyObject *module, PyObject *object)
     return self->link;
 }
 
-/* The link, if the caller carries its messages. */
+/* Returns the link, if the caller carries its messages. */
 static fsdpc_link *relay_of(PyObject *object)
 {
     const py_link *self = (py_link *)object;
@@ -96,7 +96,7 @@ static PyObject *view_of(const fsdpc_message *message)
     return PyMemoryView_FromMemory((char *)message->data, (Py_ssize_t)message->bytes, PyBUF_WRITE);
 }
 
-/* The buffer of this number; NULL if there is none. */
+/* Returns the buffer with this index; NULL if there is none. */
 static fsdpc_message *room_of(fsdpc_message *rooms, int number)
 {
     if (number >= 0 && number < ROOMS)

@@ -1,8 +1,8 @@
 /* Optimizer: a thin layer over csrc/engine/optim.c.
  *
  * An Optimizer keeps its units alive, and the tensors over its states keep the Optimizer alive.
- * Plain tensors (of modules that are not sharded) use the same kernels through step_alone, so a
- * sharded model and its unsharded twin agree to the bit.
+ * Plain tensors (of unsharded modules) use the same kernels through step_alone, so a sharded model
+ * and its unsharded twin agree bit for bit.
  */
 #include "bind/engine.h"
 
@@ -80,7 +80,7 @@ fsdpc_optim *fsdpc_py_optim_of(PyObject *module, PyObject *object)
     return NULL;
 }
 
-/* The unit of an argument, checked to have a parameter `param`; NULL with an exception. */
+/* Returns the argument's unit, which must have a parameter `param`; NULL with an exception. */
 static fsdpc_py_unit *unit_arg(PyObject *self, PyObject *object, int param)
 {
     fsdpc_py_unit *unit = fsdpc_py_unit_of(PyType_GetModule(Py_TYPE(self)), object);
@@ -214,7 +214,7 @@ static PyObject *optimizer_step_alone(PyObject *object, PyObject *args)
 
 /* ---- states ---- */
 
-/* Objects that a state's tensor keeps alive: the optimizer, and with it the unit. */
+/* Objects kept alive by a state's tensor: the optimizer, and with it the unit. */
 typedef struct lent_state {
     PyObject *optimizer;
     fsdpc_unit_ref *unit;

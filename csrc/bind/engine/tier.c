@@ -1,4 +1,4 @@
-/* Tier: a file of this rank's for what does not fit into memory. */
+/* Tier: a per-rank file for data that does not fit into memory. */
 #include "bind/engine/tier.h"
 
 #include <stddef.h>

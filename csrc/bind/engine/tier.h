@@ -1,12 +1,12 @@
-/* Tier, for units whose arrays lie in one; see bind/engine/tier.c. */
+/* Tier, for units whose arrays are stored in it; see bind/engine/tier.c. */
 #ifndef FSDPC_BIND_ENGINE_TIER_H
 #define FSDPC_BIND_ENGINE_TIER_H
 
 #include "engine/plan.h"
 #include "bind/state.h"
 
-/* (Tier, "host" or None, params, masters, states, gradients, part); None leaves `out` unchanged. -1
- * with an exception. */
+/* Parses (Tier, "host" or None, params, masters, states, gradients, part); None leaves `out`
+ * unchanged.  Returns -1 with an exception. */
 int fsdpc_py_offload_parse(PyObject *module, PyObject *object, fsdpc_offload *out);
 
 #endif

@@ -1,11 +1,12 @@
-/* Unit: one fully_shard call as Python sees it.
+/* Unit: the Python object for one fully_shard call.
  *
- * At creation, the values of the parameters move into masters, and the parameters' tensors release
- * their memory: from then on their guard reports that they are sharded. make_root(units, encloses),
- * at the first call of the outermost module, gives each tensor the address of its full, which never
+ * At creation, the parameters' values move into masters, and the parameters' tensors release their
+ * memory: from then on their guard reports that they are sharded. make_root(units, encloses), at
+ * the outermost module's first call, gives each tensor the address of its full, which never
  * changes, and a sink.  The sink directs gradients to the reduce buffer.
  *
- * Its methods stand where their subject does: bind/engine/call.c, bind/engine/unit_values.c, bind/engine/unit_schedule.c.
+ * Its methods are grouped by subject: bind/engine/call.c, bind/engine/unit_values.c,
+ * bind/engine/unit_schedule.c.
  */
 #include "bind/engine.h"
 #include "bind/engine/tier.h"
@@ -120,7 +121,7 @@ fsdpc_status fsdpc_py_unit_bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tens
     storage->bytes = t->numel * fsdpc_dtype_bytes(dtype);
     storage->device = fsdpc_unit_device(unit);
     storage->release = release_storage;
-    storage->readonly = true; /* publishing writes through a separate mapping */
+    storage->readonly = true; /* publication writes through a separate mapping */
     storage->owner = fsdpc_unit_ref_acquire(ref);
     fsdpc_status status = fsdpc_tensor_bind(t, dtype, storage, full);
     fsdpc_storage_release(storage);
@@ -327,7 +328,7 @@ static fsdpc_status bind_units(PyObject *units)
     return FSDPC_OK;
 }
 
-/* The root is needed again immediately: backward begins with it. */
+/* The root is needed again immediately, because backward begins with it. */
 static void stay_for_backward(fsdpc_unit *unit)
 {
     fsdpc_unit_settings settings = *fsdpc_unit_settings_of(unit);

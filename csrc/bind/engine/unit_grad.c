@@ -1,15 +1,16 @@
-/* Unit: gradients that are handed out.
+/* Unit: gradients handed out to the user.
  *
  * They are tensors over the gradient shards.  A gradient that its user keeps after zero_grad keeps
- * its values, as in PyTorch.  The unit then takes other memory, and the old memory is freed with
- * the last tensor over it.  All gradients between two zero_grads share a block, which counts them.
+ * its values, as in PyTorch.  The unit then allocates other memory, and the old memory is freed
+ * with the last tensor over it.  All gradients between two zero_grad calls share a
+ * reference-counted block.
  */
 #include "bind/engine.h"
 
 #include <stdatomic.h>
 
 struct fsdpc_shared_grads {
-    _Atomic int refs;    /* held by the unit, while its shards are there, and by every tensor */
+    _Atomic int refs;    /* held by the unit while its shards exist, and by every tensor */
     fsdpc_unit_ref *ref; /* every tensor holds a reference to it */
     fsdpc_device *device;
     int n_groups;
@@ -36,7 +37,7 @@ static void release_grad(fsdpc_storage *storage)
     fsdpc_unit_ref_release(ref);
 }
 
-/* The block of the unit's gradients. */
+/* Returns the block of the unit's gradients. */
 static fsdpc_status block_of(fsdpc_unit_ref *ref, fsdpc_shared_grads **out)
 {
     if (!ref->handed_out) {

@@ -1,7 +1,7 @@
 /* Unit: manual unshard, settings, and recorded history.
  *
- * Each setting is an attribute: it is read from a copy of the unit's settings, or written to a copy
- * that is passed back whole.  The engine decides which settings may change when.
+ * Each setting is an attribute: a getter reads a copy of the unit's settings, and a setter passes a
+ * changed copy back.  The engine decides when each setting may change.
  *
  * Collective calls release the GIL because they wait for the other ranks.
  */
@@ -14,7 +14,7 @@ static fsdpc_unit *unit_of(PyObject *object)
     return ((fsdpc_py_unit *)object)->ref->unit;
 }
 
-/* The unit's root, for calls that need one. */
+/* Returns the unit's root, for calls that need one. */
 static fsdpc_root *root_of(PyObject *object)
 {
     fsdpc_root *root = fsdpc_unit_root(unit_of(object));
@@ -78,7 +78,7 @@ static PyObject *get_flag(PyObject *object, void *offset)
     return PyBool_FromLong(*(const bool *)(settings + (uintptr_t)offset));
 }
 
-/* 1 or 0, or -1 with an exception: attributes cannot be deleted. */
+/* Returns 1 or 0, or -1 with an exception: attributes cannot be deleted. */
 static int truth(PyObject *value)
 {
     if (value)
@@ -121,7 +121,7 @@ static int set_divide_factor(PyObject *object, PyObject *value, void *Py_UNUSED(
 
 FSDPC_PY_GETTER(get_prefetch, PyLong_FromLong(fsdpc_unit_settings_of(unit_of(object))->prefetch))
 
-/* Sets it on the root, or on the unit that will become it. */
+/* Sets prefetching on the root, or on the unit that will become the root. */
 static int set_prefetch(PyObject *object, PyObject *value, void *Py_UNUSED(unused))
 {
     fsdpc_unit_settings settings = *fsdpc_unit_settings_of(unit_of(object));
@@ -195,7 +195,7 @@ static int set_name(PyObject *object, PyObject *value, void *Py_UNUSED(unused))
     return fsdpc_py_check(status);
 }
 
-/* The dtype that a policy gave, inferred from the flat groups; groups of mixed dtypes keep their
+/* Returns the policy's dtype, inferred from the flat groups; groups of mixed dtypes keep their
  * own. */
 static PyObject *get_policy_dtype(PyObject *object, bool of_gradients)
 {

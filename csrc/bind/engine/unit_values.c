@@ -1,4 +1,4 @@
-/* Unit: its parameters, one by one: pieces, whole values, what their tensors stand on.
+/* Unit: access to each parameter: pieces, full values, and the memory of their tensors.
  */
 #include "bind/engine.h"
 
@@ -74,7 +74,7 @@ static PyObject *unit_local(PyObject *object, PyObject *arg)
     return piece_tensor(object, param, &piece, place_of(object, param)->dtype, data);
 }
 
-/* The (param, value) arguments of a method; -1 with an exception. */
+/* Parses a method's (param, value) arguments; returns the index, or -1 with an exception. */
 static int param_and_value(PyObject *object, PyObject *args, PyObject **value_out)
 {
     int param;
@@ -121,7 +121,7 @@ static PyObject *unit_init(PyObject *object, PyObject *args)
     return fsdpc_py_none(status);
 }
 
-/* The destination: the caller's tensor, if it fits, otherwise a new one. */
+/* Returns the destination: the caller's tensor if it fits, otherwise a new one. */
 static fsdpc_tensor *destination(const fsdpc_unit *unit, const fsdpc_place *place,
                                  fsdpc_dtype dtype, PyObject *given)
 {
