@@ -5,11 +5,11 @@
  * owner of our storage.  Strided or read-only memory is copied.  The structs below are the
  * standard's.
  *
- * Memory of a GPU goes both ways between libraries that use the same one, and work stays in order:
- * a consumer's stream waits for our main stream when it takes a tensor, and a producer is told our
- * main stream, so that that one waits.  Nothing orders what happens later: who has taken a tensor
- * of ours and uses it on another stream keeps it until that stream has run, and what we have taken
- * is given back when our main stream has (bind/import.h).
+ * GPU memory can be shared in both directions by libraries on the same GPU, and work stays in
+ * order: a consumer's stream waits for our main stream when it takes a tensor, and a producer
+ * orders its work before our main stream, whose handle we pass.  Later work is not ordered: a
+ * consumer that uses our tensor on another stream must keep it until that stream has run.  We
+ * return imported memory when our main stream has finished with it (bind/import.h).
  */
 #include "bind/tensor/tensor.h"
 
@@ -93,7 +93,7 @@ static void delete_versioned(dl_versioned *self)
     release_export(self->context);
 }
 
-/* A consumer renames a capsule that it takes over; this one was never taken. */
+/* A consumer renames a capsule when it takes it over; an unrenamed one was never taken. */
 static void capsule_destroy(PyObject *capsule)
 {
     if (PyCapsule_IsValid(capsule, "dltensor"))
@@ -156,7 +156,7 @@ static int lead(fsdpc_device *device, PyObject *stream)
     return fsdpc_py_check(status);
 }
 
-/* Raises unless the memory is on the device `wanted`, (type, ordinal), None or NULL. */
+/* Raises unless the memory is on the device `wanted`: (type, ordinal); None or NULL: any. */
 static int check_wanted(const fsdpc_device *device, PyObject *wanted)
 {
     int type, ordinal;
@@ -275,7 +275,7 @@ static fsdpc_status copy_strided(fsdpc_runtime *runtime, const dl_tensor *d, fsd
     args.dst = t->data;
     fsdpc_status status = runtime->device->nn->copy(&args, runtime->compute);
     Py_BEGIN_ALLOW_THREADS;
-    if (status == FSDPC_OK) /* gives the memory back at once */
+    if (status == FSDPC_OK) /* returns the memory at once */
         status = fsdpc_stream_sync(runtime->compute);
     Py_END_ALLOW_THREADS;
     if (status != FSDPC_OK) {
@@ -297,7 +297,7 @@ static const char *device_text(int type, int ordinal, char text[64])
     return text;
 }
 
-/* Raises unless `device` owns the memory, by its type and ordinal. */
+/* Raises unless type and ordinal show that `device` owns the memory. */
 static int check_home(const fsdpc_device *device, int type, int ordinal)
 {
     char there[64], here[64];
@@ -314,7 +314,7 @@ static int check_home(const fsdpc_device *device, int type, int ordinal)
     return -1;
 }
 
-/* A tensor over `d`.  Sets *taken_out if it now owns the managed tensor, `lent`. */
+/* Creates a tensor over `d`.  Sets *taken_out if the tensor now owns the managed tensor, `lent`. */
 static fsdpc_tensor *import_tensor(fsdpc_py_state *state, const dl_tensor *d, bool readonly,
                                    fsdpc_py_lent lent, bool *taken_out)
 {
@@ -385,14 +385,14 @@ static int check_source(const fsdpc_device *device, PyObject *source)
     return result;
 }
 
-/* The `stream` argument of __dlpack__: the stream that will read. */
+/* Returns the `stream` argument of __dlpack__: the stream that will read. */
 static unsigned long long stream_of(const fsdpc_device *device)
 {
     uintptr_t handle = fsdpc_device_handle(device);
     return handle ? handle : DEFAULT_STREAM;
 }
 
-/* The producer's capsule, by the 1.0 protocol or the older one. */
+/* Requests the producer's capsule, by the 1.0 protocol or the older one. */
 static PyObject *ask_capsule(const fsdpc_device *device, PyObject *source)
 {
     if (device->remote && check_source(device, source) < 0)

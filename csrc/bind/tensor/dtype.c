@@ -1,4 +1,4 @@
-/* dtype: eight immutable objects, one of each, compared by identity. */
+/* dtype: eight immutable singletons, compared by identity. */
 #include "bind/tensor/tensor.h"
 
 #include <string.h>
@@ -29,7 +29,7 @@ FSDPC_PY_GETTER(dtype_itemsize,
 FSDPC_PY_GETTER(dtype_is_float,
                 PyBool_FromLong(fsdpc_dtype_is_float(((fsdpc_py_dtype *)object)->dtype)))
 
-/* Pickles and copies as the singleton of its name. */
+/* Pickles and copies by name, so that the singleton is restored. */
 static PyObject *dtype_reduce(PyObject *self, PyObject *Py_UNUSED(unused))
 {
     PyObject *module = PyImport_ImportModule("fsdpc._core");
@@ -69,7 +69,7 @@ PyType_Spec fsdpc_py_dtype_spec = {
     .slots = dtype_slots,
 };
 
-/* Names besides the table's: Python's types, and shorthands. */
+/* Recognises names that are not in the table: Python's types and shorthands. */
 static bool alias(const char *name, fsdpc_dtype *out)
 {
     static const struct {

@@ -15,7 +15,7 @@ static fsdpc_status run_hook(void *arg, fsdpc_tensor *gradient, fsdpc_tensor **r
     python_hook *hook = arg;
     fsdpc_status status = FSDPC_OK;
     PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *callable = Py_NewRef(hook->callable); /* it may remove itself */
+    PyObject *callable = Py_NewRef(hook->callable); /* the hook may remove itself */
     PyObject *object = fsdpc_py_tensor_new(hook->state, fsdpc_tensor_acquire(gradient));
     PyObject *result = object ? PyObject_CallOneArg(callable, object) : NULL;
     if (result && result != Py_None) {

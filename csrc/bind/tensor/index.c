@@ -2,7 +2,7 @@
  * or masks go to methods that fsdpc.functional adds to the type.
  *
  * An index becomes one fsdpc_range per dimension.  Reading returns a view if the box is contiguous
- * (rows of the leading dimension), otherwise a copy.  None then adds a dimension of size one.
+ * (rows of the leading dimension), otherwise a copy.  Each None then adds a dimension of size one.
  */
 #include "bind/tensor/ops.h"
 #include "bind/tensor/tensor.h"
@@ -34,7 +34,7 @@ static int refuse(PyObject *item)
     return -1;
 }
 
-/* Do the items include an array, a list or a tensor? */
+/* Returns whether the items include an array, a list or a tensor. */
 static bool has_arrays(PyObject *index)
 {
     PyObject **items = PyTuple_Check(index) ? ((PyTupleObject *)index)->ob_item : &index;

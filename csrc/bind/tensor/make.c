@@ -1,4 +1,4 @@
-/* Making tensors: filled ones, random ones, ones without memory. */
+/* Creates tensors: filled, random, or without memory. */
 #include "bind/tensor/ops.h"
 #include "bind/tensor/tensor.h"
 
@@ -11,7 +11,7 @@
 
 enum { MADE_BLOCK = 1024, FEW = 1 << 16 };
 
-/* Arguments of calls such as zeros(2, 3, dtype=..., requires_grad=True). */
+/* The arguments of calls such as zeros(2, 3, dtype=..., requires_grad=True). */
 typedef struct request {
     fsdpc_runtime *runtime;
     fsdpc_py_state *state;
@@ -83,7 +83,7 @@ static fsdpc_status convert(fsdpc_runtime *runtime, fsdpc_tensor *t, const fsdpc
     return runtime->device->nn->copy(&args, runtime->compute);
 }
 
-/* Sets every element to value, in any dtype: stored once, then repeated. */
+/* Sets every element to `value`, which is stored once in t's dtype, then repeated. */
 static fsdpc_status fill(fsdpc_runtime *runtime, fsdpc_tensor *t, fsdpc_scalar value)
 {
     if (value.real == 0 && !signbit(value.real))
@@ -156,7 +156,7 @@ static PyObject *make_empty_deferred(FSDPC_PY_FASTCALL(module))
     return fsdpc_py_tensor_new(r.state, t);
 }
 
-/* ---- values that the host makes in blocks, as int64 or fp64, and casts ---- */
+/* ---- values that the host generates in blocks, as int64 or fp64, and casts ---- */
 
 typedef union block {
     double reals[MADE_BLOCK];
@@ -166,11 +166,11 @@ typedef union block {
 /* How values are generated. */
 typedef struct source {
     void (*fill)(const struct source *from, size_t at, size_t n, block *out);
-    fsdpc_dtype dtype; /* the member of a block that it fills */
+    fsdpc_dtype dtype; /* selects the member of a block to fill */
     size_t numel;
     double start, step, last; /* counted: element i is start + step * i, except for the last */
-    int64_t first, by;        /* the same for integers, modulo 2^64 */
-    int64_t low;              /* drawn: from low up to, but excluding, low + span */
+    int64_t first, by;        /* likewise for integers, modulo 2^64 */
+    int64_t low;              /* drawn: from low, inclusive, to low + span, exclusive */
     uint64_t span, seed, stream;
 } source;
 
@@ -189,13 +189,12 @@ static void count_real(const source *from, size_t at, size_t n, block *out)
         out->reals[n - 1] = from->last;
 }
 
-/* Uses 32 random bits per element: the probabilities of values differ by at most a factor of 1 +
- * 2^-16. */
+/* Uses 32 random bits per element, so probabilities differ by at most a factor of 1 + 2^-16. */
 static void draw_few(const source *from, size_t at, size_t n, block *out)
 {
     for (size_t i = 0; i < n; i += 4) {
         fsdpc_philox words = fsdpc_philox_block(from->seed, from->stream, (at + i) / 4);
-        for (size_t k = 0; k < 4; k++) /* a block has space for all four */
+        for (size_t k = 0; k < 4; k++) /* a block has room for all four */
             out->ints[i + k] = from->low + (int64_t)((words.x[k] * from->span) >> 32);
     }
 }
@@ -242,7 +241,7 @@ static fsdpc_status make_values(fsdpc_runtime *runtime, fsdpc_tensor *t, const s
     return status;
 }
 
-/* Checks that the dtype holds the first and the last number. */
+/* Checks that the dtype can hold the first and the last number. */
 static fsdpc_status check_ends(const fsdpc_tensor *t, fsdpc_scalar first, fsdpc_scalar last)
 {
     int64_t element;
@@ -252,7 +251,7 @@ static fsdpc_status check_ends(const fsdpc_tensor *t, fsdpc_scalar first, fsdpc_
     return t->numel > 1 ? fsdpc_scalar_store(last, t->dtype, &element) : FSDPC_OK;
 }
 
-/* Counts in exact integers if all numbers are integers. */
+/* Counts exactly, in integers, if all numbers are integers. */
 static fsdpc_status count_up(fsdpc_runtime *runtime, fsdpc_tensor *t, double start, double step,
                              double last)
 {
@@ -281,7 +280,7 @@ static fsdpc_status count_integers(fsdpc_runtime *runtime, fsdpc_tensor *t, int6
     return make_values(runtime, t, &from);
 }
 
-/* The number of steps from start, inclusive, to stop, exclusive; at most 2^64. */
+/* Returns the number of steps from start, inclusive, to stop, exclusive; at most 2^64. */
 static size_t steps_between(int64_t start, int64_t stop, int64_t step)
 {
     if (step > 0 ? start >= stop : start <= stop)

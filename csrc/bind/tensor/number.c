@@ -1,5 +1,5 @@
-/* Arithmetic and comparisons of tensors with tensors, arrays and Python numbers, and how a tensor
- * prints. */
+/* Arithmetic and comparisons of tensors with tensors, arrays and Python numbers, and the printed
+ * form of a tensor. */
 #include "bind/tensor/ops.h"
 #include "bind/tensor/tensor.h"
 
@@ -50,7 +50,7 @@ PyObject *fsdpc_py_tensor_compare(PyObject *a, PyObject *b, int op)
     return fsdpc_py_tensor_number(a, b, kinds[op]);
 }
 
-/* A tensor without dimensions is formatted as its number. */
+/* Formats a zero-dimensional tensor as its number. */
 static PyObject *tensor_format(PyObject *object, PyObject *spec)
 {
     const fsdpc_tensor *t = fsdpc_py_self(object)->tensor;
@@ -63,7 +63,7 @@ static PyObject *tensor_format(PyObject *object, PyObject *spec)
     return text;
 }
 
-/* "tensor(<values>, dtype=..., requires_grad=True)", with values as NumPy prints them. */
+/* Returns "tensor(<values>, dtype=..., requires_grad=True)", with values as NumPy prints them. */
 static PyObject *values_text(PyObject *object)
 {
     PyObject *plain = fsdpc_py_tensor_plain(object);
@@ -71,7 +71,7 @@ static PyObject *values_text(PyObject *object)
     PyObject *numpy = array ? PyImport_ImportModule("numpy") : NULL;
     PyObject *text = numpy ? PyObject_CallMethod(numpy, "array2string", "OOOOss", array, Py_None,
                                                  Py_None, Py_None, ", ", "tensor(")
-                           : NULL; /* of these, the separator and the prefix */
+                           : NULL; /* the last two: separator and prefix */
     Py_XDECREF(plain);
     Py_XDECREF(array);
     Py_XDECREF(numpy);

@@ -1,13 +1,13 @@
-/* NumPy in and out, by Python calls and the buffer protocol.
+/* Conversion to and from NumPy, by Python calls and the buffer protocol.
  *
- * The buffer protocol carries dtype, shape and ownership both ways without a copy, so NumPy's
- * headers are not needed.  The extension runs with any NumPy, and `import fsdpc._core` does not
- * import it. bfloat16 has no format letter, so it is exported as bytes, not elements: NumPy would
- * read its bits as integers.  If ml_dtypes is installed, numpy() views the bits as its bfloat16;
- * otherwise it returns a float32 copy. bits() returns the bits.
+ * The buffer protocol passes dtype, shape and ownership in both directions without a copy, so
+ * NumPy's headers are not needed.  The extension runs with any NumPy version, and `import
+ * fsdpc._core` does not import NumPy. bfloat16 has no format letter, so it is exported as bytes,
+ * not elements: NumPy would read its bits as integers.  If ml_dtypes is installed, numpy() views
+ * the bits as its bfloat16; otherwise it returns a float32 copy. bits() returns the bits.
  *
- * Memory of a remote device is copied both ways.  It is not exported as a buffer, because a buffer
- * must be the tensor's own memory.
+ * A remote device's memory is copied in both directions.  It is not exported as a buffer, because a
+ * buffer must be the tensor's own memory.
  */
 #include "bind/tensor/tensor.h"
 
@@ -25,7 +25,7 @@ static const char *format_of(fsdpc_dtype dtype)
     return formats[dtype];
 }
 
-/* State of an exported buffer: the memory stays even if the object switches to another tensor. */
+/* State of an exported buffer; keeps the memory even if the object switches to another tensor. */
 typedef struct exported {
     fsdpc_tensor *tensor;
     Py_ssize_t extents[]; /* the shape, then strides */
@@ -100,7 +100,7 @@ static PyObject *numpy_call(const char *function, PyObject *argument)
     return result;
 }
 
-/* ml_dtypes.bfloat16, or NULL, without an exception if it is not installed. */
+/* Returns ml_dtypes.bfloat16, or NULL, without an exception if it is not installed. */
 static PyObject *ml_bfloat16(void)
 {
     PyObject *module = PyImport_ImportModule("ml_dtypes");
@@ -112,7 +112,7 @@ static PyObject *ml_bfloat16(void)
     return type;
 }
 
-/* The tensor's bytes in host memory that Python owns. */
+/* Copies the tensor's bytes to host memory that Python owns. */
 static PyObject *bytes_of_copy(const fsdpc_tensor *t)
 {
     PyObject *bytes = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)fsdpc_tensor_bytes(t));
@@ -127,7 +127,8 @@ static PyObject *bytes_of_copy(const fsdpc_tensor *t)
     return fsdpc_py_raise(status);
 }
 
-/* An array over the tensor's memory, or over a copy of remote memory; `type` is a NumPy dtype. */
+/* Returns an array over the tensor's memory, or over a copy of remote memory; `type` is a NumPy
+ * dtype. */
 static PyObject *array_as(PyObject *object, const char *type)
 {
     const fsdpc_tensor *t = fsdpc_py_self(object)->tensor;
@@ -159,7 +160,7 @@ PyObject *fsdpc_py_tensor_plain(PyObject *object)
     return wide;
 }
 
-/* A copy, marked as one by being read-only. */
+/* Returns a float32 copy, read-only because it is a copy. */
 static PyObject *wide_copy(PyObject *object)
 {
     PyObject *wide = fsdpc_py_tensor_plain(object);
@@ -219,7 +220,7 @@ static PyObject *tensor_array(PyObject *object, PyObject *args, PyObject *kwargs
     return array;
 }
 
-/* Pickles as tensor(array, dtype, requires_grad); bf16 as fp32, which holds it exactly. */
+/* Pickles as tensor(array, dtype, requires_grad); bf16 is stored as fp32, which is exact. */
 static PyObject *tensor_reduce(PyObject *object, PyObject *Py_UNUSED(unused))
 {
     fsdpc_py_tensor *self = fsdpc_py_self(object);
@@ -251,7 +252,7 @@ static void release_buffer(fsdpc_storage *storage)
     PyGILState_Release(gil);
 }
 
-/* -1 if it is not one of our dtypes. */
+/* Returns -1 if it is not one of our dtypes. */
 static int dtype_of_format(const char *format, Py_ssize_t itemsize)
 {
     if (*format == '@' || *format == '=' || *format == '<')
@@ -278,7 +279,7 @@ static int dtype_of_format(const char *format, Py_ssize_t itemsize)
     }
 }
 
-/* A tensor over the buffer, which it then owns (*taken_out), or over a copy of it on a remote
+/* Creates a tensor over the buffer, which it then owns (*taken_out), or over a copy on a remote
  * device.
  */
 static fsdpc_status tensor_of_buffer(fsdpc_device *device, fsdpc_dtype dtype, const size_t *shape,
@@ -340,8 +341,8 @@ static fsdpc_tensor *wrap_buffer(fsdpc_runtime *runtime, PyObject *object, bool 
     return t;
 }
 
-/* Clears a missing attribute, which is a valid answer.  Ctrl-C is not: it may interrupt NumPy's own
- * Python code (dtype.name), and stays set.  Returns whether such an error is set. */
+/* Clears a missing attribute's error, because the attribute is optional.  Other errors stay set,
+ * such as Ctrl-C during NumPy's own Python code (dtype.name).  Returns whether an error is set. */
 static bool clear_missing(void)
 {
     if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_AttributeError))
@@ -357,7 +358,7 @@ static PyObject *dtype_attribute(PyObject *array, const char *name)
     return value;
 }
 
-/* -1 with an exception. */
+/* Returns -1 with an exception. */
 static int is_bfloat16(PyObject *array)
 {
     PyObject *name = dtype_attribute(array, "name");
@@ -367,7 +368,7 @@ static int is_bfloat16(PyObject *array)
     return clear_missing() ? -1 : result;
 }
 
-/* The one-character array.dtype.kind; 0 if there is none, perhaps with an exception. */
+/* Returns the one-character array.dtype.kind, or 0 if it is missing, perhaps with an exception. */
 static char dtype_kind(PyObject *array)
 {
     PyObject *kind = dtype_attribute(array, "kind");
@@ -393,7 +394,7 @@ static fsdpc_tensor *from_array(fsdpc_runtime *runtime, PyObject *array)
     fsdpc_tensor *t = wrap_buffer(runtime, plain, bf16);
     if (!t &&
         (PyErr_ExceptionMatches(PyExc_ValueError) || PyErr_ExceptionMatches(PyExc_BufferError))) {
-        /* Not contiguous, or read-only: NumPy copies. */
+        /* Not contiguous, or read-only: NumPy makes a copy. */
         PyErr_Clear();
         PyObject *copy = PyObject_CallMethod(plain, "copy", NULL);
         t = copy ? wrap_buffer(runtime, copy, bf16) : NULL;
@@ -418,7 +419,7 @@ static PyObject *from_numpy(PyObject *module, PyObject *array)
 }
 FSDPC_PY_NAMED(from_numpy, "from_numpy", "array")
 
-/* A cast, or a copy if it already has the dtype. */
+/* Returns a cast, or a copy if t already has the dtype. */
 static fsdpc_tensor *own_copy(fsdpc_runtime *runtime, fsdpc_tensor *t, fsdpc_dtype dtype)
 {
     fsdpc_tensor *leaf, *y = NULL;
@@ -451,7 +452,7 @@ static int check_end(PyObject *array, const char *end, fsdpc_dtype dtype)
     return fsdpc_py_check(status);
 }
 
-/* Checks all elements by their smallest and greatest. */
+/* Checks all elements by checking the smallest and largest. */
 static int check_ends(PyObject *array, fsdpc_dtype dtype)
 {
     PyObject *numel = PyObject_GetAttrString(array, "size");
@@ -462,8 +463,8 @@ static int check_ends(PyObject *array, fsdpc_dtype dtype)
     return check_end(array, "min", dtype) < 0 ? -1 : check_end(array, "max", dtype);
 }
 
-/* Are all numbers in nested lists integers? *wide_out: an integer that does not fit int64,
- * borrowed. */
+/* Returns whether all numbers in nested lists are integers.  *wide_out: an integer that does not
+ * fit int64, borrowed. */
 static bool only_integers(PyObject *data, PyObject **wide_out)
 {
     if (PyLong_Check(data)) {
@@ -481,8 +482,8 @@ static bool only_integers(PyObject *data, PyObject **wide_out)
     return true;
 }
 
-/* 0, or -1 with ValueError: NumPy converts integers to floats if no integer dtype holds them
- * all. */
+/* Returns 0, or -1 with ValueError: NumPy converts integers to floats if no integer dtype can hold
+ * them all. */
 static int check_integers(PyObject *data)
 {
     PyObject *wide = NULL;

@@ -1,9 +1,9 @@
 /* `x += y` and similar operators: the operation, followed by a write into x.
  *
- * The object stays, so every name of it sees the new values.  Without gradients, so does every
- * tensor over its memory.  With gradients the result has the history.  If no other tensor uses x's
- * memory, the object switches to the result, and nothing is copied.  Otherwise the operation uses a
- * clone, because its backward may need the values that the write overwrites.
+ * The object stays the same, so every reference to it sees the new values.  Without gradients, so
+ * does every tensor over its memory.  With gradients, the result has the history.  If no other
+ * tensor uses x's memory, the object switches to the result, and nothing is copied.  Otherwise the
+ * operation uses a clone, because its backward may need the values that the write overwrites.
  */
 #include "bind/tensor/tensor.h"
 
@@ -27,7 +27,7 @@ static int check_result(const fsdpc_tensor *t, const fsdpc_tensor *result, const
     return 0;
 }
 
-/* Only the object and tape nodes read the memory, and no other library owns it. */
+/* Returns whether only the object and tape nodes read the memory, and no other library owns it. */
 static bool is_own(const fsdpc_tensor *t)
 {
     return atomic_load_explicit(&t->refs, memory_order_acquire) == 1 &&
@@ -62,7 +62,7 @@ static PyObject *inplace(PyObject *a, PyObject *b, binaryfunc operation, const c
     Py_XDECREF(x);
     fsdpc_tensor *y = result ? fsdpc_py_tensor_peek(NULL, result) : NULL;
     if (!y)
-        return result; /* from an operand that makes something else of a tensor, or an exception */
+        return result; /* an operand's own type of result, or an exception */
     fsdpc_box box;
     fsdpc_py_tensor_whole(self->tensor, &box);
     int status = check_result(self->tensor, y, sign);

@@ -1,7 +1,7 @@
-/* The operations, each once, as functions of the module and as methods of Tensor.
+/* The operations, each defined once, as module functions and as methods of Tensor.
  *
- * An operation takes its arguments already parsed, in an array with NULL for each omitted one.  It
- * calls one function of csrc/nn (without the GIL if there is enough work) and wraps the result.
+ * An operation receives its arguments already parsed, in an array with NULL for each omitted one.
+ * It calls one function of csrc/nn (without the GIL if there is enough work) and wraps the result.
  * Results are plain Tensors, whatever subclass the inputs have.
  *
  * OPERATIONS is the table: every row becomes a function of the module, and rows that begin with M
@@ -202,7 +202,7 @@ static PyObject *result_type(fsdpc_py_state *state, PyObject *const *a)
     return y ? Py_NewRef(state->dtypes[fsdpc_op_result_type(x, y)]) : NULL;
 }
 
-/* Softmax over any dimension: the dimension is moved to the end and back. */
+/* Softmax over any dimension: moves the dimension to the end and back. */
 static fsdpc_status softmax_over(fsdpc_tape *tape, fsdpc_tensor *x, int dim, bool log,
                                  fsdpc_tensor **out)
 {
@@ -348,7 +348,8 @@ static PyObject *rotary(fsdpc_py_state *state, PyObject *const *a)
     RETURN_OP(state, x->numel, fsdpc_op_rotary(r->tape, x, c, s, &y));
 }
 
-/* Parses causal, scale, layout and window, which both forms of attention share; 0, or -1. */
+/* Parses causal, scale, layout and window, which both forms of attention share; returns 0, or
+ * -1. */
 static int attention_options(const char *layout, PyObject *const *a, PyObject *window,
                              fsdpc_attention_options *out)
 {
@@ -482,8 +483,8 @@ static PyObject *array_equal(PyObject *const *a)
     return status == FSDPC_OK ? PyBool_FromLong(equal) : fsdpc_py_raise(status);
 }
 
-/* F or M(name, number of required arguments, call, arguments); a call uses the module's `state` and
- * the arguments `a`. */
+/* F or M(name, number of required arguments, call, arguments); each call may use the module's
+ * `state` and the arguments `a`. */
 #define OPERATIONS(F, M)                                                                           \
     F(add, 2, binary(a, "add", FSDPC_BINARY_ADD), "a", "b")                                        \
     F(sub, 2, binary(a, "sub", FSDPC_BINARY_SUB), "a", "b")                                        \

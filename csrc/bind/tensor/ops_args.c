@@ -110,7 +110,7 @@ int fsdpc_py_arg_tensor(PyObject *object, fsdpc_tensor **out)
     return *out ? 0 : -1;
 }
 
-/* Reads an int, or whatever NumPy accepts as an index. */
+/* Reads an int, or any object that NumPy accepts as an index. */
 static bool whole_number(PyObject *object, fsdpc_scalar *out)
 {
     int overflow = 0;
@@ -128,7 +128,7 @@ static bool whole_number(PyObject *object, fsdpc_scalar *out)
     return !PyErr_Occurred();
 }
 
-/* The number in a NumPy scalar, or in an array or tensor without dimensions; otherwise NULL. */
+/* Returns the number in a NumPy scalar or a zero-dimensional array or tensor; otherwise NULL. */
 static PyObject *item_of(PyObject *object)
 {
     if (!PyObject_CheckBuffer(object) || !PyNumber_Check(object) || PyComplex_Check(object))

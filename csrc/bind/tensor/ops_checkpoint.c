@@ -3,11 +3,11 @@
  * Forward runs fn without recording and connects its outputs to its tensor arguments with a custom
  * node (nn/op_custom.c).  The node's backward restores the random stream, runs fn again on fresh
  * leaves with recording on, and runs a nested backward from the new outputs.  That backward also
- * gives gradients directly to the parameters that fn reads, so the node is made even if no argument
- * requires grad.
+ * passes gradients directly to the parameters that fn reads, so the node is created even if no
+ * argument requires grad.
  *
- * Tensors are searched for among args and the values of kwargs, not inside containers. fn returns a
- * tensor or a tuple of tensors (other values in the tuple pass through), the same both times.
+ * Tensors are recognised among args and the values of kwargs, not inside containers.  Both times,
+ * fn must return the same tensor or tuple of tensors (other values in the tuple pass through).
  */
 #include "bind/tensor/ops.h"
 #include "bind/tensor/tensor.h"
@@ -17,7 +17,7 @@ typedef struct checkpoint {
     PyObject *fn, *values; /* a tuple of arguments, keyword arguments last */
     PyObject *names;       /* a tuple, or NULL */
     uint64_t seed, first_stream;
-    uint64_t ran_at; /* the tape's next_number when fn had run */
+    uint64_t ran_at; /* the tape's next_number after fn had run */
 } checkpoint;
 
 static void checkpoint_release(void *arg)
@@ -62,7 +62,7 @@ static PyObject *call_on_leaves(checkpoint *c, fsdpc_tensor **leaves, int *n_io)
     return result;
 }
 
-/* The arguments that are tensors, borrowed. */
+/* Collects the arguments that are tensors, borrowed. */
 static int tensor_arguments(const checkpoint *c, fsdpc_tensor **out)
 {
     int n = 0;
@@ -76,7 +76,7 @@ static int tensor_arguments(const checkpoint *c, fsdpc_tensor **out)
 
 /* ---- results ---- */
 
-/* Item i of what fn returned: a tuple, or one value. */
+/* Returns item i of fn's result, which is a tuple or one value. */
 static PyObject *result_item(PyObject *result, Py_ssize_t i)
 {
     return PyTuple_Check(result) ? PyTuple_GET_ITEM(result, i) : result;
@@ -89,7 +89,7 @@ static Py_ssize_t result_size(PyObject *result)
 
 /* ---- backward ---- */
 
-/* Roots and gradients of the recomputed outputs; the number of them, or -1. */
+/* Collects the recomputed outputs as roots, with their gradients; returns their number, or -1. */
 static int pair_outputs(PyObject *result, int n_out, fsdpc_tensor *const *dys, fsdpc_tensor **roots,
                         fsdpc_tensor **grads)
 {
@@ -178,7 +178,7 @@ static const fsdpc_custom_ops checkpoint_ops = {"checkpoint", checkpoint_backwar
 
 /* ---- forward ---- */
 
-/* A detached tensor for each tensor of the result, in the same order; the number, or -1. */
+/* Detaches each tensor of the result, in order; returns their number, or -1. */
 static int detach_outputs(PyObject *result, fsdpc_tensor **out)
 {
     int n = 0;

@@ -1,7 +1,7 @@
-/* The tape from Python: recording on and off, boundaries, custom backwards.
+/* Python's access to the tape: turning recording on and off, boundaries, custom backwards.
  *
- * Functions that backward calls run without the GIL and take it themselves.  An exception that a
- * Python function raises stays set in its thread and travels through C as FSDPC_ERR_CALLBACK.
+ * Functions that backward calls run without the GIL and take it themselves.  An exception raised by
+ * a Python function stays set in its thread and passes through C as FSDPC_ERR_CALLBACK.
  */
 #include "bind/tensor/ops.h"
 #include "bind/tensor/tensor.h"
@@ -115,7 +115,7 @@ static PyObject *boundary(FSDPC_PY_FASTCALL(module))
 
 /* ---- several roots ---- */
 
-/* Tensors of a sequence (None: NULL), borrowed from it; *fast_out keeps them alive. */
+/* Reads the tensors of a sequence (None: NULL), borrowed from it; *fast_out keeps them alive. */
 static int tensors_of(PyObject *sequence, fsdpc_tensor ***out, PyObject **fast_out)
 {
     PyObject *fast = fsdpc_py_tensors(sequence);
@@ -190,7 +190,7 @@ static PyObject *wrap_all(fsdpc_py_state *state, int n, fsdpc_tensor *const *ten
     return tuple;
 }
 
-/* Reads what backward returned (a tensor, a sequence, or None) as the inputs' gradients. */
+/* Reads backward's result (a tensor, a sequence, or None) as the inputs' gradients. */
 static int take_gradients(PyObject *returned, int n, fsdpc_tensor **out)
 {
     fsdpc_tensor **list;
@@ -241,7 +241,7 @@ static void custom_release(void *arg)
 
 static const fsdpc_custom_ops custom_ops = {"custom", custom_backward, custom_release};
 
-/* Detached views of the outputs, which are then connected to the tape. */
+/* Creates detached views of the outputs, which are then connected to the tape. */
 static fsdpc_status detach_all(int n, fsdpc_tensor *const *tensors, fsdpc_tensor **out)
 {
     for (int i = 0; i < n; i++)

@@ -1,4 +1,4 @@
-/* Tensor: its shape, and other shapes over the same elements. */
+/* Tensor: its shape, and reshaped views of the same elements. */
 #include "bind/tensor/ops.h"
 #include "bind/tensor/tensor.h"
 

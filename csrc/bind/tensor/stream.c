@@ -1,4 +1,4 @@
-/* The main stream together with streams of other libraries; see csrc/device/device.h.
+/* The main stream and other libraries' streams; see csrc/device/device.h.
  *
  * The CPU has no such streams: adopting does nothing there, and the handle is 0.
  */
@@ -25,7 +25,7 @@ static PyObject *device_ordinal(PyObject *module, PyObject *Py_UNUSED(unused))
     return runtime ? PyLong_FromLong(runtime->device->ordinal) : NULL;
 }
 
-/* On whichever thread asks for memory, with the GIL or without. */
+/* Called on any thread that allocates memory, with or without the GIL. */
 static void reclaim(void *arg)
 {
     const fsdpc_py_state *state = arg;

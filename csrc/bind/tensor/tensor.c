@@ -1,8 +1,8 @@
 /* Tensor: the Python object over an fsdpc_tensor.
  *
  * Several objects may refer to one tensor (each `p.grad` creates one).  Their common state
- * (gradient, hooks, node) is in the C tensor, so they agree.  The object has no __dict__ of its
- * own; subclasses made in Python get one.
+ * (gradient, hooks, node) is in the C tensor, so they agree.  The object has no __dict__, but
+ * subclasses defined in Python have one.
  *
  * If no other reference to a tensor exists, the garbage collector visits its Python hooks through
  * it, so a hook that refers back to its tensor is collected.

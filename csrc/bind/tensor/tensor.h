@@ -1,10 +1,10 @@
-/* The Tensor type's files among themselves. */
+/* Declarations shared by the Tensor type's files. */
 #ifndef FSDPC_BIND_TENSOR_TENSOR_H
 #define FSDPC_BIND_TENSOR_TENSOR_H
 
 #include "bind/state.h"
 
-/* 0, or -1 with TypeError: only floating point tensors can require grad. */
+/* Returns 0, or -1 with TypeError: only floating point tensors can require grad. */
 int fsdpc_py_check_requires_grad(bool requires_grad, fsdpc_dtype dtype);
 
 /* Slots of the type that are defined in other files. */
@@ -16,7 +16,7 @@ int fsdpc_py_tensor_getbuffer(PyObject *self, Py_buffer *view, int flags);
 void fsdpc_py_tensor_releasebuffer(PyObject *self, Py_buffer *view);
 PyObject *fsdpc_py_tensor_repr(PyObject *self);
 
-/* The parts of the Python object itself. */
+/* Accessors of the Python object. */
 static inline fsdpc_py_tensor *fsdpc_py_self(PyObject *object)
 {
     return (fsdpc_py_tensor *)object;
@@ -29,30 +29,33 @@ void fsdpc_py_hooks_clear(fsdpc_tensor *t);
 
 /* NumPy through Python calls and the buffer protocol: no NumPy header is needed. */
 PyObject *fsdpc_py_tensor_numpy(PyObject *self, PyObject *unused);
-/* A tensor with the same values in a dtype that NumPy has: itself, or a copy of bfloat16. */
+/* Returns a tensor with the same values in a NumPy dtype: itself, or a converted copy of
+ * bfloat16. */
 PyObject *fsdpc_py_tensor_plain(PyObject *self);
-/* Is it a NumPy array or array-like?  False, perhaps with an exception other than a missing
- * attribute.
+/* Returns whether it is a NumPy array or array-like; if not, an exception other than a missing
+ * attribute may be set.
  */
 bool fsdpc_py_is_array(PyObject *object);
-/* Any object as a new tensor in our own memory; dtype < 0: chosen to suit the data. */
+/* Converts any object to a new tensor that owns its memory; if dtype < 0, the dtype is inferred
+ * from the data. */
 fsdpc_tensor *fsdpc_py_tensor_from_data(fsdpc_py_state *state, PyObject *data, int dtype);
 
 /* ---- in place: bind/tensor/write.c ---- */
 
-/* May this tensor be written in place now?  -1 with an exception if not. */
+/* Returns -1 with an exception if this tensor must not be written in place now. */
 int fsdpc_py_tensor_check_inplace(fsdpc_py_tensor *self, const char *what);
 /* x[box] = value, broadcast and converted, and recorded if gradients flow; 0, or -1 with an
- * exception that begins with `what`.  `operand`: what the value was computed from, or NULL. */
+ * exception that begins with `what`.  `operand`: the operand that the value was computed from, or
+ * NULL. */
 int fsdpc_py_tensor_assign(fsdpc_py_tensor *self, const char *what, const fsdpc_box *box,
                            PyObject *value, PyObject *operand);
-/* A new Tensor made from `object`, or NULL: if the two share memory, the new one refers to
+/* Returns `result`, a new Tensor made from `object`, or NULL; if the two share memory, it refers to
  * `object`. */
 PyObject *fsdpc_py_tensor_over(PyObject *object, PyObject *result);
 /* Releases the objects that this one was made from and that have no other reference. */
 void fsdpc_py_tensor_drop_unseen(fsdpc_py_tensor *self);
 void fsdpc_py_tensor_whole(const fsdpc_tensor *t, fsdpc_box *out);
-/* The object switches to another tensor, which it takes over. */
+/* Switches the object to another tensor, whose reference it takes over. */
 void fsdpc_py_tensor_replace(fsdpc_py_tensor *self, fsdpc_tensor *t);
 /* Slots of `+=` and so on: bind/tensor/operator.c. */
 #define FSDPC_PY_INPLACE(X)                                                                        \
@@ -71,7 +74,7 @@ FSDPC_PY_INPLACE(X)
 #undef X
 PyObject *fsdpc_py_tensor_inplace_power(PyObject *a, PyObject *b, PyObject *modulus);
 
-/* Whether two tensors of equal size hold equal bytes; waits for their computation. */
+/* Compares the bytes of two tensors of equal size; waits for their computation. */
 fsdpc_status fsdpc_py_tensor_same_bytes(const fsdpc_tensor *x, const fsdpc_tensor *y,
                                         bool *equal_out);
 

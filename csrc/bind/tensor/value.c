@@ -1,4 +1,4 @@
-/* Tensor: its values as Python's, copies in other dtypes, and its place on the tape. */
+/* Tensor: conversion to Python values, copies in other dtypes, and its place on the tape. */
 #include "bind/tensor/ops.h"
 #include "bind/tensor/tensor.h"
 
@@ -137,7 +137,7 @@ static PyObject *method_clone(PyObject *object, PyObject *Py_UNUSED(unused))
     return fsdpc_py_result(STATE(object), status, y);
 }
 
-/* The copy of a leaf is a leaf, as copy.deepcopy of a module needs. */
+/* The copy of a leaf is a leaf, which copy.deepcopy of a module requires. */
 static PyObject *method_deepcopy(PyObject *object, PyObject *Py_UNUSED(memo))
 {
     fsdpc_runtime *runtime = fsdpc_py_state_runtime(STATE(object));

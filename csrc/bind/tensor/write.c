@@ -1,12 +1,12 @@
-/* In-place changes to tensors: to their values, or to the memory that they use.
+/* In-place changes to tensors' values, or to the memory that they use.
  *
- * A leaf that requires grad may only be changed inside no_grad(), and a full never: check_inplace
- * is the one place that decides.  Values may come from tensors, arrays, lists and numbers; they are
- * broadcast and cast on the way.
+ * A leaf that requires grad may only be changed inside no_grad(), and a full never; only
+ * check_inplace decides that.  Values may come from tensors, arrays, lists and numbers; they are
+ * broadcast and cast as needed.
  *
  * If gradients flow into or through a write, the write is recorded (nn/op_write.c), and the Python
  * object switches to the tensor with the new node.  Other tensors over the memory would keep their
- * old history.  Rows and reshaped tensors know the object that they were made from.  A write
+ * old history.  Rows and reshaped tensors refer to the object that they were made from.  A write
  * therefore updates together the object, the value, the other operand of `x[0] += y`, and every
  * object whose rows these are.  If further tensors share the memory, the write is refused.
  */
@@ -46,8 +46,8 @@ void fsdpc_py_tensor_whole(const fsdpc_tensor *t, fsdpc_box *out)
     fsdpc_op_strides(t->ndim, t->shape, out->strides);
 }
 
-/* The value as a tensor, new reference.  A number takes self's dtype; it is an error if it does not
- * fit. */
+/* Returns the value as a tensor, new reference.  A number is stored in self's dtype, which must be
+ * able to hold it. */
 static fsdpc_tensor *value_tensor(fsdpc_py_tensor *self, PyObject *value)
 {
     fsdpc_tensor *t = fsdpc_py_tensor_peek(NULL, value);
@@ -73,7 +73,7 @@ static fsdpc_tensor *value_tensor(fsdpc_py_tensor *self, PyObject *value)
     return fsdpc_tensor_acquire(t);
 }
 
-/* The value is already what the box holds: `x[0] += y` ends with such a write. */
+/* Returns whether the value is already the box's memory: `x[0] += y` ends with such a write. */
 static bool is_place(const fsdpc_tensor *t, const fsdpc_box *box, const fsdpc_tensor *value)
 {
     size_t dense[FSDPC_MAX_DIMS], numel = 1;
@@ -97,8 +97,8 @@ void fsdpc_py_tensor_drop_unseen(fsdpc_py_tensor *self)
     }
 }
 
-/* The object that these are rows of, or a reshaped view of.  NULL if this one has memory of its own
- * or, as a leaf that requires grad, a gradient of its own. */
+/* Returns the object of which `self` is rows or a reshaped view.  NULL if `self` has its own memory
+ * or, as a leaf that requires grad, its own gradient. */
 static fsdpc_py_tensor *above(fsdpc_py_tensor *self)
 {
     const fsdpc_tensor *t = self->tensor;
@@ -108,7 +108,7 @@ static fsdpc_py_tensor *above(fsdpc_py_tensor *self)
     return base && !is_leaf && base->tensor->storage == t->storage ? base : NULL;
 }
 
-/* The object whose memory these are rows of, or the object itself. */
+/* Returns the object whose memory `self` is part of, or `self`. */
 static fsdpc_py_tensor *root_of(fsdpc_py_tensor *self)
 {
     for (fsdpc_py_tensor *next = above(self); next; next = above(self))
@@ -119,7 +119,7 @@ static fsdpc_py_tensor *root_of(fsdpc_py_tensor *self)
 PyObject *fsdpc_py_tensor_over(PyObject *object, PyObject *result)
 {
     fsdpc_py_tensor *self = fsdpc_py_self(object), *over = fsdpc_py_self(result);
-    /* Without gradients no history needs an update, and a base would keep its graph alive. */
+    /* Without gradients, no history needs an update, and the base would keep its graph alive. */
     if (result && over->tensor->storage == self->tensor->storage && self->tensor->storage &&
         self->state->runtime.tape->grad_enabled) {
         fsdpc_py_tensor_drop_unseen(self); /* otherwise a loop of views would keep them all */
@@ -128,13 +128,13 @@ PyObject *fsdpc_py_tensor_over(PyObject *object, PyObject *result)
     return result;
 }
 
-/* Elements before t in the tensor that it is rows of. */
+/* Returns the number of elements before t in the tensor of which it is rows. */
 static size_t rows_before(const fsdpc_tensor *root, const fsdpc_tensor *t)
 {
     return (size_t)((char *)t->data - (char *)root->data) / fsdpc_dtype_bytes(t->dtype);
 }
 
-/* A tensor for t's place in `root`, which has a new history. */
+/* Creates a tensor for t's place in `root`, which has a new history. */
 static fsdpc_status rows_again(fsdpc_tape *tape, fsdpc_tensor *root, const fsdpc_tensor *t,
                                fsdpc_tensor **out)
 {
@@ -152,7 +152,7 @@ static fsdpc_status rows_again(fsdpc_tape *tape, fsdpc_tensor *root, const fsdpc
     return st;
 }
 
-/* Objects over the written memory that a write updates. */
+/* The objects over the written memory that a write updates. */
 enum { MOST_KNOWN = 16 };
 typedef struct known {
     fsdpc_py_tensor *root;
@@ -160,7 +160,7 @@ typedef struct known {
     fsdpc_py_tensor *objects[MOST_KNOWN]; /* without the root */
 } known;
 
-/* Adds the objects that the write reads or changes, and everything that they are rows of. */
+/* Adds the objects that the write reads or changes, and all objects of which they are rows. */
 static void know(known *k, const fsdpc_tensor *t, const fsdpc_box *box, PyObject *object)
 {
     fsdpc_tensor *of = object ? fsdpc_py_tensor_peek(NULL, object) : NULL;
@@ -193,7 +193,7 @@ static int check_shared(const fsdpc_tensor *t, const char *what, const known *k)
     return -1;
 }
 
-/* Gives the objects that the write changes their new history. */
+/* Updates the history of the objects that the write changes. */
 static fsdpc_status bring_up(fsdpc_tape *tape, const known *k, fsdpc_tensor *written)
 {
     fsdpc_tensor *again[MOST_KNOWN];

@@ -1,8 +1,8 @@
 /* TorchUnit: drives the schedule.
  *
- * enter and leave stand around a module's forward, marks (callables for the foreign autograd's
- * nodes) begin a unit's backward, end_backward ends it.  What modules see meanwhile is
- * bind/torch/show.c's.
+ * enter and leave surround a module's forward; marks (callables for the foreign autograd's nodes)
+ * begin a unit's backward, and end_backward ends it. bind/torch/show.c determines what modules see
+ * meanwhile.
  *
  * A forward inside backward is a recomputation: fulls stay shown until the unit's backward ends.
  */
@@ -49,7 +49,7 @@ static int check_usable(const fsdpc_py_torch_unit *self)
     return fsdpc_py_unit_check_open(self->unit) < 0 ? -1 : fsdpc_torch_join(self);
 }
 
-/* Handles what happened to the pieces' gradients since the last backward; once per backward. */
+/* Handles changes to the pieces' gradients since the last backward; runs once per backward. */
 static int catch_up(fsdpc_py_torch_unit *self)
 {
     if (!self->taken && fsdpc_torch_begin_grads(self) < 0)
@@ -88,7 +88,7 @@ int fsdpc_torch_reach_backward(fsdpc_py_torch_unit *self)
     return fsdpc_torch_begin_backward(self, fsdpc_unit_generation(unit));
 }
 
-/* mark(): a node calls it with its gradients before it runs. */
+/* mark(): called by a node, with its gradients, before the node runs. */
 static PyObject *mark_call(PyObject *data, PyObject *Py_UNUSED(grads))
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)PyTuple_GET_ITEM(data, 0);
@@ -182,7 +182,7 @@ static PyObject *torch_unit_finish(PyObject *object, PyObject *Py_UNUSED(unused)
     return fsdpc_py_none(status);
 }
 
-/* catch_up(): before the reduction of a unit whose backward may not have run on this rank. */
+/* catch_up(): called before reducing a unit whose backward may not have run on this rank. */
 static PyObject *torch_unit_catch_up(PyObject *object, PyObject *Py_UNUSED(unused))
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
@@ -191,7 +191,7 @@ static PyObject *torch_unit_catch_up(PyObject *object, PyObject *Py_UNUSED(unuse
     Py_RETURN_NONE;
 }
 
-/* reset(): after an exception; the engine's part covers the whole root. */
+/* reset(): called after an exception; the engine resets the whole root. */
 static PyObject *torch_unit_reset(PyObject *object, PyObject *Py_UNUSED(unused))
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
@@ -203,9 +203,9 @@ static PyObject *torch_unit_reset(PyObject *object, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
-/* hide(gave_up): shows pieces again.  Ranks differ in which reductions of an aborted backward have
- * completed.  All ranks therefore drop them, unless the user is accumulating onto earlier
- * gradients. */
+/* hide(gave_up): shows pieces again.  After an aborted backward, different reductions have
+ * completed on different ranks.  All ranks therefore drop them, unless the user is accumulating
+ * onto earlier gradients. */
 static PyObject *torch_unit_hide(PyObject *object, PyObject *gave_up)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
@@ -215,14 +215,14 @@ static PyObject *torch_unit_hide(PyObject *object, PyObject *gave_up)
     self->taken = false;
     fsdpc_unit *unit = fsdpc_torch_unit(self);
     for (int i = 0; gave_up == Py_True && i < self->n_params; i++)
-        (void)fsdpc_unit_give_grad(unit, i); /* treat it as handed out */
+        (void)fsdpc_unit_give_grad(unit, i); /* treat as handed out */
     int any = gave_up == Py_True ? fsdpc_torch_has_grads(self) : 1;
     if (any < 0 || (any == 0 && fsdpc_torch_zero_grad(self, false) < 0))
         return NULL;
     return fsdpc_torch_hide(self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* hold(begin): fulls stay shown after Unit.unshard has gathered them, until they are given back. */
+/* hold(begin): fulls stay shown after Unit.unshard has gathered them, until they are released. */
 static PyObject *torch_unit_hold(PyObject *object, PyObject *arg)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;

@@ -1,10 +1,10 @@
 /* TorchUnit: follows what the user may change between steps.
  *
- * An epoch publishes the masters of every unit of its root, whichever unit begins it.  All units
- * are therefore followed before an epoch, not only the one that is called.  If the `.data` of a
- * piece was replaced, the piece uses other memory, and its contents are copied into the master
- * (`adopt`).  Everything else that reads or writes masters (gathering full values, loading, an
- * optimizer's step) follows its own unit.
+ * An epoch publishes the masters of all its root's units, whichever unit begins it.  Before an
+ * epoch, all units are therefore followed, not only the one that is called.  If a piece's `.data`
+ * was replaced, the piece uses other memory, whose contents are copied into the master (`adopt`).
+ * Everything else that reads or writes masters (gathering full values, loading, an optimizer's
+ * step) follows its own unit.
  */
 #include "bind/torch/unit.h"
 

@@ -1,20 +1,20 @@
 /* Gradients between foreign tensors and the engine.
  *
- * In backward: the foreign autograd puts a gradient into a full's `.grad` and calls our hook, which
- * writes it into the reduce buffer (a cast, or a sum after the first) and drops it.  So the
- * gradient exists once, for as long as one parameter's backward, unless it had better wait for
- * the memory of the shard (bind/torch/lent.c).
+ * In backward, the foreign autograd puts a gradient into a full's `.grad` and calls our hook, which
+ * casts it into the reduce buffer (later ones are added) and drops it.  The gradient therefore
+ * exists once, during one parameter's backward only, unless it is delayed until the shard has
+ * memory (bind/torch/lent.c).
  *
  * Between backwards, the `.grad` of a piece belongs to the user.  We hand out a tensor over the
  * gradient shard itself, so the engine sees an in-place scale directly.  It does not see a gradient
  * that is dropped or assigned; those are detected here by identity.  If no piece has a gradient,
  * the unit's shard is dropped without touching memory.  If some pieces have none, their rows are
- * zeroed.  A tensor that is not ours is copied in.
+ * zeroed.  A tensor that is not ours is copied into the shard.
  *
- * A piece may itself be in the graph, as in a penalty on parameters; the foreign autograd then puts
- * a gradient into its `.grad`.  Before the unit's backward, that gradient is taken like any other.
- * Later, reductions may be writing the shard.  Pieces therefore have no gradient when a backward
- * begins, and any gradient that they have at its end is added to the shard then.
+ * A piece may itself be part of the graph, as for a parameter penalty; the foreign autograd then
+ * puts a gradient into its `.grad`.  Before the unit's backward, that gradient is taken like any
+ * other.  Later, reductions may be writing the shard.  Pieces therefore have no gradient when a
+ * backward begins, and any gradient that they have at its end is then added to the shard.
  */
 #include "bind/torch/unit.h"
 
@@ -30,7 +30,7 @@ static void free_hook_data(PyObject *capsule)
     PyMem_Free(PyCapsule_GetPointer(capsule, NULL));
 }
 
-/* The gradient as a dense tensor of the full's dtype: nearly always the gradient itself. */
+/* Returns the gradient as a dense tensor of the full's dtype: nearly always the gradient itself. */
 static PyObject *dense(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *param,
                        PyObject *grad)
 {
@@ -224,8 +224,8 @@ static int write_rows(fsdpc_py_torch_unit *self, const fsdpc_torch_param *p, PyO
     return done ? 0 : -1;
 }
 
-/* Copies in a piece's `.grad` that is not the shard itself.  A narrow piece keeps that `.grad` as
- * well as the shard, as the gradient that the frontend's attribute made of it. */
+/* Copies in a piece's `.grad` that is not the shard itself.  For a narrow piece, both that `.grad`
+ * and the shard are kept. */
 static int copy_in(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, PyObject *grad)
 {
     PyObject *given = p->narrow ? grad : p->grad;
@@ -239,7 +239,7 @@ static int copy_in(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, PyObject *gr
     return given == p->grad ? 0 : fsdpc_torch_version(self, given, &p->version);
 }
 
-/* Takes the `.grad` of one piece: 1 if it exists, 0 if not, -1 on error. */
+/* Takes one piece's `.grad`; returns 1 if it exists, 0 if not, -1 on error. */
 static int take_one(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, bool live)
 {
     PyObject *grad = get_grad(self, p);
@@ -319,7 +319,8 @@ int fsdpc_torch_take_grads(fsdpc_py_torch_unit *self)
     return 0;
 }
 
-/* Takes the gradient of a parameter that has one, so that a loop over parameters stays linear. */
+/* Takes only one parameter's gradient, if it has one, so that a loop over parameters stays
+ * linear. */
 static int take_grad(fsdpc_py_torch_unit *self, int i)
 {
     fsdpc_unit *unit = fsdpc_torch_unit(self);
@@ -343,8 +344,8 @@ static PyObject *grad_for(const fsdpc_py_torch_unit *self, const fsdpc_torch_par
 }
 
 /* Hands out the sum of the reduced gradient and the one that the graph gave to the piece itself.
- * `new`: there is more than before. 1 if hooks of the piece wait for its gradient, otherwise 0, or
- * -1. */
+ * `new`: the gradient has grown.  Returns 1 if the piece's hooks wait for its gradient, otherwise
+ * 0, or -1. */
 static int give_one(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, bool new)
 {
     if (p->own && write_rows(self, p, self->names.add_, p->own) < 0)
@@ -368,7 +369,8 @@ static void forget_own(fsdpc_py_torch_unit *self)
         Py_CLEAR(self->params[i].own);
 }
 
-/* Finds gradients of pieces that were not handed out: 1 if there are any, 0, or -1. */
+/* Finds pieces' gradients that were not handed out; returns 1 if there are any, otherwise 0, or
+ * -1. */
 static int find_own(fsdpc_py_torch_unit *self)
 {
     PyObject *plain = fsdpc_torch_plain_begin(self);

@@ -1,21 +1,21 @@
-/* TorchUnit: memory that belongs to the foreign library.
+/* TorchUnit: memory owned by the foreign library.
  *
  * Gradient shards use memory of foreign tensors, whose rows are the pieces' gradients.  A gradient
  * that its user keeps after zero_grad therefore keeps its values, as in the foreign library: the
- * next backward uses other memory.  The user keeps a gradient if its tensor has more references
- * than when it was made, or its memory more tensors, which the frontend counts.
+ * next backward uses other memory.  A gradient counts as kept if its tensor has more references
+ * than at creation, or its memory has more tensors, which the frontend counts.
  *
  * If the foreign library has its own allocator on the device, memory that the user does not keep
  * goes back to that allocator when a forward begins.  The unit takes memory again at its first
- * gradient.  The activations of that forward can use it in between.  On other devices the unit
- * keeps the memory: mapping it anew costs more than it saves.
+ * gradient.  In between, that forward's activations can use the memory.  On other devices the unit
+ * keeps the memory: mapping it again costs more than it saves.
  *
- * A unit around others has its first gradients long before its last.  Those of a model's head and
- * norm come when its backward begins, that of its embedding when it ends.  With such an allocator,
- * small gradients wait until the last.
+ * A unit that encloses others gets its first gradients long before its last: those of a model's
+ * head and norm when backward begins, that of its embedding when it ends.  With such an allocator,
+ * small gradients wait for the last one.
  *
- * On such a device, a world of one rank also takes fulls from that allocator, for as long as a unit
- * is used (engine/full_lent.c).
+ * On such a device, a single rank also takes fulls from that allocator while their unit is in use
+ * (engine/full_lent.c).
  *
  * The frontend has an object for each piece of memory. take() returns its address, give()
  * releases it, and `is_kept` says whether the user has made other tensors over it.
@@ -65,9 +65,9 @@ static int give_grads(fsdpc_py_torch_unit *self)
     return give(self, self->unit->ref->lent);
 }
 
-/* place(grads, lent): the tensors of gradients, which only this list refers to, and the memory of
- * every flat group that they are rows of; None: the engine's memory.  Gradients of frozen groups
- * are empty. */
+/* place(grads, lent): passes the gradients' tensors, which only this list refers to, and the memory
+ * of each flat group that contains them; None: the engine's memory.  Gradients of frozen groups are
+ * empty. */
 static PyObject *place_method(PyObject *object, PyObject *args)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
@@ -86,7 +86,8 @@ static PyObject *place_method(PyObject *object, PyObject *args)
         Py_XSETREF(p->given, Py_NewRef(p->grad));
     }
     for (int i = 0; i < self->n_params; i++)
-        self->params[i].refs = Py_REFCNT(self->params[i].grad) - 1; /* without the list's own */
+        self->params[i].refs = Py_REFCNT(self->params[i].grad) - 1; /* without the list's
+                                                                     * reference */
     if (lent == Py_None)
         Py_RETURN_NONE;
     bool away = can_give(self);
@@ -121,8 +122,8 @@ int fsdpc_torch_lend(fsdpc_py_torch_unit *self)
     return self->away ? -1 : 0;
 }
 
-/* Waiting gradients may use at most a third of the shard's size.  The head of a model waits for its
- * embedding if gradients are in half precision, but not if they are as wide as the shard. */
+/* Waiting gradients may use at most a third of the shard's size.  The gradient of a model's head
+ * waits for that of its embedding in half precision, but not if it is as wide as the shard. */
 bool fsdpc_torch_can_wait(const fsdpc_py_torch_unit *self, size_t bytes)
 {
     const fsdpc_unit *unit = fsdpc_torch_unit(self);
@@ -136,7 +137,8 @@ bool fsdpc_torch_can_wait(const fsdpc_py_torch_unit *self, size_t bytes)
     return self->early_bytes + bytes <= room / 3;
 }
 
-/* Does the user have references to a gradient, or tensors over its memory? -1: an exception. */
+/* Returns whether the user holds references to a gradient or tensors over its memory; -1 with an
+ * exception. */
 static int are_kept(fsdpc_py_torch_unit *self, PyObject *lent)
 {
     int kept = 0;

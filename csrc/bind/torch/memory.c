@@ -1,9 +1,9 @@
-/* The memory that foreign tensors use: a unit's memory and the offsets of its parameters.
+/* The memory that foreign tensors use: a unit's memory and its parameters' offsets.
  *
- * A frontend slices the flat tensors that unit_memory returns at the offsets of unit_places: it
- * gets pieces and fulls without copying, and all fulls of a flat group are views of one tensor.  The
- * tensors keep the unit's memory alive, no Python object of the model.  Gradients lie in memory that
- * belongs to the tensors over it (grad_memory, or the foreign library's): bind/torch/lent.c.
+ * A frontend slices the flat tensors from unit_memory at the offsets from unit_places: it gets
+ * pieces and fulls without copying, and all of a flat group's fulls are views of one tensor.  The
+ * tensors keep the unit's memory alive, but none of the model's Python objects.  Gradients are in
+ * memory owned by the tensors over it (grad_memory, or the foreign library's): bind/torch/lent.c.
  */
 #include "bind/torch/unit.h"
 
@@ -30,8 +30,8 @@ static PyObject *unit_places(PyObject *module, PyObject *object)
     return list;
 }
 
-/* unit_memory(unit, kind): "master", "grad" or "full" of every flat group that has it, as flat
- * tensors. */
+/* unit_memory(unit, kind): returns the "master", "grad" or "full" of every flat group that has one,
+ * as flat tensors. */
 static PyObject *unit_memory(PyObject *module, PyObject *args)
 {
     PyObject *object;
@@ -60,7 +60,7 @@ static void free_block(fsdpc_storage *storage)
     fsdpc_device_free(storage->device, storage->data);
 }
 
-/* grad_memory(unit): new zeroed memory for the gradient shards of the flat groups that have one. */
+/* grad_memory(unit): allocates zeroed memory for the gradient shards of trained flat groups. */
 static PyObject *grad_memory(PyObject *module, PyObject *object)
 {
     fsdpc_py_unit *self = fsdpc_py_unit_of(module, object);

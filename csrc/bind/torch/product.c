@@ -1,7 +1,7 @@
 /* Matrix products for a foreign frontend, on the engine's kernels.
  *
- * Operands are addresses of dense row-major memory of one dtype; the caller has checked shapes and
- * keeps the tensors alive.  The gradient of a unit's weight is written into the unit's reduce
+ * Operands are addresses of dense row-major matrices of one dtype; the caller has checked shapes
+ * and keeps the tensors alive.  The gradient of a unit's weight is written into the unit's reduce
  * buffer, so no other copy of it exists.
  */
 #include "bind/torch/unit.h"

@@ -1,21 +1,22 @@
-/* TorchUnit: what modules see.
+/* TorchUnit: which tensors modules see.
  *
  * The dictionaries of a unit's modules hold the fulls while the unit is in use, and otherwise the
  * pieces.  Only dictionaries are written, never the tensors, which are made once.
  *
  * Stale reads.  All fulls of a flat group are views of one base tensor and share its version
- * counter.  Showing fulls sets it to the generation of the weights, and resharding sets it out of
- * reach, so the foreign autograd refuses a saved full that has changed since forward.  Any other
- * change of the version means that the user wrote into a full, which no master sees.
+ * counter.  Showing fulls sets it to the weights' generation, and resharding sets it to an
+ * unreachable value, so the foreign autograd refuses a saved full that has changed since forward.
+ * Any other version change means that the user wrote into a full, and no master receives that
+ * write.
  *
- * Trainable or not.  Users set requires_grad of pieces, and fulls copy it whenever they are shown.
- * Each forward thus records what is trainable then, and each backward gives gradients to what is
- * trainable when it begins, as in the foreign library.  A frozen forward in between (the reference
- * of a policy with adapters) has no effect.
+ * Trainable or not.  Users set requires_grad on pieces, and fulls copy it whenever they are shown.
+ * Each forward thus records which parameters are trainable, and each backward computes gradients
+ * for the parameters that are trainable when it begins, as in the foreign library.  A frozen
+ * forward in between (the reference of a policy with adapters) has no effect.
  *
  * Pieces must not be read as weights: a submodule that is called outside its unit (a head from a
  * loss function) would compute with this rank's rows only.  While pieces are shown, modules that
- * read parameters therefore have a forward that raises.  A forward that the user set is left
+ * read parameters therefore have a forward that raises.  A forward set by the user is left
  * unchanged.
  */
 #include "bind/torch/unit.h"
@@ -61,7 +62,7 @@ static int set_guards(const fsdpc_py_torch_unit *self)
         if (open && forward == guard->refuse) {
             if (PyDict_DelItem(guard->dict, self->names.forward) < 0)
                 return -1;
-        } else if (!open && !forward) { /* a forward that the user set stays */
+        } else if (!open && !forward) { /* a forward set by the user stays */
             if (PyDict_SetItem(guard->dict, self->names.forward, guard->refuse) < 0)
                 return -1;
         }
@@ -99,7 +100,7 @@ static int listen(const fsdpc_py_torch_unit *self, fsdpc_torch_param *p)
     return handle ? 0 : -1;
 }
 
-/* 1, 0 or -1: the flag of a foreign tensor. */
+/* Returns a foreign tensor's flag: 1 or 0; -1 on error. */
 static int requires_grad(const fsdpc_py_torch_unit *self, PyObject *tensor)
 {
     PyObject *flag = PyObject_GetAttr(tensor, self->names.requires_grad);
@@ -137,7 +138,7 @@ int fsdpc_torch_show(fsdpc_py_torch_unit *self, bool full, bool grad)
         return 0;
     if (full && follow_trainable(self, grad) < 0)
         return -1;
-    for (int s = 0; s < self->n_slots; s++) { /* all checked first: an error changes nothing */
+    for (int s = 0; s < self->n_slots; s++) { /* checks all first: an error changes nothing */
         const fsdpc_torch_slot *slot = &self->slots[s];
         const fsdpc_torch_param *param = &self->params[slot->param];
         if (PyDict_GetItem(slot->dict, slot->name) != (full ? param->piece : param->full))
@@ -153,8 +154,8 @@ int fsdpc_torch_show(fsdpc_py_torch_unit *self, bool full, bool grad)
     return set_guards(self);
 }
 
-/* Has the user written into the fulls that are shown?  On read-only memory the processor detects a
- * write; a world of one and GPUs do not have such memory. */
+/* Detects whether the user has written into shown fulls.  On read-only memory the processor detects
+ * a write; a single rank and GPUs have no such memory. */
 static int find_writes(const fsdpc_py_torch_unit *self)
 {
     for (Py_ssize_t i = 0; self->shown && i < PyTuple_GET_SIZE(self->bases); i++) {
@@ -198,7 +199,7 @@ int fsdpc_torch_hide(fsdpc_py_torch_unit *self)
 void fsdpc_torch_unpin(fsdpc_py_torch_unit *self)
 {
     for (; self->pins > 0; self->pins--)
-        (void)fsdpc_reshard(fsdpc_torch_unit(self)); /* gives back one unshard; cannot fail */
+        (void)fsdpc_reshard(fsdpc_torch_unit(self)); /* releases one unshard; cannot fail */
     self->held = false;
 }
 

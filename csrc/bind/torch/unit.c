@@ -1,4 +1,4 @@
-/* TorchUnit: its life, and which foreign tensors it stands on. */
+/* TorchUnit: its lifetime, and the foreign tensors that it uses. */
 #include "bind/torch/unit.h"
 
 static bool init_names(fsdpc_torch_names *names)
@@ -106,8 +106,8 @@ static PyObject *torch_unit_bind(PyObject *object, PyObject *args)
     Py_XSETREF(self->set_version, Py_NewRef(set));
     Py_XSETREF(self->at_end, Py_NewRef(at_end));
     Py_XSETREF(self->mates, Py_NewRef(mates));
-    /* In the foreign library, gradients take the place of activations at the end of malloc's heap
-     * and stay.  Our gradients are freed at once, so malloc would return that memory to the system
+    /* In the foreign library, gradients replace activations at the end of malloc's heap and stay
+     * allocated.  Our gradients are freed at once, so malloc would return that memory to the system
      * in each backward and page-fault it in again. */
     if (!self->gives_back)
         fsdpc_mem_keep_heap();

@@ -1,17 +1,17 @@
-/* TorchUnit: the calls of a frontend over foreign tensors (torch) for one unit.
+/* TorchUnit: the interface, for one unit, of a frontend over foreign tensors (torch).
  *
- * The frontend makes, once per unit, a foreign tensor for every piece and full, over the unit's own
- * memory (unit_memory, unit_places), and one for every piece of the gradient shard, over memory that
- * is the foreign library's (bind/torch/lent.c).  A TorchUnit keeps them and does what must be cheap: it
- * drives the schedule, swaps pieces and fulls in the modules' dictionaries, takes gradients by
- * pointer, and keeps the pieces' `.grad` and the engine's gradient shard telling the same.  It knows
- * nothing of torch but the names of a few attributes and methods.
+ * Once per unit, the frontend creates a foreign tensor for every piece and full, over the unit's
+ * own memory (unit_memory, unit_places), and one for every piece of the gradient shard, over the
+ * foreign library's memory (bind/torch/lent.c).  A TorchUnit keeps them and performs the operations
+ * that must be cheap: it drives the schedule, swaps pieces and fulls in the modules' dictionaries,
+ * takes gradients by pointer, and keeps the pieces' `.grad` consistent with the engine's gradient
+ * shard.  It knows only a few names of torch's attributes and methods.
  *
  * Gradients.  The `.grad` of a piece belongs to the user.  It is None after zero_grad, the
  * TorchUnit's own tensor over the shard after a backward, or the user's own assignment. take_grads
  * updates the engine from it (before the first reduction of a backward, before clipping and
  * stepping); settle hands out the reduced gradients after a backward.  In between, `.grad` is None
- * unless the graph gives a gradient to the piece itself, for example of a penalty on parameters.
+ * unless the graph computes a gradient for the piece itself, for example from a parameter penalty.
  */
 #ifndef FSDPC_BIND_TORCH_UNIT_H
 #define FSDPC_BIND_TORCH_UNIT_H
@@ -23,12 +23,12 @@ typedef struct fsdpc_py_torch_unit fsdpc_py_torch_unit;
 typedef struct fsdpc_torch_param {
     PyObject *piece, *full; /* foreign tensors; full: NULL before bind */
     PyObject *grad;         /* over the rows of the gradient shard */
-    Py_ssize_t refs;        /* to `grad` when it was made: any more are the user's */
+    Py_ssize_t refs;        /* of `grad` at creation: any more are the user's */
     PyObject *early;        /* in a backward: the gradient, while shards have no memory for it */
     PyObject *given;        /* last value set as `.grad`: grad, or a copy in the piece's dtype */
     bool aside;             /* in a backward: it was set, and is None for now */
-    PyObject *own;     /* while gradients are handed out: one that the graph gave to the piece */
-    PyObject *hook;    /* GradHook, registered on the full once that is trainable */
+    PyObject *own;     /* while gradients are handed out: the piece's own, from the graph */
+    PyObject *hook;    /* GradHook, registered once the full is trainable */
     PyObject *dtype;   /* of the full; foreign dtypes are compared by identity */
     void *master;      /* address of the piece's memory; NULL: none */
     bool narrow;       /* the piece's dtype is not the gradient shard's */
@@ -86,24 +86,24 @@ struct fsdpc_py_torch_unit {
     int n_guards;
     PyObject *bases;       /* the tensors that fulls are views of */
     PyObject *set_version; /* set_version(bases, versions) */
-    PyObject *adopt;       /* adopt(i): copies in the memory that replaced a piece's */
-    PyObject *renew;       /* renew(): new gradients, as the user keeps the old ones */
+    PyObject *adopt;       /* adopt(i): copies in the memory that replaced the piece's */
+    PyObject *renew;       /* renew(): creates new gradients, because the user keeps the old ones */
     PyObject *fulls;       /* memory of every flat group's full if it is lent; else NULL */
     PyObject *mates;       /* all TorchUnits of the root, including this one; NULL before bind */
-    PyObject *at_end;      /* at_end(): makes finish() run when this backward ends */
+    PyObject *at_end;      /* at_end(): schedules finish() for the end of this backward */
     bool shown;            /* dictionaries hold fulls */
     long long version;     /* last version set on the bases */
     bool taken;            /* gradients were taken in this backward */
     bool held;             /* unshard() holds it: fulls stay shown */
-    int pins;              /* calls of Unit.unshard not yet given back */
+    int pins;              /* calls of Unit.unshard not yet released */
     bool lifted;           /* modules may be called: they use private copies */
     bool bound;
     bool gives_back;    /* the foreign library can use memory that we do not need for a while */
     bool away;          /* gradient shards have no memory */
-    size_t early_bytes; /* of waiting gradients, whose memory belongs to the foreign library on: */
+    size_t early_bytes; /* of waiting gradients; the foreign library owns their memory on: */
     uintptr_t early_stream;
     PyObject *streams; /* streams(): handle of the foreign library's current stream; or NULL */
-    PyObject *plainly; /* plainly(): a context in which pieces are read as plain tensors */
+    PyObject *plainly; /* plainly(): a context that reads pieces as plain tensors */
     PyObject *grad_of; /* the descriptor of a plain tensor's `.grad` */
     fsdpc_torch_names names;
 };
@@ -119,73 +119,74 @@ static inline const fsdpc_place *fsdpc_torch_place(const fsdpc_py_torch_unit *se
 }
 
 /* Orders the engine's next work after the foreign library's current stream, also in this thread.
- * Every method that reaches the schedule calls this first. */
+ * Every method that uses the schedule calls this first. */
 int fsdpc_torch_join(const fsdpc_py_torch_unit *self);
-/* The parameter that was passed to a method; -1 for all if none was passed, or with an exception.
+/* Returns the parameter passed to a method; -1 (all) if none was passed, or with an exception.
  */
 int fsdpc_torch_param_arg(const fsdpc_py_torch_unit *self, PyObject *const *args, Py_ssize_t n);
 
-/* Follows what the user may change between steps, before an epoch publishes masters: the memory of
- * pieces, and their gradients, for all units of the root.  Does nothing inside an epoch. */
+/* Before an epoch publishes masters, follows the user's changes between steps: the pieces' memory
+ * and gradients, for all the root's units.  Does nothing inside an epoch. */
 int fsdpc_torch_follow_root(fsdpc_py_torch_unit *self);
-/* If nothing is published, values cannot be compared: the pieces' versions reveal writes. */
+/* If nothing is published, values cannot be compared; instead, the pieces' versions reveal
+ * writes. */
 int fsdpc_torch_follow_writes(fsdpc_py_torch_unit *self);
 
-/* Pieces intercept reads, at a price.  Between begin and end, this thread reads them as cheaply as
- * plain tensors; end preserves a pending exception. begin: NULL with an exception.  Gradients do
- * not intercept reads in between either, so nothing is computed with them. */
+/* Pieces intercept reads, which is slow.  Between begin and end, this thread reads them as cheaply
+ * as plain tensors; end preserves a pending exception. begin returns NULL with an exception.
+ * Gradients do not intercept reads in between either, so they must not be used in computations. */
 PyObject *fsdpc_torch_plain_begin(const fsdpc_py_torch_unit *self);
 void fsdpc_torch_plain_end(PyObject *context);
 
-/* Whether any piece has a `.grad`; -1 with an exception. */
+/* Returns whether any piece has a `.grad`; -1 with an exception. */
 int fsdpc_torch_has_grads(const fsdpc_py_torch_unit *self);
 /* Passes the pieces' `.grad` to the engine; 0, or -1 with an exception. */
 int fsdpc_torch_take_grads(fsdpc_py_torch_unit *self);
-/* A backward begins: takes gradients, and pieces have none until it ends. */
+/* Begins a backward: takes gradients; pieces have none until it ends. */
 int fsdpc_torch_begin_grads(fsdpc_py_torch_unit *self);
-/* The backward was given up: pieces get back the gradients that they had when it began. */
+/* After an abandoned backward, restores the gradients that pieces had when it began. */
 int fsdpc_torch_restore_grads(fsdpc_py_torch_unit *self);
 
 /* As in engine/unit.h; gradients of formerly frozen parameters get tensors. */
 int fsdpc_torch_set_trainable(fsdpc_py_torch_unit *self, int param, bool trainable);
-/* Gives the gradient shards memory. */
+/* Provides memory for the gradient shards. */
 int fsdpc_torch_lend(fsdpc_py_torch_unit *self);
-/* Whether a gradient of `bytes` bytes should wait for that memory. */
+/* Returns whether a gradient of `bytes` bytes should wait for that memory. */
 bool fsdpc_torch_can_wait(const fsdpc_py_torch_unit *self, size_t bytes);
 /* Writes the waiting gradients, before any other is written and when the unit's backward ends. */
 int fsdpc_torch_add_early(fsdpc_py_torch_unit *self);
 /* Drops the waiting gradients. */
 void fsdpc_torch_drop_early(fsdpc_py_torch_unit *self);
-/* Drops gradients.  Those that users keep belong to them only, and are clipped.  `idle`: a forward
- * begins. */
+/* Drops gradients.  Gradients that users keep are clipped and then belong only to them.  `idle`: a
+ * forward begins. */
 int fsdpc_torch_zero_grad(fsdpc_py_torch_unit *self, bool idle);
-/* The same if gradients may not exist any more; does nothing if they do. */
+/* The same if gradients may no longer exist; does nothing if they do. */
 int fsdpc_torch_renew(fsdpc_py_torch_unit *self, bool idle);
-/* A forward begins: drops gradients that no piece has any more. */
+/* When a forward begins: drops gradients that no piece has any more. */
 int fsdpc_torch_drop_grads(fsdpc_py_torch_unit *self);
 /* Makes fulls use foreign memory, if the foreign library takes memory back. */
 void fsdpc_torch_lend_fulls(fsdpc_py_torch_unit *self);
-/* The version counter of a foreign tensor. */
+/* Reads a foreign tensor's version counter. */
 int fsdpc_torch_version(const fsdpc_py_torch_unit *self, PyObject *tensor, long long *out);
 
 /* Releases everything that Unit.unshard took. */
 void fsdpc_torch_unpin(fsdpc_py_torch_unit *self);
-/* Modules' dictionaries hold fulls (as trainable as the pieces are now) or pieces.  `grad`:
- * gradients are recorded. */
+/* Puts fulls (with the pieces' current requires_grad) or pieces into the modules' dictionaries.
+ * `grad`: gradients are recorded. */
 int fsdpc_torch_show(fsdpc_py_torch_unit *self, bool full, bool grad);
-/* To be called after the schedule may have resharded. */
+/* Called when the schedule may have resharded. */
 int fsdpc_torch_hide(fsdpc_py_torch_unit *self);
 
-/* Backward of the unit begins, for the weights of `generation`. */
+/* Begins the unit's backward, for the weights of `generation`. */
 int fsdpc_torch_begin_backward(fsdpc_py_torch_unit *self, uint64_t generation);
 
 /* Called before a gradient is taken, in the order of the foreign stream.  Begins the unit's
  * backward if no mark did, because the backward bypassed the unit's outputs. */
 int fsdpc_torch_reach_backward(fsdpc_py_torch_unit *self);
 
-/* A callable for one parameter's full: takes its `.grad` and drops it. */
+/* Creates a callable for one parameter's full: takes its `.grad` and drops it. */
 PyObject *fsdpc_torch_hook_new(fsdpc_py_torch_unit *self, int param);
-/* Called when the TorchUnit is freed: the hook, which a graph may keep, forgets it. */
+/* Detaches the hook, which a graph may keep, from a TorchUnit that is being freed. */
 void fsdpc_torch_hook_part(PyObject *callable);
 
 #endif
