@@ -1,17 +1,18 @@
 /* Runs the tape backwards.
  *
  * A frame is one call of backward: a heap of the nodes that have a gradient, highest number first.
- * A node's consumers have higher numbers than the node itself, so its gradient is complete when it
- * comes off the heap.  Frames nest (a recomputation runs one inside another); nodes are pushed to
- * the innermost frame.
+ * A node's consumers have higher numbers than the node, so its gradient is complete when the node
+ * is popped.  Frames nest (a recomputation runs one inside another); nodes are pushed to the
+ * innermost frame.
  *
- * Leaves with hooks need to know when their last contribution has arrived.  If any leaf ever had a
- * hook, a frame first walks the graph and counts, for every such leaf, the edges that lead to it.
- * Each node subtracts its edges after it has run.  All frames share one count, so that a hook does
- * not fire in a recomputation while the enclosing backward still has uses of the leaf.  The
- * outermost frame's end flushes leaves whose remaining nodes never got a gradient.
+ * Leaves with hooks need to know when their last contribution has arrived.  If any leaf has ever
+ * had a hook, a frame first walks the graph and counts the edges to every such leaf.  Each node
+ * subtracts its edges after it has run.  All frames share one count, so a hook does not fire in a
+ * recomputation while the enclosing backward still uses the leaf.  When the outermost frame ends,
+ * it flushes leaves whose remaining nodes never got a gradient.
  *
- * If a frame fails, gradients in its heap are dropped; gradients that leaves already have stay.
+ * If a frame fails, gradients in its heap are dropped; leaves keep the gradients that they already
+ * have.
  */
 #include "nn/backward.h"
 
@@ -35,7 +36,7 @@ typedef struct fsdpc_tape_end {
     void *arg;
 } fsdpc_tape_end;
 
-/* Makes room for one more element, of `element` bytes, in an array. */
+/* Makes room for one more element of `element` bytes in an array. */
 static fsdpc_status grow(void *array_io, size_t n, size_t *capacity_io, size_t element)
 {
     if (n < *capacity_io)
@@ -149,8 +150,8 @@ static fsdpc_status settle_leaves(fsdpc_tape *tape, const fsdpc_node *node)
     return FSDPC_OK;
 }
 
-/* The end of a frame: the outermost flushes the remaining leaves; an inner frame leaves them to
- * it. */
+/* Ends a frame: the outermost flushes the remaining leaves; an inner frame leaves that to the
+ * outermost. */
 static fsdpc_status finish_leaves(fsdpc_tape *tape, fsdpc_backward *frame, fsdpc_status st)
 {
     for (size_t i = 0; i < frame->n_hooked; i++) {
@@ -261,7 +262,7 @@ static fsdpc_status run_frame(fsdpc_tape *tape, int n, fsdpc_tensor *const *root
 
 static fsdpc_status run_ends(fsdpc_tape *tape, fsdpc_status st)
 {
-    /* An end function may add another one: the array may grow and move meanwhile. */
+    /* An end function may add another, so the array may grow and move. */
     for (size_t i = 0; i < tape->n_ends; i++) {
         fsdpc_tape_end end = tape->ends[i];
         FSDPC_KEEP_FIRST(st, end.fn(end.arg, st));
@@ -300,8 +301,8 @@ fsdpc_status fsdpc_tape_backward_many(fsdpc_tape *tape, int n, fsdpc_tensor *con
     tape->frame = frame.outer;
     tape->retain_graph = outer_retain;
     tape->grad_enabled = outer_enabled;
-    /* End functions run inside the backward that they end, so they may still use calls that need
-     * one. */
+    /* End functions run inside the backward that they end, so they may use calls that require a
+     * running backward. */
     if (tape->backward_depth == 1) {
         st = run_ends(tape, st);
         fsdpc_tensor_release(tape->unwanted);

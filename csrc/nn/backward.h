@@ -4,10 +4,10 @@
 
 #include "nn/tape.h"
 
-/* Adds a node that is about to get its first gradient to the running backward. */
+/* Adds a node that is about to receive its first gradient to the running backward. */
 fsdpc_status fsdpc_backward_push(fsdpc_tape *tape, fsdpc_node *node);
 
-/* Gives a leaf its finished gradient, after hooks: to its sink, or to `grad`. */
+/* Stores a leaf's finished gradient, after hooks, in its sink or in `grad`. */
 fsdpc_status fsdpc_leaf_give(fsdpc_tape *tape, fsdpc_tensor *leaf, fsdpc_tensor *gradient);
 
 #endif

@@ -1,4 +1,4 @@
-/* Hooks are singly linked lists in the order of registration, which is the order they run in.
+/* Hooks form singly linked lists in registration order, in which they run.
  *
  * A removed hook stays in its list, without a function, until the list is freed.  Removal therefore
  * needs no pointer from the handle to the tensor, and a hook may remove itself while it runs.

@@ -2,19 +2,18 @@
  *
  * A hook on a non-leaf tensor runs when that tensor's gradient is complete, before it is passed on.
  * A hook on a leaf runs once per backward, on the sum of that backward's contributions, before the
- * sum is added to `grad` or goes to the sink.  To do so, backward first counts the leaf's uses,
+ * sum is added to `grad` or goes to the sink.  Backward therefore first counts the leaf's uses,
  * then accumulates in `pending`.
  *
- * A hook is reference counted: the tensor (or node) holds one reference, and a handle for removal
- * another.
+ * A hook is reference counted: the tensor (or node) and the removal handle each hold a reference.
  */
 #ifndef FSDPC_NN_HOOK_H
 #define FSDPC_NN_HOOK_H
 
 #include "nn/tape.h"
 
-/* *replacement_io is NULL; the hook may set it to a tensor, owned by the caller, that replaces the
- * gradient. */
+/* *replacement_io is NULL; the hook may set it to a replacement for the gradient, which the caller
+ * then owns. */
 typedef fsdpc_status (*fsdpc_hook_fn)(void *arg, fsdpc_tensor *gradient,
                                       fsdpc_tensor **replacement_io);
 
@@ -29,7 +28,7 @@ typedef struct fsdpc_hook {
 typedef struct fsdpc_leaf_hooks {
     fsdpc_hook *first;
     fsdpc_tensor *pending; /* accumulated so far in the running backward */
-    size_t uses;           /* nodes of running backwards that have not contributed yet */
+    size_t uses;           /* edges from running backwards that have not contributed yet */
     bool listed;           /* in the running backward's list of leaves to flush */
 } fsdpc_leaf_hooks;
 
@@ -37,13 +36,13 @@ typedef struct fsdpc_leaf_hooks {
 fsdpc_status fsdpc_hook_add(fsdpc_tape *tape, fsdpc_tensor *t, fsdpc_hook_fn fn, void *arg,
                             void (*release)(void *arg), fsdpc_hook **out);
 void fsdpc_hook_remove(fsdpc_hook *hook);  /* it will not run again; may be called twice */
-void fsdpc_hook_release(fsdpc_hook *hook); /* releases a handle's reference; NULL is fine */
+void fsdpc_hook_release(fsdpc_hook *hook); /* releases a handle's reference; may be NULL */
 
 bool fsdpc_leaf_has_hooks(const fsdpc_tensor *leaf);
 void fsdpc_leaf_hooks_destroy(fsdpc_leaf_hooks *hooks);
 void fsdpc_hooks_destroy(fsdpc_hook *first);
 
-/* Runs all hooks of a list; *gradient_io (owned) is replaced by their results. */
+/* Runs all hooks in a list; their results replace *gradient_io (owned). */
 fsdpc_status fsdpc_hooks_run(fsdpc_hook *first, fsdpc_tensor **gradient_io);
 
 #endif

@@ -1,5 +1,5 @@
-/* Nodes: fsdpc_tape_record creates them; their output tensors, the edges of later nodes and a
- * running backward hold them.
+/* Nodes: created by fsdpc_tape_record; held by their output tensors, later nodes' edges and a
+ * running backward.
  *
  * Dropping the last reference to the loss frees a whole graph.  Recursion would need a stack as
  * deep as the graph is long.  Nodes whose count falls to zero are therefore put on a list (linked
@@ -18,7 +18,7 @@ fsdpc_node *fsdpc_node_acquire(fsdpc_node *node)
     return node;
 }
 
-/* Releases one reference; at zero the node joins the list. */
+/* Releases one reference; at zero, the node is added to the list. */
 static void node_drop(fsdpc_node *node, fsdpc_node **doomed)
 {
     if (!node || atomic_fetch_sub_explicit(&node->refs, 1, memory_order_acq_rel) != 1)

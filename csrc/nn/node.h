@@ -1,18 +1,18 @@
-/* Nodes of the tape: their counts, and the tensors they save for backward. */
+/* Tape nodes: their reference counts, and the tensors that they save for backward. */
 #ifndef FSDPC_NN_NODE_H
 #define FSDPC_NN_NODE_H
 
 #include "nn/tape.h"
 
 fsdpc_node *fsdpc_node_acquire(fsdpc_node *node);
-void fsdpc_node_release(fsdpc_node *node); /* NULL is fine */
+void fsdpc_node_release(fsdpc_node *node); /* may be NULL */
 
-/* Keeps a tensor for backward (acquired).  If it is written in place before then, backward
- * refuses. */
+/* Saves a tensor for backward (acquired).  If it is written in place before then, backward
+ * fails. */
 void fsdpc_node_save(fsdpc_node *node, int slot, fsdpc_tensor *t);
-/* Keeps the node's own output, as a view without a node: otherwise they would form a cycle. */
+/* Saves the node's own output, as a view without a node to avoid a reference cycle. */
 fsdpc_status fsdpc_node_save_output(fsdpc_node *node, int slot, const fsdpc_tensor *out);
-/* All saved tensors may be read: not freed, not overwritten, and their guards agree. */
+/* Checks that all saved tensors may be read: not freed, not overwritten, and their guards agree. */
 fsdpc_status fsdpc_node_check(const fsdpc_node *node);
 /* Releases saved tensors and the operation's parameters; the edges stay. */
 void fsdpc_node_free(fsdpc_node *node);

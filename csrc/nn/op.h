@@ -11,25 +11,25 @@ static inline const fsdpc_nn_ops *fsdpc_op_kernels(const fsdpc_tape *tape)
     return tape->device->nn;
 }
 
-/* The memory is valid, and the dtype is a float. */
+/* Checks that the memory is valid and the dtype is a float. */
 fsdpc_status fsdpc_op_check_float(const char *op, const char *what, const fsdpc_tensor *t);
-/* The memory is valid, and the dtype is int32 or int64. */
+/* Checks that the memory is valid and the dtype is int32 or int64. */
 fsdpc_status fsdpc_op_check_ids(const char *op, const char *what, const fsdpc_tensor *t);
 fsdpc_status fsdpc_op_check_same_dtype(const char *op, const char *what_a, const fsdpc_tensor *a,
                                        const char *what_b, const fsdpc_tensor *b);
-/* The error for two shapes that do not match; `rule` says what would. */
+/* Returns the error for two mismatched shapes; `rule` describes the required ones. */
 fsdpc_status fsdpc_op_fail_shapes(const char *op, const char *what_a, const fsdpc_tensor *a,
                                   const char *what_b, const fsdpc_tensor *b, const char *rule);
-/* Turns a negative dimension into one of [0, ndim). */
+/* Maps a dimension, which may be negative, to [0, ndim). */
 fsdpc_status fsdpc_op_dim(const char *op, int dim, int ndim, int *out);
 
-/* fsdpc_tape_record with `extra_bytes` (0: none) of zeroed memory in node->extra.  If it fails,
- * releasing `out` undoes everything. */
+/* Calls fsdpc_tape_record, with `extra_bytes` (0: none) of zeroed memory in node->extra.  If it
+ * fails, releasing `out` undoes everything. */
 fsdpc_status fsdpc_op_record(fsdpc_tape *tape, const fsdpc_node_ops *ops, int n,
                              fsdpc_tensor *const *inputs, fsdpc_tensor *out, size_t extra_bytes,
                              fsdpc_node **node_out);
 
-/* Computes a kind b with the kernel, both of one dtype, into new memory; no node. */
+/* Computes `a kind b`, both of one dtype, into new memory; records no node. */
 fsdpc_status fsdpc_op_binary_compute(fsdpc_tape *tape, fsdpc_binary kind, const fsdpc_tensor *a,
                                      const fsdpc_tensor *b, fsdpc_tensor **out);
 /* Connects y = kind(x), which was computed elsewhere, to x with the node that fsdpc_op_unary would
@@ -37,25 +37,26 @@ fsdpc_status fsdpc_op_binary_compute(fsdpc_tape *tape, fsdpc_binary kind, const 
  */
 fsdpc_status fsdpc_op_unary_record(fsdpc_tape *tape, fsdpc_unary kind, double scalar,
                                    fsdpc_tensor *x, fsdpc_tensor *y);
-/* The input of a node that is tanh gelu; NULL for any other node. */
+/* Returns the input of a tanh gelu node; NULL for any other node. */
 const fsdpc_tensor *fsdpc_op_gelu_input(const fsdpc_node *node);
 
-/* How many windows of `kernel` elements, `dilation` apart, fit into one dimension of an image. */
+/* Counts the windows of `kernel` elements, `dilation` apart, that fit into one dimension of an
+ * image. */
 fsdpc_status fsdpc_op_places(const char *op, size_t extent, size_t kernel, size_t stride,
                              const size_t padding[2], size_t dilation, size_t *out);
 
-/* Strides of a dense tensor. */
+/* Computes the strides of a dense tensor. */
 void fsdpc_op_strides(int ndim, const size_t *shape, size_t *strides_out);
 
-/* The dtype of the input at the other end of a wanted edge. */
+/* Returns the dtype of the input that a wanted edge leads to. */
 fsdpc_dtype fsdpc_edge_dtype(const fsdpc_edge *edge);
 int fsdpc_edge_ndim(const fsdpc_edge *edge);
 const size_t *fsdpc_edge_shape(const fsdpc_edge *edge);
 
-/* The input's gradient target, with its shape and dtype filled in. */
+/* Returns the input's gradient target, with its shape and dtype filled in. */
 fsdpc_status fsdpc_op_target(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_grad_target *out);
 
-/* Runs the product that args describes (c, c_dtype, ldc, accumulate unset) into the input's
+/* Runs the product described by args (c, c_dtype, ldc, accumulate unset) into the input's
  * gradient. */
 fsdpc_status fsdpc_op_gemm_into(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_gemm_args *args);
 
@@ -63,7 +64,7 @@ fsdpc_status fsdpc_op_gemm_into(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_
 fsdpc_status fsdpc_op_give_summed(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_tensor *g,
                                   double scale);
 
-/* Gives a tensor and releases it, whatever st was before; returns the first error. */
+/* Gives a tensor to the edge unless `st` is an error, and releases it; returns the first error. */
 fsdpc_status fsdpc_op_give_owned(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_tensor *g,
                                  fsdpc_status st);
 

@@ -4,9 +4,9 @@
  * H, T, D), and (B, T, H, D).  The latter is the layout of a projection and saves the transposes.
  * Backward keeps the inputs, the output and one float per row and head.
  *
- * Documents that share a row need one kernel call each, over their part of the same memory.  There
- * is therefore neither a mask nor any computation between documents.  The floats kept for backward
- * are contiguous document after document, so they take no more memory than those of whole rows.
+ * Documents that share a row need one kernel call each, over their part of the same memory.  No
+ * mask and no computation between documents is therefore needed.  The floats kept for backward are
+ * stored document by document, so they use no more memory than those of whole rows.
  */
 #include "nn/op.h"
 
@@ -17,14 +17,14 @@
 
 enum { SAVED_Q, SAVED_K, SAVED_V, SAVED_OUT, SAVED_LSE, SAVED_MASK };
 
-/* State that a node keeps; without documents, queries see their whole row. */
+/* A node's saved state; without documents, queries see their whole row. */
 typedef struct attention_kept {
     fsdpc_attention_options options;
     size_t documents;
-    size_t lengths[]; /* (documents): tokens of each, row after row */
+    size_t lengths[]; /* (documents): tokens per document, row by row */
 } attention_kept;
 
-/* The dimensions of tokens and heads in a layout's shape. */
+/* The token and head dimensions in a layout's shape. */
 static int token_dim(const fsdpc_attention_options *options)
 {
     return options->tokens_first ? 1 : 2;
@@ -77,7 +77,7 @@ static fsdpc_attention_args attention_args(const fsdpc_attention_options *option
     return args;
 }
 
-/* `base` advanced to a row's token. */
+/* Returns `base` advanced to a row's token. */
 static void *moved(const fsdpc_attention_args *x, const void *base, const size_t stride[3],
                    size_t row, size_t token)
 {
@@ -85,7 +85,7 @@ static void *moved(const fsdpc_attention_args *x, const void *base, const size_t
     return base ? (char *)base + elements * fsdpc_dtype_bytes(x->dtype) : NULL;
 }
 
-/* `rows` x `tokens`, starting with token `first` of all rows. */
+/* Selects `rows` x `tokens`, starting at token number `first` of all rows. */
 static fsdpc_attention_args part_of(const fsdpc_attention_args *x, size_t first, size_t rows,
                                     size_t tokens)
 {
@@ -107,8 +107,7 @@ static fsdpc_attention_args part_of(const fsdpc_attention_args *x, size_t first,
 
 typedef fsdpc_status (*attention_fn)(const fsdpc_attention_args *args, fsdpc_stream *stream);
 
-/* Runs the kernel over whole rows, or over each document; rows of one document each run
- * together. */
+/* Runs the kernel on whole rows, or on each document; rows with a single document run together. */
 static fsdpc_status run(fsdpc_tape *tape, const attention_kept *kept, attention_fn kernel,
                         const fsdpc_attention_args *x)
 {
@@ -258,11 +257,11 @@ fsdpc_status fsdpc_op_attention(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_tensor 
     return attend(tape, q, k, v, mask, kept, out);
 }
 
-/* Checks that each row of `tokens` consists of whole documents. */
+/* Checks that each row of `tokens` tokens consists of whole documents. */
 static fsdpc_status lengths_check(size_t rows, size_t tokens, size_t documents,
                                   const size_t *lengths)
 {
-    size_t row = 0, inside = 0; /* tokens of the row that previous documents have used */
+    size_t row = 0, inside = 0; /* tokens of the row used by previous documents */
     for (size_t i = 0; i < documents; i++) {
         if (row == rows || lengths[i] == 0 || lengths[i] > tokens - inside)
             return fsdpc_fail(FSDPC_ERR_SHAPE,

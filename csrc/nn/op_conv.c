@@ -1,16 +1,15 @@
-/* Convolutions: matrix products of weights, or gradients, with the windows of images.
+/* Convolutions: matrix products of weights or gradients with image windows.
  *
  * The windows are not stored: the product kernel creates the block of them that it packs next
- * (ops/gemm_windows.h).  With K = channels x kernel of a group and P = windows of an image,
+ * (ops/gemm_windows.h).  With K = channels x kernel per group and P = windows per image,
  *
  *     y  (out, P)       = weight (out, K) . windows of x (K, P) + bias
  *     dweight (out, K) += dy (out, P) . windows of x, transposed; image by image, in fp32
  *     dx (channels, ..) = weight, channels first . windows of dy
  *
- * Element r + stride u of dx only meets the kernel elements that are in one of its windows: every
- * stride / gcd(stride, dilation)-th. dx therefore consists of stride x stride phases r, each an
- * image whose windows in dy are one apart and reversed.  With a stride of one the only phase is dx
- * itself.
+ * Only every stride / gcd(stride, dilation)-th kernel element contributes to element r + stride u
+ * of dx. dx therefore consists of stride x stride phases r, each an image whose windows in dy are
+ * one apart and reversed.  With a stride of one the only phase is dx itself.
  */
 #include "nn/op.h"
 
@@ -40,7 +39,8 @@ static const char *at(const fsdpc_tensor *t, size_t element)
     return (const char *)t->data + element * fsdpc_dtype_bytes(t->dtype);
 }
 
-/* One product per group; each advances the operands by `a`, `b`, `c` and the bias by m elements. */
+/* Runs one product per group; each advances the operands by `a`, `b`, `c` and the bias by m
+ * elements. */
 static fsdpc_status multiply_groups(fsdpc_tape *tape, fsdpc_gemm_args args, size_t groups, size_t a,
                                     size_t b, size_t c)
 {
@@ -60,7 +60,7 @@ static fsdpc_status multiply_groups(fsdpc_tape *tape, fsdpc_gemm_args args, size
 
 /* One dimension of a phase of dx: elements r, r + stride, ... */
 typedef struct phase {
-    size_t first, step, taps; /* kernel elements that they meet */
+    size_t first, step, taps; /* kernel elements that contribute */
     size_t count;             /* number of elements */
     ptrdiff_t origin, spread; /* of their windows in dy */
 } phase;
@@ -83,7 +83,7 @@ static phase phase_of(size_t r, size_t stride, size_t dilation, size_t before, s
     return p;
 }
 
-/* Copies the phase's kernel elements as (groups, channels of one, out of one, taps, taps). */
+/* Copies the phase's kernel elements as (groups, channels per group, out per group, taps, taps). */
 static fsdpc_status turn_weight(fsdpc_tape *tape, const fsdpc_tensor *w, size_t groups,
                                 const phase p[2], void *to)
 {

@@ -1,12 +1,12 @@
 /* Elementwise operations: one node kind for all unary ones, one for all binary ones.
  *
- * Promotion is a cast on the tape before the operation, so a kernel sees one dtype.  PyTorch's
+ * Promotion is a cast recorded before the operation, so a kernel sees only one dtype.  PyTorch's
  * rules: equal dtypes stay; bf16 with fp16 gives fp32; otherwise the wider one wins; a float with
  * an integer gives the float.  A zero-dimensional tensor changes the dtype of one with dimensions
  * only if it is a float and the other is not, or an integer and the other is bool.
  *
- * A backward keeps its input or its output, whichever is cheaper (the output, if the next operation
- * keeps it anyway).  A binary operation only keeps the operands that the wanted gradients need.
+ * A node saves its input or its output, whichever is cheaper (the output, if the next operation
+ * saves it anyway).  A binary operation only saves the operands that the wanted gradients need.
  */
 #include "nn/op.h"
 
@@ -170,8 +170,8 @@ static fsdpc_status promote(fsdpc_binary kind, const fsdpc_tensor *a, const fsdp
         *out = a->dtype;
     else
         *out = fsdpc_op_result_type(a, b);
-    /* A narrower integer dtype would change a zero-dimensional number that is compared, and bytes
-     * have no arithmetic. */
+    /* A narrower integer dtype would change a zero-dimensional number in a comparison, and bytes do
+     * not support arithmetic. */
     if (!fsdpc_dtype_is_float(*out) && (compares || *out == FSDPC_U8))
         *out = wider(a->dtype, b->dtype);
     if (*out != FSDPC_U8 && *out != FSDPC_BOOL)
@@ -186,7 +186,7 @@ static fsdpc_status promote(fsdpc_binary kind, const fsdpc_tensor *a, const fsdp
 
 /* ---- binary ---- */
 
-/* out's shape and both strides; false if the shapes do not broadcast. */
+/* Computes out's shape and both strides; false if the shapes do not broadcast. */
 static bool broadcast(const fsdpc_tensor *a, const fsdpc_tensor *b, fsdpc_binary_args *args)
 {
     int ndim = a->ndim > b->ndim ? a->ndim : b->ndim;
@@ -263,7 +263,7 @@ static fsdpc_status sum_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tenso
     return FSDPC_OK;
 }
 
-/* 1 for each element where a compares to b, otherwise 0, in dy's dtype. */
+/* Returns 1 for each element for which `a kind b` holds, otherwise 0, in dy's dtype. */
 static fsdpc_status compared(fsdpc_tape *tape, fsdpc_binary kind, const fsdpc_node *node,
                              fsdpc_dtype dtype, fsdpc_tensor **out)
 {
@@ -275,8 +275,7 @@ static fsdpc_status compared(fsdpc_tape *tape, fsdpc_binary kind, const fsdpc_no
     return st;
 }
 
-/* The gradient goes to the operand that was taken; half to each if both are equal, as in
- * PyTorch. */
+/* Passes the gradient to the selected operand, or half to each if both are equal, as in PyTorch. */
 static fsdpc_status extremum_side(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy, int side)
 {
     bool above = (node->ops == &binary_ops[FSDPC_BINARY_MAXIMUM]) == (side == 0);

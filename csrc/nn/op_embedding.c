@@ -1,5 +1,5 @@
-/* Selects rows of a table by ids, and sums rows by ids: each is the other's gradient.  The gradient
- * of a table is written directly to its target.  The kernel sums rows in the order of ids, so the
+/* Selects table rows by ids, and sums rows by ids: each is the other's gradient.  A table's
+ * gradient is written directly to its target.  The kernel sums rows in the order of ids, so the
  * result is the same in every run.  Rows of any dtype can be selected, but only floats can be
  * summed.
  */
@@ -26,7 +26,7 @@ static fsdpc_status add_rows(fsdpc_tape *tape, fsdpc_node *node, const fsdpc_ten
     return fsdpc_op_kernels(tape)->embedding_backward(&args, tape->stream);
 }
 
-/* Copies dy, with zeros in the rows whose id is the padding. */
+/* Copies dy, with zeros in the rows whose id is `padding`. */
 static fsdpc_status without_padding(fsdpc_tape *tape, fsdpc_tensor *ids, int64_t padding,
                                     const fsdpc_tensor *dy, fsdpc_tensor **out)
 {
@@ -152,8 +152,8 @@ fsdpc_status fsdpc_op_scatter_rows(fsdpc_tape *tape, fsdpc_tensor *ids, fsdpc_te
         }                                                                                          \
     } while (0)
 
-/* Computes the places, in a tensor of this shape, of the elements that the index selects along dim;
- * false if an index is out of range. */
+/* Computes the positions, in a tensor of this shape, of the elements that the index selects along
+ * dim; false if an index is out of range. */
 static bool place_all(const fsdpc_tensor *index, const size_t *shape, int dim, int64_t *places)
 {
     size_t strides[FSDPC_MAX_DIMS], at[FSDPC_MAX_DIMS] = {0};

@@ -1,7 +1,8 @@
 /* Reorders elements along their dimensions: reversed (flip), or shifted (roll).
  *
- * Both copy: flip is one strided copy whose source begins at its end, with negative strides there;
- * roll is one copy for each of two pieces.  The gradient of either is the same operation, reversed.
+ * Both copy: flip is one strided copy that starts at the end of the source, with negative strides;
+ * roll copies two pieces, one after the other.  The gradient of either is the same operation,
+ * reversed.
  */
 #include "nn/op.h"
 
@@ -52,11 +53,11 @@ fsdpc_status fsdpc_op_flip(fsdpc_tape *tape, fsdpc_tensor *x, const bool *dims, 
 }
 
 typedef struct roll_extra {
-    size_t cut; /* the first piece's length; it moves to the end */
+    size_t cut; /* the first piece's length; this piece moves to the end */
     int dim;
 } roll_extra;
 
-/* Copies `count` indices of dim, from `from` on, to `to` on. */
+/* Copies `count` indices of dim, starting at `from`, to indices starting at `to`. */
 static fsdpc_status roll_piece(fsdpc_tape *tape, const fsdpc_tensor *x, int dim, size_t from,
                                size_t to, size_t count, const fsdpc_tensor *y)
 {

@@ -1,8 +1,8 @@
 /* Linear layers, plain and followed by gelu.
  *
- * A weight is (out, in), or (in, out) if the caller says so.  Products accept either layout in
- * place and sum in the same order.  The bits are therefore the same, except in products of few rows
- * or columns.
+ * A weight is (out, in), or (in, out) if the caller requests it.  Products read either layout in
+ * place and sum in the same order.  The bits are therefore the same, except in products with few
+ * rows or columns.
  *
  * The gradient of a weight is a separate product, dy^T x, which is written directly to its target
  * with beta = 1.  The target is a reduce buffer in fp32 even when x is bf16.  This avoids a
@@ -12,9 +12,9 @@
  * If the input of a linear layer is gelu's result, its gradient is immediately multiplied by gelu's
  * slope.  On the tape the two stay separate: linear_gelu records a linear node and a gelu node.  A
  * linear layer that is the only user of a gelu node runs that node's backward together with its
- * own, and gives the gradient to the node before.  Any other reader of the intermediate tensor (a
- * hook, a second use) still gets it, by separate operations.  The bits are those of gelu(linear(x))
- * wherever the kernel fuses the two.
+ * own, and passes the gradient to the preceding node.  Any other reader of the intermediate tensor
+ * (a hook, a second use) still gets it, from separate operations.  If the kernel fuses the two, the
+ * bits are those of gelu(linear(x)).
  */
 #include "nn/op.h"
 
@@ -24,7 +24,7 @@ typedef struct linear_extra {
     bool in_out; /* the weight's layout */
 } linear_extra;
 
-/* The product of all dimensions except the last. */
+/* Returns the product of all dimensions except the last. */
 static size_t rows_of(const fsdpc_tensor *t)
 {
     size_t rows = 1;
@@ -51,9 +51,9 @@ static fsdpc_status give_bias(fsdpc_tape *tape, const fsdpc_edge *edge, const fs
     return fsdpc_op_kernels(tape)->sum(&args, tape->stream);
 }
 
-/* The gelu node whose gradient comes only from this linear node, or NULL.  Reference counts tell.
- * Known references are our edge's, and that of gelu's result if we keep the result for the weight's
- * gradient.  Any other may belong to a user whose gradient is still to come. */
+/* Returns the gelu node whose gradient comes only from this linear node, or NULL, judging by
+ * reference counts.  Known references are our edge's, and gelu's result's if we keep the result for
+ * the weight's gradient.  Any other may belong to a user whose gradient has not arrived yet. */
 static fsdpc_node *gelu_before(const fsdpc_node *linear)
 {
     fsdpc_node *node = linear->inputs[0].node;
@@ -64,8 +64,8 @@ static fsdpc_node *gelu_before(const fsdpc_node *linear)
     return atomic_load_explicit(&node->refs, memory_order_relaxed) == known ? node : NULL;
 }
 
-/* dx = dy w, as `gemm` says, through gelu: the gradient that gelu's node would give to the node
- * before it. */
+/* Computes dx = dy w, as described by `gemm`, through gelu: the gradient that gelu's node would
+ * pass to its predecessor. */
 static fsdpc_status give_through_gelu(fsdpc_tape *tape, fsdpc_node *gelu, fsdpc_gemm_args gemm)
 {
     FSDPC_TRY(fsdpc_node_check(gelu));
@@ -142,7 +142,7 @@ static fsdpc_status linear_check(const char *op, fsdpc_tensor *x, fsdpc_tensor *
     return FSDPC_OK;
 }
 
-/* Memory for a result, and the product that computes it. */
+/* Allocates a result, and describes the product that computes it. */
 static fsdpc_status linear_prepare(fsdpc_tape *tape, const fsdpc_tensor *x, const fsdpc_tensor *w,
                                    const fsdpc_tensor *bias, bool in_out, fsdpc_gemm_args *gemm_out,
                                    fsdpc_tensor **out)

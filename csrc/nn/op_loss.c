@@ -1,8 +1,8 @@
 /* Cross entropy, plain and fused with the product that computes its logits.
  *
- * Note [chunked loss].  The logits of a long batch over a large vocabulary are the biggest tensor
- * of a training step, and their gradient would be as big.  The fused form processes a chunk of rows
- * at a time: logits of the chunk, loss, gradient of the logits in place.  The gradient of the
+ * Note [chunked loss].  The logits of a long batch over a large vocabulary are the largest tensor
+ * in a training step, and their gradient is equally large.  The fused form processes a chunk of
+ * rows at a time: logits of the chunk, loss, gradient of the logits in place.  The gradient of the
  * weight may only reach its sink in backward, so the kept data depends on the number of chunks:
  *
  *     one chunk   (the usual case: chunks hold 64 MiB or more) the chunk itself, now the gradient
@@ -10,12 +10,12 @@
  *     several     dx (as big as x) and a private dW in fp32, summed chunk by chunk in forward and
  *                 added to the target in backward
  *
- * Each chunk is another pass over all of dW, so a batch has at most eight chunks.  In a step of
- * LLaMA 1B on an H200, dW for 32,000 words took 5.1 ms with sixteen chunks and takes 3.6 ms with
+ * Each chunk is another pass over all of dW, so a batch has at most eight chunks.  In a LLaMA 1B
+ * step on an H200, dW for 32,000 tokens took 5.1 ms with sixteen chunks and takes 3.6 ms with
  * eight.
  *
  * Recomputing the logits instead would cost a third more arithmetic for the head; a private dW
- * costs one more pass over memory as big as the weight.
+ * costs one more pass over memory the size of the weight.
  *
  * Gradients are kept for the SUM over rows: softmax - onehot, without small factors before rounding
  * to bf16.  Backward scales them by incoming gradient / counted rows.  Sums, counts and incoming
@@ -42,7 +42,7 @@ static fsdpc_status loss_check(const char *op, const char *what, const fsdpc_ten
     return FSDPC_OK;
 }
 
-/* Memory for a fsdpc_loss_sum, which only kernels access. */
+/* Allocates an fsdpc_loss_sum, which only kernels access. */
 static fsdpc_status sum_create(fsdpc_tape *tape, fsdpc_tensor **out)
 {
     const size_t words = sizeof(fsdpc_loss_sum) / sizeof(int64_t);
@@ -101,7 +101,7 @@ static fsdpc_status cross_entropy_backward(fsdpc_tape *tape, fsdpc_node *node, f
     args.dlogits = dx->data;
     fsdpc_status st = fsdpc_op_kernels(tape)->cross_entropy_backward(&args, tape->stream);
     if (dx == logits) {
-        /* Given away: exclusive again once the node's reference is released. */
+        /* The node gives it up, so it is exclusive again once the node's reference is released. */
         node->saved[SAVED_LOGITS] = NULL;
         node->freed = true;
         fsdpc_tensor *view = NULL;
@@ -164,8 +164,8 @@ typedef struct fused {
     int64_t ignore_index;
     size_t rows, in, out, chunk_rows;
     bool want_dx, want_dw;
-    fsdpc_tensor *y, *sum;           /* the loss, and the sum that it is the mean of, so far */
-    fsdpc_tensor *dlogits, *dx, *dw; /* gradients of the sum over rows; NULL: not kept */
+    fsdpc_tensor *y, *sum;           /* the loss, and its sum and count so far */
+    fsdpc_tensor *dlogits, *dx, *dw; /* gradients of the row sum; NULL: not kept */
     bool dw_started;
 } fused;
 
@@ -247,7 +247,7 @@ static fsdpc_status all_chunks(fused *f)
                                      f->weight->shape, &f->dw);
     }
     size_t first = 0;
-    do { /* zero rows also have a loss: NaN */
+    do { /* with zero rows, the loss is NaN */
         if (st == FSDPC_OK)
             st = chunk(f, logits, lse, first, fsdpc_min_size(f->chunk_rows, f->rows - first));
         first += f->chunk_rows;
@@ -257,7 +257,7 @@ static fsdpc_status all_chunks(fused *f)
     return st;
 }
 
-/* The only chunk was kept as the gradient of the logits. */
+/* For a single chunk, which was kept as the gradient of the logits. */
 static fsdpc_status fused_backward_products(fsdpc_tape *tape, fsdpc_node *node,
                                             const fsdpc_tensor *dloss)
 {
@@ -289,7 +289,7 @@ static fsdpc_status fused_backward_products(fsdpc_tape *tape, fsdpc_node *node,
     return st;
 }
 
-/* Writes a gradient that forward computed into its target, as a gradient of the mean. */
+/* Writes a gradient computed in forward to its target, as a gradient of the mean. */
 static fsdpc_status give_kept(fsdpc_tape *tape, const fsdpc_edge *edge, const fsdpc_tensor *kept,
                               const fsdpc_tensor *sum, const fsdpc_tensor *dloss)
 {

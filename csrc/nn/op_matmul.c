@@ -1,7 +1,7 @@
 /* Matrix products.
  *
- * Each is one GEMM call in each direction.  Operands that broadcast over a batch are expanded first
- * (a copy): that is rare, and expand's backward then sums their gradients.
+ * Each product is one GEMM call.  Operands that broadcast over a batch are first expanded (a copy):
+ * that is rare, and expand's backward then sums their gradients.
  */
 #include "nn/op.h"
 
@@ -75,7 +75,7 @@ static fsdpc_status product(fsdpc_tape *tape, fsdpc_tensor *a, fsdpc_tensor *b, 
     if (b->ndim == 2) {
         e.m *= e.batch;
         e.batch = 1;
-    } else if (e.batch == 0) { /* the kernel reads 0 as 1: make the matrices empty instead */
+    } else if (e.batch == 0) { /* the kernel treats 0 as 1: make the matrices empty instead */
         e.m = e.k = 0;
     }
     fsdpc_tensor *y;
@@ -102,7 +102,7 @@ static fsdpc_status product(fsdpc_tape *tape, fsdpc_tensor *a, fsdpc_tensor *b, 
 
 /* ---- shapes: 1-D operands and broadcast batches become the forms above ---- */
 
-/* The common batch shape, or an error. */
+/* Computes the common batch shape, or returns an error. */
 static fsdpc_status batch_shape(const fsdpc_tensor *a, const fsdpc_tensor *b, int *ndim_out,
                                 size_t *shape_out)
 {
@@ -119,7 +119,7 @@ static fsdpc_status batch_shape(const fsdpc_tensor *a, const fsdpc_tensor *b, in
     return FSDPC_OK;
 }
 
-/* x with its batch dimensions expanded to `shape`; x itself if they are equal. */
+/* Expands x's batch dimensions to `shape`; returns x itself if they are equal. */
 static fsdpc_status expand_batch(fsdpc_tape *tape, fsdpc_tensor *x, int ndim, size_t *shape,
                                  fsdpc_tensor **out)
 {
@@ -151,7 +151,7 @@ static fsdpc_status batched(fsdpc_tape *tape, fsdpc_tensor *a, fsdpc_tensor *b, 
     return st;
 }
 
-/* A vector as a matrix: a row on the left, a column on the right. */
+/* Converts a vector to a matrix: a row on the left, a column on the right. */
 static fsdpc_status as_matrix(fsdpc_tape *tape, fsdpc_tensor *x, bool left, fsdpc_tensor **out)
 {
     if (x->ndim > 1) {

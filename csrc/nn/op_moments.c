@@ -2,11 +2,11 @@
  *
  * Python builds group and batch norm from these (functional/normalization.py).  Between the forward
  * and backward of a batch norm, small tensors may be summed over ranks, which no operation here can
- * do.  Their nodes are therefore custom ones, which call these functions for the passes over the
- * large tensors.
+ * do.  They therefore use custom nodes, which call these functions for the passes over the large
+ * tensors.
  *
  * A tensor of any shape is treated as `rows` rows.  Row values are fp32, or float64 for float64
- * tensors.  There may be fewer values than rows: they then repeat.
+ * tensors.  If there are fewer values than rows, they repeat.
  */
 #include "nn/op.h"
 
@@ -20,7 +20,7 @@ static fsdpc_status check_rows(const char *op, const fsdpc_tensor *x, size_t row
     return FSDPC_OK;
 }
 
-/* Checks another tensor of x's elements, or NULL. */
+/* Checks another tensor with x's number of elements, or NULL. */
 static fsdpc_status check_beside(const char *op, const fsdpc_tensor *x, const fsdpc_tensor *y)
 {
     if (!y)
@@ -36,8 +36,8 @@ static fsdpc_dtype dtype_of_rows(const fsdpc_tensor *x)
     return x->dtype == FSDPC_F64 ? FSDPC_F64 : FSDPC_F32;
 }
 
-/* Checks row values, or NULL.  All must have the same number, `values_io`, which is 0 before the
- * first. */
+/* Checks row values, or NULL.  All must have the same number of values, `values_io`, which is 0
+ * before the first check. */
 static fsdpc_status check_values(const char *op, const fsdpc_tensor *x, size_t rows,
                                  const fsdpc_tensor *t, size_t *values_io)
 {

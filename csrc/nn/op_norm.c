@@ -1,10 +1,10 @@
 /* Layer normalisation and RMS normalisation: one node kind; the kernel's flag selects which.
  *
  * Forward keeps the input, and the mean and 1/deviation of each row, two floats per row.  The
- * kernel writes gradients directly to their targets.  A gradient that bypassed the norm, that of a
- * residual, is thus added in the same pass.  The kernel has one dtype for the gradients of weight
- * and bias.  If their targets differ, or it cannot write that dtype, they go through fp32; x's
- * gradient goes through x's dtype.
+ * kernel writes gradients directly to their targets.  A residual's gradient, which bypasses the
+ * norm, is thus added in the same pass.  The kernel has one dtype for the gradients of weight and
+ * bias.  If their targets differ, or it cannot write that dtype, they go through fp32; x's gradient
+ * goes through x's dtype.
  */
 #include "nn/op.h"
 
@@ -38,7 +38,7 @@ static fsdpc_norm_args norm_args(const norm_extra *extra, const fsdpc_tensor *x,
                              .rstd = rstd->data};
 }
 
-/* Destination of a gradient: its target, or a temporary tensor. */
+/* A gradient's destination: its target, or a temporary tensor. */
 typedef struct side {
     const fsdpc_edge *edge; /* NULL: not wanted */
     fsdpc_grad_target target;

@@ -1,7 +1,7 @@
 /* Sums, means, sums of squares, cumulative sums, softmax and logsumexp.
  *
- * Sums and means are one kernel with a scale; their backward broadcasts the gradient with strides
- * of zero.  Softmax keeps its output, from which its backward follows.
+ * Sums and means share one kernel with a scale; their backward broadcasts the gradient with zero
+ * strides.  Softmax keeps its output, from which its backward follows.
  */
 #include "nn/op.h"
 
@@ -72,7 +72,7 @@ static fsdpc_status sum_record(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_su
     return FSDPC_OK;
 }
 
-/* y over the remaining dimensions, and the arguments of the sum that fills it. */
+/* Creates y over the remaining dimensions, and the arguments of the sum that computes it. */
 static fsdpc_status sum_begin(fsdpc_tape *tape, const fsdpc_tensor *x, fsdpc_dtype out_dtype,
                               const bool *reduced, bool keepdim, fsdpc_sum_args *args,
                               fsdpc_tensor **y_out)
@@ -110,7 +110,7 @@ static fsdpc_status sum_integers(fsdpc_tape *tape, fsdpc_tensor *x, const bool *
     return fsdpc_op_return(st, y, out);
 }
 
-/* Averages integers as F32. */
+/* Computes the mean of integers as F32. */
 static fsdpc_status mean_integers(fsdpc_tape *tape, fsdpc_tensor *x, const bool *reduced,
                                   bool keepdim, fsdpc_tensor **out)
 {
@@ -153,7 +153,7 @@ static fsdpc_status squares_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_t
         shape[i] = extra->reduced[i] ? 1 : x->shape[i];
     FSDPC_TRY(fsdpc_op_cast(tape, x, dy->dtype, &wide));
     fsdpc_status st = fsdpc_tensor_view(dy, x->ndim, shape, dy->data, &kept);
-    if (st == FSDPC_OK) /* with few elements, and exact */
+    if (st == FSDPC_OK) /* few elements, and exact */
         st = fsdpc_op_binary_compute(tape, FSDPC_BINARY_ADD, kept, kept, &doubled);
     if (st == FSDPC_OK)
         st = fsdpc_op_binary_compute(tape, FSDPC_BINARY_MUL, wide, doubled, &g);
@@ -319,7 +319,7 @@ static fsdpc_status logsumexp_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc
 
 static const fsdpc_node_ops logsumexp_ops = {.name = "logsumexp", .backward = logsumexp_backward};
 
-/* Over the last dimension, which is removed. */
+/* Reduces the last dimension, which is removed. */
 static fsdpc_status logsumexp_rows(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor **out)
 {
     fsdpc_tensor *y;

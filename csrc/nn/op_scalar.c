@@ -1,13 +1,13 @@
 /* Arithmetic and comparisons of a tensor with a number.
  *
- * Float tensors pass the number as a kernel argument if the kernel has one, otherwise as a
- * zero-dimensional tensor.  Integer tensors take an integer exactly, as such a tensor.
+ * For float tensors, the number is a kernel argument if the kernel has one, otherwise a
+ * zero-dimensional tensor.  For integer tensors, an integer is passed exactly, as such a tensor.
  */
 #include "nn/op.h"
 
 #include <math.h>
 
-/* The number rounded to x's dtype. */
+/* Applies the operation with the number as a tensor of `dtype`. */
 static fsdpc_status with_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
                                 fsdpc_scalar s, fsdpc_dtype dtype, bool reversed,
                                 fsdpc_tensor **out)
@@ -19,7 +19,7 @@ static fsdpc_status with_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tenso
     return st;
 }
 
-/* The comparison with its operands swapped. */
+/* Returns the comparison with its operands swapped. */
 static fsdpc_binary mirrored(fsdpc_binary kind)
 {
     static const fsdpc_binary kinds[] = {
@@ -30,7 +30,7 @@ static fsdpc_binary mirrored(fsdpc_binary kind)
 }
 
 /* Compares floats with a number that is rounded to their dtype.  A number between the largest
- * finite float and infinity equals none of them, and is beyond all but infinity. */
+ * finite float and infinity equals no float, and is beyond all floats except infinity. */
 static fsdpc_status compare_float(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
                                   fsdpc_scalar s, fsdpc_tensor **out)
 {
@@ -48,8 +48,8 @@ static fsdpc_status compare_float(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_ten
     return with_scalar(tape, kind, x, fsdpc_scalar_real(rounded), x->dtype, false, out);
 }
 
-/* Compares integers with any number, exactly: a fraction is rounded to the side that keeps the
- * answer. */
+/* Compares integers with any number, exactly: a fraction is rounded in the direction that preserves
+ * the result. */
 static fsdpc_status compare_integer(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
                                     fsdpc_scalar s, fsdpc_tensor **out)
 {
@@ -86,13 +86,13 @@ static fsdpc_status integer_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_te
         return fsdpc_fail(FSDPC_ERR_VALUE,
                           "pow: an integer tensor to the power of %lld: use a float tensor",
                           (long long)s.whole);
-    fsdpc_dtype dtype = x->dtype == FSDPC_U8 ? FSDPC_I32 : /* U8 has no arithmetic of its own */
+    fsdpc_dtype dtype = x->dtype == FSDPC_U8 ? FSDPC_I32 : /* U8 does not support arithmetic */
                             x->dtype == FSDPC_BOOL ? FSDPC_I64
                                                    : x->dtype;
     return with_scalar(tape, kind, x, s, dtype, reversed, out);
 }
 
-/* Multiplies by the reciprocal, unless that rounds away or overflows. */
+/* Multiplies by the reciprocal, unless it underflows or overflows. */
 static fsdpc_status divide(fsdpc_tape *tape, fsdpc_tensor *x, double s, fsdpc_tensor **out)
 {
     double by = 1 / s, size = fabs(by);

@@ -1,10 +1,11 @@
 /* Shapes: reshape only changes the shape and shares memory; an operation that moves elements is a
  * strided copy.
  *
- * The copy kernel walks a box with one stride per dimension on either side.  A permutation permutes
- * strides, an expansion sets them to zero, and a slice offsets the pointer.  The backward of a copy
- * is the copy with its sides swapped.  A slice adds into its box of the input's gradient, so
- * splitting one tensor into n parts costs one zeroed gradient, not n.
+ * The copy kernel walks a box with one stride per dimension for source and destination.  A
+ * permutation permutes strides, an expansion sets them to zero, and a slice offsets the pointer.  A
+ * copy's backward is the copy with source and destination swapped.  A slice's gradient is added to
+ * its box of the input's gradient, so splitting one tensor into n parts costs one zeroed gradient,
+ * not n.
  */
 #include "nn/op.h"
 
@@ -240,7 +241,8 @@ static fsdpc_status slice_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_ten
 
 static const fsdpc_node_ops slice_ops = {.name = "slice", .backward = slice_backward};
 
-/* Contiguous if all counts above the cut dimension are 1 and the dimensions below it are whole. */
+/* Returns whether the slice is contiguous: all counts above the cut dimension are 1, and the
+ * dimensions below it are whole. */
 static bool is_contiguous(const fsdpc_tensor *x, const fsdpc_range *slices)
 {
     int d = 0;
@@ -296,10 +298,11 @@ fsdpc_status fsdpc_op_slice(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_range
 
 typedef struct concat_extra {
     int dim;
-    size_t extents[]; /* extents of dim, for all inputs, wanted or not */
+    size_t extents[]; /* extents of dim, for all inputs */
 } concat_extra;
 
-/* Copies `part` from or to its place in `whole`: `before` is the extent of dim before it. */
+/* Copies `part` from or to its place in `whole`; `before` is the extent of dim before that
+ * place. */
 static fsdpc_status concat_copy(fsdpc_tape *tape, fsdpc_tensor *whole, fsdpc_tensor *part, int dim,
                                 size_t before, bool to_whole)
 {

@@ -5,8 +5,8 @@
  * backward keep the old node, which keeps the graph free of cycles; the storage's version tells
  * their nodes that the memory has changed.
  *
- * Backward cuts the box out of the gradient: the box goes to the value, and the rest, with zeros in
- * the box, to the previous contents.
+ * Backward splits the gradient: the box goes to the value, and the remainder, with zeros in the
+ * box, to the previous contents.
  */
 #include "nn/op.h"
 
@@ -31,7 +31,7 @@ static bool broadcast(const fsdpc_box *box, const fsdpc_tensor *value, fsdpc_cop
     return value->ndim <= box->ndim;
 }
 
-/* The box of the gradient, for the value, in its own memory. */
+/* Gives the value the gradient's box, in separate memory. */
 static fsdpc_status give_value(fsdpc_tape *tape, fsdpc_node *node, const fsdpc_tensor *dy)
 {
     const fsdpc_box *box = node->extra;
@@ -54,8 +54,8 @@ static fsdpc_status give_value(fsdpc_tape *tape, fsdpc_node *node, const fsdpc_t
     return st;
 }
 
-/* The gradient with zeros in the box.  It reuses the gradient's memory if it has no other reader,
- * so each write of a loop over rows costs only its row. */
+/* Gives the previous contents the gradient with zeros in the box.  Reuses the gradient's memory if
+ * it has no other reader, so each write in a loop over rows costs only its row. */
 static fsdpc_status give_before(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
 {
     fsdpc_tensor *rest, *zero;
@@ -88,7 +88,7 @@ static fsdpc_status write_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_ten
 
 static const fsdpc_node_ops write_ops = {.name = "write", .backward = write_backward};
 
-/* x's memory again, with the node of the write. */
+/* Creates another tensor over x's memory, with the write's node. */
 static fsdpc_status record(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_box *box,
                            fsdpc_tensor *value, fsdpc_tensor **out)
 {
@@ -101,7 +101,8 @@ static fsdpc_status record(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_box *b
     return fsdpc_op_return(st, y, out);
 }
 
-/* The value without extra leading extents of 1, which need no place in the box, as in NumPy. */
+/* Returns the value without extra leading extents of 1, which the box need not have, as in
+ * NumPy. */
 static fsdpc_status fitted(fsdpc_tape *tape, const fsdpc_box *box, fsdpc_tensor *value,
                            fsdpc_tensor **out)
 {

@@ -1,13 +1,13 @@
 /* Operations on tensors, each with its backward.
  *
  * Every function checks its inputs (memory valid, dtypes, shapes) and runs a kernel of the device.
- * If an input requires grad and recording is on, it makes a node. *out is a new reference, written
- * only on success.  Elementwise operations promote floats as PyTorch does and broadcast as NumPy
- * does; matrix products and normalisations require equal dtypes.  Errors name the operation and
- * show both shapes or dtypes.
+ * If an input requires grad and recording is on, the function creates a node.  *out is a new
+ * reference, written only on success.  Elementwise operations promote floats as PyTorch does and
+ * broadcast as NumPy does; matrix products and normalisations require equal dtypes.  Errors name
+ * the operation and show both shapes or dtypes.
  *
  * Views (shared memory): reshape, detach, a contiguous slice, a cast to the same dtype, dropout
- * that does nothing.  Every other result is new memory.
+ * that does nothing.  Every other result has new memory.
  */
 #ifndef FSDPC_NN_OPS_H_
 #define FSDPC_NN_OPS_H_
@@ -21,10 +21,11 @@ fsdpc_status fsdpc_op_unary(fsdpc_tape *tape, fsdpc_unary kind, double scalar, f
                             fsdpc_tensor **out);
 fsdpc_status fsdpc_op_binary(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *a, fsdpc_tensor *b,
                              fsdpc_tensor **out);
-/* The common dtype of a and b, by PyTorch's rules. */
+/* Returns the common dtype of a and b, by PyTorch's rules. */
 fsdpc_dtype fsdpc_op_result_type(const fsdpc_tensor *a, const fsdpc_tensor *b);
-/* x kind s, or s kind x if `reversed`: op_scalar.c.  An integer tensor stays one if s is integral;
- * arithmetic with an integer that its dtype cannot hold is an error, comparisons are exact. */
+/* x kind s, or s kind x if `reversed`: op_scalar.c.  If s is integral, an integer tensor keeps its
+ * dtype; arithmetic with an integer that the dtype cannot hold is an error, comparisons are
+ * exact. */
 fsdpc_status fsdpc_op_binary_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
                                     fsdpc_scalar s, bool reversed, fsdpc_tensor **out);
 fsdpc_status fsdpc_op_cast(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_dtype dtype,
@@ -37,7 +38,7 @@ fsdpc_status fsdpc_op_dropout(fsdpc_tape *tape, fsdpc_tensor *x, double p, bool 
 
 /* ---- shapes: op_shape.c ---- */
 
-/* One extent may be -1: it is inferred. */
+/* One extent may be -1, in which case it is inferred. */
 fsdpc_status fsdpc_op_reshape(fsdpc_tape *tape, fsdpc_tensor *x, int ndim, const int64_t *shape,
                               fsdpc_tensor **out);
 fsdpc_status fsdpc_op_permute(fsdpc_tape *tape, fsdpc_tensor *x, const int *dims,
@@ -48,14 +49,13 @@ fsdpc_status fsdpc_op_expand(fsdpc_tape *tape, fsdpc_tensor *x, int ndim, const 
                              fsdpc_tensor **out);
 fsdpc_status fsdpc_op_concat(fsdpc_tape *tape, int n, fsdpc_tensor *const *xs, int dim,
                              fsdpc_tensor **out);
-/* Reverses the dimensions whose flag is set; shifts one dimension by a number of places:
- * op_flip.c */
+/* Reverse the dimensions whose flag is set; shift one dimension cyclically: op_flip.c */
 fsdpc_status fsdpc_op_flip(fsdpc_tape *tape, fsdpc_tensor *x, const bool *dims, fsdpc_tensor **out);
 fsdpc_status fsdpc_op_roll(fsdpc_tape *tape, fsdpc_tensor *x, int64_t shift, int dim,
                            fsdpc_tensor **out);
 fsdpc_status fsdpc_op_clone(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor **out);
 
-/* Elements start, start + step, ... of each dimension; `drop` removes a dimension of one. */
+/* Elements start, start + step, ... of each dimension; `drop` removes a dimension of size one. */
 typedef struct fsdpc_range {
     size_t start, count, step;
     bool drop;
@@ -65,19 +65,19 @@ fsdpc_status fsdpc_op_slice(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_range
 
 /* ---- writes in place: op_write.c ---- */
 
-/* A box within a dense tensor's memory, counted from its first element. */
+/* A box within a dense tensor's memory, relative to its first element. */
 typedef struct fsdpc_box {
     size_t offset; /* position of the box's first element */
     int ndim;
     size_t shape[FSDPC_MAX_DIMS];
     size_t strides[FSDPC_MAX_DIMS];
 } fsdpc_box;
-/* Does the value overlap the memory between the box's first and last elements? */
+/* Returns whether the value overlaps the memory between the box's first and last elements. */
 bool fsdpc_box_overlaps(const fsdpc_tensor *x, const fsdpc_box *box, const fsdpc_tensor *value);
-/* x[box] = value, broadcast (extra leading extents of 1 are fine) and converted; the value may be a
- * part of x.  Raises the version.  `out` may be given if x has floats.  The write is then recorded
- * if x or the value requires grad: *out is a tensor over x's memory with the node of the write, and
- * replaces x.  Otherwise *out is unchanged. */
+/* x[box] = value, broadcast (extra leading extents of 1 are allowed) and converted; the value may
+ * be part of x.  Increments the version.  `out` may be given if x has floats.  The write is then
+ * recorded if x or the value requires grad: *out is a tensor over x's memory with the write's node,
+ * and replaces x.  Otherwise *out is unchanged. */
 fsdpc_status fsdpc_op_write(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_box *box,
                             fsdpc_tensor *value, fsdpc_tensor **out);
 
@@ -86,7 +86,7 @@ fsdpc_status fsdpc_op_write(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_box *
 /* Over the dimensions whose flag is set (ndim of them). */
 fsdpc_status fsdpc_op_sum(fsdpc_tape *tape, fsdpc_tensor *x, const bool *reduced, bool keepdim,
                           bool mean, fsdpc_tensor **out);
-/* The same for squares; 16-bit floats give F32. */
+/* The same for squares; the result for 16-bit floats is F32. */
 fsdpc_status fsdpc_op_sum_squares(fsdpc_tape *tape, fsdpc_tensor *x, const bool *reduced,
                                   bool keepdim, fsdpc_tensor **out);
 /* Cumulative sum along a dimension; for floats, I32 and I64. */
@@ -116,17 +116,17 @@ typedef struct fsdpc_conv_options { /* for height and width */
     size_t padding[2][2]; /* zeros before and after */
     size_t groups;
 } fsdpc_conv_options;
-/* x (N, C, H, W), weight (out, C / groups, kH, kW), bias (out) or NULL -> (N, out, oH, oW).  For
- * the CPU's tables and the null device. */
+/* x (N, C, H, W), weight (out, C / groups, kH, kW), bias (out) or NULL -> (N, out, oH, oW).  Only
+ * for the CPU and the null device. */
 fsdpc_status fsdpc_op_conv2d(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *weight,
                              fsdpc_tensor *bias, const fsdpc_conv_options *options,
                              fsdpc_tensor **out);
 
 typedef struct fsdpc_pool_options { /* for height and width */
-    bool max;                       /* otherwise the mean, including the padding's zeros */
+    bool max;                       /* otherwise the mean, including padding zeros */
     size_t kernel[2], stride[2], padding[2];
 } fsdpc_pool_options;
-/* x (N, C, H, W) -> (N, C, oH, oW); for the CPU's tables and the null device */
+/* x (N, C, H, W) -> (N, C, oH, oW); only for the CPU and the null device */
 fsdpc_status fsdpc_op_pool2d(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_pool_options *options,
                              fsdpc_tensor **out);
 
@@ -135,8 +135,8 @@ fsdpc_status fsdpc_op_pool2d(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_pool
 /* Over the last dimension; weight, bias (cols) may be NULL. */
 fsdpc_status fsdpc_op_norm(fsdpc_tape *tape, bool layer, fsdpc_tensor *x, fsdpc_tensor *weight,
                            fsdpc_tensor *bias, double eps, fsdpc_tensor **out);
-/* Treats x as `rows` rows and returns (2, rows) of F32 (F64 for F64), without gradients.  Means,
- * then summed squares of distances from them.  With dy: sums of dy, then of dy * (x - shift). dy,
+/* Treats x as `rows` rows and returns (2, rows) of F32 (F64 for F64), without gradients: means,
+ * then sums of squared distances from them.  With dy: sums of dy, then of dy * (x - shift). dy,
  * shift may be NULL. */
 fsdpc_status fsdpc_op_row_moments(fsdpc_tape *tape, fsdpc_tensor *x, size_t rows, fsdpc_tensor *dy,
                                   fsdpc_tensor *shift, fsdpc_tensor **out);
@@ -158,14 +158,14 @@ typedef struct fsdpc_attention_options {
     bool tokens_first; /* (B, T, H, D) instead of (B, H, T, D) */
     size_t window;     /* keys that a query sees, including its own; 0: all; requires causal */
 } fsdpc_attention_options;
-/* mask may be NULL: bool, or floats that are added and get no gradient.  It has up to four
+/* mask may be NULL, bool, or floats, which are added and get no gradient.  It has up to four
  * dimensions, which broadcast to (B, H, Tq, Tk) in either layout. */
 fsdpc_status fsdpc_op_attention(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_tensor *k, fsdpc_tensor *v,
                                 fsdpc_tensor *mask, const fsdpc_attention_options *options,
                                 fsdpc_tensor **out);
-/* The same for rows of several documents, which do not see each other. q, k and v have equally many
- * tokens; `lengths` has the number of tokens per document, row after row, and no document crosses a
- * row's end. */
+/* The same for rows of several documents, which do not see each other. q, k and v have the same
+ * number of tokens; `lengths` contains the number of tokens per document, row by row, and no
+ * document crosses a row's end. */
 fsdpc_status fsdpc_op_varlen_attention(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_tensor *k,
                                        fsdpc_tensor *v, const fsdpc_attention_options *options,
                                        size_t documents, const size_t *lengths, fsdpc_tensor **out);
@@ -173,21 +173,20 @@ fsdpc_status fsdpc_op_varlen_attention(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_
  * gets no gradient */
 fsdpc_status fsdpc_op_embedding(fsdpc_tape *tape, fsdpc_tensor *ids, fsdpc_tensor *weight,
                                 int64_t padding, fsdpc_tensor **out);
-/* On the host: the places (I64), in a tensor of this shape, of the elements that an index selects
- * along dim. *out is NULL if an index is out of range. */
+/* On the host: the positions (I64), in a tensor of this shape, of the elements that an index
+ * selects along dim.  *out is NULL if an index is out of range. */
 fsdpc_status fsdpc_op_element_places(fsdpc_tape *tape, const fsdpc_tensor *index, int ndim,
                                      const size_t *shape, int dim, fsdpc_tensor **out);
 /* ids (...), x (..., dim) -> (rows, dim): row r is the sum of the x whose id is r, or zeros. */
 fsdpc_status fsdpc_op_scatter_rows(fsdpc_tape *tape, fsdpc_tensor *ids, fsdpc_tensor *x,
                                    size_t rows, fsdpc_tensor **out);
 
-/* ---- losses: op_loss.c.  The result is an F32 scalar, whatever the inputs. ---- */
+/* ---- losses: op_loss.c.  The result is always an F32 scalar. ---- */
 
 /* logits (..., classes), targets (...); with `logs`, logits are log-probabilities. */
 fsdpc_status fsdpc_op_cross_entropy(fsdpc_tape *tape, fsdpc_tensor *logits, fsdpc_tensor *targets,
                                     int64_t ignore_index, bool logs, fsdpc_tensor **out);
-/* cross_entropy(linear(x, weight), targets) in chunks of rows; chunk_rows 0: chosen
- * automatically. */
+/* cross_entropy(linear(x, weight), targets) in chunks of rows; chunk_rows 0: an automatic size. */
 fsdpc_status fsdpc_op_linear_cross_entropy(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *weight,
                                            fsdpc_tensor *targets, int64_t ignore_index,
                                            size_t chunk_rows, fsdpc_tensor **out);
@@ -196,16 +195,16 @@ fsdpc_status fsdpc_op_linear_cross_entropy(fsdpc_tape *tape, fsdpc_tensor *x, fs
 
 typedef struct fsdpc_custom_ops {
     const char *name;
-    /* dys[i] is NULL for an output without gradient. dxs_out[i] (NULL on entry) may be set to a
-     * tensor of the input's shape and dtype, which the caller then owns; wanted[i] says whether it
-     * is used. */
+    /* dys[i] is NULL for an output without a gradient. dxs_out[i] (NULL on entry) may be set to a
+     * tensor of the input's shape and dtype, which the caller then owns; it is used only if
+     * wanted[i]. */
     fsdpc_status (*backward)(void *arg, int n_out, fsdpc_tensor *const *dys, int n_in,
                              const bool *wanted, fsdpc_tensor **dxs_out);
     void (*release)(void *arg);
 } fsdpc_custom_ops;
 
-/* Connects outputs, tensors without a node or other users, to inputs.  If no gradients flow (unless
- * `always`), release(arg) is called at once.  On failure the caller keeps arg. */
+/* Connects outputs, which must have no node and no other users, to inputs.  If no gradients flow
+ * (unless `always`), release(arg) is called at once.  On failure the caller keeps arg. */
 fsdpc_status fsdpc_op_custom(fsdpc_tape *tape, const fsdpc_custom_ops *ops, void *arg, bool always,
                              int n_in, fsdpc_tensor *const *inputs, int n_out,
                              fsdpc_tensor *const *outputs);

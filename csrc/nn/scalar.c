@@ -1,4 +1,4 @@
-/* Numbers as elements of a dtype: checked, then stored. */
+/* Checks numbers and stores them as elements of a dtype. */
 #include "nn/scalar.h"
 
 #include <math.h>
@@ -21,7 +21,7 @@ static fsdpc_status fail_integer(fsdpc_scalar s, fsdpc_dtype dtype, int64_t low,
                       text, fsdpc_dtype_name(dtype), (long long)low, (long long)high);
 }
 
-/* A float truncated towards 0; false if it does not fit int64. */
+/* Truncates a float towards 0; false if it does not fit int64. */
 static bool whole_of(fsdpc_scalar s, int64_t *out)
 {
     if (s.integral) {
@@ -51,7 +51,7 @@ static fsdpc_status store_integer(fsdpc_scalar s, fsdpc_dtype dtype, void *out)
     return FSDPC_OK;
 }
 
-/* Returns the element as a double. */
+/* Returns the stored element as a double. */
 static double store_float(double real, fsdpc_dtype dtype, void *out)
 {
     float narrow = (float)real;

@@ -1,13 +1,13 @@
-/* Recording, and the gradients of a node's backward.
+/* Recording, and gradients from a node's backward.
  *
  * The gradient of an intermediate tensor accumulates in its node.  The first contribution is kept
- * as it is, shared with its other holders.  The second is added in place if the memory has no other
- * holder, otherwise into new memory.  The user may keep a leaf's gradient, so it is copied unless
- * it is exclusive.
+ * without a copy, shared with its other holders.  The second is added in place if the memory has no
+ * other holder, otherwise into new memory.  The user may keep a leaf's gradient, so it is copied
+ * unless it is exclusive.
  *
- * Operations that can write their gradient anywhere ask for a target: a reduce buffer, `grad` of a
- * leaf, or the node's gradient, and whether to add.  That saves a temporary and a pass over memory
- * for every weight of a model.
+ * Operations that can write their gradient anywhere request a target: a reduce buffer, a leaf's
+ * `grad`, or the node's gradient, and whether to add to it.  For every weight of a model, that
+ * saves a temporary and a pass over memory.
  *
  * Execution order, hooks of leaves and nesting are in nn/backward.c.
  */
@@ -92,7 +92,7 @@ fsdpc_status fsdpc_tape_record(fsdpc_tape *tape, const fsdpc_node_ops *ops, int 
 
 /* ---- gradients ---- */
 
-/* A leaf that was frozen after forward takes none, as in PyTorch; its hooks still run. */
+/* A leaf frozen after forward accepts no gradient, as in PyTorch; its hooks still run. */
 static bool takes(const fsdpc_tensor *leaf)
 {
     return leaf->requires_grad || fsdpc_leaf_has_hooks(leaf);
@@ -188,7 +188,7 @@ fsdpc_status fsdpc_edge_give(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_ten
     return give_slot(tape, &edge->node->grad, gradient);
 }
 
-/* The tensor in *slot as a target, created if missing. */
+/* Returns the tensor in *slot as a target; creates it if missing. */
 static fsdpc_status slot_target(fsdpc_tape *tape, fsdpc_tensor **slot, bool exclusive,
                                 fsdpc_dtype dtype, int ndim, const size_t *shape,
                                 fsdpc_grad_target *out)

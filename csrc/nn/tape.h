@@ -1,14 +1,14 @@
 /* The tape: reverse-mode automatic differentiation.
  *
- * An operation on tensors that require gradients makes a node, which keeps the data that its
+ * An operation on tensors that require gradients creates a node, which holds the data that its
  * backward needs and an edge to each input.  Nodes are numbered in creation order, and a node's
  * consumers are always created after it.  Backward therefore runs the reachable nodes by descending
  * number: a topological order that is the same in every run.  A node has one output.
  *
- * Boundaries mark places on the tape: an identity whose backward calls a function first.  They tell
- * the engine that a unit's backward begins (a boundary on its outputs: the first call) or ends (a
- * boundary on its inputs).  The boundary on the inputs is created before every node inside, so it
- * runs after them.
+ * Boundaries mark places on the tape: a boundary is an identity whose backward first calls a
+ * function.  They tell the engine that a unit's backward begins (a boundary on its outputs: the
+ * first call) or ends (a boundary on its inputs).  The boundary on the inputs is created before all
+ * nodes inside, so its backward runs after theirs.
  *
  * Backward frees a node's saved tensors as it goes unless the graph is retained; using them again
  * is an error.  Backward may be nested (activation checkpointing runs one inside another).
@@ -29,7 +29,7 @@ typedef struct fsdpc_edge {
 
 typedef struct fsdpc_node_ops {
     const char *name;
-    /* dy has the output's dtype and shape.  Gives every wanted input its gradient. */
+    /* Gives every wanted input its gradient; dy has the output's dtype and shape. */
     fsdpc_status (*backward)(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy);
     void (*release)(fsdpc_node *node); /* frees node->extra; NULL: free(extra) */
 } fsdpc_node_ops;
@@ -64,7 +64,7 @@ struct fsdpc_tape {
     fsdpc_device *device;
     fsdpc_stream *stream; /* where compute runs */
     bool grad_enabled;
-    _Atomic uint64_t next_number; /* atomic: operations of several threads run outside the GIL */
+    _Atomic uint64_t next_number; /* atomic: operations run outside the GIL on several threads */
     int backward_depth;           /* > 0 inside backward */
     uint64_t seed, next_stream;   /* for dropout and initialisation */
     /* In device memory, for captured steps; NULL before the first dropout, or if the device has no
@@ -76,10 +76,10 @@ struct fsdpc_tape {
     pthread_t backward_thread;
     bool retain_graph;
     struct fsdpc_backward *frame; /* the innermost */
-    fsdpc_tensor *unwanted; /* a gradient that its leaf, frozen after forward, does not take */
+    fsdpc_tensor *unwanted; /* scratch for the gradient of a leaf frozen after forward */
     struct fsdpc_tape_end *ends;
     size_t n_ends, ends_capacity;
-    bool leaf_hooks; /* some leaf had a hook at some time: count uses before backward */
+    bool leaf_hooks; /* some leaf has had a hook: count uses before backward */
     uint64_t next_mark;
 };
 
@@ -100,17 +100,18 @@ fsdpc_status fsdpc_tape_backward_many(fsdpc_tape *tape, int n, fsdpc_tensor *con
 fsdpc_status fsdpc_tape_boundary(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_boundary_fn fn, void *arg,
                                  void (*release)(void *arg), fsdpc_tensor **out);
 
-/* Runs fn(arg) once when the outermost running backward ends, even if it fails (status tells).
- * Functions run in the order of these calls, each (fn, arg) once. */
+/* Runs fn(arg, status) once when the outermost running backward ends, even if it fails.  Functions
+ * run in the order of these calls, each (fn, arg) once. */
 fsdpc_status fsdpc_tape_at_end(fsdpc_tape *tape, fsdpc_status (*fn)(void *arg, fsdpc_status status),
                                void *arg);
 
 /* ---- for operations ---- */
 
-/* True if any input needs a gradient and gradients are on. */
+/* Returns whether any input needs a gradient and gradients are enabled. */
 bool fsdpc_tape_wants(const fsdpc_tape *tape, int n, fsdpc_tensor *const *inputs);
 
-/* Makes out's node with edges to the inputs.  The caller then fills node->saved and node->extra. */
+/* Creates out's node with edges to the inputs.  The caller then fills node->saved and
+ * node->extra. */
 fsdpc_status fsdpc_tape_record(fsdpc_tape *tape, const fsdpc_node_ops *ops, int n,
                                fsdpc_tensor *const *inputs, fsdpc_tensor *out,
                                fsdpc_node **node_out);
@@ -119,15 +120,15 @@ fsdpc_status fsdpc_tape_record(fsdpc_tape *tape, const fsdpc_node_ops *ops, int 
 bool fsdpc_edge_wanted(const fsdpc_edge *edge);
 
 /* Backward: hands over a finished gradient (acquired by the call), which is stored or added to the
- * existing one.  It has the input's shape and dtype and must not be written any more. */
+ * existing one.  It has the input's shape and dtype and must no longer be written. */
 fsdpc_status fsdpc_edge_give(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_tensor *gradient);
 
-/* Backward: a target for the gradient of this edge, for operations whose kernels have `accumulate`
- * and a free output dtype.  The operation must then write it, or fail.  `shape` and `dtype` are the
+/* Backward: a target for this edge's gradient, for operations whose kernels support `accumulate`
+ * and any output dtype.  The operation must then write it, or fail.  `shape` and `dtype` are the
  * input's; the target's dtype may differ (a reduce buffer's). */
 fsdpc_status fsdpc_edge_target(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_dtype dtype,
                                int ndim, const size_t *shape, fsdpc_grad_target *out);
-/* Writes a contribution from other memory to its target. */
+/* Copies or adds a contribution from other memory to its target. */
 fsdpc_status fsdpc_target_write(const fsdpc_tape *tape, const fsdpc_grad_target *target,
                                 const void *data, fsdpc_dtype dtype, size_t numel);
 

@@ -1,9 +1,9 @@
 /* Tensors: two small structs, the tensor and its storage, each reference counted.
  *
  * A tensor's memory comes from the device (category ACTIVATION) and is freed with the last tensor
- * over its storage, on any thread.  The count is atomic, and `release` of foreign memory takes
- * whatever lock its owner needs.  Shapes are small arrays inside the struct, so creating a view
- * only costs one malloc.
+ * over its storage, on any thread.  The count is atomic, and foreign memory's `release` takes any
+ * lock that its owner needs.  Shapes are small arrays inside the struct, so creating a view only
+ * costs one malloc.
  *
  * Releasing a tensor may release the node that made it, which releases other tensors and nodes.
  * The tape does that with a list (nn/node.c), so that a long chain does not overflow the stack.
@@ -31,7 +31,7 @@ static fsdpc_status shape_numel(int ndim, const size_t *shape, size_t *out)
     return FSDPC_OK;
 }
 
-/* A tensor without storage. */
+/* Creates a tensor without storage. */
 static fsdpc_status tensor_new(fsdpc_dtype dtype, int ndim, const size_t *shape, fsdpc_tensor **out)
 {
     size_t numel = 0, bytes;
@@ -159,7 +159,7 @@ fsdpc_node *fsdpc_tensor_drop(fsdpc_tensor *t)
     if (!t || atomic_fetch_sub_explicit(&t->refs, 1, memory_order_acq_rel) != 1)
         return NULL;
     fsdpc_node *node = t->node;
-    fsdpc_tensor_release(t->grad); /* a gradient has no node: the recursion ends here */
+    fsdpc_tensor_release(t->grad); /* a gradient has no node, so recursion ends here */
     fsdpc_leaf_hooks_destroy(t->hooks);
     if (t->kept)
         atomic_fetch_sub_explicit(&t->storage->kept, 1, memory_order_relaxed);
@@ -244,8 +244,8 @@ bool fsdpc_tensor_is_exclusive(const fsdpc_tensor *t)
 
 int fsdpc_tensor_sharers(const fsdpc_tensor *t)
 {
-    /* acquire: a former holder's writes are over.  A node that another thread frees first removes
-     * itself from `kept`, so the difference is never too small. */
+    /* acquire: a former holder's writes are complete.  A node that another thread frees first
+     * removes itself from `kept`, so the difference is never too small. */
     int kept = atomic_load_explicit(&t->storage->kept, memory_order_acquire);
     return atomic_load_explicit(&t->storage->refs, memory_order_acquire) - kept;
 }

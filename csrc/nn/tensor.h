@@ -1,15 +1,15 @@
 /* Tensors: dense, row-major, reference counted.
  *
- * A tensor is a shape over a storage.  Views (reshape, a row range, a boundary) share the storage
- * of another tensor; every other tensor owns its storage.  Data is always dense: transposes and
- * inner slices copy.  Leaves are tensors that no operation made; a leaf with requires_grad
- * accumulates its gradient in `grad`, or gives it to its sink (a sharded parameter's reduce
+ * A tensor combines a shape and a storage.  Views (reshape, a row range, a boundary) share the
+ * storage of another tensor; every other tensor owns its storage.  Data is always dense: transposes
+ * and inner slices copy.  Leaves are tensors that no operation created; a leaf with requires_grad
+ * accumulates its gradient in `grad`, or passes it to its sink (a sharded parameter's reduce
  * buffer).
  *
- * A guard protects memory that is not always valid (the full of a sharded parameter).  Every
- * operation calls fsdpc_tensor_check on its inputs before reading.
+ * A guard protects memory that is not always valid (a sharded parameter's full).  Every operation
+ * calls fsdpc_tensor_check on its inputs before reading.
  *
- * Writing to a tensor in place raises its storage's version.  A node refuses to run if a saved
+ * Writing to a tensor in place increments its storage's version.  A node refuses to run if a saved
  * tensor's version has changed since it was saved (fsdpc_node_save).
  *
  * Threads: a tensor is used by one thread at a time (Python's GIL); reference counts are atomic,
@@ -30,20 +30,20 @@ typedef struct fsdpc_node fsdpc_node;
 
 typedef struct fsdpc_storage {
     _Atomic int refs;
-    _Atomic int kept; /* of refs: outputs that only their node keeps, for its backward */
+    _Atomic int kept; /* how many of refs are outputs kept only by their node, for backward */
     void *data;
     size_t bytes;
     fsdpc_device *device;
     void (*release)(struct fsdpc_storage *storage); /* frees data and the owner, not the struct */
     void *owner;      /* of foreign memory: a NumPy array, a unit ... */
-    uint32_t version; /* raised by every in-place write */
+    uint32_t version; /* incremented by every in-place write */
     bool readonly;    /* writes fault: a unit's full, foreign constants */
-    bool exported;    /* also visible, now or later, without a reference to it */
+    bool exported;    /* may be accessed without a reference to it */
 } fsdpc_storage;
 
-/* Destination of a leaf's gradient other than `grad`.  `target` returns where to write the next
- * contribution; the caller then writes it. accumulate is false for the first contribution of a
- * backward (overwrite) and true for later ones. */
+/* Destination of a leaf's gradient other than `grad`.  `target` returns the memory for the next
+ * contribution, which the caller then writes.  `accumulate` is false for a backward's first
+ * contribution (overwrite) and true for later ones. */
 typedef struct fsdpc_grad_target {
     void *data;
     fsdpc_dtype dtype;
@@ -69,7 +69,7 @@ struct fsdpc_tensor {
     void *data; /* inside the storage; NULL while deferred */
     fsdpc_storage *storage;
     bool requires_grad, kept;       /* kept: counted by storage->kept */
-    fsdpc_node *node;               /* the node that made it; NULL for a leaf; owned */
+    fsdpc_node *node;               /* the node that created it; NULL for a leaf; owned */
     fsdpc_tensor *grad;             /* of a leaf without a sink; owned; NULL: none yet */
     fsdpc_grad_sink sink;           /* sink.target NULL: none */
     fsdpc_guard guard;              /* guard.check NULL: always valid; views inherit it */
@@ -86,8 +86,8 @@ fsdpc_status fsdpc_tensor_create_deferred(fsdpc_dtype dtype, int ndim, const siz
 fsdpc_status fsdpc_tensor_wrap(fsdpc_device *device, fsdpc_dtype dtype, int ndim,
                                const size_t *shape, void *data, void (*release)(fsdpc_storage *),
                                void *owner, fsdpc_tensor **out);
-/* Another shape (same numel) over `data` within t's storage, without autograd, which the operations
- * add.
+/* Creates a tensor of another shape (same numel) over `data` within t's storage, without autograd,
+ * which operations add.
  */
 fsdpc_status fsdpc_tensor_view(const fsdpc_tensor *t, int ndim, const size_t *shape, void *data,
                                fsdpc_tensor **out);
@@ -98,22 +98,24 @@ fsdpc_status fsdpc_tensor_bind(fsdpc_tensor *t, fsdpc_dtype dtype, fsdpc_storage
 fsdpc_tensor *fsdpc_tensor_acquire(fsdpc_tensor *t); /* NULL is fine */
 void fsdpc_tensor_release(fsdpc_tensor *t);          /* NULL is fine */
 fsdpc_storage *fsdpc_storage_acquire(fsdpc_storage *storage);
-/* For a storage that the caller has no reference to: false if the last reference is gone and its
- * release is in progress.  The caller must keep the release from finishing. */
+/* For a storage to which the caller has no reference: false if the last reference is gone and its
+ * release is in progress.  The caller must prevent the release from finishing. */
 bool fsdpc_storage_try_acquire(fsdpc_storage *storage);
 void fsdpc_storage_release(fsdpc_storage *storage);
 
 size_t fsdpc_tensor_bytes(const fsdpc_tensor *t);
-fsdpc_status fsdpc_tensor_check(const fsdpc_tensor *t); /* an error if deferred or guarded away */
-/* May be written in place: valid, not read-only. */
+fsdpc_status fsdpc_tensor_check(const fsdpc_tensor *t); /* an error if deferred or if its guard
+                                                         * reports one */
+/* Checks that it may be written in place: valid, not read-only. */
 fsdpc_status fsdpc_tensor_check_writable(const fsdpc_tensor *t);
 /* The same before a write; also increments the version. */
 fsdpc_status fsdpc_tensor_check_write(fsdpc_tensor *t);
-/* True if the caller holds the only references: one to the tensor, one to its storage. */
+/* Returns whether the caller holds the only references: one to the tensor, one to its storage. */
 bool fsdpc_tensor_is_exclusive(const fsdpc_tensor *t);
-/* The number of usable tensors that share its memory: those that only nodes keep do not count. */
+/* Returns the number of usable tensors that share its memory; those kept only by nodes do not
+ * count. */
 int fsdpc_tensor_sharers(const fsdpc_tensor *t);
-/* A leaf over the same memory: no node, no gradient, no hooks. */
+/* Creates a leaf over the same memory: no node, no gradient, no hooks. */
 fsdpc_status fsdpc_tensor_detach(const fsdpc_tensor *t, fsdpc_tensor **out);
 
 /* "(2, 3)" for error messages; `text` is returned. */
