@@ -1,13 +1,13 @@
-/* Attention by cuDNN: plans, kept by shape, and their workspace.
+/* cuDNN attention: plans, cached by shape, and their workspace.
  *
- * Building a plan takes long, so it is built at the first attention of its shape, and kept as long
- * as the device: running kernels and graphs use it.  A shape that cuDNN does not support is kept
- * too; our own kernel then computes it.  Some shapes never reach cuDNN: 32- and 64-bit dtypes, rows
- * that are not 16-byte aligned, heads of more than DIM elements, and scales that reverse the order
- * of scores.  Neither do queries that see nothing: cuDNN refuses those, and we keep an lse of minus
- * infinity for them.
+ * Building a plan is slow, so it is built at the first attention of its shape and kept as long as
+ * the device, because running kernels and graphs use it.  A shape that cuDNN does not support is
+ * also remembered; our own kernel then computes it.  Some shapes never reach cuDNN: 32- and 64-bit
+ * dtypes, rows that are not 16-byte aligned, heads of more than DIM elements, and scales that
+ * reverse the order of scores.  Queries that see no keys do not either: cuDNN rejects those, and we
+ * store an lse of minus infinity for them.
  *
- * Workspace comes from the pool, is acquired for each call and freed as soon as the kernels are
+ * Workspace comes from the pool; it is acquired for each call and freed as soon as the kernels are
  * enqueued.  On Hopper, the deterministic backward needs a workspace that grows with Tq x Tk.  If
  * the environment sets CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT=0, it is slower and grows with Tq
  * (cuDNN 9.25 or newer).  Plans that need more than WORKSPACE_BYTES, and more than a few times the
@@ -173,7 +173,7 @@ static void attention_init(fsdpc_cuda_attentions *all, const fsdpc_cudnn_shape *
     }
 }
 
-/* NULL if there are many already, because none may be freed. */
+/* Returns NULL in *out if too many plans exist, because none may be freed. */
 static fsdpc_status attention_of(fsdpc_cuda_attentions *all, const fsdpc_cudnn_shape *shape,
                                  const fsdpc_device *device, attention **out)
 {

@@ -1,18 +1,18 @@
-/* Lifetime of the NCCL communicator, and the tasks that it leaves to its control.
+/* The NCCL communicator's lifetime, and the tasks that it delegates to its control.
  *
  * Buffers are memory of one GPU: NCCL moves slices between the ranks' buffers, so no rank reads
  * another's.  With several ranks, wires have no memory; gathers write to the caller's memory.  A
- * wire's epochs are those of an empty wire of the control, which costs a handful of shared words.
- * A buffer is idle as soon as its own operations are done.
+ * wire uses the epochs of an empty wire in the control, which needs only a few words of shared
+ * memory.  A buffer is idle as soon as its own operations are done.
  *
- * Failure.  A rank that fails closes the controls first, which tells the peers why.  Then it aborts
- * all its channels at once, because otherwise kernels that wait for a peer would hold their streams
+ * Failure.  A failing rank first closes the controls, which tells the peers the reason.  Then it
+ * aborts all its channels at once; otherwise kernels that wait for a peer would block their streams
  * for ever.  While peers wait for the GPU, the control's waits look for the reason and for dead
- * ranks.  When they find one, they abort too.  All groups of a rank end together.
+ * ranks.  If they find either, they abort too.  All groups of a rank end together.
  *
- * A kernel that waits for a dead peer never ends, and a host that waits blindly for the GPU would
- * never learn why.  The first communicator of a device therefore becomes its watch.  Every sync
- * polls the GPU as our own waits do, and checks the deadline, the interrupt and the peers.
+ * A kernel that waits for a dead peer never ends, and a host that only waits for the GPU would
+ * never learn the reason.  The first communicator of a device therefore becomes its watch.  Every
+ * sync polls the GPU as our own waits do, and checks the deadline, the interrupt and the peers.
  */
 #include "cuda/comm_nccl.h"
 
@@ -24,7 +24,7 @@
 #include "cuda/device_cuda.h"
 #include "cuda/nccl_internal.h"
 
-enum { GPU_NAP_NS = 50000 };  /* a finished GPU does not wake the host */
+enum { GPU_NAP_NS = 50000 };  /* the GPU cannot wake the host when it finishes */
 enum { LAST_NS = 800000000 }; /* how long the GPU may take to finish operations with a dead peer */
 
 static const fsdpc_comm_ops nccl_ops;
@@ -74,8 +74,8 @@ static fsdpc_status comm_new(const fsdpc_control_config *config, fsdpc_nccl_worl
     return FSDPC_OK;
 }
 
-/* First finishes the work that peers need from this rank's GPU, which stops when the process
- * ends. */
+/* First finishes the work that peers need from this rank's GPU, because the GPU's work stops when
+ * the process ends. */
 static void nccl_leave(fsdpc_comm *comm)
 {
     fsdpc_comm_nccl *self = fsdpc_nccl_of(comm);
@@ -106,7 +106,7 @@ static void nccl_destroy(fsdpc_comm *comm)
         else
             fsdpc_nccl_channels_abort(self);
     }
-    fsdpc_comm_destroy(self->base.control); /* first: it may know our operations' agreements */
+    fsdpc_comm_destroy(self->base.control); /* first: it may refer to our operations' agreements */
     if (!fsdpc_nccl_is_forked(self))
         fsdpc_nccl_ops_free(self);
     world_release(self->world);
@@ -136,8 +136,8 @@ static fsdpc_status nccl_split(fsdpc_comm *comm, int color, int key, fsdpc_comm 
 
 /* ---- Wires and epochs ---- */
 
-/* Peers may wait for operations that we have not launched while we wait for them here.  `out` NULL:
- * the sizes agree, and no memory is allocated. */
+/* Peers may wait for operations that we have not launched while we wait for them here.  If `out` is
+ * NULL, only checks that the sizes agree. */
 static fsdpc_status memory_create(fsdpc_comm_nccl *self, const char *what, fsdpc_mem_kind kind,
                                   size_t bytes, void **out)
 {
@@ -220,8 +220,8 @@ static void nccl_buffer_destroy(fsdpc_buffer *buffer)
     free(buffer);
 }
 
-/* Peers never read it: a work that is done leaves it idle, and an ordered one suffices if the next
- * writer is in that order. */
+/* Peers never read the buffer, so it is idle once its work is done, or ordered, if the next writer
+ * follows that order. */
 static fsdpc_status nccl_buffer_idle(fsdpc_buffer *buffer)
 {
     const fsdpc_comm_nccl *self = fsdpc_nccl_of(buffer->comm);
@@ -234,7 +234,7 @@ static fsdpc_status nccl_buffer_idle(fsdpc_buffer *buffer)
 
 /* ---- Waiting ---- */
 
-/* Whether this rank may be waiting for the GPU. */
+/* Returns whether this rank may be waiting for the GPU. */
 static bool gpu_is_busy(const fsdpc_comm_nccl *self)
 {
     for (const fsdpc_comm_nccl *group = self->world->groups; group; group = group->next_group) {
@@ -249,7 +249,7 @@ static bool gpu_is_busy(const fsdpc_comm_nccl *self)
     return false;
 }
 
-/* Whether the GPU may wait for peers, or only does work local to this rank. */
+/* Returns whether the GPU may be waiting for peers, rather than only doing local work. */
 static bool gpu_needs_peers(const fsdpc_comm_nccl *self)
 {
     for (const fsdpc_comm_nccl *group = self->world->groups; group; group = group->next_group)
@@ -259,8 +259,8 @@ static bool gpu_needs_peers(const fsdpc_comm_nccl *self)
     return false;
 }
 
-/* A peer is gone: which waits may continue?  Those that do not need it may.  An operation that all
- * ranks have posted may be about to end, because a rank that finishes its part first also leaves
+/* Returns whether a wait may continue although a peer is gone.  It may if it does not need the
+ * peer, or if all ranks have posted the operation: a rank that finishes its part first also leaves
  * first. */
 static bool goes_on_alone(fsdpc_comm_nccl *self)
 {
@@ -289,7 +289,7 @@ static fsdpc_status nccl_idle(fsdpc_comm *comm, int64_t max_ns)
         if (status == FSDPC_OK || !goes_on_alone(self))
             return status;
     }
-    if (max_ns > 0) /* even with gone peers that are not needed any more */
+    if (max_ns > 0) /* even if peers that are no longer needed are gone */
         sched_yield();
     return FSDPC_OK;
 }
@@ -300,8 +300,8 @@ typedef struct watched {
     void *arg;
 } watched;
 
-/* If the device has finished an operation with its peers, they have agreed on it.  The second look,
- * after the poll, therefore sees their agreement. */
+/* If the device has finished an operation with its peers, they have agreed on it.  The second
+ * check, after the poll, therefore sees their agreement. */
 static fsdpc_status poll_watched(void *arg)
 {
     const watched *w = arg;
@@ -317,7 +317,7 @@ static fsdpc_status poll_watched(void *arg)
     return FSDPC_OK;
 }
 
-/* After a failure has ended all waits for peers: earlier results may still be read. */
+/* Used after a failure has ended all waits for peers, because earlier results may still be read. */
 static fsdpc_status wait_for_rest(const fsdpc_comm_nccl *self, fsdpc_status (*poll)(void *arg),
                                   void *arg)
 {

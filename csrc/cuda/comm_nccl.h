@@ -1,9 +1,9 @@
 /* GPUs over NCCL: a communicator that moves data between devices with NCCL, and metadata over
  * another communicator of the same ranks, the control.
  *
- * The control carries small messages on the host: epochs and their notes, agreement on posts,
- * NCCL's unique ids, values in host memory, and news of dead and late ranks. nccl_internal.h lists
- * the files.
+ * The control carries small messages between hosts' CPUs: epochs and their notes, agreement on
+ * posts, NCCL's unique ids, values in host memory, and reports of dead and late ranks.
+ * nccl_internal.h lists the files.
  */
 #ifndef FSDPC_CUDA_COMM_NCCL_H
 #define FSDPC_CUDA_COMM_NCCL_H
@@ -11,9 +11,9 @@
 #include "cuda/control.h"
 
 /* Collective over config->control, which may be any communicator of the same ranks over host
- * memory.  On success it is taken over; otherwise the caller keeps it. config->comm.device is a
- * GPU, which ranks may share from NCCL 2.30 on (transport.c).  FSDPC_ERR_UNSUPPORTED on all ranks
- * if one has no NCCL. */
+ * memory.  On success, ownership passes to the new communicator; otherwise the caller keeps it.
+ * config->comm.device is a GPU, which ranks may share if NCCL is 2.30 or newer (transport.c).
+ * Returns FSDPC_ERR_UNSUPPORTED on all ranks if one has no NCCL. */
 fsdpc_status fsdpc_comm_nccl_create(const fsdpc_control_config *config, fsdpc_comm **out);
 
 #endif

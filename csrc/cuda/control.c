@@ -1,7 +1,7 @@
-/* Tasks that the NCCL communicator leaves to its control.
+/* Tasks that the NCCL communicator delegates to its control.
  *
- * A wire's epochs are those of a wire of the control, so the protocol and its proofs are those of
- * shared memory.  This file does not use streams.
+ * A wire uses the epochs of a wire in the control, so the shared-memory protocol and its proofs
+ * apply.  This file does not use streams.
  */
 #include "cuda/control.h"
 

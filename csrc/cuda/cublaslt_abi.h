@@ -1,4 +1,4 @@
-/* The part of cuBLASLt that we use, in the binary interface of CUDA 12 and 13: codes and functions.
+/* The part of cuBLASLt's binary interface that we use, as in CUDA 12 and 13: codes and functions.
  *
  * Declared here so that the plugin is the same wherever it is built, with or without cublasLt.h;
  * tests/gpu/test_cublaslt_abi.py checks it against a real header.
@@ -42,7 +42,7 @@ typedef enum fsdpc_lt_epilogue {
     FSDPC_LT_EPILOGUE_NONE = 1,
     FSDPC_LT_EPILOGUE_BIAS = 4,
     FSDPC_LT_EPILOGUE_GELU = 32,       /* tanh; may be combined with the two others */
-    FSDPC_LT_EPILOGUE_AUX = 128,       /* with GELU: keeps its input */
+    FSDPC_LT_EPILOGUE_AUX = 128,       /* with GELU: stores its input */
     FSDPC_LT_EPILOGUE_DGELU = 64 | 128 /* times gelu's slope at aux */
 } fsdpc_lt_epilogue;
 

@@ -1,8 +1,8 @@
-/* Plans of cuDNN's attention for C: a table that kernels/cudnn_plan.cpp fills in.
+/* cuDNN attention plans for C: a table that kernels/cudnn_plan.cpp fills in.
  *
  * cuDNN's graphs are described in C++ (cudnn_frontend.h, header-only).  That file is therefore only
  * compiled into the plugin if tools/cuda_build.py finds those headers; otherwise the table's
- * address is NULL.  A failure leaves its reason, truncated to `bytes`, in `why`.
+ * address is NULL.  On failure, `why` receives the reason, truncated to `bytes` bytes.
  */
 #ifndef FSDPC_CUDA_CUDNN_PLAN_H
 #define FSDPC_CUDA_CUDNN_PLAN_H
@@ -25,15 +25,14 @@ typedef struct fsdpc_cudnn_shape {
 } fsdpc_cudnn_shape;
 
 typedef struct fsdpc_cudnn_ops {
-    /* Opens libcudnn, preferring the copy already in the process; 92801 is 9.28.1. */
+    /* Opens libcudnn, preferring a copy already in the process; version 92801 is 9.28.1. */
     bool (*open)(size_t *version_out, char *why, size_t bytes);
 
     /* For the calling thread's current device; after open() has succeeded. */
     bool (*create)(fsdpc_cudnn **out, char *why, size_t bytes);
     void (*destroy)(fsdpc_cudnn *cudnn); /* after all of its plans */
 
-    /* Fails if cuDNN does not support the shape.  Takes long, and must not be called in a
-     * capture. */
+    /* Fails if cuDNN does not support the shape.  Slow; must not be called in a capture. */
     bool (*plan_create)(fsdpc_cudnn *cudnn, const fsdpc_cudnn_shape *shape, fsdpc_cudnn_plan **out,
                         size_t *workspace_bytes_out, char *why, size_t bytes);
     void (*plan_destroy)(fsdpc_cudnn_plan *plan);

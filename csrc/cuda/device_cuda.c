@@ -1,13 +1,13 @@
-/* Streams, events and memory of a GPU.
+/* GPU streams, events and memory.
  *
- * A table entry is a call or two of CUDA's runtime with its error translated.  Three things are
- * more.  The main stream stands in for streams that are not ours.  The first error of submitted
- * work is kept until sync.  Kernels leave faults in pinned memory, because they cannot return an
- * error (queue.h).  Events carry no timing: recording one is then cheap, and waiting for one
- * does not reach into the host.
+ * A table entry makes one or two CUDA runtime calls and translates their errors, with three
+ * exceptions.  The main stream replaces streams that are not ours.  The first error of submitted
+ * work is kept until sync.  Kernels report faults in pinned memory, because they cannot return an
+ * error (queue.h).  Events carry no timing, so recording one is cheap, and waiting for one does not
+ * involve the host.
  *
- * With a watch on the device, only wait.h waits for a stream.  So a copy into ordinary memory,
- * in which CUDA itself waits for the stream, comes after such a wait.
+ * If the device has a watch, only wait.h waits for a stream.  Copies into ordinary memory, during
+ * which CUDA itself waits for the stream, therefore come after such a wait.
  */
 #include "cuda/device_cuda.h"
 
@@ -32,7 +32,7 @@ typedef struct cuda_event {
 
 /* -- streams ----------------------------------------------------------------------------------- */
 
-/* The CUDA stream behind any stream of this device, or behind NULL. */
+/* Returns the CUDA stream for any of this device's streams, or for NULL. */
 static fsdpc_cuda_stream *own_stream(fsdpc_device *device, fsdpc_stream *stream)
 {
     if (stream && stream->async)
@@ -211,8 +211,8 @@ static void cuda_free(fsdpc_device *device, void *pointer)
     fsdpc_cuda_pool_free(((fsdpc_cuda_device *)device)->pinned, pointer);
 }
 
-/* Whether CUDA would wait for the stream in this copy: always if it writes ordinary memory, and if
- * it reads more of it than CUDA's staging buffer holds. */
+/* Returns whether CUDA would wait for the stream in this copy: if it writes ordinary memory, or
+ * reads more of it than CUDA's staging buffer holds. */
 static fsdpc_status copy_waits(const void *to, const void *from, size_t bytes, bool *out)
 {
     enum { SET_ASIDE_BYTES = 64 << 10 };
@@ -305,7 +305,8 @@ static void cuda_destroy(fsdpc_device *base)
         fsdpc_cuda_attentions_destroy(device->attentions);
     }
     if (device->main) {
-        if (device->main->queue.raw != device->own && !device->lost) /* it may be gone by now */
+        if (device->main->queue.raw != device->own && !device->lost) /* another library's may no
+                                                                      * longer exist */
             (void)cudaDeviceSynchronize();
         device->main->queue.raw = device->own;
         cuda_stream_destroy(&device->main->head);

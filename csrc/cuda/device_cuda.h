@@ -1,10 +1,11 @@
-/* A GPU as a device: the table of csrc/device/device.h over CUDA's runtime.
+/* A GPU device: csrc/device/device.h's table, implemented with CUDA's runtime.
  *
- * Every async stream is a CUDA stream, without order to the legacy default stream.  All others are
- * the device's main stream by another name; the pool hands memory out in its order (pool.h).
- * With no stream at all (NULL), copy and fill run on the main stream and are waited for.
+ * Every async stream is a CUDA stream that does not synchronise with the legacy default stream.
+ * All others are aliases of the device's main stream, in whose order the pool hands out memory
+ * (pool.h).  If the stream is NULL, copy and fill run on the main stream and wait for completion.
  *
- * stream_submit calls the function at once, in the caller, and the function enqueues its work.
+ * stream_submit calls the function immediately, on the calling thread, and the function enqueues
+ * its work.
  *
  * Threads: each thread that uses the device selects it first (fsdpc_device_cuda_select); a backward
  * pass may run in another thread than the forward.
@@ -18,15 +19,16 @@
 fsdpc_status fsdpc_device_cuda_create(fsdpc_mem *mem, int ordinal, fsdpc_device **out);
 fsdpc_status fsdpc_device_cuda_select(const fsdpc_device *device);
 
-/* Its streams are blocked for ever.  From now on, waits for it are brief, and work that has not run
- * by then is an error.  Memory whose free would make CUDA wait is not freed until the process
- * ends. */
+/* Marks a device whose streams are blocked for ever.  From then on, waits for it are brief, and
+ * unfinished work is an error.  Memory that CUDA cannot free without waiting stays allocated until
+ * the process ends. */
 void fsdpc_device_cuda_lose(fsdpc_device *device);
 
-/* Its PCI address, "0000:1b:00.0": the same for all processes that share the GPU. */
+/* Writes its PCI address, "0000:1b:00.0", which is the same for all processes that share the
+ * GPU. */
 fsdpc_status fsdpc_device_cuda_address(const fsdpc_device *device, char *text, size_t bytes);
 
-/* Whether memory belongs to a GPU and not to the host (pinned or not). */
+/* Determines whether memory belongs to a GPU and not to the host (pinned or not). */
 fsdpc_status fsdpc_cuda_is_device_memory(const void *pointer, bool *out);
 
 #endif

@@ -1,5 +1,5 @@
-/* Reasons why no GPU is available, from the bottom up: no driver library, a driver that does not
- * start, one too old for the linked runtime, no visible GPU.
+/* Checks why no GPU is available, in this order: no driver library, a driver that does not start, a
+ * driver too old for the linked runtime, no visible GPU.
  */
 #include "cuda/driver.h"
 

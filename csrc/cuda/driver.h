@@ -1,4 +1,4 @@
-/* Whether a GPU is available, and if not, why; and calls that only the driver offers.
+/* Whether a GPU is available, and the reason if not; and calls that only the driver provides.
  *
  * The driver's library is opened by name, never linked, so the plugin loads on any machine.  CUDA's
  * runtime is linked statically and finds the same library by itself.
@@ -9,13 +9,15 @@
 #include "base/status.h"
 #include "cuda/driver_abi.h"
 
-/* The number of GPUs, at least 1; FSDPC_ERR_UNSUPPORTED, with the reason, if there are none. */
+/* Returns the number of GPUs, at least 1; FSDPC_ERR_UNSUPPORTED, with the reason, if there are
+ * none. */
 fsdpc_status fsdpc_cuda_driver_open(int *count_out);
 
-/* The driver's own calls, once it has started; FSDPC_ERR_UNSUPPORTED if it lacks one. */
+/* Looks up the driver's own calls, after it has started; FSDPC_ERR_UNSUPPORTED if one is
+ * missing. */
 fsdpc_status fsdpc_cuda_driver_calls(fsdpc_cu *out);
 
-/* The driver's CUDA version as 1000 major + 10 minor; 0 without a driver. */
+/* Returns the driver's CUDA version as 1000 major + 10 minor; 0 without a driver. */
 int fsdpc_cuda_driver_version(void);
 
 #endif

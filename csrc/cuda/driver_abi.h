@@ -1,4 +1,5 @@
-/* The part of the driver's interface that we use: virtual memory, which the runtime does not offer.
+/* The part of the driver's interface that we use: virtual memory, which the runtime does not
+ * provide.
  *
  * Declared here so that the plugin is the same wherever it is built, with or without cuda.h;
  * tests/gpu/test_driver_abi.py checks it against a real header.
@@ -35,7 +36,7 @@ enum {
 };
 
 typedef unsigned long long fsdpc_cu_address;
-typedef unsigned long long fsdpc_cu_memory; /* a handle of physical memory */
+typedef unsigned long long fsdpc_cu_memory; /* a handle to physical memory */
 
 typedef struct fsdpc_cu_location {
     int type, id;

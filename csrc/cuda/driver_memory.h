@@ -1,11 +1,11 @@
-/* The driver's physical memory and mappings of it, from which windows are made.
+/* The driver's physical memory and its mappings, from which windows are created.
  *
- * Memory is pinned on the GPU.  A mapping is a range of addresses mapped to the whole of a memory,
- * with access granted.  A memory whose handle was released lives as long as it is mapped.
+ * Memory is pinned on the GPU.  A mapping is an address range mapped to an entire memory, with
+ * access granted.  A memory whose handle was released exists as long as it is mapped.
  *
  * Every call returns FSDPC_ERR_NOMEM if memory is short, FSDPC_ERR_UNSUPPORTED if the driver or a
- * container forbids it, and FSDPC_ERR_INTERNAL for all else, mostly a fault of earlier work.  A
- * call that fails leaves nothing behind.
+ * container forbids it, and FSDPC_ERR_INTERNAL for other failures, mostly faults in earlier work.
+ * A call that fails leaves nothing behind.
  */
 #ifndef FSDPC_CUDA_DRIVER_MEMORY_H
 #define FSDPC_CUDA_DRIVER_MEMORY_H
@@ -15,7 +15,7 @@
 #include "cuda/driver_abi.h"
 #include "device/device.h"
 
-/* Belongs to a GPU.  It is in the caller's storage and needs no cleanup. */
+/* Describes one GPU's driver memory; needs no cleanup. */
 typedef struct fsdpc_driver_memory {
     fsdpc_cu cu;
     fsdpc_device *device;
@@ -27,20 +27,20 @@ typedef struct fsdpc_driver_memory {
  * so that NCCL can register the memory. */
 fsdpc_status fsdpc_driver_memory_init(fsdpc_driver_memory *driver, fsdpc_device *device);
 
-/* Converts `result` of a call of driver->cu to a status: "the driver failed to <what> <bytes>
+/* Converts the `result` of a call in driver->cu to a status: "the driver failed to <what> <bytes>
  * bytes". */
 fsdpc_status fsdpc_driver_memory_check(const fsdpc_driver_memory *driver, fsdpc_cu_result result,
                                        const char *what, size_t bytes);
 
-/* Where the GPU is full, the device makes room first (wait.h), unless it captures. */
+/* If GPU memory is full, the device first makes room (wait.h), unless it is capturing. */
 fsdpc_status fsdpc_driver_memory_create(fsdpc_driver_memory *driver, size_t bytes,
                                         fsdpc_cu_memory *out);
 void fsdpc_driver_memory_release(const fsdpc_driver_memory *driver, fsdpc_cu_memory memory);
 
-/* Into a reserved range without a mapping. */
+/* Maps into a reserved range that has no mapping. */
 fsdpc_status fsdpc_driver_memory_map_at(const fsdpc_driver_memory *driver, fsdpc_cu_memory memory,
                                         size_t bytes, fsdpc_cu_address address);
-/* Into a new range. */
+/* Maps into a new range. */
 fsdpc_status fsdpc_driver_memory_map(const fsdpc_driver_memory *driver, fsdpc_cu_memory memory,
                                      size_t bytes, fsdpc_cu_address *out);
 /* Also releases the range. */

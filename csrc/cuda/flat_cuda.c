@@ -1,4 +1,5 @@
-/* The GPU's table of flat kernels: checks before the launchers, results after them. */
+/* The GPU's table of flat kernels: checks arguments before the launchers, and delivers results
+ * after them. */
 #include "cuda/host_result.h"
 #include "cuda/kernel_tables.h"
 #include "cuda/kernels.h"

@@ -1,21 +1,21 @@
-/* Matrix products by cuBLASLt: descriptors and the heuristic's choice, cached by shape.
+/* cuBLASLt matrix products: descriptors and the heuristic's choice, cached by shape.
  *
  * Our matrices are row-major and cuBLASLt's column-major, so it computes C^T = B'^T A'^T: the
- * operands are swapped and nothing is transposed.  The bias of a row of C then belongs to a column,
- * and cuBLASLt's epilogue adds it. fp32 inputs are multiplied in fp32 (no TF32); sums are fp32.
- * Splitting k is only allowed if the partial sums are added in a fixed order.  Before a 16-bit C or
- * a bias is added, cuBLASLt may round the product to 16 bits, as torch also does.  The plain kernel
- * rounds once; calling it only for this reason took 73 % of a LLaMA's step.
+ * operands are swapped and nothing is transposed.  The bias per column of C is then a bias per row
+ * for cuBLASLt, whose epilogue adds it. fp32 inputs are multiplied in fp32 (no TF32); sums are
+ * fp32.  Splitting k is only allowed if the partial sums are added in a fixed order.  Before a
+ * 16-bit C or a bias is added, cuBLASLt may round the product to 16 bits, as torch also does.  The
+ * plain kernel rounds once; calling it only for this reason took 73 % of a LLaMA step.
  *
  * Epilogues compute gelu on the sums before they are rounded, and gelu's slope in the product that
  * computes gelu's gradient; `aux` is gelu's input.  They only support tanh gelu and are never asked
- * for erf gelu.  The epilogue that sums a bias's gradient is not used: it rounds the sum to the
- * dtype of the product and cannot add to a reduce buffer.
+ * for erf gelu.  The epilogue that sums a bias gradient is not used: it rounds the sum to the
+ * product's dtype and cannot add to a reduce buffer.
  *
- * The key of a small hash table is everything that a product's descriptors depend on: sizes,
- * strides, dtypes and the alignment of addresses.  The heuristic may only choose kernels that match
- * them.  A steady-state product is one lookup and one call.  The workspace is one block of the
- * pool, used only by the main stream; products on other streams get kernels that need none.
+ * A small hash table is keyed by everything that a product's descriptors depend on: sizes, strides,
+ * dtypes and address alignment.  The heuristic may only choose kernels that match them.  A
+ * steady-state product is one lookup and one call.  The workspace is one pool block, used only by
+ * the main stream; products on other streams use kernels that need none.
  */
 #include "cuda/gemm_cublaslt.h"
 
@@ -43,7 +43,7 @@ typedef struct product_key {
     uint32_t epilogue;
     unsigned char dtype, c_dtype, unused;
     bool trans_a, trans_b, accumulate, has_workspace;
-    /* addresses are multiples of 2^this; 0 for those that the epilogue lacks */
+    /* addresses are multiples of 2^align; 0 for addresses that the epilogue does not use */
     unsigned char align_a, align_b, align_c, align_bias, align_aux;
 } product_key;
 
@@ -79,9 +79,9 @@ static bool has_all(void *library, cublaslt_api *api)
     return complete;
 }
 
-/* The first library that is complete and, if a handle is requested, returns one.  The library of a
- * CUDA newer than the driver may be present but not start.  A copy already in the process comes
- * first. */
+/* Loads the first library that is complete and, if a handle is requested, returns one.  A library
+ * from a CUDA version newer than the driver may be present but not start.  A copy already in the
+ * process is tried first. */
 static bool load_api(cublaslt_api *api, fsdpc_lt_handle *handle_out)
 {
     static const struct {
@@ -135,7 +135,8 @@ void fsdpc_cuda_products_destroy(fsdpc_cuda_products *gemm)
     free(gemm);
 }
 
-/* The device's cuBLASLt, created at the first product that finds memory for a workspace. */
+/* Returns the device's cuBLASLt, created at the first product for which a workspace can be
+ * allocated. */
 static fsdpc_status gemm_of(fsdpc_device *base, fsdpc_cuda_products **out)
 {
     fsdpc_cuda_device *device = (fsdpc_cuda_device *)base;
@@ -267,7 +268,7 @@ static bool preference_set(const cublaslt_api *api, fsdpc_lt_preference preferen
            FSDPC_LT_SUCCESS;
 }
 
-/* The heuristic's first choice; false if none exists. */
+/* Takes the heuristic's first choice; false if none exists. */
 static bool choose(fsdpc_cuda_products *gemm, product *p)
 {
     const cublaslt_api *api = &gemm->api;
@@ -339,12 +340,13 @@ static product *product_of(fsdpc_cuda_products *gemm, const product_key *key, co
 
 static bool suits(const fsdpc_gemm_args *g)
 {
-    bool shared_c = g->batch > 1 && g->stride_c == 0; /* its products must run in turn */
+    bool shared_c = g->batch > 1 && g->stride_c == 0; /* its products must run one after the
+                                                       * other */
     bool mixed_bias = g->bias && g->c_dtype != g->dtype;
     return g->m && g->n && g->k && !shared_c && !mixed_bias && g->batch < INT32_MAX;
 }
 
-/* *done_out: cuBLASLt is available, has a kernel for this product with this epilogue, and was
+/* *done_out: whether cuBLASLt is available, has a kernel for this product and epilogue, and was
  * called. */
 static fsdpc_status multiply(const fsdpc_gemm_args *g, uint32_t epilogue, const void *aux,
                              fsdpc_stream *stream, bool *done_out)
@@ -385,9 +387,9 @@ fsdpc_status fsdpc_cuda_gemm(const fsdpc_gemm_args *g, fsdpc_stream *stream)
     return done ? FSDPC_OK : fsdpc_cuda_gemm_plain(g, stream);
 }
 
-/* cuBLASLt does not document the accuracy of its epilogues' tanh, so they are only used for 16-bit
- * results.  Without tensor cores, gelu costs little compared to the product anyway.  Rows of aux
- * must be multiples of 8.
+/* cuBLASLt does not document the accuracy of tanh in its epilogues, so they are only used for
+ * 16-bit results.  Without tensor cores, gelu costs little compared to the product anyway.  Rows of
+ * aux must be multiples of 8.
  */
 static bool gelu_suits(const fsdpc_gemm_gelu_args *args)
 {

@@ -1,20 +1,20 @@
-/* Graphs by CUDA's stream capture.
+/* Graphs from CUDA stream capture.
  *
  * The main stream is captured, in the mode that does not restrict other threads.  During a capture
- * it is the device's own stream, and afterwards the earlier one again: another library's may be the
- * legacy default stream, which CUDA cannot capture.  Calls whose CUDA errors would invalidate the
- * capture are refused before they reach CUDA, with an error that says what to do instead.  A
- * capture with a refused call can therefore still be ended and dropped.
+ * it is the device's own stream, and afterwards the previous one again: another library's stream
+ * may be the legacy default stream, which CUDA cannot capture.  Calls whose CUDA errors would
+ * invalidate the capture are rejected before they reach CUDA, with an error that suggests an
+ * alternative.  A capture with a rejected call can therefore still be ended and dropped.
  *
- * Memory.  A graph runs on the addresses that were captured, so its blocks must not serve anybody
- * else while it lives: the pool holds them (pool.h).  Constants that the host gave (the 2 of x
- * + 2) would be copied again from their old place on the host's stack.  So pinned memory beside the
- * graph keeps them.
+ * Memory.  A graph runs on the captured addresses, so its blocks must not be reused while it
+ * exists: the pool holds them (pool.h).  Constants from the host (the 2 of x + 2) would be copied
+ * again from their old place on the host's stack, so they are kept in pinned memory with the graph.
  *
- * A graph may still run when it is destroyed, and its blocks are freed.  Destroying one therefore
- * waits like a sync, because operations in it may wait for dead peers.  Inside a capture, waiting
- * is neither possible nor needed, because beginning the capture waited.  But pinned memory cannot
- * be freed there, so graphs that are destroyed in a capture are freed when it ends.
+ * A graph may still be running when it is destroyed and its blocks are freed.  Destroying one
+ * therefore waits as a sync does, because its operations may wait for dead peers.  Inside a
+ * capture, waiting is neither possible nor needed, because beginning the capture waited.  But
+ * pinned memory cannot be freed there, so graphs that are destroyed in a capture are freed when it
+ * ends.
  */
 #include "cuda/graph.h"
 
@@ -35,9 +35,10 @@ typedef struct fsdpc_cuda_graph {
     fsdpc_cuda_hold *hold;
     unsigned char *constants; /* pinned */
     size_t n_constants;
-    bool lost;                        /* given up during the capture */
-    struct fsdpc_cuda_graph *dropped; /* in a capture: graphs dropped in it; in those: next */
-    struct fsdpc_cuda_graph *next;    /* in the device's list, while it lives */
+    bool lost;                        /* abandoned during the capture */
+    struct fsdpc_cuda_graph *dropped; /* graphs dropped during this capture, or the next dropped
+                                       * graph */
+    struct fsdpc_cuda_graph *next;    /* in the device's list, while it exists */
 } fsdpc_cuda_graph;
 
 static cudaStream_t main_stream(const fsdpc_device *device)
@@ -45,7 +46,7 @@ static cudaStream_t main_stream(const fsdpc_device *device)
     return ((const fsdpc_cuda_device *)device)->main->queue.raw;
 }
 
-/* It has finished running, and no capture is in progress. */
+/* The graph must have finished running, and no capture may be in progress. */
 static void graph_free(fsdpc_cuda_graph *graph)
 {
     fsdpc_cuda_graph **at = &((fsdpc_cuda_device *)graph->head.device)->graphs;
@@ -138,7 +139,7 @@ fsdpc_status fsdpc_cuda_capture_end(fsdpc_device *base, fsdpc_graph **out)
     free_dropped(graph);
     if (status != FSDPC_OK || !out) {
         graph_free(graph);
-        return out ? status : FSDPC_OK; /* a capture that is dropped may be an invalidated one */
+        return out ? status : FSDPC_OK; /* a dropped capture may be invalidated */
     }
     graph->next = device->graphs;
     device->graphs = graph;
@@ -186,8 +187,8 @@ void fsdpc_cuda_graph_destroy(fsdpc_graph *base)
     graph_free(graph);
 }
 
-/* Waiting for captured work would make the other stream and its work part of the capture, which the
- * other library does not know about. */
+/* Waiting for captured work would add the other stream and its work to the capture, without the
+ * other library's knowledge. */
 fsdpc_status fsdpc_cuda_capture_check_other(const fsdpc_device *device)
 {
     if (!device->capturing)
@@ -198,7 +199,7 @@ fsdpc_status fsdpc_cuda_capture_check_other(const fsdpc_device *device)
                       "after it");
 }
 
-/* Ordinary host memory, which a graph cannot use. */
+/* Determines whether it is ordinary host memory, which a graph cannot use. */
 static fsdpc_status is_ordinary(const void *pointer, bool *out)
 {
     struct cudaPointerAttributes attributes;
@@ -207,7 +208,7 @@ static fsdpc_status is_ordinary(const void *pointer, bool *out)
     return FSDPC_OK;
 }
 
-/* The graph's own copy of a constant. */
+/* Copies a constant into the graph's own memory. */
 static fsdpc_status keep_constant(fsdpc_cuda_graph *graph, const void *value, size_t bytes,
                                   const void **kept_out)
 {

@@ -1,5 +1,5 @@
-/* Graphs of a GPU's work: the table slots of csrc/device/device.h, and checks that other slots need
- * during a capture.
+/* Graphs of GPU work: csrc/device/device.h's table slots, and checks that other slots need during a
+ * capture.
  *
  * One thread begins and ends a capture.  Other threads may use other streams meanwhile.
  */
@@ -15,15 +15,16 @@ fsdpc_status fsdpc_cuda_capture_end(fsdpc_device *device, fsdpc_graph **out);
 fsdpc_status fsdpc_cuda_graph_launch(fsdpc_graph *graph);
 void fsdpc_cuda_graph_destroy(fsdpc_graph *graph);
 
-/* To be called before NCCL's communicators are aborted, because the abort does not return while a
- * graph or a capture holds operations of theirs.  From now on all graphs of the device are errors,
+/* Must be called before NCCL's communicators are aborted, because the abort does not return while a
+ * graph or a capture holds their operations.  From then on, using the device's graphs is an error,
  * until they are destroyed. */
 void fsdpc_cuda_graphs_give_up(fsdpc_device *device);
 
-/* An error inside a capture, where another library's stream must not wait for the main stream. */
+/* Returns an error inside a capture, in which another library's stream must not wait for the main
+ * stream. */
 fsdpc_status fsdpc_cuda_capture_check_other(const fsdpc_device *device);
 
-/* A copy inside a capture; `stream` NULL: the caller wanted to wait for it. */
+/* Copies inside a capture; `stream` NULL: the caller wanted to wait for the copy. */
 fsdpc_status fsdpc_cuda_capture_copy(fsdpc_device *device, void *to, const void *from, size_t bytes,
                                      cudaStream_t stream);
 

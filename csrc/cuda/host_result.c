@@ -1,6 +1,6 @@
-/* Staging of results: one block of the pool, a copy in, a copy out, a wait.
+/* Stages results: one pool block, a copy in, a copy out, a wait.
  *
- * CUDA tells whose memory a pointer is; the query costs well under a microsecond.
+ * CUDA reports which memory a pointer belongs to; the query takes well under a microsecond.
  */
 #include "cuda/host_result.h"
 

@@ -1,7 +1,7 @@
-/* The tables of kernels that a GPU offers.
+/* A GPU's kernel tables.
  *
  * Flat kernels return results through a pointer (a norm's accumulator, a flag).  In device or
- * pinned memory, results appear when the stream reaches the kernel; ordinary host memory costs a
+ * pinned memory, results appear when the stream has run the kernel; ordinary host memory requires a
  * wait for the stream.
  */
 #ifndef FSDPC_CUDA_KERNEL_TABLES_H

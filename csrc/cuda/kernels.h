@@ -1,11 +1,11 @@
-/* Launchers of the kernels in kernels/: one per table slot, with the slot's own arguments.
+/* Launchers of the kernels in kernels/: one per table slot, with the same arguments.
  *
  * A launcher enqueues and returns; it never waits.  All pointers are memory that the device can
- * reach (its own, or pinned), results included.  The tables of flat_cuda.c and nn_cuda.c stand in
- * front and take results to ordinary host memory where a caller wants that.  Scratch comes from the
- * device's pool and goes back as soon as the last kernel that uses it is enqueued, which the pool's
- * rule allows (pool.h).  Every launcher has a CPU twin with the same name but for `cuda`; the
- * tests compare the two.
+ * reach (its own, or pinned), results included.  The tables in flat_cuda.c and nn_cuda.c wrap the
+ * launchers and copy results to ordinary host memory if needed.  Scratch memory comes from the
+ * device's pool and is freed as soon as the last kernel that uses it is enqueued, which the pool
+ * allows (pool.h).  Every launcher has a CPU twin with the same name except for `cuda`; the tests
+ * compare the two.
  */
 #ifndef FSDPC_CUDA_KERNELS_H
 #define FSDPC_CUDA_KERNELS_H

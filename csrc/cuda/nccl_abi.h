@@ -1,10 +1,10 @@
-/* The part of NCCL that we use, in its binary interface since 2.18: types, codes, functions.
+/* The part of NCCL's binary interface that we use, as of 2.18: types, codes, functions.
  *
  * Declared here so that the plugin is the same wherever it is built, with or without nccl.h;
- * tests/gpu/test_nccl.py checks it against a real header.  Of the versioned config we only know the
- * first fields.  NCCL reads `size` bytes, and uses its own defaults for fields that `version` did
- * not have.  Both are therefore those of a version whose fields end there: 2.17's, or 2.27's to set
- * a policy, or 2.31's to set the launch order of posts.
+ * tests/gpu/test_nccl.py checks it against a real header.  We only declare the first fields of the
+ * versioned config.  NCCL reads `size` bytes, and uses its own defaults for fields that `version`
+ * did not have.  Both must therefore match a version whose config ends there: 2.17, 2.27 to set a
+ * policy, or 2.31 to set the launch order of posts.
  */
 #ifndef FSDPC_CUDA_NCCL_ABI_H
 #define FSDPC_CUDA_NCCL_ABI_H
@@ -66,7 +66,7 @@ typedef struct fsdpc_nccl_config {
     int rma_signals, rma_eager, host_cft;
 } fsdpc_nccl_config;
 
-/* `version` of NCCL. */
+/* Returns a nonblocking config for NCCL's `version`. */
 static inline fsdpc_nccl_config fsdpc_nccl_nonblocking(int version)
 {
     const int unset = INT_MIN;

@@ -1,16 +1,16 @@
 /* Ends NCCL communicators at once, whatever they are doing.
  *
- * ncclCommAbort tells work on the GPU to stop and then waits until it has, even for a nonblocking
- * communicator, and until no graph holds any of its operations.  One communicator may wait on its
- * stream for another that waits for a dead peer, so aborting them in turn could block at the first.
- * Graphs are therefore given up first.  Then one NCCL group aborts all communicators of a rank: all
- * are told before any is waited for.
+ * ncclCommAbort tells GPU work to stop and then, even for a nonblocking communicator, waits until
+ * it has stopped and no graph holds any of its operations.  One communicator may wait on its stream
+ * for another that waits for a dead peer, so aborting them in turn could block at the first.
+ * Graphs are therefore abandoned first.  Then one NCCL group aborts all the rank's communicators,
+ * so all are told before any is waited for.
  *
  * A GPU may hang in work that no abort reaches.  Gathers by copy engines are an example: they wait
  * for words that only peers write, and are therefore disabled (nccl_env.c).  The group thus runs on
- * a separate thread, and the aborting thread waits for it for a few seconds at most.  If that time
- * passes, the streams are held for ever, and the device (device_cuda.h) and the thread are lost.
- * The thread's data is counted, and freed by the last holder.
+ * a separate thread, and the aborting thread waits for it for a few seconds at most.  After that
+ * time, the streams count as blocked for ever, and the device (device_cuda.h) and the thread are
+ * lost.  The thread's data is reference counted.
  */
 #include <pthread.h>
 #include <stdatomic.h>
@@ -21,7 +21,7 @@
 #include "cuda/graph.h"
 #include "cuda/nccl_internal.h"
 
-enum { PATIENCE_S = 4, LOOK_NS = 100000 }; /* launchers give ranks 5 s after one has failed */
+enum { PATIENCE_S = 4, LOOK_NS = 100000 }; /* launchers allow ranks 5 s after one has failed */
 
 typedef struct ending {
     _Atomic int holders;
@@ -58,7 +58,7 @@ static void *run(void *arg)
     return NULL;
 }
 
-/* Whether all of them ended in time. */
+/* Returns whether all of them ended in time. */
 static bool run_in_time(ending *it)
 {
     const struct timespec pause = {0, LOOK_NS};
@@ -80,7 +80,7 @@ static bool run_in_time(ending *it)
     return over;
 }
 
-/* Whether a failure of `self` also ends this group. */
+/* Returns whether a failure of `self` also ends this group. */
 static bool ends_with(const fsdpc_comm_nccl *self, const fsdpc_comm_nccl *group)
 {
     return group == self || !group->base.apart;
@@ -102,8 +102,8 @@ static void take(fsdpc_comm_nccl *group, fsdpc_nccl_channel channel, ending *int
     group->channels[channel] = NULL;
 }
 
-/* The channel of gathers is gone, and with it NCCL's registrations; if it is not, NCCL may still
- * write to the notes, and they stay. */
+/* If the gather channel is gone (`over`), so are NCCL's registrations; otherwise NCCL may still
+ * write to our entries, so they stay. */
 static void forget(fsdpc_comm_nccl *group, bool over)
 {
     if (over)
@@ -112,7 +112,7 @@ static void forget(fsdpc_comm_nccl *group, bool over)
         group->registered = NULL;
 }
 
-/* Whether it ended; otherwise the device is lost. */
+/* Returns whether it ended; otherwise the device is lost. */
 static bool end(fsdpc_comm_nccl *self, ending *it)
 {
     if (it->count == 0) {
@@ -132,8 +132,8 @@ static bool end(fsdpc_comm_nccl *self, ending *it)
     return false;
 }
 
-/* Memory for the channels of `groups` groups.  Without it no channel can be ended: the GPU is
- * lost. */
+/* Allocates memory for the channels of `groups` groups.  If that fails, no channel can be ended and
+ * the GPU is lost. */
 static ending *ending_new(fsdpc_comm_nccl *self, size_t groups)
 {
     ending *made = calloc(1, sizeof *made + groups * FSDPC_NCCL_CHANNELS * sizeof *made->raws);

@@ -1,14 +1,14 @@
-/* An operation in NCCL's own calls: one per slice, or for values, all in one group.
+/* Issues an operation as NCCL calls, in one group: one per slice, or one for values.
  *
- * Gathers write the full; reductions are in place.  A slice that is whole on one rank is broadcast
- * from there, or reduced to there.
+ * Gathers write the full; reductions are in place.  A slice that one rank owns entirely is
+ * broadcast from that rank, or reduced to it.
  */
 #include "base/size.h"
 #include "comm/coll_math.h"
 #include "cuda/error.h"
 #include "cuda/nccl_internal.h"
 
-enum { ALIGN = 64 }; /* bytes that each peer sends; as fsdpc_plan_unit counts it */
+enum { ALIGN = 64 }; /* of the bytes that each peer sends; as in fsdpc_plan_unit */
 
 static const fsdpc_nccl_type types[FSDPC_DTYPE_COUNT] = {
     [FSDPC_F32] = FSDPC_NCCL_FLOAT32,   [FSDPC_F64] = FSDPC_NCCL_FLOAT64,
@@ -25,7 +25,7 @@ static fsdpc_nccl_red red_of(const fsdpc_coll *op)
     return op->op == FSDPC_RED_MAX || any ? FSDPC_NCCL_MAX : FSDPC_NCCL_SUM;
 }
 
-/* One band or whole parameter of a gather, or of a reduction, which is in place. */
+/* Issues the call for one band or whole parameter of a gather, or of an in-place reduction. */
 static fsdpc_nccl_result call_slice(const fsdpc_nccl_call *c, const fsdpc_slice *slice)
 {
     const fsdpc_coll *op = c->op;
@@ -66,7 +66,7 @@ unsigned char *fsdpc_nccl_staging_at(void *contributions, size_t stride, int ran
     return (unsigned char *)contributions + (size_t)place * stride;
 }
 
-/* Every rank sends each peer that peer's part of the slice, and receives its own part from each. */
+/* Sends each peer its part of the slice, and receives this rank's part from each. */
 static fsdpc_nccl_result exchange_slice(const fsdpc_nccl_call *c, const fsdpc_slice *slice,
                                         size_t stride)
 {

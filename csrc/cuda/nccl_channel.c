@@ -1,18 +1,19 @@
-/* NCCL's communicators, created without ever blocking in NCCL.
+/* Creates NCCL's communicators without ever blocking in NCCL.
  *
- * Rank 0 draws a unique id, the control carries its 128 bytes to the other ranks, and every rank
- * calls NCCL's nonblocking init.  Before a rank waits for the init itself, the ranks agree over the
- * control that the call succeeded, because waits there know which rank is missing.  From then on
- * its state is polled like any operation, with the communicator's deadline, interrupt and peers.
+ * Rank 0 generates a unique id, the control sends its 128 bytes to the other ranks, and every rank
+ * calls NCCL's nonblocking init.  Before waiting for the init itself, the ranks agree over the
+ * control that the call succeeded, because the control can name a missing rank.  From then on, the
+ * init's state is polled like any operation, with the communicator's checks of deadline, interrupt
+ * and peers.
  *
- * Groups that were split off begin like the world, with a new unique id: communicators are always
- * made the same way, and none depends on its parent's.
+ * Split groups start like the world, with a new unique id: communicators are always created in the
+ * same way, and none depends on its parent's.
  *
  * Gathers and reductions run concurrently on one GPU, each over its own communicator.  NCCL must
- * then know that ranks post in the same order.  Otherwise kernels of two communicators that do not
- * fit on the GPU together may start in different orders on two ranks and wait for each other for
- * ever.  The config tells NCCL so when a communicator is created; before 2.31, which lacks that
- * field, the environment does (nccl_env.c).
+ * then know that ranks post in the same order.  Otherwise, if kernels of two communicators do not
+ * fit on the GPU together, they may start in different orders on two ranks and wait for each other
+ * for ever.  From NCCL 2.31 on, the config contains this setting; for older versions, the
+ * environment does (nccl_env.c).
  *
  * Until NCCL reports that a call is done, only an abort is allowed on that channel.
  */
@@ -46,7 +47,7 @@ static fsdpc_status poll_beginning(void *arg)
     return fsdpc_nccl_channel_state(b->self, b->channel, "begin");
 }
 
-/* The unique id of a new communicator: rank 0's, on every rank. */
+/* Distributes a new communicator's unique id from rank 0 to every rank. */
 static fsdpc_status identity(fsdpc_comm_nccl *self, const char *name, fsdpc_nccl_id *id)
 {
     const fsdpc_nccl *nccl = &self->world->nccl;
@@ -101,7 +102,7 @@ fsdpc_status fsdpc_nccl_channel_open(fsdpc_comm_nccl *self, fsdpc_nccl_channel c
     return status;
 }
 
-/* Finalizing ends once the peers finalize too. */
+/* Finalizing completes once the peers also finalize. */
 void fsdpc_nccl_channels_close(fsdpc_comm_nccl *self)
 {
     const int64_t patience_ns = 5000000000;

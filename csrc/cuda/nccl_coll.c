@@ -1,4 +1,4 @@
-/* Collectives over NCCL: from the launch to the event after the last kernel.
+/* Collectives over NCCL, from the launch to the event after the last kernel.
  *
  * A posted operation is in flight (fsdpc_nccl_op).  Its agreement is posted to the control at once:
  * the same operation without data, so that peers compare it like any other.  It is only done when
@@ -6,15 +6,15 @@
  *
  * Launching.  NCCL launches on one of its own threads and may still be connecting when the call
  * returns; until it reports success, the channel must not be used.  A post waits for that; once
- * ranks have connected it takes some microseconds.  Inside a capture, no other thread may touch the
- * graph while NCCL adds to it.  A rank launches its operations one by one in posting order, over
- * both channels and all groups.  All ranks thus give NCCL their operations in the same order.
- * Otherwise two ranks of a mesh that ordered row and column differently would wait for each other
- * on the GPU.  Launched operations of different channels still overlap on the GPU.
+ * ranks are connected, the wait takes a few microseconds.  Inside a capture, no other thread may
+ * touch the graph while NCCL adds to it.  A rank launches its operations one by one in posting
+ * order, across both channels and all groups.  All ranks thus pass operations to NCCL in the same
+ * order.  Otherwise two ranks of a mesh that ordered row and column differently would wait for each
+ * other on the GPU.  Launched operations of different channels still overlap on the GPU.
  *
  * Ordered.  Once an operation is on its stream, another stream can wait for the event after it, and
  * the caller's work is idle.  The operation stays in flight until the host sees that it is done,
- * which every wait checks. nccl_ahead.c decides how far the host may be ahead of the device.
+ * which every wait checks. nccl_ahead.c limits how far the host may run ahead of the device.
  *
  * Captured.  While the device captures, operations are also put on their streams, and become part
  * of a graph.  The host may not test events then, so a captured operation ends when it is ordered.
@@ -22,10 +22,10 @@
  * as one operation, and is in flight like any other.
  *
  * Sums are ncclSum, in NCCL's order and the operation's dtype, in place in the buffer.  The
- * engine's part follows on the same stream.  It uses the kernel that elsewhere sums ranks, here
- * with one rank.  The kernel scales the own slices in fp32, rounds them through the reduce dtype,
- * and writes or adds them to the shard.  The sum is thus not the pairwise tree of comm_shm.  If
- * sums must be a tree, and for float values, our own kernels do the summing (nccl_join.c).
+ * engine's part follows on the same stream.  It uses the kernel that sums over ranks elsewhere,
+ * here with one rank.  The kernel scales this rank's slices in fp32, rounds them through the reduce
+ * dtype, and writes or adds them to the shard.  The sum is thus not the pairwise tree of comm_shm.
+ * If a tree is required, and for float values, our own kernels compute the sums (nccl_join.c).
  *
  * While a rank waits, it advances the operations of all its groups, because peers may wait for
  * those.
@@ -116,7 +116,7 @@ static void advance_behind(const fsdpc_comm_nccl *group, uint64_t turn)
         op->turn -= op->turn > turn;
 }
 
-/* Its turn never comes: later ones move up. */
+/* Removes it from the order; later operations move up. */
 static void turn_forget(fsdpc_comm_nccl *self, const fsdpc_nccl_op *op)
 {
     turns_of(self)->posted--;
@@ -193,7 +193,7 @@ static fsdpc_status launch(fsdpc_comm_nccl *self, fsdpc_nccl_op *op)
     return fsdpc_nccl_is_accepted(result) ? FSDPC_OK : fsdpc_nccl_check(c.nccl, result, "take it");
 }
 
-/* NCCL's part is on the stream; ours follows it. */
+/* Enqueues our part after NCCL's, which is on the stream. */
 static fsdpc_status follow(fsdpc_comm_nccl *self, fsdpc_nccl_op *op)
 {
     const fsdpc_coll *coll = &op->coll;
@@ -221,7 +221,7 @@ static fsdpc_status test_done(fsdpc_nccl_op *op)
     return FSDPC_OK;
 }
 
-/* On its stream, where events must not be queried. */
+/* Ends a captured operation once it is on its stream; its events must not be queried. */
 static fsdpc_status captured(const fsdpc_comm_nccl *self, fsdpc_nccl_op *op)
 {
     if (!op->captured || (op->work && fsdpc_nccl_is_capturing(self)))
@@ -230,7 +230,7 @@ static fsdpc_status captured(const fsdpc_comm_nccl *self, fsdpc_nccl_op *op)
     return FSDPC_OK;
 }
 
-/* A graph runs on the channels of all groups. */
+/* Checks whether an operation has run; a graph uses the channels of all groups. */
 static fsdpc_status running(const fsdpc_comm_nccl *self, const fsdpc_nccl_op *op)
 {
     fsdpc_status status = FSDPC_OK;
@@ -243,7 +243,7 @@ static fsdpc_status running(const fsdpc_comm_nccl *self, const fsdpc_nccl_op *op
     return status;
 }
 
-/* Advances it as far as possible.  `busy`: per channel, whether an earlier operation runs there. */
+/* Advances it as far as possible.  `busy`: whether an earlier operation runs, per channel. */
 static fsdpc_status gpu_step(fsdpc_comm_nccl *self, fsdpc_nccl_op *op, bool *busy)
 {
     fsdpc_nccl_turns *turns = turns_of(self);
@@ -260,7 +260,7 @@ static fsdpc_status gpu_step(fsdpc_comm_nccl *self, fsdpc_nccl_op *op, bool *bus
     if (op->stage == FSDPC_NCCL_RUNNING && (op->captured || fsdpc_nccl_is_capturing(self)))
         return captured(self, op);
     if (op->stage == FSDPC_NCCL_RUNNING && !busy[op->channel]) {
-        /* The channel may be busy with a later operation, which says nothing about this one. */
+        /* The channel may be busy with a later operation, which is irrelevant here. */
         fsdpc_status status = running(self, op);
         if (status >= 0)
             status = test_done(op);
@@ -270,8 +270,8 @@ static fsdpc_status gpu_step(fsdpc_comm_nccl *self, fsdpc_nccl_op *op, bool *bus
     return op->stage == FSDPC_NCCL_DONE ? FSDPC_OK : FSDPC_IN_PROGRESS;
 }
 
-/* NCCL knows that a peer is gone; the control knows which and why, perhaps a little later.
- * FSDPC_OK if it does not. */
+/* When NCCL reports that a peer is gone, the control may know which and why, perhaps a little
+ * later.  Returns FSDPC_OK if it does not. */
 static fsdpc_status name_death(fsdpc_comm_nccl *self)
 {
     enum { LOOKS = 80, LOOK_NS = 10000000 }; /* longer than a tick of the watch between hosts */

@@ -1,18 +1,17 @@
-/* The one place that sets environment variables of the process for NCCL.
+/* The only file that sets the process's environment variables for NCCL.
  *
- * NCCL reads a variable when it first needs it and never again, so all are set when the library is
- * opened, before the first unique id is drawn.  Variables that are already set stay: the user chose
- * them.
+ * NCCL reads each variable only once, on first use, so all are set when the library is opened,
+ * before the first unique id is generated.  Variables that are already set stay, because the user
+ * chose them.
  *
- * A copy that was already in the process (torch's) may have been used.  The variables of its
- * sockets are then left unchanged, because it may communicate with other hosts.  Before 2.31 the
- * launch order is not a field of the config.  A variable that is set now may be too late, hence a
- * warning.
+ * A copy already in the process (torch's) may have been used.  Its socket variables are then left
+ * unchanged, because it may communicate with other hosts.  Before 2.31, the config has no launch
+ * order field.  A variable that is set now may be too late, hence a warning.
  *
  * If all ranks are on one host, their sockets only need its loopback interface.  NCCL does not use
- * its IPv6 address, and fails if the selected interface has no other.  For several hosts, NCCL
- * selects the interface, unless the user does.  NCCL may have been opened before it is known that
- * there are several hosts (to be described); loopback, which cannot connect them, is then unset.
+ * that interface's IPv6 address, and fails if it has no other.  For several hosts, NCCL selects the
+ * interface, unless the user does.  If NCCL was opened before the number of hosts was known (only
+ * to describe it), loopback, which cannot connect hosts, is then unset.
  */
 #include <ifaddrs.h>
 #include <net/if.h>
@@ -47,7 +46,7 @@ static fsdpc_status set(const char *name, const char *value)
     return FSDPC_OK;
 }
 
-/* Whether NCCL can use only the loopback interface. */
+/* Returns whether NCCL can use only the loopback interface. */
 static bool has_loopback(void)
 {
     struct ifaddrs *all = NULL;

@@ -8,7 +8,7 @@
  *     nccl_join.c       sums and extrema that are not NCCL's
  *     nccl_coll.c       operations in flight: launching, following, ending them
  *     nccl_ahead.c      how far the host may run ahead of them
- *     nccl_post.c       post, test and order of the table
+ *     nccl_post.c the table's post, test and order
  *     nccl_register.c   registering memory with NCCL before gathers write to it
  *     comm_nccl.c       lifetime, split, wires and buffers, waiting, failure
  *
@@ -23,8 +23,8 @@
 #include "cuda/control.h"
 #include "cuda/nccl_load.h"
 
-/* The channels of a group: its NCCL communicators.  One serves one operation at a time, so gathers
- * and reductions have one each.  (NCCL's own "channels" are parts of one communicator.)  NULL until
+/* A group's channels: its NCCL communicators.  Each runs one operation at a time, so gathers and
+ * reductions have one each.  (NCCL's own "channels" are parts of one communicator.)  NULL until
  * first needed: groups that only exchange host values use no GPU resources. */
 typedef enum fsdpc_nccl_channel {
     FSDPC_NCCL_GATHERS,
@@ -44,7 +44,7 @@ typedef struct fsdpc_nccl_op {
     struct fsdpc_nccl_op *next;
     fsdpc_coll coll;
     fsdpc_work *work;     /* the caller's, whose impl points here; NULL: it was ordered */
-    fsdpc_work agreement; /* on the control: all posted the same, or, for host memory, all */
+    fsdpc_work agreement; /* on the control: confirms equal posts; carries host values */
     fsdpc_nccl_stage stage;
     fsdpc_nccl_channel channel;
     uint64_t turn;     /* on_gpu: its position among all posts of the thread */
@@ -52,18 +52,18 @@ typedef struct fsdpc_nccl_op {
     bool on_gpu;
     bool captured; /* it runs whenever a graph does; peers compare the capture later */
     cudaEvent_t done;
-    void *contributions; /* of the others or of all, if our kernels join them; otherwise NULL */
+    void *contributions; /* the others' or all ranks', if our kernels join them; otherwise NULL */
 } fsdpc_nccl_op;
 
-/* Memory of the group that receives peers' parts of sums (nccl_join.c). */
+/* The group's memory for peers' parts of sums (nccl_join.c). */
 typedef struct fsdpc_nccl_staging {
     void *at;
     size_t bytes;
-    cudaStream_t last; /* the last to access it, until `read`; NULL: not used yet */
+    cudaStream_t last; /* the last stream to access it, until `read`; NULL: not used yet */
     cudaEvent_t read;
 } fsdpc_nccl_staging;
 
-/* The order in which one thread passes operations to NCCL: its posting order, over all groups. */
+/* The order in which one thread passes operations to NCCL: its posting order, across all groups. */
 typedef struct fsdpc_nccl_turns {
     uint64_t posted, launched;
 } fsdpc_nccl_turns;
@@ -77,7 +77,7 @@ typedef struct fsdpc_nccl_world {
     fsdpc_nccl_turns turns; /* for groups that are not set apart */
 } fsdpc_nccl_world;
 
-/* How memory that gathers write is registered with NCCL. */
+/* How the memory that gathers write to is registered with NCCL. */
 typedef enum fsdpc_nccl_registers {
     FSDPC_NCCL_NOTHING,
     FSDPC_NCCL_BUFFERS, /* by each rank separately */
@@ -98,10 +98,10 @@ typedef struct fsdpc_comm_nccl {
     fsdpc_nccl_op *spare;
     int buffers;                    /* created and not yet destroyed */
     fsdpc_nccl_staging staging;     /* while buffers exist */
-    fsdpc_nccl_registers registers; /* determined when the channel of gathers is created */
+    fsdpc_nccl_registers registers; /* determined when the gather channel is created */
     fsdpc_nccl_registered *registered;
-    int64_t missed_ns;      /* when a gone peer was first seen; 0: never */
-    bool fails_to_register; /* it failed, on all ranks: no more attempts */
+    int64_t missed_ns;      /* when a missing peer was first noticed; 0: never */
+    bool fails_to_register; /* registration failed on all ranks: no more attempts */
 } fsdpc_comm_nccl;
 
 /* In a forked child, neither CUDA nor NCCL may be called. */
@@ -117,7 +117,7 @@ static inline fsdpc_comm_nccl *fsdpc_nccl_of(fsdpc_comm *comm)
 
 /* ---- nccl_call.c ---- */
 
-/* A call of NCCL: an operation of this rank, on a channel and a stream. */
+/* An NCCL call: this rank's operation on a channel and a stream. */
 typedef struct fsdpc_nccl_call {
     const fsdpc_nccl *nccl;
     fsdpc_nccl_comm raw;
@@ -125,7 +125,7 @@ typedef struct fsdpc_nccl_call {
     const fsdpc_coll *op;
     void *contributions; /* of fsdpc_nccl_op */
     int rank, size;
-    bool in_place; /* GATHER: own slices are in the full */
+    bool in_place; /* GATHER: this rank's slices are in the full */
 } fsdpc_nccl_call;
 
 static inline bool fsdpc_nccl_is_accepted(fsdpc_nccl_result result)
@@ -135,11 +135,11 @@ static inline bool fsdpc_nccl_is_accepted(fsdpc_nccl_result result)
 
 fsdpc_nccl_result fsdpc_nccl_call_op(const fsdpc_nccl_call *c);
 
-/* For an in-place gather: copies the own slices to their places in the full. */
+/* For an in-place gather: copies this rank's slices to their places in the full. */
 fsdpc_status fsdpc_nccl_place_own(const fsdpc_nccl_call *c);
-/* Contributions to a reduction: the number of elements that one peer sends, which is also the
- * distance between two peers', and the start of those from `peer` to `rank`.  A slice has the same
- * offset as in the shard. */
+/* For contributions to a reduction: the number of elements that one peer sends, which is also the
+ * stride between peers, and the start of those from `peer` to `rank`.  Slices have the same offsets
+ * as in the shard. */
 size_t fsdpc_nccl_staging_stride(const fsdpc_coll *op);
 unsigned char *fsdpc_nccl_staging_at(void *contributions, size_t stride, int rank, int peer);
 
@@ -153,19 +153,19 @@ struct fsdpc_nccl_registered {
     void *handle;
 };
 
-/* Collective, when the channel of gathers is created: sets `registers`. */
+/* Collective, when the gather channel is created: sets `registers`. */
 fsdpc_status fsdpc_nccl_learn(fsdpc_comm_nccl *self);
-/* The entry that contains `memory`; NULL: it is not registered. */
+/* Returns the entry that contains `memory`; NULL: it is not registered. */
 fsdpc_nccl_registered *fsdpc_nccl_registered_find(const fsdpc_comm_nccl *self, const void *memory);
 /* Removes and frees the entry.  `tell`: also deregisters it with NCCL. */
 void fsdpc_nccl_registered_drop(fsdpc_comm_nccl *self, fsdpc_nccl_registered *known, bool tell);
-/* The channel of gathers is gone, and with it all registrations. */
+/* Drops all registrations, which ended with the gather channel. */
 void fsdpc_nccl_forget(fsdpc_comm_nccl *self);
 
 /* ---- nccl_abort.c ---- */
 
-/* Ends everything that runs on the channel, on both, or on those of all groups that end with this
- * one, at once and unfinished.  Takes a few seconds at most, or the device is lost. */
+/* Immediately ends all work on the channel, on both channels, or on those of all groups that end
+ * with this one, even if unfinished.  Takes a few seconds at most, or the device is lost. */
 void fsdpc_nccl_channel_abort(fsdpc_comm_nccl *self, fsdpc_nccl_channel channel);
 void fsdpc_nccl_channels_abort(fsdpc_comm_nccl *self);
 void fsdpc_nccl_groups_abort(fsdpc_comm_nccl *self);
@@ -186,15 +186,15 @@ void fsdpc_nccl_channels_close(fsdpc_comm_nccl *self);
 
 /* ---- nccl_join.c ---- */
 
-/* Whether NCCL only collects contributions, and our kernels join them. */
+/* Returns whether NCCL only collects contributions and our kernels join them. */
 bool fsdpc_nccl_is_joined(const fsdpc_coll *coll);
-/* Whether the staging memory is too small for it.  Before join_open enlarges the memory, nothing
- * may use it and all posts must have been launched. */
+/* Returns whether the staging memory is too small for it.  Before join_open enlarges the memory, it
+ * must not be in use and all posts must have been launched. */
 bool fsdpc_nccl_staging_is_short(const fsdpc_comm_nccl *self, const fsdpc_coll *coll);
-/* At the post: allocates memory for the contributions; frees it once they were read. */
+/* At the post: allocates memory for the contributions; the memory is freed after they were read. */
 fsdpc_status fsdpc_nccl_join_open(fsdpc_comm_nccl *self, fsdpc_nccl_op *op);
 void fsdpc_nccl_join_close(fsdpc_comm_nccl *self, fsdpc_nccl_op *op);
-/* Before NCCL's part is put on `stream`. */
+/* Called before NCCL's part is put on `stream`. */
 fsdpc_status fsdpc_nccl_join_begin(const fsdpc_comm_nccl *self, const fsdpc_nccl_op *op,
                                    cudaStream_t stream);
 /* Joins them after NCCL's part. */
@@ -203,30 +203,31 @@ void fsdpc_nccl_staging_free(fsdpc_comm_nccl *self);
 
 /* ---- nccl_coll.c ---- */
 
-/* Storage of an operation; freed when it is not in the list `in_flight`. */
+/* Returns storage for an operation, which is free when it is not in the list `in_flight`. */
 fsdpc_status fsdpc_nccl_op_take(fsdpc_comm_nccl *self, fsdpc_nccl_op **out);
 void fsdpc_nccl_op_give(fsdpc_comm_nccl *self, fsdpc_nccl_op *op);
-/* Appends it, in its turn. */
+/* Appends the operation, in its turn. */
 void fsdpc_nccl_op_add(fsdpc_comm_nccl *self, fsdpc_nccl_op *op);
 bool fsdpc_nccl_is_launched(const fsdpc_nccl_op *op);
 bool fsdpc_nccl_is_capturing(const fsdpc_comm_nccl *self);
-/* The caller's work is idle, whatever its operation does next. */
+/* Makes the caller's work idle, whatever its operation does next. */
 void fsdpc_nccl_work_end(fsdpc_work *work, fsdpc_status status);
-/* Advances what is in flight in any group of this rank, as every wait of this communicator does. */
+/* Advances this rank's operations in flight in all groups, as every wait of this communicator
+ * does. */
 fsdpc_status fsdpc_nccl_carry_on(fsdpc_comm_nccl *self);
-/* Waits until NCCL has put all posts on their streams.  To be called before a wait in the control,
- * which advances nothing here: peers may wait for an operation that we have not launched. */
+/* Waits until NCCL has put all posts on their streams.  Must be called before a wait in the
+ * control, which advances no operations: peers may wait for one that we have not launched. */
 fsdpc_status fsdpc_nccl_launched(fsdpc_comm_nccl *self);
 /* Waits, for a few seconds at most, until ordered operations are done. */
 void fsdpc_nccl_ops_finish(fsdpc_comm_nccl *self);
-/* Operations in flight end with `status` and are not accessed again. */
+/* Ends operations in flight with `status`; they are not accessed again. */
 void fsdpc_nccl_ops_drop(fsdpc_comm_nccl *self, fsdpc_status status);
 void fsdpc_nccl_ops_free(fsdpc_comm_nccl *self);
 
 /* ---- nccl_ahead.c ---- */
 
-/* Before a post: waits until the host is not too far ahead of the GPU, and checks whether
- * operations long in flight can still end. */
+/* Before a post: waits until the host is not too far ahead of the GPU, and checks whether old
+ * operations can still end. */
 fsdpc_status fsdpc_nccl_stay_near(fsdpc_comm_nccl *self);
 
 /* ---- nccl_post.c ---- */

@@ -1,7 +1,7 @@
-/* Selects the NCCL library: see the header for the order and its reason.
+/* Selects the NCCL library; the header explains the order.
  *
- * Every opening goes through the loader again, which counts references and returns the same
- * library, so no state is kept here.
+ * Every call opens the library again; the loader counts references and returns the same one, so no
+ * state is kept here.
  */
 #include "cuda/nccl_load.h"
 
@@ -19,7 +19,7 @@ static fsdpc_status open_library(const char *path, void **out, bool *was_here_ou
     *was_here_out = library != NULL;
     if (!library && path) {
         library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-        if (!library) /* a user who names one does not want another */
+        if (!library) /* if the user names a library, no other is tried */
             return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
                               "cannot load NCCL: %s (FSDPC_NCCL_LIB names it); name another, or "
                               "unset it",

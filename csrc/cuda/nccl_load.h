@@ -3,8 +3,8 @@
  * A process must not have two copies: each would have its own view of devices and peers, and
  * torch's collectives would share neither with ours.  The copy already in the process (torch's)
  * therefore comes first.  Next is the library at a given path, and then the bare name, which the
- * plugin's run path looks for in pip's nvidia packages before the system's folders.  If torch is
- * imported later, it finds our copy by that same name.
+ * plugin's run path resolves to pip's nvidia packages before the system's folders.  If torch is
+ * imported later, it finds our copy by the same name.
  *
  * Opening needs no GPU.  An opened library stays open, and its environment is set (nccl_env.c).
  */
@@ -25,14 +25,14 @@ typedef struct fsdpc_nccl {
 } fsdpc_nccl;
 
 /* `path` may be NULL.  FSDPC_ERR_UNSUPPORTED, with the loader's message, if NCCL is not found, or
- * with the missing feature; before 2.26 it lacks the order of several communicators' operations.
+ * with the missing feature; before 2.26, NCCL cannot order several communicators' operations.
  * `several_hosts`: loopback does not connect the ranks.  `log` receives a warning if the
  * environment is set too late; NULL: a later opening reports it. */
 fsdpc_status fsdpc_nccl_open(const char *path, bool several_hosts, const fsdpc_log *log,
                              fsdpc_nccl *out);
 
-/* NCCL's error as ours: "NCCL failed to <what>: <its text>".  FSDPC_ERR_PEER if another rank or the
- * connection to it caused the failure. */
+/* Translates NCCL's error: "NCCL failed to <what>: <its text>".  FSDPC_ERR_PEER if another rank or
+ * the connection to it caused the failure. */
 fsdpc_status fsdpc_nccl_check(const fsdpc_nccl *nccl, fsdpc_nccl_result result, const char *what);
 
 /* Opens NCCL and names it: "NCCL 2.28.9 at /usr/lib/libnccl.so.2". */
@@ -43,8 +43,8 @@ fsdpc_status fsdpc_nccl_describe(const char *path, char *text, size_t bytes);
 /* Sets the environment for NCCL at opening, and reports to `log` if that is too late. */
 fsdpc_status fsdpc_nccl_environment(const fsdpc_nccl *nccl, bool several_hosts,
                                     const fsdpc_log *log);
-/* Allows ranks to share a GPU, which NCCL supports from 2.30 on; to be called before the first
- * channel. */
+/* Allows ranks to share a GPU, which NCCL supports from 2.30 on; must be called before the first
+ * channel is created. */
 fsdpc_status fsdpc_nccl_allow_sharing(void);
 
 #endif

@@ -17,7 +17,7 @@ static fsdpc_status refused(const fsdpc_coll *op, const char *why)
                       op->what ? op->what : "", why);
 }
 
-/* Whether the GPU takes part in it. */
+/* Determines whether the operation involves the GPU. */
 static fsdpc_status is_for_gpu(const fsdpc_coll *op, bool *out)
 {
     if (op->agree_only || op->kind == FSDPC_COLL_BARRIER) {
@@ -71,7 +71,7 @@ static fsdpc_status agreement_post(fsdpc_comm_nccl *self, fsdpc_nccl_op *op, boo
                                 fsdpc_comm_post(self->base.control, &coll, &op->agreement));
 }
 
-/* The outcome of a work that is not in flight. */
+/* Returns the outcome of a work that is not in flight. */
 static fsdpc_status outcome(const fsdpc_work *work)
 {
     if (work->status == FSDPC_OK)
@@ -84,7 +84,7 @@ static bool is_in_flight(const fsdpc_work *work)
     return atomic_load_explicit(&work->state, memory_order_relaxed);
 }
 
-/* A failure is found in the work, and test reports it. */
+/* Polls the launch; test later reports a failure, which the work stores. */
 static fsdpc_status poll_launch(void *arg)
 {
     const fsdpc_work *work = arg;
@@ -95,7 +95,7 @@ static fsdpc_status poll_launch(void *arg)
     return fsdpc_nccl_is_launched(work->impl) ? FSDPC_OK : FSDPC_IN_PROGRESS;
 }
 
-/* For a post.  An interrupted post continues by itself, like an ordered one. */
+/* Waits for the launch of a post.  An interrupted post continues by itself, like an ordered one. */
 static fsdpc_status wait_for_launch(fsdpc_work *work)
 {
     fsdpc_status status = fsdpc_comm_wait_for(work->comm, poll_launch, work,
@@ -118,7 +118,7 @@ static fsdpc_status poll_unused(void *arg)
     return FSDPC_OK;
 }
 
-/* Before the staging memory grows, peers and the GPU must have finished with the old. */
+/* Before the staging memory grows, peers and the GPU must have finished with the old memory. */
 static fsdpc_status contributions_open(fsdpc_comm_nccl *self, fsdpc_nccl_op *op)
 {
     if (fsdpc_nccl_staging_is_short(self, &op->coll)) {

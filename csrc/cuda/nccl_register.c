@@ -1,22 +1,22 @@
-/* Memory that is registered with NCCL before gathers write to it.
+/* Registers memory with NCCL before gathers write to it.
  *
  * NCCL gathers into any memory, through its own buffers.  If all ranks have registered a symmetric
  * window together, peers write to it directly.  Slots, and fulls with a whole device window, are
- * therefore registered once each with the communicator of gathers, by the address of their first
+ * therefore registered once each with the gather communicator, by the address of their first
  * mapping.  NCCL registers the memory behind one driver handle, which it only finds by the first
- * mapping.  Reduce buffers are in the device's pooled memory, of which NCCL cannot make a window,
- * and are not registered.
+ * mapping.  Reduce buffers are in the device's pooled memory, for which NCCL cannot create a
+ * window, and are not registered.
  *
- * If NCCL cannot make a window, because GPUs cannot access each other, each rank registers the
+ * If NCCL cannot create a window, because GPUs cannot access each other, each rank registers the
  * memory separately.  An old NCCL, or a GPU without windows, works without registration.
  *
- * Registering continues in the background, as an init does.  A failure does not end the run, but
- * NCCL's communicator has failed with it, and a peer may wait in the same call for ever.  Ranks
- * therefore agree on the call and on its end, and wait a bounded time for both.  Then they create
- * the communicator anew, with nothing registered.
+ * Registration continues in the background, as an init does.  A failure does not end the run, but
+ * NCCL's communicator also fails, and a peer may wait in the same call for ever.  Ranks therefore
+ * agree on the call and on its end, and wait a bounded time for both.  After a failure, they create
+ * a new communicator, with nothing registered.
  *
- * A gather into registered memory is in place: the own slices are first copied to their places in
- * the full, so both source and destination are registered.
+ * A gather into registered memory is in place: this rank's slices are first copied to their places
+ * in the full, so both source and destination are registered.
  */
 #include <stdlib.h>
 
@@ -49,7 +49,7 @@ static fsdpc_status poll_registered(void *arg)
     return status;
 }
 
-/* At most half of the deadline: the following agreement has all of it. */
+/* Returns at most half of the deadline, because the following agreement may take all of it. */
 static int64_t patience_ns(const fsdpc_comm *comm)
 {
     double s = comm->timeout_s / 2;
@@ -107,7 +107,7 @@ static fsdpc_status go_on_without(fsdpc_comm_nccl *self, fsdpc_nccl_registered *
         self->fails_to_register = true;
     }
     if (made) {
-        made->bytes = 0; /* no memory is in it */
+        made->bytes = 0; /* the entry contains no memory */
         keep(self, made);
     }
     return status == FSDPC_OK ? fsdpc_nccl_channel_open(self, FSDPC_NCCL_GATHERS) : status;

@@ -1,6 +1,6 @@
 /* Memory registered with NCCL: what NCCL supports, and the list of registrations.
  *
- * The list belongs to the channel of gathers and ends with it. nccl_register.c adds to it.
+ * The list belongs to the gather channel and ends with it. nccl_register.c adds to it.
  */
 #include <stdlib.h>
 

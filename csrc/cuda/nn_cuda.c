@@ -1,4 +1,4 @@
-/* The GPU's table of neural network kernels: checks before the launchers.
+/* The GPU's table of neural network kernels: checks arguments before the launchers.
  *
  * The CPU's kernels have the same argument checks.  Kernels report data errors (ids and targets out
  * of range) at the next sync.  Products go to cuBLASLt if it is available and supports them,
@@ -26,7 +26,7 @@ static fsdpc_status check_ids(fsdpc_dtype dtype, const char *what)
                       fsdpc_dtype_name(dtype));
 }
 
-/* A slot that checks its dtype and launches. */
+/* Defines a slot that checks its dtype and launches. */
 #define FLOAT_SLOT(name, args_type, what)                                                          \
     static fsdpc_status name(const args_type *args, fsdpc_stream *stream)                          \
     {                                                                                              \

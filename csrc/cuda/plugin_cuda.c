@@ -1,4 +1,4 @@
-/* libfsdpc_cuda.so: the table that the core gets, and the one symbol that the library exports.
+/* libfsdpc_cuda.so: the table passed to the core, and the library's only exported symbol.
  *
  * Opening it uses neither the driver nor NCCL.
  */

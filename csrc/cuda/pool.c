@@ -2,15 +2,15 @@
  *
  * Up to 1 MiB, each power of two is divided into eight classes.  Larger sizes are multiples of 2
  * MiB, the granularity in which the driver maps memory.  A block never changes its class and is
- * never split: a training step requests the same sizes every time, so cleverness gains nothing.
+ * never split: every training step requests the same sizes, so more elaborate schemes gain nothing.
  *
  * Two hash tables of chains hold live blocks by address and free blocks by class; the free block
  * with the lowest address is used first.
  *
- * A block counts the holds on it, and each hold lists its blocks.  A held block that was freed is
- * `parked`: it stays in the table of live blocks, but has no owner.  While a hold is being made,
- * every live block has that hold; a block that is freed without any other hold serves the capture
- * again.
+ * A block counts its holds, and each hold lists its blocks.  A held block that was freed is
+ * `parked`: it stays in the table of live blocks, but has no owner.  While a hold is being created,
+ * it includes every live block; a block that is freed and has no other hold can be reused by the
+ * capture.
  */
 #include "cuda/pool.h"
 
@@ -46,7 +46,7 @@ struct fsdpc_cuda_pool {
     block *live[BUCKETS], *spare[BUCKETS];
     size_t held_bytes[FSDPC_MEM_COUNT]; /* as counted */
     fsdpc_cuda_hold *making;            /* NULL: no capture is in progress */
-    block *capture_spare[BUCKETS];      /* freed during it, without another hold */
+    block *capture_spare[BUCKETS];      /* freed during the capture, without another hold */
 };
 
 static size_t class_of(size_t bytes)
@@ -112,8 +112,8 @@ static block *take(block **chain, const void *pointer)
     return NULL;
 }
 
-/* Takes the block of a class with the lowest address.  A step that finds the same free blocks as
- * the last one thus gets the same addresses. */
+/* Takes the class's block with the lowest address.  If a step starts with the same free blocks as
+ * the previous one, it thus gets the same addresses. */
 static block *take_lowest(block **chain, size_t class_bytes)
 {
     const void *lowest = NULL;
@@ -236,7 +236,7 @@ static fsdpc_status add_hold(fsdpc_cuda_hold *hold, block *it)
     return FSDPC_OK;
 }
 
-/* A block that the capture itself freed, otherwise any free block. */
+/* Takes a block that the capture itself freed, otherwise any free block. */
 static fsdpc_status take_for_capture(fsdpc_cuda_pool *pool, size_t class_bytes, block **out)
 {
     size_t bucket = bucket_of(class_bytes);

@@ -1,22 +1,22 @@
-/* Device memory, or pinned host memory that the device can access, counted and kept for reuse.
+/* A pool of device memory, or pinned host memory that the device can access, counted and reused.
  *
  * Blocks come from cudaMalloc, which may stop the whole device, so they are kept when freed and
- * handed out again by size class.  A steady-state step asks CUDA for nothing (system_allocs
- * counts), so it is also legal inside a graph capture.  If CUDA has no memory left, the allocating
- * caller gives the free blocks back to it and tries once more (wait.h).
+ * handed out again by size class.  A steady-state step makes no CUDA allocations (system_allocs
+ * counts them), so it is also legal inside a graph capture.  If CUDA has no memory left, the
+ * allocating caller returns the free blocks to it and tries once more (wait.h).
  *
  * Order.  A freed block may be reused at once.  That is safe for work on the device's main stream,
- * which runs in order: the old user of the block comes before the new one.  If work of another
- * stream uses a block, an event orders that work before the free.  Otherwise the block lives as
- * long as the engine, as shards, buffers and windows do.
+ * which runs in order: the block's old user runs before the new one.  If another stream's work uses
+ * a block, an event orders that work before the free.  Otherwise the block lives as long as the
+ * engine, as shards, buffers and windows do.
  *
  * Holds.  A graph uses the captured memory whenever it is launched.  From hold_begin to hold_end,
  * the pool records the blocks that the capture may use: all that are live when it begins or are
- * acquired until it ends.  During the capture, freed blocks serve only the capture, and CUDA gets
- * no requests.  Afterwards, a held block that is freed is not reused until its last hold is
+ * acquired until it ends.  During the capture, only the capture reuses freed blocks, and nothing is
+ * allocated from CUDA.  Afterwards, a held block that is freed is not reused until its last hold is
  * released; meanwhile it counts as OTHER.
  *
- * Any thread may call.
+ * Functions may be called from any thread.
  */
 #ifndef FSDPC_CUDA_POOL_H
 #define FSDPC_CUDA_POOL_H
@@ -30,16 +30,16 @@ typedef struct fsdpc_cuda_hold fsdpc_cuda_hold;
 fsdpc_status fsdpc_cuda_pool_create(fsdpc_mem *mem, bool pinned, fsdpc_cuda_pool **out);
 void fsdpc_cuda_pool_destroy(fsdpc_cuda_pool *pool); /* frees all blocks, including live ones */
 fsdpc_status fsdpc_cuda_pool_alloc(fsdpc_cuda_pool *pool, fsdpc_mem_kind kind, size_t bytes,
-                                   void **out); /* 512-byte aligned; 0 bytes also give a pointer */
+                                   void **out); /* 512-byte aligned; not NULL even for 0 bytes */
 /* NULL and pointers of another pool are ignored. */
 void fsdpc_cuda_pool_free(fsdpc_cuda_pool *pool, void *pointer);
-/* Returns free blocks to CUDA after waiting until they are not used any more, because cudaFree may
- * not wait by itself.  If the wait fails, they stay, and its error is returned.  Not allowed inside
- * a capture. */
+/* Returns free blocks to CUDA after waiting until they are no longer used, because cudaFree may not
+ * wait.  If the wait fails, they are kept, and its error is returned.  Not allowed inside a
+ * capture. */
 fsdpc_status fsdpc_cuda_pool_trim(fsdpc_cuda_pool *pool, fsdpc_status (*wait)(fsdpc_device *),
                                   fsdpc_device *device);
 
-/* Only one at a time. */
+/* Only one hold may be open at a time. */
 fsdpc_status fsdpc_cuda_pool_hold_begin(fsdpc_cuda_pool *pool, fsdpc_cuda_hold **out);
 void fsdpc_cuda_pool_hold_end(fsdpc_cuda_pool *pool);
 void fsdpc_cuda_pool_hold_release(fsdpc_cuda_pool *pool, fsdpc_cuda_hold *hold); /* NULL is fine */

@@ -1,11 +1,11 @@
-/* A stream as launchers see it: its CUDA stream, and where kernels report faults.
+/* The launchers' view of a stream: its CUDA stream, and the memory in which kernels report faults.
  *
  * For C and C++ (kernels are C++).  A stream that is not async is an alias of the device's main
  * stream.
  *
- * Faults.  A kernel that meets a bad index cannot return an error.  It writes the first one to the
- * queue's fault, in pinned memory, and continues as if the index were harmless.  The next sync of
- * the stream turns it into an error, once.
+ * Faults.  A kernel that finds an invalid index cannot return an error.  It writes the first one to
+ * the queue's fault, in pinned memory, and continues as if the index were harmless.  The next sync
+ * of the stream turns it into an error, once.
  */
 #ifndef FSDPC_CUDA_QUEUE_H
 #define FSDPC_CUDA_QUEUE_H
@@ -21,8 +21,8 @@ typedef enum fsdpc_cuda_fault_kind {
 } fsdpc_cuda_fault_kind;
 
 typedef struct fsdpc_cuda_fault {
-    unsigned kind;          /* claimed by compare-and-swap, so the first one stays */
-    long long value;        /* the bad index */
+    unsigned kind;          /* claimed by compare-and-swap, so the first fault stays */
+    long long value;        /* the invalid index */
     unsigned long long at;  /* its position */
     unsigned long long end; /* indices are below this */
 } fsdpc_cuda_fault;
@@ -31,7 +31,7 @@ typedef struct fsdpc_cuda_queue {
     cudaStream_t raw;
     fsdpc_cuda_fault *fault;
     int multiprocessors;
-    size_t shared_bytes; /* maximum for one block */
+    size_t shared_bytes; /* maximum shared memory per block */
 } fsdpc_cuda_queue;
 
 typedef struct fsdpc_cuda_stream {
@@ -47,13 +47,13 @@ typedef struct fsdpc_cuda_device {
     int multiprocessors;
     size_t shared_bytes;
     fsdpc_cuda_stream *main; /* for plain streams and for memory: see device_cuda.h */
-    cudaStream_t own;        /* main's stream unless another is adopted */
+    cudaStream_t own;        /* the stream behind main unless another is adopted */
     cudaEvent_t behind;      /* a point in main that another stream waits for */
     struct fsdpc_cuda_pool *pool;
     struct fsdpc_cuda_pool *pinned;           /* for host memory */
     struct fsdpc_cuda_windows *windows;       /* NULL: not supported */
-    struct fsdpc_cuda_products *gemm;         /* NULL until the first product asks for cuBLASLt */
-    struct fsdpc_cuda_attentions *attentions; /* NULL until the first attention asks for cuDNN */
+    struct fsdpc_cuda_products *gemm;         /* NULL until the first product needs cuBLASLt */
+    struct fsdpc_cuda_attentions *attentions; /* NULL until the first attention needs cuDNN */
     struct fsdpc_cuda_graph *capture;         /* being recorded; NULL: none */
     struct fsdpc_cuda_graph *graphs;          /* all live ones */
     int cudnn;                                /* attention may use cuDNN; 2: in any order */

@@ -1,9 +1,8 @@
-/* How ranks on GPUs join: they exchange the addresses of their GPUs over the control, and start
- * NCCL.
+/* Connects ranks on GPUs: they exchange their GPUs' addresses over the control, and start NCCL.
  *
- * NCCL 2.30 and newer lets ranks share a GPU if its environment says so before its first init.
- * This file sets that when ranks share one.  With an older NCCL every rank fails, and the message
- * names the ranks and the GPU.
+ * NCCL 2.30 and newer lets ranks share a GPU if an environment variable is set before its first
+ * init.  This file sets it if ranks share a GPU.  With an older NCCL every rank fails, and the
+ * message names the ranks and the GPU.
  */
 #include "cuda/transport.h"
 
@@ -44,8 +43,8 @@ static fsdpc_status addresses_tell(const fsdpc_control_config *config, gpu_addre
     return status;
 }
 
-/* The lowest rank that uses the same GPU as a lower rank on its host, its peer; 0 if every rank has
- * its own.
+/* Returns the lowest rank that shares its GPU with a lower rank on its host, the peer; 0 if every
+ * rank has its own GPU.
  */
 static int sharer(const gpu_address *all, const fsdpc_comm *control, int *peer_out)
 {

@@ -1,7 +1,7 @@
-/* Waits for a GPU that always end.
+/* Bounded waits for a GPU.
  *
  * A collective with a dead peer never finishes.  If the device has a watch, a wait therefore polls
- * an event through it.  Without a watch, CUDA waits by itself.
+ * an event through it.  Without a watch, CUDA itself waits.
  */
 #include "cuda/wait.h"
 
@@ -38,7 +38,7 @@ static fsdpc_status held_for_ever(void)
                       "runs on it: end this process");
 }
 
-/* For a lost device: a stream that is not blocked may still finish. */
+/* Used for a lost device: a stream that is not blocked may still finish. */
 static fsdpc_status has_run(fsdpc_cuda_stream *stream)
 {
     const int64_t patience_ns = 200000000;
@@ -70,8 +70,8 @@ fsdpc_status fsdpc_cuda_wait(fsdpc_device *device)
                                       : fsdpc_cuda_wait_stream(((fsdpc_cuda_device *)device)->main);
 }
 
-/* The main stream alone is waited for: what it runs comes before what is freed, and other streams
- * that used a block are ordered before its free (pool.h). */
+/* Waits only for the main stream: its work comes before the free, and work on other streams that
+ * used a block is ordered before the block's free (pool.h). */
 fsdpc_status fsdpc_cuda_make_room(fsdpc_device *device)
 {
     if (device->reclaim)

@@ -1,11 +1,11 @@
 /* Slots of physical memory, and the ranges of addresses mapped onto them.
  *
- * A slot is one block of the driver's memory, made so that NCCL may register it.  It counts the
- * windows mapped onto it and is freed with the last one.  A mapping is a separate range of
- * addresses, mapped to the whole of a slot.
+ * A slot is one block of the driver's memory, created so that NCCL can register it.  It counts the
+ * windows mapped onto it and is freed with the last one.  A mapping is a separate address range,
+ * mapped to the entire slot.
  *
- * A window that is parted from its slot keeps its old memory until the new memory is allocated.  If
- * the driver then fails, the window is mapped back onto the old.
+ * A window that is separated from its slot keeps its old memory until new memory is allocated.  If
+ * the driver then fails, the window is mapped onto the old memory again.
  */
 #include "cuda/window.h"
 
@@ -91,8 +91,8 @@ static void slot_release(shared_slot *slot)
 
 /* ---- A device's windows ---- */
 
-/* A container or a virtual GPU may refuse what the driver's attributes promise, so one is tried.
- * If memory is short now, that says nothing about support. */
+/* Tries one window, because a container or a virtual GPU may reject features that the driver's
+ * attributes report.  A shortage of memory does not mean that windows are unsupported. */
 static fsdpc_status try_one(fsdpc_cuda_windows *windows)
 {
     shared_slot *slot;
@@ -194,8 +194,8 @@ fsdpc_status fsdpc_cuda_window_part(fsdpc_window *base)
     return FSDPC_OK;
 }
 
-/* Memory that a kernel still uses is not unmapped: the fault would make the GPU unusable for the
- * whole process. */
+/* Memory that a kernel still uses is not unmapped: the resulting fault would make the GPU unusable
+ * for the whole process. */
 fsdpc_status fsdpc_cuda_window_destroy(fsdpc_window *base)
 {
     FSDPC_TRY(fsdpc_cuda_wait(base->device));

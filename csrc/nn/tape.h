@@ -76,7 +76,7 @@ struct fsdpc_tape {
     pthread_t backward_thread;
     bool retain_graph;
     struct fsdpc_backward *frame; /* the innermost */
-    fsdpc_tensor *unwanted; /* scratch for the gradient of a leaf frozen after forward */
+    fsdpc_tensor *unwanted;       /* scratch for the gradient of a leaf frozen after forward */
     struct fsdpc_tape_end *ends;
     size_t n_ends, ends_capacity;
     bool leaf_hooks; /* some leaf has had a hook: count uses before backward */

@@ -27,14 +27,14 @@ typedef struct fsdpc_torch_param {
     PyObject *early;        /* in a backward: the gradient, while shards have no memory for it */
     PyObject *given;        /* last value set as `.grad`: grad, or a copy in the piece's dtype */
     bool aside;             /* in a backward: it was set, and is None for now */
-    PyObject *own;     /* while gradients are handed out: the piece's own, from the graph */
-    PyObject *hook;    /* GradHook, registered once the full is trainable */
-    PyObject *dtype;   /* of the full; foreign dtypes are compared by identity */
-    void *master;      /* address of the piece's memory; NULL: none */
-    bool narrow;       /* the piece's dtype is not the gradient shard's */
-    long long version; /* of `given` when it was handed out, if it is a copy */
-    long long written; /* with lent fulls: the piece's version when it was last followed */
-    bool listening;    /* the hook is registered */
+    PyObject *own;          /* while gradients are handed out: the piece's own, from the graph */
+    PyObject *hook;         /* GradHook, registered once the full is trainable */
+    PyObject *dtype;        /* of the full; foreign dtypes are compared by identity */
+    void *master;           /* address of the piece's memory; NULL: none */
+    bool narrow;            /* the piece's dtype is not the gradient shard's */
+    long long version;      /* of `given` when it was handed out, if it is a copy */
+    long long written;      /* with lent fulls: the piece's version when it was last followed */
+    bool listening;         /* the hook is registered */
 } fsdpc_torch_param;
 
 /* A parameter's place in a module: dict[name] is the piece or the full. */
