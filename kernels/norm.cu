@@ -238,8 +238,7 @@ static __global__ void __launch_bounds__(NORM_COLS *NORM_ROWS)
     }
 }
 
-/* -- both kinds of rows
- * ------------------------------------------------------------------------- */
+/* -- both kinds of rows ------------------------------------------------------------------------ */
 
 /* target[c] (+)= the chunks' sums: a thread adds each 32nd, then one adds the threads' sums. */
 template <typename Out, typename W>

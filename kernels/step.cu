@@ -174,8 +174,7 @@ static fsdpc_status step_any(const fsdpc_step_args *a, const fsdpc_stream *strea
     return step_launch<RULE, untyped, untyped, any_states, no_array>(a, stream);
 }
 
-/* -- common combinations
- * ------------------------------------------------------------------------ */
+/* -- common combinations ----------------------------------------------------------------------- */
 
 static bool is_common(fsdpc_dtype dtype)
 {

@@ -262,8 +262,7 @@ fsdpc_status fsdpc_cuda_is_device_memory(const void *pointer, bool *out)
     return FSDPC_OK;
 }
 
-/* -- foreign streams ----------------------------------------------------------------------------
- */
+/* -- foreign streams --------------------------------------------------------------------------- */
 
 static cudaStream_t raw_stream(uintptr_t handle)
 {

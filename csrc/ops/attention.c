@@ -1,22 +1,22 @@
-/* Blocked attention: arguments, choice of kernels, and the split over threads.
+/* Blocked attention: arguments, kernel choice, and the split over threads.
  *
  * The algorithm is FlashAttention-2 (Dao 2023).  For a block of 64 queries, forward visits the keys
  * in blocks of 128.  Scores, running maximum and sum, and the unnormalised output are in a scratch
- * of a few hundred KiB.  Backward recomputes the probabilities from lse and needs one more number
- * per query, D = rowsum(dO * O).  Blocks with no key that a query sees are skipped, whether order,
- * a window or a mask hides them.
+ * buffer of a few hundred KiB.  Backward recomputes the probabilities from lse and needs one more
+ * number per query, D = rowsum(dO * O).  Blocks whose keys are all hidden by order, a window or a
+ * mask are skipped.
  *
  * The split: forward over (batch, head, run of query blocks), backward over (batch, key-value
  * head).  Everything therefore has one writer, and dk, dv are summed over the query heads of a
  * group and their blocks in ascending order.  Threads take units from a counter; the assignment
  * does not change results.  If backward has fewer (batch, key-value head) pairs than threads, some
- * threads are idle.
+ * threads stay idle.
  *
  * Kernels: attention_body.h compiled per instruction set, attention_f64.c for F64.  On processors
  * with bf16 products, BF16 inputs are multiplied without conversion.  The probabilities P and the
  * score gradients dS are rounded to bf16 before they are multiplied, as FlashAttention and PyTorch
- * do.  Everything else is fp32.  Other paths, and F16, convert to fp32 while packing and only round
- * results.
+ * do.  Everything else is fp32.  Other paths, and F16, convert to fp32 during packing and only
+ * round results.
  */
 #include "ops/attention.h"
 
@@ -92,7 +92,7 @@ static void forward_part(void *arg, size_t part)
         size_t unit = atomic_fetch_add_explicit(&job->next, 1, memory_order_relaxed);
         if (unit >= job->units)
             return;
-        /* Later runs first: under a causal mask they are the longest. */
+        /* Later runs come first, because they are the longest under a causal mask. */
         size_t first = (runs - 1 - unit % runs) * job->run_queries, pair = unit / runs;
         fsdpc_attention_run run = {pair / x->heads, pair % x->heads, first,
                                    fsdpc_min_size(first + job->run_queries, x->tokens_q)};
@@ -134,7 +134,7 @@ fsdpc_status fsdpc_attention_cpu(const fsdpc_attention_args *args, fsdpc_stream 
     FSDPC_TRY(fsdpc_mul_size(args->batch, args->heads, &pairs));
     if (pairs == 0 || blocks == 0)
         return FSDPC_OK;
-    /* A run packs the keys and values that it sees once: use only as many runs as keep the threads
+    /* Each run packs the keys and values that it sees, so use only enough runs to keep the threads
      * busy. */
     size_t threads = (size_t)fsdpc_team_threads(stream->device->team);
     size_t runs = threads == 1 ? 1 : fsdpc_ceil_div(4 * threads, pairs);

@@ -6,17 +6,16 @@
  * K^T dS^T; dV = P^T dO and dK = dS^T Q already have one row per key.  Operands are packed as units
  * (attention_units.h); with pairs, P^T is packed in both layouts as it is computed.
  *
- * Softmax: a lane's reference m is only raised, and the output so far rescaled, if P would exceed
- * 2^8 in some lane. m is thus not always the maximum, which only changes rounding: P is at most
- * 2^8, and the sum is at least about 1.  Exponents are base 2, with scale * log2 e folded in.
- * Hidden scores are -inf before exp2. m is initially finite, so rows that see nothing have sum 0
- * and no NaN.
+ * Softmax: references m are raised, and the output so far rescaled, only if P would exceed 2^8 in
+ * some lane. m is thus not always the maximum, which only changes rounding: P is at most 2^8, and
+ * the sum is at least about 1.  Exponents are base 2, with scale * log2 e folded in.  Hidden scores
+ * are -inf before exp2. m is initially finite, so rows that see no keys have sum 0 and no NaN.
  *
  * T(Q) carries the sign of scale, so that hidden scores are -inf for negative scales as well.
  *
- * With a mask, scores are scaled before it is added, and c is then 1 (attention_mask.h).  Backward
- * subtracts m and the log of l separately, because a mask's large numbers would absorb the log in
- * lse.  Blocks that a mask or a window hides completely are skipped.
+ * With a mask, scores are scaled before the mask is added, and c is then 1 (attention_mask.h).
+ * Backward subtracts m and the log of l separately, because a mask's large numbers would absorb the
+ * log in lse.  Blocks that a mask or a window hides completely are skipped.
  */
 #ifndef FSDPC_OPS_ATTENTION_BODY_H
 #define FSDPC_OPS_ATTENTION_BODY_H
@@ -30,7 +29,7 @@
 
 /* Values derived from the arguments. */
 typedef struct attention_plan {
-    size_t dn, du;       /* of a padded row, in elements and in units */
+    size_t dn, du;       /* length of a padded row, in elements and in units */
     size_t out_rows;     /* rows of O^T and dQ^T */
     size_t keys;         /* tokens_k, padded */
     size_t group;        /* query heads per key-value head */
@@ -56,7 +55,7 @@ static attention_plan make_plan(const fsdpc_attention_args *x)
     return plan;
 }
 
-/* Takes `count` four-byte items from the scratch; with a NULL base only counts. */
+/* Allocates `count` four-byte items from the scratch; if `base` is NULL, only counts. */
 static void *carve(char *base, size_t *used, size_t count)
 {
     void *at = base ? base + *used : NULL;
@@ -73,7 +72,7 @@ static size_t offset_of(const size_t stride[3], size_t b, size_t t, size_t h)
 
 #if ATTENTION_PAIR == 2
 /* For each block of KEYS keys, packs the transpose of I(X), out_rows x KEYS / 2, for sums over
- * keys.  `temporary` holds I(X) of a block. */
+ * keys.  `temporary` holds a block's I(X). */
 static void pack_summed(const attention_plan *plan, unit *to, const unit *rows, size_t keys,
                         unit *temporary)
 {
@@ -88,8 +87,8 @@ static void pack_summed(const attention_plan *plan, unit *to, const unit *rows, 
 /* -- products over a block of keys ------------------------------------------------------------- */
 
 /* A block of keys.  The upper half of the queries may see all of them, the lower half only the
- * first `full` (rounded up).  Half of the keys that the diagonal of a causal mask hides are thus
- * never computed. */
+ * first `full` (rounded up).  Half of the scores hidden on a causal mask's diagonal are thus never
+ * computed. */
 typedef struct key_block {
     size_t k0, keys, full;
 } key_block;
@@ -103,13 +102,13 @@ static key_block next_keys(const fsdpc_attention_args *x, size_t q0, size_t k0, 
     return block;
 }
 
-/* The start of the first block of keys that a query of the block at q0 may see. */
+/* Returns the start of the first block of keys that a query in the block at q0 may see. */
 static size_t first_block(const fsdpc_attention_args *x, size_t q0)
 {
     return fsdpc_attention_first(x, q0) / KEYS * KEYS;
 }
 
-/* c (keys x 64) = X Y^T from R(X) of all keys and T(Y); entries that `full` excludes are
+/* c (keys x 64) = X Y^T from R(X) of all keys and T(Y); entries excluded by `full` are
  * unchanged. */
 static void gemm_scores(const attention_plan *plan, key_block block, const unit *rows,
                         const unit *columns, float *c)
@@ -123,8 +122,8 @@ static void gemm_scores(const attention_plan *plan, key_block block, const unit 
     gemm(&shape, rows + block.full * plan->du, columns + half, c + block.full * QUERIES + half);
 }
 
-/* c (out_rows x 64) = or += X^T B over the keys of the block.  `summed` is from pack_summed, or
- * with single units R(X), which strides transpose; b is keys / PAIR x 64. */
+/* c (out_rows x 64) = or += X^T B over the keys of the block.  `summed` is from pack_summed or,
+ * with single units, is R(X), transposed by its strides; b is keys / PAIR x 64. */
 static void gemm_summed(const attention_plan *plan, key_block block, const unit *summed,
                         const unit *b, float *c, bool accumulate)
 {
@@ -375,7 +374,7 @@ static size_t backward_bytes(const fsdpc_attention_args *x)
     return carve_backward(x, NULL, &s);
 }
 
-/* Loads lse and D, and with a mask m, of a block of queries. */
+/* Loads a query block's lse and D, and with a mask also m. */
 static void load_gradient_state(const fsdpc_attention_args *x, size_t b, size_t h, size_t q0,
                                 gradient_state *state)
 {

@@ -1,6 +1,6 @@
 /* Attention in double precision, for tests and gradient checks: plain, row by row.
  *
- * A row of scratch holds a query's scores; sums run in ascending order of keys.  Backward does not
+ * A scratch row holds a query's scores; sums run over keys in ascending order.  Backward does not
  * read lse (a float would lose half the digits) and recomputes the row's softmax.
  */
 #include "ops/attention_kernels.h"
@@ -27,7 +27,8 @@ static void add_scaled(double *y, double s, const double *x, size_t n)
         y[i] += s * x[i];
 }
 
-/* The value that a mask adds to the score of query t and key j: -inf if it hides the key. */
+/* Returns the value that a mask adds to the score of query t and key j: -inf if it hides the
+ * key. */
 static double bias_of(const fsdpc_attention_args *x, size_t b, size_t h, size_t t, size_t j)
 {
     if (j < fsdpc_attention_first(x, t))
@@ -41,8 +42,7 @@ static double bias_of(const fsdpc_attention_args *x, size_t b, size_t h, size_t 
     return ((const double *)x->mask)[at];
 }
 
-/* Writes the softmax of query t over its first n keys to p, 0 if it sees none; returns
- * log-sum-exp. */
+/* Writes query t's softmax over its first n keys to p, 0 if it sees none; returns log-sum-exp. */
 static double probabilities(const fsdpc_attention_args *x, size_t b, size_t h, size_t t, size_t n,
                             double *p)
 {

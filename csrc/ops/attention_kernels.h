@@ -3,7 +3,7 @@
  * A unit of work is a run of query blocks of one head (forward), or one key-value head with all
  * queries of its group (backward).  Units never write to the same memory, and a query block's
  * arithmetic does not depend on its run, so any split into units gives the same bits.  A kernel
- * works in `scratch` (64-byte aligned), whose size its *_bytes function returns and which is
+ * works in `scratch` (64-byte aligned); its *_bytes function returns the required size, which is
  * proportional to the number of keys.  It needs no other memory.
  */
 #ifndef FSDPC_OPS_ATTENTION_KERNELS_H
@@ -42,7 +42,7 @@ extern const fsdpc_attention_kernels fsdpc_attention_amx;
 /* F64 only */
 extern const fsdpc_attention_kernels fsdpc_attention_f64;
 
-/* The number of keys that query t sees, from the first one on. */
+/* Returns the number of keys that query t sees, counted from the first key. */
 static inline size_t fsdpc_attention_visible(const fsdpc_attention_args *args, size_t t)
 {
     if (!args->causal)
@@ -54,7 +54,7 @@ static inline size_t fsdpc_attention_visible(const fsdpc_attention_args *args, s
     return end < args->tokens_k ? end : args->tokens_k;
 }
 
-/* The first key that query t sees, if a window hides earlier ones. */
+/* Returns the first key that query t sees; a window hides earlier ones. */
 static inline size_t fsdpc_attention_first(const fsdpc_attention_args *args, size_t t)
 {
     size_t end = t + 1 + args->tokens_k, before = args->tokens_q + args->window;

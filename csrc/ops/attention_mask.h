@@ -3,15 +3,15 @@
  * Scores have keys as rows and queries as lanes (attention_body.h), but masks have queries as rows.
  * Each block is therefore transposed in squares of vectors, or splat if all queries share a row.
  * bool becomes 0 or -inf.  Added floats are bounded from below by -FLT_MAX, so only -inf hides a
- * key.  If all keys of a query have the lowest finite number, it sees them all equally, as in
- * PyTorch.
+ * key.  If all of a query's keys have the lowest finite number, the query sees them all equally, as
+ * in PyTorch.
  */
 #ifndef FSDPC_OPS_ATTENTION_MASK_H
 #define FSDPC_OPS_ATTENTION_MASK_H
 
 #include "ops/attention_softmax.h"
 
-/* n elements from `at` on; further lanes are undefined. */
+/* Loads n elements starting at `at`; other lanes are undefined. */
 FSDPC_INLINE fsdpc_vf mask_load(const void *mask, size_t at, size_t n, fsdpc_dtype dtype)
 {
     const fsdpc_vf hidden = fsdpc_vf_splat(-INFINITY);
@@ -37,7 +37,7 @@ FSDPC_INLINE fsdpc_vf mask_load(const void *mask, size_t at, size_t n, fsdpc_dty
     return fsdpc_vf_select(v == hidden, hidden, bias);
 }
 
-/* A square of queries by keys, of which only `queries` and `keys` exist. */
+/* Loads a square of queries by keys, of which only `queries` and `keys` exist. */
 FSDPC_INLINE void mask_square(const fsdpc_attention_args *x, size_t at, size_t queries, size_t keys,
                               fsdpc_vf v[FSDPC_LANES], fsdpc_dtype dtype)
 {
@@ -87,8 +87,8 @@ FSDPC_INLINE bool load_mask_as(const fsdpc_attention_args *x, size_t at, size_t 
     return fsdpc_vf_max_lane(fsdpc_vf_select(seen, fsdpc_vf_splat(1), (fsdpc_vf){0})) != 0;
 }
 
-/* The mask of keys k0 .. k0 + keys for the queries from q0 on, as bias (keys x 64), without keys
- * beyond the last.  Returns whether any query sees any of them. */
+/* Loads the mask of keys k0 .. k0 + keys for the queries starting at q0 into bias (keys x 64),
+ * without keys beyond the last.  Returns whether any query sees any of these keys. */
 static bool load_mask(const fsdpc_attention_args *x, size_t b, size_t h, size_t q0, size_t k0,
                       size_t keys, float *bias)
 {

@@ -1,5 +1,5 @@
 /* Operations on a block of scores between attention's products: the mask, the running softmax and
- * the gradient through it.  Rows are keys; the 64 lanes of a row are queries.
+ * its gradient.  Rows are keys; the 64 lanes of a row are queries.
  */
 #ifndef FSDPC_OPS_ATTENTION_SOFTMAX_H
 #define FSDPC_OPS_ATTENTION_SOFTMAX_H
@@ -16,7 +16,7 @@ enum {
     KEY_STEP = 16 * ATTENTION_PAIR, /* the number of keys in a block is rounded up to this */
 };
 
-/* The running softmax of a block of queries: P = 2^(c S - m), l the sum of P over keys. */
+/* A query block's running softmax: P = 2^(c S - m); l is the sum of P over keys. */
 typedef struct softmax_state {
     float m[QUERIES], l[QUERIES];
 } softmax_state;
@@ -57,10 +57,11 @@ FSDPC_INLINE fsdpc_vf exp2_lanes(fsdpc_vf x)
 #endif
 }
 
-/* Sets scores of keys k0 .. k0 + keys to -inf if a query of the block at q0 must not see them. */
+/* Sets scores of keys k0 .. k0 + keys to -inf for queries in the block at q0 that must not see
+ * them. */
 static void hide_scores(const fsdpc_attention_args *x, size_t q0, size_t k0, size_t keys, float *s)
 {
-    size_t visible = fsdpc_attention_visible(x, q0); /* to all of the block's queries */
+    size_t visible = fsdpc_attention_visible(x, q0); /* visible to all of the block's queries */
     for (size_t j = visible > k0 ? visible - k0 : 0; j < keys; j++) {
         /* Query q sees q + 1 + tokens_k - tokens_q keys: those below k0 + j + tokens_q - tokens_k
          * do not see key k0 + j. */
@@ -137,11 +138,11 @@ static void make_probabilities(softmax_state *state, const float *s, size_t keys
     }
 }
 
-/* The state of a block of queries in backward. */
+/* A query block's state in backward. */
 typedef struct gradient_state {
-    float lse[QUERIES];  /* base 2; +inf if a query sees nothing or is padding, so that P = 0 */
+    float lse[QUERIES];  /* base 2; +inf if a query sees no keys or is padding, so that P = 0 */
     float mean[QUERIES]; /* D = rowsum(dO * O) */
-    float m[QUERIES];    /* reference that masked scores are relative to; otherwise 0 */
+    float m[QUERIES];    /* with a mask, the reference of scores; otherwise 0 */
 } gradient_state;
 
 #if ATTENTION_PAIR == 2

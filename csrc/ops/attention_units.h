@@ -1,4 +1,4 @@
-/* The units of attention's small matrix products, and how rows become units.
+/* The units of attention's small matrix products, and the conversion of rows to units.
  *
  * ATTENTION_PAIR 1: a unit is a float; F32, BF16 and F16 rows are converted as they are packed.
  * ATTENTION_PAIR 2: a unit is two bf16 that are neighbours along the dimension a product sums over;
@@ -47,7 +47,7 @@ FSDPC_INLINE void pack_row_as(unit *to, size_t dn, const void *base, size_t firs
     (void)dtype;
     const uint16_t *from = (const uint16_t *)base + first;
     size_t i = 0;
-    for (; i + 32 <= dim; i += 32) /* constant size: calls for each short row would be slow */
+    for (; i + 32 <= dim; i += 32) /* constant size: a call for each short row would be slow */
         memcpy(to + i / 2, from + i, 32 * sizeof *from);
     if (i < dn) {
         memset(to + i / 2, 0, (dn - i) * sizeof *from);
@@ -69,7 +69,8 @@ FSDPC_INLINE void pack_rows_as(unit *to, size_t dn, const void *base, size_t fir
         pack_row_as(to + r * (dn / ATTENTION_PAIR), dn, base, first + r * stride, dim, dtype);
 }
 
-/* R(X) of `rows` rows that start at element `first` of base, then zero rows up to `padded`. */
+/* Packs R(X) of `rows` rows, which start at element `first` of base, then zero rows up to
+ * `padded`. */
 static void pack_rows(unit *to, size_t dn, const void *base, size_t first, size_t stride,
                       size_t rows, size_t padded, size_t dim, fsdpc_dtype dtype)
 {
@@ -85,7 +86,7 @@ static void pack_rows(unit *to, size_t dn, const void *base, size_t first, size_
 
 /* -- transposes -------------------------------------------------------------------------------- */
 
-/* a0 b0 a1 b1 ... of the lower halves, and of the upper ones */
+/* Returns a0 b0 a1 b1 ... of the lower halves, and of the upper halves. */
 #if defined(FSDPC_VEC_AVX512)
 #define ZIP_LOWER 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
 #define ZIP_UPPER 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
@@ -118,7 +119,7 @@ FSDPC_INLINE void transpose_square(fsdpc_vf v[FSDPC_LANES])
     }
 }
 
-/* to (cols x rows) = transpose of from (rows x cols), both multiples of 16.  Every unit's bits are
+/* to (cols x rows) = transpose of from (rows x cols), both multiples of 16.  Each unit's bits are
  * ANDed with `keep` and XORed with `flip`. */
 static void transpose_units(unit *to, size_t to_row, const unit *from, size_t from_row, size_t rows,
                             size_t cols, uint32_t keep, uint32_t flip)
@@ -139,8 +140,8 @@ static void transpose_units(unit *to, size_t to_row, const unit *from, size_t fr
 
 #if ATTENTION_PAIR == 2
 
-/* 16 lanes each of two rows: unit i holds (low[i], high[i]) rounded to bf16.  The instruction turns
- * subnormals into zeros, which is negligible for probabilities and their gradients. */
+/* 16 lanes each of two rows: unit i holds (low[i], high[i]) rounded to bf16.  The instruction
+ * flushes subnormals to zero, which is negligible for probabilities and their gradients. */
 FSDPC_INLINE fsdpc_vf pair_rows(fsdpc_vf low, fsdpc_vf high)
 {
     const __m512i order =
@@ -150,7 +151,7 @@ FSDPC_INLINE fsdpc_vf pair_rows(fsdpc_vf low, fsdpc_vf high)
     return (fsdpc_vf)_mm512_permutexvar_epi16(order, (__m512i)both);
 }
 
-/* 32 neighbours of a row as bf16: units (0, 1), (2, 3) ... */
+/* Rounds 32 neighbours of a row to bf16: units (0, 1), (2, 3) ... */
 FSDPC_INLINE fsdpc_vf pair_lanes(fsdpc_vf first, fsdpc_vf second)
 {
     return (fsdpc_vf)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);

@@ -1,10 +1,10 @@
 /* C (m x n) = or += A B on small packed operands, in vector registers.
  *
- * Works on units: a float, or (ATTENTION_PAIR 2) two bf16 that are neighbours along k, the lower
- * address in the lower half.  A's unit (i, kk) is a[i * a_row + kk * a_col], with any strides; B's
- * row kk holds n units; n is a multiple of 16.  C stays in registers while k runs in ascending
- * order.  A tile is 6 rows by as many columns as fit: 24 accumulators with AVX-512's 32 registers,
- * 12 with 16.
+ * A unit is a float or (ATTENTION_PAIR 2) two bf16 that are neighbours along k, the lower address
+ * in the lower half.  A's unit (i, kk) is a[i * a_row + kk * a_col], with any strides; B's row kk
+ * holds n units; n is a multiple of 16.  C stays in registers while k runs in ascending order.  A
+ * tile has 6 rows and as many columns as registers allow: 24 accumulators with AVX-512's 32
+ * registers, 12 with 16.
  */
 #ifndef FSDPC_OPS_ATTENTION_VECTOR_GEMM_H
 #define FSDPC_OPS_ATTENTION_VECTOR_GEMM_H
@@ -32,7 +32,7 @@ FSDPC_INLINE fsdpc_vf tile_dot(fsdpc_vf a, fsdpc_vf b, fsdpc_vf c)
 #endif
 }
 
-/* One tile; `rows` and `vectors` are constants after inlining. */
+/* Computes one tile; `rows` and `vectors` are constants after inlining. */
 FSDPC_INLINE void tile_run(int rows, int vectors, const gemm_shape *g, const unit *a, const unit *b,
                            float *c)
 {
@@ -63,7 +63,7 @@ FSDPC_INLINE void tile_run(int rows, int vectors, const gemm_shape *g, const uni
             fsdpc_vf_store(c + (size_t)i * g->c_row + j * FSDPC_LANES, sum[i][j]);
 }
 
-/* All rows of `vectors` columns. */
+/* Computes all rows of `vectors` vectors of columns. */
 FSDPC_INLINE void tile_columns(int vectors, const gemm_shape *g, const unit *a, const unit *b,
                                float *c)
 {

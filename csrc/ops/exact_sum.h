@@ -1,13 +1,13 @@
-/* An exact sum of fp64 values: the same bits for any order, any split and any number of ranks.
+/* An exact sum of fp64 values, with the same bits for any order, split and number of ranks.
  *
  * The sum is kept as 68 signed words, each a 32-bit digit with 31 bits for carries.  Together they
  * are a fixed-point number that spans the whole fp64 range (digit d has weight 2^(32 d - 1074)).
  * Adding a value changes three words.  Two sums are added word by word, as integers, so ranks
- * combine theirs by an integer all-reduce of fsdpc_exact_sum (560 bytes) and read the same double.
+ * combine theirs with an integer all-reduce of fsdpc_exact_sum (560 bytes) and get the same double.
  * Values must be non-negative.  A NaN or a negative value is counted in `nans`, an infinity in
  * `infinities`; the sum then reads as NaN or infinity.  At most 2^31 additions are allowed between
- * two normalisations (fsdpc_exact_sum_normalize); merging a normalised sum counts as one.  Two sums
- * of the same values have the same words once normalised.
+ * two normalisations (fsdpc_exact_sum_normalize); merging a normalised sum counts as one.  After
+ * normalisation, two sums of the same values have the same words.
  */
 #ifndef FSDPC_OPS_EXACT_SUM_H
 #define FSDPC_OPS_EXACT_SUM_H

@@ -5,13 +5,13 @@
  * above 32 into the next digit, from the lowest digit up.  Afterwards every digit but the last is
  * in [0, 2^32), and the words are a canonical form of the number: equal sums have equal words.
  *
- * Reading takes the 53 bits from the leading one down.  It rounds on the next bit, and on whether
+ * Reading takes the 53 bits from the leading one down.  It rounds by the next bit and by whether
  * any lower bit is set.  That is the only rounding of a sum.  The number is an integer times
- * 2^-1074, the smallest subnormal.  A sum of fewer than 54 bits is therefore exact and its bit
- * pattern is the integer itself, which needs no special case for subnormals.
+ * 2^-1074, the smallest subnormal.  A sum of fewer than 54 bits is therefore exact, and its bit
+ * pattern is the integer itself, so subnormals need no special case.
  *
- * Written once for processor and GPU: the includer defines RULE, which precedes each function,
- * after ops/exact_sum.h and math.h.
+ * Written once for CPU and GPU: the including file first includes ops/exact_sum.h and math.h and
+ * defines RULE, which precedes each function.
  */
 
 RULE void exact_sum_merge(fsdpc_exact_sum *sum, const fsdpc_exact_sum *other)
@@ -38,8 +38,8 @@ RULE void put_digit(fsdpc_exact_sum *sum, int digit, uint64_t value)
         sum->digits[digit] += (int64_t)value;
 }
 
-/* The sum times 2^bits, normalised.  Digits below 2^-1074 are truncated; a sum beyond fp64 becomes
- * an infinity. */
+/* Multiplies the sum by 2^bits and normalises it.  Digits below 2^-1074 are truncated; a sum beyond
+ * fp64 becomes infinity. */
 RULE void exact_sum_shift(fsdpc_exact_sum *sum, int bits)
 {
     fsdpc_exact_sum shifted;
@@ -49,14 +49,15 @@ RULE void exact_sum_shift(fsdpc_exact_sum *sum, int bits)
     int rest = (bits % 32 + 32) % 32, digits = (bits - rest) / 32;
     exact_sum_normalize(sum);
     for (int d = 0; d < FSDPC_EXACT_SUM_DIGITS; d++) {
-        uint64_t value = (uint64_t)sum->digits[d] << rest; /* a digit has 32 bits, rest under 32 */
+        uint64_t value = (uint64_t)sum->digits[d] << rest; /* a digit has 32 bits, `rest` is less
+                                                            * than 32 */
         put_digit(&shifted, d + digits, value & 0xffffffff);
         put_digit(&shifted, d + digits + 1, value >> 32);
     }
     *sum = shifted;
 }
 
-/* Bits first .. first + 63 of a normalised sum, as one integer. */
+/* Returns bits first .. first + 63 of a normalised sum as one integer. */
 RULE uint64_t bits_from(const fsdpc_exact_sum *sum, int first)
 {
     int digit = first / 32, shift = first % 32;
@@ -101,7 +102,7 @@ RULE double exact_sum_value(const fsdpc_exact_sum *sum)
         uint64_t kept = bits_from(&canonical, lowest) & 0x1fffffffffffffu;
         int half = bits_from(&canonical, lowest - 1) & 1;
         kept += (uint64_t)(half && ((kept & 1) || any_bit_below(&canonical, lowest - 1)));
-        /* the leading one adds 1 to the exponent field, a carry from rounding one more */
+        /* the leading bit adds 1 to the exponent field, a carry from rounding another 1 */
         bits = ((uint64_t)lowest << 52) + kept;
     }
     double value;

@@ -1,7 +1,7 @@
 /* Elementwise kernels on one or two buffers: cast, accumulate, scale, equal.
  *
- * Included by flat_cpu_body.h.  The *_run functions take their dtypes as constants, so each is one
- * tight loop.  The *_range functions choose among them, and the slots check arguments and call the
+ * Included by flat_cpu_body.h.  The *_run functions receive dtypes as constants, so each is one
+ * tight loop.  The *_range functions select one of them, and the slots check arguments and run the
  * team.
  */
 
@@ -25,7 +25,7 @@ FSDPC_INLINE void cast_run(void *dst, fsdpc_dtype dst_dtype, const void *src, fs
     }
 }
 
-/* Copies bytes, as fp32 because that has streaming stores. */
+/* Copies bytes, as fp32 because fp32 has streaming stores. */
 static void copy_range(void *dst, const void *src, size_t bytes, bool stream)
 {
     size_t moved = stream ? bytes / 4 * 4 : 0;
@@ -75,7 +75,8 @@ typedef struct pair_args {
     const void *src;
     fsdpc_dtype src_dtype;
     bool stream;  /* cast: can_stream */
-    bool differs; /* equal: any thread that sees a difference sets it, and all read it to stop */
+    bool differs; /* equal: any thread that finds a difference sets it; all threads stop when it is
+                   * set */
 } pair_args;
 
 static void cast_part(void *arg, size_t begin, size_t end)
@@ -153,7 +154,7 @@ typedef struct scale_args {
     void *x;
     fsdpc_dtype dtype;
     double scale;
-    int nonfinite; /* stored to by any thread, read after all have ended */
+    int nonfinite; /* written by any thread, read after all have finished */
 } scale_args;
 
 /* -1 in the lanes that hold a NaN or an infinity */
@@ -226,7 +227,8 @@ static fsdpc_status flat_scale(void *x, fsdpc_dtype dtype, size_t numel, double 
 
 /* -- equal ------------------------------------------------------------------------------------- */
 
-/* Elements compared between two checks of the other threads' result; as fp64 they fit into L1. */
+/* Number of elements compared between checks of the other threads' result; as fp64 they fit into
+ * L1. */
 enum { EQUAL_BLOCK = 2048 };
 
 static void equal_part(void *arg, size_t begin, size_t end)
@@ -234,7 +236,8 @@ static void equal_part(void *arg, size_t begin, size_t end)
     pair_args *a = arg;
     _Alignas(64) double block[EQUAL_BLOCK];
     for (size_t at = begin; at < end; at += EQUAL_BLOCK) {
-        /* set by a part that found a difference: only a reason to stop, so it needs no ordering */
+        /* set by a part that found a difference; it only stops other parts, so it needs no
+         * ordering */
         if (__atomic_load_n(&a->differs, __ATOMIC_RELAXED))
             return;
         size_t numel = fsdpc_min_size(EQUAL_BLOCK, end - at);

@@ -1,6 +1,6 @@
-/* Argument checks, and the names and number of an optimizer's states.
+/* Argument checks, and the number and names of an optimizer's states.
  *
- * Plugins compile this file in, so it calls only fsdpc_fail and the table of dtypes.
+ * Plugins also compile this file, so it only uses fsdpc_fail and the dtype table.
  */
 #include "ops/flat_check.h"
 

@@ -1,20 +1,20 @@
-/* Requirements of flat kernels: checks shared by every table, so that a program fails with the same
- * words on every device.
+/* Requirements of flat kernels: checks shared by all tables, so that a program fails with the same
+ * message on every device.
  */
 #ifndef FSDPC_OPS_FLAT_CHECK_H
 #define FSDPC_OPS_FLAT_CHECK_H
 
 #include "ops/flat_ops.h"
 
-/* FSDPC_ERR_DTYPE unless the dtype is F32, BF16, F16 or F64. */
+/* Returns FSDPC_ERR_DTYPE unless the dtype is F32, BF16, F16 or F64. */
 fsdpc_status fsdpc_flat_check_dtype(const char *operation, fsdpc_dtype dtype);
 
-/* FSDPC_ERR_VALUE for a cast in place between dtypes of unequal size: it would overwrite elements
- * before reading them. */
+/* Returns FSDPC_ERR_VALUE for an in-place cast between dtypes of unequal size, which would
+ * overwrite elements before reading them. */
 fsdpc_status fsdpc_flat_check_in_place(const void *dst, fsdpc_dtype dst_dtype, const void *src,
                                        fsdpc_dtype src_dtype);
 
-/* Checks both dtypes, and a cast in place. */
+/* Checks both dtypes, and an in-place cast. */
 fsdpc_status fsdpc_flat_check_pair(const char *operation, const void *dst, fsdpc_dtype dst_dtype,
                                    const void *src, fsdpc_dtype src_dtype);
 

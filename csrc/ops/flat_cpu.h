@@ -2,7 +2,7 @@
  *
  * The kernels are written once, in flat_*_body.h, and compiled once per instruction set:
  * flat_cpu.c, flat_cpu_avx2.c and flat_cpu_avx512.c each include flat_cpu_body.h and export one
- * table.  Functions without vectors are compiled once and shared by all tables.
+ * table.  Functions without vector code are compiled once and shared by all tables.
  */
 #ifndef FSDPC_OPS_FLAT_CPU_H
 #define FSDPC_OPS_FLAT_CPU_H
@@ -18,11 +18,11 @@ extern const fsdpc_flat_ops fsdpc_flat_ops_avx2;
 extern const fsdpc_flat_ops fsdpc_flat_ops_avx512;
 #endif
 
-/* Elements begin .. end - 1 of the range that was passed to fsdpc_flat_split. */
+/* Processes elements begin .. end - 1 of the range passed to fsdpc_flat_split. */
 typedef void (*fsdpc_flat_range_fn)(void *arg, size_t begin, size_t end);
 
-/* Runs fn over [0, numel), split at multiples of `unit` elements over the device's team; in one
- * piece if the range is short or there is one thread. */
+/* Runs fn over [0, numel), split at multiples of `unit` elements between the threads of the
+ * device's team; in one piece if the range is short or there is only one thread. */
 void fsdpc_flat_split(fsdpc_stream *stream, size_t numel, size_t unit, fsdpc_flat_range_fn fn,
                       void *arg);
 
@@ -39,7 +39,7 @@ static inline void *fsdpc_flat_at(const void *base, size_t i, fsdpc_dtype dtype)
 }
 
 /* fp64 to fp32, rounded to odd.  A second rounding, to bf16 or fp16, then gives the same result as
- * a single one: the kept bits are more than two longer, and the odd bit records the loss. */
+ * a single one: fp32 has more than two extra bits, and the odd bit records the loss. */
 static inline float fsdpc_f64_to_f32_odd(double x)
 {
     float rounded = (float)x;
@@ -50,7 +50,7 @@ static inline float fsdpc_f64_to_f32_odd(double x)
     return fsdpc_f32_from_bits(bits | 1);
 }
 
-/* Element i as fp64, and back; with a constant dtype the selection costs nothing. */
+/* Load and store element i as fp64; with a constant dtype, the selection costs nothing. */
 static inline double fsdpc_f64_load_as(const void *base, size_t i, fsdpc_dtype dtype)
 {
     switch (dtype) {

@@ -3,7 +3,7 @@
  * Element i comes from Philox block i / 4 of its stream.  A uniform value is word i mod 4.  Normal
  * values come in pairs: words 0 and 1 give elements 0 and 1, and words 2 and 3 give elements 2 and
  * 3.  (Box and Muller 1958: radius sqrt(-2 log u), angle 2 pi w, cosine first.)  Any slice can
- * therefore be computed by itself.
+ *    therefore be computed independently.
  *
  * Initial weights are the same on every machine and instruction set (ops/flat_init_rules_body.h).
  * The rules work on blocks of words in branch-free loops, which the compiler vectorises.
@@ -24,7 +24,8 @@ static void normals_from_words(double *values, const uint32_t *words)
     }
 }
 
-/* The largest number of the dtype that is below b: rounding must not raise a uniform value to b. */
+/* Returns the dtype's largest number below b, because rounding must not raise a uniform value to
+ * b. */
 static double below(double b, fsdpc_dtype dtype)
 {
     _Alignas(8) unsigned char bytes[8] = {0}; /* chars, to hold one element of any dtype */
@@ -51,7 +52,7 @@ static void uniforms_from_words(double *values, const uint32_t *words, double a,
     }
 }
 
-/* Values of elements 4 * block .. 4 * block + INIT_WORDS - 1, in fp64. */
+/* Computes elements 4 * block .. 4 * block + INIT_WORDS - 1, in fp64. */
 static void init_block(const fsdpc_init_args *a, double top, uint64_t block, double *values)
 {
     uint32_t words[INIT_WORDS];

@@ -1,10 +1,10 @@
-/* Logarithm, sine and cosine of random words, for normal values; written once for processor and
- * GPU: the includer defines RULE, which precedes each function.
+/* Logarithm, sine and cosine of random words, for normal values; written once for CPU and GPU: the
+ * including file defines RULE, which precedes each function.
  *
  * Initial weights should be the same on every machine, but libm's functions are not: glibc selects
- * variants by processor, and versions differ in last bits.  These are therefore written out, in
- * fp64 with plain operations (no fused ones: both builds forbid contraction), so that only IEEE
- * arithmetic determines the bits.  Their error is below 1e-12, far below an fp32 rounding.
+ * variants by processor, and versions differ in the last bits.  These are therefore written in fp64
+ * with plain operations (both builds forbid contraction to fused ones), so that only IEEE
+ * arithmetic determines the bits.  Their error is below 1e-12, far below fp32 rounding.
  */
 
 /* log of k / 2^32 for k in 1 .. 2^32 */

@@ -51,7 +51,7 @@ static void absmax_part(void *arg, size_t begin, size_t end)
     int64_t mine = bytes == 2   ? absmax_16(a->x, begin, end)
                    : bytes == 4 ? absmax_32(a->x, begin, end)
                                 : absmax_64(a->x, begin, end);
-    /* relaxed: only the number is shared, and the team's end orders it before the reader */
+    /* relaxed: only this number is shared, and the team's end orders it before the reader */
     int64_t seen = __atomic_load_n(&a->most, __ATOMIC_RELAXED);
     while (mine > seen && !__atomic_compare_exchange_n(&a->most, &seen, mine, false,
                                                        __ATOMIC_RELAXED, __ATOMIC_RELAXED))

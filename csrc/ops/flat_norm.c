@@ -1,4 +1,4 @@
-/* Norms in host memory: the CPU's norm_join, norm_value and clip, one copy for all tables. */
+/* Norms in host memory: the CPU's norm_join, norm_value and clip, shared by all tables. */
 #include <math.h>
 #include <stdbool.h>
 

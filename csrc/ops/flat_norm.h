@@ -1,8 +1,8 @@
 /* Norms under construction, in device memory; arguments of the table's norm_join and clip.
  *
- * A norm begins as zeros; sumsq, sumpow or absmax add elements to it.  The host must not have to
+ * A norm begins as zeros; sumsq, sumpow or absmax add elements to it.  The host should not need to
  * read it before the optimizer does.  Table calls therefore also combine norms, compute their
- * value, and derive the clipping factor.  All of it is fp64 without fused operations, so every
+ * value, and derive the clipping factor.  All of them use fp64 without fused operations, so every
  * device has the same bits.
  */
 #ifndef FSDPC_OPS_FLAT_NORM_H
@@ -33,8 +33,8 @@ typedef struct fsdpc_norm_join_args {
     int exponent; /* may be nonzero only for p of 1, 2 and INFINITY */
 } fsdpc_norm_join_args;
 
-/* The clipping factor, on any device.  A NaN norm makes every gradient NaN, as in PyTorch: a
- * nonfinite gradient must not end in a step that others take.  An infinite limit only measures.
+/* The clipping factor, on any device.  A NaN norm makes every gradient NaN, as in PyTorch, so a
+ * nonfinite gradient affects all parameters alike.  An infinite limit only measures.
  */
 #define FSDPC_CLIP_FACTOR(norm, max_norm)                                                          \
     ((max_norm) == (double)INFINITY || (max_norm) / ((norm) + 1e-6) >= 1                           \

@@ -1,10 +1,9 @@
-/* Rules of norms (ops/flat_norm.h), for one thread; written once for processor and GPU: the
- * includer defines RULE, which precedes each function, after exact_sum_rules_body.h.
+/* Norm rules (ops/flat_norm.h), for one thread; written once for CPU and GPU: the including file
+ * first includes exact_sum_rules_body.h and defines RULE, which precedes each function.
  *
- * Scaling afterwards lets a gradient keep a factor pending, unread.  A power of two shifts the
- * exponent of every term equally, so the sum of the scaled terms is the shifted sum.  (Elements
- * that the factor would push below the smallest normal number would round; the shifted sum does
- * not.)
+ * Because norms can be scaled afterwards, a gradient's factor can stay pending.  A power of two
+ * shifts the exponent of every term equally, so the sum of the scaled terms is the shifted sum.
+ * (Elements that the factor makes subnormal would be rounded; the shifted sum is not.)
  */
 
 RULE void norm_join(const fsdpc_norm_join_args *args)

@@ -1,7 +1,7 @@
-/* Kernels over flat memory that compute nothing: the table of device_null.
+/* Flat kernels that compute nothing: device_null's table.
  *
  * Every call is accepted, and memory is neither read nor written.  Callers only branch on one
- * output, whether two ranges are equal.  It stays unchanged, because nothing ever changes here.
+ * output, whether two ranges are equal.  It stays unchanged, because memory never changes.
  */
 #include "ops/flat_ops.h"
 

@@ -1,9 +1,9 @@
 /* Kernels over flat memory: casts, reductions over ranks, norms, optimizers.
  *
  * One table per device and instruction set.  Callers use fsdpc_flat_*(…, stream), never a slot.
- * Lengths are in elements; dtypes are F32, BF16, F16 and F64 unless stated otherwise.  Buffers may
- * have any alignment of their element but are fastest at 64 bytes.  `dst` and `src` may be equal
- * (in place) if their elements have equal size, but must not partly overlap.
+ * Lengths are in elements; dtypes are F32, BF16, F16 and F64 unless stated otherwise.  Buffers need
+ * only be aligned to their elements, but are fastest if aligned to 64 bytes.  `dst` and `src` may
+ * be equal (in place) if their elements have equal size, but must not partly overlap.
  *
  * Casts round to nearest even in integer arithmetic (NaN stays NaN, subnormals are kept).  Sums are
  * in fp32 or wider.  Results do not depend on the number of threads, on alignment, or on how the
@@ -17,10 +17,11 @@
 #include "ops/flat_step.h"
 
 /* out = cast(scale * (tree sum over srcs)) [+ out].  The tree is pairwise over the index:
- * ((0+1)+(2+3))+..., and an odd one out passes up unchanged.  Partial sums are in the wider of fp32
- * and dtype.  The scaled sum is rounded once through `round_dtype`: the reduce dtype, so that one
- * rank rounds like many, or the wide dtype for a partial sum, which is not rounded.  Then it is
- * cast to out_dtype and, if `accumulate`, added to out in fp32 (F64 if out is F64). */
+ * ((0+1)+(2+3))+..., and a node without a partner passes up unchanged.  Partial sums are in the
+ * wider of fp32 and dtype.  The scaled sum is rounded once through `round_dtype`: the reduce dtype,
+ * so that a single rank rounds as several do, or the wide dtype for partial sums, which are not
+ * rounded.  Then it is cast to out_dtype and, if `accumulate`, added to out in fp32 (F64 if out is
+ * F64). */
 typedef struct fsdpc_reduce_args {
     const void *const *srcs; /* n_srcs pointers to numel elements of dtype */
     int n_srcs;              /* >= 1 */
@@ -58,9 +59,9 @@ typedef struct fsdpc_flat_ops {
     fsdpc_status (*accumulate)(void *dst, fsdpc_dtype dst_dtype, const void *src,
                                fsdpc_dtype src_dtype, size_t numel, fsdpc_stream *stream);
     fsdpc_status (*reduce)(const fsdpc_reduce_args *args, fsdpc_stream *stream);
-    /* x *= scale, and by *scale_at, in device memory, unless that is NULL: their product in fp64,
-     * rounded once. *nonfinite_io, unless NULL, is set to 1 if a NaN or infinity was read,
-     * otherwise unchanged. */
+    /* x *= scale, or scale * *scale_at (in device memory) unless scale_at is NULL; the factor is an
+     * fp64 product, rounded once.  *nonfinite_io, unless NULL, is set to 1 if a NaN or infinity was
+     * read, otherwise unchanged. */
     fsdpc_status (*scale)(void *x, fsdpc_dtype dtype, size_t numel, double scale,
                           const double *scale_at, int *nonfinite_io, fsdpc_stream *stream);
     /* Adds sums of squares of whole leaves to an exact accumulator.  The range begins at a leaf; a
@@ -68,37 +69,37 @@ typedef struct fsdpc_flat_ops {
      */
     fsdpc_status (*sumsq)(const void *x, fsdpc_dtype dtype, size_t numel, size_t leaf,
                           fsdpc_exact_sum *sum_io, fsdpc_stream *stream);
-    /* The same for |x|^p, where p is positive and finite; for p = 2 it is sumsq.  Optional, like
-     * absmax and clamp: without it the call is FSDPC_ERR_UNSUPPORTED. */
+    /* The same for |x|^p, where p is positive and finite; p = 2 gives sumsq.  Optional, like absmax
+     * and clamp: if missing, the call returns FSDPC_ERR_UNSUPPORTED. */
     fsdpc_status (*sumpow)(const void *x, fsdpc_dtype dtype, size_t numel, size_t leaf, double p,
                            fsdpc_exact_sum *sum_io, fsdpc_stream *stream);
-    /* *max_io = the larger of it and the largest |x|; NaN if any is */
+    /* *max_io = max(*max_io, the largest |x|); NaN if either is NaN */
     fsdpc_status (*absmax)(const void *x, fsdpc_dtype dtype, size_t numel, double *max_io,
                            fsdpc_stream *stream);
     fsdpc_status (*norm_join)(const fsdpc_norm_join_args *args, fsdpc_stream *stream);
-    /* *out = the norm, in device memory like it; p is 1, 2 or INFINITY */
+    /* *out = the norm's value; both are in device memory; p is 1, 2 or INFINITY */
     fsdpc_status (*norm_value)(const fsdpc_norm *norm, double p, double *out, fsdpc_stream *stream);
     fsdpc_status (*clip)(const fsdpc_clip_args *args, fsdpc_stream *stream);
     /* x = the nearest number to x in [-limit, limit], with limit rounded to dtype; NaN stays NaN */
     fsdpc_status (*clamp)(void *x, fsdpc_dtype dtype, size_t numel, double limit,
                           fsdpc_stream *stream);
     fsdpc_status (*step)(const fsdpc_step_args *args, fsdpc_stream *stream);
-    /* *equal_io becomes false unless every cast(src) has the bits of dst.  The kernel may stop once
-     * one differs, and do nothing if it is already false.  In device memory, the host does not
-     * wait. */
+    /* *equal_io becomes false unless every cast(src) has the same bits as dst.  The kernel may stop
+     * at the first difference, and does nothing if it is already false.  If equal_io is in device
+     * memory, the host does not wait. */
     fsdpc_status (*equal)(const void *dst, fsdpc_dtype dst_dtype, const void *src,
                           fsdpc_dtype src_dtype, size_t numel, bool *equal_io,
                           fsdpc_stream *stream);
     fsdpc_status (*init)(const fsdpc_init_args *args, fsdpc_stream *stream);
 } fsdpc_flat_ops;
 
-/* The CPU's table for an instruction set (its best kernels up to that set). */
+/* Returns the CPU's table for an instruction set (the best kernels up to that set). */
 const fsdpc_flat_ops *fsdpc_flat_ops_cpu(fsdpc_isa isa);
 
-/* Computes nothing, succeeds; for device_null. */
+/* A table whose kernels compute nothing and succeed; for device_null. */
 const fsdpc_flat_ops *fsdpc_flat_ops_null(void);
 
-/* The error of an optional slot that a device lacks. */
+/* Returns the error for an optional slot that a device lacks. */
 static inline fsdpc_status fsdpc_flat_missing(const fsdpc_flat_ops *ops, const char *what)
 {
     return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "the kernels of '%s' have no %s", ops->name, what);

@@ -1,18 +1,19 @@
 /* reduce: a tree sum over many sources, scaled, rounded and stored, in one pass over memory.
  *
- * Included by flat_cpu_body.h.  Up to four sources are added in registers and stored at once.  More
- * are added in groups of four, a block of REDUCE_BLOCK elements at a time.  Group sums go to blocks
- * that stay in L1 and are merged like a binary counter (equal heights merge), with at most log2 of
- * them alive.  That is the pairwise tree of the header, level by level.  Reading a block of each
- * source in turn, instead of a vector of all, limits the prefetchers to few streams.
+ * Included by flat_cpu_body.h.  Up to four sources are added in registers and stored directly.
+ * More are added in groups of four, a block of REDUCE_BLOCK elements at a time.  Group sums are
+ * written to blocks that stay in L1 and are merged like a binary counter (equal heights merge), so
+ * at most log2 of them exist at a time.  That is the header's pairwise tree, level by level.
+ * Reading a block from each source in turn, instead of a vector from every source, limits the
+ * prefetchers to few streams.
  *
- * If any dtype is F64, elements go one by one through the same counter; that is for tests and rare
- * models.
+ * If any dtype is F64, elements are added one by one with the same counter; that is only for tests
+ * and rare models.
  */
 
 enum { REDUCE_BLOCK = 1024, REDUCE_GROUP = 4, REDUCE_HEIGHT_MAX = 32 };
 
-/* The tree over 1 to 4 sources; `tail` is 0 or the number of elements left. */
+/* Computes the tree over 1 to 4 sources; `tail` is 0 or the number of remaining elements. */
 FSDPC_INLINE fsdpc_vf group_sum(const void *const *srcs, int n, size_t i, fsdpc_dtype dtype,
                                 size_t tail)
 {
@@ -29,8 +30,8 @@ FSDPC_INLINE fsdpc_vf group_sum(const void *const *srcs, int n, size_t i, fsdpc_
     return sum;
 }
 
-/* The value stored to out for one vector of sums: cast(round through round_dtype(scale * sum)) [+
- * out]. */
+/* Returns the value stored to out for one vector of sums: cast(round through round_dtype(scale *
+ * sum)) [+ out]. */
 FSDPC_INLINE fsdpc_vf reduce_value(const fsdpc_reduce_args *a, size_t i, fsdpc_vf sum,
                                    fsdpc_dtype out_dtype, size_t tail)
 {
@@ -127,7 +128,8 @@ static void tree_block(float (*blocks)[REDUCE_BLOCK], const fsdpc_reduce_args *a
         int n = a->n_srcs - src < REDUCE_GROUP ? a->n_srcs - src : REDUCE_GROUP;
         group_block(blocks[depth], a->srcs + src, n, at, numel, a->dtype);
         height[depth++] = 0;
-        bool last = src + n == a->n_srcs; /* then odd ones out also merge, the smallest first */
+        bool last = src + n == a->n_srcs; /* then blocks without a partner also merge, the smallest
+                                           * first */
         while (depth > 1 && (last || height[depth - 1] == height[depth - 2])) {
             float *left = blocks[depth - 2], *right = blocks[depth - 1];
             for (size_t i = 0; i < numel; i += FSDPC_LANES)

@@ -1,10 +1,10 @@
 /* Stochastic rounding to bf16, and its random bits.
  *
  * Included by flat_cpu_body.h.  The words are those of base/random.h: element e has word e mod 4 of
- * Philox block e / 4, so any slice can be computed by itself.  Two vectors of blocks are computed
- * concurrently, which hides the latency of products; it is integer arithmetic, the same on every
- * path.  (Plain loops, which the compiler also vectorises, took 1.22 ns per element for a Lion step
- * with bf16 states of 2^18 elements with AVX-512, instead of 0.87.)
+ * Philox block e / 4, so any slice can be computed independently.  Two vectors of blocks are
+ * computed concurrently, which hides the latency of multiplications; integer arithmetic is the same
+ * on every path.  (For a Lion step with bf16 states of 2^18 elements, plain loops, which the
+ * compiler also vectorises, took 1.22 ns per element with AVX-512, instead of 0.87.)
  */
 enum { PHILOX_CHAINS = 2, PHILOX_BLOCKS = PHILOX_CHAINS * FSDPC_LANES };
 enum { PHILOX_WORDS = 4 * PHILOX_BLOCKS };
@@ -79,8 +79,8 @@ static void philox_words(uint32_t *words, uint64_t seed, uint64_t stream, uint64
     }
 }
 
-/* Random words of elements first .. first + n - 1, at some offset in `words`, which holds n + 2
- * PHILOX_WORDS.
+/* Returns the random words of elements first .. first + n - 1, at some offset in `words`, which has
+ * room for n + 2 PHILOX_WORDS.
  */
 static const uint32_t *random_words(uint32_t *words, uint64_t seed, uint64_t stream, uint64_t first,
                                     size_t n)
@@ -91,9 +91,9 @@ static const uint32_t *random_words(uint32_t *words, uint64_t seed, uint64_t str
     return words + skip;
 }
 
-/* Rounds to bf16 numbers, with 16 bits of each word from bit `shift` on.  They are added below the
- * kept bits, and carry with a probability proportional to the truncated part.  NaN and infinity are
- * unchanged. */
+/* Rounds to bf16 with 16 bits of each word, starting at bit `shift`.  These bits are added below
+ * the kept bits, and carry with a probability proportional to the truncated part.  NaN and infinity
+ * are unchanged. */
 static void round_stochastically(float *x, const uint32_t *words, int shift, size_t n)
 {
     for (size_t i = 0; i < n; i++) {

@@ -1,9 +1,9 @@
 /* One step of an optimizer over a contiguous run of a flat shard: arguments of the table's `step`.
  *
- * The step is one pass over memory: it reads the gradient, applies pending factors of clipping and
- * unscaling, updates parameter and states, and writes the wire if there is one.  The definitions
- * are PyTorch's torch.optim.AdamW, Adam and SGD, and the paper's for Lion (Chen et al. 2023); with
- * g = grad * grad_scale, negated to maximize:
+ * The step is one pass over memory: it reads the gradient, applies pending clipping and unscaling
+ * factors, updates parameter and states, and writes the wire if there is one.  The definitions are
+ * those of torch.optim.AdamW, Adam and SGD, and the paper's for Lion (Chen et al. 2023); with g =
+ * grad * grad_scale, negated to maximize:
  *
  *     AdamW  p -= lr decay p;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
  *            p -= lr / bias1 * m / (sqrt(v) / sqrt(bias2) + eps)      bias = 1 - b^step
@@ -14,12 +14,12 @@
  *     Lion   p -= lr decay p;  p -= lr sign(b1 m + (1 - b1) g);  m = b2 m + (1 - b2) g
  *
  * Arithmetic is fp32 for parameters of F32, BF16 and F16, fp64 for those of F64.  Parameters are
- * rounded to nearest even, and the wire gets the cast of the parameter as stored.
+ * rounded to nearest even, and the wire gets the cast of the stored parameter.
  *
  * States are fp32, fp64 for F64 parameters, or BF16 rounded stochastically: x is rounded up to the
  * next number of that dtype with the probability that preserves its mean.  The 16 random bits
  * depend on (seed, number, step, first + i, state), so splitting a parameter does not change a
- * result.  The maximum of amsgrad is that of the rounded values.
+ * result. amsgrad's maximum is that of the rounded values.
  */
 #ifndef FSDPC_OPS_FLAT_STEP_H
 #define FSDPC_OPS_FLAT_STEP_H
@@ -36,13 +36,13 @@ typedef enum fsdpc_optim_kind {
 
 enum { FSDPC_OPTIM_MAX_STATES = 3 };
 
-/* Each optimizer reads the fields that its definition names. */
+/* Each optimizer reads only the fields in its definition. */
 typedef struct fsdpc_hyper {
     double lr, beta1, beta2, eps, weight_decay, momentum, dampening;
     bool nesterov, amsgrad, maximize;
 } fsdpc_hyper;
 
-/* Scalars of a step, in fp64; arithmetic rounds each to its own width. */
+/* A step's scalars, in fp64; arithmetic rounds each to its own width. */
 typedef struct fsdpc_step_scalars {
     double grad_scale; /* negative to maximize */
     double keep;       /* 1 - lr * decay if decay is decoupled */
@@ -69,28 +69,28 @@ typedef struct fsdpc_step_args {
     const double *grad_scale_at; /* in device memory, times grad_scale; NULL: no factor */
     int64_t step;                /* 1 for the first step */
     bool copy_gradient;          /* SGD: the first step with momentum */
-    uint64_t seed;               /* for BF16 states, like the next two */
+    uint64_t seed;               /* for BF16 states, as are the next two */
     uint32_t number;             /* of the parameter */
     uint64_t first;              /* index in the parameter of the run's first element */
-    /* Only devices with graphs: scalars in device memory, read when the step runs, which replace
-     * the current ones.  The choice of rule (with or without momentum, amsgrad) is made now.  NULL:
-     * not used. */
+    /* Only for devices with graphs: scalars in device memory, read when the step runs, which
+     * replace the current ones.  The rule (with or without momentum, amsgrad) is selected now.
+     * NULL: not used. */
     const fsdpc_step_scalars *scalars;
 } fsdpc_step_args;
 
 fsdpc_step_scalars fsdpc_step_prepare(const fsdpc_step_args *args);
 
-/* "AdamW" */
+/* Returns the name, for example "AdamW". */
 static inline const char *fsdpc_optim_kind_name(fsdpc_optim_kind kind)
 {
     static const char *const names[FSDPC_OPTIM_KINDS] = {"AdamW", "Adam", "SGD", "Lion"};
     return names[kind];
 }
 
-/* The number of states that a step uses: 0 to FSDPC_OPTIM_MAX_STATES. */
+/* Returns the number of states that a step uses: 0 to FSDPC_OPTIM_MAX_STATES. */
 int fsdpc_optim_states(fsdpc_optim_kind kind, const fsdpc_hyper *hyper);
 
-/* "exp_avg"; NULL if the optimizer has no such state. */
+/* Returns the name, for example "exp_avg"; NULL if the optimizer has no such state. */
 const char *fsdpc_optim_state_name(fsdpc_optim_kind kind, int state);
 
 #endif

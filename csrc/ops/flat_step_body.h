@@ -1,9 +1,9 @@
-/* Optimizer steps in one pass: reads the gradient, updates parameter and states, and writes the
- * wire.
+/* Optimizer steps in one pass, which reads the gradient, updates parameter and states, and writes
+ * the wire.
  *
- * Included by flat_cpu_body.h after the rules.  The common case of training has its own loops
- * (step_run): fp32 states, fp32 or bf16 parameters, and no wire or one in fp32 or bf16.  Everything
- * else goes block by block through L1 (step_blocks).  Other dtypes than fp32 are widened into
+ * Included by flat_cpu_body.h after the rules.  The common case in training has specialised loops
+ * (step_run): fp32 states, fp32 or bf16 parameters, and no wire or one in fp32 or bf16.  All other
+ * cases are processed block by block in L1 (step_blocks).  Dtypes other than fp32 are widened into
  * buffers, stepped there, and written back, so a step is still one pass over memory.
  *
  * The published value is the cast of the stored (rounded) parameter, so `equal` of wire and master
@@ -24,7 +24,7 @@ typedef struct step_part_args {
     bool stream_wire;
 } step_part_args;
 
-/* Parameters of a vector's step, all constants; WIRE_NONE: no wire. */
+/* Parameters of a vector step, all constants; WIRE_NONE: no wire. */
 enum { WIRE_NONE = FSDPC_DTYPE_COUNT };
 
 typedef struct step_kind {
@@ -34,7 +34,7 @@ typedef struct step_kind {
     bool stream_wire; /* write the wire past the cache */
 } step_kind;
 
-/* Steps elements i .. i + n - 1 and returns their stored values, which the wire gets. */
+/* Steps elements i .. i + n - 1 and returns their stored values, which are written to the wire. */
 FSDPC_INLINE fsdpc_vf step_vector(const step_memory *at, const step_scalars *k, size_t i,
                                   step_kind kind, size_t n)
 {
@@ -150,7 +150,7 @@ static void step_run_part(void *arg, size_t begin, size_t end)
 
 enum { STEP_BLOCK = 512 }; /* six buffers of it fill half of L1 */
 
-/* Elements from `at` on of an array as fp32: in place, or a copy in `buffer`. */
+/* Returns an array's elements, starting at `at`, as fp32: in place, or a copy in `buffer`. */
 static float *widened(float *buffer, const void *base, fsdpc_dtype dtype, size_t at, size_t n)
 {
     if (dtype == FSDPC_F32)
@@ -175,8 +175,8 @@ static void step_block(step_rule rule, const step_memory *at, const step_scalars
     }
 }
 
-/* The low half of an element's random word rounds the first state, the high half the others.  The
- * maximum of amsgrad is v or the stored maximum, so it becomes v's rounded value or stays
+/* The low half of an element's random word is used to round the first state, the high half the
+ * others. amsgrad's maximum is v or the stored maximum, so it becomes v's rounded value or stays
  * unchanged. */
 static void store_rounded(const fsdpc_step_args *a, int n_states, float (*states)[STEP_BLOCK],
                           size_t at, size_t n)

@@ -4,12 +4,11 @@
  * streaming store does not.  With prefetching and streaming, at 2^22 elements and one thread, a
  * cast to bf16 moved 28 GB/s instead of 17, and a sum of two sources 25 instead of 18.  Without
  * streaming stores, prefetching makes a norm of 2^26 elements a fifth faster.  Below
- * STREAM_NUMEL_MIN elements, a reader may well find the output in cache, so ordinary stores are
- * used.
+ * STREAM_NUMEL_MIN elements, a reader may find the output in cache, so ordinary stores are used.
  *
- * Streaming stores need aligned addresses, only pay if whole lines are written at once (hence pairs
- * of vectors), and are not ordered with later stores. stream_end() must precede any notice that the
- * data is complete.
+ * Streaming stores need aligned addresses, only pay off if whole lines are written at once (hence
+ * pairs of vectors), and are not ordered with later stores. stream_end() must be called before the
+ * data is declared complete.
  */
 enum { STREAM_NUMEL_MIN = 1 << 20 };
 
@@ -23,12 +22,12 @@ static inline bool can_stream(const void *dst, size_t numel)
 #endif
 }
 
-/* Prefetches data about 2 KiB ahead.  The processor's own prefetcher stops at every page, and
- * streams that begin together reach the ends of their pages together. */
+/* Prefetches data about 2 KiB ahead.  The hardware prefetcher stops at every page, and streams that
+ * begin together reach page ends together. */
 FSDPC_INLINE void prefetch_ahead(const void *base, size_t i, fsdpc_dtype dtype, size_t numel)
 {
     size_t bytes = dtype == FSDPC_F64 ? 8 : dtype == FSDPC_F32 ? 4 : 2;
-    uintptr_t at = (uintptr_t)base + i * bytes + 2048; /* past the end it does nothing */
+    uintptr_t at = (uintptr_t)base + i * bytes + 2048; /* past the end, prefetching does nothing */
     for (size_t line = 0; line < numel * bytes; line += 64)
         __builtin_prefetch((const void *)(at + line));
 }
@@ -38,8 +37,8 @@ FSDPC_INLINE fsdpc_vh to_half(fsdpc_vf v, fsdpc_dtype dtype)
     return dtype == FSDPC_BF16 ? fsdpc_vf_to_bf16(v) : fsdpc_vf_to_f16(v);
 }
 
-/* Elements i .. i + 2 FSDPC_LANES - 1 of an F32, BF16 or F16 array; `base` is aligned
- * to 64 bytes and i a multiple of 2 FSDPC_LANES. */
+/* Stores elements i .. i + 2 FSDPC_LANES - 1 of an F32, BF16 or F16 array; `base` is aligned to 64
+ * bytes and i is a multiple of 2 FSDPC_LANES. */
 FSDPC_INLINE void stream_pair(void *base, size_t i, fsdpc_dtype dtype, fsdpc_vf low, fsdpc_vf high)
 {
 #if defined(FSDPC_VEC_AVX512)
@@ -66,7 +65,7 @@ FSDPC_INLINE void stream_pair(void *base, size_t i, fsdpc_dtype dtype, fsdpc_vf 
 #endif
 }
 
-/* The pair, streamed or not, as the constant says. */
+/* Stores the pair, streamed if the constant is true. */
 FSDPC_INLINE void store_pair(void *base, size_t i, fsdpc_dtype dtype, fsdpc_vf low, fsdpc_vf high,
                              bool stream)
 {

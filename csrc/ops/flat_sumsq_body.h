@@ -1,16 +1,17 @@
-/* sumsq and sumpow: sums of squares, of magnitudes, or of powers of them, over whole leaves, each
+/* sumsq and sumpow: sums of squares, magnitudes, or powers of magnitudes over whole leaves, each
  * added to an exact accumulator.
  *
  * Included by flat_cpu_body.h.  A leaf is summed in sixteen fp64 partial sums, element i of the
  * leaf into partial i mod 16, which are then folded: j with j + 8, 4, 2, 1.  The order is part of
  * the result, so it is the same on every instruction set.  The square of an fp32, bf16 or fp16
  * number is exact in fp64, so fusing the addition would change nothing.  Integer powers up to
- * WHOLE_POWER_MAX are products of repeated squares, from the lowest bit of p up.  Others use libm's
- * pow, one by one and a hundred times slower: the same function on every path.  A short leaf
- * behaves as if padded with zeros.  Each thread sums into its own accumulator, and these merge
- * exactly.
+ * WHOLE_POWER_MAX are products of repeated squares, from the lowest bit of p up.  Other powers use
+ * libm's pow, one element at a time and a hundred times slower, on every path.  A short leaf
+ * behaves as if padded with zeros.  Each thread sums into its own accumulator, and the accumulators
+ * are merged exactly.
  *
- * Leaves of one element enter the accumulator a block of terms at a time: see Note [exact blocks].
+ * Leaves of one element are added to the accumulator a block of terms at a time: see Note [exact
+ * blocks].
  */
 
 /* fp64 vectors as wide as the registers; the sixteen partial sums are a few of them. */
@@ -115,18 +116,18 @@ FSDPC_INLINE double leaf_sum(const void *x, size_t begin, size_t numel, fsdpc_dt
 /* Note [exact blocks].  One addition to the accumulator costs as much as reading a leaf of 64.
  * Leaves of one element are therefore first added in fp64, a block at a time, without rounding.
  *
- * Sigma is a power of two above the block's sum.  (term + sigma) - sigma rounds a term to a
- * multiple of 2^-52 sigma: its high part.  Any sum of high parts is also a multiple of that, and
- * below 2 sigma, so fp64 holds it.  The rest of a term is at most 2^-53 sigma; all rests together
- * are below half of low = 2^-44 sigma.  With low for sigma, the same step takes a low part from
- * each rest.  If every low part is all of its rest, both sums are exact.  Squares of fp32 have 48
- * bits, so this holds for elements down to 2^-24 of the block's norm.  Other blocks, and those with
- * a NaN or infinity, add their terms one by one.  Both ways give the accumulator the same
- * number. */
+ * Sigma is a power of two above the block's sum. (term + sigma) - sigma rounds a term to a multiple
+ * of 2^-52 sigma: its high part.  Any sum of high parts is also a multiple of that, and below 2
+ * sigma, so it is exact in fp64.  The remainder of each term is at most 2^-53 sigma; the remainders
+ * sum to less than half of low = 2^-44 sigma.  With low for sigma, the same step extracts a low
+ * part from each remainder.  If every low part equals its remainder, both sums are exact.  Squares
+ * of fp32 have 48 bits, so this holds for elements down to 2^-24 of the block's norm.  Other
+ * blocks, and those with a NaN or infinity, add their terms one by one.  Both methods add the same
+ * number to the accumulator. */
 enum { EXACT_BLOCK = 256 };
 
 /* Adds the high and low parts of the first n terms, a multiple of PARTIALS; returns false, adding
- * nothing, if they do not make up all terms. */
+ * nothing, if these do not represent all terms exactly. */
 FSDPC_INLINE bool add_parts(const double *terms, size_t n, double bound, fsdpc_exact_sum *sum)
 {
     double sigma = ldexp(1, ilogb(bound) + 1), low = sigma * 0x1p-44;
@@ -148,7 +149,7 @@ FSDPC_INLINE bool add_parts(const double *terms, size_t n, double bound, fsdpc_e
     if (any)
         return false;
     double high_sum = fold_partials(highs), low_sum = fold_partials(lows);
-    if (low_sum < 0) { /* the accumulator does not take negative numbers; both stay exact */
+    if (low_sum < 0) { /* the accumulator does not accept negative numbers; both stay exact */
         high_sum -= low;
         low_sum += low;
     }
@@ -157,7 +158,7 @@ FSDPC_INLINE bool add_parts(const double *terms, size_t n, double bound, fsdpc_e
     return true;
 }
 
-/* Each of up to EXACT_BLOCK elements is a leaf. */
+/* Adds up to EXACT_BLOCK elements, each of which is a leaf. */
 FSDPC_INLINE void add_singles(const void *x, size_t begin, size_t numel, fsdpc_dtype dtype,
                               term kind, double p, fsdpc_exact_sum *sum)
 {
@@ -194,7 +195,7 @@ typedef struct sumpow_args {
     size_t leaf;
     term kind;
     double p;
-    int lock; /* held while a part merges into `sum`; a few hundred cycles per part */
+    int lock; /* held while a part is merged into `sum`; a few hundred cycles per part */
     fsdpc_exact_sum *sum;
 } sumpow_args;
 
@@ -207,7 +208,7 @@ FSDPC_INLINE void sumpow_run(const sumpow_args *a, size_t begin, size_t end, fsd
     if (leaf == 1)
         for (; at < end; at += fsdpc_min_size(EXACT_BLOCK, end - at))
             add_singles(x, at, fsdpc_min_size(EXACT_BLOCK, end - at), dtype, kind, p, sum);
-    if (leaf == 64) /* a constant length, for the loops inside */
+    if (leaf == 64) /* a constant length, for the inner loops */
         for (; at + 64 <= end; at += 64)
             fsdpc_exact_sum_add(sum, leaf_sum(x, at, 64, dtype, kind, p));
     for (; at < end; at += fsdpc_min_size(leaf, end - at))
@@ -245,7 +246,7 @@ static void sumpow_range(const sumpow_args *a, size_t begin, size_t end, fsdpc_e
     fsdpc_exact_sum_normalize(sum);
 }
 
-/* Leaves between two normalisations: far fewer than a digit can hold, and enough to hide their
+/* Number of leaves between normalisations: far fewer than a digit can hold, and enough to hide the
  * cost.
  */
 enum { SUMPOW_LEAVES = 1 << 20 };

@@ -1,30 +1,32 @@
-/* The matrix product on the CPU: checks, choice of kernels, blocking and threads.
+/* The CPU's matrix product: checks, kernel choice, blocking and threads.
  *
  * The blocking is that of GotoBLAS (Goto & van de Geijn 2008) with the roles swapped so that C is
  * written along its rows.  C is split into blocks of columns.  For each, B' is packed for one pass
- * over k (a few blocks of k) to stay in L2.  Each panel of A' meets the panels of B in turn, one
- * block of k after the other.  The path (gemm_path.h) multiplies two panels.
+ * over k (a few blocks of k), so that it stays in L2.  Each panel of A' is multiplied by the panels
+ * of B in turn, one block of k after the other.  The path (gemm_path.h) multiplies two panels.
  *
  * A' is packed first, a slab of at most SLAB_BYTES at a time.  If the path supports it and A is
- * contiguous along k, A' is not packed at all.  The first tile of a row then takes A from memory
- * and leaves its panel for the others.  All tiles of the row prefetch the next panel's memory.
- * That saves writing and reading A through L3 at 30 GB/s, a quarter of a bf16 product at 1024.
+ * contiguous along k, A' is not packed at all.  The first tile of a row then reads A from memory
+ * and packs its panel for the others.  All tiles of the row prefetch the next panel's memory.  That
+ * avoids writing and reading A through L3 at 30 GB/s, which takes a quarter of a bf16 product at
+ * 1024.
  *
- * With one block of k, a tile's sums go directly to C.  With several in one pass, a row of tiles
- * keeps its sums in fp32 in between.  With several passes (k above blocks x kc of the path, 128 for
- * at most FEW_ROWS rows), at most ROWS rows keep theirs in a private area.  Partial sums are thus
- * never rounded to bf16, and C is read and written once.  A sum is one chain over ascending k, so
- * it is equal for every split of m, n, k.
+ * With one block of k, a tile's sums are written directly to C.  With several blocks in one pass, a
+ * row of tiles keeps its sums in fp32 between blocks.  With several passes (k above the path's
+ * blocks x kc, 128 for at most FEW_ROWS rows), at most ROWS rows keep theirs in a private area.
+ * Partial sums are thus never rounded to bf16, and C is read and written once.  A sum is one chain
+ * over ascending k, so its bits do not depend on how m, n and k are split.
  *
  * Threads take panels of A to pack, then blocks of C to compute, from a counter.  Each has its own
  * memory for B's block and the sums.  C is split over columns first, because splitting rows makes
- * threads pack the same columns twice.  Batches of small products are spread over threads whole.
+ * threads pack the same columns twice.  In batches of small products, each product runs on one
+ * thread.
  *
- * If B' is the windows of an image, each thread makes WINDOWS_BYTES of them before it packs them.
+ * If B' consists of image windows, each thread computes WINDOWS_BYTES of them before it packs them.
  *
- * Products with at most four rows or columns use gemm_skinny.h.  Workspace is one block of counted
- * memory per call (category "other"): at most SLAB_BYTES for A (or one panel, if k is large) and
- * about 2 MB per thread.
+ * Products with at most four rows or columns use gemm_skinny.h.  Each call uses one block of
+ * counted memory (category "other") as workspace: at most SLAB_BYTES for A (or one panel, if k is
+ * large) and about 2 MB per thread.
  */
 #include "ops/gemm.h"
 
@@ -36,14 +38,14 @@
 enum {
     SLAB_BYTES = 16 << 20,
     ROWS = 512,
-    FEW_ROWS = 16, /* rows of A': B is packed for them panel by panel, streaming from memory */
-    FEW_KC = 128,  /* max k packed at a time then: a panel of B stays in L1 */
+    FEW_ROWS = 16, /* rows of A' up to which B is packed panel by panel, streaming from memory */
+    FEW_KC = 128,  /* max k packed at a time in that case: a panel of B stays in L1 */
     HUGE_FROM_BYTES = 256 << 10,
     HUGE_BYTES = 4 << 20,
     INLINE_WORK = 1 << 18, /* multiplications below which threads cost more than they gain */
     BATCH_BYTES = 1 << 20, /* max workspace for concurrent products of a batch */
     SKINNY_INLINE_WORK = 1 << 16,
-    WINDOWS_BYTES = 128 << 10 /* of a block of windows, computed before it is packed */
+    WINDOWS_BYTES = 128 << 10 /* size of a block of windows, computed before it is packed */
 };
 
 typedef struct product {
@@ -65,13 +67,13 @@ typedef struct plan {
     size_t tile_bytes;                   /* sums of one tile */
     size_t slab_bytes;                   /* packed A */
     size_t b_bytes, sums_bytes, a_bytes; /* per thread; a: one panel, without a slab */
-    size_t window_panels, windows_bytes; /* made at a time, per thread; 0 if B is a matrix */
+    size_t window_panels, windows_bytes; /* computed at a time, per thread; 0 if B is a matrix */
 } plan;
 
 /* -- choice ------------------------------------------------------------------------------------ */
 
 #if defined(__x86_64__)
-/* `few` if it saves an eighth of the rows that are computed. */
+/* Returns `few` if it saves an eighth of the computed rows. */
 static const fsdpc_gemm_path *path_for_rows(const fsdpc_gemm_path *path, const fsdpc_gemm_path *few,
                                             size_t m)
 {
@@ -97,8 +99,8 @@ static const fsdpc_gemm_path *path_of(fsdpc_isa isa, fsdpc_dtype dtype, size_t m
     return &fsdpc_gemm_f32_portable;
 }
 
-/* The size of about equal blocks of `count` items, each of at most `most`.  Makes at least `least`
- * blocks if `count` allows. */
+/* Returns the size of roughly equal blocks of `count` items, each at most `most`.  Makes at least
+ * `least` blocks if `count` allows. */
 static size_t even_block(size_t count, size_t most, size_t least)
 {
     size_t blocks = fsdpc_max_size(fsdpc_ceil_div(count, fsdpc_max_size(most, 1)), least);
@@ -125,8 +127,8 @@ static plan plan_make(const fsdpc_gemm_path *path, const fsdpc_gemm_args *args, 
     p.slab_panels =
         p.slab ? even_block(p.a_panels, SLAB_BYTES / (blocks * p.a_panel_bytes), 1) : p.a_panels;
 
-    /* a multiple of the team, so that no thread is idle at the end; but with blocks of one panel, A
-     * would be read once for every nr columns */
+    /* a multiple of the team size, so that no thread is idle at the end; but with blocks of one
+     * panel, A would be read once for every nr columns */
     size_t most_cols = path->b_bytes / (p.blocks * p.kc * path->element_bytes);
     most_cols = fsdpc_max_size(fsdpc_min_size(most_cols, path->nc) / path->nr, 1);
     size_t cols = fsdpc_ceil_div(p.b_panels, most_cols);
@@ -164,8 +166,8 @@ static size_t plan_bytes(const plan *p)
 
 /* -- one product ------------------------------------------------------------------------------- */
 
-/* A slab of a product in progress.  `next` hands out the remaining work.  It is relaxed, because
- * the start and end of fsdpc_team_run order the data that it distributes. */
+/* A slab of a product in progress.  `next` is the next unit of work.  It is relaxed, because the
+ * start and end of fsdpc_team_run order the data. */
 typedef struct job {
     const plan *plan;
     const product *product;
@@ -242,7 +244,7 @@ static fsdpc_gemm_target target_of(const worker *w, size_t panel, size_t q)
 }
 
 /* Multiplies a panel of A with those of B, for one block of k.  A tile is finished after the next
- * one has begun: its sums are complete by then, and the processor overlaps the two. */
+ * one has started: by then its sums are complete, and the processor overlaps the two. */
 static void multiply_row(worker *w, char *a, size_t panel, size_t block, fsdpc_gemm_beside *beside)
 {
     const plan *p = w->job->plan;
@@ -271,8 +273,8 @@ static void multiply_row(worker *w, char *a, size_t panel, size_t block, fsdpc_g
     }
 }
 
-/* The prefetch hints for the tiles of a step (a panel of A and a block of k): this step's A, if
- * they are to pack it, and the next one's. */
+/* Returns prefetch hints for a step's tiles (a panel of A and a block of k): this step's A, if the
+ * tiles must pack it, and the next step's. */
 static fsdpc_gemm_beside beside_of(worker *w, const char *a, size_t panel, size_t block)
 {
     const job *j = w->job;
@@ -307,7 +309,7 @@ static fsdpc_gemm_beside beside_of(worker *w, const char *a, size_t panel, size_
     return it;
 }
 
-/* Packs one block of k of the worker's columns of B' into its panels. */
+/* Packs one block of k from the worker's columns of B' into its panels. */
 static void pack_b(worker *w, char *to, size_t block)
 {
     const plan *p = w->job->plan;
@@ -426,7 +428,7 @@ static size_t skinny_bytes(size_t m, size_t n, size_t k)
     return fsdpc_round_up(rows * k * sizeof(float), 64);
 }
 
-/* x: skinny_bytes().  With few columns instead of few rows, C^T = B'^T A'^T is computed. */
+/* x: skinny_bytes().  If there are few columns instead of few rows, computes C^T = B'^T A'^T. */
 static void run_skinny(const fsdpc_gemm_path *path, const product *it, float *x, fsdpc_team *team)
 {
     bool few_rows = it->m <= it->n;
@@ -586,8 +588,8 @@ fsdpc_status fsdpc_gemm_cpu(const fsdpc_gemm_args *args, fsdpc_stream *stream)
     j.workspace_bytes = product_bytes(&p, &folded);
     size_t bytes;
     FSDPC_TRY(fsdpc_mul_size(j.workspace_bytes, parts, &bytes));
-    /* From 4 MiB up, memory comes in huge pages, without which address translation costs up to a
-     * fifth.  Request that much; only the used part is touched. */
+    /* From 4 MiB on, memory uses huge pages, without which address translation costs up to a fifth.
+     * Request that much; only the used part is touched. */
     if (bytes >= HUGE_FROM_BYTES)
         bytes = fsdpc_max_size(bytes, HUGE_BYTES);
     void *workspace;

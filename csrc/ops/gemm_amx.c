@@ -1,21 +1,21 @@
 /* The bf16 matrix product with AMX tiles: 2 x 2 tiles of 16 x 16 sums.
  *
  * TDPBF16PS multiplies a tile of A (16 rows of 32 k) by a tile of B (16 pairs of k by 16 columns)
- * in 16 cycles.  Four of them need two loads of each operand, 4 KB, so the caches' rate of 64 bytes
- * per cycle limits the kernel.  A panel of A (32 x 512, 32 KB) stays in L1.  Panels of B come from
- * L2 with the hint not to displace A (TILELOADDT1), which gains a third; a longer panel costs as
- * much.  If A is contiguous along k, it only needs packing because of its place in L1 (rows a power
+ * in 16 cycles.  Four of them need two loads of each operand, 4 KB, so the cache rate of 64 bytes
+ * per cycle limits the kernel.  A panel of A (32 x 512, 32 KB) stays in L1.  Panels of B are loaded
+ * from L2 with the hint not to displace A (TILELOADDT1), which gains a third; a longer panel loses
+ * as much.  If A is contiguous along k, it only needs packing for its placement in L1 (rows a power
  * of two apart share sets).  The first tile of a row stores the tiles of A that it loads.  Copying
  * the next panel line by line between the tiles was slower, because it displaces the panel in use;
  * prefetches go to L2 for the same reason.
  *
- * Limits, measured at n = 1024 on the Xeon of benchmarks/README.md.  Without loads TDPBF16PS
- * reaches 3170 GFLOP/s; with its loads, 97 % of that on zeros and 80 % on random numbers (heat: the
- * same instructions).  With the stores of the sums after each 512 k it reaches 88 % of the rest.
+ * Limits, measured at n = 1024 on the Xeon of benchmarks/README.md.  Without loads, TDPBF16PS
+ * reaches 3170 GFLOP/s; with its loads, 97 % of that on zeros and 80 % on random numbers (because
+ * of heat: the instructions are the same).  Storing the sums after each 512 k leaves 88 % of that.
  * Packing B takes 8-13 % of the product, finishing C 2-5 %.
  *
  * Arithmetic: as in vdpbf16ps, subnormals count as zero and rounding is to nearest even.  The
- * processor defines a fixed order of the sum over the 32 k of a tile.  Padding is zeros, which add
+ * processor defines a fixed summation order for the 32 k of a tile.  Padding is zeros, which add
  * nothing.
  *
  * Tiles are per-thread state: enter() configures eight full tiles and leave() releases them, so
@@ -41,7 +41,7 @@ static void enter(void)
         config.rows[i] = 16;
     }
     _Static_assert(sizeof config == 64, "as LDTILECFG reads it");
-    /* gcc 12 assumes that the instruction only reads eight bytes and drops the other stores */
+    /* gcc 12 assumes that the instruction reads only eight bytes, and drops the other stores */
     __asm__ volatile("" : : "r"(&config) : "memory");
     _tile_loadconfig(&config);
 }
@@ -51,7 +51,8 @@ static void leave(void)
     _tile_release();
 }
 
-/* Loads two tiles of A from the panel, or from memory and also stores them to the panel. */
+/* Loads two tiles of A from the panel, or from memory, in which case it also stores them to the
+ * panel. */
 FSDPC_INLINE void load_a(char *panel, const char **from, size_t bytes, bool packs)
 {
     if (packs) {

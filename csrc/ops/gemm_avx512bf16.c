@@ -2,12 +2,12 @@
  *
  * Arithmetic: each step adds the products of two k to a sum with its own fused rounding (the two
  * products are added in turn, nearest even).  Subnormal inputs, sums and results count as zero.
- * Results therefore differ in last bits from the fp32 kernels' on widened inputs, and vanish below
- * 2^-126.
+ * Results therefore differ in the last bits from those of the fp32 kernels on widened inputs, and
+ * are zero below 2^-126.
  *
  * Zen 4 and 5 run this at twice the rate of fp32 FMA.  Intel's cores with AMX run vdpbf16ps at a
- * quarter of FMA's rate, which is half its flops.  If tiles are not usable there, "auto" is the
- * path named avx512 (packing widens bf16 to fp32; see base/cpu.c).
+ * quarter of FMA's rate, which is half its flops.  If tiles are unavailable on such a core, "auto"
+ * selects the avx512 path (packing widens bf16 to fp32; see base/cpu.c).
  */
 #include "base/cpu.h"
 #if defined(__x86_64__)

@@ -1,7 +1,7 @@
 /* The fp64 matrix product: 4 x 8 sums in plain vectors, more for checks and tests than for speed.
  *
- * It has the shape of the fp32 kernels but no instruction set of its own; sums are fp64 throughout,
- * rounded once to C (F64 or F32).
+ * It has the structure of the fp32 kernels but uses no specific instruction set; sums are fp64
+ * throughout, rounded once to C (F64 or F32).
  */
 #include <string.h>
 

@@ -1,7 +1,7 @@
-/* A product and gelu by the table's separate kernels: see nn_ops.h.
+/* A product and gelu, computed by the table's separate kernels: see nn_ops.h.
  *
  * The intermediate value is rounded to its dtype, so results have the bits of two calls.  Gelu
- * works in place, or from `before` if that is kept, so it needs no memory.
+ * works in place, or reads `before` if that is kept, so it needs no extra memory.
  */
 #include <assert.h>
 

@@ -1,8 +1,9 @@
 /* Packing into fp32 panels, and finishing tiles: one source, compiled once per instruction set.
  *
- * An fp32 panel is [k][width].  Operands of any float dtype except F64 are widened on the way.  If
- * memory is contiguous along k, the panel is a transpose, done in squares of SQUARE x SQUARE 32-bit
- * words.  Ragged squares and other dtypes pass through a small zero-padded copy.
+ * An fp32 panel is [k][width].  Operands of any float dtype except F64 are widened during packing.
+ * If memory is contiguous along k, the panel is a transpose, performed in squares of SQUARE x
+ * SQUARE 32-bit words.  Partial squares and other dtypes are first copied to a small zero-padded
+ * buffer.
  */
 #ifndef FSDPC_OPS_GEMM_PACK_H
 #define FSDPC_OPS_GEMM_PACK_H
@@ -16,8 +17,8 @@ enum { SQUARE = FSDPC_LANES };
 
 /* Words to[i * to_stride + j] = row j, word i of `from` (rows from_bytes apart), i, j < SQUARE.
  *
- * Half rows of j and j + 8 share a register from the start, so 48 shuffles suffice (whole rows take
- * 64).
+ * The half rows of j and j + 8 share a register from the start, so 48 shuffles suffice (whole rows
+ * need 64).
  */
 FSDPC_INLINE void transpose_square(uint32_t *to, size_t to_stride, const void *from,
                                    size_t from_bytes)
@@ -88,7 +89,8 @@ FSDPC_INLINE void transpose_square(uint32_t *to, size_t to_stride, const void *f
 }
 #endif
 
-/* A square whose source is ragged or not F32: first widened into a zero-padded copy. */
+/* Transposes a square whose source is partial or not F32; first widens it into a zero-padded
+ * copy. */
 FSDPC_INLINE void transpose_widened(float *to, size_t width, const fsdpc_gemm_operand *from,
                                     size_t first, size_t lines, size_t k_first, size_t k_count,
                                     fsdpc_dtype dtype)
@@ -106,7 +108,8 @@ FSDPC_INLINE void transpose_widened(float *to, size_t width, const fsdpc_gemm_op
     transpose_square((uint32_t *)to, width, copy, sizeof copy[0]);
 }
 
-/* A whole square of bf16, twice as deep: words of two k are transposed, then split and widened. */
+/* Transposes a whole square of bf16, twice as deep: words of two k are transposed, then split and
+ * widened. */
 FSDPC_INLINE void transpose_pairs(float *to, size_t width, const uint16_t *from, size_t ld)
 {
     _Alignas(64) uint32_t words[SQUARE * SQUARE];
@@ -118,7 +121,7 @@ FSDPC_INLINE void transpose_pairs(float *to, size_t width, const uint16_t *from,
     }
 }
 
-/* Prefetches the lines from `first` on in address order, because squares read one cache line from
+/* Prefetches lines in address order, starting at `first`, because squares read one cache line from
  * each of many rows, which hardware does not prefetch.  `done` elements were requested before. */
 FSDPC_INLINE void prefetch_panel(const fsdpc_gemm_operand *from, size_t first, size_t done,
                                  size_t count, size_t bytes)
@@ -130,8 +133,9 @@ FSDPC_INLINE void prefetch_panel(const fsdpc_gemm_operand *from, size_t first, s
 
 /* Note [whole vectors].  Panels of A are 14 or 6 wide and vectors 16 or 8.  Packers store whole
  * vectors in ascending k, so that the next row overwrites elements beyond the width (the panel has
- * space after its last row).  Those elements do not matter, so a full panel also reads whole
- * vectors, into the lines of the next panel, if the operand has that many lines. */
+ * space after its last row).  The values of these elements do not matter, so a full panel also
+ * reads whole vectors, which extend into the next panel's lines, if the operand has that many
+ * lines. */
 FSDPC_INLINE void pack_f32_as(float *panel, size_t width, const fsdpc_gemm_operand *from,
                               size_t first, size_t count, size_t k_first, size_t k_count,
                               fsdpc_dtype dtype)
@@ -226,7 +230,7 @@ FSDPC_INLINE void finish_rows(const fsdpc_gemm_target *t, const float *sums, siz
         finish_row(t, i, sums, nr, cols, dtype, bias, accumulate);
 }
 
-/* Whole tiles without bias, which are nearly all, have a loop without branches. */
+/* Nearly all tiles are whole and have no bias; these use a loop without branches. */
 FSDPC_INLINE void finish_as(const fsdpc_gemm_target *t, const float *sums, size_t nr,
                             fsdpc_dtype dtype)
 {

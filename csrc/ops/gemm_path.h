@@ -1,4 +1,5 @@
-/* One instruction set's part of the matrix product: a private header of gemm*.c.
+/* The part of the matrix product that is specific to an instruction set: a private header of
+ * gemm*.c.
  *
  * A path packs A' and B' into panels, multiplies two panels into one tile of fp32 (fp64 for F64)
  * sums, and finishes a tile into C. gemm.c owns everything else: blocking, threads, workspace.
@@ -8,9 +9,9 @@
  * more vector, because packers store whole vectors and let the next one overwrite the excess.  The
  * layout inside is private to a path's pack and tile functions.
  *
- * Sums.  A tile is mr x nr sums, dense.  `resume` says that it holds the sum over the blocks of k
- * so far: it is loaded, continued and stored.  The sum over k is thus one chain in ascending k
- * whatever the blocking, and C is rounded once.
+ * Sums.  A tile is mr x nr sums, dense.  `resume` means that it holds the sum over the previous
+ * blocks of k, which is loaded, continued and stored.  For any blocking, the sum over k is thus one
+ * chain in ascending k, and C is rounded once.
  */
 #ifndef FSDPC_OPS_GEMM_PATH_H
 #define FSDPC_OPS_GEMM_PATH_H
@@ -26,7 +27,7 @@
 typedef struct fsdpc_gemm_operand {
     const void *data;
     size_t ld, lines;
-    bool along_k; /* neighbours in memory differ in k (A plain, B transposed), or in the line */
+    bool along_k; /* memory is contiguous along k (A plain, B transposed), not along lines */
     fsdpc_dtype dtype;
     bool streams; /* panels are packed one by one, each through all of k */
 } fsdpc_gemm_operand;
@@ -35,7 +36,7 @@ typedef struct fsdpc_gemm_operand {
 typedef struct fsdpc_gemm_target {
     void *c; /* the tile's first element */
     size_t ldc;
-    size_t rows, cols; /* of the tile that exist */
+    size_t rows, cols; /* rows and columns of the tile that exist */
     fsdpc_dtype dtype;
     const void *bias; /* of bias_dtype, at the tile's first column (or row); NULL: none */
     fsdpc_dtype bias_dtype;
@@ -43,28 +44,27 @@ typedef struct fsdpc_gemm_target {
     bool accumulate;
 } fsdpc_gemm_target;
 
-/* Hints around a tile: its operands' memory and the lines to prefetch, because the multipliers
- * leave the rest of the processor idle.  All but `a` is a hint.  The tile advances `row` and
- * `next`. */
+/* Work done along with a tile: packing A and prefetching, because the multipliers leave other parts
+ * of the processor idle.  All fields except `a` are hints.  The tile advances `row` and `next`. */
 typedef struct fsdpc_gemm_beside {
     /* A as stored along k, `a_bytes` between its rows, for the tile to pack.  NULL: already
      * packed. */
     const char *a;
     size_t a_bytes;
 
-    /* Memory that is read soon: rows of `row_bytes`, `row_step` apart; `next` is in the row at
+    /* Memory that will be read soon: rows of `row_bytes`, `row_step` apart; `next` is in the row at
      * `row`.  `rate` lines of 64 bytes per 32 k; 0: no prefetch. */
     const char *row, *next;
     size_t row_bytes, row_step, rate;
 
-    /* The tile of C that its sums end up in: rows, `c_step` bytes apart. */
+    /* The tile of C that receives the sums: rows, `c_step` bytes apart. */
     const char *c;
     size_t c_rows, c_step;
 } fsdpc_gemm_beside;
 
 enum { FSDPC_GEMM_SKINNY = 4 }; /* rows (or columns) up to which a product is skinny */
 
-/* A product of few rows; if C has few columns instead, it is the transposed product. */
+/* A product with few rows; if C has few columns instead, the transposed product. */
 typedef struct fsdpc_gemm_skinny {
     const float *x; /* (rows, k), dense; if there are several rows, padded to FSDPC_GEMM_SKINNY */
     size_t rows, k;
@@ -81,11 +81,11 @@ typedef struct fsdpc_gemm_path {
     const char *name;
     size_t mr, nr;
     size_t kc;      /* max k in one block: a panel of A */
-    size_t blocks;  /* blocks of k for which B is packed at a time */
+    size_t blocks;  /* number of blocks of k for which B is packed at a time */
     size_t nc;      /* max columns of B packed at a time ... */
     size_t b_bytes; /* ... and max bytes: they should stay in L2 */
     size_t element_bytes, sum_bytes;
-    bool packs_a; /* tile can itself pack whole panels of an A along k */
+    bool packs_a; /* tile can pack whole panels of A if A is contiguous along k */
 
     /* Packs lines [first, first + count) over k in [k_first, k_first + k_count); count <= width. */
     void (*pack_a)(void *panel, const fsdpc_gemm_operand *a, size_t first, size_t count,
@@ -96,7 +96,8 @@ typedef struct fsdpc_gemm_path {
                  fsdpc_gemm_beside *beside);
     void (*finish)(const fsdpc_gemm_target *target, const void *sums);
 
-    /* Columns [first, first + count) of a skinny product; NULL: not supported by the path. */
+    /* Computes columns [first, first + count) of a skinny product; NULL: not supported by the
+     * path. */
     void (*skinny)(const fsdpc_gemm_skinny *product, size_t first, size_t count);
 
     /* Called before and after one thread's calls of tile; NULL: nothing to do. */
@@ -114,8 +115,8 @@ extern const fsdpc_gemm_path fsdpc_gemm_f32_portable, fsdpc_gemm_f64_portable;
 #if defined(__x86_64__)
 extern const fsdpc_gemm_path fsdpc_gemm_f32_avx2, fsdpc_gemm_f32_avx512;
 extern const fsdpc_gemm_path fsdpc_gemm_bf16_avx512bf16, fsdpc_gemm_bf16_amx;
-/* The same sums in tiles of fewer rows: for an m that would leave much of the other paths' tiles
- * idle. */
+/* The same sums in tiles with fewer rows, for an m that would leave much of the other paths' tiles
+ * unused. */
 extern const fsdpc_gemm_path fsdpc_gemm_f32_few_avx512, fsdpc_gemm_bf16_few_avx512bf16;
 #endif
 

@@ -1,4 +1,4 @@
-/* A path over a tile of MR x NR: its packing and finishing, panel by panel.
+/* A path with tiles of MR x NR: its packing and finishing, panel by panel.
  *
  * Included with MR, NR and ROWS (see ops/gemm_tile_body.h), `pack_lines` and `finish_sums`.
  * pack_lines packs lines of an operand into a panel of a given width; finish_sums writes a tile's

@@ -1,6 +1,6 @@
-/* The tile of a path whose sums stay in vector registers: MR rows of two vectors each.
+/* A path's tile whose sums stay in vector registers: MR rows of two vectors each.
  *
- * One source for every such path, included by its file after these:
+ * One source for all such paths, included by each path's file after these:
  *
  *     MR, NR           NR is twice FSDPC_LANES; 2 MR sums, two vectors of B and one of A must fit
  *     ROWS             X(0) X(1) ... for MR rows

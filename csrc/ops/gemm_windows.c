@@ -1,8 +1,8 @@
-/* Windows of images as rows and columns: see ops/gemm_windows.h.
+/* Image windows as rows and columns: see ops/gemm_windows.h.
  *
- * A row of the matrix is a few runs: the places of one row of windows, which read one row of the
- * image.  A run is zeros, then elements `step` apart, then zeros again; with a step of one, it is a
- * copy.
+ * A row of the matrix consists of a few runs.  A run covers one row of windows, which reads one row
+ * of the image.  A run is zeros, then elements `step` apart, then zeros again; with a step of one,
+ * it is a copy.
  */
 #include "ops/gemm_windows.h"
 
@@ -11,7 +11,7 @@
 
 #include "base/size.h"
 
-/* The number of steps, at most n, from `at` to 0 or more. */
+/* Returns the number of steps, at most n, from `at` to 0 or more. */
 static size_t steps_to(ptrdiff_t at, ptrdiff_t step, size_t n)
 {
     if (at >= 0)
@@ -27,13 +27,14 @@ static inline void pick(char *to, const char *from, size_t n, size_t from_bytes,
         memcpy(to + i * element_bytes, from + i * from_bytes, element_bytes);
 }
 
-/* Places [0, n) of a row of windows, whose first reads column `at` of the image's row. */
+/* Copies places [0, n) of a row of windows, the first of which reads column `at` of the image's
+ * row. */
 static void copy_run(const fsdpc_windows *w, const char *row, ptrdiff_t at, size_t n,
                      size_t element_bytes, char *to)
 {
     ptrdiff_t step = w->step[1];
     size_t before = steps_to(at, step, n);
-    size_t end = steps_to(at - (ptrdiff_t)w->image[1], step, n); /* of those inside */
+    size_t end = steps_to(at - (ptrdiff_t)w->image[1], step, n); /* end of the places inside */
     size_t inside = end > before ? end - before : 0;
     if (!inside)
         before = n;

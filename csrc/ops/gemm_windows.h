@@ -1,10 +1,10 @@
-/* Windows of images as a matrix, which convolutions multiply by without storing it (implicit
- * im2col; Chetlur et al. 2014).
+/* Image windows as a matrix, by which convolutions multiply without storing it (implicit im2col;
+ * Chetlur et al. 2014).
  *
- * Row (c, i, j) is element (i, j) of every window in channel c, with one column for each place (y,
- * x) of the window.  It is the channel's row y step[0] + i spread[0] + origin[0] and column x
- * step[1] + j spread[1] + origin[1], or 0 outside the image.  A negative spread reverses windows,
- * as gradients of images need.
+ * Row (c, i, j) contains element (i, j) of every window in channel c, with one column for each
+ * window place (y, x).  That element is in the channel's row y step[0] + i spread[0] + origin[0]
+ * and column x step[1] + j spread[1] + origin[1], or is 0 outside the image.  A negative spread
+ * reverses windows, as image gradients require.
  */
 #ifndef FSDPC_OPS_GEMM_WINDOWS_H
 #define FSDPC_OPS_GEMM_WINDOWS_H
@@ -36,7 +36,7 @@ typedef struct fsdpc_windows_tile {
     size_t row, rows, col, cols;
 } fsdpc_windows_tile;
 
-/* Writes a rectangle: `to` is (tile->rows, tile->cols), dense, of elements of 2, 4 or 8 bytes. */
+/* Writes a rectangle: `to` is (tile->rows, tile->cols), dense, with elements of 2, 4 or 8 bytes. */
 void fsdpc_windows_copy(const fsdpc_windows *w, const void *image, size_t element_bytes,
                         const fsdpc_windows_tile *tile, void *to);
 

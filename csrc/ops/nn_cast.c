@@ -1,10 +1,10 @@
-/* Casts between any two dtypes, element by element: the path for all rare cases.
+/* Casts between any two dtypes, element by element, for all rare cases.
  *
  * A row is processed in blocks.  A block is widened to int64 (integer sources) or double (float
- * sources), both exact, and then stored.  There is thus one loop per dtype and side, not one per
- * pair.  Float to integer truncates towards zero, saturates, and makes NaN 0; integer to narrower
- * integer wraps; anything to bool is x != 0. double to a 16-bit float goes through fp32, as in
- * PyTorch.
+ * sources), both exact, and then stored.  There is thus one loop per source or destination dtype,
+ * not one per pair.  Float to integer truncates towards zero, saturates, and makes NaN 0; integer
+ * to narrower integer wraps; anything to bool is x != 0. double to a 16-bit float goes through
+ * fp32, as in PyTorch.
  */
 #include "ops/nn_internal.h"
 
@@ -57,7 +57,7 @@ static int64_t truncate_to(double x, double low, double high)
     return high >= 0x1p63 ? INT64_MAX : (int64_t)high;
 }
 
-/* dense rows in a separate loop, which the compiler vectorises */
+/* dense rows have a separate loop, which the compiler vectorises */
 #define LOAD(type, to, value)                                                                      \
     do {                                                                                           \
         const type *restrict from = (const type *)src + at;                                        \
@@ -153,8 +153,8 @@ static void store_reals(const double *x, void *dst, fsdpc_dtype dtype, size_t at
     }
 }
 
-/* block += old, as integers if both are, otherwise as doubles (sums of two floats are then rounded
- * as if computed in fp32).  Returns true if the block holds integers. */
+/* block += old, as integers if both are integers, otherwise as doubles (sums of two floats are then
+ * rounded as if computed in fp32).  Returns true if the block holds integers. */
 static bool add_block(cast_block *block, bool ints, const cast_block *old, bool old_ints,
                       size_t numel)
 {

@@ -14,7 +14,7 @@ typedef struct binary_row {
     size_t numel;
 } binary_row;
 
-/* From output element `at` to `last` or the end of its row. */
+/* Returns the elements from output element `at` to `last` or the end of its row. */
 static binary_row binary_row_at(const nn_binary_plan *plan, size_t at, size_t last)
 {
     const nn_box *box = &plan->box;
@@ -132,7 +132,7 @@ PLAIN_MASK(mask_8, uint64_t)
         block->member[i] = ((const type *)base)[at + i * step];                                    \
     break
 
-/* n elements from `at` on, dense: in place, or in the block. */
+/* Returns n dense elements starting at `at`: in place, or in the block. */
 FSDPC_INLINE const void *plain_operand(plain_block *block, const void *base, size_t at, size_t step,
                                        size_t n, fsdpc_dtype dtype, bool compares)
 {

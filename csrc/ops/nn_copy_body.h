@@ -1,22 +1,22 @@
 /* Copies over strided boxes: casts, slices, transposes (see nn_internal.h for how bodies are
  * compiled).
  *
- * Dimensions are ordered by the stride of the destination and merged if both sides allow it.
- * Then one of these forms:
+ * Dimensions are ordered by the destination's strides and merged if both sides allow it.  Then one
+ * of these forms is used:
  *
  *     rows     both sides dense along the innermost dimension: memcpy, or a vector cast
  *     fill     one element of the source repeated along it
  *     reverse  the source dense along it, backwards
  *     tiles    the source dense along another dimension (a transpose) and elements of 2 or 4 bytes:
  *              squares of FSDPC_LANES, transposed in registers, 32 source elements wide, so that
- *              every cache line is read and written whole
+ *              whole cache lines are read and written
  *     steps    anything else, element by element (fsdpc_nn_cast_row)
  */
 
 enum { COPY_TILE = 64, TILE_ROW = COPY_TILE + 16 /* not a power of two, which would share sets */ };
 
-/* Replaces memcpy, whose rep movsb some processors run at a tenth of its speed if both sides begin
- * at nearly the same offset in a page. */
+/* Replaces memcpy, whose rep movsb runs at a tenth of its speed on some processors if both sides
+ * begin at nearly the same offset in a page. */
 FSDPC_INLINE void copy_row(char *dst, const char *src, size_t bytes)
 {
     enum { STEP = sizeof(fsdpc_vf), MOST = 1 << 16 };
@@ -43,7 +43,7 @@ static void copy_memcpy_range(const void *arg, size_t first, size_t last)
     }
 }
 
-/* One element repeated along the innermost dimension, as in a sum's backward. */
+/* Repeats one element along the innermost dimension, as in a sum's backward. */
 static void copy_fill_range(const void *arg, size_t first, size_t last)
 {
     const nn_copy_plan *plan = arg;
@@ -70,7 +70,7 @@ static void copy_fill_range(const void *arg, size_t first, size_t last)
     }
 }
 
-/* Reversed along the innermost dimension. */
+/* Copies in reverse along the innermost dimension. */
 static void copy_reverse_range(const void *arg, size_t first, size_t last)
 {
     const nn_copy_plan *plan = arg;
@@ -152,7 +152,7 @@ FSDPC_INLINE void copy_cast_to(const nn_copy_plan *plan, size_t first, size_t la
 
 NN_FLOAT_KERNELS(copy_cast_to, nn_copy_plan, NULL)
 
-/* Dense casts from integers and bool, and to bool, as loops that the compiler vectorises. */
+/* Dense casts from integers and bool, and to bool, in loops that the compiler vectorises. */
 #define CAST(from, to, value)                                                                      \
     do {                                                                                           \
         const from *restrict x = src;                                                              \
@@ -238,8 +238,8 @@ static void copy_numbers_range(const void *arg, size_t first, size_t last)
 #define ZIP_HIGH 2, 6, 3, 7
 #endif
 
-/* Interleaving row i with row i + LANES/2 rotates the bits of (row, lane) by one.  After as many
- * rotations as a lane has bits, row and lane have changed places. */
+/* Interleaving row i with row i + LANES/2 rotates the bits of (row, lane) by one.  After one
+ * rotation per bit of the lane index, row and lane are swapped. */
 #define COPY_TURN(rows, type)                                                                      \
     for (int bit = 1; bit < FSDPC_LANES; bit *= 2) {                                               \
         type turned[FSDPC_LANES];                                                                  \
@@ -288,8 +288,8 @@ FSDPC_INLINE void copy_square(char *dst, size_t dst_row, const char *src, size_t
                 memcpy(dst + (r * dst_row + c) * bytes, src + (c * src_row + r) * bytes, bytes);
 }
 
-/* Copies the tile's source rows next to each other: far apart they would share a few sets of the
- * cache. */
+/* Copies the tile's source rows next to each other; far apart, they would share a few cache
+ * sets. */
 FSDPC_INLINE void copy_pack(char *tile, const char *src, size_t src_row, size_t n_cols,
                             size_t n_rows, size_t bytes)
 {
@@ -301,7 +301,7 @@ FSDPC_INLINE void copy_pack(char *tile, const char *src, size_t src_row, size_t 
             memcpy(tile + c * TILE_ROW * bytes, src + c * src_row * bytes, n_rows * bytes);
 }
 
-/* Items are strips: COPY_TILE indices of the last dimension but one, and all of the last. */
+/* Items are strips: COPY_TILE indices of the second to last dimension, and all of the last. */
 FSDPC_INLINE void copy_tiles_range(const nn_copy_plan *plan, size_t first, size_t last,
                                    size_t bytes)
 {
@@ -361,7 +361,8 @@ static fsdpc_status copy(const fsdpc_copy_args *args, fsdpc_stream *stream)
     int inner = plan.box.ndim - 1;
     size_t bytes = fsdpc_dtype_bytes(args->dst_dtype);
     if (inner > 0 && plan.box.stride[1][inner] == 0 && plan.box.shape[inner] < FSDPC_LANES &&
-        plan.box.shape[inner - 1] >= FSDPC_LANES) { /* few copies of each: long rows, in steps */
+        plan.box.shape[inner - 1] >= FSDPC_LANES) { /* few repetitions of each: long rows, in
+                                                     * steps */
         copy_swap_inner(&plan.box);
         nn_for(stream, numel, NN_GRAIN, copy_steps_range, &plan);
         return FSDPC_OK;

@@ -2,7 +2,7 @@
  *
  * Forward reads the logits once from memory, in pieces of a row that fit the first-level cache.
  * Each piece's maximum updates the row's (rescaling the sum if it grew), and then its exponentials
- * are added.  One thread sums the mean over rows in fp64, in row order.  Backward is one pass,
+ * are added.  One thread computes the mean over rows in fp64, in row order.  Backward is one pass,
  * dlogits = (exp(x - lse) - [target]) * scale, and may overwrite the logits.
  */
 

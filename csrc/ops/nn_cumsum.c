@@ -1,16 +1,16 @@
-/* Cumulative sums, one copy for all instruction sets.
+/* Cumulative sums, compiled once for all instruction sets.
  *
  * Additions along a line depend on each other, so several lines are summed concurrently.  These are
  * neighbouring columns, which the compiler vectorises, or, along the innermost dimension, a few
- * rows, which hides the latency of additions.  One thread sums a whole line, so the number of
- * threads does not change the result.
+ * rows, to hide the latency of additions.  One thread sums a whole line, so the number of threads
+ * does not change the result.
  */
 #include "ops/nn_internal.h"
 
 enum { CUMSUM_COLS = 256, CUMSUM_ROWS = 8, CUMSUM_TILE = 16 };
 
 /* add_: `lines` neighbouring lines, whose elements are `inner` apart. rows_: `rows` rows, a tile of
- * each in turn, so that few cache lines are in use at once. */
+ * each in turn, so that only a few cache lines are in use. */
 #define CUMSUM(suffix, type, wide, from, to)                                                       \
     static void add_##suffix(const fsdpc_cumsum_args *args, size_t at, size_t lines)               \
     {                                                                                              \

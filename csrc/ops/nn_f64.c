@@ -1,8 +1,7 @@
-/* F64 (and, for powers, integer) forms of the elementwise and moving kernels.
+/* F64 (and, for powers, integer) forms of the elementwise and data movement kernels.
  *
- * Plain loops in double: they exist so that gradients can be checked to many digits.  The
- * corresponding fp32 forms are in nn_unary_body.h, nn_binary_body.h, nn_gate_body.h, nn_sum_body.h
- * and nn_embedding_body.h.
+ * Plain loops in double, used to check gradients to many digits.  The corresponding fp32 forms are
+ * in nn_unary_body.h, nn_binary_body.h, nn_gate_body.h, nn_sum_body.h and nn_embedding_body.h.
  */
 #include "ops/nn_internal.h"
 
@@ -98,7 +97,8 @@ void fsdpc_nn_power_wide(const void *arg, size_t first, size_t last)
 
 enum { WIDE_RUN = 512, WIDE_SUMS = 8 };
 
-/* n elements of x from `at` on (or their squares) in double: in place, or in the block. */
+/* Returns n elements of x (or their squares), starting at `at`, in double: in place, or in the
+ * block. */
 static const double *wide_run(double *block, const fsdpc_sum_args *args, size_t at, size_t n)
 {
     const double *x = block;
@@ -120,7 +120,7 @@ static void sum_finish_wide(const fsdpc_sum_args *args, size_t i, double total)
     fsdpc_nn_store_f64(args->out, i, args->out_dtype, total);
 }
 
-/* n outputs of one row: x's rows are added concurrently. */
+/* Computes n outputs of one row; adds x's rows concurrently. */
 static void sum_columns_wide(const nn_sum_plan *plan, size_t x_at, size_t first, size_t n)
 {
     double total[WIDE_RUN] = {0}, block[WIDE_RUN];
@@ -135,7 +135,7 @@ static void sum_columns_wide(const nn_sum_plan *plan, size_t x_at, size_t first,
         sum_finish_wide(plan->args, first + c, total[c]);
 }
 
-/* One output, from runs: sums of every eighth element, which are added in order. */
+/* Computes one output from runs: sums of every eighth element, which are added in order. */
 static double sum_runs_wide(const nn_sum_plan *plan, size_t x_at)
 {
     double sums[WIDE_SUMS] = {0}, block[WIDE_RUN], total = 0;

@@ -1,6 +1,6 @@
 /* SwiGLU, forward and backward, and dropout (see nn_internal.h for how bodies are compiled).
  *
- * Dropout draws word first + i of a Philox stream for element i.  FSDPC_LANES blocks of four words
+ * Dropout uses word first + i of a Philox stream for element i.  FSDPC_LANES blocks of four words
  * are computed concurrently; the words are those of base/random.h.
  */
 
@@ -85,7 +85,7 @@ FSDPC_INLINE wide_product multiply_wide(fsdpc_vu a, uint32_t m)
 
 enum { DROPOUT_WORDS = 4 * FSDPC_LANES };
 
-/* Words 4 * block .. of the stream: fsdpc_philox_block for FSDPC_LANES blocks at once. */
+/* Computes words 4 * block .. of the stream: fsdpc_philox_block for FSDPC_LANES blocks at once. */
 FSDPC_INLINE void dropout_words(uint64_t seed, uint64_t stream, uint64_t block,
                                 uint32_t words[DROPOUT_WORDS])
 {

@@ -1,5 +1,6 @@
-/* Shared by the CPU's nn kernels: splitting work between threads, walking strided boxes, and the
- * kernels that are compiled once because training does not use them (F64, integers, mixed casts).
+/* Shared by the CPU's nn kernels: splitting work between threads, iterating over strided boxes, and
+ * the kernels that are compiled once because training does not use them (F64, integers, mixed
+ * casts).
  *
  * A kernel is a range function: it only computes elements (or rows, or columns) [first, last) of
  * its output, so the split cannot change a result.  The *_body.h files hold the vector forms; each
@@ -13,7 +14,7 @@
 
 typedef void (*nn_range_fn)(const void *arg, size_t first, size_t last);
 
-/* Number of elements that is worth waking a thread for. */
+/* Number of elements for which waking a thread is worthwhile. */
 enum { NN_GRAIN = 1 << 14 };
 
 typedef struct nn_cut {
@@ -29,7 +30,8 @@ static inline void nn_cut_part(void *arg, size_t part)
     cut->fn(cut->arg, first, fsdpc_min_size(first + cut->chunk, cut->count));
 }
 
-/* Runs fn over [0, count) in pieces of at least `grain`, spread over the stream's team. */
+/* Runs fn over [0, count) in pieces of at least `grain`, divided among the threads of the stream's
+ * team. */
 static inline void nn_for(fsdpc_stream *stream, size_t count, size_t grain, nn_range_fn fn,
                           const void *arg)
 {
@@ -48,7 +50,7 @@ static inline void nn_for(fsdpc_stream *stream, size_t count, size_t grain, nn_r
     fsdpc_team_run(team, fsdpc_ceil_div(count, chunk), nn_cut_part, &cut);
 }
 
-/* The grain in rows of `cols` elements. */
+/* Returns the grain in rows of `cols` elements. */
 static inline size_t nn_row_grain(size_t cols)
 {
     return fsdpc_max_size(NN_GRAIN / fsdpc_max_size(cols, 1), 1);
@@ -62,7 +64,7 @@ static inline fsdpc_status nn_check_float(fsdpc_dtype dtype, const char *what)
     return FSDPC_OK;
 }
 
-/* Makes name_kernels from an inlined `name(args, first, last, dtype)` and the F64 form.  The
+/* Defines name_kernels from an inlined `name(args, first, last, dtype)` and the F64 form.  The
  * arguments are copied first: a kernel's stores cannot alias the copy, so it stays in registers. */
 #define NN_FLOAT_KERNELS(name, args_type, f64)                                                     \
     NN_FLOAT_KERNEL(name, args_type, f32, FSDPC_F32)                                               \
@@ -99,7 +101,7 @@ static inline size_t nn_box_numel(const nn_box *box)
     return numel;
 }
 
-/* Drops dimensions of one and merges neighbours that both operands step through evenly. */
+/* Drops dimensions of size one and merges neighbours that both operands step through evenly. */
 static inline void nn_box_collapse(nn_box *box)
 {
     int kept = 0;
@@ -123,7 +125,8 @@ static inline void nn_box_collapse(nn_box *box)
     box->ndim = kept;
 }
 
-/* The start of row `row` (an index over all but the last `inner` dimensions) in each operand. */
+/* Computes the start of row `row` (an index over all but the last `inner` dimensions) in each
+ * operand. */
 static inline void nn_box_offsets(const nn_box *box, int inner, size_t row,
                                   size_t offset_out[NN_OPERANDS])
 {
@@ -137,8 +140,7 @@ static inline void nn_box_offsets(const nn_box *box, int inner, size_t row,
     }
 }
 
-/* -- plans: arguments after collapsing, as range functions take them ----------------------------
- */
+/* -- plans: arguments after collapsing, for range functions ------------------------------------ */
 
 typedef struct nn_binary_plan {
     const fsdpc_binary_args *args;
@@ -182,7 +184,7 @@ static inline nn_span nn_span_meet(const nn_span *a, const nn_span *b)
     return (nn_span){fsdpc_max_size(a->first, b->first), fsdpc_min_size(a->end, b->end)};
 }
 
-/* The image elements of window `place` along dimension d; may be empty. */
+/* Returns the image elements of window `place` along dimension d; may be empty. */
 static inline nn_span nn_pool_span(const fsdpc_pool_args *args, int d, size_t place)
 {
     size_t begin = place * args->stride[d], pad = args->padding[d];
@@ -191,7 +193,7 @@ static inline nn_span nn_pool_span(const fsdpc_pool_args *args, int d, size_t pl
     return (nn_span){first, fsdpc_max_size(fsdpc_min_size(end, args->image[d]), first)};
 }
 
-/* Windows of dimension d that may overlap any of `elements` of the image. */
+/* Returns the windows along dimension d that may overlap any of the image's `elements`. */
 static inline nn_span nn_pool_places(const fsdpc_pool_args *args, int d, const nn_span *elements)
 {
     size_t kernel = args->kernel[d], first = elements->first + args->padding[d] + 1;
@@ -205,15 +207,14 @@ static inline nn_span nn_pool_places(const fsdpc_pool_args *args, int d, const n
 void fsdpc_nn_sum_plan_init(nn_sum_plan *plan, const fsdpc_sum_args *args);
 size_t fsdpc_nn_copy_plan_init(nn_copy_plan *plan); /* args set; returns numel */
 bool fsdpc_nn_copy_plan_turn(
-    nn_copy_plan *plan); /* moves the source-dense dimension, if any, to the last but one */
+    nn_copy_plan *plan); /* makes the source-dense dimension, if any, the second to last */
 fsdpc_status fsdpc_nn_embedding_check(const fsdpc_embedding_args *args); /* ids in range? */
 void fsdpc_nn_embedding_sort(nn_embedding_plan *plan); /* fills starts and order */
 fsdpc_status fsdpc_nn_cross_entropy_check(const fsdpc_cross_entropy_args *args, size_t *count_out);
 void fsdpc_nn_cross_entropy_mean(const fsdpc_cross_entropy_args *args, size_t count);
 double fsdpc_nn_loss_scale(const fsdpc_loss_sum *sum, const float *dloss); /* dloss / count, or 0 */
 
-/* -- nn_cast.c: any dtype, element by element ---------------------------------------------------
- */
+/* -- nn_cast.c: any dtype, element by element -------------------------------------------------- */
 
 /* dst[dst_at + i * dst_step] = cast(src[src_at + i * src_step]) [+ dst], in elements */
 void fsdpc_nn_cast_row(void *dst, fsdpc_dtype dst_dtype, size_t dst_at, size_t dst_step,
@@ -227,7 +228,7 @@ static inline int64_t fsdpc_nn_load_id(const void *ids, size_t i, fsdpc_dtype id
     return id_dtype == FSDPC_I32 ? ((const int32_t *)ids)[i] : ((const int64_t *)ids)[i];
 }
 
-/* -- nn_cumsum.c -------------------------------------------------------------------------------- */
+/* -- nn_cumsum.c ------------------------------------------------------------------------------- */
 
 fsdpc_status fsdpc_nn_cumsum(const fsdpc_cumsum_args *args, fsdpc_stream *stream);
 
@@ -254,8 +255,7 @@ void fsdpc_nn_pool_backward_f64(const void *args, size_t first, size_t last); /*
 void fsdpc_nn_cross_entropy_f64(const void *args, size_t first, size_t last);
 void fsdpc_nn_cross_entropy_backward_f64(const void *args, size_t first, size_t last);
 
-/* -- the tables, one per instruction set ---------------------------------------------------------
- */
+/* -- the tables, one per instruction set ------------------------------------------------------- */
 
 extern const fsdpc_nn_ops fsdpc_nn_ops_portable;
 #if defined(__x86_64__)

@@ -6,7 +6,7 @@
  *     dx = rstd * (g - mean(g) - xhat * mean(g * xhat))        (RMSNorm: without mean(g))
  *     dweight = sum over rows of dy * xhat,  dbias = sum over rows of dy
  * The sums over rows are computed per block of rows, whose size only depends on the number of rows.
- * The blocks are added in order, which gives the same bits for any number of threads.
+ * The blocks are then added in order, so any number of threads gives the same bits.
  */
 
 typedef struct norm_row {
@@ -167,7 +167,7 @@ FSDPC_INLINE void norm_backward_row(norm_row *row, fsdpc_dtype dtype, bool weigh
     FSDPC_EACH_VECTOR(c, n, cols, norm_backward_step(row, c, n, dtype, weight));
 }
 
-/* Blocks [first, last) of rows. */
+/* Processes blocks [first, last) of rows. */
 FSDPC_INLINE void norm_backward_range(const norm_plan *plan, size_t first, size_t last,
                                       fsdpc_dtype dtype)
 {

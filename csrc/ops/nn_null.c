@@ -1,12 +1,12 @@
-/* Kernels of neural networks that compute nothing: the table of device_null.
+/* Neural network kernels that compute nothing: device_null's table.
  *
- * Every call is accepted, and memory is neither read nor written, so the schedule of a model of any
- * size takes no time.  One function per argument type serves forward and backward.
+ * Every call is accepted, and memory is neither read nor written, so a model of any size can be
+ * scheduled in no time.  One function per argument type serves forward and backward.
  *
- * The operations of products and of attention are counted as kernels execute them.  Causal
- * attention does half, a window only what it shows, a mask everything.  The backward of attention
- * recomputes the scores, which makes five products to forward's two.  Memory-bound operations count
- * as zero.
+ * The operations of matrix products and attention are counted as kernels execute them.  Causal
+ * attention counts half, a window counts only visible keys, a mask counts everything.  Attention's
+ * backward recomputes the scores, so it has five products, and forward two.  Memory-bound
+ * operations count as zero.
  */
 #include "ops/nn_ops.h"
 
@@ -34,7 +34,7 @@ static fsdpc_status attend(const fsdpc_attention_args *args, fsdpc_stream *strea
 {
     double q = (double)args->tokens_q, k = (double)args->tokens_k;
     double pairs = args->causal ? q * (k - (q - 1) / 2) : q * k;
-    if (args->window && (double)args->window < k) { /* queries before k - window see fewer */
+    if (args->window && (double)args->window < k) { /* queries before k - window see fewer keys */
         double window = (double)args->window, early = window - 1 - (k - q);
         early = early < 0 ? 0 : early;
         pairs = q * window - early * (early + 1) / 2;

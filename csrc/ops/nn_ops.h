@@ -1,12 +1,12 @@
-/* Kernels of neural networks, forward together with backward.
+/* Neural network kernels, forward and backward.
  *
  * One table per device and instruction set; callers use stream->device->nn through
  * fsdpc_nn_ops_of().  Tensors are dense and row-major unless strides are given; strides and lengths
  * are in elements.  Float dtypes are F32 and BF16 (fast), F16 (by upcast) and F64 (portable).  All
- * inner arithmetic is fp32 (F64 for F64); results are rounded to their dtype once.  Gradients with
- * a given target take (pointer, dtype, accumulate): accumulate adds to the target's contents.  Zero
- * lengths are fine everywhere.  Results do not depend on the number of threads.  Every pointer is
- * to device memory, even those to single numbers: the host does not wait for a kernel.
+ * inner arithmetic is fp32 (F64 for F64); results are rounded to their dtype once.  A gradient's
+ * target is (pointer, dtype, accumulate): accumulate adds to the target's contents.  Zero lengths
+ * are always allowed.  Results do not depend on the number of threads.  All pointers are to device
+ * memory, even to single numbers, so the host does not wait for a kernel.
  */
 #ifndef FSDPC_OPS_NN_OPS_H
 #define FSDPC_OPS_NN_OPS_H
@@ -87,7 +87,7 @@ static inline bool fsdpc_binary_masks(fsdpc_binary kind)
     return kind == FSDPC_BINARY_MASK || kind == FSDPC_BINARY_KEEP;
 }
 
-/* Which of y and x backward reads; unused arguments may be NULL. */
+/* Whether backward reads y, and whether it reads x; unused arguments may be NULL. */
 static inline bool fsdpc_unary_reads_y(fsdpc_unary kind)
 {
     return kind == FSDPC_UNARY_EXP || kind == FSDPC_UNARY_SQRT || kind == FSDPC_UNARY_TANH ||
@@ -114,9 +114,9 @@ typedef struct fsdpc_unary_args {
 } fsdpc_unary_args;
 
 /* A matrix product followed by GELU_TANH.  Forward: before = A'B' + bias, C = gelu(before).
- * Backward of both at once, where A'B' is the gradient of gelu's result: C = A'B' gelu'(before).  A
- * kernel may or may not round to dtype between the two steps, so results are equal up to that one
- * rounding.  C has the inputs' dtype and is dense; no batch and no accumulation. */
+ * Backward of both at once, with A'B' as the gradient of gelu's result: C = A'B' gelu'(before).
+ * Kernels may round to dtype between the two steps, so results may differ by that one rounding.  C
+ * has the inputs' dtype and is dense; no batch and no accumulation. */
 typedef struct fsdpc_gemm_gelu_args {
     fsdpc_gemm_args gemm;
     bool backward;
@@ -125,8 +125,8 @@ typedef struct fsdpc_gemm_gelu_args {
 
 typedef struct fsdpc_binary_args {
     fsdpc_binary kind;
-    fsdpc_dtype dtype; /* of a, b and, unless it compares, out; DIV: floats; comparisons: any;
-                        * others: also I32 and I64; b of masks is BOOL */
+    fsdpc_dtype dtype; /* of a, b and, except in comparisons, out; DIV: floats; comparisons: any;
+                        * others: also I32 and I64; masks: b is BOOL */
     int ndim;
     size_t shape[FSDPC_MAX_DIMS];                              /* of out, which is dense */
     size_t stride_a[FSDPC_MAX_DIMS], stride_b[FSDPC_MAX_DIMS]; /* 0 broadcasts */
@@ -181,9 +181,9 @@ typedef struct fsdpc_softmax_args {
     const void *y;  /* backward: the forward's result */
     const void *dy; /* backward */
     void *out;      /* y, or dx */
-    bool slopes; /* forward: gradients of lse, which are 0 next to an element of +inf, itself NaN */
+    bool slopes; /* forward: gradients of lse; NaN for an element of +inf, 0 for its neighbours */
     void *lse;   /* forward, or NULL: (rows) of dtype, log-sum-exp, written instead of y; -inf for a
-                  * row of -inf or without elements */
+                  * row of -inf or an empty row */
 } fsdpc_softmax_args;
 
 /* RMSNorm (Zhang & Sennrich 2019): y = x / sqrt(mean(x^2) + eps) * w;  LayerNorm (Ba et al. 2016):
@@ -197,15 +197,15 @@ typedef struct fsdpc_norm_args {
     void *y;                       /* forward */
     float *mean, *rstd;    /* (rows), written forward, read backward; mean unused for RMSNorm */
     const void *dy;        /* backward from here on */
-    void *dx;              /* NULL: not needed; like the next two, added to if the flag says so */
+    void *dx;              /* NULL: not needed; like the next two, overwritten or added to */
     void *dweight, *dbias; /* dgrad_dtype */
     fsdpc_dtype dgrad_dtype;
     bool dx_accumulate, dweight_accumulate, dbias_accumulate;
 } fsdpc_norm_args;
 
-/* Moments of rows. out (2, rows), F32 (F64 for F64), has each row's mean, then its summed squared
- * distances from the mean.  With dy: the sums of dy, then of dy * (x - shift).  Row r has value r %
- * values of `shift`. */
+/* Row moments. out (2, rows), F32 (F64 for F64), receives each row's mean, then its sum of squared
+ * distances from the mean.  With dy: the sums of dy, then of dy * (x - shift).  Row r uses value r
+ * % values of `shift`. */
 typedef struct fsdpc_row_moments_args {
     fsdpc_dtype dtype; /* of x and dy */
     size_t rows, cols;
@@ -215,7 +215,7 @@ typedef struct fsdpc_row_moments_args {
     void *out;
 } fsdpc_row_moments_args;
 
-/* out = (x - shift) * a + y * b + c, where row r has value r % values of shift, a, b and c. */
+/* out = (x - shift) * a + y * b + c, where row r uses value r % values of shift, a, b and c. */
 typedef struct fsdpc_row_affine_args {
     fsdpc_dtype dtype; /* of x, y and out */
     size_t rows, cols;
@@ -240,11 +240,11 @@ typedef struct fsdpc_rotary_args {
 /* softmax(scale * Q K^T + mask) V, where head h of Q reads head h / (heads / kv_heads) of K and V.
  * Blocked as in FlashAttention (Dao et al. 2022): no T x T matrix is stored.  Causal: query t of Tq
  * sees keys up to t + (Tk - Tq); with a window, its own and the window - 1 keys before it.  The
- * last dimension is dense; the others have strides {batch, token, head}.
+ * last dimension is dense; the strides of the others are {batch, token, head}.
  *
- * A mask says whether a query sees a key (bool), or is added to the scaled products (floats).  A
- * query that sees no key gives zeros.  Only the CPU's tables and the null device support windows
- * and masks. */
+ * A mask specifies whether a query sees a key (bool), or is added to the scaled products (floats).
+ * A query that sees no key gives zeros.  Only the CPU and the null device support windows and
+ * masks. */
 typedef struct fsdpc_attention_args {
     fsdpc_dtype dtype;
     size_t batch, tokens_q, tokens_k, heads, kv_heads, dim;
@@ -257,16 +257,16 @@ typedef struct fsdpc_attention_args {
     fsdpc_dtype mask_dtype; /* BOOL or a float dtype; F64 inputs: BOOL or F64, others: not F64 */
     size_t stride_mask[4];  /* {batch, head, query, key}, 0 if shared; key: 0 or 1 */
     void *out;              /* forward: written; backward: read */
-    /* (B, H, Tq): log-sum-exp; written forward, read backward.  With a mask (2, B, H, Tq): first
-     * the log of the sum of exponentials relative to a reference, then the reference, in base 2. */
+    /* (B, H, Tq): log-sum-exp; written forward, read backward.  With a mask (2, B, H, Tq): the log
+     * of the sum of exponentials relative to a reference, then the reference, in base 2. */
     float *lse;
     const void *dout;   /* backward from here on; strides as out */
     void *dq, *dk, *dv; /* strides as q, k, v; written, not added to */
 } fsdpc_attention_args;
 
 /* Windows of images, each {height, width}.  Padding is never the maximum and counts as zeros in the
- * mean.  A NaN wins, otherwise the first of the maxima.  For the CPU's tables and the null
- * device. */
+ * mean.  The maximum is NaN if any element is; of equal maxima, the first counts.  Only for the CPU
+ * and the null device. */
 typedef struct fsdpc_pool_args {
     bool max; /* otherwise the mean */
     fsdpc_dtype dtype;
@@ -289,18 +289,18 @@ typedef struct fsdpc_embedding_args {
     const void *dout;  /* backward (count, dim) of dtype */
     void *dtable;      /* backward (rows, dim) of dtable_dtype; summed in order of ids, in fp32 */
     fsdpc_dtype dtable_dtype;
-    bool accumulate; /* false: rows that no id names are zeroed */
+    bool accumulate; /* false: rows without ids are zeroed */
 } fsdpc_embedding_args;
 
-/* Losses of rows so far, in device memory. */
+/* The sum of row losses so far, in device memory. */
 typedef struct fsdpc_loss_sum {
     double total;   /* each call adds its mean, rounded to fp32, times its rows */
     uint64_t count; /* rows that counted */
 } fsdpc_loss_sum;
 
-/* Mean over the rows whose target is not ignore_index of -log softmax(logits)[target].  If every
- * row is ignored the loss is NaN, as in PyTorch.  Rows may come in several consecutive calls on a
- * stream, which add to one sum. */
+/* The mean of -log softmax(logits)[target] over the rows whose target is not ignore_index.  If
+ * every row is ignored, the loss is NaN, as in PyTorch.  Rows may be passed in several consecutive
+ * calls on a stream, which add to one sum. */
 typedef struct fsdpc_cross_entropy_args {
     fsdpc_dtype dtype; /* of logits and dlogits */
     fsdpc_dtype id_dtype;
@@ -309,16 +309,16 @@ typedef struct fsdpc_cross_entropy_args {
     const void *targets; /* (rows) */
     int64_t ignore_index;
     float *lse;          /* (rows), written forward, read backward; NULL: logits are
-                          * log-probabilities, as log_softmax returns them */
+                          * log-probabilities, as returned by log_softmax */
     float *loss;         /* forward: the mean of the current sum */
     fsdpc_loss_sum *sum; /* written forward; read backward, unless dloss is NULL */
     bool accumulate;     /* forward: add to the sum */
-    const float *dloss;  /* backward: gradient of the mean; NULL: compute that of the rows' sum */
+    const float *dloss;  /* backward: gradient of the mean; NULL: compute that of the row sum */
     void *dlogits;       /* backward; may be logits */
 } fsdpc_cross_entropy_args;
 
-/* Converts a gradient of the sum of the rows' losses to one of their mean: out = x * *dloss /
- * sum->count, or x * 0 if no row counted. */
+/* Converts a gradient of the sum of row losses to one of their mean: out = x * *dloss / sum->count,
+ * or x * 0 if no row counted. */
 typedef struct fsdpc_loss_gradient_args {
     fsdpc_dtype dtype;
     size_t numel;
@@ -334,8 +334,8 @@ typedef struct fsdpc_dropout_key {
     uint64_t shift; /* added to streams */
 } fsdpc_dropout_key;
 
-/* out[i] = keep(i) ? x[i] / (1 - p) : 0, where word i of Philox stream (seed, stream) decides keep,
- * so backward is the same call on dy. */
+/* out[i] = keep(i) ? x[i] / (1 - p) : 0, where word i of Philox stream (seed, stream) determines
+ * keep, so backward is the same call on dy. */
 typedef struct fsdpc_dropout_args {
     fsdpc_dtype dtype;
     size_t numel;
@@ -388,14 +388,14 @@ typedef struct fsdpc_nn_ops {
     fsdpc_status (*swiglu_backward)(const fsdpc_swiglu_args *args, fsdpc_stream *stream);
 } fsdpc_nn_ops;
 
-/* The CPU's table for an instruction set (its best kernels up to that set). */
+/* Returns the CPU's table for an instruction set (the best kernels up to that set). */
 const fsdpc_nn_ops *fsdpc_nn_ops_cpu(fsdpc_isa isa);
 
 /* The gemm_gelu slot, composed of the table's gemm and unary: for tables without a better kernel,
  * and for arguments that better kernels do not support. */
 fsdpc_status fsdpc_gemm_gelu_by_parts(const fsdpc_gemm_gelu_args *args, fsdpc_stream *stream);
 
-/* Computes nothing, succeeds; for device_null. */
+/* A table whose kernels compute nothing and succeed; for device_null. */
 const fsdpc_nn_ops *fsdpc_nn_ops_null(void);
 
 static inline const fsdpc_nn_ops *fsdpc_nn_ops_of(const fsdpc_stream *stream)

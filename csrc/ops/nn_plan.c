@@ -1,7 +1,8 @@
 /* Argument checks and work plans of the nn kernels: decisions made once per call.
  *
- * Indices are checked before a kernel starts.  Kernels then read them without checks, and a bad
- * index leaves the outputs unchanged.  Plans only depend on shapes, never on the number of threads.
+ * Indices are checked before a kernel starts.  Kernels then read them without checks, and an
+ * invalid index leaves the outputs unchanged.  Plans only depend on shapes, never on the number of
+ * threads.
  */
 #include "ops/nn_internal.h"
 
@@ -46,7 +47,7 @@ size_t fsdpc_nn_copy_plan_init(nn_copy_plan *plan)
     nn_box *box = &plan->box;
     box->ndim = args->ndim;
     box->base[1] = args->src_first;
-    for (int d = 0; d < args->ndim; d++) { /* insertion sort by falling stride of the destination */
+    for (int d = 0; d < args->ndim; d++) { /* insertion sort by descending destination stride */
         int at = d;
         for (; at > 0 && box->stride[0][at - 1] < args->stride_dst[d]; at--) {
             box->shape[at] = box->shape[at - 1];
@@ -93,7 +94,7 @@ static fsdpc_status check_id_dtype(fsdpc_dtype dtype, const char *what)
     return FSDPC_OK;
 }
 
-/* The largest id; negative ids are above all others. */
+/* Returns the largest id; negative ids are above all others. */
 static uint64_t most_id(const fsdpc_embedding_args *args)
 {
     const int32_t *narrow = args->ids;

@@ -1,15 +1,15 @@
-/* Pooling: the maximum, or the mean, of each window of an image (see nn_internal.h for how bodies
- * are compiled).
+/* Pooling: the maximum or mean of each window of an image (see nn_internal.h for how bodies are
+ * compiled).
  *
- * Forward goes along a row of windows.  Windows whose columns are all inside the image are computed
- * a vector at a time, and the few at the borders one by one.  Both visit the elements of a window
- * row by row, so the bits are equal.
+ * Forward processes a row of windows.  Windows whose columns are all inside the image are computed
+ * a vector at a time, and the few at the borders one by one.  Both visit a window's elements row by
+ * row, so the bits are equal.
  *
- * Backward finds the maximum again instead of storing indices.  It computes dx in tiles of an
- * image, whose sums stay in cache in fp32, from all windows that overlap the tile, and rounds once.
+ * Backward finds the maximum again instead of storing indices.  It computes dx in image tiles,
+ * whose fp32 sums stay in cache, from all windows that overlap the tile, and rounds once.
  */
 
-/* n elements `step` apart; the others are zero or unspecified. */
+/* Loads n elements `step` apart; other lanes are zero or unspecified. */
 FSDPC_INLINE fsdpc_vf pool_load(const void *x, size_t at, size_t step, size_t n, fsdpc_dtype dtype)
 {
     if (step == 1)
@@ -32,7 +32,8 @@ FSDPC_INLINE fsdpc_vf pool_load(const void *x, size_t at, size_t step, size_t n,
     return fsdpc_vf_load(lanes);
 }
 
-/* Windows from `place` on, whose first elements are at `at` in the window's first row. */
+/* Computes windows starting at `place`, whose first elements are at `at` in the window's first
+ * row. */
 FSDPC_INLINE void pool_step(const fsdpc_pool_args *args, size_t rows, size_t at, size_t place,
                             size_t n, fsdpc_dtype dtype)
 {
@@ -65,7 +66,7 @@ FSDPC_INLINE void pool_one(const fsdpc_pool_args *args, const nn_span *rows, siz
     fsdpc_f32_store_as(args->y, place + x, dtype, all);
 }
 
-/* Rows [first, last) of windows, over all planes. */
+/* Computes rows [first, last) of windows, over all planes. */
 FSDPC_INLINE void pool_range(const fsdpc_pool_args *args, size_t first, size_t last,
                              fsdpc_dtype dtype)
 {
@@ -102,7 +103,7 @@ static fsdpc_status pool(const fsdpc_pool_args *args, fsdpc_stream *stream)
 
 enum { POOL_TILE = 4096 };
 
-/* Elements rows x cols of dx, and their sums, with space for a vector after the last. */
+/* Elements rows x cols of dx, and their sums, with room for a vector after the last. */
 typedef struct pool_tile {
     nn_span rows, cols;
     float sums[POOL_TILE + FSDPC_LANES];
@@ -132,7 +133,7 @@ FSDPC_INLINE void pool_add(float *to, size_t step, fsdpc_vf dy, size_t n)
     }
 }
 
-/* The element that is the maximum of each of n windows, whose first elements are at `at`. */
+/* Finds the maximum element of each of n windows, whose first elements are at `at`. */
 FSDPC_INLINE fsdpc_vi pool_greatest(const fsdpc_pool_args *args, size_t at, size_t rows, size_t n,
                                     fsdpc_dtype dtype)
 {
@@ -245,7 +246,7 @@ static size_t pool_tile_rows(const fsdpc_pool_args *args)
     return fsdpc_min_size(args->image[0], POOL_TILE / pool_tile_cols(args));
 }
 
-/* Tiles [first, last), over all planes. */
+/* Computes tiles [first, last), over all planes. */
 FSDPC_INLINE void pool_backward_range(const fsdpc_pool_args *args, size_t first, size_t last,
                                       fsdpc_dtype dtype)
 {

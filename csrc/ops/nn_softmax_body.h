@@ -1,8 +1,8 @@
 /* Softmax and log-softmax over rows (see nn_internal.h for how bodies are compiled).
  *
- * Three passes over a row that stays in cache: the maximum, the sum of exponentials, the result.
- * exp(x - max) * (1 / sum) is used instead of exp(x - lse), whose error grows with |lse|.  Short
- * rows keep their exponentials in fp32 on the stack from the second pass to the third.
+ * Three passes over a row that stays in cache compute the maximum, the sum of exponentials, and the
+ * result. exp(x - max) * (1 / sum) is used instead of exp(x - lse), whose error grows with |lse|.
+ * Short rows keep their exponentials in fp32 on the stack from the second pass to the third.
  */
 
 enum { SOFTMAX_KEPT = 2048 };
@@ -37,8 +37,8 @@ FSDPC_INLINE fsdpc_vf exp_step(const void *x, size_t i, size_t n, fsdpc_dtype dt
     return FSDPC_WHOLE(n) ? e : fsdpc_vf_select(fsdpc_vi_first(n), e, (fsdpc_vf){0});
 }
 
-/* Sum of exp(x - max) over [first, last); also stores the exponentials to keep, unless it is
- * NULL. */
+/* Returns the sum of exp(x - max) over [first, last); also stores the exponentials in `keep`,
+ * unless NULL. */
 FSDPC_INLINE float row_exp_sum(const void *x, size_t first, size_t last, fsdpc_dtype dtype,
                                float max, float *keep)
 {

@@ -5,7 +5,7 @@
  * kept, an item is up to NN_SUM_COLS columns of the output, added row by row (the gradient of a
  * bias).  If it is reduced, an item is one output, summed along rows (a mean over features).  Long
  * sums consist of short ones with fixed boundaries, which reduces the error and makes the result
- * independent of the split between threads.
+ * independent of how threads split the work.
  */
 
 enum { SUM_ROWS = 64, SUM_RUN = 4096 };
@@ -75,7 +75,7 @@ FSDPC_INLINE void sum_finish_row(const fsdpc_sum_args *args, size_t at, const fl
     }
 }
 
-/* Columns of one output row; x begins at `at`, the output at `out_at`. */
+/* Sums columns of one output row; x begins at `at`, the output at `out_at`. */
 FSDPC_INLINE void sum_columns(const nn_sum_plan *plan, size_t at, size_t out_at, size_t cols,
                               fsdpc_dtype dtype, bool squares)
 {
@@ -140,7 +140,7 @@ FSDPC_INLINE void sum_range(const nn_sum_plan *plan, size_t first, size_t last, 
 
 NN_FLOAT_KERNELS(sum_range, nn_sum_plan, fsdpc_nn_sum_wide)
 
-/* A sum over everything: partial sums of fixed blocks, added in order. */
+/* Sums all elements: partial sums of fixed blocks, added in order. */
 static fsdpc_status sum_all(nn_sum_plan *plan, fsdpc_stream *stream)
 {
     size_t blocks = fsdpc_ceil_div(plan->inner, NN_SUM_BLOCK);

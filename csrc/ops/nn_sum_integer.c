@@ -1,9 +1,9 @@
-/* Sums of integers, exact modulo 2^64: every order gives the same bits. */
+/* Integer sums, exact modulo 2^64, so every order gives the same bits. */
 #include "ops/nn_internal.h"
 
 enum { COLS = 512 };
 
-/* Neighbouring outputs: x's rows are added concurrently. */
+/* Computes neighbouring outputs; adds x's rows concurrently. */
 static void sum_columns(const nn_sum_plan *plan, const uint64_t *x, uint64_t *out, size_t n)
 {
     uint64_t total[COLS] = {0};

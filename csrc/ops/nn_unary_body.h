@@ -1,8 +1,8 @@
 /* Functions of one variable, forward and backward (see nn_internal.h for how bodies are compiled).
  *
  * The formulas are written once, on fp32 vectors, in unary_value and unary_slope, from which a loop
- * per function is generated. 16-bit dtypes pass through a block of fp32 on the stack, which costs
- * less than three copies of every loop would.
+ * per function is generated. 16-bit dtypes are converted in a block of fp32 on the stack, which
+ * costs less than three copies of every loop.
  */
 
 enum { UNARY_BLOCK = 512 };
@@ -164,7 +164,7 @@ FSDPC_INLINE void unary_loop(fsdpc_unary kind, const float *x, float *out, size_
         i, n, numel, fsdpc_vf_store_n(out + i, unary_value(kind, fsdpc_vf_load_n(x + i, n), s), n));
 }
 
-/* x or y is NULL if the formula does not need it; dead loads cost nothing. */
+/* x or y is NULL if the formula does not need it; unused loads cost nothing. */
 FSDPC_INLINE void unary_backward_step(fsdpc_unary kind, const float *x, const float *y,
                                       const float *dy, float *out, size_t n, float s)
 {
@@ -234,7 +234,7 @@ FSDPC_INLINE void unary_range(const fsdpc_unary_args *args, size_t first, size_t
                   last - first, s);
         return;
     }
-    if (args->kind == FSDPC_UNARY_GELU_ERF) { /* common in transformers: a separate loop pays */
+    if (args->kind == FSDPC_UNARY_GELU_ERF) { /* common in transformers: worth a separate loop */
         size_t i = first;
         FSDPC_EACH_VECTOR(
             i, n, last,
@@ -243,7 +243,7 @@ FSDPC_INLINE void unary_range(const fsdpc_unary_args *args, size_t first, size_t
                 unary_value(FSDPC_UNARY_GELU_ERF, fsdpc_vf_load_as_n(args->x, i, dtype, n), s), n));
         return;
     }
-    if (args->kind == FSDPC_UNARY_NEG || args->kind == FSDPC_UNARY_ABS) { /* changes signs only */
+    if (args->kind == FSDPC_UNARY_NEG || args->kind == FSDPC_UNARY_ABS) { /* only changes signs */
         const uint16_t *x = args->x, flip = args->kind == FSDPC_UNARY_NEG ? 0x8000 : 0;
         uint16_t *out = args->out, keep = flip ? 0xffff : 0x7fff;
         for (size_t i = first; i < last; i++)

@@ -1,10 +1,10 @@
-/* Vectors of fp32, for kernels compiled once per instruction set from one source.
+/* fp32 vectors, for kernels compiled from one source once per instruction set.
  *
  * fsdpc_vf is a GCC/clang vector of FSDPC_LANES floats, as wide as the registers the file is
  * compiled for: 16 with AVX-512, 8 with AVX2, 4 elsewhere.  (A fixed width of 16 was tried: gcc
- * spills every vector wider than its registers and is five times slower there.)  The operators + -
- * * / and comparisons, which give an fsdpc_vi of 0 or -1, accept it, also with a scalar on one
- * side.  A loop is
+ * spills every vector wider than its registers, which is five times slower.)  The operators + - * /
+ * and comparisons, which return an fsdpc_vi of 0 or -1, accept vectors, also with a scalar on one
+ * side.  A typical loop is
  *
  *     FSDPC_EACH_VECTOR(i, n, numel,
  *                       fsdpc_vf_store_n(y + i, fsdpc_vf_exp(fsdpc_vf_load_n(x + i, n)), n));
@@ -12,13 +12,13 @@
  * Operations without an operator: loads and stores with conversion, masked tails, min/max/select,
  * fused multiply-add, sums in a fixed order, and (ops/vec_math.h) exp, log, sin, pow.
  *
- * Conversions give the bits of the scalar twins in base/dtype.h (NaN and subnormals kept, nearest
- * even) on every path.  Sums over lanes add the upper half to the lower until one is left. fma is
- * fused if the instruction set supports it.  Paths may thus differ from each other in last bits,
- * but each is reproducible.
+ * On every path, conversions give the same bits as their scalar twins in base/dtype.h (NaN and
+ * subnormals kept, nearest even).  Sums over lanes add the upper half to the lower until one lane
+ * is left. fma is fused if the instruction set supports it.  Paths may thus differ from each other
+ * in the last bits, but each is reproducible.
  *
  * Everything is force-inlined: the linker must never keep a function's AVX-512 copy for baseline
- * code, and vectors must never cross a call whose ABI depends on flags.
+ * code, and vectors must never be passed in calls, whose ABI depends on flags.
  */
 #ifndef FSDPC_OPS_VEC_H
 #define FSDPC_OPS_VEC_H
@@ -51,7 +51,7 @@ typedef int32_t fsdpc_vi __attribute__((vector_size(FSDPC_LANES * 4)));
 typedef uint32_t fsdpc_vu __attribute__((vector_size(FSDPC_LANES * 4)));
 typedef uint16_t fsdpc_vh __attribute__((vector_size(FSDPC_LANES * 2))); /* bf16 or fp16 bits */
 
-/* The same without alignment: for loads and stores. */
+/* The same without alignment, for loads and stores. */
 typedef float fsdpc_vf_loose __attribute__((vector_size(FSDPC_LANES * 4), aligned(4), may_alias));
 typedef uint16_t fsdpc_vh_loose
     __attribute__((vector_size(FSDPC_LANES * 2), aligned(2), may_alias));
@@ -78,7 +78,7 @@ FSDPC_INLINE fsdpc_vi fsdpc_vi_first(size_t n)
     return mask;
 }
 
-/* mask must be 0 or -1 in each lane */
+/* `mask` must be 0 or -1 in each lane */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_select(fsdpc_vi mask, fsdpc_vf yes, fsdpc_vf no)
 {
 #if defined(FSDPC_VEC_AVX512)
@@ -91,7 +91,7 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_select(fsdpc_vi mask, fsdpc_vf yes, fsdpc_vf no)
 #endif
 }
 
-/* Whether any lane of a mask is -1. */
+/* Returns whether any lane of a mask is -1. */
 FSDPC_INLINE bool fsdpc_vi_any(fsdpc_vi mask)
 {
 #if defined(FSDPC_VEC_AVX512)
@@ -115,10 +115,10 @@ FSDPC_INLINE void fsdpc_vf_store(float *p, fsdpc_vf v)
     *(fsdpc_vf_loose *)p = (fsdpc_vf_loose)v;
 }
 
-/* True if a count is known to be a whole vector at compile time: then _n costs nothing. */
+/* True if a count is known at compile time to be a whole vector; _n functions then cost nothing. */
 #define FSDPC_WHOLE(n) (__builtin_constant_p(n) && (n) == FSDPC_LANES)
 
-/* Runs the statement from i to `last`: for each whole vector, with that constant as n, and for the
+/* Runs the statement from i to `last`: for each whole vector, with a constant n, and for the
  * remaining `n` elements. */
 #define FSDPC_EACH_VECTOR(i, n, last, ...)                                                         \
     for (; (i) + FSDPC_LANES <= (last); (i) += FSDPC_LANES) {                                      \
@@ -130,7 +130,7 @@ FSDPC_INLINE void fsdpc_vf_store(float *p, fsdpc_vf v)
         __VA_ARGS__;                                                                               \
     }
 
-/* The first n lanes; the others read as zero, and their memory is not accessed. */
+/* Loads the first n lanes; the others are zero, and their memory is not accessed. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_load_n(const float *p, size_t n)
 {
     if (FSDPC_WHOLE(n))
@@ -221,7 +221,7 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_from_bf16(fsdpc_vh v)
 #endif
 }
 
-/* Integer rounding: vcvtneps2bf16 would flush subnormals. */
+/* Rounds with integers, because vcvtneps2bf16 would flush subnormals. */
 FSDPC_INLINE fsdpc_vh fsdpc_vf_to_bf16(fsdpc_vf v)
 {
     fsdpc_vu bits = (fsdpc_vu)v, rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
@@ -277,8 +277,8 @@ FSDPC_INLINE fsdpc_vh fsdpc_vf_to_f16(fsdpc_vf v)
 #endif
 }
 
-/* Elements i .. i + FSDPC_LANES - 1 of an array of F32, BF16 or F16, as fp32.  Kernels call these
- * with a constant dtype, for which the selection costs nothing. */
+/* Loads elements i .. i + FSDPC_LANES - 1 of an F32, BF16 or F16 array as fp32.  Kernels call these
+ * functions with a constant dtype, for which the selection costs nothing. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_load_as(const void *base, size_t i, fsdpc_dtype dtype)
 {
     if (dtype == FSDPC_F32)
@@ -313,7 +313,7 @@ FSDPC_INLINE void fsdpc_vf_store_as_n(void *base, size_t i, fsdpc_dtype dtype, f
                          dtype == FSDPC_BF16 ? fsdpc_vf_to_bf16(v) : fsdpc_vf_to_f16(v), n);
 }
 
-/* One element, the same way. */
+/* Loads one element in the same way. */
 FSDPC_INLINE float fsdpc_f32_load_as(const void *base, size_t i, fsdpc_dtype dtype)
 {
     if (dtype == FSDPC_F32)
@@ -332,7 +332,7 @@ FSDPC_INLINE void fsdpc_f32_store_as(void *base, size_t i, fsdpc_dtype dtype, fl
 
 /* -- arithmetic -------------------------------------------------------------------------------- */
 
-/* a > b ? a : b, so the second operand if either is NaN */
+/* a > b ? a : b, which is the second operand if either is NaN */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_max(fsdpc_vf a, fsdpc_vf b)
 {
 #if defined(FSDPC_VEC_AVX512)
@@ -360,7 +360,7 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_min(fsdpc_vf a, fsdpc_vf b)
 #endif
 }
 
-/* a * b + c, rounded once if the instruction set can, otherwise twice */
+/* a * b + c, rounded once if the instruction set supports that, otherwise twice */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_fma(fsdpc_vf a, fsdpc_vf b, fsdpc_vf c)
 {
 #if defined(FSDPC_VEC_AVX512)
@@ -420,7 +420,7 @@ FSDPC_INLINE float fsdpc_vf_sum(fsdpc_vf v)
 #endif
 }
 
-/* The maximum over lanes; undefined if any is NaN. */
+/* Returns the maximum over lanes; undefined if any is NaN. */
 FSDPC_INLINE float fsdpc_vf_max_lane(fsdpc_vf v)
 {
     float lanes[FSDPC_LANES];

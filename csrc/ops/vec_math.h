@@ -1,19 +1,19 @@
-/* exp, tanh, erf, log, sin and related functions on vectors; included by ops/vec.h and part of it.
+/* exp, tanh, erf, log, sin and related functions on vectors; the second part of ops/vec.h.
  *
- * exp(x) = 2^n exp(r) with n = round(x / ln 2) and |r| <= ln 2 / 2. r comes from subtracting n ln 2
- * in two pieces (the first has nine bits, so its product with n is exact), and exp(r) from a
- * minimax polynomial.  The scaling takes two steps so that subnormal results are right. tanh uses
+ * exp(x) = 2^n exp(r) with n = round(x / ln 2) and |r| <= ln 2 / 2. r is computed by subtracting n
+ * ln 2 in two pieces (the first has nine bits, so its product with n is exact), and exp(r) by a
+ * minimax polynomial.  Scaling takes two steps, so that subnormal results are correct. tanh uses
  * exp(2|x|) - 1, which keeps all bits near zero, as does expm1. erf is a polynomial below 0.93 and
- * 1 - exp(polynomial) above (after N.  Juffa's), with AVX2 one of eight polynomials, with AVX-512
- * one of sixteen.
+ * 1 - exp(polynomial) above (after N.  Juffa's), or, with AVX2, one of eight polynomials, with
+ * AVX-512 one of sixteen.
  *
  * log(x) = k ln 2 + log(1 + f) with x = 2^k (1 + f) and 1 + f from sqrt(1/2) to sqrt 2, by a
- * minimax polynomial. log1p finds its f without rounding 1 + x. sin and cos subtract n pi/2 in four
+ * minimax polynomial. log1p computes f without rounding 1 + x. sin and cos subtract n pi/2 in four
  * pieces, whose products with n are exact for |x| up to 6400. pow is exp2(b log2(a)) in double.
- * Other inputs, such as larger angles, are left to the C library, lane by lane, so no lane's bits
+ * Other inputs, such as larger angles, are passed to the C library, lane by lane, so no lane's bits
  * depend on its neighbours.
  *
- * tests/c/test_nn_unary.c measures the errors over all inputs (exp: every fp32) or a dense set.
+ * tests/c/test_nn_unary.c measures the errors for all inputs (exp: every fp32) or a dense set.
  */
 #ifndef FSDPC_OPS_VEC_MATH_H
 #define FSDPC_OPS_VEC_MATH_H
@@ -60,8 +60,7 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_scale_(fsdpc_vf y, fsdpc_vf power)
 }
 
 /* At most 2 ulp everywhere; exp(-inf) = 0, overflow gives infinity, NaN stays.  Results that round
- * to 0 are selected, not computed: processors take a hundred cycles for a product that
- * underflows. */
+ * to 0 are selected, not computed, because a product that underflows takes a hundred cycles. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_exp(fsdpc_vf x)
 {
     const fsdpc_vf zero = {0};
@@ -88,14 +87,14 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_tanh(fsdpc_vf x)
 }
 
 #if defined(FSDPC_VEC_AVX512) || defined(FSDPC_VEC_AVX2)
-/* erf(t) / t by a polynomial in t's distance to the nearest quarter (with AVX2, half), whose
- * coefficients are looked up.  This is half the work of one polynomial near zero and another with
- * exp. */
+/* Computes erf(t) / t by a polynomial in t's distance to the nearest quarter (with AVX2, half),
+ * whose coefficients are looked up.  This is half the work of one polynomial near zero and another
+ * with exp. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_erf_table_(fsdpc_vf x)
 {
 #if defined(FSDPC_VEC_AVX512)
     enum { TERMS = 6 };
-    const float end = 3.875f;                         /* from here on it is 1 */
+    const float end = 3.875f;                         /* erf is 1 from here on */
     const fsdpc_vf magic = fsdpc_vf_splat(0x1.8p21f); /* sums with it are rounded to quarters */
     static const float table[TERMS][16] = {
         {-3.12642863e-11f, -0.0356895626f, -0.04978019f, -0.0376870818f, -0.0125384182f,
@@ -182,7 +181,7 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_erf(fsdpc_vf x)
 #endif
 }
 
-/* y, but fn(x) in the lanes of `far` */
+/* Returns y, but fn(x) in lanes selected by `far`. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_by_lane_(fsdpc_vi far, fsdpc_vf x, fsdpc_vf y, float (*fn)(float))
 {
     if (__builtin_expect(fsdpc_vi_any(far), 0))
@@ -203,7 +202,7 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_expm1(fsdpc_vf x)
     return fsdpc_vf_select(fsdpc_vf_abs(x) < fsdpc_vf_splat(0x1p-26f), x, y);
 }
 
-/* The k for which 2^-k x is from sqrt(1/2) to sqrt 2; x normal and positive. */
+/* Returns the k for which 2^-k x is between sqrt(1/2) and sqrt 2; x is normal and positive. */
 FSDPC_INLINE fsdpc_vi fsdpc_vf_exponent_(fsdpc_vf x)
 {
     return ((fsdpc_vi)x - 0x3f3504f3) >> 23;
@@ -227,7 +226,7 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_log_parts_(fsdpc_vi k, fsdpc_vf f)
     return fsdpc_vf_fma(power, fsdpc_vf_splat(0.693359375f), y);
 }
 
-/* At most 2 ulp; log(0) = -inf, NaN for negative numbers; infinity and NaN stay. */
+/* At most 2 ulp; log(0) = -inf, NaN for negative numbers; infinity and NaN are preserved. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_log(fsdpc_vf x)
 {
     const fsdpc_vf zero = {0}, infinity = fsdpc_vf_splat(INFINITY);
@@ -260,7 +259,8 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_sine_(fsdpc_vf x, int quarters, float (*fn)(float
     fsdpc_vi quadrant = (fsdpc_vi)shifted + quarters;
     fsdpc_vf r = fsdpc_vf_fma(n, fsdpc_vf_splat(-0x1.922p+0f), x);
     r = fsdpc_vf_fma(n, fsdpc_vf_splat(0x1.28p-18f), r);
-    fsdpc_vf step = n * 0x1.778p-25f, low = r + step; /* its rounding error goes to the last step */
+    fsdpc_vf step = n * 0x1.778p-25f, low = r + step; /* its rounding error is added in the last
+                                                       * step */
     r = low + fsdpc_vf_fma(n, fsdpc_vf_splat(-0x1.68c234p-39f), (r - low) + step);
     fsdpc_vf s = r * r, sine = fsdpc_vf_splat(0x1.6cd5ecp-19f);
     sine = fsdpc_vf_fma(sine, s, fsdpc_vf_splat(-0x1.a00f94p-13f));
@@ -322,7 +322,7 @@ FSDPC_INLINE fsdpc_vd fsdpc_vd_fma_(fsdpc_vd a, fsdpc_vd b, double c)
 #endif
 }
 
-/* Clamped to [-999, 999]. */
+/* Clamps to [-999, 999]. */
 FSDPC_INLINE fsdpc_vd fsdpc_vd_bounded_(fsdpc_vd e)
 {
 #if defined(FSDPC_VEC_AVX512)
