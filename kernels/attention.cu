@@ -1,9 +1,9 @@
-/* Attention row by row, and the choice between it and the blocked kernels; twin of
+/* Row-by-row attention, and the choice between it and the blocked kernels; twin of
  * csrc/ops/attention.c.
  *
- * A warp handles a query (or, for dK and dV, a key) and visits the other side 32 at a time.  Each
- * lane computes the score of one of them.  Then the warp sums the 32 rows, with a lane for every
- * 32nd element.  Sums do not use atomics, so results are the same in every run.
+ * A warp handles a query (or, for dK and dV, a key) and visits the keys (or queries) 32 at a time.
+ * Each lane computes the score of one of them.  Then the warp sums the 32 rows, with a lane for
+ * every 32nd element.  Sums do not use atomics, so results are the same in every run.
  *
  * Wide rows are processed in passes of 256 elements, which recompute the scores.
  */
@@ -50,7 +50,7 @@ __device__ __forceinline__ void store_row(T *row, const wide<T> (&sum)[ROW_ELEME
     }
 }
 
-/* Numbers rows as (b, h, t), as lse does. */
+/* Splits a row index into (b, h, t), in lse's order. */
 struct row_place {
     size_t b, t, h;
 };
@@ -119,7 +119,7 @@ static __global__ void __launch_bounds__(ROW_WARPS *WARP)
             continue;
         const T *q = row_of<const T>(a.q, a.stride_q, at.b, at.t, at.h);
         size_t kv = at.h / (a.heads / a.kv_heads), visible = visible_keys(a, at.t);
-        W about = (W)a.lse[row], total = 0; /* close enough as a reference */
+        W about = (W)a.lse[row], total = 0; /* accurate enough as a reference */
         for (size_t j = lane; j < visible; j += WARP)
             total +=
                 exp((W)a.scale * dot_rows(q, row_of<const T>(a.k, a.stride_k, at.b, j, kv), a.dim) -

@@ -4,8 +4,8 @@
  * Scores, maximum, exponents and the unnormalised output stay in registers.  The next keys and
  * values are copied to shared memory while the current ones are multiplied.  P is rounded to the
  * dtype before it is multiplied; everything else is fp32.  Blocks of keys that a causal mask hides
- * are skipped.  The blocks of queries that see most keys come first, so that the last ones to run
- * are short.
+ * are skipped.  Query blocks that see the most keys come first, so that the last blocks to run are
+ * short.
  */
 #include "attention_tiles.cuh"
 
@@ -14,13 +14,13 @@ template <typename T, int DIM> struct forward_memory {
     T k[2][tile_shape<DIM>::ELEMENTS], v[2][tile_shape<DIM>::ELEMENTS];
 };
 
-/* The state of rows g and g + 8 of a warp; all lanes of a quad have the same. */
+/* The state of a warp's rows g and g + 8, equal in all lanes of a quad. */
 struct row_softmax {
     float top[2], sum[2]; /* base 2; sum is this lane's part */
 };
 
-/* Turns scores into exponentials relative to the rows' maxima; rows g and g + 8 see the tile's
- * first `seen` keys.  Returns the factors by which earlier sums of the rows shrink. */
+/* Replaces scores with exponentials relative to the rows' maxima; rows g and g + 8 see the tile's
+ * first `seen` keys.  Returns the factors by which the rows' earlier sums are scaled. */
 __device__ __forceinline__ void softmax_step(row_softmax *state, float (&s)[TILE_ROWS / 8][4],
                                              float scale, const int (&seen)[2], float (&shrink)[2])
 {
@@ -37,7 +37,7 @@ __device__ __forceinline__ void softmax_step(row_softmax *state, float (&s)[TILE
             }
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-        float reference = top == -INFINITY ? 0.0f : top; /* a row that sees no key yet */
+        float reference = top == -INFINITY ? 0.0f : top; /* a row that has not seen any key yet */
         shrink[half] = exp_2(state->top[half] - reference);
         float sum = state->sum[half] * shrink[half];
 #pragma unroll
@@ -101,7 +101,7 @@ static __global__ void __launch_bounds__(TILE_THREADS)
         registers_by_rows<T, DIM, TILE_ROWS>(out, s, memory->v[j % 2]);
         __syncthreads(); /* before the tile after next overwrites this one */
     }
-    copies_wait<0>(); /* for queries that see no key */
+    copies_wait<0>(); /* needed for queries that see no keys */
 
     float inverse[2];
     for (int half = 0; half < 2; half++) {

@@ -1,8 +1,8 @@
-/* Tiles of attention: 64 rows of 16-bit elements in shared memory, and products of them.
+/* Attention tiles: 64 rows of 16-bit elements in shared memory, and their products.
  *
- * Rows are PITCH = DIM + 8 elements apart, so that the eight rows of a matrix are in different
- * banks.  Rows beyond the tokens, and elements beyond the head's dim, are zeros, which add nothing
- * to any product.  A warp owns 16 rows of the left operand.
+ * Rows are PITCH = DIM + 8 elements apart, so that a matrix's eight rows are in different banks.
+ * Rows beyond the tokens, and elements beyond the head's dim, are zeros, which add nothing to any
+ * product.  A warp owns 16 rows of the left operand.
  */
 #ifndef FSDPC_KERNELS_ATTENTION_TILES_CUH
 #define FSDPC_KERNELS_ATTENTION_TILES_CUH
@@ -16,7 +16,7 @@ template <int DIM> struct tile_shape {
     enum { PITCH = DIM + 8, ELEMENTS = TILE_ROWS * PITCH, STEPS = DIM / 16, BLOCKS = DIM / 8 };
 };
 
-/* The number of a tile's TILE_ROWS rows, beginning at `first`, that are below `end`. */
+/* Returns how many of a tile's TILE_ROWS rows, starting at `first`, are below `end`. */
 __device__ __forceinline__ int rows_below(size_t end, size_t first)
 {
     return end <= first ? 0 : end - first < TILE_ROWS ? (int)(end - first) : (int)TILE_ROWS;
@@ -37,7 +37,8 @@ __device__ __forceinline__ void tile_copy(T *tile, const T *head, size_t stride,
     }
 }
 
-/* c = left right^T: 16 rows of `left`, from `row` on, by COLUMNS rows of `right`; sums over DIM. */
+/* c = left right^T: 16 rows of `left`, starting at `row`, by COLUMNS rows of `right`; sums over
+ * DIM. */
 template <typename T, int DIM, int COLUMNS>
 __device__ __forceinline__ void rows_by_rows(float (&c)[COLUMNS / 8][4], const T *left, int row,
                                              const T *right)
@@ -63,7 +64,7 @@ __device__ __forceinline__ void rows_by_rows(float (&c)[COLUMNS / 8][4], const T
     }
 }
 
-/* c += left right: left (16 by ROWS) is rounded from registers, right is ROWS rows of DIM. */
+/* c += left right: left (16 by ROWS) is rounded from registers; right has ROWS rows of DIM. */
 template <typename T, int DIM, int ROWS>
 __device__ __forceinline__ void registers_by_rows(float (&c)[DIM / 8][4],
                                                   const float (&left)[ROWS / 8][4], const T *right)

@@ -1,18 +1,18 @@
 /* Blocked attention on tensor cores, backward, without atomics.
  *
- * Each of the two kernels has a single writer per sum, so results are the same in every run. dQ: a
- * block handles 64 queries and visits the keys. dK and dV: a block handles 64 keys of a key-value
- * head and visits the queries of all heads of its group in order.  It computes the transposed
- * scores, so that P^T and dS^T are in registers as left operands.  Scores and dP are thus computed
- * twice, which costs two products of seven.
+ * In both kernels, each sum has a single writer, so results are the same in every run. dQ: a block
+ * handles 64 queries and visits the keys. dK and dV: a block handles 64 keys of a key-value head
+ * and visits the queries of all heads of its group in order.  It computes the transposed scores, so
+ * that P^T and dS^T are in registers as left operands.  Scores and dP are thus computed twice,
+ * which takes two of the seven products.
  *
  * P = exp(scale s - lse);  dS = P (dP - delta), rounded to the dtype before it is multiplied; scale
  * is applied to the finished sums.
  */
 #include "attention_tiles.cuh"
 
-/* A query's lse and delta as the kernels use them: base 2, and +inf for rows that see nothing or do
- * not exist, which makes P zero. */
+/* A query's lse and delta in the form that the kernels use: base 2, and +inf for rows that see no
+ * keys or do not exist, which makes P zero. */
 struct query_rows {
     float lse[TILE_ROWS], delta[TILE_ROWS];
 };
@@ -83,7 +83,7 @@ static __global__ void __launch_bounds__(TILE_THREADS)
         __syncthreads();
     }
     copies_commit();
-    copies_wait<0>(); /* for queries that see no key */
+    copies_wait<0>(); /* needed for queries that see no keys */
     const float scales[2] = {(float)a.scale, (float)a.scale};
     rows_store<T, DIM>(row_of<T>(a.dq, a.stride_q, b, 0, h), a.stride_q[1], q0 + row, a.tokens_q,
                        a.dim, dq, scales);
@@ -166,7 +166,7 @@ static __global__ void __launch_bounds__(TILE_THREADS)
             __syncthreads();
         }
     copies_commit();
-    copies_wait<0>(); /* for keys that no query sees */
+    copies_wait<0>(); /* needed for keys that no query sees */
     const float scales[2] = {(float)a.scale, (float)a.scale}, ones[2] = {1, 1};
     rows_store<T, DIM>(row_of<T>(a.dk, a.stride_k, b, 0, kv), a.stride_k[1], k0 + row, a.tokens_k,
                        a.dim, dk, scales);

@@ -2,7 +2,7 @@
  * csrc/ops/nn_binary_body.h.
  *
  * After collapsing, each operand is dense, repeated or strided along the innermost dimension.
- * Dense and repeated operands are read in vectors if the inner length and the addresses allow it.
+ * Dense and repeated operands are read in vectors if the inner length and addresses allow it.
  */
 #include "box.cuh"
 
@@ -55,7 +55,7 @@ __device__ __forceinline__ uint8_t comparable(uint8_t x)
     return x;
 }
 
-/* N elements from `at` on; step 0 repeats one.  N > 1 only with steps of 0 and 1. */
+/* Loads N elements starting at `at`; step 0 repeats one.  N > 1 requires a step of 0 or 1. */
 template <int N, typename T>
 __device__ __forceinline__ vec<wide<T>, N> operand(const T *x, size_t at, size_t col, size_t step)
 {
@@ -131,7 +131,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
     }
 }
 
-/* Whether every row of the operand is aligned for vectors of `bytes` bytes. */
+/* Returns whether every row of the operand is aligned for vectors of `bytes` bytes. */
 static bool starts_align(const void *base, const box &b, int operand, size_t element, size_t bytes)
 {
     bool aligned = (uintptr_t)base % bytes == 0;
@@ -185,7 +185,7 @@ static fsdpc_status compare(const fsdpc_binary_args *args, const box &shape, siz
     return FSDPC_ERR_DTYPE;
 }
 
-/* U is the unsigned integer of the dtype's size; `other` has the bits of its zero. */
+/* U is the unsigned integer of the dtype's size; `other` contains the bits of its zero. */
 template <typename U>
 static fsdpc_status mask(const fsdpc_binary_args *args, const box &shape, size_t numel, U other,
                          const fsdpc_cuda_queue *queue)

@@ -1,4 +1,4 @@
-/* Strided boxes: up to eight dimensions that two operands walk through, collapsed on the host.
+/* Strided boxes: up to eight dimensions shared by two operands, collapsed on the host.
  *
  * Twins of nn_box in csrc/ops/nn_internal.h.  A box is passed to the kernel by value.
  */
@@ -25,7 +25,7 @@ static inline size_t box_numel(const box &b)
     return numel;
 }
 
-/* Drops dimensions of one and merges neighbours that both operands step through evenly. */
+/* Drops dimensions of size one and merges neighbours that both operands step through evenly. */
 static inline void box_collapse(box *b)
 {
     int kept = 0;
@@ -47,8 +47,8 @@ static inline void box_collapse(box *b)
     b->ndim = kept;
 }
 
-/* The start of row `row`, an index over all but the last `inner` dimensions, in each operand.
- * 32-bit division is several times faster, and enough for most rows. */
+/* Returns the start of row `row`, an index over all but the last `inner` dimensions, in each
+ * operand. 32-bit division is several times faster, and sufficient for most rows. */
 __device__ __forceinline__ box_offsets box_row(const box &b, int inner, size_t row)
 {
     box_offsets offsets = {{0, 0}};

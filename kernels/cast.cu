@@ -1,7 +1,7 @@
 /* Casts and additions from one flat buffer to another; twins of csrc/ops/flat_cast_body.h.
  *
- * A thread handles as many elements as fill a store of 16 bytes (map.cuh).  A sum is computed in
- * fp32, or in fp64 if either side is, and rounded once.
+ * A thread handles the elements of one 16-byte store (map.cuh).  A sum is computed in fp32, or in
+ * fp64 if either side is fp64, and rounded once.
  */
 #include "map.cuh"
 

@@ -1,6 +1,7 @@
 /* Copies over strided boxes: casts, slices, transposes; twin of csrc/ops/nn_copy_body.h.
  *
- * Dimensions are ordered by the stride of the destination and collapsed.  Then one of these forms:
+ * Dimensions are ordered by the destination's strides and collapsed.  Then one of these forms is
+ * used:
  *
  *     rows    both sides dense along the innermost dimension, no cast: chunks of up to 16 bytes
  *     tiles   no cast, and the source dense along another dimension (a transpose): squares of 32 by
@@ -119,7 +120,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
     }
 }
 
-/* The widest chunk, in bytes, that divides everything. */
+/* Returns the size in bytes of the widest chunk that divides all lengths, strides and addresses. */
 static size_t chunk_bytes(const fsdpc_copy_args *args, const void *src, const box &b,
                           size_t element)
 {
@@ -180,7 +181,7 @@ static __global__ void __launch_bounds__(TILE *TILE_ROWS)
     }
 }
 
-/* Moves the dimension along which the source is dense next to the last; false if none is. */
+/* Makes the source-dense dimension the second to last; false if there is none. */
 static bool turn(box *b)
 {
     int dense = -1;
@@ -228,7 +229,7 @@ static box copy_box(const fsdpc_copy_args *args)
 {
     box b = {};
     b.ndim = args->ndim;
-    for (int d = 0; d < args->ndim; d++) { /* insertion sort by falling stride of the destination */
+    for (int d = 0; d < args->ndim; d++) { /* insertion sort by descending destination stride */
         int at = d;
         for (; at > 0 && b.stride[0][at - 1] < args->stride_dst[d]; at--) {
             b.shape[at] = b.shape[at - 1];

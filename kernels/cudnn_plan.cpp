@@ -1,15 +1,15 @@
-/* Attention as cuDNN graphs; the table of csrc/cuda/cudnn_plan.h.
+/* Attention as cuDNN graphs; fills in csrc/cuda/cudnn_plan.h's table.
  *
- * All other host code of the plugin is C: graphs are described with cudnn_frontend, which is C++
- * and header-only.  This file only contains what needs it; csrc/cuda/attention_cudnn.c caches plans
- * and allocates their workspace.  No exception leaves this file.
+ * All of the plugin's other host code is C.  Graphs are described with cudnn_frontend, which is C++
+ * and header-only.  This file only contains code that needs it; csrc/cuda/attention_cudnn.c caches
+ * plans and allocates their workspace.  No exception leaves this file.
  *
  * Forward keeps cuDNN's `stats`, (B, H, Tq, 1): the natural log of the sum of exponentials of
- * scaled scores.  Our kernels keep the same, so either backward can follow either forward.  The
+ * scaled scores.  Our kernels store the same, so either backward can follow either forward.  The
  * causal mask is aligned to the last query and key.  Backward requests the deterministic algorithm
  * unless it may sum in any order.
  *
- * cuDNN is opened by name, never linked, and so is CUDA's runtime as far as the frontend calls it.
+ * cuDNN is opened by name, never linked, as is the CUDA runtime that the frontend calls.
  */
 #define NV_CUDNN_FRONTEND_USE_DYNAMIC_LOADING
 #define CUDNN_FRONTEND_SKIP_JSON_LIB
@@ -141,8 +141,8 @@ void describe(fe::graph::Graph *graph, const fsdpc_cudnn_shape &s, int sm)
     lay_out(dv, s, true, s.stride_v, DV)->set_output(true);
 }
 
-/* Builds the heuristic's first plan that can be built; without a handle, for the graph's own
- * device. */
+/* Builds the first of the heuristic's plans that can be built; without a handle, for the graph's
+ * own device. */
 fe::error_t build(fe::graph::Graph *graph, cudnnHandle_t handle)
 {
     fe::error_t error = graph->validate();

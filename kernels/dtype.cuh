@@ -1,10 +1,10 @@
-/* Element types on the device: storage, conversions, and loads and stores of several at once.
+/* Element types on the device: storage, conversions, and vector loads and stores.
  *
  * Conversions use the integer code of csrc/base/dtype.h, so every bit agrees with the CPU,
- * including NaN payloads and subnormals.  (The hardware's conversions produce another NaN.)  The
- * hardware rounds vectors without a NaN, with an eighth of the instructions: with integer
- * conversions, a norm's kernels were limited by instructions instead of memory.  Kernels compute in
- * wide<T>: double for double, float otherwise.
+ * including NaN payloads and subnormals.  (The hardware's conversions produce a different NaN.)
+ * Vectors without a NaN are rounded by the hardware, with an eighth of the instructions: with
+ * integer conversions, the norm kernels were limited by instructions instead of memory.  Kernels
+ * compute in wide<T>: double for double, float otherwise.
  */
 #ifndef FSDPC_KERNELS_DTYPE_CUH
 #define FSDPC_KERNELS_DTYPE_CUH
@@ -58,7 +58,8 @@ __device__ __forceinline__ uint16_t f32_to_f16(float x)
     return (uint16_t)(sign | half);
 }
 
-/* fp64 to fp32, rounded to odd, so that a second rounding gives the same result as a single one. */
+/* Converts fp64 to fp32, rounded to odd, so that a second rounding gives the same result as a
+ * single one. */
 __device__ __forceinline__ float f64_to_f32_odd(double x)
 {
     float rounded = (float)x;
@@ -69,7 +70,7 @@ __device__ __forceinline__ float f64_to_f32_odd(double x)
     return __uint_as_float(bits | 1);
 }
 
-/* The type of arithmetic on T. */
+/* The type used for arithmetic on T. */
 template <typename T> struct wide_of {
     typedef float type;
 };
@@ -157,7 +158,7 @@ template <> struct chunk_of<1> {
     typedef uint8_t type;
 };
 
-/* N elements from an address aligned to N elements (or to 16 bytes, if that is less). */
+/* Loads N elements from an address aligned to N elements (or to 16 bytes, if that is less). */
 template <int N, typename T> __device__ __forceinline__ vec<T, N> load(const T *from)
 {
     typedef typename chunk_of<N * sizeof(T)>::type chunk;
@@ -211,7 +212,7 @@ template <typename T> __device__ __forceinline__ uint32_t narrow_pair(float firs
     return both;
 }
 
-/* Whether store_narrow() has rounded and stored them with hardware instructions. */
+/* Rounds and stores with hardware instructions if possible; returns whether it did. */
 template <int N, typename T, typename W>
 __device__ __forceinline__ bool store_pairs(T *to, const vec<W, N> &wider)
 {
@@ -252,7 +253,7 @@ __device__ __forceinline__ void store_narrow(T *to, const vec<W, N> &wider)
 
 /* -- choosing a kernel by dtype ---------------------------------------------------------------- */
 
-/* Runs the statement with T the storage type of `dtype_`; does nothing for other dtypes. */
+/* Runs the statement with T as the storage type of `dtype_`; does nothing for other dtypes. */
 #define FSDPC_FOR_FLOAT(dtype_, T, ...)                                                            \
     switch (dtype_) {                                                                              \
     case FSDPC_F32: {                                                                              \

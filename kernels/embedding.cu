@@ -1,9 +1,9 @@
 /* Embedding rows, forward and backward; twin of csrc/ops/nn_embedding_body.h.
  *
- * Backward sorts positions by id, stably (sort.cuh), and finds where each table row's positions
+ * Backward sorts positions stably by id (sort.cuh), and finds where each table row's positions
  * begin.  Then one block per table row adds its positions in order, in fp32, and rounds once: the
- * same bits as on the CPU, whatever the grid.  An id out of range is reported as a fault; forward
- * writes zeros for it and backward skips it (it is sorted after the last row).
+ * same bits as on the CPU, for any grid.  An id out of range is reported as a fault; forward writes
+ * zeros for it and backward skips it (it is sorted after the last row).
  */
 #include "rows.cuh"
 #include "sort.cuh"
@@ -14,7 +14,7 @@ __device__ __forceinline__ long long id_at(const fsdpc_embedding_args &a, size_t
                                    : (long long)((const int64_t *)a.ids)[i];
 }
 
-/* Chunks are the widest that divide a row. */
+/* Chunks are as wide as possible while dividing a row evenly. */
 template <typename Chunk>
 static __global__ void __launch_bounds__(BLOCK_THREADS)
     embedding_kernel(fsdpc_embedding_args a, size_t row_chunks, fsdpc_cuda_fault *fault)

@@ -1,9 +1,9 @@
-/* A plain matrix product, for products that cuBLASLt does not support, or if it is missing.
+/* A plain matrix product, for products that cuBLASLt does not support, or if cuBLASLt is missing.
  *
  * Each block computes 64 by 64 elements of C, with 16 of k at a time in shared memory; each thread
  * has four by four sums.  Arithmetic is fp32 (F64: fp64) in ascending k, without tensor cores.  It
- * is correct for every shape, stride and dtype that the contract allows, but some tens of times
- * slower than cuBLASLt.
+ * is correct for every shape, stride and dtype that the contract allows, but tens of times slower
+ * than cuBLASLt.
  */
 #include "dtype.cuh"
 
@@ -47,7 +47,7 @@ static __global__ void __launch_bounds__(GEMM_THREADS) gemm_kernel(fsdpc_gemm_ar
         W sums[GEMM_SUMS][GEMM_SUMS] = {};
         for (size_t k0 = 0; k0 < g.k; k0 += GEMM_K) {
             for (unsigned e = threadIdx.x; e < GEMM_K * GEMM_TILE; e += GEMM_THREADS) {
-                /* neighbouring threads read along whichever dimension is contiguous */
+                /* neighbouring threads read along the contiguous dimension */
                 unsigned ka = g.trans_a ? e / GEMM_TILE : e % GEMM_K;
                 unsigned ra = g.trans_a ? e % GEMM_TILE : e / GEMM_K;
                 unsigned kb = g.trans_b ? e % GEMM_K : e / GEMM_TILE;

@@ -1,7 +1,7 @@
-/* The steps from sums of powers to clipping factors: combining, reading and clipping by the CPU's
- * own rules.
+/* The steps from sums of powers to clipping factors: combining norms, computing their value and
+ * clipping, by the CPU's own rules.
  *
- * One thread does it all: a few hundred operations on 560 bytes, between kernels that read whole
+ * A single thread suffices: a few hundred operations on 560 bytes, between kernels that read whole
  * shards.
  */
 #include "common.cuh"

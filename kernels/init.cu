@@ -1,8 +1,8 @@
 /* Constant, normal and uniform values from absolute indices; twin of csrc/ops/flat_init_body.h.
  *
  * The logarithm, sine and cosine are the CPU's own; compiled with -fmad=false they give its bits.
- * A thread computes one Philox block, which is four elements of the stream.  Initialisation happens
- * once, so stores are element by element.
+ * A thread computes one Philox block, which is four elements of the stream.  Initialisation runs
+ * only once, so elements are stored one by one.
  */
 #include "dtype.cuh"
 #include "random.cuh"
@@ -54,7 +54,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS) init_kernel(T *dst, init
     }
 }
 
-/* The largest number of the dtype that is below b. */
+/* Returns the dtype's largest number below b. */
 static double below(double b, fsdpc_dtype dtype)
 {
     uint64_t bits = 0;
@@ -66,7 +66,7 @@ static double below(double b, fsdpc_dtype dtype)
         memcpy(&rounded, &bits, 8);
         return rounded;
     }
-    /* First rounded to odd, as stores do, so that only the second rounding has an effect. */
+    /* First rounds to odd, as stores do, so that only the second rounding has an effect. */
     uint32_t f = fsdpc_f32_bits(narrow_b), half;
     if ((double)narrow_b != b)
         f = (f - (fabs((double)narrow_b) > fabs(b))) | 1;

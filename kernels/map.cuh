@@ -1,22 +1,22 @@
-/* Elementwise kernels: one loop that gives every operation 16-byte accesses.
+/* Elementwise kernels: one loop in which every operation uses 16-byte accesses.
  *
  * An operation is a struct of plain values with an enum WIDTH and
  *     template <int N> __device__ void run(size_t i) const;
- * which handles elements i .. i + N - 1, where N is WIDTH or 1.  It must do the same to an element
- * either way: the division into vectors and edges depends on addresses, but results must not.
+ * which handles elements i .. i + N - 1, where N is WIDTH or 1.  Both must compute the same result
+ * for an element: the division into vectors and edges depends on addresses, but results must not.
  *
- * If each thread needs values once, before the loop, an operation returns them from
+ * Values that each thread needs to compute only once, before the loop, are returned by
  *     __device__ K begin() const;
- * and receives them with every run<N>(i, k).  Inside the loop they would be read again for each
- * vector, because a store might have changed them, and elements would wait for them.
+ * and passed to every run<N>(i, k).  Inside the loop they would be read again for each vector,
+ * because a store might have changed them, and elements would wait for them.
  *
- * WIDTH is 16 bytes of the widest type that is stored.  A wider one would split a thread's store
- * into several of 16 bytes each, further apart from those of neighbouring threads.  Each would fill
- * at most half a 32-byte sector.  (Loads may be wider: the second finds the rest of the first one's
- * sector in the L1.)
+ * WIDTH is 16 bytes of the widest type that is stored.  With a larger WIDTH, a thread's store would
+ * be split into several of 16 bytes, which are not adjacent to those of neighbouring threads.  Each
+ * would fill at most half a 32-byte sector.  (Loads may be wider: the second finds the remainder of
+ * the first load's sector in L1.)
  *
- * If stepping over the same few elements aligns all buffers, they are read in vectors between two
- * edges.  Others are read one element at a time, which is still coalesced.
+ * If skipping the same few elements aligns all buffers, they are read in vectors between two edges.
+ * Other buffers are read one element at a time, which is still coalesced.
  */
 #ifndef FSDPC_KERNELS_MAP_CUH
 #define FSDPC_KERNELS_MAP_CUH
@@ -27,7 +27,7 @@ struct map_plan {
     size_t numel, head, vectors;
 };
 
-/* A buffer that an operation walks through. */
+/* A buffer that an operation reads or writes. */
 struct map_buffer {
     const void *base; /* NULL: not used */
     size_t bytes;     /* of one element */
@@ -48,7 +48,7 @@ static inline map_plan map_plan_of(size_t numel, size_t width, const map_buffer 
     return map_plan{numel, 0, 0};
 }
 
-/* An operation together with the result of its begin. */
+/* An operation together with the result of its begin(). */
 template <typename Op, typename K> struct map_begun {
     const Op &op;
     K k;

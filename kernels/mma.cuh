@@ -1,4 +1,4 @@
-/* Tensor cores as a warp sees them: loading 8 by 8 matrices, multiplying 16 by 8 by 16, and
+/* A warp's view of tensor cores: loading 8 by 8 matrices, multiplying 16 by 8 by 16, and
  * asynchronous copies into shared memory.
  *
  * A fragment's layout, with g = lane / 4 and t = lane % 4 (PTX's names):
@@ -21,8 +21,8 @@ __device__ __forceinline__ uint32_t shared_address(const void *at)
     return (uint32_t)__cvta_generic_to_shared(at);
 }
 
-/* Loads four matrices; lanes 8i .. 8i + 7 pass the rows of matrix i, and out[i] is this lane's pair
- * of it. */
+/* Loads four matrices; lanes 8i .. 8i + 7 pass the rows of matrix i, and out[i] receives this
+ * lane's pair from it. */
 __device__ __forceinline__ void load_matrices(uint32_t (&out)[4], const void *row)
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -58,7 +58,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/* Two rounded floats; the first is in the low half. */
+/* Packs two rounded floats; the first is in the low half. */
 __device__ __forceinline__ uint32_t pack_pair(float low, float high, bf16)
 {
     uint32_t pair;
@@ -73,7 +73,8 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high, f16)
     return pair;
 }
 
-/* Copies 16 bytes, or zeros, from global to shared memory; complete once copies_wait returns. */
+/* Copies 16 bytes from global to shared memory, or writes zeros; complete when copies_wait
+ * returns. */
 __device__ __forceinline__ void copy_16(void *shared, const void *global, bool valid)
 {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),

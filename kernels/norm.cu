@@ -1,25 +1,25 @@
 /* RMSNorm and LayerNorm over rows, forward and backward; twin of csrc/ops/nn_norm_body.h.
  *
- * A block handles one row at a time.  Rows that consist of whole vectors, and are not too long, are
+ * A block handles one row at a time.  Rows that consist of whole vectors and are not too long are
  * read once.  A thread holds its part of a row in registers while the block sums, and meanwhile
- * loads its part of the next row.  Other rows are read again for each use, an element at a time.
+ * loads its part of the next row.  Other rows are read again for each use, one element at a time.
  *
- * dweight and dbias sum over rows, in chunks whose number only depends on the shape.  With held
- * rows a block processes a chunk, and each thread sums its columns in registers alongside dx.  For
- * other rows a second kernel reads x and dy again, 32 columns of a chunk per block.  A last kernel
- * adds the chunks in a fixed order.
+ * dweight and dbias sum over rows, in chunks whose number only depends on the shape.  For held
+ * rows, a block processes a chunk, and each thread sums its columns in registers while computing
+ * dx.  For other rows a second kernel reads x and dy again, 32 columns of a chunk per block.  A
+ * last kernel adds the chunks in a fixed order.
  */
 #include "rows.cuh"
 
 enum { NORM_COLS = 32, NORM_ROWS = 8, NORM_CHUNK = 8, NORM_CHUNKS_MAX = 512 };
 
-/* Row statistics for backward: those that forward kept, or, for F64, new ones. */
+/* Row statistics for backward: forward's, or, for F64, recomputed ones. */
 template <typename W> struct norm_rows {
     const W *mean, *rstd;
 };
 
-/* Destination of backward's sums over chunks of rows: `chunks` rows for dweight, then `chunks` for
- * dbias. */
+/* The destination of backward's sums over chunks of rows: `chunks` rows for dweight, then `chunks`
+ * for dbias. */
 template <typename W> struct norm_sums {
     W *at; /* NULL: not needed */
     size_t chunk_rows, chunks;
@@ -68,7 +68,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS) norm_held_kernel(fsdpc_n
     }
 }
 
-/* dx for a chunk of rows, and the chunk's sums of dweight and dbias. */
+/* Computes dx for a chunk of rows, and the chunk's sums of dweight and dbias. */
 template <typename T, int HELD, bool BIAS>
 static __global__ void __launch_bounds__(BLOCK_THREADS)
     norm_held_backward_kernel(fsdpc_norm_args a, norm_rows<wide<T>> rows, norm_sums<wide<T>> sums)
@@ -86,7 +86,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
         const held old(a.dx_accumulate ? (const T *)a.dx + r * a.cols : NULL, cols, 0);
         vec<W, held::N> each[HELD], xhat[HELD];
         W rstd = rows.rstd[r], shift = a.layer ? -rows.mean[r] * rstd : (W)0, g = 0, gx = 0;
-        FSDPC_FOR_HELD(held, j) /* dy is zeros beyond the end of the row, so all sums are */
+        FSDPC_FOR_HELD(held, j) /* dy is zero beyond the end of the row, so all sums are too */
         {
             vec<W, held::N> v = next_x.at(j), d = next_dy.at(j), w = weight.at(j);
             for (int k = 0; k < held::N; k++) {
@@ -203,7 +203,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
     }
 }
 
-/* A chunk's sums of 32 columns. */
+/* Computes a chunk's sums of 32 columns. */
 template <typename T>
 static __global__ void __launch_bounds__(NORM_COLS *NORM_ROWS)
     norm_columns_kernel(fsdpc_norm_args a, norm_rows<wide<T>> rows, norm_sums<wide<T>> sums)
@@ -240,7 +240,8 @@ static __global__ void __launch_bounds__(NORM_COLS *NORM_ROWS)
 
 /* -- both kinds of rows ------------------------------------------------------------------------ */
 
-/* target[c] (+)= the chunks' sums: a thread adds each 32nd, then one adds the threads' sums. */
+/* target[c] (+)= the chunks' sums: each thread adds every 32nd, then one thread adds the threads'
+ * sums. */
 template <typename Out, typename W>
 static __global__ void __launch_bounds__(NORM_COLS *NORM_COLS)
     norm_finish_kernel(Out *target, const W *sums, size_t cols, size_t chunks, bool accumulate)
@@ -360,7 +361,7 @@ static fsdpc_status backward_launch(const fsdpc_norm_args *a, const norm_rows<wi
     return launched("a norm's backward");
 }
 
-/* F64 has F64 statistics, which the arguments cannot keep. */
+/* F64 needs F64 statistics, which the arguments cannot store. */
 static fsdpc_status backward_f64(const fsdpc_norm_args *a, fsdpc_stream *stream)
 {
     void *memory;

@@ -8,7 +8,7 @@ struct philox_words {
     uint32_t at[4];
 };
 
-/* Words 4 * block .. 4 * block + 3 of a stream. */
+/* Computes words 4 * block .. 4 * block + 3 of a stream. */
 __device__ __forceinline__ philox_words philox(uint64_t seed, uint64_t stream, uint64_t block)
 {
     uint32_t c0 = (uint32_t)block, c1 = (uint32_t)(block >> 32);

@@ -1,7 +1,7 @@
 /* Sums and maxima over a warp and over a block, in a fixed order.
  *
- * Shuffles fold lane l with l xor 16, 8, 4, 2, 1, so every lane ends with the same bits; a block
- * folds its warps' results the same way.  Results do not depend on the order in which warps arrive.
+ * Shuffles fold lane l with l xor 16, 8, 4, 2, 1, so every lane gets the same bits; a block folds
+ * its warps' results in the same way.  Results do not depend on the order in which warps arrive.
  */
 #ifndef FSDPC_KERNELS_REDUCE_CUH
 #define FSDPC_KERNELS_REDUCE_CUH
@@ -17,7 +17,7 @@ struct add_values {
     }
 };
 
-struct max_values { /* NaN if either is */
+struct max_values { /* NaN if either is NaN */
     template <typename T> static __device__ __forceinline__ T of(T a, T b)
     {
         return a > b || a != a ? a : b;
@@ -37,8 +37,8 @@ template <typename T> __device__ __forceinline__ T warp_sum(T x)
     return warp_fold<add_values>(x);
 }
 
-/* All threads get the result.  `neutral` replaces missing warps. blockDim.x is a multiple of 32,
- * and every thread of the block must call. */
+/* Returns the result to all threads.  `neutral` replaces missing warps. blockDim.x must be a
+ * multiple of 32, and all threads of the block must call this function. */
 template <typename Fold, typename T> __device__ __forceinline__ T block_fold(T x, T neutral)
 {
     __shared__ T results[WARPS_MAX];

@@ -1,7 +1,7 @@
 /* Rotary position embedding; twin of the rotary part of csrc/ops/nn_embedding_body.h.
  *
- * A thread rotates N pairs, (x[i], x[i + D/2]), by the angle of their token; it only writes what it
- * has read, so y may be x.
+ * A thread rotates N pairs, (x[i], x[i + D/2]), by their token's angle; it only writes elements
+ * that it has read, so y may be x.
  */
 #include "rows.cuh"
 

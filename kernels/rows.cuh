@@ -1,4 +1,4 @@
-/* Kernels with one block per row: the number of threads per block, and how they walk along the row.
+/* Kernels with one block per row: the number of threads per block, and how they traverse the row.
  *
  * A thread visits vectors of N elements at N * thread, N * (thread + threads), ...; N is one if
  * some rows are not aligned to vectors.
@@ -9,7 +9,8 @@
 #include "dtype.cuh"
 #include "reduce.cuh"
 
-/* Threads for a row of `vectors` vectors: whole warps, up to BLOCK_THREADS. */
+/* Returns the number of threads for a row of `vectors` vectors: whole warps, up to
+ * BLOCK_THREADS. */
 static inline unsigned row_threads(size_t vectors)
 {
     size_t warps = fsdpc_ceil_div(vectors, 2 * WARP); /* two vectors in flight per thread */
@@ -21,8 +22,8 @@ static inline unsigned row_grid(const fsdpc_cuda_queue *queue, size_t rows)
     return (unsigned)fsdpc_min_size(rows, (size_t)queue->multiprocessors * 64);
 }
 
-/* Whether rows of `cols` elements of T, at these addresses (NULL: not used), can be read in vectors
- * of 16 bytes. */
+/* Returns whether rows of `cols` elements of T, at these addresses (NULL: not used), can be read in
+ * 16-byte vectors. */
 template <typename T, int COUNT>
 static bool rows_align(size_t cols, const void *const (&bases)[COUNT])
 {
@@ -32,8 +33,8 @@ static bool rows_align(size_t cols, const void *const (&bases)[COUNT])
     return all % 16 == 0;
 }
 
-/* A thread's part of a row of whole vectors, as loaded: packed, so that it takes few registers.
- * Elements are `fill` if the row does not exist, and zero beyond its end. */
+/* A thread's part of a row of whole vectors, unconverted, so that it takes few registers.  Elements
+ * are `fill` if the row does not exist, and zero beyond its end. */
 template <typename T, int HELD> struct held_row {
     enum { N = 16 / sizeof(T), COUNT = HELD };
     union vector {
@@ -70,7 +71,7 @@ template <typename T, int HELD> struct held_row {
             wider.at[k] = widen<wide<T>>(narrow.values.at[k]);
         return wider;
     }
-    /* Stores the block's threads' parts of a row, rounded to Out. */
+    /* Stores each thread's part of a row, rounded to Out. */
     template <typename Out>
     static __device__ __forceinline__ void store(Out *row, unsigned cols,
                                                  const vec<wide<T>, N> (&parts)[HELD])
@@ -84,8 +85,8 @@ template <typename T, int HELD> struct held_row {
 
 #define FSDPC_FOR_HELD(held, j) _Pragma("unroll") for (int j = 0; j < held::COUNT; j++)
 
-/* The number of vectors, 2 or 4, that a thread of row_threads() holds of such rows; 0 if they are
- * too long or not aligned. */
+/* Returns the number of vectors, 2 or 4, of such rows that each of row_threads() threads holds; 0
+ * if the rows are too long or not aligned. */
 template <typename T, int COUNT>
 static int rows_held(size_t cols, const void *const (&bases)[COUNT])
 {

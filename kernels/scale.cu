@@ -1,9 +1,9 @@
 /* Scaling with a check for NaN and infinity, and comparing; twins of csrc/ops/flat_cast_body.h.
  *
  * Both report through one word that any thread may set to the same value, so the order does not
- * matter.  `equal` compares bits after casting.  A thread reads the word once, at its start, so
- * that most blocks have nothing to do after a difference is found.  It does not read it again,
- * because vectors would wait for it.
+ * matter.  `equal` compares bits after casting.  A thread reads the word once, when it starts, so
+ * that most blocks have nothing to do after a difference is found.  It does not read the word
+ * again, because vectors would wait for it.
  */
 #include "map.cuh"
 
@@ -48,7 +48,7 @@ __device__ __forceinline__ bool same_bits(double a, double b)
     return __double_as_longlong(a) == __double_as_longlong(b);
 }
 
-/* src as D; bits are unchanged if no cast is needed. */
+/* Converts src to D; bits are unchanged if no cast is needed. */
 template <typename D, typename S> struct cast_bits {
     static __device__ __forceinline__ D of(S x)
     {
@@ -82,7 +82,7 @@ template <typename D, typename S> struct equal_op {
 #pragma unroll
         for (int k = 0; k < N; k++)
             same &= same_bits(a.at[k], cast_bits<D, S>::of(b.at[k]));
-        if (!same && *(volatile bool *)equal) /* one of many different elements writes */
+        if (!same && *(volatile bool *)equal) /* only the first differing elements write */
             *(volatile bool *)equal = false;
     }
 };

@@ -1,7 +1,7 @@
 /* Softmax and log-softmax over rows; twin of csrc/ops/nn_softmax_body.h.
  *
- * Three passes over a row that stays in cache: the maximum, the sum of exponentials, the result;
- * two for the logarithm of the sum.
+ * Three passes over a row that stays in cache compute the maximum, the sum of exponentials, and the
+ * result; the logarithm of the sum takes two.
  */
 #include "rows.cuh"
 

@@ -1,8 +1,8 @@
 /* A stable sort of positions by id: least significant digits first, eight bits at a time.
  *
  * Stable means that positions of equal ids keep their order, so a sum over them is the same in
- * every run.  A pass counts each block's digits, accumulates the counts in the order (digit,
- * block), and every block then places its items after those of earlier blocks.  Within a block, an
+ * every run.  A pass counts each block's digits and accumulates the counts in the order (digit,
+ * block); every block then places its items after those of earlier blocks.  Within a block, an
  * item's place follows from the items of its digit in earlier warps and earlier lanes, so atomics
  * never decide the order.  The number of passes is the number of bytes of the largest id: three for
  * a vocabulary of 128,256.
@@ -104,14 +104,14 @@ static __global__ void __launch_bounds__(SORT_THREADS)
     }
 }
 
-/* The number of counters that a sort of `numel` items needs. */
+/* Returns the number of counters that a sort of `numel` items needs. */
 static inline size_t sort_counters(size_t numel)
 {
     return RADIX * fsdpc_ceil_div(numel, SORT_TILE);
 }
 
-/* Sorts `items` by id, with `other` of the same length as a second buffer; returns the sorted
- * one. */
+/* Sorts `items` by id, with `other`, of the same length, as a second buffer; returns the buffer
+ * with the result. */
 static inline sort_item *sort_launch(sort_item *items, sort_item *other, size_t numel,
                                      size_t id_end, unsigned *counters,
                                      const fsdpc_cuda_queue *queue)

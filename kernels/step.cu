@@ -3,8 +3,8 @@
  *
  * Adam over fp32 or bf16 parameters, gradients and wires with fp32 states has specialised kernels:
  * 28 bytes per element with fp32 masters, bf16 gradients and wire.  SGD, momentum and Lion over
- * fp32 parameters also have their own.  Everything else uses one kernel per rule, which selects
- * dtypes at run time.  The wire gets the cast of the parameter as stored.
+ * fp32 parameters also have specialised kernels.  All other cases use one kernel per rule, which
+ * selects dtypes at run time.  The wire gets the cast of the stored parameter.
  *
  * BF16 states are rounded stochastically, by the element's word of base/random.h: its low half for
  * the first state, its high half for the others, as on the CPU.
@@ -52,7 +52,7 @@ __device__ __forceinline__ float round_stochastically(float x, uint32_t random)
     return x != x ? x : __uint_as_float((bits + (random & 0xffffu)) & 0xffff0000u);
 }
 
-/* F32 states unchanged, BF16 states rounded. */
+/* Stores F32 states unchanged and BF16 states rounded. */
 struct any_states {
     void *at[FSDPC_OPTIM_MAX_STATES];
     bool rounded;
@@ -94,7 +94,7 @@ struct any_states {
             store_narrow<N>((bf16 *)at[s] + i, values);
         }
     }
-    /* Random words of elements at .. at + N - 1 of the parameter. */
+    /* Returns the random words of elements at .. at + N - 1 of the parameter. */
     template <int N>
     __device__ __forceinline__ vec<uint32_t, N> words(uint64_t stream, uint64_t element) const
     {

@@ -2,8 +2,8 @@
  * and of the fp64 rules in csrc/ops/flat_step.c.
  *
  * The same operations in the same order on the same scalars give the CPU's bits.  Operations are
- * fused where the CPU's kernel names a fused multiply-add, and rounded everywhere else.  Files that
- * include this are compiled with -fmad=false and use the correctly rounded division and square
+ * fused only if the CPU's kernel uses a fused multiply-add, and are otherwise rounded.  Files that
+ * include this header are compiled with -fmad=false and use correctly rounded division and square
  * root.
  */
 #ifndef FSDPC_KERNELS_STEP_CUH
@@ -44,7 +44,7 @@ __host__ __device__ __forceinline__ step_scalars<W> step_rounded(const fsdpc_ste
                            k.nesterov};
 }
 
-/* A step's scalars: passed with the launch, or read from device memory at run time. */
+/* A step's scalars, passed with the launch or read from device memory at run time. */
 template <typename W> struct step_scalars_at {
     step_scalars<W> given;
     const fsdpc_step_scalars *at;

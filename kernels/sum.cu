@@ -1,11 +1,12 @@
 /* Sums over some dimensions; twin of csrc/ops/nn_sum_body.h.
  *
- * x is dense, so neighbouring dimensions that are both kept or both reduced are merged first.  Two
- * passes.  Every output's terms are divided into chunks, whose length only depends on the shape,
- * and a team of threads sums a chunk in fp32 (F64: fp64) in a fixed order.  Then the chunks' sums,
- * in fp64, are added in order.  If the innermost dimension is reduced, a team is a warp or a block
- * along it; if it is kept, a block is 32 neighbouring outputs by 8 rows.  The result does not
- * depend on the grid.  Integers are summed exactly modulo 2^64, as unsigned integers.
+ * x is dense, so neighbouring dimensions that are both kept or both reduced are merged first.  In
+ * the first pass, every output's terms are divided into chunks, whose length only depends on the
+ * shape, and a team of threads sums a chunk in fp32 (F64: fp64) in a fixed order.  The second pass
+ * adds the chunks' sums, in fp64, in order.  If the innermost dimension is reduced, a team is a
+ * warp or a block along it; if it is kept, a block is 32 neighbouring outputs by 8 rows.  The
+ * result does not depend on the grid.  Integers are summed exactly modulo 2^64, as unsigned
+ * integers.
  */
 #include <type_traits>
 
@@ -42,7 +43,7 @@ __device__ __forceinline__ wide<T> term_of(const sum_plan &p, const T *x, size_t
     return p.squares ? v * v : v;
 }
 
-/* The offset of an output's term t from its first. */
+/* Returns the offset of an output's term t from its first term. */
 __device__ __forceinline__ size_t term_offset(const sum_plan &p, bool inner_kept, size_t t)
 {
     if (inner_kept)
@@ -51,14 +52,14 @@ __device__ __forceinline__ size_t term_offset(const sum_plan &p, bool inner_kept
     return box_row(p.reduced, 0, fold).at[0] + (t - fold * p.inner);
 }
 
-/* A team of TEAM threads per (output, chunk): a warp, or the block. */
+/* Uses a team of TEAM threads, a warp or the block, per (output, chunk). */
 template <typename T, int TEAM>
 static __global__ void __launch_bounds__(BLOCK_THREADS)
     sum_inner_kernel(part<T> *partial, const T *x, sum_plan p)
 {
     size_t team = grid_thread() / TEAM, teams = grid_threads() / TEAM, items = p.outputs * p.chunks;
     size_t rounds = (items + teams - 1) / teams;
-    for (size_t round = 0; round < rounds; round++) { /* all threads, for the folds */
+    for (size_t round = 0; round < rounds; round++) { /* all threads take part in the folds */
         size_t item = round * teams + team;
         wide<T> sum = 0;
         if (item < items) {
@@ -74,7 +75,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
     }
 }
 
-/* A block per (32 outputs, chunk). */
+/* Uses one block per (32 outputs, chunk). */
 template <typename T>
 static __global__ void __launch_bounds__(SUM_COLS *SUM_ROWS)
     sum_rows_kernel(part<T> *partial, const T *x, sum_plan p)
@@ -112,7 +113,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
             total += partial[i * p.chunks + c];
         total *= scale;
         double old = accumulate ? widen<double>(out[i]) : 0.0;
-        if (WIDE) /* F64 on either side */
+        if (WIDE) /* F64 input or output */
             out[i] = narrow<Out>(sizeof(Out) == 2 ? (double)(float)(total + old) : total + old);
         else
             out[i] = narrow<Out>((float)total + (float)old);

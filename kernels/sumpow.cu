@@ -1,11 +1,11 @@
-/* Sums of squares, and of powers of magnitudes, of whole leaves into an exact accumulator; twin of
- * csrc/ops/flat_sumsq_body.h.
+/* Adds sums of squares, or of powers of magnitudes, over whole leaves to an exact accumulator; twin
+ * of csrc/ops/flat_sumsq_body.h.
  *
- * A leaf's order of summation is part of the result: sixteen fp64 partial sums, element i into
- * partial i mod 16, folded j with j + 8, 4, 2, 1.  Here 16 / V lanes share a leaf, where V is the
- * number of elements in 16 bytes.  Lane q holds partials q V .. q V + V - 1, loads 16 bytes where
- * the CPU loads a vector, and the lanes fold by shuffles.  A warp thus reads whole sectors, and
- * each element once.  Leaves of 64, which nearly all are, have a separate loop for squares.  It
+ * A leaf's summation order is part of the result: sixteen fp64 partial sums, element i into partial
+ * i mod 16, folded j with j + 8, 4, 2, 1.  Here 16 / V lanes share a leaf, where V is the number of
+ * elements in 16 bytes.  Lane q holds partials q V .. q V + V - 1, loads 16 bytes where the CPU
+ * loads a vector, and the lanes fold by shuffles.  A warp thus reads whole sectors, and each
+ * element once.  Nearly all leaves have 64 elements; for these, squares have a separate loop.  It
  * loads a leaf while it adds the previous one: four times 16 bytes per lane, 48 KiB per SM with
  * three blocks.
  *
@@ -14,11 +14,11 @@
  * leaves have similar magnitudes.  A thread therefore keeps a window of four digits in registers
  * and adds its leaves there.  It flushes the window when a leaf falls outside it, and at the end.
  * A block collects its threads' windows in shared memory, carries all digits once, in parallel, and
- * adds to the result.  The accumulator's rule counts this as at most two additions of a normalised
- * sum.
+ * adds them to the result.  By the accumulator's rule, this counts as at most two additions of a
+ * normalised sum.
  *
- * Squares and integer powers have the CPU's bits.  Other powers use CUDA's pow, whose error is at
- * most 2 ulp; the C library's is at most 1.
+ * Squares and integer powers have the same bits as on the CPU.  Other powers use CUDA's pow, whose
+ * error is at most 2 ulp; the C library's is at most 1.
  */
 #include "dtype.cuh"
 #include "reduce.cuh"
@@ -26,14 +26,15 @@
 enum { PARTIALS = 16, WINDOW = 4, DIGITS = FSDPC_EXACT_SUM_DIGITS, WORDS = DIGITS + 2 };
 enum { LEAF = 64, STEPS = LEAF / PARTIALS };
 
-/* How leaves are read: any leaf by elements or by vectors, leaves of LEAF ahead of use. */
+/* How leaves are read: any leaf by elements or by vectors, or leaves of LEAF elements ahead of
+ * use. */
 enum leaf_form { BY_ELEMENTS, BY_VECTORS, BY_LEAVES };
 
-/* The number of blocks that an SM holds at once, with 80 registers per thread, so that the loop
- * does not spill.  The grid is not larger, because each block ends in atomics. */
+/* The number of concurrent blocks per SM, with 80 registers per thread, so that the loop does not
+ * spill.  The grid is not larger, because each block ends with atomics. */
 enum { SM_BLOCKS = 3 };
 
-/* atomicAdd has no signed 64-bit form; two's complement does not need one. */
+/* atomicAdd has no signed 64-bit form, which two's complement makes unnecessary. */
 __device__ __forceinline__ void add_word(int64_t *word, int64_t value)
 {
     if (value)
@@ -57,7 +58,7 @@ struct digit_window {
     /* value >= 0, or NaN or infinity */
     __device__ __forceinline__ void add(double value, int64_t *sum)
     {
-        if (value == 0) /* would move the window to digit 0: embedding rows not looked up */
+        if (value == 0) /* would move the window to digit 0; common in unused embedding rows */
             return;
         uint64_t bits = (uint64_t)__double_as_longlong(value);
         uint64_t exponent = bits >> 52 & 0x7ff, mantissa = bits & 0xfffffffffffffu;
@@ -81,8 +82,8 @@ struct digit_window {
                 words[w] += digit + k == first + w ? parts[k] : 0;
     }
 
-    /* Called by all lanes of a warp; uses one atomic per word for all windows that begin at the
-     * same digit. */
+    /* Must be called by all lanes of a warp; uses one atomic per word for all windows that begin at
+     * the same digit. */
     __device__ __forceinline__ void flush_warp(int64_t *sum) const
     {
         for (unsigned left = 0xffffffffu; left;) {
@@ -98,10 +99,11 @@ struct digit_window {
     }
 };
 
-/* add<T>: partial plus the term of value, a T.  Squares of at most 24 bits are exact in fp64, so
- * fusing their addition changes no bit; those of fp64 itself are rounded before they are added. */
+/* add<T>: returns partial plus the term of value, a T.  Squares of numbers with at most 24 bits are
+ * exact in fp64, so fusing their addition changes no bit; squares of fp64 numbers are rounded
+ * before they are added. */
 struct square_term {
-    enum { AHEAD = 1 }; /* it only waits for memory */
+    enum { AHEAD = 1 }; /* computation only waits for memory */
 
     template <typename T> __device__ __forceinline__ double add(double partial, double value) const
     {
@@ -137,7 +139,7 @@ __device__ __forceinline__ void add_terms(double (&partial)[V], const vec<T, V> 
         partial[c] = term.template add<T>(partial[c], widen<double>(values.at[c]));
 }
 
-/* Lane q's part of the sum of a leaf's numel elements at x. */
+/* Computes lane q's part of the sum of a leaf's numel elements at x. */
 template <typename T, int V, bool VECTORS, typename Term>
 __device__ __forceinline__ void leaf_partials(double (&partial)[V], const T *x, size_t numel, int q,
                                               const Term &term)
@@ -157,7 +159,7 @@ __device__ __forceinline__ void leaf_partials(double (&partial)[V], const T *x, 
     }
 }
 
-/* The sum of the sixteen partial sums, in every lane of the leaf. */
+/* Returns the sum of the sixteen partial sums, in every lane of the leaf. */
 template <int V> __device__ __forceinline__ double fold_partials(double (&partial)[V])
 {
 #pragma unroll
@@ -176,10 +178,10 @@ template <int V> __device__ __forceinline__ double fold_partials(double (&partia
 }
 
 struct leaf_plan {
-    size_t numel, leaf, leaves, rounds; /* BY_LEAVES: leaves are whole, the remainder is shorter */
+    size_t numel, leaf, leaves, rounds; /* BY_LEAVES: counts whole leaves only */
 };
 
-/* Digit d of a block's words, plus the carry of digit d - 1: below 2^32 + 2^31. */
+/* Returns digit d of a block's words, plus the carry of digit d - 1: less than 2^32 + 2^31. */
 __device__ __forceinline__ int64_t carried(const int64_t *words, int d)
 {
     if (d >= DIGITS) /* counts */
@@ -188,11 +190,11 @@ __device__ __forceinline__ int64_t carried(const int64_t *words, int d)
     return own + (d > 0 ? words[d - 1] >> 32 : 0);
 }
 
-/* A team of LANES lanes handles LANES leaves at a time, so that each lane has one to add. */
+/* A team of LANES lanes handles LANES leaves at a time, so that each lane adds one leaf's sum. */
 template <typename T> struct leaf_team {
     enum { V = 16 / sizeof(T), LANES = PARTIALS / V };
-    int q;              /* the lane's place */
-    size_t first, step; /* of its first leaves; leaves per round of the grid */
+    int q;              /* the lane's index in the team */
+    size_t first, step; /* index of its first leaves; leaves per round of the grid */
 
     __device__ leaf_team()
         : q(threadIdx.x % LANES), first(grid_thread() / LANES * LANES), step(grid_threads())
@@ -207,7 +209,7 @@ __device__ __forceinline__ void add_leaves(digit_window &window, const T *x, con
     const int V = leaf_team<T>::V, LANES = leaf_team<T>::LANES;
     leaf_team<T> team;
     size_t first = team.first;
-    for (size_t round = 0; round < p.rounds; round++) { /* all lanes, for the shuffles */
+    for (size_t round = 0; round < p.rounds; round++) { /* all lanes take part in the shuffles */
         double mine = 0;
 #pragma unroll
         for (int k = 0; k < LANES; k++) {
@@ -225,8 +227,8 @@ __device__ __forceinline__ void add_leaves(digit_window &window, const T *x, con
     }
 }
 
-/* A lane handles STEPS vectors of a leaf of LEAF.  As soon as one is added, the same vector of the
- * lane's next leaf is loaded into the same registers. */
+/* A lane handles STEPS vectors of a leaf of LEAF elements.  As soon as one is added, the same
+ * vector of the lane's next leaf is loaded into its registers. */
 template <typename T, typename Term>
 __device__ __forceinline__ void add_leaves_ahead(digit_window &window, const T *x, const Term &term,
                                                  const leaf_plan &p, int64_t *words)

@@ -1,8 +1,8 @@
 /* The tree sum over ranks; twin of csrc/ops/flat_reduce_body.h.
  *
- * The sources' addresses are a kernel argument, so no copy precedes the launch.  Up to eight
- * sources, and the values they are added to, are all loaded before any is used.  More sources use
- * the CPU's binary counter, whose few partial sums the compiler keeps in local memory.  Partial
+ * The sources' addresses are a kernel argument, so no copy is needed before the launch.  Up to
+ * eight sources, and the values they are added to, are all loaded before any is used.  More sources
+ * use the CPU's binary counter, whose few partial sums the compiler keeps in local memory.  Partial
  * sums are in the wider of fp32 and the sources' dtype; the scaled sum is rounded once through that
  * dtype, then to out's.
  */
@@ -27,7 +27,8 @@ template <int N, typename T> struct tree_leaves {
     }
 };
 
-/* Sources FIRST .. of a subtree 2^LEVEL wide; missing nodes on the right are skipped. */
+/* Sums sources starting at FIRST in a subtree 2^LEVEL wide; missing nodes on the right are
+ * skipped. */
 template <int LEVEL, int FIRST, int N, typename T> struct subtree {
     static __device__ __forceinline__ vec<wide<T>, N> sum(const tree_leaves<N, T> &leaves, int n)
     {
@@ -76,7 +77,7 @@ __device__ vec<wide<T>, N> tree_sum(const tree_sources<FSDPC_CUDA_REDUCE_SOURCES
     return partial[0];
 }
 
-/* x rounded to the dtype. */
+/* Returns x rounded to the dtype. */
 template <typename W> __device__ __forceinline__ W round_through(W x, fsdpc_dtype dtype)
 {
     if (dtype == FSDPC_BF16)
