@@ -31,7 +31,7 @@ __device__ __forceinline__ void load_matrices(uint32_t (&out)[4], const void *ro
                  : "memory");
 }
 
-/* The same with each matrix transposed. */
+/* Does the same, with each matrix transposed. */
 __device__ __forceinline__ void load_matrices_turned(uint32_t (&out)[4], const void *row)
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -20,7 +20,7 @@ int fsdpc_py_check(fsdpc_status status);
 /* Returns zeroed memory for n + 1 elements, freed with PyMem_Free; NULL with MemoryError. */
 void *fsdpc_py_room(Py_ssize_t n, size_t element_bytes);
 
-/* The end of a dealloc: frees the object and releases its reference to its type. */
+/* Ends a dealloc: frees the object and releases its reference to its type. */
 void fsdpc_py_free(PyObject *object);
 
 /* Adds PeerError and MismatchError to the module. */

@@ -40,7 +40,7 @@ static fsdpc_status wait_for_use(fsdpc_device *device)
     return status;
 }
 
-/* The caller may hold the GIL or not. */
+/* May be called with or without the GIL. */
 static bool may_go_back(const fsdpc_storage *storage, int log_level)
 {
     if (!storage->device->remote)

@@ -19,7 +19,7 @@
 
 fsdpc_py_state *fsdpc_py_state_of_type(PyTypeObject *type)
 {
-    /* PyType_GetModuleByDef does this in Python 3.11 and later; a subclass made in Python has no
+    /* PyType_GetModuleByDef does this in Python 3.11 and later; a subclass defined in Python has no
      * module. */
     for (PyTypeObject *t = type; t; t = t->tp_base) {
         if (!PyType_HasFeature(t, Py_TPFLAGS_HEAPTYPE))

@@ -19,7 +19,7 @@
 fsdpc_status fsdpc_device_cuda_create(fsdpc_mem *mem, int ordinal, fsdpc_device **out);
 fsdpc_status fsdpc_device_cuda_select(const fsdpc_device *device);
 
-/* Marks a device whose streams are blocked for ever.  From then on, waits for it are brief, and
+/* Marks a device whose streams are blocked for ever.  Afterwards, waits for it are brief, and
  * unfinished work is an error.  Memory that CUDA cannot free without waiting stays allocated until
  * the process ends. */
 void fsdpc_device_cuda_lose(fsdpc_device *device);

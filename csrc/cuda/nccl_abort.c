@@ -2,13 +2,13 @@
  *
  * ncclCommAbort tells GPU work to stop and then, even for a nonblocking communicator, waits until
  * it has stopped and no graph holds any of its operations.  One communicator may wait on its stream
- * for another that waits for a dead peer, so aborting them in turn could block at the first.
- * Graphs are therefore abandoned first.  Then one NCCL group aborts all the rank's communicators,
- * so all are told before any is waited for.
+ * for another that waits for a dead peer, so aborting them one after the other could block at the
+ * first.  Graphs are therefore abandoned first.  Then one NCCL group aborts all the rank's
+ * communicators, so all are told before any is waited for.
  *
  * A GPU may hang in work that no abort reaches.  Gathers by copy engines are an example: they wait
- * for words that only peers write, and are therefore disabled (nccl_env.c).  The group thus runs on
- * a separate thread, and the aborting thread waits for it for a few seconds at most.  After that
+ * for memory that only peers write, and are therefore disabled (nccl_env.c).  The group thus runs
+ * on a separate thread, and the aborting thread waits for it for a few seconds at most.  After that
  * time, the streams count as blocked for ever, and the device (device_cuda.h) and the thread are
  * lost.  The thread's data is reference counted.
  */

@@ -7,10 +7,10 @@
  * Launching.  NCCL launches on one of its own threads and may still be connecting when the call
  * returns; until it reports success, the channel must not be used.  A post waits for that; once
  * ranks are connected, the wait takes a few microseconds.  Inside a capture, no other thread may
- * touch the graph while NCCL adds to it.  A rank launches its operations one by one in posting
- * order, across both channels and all groups.  All ranks thus pass operations to NCCL in the same
- * order.  Otherwise two ranks of a mesh that ordered row and column differently would wait for each
- * other on the GPU.  Launched operations of different channels still overlap on the GPU.
+ * use the graph while NCCL adds to it.  A rank launches its operations one by one in posting order,
+ * across both channels and all groups.  All ranks thus pass operations to NCCL in the same order.
+ * Otherwise two ranks of a mesh that ordered row and column differently would wait for each other
+ * on the GPU.  Launched operations of different channels still overlap on the GPU.
  *
  * Ordered.  Once an operation is on its stream, another stream can wait for the event after it, and
  * the caller's work is idle.  The operation stays in flight until the host sees that it is done,

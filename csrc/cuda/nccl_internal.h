@@ -169,8 +169,8 @@ void fsdpc_nccl_forget(fsdpc_comm_nccl *self);
 void fsdpc_nccl_channel_abort(fsdpc_comm_nccl *self, fsdpc_nccl_channel channel);
 void fsdpc_nccl_channels_abort(fsdpc_comm_nccl *self);
 void fsdpc_nccl_groups_abort(fsdpc_comm_nccl *self);
-/* Iterates over the groups that a failure of `self` ends, including `self`: the one after `last`,
- * or the first; NULL at the end. */
+/* Iterates over the groups that a failure of `self` ends, including `self`: returns the group after
+ * `last`, or the first; NULL at the end. */
 fsdpc_comm_nccl *fsdpc_nccl_ending(const fsdpc_comm_nccl *self, const fsdpc_comm_nccl *last);
 
 /* ---- nccl_channel.c ---- */

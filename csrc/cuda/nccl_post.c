@@ -1,7 +1,8 @@
 /* Post, test and order: the caller's side of an operation; nccl_coll.c does the rest.
  *
  * A post first waits until the host is not too far ahead of the GPU, and then until the operation
- * has been launched.  Its agreement goes to the control; test and order advance everything.
+ * has been launched.  Its agreement is posted to the control; test and order advance all
+ * operations.
  */
 #include "cuda/error.h"
 #include "cuda/queue.h"
@@ -174,7 +175,7 @@ fsdpc_status fsdpc_nccl_post(fsdpc_work *work)
     return wait_for_launch(work);
 }
 
-/* Advances everything; IN_PROGRESS while this one is in flight. */
+/* Advances all operations; returns IN_PROGRESS while this one is in flight. */
 static fsdpc_status step(fsdpc_work *work)
 {
     fsdpc_comm_nccl *self = fsdpc_nccl_of(work->comm);

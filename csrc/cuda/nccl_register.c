@@ -96,7 +96,7 @@ static void keep(fsdpc_comm_nccl *self, fsdpc_nccl_registered *made)
     self->registered = made;
 }
 
-/* An unfinished call may still write to `made`, which stays until the channels are closed. */
+/* An unfinished call may still write to `made`, which is kept until the channels are closed. */
 static fsdpc_status go_on_without(fsdpc_comm_nccl *self, fsdpc_nccl_registered *made)
 {
     fsdpc_status status = fsdpc_comm_health(&self->base);

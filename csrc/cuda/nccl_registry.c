@@ -1,4 +1,5 @@
-/* Memory registered with NCCL: what NCCL supports, and the list of registrations.
+/* Memory registered with NCCL: the kind of registration that NCCL supports, and the list of
+ * registrations.
  *
  * The list belongs to the gather channel and ends with it. nccl_register.c adds to it.
  */

@@ -1,8 +1,8 @@
 /* The GPU's table of neural network kernels: checks arguments before the launchers.
  *
  * The CPU's kernels have the same argument checks.  Kernels report data errors (ids and targets out
- * of range) at the next sync.  Products go to cuBLASLt if it is available and supports them,
- * otherwise to the plain kernel (gemm_cublaslt.h).  Attention goes to cuDNN if it is requested,
+ * of range) at the next sync.  Products use cuBLASLt if it is available and supports them,
+ * otherwise the plain kernel (gemm_cublaslt.h).  Attention uses cuDNN if it is requested, is
  * available and supports the shape (attention_cudnn.h).
  */
 #include "cuda/attention_cudnn.h"

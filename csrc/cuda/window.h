@@ -5,8 +5,8 @@
  * mapped onto one slot of physical memory.  A slot also has a fixed address, which is passed to
  * NCCL, because NCCL registers memory by its first mapping.
  *
- * Order.  Data written through one address is visible through another once the writing work has
- * ended, for work ordered after it by an event or its stream.
+ * Order.  Data written through one address is visible through another address to work that is
+ * ordered after the write by an event or a stream.
  *
  * Creating, mapping and destroying may stop the device.  They should be called before the first
  * step, or when the caller has made the device idle.  These functions are table slots of

@@ -24,7 +24,7 @@ typedef struct attention_kept {
     size_t lengths[]; /* (documents): tokens per document, row by row */
 } attention_kept;
 
-/* The token and head dimensions in a layout's shape. */
+/* Returns the token and head dimensions in a layout's shape. */
 static int token_dim(const fsdpc_attention_options *options)
 {
     return options->tokens_first ? 1 : 2;

@@ -257,7 +257,7 @@ static fsdpc_status all_chunks(fused *f)
     return st;
 }
 
-/* For a single chunk, which was kept as the gradient of the logits. */
+/* Computes the products for a single chunk, which was kept as the gradient of the logits. */
 static fsdpc_status fused_backward_products(fsdpc_tape *tape, fsdpc_node *node,
                                             const fsdpc_tensor *dloss)
 {

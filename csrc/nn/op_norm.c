@@ -3,8 +3,8 @@
  * Forward keeps the input, and the mean and 1/deviation of each row, two floats per row.  The
  * kernel writes gradients directly to their targets.  A residual's gradient, which bypasses the
  * norm, is thus added in the same pass.  The kernel has one dtype for the gradients of weight and
- * bias.  If their targets differ, or it cannot write that dtype, they go through fp32; x's gradient
- * goes through x's dtype.
+ * bias.  If their targets differ, or it cannot write that dtype, an fp32 temporary is used; for x's
+ * gradient, a temporary in x's dtype.
  */
 #include "nn/op.h"
 

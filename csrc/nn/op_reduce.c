@@ -143,7 +143,7 @@ fsdpc_status fsdpc_op_sum(fsdpc_tape *tape, fsdpc_tensor *x, const bool *reduced
 
 /* ---- sums of squares ---- */
 
-/* 2 x dy, rounded once to x's dtype */
+/* Gives 2 x dy, rounded once to x's dtype. */
 static fsdpc_status squares_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
 {
     const sum_extra *extra = node->extra;

@@ -5,8 +5,8 @@
  * backward keep the old node, which keeps the graph free of cycles; the storage's version tells
  * their nodes that the memory has changed.
  *
- * Backward splits the gradient: the box goes to the value, and the remainder, with zeros in the
- * box, to the previous contents.
+ * Backward splits the gradient: the value receives the box, and the previous contents receive the
+ * remainder, with zeros in the box.
  */
 #include "nn/op.h"
 

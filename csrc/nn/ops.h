@@ -83,7 +83,7 @@ fsdpc_status fsdpc_op_write(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_box *
 
 /* ---- reductions: op_reduce.c ---- */
 
-/* Over the dimensions whose flag is set (ndim of them). */
+/* Sums over the dimensions whose flag is set (ndim flags). */
 fsdpc_status fsdpc_op_sum(fsdpc_tape *tape, fsdpc_tensor *x, const bool *reduced, bool keepdim,
                           bool mean, fsdpc_tensor **out);
 /* The same for squares; the result for 16-bit floats is F32. */

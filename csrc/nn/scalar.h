@@ -34,7 +34,7 @@ fsdpc_status fsdpc_scalar_store(fsdpc_scalar s, fsdpc_dtype dtype, void *out);
 /* Rounds a double to a float dtype, with the same errors. */
 fsdpc_status fsdpc_scalar_round(double *inout, fsdpc_dtype dtype);
 
-/* The same as a zero-dimensional tensor. */
+/* Stores the number in a new zero-dimensional tensor. */
 fsdpc_status fsdpc_scalar_tensor(fsdpc_device *device, fsdpc_stream *stream, fsdpc_scalar s,
                                  fsdpc_dtype dtype, fsdpc_tensor **out);
 

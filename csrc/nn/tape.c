@@ -92,7 +92,7 @@ fsdpc_status fsdpc_tape_record(fsdpc_tape *tape, const fsdpc_node_ops *ops, int 
 
 /* ---- gradients ---- */
 
-/* A leaf frozen after forward accepts no gradient, as in PyTorch; its hooks still run. */
+/* Returns false for a leaf frozen after forward, as in PyTorch; its hooks still run. */
 static bool takes(const fsdpc_tensor *leaf)
 {
     return leaf->requires_grad || fsdpc_leaf_has_hooks(leaf);

@@ -90,7 +90,7 @@ void fsdpc_tape_destroy(fsdpc_tape *tape);
 fsdpc_status fsdpc_tape_backward(fsdpc_tape *tape, fsdpc_tensor *root, fsdpc_tensor *grad,
                                  bool retain_graph);
 
-/* The same from several roots at once; grads[i] may be NULL, and so may grads. */
+/* The same from several roots at once; grads[i] and grads may be NULL. */
 fsdpc_status fsdpc_tape_backward_many(fsdpc_tape *tape, int n, fsdpc_tensor *const *roots,
                                       fsdpc_tensor *const *grads, bool retain_graph);
 

@@ -5,7 +5,7 @@
  * lock that its owner needs.  Shapes are small arrays inside the struct, so creating a view only
  * costs one malloc.
  *
- * Releasing a tensor may release the node that made it, which releases other tensors and nodes.
+ * Releasing a tensor may release the node that created it, which releases other tensors and nodes.
  * The tape does that with a list (nn/node.c), so that a long chain does not overflow the stack.
  */
 #include "nn/tensor.h"

@@ -76,13 +76,14 @@ struct fsdpc_tensor {
     struct fsdpc_leaf_hooks *hooks; /* of a leaf; nn/hook.h */
 };
 
-/* Uninitialised memory, category ACTIVATION. */
+/* Creates a tensor with uninitialised memory, category ACTIVATION. */
 fsdpc_status fsdpc_tensor_create(fsdpc_device *device, fsdpc_dtype dtype, int ndim,
                                  const size_t *shape, fsdpc_tensor **out);
-/* No memory yet: reading it is an error until fsdpc_tensor_bind. */
+/* Creates a tensor without memory; reading it is an error until fsdpc_tensor_bind. */
 fsdpc_status fsdpc_tensor_create_deferred(fsdpc_dtype dtype, int ndim, const size_t *shape,
                                           fsdpc_tensor **out);
-/* Over foreign memory; release(storage) is called once, with the last tensor over it. */
+/* Creates a tensor over foreign memory; release(storage) is called once, with the last tensor over
+ * it. */
 fsdpc_status fsdpc_tensor_wrap(fsdpc_device *device, fsdpc_dtype dtype, int ndim,
                                const size_t *shape, void *data, void (*release)(fsdpc_storage *),
                                void *owner, fsdpc_tensor **out);
@@ -98,8 +99,8 @@ fsdpc_status fsdpc_tensor_bind(fsdpc_tensor *t, fsdpc_dtype dtype, fsdpc_storage
 fsdpc_tensor *fsdpc_tensor_acquire(fsdpc_tensor *t); /* NULL is fine */
 void fsdpc_tensor_release(fsdpc_tensor *t);          /* NULL is fine */
 fsdpc_storage *fsdpc_storage_acquire(fsdpc_storage *storage);
-/* For a storage to which the caller has no reference: false if the last reference is gone and its
- * release is in progress.  The caller must prevent the release from finishing. */
+/* Acquires a storage to which the caller has no reference; false if the last reference is gone and
+ * its release is in progress.  The caller must prevent the release from finishing. */
 bool fsdpc_storage_try_acquire(fsdpc_storage *storage);
 void fsdpc_storage_release(fsdpc_storage *storage);
 

@@ -21,8 +21,8 @@ typedef struct softmax_state {
     float m[QUERIES], l[QUERIES];
 } softmax_state;
 
-/* 2^x for x <= 127, 0 below -126 (subnormals are slow); NaN is preserved.  Relative error 7.5e-8;
- * with pairs 2.6e-6, because P is rounded to 8 bits anyway. */
+/* Returns 2^x for x <= 127, 0 below -126 (subnormals are slow); NaN is preserved.  Relative error
+ * 7.5e-8; with pairs 2.6e-6, because P is rounded to 8 bits anyway. */
 FSDPC_INLINE fsdpc_vf exp2_lanes(fsdpc_vf x)
 {
 #if defined(FSDPC_VEC_AVX512)
@@ -110,7 +110,7 @@ static void raise_reference(softmax_state *state, const float *s, size_t keys, f
     }
 }
 
-/* I(P^T) of scores s, and l += P's sum. p may be s. */
+/* Computes I(P^T) of scores s, and adds P's sum to l. p may be s. */
 static void make_probabilities(softmax_state *state, const float *s, size_t keys, float c, unit *p)
 {
     for (int v = 0; v < QUERY_VECTORS; v++) {
@@ -147,7 +147,7 @@ typedef struct gradient_state {
 
 #if ATTENTION_PAIR == 2
 
-/* From s = S^T and dp = dP^T: R(P^T), R(dS^T) and I(dS^T), dS = P (dP - D). */
+/* Computes R(P^T), R(dS^T) and I(dS^T) from s = S^T and dp = dP^T; dS = P (dP - D). */
 static void make_gradients(const gradient_state *state, const float *s, const float *dp,
                            size_t keys, float c, unit *p_rows, unit *ds_rows, unit *ds_pairs)
 {

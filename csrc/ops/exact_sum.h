@@ -5,9 +5,9 @@
  * Adding a value changes three words.  Two sums are added word by word, as integers, so ranks
  * combine theirs with an integer all-reduce of fsdpc_exact_sum (560 bytes) and get the same double.
  * Values must be non-negative.  A NaN or a negative value is counted in `nans`, an infinity in
- * `infinities`; the sum then reads as NaN or infinity.  At most 2^31 additions are allowed between
- * two normalisations (fsdpc_exact_sum_normalize); merging a normalised sum counts as one.  After
- * normalisation, two sums of the same values have the same words.
+ * `infinities`; the sum's value is then NaN or infinity.  At most 2^31 additions are allowed
+ * between two normalisations (fsdpc_exact_sum_normalize); merging a normalised sum counts as one.
+ * After normalisation, two sums of the same values have the same words.
  */
 #ifndef FSDPC_OPS_EXACT_SUM_H
 #define FSDPC_OPS_EXACT_SUM_H

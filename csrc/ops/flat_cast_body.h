@@ -157,7 +157,7 @@ typedef struct scale_args {
     int nonfinite; /* written by any thread, read after all have finished */
 } scale_args;
 
-/* -1 in the lanes that hold a NaN or an infinity */
+/* Returns -1 in lanes that hold a NaN or an infinity. */
 FSDPC_INLINE fsdpc_vi nonfinite_lanes(fsdpc_vf x)
 {
     return ((fsdpc_vi)x & 0x7f800000) == fsdpc_vi_splat(0x7f800000);

@@ -18,10 +18,10 @@
 
 /* out = cast(scale * (tree sum over srcs)) [+ out].  The tree is pairwise over the index:
  * ((0+1)+(2+3))+..., and a node without a partner passes up unchanged.  Partial sums are in the
- * wider of fp32 and dtype.  The scaled sum is rounded once through `round_dtype`: the reduce dtype,
- * so that a single rank rounds as several do, or the wide dtype for partial sums, which are not
- * rounded.  Then it is cast to out_dtype and, if `accumulate`, added to out in fp32 (F64 if out is
- * F64). */
+ * wider of fp32 and `dtype`.  The scaled sum is rounded once through `round_dtype`: the reduce
+ * dtype, so that a single rank rounds as several do, or the wide dtype for partial sums, which are
+ * not rounded.  Then it is cast to out_dtype and, if `accumulate`, added to out in fp32 (F64 if out
+ * is F64). */
 typedef struct fsdpc_reduce_args {
     const void *const *srcs; /* n_srcs pointers to numel elements of dtype */
     int n_srcs;              /* >= 1 */

@@ -154,8 +154,8 @@ FSDPC_INLINE void reduce_many(const fsdpc_reduce_args *a, size_t begin, size_t e
 
 /* -- with F64 ---------------------------------------------------------------------------------- */
 
-/* A partial sum, in fp32 unless the sources are F64.  (A sum of two floats, rounded to fp64 and
- * then to fp32, equals the sum rounded once.) */
+/* Returns a partial sum, in fp32 unless the sources are F64.  (A sum of two floats, rounded to fp64
+ * and then to fp32, equals the sum rounded once.) */
 static inline double add_wide(double left, double right, fsdpc_dtype dtype)
 {
     double sum = left + right;
@@ -179,7 +179,7 @@ static double tree_element(const fsdpc_reduce_args *a, size_t i)
     return partial[0];
 }
 
-/* x rounded to the dtype */
+/* Returns x rounded to the dtype. */
 static double round_as(double x, fsdpc_dtype dtype)
 {
     _Alignas(8) unsigned char bytes[8]; /* chars, to hold one element of any dtype */

@@ -589,7 +589,7 @@ fsdpc_status fsdpc_gemm_cpu(const fsdpc_gemm_args *args, fsdpc_stream *stream)
     size_t bytes;
     FSDPC_TRY(fsdpc_mul_size(j.workspace_bytes, parts, &bytes));
     /* From 4 MiB on, memory uses huge pages, without which address translation costs up to a fifth.
-     * Request that much; only the used part is touched. */
+     * Request that much; only the used part is accessed. */
     if (bytes >= HUGE_FROM_BYTES)
         bytes = fsdpc_max_size(bytes, HUGE_BYTES);
     void *workspace;

@@ -19,7 +19,7 @@ static size_t steps_to(ptrdiff_t at, ptrdiff_t step, size_t n)
     return fsdpc_min_size(step == 1 ? (size_t)-at : fsdpc_ceil_div((size_t)-at, (size_t)step), n);
 }
 
-/* A constant element_bytes makes each element a move. */
+/* Inlined, so that a constant element_bytes makes each copy a single move. */
 static inline void pick(char *to, const char *from, size_t n, size_t from_bytes,
                         size_t element_bytes)
 {

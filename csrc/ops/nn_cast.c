@@ -3,8 +3,8 @@
  * A row is processed in blocks.  A block is widened to int64 (integer sources) or double (float
  * sources), both exact, and then stored.  There is thus one loop per source or destination dtype,
  * not one per pair.  Float to integer truncates towards zero, saturates, and makes NaN 0; integer
- * to narrower integer wraps; anything to bool is x != 0. double to a 16-bit float goes through
- * fp32, as in PyTorch.
+ * to narrower integer wraps; anything to bool is x != 0. double to a 16-bit float is first rounded
+ * to fp32, as in PyTorch.
  */
 #include "ops/nn_internal.h"
 

@@ -138,7 +138,7 @@ FSDPC_INLINE void copy_cast_range(const nn_copy_plan *plan, size_t first, size_t
     }
 }
 
-/* The source is F32, BF16 or F16; the destination dtype is a constant. */
+/* Casts from F32, BF16 or F16; the destination dtype is a constant. */
 FSDPC_INLINE void copy_cast_to(const nn_copy_plan *plan, size_t first, size_t last,
                                fsdpc_dtype dst_dtype)
 {

@@ -68,7 +68,7 @@ FSDPC_INLINE fsdpc_vi fsdpc_vi_splat(int32_t x)
     return x + (fsdpc_vi){0};
 }
 
-/* -1 in the first n lanes, 0 in the others; n up to FSDPC_LANES */
+/* Returns -1 in the first n lanes, 0 in the others; n is at most FSDPC_LANES. */
 FSDPC_INLINE fsdpc_vi fsdpc_vi_first(size_t n)
 {
     static const int32_t edge[2 * 16] = {-1, -1, -1, -1, -1, -1, -1, -1,

@@ -5,7 +5,7 @@
  * dtype, into a staging buffer from the runtime's counted memory, which the next save reuses.  It
  * then hands them to a thread that never takes the GIL (except for a test's hook). wait() joins the
  * thread and raises its error; after Ctrl-C, the save continues.  Pieces of a remote device were
- * copied to the host when the object was made, and are not copied again.
+ * copied to the host when the object was created, and are not copied again.
  *
  * Only the save's thread uses the communicator that Python splits off for such a save.  The
  * communicator's interrupt callback and trace belong to the main thread and are removed.

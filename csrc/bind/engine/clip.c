@@ -265,7 +265,7 @@ static fsdpc_status clip_by(const gradients *g, double norm, double max_norm)
     return scale != 1 ? multiply_plain(g, scale, NULL, NULL) : FSDPC_OK;
 }
 
-/* The same, with the norm in a remote device's memory. */
+/* Does the same with the norm in a remote device's memory. */
 static fsdpc_status clip_by_remote(const gradients *g, const double *norm, double max_norm)
 {
     fsdpc_stream *stream = g->runtime->compute;

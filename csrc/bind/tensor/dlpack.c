@@ -249,7 +249,7 @@ static bool is_dense(const dl_tensor *d)
     return true;
 }
 
-/* A dense copy of strided memory. */
+/* Copies strided memory to dense memory. */
 static fsdpc_status copy_strided(fsdpc_runtime *runtime, const dl_tensor *d, fsdpc_dtype dtype,
                                  const size_t *shape, fsdpc_tensor **out)
 {

@@ -1,5 +1,5 @@
 /* Indexing by integers, slices, None and an ellipsis, for reading and writing.  Indices with arrays
- * or masks go to methods that fsdpc.functional adds to the type.
+ * or masks are handled by methods that fsdpc.functional adds to the type.
  *
  * An index becomes one fsdpc_range per dimension.  Reading returns a view if the box is contiguous
  * (rows of the leading dimension), otherwise a copy.  Each None then adds a dimension of size one.

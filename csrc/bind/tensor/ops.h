@@ -38,7 +38,7 @@ int fsdpc_py_arg_int(PyObject *object, int *inout);
 /* Parses one of two names; sets whether it is the second. */
 int fsdpc_py_arg_second(const char *what, const char *const names[2], PyObject *object,
                         bool *inout);
-/* NULL and None give NULL. */
+/* Reads a tensor; NULL and None give NULL. */
 int fsdpc_py_arg_tensor(PyObject *object, fsdpc_tensor **out);
 
 /* Reads a Python or NumPy number, integers exactly.  False: not a number. */

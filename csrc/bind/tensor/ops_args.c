@@ -1,7 +1,7 @@
 /* Arguments of fastcalls.
  *
- * An operation should cost a few microseconds, so nothing here builds tuples or parses formats:
- * positional arguments are copied, keywords are compared with a short list of names.
+ * An operation should take only a few microseconds, so this file builds no tuples and parses no
+ * formats: positional arguments are copied, and keywords are compared with a short list of names.
  */
 #include "bind/tensor/ops.h"
 

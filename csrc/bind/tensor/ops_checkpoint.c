@@ -33,7 +33,7 @@ static void checkpoint_release(void *arg)
 
 /* ---- arguments ---- */
 
-/* A fresh leaf over the same memory, stored in `leaves`. */
+/* Creates a leaf over the same memory, stored in `leaves`. */
 static PyObject *leaf_of(checkpoint *c, PyObject *object, fsdpc_tensor **leaves, int *n_io)
 {
     fsdpc_tensor *t = fsdpc_py_tensor_peek(NULL, object), *leaf;

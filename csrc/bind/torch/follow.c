@@ -1,4 +1,4 @@
-/* TorchUnit: follows what the user may change between steps.
+/* TorchUnit: follows the user's changes between steps.
  *
  * An epoch publishes the masters of all its root's units, whichever unit begins it.  Before an
  * epoch, all units are therefore followed, not only the one that is called.  If a piece's `.data`

@@ -390,7 +390,7 @@ static int find_own(fsdpc_py_torch_unit *self)
     return any;
 }
 
-/* The pieces' own gradients are added to the reduced ones, so the reduction must have completed. */
+/* Waits for the reduction, because the pieces' own gradients are added to its result. */
 static int wait_for_reduction(fsdpc_py_torch_unit *self)
 {
     fsdpc_unit *unit = fsdpc_torch_unit(self);

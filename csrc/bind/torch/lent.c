@@ -5,8 +5,8 @@
  * next backward uses other memory.  A gradient counts as kept if its tensor has more references
  * than at creation, or its memory has more tensors, which the frontend counts.
  *
- * If the foreign library has its own allocator on the device, memory that the user does not keep
- * goes back to that allocator when a forward begins.  The unit takes memory again at its first
+ * If the foreign library has its own allocator on the device, memory that the user does not keep is
+ * returned to that allocator when a forward begins.  The unit takes memory again at its first
  * gradient.  In between, that forward's activations can use the memory.  On other devices the unit
  * keeps the memory: mapping it again costs more than it saves.
  *
@@ -17,8 +17,8 @@
  * On such a device, a single rank also takes fulls from that allocator while their unit is in use
  * (engine/full_lent.c).
  *
- * The frontend has an object for each piece of memory. take() returns its address, give()
- * releases it, and `is_kept` says whether the user has made other tensors over it.
+ * The frontend has an object for each piece of memory. take() returns its address, give() releases
+ * it, and `is_kept` tells whether the user has created other tensors over it.
  */
 #include "bind/torch/unit.h"
 
@@ -52,7 +52,8 @@ static int give(const fsdpc_py_torch_unit *self, PyObject *lent)
 
 /* ---- gradients ---- */
 
-/* False while a half-filled buffer waits to be reduced, possibly before the unit's backward. */
+/* Returns false while a half-filled buffer waits to be reduced, possibly before the unit's
+ * backward. */
 static bool can_give(const fsdpc_py_torch_unit *self)
 {
     return self->gives_back && !fsdpc_grad_is_open(fsdpc_torch_unit(self));

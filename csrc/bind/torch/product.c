@@ -19,7 +19,7 @@ static fsdpc_status run_product(const product *p)
     return fsdpc_nn_ops_of(main)->gemm(&p->args, main);
 }
 
-/* The arguments of a product of dense matrices. */
+/* Returns the arguments of a product of dense matrices. */
 static fsdpc_gemm_args dense_args(Py_ssize_t m, Py_ssize_t n, Py_ssize_t k, bool trans_a,
                                   bool trans_b, fsdpc_dtype dtype)
 {

@@ -1,7 +1,7 @@
 /* TorchUnit: which tensors modules see.
  *
  * The dictionaries of a unit's modules hold the fulls while the unit is in use, and otherwise the
- * pieces.  Only dictionaries are written, never the tensors, which are made once.
+ * pieces.  Only dictionaries are written, never the tensors, which are created once.
  *
  * Stale reads.  All fulls of a flat group are views of one base tensor and share its version
  * counter.  Showing fulls sets it to the weights' generation, and resharding sets it to an

@@ -162,7 +162,7 @@ void fsdpc_torch_drop_early(fsdpc_py_torch_unit *self);
 int fsdpc_torch_zero_grad(fsdpc_py_torch_unit *self, bool idle);
 /* The same if gradients may no longer exist; does nothing if they do. */
 int fsdpc_torch_renew(fsdpc_py_torch_unit *self, bool idle);
-/* When a forward begins: drops gradients that no piece has any more. */
+/* When a forward begins: drops gradients that no piece holds any longer. */
 int fsdpc_torch_drop_grads(fsdpc_py_torch_unit *self);
 /* Makes fulls use foreign memory, if the foreign library takes memory back. */
 void fsdpc_torch_lend_fulls(fsdpc_py_torch_unit *self);
