@@ -2,9 +2,9 @@
  *
  * Conversions use the integer code of csrc/base/dtype.h, so every bit agrees with the CPU,
  * including NaN payloads and subnormals.  (The hardware's conversions produce a different NaN.)
- * Vectors without a NaN are rounded by the hardware, with an eighth of the instructions: with
- * integer conversions, the norm kernels were limited by instructions instead of memory.  Kernels
- * compute in wide<T>: double for double, float otherwise.
+ * Vectors without a NaN are rounded by the hardware, with an eighth of the instructions.  Integer
+ * conversions had limited the norm kernels by instructions instead of memory.  Kernels compute in
+ * wide<T>: double for double, float otherwise.
  */
 #ifndef FSDPC_KERNELS_DTYPE_CUH
 #define FSDPC_KERNELS_DTYPE_CUH

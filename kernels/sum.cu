@@ -1,12 +1,11 @@
 /* Sums over some dimensions; twin of csrc/ops/nn_sum_body.h.
  *
- * x is dense, so neighbouring dimensions that are both kept or both reduced are merged first.  In
- * the first pass, every output's terms are divided into chunks, whose length only depends on the
- * shape, and a team of threads sums a chunk in fp32 (F64: fp64) in a fixed order.  The second pass
- * adds the chunks' sums, in fp64, in order.  If the innermost dimension is reduced, a team is a
- * warp or a block along it; if it is kept, a block is 32 neighbouring outputs by 8 rows.  The
- * result does not depend on the grid.  Integers are summed exactly modulo 2^64, as unsigned
- * integers.
+ * x is dense, so neighbouring dimensions that are both kept or both reduced are merged first.  The
+ * first pass divides every output's terms into chunks, whose length only depends on the shape.  A
+ * team of threads sums a chunk in fp32 (F64: fp64) in a fixed order.  The second pass adds the
+ * chunks' sums, in fp64, in order.  If the innermost dimension is reduced, a team is a warp or a
+ * block along it; if it is kept, a block is 32 neighbouring outputs by 8 rows.  The result does not
+ * depend on the grid.  Integers are summed exactly modulo 2^64, as unsigned integers.
  */
 #include <type_traits>
 

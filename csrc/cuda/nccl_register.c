@@ -49,7 +49,7 @@ static fsdpc_status poll_registered(void *arg)
     return status;
 }
 
-/* Returns at most half of the deadline, because the following agreement may take all of it. */
+/* Returns at most half of the deadline, because the following agreement may take the whole. */
 static int64_t patience_ns(const fsdpc_comm *comm)
 {
     double s = comm->timeout_s / 2;

@@ -92,7 +92,8 @@ fsdpc_status fsdpc_tape_record(fsdpc_tape *tape, const fsdpc_node_ops *ops, int 
 
 /* ---- gradients ---- */
 
-/* Returns false for a leaf frozen after forward, as in PyTorch; its hooks still run. */
+/* Returns whether a leaf needs a gradient: if frozen after forward, only for its hooks, as in
+ * PyTorch. */
 static bool takes(const fsdpc_tensor *leaf)
 {
     return leaf->requires_grad || fsdpc_leaf_has_hooks(leaf);

@@ -8,8 +8,7 @@
  * A' is packed first, a slab of at most SLAB_BYTES at a time.  If the path supports it and A is
  * contiguous along k, A' is not packed at all.  The first tile of a row then reads A from memory
  * and packs its panel for the others.  All tiles of the row prefetch the next panel's memory.  That
- * avoids writing and reading A through L3 at 30 GB/s, which takes a quarter of a bf16 product at
- * 1024.
+ * avoids writing and reading A through L3 at 30 GB/s, a quarter of a bf16 product at 1024.
  *
  * With one block of k, a tile's sums are written directly to C.  With several blocks in one pass, a
  * row of tiles keeps its sums in fp32 between blocks.  With several passes (k above the path's
@@ -19,14 +18,13 @@
  *
  * Threads take panels of A to pack, then blocks of C to compute, from a counter.  Each has its own
  * memory for B's block and the sums.  C is split over columns first, because splitting rows makes
- * threads pack the same columns twice.  In batches of small products, each product runs on one
- * thread.
+ * threads pack the same columns twice.  In a batch, each small product uses one thread.
  *
  * If B' consists of image windows, each thread computes WINDOWS_BYTES of them before it packs them.
  *
- * Products with at most four rows or columns use gemm_skinny.h.  Each call uses one block of
- * counted memory (category "other") as workspace: at most SLAB_BYTES for A (or one panel, if k is
- * large) and about 2 MB per thread.
+ * Products with at most four rows or columns use gemm_skinny.h.  A call's workspace is one block of
+ * counted memory (category "other"): at most SLAB_BYTES for A (or one panel, if k is large) and
+ * about 2 MB per thread.
  */
 #include "ops/gemm.h"
 
@@ -128,7 +126,7 @@ static plan plan_make(const fsdpc_gemm_path *path, const fsdpc_gemm_args *args, 
         p.slab ? even_block(p.a_panels, SLAB_BYTES / (blocks * p.a_panel_bytes), 1) : p.a_panels;
 
     /* a multiple of the team size, so that no thread is idle at the end; but with blocks of one
-     * panel, A would be read once for every nr columns */
+     * panel, A is read once per nr columns */
     size_t most_cols = path->b_bytes / (p.blocks * p.kc * path->element_bytes);
     most_cols = fsdpc_max_size(fsdpc_min_size(most_cols, path->nc) / path->nr, 1);
     size_t cols = fsdpc_ceil_div(p.b_panels, most_cols);

@@ -2,9 +2,9 @@
  *
  * fsdpc_vf is a GCC/clang vector of FSDPC_LANES floats, as wide as the registers the file is
  * compiled for: 16 with AVX-512, 8 with AVX2, 4 elsewhere.  (A fixed width of 16 was tried: gcc
- * spills every vector wider than its registers, which is five times slower.)  The operators + - * /
- * and comparisons, which return an fsdpc_vi of 0 or -1, accept vectors, also with a scalar on one
- * side.  A typical loop is
+ * spills every vector wider than its registers, which is five times slower.)  Vectors support + - *
+ * / and comparisons, which return an fsdpc_vi of 0 or -1, also with a scalar on one side.  A
+ * typical loop is
  *
  *     FSDPC_EACH_VECTOR(i, n, numel,
  *                       fsdpc_vf_store_n(y + i, fsdpc_vf_exp(fsdpc_vf_load_n(x + i, n)), n));

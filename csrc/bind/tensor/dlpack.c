@@ -6,10 +6,10 @@
  * standard's.
  *
  * GPU memory can be shared in both directions by libraries on the same GPU, and work stays in
- * order: a consumer's stream waits for our main stream when it takes a tensor, and a producer
- * orders its work before our main stream, whose handle we pass.  Later work is not ordered: a
- * consumer that uses our tensor on another stream must keep it until that stream has run.  We
- * return imported memory when our main stream has finished with it (bind/import.h).
+ * order.  A consumer's stream waits for our main stream when it takes a tensor; a producer receives
+ * our main stream's handle and orders its work before it.  Later work is not ordered: a consumer
+ * that uses our tensor on another stream must keep it until that stream has run.  We return
+ * imported memory when our main stream has finished with it (bind/import.h).
  */
 #include "bind/tensor/tensor.h"
 

@@ -1,11 +1,12 @@
 /* TorchUnit: the interface, for one unit, of a frontend over foreign tensors (torch).
  *
  * Once per unit, the frontend creates a foreign tensor for every piece and full, over the unit's
- * own memory (unit_memory, unit_places), and one for every piece of the gradient shard, over the
- * foreign library's memory (bind/torch/lent.c).  A TorchUnit keeps them and performs the operations
- * that must be cheap: it drives the schedule, swaps pieces and fulls in the modules' dictionaries,
- * takes gradients by pointer, and keeps the pieces' `.grad` consistent with the engine's gradient
- * shard.  It knows only a few names of torch's attributes and methods.
+ * own memory (unit_memory, unit_places).  It also creates one for every piece of the gradient
+ * shard, over the foreign library's memory (bind/torch/lent.c).  A TorchUnit keeps these and
+ * performs the operations that must be cheap.  It drives the schedule, swaps pieces and fulls in
+ * the modules' dictionaries, and takes gradients by pointer.  It keeps the pieces' `.grad`
+ * consistent with the engine's gradient shard.  It knows only a few names of torch's attributes and
+ * methods.
  *
  * Gradients.  The `.grad` of a piece belongs to the user.  It is None after zero_grad, the
  * TorchUnit's own tensor over the shard after a backward, or the user's own assignment. take_grads
