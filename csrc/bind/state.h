@@ -139,10 +139,8 @@ int fsdpc_py_dtype_setup(PyObject *module); /* adds the dtype objects */
 struct fsdpc_plugin; /* plugin/plugin.h */
 
 typedef struct fsdpc_runtime {
-    bool ready, dry;     /* dry: a dry run's (bind/engine/dry_run.c), in which units do not
-                          * gather */
-    bool played, orders; /* in play(), operations complete when they are waited for, or order
-                          * streams */
+    bool ready, dry;                   /* dry: for dry_run.c, in which units do not gather */
+    bool played, orders;               /* for play(); orders: waits order streams */
     const struct fsdpc_plugin *plugin; /* provides the device; NULL: the CPU */
     int local_rank;                    /* index among several GPUs; 0: from LOCAL_RANK */
     bool ordered;                      /* the device's setting, also if it is created later */

@@ -304,8 +304,7 @@ static void cuda_destroy(fsdpc_device *base)
         fsdpc_cuda_attentions_destroy(device->attentions);
     }
     if (device->main) {
-        if (device->main->queue.raw != device->own && !device->lost) /* another library's may no
-                                                                      * longer exist */
+        if (device->main->queue.raw != device->own && !device->lost) /* it may be gone */
             (void)cudaDeviceSynchronize();
         device->main->queue.raw = device->own;
         cuda_stream_destroy(&device->main->head);

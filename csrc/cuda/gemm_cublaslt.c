@@ -340,8 +340,7 @@ static product *product_of(fsdpc_cuda_products *gemm, const product_key *key, co
 
 static bool suits(const fsdpc_gemm_args *g)
 {
-    bool shared_c = g->batch > 1 && g->stride_c == 0; /* its products must run one after the
-                                                       * other */
+    bool shared_c = g->batch > 1 && g->stride_c == 0; /* products must run in order */
     bool mixed_bias = g->bias && g->c_dtype != g->dtype;
     return g->m && g->n && g->k && !shared_c && !mixed_bias && g->batch < INT32_MAX;
 }

@@ -36,8 +36,7 @@ typedef struct fsdpc_cuda_graph {
     unsigned char *constants; /* pinned */
     size_t n_constants;
     bool lost;                        /* abandoned during the capture */
-    struct fsdpc_cuda_graph *dropped; /* graphs dropped during this capture, or the next dropped
-                                       * graph */
+    struct fsdpc_cuda_graph *dropped; /* during a capture: dropped graphs; in these: the next */
     struct fsdpc_cuda_graph *next;    /* in the device's list, while it exists */
 } fsdpc_cuda_graph;
 

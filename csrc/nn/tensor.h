@@ -105,8 +105,7 @@ bool fsdpc_storage_try_acquire(fsdpc_storage *storage);
 void fsdpc_storage_release(fsdpc_storage *storage);
 
 size_t fsdpc_tensor_bytes(const fsdpc_tensor *t);
-fsdpc_status fsdpc_tensor_check(const fsdpc_tensor *t); /* an error if deferred or if its guard
-                                                         * reports one */
+fsdpc_status fsdpc_tensor_check(const fsdpc_tensor *t); /* fails if deferred or its guard does */
 /* Checks that it may be written in place: valid, not read-only. */
 fsdpc_status fsdpc_tensor_check_writable(const fsdpc_tensor *t);
 /* The same before a write; also increments the version. */

@@ -49,8 +49,7 @@ RULE void exact_sum_shift(fsdpc_exact_sum *sum, int bits)
     int rest = (bits % 32 + 32) % 32, digits = (bits - rest) / 32;
     exact_sum_normalize(sum);
     for (int d = 0; d < FSDPC_EXACT_SUM_DIGITS; d++) {
-        uint64_t value = (uint64_t)sum->digits[d] << rest; /* a digit has 32 bits, `rest` is less
-                                                            * than 32 */
+        uint64_t value = (uint64_t)sum->digits[d] << rest; /* digits have 32 bits; rest < 32 */
         put_digit(&shifted, d + digits, value & 0xffffffff);
         put_digit(&shifted, d + digits + 1, value >> 32);
     }

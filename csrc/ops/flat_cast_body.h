@@ -75,8 +75,7 @@ typedef struct pair_args {
     const void *src;
     fsdpc_dtype src_dtype;
     bool stream;  /* cast: can_stream */
-    bool differs; /* equal: any thread that finds a difference sets it; all threads stop when it is
-                   * set */
+    bool differs; /* equal: set by any thread that finds a difference; all then stop */
 } pair_args;
 
 static void cast_part(void *arg, size_t begin, size_t end)

@@ -128,8 +128,7 @@ static void tree_block(float (*blocks)[REDUCE_BLOCK], const fsdpc_reduce_args *a
         int n = a->n_srcs - src < REDUCE_GROUP ? a->n_srcs - src : REDUCE_GROUP;
         group_block(blocks[depth], a->srcs + src, n, at, numel, a->dtype);
         height[depth++] = 0;
-        bool last = src + n == a->n_srcs; /* then blocks without a partner also merge, the smallest
-                                           * first */
+        bool last = src + n == a->n_srcs; /* then unpaired blocks also merge, the smallest first */
         while (depth > 1 && (last || height[depth - 1] == height[depth - 2])) {
             float *left = blocks[depth - 2], *right = blocks[depth - 1];
             for (size_t i = 0; i < numel; i += FSDPC_LANES)

@@ -361,8 +361,7 @@ static fsdpc_status copy(const fsdpc_copy_args *args, fsdpc_stream *stream)
     int inner = plan.box.ndim - 1;
     size_t bytes = fsdpc_dtype_bytes(args->dst_dtype);
     if (inner > 0 && plan.box.stride[1][inner] == 0 && plan.box.shape[inner] < FSDPC_LANES &&
-        plan.box.shape[inner - 1] >= FSDPC_LANES) { /* few repetitions of each: long rows, in
-                                                     * steps */
+        plan.box.shape[inner - 1] >= FSDPC_LANES) { /* few repetitions: long rows, in steps */
         copy_swap_inner(&plan.box);
         nn_for(stream, numel, NN_GRAIN, copy_steps_range, &plan);
         return FSDPC_OK;

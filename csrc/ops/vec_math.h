@@ -259,8 +259,7 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_sine_(fsdpc_vf x, int quarters, float (*fn)(float
     fsdpc_vi quadrant = (fsdpc_vi)shifted + quarters;
     fsdpc_vf r = fsdpc_vf_fma(n, fsdpc_vf_splat(-0x1.922p+0f), x);
     r = fsdpc_vf_fma(n, fsdpc_vf_splat(0x1.28p-18f), r);
-    fsdpc_vf step = n * 0x1.778p-25f, low = r + step; /* its rounding error is added in the last
-                                                       * step */
+    fsdpc_vf step = n * 0x1.778p-25f, low = r + step; /* its error is added in the last step */
     r = low + fsdpc_vf_fma(n, fsdpc_vf_splat(-0x1.68c234p-39f), (r - low) + step);
     fsdpc_vf s = r * r, sine = fsdpc_vf_splat(0x1.6cd5ecp-19f);
     sine = fsdpc_vf_fma(sine, s, fsdpc_vf_splat(-0x1.a00f94p-13f));

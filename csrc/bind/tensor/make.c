@@ -169,7 +169,7 @@ typedef struct source {
     fsdpc_dtype dtype; /* selects the member of a block to fill */
     size_t numel;
     double start, step, last; /* counted: element i is start + step * i, except for the last */
-    int64_t first, by;        /* likewise for integers, modulo 2^64 */
+    int64_t first, by;        /* as above, for integers, modulo 2^64 */
     int64_t low;              /* drawn: from low, inclusive, to low + span, exclusive */
     uint64_t span, seed, stream;
 } source;

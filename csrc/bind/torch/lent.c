@@ -87,8 +87,7 @@ static PyObject *place_method(PyObject *object, PyObject *args)
         Py_XSETREF(p->given, Py_NewRef(p->grad));
     }
     for (int i = 0; i < self->n_params; i++)
-        self->params[i].refs = Py_REFCNT(self->params[i].grad) - 1; /* without the list's
-                                                                     * reference */
+        self->params[i].refs = Py_REFCNT(self->params[i].grad) - 1; /* without the list */
     if (lent == Py_None)
         Py_RETURN_NONE;
     bool away = can_give(self);
