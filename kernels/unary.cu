@@ -1,4 +1,4 @@
-/* Functions of one variable, forward and backward; twin of csrc/ops/nn_unary_body.h.
+/* Unary functions, forward and backward; twin of csrc/ops/nn_unary_body.h.
  *
  * The CPU computes exponentials by our own polynomials; here CUDA's functions are used, with an
  * error of at most 2 ulp.  Results thus agree to a few ulp of fp32 before rounding to the dtype,

@@ -1,7 +1,7 @@
 /* Matrix products on a GPU: cuBLASLt if it can be loaded and supports the product, otherwise our
  * own kernel.
  *
- * cuBLASLt is never linked: it is opened by dlopen at the first product, preferring the copy
+ * cuBLASLt is never linked: it is opened with dlopen at the first product, preferring the copy
  * already in the process (torch's).  Gelu is fused into a product of 16-bit floats if cuBLASLt
  * supports that; otherwise it is a separate kernel.
  */

@@ -12,7 +12,7 @@
  *     nccl_register.c   registering memory with NCCL before gathers write to it
  *     comm_nccl.c       lifetime, split, wires and buffers, waiting, failure
  *
- * The only call back goes through the communicator's table: a failure aborts all groups
+ * The only call in the other direction uses the communicator's table: a failure aborts all groups
  * (comm_nccl.c).
  */
 #ifndef FSDPC_CUDA_NCCL_INTERNAL_H

@@ -1,4 +1,4 @@
-/* Our own kernels for contributions that NCCL only collects.
+/* Our own kernels, which reduce contributions that NCCL only collects.
  *
  * NCCL chooses its own order of sums, and its extrema lose NaN.  If a fixed order is required, this
  * rank receives the contributions and joins them after NCCL's part on the same stream.  The kernels

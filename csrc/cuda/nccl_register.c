@@ -150,7 +150,7 @@ void fsdpc_nccl_wire_detach(fsdpc_wire *wire, void *memory)
     fsdpc_comm_nccl *self = fsdpc_nccl_of(wire->comm);
     bool forked = fsdpc_nccl_is_forked(self);
     if (!forked && fsdpc_nccl_registered_find(self, memory))
-        (void)fsdpc_nccl_launched(self); /* if it fails, NCCL drops all registrations by itself */
+        (void)fsdpc_nccl_launched(self); /* if it fails, NCCL itself drops all registrations */
     fsdpc_nccl_registered *known = fsdpc_nccl_registered_find(self, memory);
     if (known)
         fsdpc_nccl_registered_drop(self, known, !forked);

@@ -2,11 +2,11 @@
  *
  * Note [chunked loss].  The logits of a long batch over a large vocabulary are the largest tensor
  * in a training step, and their gradient is equally large.  The fused form processes a chunk of
- * rows at a time: logits of the chunk, loss, gradient of the logits in place.  The gradient of the
- * weight may only reach its sink in backward, so the kept data depends on the number of chunks:
+ * rows at a time: the chunk's logits, the loss, and the logits' gradient in place.  The gradient of
+ * the weight may only reach its sink in backward, so the kept data depends on the number of chunks:
  *
  *     one chunk   (the usual case: chunks hold 64 MiB or more) the chunk itself, now the gradient
- *                 of the logits; backward makes dx and dW from it, dW straight into the target
+ *                 of the logits; backward computes dx and dW from it, dW directly into the target
  *     several     dx (as big as x) and a private dW in fp32, summed chunk by chunk in forward and
  *                 added to the target in backward
  *

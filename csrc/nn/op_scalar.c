@@ -29,8 +29,8 @@ static fsdpc_binary mirrored(fsdpc_binary kind)
     return kinds[kind];
 }
 
-/* Compares floats with a number that is rounded to their dtype.  A number between the largest
- * finite float and infinity equals no float, and is beyond all floats except infinity. */
+/* Compares floats with a number rounded to their dtype.  A number between the largest finite float
+ * and infinity equals no float, and is beyond all floats except infinity. */
 static fsdpc_status compare_float(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
                                   fsdpc_scalar s, fsdpc_tensor **out)
 {

@@ -6,11 +6,11 @@
  * number per query, D = rowsum(dO * O).  Blocks whose keys are all hidden by order, a window or a
  * mask are skipped.
  *
- * The split: forward over (batch, head, run of query blocks), backward over (batch, key-value
- * head).  Everything therefore has one writer, and dk, dv are summed over the query heads of a
- * group and their blocks in ascending order.  Threads take units from a counter; the assignment
- * does not change results.  If backward has fewer (batch, key-value head) pairs than threads, some
- * threads stay idle.
+ * Forward is split over (batch, head, run of query blocks), backward over (batch, key-value head).
+ * Every result therefore has one writer, and dk, dv are summed over the query heads of a group and
+ * their blocks in ascending order.  Threads take units from a counter; the assignment does not
+ * change results.  If backward has fewer (batch, key-value head) pairs than threads, some threads
+ * stay idle.
  *
  * Kernels: attention_body.h compiled per instruction set, attention_f64.c for F64.  On processors
  * with bf16 products, BF16 inputs are multiplied without conversion.  The probabilities P and the
@@ -80,7 +80,7 @@ static fsdpc_status check_args(const fsdpc_attention_args *args)
     FSDPC_TRY(fsdpc_mul_size(padded, 64, &bytes));
     size_t keys;
     FSDPC_TRY(fsdpc_add_size(args->tokens_k, 1024, &keys));
-    return fsdpc_mul_size(keys, bytes, &bytes); /* this bounds every size that kernels compute */
+    return fsdpc_mul_size(keys, bytes, &bytes); /* this limits all sizes that kernels compute */
 }
 
 static void forward_part(void *arg, size_t part)

@@ -1,4 +1,4 @@
-/* Kernels over flat memory: casts, reductions over ranks, norms, optimizers.
+/* Flat kernels: casts, reductions over ranks, norms, optimizers.
  *
  * One table per device and instruction set.  Callers use fsdpc_flat_*(…, stream), never a slot.
  * Lengths are in elements; dtypes are F32, BF16, F16 and F64 unless stated otherwise.  Buffers need

@@ -1,4 +1,4 @@
-/* The arithmetic of optimizer steps, a vector at a time.
+/* Arithmetic of optimizer steps, one vector at a time.
  *
  * Included by flat_cpu_body.h.  The scalars are computed once in fp64 and rounded to fp32;
  * per-element arithmetic is fp32.  AdamW and Adam follow, operation by operation, PyTorch's fused

@@ -1,4 +1,4 @@
-/* Functions of one variable, forward and backward (see nn_internal.h for how bodies are compiled).
+/* Unary functions, forward and backward (see nn_internal.h for how bodies are compiled).
  *
  * The formulas are written once, on fp32 vectors, in unary_value and unary_slope, from which a loop
  * per function is generated. 16-bit dtypes are converted in a block of fp32 on the stack, which

@@ -1,4 +1,4 @@
-/* Functions of one variable and their slopes, one element at a time, in one type.
+/* Unary functions and their slopes, one element at a time, in one type.
  *
  * Included with RULE_T, the type, and RULE, which precedes each function: by nn_f64.c for double,
  * and by kernels/unary.cu for float and double.  In the latter, names are overloaded, and `kind` is

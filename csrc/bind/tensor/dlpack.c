@@ -1,4 +1,4 @@
-/* DLPack, both ways (dmlc.github.io/dlpack, versions 0 and 1).
+/* DLPack export and import (dmlc.github.io/dlpack, versions 0 and 1).
  *
  * Export: a capsule whose managed tensor holds our Python object; its deleter takes the GIL, as the
  * consumer may call it from any thread.  Import: the producer's managed tensor stays alive as the

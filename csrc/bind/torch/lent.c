@@ -1,9 +1,9 @@
 /* TorchUnit: memory owned by the foreign library.
  *
- * Gradient shards use memory of foreign tensors, whose rows are the pieces' gradients.  A gradient
- * that its user keeps after zero_grad therefore keeps its values, as in the foreign library: the
- * next backward uses other memory.  A gradient counts as kept if its tensor has more references
- * than at creation, or its memory has more tensors, which the frontend counts.
+ * Gradient shards use the memory of foreign tensors, whose rows are the pieces' gradients.  A
+ * gradient that its user keeps after zero_grad therefore keeps its values, as in the foreign
+ * library: the next backward uses other memory.  A gradient counts as kept if its tensor has more
+ * references than at creation, or its memory has more tensors, which the frontend counts.
  *
  * If the foreign library has its own allocator on the device, memory that the user does not keep is
  * returned to that allocator when a forward begins.  The unit takes memory again at its first
