@@ -1,4 +1,4 @@
-"""Fully sharded data parallel training: a C engine under thin Python.
+"""Fully sharded data parallel training: a C engine with a thin Python layer.
 
 The loop is PyTorch's::
 
@@ -22,7 +22,7 @@ Importing fsdpc starts no thread, opens no socket and needs only NumPy.
 
 from __future__ import annotations
 
-from fsdpc.cli import ctrl_c  # isort: skip  # noqa: F401  # before the imports that take time
+from fsdpc.cli import ctrl_c  # isort: skip  # noqa: F401  # before the slow imports
 
 import importlib
 import os
@@ -124,7 +124,7 @@ if TYPE_CHECKING:
 
 
 
-# What the packages above add to those below: notebook pictures, plans in errors, fault drills.
+# Hooks that higher packages add to lower ones: notebook pictures, plans in errors, fault drills.
 def _drill(name: str) -> Callable[[Any], None]:
     def drill(what: Any) -> None:
         if "FSDPC_FAULT" in os.environ:
@@ -142,7 +142,7 @@ html.draws("sharded module", _sharding)
 html.draws("memory of a model", lambda module: str(memory_plan(module, optimizer=0)))
 rules.drills.append(rules.Drill(_drill("watch"), _drill("name_missing")))
 
-_MODULES = {  # public modules, imported when they are used
+_MODULES = {  # public modules, imported on first use
     "amp": "sharding.amp",
     "checkpoint": "checkpoint",
     "data": "data",
@@ -155,7 +155,7 @@ _MODULES = {  # public modules, imported when they are used
     "wrap": "sharding.wrap",
 }
 
-_FROM = {  # name -> the module that has it, imported when the first of its names is used
+_FROM = {  # name -> its module, imported when any of its names is first used
     "audit": "monitor.auditor",
     "Audited": "monitor.auditor",
     "find_batch_size": "monitor.batch_size",

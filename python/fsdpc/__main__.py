@@ -1,4 +1,4 @@
-"""``python -m fsdpc`` is the ``fsdpc`` command."""
+"""Run the ``fsdpc`` command as ``python -m fsdpc``."""
 
 import sys
 

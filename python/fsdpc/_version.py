@@ -1,3 +1,3 @@
-"""The version; setuptools reads it here without an import."""
+"""The version, which setuptools reads without importing the package."""
 
 __version__ = "0.1.0"

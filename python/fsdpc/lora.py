@@ -1,4 +1,4 @@
-"""LoRA: train small matrices next to the projections of a frozen model.
+"""LoRA: train small matrices alongside a frozen model's projections.
 
     from fsdpc import lora
     from fsdpc.models import from_pretrained
@@ -37,7 +37,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
 _PREFIX = "base_model.model."
 
-#: Keys of PEFT's configuration that are read, or that do not affect a forward.
+#: Keys of PEFT's configuration that are read, or that do not affect the forward pass.
 _KNOWN = frozenset("""
     auto_mapping base_model_name_or_path fan_in_fan_out inference_mode init_lora_weights lora_alpha
     lora_dropout megatron_core peft_type peft_version r revision target_modules task_type
@@ -141,13 +141,13 @@ def apply(
         initialised uniformly in +-1/sqrt(in), the second with zeros, so the model's outputs do not
         change at first.
     targets : "all-linear" or sequence of str
-        Last parts of the layers' names, such as "q_proj". "all-linear" is every linear layer except
-        the output layer.
+        Last components of layer names, such as "q_proj". "all-linear" selects every linear layer
+        except the output layer.
     alpha : float, optional
         The adapters' outputs are multiplied by ``alpha / rank``; by default ``alpha`` is twice the
         rank.
     dropout : float, default 0
-        Dropout probability of the adapters' inputs in training.
+        Dropout probability for the adapters' inputs during training.
 
     Returns
     -------
@@ -254,7 +254,7 @@ def parameters(model: Module) -> list[Parameter]:
 
 
 def merge(model: Module) -> None:
-    """Add the adapters to the weights and remove them, in place; not for a sharded model.
+    """Merge the adapters into the weights, in place, and remove them; not for a sharded model.
 
     Raises
     ------
@@ -265,7 +265,7 @@ def merge(model: Module) -> None:
 
     Notes
     -----
-    Parameters stay frozen: ``model.requires_grad_(True)`` unfreezes them.
+    Parameters remain frozen: ``model.requires_grad_(True)`` unfreezes them.
 
     Examples
     --------
@@ -304,7 +304,7 @@ def save(model: Module, folder: str | os.PathLike[str], *, base: str | None = No
     model : Module
         A model with adapters.
     folder : path
-        Created if it does not exist; its two files are overwritten.
+        Created if it does not exist; the adapters' two files are overwritten.
     base : str, optional
         Name or folder of the base model, so that PEFT can find it.
 
@@ -372,29 +372,29 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def load(model: Module, folder: str | os.PathLike[str]) -> list[str]:
-    """Read adapters of PEFT into a model; collective if there are several ranks.
+    """Read PEFT adapters into a model; collective if there are several ranks.
 
     Parameters
     ----------
     model : Module
-        Without adapters, they are added as the folder's configuration says. With adapters, sharded
-        or not, their values are read; each rank reads its own rows.
+        If it has no adapters, they are added as the folder's configuration specifies. If it has,
+        sharded or not, their values are read; each rank reads its own rows.
     folder : path
-        With ``adapter_config.json`` and ``adapter_model.safetensors``.
+        A folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
 
     Returns
     -------
     list of str
-        Names of the layers that have an adapter.
+        Names of the layers with an adapter.
 
     Raises
     ------
     ValueError
-        The configuration has a key that affects results and is not implemented; the error names it.
+        The configuration has an unsupported key that affects results; the error names it.
     CheckpointError
         The tensors do not match the model's adapters.
     RuntimeError
-        The model is deferred and not sharded, or sharded without adapters.
+        The model is deferred but not sharded, or is sharded without adapters.
 
     Examples
     --------
@@ -463,7 +463,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     for name, value in content.items():
         if name in _KNOWN or value in (None, False, [], {}) or (name, value) == ("bias", "none"):
             continue
-        if name == "qalora_group_size" or name == "runtime_config":  # options of disabled features
+        if name == "qalora_group_size" or name == "runtime_config":  # options for disabled features
             continue
         raise ValueError(f"{path}: the key '{name}' ({value!r:.60}) is not implemented")
     if content.get("peft_type") != "LORA":

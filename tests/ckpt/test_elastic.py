@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from fsdpc.main.train_config import as_toml, with_config
-from fsdpc.main.train_options import check, keep_global_batch, parser
+from fsdpc.cli.train_config import as_toml, with_config
+from fsdpc.cli.train_options import check, keep_global_batch, parser
 
 from fsdpc.cli import main
 from fsdpc.launching import process

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fsdpc.main.train_options import check, parser
+from fsdpc.cli.train_options import check, parser
 
 import fsdpc
 from fsdpc import checkpoint, lora, optim

@@ -1,1 +1,1 @@
-"""Text, drawings and tables for people: what every room shows itself with."""
+"""Text, drawings and tables for people, used by every other package."""

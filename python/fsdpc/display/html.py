@@ -1,4 +1,4 @@
-"""Notebook display of small objects: tensors, meshes, differences, reports of loads."""
+"""Notebook display of small objects: tensors, meshes, differences and load reports."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fsdpc.display.svg import picture as svg
 if TYPE_CHECKING:
     from fsdpc.sharding.mesh import DeviceMesh
 
-#: Draws objects of lower packages, which do not know the pictures; see :func:`draws`.
+#: Draws objects of lower packages, which do not import the pictures; see :func:`draws`.
 _DRAWN: dict[str, Callable[[Any], str]] = {}
 
-CORNER = 6  # rows and columns of a tensor that are shown
+CORNER = 6  # rows and columns shown of a tensor
 ROWS, COLUMNS = 16, 16  # of a mesh
 
 
@@ -26,12 +26,12 @@ def draws(what: str, draw: Callable[[Any], str]) -> None:
 
 
 def drawn(what: str, value: Any) -> str:
-    """Return HTML for an object, by the function that :func:`draws` registered."""
+    """Return HTML for an object from the function registered by :func:`draws`."""
     return _DRAWN[what](value)
 
 
 def tensor(t: _core.Tensor) -> str:
-    """Return a tensor's description and values: the corner of its last two dimensions."""
+    """Return a tensor's description and the corner values of its last two dimensions."""
     words = [f"{type(t).__name__} {t.dtype.name} {tuple(t.shape)}", size(t.nbytes), t.device]
     words += ["requires_grad"] * t.requires_grad
     unit = getattr(t, "_unit", None)
@@ -66,7 +66,7 @@ def _owned(t: Any, unit: _core.Unit) -> str:
 
 
 def mesh(m: DeviceMesh) -> str:
-    """Return a picture of a mesh, with a row for each shard group."""
+    """Return a picture of a mesh with one row per shard group."""
     replicate, shard = (1, *m.shape)[-2:]
     me = None
     if all(comm.size == n for comm, n in zip(m._comms, m.shape, strict=True)):

@@ -1,8 +1,9 @@
-"""Shared parts of pictures: SVG without scripts, in colours for light and dark pages.
+"""Shared picture parts: SVG without scripts, in colours for light and dark pages.
 
-A picture paints its own background, so that it is readable in a notebook whose theme differs from
-the system's. ``prefers-color-scheme`` sets the variables for text and background. Rank colours are
-Okabe and Ito's, class colours are close to them, so that colour-blind people can tell them apart.
+A picture paints its own background, so it is readable in a notebook whose theme differs from the
+system's. ``prefers-color-scheme`` sets the variables for text and background. Rank colours are
+Okabe and Ito's, and class colours are close to them, so that colour-blind people can tell them
+apart.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 WIDTH = 920
 CHAR = 6.9  # pixels of a 12 px character, rounded up
 
-#: Fill and the colour of text on it.
+#: Fill colour, and the colour of text on it.
 PALETTE = (
     ("#0072b2", "#fff"), ("#e69f00", "#000"), ("#009e73", "#000"), ("#cc79a7", "#000"),
     ("#56b4e9", "#000"), ("#d55e00", "#000"), ("#f0e442", "#000"), ("#6b6b6b", "#fff"),
@@ -83,7 +84,7 @@ def path(points: str, kind: str, title: str = "", more: str = "") -> str:
 
 
 def picture(height: float, title: str, parts: Iterable[str], width: int = WIDTH) -> str:
-    """Return a picture of these parts on a background; ``title`` is for screen readers."""
+    """Return a picture made of these parts on a background; ``title`` is for screen readers."""
     high = _number(height)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="fsdpc-picture" role="img" '
@@ -121,7 +122,7 @@ def page(title: str, parts: Iterable[str]) -> str:
 
 
 def save(path: str | os.PathLike[str], title: str, drawn: str) -> None:
-    """Write a picture as ``.svg``, or as an ``.html`` page with this title."""
+    """Write a picture to an ``.svg`` file, or to an ``.html`` page with this title."""
     suffix = Path(path).suffix
     if suffix not in (".svg", ".html"):
         raise ValueError(f"a picture is written as .svg or .html, got '{os.fspath(path)}'")
@@ -130,7 +131,7 @@ def save(path: str | os.PathLike[str], title: str, drawn: str) -> None:
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]], numbers: Container[int] = ()) -> str:
-    """Return an HTML table; columns with these numbers are right-aligned."""
+    """Return an HTML table; the columns with these indices are right-aligned."""
 
     def line(cells: Iterable[str], tag: str) -> str:
         return "".join(
@@ -146,7 +147,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], numbers: Container
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a time to four digits, or to whole milliseconds."""
+    """Format a time to four significant digits, or in whole milliseconds."""
     ms = 1e3 * seconds
     return f"{ms:,.4g} ms" if ms < 9999.5 else f"{ms:,.0f} ms"
 
@@ -160,7 +161,7 @@ def size(n: float) -> str:
 
 
 def short(words: str, width: float) -> str:
-    """Return text that fits this many pixels, with its middle omitted if necessary."""
+    """Return text that fits into this many pixels, omitting its middle if necessary."""
     room = max(4, int(width / CHAR))
     if len(words) <= room:
         return words

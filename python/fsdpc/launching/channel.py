@@ -1,6 +1,6 @@
-"""Messages between a launcher and a persistent rank: pickles preceded by their length.
+"""Messages between a launcher and a persistent rank: length-prefixed pickles.
 
-Each end has a descriptor of one socket pair, which no other process can open.
+Each end holds one descriptor of a socket pair, which no other process can open.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Channel:
         self._read = bytearray()
 
     def send(self, message: Message) -> None:
-        """Write a message and wait until the socket pair holds it."""
+        """Write a message, waiting until it fits into the socket pair."""
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         view = memoryview(LENGTH.pack(len(data)) + data)
         while view:
@@ -38,7 +38,7 @@ class Channel:
         return message
 
     def available(self) -> tuple[list[Message], bool]:
-        """Read once, and return the whole messages and whether the other end is open."""
+        """Read once; return the complete messages and whether the other end is open."""
         try:
             is_open = self._fill()
         except ConnectionError:

@@ -1,4 +1,4 @@
-"""``--elastic MIN:MAX``: how many ranks a run has, and how they share the global batch."""
+"""``--elastic MIN:MAX``: the range of ranks for a run, and how they share the global batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Elastic:
-    """The minimum and maximum number of ranks of a run; its text is ``MIN:MAX``."""
+    """The minimum and maximum number of ranks in a run; prints as ``MIN:MAX``."""
 
     least: int
     most: int
@@ -24,7 +24,7 @@ def parse_elastic(text: str) -> Elastic:
     Raises
     ------
     ArgumentTypeError
-        The text is not a pair of positive numbers with the smaller one first.
+        The text is not two positive numbers, the smaller one first.
     """
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
@@ -35,10 +35,10 @@ def parse_elastic(text: str) -> Elastic:
 
 
 def share_batch(sequences: int, ranks: int, batch: int) -> tuple[int, int] | None:
-    """Return a rank's batch and micro-steps for a global batch of this many sequences.
+    """Return the per-rank batch and micro-steps for a global batch of this many sequences.
 
-    The batch is the largest one up to ``batch``, so no rank needs more memory. None if the
-    sequences cannot be divided evenly among the ranks.
+    The per-rank batch is at most ``batch``, so no rank needs more memory. Returns None if
+    the sequences cannot be divided evenly among the ranks.
     """
     each, rest = divmod(sequences, ranks)
     if rest:

@@ -1,7 +1,7 @@
 """Run a Python function on forked ranks and return their results.
 
-A process that this one forked sends its result as a pickle over a pipe. Only messages between such
-processes (here, pool.py) and their launcher are unpickled.
+Each forked process sends its result over a pipe as a pickle. The only messages ever unpickled are
+those between a launcher and its own ranks (here and in pool.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHOWN_LINES = 30
 
 
 class Report(NamedTuple):
-    """A rank's message: `kind` is "ok" (value: its result), or "error", "skip" (value: text)."""
+    """A rank's message: `kind` is "ok" (`value`: its result), "error" or "skip" (`value`: text)."""
 
     kind: str
     value: object
@@ -37,14 +37,14 @@ class Failure(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How all ranks ended: reports by rank (None: it sent none), failures, and the timeout."""
+    """How all ranks ended: each rank's report (None if it sent none), failures, and the timeout."""
 
     reports: list[Report | None]
     failures: list[Failure]
     timed_out: bool
 
     def describe(self) -> str:
-        """Return every failed rank's text, the first failure on top; equal texts once."""
+        """Return the failed ranks' texts, the first failure on top, without duplicates."""
         first = next((failure.rank for failure in self.failures if failure.first), None)
         alike: dict[str, list[int]] = {}
         for failure in sorted(self.failures, key=lambda failure: (not failure.first, failure.rank)):
@@ -58,7 +58,7 @@ class Outcome(NamedTuple):
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """Return the text "rank 2" or "ranks 0-3, 5", for example."""
+    """Return a phrase such as "rank 2" or "ranks 0-3, 5"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][-1] == rank - 1:
@@ -70,11 +70,11 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def refuse_unsafe_fork() -> None:
-    """Raise RuntimeError, with the reason, if a forked child could not work.
+    """Raise RuntimeError, with the reason, if a forked child would not work.
 
-    The engine's threads do not exist in a child although its memory says so, and a CUDA context is
-    unusable there. NumPy's BLAS threads are safe: OpenBLAS restarts them. Torch's pool is neither
-    safe nor visible, so :func:`use_no_torch_threads` keeps ranks from needing it.
+    The engine's threads do not survive a fork, although the child's memory lists them, and a CUDA
+    context is unusable there. NumPy's BLAS threads are safe: OpenBLAS restarts them. Torch's pool
+    is neither safe nor visible, so :func:`use_no_torch_threads` keeps ranks from needing it.
     """
     core = sys.modules.get("fsdpc._core")
     count = core.engine_threads() if hasattr(core, "engine_threads") else 0
@@ -94,10 +94,10 @@ def refuse_unsafe_fork() -> None:
 
 
 def use_no_torch_threads() -> None:
-    """In a forked rank: make torch compute without its OpenMP pool.
+    """Make torch compute without its OpenMP pool in a forked rank.
 
     A child that enters a parallel region of its parent's pool waits forever for threads that do not
-    exist. With one thread torch enters no region (its DataLoader does the same).
+    exist. With one thread, torch never enters such a region (its DataLoader workers do the same).
     """
     torch = sys.modules.get("torch")
     if hasattr(torch, "set_num_threads"):
@@ -113,7 +113,7 @@ def run_forked(
     env: dict[str, str] | None = None,
     tick: Callable[[], object] | None = None,
 ) -> Outcome:
-    """Fork `ranks` processes that each call ``fn()`` and send its report; wait for all of them."""
+    """Fork `ranks` processes, each of which calls ``fn()`` and sends its report; wait for all."""
 
     def body(result: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
@@ -150,9 +150,9 @@ def error_report(error: BaseException) -> Report:
 
 
 def _leave() -> None:
-    """Shut down a rank's world, as the end of a separate process would.
+    """Shut down a rank's world, as the exit of a separate process would.
 
-    A forked rank runs no exit handlers, and its peers, if they still run, would see it die.
+    A forked rank runs no exit handlers; peers that still run would see it die.
     """
     ours = sys.modules.get("fsdpc.distributed")
     if ours is not None:

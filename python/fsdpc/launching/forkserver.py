@@ -1,9 +1,9 @@
-"""A process without threads that forks the ranks of tests.
+"""A process without threads that forks ranks for tests.
 
-A pytest process soon has threads that do not survive a fork: its own engine at world size 1,
-torch's OpenMP pool. The server is therefore forked from it after collection and before any test has
-run. It has imported everything that the tests need and knows their functions, so these need no
-pickling. Requests arrive over an inherited socket, and the server answers with the outcome.
+A pytest process soon has threads that do not survive a fork: its own engine at world size 1 and
+torch's OpenMP pool. The server is therefore forked after collection, before any test runs. By then
+all modules are imported and all test functions are known, so none need to be pickled. Requests
+arrive over an inherited socket, and the server answers with the outcome.
 
 The server leads a separate process group and is tied to pytest as ranks are to a launcher (see Note
 [leash] in process.py). The server and its ranks therefore end with pytest.
@@ -26,7 +26,7 @@ from fsdpc.launching.process import STOPS, Started, fork_rank
 
 
 class Job(NamedTuple):
-    """One test to run: which one, on how many ranks and hosts, with which fixtures, and where."""
+    """One test to run: its function, number of ranks and hosts, fixtures, and working directory."""
 
     name: str
     ranks: int
@@ -42,9 +42,9 @@ Call = Callable[[Job], Report]
 
 
 class ForkServer:
-    """The server's handle in the parent; the server itself runs :func:`_serve`.
+    """The parent's handle for the server, which runs :func:`_serve`.
 
-    There ``call(job)`` runs on every rank and returns its report.
+    In the server, ``call(job)`` runs on every rank and returns its report.
     """
 
     def __init__(self, call: Call) -> None:
@@ -55,7 +55,7 @@ class ForkServer:
         theirs.close()
 
     def run(self, job: Job) -> tuple[str, Outcome]:
-        """Run one job; return what its ranks printed and how they ended.
+        """Run one job; return its ranks' output and how they ended.
 
         Raises
         ------
@@ -103,7 +103,7 @@ def _pickle_job(job: Job) -> bytes:
 
 def _serve(channel: socket.socket, call: Call) -> None:
     """Run jobs until the other end closes."""
-    gc.freeze()  # otherwise collections in each rank would copy all imported pages
+    gc.freeze()  # otherwise each rank's collections would copy all imported pages
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     while (request := _receive(channel)) is not None:
         job = pickle.loads(request)

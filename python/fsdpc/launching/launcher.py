@@ -1,8 +1,8 @@
-"""Start ranks on this machine: a script with :func:`run`, a function with :func:`launch`.
+"""Start ranks on this machine, from a script (:func:`run`) or a function (:func:`launch`).
 
 Both give every rank torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, ...), which
-:func:`fsdpc.init` reads. They print the ranks' output as it arrives, each line with its rank.
-However they end, they leave no process behind.
+:func:`fsdpc.init` reads. They print the ranks' output as it arrives, prefixing each line with
+its rank. However they end, no process is left behind.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BAD_USAGE = 2  # the exit code for invalid arguments
 
 
 class LaunchError(RuntimeError):
-    """One or more ranks of a :func:`launch` failed: docs/troubleshooting.md#exceptions.
+    """One or more :func:`launch` ranks failed: docs/troubleshooting.md#exceptions.
 
     Attributes
     ----------
@@ -70,7 +70,7 @@ def launch(
     env: dict[str, str] | None = None,
     tick: Callable[[], object] | None = None,
 ) -> list[object]:
-    """Run a function on n fresh ranks of this machine and return their results.
+    """Run a function on n new ranks on this machine and return their results.
 
     Parameters
     ----------
@@ -82,36 +82,36 @@ def launch(
     *args
         Passed to every rank.
     timeout : float, optional
-        Seconds until all ranks print their stacks and are stopped; default never.
+        Seconds after which all ranks print their stacks and are stopped; by default never.
     env : dict of str to str, optional
-        Variables to set in the ranks, in addition to this process's environment.
+        Environment variables for the ranks, in addition to this process's.
     tick : callable, optional
-        Called in this process about twice a second while the ranks run, and once after they end, to
-        show progress as :meth:`fsdpc.plots.LivePlot.follow` does. If it raises, the ranks are
+        Called in this process about twice a second while the ranks run, and once after they end. It
+        can show progress, as :meth:`fsdpc.plots.LivePlot.follow` does. If it raises, the ranks are
         stopped.
 
     Returns
     -------
     list
-        The ranks' results in rank order. They are pickled.
+        The ranks' results in rank order; each must be picklable.
 
     Raises
     ------
     LaunchError
-        A rank raised or died, or the timeout expired; the error holds all ranks' tracebacks.
+        A rank raised or died, or the timeout expired; the error contains all tracebacks.
     RuntimeError
         Forking is unsafe here: engine threads are running or CUDA is initialised in this process.
     ValueError
-        `n` is below 1 or above what the machine can run.
+        `n` is below 1 or more than the machine can run.
 
     Notes
     -----
-    The ranks' output appears at once in this process's ``sys.stdout`` (in a notebook, the cell),
-    each line with its rank. Ctrl-C stops all ranks. If one rank fails, the others have 5 s to
-    report.
+    The ranks' output goes to this process's ``sys.stdout`` (in a notebook, the cell) as it
+    arrives, each line prefixed with its rank. Ctrl-C stops all ranks. If one rank fails, the
+    others have 5 s to report.
 
-    Every rank gets its share of the cores as OMP_NUM_THREADS, unless that is set; a torch that the
-    rank imports uses it. If this process has already imported torch, torch operations run on one
+    OMP_NUM_THREADS, unless already set, is each rank's share of the cores; torch uses it if the
+    rank imports torch. If this process has already imported torch, torch operations run on one
     thread in the ranks, because a thread pool does not survive a fork. If that is too slow, use
     ``fsdpc run``.
 
@@ -153,38 +153,38 @@ def run(
     again: Sequence[str] = (),
     least: int | None = None,
 ) -> int:
-    """Run a Python script on ranks of this machine; implements ``fsdpc run``.
+    """Run a Python script on several ranks on this machine; implements ``fsdpc run``.
 
     Parameters
     ----------
     command : sequence of str
-        The script and its arguments, or ``-m``, a module and its arguments.
+        The script, or ``-m`` and a module, followed by arguments.
     ranks : int
         Number of ranks.
     timeout : float, optional
-        Seconds until all ranks print their stacks and are stopped, restarts included; default
-        never.
+        Seconds, including restarts, after which all ranks print their stacks and are stopped;
+        by default never.
     max_restarts : int, default 0
-        How often to restart all ranks after one fails. TORCHELASTIC_RESTART_COUNT gives them the
-        number of restarts so far. No restart follows a signal to this process, the timeout, or a
-        rank's exit with code 2, which means invalid arguments.
+        How many times to restart all ranks after one fails. TORCHELASTIC_RESTART_COUNT contains
+        the number of restarts so far. Ranks are not restarted after a signal to this process,
+        after the timeout, or if a rank exits with code 2, which means invalid arguments.
     again : sequence of str
         Arguments to add when the script is restarted.
     least : int, optional
-        If a signal killed a rank, or a fork failed, restart with one rank fewer, but never fewer
-        than this; by default `ranks`, so the number stays the same.
+        If a signal killed a rank, or a fork failed, restart with one rank fewer, down to this
+        minimum; by default `ranks`, so the number stays the same.
 
     Returns
     -------
     int
-        The exit code for the shell: 0; the code of the rank that failed first (128 + the signal's
-        number if one killed it); 124 at a timeout; 128 + 2 after Ctrl-C. Also 0 if all ranks end
-        with 0 after SIGTERM or SIGUSR1, as they do after a save.
+        The exit code for the shell: 0; the first failed rank's code (128 + signal number if a
+        signal killed it); 124 after a timeout; 128 + 2 after Ctrl-C. Also 0 if all ranks exit
+        with 0 after SIGTERM or SIGUSR1, as they do after saving.
 
     Raises
     ------
     ValueError
-        `ranks` is below 1 or above what the machine can run, `max_restarts` is negative, or `least`
+        `ranks` is below 1 or more than the machine can run, `max_restarts` is negative, or `least`
         is not in [1, `ranks`].
     FileNotFoundError
         The script does not exist.
@@ -193,7 +193,7 @@ def run(
 
     Notes
     -----
-    SIGINT, SIGTERM and SIGUSR1 are forwarded to all ranks. Call it from the main thread.
+    SIGINT, SIGTERM and SIGUSR1 are forwarded to all ranks. Must be called from the main thread.
 
     Examples
     --------
@@ -270,7 +270,7 @@ def _run_once(
         supervisor.stop(signum)
 
     previous = {which: signal.signal(which, forward) for which in STOPS}
-    # Lines appear when they are printed, and SIGABRT at the timeout prints every thread's stack.
+    # Lines appear as soon as they are printed; SIGABRT at the timeout prints every thread's stack.
     extra = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **variables}
     extra["PYTHONIOENCODING"] = os.environ.get("PYTHONIOENCODING", "utf-8")  # decoded as UTF-8 here
     extra |= _share_of_cores(ranks)
@@ -289,10 +289,10 @@ def _run_once(
 
 
 def _share_of_cores(ranks: int) -> dict[str, str]:
-    """Return OMP_NUM_THREADS for each of `ranks`, or nothing if this process has it set.
+    """Return OMP_NUM_THREADS for each of `ranks`, or nothing if it is already set here.
 
-    The engine uses the same number by itself. By default OpenMP (torch) uses all cores on every
-    rank, and its threads spin: steps of small models on two ranks and two cores took 100 times as
+    The engine chooses the same number itself. By default OpenMP (torch) uses all cores on every
+    rank, and its threads spin: with two ranks on two cores, small models' steps took 100 times as
     long.
     """
     if os.environ.get("OMP_NUM_THREADS"):

@@ -1,15 +1,15 @@
-"""Persistent ranks: they process one request after another until their launcher ends them.
+"""Persistent ranks, which process requests one at a time until their launcher ends them.
 
-The launcher serves them only while it waits for a request, in the calling thread. Between requests
-it does not read their output, and it notices a death at its next call.
+The launcher serves them in the calling thread, and only during a request. Between requests it does
+not read their output; it notices a death at its next call.
 
-Note [stopping]. Here Ctrl-C sends SIGINT to the ranks that have reported that they began but not
-that they are done. The signal can therefore neither come too early nor hit the next request. A rank
-that does not stop within ``STOP_S`` is left to the caller, who ends all ranks. If a rank answers
-with an error, others may wait for it: they are stopped after ``FAIL_S``.
+Note [stopping]. Ctrl-C sends SIGINT only to ranks that have reported the start of a request but not
+its end. The signal therefore cannot arrive too early or hit the next request. If a rank does not
+stop within ``STOP_S``, the caller ends all ranks. If a rank answers with an error, others may be
+waiting for it, so they are stopped after ``FAIL_S``.
 
-Note [order]. A rank prints to a pipe, and displays through its channel. It prints everything before
-it displays something, and waits until that is displayed.
+Note [order]. A rank prints to a pipe and displays objects through its channel. It flushes all
+printed text before it displays an object, then waits until the object is displayed.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ STOP_S = 5.0  # for a rank to respond to Ctrl-C
 FAIL_S = 3.0  # for the others, once a rank has failed
 START_S = 120.0  # for ranks to import their modules, on a busy machine
 
-Serve = Callable[[int], object]  # takes the descriptor of the rank's end of the channel
+Serve = Callable[[int], object]  # its argument is the descriptor of the rank's end of the channel
 
 
 class Output(Protocol):
-    """Where the output of ranks goes."""
+    """Receives the ranks' output."""
 
     def text(self, rank: int, text: str) -> None:
         """Receive text that a rank printed."""
@@ -66,7 +66,7 @@ class Pool(Supervisor):
     CannotStart
         A rank could not be forked.
     RuntimeError
-        A rank ended, or was silent for two minutes, before it was ready.
+        A rank ended or was not ready within two minutes.
     """
 
     def __init__(self, ranks: int, serve: Serve, env: Mapping[str, str]) -> None:
@@ -121,7 +121,7 @@ class Pool(Supervisor):
         return [rank for rank in self.ranks if not rank.running]
 
     def look(self) -> list[Rank]:
-        """Notice deaths since the last request, and return the ranks that have ended."""
+        """Check for deaths since the last request, and return the ranks that have ended."""
         for key, _ in self._selector.select(0):
             rank, serve = key.data
             if key.fileobj == rank.started.pidfd:
@@ -129,7 +129,7 @@ class Pool(Supervisor):
         return self.ended()
 
     def ask(self, requests: Mapping[int, Message], output: Output) -> dict[int, Message]:
-        """Send each rank its request, and wait for the answers; Ctrl-C stops the ranks.
+        """Send each rank its request and wait for the answers; Ctrl-C interrupts the ranks.
 
         Returns
         -------
@@ -139,7 +139,7 @@ class Pool(Supervisor):
         Raises
         ------
         KeyboardInterrupt
-            Ctrl-C came before the ranks had begun.
+            Ctrl-C was pressed before the ranks had begun.
         """
         self._output, self._answers = output, {}
         self._interrupted, self._stop_at = False, None
@@ -159,14 +159,14 @@ class Pool(Supervisor):
                 output.tick()
                 self._drop_ended()
                 self._stop_those_begun()
-            for rank in self.ranks:  # the rest after the last full line
+            for rank in self.ranks:  # text after the last complete line
                 if rank.running:
                     self._drain(rank)
         self._output = Silent()
         return self._answers
 
     def was_interrupted(self) -> bool:
-        """Return whether Ctrl-C came during the last request."""
+        """Return whether Ctrl-C was pressed during the last request."""
         return self._interrupted
 
     @contextmanager
@@ -259,13 +259,13 @@ class Pool(Supervisor):
     def close(self) -> None:
         """End all ranks at once."""
         started = len(self.ranks)
-        for channel in self._channels[started:]:  # of a rank that could not be forked
+        for channel in self._channels[started:]:  # for the rank that could not be forked
             os.close(channel.fd)
         super().close()
 
 
 def summary(pool: Pool) -> list[tuple[int, int, int | None]]:
-    """Return (rank, process ID, resident bytes or None) of each running rank."""
+    """Return (rank, process ID, resident bytes or None) for each running rank."""
     return [
         (rank.rank, rank.started.pid, _resident_bytes(rank.started.pid))
         for rank in pool.ranks

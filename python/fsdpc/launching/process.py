@@ -1,13 +1,14 @@
-"""One rank process, from the fork to the start of its own code.
+"""One rank process, from the fork until its own code starts.
 
 Every rank leads its own process group, so that ending a rank also ends its child processes. Its
 stdout and stderr go through one pipe to the parent, in the order written; stdin is empty.
 
 Note [leash]. A rank must not outlive its launcher, even if SIGKILL kills the launcher.
-PR_SET_PDEATHSIG follows the parent's thread (a notebook's worker thread may end) and spares the
-rank's own children; a watching thread would make the rank's later forks unsafe. Each rank therefore
-holds the read end of a pipe whose only write end is the launcher's. When that end closes, the
-kernel sends SIGKILL to the rank's process group (O_ASYNC, F_SETSIG, F_SETOWN). This survives exec.
+PR_SET_PDEATHSIG is tied to the parent's thread (a notebook's worker thread may end) and does not
+reach the rank's own children. A watcher thread would make the rank's later forks unsafe. Each rank
+therefore holds the read end of a pipe; only the launcher holds the write end. When that end closes,
+the kernel sends SIGKILL to the rank's process group (O_ASYNC, F_SETSIG, F_SETOWN). This survives
+exec.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from typing import NamedTuple, NoReturn
 Body = Callable[[int], object]
 
 _parents_streams: list[object] = []  # kept so that their descriptors stay open
-SAVES = {signal.SIGTERM, signal.SIGUSR1}  # ranks may save on these
+SAVES = {signal.SIGTERM, signal.SIGUSR1}  # ranks may save on these signals
 STOPS = {signal.SIGINT, *SAVES}
 
 
 class Started(NamedTuple):
-    """The parent's data about a rank process that it forked."""
+    """The parent's record of a rank process that it forked."""
 
     pid: int
     pidfd: int
@@ -45,7 +46,7 @@ class Started(NamedTuple):
 def fill_standard_descriptors() -> list[int]:
     """Open the null device if stdin, stdout or stderr is closed; return the opened descriptors.
 
-    Otherwise a pipe could get such a number, and would be lost when a rank gets its own streams.
+    Otherwise a pipe could get one of these numbers and be closed when a rank gets its own streams.
     """
     filled = []
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -62,9 +63,9 @@ def fork_rank(env: Mapping[str, str], body: Body, inherited: Iterable[int]) -> S
     env : mapping of str to str
         Variables set in addition to the parent's environment.
     body : callable
-        Takes the descriptor for its result. Its return value is ignored; an uncaught exception is
-        printed and makes the exit code 1; SystemExit sets its own. STOPS are blocked when it
-        begins, because a child without its own handlers would handle them like its launcher.
+        Called with the descriptor for its result. Its return value is ignored. An uncaught
+        exception is printed and the exit code is 1; SystemExit sets its own code. STOPS are
+        blocked when it begins, because a child without its own handlers would run its launcher's.
     inherited : iterable of int
         The parent's descriptors for other ranks, closed in the child.
     """
@@ -76,8 +77,8 @@ def fork_rank(env: Mapping[str, str], body: Body, inherited: Iterable[int]) -> S
         for stream in filter(None, (sys.stdout, sys.stderr)):  # a daemon may have none
             stream.flush()
         with warnings.catch_warnings():
-            # Python 3.12 warns about threads in the process. NumPy's wait in BLAS and survive a
-            # fork; those of the engine and CUDA were excluded before.
+            # Python 3.12 warns about threads in the process. NumPy's BLAS threads survive a
+            # fork; engine and CUDA threads were ruled out earlier.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
     except OSError:
@@ -103,7 +104,7 @@ def fork_rank(env: Mapping[str, str], body: Body, inherited: Iterable[int]) -> S
     for fd in (output_write, result_write, leash_read):
         os.close(fd)
     try:
-        os.setpgid(pid, pid)  # in both processes, so that neither can be first
+        os.setpgid(pid, pid)  # in both processes, so that the order does not matter
     except (PermissionError, ProcessLookupError):
         pass  # it has already run exec, or ended
     for fd in (output_read, result_read):
@@ -123,7 +124,7 @@ def _tie_to_parent(leash: int) -> None:
 
 def _take_over(output: int, env: Mapping[str, str]) -> None:
     """Give the child its own streams, signals and environment."""
-    # If the parent was started without streams, those that it created may use our descriptors.
+    # If the parent was started without streams, streams it created may use our descriptors.
     _parents_streams.extend((sys.stdin, sys.stdout, sys.stderr))
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -137,8 +138,8 @@ def _take_over(output: int, env: Mapping[str, str]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for each in SAVES:
         signal.signal(each, signal.SIG_DFL)
-    # A timeout sends SIGABRT, at which faulthandler prints every thread's stack. If it is already
-    # enabled (in pytest), enable() by itself would not install its handlers again.
+    # On a timeout, SIGABRT makes faulthandler print every thread's stack. If faulthandler is
+    # already enabled (in pytest), enable() alone would not reinstall its handlers.
     faulthandler.disable()
     signal.signal(signal.SIGABRT, signal.SIG_DFL)
     enable_stacks()
@@ -150,7 +151,7 @@ def _take_over(output: int, env: Mapping[str, str]) -> None:
 def enable_stacks() -> None:
     """Print Python's stacks when this process crashes.
 
-    Python 3.14 would add C's stacks, which push Python's out of the last lines shown.
+    Python 3.14 would add C stacks, which push Python's out of the last lines shown.
     """
     options = {"c_stack": False} if sys.version_info >= (3, 14) else {}
     faulthandler.enable(file=2, all_threads=True, **options)

@@ -1,12 +1,13 @@
 """A terminal whose last line is rewritten, while all other output is printed above it.
 
-Programs show progress as a line that ends in a carriage return, and overwrite it with the next one.
-Other output would break that line. A :class:`Screen` takes both: it clears the line, prints the
-output and draws the line again below. :func:`rank_lines` does this for the ranks of a launcher, and
-:func:`above` for this process's ``sys.stdout`` and ``sys.stderr``.
+Programs show progress as a line that ends in a carriage return, then overwrite it. Other output
+would break that line. A :class:`Screen` handles both: it clears the line, prints the output and
+redraws the line below. :func:`rank_lines` does this for a launcher's ranks, and :func:`above`
+for this process's ``sys.stdout`` and ``sys.stderr``.
 
-A rank writes to a pipe. There too its line ends in a carriage return, and the launcher draws it.
-Text that bypasses Python (descriptors 1 and 2) appears above the line only in a launcher.
+A rank writes its line, also ending in a carriage return, to a pipe; the launcher draws it.
+Text that bypasses Python (written to descriptors 1 and 2) appears above the line only if a
+launcher prints it.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Screen:
         return columns(self._stream) - 1 if self._is_terminal else len(self._line)
 
     def _clear(self) -> str:
-        """Return the text that clears the line; in a pipe the next line does."""
+        """Return the text that clears the line; in a pipe the next line replaces it."""
         drawn, self._drawn = self._drawn, 0
         return " " * drawn + "\r" if drawn and self._is_terminal else ""
 
@@ -112,7 +113,7 @@ class _Above:
 
 @contextmanager
 def above(screen: Screen) -> Iterator[None]:
-    """Make Python print above the last line of this screen of ``sys.stdout``; then close it."""
+    """Make Python print above the last line of this ``sys.stdout`` screen; close it afterwards."""
     before = sys.stdout, sys.stderr
     alike = sys.stderr is not None and sys.stderr.isatty() == sys.stdout.isatty()
     sys.stdout = _Above(screen, sys.stdout)
@@ -127,10 +128,10 @@ def above(screen: Screen) -> Iterator[None]:
 
 @contextmanager
 def rank_lines() -> Iterator[Callable[[str], object]]:
-    """Yield a function that prints lines of a rank, which all begin with its number.
+    """Yield a function that prints a rank's lines, each prefixed with its number.
 
-    In a terminal a line that ends in a carriage return stays last until its rank writes again.
-    Elsewhere the text is printed unchanged.
+    In a terminal, a line ending in a carriage return stays at the bottom until its rank writes
+    again. Elsewhere the text is printed unchanged.
     """
     if sys.stdout is None or not sys.stdout.isatty():
         yield _print

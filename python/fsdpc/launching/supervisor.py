@@ -1,22 +1,22 @@
 """Supervise the rank processes of one run until all have ended.
 
-One loop in the calling thread waits for output, results and ends of all ranks. The rules:
+One loop in the calling thread waits for all ranks' output, results and exits. The rules:
 
-- a rank fails when it ends with a code other than 0 or by a signal;
-- when the first fails, the others have `grace` seconds to report what they saw, then their process
-  groups are killed; one that is stopped (SIGSTOP) has nothing to report and is killed at once;
-- a rank's end is written onto a page that all ranks can read, for those that still wait to meet it
-  (afterwards they watch each other);
+- a rank fails if it exits with a nonzero code or is killed by a signal;
+- when the first rank fails, the others have `grace` seconds to report what they saw, then their
+  process groups are killed; a stopped rank (SIGSTOP) cannot report and is killed at once;
+- a rank's exit is recorded in a page that all ranks can read, for ranks still waiting to meet it
+  (later, ranks watch each other);
 - at the timeout every rank still running gets SIGABRT, on which it prints its stacks and ends;
 - a stop (Ctrl-C, SIGTERM, SIGUSR1) is forwarded to all groups, which are killed after `grace`; a
   second Ctrl-C kills at once;
-- ranks that catch SIGTERM or SIGUSR1 save their work, without a limit: `grace` begins when the
-  first of them ends, or with a second SIGTERM. Only the rank itself gets the signal, since it would
-  kill its workers (of a data loader).
+- ranks that catch SIGTERM or SIGUSR1 have unlimited time to save: `grace` begins when the first of
+  them ends, or at a second SIGTERM. Only the rank itself gets the signal, which would kill its data
+  loader workers.
 
-The rank that failed *first* may not be the one that ended first. A rank that dies with gigabytes of
+The first rank to end is not always the one that failed *first*. A rank that dies with gigabytes of
 memory ends only once they are freed, and peers that noticed its death may end before it. A rank
-that reports a lost peer is therefore named only if there is no other.
+that reports a lost peer is therefore named only if no other rank failed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Rank:
 
     @property
     def running(self) -> bool:
-        """Whether the process is not known to have ended."""
+        """Whether the process, as far as is known, is still running."""
         return self.code is None
 
     def ending(self) -> str:
@@ -79,9 +79,9 @@ class Supervisor:
     Parameters
     ----------
     write : callable
-        Takes the ranks' output, whole lines with the rank in front.
+        Called with the ranks' output: whole lines, prefixed with the rank.
     timeout : float, optional
-        Seconds from the start until the ranks are aborted; default never.
+        Seconds from the start after which the ranks are aborted; by default never.
     grace : float
         Seconds that ranks have to end after a failure or a stop request.
     tick : callable, optional
@@ -121,7 +121,7 @@ class Supervisor:
             body(result)
 
         # Bound before the rank exists and closed here before the next fork: no other process can
-        # take its place, and with the rank its last holder is gone.
+        # take over the address, and no descriptor outlives the rank.
         address, _ = run_address({**os.environ, **env})
         listening = listen_for_rank(address, int(env["RANK"]))
         try:
@@ -157,7 +157,7 @@ class Supervisor:
         self._check_deadlines()
 
     def stop(self, signum: int) -> None:
-        """Forward a signal to all ranks and kill those that stay, by the rules of this module."""
+        """Forward a signal to all ranks and kill those that do not end, by this module's rules."""
         again = self._stopping not in (None, signal.SIGUSR1)
         if not again:
             self._stopping = signum
@@ -239,7 +239,7 @@ class Supervisor:
                     pass
 
     def _reap(self, rank: Rank) -> None:
-        """End the rank's group, read its exit code and the rest of the pipes."""
+        """End the rank's group, and read its exit code and what remains in the pipes."""
         pid = rank.started.pid
         rank.code = 255  # if other code reaped it
         try:

@@ -1,1 +1,1 @@
-"""What predicts a run: memory plans, estimates, simulations, schedules, and their pictures."""
+"""Predictions about a run: memory plans, estimates, simulations, schedules, and their pictures."""

@@ -1,8 +1,8 @@
-"""What makes a model fit that does not: changes that a plan does not try by itself.
+"""Advice on making a model fit: changes that a plan does not try by itself.
 
-A change is a row of a table. Rows of one ladder do the same thing further and further, and only the
-first that fits is advised. Where no change is enough, two of different ladders are tried, and so
-on. Memory is that of :func:`fsdpc.memory_plan`, time that of :func:`fsdpc.simulate`.
+Each ladder yields changes of one kind in increasing degree; only the first that fits is advised. If
+no single change is enough, two from different ladders are combined, and so on. Memory comes from
+:func:`fsdpc.memory_plan`, time from :func:`fsdpc.simulate`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from fsdpc.sharding.offload import OffloadPolicy
 if TYPE_CHECKING:
     from fsdpc.planning.planner import Plans
 
-#: How much of the limit stays free for allocators and libraries before more is advised.
+#: Fraction of the limit that should stay free for allocators and libraries.
 ROOM = 0.1
 
 
 class Change(NamedTuple):
-    """One change: what it sets, the option to type, and what it costs besides time."""
+    """One change: the fields it sets, its command-line option, and its costs other than time."""
 
     sets: dict[str, Any]
     option: str
     price: str
-    alters: bool = False  # what is trained, or on what
-    timed: bool = True  # whether the simulator knows all of its time
+    alters: bool = False  # whether it changes the trained model or its data
+    timed: bool = True  # whether the simulator models all of its time
 
 
 def _offloads(case: Case) -> Iterator[Change]:
@@ -44,7 +44,7 @@ def _offloads(case: Case) -> Iterator[Change]:
     tier, where = ("disk", "on a disk") if case.device == "cpu" else ("host", "in host memory")
     timed = tier == "disk" and case.simulated.get("disk_bandwidth", math.inf) < math.inf
     classes = ["optimizer", "masters", "gradients", "params"]
-    # Modules of a single rank read their parameters where the optimizer writes them.
+    # On a single rank, modules read the parameters directly from the optimizer's arrays.
     for most in range(2, 5 if case.hosts * case.per_host > 1 else 4):
         policy = OffloadPolicy(
             **dict.fromkeys(classes[:most], tier),
@@ -81,23 +81,23 @@ LADDERS = (_states, _offloads, _shorter, _adapters)
 
 @dataclass(frozen=True, kw_only=True)
 class Advised:
-    """Changes that make it fit, and the way to train with them."""
+    """Changes that make the model fit, and the resulting way to train."""
 
     changes: tuple[Change, ...]
     choice: Choice
     tokens: int
-    beside: int  # bytes of a rank on a disk or in host memory
+    beside: int  # a rank's bytes on a disk or in host memory
 
     @property
     def options(self) -> str:
-        """Options of ``fsdpc train``; the first ones are those of the changes."""
+        """Options of ``fsdpc train``, those for the changes first."""
         own, changes = self.choice.options, [each.option for each in self.changes]
         for each in changes:
             own = own.replace(f"{each} ", "")
         return " ".join([*changes, own])
 
     def cost(self) -> tuple[bool, bool, float]:
-        """What is altered comes last, then what takes an unknown time; then by time a token."""
+        """Return a sort key: altered runs last, then unknown times, then by time per token."""
         assert self.choice.simulation is not None
         a_token = self.choice.simulation.step / self.tokens
         return (any(c.alters for c in self.changes), not all(c.timed for c in self.changes),
@@ -116,7 +116,7 @@ class Advised:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What to change, from the least costly on; printing shows it."""
+    """Recommended changes, cheapest first; printing lists them."""
 
     title: str
     advised: tuple[Advised, ...] = ()
@@ -127,7 +127,7 @@ class Advice:
 
 
 def advise(plans: Plans) -> Advice:
-    """Return changes by which it fits; none if it fits with some room."""
+    """Return changes that make the model fit; none if it fits with room to spare."""
     limit = plans.limit
     fitting = [c.memory for c in plans.choices if c.fits]
     if fitting and min(fitting) <= (1 - ROOM) * limit:
@@ -159,7 +159,7 @@ def _search(case: Case) -> tuple[Advised, ...]:
 
 
 class _Tries:
-    """Plans of changed configurations; what several have in common is planned once."""
+    """Plans for changed configurations; parts that several share are planned once."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -183,7 +183,7 @@ class _Tries:
         return case, self.activations[rank, seq]
 
     def first(self, changes: Sequence[Change]) -> Advised | None:
-        """Return the way with the least recomputation and the largest micro-batches that fits."""
+        """Return the way that fits with the least recomputation and the largest micro-batches."""
         sets = {name: value for change in changes for name, value in change.sets.items()}
         case, activations = self._changed(sets)
         ranks = case.hosts * case.per_host

@@ -15,7 +15,7 @@ from fsdpc.sharding.activation import checkpoint_activations
 from fsdpc.sharding.offload import OffloadPolicy
 
 LORA_RANK = 16
-#: Options of ``fsdpc train`` for each column.
+#: Each column's options for ``fsdpc train``.
 _OPTIONS = (
     "--strategy FULL_SHARD",
     "--offload masters=host,optimizer=host",
@@ -24,7 +24,7 @@ _OPTIONS = (
 
 
 def gpus(text: str) -> tuple[int, float]:
-    """Read "4x24GB" as 4 GPUs of 24 GiB."""
+    """Parse a string such as "4x24GB", meaning 4 GPUs with 24 GiB each."""
     found = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)(?:GB|GiB)?", text.strip())
     if not found or int(found[1]) < 1 or float(found[2]) <= 0:
         raise argparse.ArgumentTypeError(f"GPUs and GiB of each, as 4x24GB, got '{text}'")
@@ -32,7 +32,7 @@ def gpus(text: str) -> tuple[int, float]:
 
 
 def _memory(preset: str, ranks: int, shape: tuple[int, int], policy: Any) -> tuple[float, ...]:
-    """Return a GPU's bytes for full training with the optimizer on the host, and for adapters."""
+    """Return bytes per GPU for full training, with the optimizer on the host, and for adapters."""
     host = OffloadPolicy(masters="host", optimizer="host")
     found = []
     for adapters in (False, True):
@@ -51,14 +51,14 @@ def _memory(preset: str, ranks: int, shape: tuple[int, int], policy: Any) -> tup
 
 
 def table(ranks: int, memory: float, batch: int, seq: int, policy: Any) -> str:
-    """Return a row for each preset: the GPU memory it needs, and whether it fits.
+    """Return one row per preset: the GPU memory it needs, and whether it fits.
 
     Parameters
     ----------
     ranks : int
         Number of GPUs.
     memory : float
-        Bytes of each GPU.
+        Memory per GPU in bytes.
     batch, seq : int
         Sequences per rank, and tokens per sequence.
     policy : MixedPrecisionPolicy

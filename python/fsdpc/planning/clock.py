@@ -1,7 +1,7 @@
-"""The clock that plays a recorded step: what each operation moves over which link, and when.
+"""The clock that plays a recorded step: the bytes each operation moves over each link, and when.
 
-:mod:`fsdpc.simulate` passes a step as the engine recorded it. The clock computes how long the step
-takes, what the rank waits for, and when each operation was in progress.
+:mod:`fsdpc.simulate` passes a step that the engine recorded. The clock computes the step's
+duration, the rank's waits, and when each operation was in progress.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _NOTE_BYTES, _HEADER_BYTES, _MARK_BYTES = 32, 112, 24
 
 
 class Load(NamedTuple):
-    """An operation: bytes of a host to others and within it, messages of a rank, seconds.
+    """An operation: bytes between hosts and within a host, messages per rank, and seconds.
 
-    ``core`` is the seconds of the rank's own core, which does not compute meanwhile.
+    ``core`` is the seconds that the rank's own core spends on it instead of computing.
     """
 
     between: float
@@ -41,7 +41,7 @@ class Load(NamedTuple):
 
 
 class Wires:
-    """How much an operation moves over which link, and how long it takes by itself."""
+    """The bytes that an operation moves over each link, and its duration if no other runs."""
 
     def __init__(
         self, *, bandwidth: float, latency: float, options: SimulateOptions, device: str
@@ -52,11 +52,11 @@ class Wires:
         self.is_ring: bool = device == "cuda"
 
     def load(self, kind: str, group: HostGroup, full: float, element: int) -> Load:
-        """Return the load of a gather, a reduce or an all_reduce of ``full`` bytes."""
+        """Return the load of a "gather", "reduce" or "all_reduce" of ``full`` bytes."""
         if self.is_ring:
             return self._ring(kind, group, full)
         hosts, lanes, per_host = group
-        wide = full / element * max(4, element)  # sums cross in fp32
+        wide = full / element * max(4, element)  # sums are sent in fp32
         crossing = {"gather": full / hosts, "reduce": wide / hosts, "all_reduce": wide}[kind]
         inside = {"gather": 0.0, "reduce": lanes * full, "all_reduce": lanes * lanes * full}[kind]
         if lanes == 1:
@@ -83,7 +83,7 @@ class Wires:
         hosts, lanes, per_host = group
         ranks = hosts * lanes
         rounds = 2 if kind == "all_reduce" else 1
-        share = rounds * full * (ranks - 1) / ranks  # that every rank sends on
+        share = rounds * full * (ranks - 1) / ranks  # that every rank forwards
         between = share * per_host if hosts > 1 else 0.0
         inside = share * per_host * (lanes if hosts == 1 else lanes - 1) if lanes > 1 else 0.0
         local = share / self.o.local_bandwidth if lanes > 1 else 0.0
@@ -94,8 +94,8 @@ class Wires:
         )
 
     def values(self, group: HostGroup, n_bytes: int, header: bool = True) -> Load:
-        """Return the load of a note or agreement: every rank's bytes to its lane on each host."""
-        if self.is_ring:  # the GPUs' clock does not count these
+        """Return the load of a note or agreement, sent by each rank to its lane on each host."""
+        if self.is_ring:  # the clock for GPUs does not count these
             return Load(0.0, 0.0, 0, 0.0, 0.0)
         return self._crossing(group, group.lanes * n_bytes, header=header)
 
@@ -105,7 +105,7 @@ class Wires:
 
 @dataclass
 class Operation:
-    """An operation in progress: its seconds of latency, and of its link if it has that to itself.
+    """An operation in progress: seconds of latency, and of its link if no other shares it.
 
     ``kind`` is what the engine posted for ``unit``, "" for notes; ``begin`` and ``end`` are the
     times when it began and ended.
@@ -124,7 +124,7 @@ class Operation:
 
 
 class Wait(NamedTuple):
-    """Seconds in which the rank only waits: for a gather, a reduction or an agreement."""
+    """Seconds for which the rank only waits: for a gather, a reduction or an agreement."""
 
     what: str
     begin: float
@@ -169,7 +169,7 @@ class Clock:
         self.waits: list[Wait] = []
 
     def play(self) -> None:
-        """Run the whole record."""
+        """Play the whole record."""
         handlers: dict[str, Callable[[int, int], None]] = {
             "epoch": self._epoch, "gather": self._gather, "gather_done": self._gather_done,
             "backward": self._backward, "reduce": self._reduce, "all_reduce": self._all_reduce,
@@ -187,8 +187,8 @@ class Clock:
     def _find_seconds(self) -> deque[int]:
         """Return, for each reduction, the bytes of the second stage that starts when it ends.
 
-        CPUs on several hosts start it then (csrc/engine/reduce.c), while the record has it where
-        the program must wait for it. 0: there is no second stage.
+        CPUs on several hosts start it then (csrc/engine/reduce.c), although in the record it
+        appears where the program must wait for it. 0 means that there is no second stage.
         """
         crosses = not self.wires.is_ring and self.replicas.hosts > 1
         found: list[int] = []
@@ -214,7 +214,7 @@ class Clock:
 
     def _gather(self, unit: int, n_bytes: int) -> None:
         if not self.wires.is_ring and unit in self.brought:
-            return  # the host has kept the rows of others
+            return  # the host has kept the other hosts' rows
         self.brought.add(unit)
         load = self.wires.load("gather", self.shards, n_bytes, 1)
         self.gathers[unit] = self._post("gather", load)
@@ -228,7 +228,7 @@ class Clock:
     def _reduce(self, unit: int, n_bytes: int) -> None:
         second = self.seconds.popleft()
         if self.n_shards == 1:
-            return  # only replicas: the second stage is all of it
+            return  # only replicas: there is only the second stage
         load = self.wires.load("reduce", self.shards, n_bytes, self.record.reduce_sizes[unit])
         first = self.sums[unit] = self._post("reduce", load)
         if second:
@@ -278,7 +278,7 @@ class Clock:
             self.waits.append(Wait(what, begin, self.now))
 
     def _move(self, until: float, awaited: Operation | None) -> None:
-        """Advance operations to a time, or until one of them ends."""
+        """Advance all operations to a given time, or until one of them ends."""
         while self.now < until and not (awaited and awaited.done):
             heads = [q for q in self.streams.values() if q and (not q[0].after or q[0].after.done)]
             if not heads:

@@ -1,4 +1,4 @@
-"""Estimate memory, traffic, time and cost of training from a few numbers."""
+"""Estimate the memory, traffic, time and cost of training from a few numbers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Estimate:
     """Bytes per rank and per step, without activations.
 
     ``parts`` follows the arithmetic of the ZeRO paper: parameters and gradients in the compute
-    dtype and fp32 states, each whole or divided by the world size; ``published`` is their sum.
-    ``mixed`` is what most publications count for mixed precision: fp32 gradients, and fp32 masters
-    sharded like the states. ``held`` is the memory of this engine: the wire, masters, fp32
+    dtype and fp32 states, each either whole or divided by the world size; ``published`` is their
+    sum. ``mixed`` is the usual count in publications for mixed precision: fp32 gradients, and fp32
+    masters sharded like the states. ``held`` is this engine's memory: the wire, masters, fp32
     gradients and states, and reduce buffers. On CPUs the wire is one copy per host, counted in full
-    here. On a GPU it is the rank's own slices and the units that are whole at the same time.
-    ``sent`` is the bytes that a rank sends over links per step; ranks on one host gather without
-    copies.
+    here. On a GPU it is the rank's own slices and the units that are unsharded at the same time.
+    ``sent`` is the bytes that a rank sends over links per step; ranks on the same host gather
+    without copies.
     """
 
     strategy: str
@@ -44,7 +44,7 @@ class Estimate:
         return sum(self.held.values())
 
     def seconds(self, bandwidth: float) -> float:
-        """Return how long a rank sends per step at this many bytes per second, without overlap."""
+        """Return the seconds per step that a rank sends at this bandwidth, without overlap."""
         if not bandwidth > 0:
             raise ValueError(f"bandwidth must be above 0 bytes a second, got {bandwidth}")
         return self.sent / bandwidth
@@ -60,7 +60,7 @@ class Estimate:
         )
 
     def _repr_html_(self) -> str:
-        """Return a picture of the memory for notebooks."""
+        """Return a picture of the memory, shown by notebooks."""
         beside = [("published", int(self.published)), ("sent a step", int(self.sent))]
         held = [(name, int(n)) for name, n in self.held.items()]
         return memory_picture.picture(f"{self.strategy}: held by a rank", held, beside)
@@ -76,24 +76,24 @@ def estimate(
     units: int = 32,
     device: str | None = None,
 ) -> Estimate:
-    """Estimate a model's memory per rank and its traffic from its number of parameters.
+    """Estimate a model's memory and traffic per rank from its number of parameters.
 
     Parameters
     ----------
     params : float
         Number of parameters, such as 7e9.
     world : int
-        Number of ranks that share them (one shard group).
+        Number of ranks that shard them (one shard group).
     strategy : ShardingStrategy or str, default FULL_SHARD
     dtype : dtype, default float32
         Dtype of compute and communication.
     states : int, default 2
-        fp32 states of the optimizer for each parameter (Adam: 2).
+        Number of fp32 optimizer states per parameter (Adam: 2).
     units : int, default 32
-        Number of equal units that the model is sharded into. It determines the size of reduce
-        buffers and, on a GPU, how much is whole at the same time.
+        Number of equal units that the model is split into. It determines the size of reduce
+        buffers and, on a GPU, how much is unsharded at the same time.
     device : {"cpu", "cuda"}, optional
-        The ranks' device, by default this process's. This machine need not have a GPU.
+        The ranks' device; by default this process's. This machine does not need a GPU.
 
     Examples
     --------
@@ -110,9 +110,9 @@ def estimate(
 
     Notes
     -----
-    fsdpc always keeps masters, states and gradient shards in fp32, so a run does not reach the 84
-    and 10.5 GB of the bf16 lines. Without sharding it needs ``mixed`` and reduce buffers; sharded
-    over CPUs, one whole wire per host and a share of the rest.
+    fsdpc always keeps masters, states and gradient shards in fp32, so a run does not get down to
+    the 84 and 10.5 GB of the bf16 lines. Without sharding it needs ``mixed`` and reduce buffers;
+    sharded over CPUs, it needs one whole wire per host and a share of everything else.
 
     Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
     Models". Sent: 3 P b (N-1)/N for FULL_SHARD (two all-gathers, one reduce-scatter), otherwise 2.
@@ -151,16 +151,17 @@ def estimate(
 def estimate_activations(
     *, batch: int, seq: int, dim: int, layers: int, heads: int | None = None, dtype: Any = None
 ) -> float:
-    """Estimate the bytes that forward keeps for backward on a rank, without recomputation.
+    """Estimate the bytes per rank that forward keeps for backward, without recomputation.
 
     Parameters
     ----------
     batch, seq, dim, layers : int
         Sequences per rank, tokens per sequence, hidden width, blocks.
     heads : int, optional
-        With heads, the formula of Korthikanti et al. 2022 for GPT blocks, including attention
-        matrices: layers x batch x seq x dim x (34 + 5 heads seq / dim) bytes at 2 bytes per
-        element. Without, a rule of thumb: ten tensors of (batch, seq, dim) per block.
+        If given, the formula is that of Korthikanti et al. 2022 for GPT blocks, with
+        attention matrices: layers x batch x seq x dim x (34 + 5 heads seq / dim) bytes at 2
+        bytes per element. Otherwise it is a rule of thumb: ten tensors of (batch, seq, dim)
+        per block.
     dtype : dtype, default bfloat16
 
     Examples
@@ -176,8 +177,9 @@ def estimate_activations(
 
     Notes
     -----
-    fsdpc keeps no attention matrices. For a model that exists, :func:`fsdpc.memory_plan` with a
-    ``batch_shape`` returns the exact bytes, including its logits.
+    fsdpc keeps no attention matrices. For an existing model, :func:`fsdpc.memory_plan` with a
+    ``batch_shape`` returns the exact number of bytes, including logits.
+
     Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformers".
     """
     _check_counts(batch=batch, seq=seq, dim=dim, layers=layers, heads=heads or 1)
@@ -188,7 +190,7 @@ def estimate_activations(
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TrainingCost:
-    """Duration and cost of a run: ``hours`` on the clock, ``rank_hours``, ``cost``.
+    """Duration and cost of a run: wall-clock ``hours``, ``rank_hours`` and ``cost``.
 
     Examples
     --------
@@ -222,19 +224,19 @@ class TrainingCost:
 def training_cost(
     *, tokens: float, flops_per_token: float, ranks: int, flops: float, price: float = 0.0
 ) -> TrainingCost:
-    """Estimate the time and cost of training on a number of tokens.
+    """Estimate the time and cost of training on a given number of tokens.
 
     Parameters
     ----------
     tokens : float
         Number of tokens in the whole run.
     flops_per_token : float
-        As counted by :func:`fsdpc.flops_per_token`.
+        FLOPs as counted by :func:`fsdpc.flops_per_token`.
     ranks : int
     flops : float
-        FLOP/s that a rank reaches: peak x MFU by the same formula.
+        FLOP/s achieved per rank: peak x MFU, by the same formula.
     price : float, default 0
-        Price of a rank per hour, in any currency.
+        Price per rank-hour, in any currency.
 
     Examples
     --------

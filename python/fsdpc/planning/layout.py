@@ -1,7 +1,7 @@
-"""Which rows of which parameter each rank owns, for any model and any number of ranks.
+"""The parameter rows that each rank owns, for any model and number of ranks.
 
-The numbers are the engine's: for every rank, a unit of the same shapes is created on a device that
-computes and stores nothing, and its tables are read (csrc/engine/layout.h).
+The numbers come from the engine: for every rank, a unit with the same shapes is created on a
+device that computes and stores nothing, and its tables are read (csrc/engine/layout.h).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterLayout:
-    """A parameter of a unit, and which rank owns which part.
+    """A unit's parameter, and which rank owns which part.
 
-    ``dtype`` is that of masters. ``pieces`` are in order, without empty ones, and together make up
-    the parameter.
+    ``dtype`` is the masters' dtype. ``pieces`` are non-empty, in order, and together make up the
+    parameter.
     """
 
     name: str
@@ -49,12 +49,12 @@ class ParameterLayout:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole parameter."""
+        """Number of elements in the whole parameter."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole parameter."""
+        """Size of the whole parameter in bytes."""
         return self.numel * self.itemsize
 
     def rows(self, piece: Piece) -> str:
@@ -68,10 +68,10 @@ class ParameterLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitLayout:
-    """A unit: its parameters, and the bytes of it on each rank of a shard group.
+    """A unit: its parameters, and its bytes on each rank of a shard group.
 
     ``name`` is the dotted name of its module, "" for the model itself. ``shard`` is equal on all
-    ranks; ``padding`` lists for each rank the bytes that belong to no parameter.
+    ranks; ``padding`` lists, for each rank, the bytes that belong to no parameter.
     """
 
     name: str
@@ -82,15 +82,15 @@ class UnitLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its parameters, without padding."""
+        """Bytes of the unit's parameters, without padding."""
         return sum(p.nbytes for p in self.parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingLayout:
-    """The units of a model, outermost first, and what each rank owns of their parameters.
+    """A model's units, outermost first, and the part of their parameters that each rank owns.
 
-    ``mesh`` is (replicate, shard). A piece's ``rank`` counts within a shard group; world ranks
+    ``mesh`` is (replicate, shard). A piece's ``rank`` is the rank within a shard group; world ranks
     ``rank + k * shard`` hold the same rows. It prints as a table; in a notebook it shows a picture.
 
     Examples
@@ -112,16 +112,16 @@ class ShardingLayout:
 
     @property
     def shard(self) -> int:
-        """Bytes per rank, including padding; masters take the same."""
+        """Bytes per rank, including padding; masters need the same amount."""
         return sum(u.shard for u in self.units)
 
     @property
     def padding(self) -> int:
-        """Bytes of all ranks of a shard group that belong to no parameter."""
+        """Bytes, over all ranks of a shard group, that belong to no parameter."""
         return sum(sum(u.padding) for u in self.units)
 
     def owned(self, rank: int) -> Iterator[tuple[str, ParameterLayout, Piece]]:
-        """Yield (unit's name, parameter, piece) for everything that a world rank owns."""
+        """Yield (unit name, parameter, piece) for everything that a world rank owns."""
         for unit in self.units:
             for p in unit.parameters:
                 for piece in p.pieces:
@@ -160,13 +160,13 @@ def sharding_layout(
     strategy: ShardingStrategy | str | None = None,
     plan: WrapPolicy | dict[str, dict[str, Any]] | None = None,
 ) -> ShardingLayout:
-    """Return which rows of which parameter each rank owns, before anything is allocated.
+    """Return the parameter rows that each rank owns, without allocating anything.
 
     Parameters
     ----------
     model : Module
-        A native or torch model. If it is sharded, its units count. If it is not (deferred models
-        and torch's meta device included), ``plan`` says what would be a unit.
+        A native or torch model. If it is sharded, its own units are used. Otherwise (including
+        for deferred models and torch's meta device) ``plan`` specifies the units.
     mesh : DeviceMesh, (replicate, shard) or int, optional
         A mesh of any size; a number shards over that many ranks. By default the model's own mesh if
         it is sharded, otherwise this run's world.
@@ -174,7 +174,7 @@ def sharding_layout(
         NO_SHARD turns a number of ranks into replicas.
     plan
         As for ``fully_shard``, if the model is not sharded. Without a plan, each of the model's
-        ``blocks()`` is a unit, if it has that method.
+        ``blocks()`` is a unit if it has that method.
 
     Returns
     -------
@@ -190,8 +190,8 @@ def sharding_layout(
 
     Notes
     -----
-    Any rank may call it by itself. It takes about 10 microseconds for each rank and each parameter
-    of units that differ.
+    Any rank may call it independently. It takes about 10 microseconds per rank and per parameter
+    of each distinct unit.
 
     Examples
     --------
@@ -231,7 +231,7 @@ def sharding_layout(
 
 
 #: A unit's name, class, (name, dtype, shape) of each parameter, whether its layout is frozen, and
-#: indices of the parameters that stay whole.
+#: indices of the parameters that stay unsharded.
 _Unit = tuple[
     str, str, list[tuple[str, _core.dtype, tuple[int, ...]]], tuple[bool, ...], tuple[int, ...]
 ]
@@ -290,7 +290,7 @@ def _pieces(
     whole: tuple[int, ...],
     ranks: int,
 ) -> tuple[list[list[Piece]], int, tuple[int, ...]]:
-    """Return each parameter's pieces, the bytes of a shard, and each rank's padding in it."""
+    """Return each parameter's pieces, the shard size in bytes, and each rank's padding."""
     pieces: list[list[Piece]] = [[] for _ in specs]
     shard: list[int] = []
     padding: list[int] = []

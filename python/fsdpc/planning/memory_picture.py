@@ -1,6 +1,6 @@
-"""Memory by class as a picture for notebooks: one bar, and the numbers next to it.
+"""Memory by class, as a picture for notebooks: one bar, with the numbers next to it.
 
-The picture is SVG without scripts or styles. Text has the colour of the surrounding page, so it is
+The picture is SVG without scripts or styles. Text takes on the surrounding page's colour, so it is
 readable on light and dark pages.
 """
 
@@ -25,9 +25,9 @@ def picture(title: str, parts: Sequence[Part], beside: Sequence[Part] = ()) -> s
     title : str
         Title line.
     parts : sequence of (str, int)
-        Names of ``FILLS`` and bytes, which add up to the bar.
+        Names from ``FILLS`` and their bytes, which add up to the bar.
     beside : sequence of (str, int)
-        Memory outside the bar, listed only as numbers.
+        Memory not in the bar, listed only as numbers.
     """
     total = sum(n for _, n in parts)
     rows = [*parts, ("total", total), *beside]

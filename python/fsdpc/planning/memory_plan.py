@@ -1,4 +1,4 @@
-"""Compute how much memory a model will need on each rank, without building it."""
+"""Compute how much memory a model needs on each rank, without building it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from fsdpc.sharding.strategies import ShardingStrategy, as_strategy
 from fsdpc.sharding.wrap import WrapPolicy, by_name, units_by
 from fsdpc.tensors.device import DEVICES, check_device, get_default_device
 
-#: States that an optimizer keeps for each parameter by default (SGD: none without momentum).
+#: Number of states per parameter that an optimizer keeps by default (SGD: 0 without momentum).
 STATES = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0}
 
 
 class HostGroup(NamedTuple):
-    """The ranks of one operation: hosts, ranks on each host, and such groups per host."""
+    """The ranks in one operation: number of hosts, ranks per host, and such groups per host."""
 
     hosts: int
     lanes: int
@@ -38,7 +38,7 @@ class HostGroup(NamedTuple):
 
 
 def groups_on_hosts(mesh: tuple[int, int], hosts: int, lanes: int) -> tuple[HostGroup, HostGroup]:
-    """Return the shard group and the replicas on hosts with ``lanes`` ranks each."""
+    """Return the shard group and the replicas, on hosts with ``lanes`` ranks each."""
     shard = mesh[1]
     if shard <= lanes and lanes % shard == 0:
         return HostGroup(1, shard, lanes // shard), HostGroup(hosts, lanes // shard, shard)
@@ -52,17 +52,17 @@ def groups_on_hosts(mesh: tuple[int, int], hosts: int, lanes: int) -> tuple[Host
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class MemoryPlan:
-    """Bytes that the engine will hold on a rank, by the categories of :func:`memory_stats`.
+    """Bytes that the engine will use on a rank, by the categories of :func:`memory_stats`.
 
     ``wire`` is the gathered parameters in the compute dtype. On CPUs it is one copy per host,
     shared by the ranks of a shard group; all other categories are per rank. On ``device`` "cuda"
     the wire is per rank too: the rank's slices of all units, plus memory for the units that are
-    whole at the same time. On CPUs of several ``hosts``, ``reduce`` includes memory for sums in
-    transit between them; in deterministic mode over NCCL, memory for what peers send to a sum.
-    ``staging`` is memory for transfers to and from a disk. ``file`` is on the disk and ``pinned``
-    in host memory next to a GPU; neither counts in the total. ``activation`` is the peak of forward
-    and backward, if a batch was given. ``units`` says which modules counted as units. The plan
-    prints as a table; in a notebook it shows a picture.
+    unsharded at the same time. On CPUs on several ``hosts``, ``reduce`` includes memory for sums in
+    transit between hosts; in deterministic mode over NCCL, it includes memory for the peers'
+    contributions to a sum. ``staging`` is memory for transfers to and from a disk. ``file`` is on
+    the disk and ``pinned`` in host memory next to a GPU; neither counts in the total.
+    ``activation`` is the peak of forward and backward, if a batch was given. ``units`` lists the
+    modules that are units. The plan prints as a table; in a notebook it shows a picture.
 
     Examples
     --------
@@ -92,7 +92,7 @@ class MemoryPlan:
     _buffers: tuple[_Buffer, ...] = field(default=(), compare=False, repr=False)
 
     def for_device(self, device: str) -> MemoryPlan:
-        """Return the plan for ranks on device "cpu" or "cuda", which this machine need not have.
+        """Return the plan for ranks on device "cpu" or "cuda", even if this machine has no GPU.
 
         If this machine has no GPU, the plan assumes one that maps memory in pieces of 2 MiB, as
         NVIDIA's do, and uses NCCL.
@@ -119,7 +119,7 @@ class MemoryPlan:
         return replace(self, device=device, **held)
 
     def for_hosts(self, hosts: int) -> MemoryPlan:
-        """Return the plan of the same ranks spread evenly over this many hosts.
+        """Return the plan for the same ranks, spread evenly over this many hosts.
 
         Raises
         ------
@@ -139,7 +139,7 @@ class MemoryPlan:
         return replace(self, hosts=hosts).for_device(self.device)
 
     def for_micro_steps(self, n: int) -> MemoryPlan:
-        """Return the plan of deterministic mode with n micro-steps per step, and its sums.
+        """Return the plan for deterministic mode with n micro-steps per step, including its sums.
 
         A step that reads gradients between its micro-steps may keep one more sum.
         """
@@ -148,7 +148,7 @@ class MemoryPlan:
     def _more_sums(self, device: str) -> int:
         """Return how many sums deterministic mode keeps in addition to the gradient shard."""
         replicate, shard = self._mesh
-        ranks = shard if replicate == 1 else replicate  # of the reduction that leaves the sums
+        ranks = shard if replicate == 1 else replicate  # of the reduction that produces the sums
         splits = self.hosts == 1 or device == "cuda"  # see can_split in csrc/engine/micro.c
         if not splits or (replicate > 1 and shard & (shard - 1)):
             ranks = 1
@@ -156,7 +156,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """The sum of all categories, on the rank that the wire is counted on."""
+        """The sum of all categories, on the rank for which the wire is counted."""
         engine = self.wire + self.master + self.grad + self.state + self.reduce + self.staging
         return engine + (self.activation or 0)
 
@@ -186,7 +186,7 @@ class MemoryPlan:
         return "\n".join([*lines, self._described()])
 
     def _repr_html_(self) -> str:
-        """Return a picture for notebooks."""
+        """Return a picture, shown by notebooks."""
         title = f"memory of a rank, {self._described()}"
         return memory_picture.picture(title, self._parts(), self._beside())
 
@@ -201,14 +201,14 @@ class _UnitShape:
     offload: dict[str, _core.Offload | None]  # by device
 
     def sums(self, stage: str) -> list[_core.dtype]:
-        """Return the dtypes that a reduction, or a partial, sums: one per flat group."""
+        """Return the dtypes in which a reduction, or a partial, is summed: one per flat group."""
         groups = dict.fromkeys(dtype for dtype, _, frozen in self.specs if not frozen)
         if stage == "reduce":
             return [self.reduce_dtype or self.param_dtype or dtype for dtype in groups]
         return [d if d == _core.float64 else _core.float32 for d in groups]
 
     def is_filled_in_place(self, device: str) -> bool:
-        """Whether a single rank writes gradients directly into their final place."""
+        """Whether a single rank writes gradients directly to their final location."""
         offload = self.offload[device]
         sums = self.sums("reduce")
         return (
@@ -220,9 +220,9 @@ class _UnitShape:
 
 
 def _most_sums(ranks: int, n: int) -> int:
-    """Return how many sums n micro-steps keep at a time, see csrc/engine/micro.h.
+    """Return how many sums n micro-steps keep at a time (see csrc/engine/micro.h).
 
-    A run ends at some number of summed leaves; each set bit of that number is a sum that is kept.
+    A run ends after some number of summed leaves; each set bit of that number is a kept sum.
     """
     ranks = 1 if ranks & (ranks - 1) == 0 else ranks
     most, leaves = 1, 0
@@ -239,7 +239,7 @@ class _Buffer(NamedTuple):
 
     stage: str
     bytes: int
-    dtypes: tuple[tuple[_core.dtype, ...], ...]  # per flat group, those of all units
+    dtypes: tuple[tuple[_core.dtype, ...], ...]  # per flat group, from all units
 
 
 def memory_plan(
@@ -254,48 +254,48 @@ def memory_plan(
     offload_policy: OffloadPolicy | None = None,
     state_dtype: Any = None,
 ) -> MemoryPlan:
-    """Compute what the engine will hold on each rank while a model trains.
+    """Compute the memory that the engine will use on each rank while a model trains.
 
     Parameters
     ----------
     model : Module
-        If it is sharded, its own units and policies count. If it is not (deferred models included),
-        ``plan`` and ``mp_policy`` are what :func:`fully_shard` would get.
+        If it is sharded, its own units and policies are used. Otherwise (including for deferred
+        models), pass the ``plan`` and ``mp_policy`` that :func:`fully_shard` would get.
     mesh : DeviceMesh, (replicate, shard) or int, optional
         A mesh of any size; a number shards over that many ranks. By default the model's own mesh if
         it is sharded, otherwise this run's world.
     batch_shape : sequence of int, optional
         Shape of one rank's input: token ids (batch, tokens) for the models of :mod:`fsdpc.models`,
-        otherwise floats. Forward and backward then run on this rank only, on a device that computes
-        nothing; the model's attributes are restored afterwards.
+        otherwise floats. If given, forward and backward run on this rank only, on a device that
+        computes nothing; the model's attributes are restored afterwards.
     strategy : ShardingStrategy or str, optional
         NO_SHARD turns a number of ranks into replicas; SHARD_OPTIM keeps full gradients.
     plan, mp_policy
         As in :func:`fully_shard`, for a model that is not sharded. Without a plan, each of the
-        model's ``blocks()`` is a unit, if it has that method.
+        model's ``blocks()`` is a unit if it has that method.
     optimizer : str or int, default "adamw"
-        The optimizer's name, or how many states it keeps for each parameter.
+        The optimizer's name, or the number of states that it keeps per parameter.
     offload_policy : OffloadPolicy, optional
-        As :func:`fully_shard` takes it, for a model that is not sharded.
+        As in :func:`fully_shard`, for a model that is not sharded.
     state_dtype : dtype, default float32
-        As the optimizer takes it.
+        Dtype of the optimizer's states.
 
     Returns
     -------
     MemoryPlan
-        Equal to the run's own peaks, category by category, once the schedule is recorded and as
-        long as no unit keeps gradients over several backwards (``no_sync``). A single rank may need
-        more if gradients are accumulated or divided, or if a forward uses a unit twice. Masters of
-        frozen parameters have their own memory until the first forward. The plan is for this
-        process's device and, if it has as many ranks as this run, for the run's hosts. For others,
-        use :meth:`MemoryPlan.for_device` and :meth:`MemoryPlan.for_hosts`.
+        Equal to the run's own peaks, category by category, after the schedule is recorded and if no
+        unit keeps gradients over several backwards (``no_sync``). A single rank may need more if
+        gradients are accumulated or divided, or if a forward uses a unit twice. Masters of frozen
+        parameters have their own memory until the first forward. The plan is for this process's
+        device and, if its number of ranks equals this run's, for the run's hosts. For others, use
+        :meth:`MemoryPlan.for_device` and :meth:`MemoryPlan.for_hosts`.
 
     Raises
     ------
     RuntimeError
         The model's forward keeps tensors that planning cannot restore.
     ValueError
-        The mesh, the strategy or the batch does not fit.
+        The mesh, the strategy or the batch is invalid.
 
     Examples
     --------
@@ -355,8 +355,8 @@ def memory_plan(
     buffers = {
         name: _buffers(units, plans, keeps, two_stages, name if alone else None) for name in DEVICES
     }
-    first = shard if shard > 1 else replicate  # ranks that a sum brings contributions of
-    # In deterministic mode over NCCL, peers send what a rank sums.
+    first = shard if shard > 1 else replicate  # ranks that contribute to a sum
+    # In deterministic mode over NCCL, a rank receives its peers' contributions before it sums them.
     received = (first - 1) * max((one["contribution"] for one in plans), default=0)
     if two_stages:
         received += (replicate - 1) * max(one["partial_contribution"] for one in plans)
@@ -388,7 +388,7 @@ def memory_plan(
 def _shard_bytes(
     plans: list[dict[str, int]], units: list[_UnitShape], n_states: int, device: str
 ) -> dict[str, int]:
-    """Return the bytes of a rank's shards by category; offloaded ones count as file or pinned."""
+    """Return a rank's shard bytes by category; offloaded shards count as file or pinned."""
     found = dict.fromkeys(("master", "grad", "state", "file", "pinned", "staging"), 0)
     ring = {"file": 0, "pinned": 0}
     for one, unit in zip(plans, units):
@@ -429,7 +429,7 @@ def _buffers(
 
 
 def _room_bytes(buffers: tuple[_Buffer, ...], mesh: tuple[int, int], hosts: int) -> int:
-    """Return the bytes of sums in transit between hosts, in addition to the buffers."""
+    """Return the bytes needed, besides the buffers, for sums in transit between hosts."""
     if hosts == 1:
         return 0
     shards, replicas = groups_on_hosts(mesh, hosts, math.prod(mesh) // hosts)
@@ -482,7 +482,7 @@ def _sharded_units(model: Any) -> list[_UnitShape]:
 
 
 def _sharded_offload(offload: _core.Offload | None) -> dict[str, _core.Offload | None]:
-    """Return the offload of a sharded unit by device: on a CPU, "host" is the same as "device"."""
+    """Return a sharded unit's offload by device; on a CPU, "host" is the same as "device"."""
     on_host = offload is not None and offload[0] == "host"
     return {name: None if on_host and name == "cpu" else offload for name in DEVICES}
 
@@ -527,7 +527,7 @@ def _planned_units(
 def _activation_bytes(
     model: Any, shape: tuple[int, ...], policy: MixedPrecisionPolicy | None
 ) -> int:
-    """Return the peak of activations in forward and backward, from a dry run."""
+    """Return the peak activation bytes of forward and backward, from a dry run."""
     words = hasattr(getattr(model, "config", None), "vocab_size")
     params = list(model.parameters())
     dtypes = [_compute_dtype(p, policy) for p in params]
@@ -562,5 +562,5 @@ def check_left(model: Any, left: int) -> None:
 
 def _compute_dtype(p: Any, policy: MixedPrecisionPolicy | None) -> _core.dtype:
     if p._unit is not None or policy is None or policy.param_dtype is None:
-        return p.dtype  # a sharded parameter has the dtype of its full
+        return p.dtype  # a sharded parameter has its full parameter's dtype
     return policy.param_dtype

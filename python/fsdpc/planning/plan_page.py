@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def summary(plans: Plans, rows: int) -> str:
-    """Return a table of the first choices, and the fastest step over time, if any fits."""
+    """Return a table of the first choices and, if any fits, the fastest step's timeline."""
     parts = [f"<p>{escape(plans.title)}</p>", _table(plans, rows)]
     best = plans.choices[0]
     if best.simulation is not None:
@@ -28,7 +28,7 @@ def page_of(plans: Plans, model: Any, plan: Any, rows: int) -> str:
     ----------
     plans : Plans
     model, plan : Any
-        The model, and which of its modules are units.
+        The model, and the specification of its units.
     rows : int
         Number of choices in the table.
     """

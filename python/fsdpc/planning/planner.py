@@ -1,7 +1,7 @@
 """Recommend the strategy, mesh, recomputation, offload and micro-batch for a training run.
 
-Every choice is planned to the byte, and every choice that fits is simulated on the engine's own
-schedule. This module has no separate model of memory or time. All choices train on the same
+Every choice is planned to the byte, and those that fit are simulated on the engine's own
+schedule. This module has no memory or time model of its own. All choices train on the same
 batch, so the fastest step is the best.
 """
 
@@ -33,10 +33,10 @@ from fsdpc.tensors.device import check_device, get_default_device
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plans:
-    """All choices: those that fit, fastest first, then the others by memory; prints as a table.
+    """All choices: fitting ones, fastest first, then the others by memory; prints as a table.
 
-    ``tokens`` is the number of tokens of all ranks per step, ``limit`` the memory limit per rank in
-    bytes. In a notebook it shows a table and a picture of the fastest step.
+    ``tokens`` is the number of tokens per step over all ranks, ``limit`` the memory limit per rank
+    in bytes. In a notebook it shows a table and a picture of the fastest step.
 
     Examples
     --------
@@ -61,7 +61,7 @@ class Plans:
         path : path
             Path of the HTML file.
         rows : int, default 10
-            Number of choices in its table.
+            Number of choices in the page's table.
 
         Raises
         ------
@@ -82,7 +82,7 @@ class Plans:
         Raises
         ------
         ValueError
-            No choice fits; the message says how much memory the smallest needs.
+            No choice fits; the message states how much memory the smallest one needs.
         """
         first = self.choices[0]
         if not first.fits:
@@ -93,10 +93,10 @@ class Plans:
         return first
 
     def advise(self) -> Advice:
-        """Look for changes by which it fits, if it does not or only just; printing shows them.
+        """Look for changes that make the model fit, if it does not or only barely does.
 
-        They are bf16 states of the optimizer, offload, gradients too, shorter sequences and LoRA,
-        and pairs of these if one is not enough.
+        Changes include bf16 optimizer states, offload (gradients too), shorter sequences and
+        LoRA, and combinations if one is not enough. Printing the result lists them.
         """
         return advise(self)
 
@@ -125,20 +125,20 @@ class Plans:
 def plan(
     model: Any, *, memory: float, ranks: int, bandwidth: float, flops: float, **options: Any
 ) -> Plans:
-    """Try ways to train a model on a cluster that you need not have, and rank them.
+    """Try ways to train a model on any cluster, real or planned, and rank them.
 
     Parameters
     ----------
     model : Module, ModelConfig, or a LLaMA-like model or configuration of transformers
-        Not sharded; may be deferred, so of any size. It is not changed.
+        An unsharded model; it may be deferred, so any size is possible. It is not changed.
     memory : float
-        Memory limit per rank in bytes: of its GPU, or its share of the host's memory.
+        Memory limit per rank in bytes: its GPU's memory, or its share of the host's.
     ranks : int
     bandwidth : float
         Bytes per second that a host sends to other hosts. On one host without ``local_bandwidth``,
         bytes per second that a rank sends within the host.
     flops : float
-        Floating point operations per second that a rank reaches in matrix products.
+        Floating point operations per second that a rank achieves in matrix products.
     **options
         Fields of :class:`PlanOptions` and :class:`SimulateOptions`, and ``latency`` in seconds.
 
@@ -151,14 +151,14 @@ def plan(
     TypeError
         Unknown option.
     ValueError
-        A number is not possible for a cluster, or the model is sharded or not supported.
+        A cluster parameter is out of range, or the model is sharded or unsupported.
 
     Notes
     -----
-    It tries the strategies, hybrid ones with all meshes that fit hosts; recomputation of no, half
-    of the and all blocks; micro-batches by factors of two; and a disk for the optimizer, unless an
-    ``offload_policy`` is given. :meth:`Plans.advise` goes on where nothing fits. What fits
-    by :func:`fsdpc.memory_plan` is played by :func:`fsdpc.simulate`, whose limits are its own.
+    It tries all strategies, hybrid ones with every mesh that fits the hosts; recomputation of
+    none, half or all of the blocks; micro-batches by factors of two; and the optimizer on a disk,
+    unless ``offload_policy`` is given. If nothing fits, try :meth:`Plans.advise`. Choices that fit
+    by :func:`fsdpc.memory_plan` are played by :func:`fsdpc.simulate`, with its limitations.
 
     Examples
     --------
@@ -227,7 +227,7 @@ def _case(
     return Case(model, memory, ranks // per_host, per_host, device, o, given, wires)
 
 
-#: Options of a simulation that are a choice's.
+#: Simulation options that belong to a choice.
 _CHOSEN = {"strategy", "mesh", "accumulate", "reshard_after_forward"}
 
 
@@ -275,7 +275,7 @@ def _offloads(case: Case) -> list[OffloadPolicy | None]:
 
 
 def _rank(c: Choice) -> tuple[bool, float, float]:
-    """Return the sort key; steps that are equal to four digits are ordered by memory."""
+    """Return the sort key; steps equal to four significant digits are ordered by memory."""
     step = c.simulation.step if c.simulation is not None else 0.0
     return not c.fits, float(f"{step:.4g}"), c.memory
 

@@ -1,9 +1,9 @@
-"""Record a step of the engine in a world of any size, on a device that computes nothing.
+"""Record a step of the engine for any world size, on a device that computes nothing.
 
 Only kernels and peers are replaced; units, epochs, prefetches, reductions and the optimizer's step
-are the engine's own. Peers are simulated, and memory is counted but never touched. The trace has
-the order in which operations were posted, where the program had to wait for them, and how many
-floating point operations came before.
+are the engine's own. Peers are simulated, and memory is counted but never touched. The trace
+records the order in which operations were posted, where the program had to wait for them, and the
+number of preceding floating point operations.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ OPTIMIZERS: dict[str, Any] = {
     "adamw": optim.AdamW, "adam": optim.Adam, "lion": optim.Lion, "sgd": optim.SGD,
 }  # fmt: skip
 
-_STEPS = 3  # the first records; the second is the first to follow the record
+_STEPS = 3  # the first records; the second is the first to replay the record
 
 
 class Event(NamedTuple):
-    """An act of the engine on a unit (a kind of csrc/base/trace.h), after this many operations."""
+    """An engine event on a unit (a kind from csrc/base/trace.h), after this many operations."""
 
     kind: str
     unit: int
@@ -42,7 +42,7 @@ class Event(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Bytes of activations before event ``at`` of a step, and the peak since the last sample."""
+    """Activation bytes before event ``at`` of a step, and the peak since the previous sample."""
 
     at: int
     now: int
@@ -56,13 +56,13 @@ class Played:
     events: tuple[Event, ...]
     samples: tuple[Sample, ...]
     units: tuple[str, ...]
-    reduce_sizes: tuple[int, ...]  # element size in the reductions of each unit
+    reduce_sizes: tuple[int, ...]  # element size in each unit's reductions
     n_params: int
     memory: dict[str, int]
 
     @property
     def flops(self) -> int:
-        """Floating point operations of the step."""
+        """Floating point operations in the step."""
         return self.events[-1].flops - self.events[0].flops
 
 
@@ -76,22 +76,22 @@ def play_step(
     accumulate: int,
     orders: bool,
 ) -> Played:
-    """Record a step of rank 0 without other ranks, and restore the model.
+    """Record a step on rank 0 without other ranks, then restore the model.
 
     Parameters
     ----------
     model : Module
-        Not sharded; its parameters may be deferred.
+        An unsharded model; its parameters may be deferred.
     shape : tuple of int
-        Shape of a rank's batch, as for :func:`fsdpc.memory_plan`.
+        Per-rank batch shape, as for :func:`fsdpc.memory_plan`.
     mesh : (replicate, shard)
     options : dict
-        Further options of :func:`fully_shard`.
+        Additional :func:`fully_shard` options.
     optimizer : str
     accumulate : int
-        Micro-steps of the step.
+        Micro-steps in the step.
     orders : bool
-        Whether operations order streams, as on GPUs, or the host waits for them.
+        Whether operations are ordered by streams, as on GPUs; otherwise the host waits for them.
     """
 
     def steps() -> Played:

@@ -1,4 +1,4 @@
-"""The recorded schedule of a model, as data."""
+"""A model's recorded schedule, as data."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from fsdpc.sharding.rules import units_of
 
 
 class Use(NamedTuple):
-    """A unit computes: its name, and the phase, "forward" or "backward"."""
+    """A unit's computation: its name and the phase, "forward" or "backward"."""
 
     unit: str
     phase: str
 
 
 class Act(NamedTuple):
-    """An act of the engine on a unit: the unit's name, the act, and the phase that it is for.
+    """An engine's act on a unit: the unit's name, the act, and the phase it belongs to.
 
     ``what`` is "gather" (posted), "forward" or "backward" (the unit computes), "reshard", "reduce"
     (posted: a reduce-scatter over the shard group) or "all_reduce" (posted: over replicas).
@@ -30,14 +30,15 @@ class Act(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Schedule:
-    """The order of units in a step, how far ahead they are gathered, and the engine's acts.
+    """The order of units in a step, their prefetch distance, and the engine's acts.
 
-    ``prefetch`` counts uses. ``acts`` are the engine's acts in the last whole step, in order: one
-    forward with gradients and its backwards, up to the next forward. A shard group with one rank
-    gathers, reshards and reduces nothing; with replicas it has only "all_reduce".
+    ``prefetch`` counts uses. ``acts`` are the engine's acts in the last complete step, in order:
+    one forward with gradients and its backwards, up to the next forward. With one rank per shard
+    group nothing is gathered, resharded or reduced; if there are replicas, the only act is
+    "all_reduce".
 
-    Two schedules are equal if order, distance, and the acts of each unit in each phase are. The
-    time when a gather or a sum begins relative to other units does not count: it depends on the
+    Two schedules are equal if the order, the distance, and each unit's acts in each phase are
+    equal. When a gather or a sum begins relative to other units is ignored: it depends on the
     distance and on when the ranks arrive. ``diff`` describes the first difference. A schedule
     prints as a list; in a notebook it shows a picture.
 
@@ -58,7 +59,7 @@ class Schedule:
     acts: tuple[Act, ...] = ()
 
     def of(self, use: Use) -> tuple[str, ...]:
-        """Return the engine's acts on a unit in a phase, in order."""
+        """Return the engine's acts on a unit in one phase, in order."""
         return tuple(a.what for a in self.acts if (a.unit, a.phase) == use)
 
     def __eq__(self, other: object) -> bool:
@@ -72,7 +73,7 @@ class Schedule:
         return self.uses[index + 1 : index + 1 + self.prefetch]
 
     def diff(self, other: Schedule) -> str:
-        """Describe the first difference from another schedule; empty if they are equal."""
+        """Describe the first difference from another schedule; return "" if they are equal."""
         if self.prefetch != other.prefetch:
             return f"prefetch {self.prefetch} and {other.prefetch}"
         for i in range(max(len(self.uses), len(other.uses))):
@@ -114,7 +115,7 @@ def _show(use: Use | None) -> str:
 
 
 def schedule(model: Any) -> Schedule | None:
-    """Return the recorded schedule of a model's last whole step, which the engine replays.
+    """Return the schedule recorded in a model's last complete step, which the engine replays.
 
     Parameters
     ----------
@@ -124,8 +125,8 @@ def schedule(model: Any) -> Schedule | None:
     Returns
     -------
     Schedule or None
-        None until a step with gradients has completed its backward, and while the engine records a
-        step anew because it took another branch.
+        None until a step with gradients has completed its backward, and while the engine
+        re-records a step that took a different branch.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The picture of a recorded schedule: a line per unit, and the engine's acts in order."""
+"""The picture of a recorded schedule: one line per unit, with the engine's acts in order."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from fsdpc.planning.schedule import Schedule
 
 LEFT, RIGHT, ROW = 200, WIDTH - 16, 18
-ENDS = 20  # units drawn at each end if there are more than twice as many
+ENDS = 20  # units drawn at each end if there are more than twice this number
 COLOURS = {"gather": 4, "forward": 0, "backward": 1, "reshard": 7, "reduce": 3, "all_reduce": 2}
 
 
 def picture(schedule: Schedule) -> str:
-    """Return an SVG image of the acts of a step, or of its uses if no acts are known."""
+    """Return an SVG image of a step's acts, or of its uses if no acts are known."""
     acts = [(a.unit, a.what, a.phase) for a in schedule.acts]
     acts = acts or [(use.unit, use.phase, use.phase) for use in schedule.uses]
     names = list(dict.fromkeys(unit for unit, _, _ in acts))

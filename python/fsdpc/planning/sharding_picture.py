@@ -1,7 +1,7 @@
-"""The picture of a sharding layout: a strip for each parameter, coloured by the ranks that own it.
+"""The picture of a sharding layout: one strip per parameter, coloured by owning rank.
 
-Large models stay readable: equal neighbours are drawn once. With many ranks, one piece of a strip
-represents several ranks, and its tooltip lists them.
+To keep large models readable, equal neighbours are drawn once. With many ranks, one piece of a
+strip represents several ranks, which its tooltip lists.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from fsdpc.display.svg import picture as svg
 if TYPE_CHECKING:
     from fsdpc.planning.layout import ParameterLayout, Piece, ShardingLayout, UnitLayout
 
-LABELS, STRIP, ROW = 300, 440, 19  # pixels: of names, of a strip, of a line
-PIECES, STRIPS = 4000, 400  # maximum of a picture
+LABELS, STRIP, ROW = 300, 440, 19  # in pixels: widths of names and of a strip, height of a line
+PIECES, STRIPS = 4000, 400  # maximum numbers in a picture
 INDENT = 14
 
 
 class Folded(NamedTuple):
-    """A unit drawn for all ``names``: neighbours with equal parameters and equal units inside."""
+    """A unit drawn once for all ``names``: neighbours with equal parameters and inner units."""
 
     unit: UnitLayout
     names: tuple[str, ...]
@@ -62,7 +62,7 @@ def picture(layout: ShardingLayout) -> str:
 
 
 def words(layout: ShardingLayout) -> str:
-    """Return a layout as text: a line per parameter, equal neighbours only once."""
+    """Return a layout as text: one line per parameter, equal neighbours only once."""
     lines = [_title(layout)]
     for each in _flat(_folded(layout.units)):
         unit, indent = each.unit, "  " * each.depth
@@ -82,7 +82,7 @@ def words(layout: ShardingLayout) -> str:
 
 
 def _folded(units: Sequence[UnitLayout], depth: int = 0) -> tuple[Folded, ...]:
-    """Build a tree of units from their names, and join equal neighbours."""
+    """Build a tree of units from their names, and merge equal neighbours."""
     found = []
     rest = list(units)
     while rest:
@@ -204,7 +204,7 @@ def _strip(
 
 
 def _told(layout: ShardingLayout, p: ParameterLayout, run: list[Piece]) -> str:
-    """Return the tooltip text for the pieces of one rank, or of neighbouring ranks."""
+    """Return the tooltip text for pieces that belong to one rank or to neighbouring ranks."""
     first, last = run[0].rank, run[-1].rank
     held = size(sum(piece.numel for piece in run) * p.itemsize)
     rows = p.rows(run[0]._replace(numel=sum(piece.numel for piece in run)))
@@ -219,7 +219,7 @@ def _told(layout: ShardingLayout, p: ParameterLayout, run: list[Piece]) -> str:
 def _padding(
     layout: ShardingLayout, unit: UnitLayout, depth: int, y: float, together: int
 ) -> list[str]:
-    """Return a strip of the unit's shards end to end, with the padding coloured."""
+    """Return a strip with the unit's shards end to end and the padding highlighted."""
     x, at = 16 + INDENT * (depth + 1), LABELS + 12
     total = sum(unit.padding)
     share = 100 * total / (unit.shard * layout.mesh[1])

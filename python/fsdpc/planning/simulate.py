@@ -1,8 +1,9 @@
-"""Simulate a step on hosts that you do not have: the engine's own schedule with times.
+"""Simulate a step on hosts that you do not have: the engine's own schedule, with times.
 
 The engine runs a step of rank 0 on a device that computes nothing (_played.py). The recorded
-schedule has the gathers and reductions, when each is posted, and where the program waits for it. A
-clock (_clock.py) assigns a duration to every computation and to every operation between ranks.
+schedule contains the gathers and reductions, when each is posted, and where the program waits for
+it. A clock (_clock.py) assigns a duration to every computation and to every operation between
+ranks.
 """
 
 from __future__ import annotations
@@ -37,35 +38,35 @@ class SimulateOptions:
     ----------
     strategy : ShardingStrategy or str, default FULL_SHARD
     mesh : (replicate, shard), optional
-        By default the strategy's own mesh; hybrid strategies shard within a host.
+        By default the strategy's usual mesh; hybrid strategies shard within a host.
     reshard_after_forward, plan, mp_policy : optional
         As in :func:`fsdpc.fully_shard`; by default each of the model's ``blocks()`` is a unit.
     optimizer : {"adamw", "adam", "lion", "sgd"}
     accumulate : int, default 1
-        Micro-steps per step; each one reduces gradients.
+        Micro-steps per step; each of them reduces gradients.
     device : {"cpu", "cuda"}, optional
         By default this process's device. Ranks on CPUs share one copy of the parameters per host,
-        and bytes cross between hosts once. Ranks on GPUs have their own copies, and NCCL uses a
-        ring of all ranks.
+        and each byte is sent between hosts once. Ranks on GPUs have their own copies, and NCCL
+        uses a ring of all ranks.
     local_bandwidth : float, default infinite
-        Bytes per second that a rank sends within its host; on a CPU, that it reads from other
+        Bytes per second that a rank sends within its host or, on CPUs, reads from other
         ranks.
     local_latency : float, default 0
         Seconds per hop within a host; only for GPUs.
     message : float, default 0
-        Seconds of a rank's time for each message to another host; only for CPUs.
+        Seconds that a rank spends on each message to another host; only for CPUs.
     memory_bandwidth : float, default infinite
-        Bytes a second of the optimizer's pass over masters, gradients and states.
+        Bytes per second in the optimizer's pass over masters, gradients and states.
     state_dtype : dtype, default float32
-        Of the optimizer's states.
+        Dtype of the optimizer's states.
     offload_policy : OffloadPolicy, optional
-        Which arrays are on a disk, as in :func:`fsdpc.fully_shard`; its folder is not used.
+        The arrays to keep on a disk, as in :func:`fsdpc.fully_shard`; the folder is not used.
     disk_bandwidth : float, default infinite
-        Bytes per second that a rank reads and writes in total, while all ranks use the disk. The
-        optimizer's pass takes as long as the slower of disk and memory.
+        Bytes per second that a rank reads and writes in total while all ranks use the disk. The
+        slower of disk and memory determines how long the optimizer's pass takes.
     core_bandwidth : float, default infinite
-        Bytes per second that a CPU rank's core sends to or receives from other hosts when it does
-        not compute: copies, and the kernel's protocols.
+        Bytes per second that a CPU rank's core, instead of computing, sends to or receives from
+        other hosts: the cost of copies and kernel protocols.
     overlap : bool, default True
         Whether communication overlaps computation.
 
@@ -109,16 +110,16 @@ class SimulateOptions:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Simulation:
-    """The result of :func:`simulate`: seconds, bytes, and memory of a rank.
+    """The result of :func:`simulate`: seconds, bytes, and memory per rank.
 
-    ``exposed`` is the seconds in which a rank waits and computes nothing: for gathers, for
-    reductions, and for other ranks to begin an epoch or to agree. ``sent_between`` and
-    ``sent_inside`` are the bytes that one host's ranks send to other hosts and to each other (on
-    CPUs: read from each other). ``messages`` counts one rank's messages to other hosts, or on GPUs
-    the steps of its rings. ``flops`` counts one rank's matrix products, including those that
-    activation checkpointing recomputes. ``memory`` is the plan of :func:`fsdpc.memory_plan`, whose
-    ``wire`` serves ``wire_ranks`` ranks of a host. ``padding`` is the memory beyond the parameters,
-    as a fraction of them.
+    ``exposed`` is the seconds that a rank waits without computing: for gathers, for reductions, and
+    for other ranks to begin an epoch or to agree. ``sent_between`` and ``sent_inside`` are the
+    bytes that one host's ranks send to other hosts and to each other (on CPUs: read from each
+    other). ``messages`` counts one rank's messages to other hosts or, on GPUs, its ring steps.
+    ``flops`` counts one rank's matrix products, including those that activation checkpointing
+    recomputes. ``memory`` is the :func:`fsdpc.memory_plan`, whose ``wire`` is shared by
+    ``wire_ranks`` ranks on a host. ``padding`` is the padding's memory as a fraction of the
+    parameters'.
 
     Examples
     --------
@@ -144,13 +145,13 @@ class Simulation:
     timeline: Timeline = field(repr=False)
 
     def beside(self, other: Simulation, limit: float | None = None) -> Comparison:
-        """Return a comparison of two steps on the same axes, with differences in time and bytes.
+        """Compare two steps on the same axes, with differences in time and bytes.
 
         Parameters
         ----------
         other : Simulation
         limit : float, optional
-            Bytes of a rank, drawn as a line.
+            Bytes per rank, drawn as a line.
 
         Raises
         ------
@@ -161,12 +162,12 @@ class Simulation:
         return Comparison(a=self, b=other, limit=limit)
 
     def _repr_html_(self) -> str:
-        """Return a picture of the step for notebooks."""
+        """Return a picture of the step, shown by notebooks."""
         return self.timeline._repr_html_()
 
     @property
     def exposed_total(self) -> float:
-        """The seconds in which a rank waits."""
+        """Total seconds that a rank waits without computing."""
         return sum(self.exposed.values())
 
     def __repr__(self) -> str:
@@ -210,23 +211,23 @@ def simulate(
     flops: float,
     **options: Any,
 ) -> Simulation:
-    """Simulate a training step on a cluster that you need not have.
+    """Simulate a training step on any cluster, real or planned.
 
     Parameters
     ----------
     model : Module
-        Not sharded; it may be deferred (:class:`fsdpc.deferred_init`), so of any size. It is not
-        changed.
+        An unsharded model; it may be deferred (:class:`fsdpc.deferred_init`), so any size is
+        possible. It is not changed.
     batch_shape : sequence of int, optional
         Shape of one rank's input: token ids (batch, tokens) for the models of :mod:`fsdpc.models`,
         otherwise floats. By default one sequence of the model's ``max_seq`` tokens.
     hosts, ranks_per_host : int
     bandwidth : float
-        Bytes per second that a host can send to other hosts while it receives as many.
+        Bytes per second that a host can send to other hosts while receiving at the same rate.
     latency : float
-        Seconds until the first byte of a message reaches another host.
+        Seconds until a message's first byte reaches another host.
     flops : float
-        Floating point operations per second that a rank reaches in the model's matrix products.
+        Floating point operations per second that a rank achieves in the model's matrix products.
     **options
         Fields of :class:`SimulateOptions`.
 
@@ -237,18 +238,18 @@ def simulate(
     Raises
     ------
     RuntimeError
-        The model's forward stores tensors outside the model.
+        The model's forward keeps tensors outside the model.
     TypeError
         Unknown option.
     ValueError
-        A number is not possible for a cluster, the mesh does not fit the ranks, or the model is
+        A cluster parameter is out of range, the mesh does not match the ranks, or the model is
         sharded.
 
     Notes
     -----
-    Any rank may call it by itself. Computation takes the time of its matrix products and attention
-    at ``flops``; that rate includes everything else. Operations that use a link at the same time
-    share it evenly.
+    Any rank may call it independently. Only matrix products and attention are counted as
+    computation; the rate ``flops`` must account for everything else. Operations that use a link at
+    the same time share it evenly.
 
     Examples
     --------
@@ -331,7 +332,7 @@ def simulate(
 
 
 def _disk_bytes(policy: OffloadPolicy | None, states: int) -> float:
-    """Read and written for an element of a shard by a step, without what the page cache moves."""
+    """Return the disk bytes per shard element and step, excluding page cache traffic."""
     each = {"masters": 8, "optimizer": states, "gradients": 8, "params": 0}
     return policy.fraction * sum(each[name] for name in policy.on_disk) if policy else 0.0
 
@@ -378,7 +379,7 @@ def _batch_shape(model: Any, shape: Sequence[int] | None) -> tuple[int, ...]:
 
 
 def _units(model: Any, o: SimulateOptions) -> tuple[WrapPolicy, str]:
-    """Return which modules are units; calls the policy only once, since it may count."""
+    """Return the modules that are units; calls the policy once per module, since it may count."""
     own = {} if o.reshard_after_forward is None else {
         "reshard_after_forward": o.reshard_after_forward
     }  # fmt: skip

@@ -1,10 +1,11 @@
-"""Save and restore the contents of Python objects: attributes, dicts, lists, sets, generators.
+"""Save and restore the contents of Python objects: attributes, dicts, lists, sets and generators.
 
-Planning runs a model's forward on memory that is never computed. Whatever modules keep from this
-forward must be gone afterwards, in any container, including remains in reference cycles.
+Planning runs a model's forward on memory that is never filled. Anything that modules keep from
+it must be removed afterwards, whatever container holds it, including garbage in reference
+cycles.
 
-A full collection of cycles would visit all objects of the process: half a second each time if torch
-and transformers are imported, and `plan` makes dozens. Automatic collection is therefore off
+A full garbage collection would visit all objects in the process: half a second each time if torch
+and transformers are imported, and `plan` would need dozens. Automatic collection is therefore off
 meanwhile: all new objects stay in the youngest generation, and only that one is collected.
 """
 
@@ -23,12 +24,11 @@ _LEAVES = (Tensor, type, ModuleType, FunctionType, MethodType, BuiltinFunctionTy
 
 
 class Snapshot:
-    """The state of everything reachable from an object, restored when the block ends.
+    """The state of everything reachable from an object; restores it when the block ends.
 
-    It keeps references, not copies: writes into an array in place remain. Tensors, arrays, classes,
-    functions and imported modules are not searched. Objects that the block made and dropped are
-    gone afterwards, including cycles.
-    dropped is gone afterwards, cycles too.
+    It keeps references, not copies: in-place writes to arrays are not undone. Tensors, arrays,
+    classes, functions and imported modules are not searched. Objects that the block created
+    and dropped are freed afterwards, including cycles.
     """
 
     def __init__(self, root: Any) -> None:
@@ -64,7 +64,7 @@ class Snapshot:
     def __exit__(self, *_: object) -> None:
         try:
             self._restore()
-            # A collection inside the block, by any code, moved its survivors to an older
+            # A garbage collection inside the block has moved its survivors to an older
             # generation.
             gc.collect(0 if _collections() == self._collected else 2)
         finally:
@@ -72,7 +72,7 @@ class Snapshot:
                 gc.enable()
 
     def _restore(self) -> None:
-        """Restore the old contents, in the same objects."""
+        """Restore the previous contents in the same objects."""
         for obj, held in self._held:
             if isinstance(obj, np.random.Generator):
                 obj.bit_generator.state = held

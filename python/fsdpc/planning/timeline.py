@@ -1,4 +1,4 @@
-"""A training step over time: computation, gathers, reductions, frees, and the memory in use.
+"""A training step over time: computation, gathers, reductions, frees, and memory in use.
 
 :func:`fsdpc.simulate` creates timelines from the engine's own schedule and memory plan.
 """
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from fsdpc.planning.memory_plan import MemoryPlan
     from fsdpc.planning.simulate import Simulation
 
-#: Classes of a plan that are constant during a step, from the bottom of the picture up.
+#: Memory classes that are constant during a step, from the bottom of the picture up.
 HELD = ("wire", "master", "grad", "state", "reduce", "staging")
 
 
 class Span(NamedTuple):
-    """An interval of a step: seconds from the step's beginning, and bytes if any are sent.
+    """An interval in a step: seconds from the step's beginning, and bytes if any are sent.
 
     ``lane`` is "compute" (``what``: forward, recompute, backward, optimizer), "wait" (gather,
     reduce, agree), "gather", "reduce" (reduce, all_reduce) or "free" (reshard; an instant).
@@ -38,7 +38,7 @@ class Span(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """The peak of activation bytes between two times of a step, in seconds."""
+    """The peak of activation bytes between two times in a step, in seconds."""
 
     begin: float
     end: float
@@ -46,7 +46,7 @@ class Activations(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """Bytes of gathered parameters in use from a time on, in seconds; a part of ``wire``."""
+    """Bytes of gathered parameters in use from a given time (seconds); a part of ``wire``."""
 
     begin: float
     bytes: float
@@ -54,10 +54,11 @@ class Gathered(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """A step of rank 0, in seconds and bytes; in notebooks a picture.
+    """Rank 0's step, in seconds and bytes; shown as a picture in notebooks.
 
-    ``held`` is the bytes by class that are constant during the step; ``wire_ranks`` ranks of a host
-    share the wire. ``limit`` is drawn as a line: bytes per rank, including its share of the wire.
+    ``held`` is the bytes, by class, that are constant during the step; ``wire_ranks`` ranks on a
+    host share the wire. ``limit``, in bytes per rank including its share of the wire, is drawn as a
+    line.
     """
 
     title: str
@@ -71,17 +72,17 @@ class Timeline:
 
     @property
     def shared(self) -> float:
-        """Bytes of the wire that count towards other ranks."""
+        """Bytes of the wire that count towards the other ranks' memory."""
         return self.held.get("wire", 0) * (1 - 1 / self.wire_ranks)
 
     @property
     def peak(self) -> int:
-        """The peak of all bytes: the total of the memory plan."""
+        """The peak of all bytes, equal to the memory plan's total."""
         most = max((each.bytes for each in self.activations), default=0)
         return sum(self.held.values()) + most
 
     def with_limit(self, limit: float | None) -> Timeline:
-        """Return the same timeline with a limit line at this many bytes per rank.
+        """Return this timeline with a limit line at this many bytes per rank.
 
         Raises
         ------
@@ -156,7 +157,7 @@ class Comparison:
         save(path, "Two ways to train", self._repr_html_())
 
     def _repr_html_(self) -> str:
-        """Return a picture for notebooks."""
+        """Return a picture, shown by notebooks."""
         both = [each.timeline.with_limit(self.limit) for each in (self.a, self.b)]
         return timeline_picture.picture(both, self.rows)
 
@@ -170,16 +171,16 @@ class Comparison:
 def of_clock(
     clock: Clock, step: float, memory: MemoryPlan, wire_ranks: int, title: str
 ) -> Timeline:
-    """Return the timeline of a record that a clock has played.
+    """Return the timeline of a record played by a clock.
 
     Parameters
     ----------
     clock : Clock
     step : float
-        Seconds, including the optimizer at its end.
+        Seconds, including the optimizer's pass at the end.
     memory : MemoryPlan
     wire_ranks : int
-        Ranks of a host that share the wire.
+        Number of ranks on a host that share the wire.
     title : str
     """
     record = clock.record
@@ -211,7 +212,7 @@ def of_clock(
 
 
 def _computing(clock: Clock) -> Iterator[Span]:
-    """Yield computation spans without inner units and without waits."""
+    """Yield computation spans, excluding inner units and waits."""
     record, inside, before = clock.record, [], 0.0
     waits = iter(clock.waits)
     wait = next(waits, None)

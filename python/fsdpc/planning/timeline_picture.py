@@ -1,4 +1,4 @@
-"""The picture of a step: lanes of operations above the memory in use, on one time axis."""
+"""The picture of a step: lanes of operations above the memory in use, on a common time axis."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 LEFT, RIGHT = 112, 740  # ends of the time axis
 LANE, HIGH = 22, 200  # pixels of a lane, and of the memory
-SMALLEST = 0.7  # minimum pixels of a shape: narrower neighbours are merged
+SMALLEST = 0.7  # minimum width of a shape in pixels: narrower neighbours are merged
 LANES = {"compute": "computes", "wait": "waits", "gather": "gathers", "reduce": "reduces",
          "free": "frees"}  # fmt: skip
 COLOURS = {"forward": 0, "backward": 1, "recompute": 6, "optimizer": 2, "gather": 4, "reduce": 3,
@@ -26,7 +26,7 @@ Row = tuple[str, float, float, str]
 
 
 def picture(timelines: Sequence[Timeline], rows: Sequence[Row] = ()) -> str:
-    """Return an SVG image of timelines on common axes, and a table of rows."""
+    """Return an SVG image with timelines on common axes and a table of rows."""
     step = max(each.step for each in timelines) or 1e-9
     most = max(max(each.peak, _line(each)) for each in timelines) or 1
     parts: list[str] = []
@@ -48,7 +48,7 @@ def picture(timelines: Sequence[Timeline], rows: Sequence[Row] = ()) -> str:
 
 
 def cells(row: Row) -> tuple[str, str, str, str]:
-    """Return a comparison row as text: name, both numbers, and their difference."""
+    """Format a comparison row: its name, both numbers, and their difference."""
     name, a, b, unit = row
     shown = {"s": _milliseconds, "B": size, "": lambda n: f"{n:,.0f}"}[unit]
     sign = "" if a == b else "+" if b > a else "-"
@@ -56,7 +56,7 @@ def cells(row: Row) -> tuple[str, str, str, str]:
 
 
 def _line(each: Timeline) -> float:
-    """Return the limit for a picture that includes the whole wire; 0 if there is no limit."""
+    """Return the limit for a picture that includes the whole wire, or 0 if there is no limit."""
     return each.limit + each.shared if each.limit else 0.0
 
 
@@ -88,7 +88,7 @@ def _one(each: Timeline, top: float, step: float, most: float, letter: str) -> l
 
 
 def _merged(spans: list[Span], scale: float) -> Iterator[tuple[float, float, list[Span]]]:
-    """Yield (begin, end, spans), merging neighbours of one kind that are too narrow."""
+    """Yield (begin, end, spans), merging neighbours of the same kind that are too narrow."""
     run: list[Span] = []
     for span in sorted(spans, key=lambda s: s.begin):
         narrow = (span.end - span.begin) * scale < SMALLEST
@@ -126,7 +126,7 @@ def _span(lane: str, x: float, width: float, run: list[Span], y: float) -> list[
 
 
 def _keys(each: Timeline, top: float) -> list[str]:
-    """Return the legend of the lanes' colours, to their right."""
+    """Return the legend for the lanes' colours, drawn to their right."""
     used = {s.what for s in each.spans if s.lane != "wait"}
     shown = [[n for n in ("forward", "backward") if n in used],
              [n for n in ("recompute", "optimizer") if n in used],
@@ -190,7 +190,7 @@ def _memory(each: Timeline, top: float, scale: float, high: float) -> list[str]:
 
 
 def _gathered(each: Timeline, bottom: float, scale: float, tall: float) -> list[str]:
-    """Return the gathered parameters in use, drawn inside the wire."""
+    """Return the shape of the gathered parameters in use, drawn inside the wire."""
     if not any(g.bytes for g in each.gathered):
         return []
     points = [f"M{LEFT} {bottom:.1f}"]
@@ -201,7 +201,7 @@ def _gathered(each: Timeline, bottom: float, scale: float, tall: float) -> list[
 
 
 def _steps(each: Timeline, scale: float) -> Iterator[tuple[float, float, int]]:
-    """Yield (begin, end, peak) of activation bytes; intervals too narrow are merged."""
+    """Yield (begin, end, peak) for activation bytes, merging intervals that are too narrow."""
     begin = end = 0.0
     most = 0
     for a in each.activations:
@@ -245,6 +245,6 @@ def _times(step: float, y: float, scale: float) -> list[str]:
 
 
 def _round(value: float) -> float:
-    """Return the smallest value of 1, 2 or 5 times a power of ten that is not below ``value``."""
+    """Return the smallest number not below ``value`` that is 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(value))
     return next(k * power for k in (1, 2, 5, 10) if k * power >= value * (1 - 1e-9))

@@ -1,6 +1,6 @@
-"""One way to train: how it shards, recomputes and offloads, what it needs, and how it is played.
+"""One way to train: how it shards, recomputes and offloads, its memory, and its simulation.
 
-:mod:`fsdpc.planning.planner` tries many of them; :mod:`fsdpc.planning.advice` tries changed runs.
+:mod:`fsdpc.planning.planner` tries many ways; :mod:`fsdpc.planning.advice` tries changed runs.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ CHECKPOINTS: tuple[str | float | None, ...] = (None, 0.5, "all")
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What :func:`plan` may be told besides memory, ranks and wires.
+    """Options of :func:`plan` besides memory, ranks and bandwidths.
 
     Parameters
     ----------
     batch : int, default 1
-        Sequences of a rank in a step; micro-batches divide it.
+        Sequences per rank per step; micro-batches divide it.
     seq : int, optional
-        Words in a sequence; by default the longest that the model takes.
+        Tokens per sequence; by default the model's maximum.
     ranks_per_host : int, optional
         By default all ranks are on one host.
     folder : str, default "/var/tmp"
-        For offload to a disk, which is tried where ``disk_bandwidth`` is given; CPUs alone.
+        Folder for offload to a disk, tried only on CPUs and if ``disk_bandwidth`` is given.
     simulated : dict, optional
-        Other fields of :class:`SimulateOptions`, as ``local_bandwidth``; for all choices.
+        Other fields of :class:`SimulateOptions`, such as ``local_bandwidth``, for all choices.
 
     Examples
     --------
@@ -67,12 +67,12 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One way to train, and what it takes.
+    """One way to train, and the resources it needs.
 
-    ``memory`` are bytes of a rank, its share of what the ranks of a host have in common included.
-    ``simulation`` is None where that is more than there is. ``reason`` says in words why the choice
-    is where it is. ``checkpoint`` is what :func:`fsdpc.checkpoint_activations` is given, and
-    ``offload`` what ``--offload`` takes, or "none".
+    ``memory`` is the bytes per rank, including its share of memory shared by the host's ranks.
+    ``simulation`` is None if that exceeds the limit; ``reason`` then explains why in words.
+    ``checkpoint`` is the argument for :func:`fsdpc.checkpoint_activations`, and ``offload`` is the
+    value of ``--offload``, or "none".
     """
 
     strategy: str
@@ -87,12 +87,12 @@ class Choice:
 
     @property
     def fits(self) -> bool:
-        """Whether it needs no more memory than there is."""
+        """Whether the choice fits into memory."""
         return self.simulation is not None
 
     @property
     def options(self) -> str:
-        """Return the options of ``fsdpc train`` that choose it."""
+        """Return the ``fsdpc train`` options that select it."""
         words = [f"--strategy {self.strategy}"]
         if self.strategy.startswith("HYBRID"):
             words += [f"--mesh {self.mesh[0]}x{self.mesh[1]}"]
@@ -104,14 +104,14 @@ class Choice:
 
 
 def wrapped(options: str, width: int = 76) -> list[str]:
-    """Return lines of options, each with its value on the same line."""
+    """Wrap options to lines, keeping each option and its value on the same line."""
     pairs = options.replace(" ", "\0").replace("\0--", " --")
     lines = wrap(pairs, width, break_on_hyphens=False, break_long_words=False)
     return [line.replace("\0", " ") for line in lines]
 
 
 def activations(case: Case) -> dict[tuple[Any, int], int]:
-    """Bytes by recomputation and micro-batch: no recomputation and large micro-batches first."""
+    """Return bytes by recomputation and micro-batch, the least and the largest first."""
     found = {}
     for which in _checkpoints(case.model):
         with _recomputing(case.model, which):
@@ -123,7 +123,7 @@ def activations(case: Case) -> dict[tuple[Any, int], int]:
 
 
 def _checkpoints(model: Any) -> tuple[str | float | None, ...]:
-    """Not where blocks are recomputed already, or there are none."""
+    """Return the recomputation to try: only None if blocks are already recomputed or absent."""
     blocks = _blocks(model)
     plain = blocks and not any("forward" in block.__dict__ for block in blocks)
     return CHECKPOINTS if plain else CHECKPOINTS[:1]
@@ -149,7 +149,7 @@ def _recomputing(model: Any, which: Any) -> Iterator[None]:
 
 
 class Sharding(NamedTuple):
-    """How a choice spreads a model."""
+    """How a choice distributes a model."""
 
     strategy: str
     mesh: tuple[int, int]
@@ -157,7 +157,7 @@ class Sharding(NamedTuple):
 
 
 class Way:
-    """One way to shard: what the engine holds, and choices of how to spend activations on it."""
+    """One way to shard: the engine's memory, and choices of recomputation and micro-batch."""
 
     def __init__(self, case: Case, sharding: Sharding) -> None:
         self.case = case
@@ -169,11 +169,11 @@ class Way:
             optimizer=given.get("optimizer", "adamw"), state_dtype=given.get("state_dtype"),
         ).for_device(case.device).for_hosts(case.hosts)  # fmt: skip
         lanes = groups_on_hosts(sharding.mesh, case.hosts, case.per_host)[0].lanes
-        self.shared: int = lanes if case.device == "cpu" else 1  # ranks of a host read one wire
+        self.shared: int = lanes if case.device == "cpu" else 1  # ranks on a host share one wire
         self.engine: float = self.held.total - self.held.wire + self.held.wire / self.shared
 
     def choice(self, which: Any, micro: int, activation: int) -> Choice:
-        """Play it if it fits."""
+        """Return the choice, simulated if it fits."""
         case, (strategy, mesh, offload) = self.case, self.sharding
         accumulate = case.options.batch // micro
         made = partial(Choice, strategy=strategy, mesh=mesh, checkpoint=which,
@@ -187,7 +187,7 @@ class Way:
                     **{**case.simulated, "strategy": strategy, "mesh": mesh,
                        "offload_policy": offload, "accumulate": accumulate},
                 )  # fmt: skip
-            activation = played.memory.activation or 0  # of the step, not of a dry run
+            activation = played.memory.activation or 0  # from the step, not from a dry run
             if self.engine + activation <= case.memory:
                 return made(memory=self.engine + activation, simulation=played)
         why = _too_much(self.held, self.shared, activation)

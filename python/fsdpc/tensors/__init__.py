@@ -1,1 +1,1 @@
-"""Tensors made from nothing, the mode of autograd, and the devices that tensors live on."""
+"""Tensor creation, autograd mode, and the devices that hold tensors."""

@@ -1,8 +1,9 @@
-"""Create tensors from data, or from only a shape: filled, numbered or random.
+"""Create tensors from data, or from a shape: filled, numbered or random.
 
-Each function takes ``dtype`` (float32 by default, with exceptions) and ``requires_grad``. Random
-ones draw the next stream of the generator that :func:`fsdpc.manual_seed` sets. The same program
-therefore draws the same numbers on every rank; give ranks different seeds if they should differ.
+Each function accepts ``dtype`` (float32 by default, with exceptions) and ``requires_grad``.
+Random functions use the next stream of the generator seeded by :func:`fsdpc.manual_seed`. The
+same program therefore draws the same numbers on every rank; give ranks different seeds if they
+should differ.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = [
 
 
 def eye(rows: int, cols: int | None = None, dtype: Any = None) -> Tensor:
-    """Create a matrix with ones on its diagonal; it is square unless cols are given.
+    """Create a matrix with ones on its diagonal; it is square unless `cols` is given.
 
     Examples
     --------
@@ -86,7 +87,7 @@ def ones_like(x: Tensor, dtype: Any = None, requires_grad: bool = False) -> Tens
 
 
 def full_like(x: Tensor, value: float, dtype: Any = None, requires_grad: bool = False) -> Tensor:
-    """Fill a tensor of another's shape and dtype with a number.
+    """Create a tensor filled with a number, with another tensor's shape and dtype.
 
     Examples
     --------
@@ -123,7 +124,7 @@ def rand_like(x: Tensor, dtype: Any = None, requires_grad: bool = False) -> Tens
 
 
 def randn_like(x: Tensor, dtype: Any = None, requires_grad: bool = False) -> Tensor:
-    """Draw normal numbers with another tensor's shape and dtype.
+    """Draw normally distributed numbers, with another tensor's shape and dtype.
 
     Examples
     --------

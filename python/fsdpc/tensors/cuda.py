@@ -1,9 +1,9 @@
-"""GPUs: whether this installation and this machine have any.
+"""GPU support in this installation and GPUs on this machine.
 
-The plugin ``libfsdpc_cuda.so`` stands where ``FSDPC_CUDA_PLUGIN`` says, beside the extension if
-fsdpc was built with ``FSDPC_CUDA=1``, or in the package ``fsdpc-cuda13`` of the same version. The
-first call here opens it, never ``import fsdpc``. It brings a device, its kernels and a transport;
-:func:`fsdpc.set_default_device` has the process run on them.
+The plugin ``libfsdpc_cuda.so`` is at ``FSDPC_CUDA_PLUGIN``, next to the extension if fsdpc was
+built with ``FSDPC_CUDA=1``, or in the package ``fsdpc-cuda13`` of the same version. ``import
+fsdpc`` does not open it; the first call here does. It provides a device, its kernels and a
+transport, which :func:`fsdpc.set_default_device` selects for this process.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def plugin_path() -> Path:
     Returns
     -------
     Path
-        The path in ``FSDPC_CUDA_PLUGIN``, else next to the extension, else in the installed package
-        ``fsdpc-cuda13``.
+        The path in ``FSDPC_CUDA_PLUGIN``, otherwise next to the extension, otherwise in the
+        installed package ``fsdpc-cuda13``.
 
     Raises
     ------
@@ -58,7 +58,7 @@ def plugin_path() -> Path:
 
 @cache
 def _found() -> dict[str, Any]:
-    """Return the plugin's description of itself, or why there is none."""
+    """Return the plugin's self-description, or the reason why there is no plugin."""
     try:
         path = plugin_path()
     except RuntimeError as error:
@@ -76,7 +76,7 @@ def _found() -> dict[str, Any]:
 
 
 def device_count() -> int:
-    """Return how many GPUs this process sees; if 0, :func:`describe` says why.
+    """Return how many GPUs this process sees; if 0, :func:`describe` returns the reason.
 
     Returns
     -------
@@ -92,7 +92,7 @@ def device_count() -> int:
 
 
 def describe() -> str:
-    """Return one line: the plugin's build and what it found, or why there is no GPU.
+    """Return one line: the plugin's build and the GPUs it found, or why there is no GPU.
 
     Returns
     -------
@@ -108,7 +108,7 @@ def describe() -> str:
 
 
 def describe_nccl() -> str:
-    """Return one line: which NCCL was found, or why there is none.
+    """Return one line: which NCCL was found, or why none was.
 
     Returns
     -------
@@ -118,8 +118,8 @@ def describe_nccl() -> str:
     Notes
     -----
     Opens the library, which needs no GPU. It is the copy that the process already uses (torch's),
-    else the one in ``FSDPC_NCCL_LIB``, else that of pip's ``nvidia-nccl-cu13`` or the system's. A
-    second copy is never opened. Ranks that each have a GPU communicate over it.
+    otherwise ``FSDPC_NCCL_LIB``, otherwise the one in pip's ``nvidia-nccl-cu13`` or the system's.
+    A second copy is never opened. Ranks communicate over NCCL if each has its own GPU.
     """
     try:
         path = plugin_path()
@@ -131,5 +131,5 @@ def describe_nccl() -> str:
 
 
 def _driver_runs() -> bool:
-    """Return whether this process has started the driver through the plugin; starts nothing."""
+    """Return whether this process has already started the driver through the plugin."""
     return _found.cache_info().currsize > 0 and device_count() > 0

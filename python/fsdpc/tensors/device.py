@@ -1,4 +1,4 @@
-"""Which device this process computes on."""
+"""The device that this process computes on."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def set_default_device(device: str) -> None:
     ValueError
         The device name is unknown.
     RuntimeError
-        There is no GPU here (the message says why), or tensors already exist on another device.
+        There is no GPU (the message explains why), or tensors already exist on another device.
 
     Notes
     -----
-    NumPy arrays are copied to the device. ``numpy()``, ``item()`` and printing copy back and wait
-    for earlier computations. DLPack shares memory with other libraries on that GPU, in stream
-    order. Checkpoints pass through host memory.
+    NumPy arrays are copied to the device. ``numpy()``, ``item()`` and printing wait for earlier
+    computations and copy back. DLPack shares memory with other libraries on the same GPU, in
+    stream order. Checkpoints are staged in host memory.
 
-    A call with the current device does nothing.
+    Setting the current device again does nothing.
 
     Examples
     --------
@@ -53,7 +53,7 @@ def check_device(device: str) -> None:
 
 
 def get_default_device() -> str:
-    """Return the device of this process's tensors.
+    """Return the device that holds this process's tensors.
 
     Returns
     -------

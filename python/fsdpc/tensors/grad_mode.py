@@ -17,11 +17,11 @@ class _GradMode(ContextDecorator):
         _core.set_grad_enabled(self._before)
 
     def _recreate_cm(self) -> _GradMode:
-        return type(self)()  # each call of a decorated function has its own
+        return type(self)()  # each call of a decorated function has its own context
 
 
 class no_grad(_GradMode):
-    """Do not record operations inside; a context manager and a decorator.
+    """Disable the recording of operations; a context manager and a decorator.
 
     Examples
     --------
@@ -37,7 +37,7 @@ class no_grad(_GradMode):
 
 
 class enable_grad(_GradMode):
-    """Record operations inside; a context manager and a decorator.
+    """Enable the recording of operations; a context manager and a decorator.
 
     Examples
     --------
