@@ -1,1 +1,1 @@
-"""fsdpc inside other libraries' trainers: one module per framework, which imports it."""
+"""Integrations with other libraries' trainers; each module imports one framework."""

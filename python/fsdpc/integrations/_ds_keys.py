@@ -1,4 +1,4 @@
-"""Every key of a DeepSpeed configuration and how fsdpc handles it: the table of the docs.
+"""Every key of a DeepSpeed configuration and how fsdpc handles it, as tabulated in the docs.
 
 ``docs/coming-from-deepspeed.md`` shows :data:`KEYS`, one row for each text; a test compares them.
 """
@@ -9,12 +9,12 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-#: Honoured; has no effect here; unsupported, so only "off" is accepted.
+#: Honoured; without effect; unsupported, so only "off" is accepted.
 Kind = Literal["used", "nothing", "refused"]
 
 
 class Key(NamedTuple):
-    """How a key is handled, and the sentence of the table."""
+    """How a key is handled, and its sentence in the table."""
 
     kind: Kind
     says: str
@@ -211,9 +211,9 @@ KEYS: dict[str, Key] = {
     "compile": _refused("call `torch.compile` on layers first"),
 }
 
-#: Values that switch a key off, besides falsy ones.
+#: Values, besides falsy ones, that switch a key off.
 _OFF = ("none", "auto", -1)
-#: Values that mean the same as an absent key, by key.
+#: Values equivalent to an absent key, by key.
 _DEFAULT: dict[str, tuple[Any, ...]] = {
     "gradient_allreduce_op": ("mean",),
     "managed_gradient_accumulation": (True,),
@@ -222,7 +222,7 @@ _DEFAULT: dict[str, tuple[Any, ...]] = {
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) pairs of a configuration, down to the keys of the table."""
+    """Yield a configuration's (dotted key, value) pairs, down to the level of the table's keys."""
     for name, value in config.items():
         key = prefix + name
         inside = any(known.startswith(key + ".") for known in KEYS)
@@ -239,14 +239,14 @@ def _is_off(value: Any) -> bool:
 
 
 def check(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration's values of the keys that are used.
+    """Return the configuration's values for the keys that are used.
 
     Raises
     ------
     ValueError
-        A key does not belong to DeepSpeed.
+        A key is unknown to DeepSpeed.
     NotImplementedError
-        A key is not supported; the error says why.
+        A key is not supported; the error explains why.
     """
     found: dict[str, Any] = {}
     idle = []

@@ -1,6 +1,6 @@
-"""DeepSpeed's learning rate schedules, as schedulers of torch.
+"""DeepSpeed's learning rate schedules, as torch schedulers.
 
-The first step has the smallest rate; step k has DeepSpeed's rate of iteration k - 1.
+The first step has the smallest rate; step k uses DeepSpeed's rate for iteration k - 1.
 Source: ``deepspeed/runtime/lr_schedules.py``.
 """
 
@@ -17,7 +17,7 @@ from fsdpc.optim.lr_scheduler import warmup_share
 
 
 class _Schedule(LRScheduler):
-    """Rates as a function of (iteration, group's own rate); iteration -1 is before the first."""
+    """Computes rates from (iteration, group's own rate); iteration -1 precedes the first."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, rate: Callable[[int, float], float]):
         self._rate = rate
@@ -84,7 +84,7 @@ def _cosine(
     return _Schedule(optimizer, rate)
 
 
-#: By their names in a configuration.
+#: By name in a configuration.
 SCHEDULES: dict[str, Callable[..., _Schedule]] = {
     "WarmupLR": _warmup, "WarmupDecayLR": _decay, "WarmupCosineLR": _cosine,
 }  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-#: Accepted without effect: docs/transformers.md says why.
+#: Accepted without effect; docs/transformers.md explains why.
 _NOTHING = {
     "version", "cpu_offload", "backward_prefetch", "forward_prefetch", "limit_all_gathers",
     "use_orig_params", "min_num_params", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt",
@@ -20,7 +20,7 @@ _REFUSED = {
 
 
 def from_fsdp_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Return options for ``shard_by_plan``, and whether to checkpoint activations.
+    """Return options for ``shard_by_plan`` and whether to checkpoint activations.
 
     Raises
     ------
@@ -66,7 +66,7 @@ def _is_true(value: Any) -> bool:
 
 
 def _reshard(value: Any) -> dict[str, Any]:
-    """Return the option for FSDP2's flag or FSDP1's strategy name."""
+    """Return the option that corresponds to FSDP2's flag or FSDP1's strategy name."""
     if str(value).lower() in ("true", "false"):
         return {} if _is_true(value) else {"reshard_after_forward": False}
     return {"strategy": str(value).upper()}

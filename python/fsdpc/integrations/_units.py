@@ -1,4 +1,4 @@
-"""Which modules become units when a trainer shards a model, and how a folder stores the model."""
+"""How a trainer chooses units when it shards a model, and how a folder stores the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fsdpc.torch._made_before import Places, give_pieces
 from fsdpc.torch._plan import _options as options_of
 from fsdpc.torch.plan import _by_classes, _plan_of, has_plan
 
-#: None, classes or their names, a mapping of patterns of names, or a function of (name, module).
+#: None, classes or their names, a mapping with name patterns, or a function of (name, module).
 Units = Iterable[type | str] | Mapping[Any, Any] | Callable[[str, nn.Module], Any] | None
 
 
@@ -37,12 +37,11 @@ def shard(module: nn.Module, units: Units, inner: Mapping[str, Any], options: An
     ----------
     module : nn.Module
         If part of it is already sharded, the user has chosen the units: only the remaining
-        parameters become one.
+        parameters become a unit.
     units : Units
         As for :func:`plan_of`.
     inner : mapping
-        Further options of :func:`fsdpc.torch.fully_shard` for submodules, in addition to
-        ``options``.
+        Options of :func:`fsdpc.torch.fully_shard` only for submodules, in addition to ``options``.
     options : mapping
         Options for the module and its submodules.
     """
@@ -70,19 +69,19 @@ def shard(module: nn.Module, units: Units, inner: Mapping[str, Any], options: An
 
 
 def plan_of(units: Units, module: nn.Module) -> Any:
-    """Return a plan in the form that ``fully_shard`` takes.
+    """Return a plan in the form that ``fully_shard`` accepts.
 
     Parameters
     ----------
     units : Units
-        None means the ``fsdp_plan`` of transformers models inside. If there is none, it means every
+        None means the ``fsdp_plan`` of any transformers models inside or, if there is none, every
         element of each outermost ``nn.ModuleList``.
     module : nn.Module
 
     Raises
     ------
     ValueError
-        No module has one of these classes.
+        No module is an instance of one of these classes.
     """
     if units is None and has_plan(module):
         return _plan_of(module)
@@ -99,7 +98,7 @@ def plan_of(units: Units, module: nn.Module) -> Any:
 
 
 def _materialise(module: nn.Module) -> None:
-    """Give values to parameters on the meta device, if their modules can draw them."""
+    """Initialise parameters on the meta device if their modules can draw the values."""
     from fsdpc.torch import _device
 
     module.to_empty(device=_device.home())
@@ -109,7 +108,7 @@ def _materialise(module: nn.Module) -> None:
 
 
 def no_sync(module: nn.Module) -> ExitStack:
-    """Return a context in which gradients of all units inside stay local."""
+    """Return a context in which the gradients of all inner units stay local."""
     stack = ExitStack()
     for m in module.modules():
         if isinstance(m, FSDPModule):
@@ -118,12 +117,12 @@ def no_sync(module: nn.Module) -> ExitStack:
 
 
 def move(optimizer: torch.optim.Optimizer, places: Places) -> None:
-    """Make an optimizer that was created before sharding step the pieces.
+    """Make an optimizer created before sharding update the pieces.
 
     Raises
     ------
     RuntimeError
-        The optimizer has states of whole parameters.
+        The optimizer already has states for whole parameters.
     """
     if optimizer.state:
         raise RuntimeError(
@@ -141,16 +140,16 @@ def is_folder_of_parts(path: Path) -> bool:
 
 
 def save_parts(path: Path, state: dict[str, Any], rest: Any) -> None:
-    """Save rows of a model and of optimizers, and the rest as rank 0's file; collective.
+    """Save each rank's model and optimizer rows, and other data as rank 0's file; collective.
 
     Parameters
     ----------
     path : Path
-        A folder of ``torch.distributed.checkpoint``; ``meta.pt`` in it is written last.
+        A ``torch.distributed.checkpoint`` folder, in which ``meta.pt`` is written last.
     state : dict
-        Rows, as ``get_model_state_dict(..., sharded=True)`` and similar functions return them.
+        Rows as returned by ``get_model_state_dict(..., sharded=True)`` and similar functions.
     rest : Any
-        Further data; rank 0's is saved.
+        Other data, saved from rank 0.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -168,7 +167,7 @@ def save_parts(path: Path, state: dict[str, Any], rest: Any) -> None:
 def load_parts(
     path: Path, model: tuple[str, nn.Module], optimizers: Any, strict: bool = True
 ) -> None:
-    """Load a model and optimizers at any number of ranks; collective.
+    """Load a model and optimizers on any number of ranks; collective.
 
     Parameters
     ----------
@@ -176,7 +175,7 @@ def load_parts(
     model : (str, nn.Module)
     optimizers : mapping of str to Optimizer
     strict : bool, default True
-        Raise if the folder lacks a tensor of the model.
+        Whether to raise if the folder lacks one of the model's tensors.
     """
     import torch.distributed.checkpoint as dcp
 

@@ -5,8 +5,8 @@
     accelerator = Accelerator()
     model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, loader, scheduler)
 
-The rest of a script does not change. No part of Accelerate is replaced. The model is prepared as
-for evaluation (only autocast), because units reduce gradients themselves. The optimizer is an
+The rest of the script does not change, and no part of Accelerate is replaced. The model is prepared
+as for evaluation (only autocast) because units reduce gradients themselves. The optimizer is an
 ``AcceleratedOptimizer`` with a full state dict.
 """
 
@@ -28,7 +28,7 @@ from fsdpc.torch._made_before import give_pieces, places_of
 from fsdpc.torch._mesh import join
 from fsdpc.torch.plan import has_plan, layer_classes
 
-#: Options that shard, split or wrap a model themselves.
+#: Options that themselves shard, split or wrap a model.
 _OTHERS = {
     DistributedType.FSDP: "FSDP (--use_fsdp, or an fsdp_plugin)",
     DistributedType.DEEPSPEED: "DeepSpeed",
@@ -38,23 +38,23 @@ _OTHERS = {
 
 
 class WholeStateOptimizer(AcceleratedOptimizer):
-    """Accelerate's optimizer with a state dict of whole tensors, by number; collective.
+    """Accelerate's optimizer, whose state dict has unsharded tensors by index; collective.
 
-    An optimizer of the unsharded model can load this state dict, and the other way round, at any
-    number of ranks.
+    An optimizer for the unsharded model can load this state dict, and vice versa, on any number of
+    ranks.
 
     Parameters
     ----------
     model : nn.Module
         The sharded model.
     optimizer : torch.optim.Optimizer
-        An optimizer of the model's pieces.
+        An optimizer over the model's pieces.
     scaler : torch.amp.GradScaler, optional
         The accelerator's scaler.
 
     Examples
     --------
-    As :func:`prepare` does::
+    As in :func:`prepare`::
 
         optimizer = WholeStateOptimizer(model, torch.optim.AdamW(model.parameters()))
         torch.save(optimizer.state_dict(), "optimizer.pt")  # on each rank: it gathers
@@ -67,7 +67,7 @@ class WholeStateOptimizer(AcceleratedOptimizer):
         self._is_accelerate_prepared = True  # so that Accelerate does not wrap it again
 
     def state_dict(self) -> dict[str, Any]:
-        """Return whole states on rank 0, and an empty dict on other ranks, which take part."""
+        """Return unsharded states on rank 0, and an empty dict on other ranks; collective."""
         if self._gathered is not None:
             return self._gathered
         states = optim_state.get_optimizer_state_dict(self._model, self.optimizer, rank0_only=True)
@@ -75,7 +75,7 @@ class WholeStateOptimizer(AcceleratedOptimizer):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Gather now, on all ranks; inside, any rank may call ``state_dict()`` by itself."""
+        """Gather now, on all ranks; inside, any rank may call ``state_dict()`` independently."""
         self._gathered = self.state_dict()
         try:
             yield
@@ -83,7 +83,7 @@ class WholeStateOptimizer(AcceleratedOptimizer):
             self._gathered = None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load this rank's rows from whole states, which every rank passes."""
+        """Load this rank's rows from unsharded states, which every rank must pass."""
         states = optim_state.rekey(state_dict, self._model, self.optimizer, by_name=True)
         optim_state.set_optimizer_state_dict(self._model, self.optimizer, states)
 
@@ -94,25 +94,26 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
     Parameters
     ----------
     accelerator : accelerate.Accelerator
-        From a launch without FSDP and DeepSpeed, with only ranks (``MULTI_CPU``, ``MULTI_GPU``).
+        From a plain data-parallel launch (``MULTI_CPU``, ``MULTI_GPU``) without FSDP or DeepSpeed.
     model : nn.Module
         Sharded by :func:`fsdpc.torch.shard_by_plan`, unless it already is.
     *others
-        Optimizers of this model, loaders and schedulers, as for ``accelerator.prepare``. An
-        optimizer created before sharding switches to the pieces if it has made no step.
+        Optimizers for this model, loaders and schedulers, as for ``accelerator.prepare``. An
+        optimizer created before sharding switches to the pieces if it has not stepped yet.
     **options
         Options of ``shard_by_plan``: ``classes`` and those of ``fully_shard``. Without ``classes``,
-        if the plan matches no layers, the classes in ``_no_split_modules`` become units.
+        if the plan matches no layers, modules of the classes in ``_no_split_modules`` become units.
 
     Returns
     -------
     tuple
-        The model and the others, in this order; only the model if there are no others.
+        The model and the other objects, in the given order; only the model if it is the only
+        argument.
 
     Raises
     ------
     ValueError
-        The accelerator was launched with another engine, or has a different number of ranks. Or an
+        The accelerator was launched with another engine or a different number of ranks, an
         optimizer has already stepped, options are given for a sharded model, or the model has no
         plan.
 
@@ -120,7 +121,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
     -----
     The accelerator's ``backward``, ``accumulate``, ``clip_grad_norm_``, ``clip_grad_value_``,
     ``gather_for_metrics``, ``get_state_dict``, ``save_model``, ``save_state`` and ``load_state``
-    work. The last two gather; :mod:`fsdpc.checkpoint` writes each rank's rows instead.
+    work as usual. The last two gather; :mod:`fsdpc.checkpoint` writes each rank's rows instead.
 
     Examples
     --------
@@ -172,7 +173,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
 
 
 def check(accelerator: Accelerator) -> None:
-    """Raise ValueError if an accelerator is configured to shard or split models otherwise."""
+    """Raise ValueError if an accelerator is configured to shard or split models in other ways."""
     engine = _OTHERS.get(accelerator.distributed_type)
     if getattr(accelerator, "parallelism_config", None) is not None:
         engine = "a parallelism_config"
@@ -193,7 +194,7 @@ def check(accelerator: Accelerator) -> None:
 
 
 def _check_ranks(accelerator: Accelerator) -> None:
-    """Raise if every rank would train on the same data, as if it were the only one."""
+    """Raise if every rank would train on the same data, as if it were alone."""
     ranks = join().size
     if ranks != accelerator.num_processes:
         raise ValueError(
@@ -204,7 +205,7 @@ def _check_ranks(accelerator: Accelerator) -> None:
 
 
 def _check_new(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """Raise if states of whole parameters would be lost."""
+    """Raise if states for whole parameters would be lost."""
     for p in optimizer.state:
         if id(p) in names and optimizer.state[p]:
             raise ValueError(

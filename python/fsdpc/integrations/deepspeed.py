@@ -1,7 +1,7 @@
 """DeepSpeed's ``initialize`` and engine over :mod:`fsdpc.torch`; DeepSpeed itself is not needed.
 
-A script replaces ``import deepspeed`` by ``from fsdpc.integrations import deepspeed``. One table,
-:data:`KEYS`, says how each configuration key is handled; the docs show it.
+In a script, replace ``import deepspeed`` with ``from fsdpc.integrations import deepspeed``. The
+table :data:`KEYS`, shown in the docs, specifies how each configuration key is handled.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def init_distributed(
     world_size: int = -1,
     **_: Any,
 ) -> None:
-    """Join torch's process group, if a launcher set its variables and the process has not joined.
+    """Join torch's process group if a launcher set its variables, unless it is already joined.
 
     Parameters
     ----------
@@ -84,29 +84,30 @@ def initialize(
     units: _units.Units = None,
     **others: Any,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """Shard a model as a DeepSpeed configuration says, and create its engine; collective.
+    """Shard a model as a DeepSpeed configuration specifies, and create its engine; collective.
 
     Parameters
     ----------
     args : optional
         ``args.deepspeed_config`` is used if ``config`` is not given.
     model : nn.Module
-        Sharded in place, with rank 0's values, unless part of it already is; its device stays.
+        Sharded in place, with rank 0's values, unless part of it already is; it stays on its
+        device.
     optimizer : Optimizer or callable, optional
-        An optimizer of the model's parameters, which switches to the pieces, or a function that
+        An optimizer for the model's parameters, which switches to the pieces, or a function that
         creates one from parameters. By default the configuration's.
     model_parameters : iterable, optional
-        Parameters or groups of them, from before sharding; by default all that require gradients.
+        Parameters or parameter groups from before sharding; by default all that require gradients.
     training_data : Dataset, optional
-        Dataset of the returned loader; each rank reads its part.
+        Dataset for the returned loader; each rank reads its part.
     lr_scheduler : scheduler or callable, optional
         By default the configuration's.
     config : mapping or path
-        A DeepSpeed configuration. Keys without effect are logged once.
+        A DeepSpeed configuration. Keys that have no effect are logged once.
     collate_fn : callable, optional
         As for the loader.
     units : optional
-        Modules to gather as one unit, as for :class:`~fsdpc.integrations.lightning.FsdpcStrategy`:
+        Modules to gather as units, as for :class:`~fsdpc.integrations.lightning.FsdpcStrategy`:
         classes or names, or a plan. None means the ``fsdp_plan`` of transformers models, or the
         elements of each ``nn.ModuleList``.
     others
@@ -179,7 +180,7 @@ def _batch_sizes(said: Mapping[str, Any], ranks: int) -> tuple[int, int, int]:
 
 
 def _shard_options(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of ``fully_shard`` for a configuration."""
+    """Return the ``fully_shard`` options for a configuration."""
     stage = int(said.get("zero_optimization.stage", 0))
     if not 0 <= stage < len(_STAGES):
         raise ValueError(f"zero_optimization.stage {stage} is not one of 0, 1, 2, 3")
@@ -215,7 +216,7 @@ def _shard_options(said: Mapping[str, Any]) -> dict[str, Any]:
 def _optimizer(
     said: Mapping[str, Any], given: Any, model: nn.Module, groups: Any, places: Any
 ) -> Any:
-    """Return the optimizer of the pieces."""
+    """Return the optimizer for the pieces."""
     params: Any = [p for p in model.parameters() if p.requires_grad]
     if groups is not None and groups and isinstance(groups[0], Mapping):
         params = [{**g, "params": moved(g["params"], places)} for g in groups]
@@ -265,7 +266,7 @@ def _scheduler(said: Mapping[str, Any], given: Any, optimizer: Any) -> Any:
 class DeepSpeedEngine:
     """The first result of :func:`initialize`: a sharded model that counts its backwards.
 
-    Other attributes and methods are the model's. It is not an ``nn.Module``.
+    Other attributes and methods come from the model. It is not an ``nn.Module``.
 
     Attributes
     ----------
@@ -274,12 +275,12 @@ class DeepSpeedEngine:
     optimizer, lr_scheduler, training_dataloader
         As returned by :func:`initialize`.
     micro_steps, global_steps, skipped_steps : int
-        Calls of :meth:`step`; those that completed a step; those of the latter that overflowed.
+        Number of calls of :meth:`step`; of completed steps; of completed steps that overflowed.
     device : torch.device
         Device of the parameters.
     global_rank, local_rank, world_size, dp_world_size, mp_world_size : int
-        This rank in the world and on its host; the number of ranks, all data-parallel; 1 for model
-        parallelism.
+        This rank in the world and on its host; the number of ranks, all data-parallel; and 1 for
+        model parallelism.
     """
 
     def __init__(
@@ -340,11 +341,11 @@ class DeepSpeedEngine:
     forward = __call__
 
     def train_batch_size(self) -> int:
-        """Return the number of sequences of all ranks per step."""
+        """Return the number of sequences per step over all ranks."""
         return self._batch[0]
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the number of sequences per rank and backward."""
+        """Return the number of sequences per backward on each rank."""
         return self._batch[1]
 
     def gradient_accumulation_steps(self) -> int:
@@ -357,15 +358,15 @@ class DeepSpeedEngine:
 
     @property
     def global_samples(self) -> int:
-        """The number of sequences of all ranks in all steps so far."""
+        """The number of sequences over all ranks and all steps so far."""
         return self.global_steps * self._batch[0]
 
     def fp16_enabled(self) -> bool:
-        """Return whether the configuration computes in float16."""
+        """Return whether the configuration specifies float16 compute."""
         return bool(self._said.get("fp16.enabled"))
 
     def bfloat16_enabled(self) -> bool:
-        """Return whether the configuration computes in bfloat16."""
+        """Return whether the configuration specifies bfloat16 compute."""
         return bool(self._said.get("bf16.enabled"))
 
     def zero_optimization(self) -> bool:
@@ -373,11 +374,11 @@ class DeepSpeedEngine:
         return self.zero_optimization_stage() > 0
 
     def zero_optimization_stage(self) -> int:
-        """Return the configuration's stage."""
+        """Return the configuration's ZeRO stage."""
         return int(self._said.get("zero_optimization.stage", 0))
 
     def gradient_clipping(self) -> float:
-        """Return the maximum norm, 0 for none."""
+        """Return the maximum gradient norm, or 0 without clipping."""
         return self._clip
 
     def get_lr(self) -> list[float]:
@@ -385,7 +386,7 @@ class DeepSpeedEngine:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the gradient norm of the last step before clipping; None before a step."""
+        """Return the last step's gradient norm before clipping, or None before the first step."""
         return self._norm
 
     def was_step_applied(self) -> bool:
@@ -393,12 +394,12 @@ class DeepSpeedEngine:
         return self._applied
 
     def zero_grad(self) -> None:
-        """Drop the gradients of the optimizer's parameters."""
+        """Clear the gradients of the optimizer's parameters."""
         self.optimizer.zero_grad()
 
     @property
     def cur_scale(self) -> float:
-        """The loss scale; 1 if there is none."""
+        """The loss scale, or 1 without loss scaling."""
         return 1.0 if self._scaler is None else self._scaler.get_scale()
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -407,7 +408,7 @@ class DeepSpeedEngine:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients local inside, where :meth:`step` raises."""
+        """Keep gradients local inside; :meth:`step` raises there."""
         context: AbstractContextManager[Any] = _units.no_sync(self.module)
         with context:
             self._in_no_sync = True
@@ -419,14 +420,14 @@ class DeepSpeedEngine:
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
-        """Run backward of this rank's loss, divided by the number of backwards per step.
+        """Run backward on this rank's loss divided by the number of backwards per step.
 
         Parameters
         ----------
         loss : Tensor
             The loss of this micro-batch.
         retain_graph : bool, default False
-            Keep the graph for another backward of the same forward.
+            Keep the graph for another backward through the same forward.
         scale_wrt_gas : bool, default True
             False if the loss is already divided.
 
@@ -447,12 +448,12 @@ class DeepSpeedEngine:
         return loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """End a micro-step; after the last one, clip, step and drop gradients; collective.
+        """End a micro-step; after the last one, clip, step and clear gradients; collective.
 
         Parameters
         ----------
         lr_kwargs : mapping, optional
-            Arguments of the scheduler's ``step``.
+            Arguments for the scheduler's ``step``.
         """
         if self._in_no_sync:
             raise RuntimeError("engine.step() inside engine.no_sync(): gradients are not reduced")
@@ -508,9 +509,9 @@ class DeepSpeedEngine:
         tag : str, optional
             By default ``global_step<n>``.
         client_state : mapping, optional
-            The script's own numbers, text, lists, tuples and dicts.
+            The script's own state: numbers, text, lists, tuples and dicts.
         save_latest : bool, default True
-            Write the tag to ``save_dir/latest``.
+            Whether to write the tag to ``save_dir/latest``.
         """
         tag = tag or f"global_step{self.global_steps}"
         counts = (self.micro_steps, self.global_steps, self.skipped_steps)
@@ -532,12 +533,12 @@ class DeepSpeedEngine:
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load what :meth:`save_checkpoint` wrote, at any number of ranks; collective.
+        """Load what :meth:`save_checkpoint` wrote, on any number of ranks; collective.
 
         Returns
         -------
         (str or None, dict)
-            The folder, and the script's state; None if ``load_dir`` has no ``latest``.
+            The folder, or None if ``load_dir`` has no ``latest``, and the script's state.
         """
         latest = Path(load_dir) / "latest"
         if tag is None and not latest.is_file():

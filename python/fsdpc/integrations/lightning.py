@@ -1,12 +1,12 @@
-"""Lightning's Trainer and Fabric over :mod:`fsdpc.torch`: a strategy for each.
+"""Strategies for Lightning's Trainer and Fabric over :mod:`fsdpc.torch`.
 
 Use ``Trainer(strategy=FsdpcStrategy())`` and ``Fabric(strategy=FsdpcFabricStrategy())``, or
-``"fsdpc"`` for either after importing this module. Both start processes and communicate like
+``"fsdpc"`` for either after importing this module. Both launch processes and communicate like
 Lightning's DDP strategies, because its FSDP and model-parallel strategies reject CPUs or loss
 scaling. Tested with lightning 2.6.
 
 A LightningModule is the outermost unit, so its steps can read any of its parameters. With manual
-optimization, backward runs inside a step; then each of its children is an outermost unit.
+optimization, backward runs inside a step, so each child is an outermost unit instead.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from fsdpc.torch._made_before import places_of
 from fsdpc.torch.optim_state import rekey
 
 StateDictType = Literal["full", "sharded"]
-_MODEL = "model"  # name in a folder, where Lightning's consolidate_checkpoint expects it
+_MODEL = "model"  # the model's name in a folder, as Lightning's consolidate_checkpoint expects
 
 
 class FsdpcStrategy(DDPStrategy):
-    """Shards a LightningModule over the ranks of a Trainer.
+    """Shards a LightningModule over a Trainer's ranks.
 
     Parameters
     ----------
     units : optional
-        Modules to gather as one unit: classes or their names, or a plan as for
+        Modules to gather as units: classes or their names, or a plan as for
         :func:`fsdpc.torch.fully_shard`. None means the ``fsdp_plan`` of transformers models, or the
         elements of each ``nn.ModuleList``. If ``configure_model`` shards, this is ignored, and only
         the remaining parameters form a unit.
@@ -60,23 +60,23 @@ class FsdpcStrategy(DDPStrategy):
         Format of checkpoints. "full": Lightning's file, written on rank 0, from which any strategy
         can resume. "sharded": a folder of ``torch.distributed.checkpoint``, written by all ranks.
     cluster_environment : ClusterEnvironment, optional
-        The launcher of the ranks, as for any Lightning strategy. ``fsdpc run`` and ``fsdpc.launch``
-        are detected, as well as those that Lightning detects.
+        The ranks' launcher, as for any Lightning strategy. ``fsdpc run`` and ``fsdpc.launch`` are
+        detected in addition to the launchers that Lightning detects.
     precision_plugin : Precision, optional
-        For "16-mixed" on CPUs, ``MixedPrecision("16-mixed", "cpu")``; there the Trainer replaces
-        its own argument by "bf16-mixed".
+        For "16-mixed" on CPUs, ``MixedPrecision("16-mixed", "cpu")``; on CPUs the Trainer replaces
+        its own argument with "bf16-mixed".
     process_group_backend : str, optional
     start_method : {"popen", "spawn", "fork", "forkserver"}, default "popen"
-        How Lightning starts ranks, if no launcher has.
+        How Lightning starts ranks if no launcher has started them.
     options
-        Options of :func:`fsdpc.torch.fully_shard`: ``strategy``, ``mp_policy``, ``offload_policy``
-        and others.
+        Options of :func:`fsdpc.torch.fully_shard`, such as ``strategy``, ``mp_policy`` and
+        ``offload_policy``.
 
     Notes
     -----
-    With mixed precision, inner units compute and are gathered in its dtype, reduce in float32 and
-    cast their inputs. The outermost unit stays in float32 under autocast, as in DDP. ``mp_policy``
-    replaces both.
+    With mixed precision, inner units are gathered and compute in the lower dtype, reduce in float32
+    and cast their inputs. The outermost unit stays in float32 under autocast, as in DDP.
+    ``mp_policy`` replaces both.
     """
 
     strategy_name = "fsdpc"
@@ -103,16 +103,16 @@ class FsdpcStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether parameters are loaded after sharding, into units: yes."""
+        """Return True: parameters are loaded into units, after sharding."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Whether Lightning restores optimizers: no, :meth:`load_checkpoint` does, by name."""
+        """Return False: :meth:`load_checkpoint` restores optimizers, by name."""
         return False
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard the module, if necessary, and create optimizers of its pieces; collective."""
+        """Shard the module, if necessary, and create optimizers for its pieces; collective."""
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         _refuse_callbacks(trainer)
@@ -170,7 +170,7 @@ class FsdpcStrategy(DDPStrategy):
         return _model_state(self.lightning_module, self._sharded)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return full states on rank 0, numbered as in torch, or the optimizer; collective."""
+        """Return full states on rank 0, indexed as in torch, or the optimizer; collective."""
         assert self.lightning_module is not None
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
@@ -195,7 +195,7 @@ class FsdpcStrategy(DDPStrategy):
         _units.save_parts(path, state, checkpoint)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        """Load the model and, while fitting, optimizers from either checkpoint type; collective."""
+        """Load the model and, when fitting, optimizers from either checkpoint type; collective."""
         module = self.lightning_module
         assert module is not None
         path = Path(self.broadcast(checkpoint_path))
@@ -213,15 +213,15 @@ class FsdpcStrategy(DDPStrategy):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a file's full parameters; those of a folder are already loaded."""
+        """Load a file's full parameters; a folder's are already loaded."""
         if "state_dict" in checkpoint:
             super().load_model_state_dict(checkpoint, strict)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Do nothing: the engine reports which ranks wait where."""
+        """Do nothing: the engine reports where ranks are waiting."""
 
     def teardown(self) -> None:
-        """Leave module and optimizers in place: units stay on their device."""
+        """Leave the module and optimizers in place: units stay on their device."""
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -242,12 +242,12 @@ class FsdpcFabricStrategy(FabricDDPStrategy):
     units, state_dict_type, cluster_environment, start_method, options
         As for :class:`FsdpcStrategy`.
     precision : Precision, optional
-        For "16-mixed" on CPUs, a ``MixedPrecision`` of Fabric.
+        For "16-mixed" on CPUs, Fabric's ``MixedPrecision``.
 
     Notes
     -----
     ``fabric.setup(model, optimizer)`` switches the optimizer to the pieces, even if it was created
-    before. A checkpoint holds one model, which ``state`` must contain.
+    earlier. A checkpoint contains exactly one model, which ``state`` must include.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class FsdpcFabricStrategy(FabricDDPStrategy):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Any], scheduler: Any = None
     ) -> Any:
-        """Shard a module, and let optimizers step its pieces; collective."""
+        """Shard a module and make optimizers update its pieces; collective."""
         places = places_of(module)
         self.setup_module(module)
         for optimizer in optimizers:
@@ -316,7 +316,7 @@ class FsdpcFabricStrategy(FabricDDPStrategy):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load what ``state`` has, in place, at any number of ranks; return the rest."""
+        """Load the entries of ``state`` in place, on any number of ranks; return the others."""
         path = Path(self.broadcast(path))
         if not _units.is_folder_of_parts(path) and (not state or isinstance(state, nn.Module)):
             return super().load_checkpoint(path, state, strict, weights_only)
@@ -351,14 +351,14 @@ class FsdpcFabricStrategy(FabricDDPStrategy):
 
 
 class _NoSync:
-    """Fabric's ``no_backward_sync`` over units."""
+    """Implements Fabric's ``no_backward_sync`` for units."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
         return _units.no_sync(module) if enabled else nullcontext()
 
 
 def _environment() -> ClusterEnvironment | None:
-    """Return the environment that reads torchrun's variables, if fsdpc's launchers set them."""
+    """Return the environment that reads torchrun's variables if fsdpc's launchers set them."""
     return TorchElasticEnvironment() if "FSDPC_LAUNCHER_PID" in os.environ else None
 
 
@@ -369,7 +369,7 @@ def _is_sharded_type(state_dict_type: str) -> bool:
 
 
 def _inner_options(precision: Any, mixed: type, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of inner units for a precision plugin; none if the user gave a policy."""
+    """Return inner units' options for a precision plugin; none if the user passed a policy."""
     if "mp_policy" in options or not isinstance(precision, mixed):
         return {}
     dtype = torch.float16 if precision.precision == "16-mixed" else torch.bfloat16  # type: ignore[attr-defined]
@@ -412,14 +412,14 @@ def _optimizer_state(module: nn.Module, optimizer: Any, sharded: bool) -> dict[s
 
 
 def _named(module: nn.Module, optimizer: Any, states: dict[str, Any]) -> dict[str, Any]:
-    """Return a file's states by parameter name; those of a consolidated folder already are."""
+    """Return a file's states by parameter name; a consolidated folder's already are."""
     if all(isinstance(name, str) for group in states["param_groups"] for name in group["params"]):
         return states
     return rekey(states, module, optimizer, by_name=True)
 
 
 def _parts_of(state: Mapping[str, Any]) -> tuple[str, nn.Module, dict[str, Any]]:
-    """Return the only sharded model of a state, its key, and the optimizers."""
+    """Return a state's only sharded model, its key, and the optimizers."""
     models = [(k, m) for k, m in state.items() if isinstance(m, nn.Module) and _units.is_sharded(m)]
     if len(models) != 1:
         raise ValueError(
@@ -430,7 +430,7 @@ def _parts_of(state: Mapping[str, Any]) -> tuple[str, nn.Module, dict[str, Any]]
     return *models[0], optimizers
 
 
-#: For ``strategy="fsdpc"``; a repeated import of this module finds them.
+#: For ``strategy="fsdpc"``; they may exist if this module was imported before.
 _REGISTRIES: tuple[tuple[Any, Callable[[Any], None]], ...] = (
     (StrategyRegistry, FsdpcStrategy.register_strategies),
     (STRATEGY_REGISTRY, FsdpcFabricStrategy.register_strategies),

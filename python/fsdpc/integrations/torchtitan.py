@@ -1,7 +1,7 @@
-"""torchtitan's decoders over :mod:`fsdpc.torch`: a ``parallelize_fn`` for a model specification.
+"""Support for torchtitan's decoders over :mod:`fsdpc.torch`: a model's ``parallelize_fn``.
 
 ``model_spec = use(model_spec)`` makes a torchtitan trainer shard with fsdpc. This module does not
-import torchtitan: it reads arguments by the names of version 0.3. Tensor, context, pipeline and
+import torchtitan; it reads arguments by their names in version 0.3. Tensor, context, pipeline and
 expert parallelism are refused.
 """
 
@@ -29,7 +29,7 @@ def use(spec: Any) -> Any:
     Parameters
     ----------
     spec : torchtitan.protocols.model_spec.ModelSpec
-        Specification of a decoder: a model with ``tok_embeddings``, ``layers``, ``norm`` and
+        Specification for a decoder: a model with ``tok_embeddings``, ``layers``, ``norm`` and
         ``lm_head``.
     """
     return dataclasses.replace(spec, parallelize_fn=parallelize)
@@ -52,12 +52,12 @@ def parallelize(
     model : nn.Module
         The model, on the meta device or not.
     parallel_dims, training, parallelism, compile_config, ac_config, dump_folder
-        As for torchtitan's function.
+        As for torchtitan's own function.
 
     Raises
     ------
     NotImplementedError
-        The configuration needs an unsupported feature; the error names it.
+        The configuration requires an unsupported feature; the error names it.
     """
     asked = [name for name in _OTHERS if getattr(parallel_dims, f"{name}_enabled", False)]
     if asked:
@@ -89,7 +89,7 @@ def parallelize(
 
 
 def _shard(model: Any, options: dict[str, Any], reshard: str) -> None:
-    """Make units of the embedding, each layer, norm and head together, and the rest."""
+    """Make units of the embedding, each layer, norm and head together, and everything else."""
     if reshard not in ("default", "always", "never"):
         raise ValueError(f"fsdp_reshard_after_forward is default, always or never: {reshard!r}")
     inner = {**options, "reshard_after_forward": reshard != "never"}
@@ -107,6 +107,6 @@ def _shard(model: Any, options: dict[str, Any], reshard: str) -> None:
 
 
 def _init_weights(model: nn.Module, **kwargs: Any) -> None:
-    """Call the model's method on full parameters; each rank keeps its rows; collective."""
+    """Call the model's method on full parameters and keep this rank's rows; collective."""
     with full_values(states_of(model)):
         type(model).init_weights(model, **kwargs)  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""fsdpc under Hugging Face's Trainer: the same class with the same arguments, over the engine.
+"""fsdpc under Hugging Face's Trainer: the same class and arguments, on top of the engine.
 
     from fsdpc.integrations.transformers import Trainer  # was: from transformers import Trainer
 
@@ -6,9 +6,9 @@
     trainer.train()
 
 The model is sharded when ``train()`` or ``evaluate()`` first needs it, by its ``fsdp_plan`` or by
-the classes that transformers does not split. Checkpoints are those of transformers' Trainer on one
-process: ``model.safetensors``, and an ``optimizer.pt`` with whole states. Either Trainer can resume
-from the other's, at any number of ranks.
+the classes that transformers does not split. Checkpoints have the format of transformers' Trainer
+on one process: ``model.safetensors``, and an ``optimizer.pt`` with unsharded states. Either Trainer
+can resume from the other's checkpoints, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fsdpc.integrations.accelerate import WholeStateOptimizer, check, prepare
 from fsdpc.sharding.rules import is_sharded
 from fsdpc.torch import get_model_state_dict
 
-#: Arguments that would train something else, or fail on only some ranks.
+#: Arguments that would train differently, or fail on only some ranks.
 _REFUSED = {
     "auto_find_batch_size": "a rank that runs out of memory alone would leave the others waiting",
     "ddp_broadcast_buffers": "units send no buffers; each rank keeps its own",
@@ -35,15 +35,15 @@ _REFUSED = {
 
 
 class ShardedTrainer:
-    """The class that shards: put it before any subclass of ``transformers.Trainer``, such as TRL's.
+    """The class that shards; list it before any ``transformers.Trainer`` subclass, such as TRL's.
 
     Parameters
     ----------
     *args, **kwargs
-        Arguments of the Trainer. ``args.fsdp`` and ``args.fsdp_config`` also become options.
+        The Trainer's arguments. ``args.fsdp`` and ``args.fsdp_config`` are converted to options.
     shard_options : mapping, optional
         Options of :func:`fsdpc.torch.shard_by_plan`: ``classes``, ``mesh``, ``strategy``,
-        ``mp_policy``, ``offload_policy`` and the others of ``fully_shard``. They override
+        ``mp_policy``, ``offload_policy`` and ``fully_shard``'s other options. They override
         ``args.fsdp_config``.
 
     Raises
@@ -74,7 +74,7 @@ class ShardedTrainer:
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create an accelerator with only ranks: fsdpc handles the FSDP settings."""
+        """Create a plain data-parallel accelerator: fsdpc handles the FSDP settings."""
         for name, why in _REFUSED.items():
             if getattr(self.args, name, False):
                 raise ValueError(f"{type(self).__name__} with args.{name}: {why}")
@@ -90,7 +90,7 @@ class ShardedTrainer:
         check(self.accelerator)
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Shard the model and create the optimizer of its pieces; collective."""
+        """Shard the model and create the optimizer for its pieces; collective."""
         self._shard()
         optimizer = super().create_optimizer(model)  # type: ignore[misc]
         if not isinstance(optimizer, WholeStateOptimizer):
@@ -103,7 +103,7 @@ class ShardedTrainer:
         return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Return transformers' value, for the whole model."""
+        """Return transformers' value for the whole model."""
         name = getattr(self.model, "main_input_name", "input_ids")
         return 6 * inputs[name].numel() * self._numel if name in inputs else 0
 
@@ -129,7 +129,7 @@ class ShardedTrainer:
 
 
 def _numel(model: nn.Module) -> int:
-    """Count the elements of whole parameters, without embeddings, as transformers does."""
+    """Count the elements of unsharded parameters, without embeddings, as transformers does."""
     looked_up = {
         id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()
     }

@@ -1,4 +1,4 @@
-"""Models to train: LLaMA-like models and GPT-2, from presets or published folders."""
+"""Models to train: LLaMA-like models and GPT-2, from presets or published checkpoints."""
 
 from fsdpc.models.config import PRESETS, ModelConfig, preset
 from fsdpc.models.gpt2 import GPT2

@@ -1,4 +1,4 @@
-"""Attention of models: fused, or composed for dropout of weights and for windows on GPUs."""
+"""Attention for models: fused, or composed for weight dropout and for windows on GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from fsdpc import _core
 from fsdpc._core import Tensor
 
-_MASKED = np.float32(-1e30)  # score of a masked key; every row has unmasked ones
+_MASKED = np.float32(-1e30)  # score of a masked key; every row has unmasked keys
 
 
 def attend(
@@ -21,7 +21,7 @@ def attend(
     dropout: float = 0.0,
     lengths: Sequence[int] | None = None,
 ) -> Tensor:
-    """Mix values by causal attention.
+    """Apply causal attention.
 
     Parameters
     ----------
@@ -30,11 +30,11 @@ def attend(
     k, v : Tensor
         (B, T, kv_heads, D), with heads a multiple of kv_heads.
     window : int, optional
-        Number of tokens that a query sees, including its own; by default all up to its own.
+        Number of tokens visible to a query, including its own; by default all up to its own.
     dropout : float, default 0
-        Probability of dropping a weight.
+        Probability of dropping an attention weight.
     lengths : sequence of int, optional
-        Lengths of documents that do not see each other, row by row; see
+        Document lengths, row by row; documents do not attend to each other; see
         :func:`fsdpc.functional.varlen_attention`.
 
     Returns
@@ -44,8 +44,9 @@ def attend(
 
     Notes
     -----
-    With dropout the T x T weights are kept for backward. On a GPU, if the window is shorter than T,
-    forward has ``window`` x 2 ``window`` weights at a time, and keeps all of them for backward.
+    With dropout, the T x T weights are kept for backward. On a GPU, if the window is shorter than
+    T, forward computes ``window`` x 2 ``window`` weights at a time and keeps all of them for
+    backward.
     """
     tokens = q.shape[1]
     if window is not None and window >= tokens:
@@ -73,7 +74,7 @@ def attend(
 
 
 def positions_of(lengths: Sequence[int], shape: tuple[int, ...]) -> np.ndarray:
-    """Return the position of each token in its document, int64 of `shape`, which is (B, T)."""
+    """Return each token's position in its document: int64, in `shape`, which is (B, T)."""
     if sum(lengths) != math.prod(shape):
         raise ValueError(f"lengths {list(lengths)} add up to {sum(lengths)}, not to {shape} tokens")
     return np.concatenate([np.arange(n, dtype=np.int64) for n in lengths]).reshape(shape)
@@ -97,7 +98,7 @@ def _each_document(
 
 
 def weighted(q: Tensor, k: Tensor, v: Tensor, seen: np.ndarray, dropout: float = 0.0) -> Tensor:
-    """Mix values by attention over the unmasked keys.
+    """Apply attention over the unmasked keys.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Keys and values of earlier tokens, so that the next token costs only one row."""
+"""A cache of earlier keys and values, so that the next token costs only one row."""
 
 from __future__ import annotations
 
@@ -10,50 +10,50 @@ from fsdpc.models.attention import attend, weighted
 
 
 class KeyValueCache:
-    """The keys and values of every block, for a batch of sequences of unequal lengths.
+    """Every block's keys and values, for a batch of sequences with different lengths.
 
     Parameters
     ----------
     lengths : ndarray of int, (B,)
-        Number of tokens of each prompt. Prompts begin at position 0, and are padded at the end.
+        Number of tokens in each prompt. Prompts begin at position 0 and are padded at the end.
     capacity : int
         Maximum number of tokens in a sequence.
 
     Notes
     -----
-    The first forward takes the prompts, (B, T). Every later one takes a token of each sequence, (B,
-    1), which follows the earlier ones. Padding after the prompts needs no mask: no token sees later
-    positions, and the next tokens overwrite them.
+    The first forward takes the prompts, (B, T). Each later one takes the next token of every
+    sequence, (B, 1). Padding after the prompts needs no mask: no token attends to later positions,
+    and the next tokens overwrite them.
     """
 
     def __init__(self, lengths: np.ndarray, capacity: int) -> None:
         self.lengths: np.ndarray = np.asarray(lengths, dtype=np.int64).copy()
         self.capacity = capacity
-        self.begun: bool = False  # whether it contains the prompts
+        self.begun: bool = False  # whether it already contains the prompts
         self._rooms: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def positions(self) -> np.ndarray:
-        """The position of each sequence's next token, (B,)."""
+        """The position of the next token in each sequence, (B,)."""
         return self.lengths
 
     def advance(self) -> None:
-        """Count the tokens that the last forward added."""
+        """Advance positions by the tokens that the last forward added."""
         if self.begun:
             self.lengths += 1
         self.begun = True
 
     def last(self, x: Tensor) -> Tensor:
-        """Return the rows of each sequence's newest token: (B, T, dim) -> (B, 1, dim)."""
+        """Select the row of each sequence's newest token: (B, T, dim) -> (B, 1, dim)."""
         if self.begun:
             return x
         rows = [x[row, int(length) - 1] for row, length in enumerate(self.lengths)]
         return _core.stack(rows).unsqueeze(1)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate (B, T, heads, D) by tables of positions (T, D / 2), or (B, D / 2) of new tokens.
+        """Rotate (B, T, heads, D) by tables (T, D / 2) for positions, or (B, D / 2) for new tokens.
 
-        New tokens have their own positions: the batch replaces the token dimension.
+        New tokens each have their own position: the batch replaces the token dimension.
         """
         if not self.begun:
             return _core.rotary(x, cos, sin)
@@ -61,7 +61,7 @@ class KeyValueCache:
         return _core.rotary(x.view(1, batch, heads, dim), cos, sin).view(batch, 1, heads, dim)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """Add a block's keys and values, and attend over all that the block has so far.
+        """Add a block's keys and values, and attend over all of the block's tokens so far.
 
         Parameters
         ----------
@@ -82,7 +82,7 @@ class KeyValueCache:
         batch, tokens, kv_heads, dim = k.shape
         if layer not in self._rooms:
             shape = (batch, self.capacity, kv_heads, dim)
-            # zeros: a weight of 0 does not cancel NaN in uninitialised memory
+            # zeros, because a weight of 0 does not cancel NaN in uninitialised memory
             self._rooms[layer] = (
                 _core.zeros(shape, dtype=k.dtype),
                 _core.zeros(shape, dtype=v.dtype),

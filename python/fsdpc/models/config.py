@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdpc.models.rope import RopeScaling
 
-#: Functions in feed-forward blocks, by transformers' names.
+#: Functions in feed-forward blocks, by transformers' name.
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 
 
@@ -21,7 +21,7 @@ class ModelConfig:
     vocab_size, dim, layers, heads, inner : int
         Vocabulary size, hidden width, blocks, query heads, width inside the feed-forward block.
     kv_heads : int, optional
-        Key and value heads (grouped queries); by default as many as query heads.
+        Key and value heads (grouped queries); by default the number of query heads.
     head_dim : int, optional
         Elements of one head; by default ``dim / heads``.
     max_seq : int, default 2048
@@ -35,16 +35,17 @@ class ModelConfig:
     rope_scaling : RopeScaling, optional
         How to scale rotary frequencies for longer sequences.
     no_rope_every : int, default 0
-        Every n-th block of a LLaMA has no positions, as in SmolLM3; 0 means that all have them.
+        Every n-th block of a LLaMA has no positions, as in SmolLM3; 0 means that all blocks have
+        them.
     no_rope_layers : tuple of int, optional
         Indices of the blocks without positions, instead of ``no_rope_every``.
     qkv_bias, out_bias, mlp_bias : bool, default False
-        Biases of LLaMA's query, key and value projections, of the projection after attention, and
-        of the feed-forward block. GPT-2 has all of them.
+        Whether LLaMA's query, key and value projections, its projection after attention, and its
+        feed-forward block have biases. GPT-2 has all of them.
     qk_norm : bool, default False
-        RMSNorm over the elements of each query and key head, as in Qwen3.
+        Whether RMSNorm is applied to each query and key head, as in Qwen3.
     sliding_window : int, optional
-        Number of tokens that a query of a LLaMA sees, including its own; by default all up to its
+        Number of tokens visible to a query in a LLaMA, including its own; by default all up to its
         own.
     window_layers : tuple of int, optional
         Indices of the blocks with the window; by default all of them.
@@ -52,14 +53,14 @@ class ModelConfig:
         One of transformers' "silu" (LLaMA's default), "gelu", "gelu_new" (GPT-2's),
         "gelu_pytorch_tanh" and "relu".
     dropout : float, default 0
-        Dropout of GPT-2's residual branches and embeddings.
+        Dropout in GPT-2's residual branches and embeddings.
     attention_dropout : float, default 0
-        Dropout of attention weights. Above 0, training keeps them (B, heads, T, T).
+        Dropout of attention weights. If above 0, training keeps the weights (B, heads, T, T).
     family : str, optional
         The model's ``model_type`` in transformers; by default derived from the shape.
     bos_token_id, eos_token_id, pad_token_id : int, optional
-        Tokens that begin, end and pad sequences. Several end tokens form a tuple. In GPT-2, lookups
-        of the padding token give its embedding row no gradient, as in transformers.
+        Tokens that begin, end and pad sequences. Multiple end tokens form a tuple. In GPT-2, the
+        padding token's embedding row gets no gradient from lookups, as in transformers.
 
     Examples
     --------
@@ -125,18 +126,19 @@ class ModelConfig:
             raise ValueError(f"attention_dropout must be in [0, 1), got {self.attention_dropout}")
 
     def rotates(self, layer: int) -> bool:
-        """Return whether a block, by its index, has positions."""
+        """Return whether the block with this index has positions."""
         if self.no_rope_layers is not None:
             return layer not in self.no_rope_layers
         return not self.no_rope_every or (layer + 1) % self.no_rope_every != 0
 
     def window_of(self, layer: int) -> int | None:
-        """Return how many tokens a query of a block sees, or None if it sees all up to its own."""
+        """Return how many tokens a block's queries see, or None if they see all up to their own."""
         inside = self.window_layers is None or layer in self.window_layers
         return self.sliding_window if inside else None
 
     def with_(self, **changes: Any) -> ModelConfig:
-        """Return a copy with some fields changed; ``head_dim`` follows ``dim`` and ``heads``."""
+        """Return a copy with changed fields; ``head_dim`` is recomputed from ``dim`` and
+        ``heads``."""
         if {"dim", "heads"} & set(changes) and self.head_dim * self.heads == self.dim:
             changes.setdefault("head_dim", None)
         return replace(self, **changes)
@@ -148,17 +150,17 @@ class ModelConfig:
         return self.layers * block + self.vocab_size * self.dim
 
     def flops_per_token(self, seq: int) -> float:
-        """Return the training FLOPs of one token in a causal sequence of ``seq``.
+        """Return the training FLOPs per token in a causal sequence of ``seq`` tokens.
 
-        6 x (matmul parameters, including a tied head) + attention 6 L d s, where d is that of all
-        heads together. It counts forward and backward, and the causal half of the attention matrix;
-        it ignores windows.
+        6 x (matmul parameters, including a tied head) + attention 6 L d s, where d is the total
+        size of all heads. It counts forward and backward, and the causal half of the attention
+        matrix; it ignores windows.
         """
         width = self.heads * self.head_dim
         return 6.0 * self.matmul_parameters() + 6.0 * self.layers * width * seq
 
 
-#: Fields of transformers' LlamaConfig and SmolLM3Config.
+#: Field names in transformers' LlamaConfig and SmolLM3Config.
 _THEIRS = {
     "vocab_size": "vocab_size", "hidden_size": "dim", "num_hidden_layers": "layers",
     "num_attention_heads": "heads", "num_key_value_heads": "kv_heads", "intermediate_size": "inner",
@@ -168,7 +170,7 @@ _THEIRS = {
 
 
 def of_transformers(found: Mapping[str, Any]) -> ModelConfig:
-    """Return the shape of a LLaMA-like model from the fields of transformers' configuration.
+    """Return a LLaMA-like model's shape from the fields of its transformers configuration.
 
     Raises
     ------

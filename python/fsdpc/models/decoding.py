@@ -1,4 +1,4 @@
-"""Text generation: token by token from a language model with a cache, sharded or not."""
+"""Text generation, token by token with a cache, from a language model, sharded or not."""
 
 from __future__ import annotations
 
@@ -32,25 +32,26 @@ class LanguageModel(nn.Module):
         stop: int | Iterable[int] | None = None,
         seed: int = 0,
     ) -> Any:
-        """Continue one sequence, or a batch of sequences of unequal lengths.
+        """Continue one sequence, or a batch of sequences with different lengths.
 
         Parameters
         ----------
         tokens : sequence of int, or sequence of such sequences
-            Prompts of at least one token each; with a sharded model a rank may have none.
+            Prompts of at least one token each; with a sharded model, a rank may have none.
         max_new_tokens : int
             Maximum number of tokens to add.
         temperature : float, default 0
-            Logits are divided by it before sampling; 0 takes the most likely token.
+            Logits are divided by it before sampling; 0 selects the most likely token.
         top_k : int, optional
-            Sample among this many of the most likely tokens.
+            Sample from this many of the most likely tokens.
         top_p : float, optional
-            Sample among the fewest most likely tokens whose total probability reaches this value.
+            Sample from the smallest set of most likely tokens whose probabilities sum to at least
+            this.
         stop : int or iterable of int, optional
-            Tokens that end a sequence; they are part of the result. By default the configuration's
-            ``eos_token_id``; ``()`` means none.
+            Tokens that end a sequence; they are included in the result. By default the
+            configuration's ``eos_token_id``; ``()`` means none.
         seed : int, default 0
-            Seed of sampling: the same prompts in the same order give the same tokens.
+            Sampling seed: the same prompts in the same order give the same tokens.
 
         Returns
         -------
@@ -65,9 +66,9 @@ class LanguageModel(nn.Module):
 
         Notes
         -----
-        Runs in evaluation mode and without gradients. Collective for a sharded model outside
-        ``hold()``: prompts and numbers of tokens may differ between ranks, and all ranks continue
-        until the last one is done. Inside ``hold()`` each rank generates by itself.
+        Runs in evaluation mode without gradients. Collective for a sharded model outside
+        ``hold()``: prompts and token counts may differ between ranks, and all ranks continue until
+        the last one is done. Inside ``hold()`` each rank generates independently.
 
         Examples
         --------
@@ -137,7 +138,7 @@ class LanguageModel(nn.Module):
         self, prompts: list[np.ndarray], limit: int, sampler: Sampler, ends: frozenset[int]
     ) -> Iterator[list[int | None]]:
         together = is_collective(self)
-        shown = prompts or [np.zeros(1, np.int64)]  # a rank without prompts takes part
+        shown = prompts or [np.zeros(1, np.int64)]  # a rank without prompts still participates
         lengths = np.array([len(row) for row in shown])
         ids = np.zeros((len(shown), int(lengths.max())), np.int64)
         for row, prompt in enumerate(shown):
@@ -161,7 +162,7 @@ class LanguageModel(nn.Module):
             yield words
 
     def _evaluate(self, ids: np.ndarray, cache: KeyValueCache) -> np.ndarray:
-        """Return the logits of each sequence's next token, float64 (B, vocab_size)."""
+        """Return the logits for each sequence's next token, float64 (B, vocab_size)."""
         was_training = self.training
         if was_training:
             self.eval()
@@ -209,7 +210,7 @@ class Sampler:
 
 
 def as_prompts(tokens: Prompts) -> tuple[list[np.ndarray], bool]:
-    """Return prompts as arrays of int64, and whether the argument was a single prompt.
+    """Return prompts as int64 arrays, and whether the argument was a single prompt.
 
     Raises
     ------
@@ -227,7 +228,7 @@ def as_prompts(tokens: Prompts) -> tuple[list[np.ndarray], bool]:
 
 
 def is_collective(model: nn.Module) -> bool:
-    """Return whether forwards of a model gather over several ranks."""
+    """Return whether a model's forwards gather parameters over several ranks."""
     if not distributed.is_initialized() or distributed.world_size() == 1:
         return False
     units = [m for m in model.modules() if isinstance(m, FSDPModule)]

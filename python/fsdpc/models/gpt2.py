@@ -28,9 +28,10 @@ class Projection(nn.Module):
     Parameters
     ----------
     in_features, out_features : int
-        Shape of ``weight``: the transpose of a Linear's.
+        Shape of ``weight``, which is the transpose of a Linear's.
     std : float
-        Standard deviation of the normal initial values; ``bias`` is initialised with 0.
+        Standard deviation of the normal distribution for ``weight``; ``bias`` is initialised with
+        0.
     """
 
     def __init__(self, in_features: int, out_features: int, std: float) -> None:
@@ -49,7 +50,7 @@ class Projection(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; queries, keys and values from one projection."""
+    """Causal self-attention, with queries, keys and values from one projection."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -84,7 +85,7 @@ class Attention(nn.Module):
 
 
 class Expansion(Projection):
-    """gelu(x W + b), with tanh, as one operation; or another function of the product."""
+    """gelu(x W + b), in its tanh form, as one operation; or another function of the product."""
 
     def __init__(self, in_features: int, out_features: int, std: float, activation: str) -> None:
         super().__init__(in_features, out_features, std)
@@ -141,7 +142,7 @@ class TiedEmbedding(nn.Embedding):
     def forward(  # type: ignore[override]
         self, x: Tensor, targets: Tensor | None = None, *, as_head: bool = False
     ) -> Tensor:
-        """Return rows of the table; as the head, logits or a loss. It may be a separate unit."""
+        """Return rows of the table or, as the head, logits or a loss. It may be a separate unit."""
         return logits_or_loss(x, self.weight, targets) if as_head else super().forward(x)
 
 
@@ -163,7 +164,7 @@ class GPT2(LanguageModel):
     Parameters
     ----------
     config : ModelConfig
-        Sizes; ``inner`` is 4 x dim in the published models.
+        The model's sizes; ``inner`` is 4 x dim in published models.
 
     Examples
     --------
@@ -199,8 +200,8 @@ class GPT2(LanguageModel):
         """Return logits (B, T, vocab_size), or the mean loss if targets (B, T) are given.
 
         With a cache, which the call extends, the logits are (B, 1, vocab_size) of the newest
-        tokens. With document lengths, documents do not see each other, and positions restart in
-        each.
+        tokens. With document lengths, documents do not attend to each other, and positions restart
+        in each.
         """
         ids = as_ids(ids, self.config)
         t = self.transformer

@@ -69,7 +69,7 @@ class Attention(nn.Module):
 
 
 def activate(x: Tensor, name: str) -> Tensor:
-    """Apply the function with this name in transformers."""
+    """Apply the activation function with this name in transformers."""
     if name == "relu":
         return _core.relu(x)
     if name == "silu":
@@ -78,7 +78,7 @@ def activate(x: Tensor, name: str) -> Tensor:
 
 
 class FeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x)), or with another function instead of silu."""
+    """down(silu(gate(x)) * up(x)), or another activation instead of silu."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Block(nn.Module):
 
 
 def as_ids(ids: Tensor | np.ndarray, config: ModelConfig) -> Tensor:
-    """Return ids (B, T) as a tensor; ValueError if they are longer than the model's sequences."""
+    """Return ids (B, T) as a tensor; raise ValueError if T exceeds the model's maximum."""
     ids = ids if isinstance(ids, Tensor) else _core.tensor(ids)
     if ids.shape[-1] > config.max_seq:
         raise ValueError(
@@ -131,7 +131,7 @@ def as_ids(ids: Tensor | np.ndarray, config: ModelConfig) -> Tensor:
 
 
 def logits_or_loss(x: Tensor, weight: Tensor, targets: Tensor | None) -> Tensor:
-    """x (B, T, dim), weight (V, dim) -> logits (B, T, V), or the mean loss of targets (B, T)."""
+    """x (B, T, dim), weight (V, dim) -> logits (B, T, V), or the mean loss for targets (B, T)."""
     if targets is None:
         return _core.linear(x, weight)
     targets = _core.tensor(targets) if not isinstance(targets, Tensor) else targets
@@ -143,7 +143,8 @@ class Head(nn.Linear):
     """The output layer; its loss keeps one chunk of logits at a time."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return logits, or the mean loss, computed here since the layer may be a separate unit."""
+        """Return logits or the mean loss, which is here because the layer may be a separate
+        unit."""
         return logits_or_loss(x, self.weight, targets)
 
 
@@ -165,7 +166,7 @@ class Llama(LanguageModel):
     Parameters
     ----------
     config : ModelConfig
-        Sizes; see :func:`fsdpc.models.preset`.
+        The model's sizes; see :func:`fsdpc.models.preset`.
 
     Examples
     --------
@@ -209,11 +210,11 @@ class Llama(LanguageModel):
         targets : the same, optional
             Next tokens; -100 is ignored.
         cache : KeyValueCache, optional
-            Cache of earlier tokens, which the call extends. For :meth:`generate`.
+            Cache of earlier tokens, which the call extends; used by :meth:`generate`.
         lengths : sequence of int, optional
-            Number of tokens of each document packed in `ids`, sequence by sequence, so that
-            documents do not see each other; see :func:`fsdpc.data.document_lengths`. Not with a
-            cache.
+            Number of tokens in each document packed in `ids`, sequence by sequence, so that
+            documents do not attend to each other; see :func:`fsdpc.data.document_lengths`. Not with
+            a cache.
 
         Returns
         -------

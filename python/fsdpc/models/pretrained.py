@@ -1,4 +1,4 @@
-"""Published models: folders in transformers' format."""
+"""Published models, as folders in transformers' format."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def from_config(source: PathLike | Mapping[str, Any], *, dtype: Any = None) -> Llama | GPT2:
-    """Create a model with initial values, in the shape of a published one.
+    """Create a newly initialised model with the shape of a published one.
 
     Parameters
     ----------
     source : path or mapping
         A folder with ``config.json``, that file, or its content.
     dtype : dtype or "auto", optional
-        Dtype of the parameters; by default float32, and "auto" is the configuration's.
+        Dtype of the parameters; by default float32. "auto" uses the configuration's dtype.
 
     Returns
     -------
     Llama or GPT2
-        Without memory inside :class:`fsdpc.deferred_init`.
+        Inside :class:`fsdpc.deferred_init`, a model without memory.
 
     Raises
     ------
@@ -62,7 +62,7 @@ def from_config(source: PathLike | Mapping[str, Any], *, dtype: Any = None) -> L
 
 
 def from_pretrained(folder: PathLike, *, dtype: Any = None) -> Llama | GPT2:
-    """Load a published model with its values; collective if there are several ranks.
+    """Create a published model and load its values; collective if there are several ranks.
 
     Parameters
     ----------
@@ -70,26 +70,26 @@ def from_pretrained(folder: PathLike, *, dtype: Any = None) -> Llama | GPT2:
         A folder with ``config.json`` and ``model.safetensors``, or several such files and their
         index.
     dtype : dtype or "auto", optional
-        Dtype of the parameters, whatever the files have; by default float32, and "auto" is the
-        configuration's.
+        Dtype of the parameters, independent of the files' dtype; by default float32. "auto" uses
+        the configuration's dtype.
 
     Returns
     -------
     Llama or GPT2
-        In training mode, as modules start: call ``eval()`` to switch dropout off.
+        In training mode, like any new module; call ``eval()`` to disable dropout.
 
     Raises
     ------
     ValueError
         The configuration has an unsupported feature; the error names it.
     CheckpointError
-        Files are damaged or missing, or do not fit the configuration; the error lists everything.
+        Files are damaged, missing, or do not match the configuration; the error lists all problems.
     RuntimeError
         Called inside :class:`fsdpc.deferred_init`.
 
     Notes
     -----
-    Every rank reads and holds the whole model. If that is too large for a rank, use
+    Every rank reads and holds the whole model. If it is too large for one rank, use
     :func:`from_config` inside :class:`fsdpc.deferred_init`, :func:`fsdpc.fully_shard`, then
     :func:`load_pretrained`.
 
@@ -120,8 +120,8 @@ def load_pretrained(model: Llama | GPT2, folder: PathLike) -> None:
     Parameters
     ----------
     model : Llama or GPT2
-        May be sharded by :func:`fsdpc.fully_shard` or deferred. Adapters of :mod:`fsdpc.lora` keep
-        their values.
+        It may be sharded by :func:`fsdpc.fully_shard`, or deferred. Adapters from :mod:`fsdpc.lora`
+        keep their values.
     folder : path
         A folder with ``config.json`` and safetensors.
 
@@ -131,7 +131,8 @@ def load_pretrained(model: Llama | GPT2, folder: PathLike) -> None:
         The folder's configuration describes a model that computes differently; the error names the
         differences.
     CheckpointError
-        Files are damaged or missing, or do not fit the model; every rank lists everything.
+        Files are damaged, missing, or do not match the model; every rank's error lists all
+        problems.
 
     Notes
     -----
@@ -159,7 +160,7 @@ def load_pretrained(model: Llama | GPT2, folder: PathLike) -> None:
         )
     added = adapters_of(model)
     for p in added.values():
-        if p.is_deferred and p._unit is None:  # the files do not have them
+        if p.is_deferred and p._unit is None:  # not in the files
             p.materialize_()
             p._recipe.fill(p)
     report = checkpoint.load(
@@ -187,13 +188,13 @@ def save_pretrained(
     model : Llama or GPT2
         Sharded or not.
     folder : path
-        The folder to create. It appears complete once all data is on the disk, or not at all.
+        The folder to create. It appears only when all data is on the disk.
     dtype : dtype, optional
         Dtype of the tensors in the files; by default the parameters' own.
     max_shard_bytes : float, default 5e9
         Largest file size, unless a single tensor is larger.
     overwrite : bool, default False
-        Replace a folder that :func:`save_pretrained` wrote earlier.
+        Whether to replace a folder that :func:`save_pretrained` wrote earlier.
 
     Raises
     ------
@@ -204,8 +205,8 @@ def save_pretrained(
 
     Notes
     -----
-    The folder is also a checkpoint: :func:`fsdpc.checkpoint.load` reads it. A model does not
-    include tokenizer files: copy them into the folder.
+    The folder is also a checkpoint that :func:`fsdpc.checkpoint.load` can read. Tokenizer files are
+    not written: copy them into the folder.
 
     Examples
     --------
@@ -223,7 +224,7 @@ def save_pretrained(
             f"save_pretrained() writes models of fsdpc.models, got {type(model).__name__}: "
             "fsdpc.checkpoint.save() writes any"
         )
-    _content_of(model)  # raises before anything is written, if it cannot be
+    _content_of(model)  # raises, before anything is written, if there is no such model
     checkpoint.save(
         folder,
         {"model": model},

@@ -1,7 +1,7 @@
-"""``config.json`` of published models: convert it to a shape, and a shape to it.
+"""Convert the ``config.json`` of published models to a shape, and a shape to ``config.json``.
 
-An unknown key that may affect results raises an error with its name, so that a loaded model
-computes what transformers computes.
+An unknown key that may affect results raises an error that names it, so that a loaded model
+computes the same results as transformers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _GPT2_SIZES = {
     "vocab_size": "vocab_size", "n_embd": "dim", "n_layer": "layers", "n_head": "heads",
 }  # fmt: skip
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-#: transformers' default only in that family; its embedding row is not trained by lookups.
+#: transformers' default only in this family; lookups do not train its embedding row.
 _SMOLLM3_PAD = 128004
 
 #: Keys that do not affect the results of a forward.
@@ -85,8 +85,8 @@ def read_config(found: Mapping[str, Any]) -> ModelConfig:
     Raises
     ------
     ValueError
-        The ``model_type`` is unknown, a size is missing, or a key needs a computation that these
-        models do not support; the error names it.
+        The ``model_type`` is unknown, a size is missing, or a key requires a computation that is
+        not supported; the error names it.
     """
     family = found.get("model_type")
     if family not in FAMILIES:
@@ -111,7 +111,7 @@ def read_config(found: Mapping[str, Any]) -> ModelConfig:
 
 
 def _refuse_others(found: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise on keys that may affect results; disabled or empty ones do not."""
+    """Raise on keys that may affect results, unless they are disabled or empty."""
     for name, value in found.items():
         if name in known or name in _SILENT or name.startswith(("_", "summary_")):
             continue
@@ -199,7 +199,7 @@ def _rope(found: Mapping[str, Any], values: dict[str, Any]) -> tuple[float, Rope
 def _window(
     family: str, values: dict[str, Any], layers: int
 ) -> tuple[int | None, tuple[int, ...] | None]:
-    """Return the window and the blocks that have it; None if all have it."""
+    """Return the window and the blocks that use it (None: all blocks)."""
     window = values.get("sliding_window")
     if window is None or not values.get("use_sliding_window", family == "mistral"):
         return None, None
@@ -243,7 +243,7 @@ def written_config(c: ModelConfig, family: str | None = None) -> dict[str, Any]:
     ----------
     c : ModelConfig
     family : str, optional
-        A ``model_type``; by default the shape's own, or the first that supports it.
+        A ``model_type``; by default the shape's own, or the first that supports the shape.
 
     Raises
     ------
@@ -266,7 +266,7 @@ def written_config(c: ModelConfig, family: str | None = None) -> dict[str, Any]:
 
 #: Fields that do not affect a forward in evaluation.
 _QUIET = {"family", *_TOKENS, "dropout", "attention_dropout", "max_seq"}
-#: Fields that only a GPT-2, or only a LLaMA, has.
+#: Fields specific to GPT-2, or to LLaMA.
 _GPT2_ONLY = {"layer_norm_eps"}
 _LLAMA_ONLY = {
     "kv_heads", "tied", "rope_theta", "norm_eps", "rope_scaling", "no_rope_layers", "qkv_bias",
@@ -275,7 +275,7 @@ _LLAMA_ONLY = {
 
 
 def differences(a: ModelConfig, b: ModelConfig, gpt2: bool) -> list[str]:
-    """Return the fields in which two shapes compute differently, with both values."""
+    """Return the fields, with both values, that make two shapes compute differently."""
     left_out = _QUIET | (_LLAMA_ONLY if gpt2 else _GPT2_ONLY)
     a, b = _plain(a, gpt2), _plain(b, gpt2)
     names = [f.name for f in fields(ModelConfig) if f.name not in left_out]

@@ -10,13 +10,13 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How to scale rotary frequencies for sequences longer than those of pretraining.
+    """How to scale rotary frequencies for sequences longer than in pretraining.
 
     Parameters
     ----------
     kind : "linear" or "llama3"
-        "linear" divides all frequencies by the factor. "llama3" divides only the low ones, with a
-        ramp between, as in LLaMA 3.1.
+        "linear" divides all frequencies by the factor. "llama3" divides only low frequencies, with
+        a ramp in between, as in LLaMA 3.1.
     factor : float
         At least 1.
     low_freq_factor, high_freq_factor : float
@@ -69,7 +69,7 @@ class RopeScaling:
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """Return the rotary frequencies of a head, float32 (head_dim / 2), in radians per token."""
+    """Return a head's rotary frequencies, float32 (head_dim / 2), in radians per token."""
     exponents = np.arange(0, head_dim // 2, dtype=np.float32) * np.float32(2)
     plain = (1.0 / theta ** (exponents / np.float32(head_dim))).astype(np.float32)
     return plain if scaling is None else scaling.apply(plain)

@@ -70,9 +70,9 @@ class Choice:
     """One way to train, and the resources it needs.
 
     ``memory`` is the bytes per rank, including its share of memory shared by the host's ranks.
-    ``simulation`` is None if that exceeds the limit; ``reason`` then explains why in words.
-    ``checkpoint`` is the argument for :func:`fsdpc.checkpoint_activations`, and ``offload`` is the
-    value of ``--offload``, or "none".
+    ``simulation`` is None if that exceeds the limit. ``reason`` explains the choice's ranking in
+    words. ``checkpoint`` is the argument for :func:`fsdpc.checkpoint_activations`, and ``offload``
+    is the value of ``--offload``, or "none".
     """
 
     strategy: str
