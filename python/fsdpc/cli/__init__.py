@@ -1,1 +1,1 @@
-"""The commands: ``fsdpc train``, ``run``, ``plan``, and the others."""
+"""The commands, such as ``fsdpc train``, ``run`` and ``plan``."""

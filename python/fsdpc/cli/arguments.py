@@ -1,4 +1,4 @@
-"""The parser of all ``fsdpc`` commands: 80 columns, and a suggestion for a mistyped word."""
+"""The argument parser for all ``fsdpc`` commands: 80 columns, and suggestions for typos."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 
 class _Format(argparse.RawDescriptionHelpFormatter):
-    """Wraps a description of one line, and keeps the lines of an epilog."""
+    """Wraps a one-line description and keeps an epilog's lines."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if "\n" in text.strip():
@@ -19,7 +19,7 @@ class _Format(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ``ArgumentParser`` without abbreviations that suggests the option a user meant."""
+    """An ``ArgumentParser`` that rejects abbreviations and suggests the option the user meant."""
 
     def __init__(self, **options: Any) -> None:
         options = {"formatter_class": _Format, "allow_abbrev": False, **options}
@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
         Parameters
         ----------
         message : str
-            The message of argparse.
+            The message from argparse.
         """
         unknown = re.match(r"unrecognized arguments: (--[^ =]+)", message)
         if unknown:
@@ -43,6 +43,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean X?" if a known word is similar, otherwise an empty string."""
+    """Return "; did you mean X?" if a known option is similar, otherwise an empty string."""
     close = difflib.get_close_matches(word.lower(), list(known), 1)
     return f"; did you mean {close[0]}?" if close else ""

@@ -29,7 +29,7 @@ _ROWS = 200_000  # tensors at a time, whatever a hostile header claims
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of ``fsdpc ckpt``."""
+    """Return the argument parser for ``fsdpc ckpt``."""
     p = Parser(
         prog="fsdpc ckpt",
         description="Look at checkpoints: ours, Hugging Face's folders, safetensors files.",
@@ -93,7 +93,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _say(text: str, file: Any = None) -> None:
-    """Print a line, with the control characters of hostile names escaped."""
+    """Print a line, escaping control characters in hostile names."""
     safe = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     print("".join(safe), file=file)
 

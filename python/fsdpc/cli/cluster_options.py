@@ -1,4 +1,4 @@
-"""What ``fsdpc estimate``, ``simulate`` and ``plan`` share: a cluster, a model, and a header."""
+"""Options shared by ``fsdpc estimate``, ``simulate`` and ``plan``: cluster, model, and header."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fsdpc.models.config import ModelConfig, of_transformers
 def cluster_parser(
     command: str, description: str, epilog: str, batch: str, count: int = 1
 ) -> Parser:
-    """Return a parser with the options that all three commands share.
+    """Return an argument parser with the options that all three commands share.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ def cluster_parser(
     batch : str
         What ``--batch`` counts.
     count : int, default 1
-        Default of ``--batch``.
+        Default value of ``--batch``.
     """
     p = Parser(prog=f"fsdpc {command}", usage=f"fsdpc {command} [--option value ...]",
                description=description, epilog=epilog)  # fmt: skip
@@ -62,7 +62,7 @@ def cluster_parser(
 
 
 def add_step_options(p: argparse.ArgumentParser) -> None:
-    """Add the options about how a step computes, for commands that examine one configuration."""
+    """Add the options about a step's computation, for commands that examine one configuration."""
     step = p.add_argument_group("step")
     add_number(step, "--accumulate", 1, "micro-steps in a step of the optimizer")
     step.add_argument(
@@ -75,7 +75,7 @@ def add_step_options(p: argparse.ArgumentParser) -> None:
 
 
 def add_rates(p: argparse.ArgumentParser) -> None:
-    """Add the options about how fast the cluster computes and sends."""
+    """Add the options about the cluster's compute and network speed."""
     rates = p.add_argument_group("rates")
     add_number(rates, "--tflops", 1.0, "TFLOP/s that a rank reaches in products")
     add_number(rates, "--bandwidth", 100.0, "Gbit/s that a host sends to others")
@@ -95,7 +95,7 @@ def add_rates(p: argparse.ArgumentParser) -> None:
 
 
 def rates_of(o: argparse.Namespace) -> dict[str, Any]:
-    """Return the simulation options that :func:`add_rates` added, in its units."""
+    """Return the simulation options added by :func:`add_rates`, in the simulator's units."""
     return {
         "bandwidth": o.bandwidth * 1e9 / 8,
         "latency": o.latency * 1e-6,
@@ -112,7 +112,7 @@ def rates_of(o: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_numbers(options: argparse.Namespace) -> None:
-    """Raise on numbers that are not possible for a cluster, quoting them as the user wrote them."""
+    """Raise on numbers that are impossible for a cluster, quoting them as the user wrote them."""
     for name in ("hosts", "ranks_per_host", "batch", "seq", "accumulate", "lora"):
         value = getattr(options, name, None)
         if value is not None and value < 1:
@@ -157,14 +157,14 @@ def read_config(path: Path) -> ModelConfig:
 def header(
     o: argparse.Namespace, p: argparse.ArgumentParser, model: Any, argv: Sequence[str]
 ) -> str:
-    """Return a header with the model, batch and cluster, and the assumed options.
+    """Return a header that describes the model, batch, cluster, and assumed options.
 
     Parameters
     ----------
     o, p : Namespace, ArgumentParser
     model : Module
     argv : sequence of str
-        The user's arguments: all other options are assumed.
+        The user's arguments; all other options are listed as assumed.
     """
     params = {id(each): math.prod(each.shape) for each in model.parameters()}.values()
     named = f"{o.model} {o.preset}" if o.config is None else f"{o.model} of {o.config}"

@@ -13,7 +13,7 @@ import sys
 
 def _is_command() -> bool:
     argv = getattr(sys, "argv", None) or [""]
-    started = (sys.orig_argv[-len(argv) :] or [""])[0]  # the script, or the word after -m
+    started = (sys.orig_argv[-len(argv) :] or [""])[0]  # the script, or the argument after -m
     # runpy sets argv[0] to -m until it has found the module.
     return os.path.basename(started) == "fsdpc" and argv[0] in ("-m", started)
 
@@ -24,6 +24,6 @@ if _ENDS:
 
 
 def answer() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again: from now on the command handles it."""
+    """Let Ctrl-C raise KeyboardInterrupt again, because the command now handles it."""
     if _ENDS:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""``fsdpc data``: convert text to tokens, and describe folders of tokens."""
+"""``fsdpc data``: convert text to tokens, and describe token folders."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ examples:
   fsdpc data show tokens --text 200
   fsdpc data show tokens --verify      reads everything
 """
-_VERIFIED = 1 << 22  # ids read together
+_VERIFIED = 1 << 22  # ids read at a time
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of ``fsdpc data``."""
+    """Return the argument parser for ``fsdpc data``."""
     p = Parser(
         prog="fsdpc data",
         description="Turn text into tokens to train on, and look at folders of them.",
@@ -169,7 +169,7 @@ def _list(options: argparse.Namespace) -> None:
 
 def _show(options: argparse.Namespace) -> None:
     folder, found = options.folder, _described(options.folder)
-    data = TokenDataset(folder, 1)  # compares lengths
+    data = TokenDataset(folder, 1)  # checks lengths
     size = sum(path.stat().st_size for path in data.files)
     files = f"{len(data.files)} file{'s' if len(data.files) > 1 else ''}"
     print(f"{folder}: {data.tokens:,} tokens of {found.dtype} in {files}, {size:,} bytes")

@@ -1,4 +1,4 @@
-"""``fsdpc estimate``: the memory of each rank of a training run, with one command."""
+"""``fsdpc estimate``: the per-rank memory of a training run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Nothing is started, and neither hosts nor GPUs need be here.
 
 
 def estimate_parser() -> argparse.ArgumentParser:
-    """Return the parser of ``fsdpc estimate``."""
+    """Return the argument parser for ``fsdpc estimate``."""
     p = cluster_parser("estimate", "Show what each rank of a training run would hold.", _EPILOG,
                        "sequences in a micro-step of one rank")  # fmt: skip
     add_step_options(p)
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def plan_of(o: argparse.Namespace, model: Any) -> MemoryPlan:
-    """Return the plan of a rank's memory for these options."""
+    """Return a rank's memory plan for these options."""
     if o.mesh is None and o.strategy.startswith("HYBRID"):
         o.mesh = (o.hosts, o.ranks_per_host)
     check_sharding(o, o.hosts * o.ranks_per_host)

@@ -1,4 +1,4 @@
-"""``fsdpc generate``: text from a run of ``fsdpc train`` or a published model's folder."""
+"""``fsdpc generate``: generate text from a ``fsdpc train`` run or a published model's folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ The text goes to stdout as it is made, the number of tokens a second to stderr.
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of ``fsdpc generate``."""
+    """Return the argument parser for ``fsdpc generate``."""
     p = Parser(
         prog="fsdpc generate",
         description="Continue a text by a language model.",
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> None:
     prompt = sys.stdin.read() if options.prompt == "-" else as_text(options.prompt)
     if options.chat:
         prompt = render_chat(places, [{"role": "user", "content": prompt}])
-    ids = text.encode(prompt, not options.chat)  # a chat template contains its own first tokens
+    ids = text.encode(prompt, not options.chat)  # a chat template includes its own first tokens
     if not ids:
         raise ValueError("the prompt has no tokens: give at least one letter")
     room = model.config.max_seq - len(ids)
@@ -123,7 +123,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def find_model(folder: Path) -> Path:
-    """Return the folder of a model: this one, or a run's newest checkpoint.
+    """Return a model's folder: this one, or the newest checkpoint if it is a run.
 
     Raises
     ------
@@ -131,7 +131,7 @@ def find_model(folder: Path) -> Path:
         The folder is neither.
     """
     if (folder / "config.json").is_file() or not folder.is_dir():
-        return folder  # reading it reports what is missing
+        return folder  # reading it will report what is missing
     from fsdpc.checkpoint import CheckpointManager
 
     latest = CheckpointManager(folder).latest()
@@ -144,7 +144,7 @@ def find_model(folder: Path) -> Path:
 
 
 def trained_with(folder: Path) -> dict[str, str] | None:
-    """Return the name and hash of a run's tokenizer, from its checkpoints."""
+    """Return the name and hash of a run's tokenizer from its checkpoints."""
     from fsdpc.checkpoint import manifest
 
     if not (folder / manifest.NAME).is_file():
@@ -154,7 +154,7 @@ def trained_with(folder: Path) -> dict[str, str] | None:
 
 
 def find_ends(folder: Path, configured: Any) -> set[int]:
-    """Return the tokens that end a text, from the config and ``generation_config.json``."""
+    """Return the end tokens from the config and ``generation_config.json``."""
     found = [configured]
     if (folder / "generation_config.json").is_file():
         content = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))

@@ -21,7 +21,7 @@ from fsdpc.monitor.config import show_config
 
 
 class _Command(NamedTuple):
-    """A command whose module has a ``main`` that takes the words after its name."""
+    """A command; its module's ``main`` receives the arguments that follow the command name."""
 
     module: str
     text: str
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     argv : sequence of str, optional
-        The arguments without the program's name, default ``sys.argv[1:]``.
+        The arguments without the program's name; by default ``sys.argv[1:]``.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed, as in a daemon: output goes nowhere
@@ -151,13 +151,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     try:
-        _core.check_environment()  # once, not on every rank
+        _core.check_environment()  # here, so that it runs once, not on every rank
     except ValueError as error:
         print(f"fsdpc: {error}", file=sys.stderr)
         return 2
     if arguments and arguments[0] in _COMMANDS:  # argparse must not see their options
         module = import_module(_COMMANDS[arguments[0]].module)
-        # Most of ckpt reads in C, perhaps for hours, and writes nothing: Ctrl-C may end it at once.
+        # Most ckpt commands read in C, perhaps for hours, and write nothing: Ctrl-C may end them at
+        # once.
         if arguments[0] != "ckpt" or "convert" in arguments[:2]:
             ctrl_c.answer()
         return module.main(arguments[1:])

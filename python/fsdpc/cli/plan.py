@@ -1,4 +1,4 @@
-"""``fsdpc plan``: how to train a model on a cluster that you need not have."""
+"""``fsdpc plan``: how to train a model on any cluster, real or planned."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ shorter --seq, --lora.
 
 
 def plan_parser() -> argparse.ArgumentParser:
-    """Return the parser of ``fsdpc plan``."""
+    """Return the argument parser for ``fsdpc plan``."""
     p = cluster_parser("plan", "Try strategies, meshes, recomputation, offload and micro-batches "
                        "for a model, and show the fastest that fit, with the options of fsdpc "
                        "train.", _EPILOG,
@@ -107,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _common(o: argparse.Namespace) -> str:
-    """Return the options of ``fsdpc train`` that all choices have."""
+    """Return the ``fsdpc train`` options that all choices share."""
     words = [] if o.lora is None else [f"--lora {o.lora} --init-from FOLDER"]
     words += [] if o.state_dtype == "fp32" else [f"--state-dtype {o.state_dtype}"]
     return " ".join(words)
@@ -124,12 +124,12 @@ def _what_fits(o: argparse.Namespace) -> str:
 
 
 def check_page(path: Path) -> None:
-    """Raise before planning if the file cannot be written.
+    """Raise, before planning, if the file cannot be written.
 
     Raises
     ------
     ValueError
-        The error says why, and what to do.
+        The file cannot be written; the error explains why and what to do.
     """
     folder = path.parent
     if path.is_dir():

@@ -1,4 +1,4 @@
-"""``fsdpc plot``: losses and rates of runs, in one picture."""
+"""``fsdpc plot``: the losses and rates of runs in one picture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ examples:
 
 
 def plot_parser() -> argparse.ArgumentParser:
-    """Return the parser of ``fsdpc plot``."""
+    """Return the argument parser for ``fsdpc plot``."""
     p = Parser(
         prog="fsdpc plot",
         description="Draw losses and tokens a second of runs, from what fsdpc train --metrics or "

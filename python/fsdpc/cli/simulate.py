@@ -1,4 +1,4 @@
-"""``fsdpc simulate``: a training step on hosts that you need not have, with one command."""
+"""``fsdpc simulate``: simulate a training step on any cluster, real or planned."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ the times.
 
 
 def simulate_parser() -> argparse.ArgumentParser:
-    """Return the parser of ``fsdpc simulate``."""
+    """Return the argument parser for ``fsdpc simulate``."""
     p = cluster_parser("simulate", "Show how long a step of training would take, and what it "
                        "would send and hold.", _EPILOG,
                        "sequences in a micro-step of one rank")  # fmt: skip

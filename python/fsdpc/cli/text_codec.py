@@ -1,4 +1,4 @@
-"""Text to ids and back, as a model's folder defines it: bytes, or tokens of a tokenizer.json."""
+"""Text to ids and back, as a model's folder defines it: bytes, or tokenizer.json tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdpc.data.tokenizer import import_tokenizers
 
 FILE = "tokenizer.json"
 BYTES = 256
-_OTHERS = ("tokenizer.model", "vocab.json", "tokenizer_config.json")  # without FILE
+_OTHERS = ("tokenizer.model", "vocab.json", "tokenizer_config.json")  # other kinds, without FILE
 
 
 class ByteText:
@@ -26,7 +26,7 @@ class ByteText:
         return list(text.encode())
 
     def begin(self, prompt: list[int]) -> None:
-        """Forget what was decoded; further ids follow those of the prompt."""
+        """Reset the decoder; the next ids follow the prompt's."""
         self._decoder.reset()
 
     def add(self, token: int) -> str:
@@ -34,12 +34,12 @@ class ByteText:
         return self._decoder.decode(bytes([token]) if token < BYTES else b"?")
 
     def end(self) -> str:
-        """Return the rest, complete or not."""
+        """Return the remaining text, complete or not."""
         return self._decoder.decode(b"", True)
 
 
 class TokenText:
-    """Tokens of a ``tokenizer.json``.
+    """Tokens from a ``tokenizer.json``.
 
     Parameters
     ----------
@@ -66,12 +66,12 @@ class TokenText:
         self.begin([])
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Return the ids of a text; ``special`` adds the tokenizer's first tokens."""
+        """Return the ids of a text; ``special`` adds the tokenizer's special first tokens."""
         return self._tokenizer.encode(text, add_special_tokens=special).ids
 
     def begin(self, prompt: list[int]) -> None:
-        """Forget what was decoded; further ids follow those of the prompt."""
-        self._ids = list(prompt[-8:])  # context: a token's text may depend on the tokens before it
+        """Reset the decoder; the next ids follow the prompt's."""
+        self._ids = list(prompt[-8:])  # context: a token's text may depend on preceding tokens
         self._shown, self._read = 0, len(self._ids)
 
     def add(self, token: int) -> str:
@@ -84,7 +84,7 @@ class TokenText:
         return piece
 
     def end(self) -> str:
-        """Return the rest, complete or not."""
+        """Return the remaining text, complete or not."""
         return self._behind()
 
     def _behind(self) -> str:
@@ -95,7 +95,7 @@ class TokenText:
 def open_text(
     folders: list[Path], given: Path | None, vocab_size: int, trained: dict[str, str] | None
 ) -> ByteText | TokenText:
-    """Return the codec between a model's ids and text.
+    """Return the codec that converts between a model's ids and text.
 
     Parameters
     ----------
@@ -104,15 +104,15 @@ def open_text(
     given : Path, optional
         A tokenizer.json, or a folder with one, to use instead.
     vocab_size : int
-        The model's.
+        The model's vocabulary size.
     trained : dict, optional
         "name" and "sha256" of the tokenizer that the run was trained with.
 
     Raises
     ------
     ValueError
-        The tokenizer is larger than the vocabulary or not the run's, or there is none and ids are
-        not bytes.
+        The tokenizer is larger than the vocabulary or not the run's, or is missing and ids are not
+        bytes.
     FileNotFoundError
         The given file does not exist.
     """
@@ -152,7 +152,7 @@ def open_text(
 
 
 def render_chat(folders: list[Path], messages: list[dict[str, str]]) -> str:
-    """Return the text that a folder's chat template makes of messages, up to the answer.
+    """Render messages with a folder's chat template, up to the answer.
 
     Parameters
     ----------
@@ -199,7 +199,7 @@ def _now(form: str) -> str:
 
 
 def _find_template(folders: list[Path]) -> tuple[str | None, dict[str, Any]]:
-    """Return the chat template, and the tokens that it may use."""
+    """Return the chat template and the tokens that it may use."""
     for folder in folders:
         content: dict[str, Any] = {}
         if (folder / "tokenizer_config.json").is_file():

@@ -1,4 +1,4 @@
-"""``fsdpc train``: train a language model on text, sharded over ranks, with one command."""
+"""``fsdpc train``: train a language model on text, sharded over ranks."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ from fsdpc.sharding.policies import MixedPrecisionPolicy
 from fsdpc.tensors.device import set_default_device
 from fsdpc.tensors.grad_mode import no_grad
 
-PLOT_S = 60.0  # between two drawings, for which all ranks wait
-# Of samples: a model that has learnt little writes bytes that a terminal obeys.
+PLOT_S = 60.0  # between two drawings; all ranks wait for each
+# Control characters in samples: an undertrained model may generate terminal escapes.
 _SHOWN = {**dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\ufffd"), ord("\r"): None}
 
 
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
         print(f"fsdpc train: {text}", file=sys.stderr)
         return 2
-    except _core.PeerError as error:  # the peer reports where; the launcher reads this word
+    except _core.PeerError as error:  # the peer reports where; the launcher recognises this message
         print(f"fsdpc train: PeerError: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def choose_device(options: argparse.Namespace) -> None:
-    """Apply ``--device`` before the first tensor is made."""
+    """Apply ``--device`` before the first tensor is created."""
     try:
         set_default_device(options.device)
     except RuntimeError as error:
@@ -117,7 +117,7 @@ def choose_device(options: argparse.Namespace) -> None:
 
 
 def check_resources(options: argparse.Namespace, ranks: int) -> None:
-    """Raise if this machine's memory is too small, or the data too short."""
+    """Raise if this machine has too little memory or the data are too short."""
     plan = plan_memory(options, make_model(options), ranks)
     replicas = mesh_shape(options, ranks)[0]
     each = plan.total - plan.wire
@@ -143,7 +143,7 @@ def check_resources(options: argparse.Namespace, ranks: int) -> None:
 
 
 def check_unclaimed(options: argparse.Namespace) -> None:
-    """Raise if another run saves to the checkpoint folder; checked once for all ranks."""
+    """Raise if another run saves to the checkpoint folder; checked once, for all ranks."""
     if options.checkpoint is not None and options.checkpoint.is_dir():
         from fsdpc.checkpoint.claim import claim_folder
 
@@ -153,7 +153,7 @@ def check_unclaimed(options: argparse.Namespace) -> None:
 def plan_memory(
     options: argparse.Namespace, model: Any, ranks: int, batch_shape: tuple[int, int] | None = None
 ) -> MemoryPlan:
-    """Return the plan of each rank's memory; it includes activations if there is a batch."""
+    """Return each rank's memory plan, including activations if there is a batch."""
     reshard = options.reshard_after_forward
     block = type(model.blocks()[0])
     of_block = {} if reshard is None else {"reshard_after_forward": reshard}
@@ -164,14 +164,14 @@ def plan_memory(
         strategy=options.strategy,
         plan=lambda _, module: of_block if isinstance(module, block) else None,
         mp_policy=make_policy(options),
-        optimizer=1 if options.optimizer == "sgd" else options.optimizer,  # its momentum
+        optimizer=1 if options.optimizer == "sgd" else options.optimizer,  # for momentum
         offload_policy=options.offload,
         state_dtype=STATE_DTYPES[options.state_dtype],
     )
 
 
 def make_model(options: argparse.Namespace, config: models.ModelConfig | None = None) -> Any:
-    """Return the model without memory, of a preset or this shape, set to recompute blocks if so."""
+    """Return a model without memory, from a preset or shape, with recomputation if requested."""
     config = config or train_pretrained.config_for(options)
     config = with_vocabulary(options, config)
     config = config.with_(max_seq=max(config.max_seq, options.seq))
@@ -184,7 +184,7 @@ def make_model(options: argparse.Namespace, config: models.ModelConfig | None = 
 
 
 def make_policy(options: argparse.Namespace) -> MixedPrecisionPolicy:
-    """Return the dtypes of compute and reduction."""
+    """Return the policy with the compute and reduction dtypes."""
     return MixedPrecisionPolicy(
         param_dtype=None if options.dtype == "fp32" else DTYPES[options.dtype],
         reduce_dtype=DTYPES[options.reduce_dtype],
@@ -192,7 +192,7 @@ def make_policy(options: argparse.Namespace) -> MixedPrecisionPolicy:
 
 
 class Trainer:
-    """One training run on this rank, with the options of :func:`parse`."""
+    """One training run on this rank, with the options from :func:`parse`."""
 
     train_data: SequenceDataset
     val_data: SequenceDataset
@@ -211,7 +211,8 @@ class Trainer:
         said = keep_global_batch(options, self.world)
         if said and self.rank == 0:
             print(said, flush=True)
-        # Divides losses; in deterministic mode the engine divides sums, see distributed.init().
+        # The divisor of losses; in deterministic mode the engine divides sums, see
+        # distributed.init().
         self.divisor = 1 if options.deterministic else options.accumulate
         self.model, self.optimizer = self._build()
         self.scaler: LossScaler | None = LossScaler() if options.dtype == "fp16" else None
@@ -239,7 +240,7 @@ class Trainer:
             self.loggers.loggers.append(self._plot())
 
     def _plot(self) -> LivePlot:
-        """Return the logger that plots; a resumed run starts with its earlier measurements."""
+        """Return the plotting logger; a resumed run starts with its earlier measurements."""
         plot, metrics = LivePlot(self.options.plot, every=PLOT_S), self.options.metrics
         if self.options.resume and metrics and metrics.stat().st_size:
             plot.add_file(metrics)
@@ -283,7 +284,7 @@ class Trainer:
         return model, choice.make(groups, lr=o.lr, state_dtype=STATE_DTYPES[o.state_dtype], **betas)
 
     def run(self) -> None:
-        """Train, validate, write metrics, print a sample."""
+        """Train, validate, write metrics and print a sample."""
         o = self.options
         begin = time.perf_counter()
         self._show_header()
@@ -326,13 +327,13 @@ class Trainer:
             self.loggers.close()
 
     def _validation(self, step: int | None = None) -> dict[str, Any]:
-        """Validate, say how it went, and return the record of it."""
+        """Run a validation, report its result, and return it as metrics."""
         if not self.options.eval_bytes:
             return {}
         text, record = evaluation(*self.validate(), self.source.unit)
         if step is None:
             text += f", perplexity {record['val_perplexity']:.4g}"
-        else:  # a shorter line: what it leaves out follows from the loss
+        else:  # a shorter line; omitted values follow from the loss
             text = f"step {step}: {text}"
         if self.rank == 0:
             print(text, flush=True)
@@ -385,7 +386,7 @@ class Trainer:
         seconds = time.perf_counter() - begin
         return {
             "skipped": skipped,
-            # In the order of the global batch, so that ranks and micro-steps do not change it.
+            # Summed in global batch order, so that ranks and micro-steps do not change the result.
             "loss": float(np.mean(distributed.all_gather(np.array(losses)).T.ravel())),
             "grad_norm": float(norm),
             "lr": lr,
@@ -396,9 +397,9 @@ class Trainer:
 
     @no_grad()
     def validate(self) -> tuple[float, int, int]:
-        """Return the mean loss in nats over ``--eval-bytes``, its targets, and their bytes of text.
+        """Return the mean loss in nats over ``--eval-bytes``, and the numbers of targets and bytes.
 
-        The bytes are 0 if there is no tokenizer to count them.
+        The number of bytes is 0 without a tokenizer to count them.
         """
         o, data = self.options, self.val_data
         length = min(len(data), max(1, o.eval_bytes // o.seq))
@@ -408,7 +409,7 @@ class Trainer:
         self.model.eval()
         for i in range(rounds):
             mine = i * self.world + self.rank
-            counted = mine < len(batches)  # equal on all ranks: gathers are collective
+            counted = mine < len(batches)  # equal on all ranks, because gathers are collective
             x, y = data.batch(list(batches[mine if counted else 0]))
             loss = float(self.model(x, y, **self.source.arguments(x)))
             targets = np.count_nonzero(y != IGNORED)
@@ -416,7 +417,7 @@ class Trainer:
                 found[i] = loss * targets, targets, self.source.text_bytes(y)
             self.progress.show_validation(i + 1, rounds)
         self.model.train()
-        # In the order of the batches, so that the sum does not depend on the number of ranks.
+        # Summed in batch order, so that the sum does not depend on the number of ranks.
         everyones = distributed.all_gather(found).swapaxes(0, 1).reshape(-1, 3)
         sums = everyones[: len(batches)].sum(axis=0)
         return float(sums[0] / sums[1]), int(sums[1]), int(sums[2])
@@ -457,7 +458,7 @@ class Trainer:
     def _sample(self, prompt: np.ndarray, n: int) -> Iterator[int]:
         """Yield `n` tokens; when the context is full, drop its first half and continue."""
         ids = [int(word) for word in prompt]
-        seq = self.options.seq  # the model was trained with no longer context
+        seq = self.options.seq  # the longest context in training
         end = len(ids) + n
         while len(ids) < end:
             window = ids[-max(1, seq // 2) :]

@@ -1,4 +1,4 @@
-"""Checkpoints of ``fsdpc train``: resuming, saving, and leaving at a signal."""
+"""Checkpoints of ``fsdpc train``: resuming, saving, and stopping at a signal."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from fsdpc.launching.elastic import parse_elastic
 from fsdpc.monitor.stabilizer import TrainingStabilizer
 
 OPTIONS = "run.toml"
-AS_NAMES: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape"}  # its text
-RETURNS = 3  # to one checkpoint
-# A checkpoint without a scaler was not fp16: this run's scaler starts at its initial scale.
+AS_NAMES: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape"}  # options' text
+RETURNS = 3  # maximum returns to one checkpoint
+# A checkpoint without a scaler is not from an fp16 run; this run's scaler starts at its initial
+# scale.
 _RESTORE: dict[str, Any] = {"optional": ("scaler",)}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the checkpoint options of ``fsdpc train``."""
+    """Add the checkpoint options for ``fsdpc train``."""
     group = parser.add_argument_group("checkpoints")
     group.add_argument(
         "--checkpoint",
@@ -93,10 +94,10 @@ def _check_elastic(options: argparse.Namespace) -> None:
 
 
 class TrainCheckpoints:
-    """The checkpoints of one run of ``fsdpc train``; without ``--checkpoint`` it does nothing.
+    """The checkpoints of one ``fsdpc train`` run; does nothing without ``--checkpoint``.
 
     The state is as for :func:`fsdpc.checkpoint.save`, with ``"tokenizer"`` and ``"options"`` in its
-    ``"extra"``. ``text`` is the run's options, which are saved next to its checkpoints.
+    ``"extra"``. ``text`` contains the run's options and is saved next to its checkpoints.
     """
 
     def __init__(self, options: argparse.Namespace, state: dict[str, Any], text: str) -> None:
@@ -116,9 +117,9 @@ class TrainCheckpoints:
         self._signals: Any = None
 
     def begin(self, changes: Callable[[Any, Any, int], str]) -> int:
-        """Load the checkpoint to resume from; return the number of steps already taken.
+        """Load the checkpoint to resume from, and return the number of steps already taken.
 
-        ``changes`` is the function of ``_train_config``: it reports differences from the earlier
+        ``changes`` is the function from ``train_config`` that reports differences from the earlier
         run.
         """
         o = self.options
@@ -140,11 +141,11 @@ class TrainCheckpoints:
             extra, loader = self.state["extra"], self.state["data"]
             check_resumed(latest, content, extra["tokenizer"], len(loader.dataset))
             step = self._restore()
-            self._resumed = self._manager.restored  # an older one if the newest is damaged
+            self._resumed = self._manager.restored  # an older checkpoint if the newest is damaged
             content = manifest.read(self._resumed)
             changed = changes(content, extra["options"], distributed.world_size())
         elif o.resume:
-            self._manager.restore(self.state, **_RESTORE)  # raises if there are only damaged ones
+            self._manager.restore(self.state, **_RESTORE)  # raises if all are damaged
         if distributed.rank() == 0 and o.resume:
             found = "nothing to resume" if step is None else f"resumed after step {step}"
             print(f"{found} in {o.checkpoint}" + (f", with {changed}" if changed else ""))
@@ -154,7 +155,7 @@ class TrainCheckpoints:
         return step or 0
 
     def _restore(self) -> int:
-        """Load the newest checkpoint; the optimizer keeps this run's options."""
+        """Load the newest checkpoint, keeping this run's optimizer options."""
         step = self._manager.restore(self.state, **_RESTORE)
         self._keep_options()
         return step
@@ -186,7 +187,7 @@ class TrainCheckpoints:
         return step
 
     def after(self, step: int, healthy: bool) -> bool:
-        """Save a healthy state if a save is due; return whether the run must stop. Collective."""
+        """Save a healthy state if one is due; return whether the run must stop. Collective."""
         if self._manager is None:
             return False
         self.stopped = self._signals.agree()
@@ -195,7 +196,7 @@ class TrainCheckpoints:
         return self.stopped
 
     def end(self, step: int) -> None:
-        """Save the state after the last step, whatever its number. Collective."""
+        """Save the state after the last step, even if no save is due. Collective."""
         if self._manager is None:
             return
         if self._saved != step:

@@ -1,7 +1,7 @@
-"""Where the options of ``fsdpc train`` come from: the command line, a file, a checkpoint.
+"""Sources of options for ``fsdpc train``: the command line, a file, a checkpoint.
 
-Options on the command line override those of the ``--config`` file. A resumed run takes options of
-`KEPT` that are in neither from the checkpoint. All others have their defaults.
+Options on the command line override those of the ``--config`` file. In a resumed run, options in
+`KEPT` that neither specifies come from the checkpoint. All other options have their defaults.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from fsdpc.lora import ALL_LINEAR
 from fsdpc.sharding.offload import OffloadPolicy
 
 _PATHS = ("data", "tokenizer", "init_from")
-_OF_THE_COMMAND = ("config", "live", "no_progress", "resume")  # not kept in files
+_OF_THE_COMMAND = ("config", "live", "no_progress", "resume")  # not written to files
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options of ``fsdpc train``, for a resumed run also from its checkpoint.
+    """Return the options for ``fsdpc train``; a resumed run's also come from its checkpoint.
 
     Raises
     ------
     ValueError
-        The ``--config`` is no TOML, an option is given that a resume cannot change, there is a
-        checkpoint and no ``--resume``, or one that ``fsdpc train`` did not save.
+        The ``--config`` file is not TOML, an option is given that a resume cannot change, a
+        checkpoint exists but ``--resume`` is not given, or ``fsdpc train`` did not save the
+        checkpoint.
     """
     words, p = with_config(arguments), parser()
     unset = object()
@@ -92,14 +93,14 @@ def kept_options(options: argparse.Namespace) -> dict[str, Any]:
         if name in _PATHS and value is not None:
             value = [p.absolute() for p in value] if name == "data" else value.absolute()
         found[name] = plain(value)
-    if options.lora is not None:  # the defaults too, as they may be given later
+    if options.lora is not None:  # defaults too, because they may be passed later
         found["lora_alpha"] = found["lora_alpha"] or 2.0 * options.lora
         found["lora_targets"] = found["lora_targets"] or ALL_LINEAR
     return found
 
 
 def options_in(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that a manifest keeps."""
+    """Return the options stored in a manifest."""
     extra = content.get("extra")
     kept = extra.get("options") if isinstance(extra, dict) else None
     if not isinstance(kept, dict):
@@ -108,7 +109,7 @@ def options_in(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value has an option's type; the file may be hand-written."""
+    """Return whether a value has the option's type; the file may be hand-written."""
     if isinstance(value, list):
         return bool(value) and all(_is_plain(v) and not isinstance(v, list) for v in value)
     return isinstance(value, (bool, int, float)) or (
@@ -119,7 +120,8 @@ def _is_plain(value: Any) -> bool:
 def changes(content: Mapping[str, Any], now: Mapping[str, Any], ranks: int) -> str:
     """Describe how the kept options and the number of ranks differ from a manifest's.
 
-    A default counts as its value. The vocabulary comes from the loaded model, so it is equal.
+    A default is compared by its value. The vocabulary is equal, because it comes from the loaded
+    model.
     """
     kept = options_in(content)
     found = [
@@ -133,7 +135,7 @@ def changes(content: Mapping[str, Any], now: Mapping[str, Any], ranks: int) -> s
 
 
 def _used(name: str, options: Mapping[str, Any]) -> Any:
-    """Return the value of an option; if its default depends on others, the actual default."""
+    """Return an option's value, or its actual default if that depends on other options."""
     value, steps = options[name], options.get("steps")
     choice = OPTIMIZERS.get(options.get("optimizer", ""))
     if value is not None:
@@ -163,12 +165,12 @@ def _value(value: Any) -> str:
 
 
 def with_config(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with the options of ``--config`` before them.
+    """Return the arguments, preceded by the options from ``--config``.
 
     Raises
     ------
     ValueError
-        The file is not TOML, or one of its values does not fit an option.
+        The file is not TOML, or a value is invalid for its option.
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", type=Path)
@@ -190,7 +192,7 @@ def with_config(arguments: Sequence[str]) -> list[str]:
 
 
 def words_of(values: Mapping[str, Any]) -> list[str]:
-    """Return options as command-line words."""
+    """Return options as command-line arguments."""
     found: list[str] = []
     for name, value in values.items():
         option = name.replace("_", "-")
@@ -211,7 +213,7 @@ def _word(value: Any) -> str:
 
 
 def as_toml(options: argparse.Namespace) -> str:
-    """Return the options in the format of ``--config``, without unset ones."""
+    """Return the options in ``--config`` format, without unset ones."""
     lines = ["# As fsdpc train --config takes it; options on the command line override it.\n"]
     for name, value in sorted(vars(options).items()):
         option = name.replace("_", "-")
@@ -222,7 +224,7 @@ def as_toml(options: argparse.Namespace) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return an option's value as numbers, text and lists of them, which can be read back."""
+    """Return an option's value as numbers, text or lists, in a form that can be read back."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, list):

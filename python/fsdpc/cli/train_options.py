@@ -1,4 +1,4 @@
-"""The options of ``fsdpc train``: what can be chosen, and which combinations are invalid."""
+"""The options of ``fsdpc train``: the choices, and the invalid combinations."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from fsdpc.sharding.strategies import ShardingStrategy, apply_strategy
 STATE_DTYPES = {"fp32": _core.float32, "bf16": _core.bfloat16}
 DTYPES = {"fp32": _core.float32, "bf16": _core.bfloat16, "fp16": _core.float16}
 
-# Options without a value, and those among them that --no-NAME turns off.
+# Options without a value, and the subset that --no-NAME turns off.
 SWITCHES = ("deterministic", "separate-documents", "stabilize")
 FLAGS = (*SWITCHES, "no-progress", "resume")
 # Options that a resume cannot change: the state in the checkpoint depends on them.
 FIXED = ("model", "preset", "lora", "lora_alpha", "lora_targets", "optimizer", "seq", "seed")
-# Options in checkpoints: a resume takes them from there unless they are given.
+# Options stored in checkpoints: a resume takes them from there unless they are passed.
 KEPT = (
     *FIXED, "steps", "lr", "betas", "weight_decay", "clip", "schedule", "warmup", "decay",
     "min_lr_ratio", "batch", "accumulate", "dtype", "reduce_dtype", "state_dtype",
@@ -66,7 +66,7 @@ with --resume:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of ``fsdpc train``."""
+    """Return the argument parser for ``fsdpc train``."""
     p = Parser(
         prog="fsdpc train",
         usage="fsdpc train [--option value ...]",
@@ -169,7 +169,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def add_number(group: Any, name: str, default: float, text: str, shown: str = "") -> None:
-    """Add an option that takes a number of its default's type."""
+    """Add a numeric option with its default's type."""
     group.add_argument(
         name,
         type=type(default),
@@ -182,7 +182,7 @@ def add_number(group: Any, name: str, default: float, text: str, shown: str = ""
 def add_choice(
     group: Any, name: str, choices: Iterable[str], default: str | None, text: str, **options: Any
 ) -> None:
-    """Add an option with a fixed choice of words; if the default is None, the text explains it."""
+    """Add an option with fixed choices; if the default is None, the text explains it."""
     group.add_argument(
         name,
         choices=tuple(choices),
@@ -202,7 +202,7 @@ def add_switch(group: Any, name: str, text: str) -> None:
 
 
 def add_sharding_options(p: argparse.ArgumentParser) -> None:
-    """Add the options about how a model is sharded over ranks."""
+    """Add the options about sharding a model over ranks."""
     sharding = p.add_argument_group("sharding")
     names = [each.name for each in ShardingStrategy]
     add_choice(sharding, "--strategy", names, "FULL_SHARD", ", ".join(names),
@@ -230,7 +230,7 @@ def add_sharding_options(p: argparse.ArgumentParser) -> None:
 
 
 def add_storage_options(group: Any) -> None:
-    """Add what says in which dtype and where the engine's arrays lie."""
+    """Add the options about the dtype and location of the engine's arrays."""
     add_choice(group, "--reduce-dtype", DTYPES, "fp32",
                "in which gradients are written and sent")  # fmt: skip
     add_choice(group, "--state-dtype", STATE_DTYPES, "fp32", "of the optimizer's states")
@@ -244,7 +244,7 @@ def add_storage_options(group: Any) -> None:
 
 
 def _steps(text: str) -> range:
-    """Parse ``10:12``, or a number of steps after the warm-up."""
+    """Parse a range such as ``10:12``, or a number of steps after the warm-up."""
     first, colon, last = text.partition(":")
     try:
         steps = range(int(first), int(last) + 1) if colon else range(4, 4 + int(first))
@@ -263,7 +263,7 @@ def _mesh_shape(text: str) -> tuple[int, int]:
 
 
 def _offload(text: str) -> OffloadPolicy:
-    """Parse ``optimizer=disk:/path,masters=disk:/path,fraction=0.5``."""
+    """Parse a policy such as ``optimizer=disk:/path,masters=disk:/path,fraction=0.5``."""
     options: dict[str, Any] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
@@ -312,17 +312,17 @@ SCHEDULES = ("cosine", "linear", "wsd", "wsd-cosine", "wsd-sqrt")
 
 
 def usual_warmup(steps: int) -> int:
-    """Return the warm-up of a run without ``--warmup``."""
+    """Return the default warm-up for a run without ``--warmup``."""
     return max(1, steps // 20)
 
 
 def usual_decay(steps: int) -> int:
-    """Return the decay of a WSD schedule without ``--decay``."""
+    """Return the default decay of a WSD schedule without ``--decay``."""
     return max(1, steps // 10)
 
 
 def make_schedule(options: argparse.Namespace, optimizer: Optimizer) -> LRScheduler:
-    """Return the schedule that the options name."""
+    """Return the schedule that the options select."""
     steps = max(options.steps, 1)
     warmup = usual_warmup(steps) if options.warmup is None else options.warmup
     warmup = min(warmup, steps - 1)
@@ -459,14 +459,14 @@ def check(options: argparse.Namespace) -> None:
 
 
 def most_ranks(options: argparse.Namespace) -> int:
-    """Return how many ranks to start."""
+    """Return the number of ranks to start."""
     if options.elastic is not None:
         return options.elastic.most
     return 1 if options.ranks is None else options.ranks
 
 
 def keep_global_batch(options: argparse.Namespace, ranks: int) -> str:
-    """Set batch and micro-steps for ranks that may now be fewer; return a message about it."""
+    """Adapt batch and micro-steps to the current number of ranks; return a message about it."""
     if options.elastic is None or ranks == options.elastic.most:
         return ""
     whole = options.elastic.most * options.batch * options.accumulate
@@ -498,7 +498,7 @@ def mesh_shape(options: argparse.Namespace, ranks: int) -> tuple[int, int]:
 
 
 def check_sharding(options: argparse.Namespace, ranks: int) -> None:
-    """Raise errors that every rank would raise once, before any rank starts."""
+    """Raise errors once, before any rank starts, that every rank would otherwise raise."""
     if options.mesh is None and options.strategy.startswith("HYBRID"):
         raise ValueError(f"--strategy {options.strategy} needs --mesh RxS, replicas x shards")
     shape = mesh_shape(options, ranks)

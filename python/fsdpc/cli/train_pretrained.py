@@ -1,4 +1,4 @@
-"""Published models in ``fsdpc train``: starting from one, and exporting one."""
+"""Published models in ``fsdpc train``: starting from them and exporting them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from fsdpc import distributed, lora, models
 from fsdpc.models.pretrained import config_of
 
 MODEL, PRESET = "llama", "2M"  # defaults
-BYTES = 256  # vocabulary of data without a tokenizer
+BYTES = 256  # vocabulary size of data without a tokenizer
 
-#: Files of a model's tokenizer and generation settings; exported unchanged.
+#: A model's tokenizer and generation settings files; exported unchanged.
 _BESIDE = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
            "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
            "chat_template.json", "generation_config.json")  # fmt: skip
 
 
 def add_options(group: Any) -> None:
-    """Add the options of ``fsdpc train`` about published models."""
+    """Add the ``fsdpc train`` options about published models."""
     group.add_argument(
         "--init-from",
         type=Path,
@@ -56,7 +56,7 @@ def resolve(options: argparse.Namespace) -> None:
     Raises
     ------
     ValueError
-        An option contradicts the folder's configuration.
+        An option contradicts the configuration in the folder.
     FileNotFoundError
         The folder has no configuration.
     """
@@ -103,7 +103,7 @@ def _check_lora(options: argparse.Namespace) -> None:
 
 
 def adapt(options: argparse.Namespace, model: Any) -> None:
-    """Add the adapters of ``--lora`` to a model that is not sharded yet."""
+    """Add the adapters for ``--lora`` to a model that is not sharded yet."""
     if getattr(options, "lora", None) is None:
         return
     targets = options.lora_targets or lora.ALL_LINEAR
@@ -113,14 +113,14 @@ def adapt(options: argparse.Namespace, model: Any) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raise if the data do not fit the model, or if the export folder already exists.
+    """Raise if the data do not match the model, or if the export folder already exists.
 
     Raises
     ------
     ValueError
-        The vocabulary does not fit the data.
+        The vocabulary does not match the data.
     FileExistsError
-        The folder of ``--export`` already exists.
+        The ``--export`` folder already exists.
     """
     if options.init_from is not None:
         config = config_of(options.init_from)
@@ -135,7 +135,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def title(options: argparse.Namespace) -> str:
-    """Return the model's name for messages."""
+    """Return the model's name, for messages."""
     if options.init_from is not None:
         return f"{options.model} of {options.init_from}"
     return f"{options.model} {options.preset}"
@@ -148,13 +148,13 @@ def config_for(options: argparse.Namespace) -> models.ModelConfig:
 
 
 def keep_tokenizer(tokenizer: Any, folder: Path | None) -> None:
-    """Save a run's tokenizer, if it has one, in a folder; on rank 0."""
+    """Save a run's tokenizer, if any, in a folder; on rank 0."""
     if tokenizer is not None and folder is not None and distributed.rank() == 0:
         (folder / "tokenizer.json").write_bytes(tokenizer.data)
 
 
 def export(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
-    """Write the model for transformers, with its source's other files; collective."""
+    """Write the model for transformers, with the other files from its source; collective."""
     if options.export is None:
         return
     if options.lora is not None:

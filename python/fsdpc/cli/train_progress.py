@@ -1,7 +1,7 @@
 """The progress display of ``fsdpc train``.
 
-In a terminal it is one line at the bottom: a bar by tqdm, or text if tqdm is not installed.
-Otherwise, and with ``--no-progress``, it prints a line now and then.
+In a terminal it is one line at the bottom: a tqdm bar, or text if tqdm is not installed. Otherwise,
+or with ``--no-progress``, it prints a line every few seconds.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from fsdpc.launching.screen import Screen, above, columns
 if TYPE_CHECKING:
     from fsdpc.cli.train import Trainer
 
-LINE_WIDTH = 76  # of lines that are not rewritten
+LINE_WIDTH = 76  # of lines that are never rewritten
 PREFIX_WIDTH = 5  # of the launcher's prefix, such as "[12] "
-WARM_STEPS = 3  # excluded from the rates: first touches of memory, cold caches
+WARM_STEPS = 3  # excluded from rates: first memory accesses, cold caches
 LIVE_S, PLAIN_S = 0.1, 5.0  # between two lines
 BAR = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}, ETA {remaining}{postfix}]"
 
 
 def live(options: argparse.Namespace) -> list[str]:
-    """Return the options that tell ranks the width of this terminal, if it is one."""
+    """Return the options that tell ranks this terminal's width, if this is a terminal."""
     if options.no_progress or not sys.stdout.isatty():
         return []
     return ["--live", str(columns(sys.stdout) - PREFIX_WIDTH)]
 
 
 class Progress:
-    """The progress of a run: metrics of each step, and a line on rank 0 when one is due."""
+    """A run's progress: metrics for each step, and a line on rank 0 when one is due."""
 
     def __init__(self, trainer: Trainer) -> None:
         o = trainer.options
@@ -51,7 +51,7 @@ class Progress:
         self.stack: ExitStack = ExitStack()
 
     def open(self) -> None:
-        """Keep the line at the bottom of the terminal, below all output, until :meth:`close`."""
+        """Keep the line at the terminal's bottom, below all other output, until :meth:`close`."""
         if self.screen:
             self.stack.enter_context(above(self.screen))
 
@@ -60,7 +60,7 @@ class Progress:
         self.stack.close()
 
     def show(self, step: int, m: dict[str, Any]) -> None:
-        """Record a step's measurements; write metrics and, if due, the line."""
+        """Record a step's measurements; write metrics and, if one is due, the line."""
         t, steps = self.trainer, self.trainer.options.steps
         if step > min(WARM_STEPS, steps - 1):
             self.rated_steps += 1
@@ -96,7 +96,7 @@ class Progress:
                    f"{speed} tokens/s  ETA {left}  MFU {share}")  # fmt: skip
 
     def show_validation(self, batch: int, batches: int) -> None:
-        """Show the progress of a validation; the line is cleared after the last batch."""
+        """Show a validation's progress; the line is cleared after the last batch."""
         if batch == 1:
             self.validation_began = time.perf_counter()
         if self.screen and batch == batches:
@@ -110,7 +110,7 @@ class Progress:
             self._show(text)
 
     def end(self) -> None:
-        """Leave the line in place, and print the average time of a step."""
+        """Leave the line in place, and print the average step time."""
         t = self.trainer
         if self.screen:
             self.screen.close()
@@ -120,7 +120,7 @@ class Progress:
                   f"measured peak {t.peak_flops / 1e9:,.0f} GFLOP/s")  # fmt: skip
 
     def _is_due(self, last: bool = False) -> bool:
-        """Return whether rank 0 shows a line now; the last one is always shown."""
+        """Return whether rank 0 shows a line now; the last line is always shown."""
         now = time.perf_counter()
         if self.trainer.rank != 0:
             return False

@@ -1,7 +1,7 @@
-"""The training data of ``fsdpc train``: bytes of text, or tokens of a tokenizer.
+"""The training data of ``fsdpc train``: bytes of text, or a tokenizer's tokens.
 
-The options choose a source once. It has the sequences, the vocabulary size for the model, the
-number of bytes that targets stand for, and the conversion of ids to text.
+The options select a source. It provides the sequences, the model's vocabulary size, the number of
+text bytes that targets represent, and the conversion of ids to text.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from fsdpc.data.tokenizer import Tokenizer
 
 HELD_OUT = 500_000  # bytes or tokens; at most a tenth of the data
 IGNORED = -100  # a target that losses ignore
-TEXT_BYTES = 64 << 20  # of text that each rank encodes in memory
+TEXT_BYTES = 64 << 20  # maximum text that each rank encodes in memory
 
 Parts = tuple[SequenceDataset, SequenceDataset]
 
 
 def add_options(data: Any) -> None:
-    """Add the options of ``fsdpc train`` about tokens."""
+    """Add the ``fsdpc train`` options about tokens."""
     data.add_argument(
         "--tokenizer",
         type=Path,
@@ -55,13 +55,13 @@ def add_options(data: Any) -> None:
 
 
 def make_source(options: argparse.Namespace) -> Bytes | Tokens:
-    """Return the training data that the options name.
+    """Return the training data that the options specify.
 
     Raises
     ------
     ValueError
-        The options name both tokens and text, their tokenizers differ, or the vocabulary is too
-        small; the message has both values.
+        The options specify both tokens and text, their tokenizers differ, or the vocabulary is too
+        small; the message contains both values.
     OSError
         A file is missing or unreadable.
     """
@@ -80,11 +80,11 @@ def make_source(options: argparse.Namespace) -> Bytes | Tokens:
 
 
 def with_vocabulary(options: argparse.Namespace, config: Any) -> Any:
-    """Return a model's shape with the vocabulary of ``--vocab`` or the tokenizer.
+    """Return a model's shape with the vocabulary size from ``--vocab`` or the tokenizer.
 
-    A model that starts as a published one keeps its own, which must be large enough.
+    A model that starts from a published one keeps its vocabulary, which must be large enough.
     """
-    if not hasattr(options, "tokenizer"):  # the command reads no data
+    if not hasattr(options, "tokenizer"):  # a command that reads no data
         return config
     tokens = options.tokenizer or any(map(_is_tokens, options.data or []))
     if not tokens and options.vocab is None:
@@ -162,36 +162,36 @@ class Bytes:
             raise ValueError("--separate-documents is for tokens: bytes have no end of a document")
 
     def arguments(self, x: np.ndarray) -> dict[str, Any]:
-        """Return the model's further arguments, besides ids and targets."""
+        """Return the model's arguments other than ids and targets."""
         return {}
 
     def check(self) -> Parts | None:
-        """Raise if the data are not text; return the sequences if they cost nothing."""
+        """Raise if the data are not text; return the sequences if that is cheap."""
         if not self.options.data:
             return None
         refuse_binary(self.options.data)
         return self.datasets()
 
     def datasets(self) -> Parts:
-        """Return the sequences for training and the held-out ones."""
+        """Return the training sequences and the held-out sequences."""
         return _split(ByteDataset(self.options.data or default_corpus(), self.options.seq))
 
     def header(self) -> str:
-        """Say what is trained on; how much of it a step takes follows."""
+        """Describe the training data; the caller appends the amount per step."""
         return "bytes of text to train on, "
 
     def text_bytes(self, targets: np.ndarray) -> int:
-        """Return how many bytes of text the targets stand for."""
+        """Return how many bytes of text the targets represent."""
         return int(np.count_nonzero(targets != IGNORED))
 
     def decoder(self) -> Callable[[int], str]:
-        """Return a function that takes ids one by one and returns the text that each completes."""
+        """Return a function that maps each successive id to the text that it completes."""
         decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         return lambda word: decode(bytes([word])) if word < 256 else "\ufffd"
 
 
 class Tokens:
-    """Tokens from folders, or from text that each rank encodes at its start."""
+    """Tokens from folders, or from text that each rank encodes at startup."""
 
     unit = "token"
 
@@ -220,7 +220,7 @@ class Tokens:
                              "end_of_document")  # fmt: skip
 
     def arguments(self, x: np.ndarray) -> dict[str, Any]:
-        """Return the model's further arguments, besides ids and targets."""
+        """Return the model's arguments other than ids and targets."""
         if not self.options.separate_documents:
             return {}
         return {"lengths": document_lengths(x, self.end)}
@@ -253,7 +253,7 @@ class Tokens:
         return self.tokenizer.find_end()
 
     def check(self) -> Parts | None:
-        """Raise if the data cannot be trained on; return the sequences if they cost nothing."""
+        """Raise if the data cannot be trained on; return the sequences if that is cheap."""
         if self.described is not None:
             return self.datasets()
         refuse_binary(self.options.data or default_corpus())
@@ -273,7 +273,7 @@ class Tokens:
         return files
 
     def datasets(self) -> Parts:
-        """Return the sequences for training and the held-out ones."""
+        """Return the training sequences and the held-out sequences."""
         seq = self.options.seq
         if self.described is None:
             from fsdpc.data.tokenize import encode_files
@@ -285,22 +285,22 @@ class Tokens:
                                    ignore_index=ignored))  # fmt: skip
 
     def header(self) -> str:
-        """Say what is trained on; how much of it a step takes follows."""
+        """Describe the training data; the caller appends the amount per step."""
         return f"tokens of '{self.name}' (vocabulary {self.vocab_size:,}) to train on,\n"
 
     def text_bytes(self, targets: np.ndarray) -> int:
-        """Return how many bytes of text the targets stand for; 0 if no tokenizer is known."""
+        """Return how many bytes of text the targets represent, or 0 if no tokenizer is known."""
         if self.tokenizer is None:
             return 0
         return int(self.tokenizer.token_bytes[targets[targets != IGNORED]].sum())
 
     @property
     def prompt(self) -> np.ndarray:
-        """Return the beginning of a document, with which samples begin."""
+        """Return the beginning of a document, used as the prompt for samples."""
         return np.array([self.end or 0])
 
     def decoder(self) -> Callable[[int], str]:
-        """Return a function that takes ids one by one and returns the text that each completes.
+        """Return a function that maps each successive id to the text that it completes.
 
         Raises
         ------
@@ -315,7 +315,7 @@ class Tokens:
 def _tokenizer(
     given: Path | None, described: list[tuple[Path, TokenDescription | None]]
 ) -> Tokenizer | None:
-    """Return the given tokenizer, or the copy next to the tokens."""
+    """Return the tokenizer from the options, or the copy next to the tokens."""
     if given is not None:
         return _read(given)
     for folder, _ in described:
@@ -326,7 +326,7 @@ def _tokenizer(
 
 @lru_cache(maxsize=1)
 def _read(path: Path) -> Tokenizer:
-    return Tokenizer(path)  # only once: it has hundreds of thousands of words
+    return Tokenizer(path)  # only once: it has hundreds of thousands of tokens
 
 
 def evaluation(loss: float, targets: int, text_bytes: int, unit: str) -> tuple[str, dict[str, Any]]:
@@ -337,9 +337,9 @@ def evaluation(loss: float, targets: int, text_bytes: int, unit: str) -> tuple[s
     loss : float
         Mean nats per target.
     targets : int
-        Number of targets in the mean.
+        Number of targets in the mean loss.
     text_bytes : int
-        Bytes of text that the targets stand for; 0 if unknown.
+        Bytes of text that the targets represent; 0 if unknown.
     unit : str
         "byte" or "token".
     """

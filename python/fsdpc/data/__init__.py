@@ -1,4 +1,4 @@
-"""Text and tokens as training sequences: datasets, sampling over ranks, prefetched batches."""
+"""Text and tokens as training sequences: datasets, sampling across ranks, prefetched batches."""
 
 from fsdpc.data.arrays import ArrayDataset
 from fsdpc.data.datasets import ByteDataset, PackedSequences, SequenceDataset

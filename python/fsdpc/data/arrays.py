@@ -1,4 +1,4 @@
-"""Rows of arrays as training items, from memory or from .npy files that stay on the disk."""
+"""Array rows as training items, from memory or from memory-mapped .npy files."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Batch = tuple[np.ndarray, ...]
 
 
 class ArrayDataset:
-    """Rows of arrays that belong together: item i has row i of each array.
+    """Parallel arrays: item i contains row i of each array.
 
     Parameters
     ----------
     *arrays : numpy.ndarray or path
-        Arrays of shape (rows, ...), or ``.npy`` files of them, which are mapped and not read.
-        Floats of 16, 32 or 64 bits, integers and bools; all must have the same number of rows.
+        Arrays of shape (rows, ...), or ``.npy`` files with such arrays, which are mapped, not read.
+        Dtypes: 16, 32 or 64-bit floats, integers and bools. All must have the same number of rows.
 
     Raises
     ------
@@ -66,7 +66,7 @@ class ArrayDataset:
         return len(self._arrays[0])
 
     def __getitem__(self, index: int) -> Batch:
-        """Return row `index` of each array, integers as int64."""
+        """Return row `index` of each array, with integers as int64."""
         return tuple(rows[0] for rows in self.batch([index]))
 
     def batch(self, indices: Sequence[int], dtype: npt.DTypeLike = np.int64) -> Batch:
@@ -75,9 +75,9 @@ class ArrayDataset:
         Parameters
         ----------
         indices : sequence of int
-            Indices of the rows, in this order.
+            Row indices; rows are returned in this order.
         dtype : numpy dtype
-            Dtype that integers and bools are converted to, default int64.
+            Dtype to which integers and bools are converted, by default int64.
 
         Returns
         -------
@@ -89,7 +89,7 @@ class ArrayDataset:
         IndexError
             An index is out of range.
         ValueError
-            `dtype` cannot hold one of the numbers; the message names array, row and number.
+            `dtype` cannot hold one of the numbers; the message names the array, row and number.
         """
         chosen = np.asarray(indices, dtype=np.int64)
         beyond = chosen[(chosen < 0) | (chosen >= len(self))]

@@ -1,7 +1,7 @@
-"""Datasets: one long run of ids cut into sequences.
+"""Datasets: one long run of ids, cut into sequences.
 
-Item i is a pair (x, y) of ``seq_len`` ids each. y is x shifted by one id, so every id except the
-first of the run is predicted once. Files are read in sorted order, so every rank sees the same run.
+Item i is a pair (x, y) of ``seq_len`` ids each. y is x shifted by one id, so every id in the run
+except the first is predicted once. Files are read in sorted order, so every rank sees the same run.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class SequenceDataset:
     Parameters
     ----------
     pieces : sequence of numpy.ndarray
-        1-D arrays of unsigned integers, concatenated. They are kept, not copied.
+        1-D arrays of unsigned integers to concatenate. They are referenced, not copied.
     seq_len : int
         Ids per sequence.
     name : str
-        Name of the data in messages.
+        Name of the data, used in messages.
 
     Raises
     ------
@@ -70,7 +70,7 @@ class SequenceDataset:
         return self._end - self._begin
 
     def __len__(self) -> int:
-        """Return the number of sequences; ids at the end that do not fill one are dropped."""
+        """Return the number of sequences; trailing ids that do not fill one are dropped."""
         return (self.tokens - 1) // self.seq_len
 
     def __getitem__(self, index: int) -> Batch:
@@ -84,9 +84,9 @@ class SequenceDataset:
         Parameters
         ----------
         indices : sequence of int
-            Indices of the sequences, in this order.
+            Sequence indices; sequences are returned in this order.
         dtype : numpy dtype
-            Dtype of the result, default int64.
+            Dtype of the result; by default int64.
 
         Returns
         -------
@@ -108,7 +108,7 @@ class SequenceDataset:
         return x, y
 
     def run(self, begin: int, count: int) -> np.ndarray:
-        """Return `count` ids from the id `begin` on, across pieces."""
+        """Return `count` ids, starting at position `begin`, across pieces."""
         begin += self._begin
         end = begin + count
         parts = []
@@ -122,12 +122,12 @@ class SequenceDataset:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def split(self, held_out: int) -> tuple[SequenceDataset, SequenceDataset]:
-        """Return (all but the last ids, the last ids) as two datasets over the same memory.
+        """Return two datasets over the same memory: all but the last ids, and the last ids.
 
         Parameters
         ----------
         held_out : int
-            Number of ids at the end for the second dataset.
+            Number of ids in the second dataset.
 
         Raises
         ------
@@ -153,22 +153,22 @@ class ByteDataset(SequenceDataset):
     Parameters
     ----------
     paths : path or sequence of paths
-        Files and folders. A folder means every file below it, sorted by path, without names that
-        begin with a dot; links to folders are not followed.
+        Files and folders. A folder stands for every file below it, sorted by path, except names
+        that begin with a dot; links to folders are not followed.
     seq_len : int
         Bytes per sequence.
     suffixes : sequence of str, optional
-        Use only files in folders with these suffixes, such as ``[".py"]``; by default all.
+        Use only the files in folders that have these suffixes, such as ``[".py"]``; by default all.
 
     Raises
     ------
     FileNotFoundError, PermissionError, ValueError
-        A path is missing, unreadable, not a file or folder, or empty, or all data together are
+        A path is missing, unreadable, empty, or not a file or folder, or all data together are
         shorter than a sequence; the message names the path.
 
     Notes
     -----
-    Large files are mapped: ranks on one host share their memory.
+    Large files are mapped, so ranks on one host share their memory.
 
     Examples
     --------
@@ -200,19 +200,19 @@ class ByteDataset(SequenceDataset):
 
 
 class PackedSequences(SequenceDataset):
-    """Documents concatenated and cut into sequences, so that no position is padding.
+    """Documents concatenated and cut into sequences, without padding.
 
     Parameters
     ----------
     documents : iterable of sequence of int
-        The ids of each document; empty documents are dropped.
+        Each document's ids; empty documents are dropped.
     seq_len : int
         Ids per sequence.
     separator : int, optional
-        An id to add after every document.
+        An id to append to every document.
     ignore_index : int, optional
         Target at positions whose next id belongs to another document, so that the loss does not
-        include guessing how the next document begins.
+        include predicting how the next document begins.
 
     Raises
     ------
@@ -238,7 +238,7 @@ class PackedSequences(SequenceDataset):
         pieces = [np.append(np.asarray(ids, np.uint32), tail) for ids in documents if len(ids)]
         joined = np.concatenate(pieces) if pieces else np.empty(0, np.uint32)
         super().__init__([joined], seq_len, "packed documents")
-        self._firsts = np.cumsum([len(piece) for piece in pieces])  # where the next document begins
+        self._firsts = np.cumsum([len(piece) for piece in pieces])  # start of the next document
         self._ignore_index = ignore_index
 
     def batch(self, indices: Sequence[int], dtype: npt.DTypeLike = np.int64) -> Batch:
@@ -253,7 +253,7 @@ class PackedSequences(SequenceDataset):
 
 
 def _join(small: list[bytes], pieces: list[np.ndarray]) -> None:
-    """Concatenate the contents of small files into one more piece."""
+    """Concatenate the contents of small files into an additional piece."""
     if small:
         pieces.append(np.frombuffer(b"".join(small), np.uint8))
         small.clear()

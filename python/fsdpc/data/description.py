@@ -1,4 +1,4 @@
-"""``tokens.json``: the description of a folder's token files."""
+"""``tokens.json``, which describes a folder's token files."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ NAME = "tokens.json"
 
 @dataclass(frozen=True, kw_only=True)
 class TokenDescription:
-    """The content of ``tokens.json``, about the token files next to it.
+    """The content of ``tokens.json``, which describes the token files next to it.
 
     Parameters
     ----------
     dtype : str
         Dtype of ``.bin`` files, "uint16" or "uint32".
     vocab_size : int, optional
-        Every id is below it.
+        Upper bound of all ids (exclusive).
     end_of_document : int, optional
         The id that ends each document.
     shards : tuple of dict
-        The files in order, with ``"file"`` (a name), ``"tokens"`` and ``"crc32c"`` (of the bytes,
-        hexadecimal). If empty, all token files of the folder, by name.
+        The files in order, each with ``"file"`` (a name), ``"tokens"`` and ``"crc32c"`` (of the
+        bytes, hexadecimal). If empty, all token files in the folder, sorted by name.
     documents, text_bytes : int, optional
-        Number of documents, and the bytes of their text as UTF-8.
+        Number of documents, and size of their text in UTF-8 bytes.
     tokenizer : dict, optional
-        ``"name"`` and ``"sha256"`` of the tokenizer's file.
+        The tokenizer file's ``"name"`` and ``"sha256"``.
 
     Examples
     --------
@@ -66,7 +66,7 @@ class TokenDescription:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all listed shards."""
+        """Number of tokens in all listed shards."""
         return sum(shard["tokens"] for shard in self.shards)
 
     def write(self, folder: Path) -> None:
@@ -84,7 +84,7 @@ def read_description(folder: Path) -> TokenDescription | None:
     Raises
     ------
     ValueError
-        It does not describe token files; the message names it and the fault.
+        The file does not describe token files; the message names the file and the fault.
     PermissionError
         The file cannot be read.
 

@@ -1,4 +1,4 @@
-"""Find and open data files, with errors that name the file and the reason."""
+"""Find and open data files, with errors that state the file and the reason."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PathLike = str | os.PathLike[str]
 
 
 def default_corpus() -> list[Path]:
-    """Return the .py files of this Python's standard library, about 12 MB of text, sorted.
+    """Return the sorted .py files of this Python's standard library, about 12 MB of text.
 
     Its tests and additionally installed packages are excluded.
 
     Raises
     ------
     FileNotFoundError
-        This Python has no standard library of plain files.
+        This Python's standard library does not consist of plain files.
 
     Examples
     --------
@@ -59,7 +59,7 @@ class explained:
 
 
 def find_files(paths: PathLike | Sequence[PathLike], suffixes: tuple[str, ...]) -> list[Path]:
-    """Return the files that these paths stand for; none of them is empty."""
+    """Return the files that these paths stand for; raise if one is empty."""
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     if not given:
         raise ValueError("no data: give at least one file or folder")
@@ -82,7 +82,7 @@ def find_files(paths: PathLike | Sequence[PathLike], suffixes: tuple[str, ...]) 
     return files
 
 
-# Signatures of files that are not text, and their types.
+# Signatures of binary files, and their types.
 _MAGIC = (
     (b"\x93NUMPY", "a NumPy array"),
     (b"PK\x03\x04", "a zip archive (.npz, .pt, .docx)"),
@@ -90,7 +90,7 @@ _MAGIC = (
     (b"%PDF", "a PDF"),
     *((bytes([0x80, version]), "a pickle") for version in range(2, 6)),
 )
-_HEAD_BYTES = 1 << 16  # bytes of a file to check
+_HEAD_BYTES = 1 << 16  # bytes to check in each file
 
 
 def refuse_binary(paths: PathLike | Sequence[PathLike]) -> None:
@@ -130,7 +130,7 @@ def _walk(top: Path, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def map_tokens(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
-    """Return the ids of a token file, mapped; `dtype` applies to .bin files."""
+    """Map a token file and return its ids; `dtype` applies to .bin files."""
     if path.suffix == ".npy":
         return _map_token_npy(path)
     if path.suffix != ".bin":
@@ -143,7 +143,7 @@ def map_tokens(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def map_npy(path: Path, kind: str = "data") -> np.ndarray:
-    """Return the array of a .npy file, mapped."""
+    """Map a .npy file and return its array."""
     try:
         with explained(path):
             return np.load(path, mmap_mode="r", allow_pickle=False)

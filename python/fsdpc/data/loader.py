@@ -1,7 +1,7 @@
-"""Sampling over ranks, and batches prefetched by threads that start with the first batch.
+"""Sampling across ranks, and batches prefetched by threads, which start with the first batch.
 
-The rank's own thread chooses the sequences, the threads only read them, and batches are returned in
-order. Order and cursor therefore do not depend on the number of threads.
+The rank's own thread chooses the sequences, the other threads only read them, and batches are
+returned in order. The order and the cursor therefore do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from fsdpc.data.datasets import SequenceDataset
 
 
 class DistributedSampler:
-    """Chooses the sequences of a rank, and their order.
+    """Chooses a rank's sequences and their order.
 
     Parameters
     ----------
     length : int
         Number of sequences in the dataset.
     rank, world : int
-        This rank and the number of ranks; default 0 of 1.
+        This rank and the number of ranks; by default 0 and 1.
     shuffle : bool
-        Use another order in every epoch, the same on all ranks; default True.
+        Use a different order in every epoch, equal on all ranks; by default True.
     seed : int
-        Seed of the order, default 0.
+        Seed of the order; by default 0.
     drop_last : bool
-        Drop the sequences that do not divide evenly by `world`. By default the first sequences are
-        repeated to fill up.
+        Drop the sequences left over after even division by `world`. By default the first sequences
+        are repeated instead.
 
     Raises
     ------
     ValueError
-        An argument is out of range; the message has its value.
+        An argument is out of range; the message contains its value.
 
     Notes
     -----
-    Rank r takes places r, r + world, ... of the order. The order comes from NumPy's RandomState,
-    whose numbers are the same in every version of NumPy.
+    Rank r takes positions r, r + world, ... in the order. The order comes from NumPy's RandomState,
+    which generates the same numbers in every NumPy version.
 
     Examples
     --------
@@ -83,21 +83,21 @@ class DistributedSampler:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """Return how many sequences each rank takes in an epoch."""
+        """Return the number of sequences per rank in an epoch."""
         return self.length // self.world if self.drop_last else -(-self.length // self.world)
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over this rank's sequences of the epoch."""
+        """Iterate over this rank's sequences in the epoch."""
         return iter(self.indices().tolist())
 
     def indices(self, start: int = 0) -> np.ndarray:
-        """Return this rank's sequences of the epoch as an int64 array.
+        """Return this rank's sequences in the epoch as an int64 array.
 
         Parameters
         ----------
         start : int
-            How many sequences of the order all ranks took before, at any number of ranks; default
-            0.
+            Number of sequences in the order that all ranks together have already taken, with any
+            number of ranks; by default 0.
         """
         rest = max(0, self.length - start)
         each = rest // self.world if self.drop_last else -(-rest // self.world)
@@ -113,7 +113,7 @@ class DistributedSampler:
 
 
 class GlobalBatchSampler(DistributedSampler):
-    """Sequences in an order that depends only on the global batch, not on how ranks share it.
+    """Orders sequences by the global batch only, independently of how ranks share it.
 
     Parameters
     ----------
@@ -124,9 +124,9 @@ class GlobalBatchSampler(DistributedSampler):
     batch : int
         Sequences per rank and micro-step.
     accumulate : int
-        Micro-steps per step; ``batch * accumulate * world`` sequences form a global batch.
+        Micro-steps per step; a global batch has ``batch * accumulate * world`` sequences.
     seed : int
-        Seed of the order, default 0.
+        Seed of the order; by default 0.
 
     Raises
     ------
@@ -135,9 +135,9 @@ class GlobalBatchSampler(DistributedSampler):
 
     Notes
     -----
-    Micro-step m of rank r takes the block m * world + r of a global batch. Thus 1 rank with 12
-    micro-steps, 3 with 4 and 12 with 1 see the same blocks in the order in which deterministic mode
-    sums them. Sequences that do not fill a global batch are dropped.
+    Micro-step m on rank r takes block m * world + r of a global batch. Thus 1 rank with 12
+    micro-steps, 3 ranks with 4, and 12 ranks with 1 see the same blocks in the order in which
+    deterministic mode sums them. Sequences that do not fill a global batch are dropped.
 
     Examples
     --------
@@ -161,12 +161,12 @@ class GlobalBatchSampler(DistributedSampler):
         self.accumulate: int = accumulate
 
     def __len__(self) -> int:
-        """Return how many sequences each rank takes in an epoch."""
+        """Return the number of sequences per rank in an epoch."""
         mine = self.batch * self.accumulate
         return self.length // (mine * self.world) * mine
 
     def indices(self, start: int = 0) -> np.ndarray:
-        """Return this rank's sequences of the epoch, after the first ``start`` of all ranks."""
+        """Return this rank's sequences in the epoch, after the first ``start`` over all ranks."""
         together = self.batch * self.accumulate * self.world
         steps = max(0, self.length - start) // together
         order = self._permutation()[start : start + steps * together]
@@ -179,39 +179,39 @@ class Loader:
     Parameters
     ----------
     dataset : SequenceDataset or ArrayDataset
-        Also any object with ``batch(indices, dtype)``, which threads may call, and ``len()``.
+        Or any object with ``batch(indices, dtype)``, which threads may call, and ``len()``.
     batch_size : int
-        Sequences per batch of this rank.
+        Sequences per batch on this rank.
     sampler : DistributedSampler, optional
         Chooses the sequences; by default all of them, shuffled.
     dtype : numpy dtype
         int32 or int64 (the default).
     prefetch : int
-        Batches that each thread prefetches; 0 reads each on demand, without threads. Default 2.
+        Batches that each thread prefetches; by default 2. 0 reads each on demand, without threads.
     epochs : int, optional
-        Number of epochs after which to stop; default never.
+        Number of epochs after which to stop; by default never.
     workers : int
-        Number of threads; use more than one if the disk or `dataset` is slow. Default 1; 0 reads
-        each batch on demand.
+        Number of threads; by default 1. Use more if the disk or `dataset` is slow; 0 reads each
+        batch on demand.
 
     Attributes
     ----------
     wait_seconds : float
-        Total time that ``next()`` has waited for batches.
+        Total seconds that ``next()`` has waited for batches.
 
     Raises
     ------
     ValueError
-        An argument is out of range, or an epoch of this rank is shorter than a batch.
+        An argument is out of range, or this rank's epoch is shorter than a batch.
 
     Notes
     -----
-    Sequences at the end of an epoch that do not fill a batch are dropped.
+    Sequences at the end of an epoch are dropped if they do not fill a batch.
 
-    If `dataset` raises, the ``next()`` for that batch raises the exception, after all batches
-    before it. The cursor stays there: the next call tries the same batch again.
+    If `dataset` raises, the ``next()`` for that batch raises the exception after all earlier
+    batches. The cursor does not advance: the next call tries the same batch again.
 
-    Threads end at ``stop()``, at the end of a ``with`` block, at an exception, after the last
+    Threads end on ``stop()``, at the end of a ``with`` block, on an exception, after the last
     epoch, and when the loader is deleted.
 
     Examples
@@ -258,7 +258,7 @@ class Loader:
         self._dtype, self._workers = np.dtype(dtype), workers
         self._most_ahead = prefetch * workers
         self._next = (0, 0)  # epoch and batch that next() returns
-        self._begun = (0, 0, 0)  # an epoch, the sequences taken of it before, and its batches since
+        self._begun = (0, 0, 0)  # an epoch, its sequences taken earlier, and its batches since
         self._ahead: deque[Future[Batch]] = deque()
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
         self._pool: ThreadPoolExecutor | None = None
@@ -293,10 +293,10 @@ class Loader:
         return result
 
     def state_dict(self) -> dict[str, int]:
-        """Return the cursor: how much of which epoch was returned, on all ranks together.
+        """Return the cursor: the epoch, and how much of it was returned on all ranks together.
 
-        It can be loaded at another batch size or number of ranks. The ranks then continue with the
-        next sequences in the epoch's order, whichever rank took the earlier ones.
+        It can be loaded with a different batch size or number of ranks. The ranks then continue
+        with the next sequences in the epoch's order, no matter which rank took the earlier ones.
         """
         epoch, batch = self._next
         taken = self._taken(epoch) + batch * self.batch_size * self.sampler.world
@@ -314,7 +314,7 @@ class Loader:
         Raises
         ------
         ValueError
-            The cursor belongs to other data or another order.
+            The cursor belongs to different data or a different order.
         """
         for what, own in (("length", self.sampler.length), ("seed", self.sampler.seed)):
             if state[what] != own:
@@ -325,19 +325,19 @@ class Loader:
         batch = 0 if inside else min(batch, len(self))  # beyond its end: the next epoch's beginning
         taken = min(state["sequences"], self.sampler.length) if inside else 0
         self._begun, self._order = (state["epoch"], taken, 0), (-1, np.empty(0, np.int64))
-        if inside:  # batches of these ranks share the rest of the epoch anew
+        if inside:  # these ranks divide the remaining epoch anew
             left = len(self._indices_of(state["epoch"])) // self.batch_size
             self._begun = (state["epoch"], taken, left)
         self._next = self._advance((state["epoch"], 0), batch)
 
     def reorder(self, order: int) -> None:
-        """Continue from here in another order of the same data; a cursor restores it.
+        """Continue from here in a different order of the same data; a cursor restores the order.
 
         Parameters
         ----------
         order : int
-            Number of the order, the same on all ranks; 0 is the first. Some sequences of the epoch
-            may be repeated, and others skipped.
+            Index of the order, equal on all ranks; 0 is the first. Some sequences in the epoch may
+            be repeated, others skipped.
         """
         if order < 0:
             raise ValueError(f"order must be at least 0, got {order}")
@@ -362,7 +362,7 @@ class Loader:
         return self.epochs is not None and position[0] >= self.epochs
 
     def _taken(self, epoch: int) -> int:
-        """Return how many sequences of an epoch were taken before its first batch here."""
+        """Return how many of an epoch's sequences were taken before its first batch here."""
         return self._begun[1] if epoch == self._begun[0] else 0
 
     def _advance(self, position: tuple[int, int], batches: int) -> tuple[int, int]:
@@ -380,7 +380,7 @@ class Loader:
         return own[batch * self.batch_size : (batch + 1) * self.batch_size]
 
     def _indices_of(self, epoch: int) -> np.ndarray:
-        """Return this rank's sequences of an epoch, from the first batch here on."""
+        """Return this rank's sequences in an epoch, starting with the first batch here."""
         if self._order[0] != epoch:
             self.sampler.set_epoch(epoch)
             start = self._taken(epoch)
@@ -399,8 +399,8 @@ class Loader:
             if self._ended(position):
                 break
             own = self._indices(position).tolist()
-            # This refers to the dataset, not the loader, so that deleting the loader ends the
-            # threads.
+            # The thread references the dataset, not the loader, so that deleting the loader ends
+            # it.
             self._ahead.append(self._pool.submit(self.dataset.batch, own, self._dtype))
 
     def _drop_ahead(self) -> None:

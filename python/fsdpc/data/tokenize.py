@@ -1,7 +1,7 @@
-"""Convert text to token files, in memory that does not grow with the text.
+"""Convert text to token files, with memory that does not grow with the text.
 
 The output is written to a hidden folder next to its target and renamed when it is complete. A
-killed run leaves only the hidden folder, and the next run clears it.
+killed run leaves only the hidden folder, which the next run removes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fsdpc.data.files import PathLike, explained, find_files, refuse_binary
 from fsdpc.data.tokenizer import ENDS, Tokenizer, import_tokenizers
 
 JSON_LINES = (".jsonl", ".ndjson")
-_PIECE = 1 << 20  # characters to encode as one text
+_PIECE = 1 << 20  # maximum characters encoded as one text
 _TOGETHER = 4096  # number of texts to encode together
 
 Piece = tuple[str, bool]  # some text, and whether it ends its document
@@ -41,7 +41,7 @@ def tokenize(
     end_of_document: str | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> TokenDescription:
-    """Write the tokens of text files as a folder for :class:`fsdpc.data.TokenDataset`.
+    """Tokenize text files into a folder for :class:`fsdpc.data.TokenDataset`.
 
     Parameters
     ----------
@@ -49,17 +49,17 @@ def tokenize(
         UTF-8 text files with one document each; ``.jsonl`` and ``.ndjson`` files with one document
         per line; and folders of both. Empty documents are dropped.
     tokenizer : Tokenizer
-        Ids are uint16 if its vocabulary allows, otherwise uint32.
+        Ids are uint16 if its vocabulary is small enough, otherwise uint32.
     output : path
         The folder to create: ``shard-00000.bin`` and so on, ``tokens.json`` and ``tokenizer.json``.
     field : str, default "text"
         Name of the text field in a JSON line.
     shard_tokens : int, default 100,000,000
-        Tokens in each shard except the last; documents may continue in the next shard.
+        Tokens per shard (the last may have fewer); documents may span shards.
     end_of_document : str, optional
         The token that ends each document; by default the result of :meth:`Tokenizer.find_end`.
     progress : callable, optional
-        Called with the numbers of documents and tokens so far, after every few documents.
+        Called every few documents with the numbers of documents and tokens so far.
 
     Returns
     -------
@@ -71,8 +71,8 @@ def tokenize(
     FileExistsError
         `output` already exists.
     ValueError
-        An input is not text, a line is not a JSON object with such a field, there is no text at
-        all, or another process writes the same output. The message has file and line.
+        An input is not text, a line is not a JSON object with this field, there is no text at all,
+        or another process is writing the same output. The message contains the file and line.
     OSError
         A file cannot be read or written.
     ImportError
@@ -80,8 +80,8 @@ def tokenize(
 
     Notes
     -----
-    Documents of more than 2^20 characters are encoded in pieces that end at a line, if they have
-    lines. A tokenizer that adds a blank before each text adds it before each piece.
+    Documents longer than 2^20 characters are encoded in pieces, which end at line ends if there are
+    any. A tokenizer that adds a blank before each text also adds one before each piece.
     """
     if shard_tokens < 1:
         raise ValueError(f"shard_tokens must be at least 1, got {shard_tokens}")
@@ -123,7 +123,7 @@ def tokenize(
 def encode_files(
     paths: Sequence[Path], tokenizer: Tokenizer, field: str = "text"
 ) -> list[np.ndarray]:
-    """Return the tokens of text files in memory: an array for each document, with its end.
+    """Tokenize text files in memory; return one array per document, including its end token.
 
     Parameters
     ----------
@@ -149,14 +149,14 @@ def encode_files(
 def train_tokenizer(
     inputs: PathLike | Sequence[PathLike], vocab_size: int, field: str = "text"
 ) -> str:
-    """Train a byte-level BPE on text, and return it as the text of a ``tokenizer.json``.
+    """Train a byte-level BPE tokenizer, and return the text of its ``tokenizer.json``.
 
     Parameters
     ----------
     inputs, field
         As for :func:`tokenize`.
     vocab_size : int
-        Maximum number of tokens: ``<|endoftext|>``, the 256 bytes, and the learned ones.
+        Maximum number of tokens: ``<|endoftext|>``, the 256 bytes, and learned tokens.
 
     Raises
     ------
@@ -191,7 +191,7 @@ def train_tokenizer(
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Yield lists of pieces, with about as many characters per list as the maximum of a piece."""
+    """Yield lists of pieces, each list with about as many characters as the largest piece."""
     batch: list[Piece] = []
     held = 0
     for piece in pieces:
@@ -214,7 +214,7 @@ def _pieces(files: Sequence[Path], field: str) -> Iterator[Piece]:
 
 
 def _text(path: Path) -> Iterator[str]:
-    """Yield the text of a file in parts, with its line ends unchanged."""
+    """Yield a file's text in parts, with line ends unchanged."""
     taken = 0
     with explained(path), open(path, encoding="utf-8", newline="") as file:
         while True:
@@ -247,11 +247,11 @@ def _json_lines(path: Path, field: str) -> Iterator[str]:
                     f"data file {path}, line {number}: no text in '{field}' (there are: {there}): "
                     "name it with --field"
                 )
-            yield text.encode("utf-8", "replace").decode()  # JSON may have lone surrogates
+            yield text.encode("utf-8", "replace").decode()  # JSON may contain lone surrogates
 
 
 def _cut(parts: Iterator[str]) -> Iterator[Piece]:
-    """Cut the parts of a document at line ends; an empty document yields nothing."""
+    """Cut a document's parts at line ends; an empty document yields nothing."""
     held = ""
     for part in parts:
         held += part
@@ -271,7 +271,7 @@ def _cut(parts: Iterator[str]) -> Iterator[Piece]:
 
 
 class _Shards:
-    """Files with the same number of ids each."""
+    """Files with an equal number of ids each."""
 
     def __init__(self, folder: Path, dtype: np.dtype[Any], each: int) -> None:
         self.folder, self.dtype, self.each = folder, dtype, each
@@ -326,7 +326,7 @@ class _Output:
         except (BlockingIOError, FileNotFoundError):
             os.close(self._lock)
             raise ValueError(f"another process is writing {self.folder}") from None
-        self._clear()  # the remains of a killed run
+        self._clear()  # what a killed run left behind
         return self
 
     def _clear(self) -> None:
@@ -349,6 +349,6 @@ class _Output:
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self.committed:
-            with contextlib.suppress(OSError):  # the first error is raised
+            with contextlib.suppress(OSError):  # the first error is the one raised
                 shutil.rmtree(self.hidden)
         os.close(self._lock)

@@ -1,7 +1,8 @@
-"""Tokenizers: files of the ``tokenizers`` package.
+"""Tokenizers, as files of the ``tokenizers`` package.
 
-Training reads its data from the file as JSON: the vocabulary, the id that ends documents, and how
-many bytes of text each id stands for. Only conversion between text and ids needs the package.
+Training reads what it needs from the file as JSON: the vocabulary, the id that ends documents, and
+the number of text bytes that each id represents. Only conversion between text and ids requires the
+package.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fsdpc.data.files import PathLike, explained
 ENDS = (
     "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<EOS>", "[EOS]",
 )  # fmt: skip
-_BLANK = "\u2581"  # Metaspace's form of a blank
+_BLANK = "\u2581"  # Metaspace's representation of a blank
 
 
 class Tokenizer:
@@ -31,16 +32,16 @@ class Tokenizer:
     Parameters
     ----------
     path : path
-        ``tokenizer.json``, as ``tokenizers`` and transformers save it, or a folder with one.
+        A ``tokenizer.json``, as saved by ``tokenizers`` or transformers, or a folder with one.
 
     Attributes
     ----------
     path : pathlib.Path
         The file.
     name : str
-        Its name; for a ``tokenizer.json`` the folder's name.
+        The tokenizer's name; for a ``tokenizer.json``, the folder's name.
     sha256 : str
-        Of the file, hexadecimal.
+        SHA-256 of the file, hexadecimal.
     vocab_size : int
         The largest id plus 1.
 
@@ -92,7 +93,7 @@ class Tokenizer:
         Raises
         ------
         ValueError
-            There is no such token; the message says what to do.
+            There is no such token; the message explains what to do.
         """
         ids = {text: number for number, text in self._tokens.items()}
         for each in ENDS if token is None else (token,):
@@ -106,10 +107,10 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> np.ndarray:
-        """Return how many bytes of UTF-8 text each id stands for, int64 of (vocab_size,).
+        """Return the number of UTF-8 text bytes that each id represents, int64 (vocab_size,).
 
-        Special tokens have 0 bytes. Exact if the pre-tokenizer is ByteLevel; for others it counts
-        the text in the tokens, without what a normalizer removed.
+        Special tokens have 0 bytes. The result is exact if the pre-tokenizer is ByteLevel;
+        otherwise it counts the tokens' text, without anything a normalizer removed.
         """
         found = np.zeros(self.vocab_size, np.int64)
         byte_level = '"ByteLevel"' in json.dumps([
@@ -121,7 +122,7 @@ class Tokenizer:
             if number in self._special:
                 continue
             if byte_level and number not in added:
-                found[number] = len(text)  # each letter stands for a byte
+                found[number] = len(text)  # each character stands for a byte
             elif re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
                 found[number] = 1
             else:
@@ -129,7 +130,7 @@ class Tokenizer:
         return found
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of texts, without special tokens, on all cores.
+        """Encode texts without special tokens, using all cores.
 
         Parameters
         ----------
@@ -148,14 +149,14 @@ class Tokenizer:
         return [np.array(each.ids, np.uint32) for each in found]
 
     def decoder(self) -> Callable[[int], str]:
-        """Return a function that takes ids one by one and returns the text that each completes.
+        """Return a function that maps each successive id to the text that it completes.
 
         Raises
         ------
         ImportError
             The tokenizers package is not installed.
         """
-        library = self._library  # raises an explanation if the package is missing
+        library = self._library  # raises with an explanation if the package is missing
         from tokenizers.decoders import DecodeStream
 
         stream = DecodeStream(skip_special_tokens=False)
@@ -170,12 +171,12 @@ class Tokenizer:
             raise ValueError(f"tokenizer {self.path}: {error}") from None
         library.no_truncation()
         library.no_padding()
-        library.encode_special_tokens = True  # plain text ends no document
+        library.encode_special_tokens = True  # plain text must not end a document
         return library
 
 
 def import_tokenizers(what: str) -> Any:
-    """Return the tokenizers package; an ImportError says what needs it."""
+    """Return the tokenizers package; an ImportError explains what needs it."""
     try:
         import tokenizers
     except ImportError:
@@ -186,7 +187,7 @@ def import_tokenizers(what: str) -> Any:
 
 
 def _tokens_of(found: dict[str, Any]) -> tuple[dict[int, str], set[int]]:
-    """Return the tokens by id, and which of them are special."""
+    """Return the tokens by id, and the set of special ones."""
     vocab = found["model"]["vocab"]
     if isinstance(vocab, dict):
         tokens = {int(number): text for text, number in vocab.items()}

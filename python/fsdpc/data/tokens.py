@@ -1,7 +1,7 @@
-"""Token files as training sequences: many files as one run, with documents concatenated.
+"""Token files as training sequences: many files form one run of concatenated documents.
 
-Files are mapped, so ids are read from the disk when a batch needs them. Only then are they checked
-against the vocabulary: checking a large run in advance would take as long as reading it.
+Files are mapped, so ids are read from the disk when a batch needs them. They are checked against
+the vocabulary only then: checking a large run in advance would take as long as reading it.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ from fsdpc.data.datasets import Batch, SequenceDataset
 from fsdpc.data.description import NAME, TokenDescription, check_shard, read_description
 from fsdpc.data.files import PathLike, describe, find_files, map_tokens
 
-_SCANNED = 1 << 22  # ids that are checked together
+_SCANNED = 1 << 22  # ids checked at a time
 
 
 class TokenDataset(SequenceDataset):
-    """Token ids in files, mapped into memory, as one run of ids.
+    """Token ids from memory-mapped files, as one run of ids.
 
     Parameters
     ----------
     paths : path or sequence of paths
-        ``.npy`` files (1-D, uint16 or uint32), ``.bin`` files (only ids), and folders. A folder
-        means the shards that its ``tokens.json`` lists, or all files of these two kinds below it,
-        sorted by path.
+        ``.npy`` files (1-D, uint16 or uint32), ``.bin`` files (raw ids), and folders. A folder
+        stands for the shards listed in its ``tokens.json``, or all files of these two kinds below
+        it, sorted by path.
     seq_len : int
-        Tokens per sequence; the targets need one more, which begins the next sequence.
+        Tokens per sequence; the targets need one more, which is the next sequence's first token.
     dtype : numpy dtype, optional
-        Dtype of ``.bin`` files, uint16 or uint32; by default that of their ``tokens.json``, or
+        Dtype of ``.bin`` files, uint16 or uint32; by default from their ``tokens.json``, otherwise
         uint16.
     vocab_size : int, optional
-        Upper bound of the ids; by default that of ``tokens.json``, or no limit.
+        Upper bound of the ids; by default from ``tokens.json``, otherwise no limit.
     end_of_document : int, optional
-        The id that ends every document; by default that of ``tokens.json``, or none.
+        The id that ends every document; by default from ``tokens.json``, otherwise none.
     ignore_index : int, optional
-        Target after each ``end_of_document``, so that the loss does not include guessing how the
+        Target after each ``end_of_document``, so that the loss does not include predicting how the
         next document begins. Losses ignore -100. By default targets are unchanged.
 
     Raises
     ------
     FileNotFoundError, PermissionError, ValueError
-        A path is missing, unreadable, empty, or of another kind, dtype or length than described, or
-        all data together are shorter than a sequence; the message names the path.
+        A path is missing, unreadable or empty, its kind, dtype or length differs from the
+        description, or all data together are shorter than a sequence; the message names the path.
 
     Notes
     -----
-    If an id is beyond the vocabulary, its batch raises ValueError. The message has the file, the
-    position in it and the id.
+    If an id is beyond the vocabulary, its batch raises ValueError. The message contains the file,
+    the position and the id.
 
     Examples
     --------
@@ -118,7 +118,7 @@ class TokenDataset(SequenceDataset):
         return x, y
 
     def _refuse(self, position: int) -> None:
-        """Raise ValueError for the id at a position of this run."""
+        """Raise ValueError about the id at a position in this run."""
         position += self._begin
         piece = int(np.searchsorted(self._starts, position, "right")) - 1
         inside = position - self._starts[piece]
@@ -130,7 +130,7 @@ class TokenDataset(SequenceDataset):
         )
 
     def document_starts(self) -> np.ndarray:
-        """Return where documents begin, as positions in this run; reads all of it.
+        """Return the positions in this run where documents begin; reads the whole run.
 
         Returns
         -------
@@ -182,7 +182,7 @@ def documents_in(x: np.ndarray, end_of_document: int) -> tuple[np.ndarray, np.nd
 
 
 def document_lengths(x: np.ndarray, end_of_document: int) -> list[int]:
-    """Return the number of tokens of each document of packed sequences, sequence by sequence.
+    """Return the number of tokens in each packed document, sequence by sequence.
 
     Parameters
     ----------
@@ -194,7 +194,7 @@ def document_lengths(x: np.ndarray, end_of_document: int) -> list[int]:
     Returns
     -------
     list of int
-        As for :func:`fsdpc.functional.varlen_attention`: those of a sequence add up to T.
+        Lengths as for :func:`fsdpc.functional.varlen_attention`: each sequence's add up to T.
 
     Examples
     --------
@@ -216,13 +216,13 @@ def token_files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
             files += find_files([path / shard["file"] for shard in found.shards], ())
         else:
             files += find_files(path, (".npy", ".bin"))
-    return files or find_files([], ())  # raises if there are none
+    return files or find_files([], ())  # raises if there are no files
 
 
 def _common(
     name: str, given: int | None, folders: dict[Path, TokenDescription | None]
 ) -> int | None:
-    """Return the given value, or the common value of all descriptions."""
+    """Return the given value, or the value that all descriptions share."""
     if given is not None:
         return given
     said = {folder: getattr(found, name) for folder, found in folders.items() if found}

@@ -137,8 +137,7 @@ class ModelConfig:
         return self.sliding_window if inside else None
 
     def with_(self, **changes: Any) -> ModelConfig:
-        """Return a copy with changed fields; ``head_dim`` is recomputed from ``dim`` and
-        ``heads``."""
+        """Return a copy with changed fields; ``head_dim`` is updated if it was ``dim / heads``."""
         if {"dim", "heads"} & set(changes) and self.head_dim * self.heads == self.dim:
             changes.setdefault("head_dim", None)
         return replace(self, **changes)
