@@ -1,4 +1,4 @@
-"""Checkpoints: plain safetensors with the same bytes at any number of ranks, saved atomically.
+"""Checkpoints: plain safetensors, with the same bytes for any number of ranks, saved atomically.
 
     from fsdpc import checkpoint
 

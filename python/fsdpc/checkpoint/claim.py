@@ -1,9 +1,9 @@
-"""A folder belongs to one run: the lock that claims it, and cleanup next to a checkpoint.
+"""The lock by which one run claims a folder, and cleanup next to a checkpoint.
 
-The lock is a POSIX file lock. The system drops it when its process ends in any way, no forked child
-inherits it, and it works across hosts if the file system (NFS with locks) supports that. It belongs
+The lock is a POSIX file lock. The system drops it however its process ends, forked children do not
+inherit it, and it works across hosts if the file system supports that (NFS with locks). It belongs
 to the process, and any ``close`` of the file drops it. A process therefore never reopens a claimed
-file: all claims of one file in a process are one object.
+file: all its claims on one file share one object.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from fsdpc import distributed
 from fsdpc.distributed.agree import agreed, gather_bytes
 
 PATIENCE_S = 5.0  # for a network file system to show a new file
-_OWNER = re.compile(rb"process \d+ on \S+ \(.*\)", re.DOTALL)  # text that a claim writes
+_OWNER = re.compile(rb"process \d+ on \S+ \(.*\)", re.DOTALL)  # the text that a claim writes
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems without locks
 
 
 class Claim:
-    """The lock on an open file, until the object or the process ends; see :func:`claim`."""
+    """A lock on an open file, held until the object or the process ends; see :func:`claim`."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path: Path = path
@@ -40,7 +40,7 @@ class Claim:
         )
 
     def is_held(self) -> bool:
-        """Whether this process holds it, and its file is in place."""
+        """Whether this process holds the lock and its file still exists."""
         return self.release.alive and self.pid == os.getpid() and _is_at(self.fd, self.path)
 
 
@@ -48,7 +48,7 @@ _claims: weakref.WeakValueDictionary[Path, Claim] = weakref.WeakValueDictionary(
 
 
 def claim(path: Path, folder: Path) -> Claim:
-    """Create and lock a file to claim ``folder``; the file is removed when the claim ends.
+    """Create and lock a file that claims ``folder``; the file is removed when the claim ends.
 
     Raises
     ------
@@ -65,7 +65,7 @@ def claim(path: Path, folder: Path) -> Claim:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(fd, path):  # otherwise its owner removed it in between
+            if _is_at(fd, path):  # otherwise its owner has just removed it
                 os.ftruncate(fd, 0)
                 owner = f"process {os.getpid()} on {socket.gethostname()} ({_program()})"
                 os.pwrite(fd, owner.encode("utf-8", "backslashreplace"), 0)
@@ -87,12 +87,12 @@ def claim(path: Path, folder: Path) -> Claim:
 
 
 def _program() -> str:
-    """Return the name of the running program, as a user would call it."""
+    """Return the running program's name, as a user would call it."""
     return os.path.basename(sys.argv[0] if sys.argv and sys.argv[0] else sys.executable)
 
 
 def _is_at(fd: int, path: str | Path) -> bool:
-    """Return whether an open file is the one with this name."""
+    """Return whether this name refers to the open file."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
@@ -100,7 +100,7 @@ def _is_at(fd: int, path: str | Path) -> bool:
 
 
 def _release(path: str, fd: int, pid: int) -> None:
-    """Remove the file while it is locked; a forked child has no lock and removes nothing."""
+    """Remove the file while it is locked; a forked child, which has no lock, removes nothing."""
     with contextlib.suppress(OSError):
         if pid == os.getpid() and _is_at(fd, path):
             os.unlink(path)
@@ -109,13 +109,13 @@ def _release(path: str, fd: int, pid: int) -> None:
 
 
 def claim_name(path: Path) -> Claim:
-    """Claim the name of a checkpoint for one save; creates its parent folders."""
+    """Claim a checkpoint's name for one save; create its parent folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return claim(path.with_name(f".{path.name}.lock"), path)
 
 
 def remove_remains(parent: Path) -> None:
-    """Remove all remains of killed saves from a folder."""
+    """Remove everything that killed saves left in a folder."""
     for file in list(parent.glob(".?*.lock")):
         if not _is_left_behind(file):
             continue
@@ -128,7 +128,7 @@ def remove_remains(parent: Path) -> None:
 
 
 def _is_left_behind(file: Path) -> bool:
-    """Return whether a claim wrote this file and its process has ended; does not drop our locks."""
+    """Return whether a claim wrote this file and its process has ended; keeps our own locks."""
     mine = _claims.get(file.parent.resolve() / file.name)
     if mine is not None and mine.is_held():
         return False
@@ -140,7 +140,7 @@ def _is_left_behind(file: Path) -> bool:
         if _OWNER.fullmatch(os.pread(fd, 512, 0)) is None:  # another program's file
             return False
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # it is locked, or locks are unavailable
+    except OSError:  # locked, or locks are unavailable
         return False
     finally:
         os.close(fd)
@@ -148,14 +148,14 @@ def _is_left_behind(file: Path) -> bool:
 
 
 def check_shared(path: Path, claim: Claim | None) -> None:
-    """Raise if a folder is not the same on every host; collective, before anything is saved.
+    """Raise if a folder is not shared by all hosts; collective, before anything is saved.
 
-    Rank 0 has claimed the name of a checkpoint, in a file that all hosts must see.
+    Rank 0 has claimed the checkpoint's name with a file that all hosts must see.
 
     Raises
     ------
     OSError
-        On every rank: a host has a separate folder there.
+        Raised on every rank: a host has a separate folder at this path.
     """
     world = distributed.world()
     if world.hosts <= 1:
@@ -169,7 +169,7 @@ def _find(file: Path, text: bytes) -> None:
     end = time.monotonic() + PATIENCE_S
     while True:
         with contextlib.suppress(OSError):
-            os.listdir(file.parent)  # refreshes the view of the server
+            os.listdir(file.parent)  # refreshes the client's view of the server
             if file.read_bytes() == text:
                 return
         if time.monotonic() > end:
@@ -181,7 +181,7 @@ def _find(file: Path, text: bytes) -> None:
 
 
 def claim_folder(folder: Path) -> Claim:
-    """Create and claim a folder of checkpoints; remove the remains of killed saves."""
+    """Create and claim a checkpoint folder; remove what killed saves left behind."""
     folder.mkdir(parents=True, exist_ok=True)
     own = claim(folder / ".lock", folder)
     for entry in list(folder.glob(".step-*")):

@@ -1,4 +1,4 @@
-"""``config.json``, from which transformers' ``from_pretrained`` knows a folder's model."""
+"""``config.json``, by which transformers' ``from_pretrained`` identifies a folder's model."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from fsdpc.sharding.fsdp_module import plain_class
 
 NAME = "config.json"
 
-#: Return the content for one of their models, or None; packages that define models register here.
+#: Functions that return the content for a model, or None; packages that define models register
+#: here.
 writers: list[Callable[[Any], dict[str, Any] | None]] = []
 
 
 def of_model(model: Any) -> bytes | None:
-    """Return the file's content for a transformers model, or for a model that a writer knows.
+    """Return the file's content for a transformers model, or for a model known to a writer.
 
     The model may be sharded. None for models that transformers does not know.
     """

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint, for people: `inspect`, and the tables of ``fsdpc ckpt ls``."""
+"""A checkpoint's contents, for people: `inspect`, and the tables of ``fsdpc ckpt ls``."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ TITLES = ("tensor", "dtype", "shape", "size", "crc32c", "file")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor of a checkpoint.
+    """A tensor in a checkpoint.
 
     Parameters
     ----------
     kind : "model" or "optimizer"
     name : str
     dtype : str
-        In safetensors' spelling: ``F32``, ``BF16``.
+        Dtype as named by safetensors, such as ``F32`` or ``BF16``.
     shape : tuple of int
     nbytes : int
     file : str
-        The file that holds it.
+        The file that contains the tensor.
     crc32c : int or None
-        The checksum that was saved; None in files of others.
+        The saved checksum; None in files from other libraries.
 
     Examples
     --------
@@ -50,7 +50,7 @@ class TensorInfo:
     crc32c: int | None
 
     def cells(self) -> tuple[str, ...]:
-        """Return its row in a table with the headings `TITLES`."""
+        """Return the tensor's row in a table with the headings `TITLES`."""
         return (
             self.name if self.kind == "model" else f"[optimizer] {self.name}",
             self.dtype,
@@ -69,19 +69,19 @@ class CheckpointInfo:
     ----------
     path : Path
     step : int or None
-        The run's step, if :class:`CheckpointManager` saved it or ``extra["step"]`` has it.
+        The run's step, if saved by :class:`CheckpointManager` or in ``extra["step"]``.
     world : int or None
-        Number of ranks that saved; None in files of other libraries.
+        Number of ranks that saved; None in files from other libraries.
     strategies : tuple of str
         The units' strategies.
     meshes : tuple of (int, int)
         Replicas and shards of each mesh.
     model, optimizer : str or None
-        Their classes; None if the save had none, and in files of other libraries.
+        Class names; None if not saved, and in files from other libraries.
     states : tuple of str
-        Further contents: ``"scheduler"``, ``"scaler"``, ``"data"``, ``"rng"``.
+        Other contents: ``"scheduler"``, ``"scaler"``, ``"data"``, ``"rng"``.
     extra : any
-        The value that was saved as ``"extra"``.
+        The value saved as ``"extra"``.
     tensors : tuple of TensorInfo
         Sorted by kind and name.
 
@@ -110,22 +110,22 @@ class CheckpointInfo:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors in bytes."""
         return sum(t.nbytes for t in self.tensors)
 
     def damaged(self) -> list[str]:
-        """Read everything and compare checksums.
+        """Read all tensors and compare their checksums.
 
         Returns
         -------
         list of str
-            Tensors that differ from the saved ones, and their files. Empty if there are none, or if
-            files of other libraries have no checksums.
+            Tensors that differ from the saved ones, with their files. Empty if there are none;
+            files from other libraries have no checksums to compare.
         """
         return damaged(self._source)
 
     def facts(self) -> dict[str, str]:
-        """Return everything except the tensors, as text."""
+        """Return all facts except the tensors, as text."""
         found = {"tensors": f"{len(self.tensors)}, {size(self.nbytes)}"}
         if self.step is not None:
             found["step"] = str(self.step)
@@ -146,7 +146,7 @@ class CheckpointInfo:
         return "\n  ".join([f"checkpoint {self.path}", *lines])
 
     def _repr_html_(self) -> str:
-        """Return tables of the contents for notebooks."""
+        """Return tables of the contents, shown by notebooks."""
         rows = [t.cells() for t in self.tensors[:ROWS]]
         more = len(self.tensors) - len(rows)
         return html.fields(f"checkpoint {self.path}", self.facts(), TITLES, rows,
@@ -165,17 +165,17 @@ def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
     Returns
     -------
     CheckpointInfo
-        It prints as ``fsdpc ckpt ls`` does; notebooks show tables.
+        A description that prints like ``fsdpc ckpt ls``; notebooks show tables.
 
     Raises
     ------
     CheckpointError
-        It is not a checkpoint, or its files do not match each other.
+        The path is not a checkpoint, or its files are inconsistent.
 
     Notes
     -----
-    Any process may call it: it is not collective. It checks headers and the manifest's own
-    checksum; :meth:`CheckpointInfo.damaged` reads the tensors as well.
+    Any process may call it; it is not collective. It checks headers and the manifest's own
+    checksum; :meth:`CheckpointInfo.damaged` also reads the tensors.
 
     Examples
     --------
@@ -197,7 +197,7 @@ def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
         path=Path(path),
         step=manifest.step_of(content),
         world=content.get("world"),
-        strategies=tuple(content.get("strategies", [])),  # none without a model
+        strategies=tuple(content.get("strategies", [])),  # absent without a model
         meshes=tuple((m["replicate"], m["shard"]) for m in content.get("meshes", [])),
         model=None if (name := content.get("model_class")) == "NoneType" else name,
         optimizer=content.get("optimizer", {}).get("class"),

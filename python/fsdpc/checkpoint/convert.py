@@ -1,8 +1,8 @@
-"""Convert checkpoints between formats, in one process, without holding them in memory.
+"""Convert checkpoints between formats, in one process, without loading them into memory.
 
-Files are mapped, not read: tensors are ranges of their bytes, which are copied from the page cache
-to their destination. PyTorch's formats do not always allow mapping; the rest goes through a scratch
-folder next to the target, on the same disk.
+Files are mapped, not read: tensors are byte ranges, copied from the page cache to their
+destination. PyTorch's formats do not always allow mapping; data that cannot be mapped go through a
+scratch folder next to the target, on the same disk.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from fsdpc.checkpoint.source import Source, damaged, open_source
 _KEPT = ("optimizer", "scheduler", "scaler", "data", "rng", "aliases", "extra", "world",
          "meshes", "strategies", "units", "model_class")  # fmt: skip
 _BY_FILE = {file: name for name, file in FILE_DTYPES.items()}
-_NORESERVE = 0x4000  # mmap has it from Python 3.13 on: a mapping may exceed the memory
+_NORESERVE = 0x4000  # in mmap since Python 3.13: allows a mapping to exceed the memory
 
 
 @dataclass(frozen=True)
 class _Bytes:
-    """A tensor as its bytes."""
+    """A tensor's raw bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,23 +51,23 @@ def convert(
     to: Path,
     layout: str = "full",
 ) -> list[str]:
-    """Write a checkpoint in another format.
+    """Convert a checkpoint to another format.
 
     Parameters
     ----------
     path : Path
-        Ours, Hugging Face's, a safetensors file; with torch, a DCP folder or a
-        ``torch.save`` file of a flat dict of tensors.
+        An fsdpc or Hugging Face checkpoint, or a safetensors file; with torch installed, also a DCP
+        folder or a ``torch.save`` file with a flat dict of tensors.
     to : Path
-        What to make; must not be there.
+        The path to create, which must not exist.
     layout : "full", "dcp" or "torch"
-        Full safetensors with a manifest; a folder of PyTorch's distributed checkpoints; a
-        ``torch.save`` file.
+        Full safetensors with a manifest; a PyTorch distributed checkpoint folder; a ``torch.save``
+        file.
 
     Returns
     -------
     list of str
-        Entries of a DCP folder that are not tensors and were left out.
+        Entries of a DCP folder that were left out because they are not tensors.
 
     Raises
     ------
@@ -78,10 +78,11 @@ def convert(
 
     Notes
     -----
-    Memory: none to speak of, whatever the sizes, for what is mapped: ours, safetensors and
-    ``torch.save`` files. Ours with checksums is read twice, first to compare them. A DCP folder is
-    read one of its pieces at a time into scratch as large as the checkpoint. Held in memory are
-    ``torch.save`` files of before PyTorch 1.6 and tensors in them that are not contiguous.
+    Mapped files (fsdpc checkpoints, safetensors and ``torch.save`` files) need almost no memory,
+    whatever their size. An fsdpc checkpoint with checksums is read twice, first to compare them. A
+    DCP folder is read piece by piece into a scratch folder as large as the checkpoint.
+    ``torch.save`` files from before PyTorch 1.6, and tensors in them that are not contiguous, are
+    held in memory.
     """
     if to.exists():
         raise CheckpointError(f"{to} is there already and is not written over")
@@ -116,7 +117,7 @@ def _pieces(tensors: _Tensors) -> list[Piece]:
 def _read(
     path: Path, to: Path, stack: contextlib.ExitStack
 ) -> tuple[_Tensors, _Tensors, dict[str, Any], list[str]]:
-    """Return model and optimizer tensors, the manifest's other contents, and what is left out."""
+    """Return model and optimizer tensors, the manifest's other contents, and omitted entries."""
     if path.is_dir() and (path / ".metadata").exists():
         tensors, left_out = _read_dcp(path, stack.enter_context(_scratch(to)))
         return (*_split(tensors), {}, left_out)
@@ -149,7 +150,7 @@ def _map(source: Source) -> dict[str, _Tensors]:
 
 
 def _mapped(path: Path) -> Any:
-    """Return a file's bytes as an array; writable only because DLPack requires it."""
+    """Return a file's bytes as an array, writable only because DLPack requires it."""
     flags = mmap.MAP_PRIVATE | _NORESERVE
     with path.open("rb") as file:
         bytes_ = os.fstat(file.fileno()).st_size
@@ -210,7 +211,7 @@ def _write_torch(to: Path, tensors: _Tensors, layout: str) -> None:
         name: torch.from_numpy(t.array).view(getattr(torch, _BY_FILE[t.dtype])).reshape(t.shape)
         for name, t in tensors.items()
     }
-    with _scratch(to) as scratch:  # so that `to` appears complete or not at all
+    with _scratch(to) as scratch:  # so that `to` appears only when it is complete
         made = scratch / "made"
         if layout == "torch":
             torch.save(states, made)

@@ -1,7 +1,7 @@
-"""Per-rank random number generators: Python's, NumPy's, and those that a frontend registers.
+"""Per-rank random number generators: Python's, NumPy's, and any that a frontend registers.
 
-A checkpoint has the states of every rank. They are restored at the same number of ranks as in the
-save. At another number they cannot be assigned to ranks, and the generators stay unchanged.
+A checkpoint contains every rank's states. They are restored if the number of ranks is the same as
+in the save. Otherwise they cannot be assigned to ranks, and the generators stay unchanged.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _kinds: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
 def register(kind: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
     """Add a generator to checkpoints, under this name in the manifest.
 
-    ``get`` returns its state as JSON, or None if it is unused; ``put`` takes that state.
+    ``get`` returns its state as JSON, or None if it is unused; ``put`` restores that state.
     """
     _kinds[kind] = (get, put)
 
 
 def words(array: Any) -> str:
-    """Return the bytes of an array as text."""
+    """Return an array's bytes as text."""
     return base64.b64encode(array.tobytes()).decode()
 
 
@@ -41,14 +41,14 @@ def from_words(text: str, dtype: Any) -> Any:
 
 
 def gather() -> list[dict[str, Any]]:
-    """Return the states of every rank's generators; collective."""
+    """Return the generator states of every rank; collective."""
     mine = {kind: get() for kind, (get, _) in _kinds.items()}
     text = json.dumps({kind: state for kind, state in mine.items() if state is not None}).encode()
     return [json.loads(each) for each in gather_bytes(distributed.world(), text)]
 
 
 def restore(every: list[dict[str, Any]]) -> None:
-    """Restore this rank's generators to :func:`gather`, at the same number of ranks."""
+    """Restore this rank's generators from :func:`gather`, if the number of ranks is the same."""
     world = distributed.world()
     if len(every) != world.size:
         return
@@ -75,7 +75,7 @@ def _numpy() -> Any:
     if "numpy.random" not in sys.modules:
         return None
     state = np.random.get_state(legacy=False)
-    if state["bit_generator"] != "MT19937":  # set_bit_generator replaced it: the user's own
+    if state["bit_generator"] != "MT19937":  # the user replaced it with set_bit_generator
         return None
     inner = state["state"]
     return [words(inner["key"]), int(inner["pos"]), int(state["has_gauss"]), float(state["gauss"])]

@@ -1,4 +1,4 @@
-"""Loading: every rank reads its own elements; all ranks verify checksums together."""
+"""Loading: each rank reads its own elements; all ranks verify checksums together."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class LoadReport:
     Parameters
     ----------
     extra : any
-        The value that was saved as ``"extra"``.
+        The value saved as ``"extra"``.
     missing : list of str
-        Names in the model or optimizer that the checkpoint lacks.
+        Names in the model or optimizer that are not in the checkpoint.
     unexpected : list of str
-        Names in the checkpoint that the model or optimizer lacks.
+        Names in the checkpoint that are not in the model or optimizer.
 
     Examples
     --------
@@ -75,18 +75,18 @@ def load(
     Parameters
     ----------
     path : path
-        A folder that :func:`fsdpc.checkpoint.save` wrote, at any number of ranks. Or a Hugging Face
-        folder of safetensors (single or sharded), or one such file; these contain only the model.
+        A folder that :func:`fsdpc.checkpoint.save` wrote, with any number of ranks. Or a Hugging
+        Face safetensors folder (single or sharded), or one such file; these contain only the model.
     state : mapping
-        The kinds that :func:`save` takes; each object is changed in place. ``"extra"`` is optional.
+        The same keys as for :func:`save`; each object is changed in place. ``"extra"`` is optional.
     strict : bool, default True
         Reject missing or unexpected names. Shapes must always match.
     names : "llama", "gpt2", mapping or callable, optional
-        Maps names of the model to names in the file, if they differ: a Hugging Face family or your
+        Maps the model's names to names in the file, if they differ: a Hugging Face family or your
         own mapping.
     optional : collection of str, optional
-        Kinds of the state that the checkpoint may lack, such as ``("scaler",)``. The objects given
-        for them then stay unchanged.
+        State keys that the checkpoint may lack, such as ``("scaler",)``; the corresponding objects
+        then stay unchanged.
 
     Returns
     -------
@@ -95,21 +95,21 @@ def load(
     Raises
     ------
     CheckpointError
-        Something is damaged, missing or does not fit; every rank lists all problems.
+        Something is damaged, missing or does not match; every rank's error lists all problems.
     OSError
         A file cannot be read; raised on every rank.
 
     Notes
     -----
     Each rank reads its own elements directly into place, or one chunk at a time if dtypes differ.
-    The ranks' checksums are combined into those of the whole tensors, which are known only after
-    all reads. If a checksum is wrong or a read fails, all floating point values of the load become
-    NaN, so that a run cannot use them by accident. ``fsdpc ckpt verify`` checks before a load
-    changes anything, and takes as long as the load.
+    The ranks' checksums are combined into checksums of whole tensors, which are known only after
+    all reads. If a checksum is wrong or a read fails, all loaded floating point values become NaN,
+    so that a run cannot use them by accident. ``fsdpc ckpt verify`` can check the files before a
+    load, and takes as long as the load.
 
     If the state has an optimizer, the load continues a run and restores the random number
-    generators. The per-rank states of Python, NumPy and torch are restored only at the same number
-    of ranks.
+    generators. Per-rank states of Python, NumPy and torch are restored only if the number of ranks
+    is the same.
 
     Examples
     --------
@@ -135,7 +135,7 @@ def load(
 
 
 class _Load:
-    """One load on this rank: what to read, from where, into what."""
+    """One load on this rank: what to read, from where, and into which memory."""
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ class _Load:
             self.reads.append((piece, source))
 
     def read(self) -> list[int]:
-        """Read this rank's pieces; return its part of every checksum."""
+        """Read this rank's pieces and return its part of every checksum."""
         entries: list[Any] = []
         paths = self.source.paths()
         number_of = {name: i for i, name in enumerate(paths)}
@@ -285,7 +285,7 @@ class _Load:
             )
 
     def spoil(self) -> None:
-        """Overwrite all values, so that no corrupt one looks right."""
+        """Overwrite all values, so that no corrupt value looks right."""
         for piece, _ in self.reads:
             if piece.dtype in FLOATS and piece.numel:
                 piece.memory.fill_(float("nan"))
@@ -306,7 +306,7 @@ class _Load:
 
 
 def _table(differ: list[tuple[str, str, str]]) -> list[str]:
-    """Return the differences as table rows; layers with equal differences share a row."""
+    """Return the differences as table rows; layers with the same differences share a row."""
     counts: dict[tuple[str, str, str], list[str]] = {}
     for name, saved, now in differ:
         counts.setdefault((re.sub(r"\.\d+(?=\.)", ".*", name), saved, now), []).append(name)

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: which to write, which to keep, which to resume from."""
+"""A folder of checkpoints: when to save, which to keep, and which to resume from."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True)
 class Found:
-    """One checkpoint of a folder.
+    """One checkpoint in a folder.
 
     Parameters
     ----------
     step : int
-        The step in its manifest, whatever the folder's name is. If the manifest is unreadable or
-        has no step, the step in the name.
+        The step in its manifest, whatever the folder is called. If the manifest is unreadable or
+        has no step, the step in the folder's name.
     path : Path
     problem : str, optional
-        Why it cannot be used; None if its manifest, sizes and headers are valid.
+        Why the checkpoint cannot be used; None if its manifest, sizes and headers are valid.
     """
 
     step: int
@@ -47,32 +47,33 @@ class Found:
 
     @property
     def renamed(self) -> bool:
-        """Whether the folder's name has another step."""
+        """Whether the folder's name contains a different step."""
         return self.path.name != _name_of(self.step)
 
 
 class CheckpointManager:
-    """The checkpoints of one run in one folder, named ``step-00000100`` and so on.
+    """One run's checkpoints in one folder, named ``step-00000100`` and so on.
 
     Parameters
     ----------
     folder : path
         Created if it does not exist.
     max_to_keep : int, optional
-        Older checkpoints are deleted once a newer one is committed. By default all are kept.
+        Number of checkpoints to keep; older ones are deleted after a save. By default all are kept.
     every_steps : int, optional
         :meth:`step` saves at multiples of this number.
     every_seconds : float, optional
-        :meth:`step` also saves when this much time has passed since the last save (rank 0's clock).
+        :meth:`step` also saves if this much time has passed since the last save (by rank 0's
+        clock).
     keep_every : int, optional
         Checkpoints at multiples of this number are never deleted.
     async_ : bool, default False
-        Write on a thread; see :func:`fsdpc.checkpoint.save`.
+        Whether to write on a thread; see :func:`fsdpc.checkpoint.save`.
 
     Attributes
     ----------
     stopped : bool
-        True once :meth:`step` has saved because of a signal and the run should end; equal on all
+        True after :meth:`step` has saved because of a signal, so the run should end; equal on all
         ranks. See :meth:`stop_at_signals`.
 
     Notes
@@ -80,7 +81,7 @@ class CheckpointManager:
     All methods except :meth:`list` are collective. A folder belongs to the run that saves to it:
     see :meth:`claim`. A manager with ``every_steps`` or ``every_seconds`` claims it on creation,
     any other manager before its first save. Until then nothing is removed, so other processes may
-    list and load checkpoints of a folder whose run continues.
+    list and load the checkpoints of an active run.
 
     Examples
     --------
@@ -122,7 +123,7 @@ class CheckpointManager:
         self._saved_at = time.monotonic()
         self._handle: SaveHandle | None = None
         self._last: int | None = None  # the step of this manager's newest save
-        self._damaged: set[Path] = set()  # damage that only a load has found
+        self._damaged: set[Path] = set()  # checkpoints whose damage only a load detected
         self.restored: Path | None = None  # the path that restore() loaded last
         self._claim: Claim | None = None  # held by rank 0
         self.stopped: bool = False
@@ -134,14 +135,14 @@ class CheckpointManager:
     def claim(self) -> None:
         """Claim the folder for this run until the manager or the process ends.
 
-        Removes the remains of killed saves. Raises early if the folder is not writable.
+        Removes what killed saves left behind. Raises early if the folder is not writable.
 
         Raises
         ------
         BlockingIOError
-            Another process saves there; the message names the process and its host.
+            Another process is saving there; the message names the process and its host.
         """
-        finish()  # another save in this process has a separate claim
+        finish()  # another save in this process holds a separate claim
         self._on_rank_0(self._claim_here)
 
     def _claim_here(self) -> None:
@@ -154,11 +155,11 @@ class CheckpointManager:
             )
 
     def _on_rank_0(self, work: Any) -> Any:
-        """Return rank 0's result of ``work``, None elsewhere; all ranks raise its error."""
+        """Return rank 0's result of ``work``, and None elsewhere; raise its error on all ranks."""
         return agreed(work if distributed.rank() == 0 else lambda: None)
 
     def path(self, step: int) -> Path:
-        """Return the checkpoint path of a step, whether it exists or not."""
+        """Return a step's checkpoint path, whether or not it exists."""
         return self.folder / _name_of(step)
 
     # ---- saving ----
@@ -167,7 +168,7 @@ class CheckpointManager:
         """Make :meth:`step` save and set ``stopped`` after SIGTERM or SIGUSR1.
 
         A signal to one rank counts for all ranks, which save at the same step; the loop should end
-        once ``stopped`` is True. Batch schedulers send such a signal before a time limit. The
+        when ``stopped`` is True. Batch schedulers send such a signal before a time limit. The
         handlers stay installed.
 
         Raises
@@ -185,12 +186,12 @@ class CheckpointManager:
         step : int
             Number of optimizer steps taken.
         state : mapping
-            As :func:`fsdpc.checkpoint.save` takes it.
+            As for :func:`fsdpc.checkpoint.save`.
 
         Returns
         -------
         bool
-            Whether it saved.
+            Whether a save took place.
         """
         asked = self._signals is not None and self._signals.agree() and not self.stopped
         due = asked or (self.every_steps is not None and step % self.every_steps == 0)
@@ -205,7 +206,7 @@ class CheckpointManager:
         return due
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Save now, and delete the checkpoints that need not be kept.
+        """Save now, and delete checkpoints that need not be kept.
 
         Parameters
         ----------
@@ -217,7 +218,7 @@ class CheckpointManager:
         Raises
         ------
         OSError
-            For example, a valid checkpoint of this step already exists.
+            For example, a valid checkpoint for this step already exists.
         """
         self.wait()
         finish()  # another save in this process
@@ -255,7 +256,7 @@ class CheckpointManager:
         for named, path in reversed(_folders_in(self.folder)):
             kept = self.keep_every and named % self.keep_every == 0
             if newer >= self.max_to_keep and (kept or named == self._last):
-                continue  # a run may have gone back some steps; few of the kept ones are read
+                continue  # a run may have gone back some steps; few kept checkpoints are read
             found = _look_at(path)
             if found is None or found.problem is not None or found.renamed:
                 continue
@@ -266,21 +267,21 @@ class CheckpointManager:
     # ---- finding ----
 
     def list(self) -> list[Found]:
-        """Return the folder's checkpoints by ascending step; broken ones have a reason."""
+        """Return the folder's checkpoints by ascending step, with the problems of broken ones."""
         return checkpoints_in(self.folder)
 
     def latest(self) -> Path | None:
         """Return the newest checkpoint with a valid manifest, sizes and headers, or None.
 
-        Rank 0 reports newer broken ones on stderr. Only the manifests of the newest folders are
+        Rank 0 reports newer broken checkpoints on stderr. Only the newest folders' manifests are
         read, so older checkpoints cost no time. A folder renamed to an earlier step than its own
-        may therefore be missed; :meth:`list` reads all of them.
+        may therefore be missed; :meth:`list` reads all manifests.
         """
         found = self._newest(0)
         return None if found is None else found.path
 
     def _newest(self, skip: int) -> Found | None:
-        """Return the newest usable checkpoint after skipping some; rank 0's view counts."""
+        """Return the newest usable checkpoint after skipping some, as seen by rank 0."""
 
         def newest() -> tuple[int, int]:
             left = skip
@@ -298,19 +299,19 @@ class CheckpointManager:
         return None if step < 0 else Found(step, self.path(named))
 
     def restore(self, state: Mapping[str, Any], **options: Any) -> int | None:
-        """Load the newest valid checkpoint; return its step, or None if there is none.
+        """Load the newest valid checkpoint and return its step, or None if there is none.
 
         Parameters
         ----------
         state : mapping
-            As :func:`fsdpc.checkpoint.load` takes it.
+            As for :func:`fsdpc.checkpoint.load`.
         **options
             Options of :func:`fsdpc.checkpoint.load`.
 
         Raises
         ------
         CheckpointError
-            Checkpoints exist but none is usable, or one does not fit the model.
+            Checkpoints exist but none is usable, or one does not match the model.
         """
         self.wait()
         damaged = 0
@@ -342,20 +343,20 @@ class CheckpointManager:
 
 
 def checkpoints_in(folder: Path) -> list[Found]:
-    """Return a folder's checkpoints by ascending step; broken ones have a reason.
+    """Return a folder's checkpoints by ascending step, with the problems of broken ones.
 
-    The folder is only read: a run may be saving to it.
+    The folder is only read, because a run may be saving to it.
     """
     found = [_look_at(path) for _, path in _folders_in(folder)]
-    # If two hold the same step, the one with that step in its name counts as newer.
+    # If two have the same step, the one with that step in its name counts as newer.
     return sorted((f for f in found if f), key=_age)
 
 
 def newest_first(folder: Path) -> Iterator[Found]:
-    """Yield the checkpoints of a folder, newest first; read a manifest only if it may be next.
+    """Yield a folder's checkpoints, newest first, reading a manifest only if it may be next.
 
-    Names are bounds: a folder with an earlier step than its name is deferred, and one with a later
-    step comes when its name does.
+    Names are bounds: a folder whose step is earlier than its name is deferred; one whose step is
+    later is placed by its name.
     """
     waiting: list[Found] = []
     for named, path in reversed(_folders_in(folder)):
@@ -370,7 +371,7 @@ def newest_first(folder: Path) -> Iterator[Found]:
 
 
 def newest_in(folder: Path) -> Path | None:
-    """Do what :meth:`CheckpointManager.latest` does, in one process, without communication."""
+    """Do the same as :meth:`CheckpointManager.latest`, in one process without communication."""
     return next((f.path for f in newest_first(folder) if f.problem is None), None)
 
 
@@ -379,12 +380,12 @@ def _age(found: Found) -> tuple[int, bool, str]:
 
 
 def _folders_in(folder: Path) -> list[tuple[int, Path]]:
-    """Return possible checkpoints by the step in their names, without opening anything."""
+    """Return possible checkpoints by the steps in their names, without opening anything."""
     return sorted((named, path) for path in folder.iterdir() if (named := _named(path)) >= 0)
 
 
 def _misnamed(folder: Path) -> list[Found]:
-    """Return the checkpoints whose names have later steps than the newest one."""
+    """Return the checkpoints whose names contain later steps than the newest checkpoint."""
     found = []
     for named, path in reversed(_folders_in(folder)):
         each = _look_at(path)
@@ -397,7 +398,7 @@ def _misnamed(folder: Path) -> list[Found]:
 
 
 def _free_path(found: Found) -> Path:
-    """Return a new path for a misnamed checkpoint: its step's name, or one the manager skips."""
+    """Return a new path for a misnamed checkpoint: its step's name, or a name the manager skips."""
     path, copies = found.path.with_name(_name_of(found.step)), 0
     while path.exists():
         copies += 1
@@ -417,7 +418,7 @@ def _named(path: Path) -> int:
     """Return the step in a folder's name, or -1 if the manager did not choose the name."""
     match = _NAME.fullmatch(path.name)
     step = int(match.group(1)) if match else -1
-    return step if path.name == _name_of(step) else -1  # otherwise it has more zeros than our names
+    return step if path.name == _name_of(step) else -1  # otherwise it has additional zeros
 
 
 def _look_at(path: Path) -> Found | None:
@@ -434,7 +435,7 @@ def _look_at(path: Path) -> Found | None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint; rename it first, so that an interruption leaves no half of one."""
+    """Rename a checkpoint, then remove it, so that an interruption leaves no partial one."""
     hidden = path.with_name(f".{path.name}.removing")
     if hidden.exists():
         shutil.rmtree(hidden)

@@ -1,7 +1,7 @@
-"""``manifest.json``: the contents of a checkpoint, and the mark that it is complete.
+"""``manifest.json``, which describes a checkpoint's contents and marks it complete.
 
-The text has placeholders for the checksums, which are known last: C fills them in. The last key is
-the checksum of all text before its own digits.
+The text contains placeholders for the checksums, which are known last and filled in by C. The last
+key is the checksum of all text before its own digits.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _CHECKSUM = '"checksum":"'
 
 @raised_together
 class CheckpointError(ValueError):
-    """A checkpoint is damaged, incomplete, or does not fit; the message names what and where.
+    """A checkpoint is damaged, incomplete, or does not match; the message lists the problems.
 
-    The page docs/troubleshooting.md#exceptions says what to do.
+    The page docs/troubleshooting.md#exceptions explains what to do.
     """
 
 
 def render(content: dict[str, Any], crcs: int) -> tuple[bytes, list[int], int]:
-    """Return the text, the offsets of its ``crcs`` checksums in order, and that of its own.
+    """Return the text, the offsets of its ``crcs`` checksums, and that of its own checksum.
 
-    The content has ``"????????"`` for each checksum, and for no other value.
+    The content contains ``"????????"`` for each checksum, and for no other value.
 
     Raises
     ------
     ValueError
-        A value cannot be JSON: the message names it.
+        A value cannot be encoded as JSON; the message names it.
     """
     for key, value in content.items():
         try:
@@ -61,7 +61,7 @@ def render(content: dict[str, Any], crcs: int) -> tuple[bytes, list[int], int]:
 
 
 def strict_json(text: bytes, what: str) -> Any:
-    """Parse JSON and reject what it leaves open: duplicate keys, NaN, infinities, bad UTF-8.
+    """Parse JSON strictly: reject duplicate keys, NaN, infinities and bad UTF-8.
 
     Messages contain ``what``.
     """
@@ -93,11 +93,11 @@ def read(folder: Path) -> dict[str, Any]:
     Raises
     ------
     CheckpointError
-        There is none, it is damaged, or of another version or layout.
+        The manifest is missing, damaged, or of another version or layout.
     """
     path = folder / NAME
     try:
-        if not path.is_file():  # anything but a file may never end
+        if not path.is_file():  # reading anything but a regular file may never end
             raise FileNotFoundError
         if path.stat().st_size > MAX_BYTES:
             raise CheckpointError(f"{path}: {path.stat().st_size} bytes are too many")
@@ -135,7 +135,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def step_of(content: dict[str, Any]) -> int | None:
-    """Return the step of a manifest; None if its saver did not set one."""
+    """Return a manifest's step, or None if it was saved without one."""
     extra = content.get("extra")
     step = content.get("step", extra.get("step") if isinstance(extra, dict) else None)
     return step if type(step) is int and step >= 0 else None
@@ -144,7 +144,7 @@ def step_of(content: dict[str, Any]) -> int | None:
 def plain_name(name: str, what: str) -> str:
     """Return the name of a file in a folder; raise if it leads outside.
 
-    ``what`` tells in messages where the name was found.
+    ``what`` specifies, for messages, where the name was found.
     """
     if not isinstance(name, str) or not name or name in (".", "..") or set(name) & set("/\\\0"):
         raise CheckpointError(f"{what}: {name!r} is not the name of a file beside it")
@@ -152,7 +152,7 @@ def plain_name(name: str, what: str) -> str:
 
 
 def check_files(folder: Path, content: dict[str, Any]) -> None:
-    """Compare a folder's files with its manifest: sizes, headers, indices; no tensor data.
+    """Compare a folder's files with its manifest: sizes, headers and indices, but not tensor data.
 
     Raises
     ------

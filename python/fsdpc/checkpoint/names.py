@@ -1,4 +1,4 @@
-"""Tensor names in checkpoints of other libraries."""
+"""Tensor names in other libraries' checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 FAMILIES = ("llama", "gpt2")
 
-# Buffers of old checkpoints that are now computed instead of stored.
+# Buffers in old checkpoints that are now computed instead of stored.
 _GPT2_BUFFERS = (".attn.bias", ".attn.masked_bias")
 
 
@@ -16,17 +16,17 @@ def file_names(
     wanted: Iterable[str],
     given: dict[str, Any],
 ) -> dict[str, str]:
-    """Return the name in the file for each name of the model.
+    """Return the name in the file for each name in the model.
 
     Parameters
     ----------
     names : "llama", "gpt2", mapping, callable or None
         As for :func:`fsdpc.checkpoint.load`.
     wanted : iterable of str
-        Names of the model.
+        Names in the model.
     given : dict
-        Tensors of the checkpoint by name. Removes those that a family's files contain but no model
-        needs.
+        The checkpoint's tensors by name. Tensors that a family's files contain but no model needs
+        are removed.
     """
     if names is None:
         return {name: name for name in wanted}
@@ -40,13 +40,13 @@ def file_names(
     if names == "gpt2":
         _drop(given, _GPT2_BUFFERS)
         if "transformer.wte.weight" in given or "wte.weight" in given:
-            given.pop("lm_head.weight", None)  # tied; some files have it
+            given.pop("lm_head.weight", None)  # tied, but in some files
         return {name: _with_or_without("transformer.", name, given) for name in wanted}
     raise ValueError(f"names must be 'llama', 'gpt2', a mapping or a function, got {names!r}")
 
 
 def _with_or_without(prefix: str, name: str, given: Mapping[str, Any]) -> str:
-    """Handle base models, which are stored without the prefix that models with a head have."""
+    """Handle base models, which are stored without the prefix of models with a head."""
     short = name.removeprefix(prefix)
     return short if name not in given and short in given else name
 

@@ -1,6 +1,6 @@
 """A rank's part of a model and an optimizer, as pieces of named tensors.
 
-Saving and loading know nothing else about frontends: another frontend registers its functions
+This is all that saving and loading know about frontends: another frontend registers its functions
 with ``pieces_of.register`` and ``access_of.register``.
 """
 
@@ -20,7 +20,7 @@ from fsdpc.optim.optimizer import Optimizer
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive elements of one tensor, and the memory that holds them.
+    """Consecutive elements of one tensor, and the memory that contains them.
 
     Parameters
     ----------
@@ -31,14 +31,14 @@ class Piece:
     first, numel : int
         This rank's elements.
     memory : Tensor
-        These elements and nothing else; loading writes it.
+        Contains exactly these elements; loading writes to it.
     replica : int
-        Several ranks may hold the same elements; this is the number of this copy. Copy 0 is
-        written. The ranks with the same number together hold one whole copy.
+        Several ranks may hold the same elements; this is the index of this copy. Copy 0 is written.
+        The ranks with the same index together hold one whole copy.
     raw : str, default ""
-        The dtype in files, if ``memory`` holds the elements as raw bytes; otherwise "".
+        The dtype in files, if ``memory`` contains the elements as raw bytes; otherwise "".
     unit : str, default ""
-        Name of the unit whose master this is; "" for anything but a unit's parameter.
+        Name of the unit that has this master; "" for anything but a unit's parameter.
     """
 
     name: str
@@ -52,27 +52,27 @@ class Piece:
 
     @property
     def dtype(self) -> str:
-        """The dtype as files name it."""
+        """The dtype's name in files."""
         return self.raw or FILE_DTYPES[self.memory.dtype.name]
 
 
 def _nothing(names: Collection[str]) -> None:
-    """The callback of most models after their pieces were read."""
+    """The default callback after a model's pieces were read."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """The pieces of a model, and further names of its tied parameters.
+    """A model's pieces, and additional names of its tied parameters.
 
     Parameters
     ----------
     pieces : list of Piece
     aliases : dict of str to str
-        Maps another name to the name of the piece.
+        Maps each additional name to the piece's name.
     units : list of (Unit, str)
-        The units of a sharded model, each with its strategy's name; only for people.
+        A sharded model's units, each with its strategy's name; informational only.
     loaded : callable
-        Called with the names of the pieces, after all were read and verified.
+        Called with the pieces' names after all were read and verified.
     """
 
     pieces: list[Piece]
@@ -90,7 +90,7 @@ def pieces_of(model: Any, write: bool) -> Held:
     model : Module
         Sharded or not.
     write : bool
-        Whether the memory will be written.
+        Whether the memory will be written to.
     """
     raise TypeError(
         f"'model' must be a module whose state a checkpoint can hold, got {type(model).__name__}; "
@@ -136,13 +136,13 @@ def master_piece(
 
 
 def plain_piece(name: str, tensor: Tensor) -> Piece:
-    """Return a tensor that every rank has in full; rank 0 writes its copy."""
+    """Return the piece for a tensor that every rank has in full; rank 0 writes its copy."""
     count = tensor.numel()
     return Piece(name, tuple(tensor.shape), 0, count, tensor, distributed.rank())
 
 
 class Saved:
-    """A checkpoint's data about an optimizer: steps by parameter, and names of its tensors.
+    """A checkpoint's optimizer data: steps by parameter, and tensor names.
 
     The names are "<parameter>.<state>".
     """
@@ -156,14 +156,14 @@ class Saved:
 
 
 class StateAccess:
-    """Access to the states of one kind of optimizer: the native one, and the base of others.
+    """Access to the native optimizers' states, and the base class for other kinds of optimizers.
 
     Parameters
     ----------
     optimizer : Optimizer
-        An optimizer of parameters of ``model``.
+        An optimizer over parameters of ``model``.
     model : Module
-        Names the parameters.
+        The model, which names the parameters.
     """
 
     def __init__(self, optimizer: Any, model: Any) -> None:
@@ -172,44 +172,44 @@ class StateAccess:
 
     @property
     def kind(self) -> str:
-        """The optimizer's class; only one of the same name can load it."""
+        """The optimizer's class name; only a class with the same name can load the states."""
         return type(self.optimizer).__name__
 
     def steps(self, p: Any) -> int:
-        """Return how many steps a parameter has made; 0 means that it has no states."""
+        """Return a parameter's step count; 0 means that it has no states."""
         return self.optimizer.step_count(p)
 
     def views(self, p: Any, wanted: Collection[str] | None) -> dict[str, Tensor]:
-        """Return the memory of this rank's rows of the states; creates missing ones.
+        """Return the memory of this rank's rows of the states, creating missing ones.
 
         Parameters
         ----------
         p : Parameter
         wanted : collection of str, optional
-            The states in a checkpoint, if they are to be read.
+            The states in a checkpoint, if they will be read.
         """
         return self.optimizer.state_views(p, write=wanted is not None)
 
     def place(self, p: Any) -> tuple[tuple[int, ...], int, int]:
-        """Return a parameter's whole shape, this rank's first element, and its copy's number."""
+        """Return a parameter's whole shape, this rank's first element, and its copy's index."""
         if p._unit is None:
             return tuple(p.shape), 0, distributed.rank()
         _, first, replica, _ = _core.master_piece(p._unit, p._index, False)
         return tuple(p.shape), first, replica
 
     def options(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options of a group as JSON."""
+        """Return a group's options as JSON."""
         return {key: value for key, value in group.items() if key != "params"}
 
     def apply(self, groups: list[dict[str, Any]], steps: Mapping[str, int]) -> None:
-        """Set options and step counts, after the states were read into memory.
+        """Set options and step counts after the states were read into memory.
 
         Parameters
         ----------
         groups : list of dict
             Results of :meth:`options`.
         steps : mapping of str to int
-            By parameter.
+            Step counts by parameter.
         """
         for group, given in zip(self.optimizer.param_groups, groups, strict=True):
             for key, value in given.items():
@@ -230,7 +230,7 @@ class StateAccess:
 
 @singledispatch
 def access_of(optimizer: Any, model: Any) -> StateAccess:
-    """Return the access to an optimizer's states; the model names its parameters."""
+    """Return the access object for an optimizer's states; the model names its parameters."""
     raise TypeError(
         "'optimizer' must be an optimizer whose states a checkpoint can hold, got "
         f"{type(optimizer).__name__}; torch's can be held once fsdpc.torch is imported"
@@ -242,7 +242,7 @@ access_of.register(Optimizer, StateAccess)
 
 @dataclass(frozen=True)
 class States:
-    """An optimizer's states of the parameters that have stepped, and its other data."""
+    """An optimizer's states for the parameters that have stepped, and its other data."""
 
     pieces: list[Piece]  # named "<parameter>.<state>"
     steps: dict[str, int]
@@ -256,11 +256,11 @@ def states_of(optimizer: Any, model: Any, saved: Saved | None = None) -> States:
     Parameters
     ----------
     optimizer : Optimizer
-        An optimizer of parameters of ``model``.
+        An optimizer over parameters of ``model``.
     model : Module
-        Names the parameters.
+        The model, which names the parameters.
     saved : Saved, optional
-        The states to read; without it, return those of the parameters that have stepped.
+        The states to read; by default those of the parameters that have stepped.
     """
     access = access_of(optimizer, model)
     found = States([], {}, [], access)

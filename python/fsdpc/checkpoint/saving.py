@@ -1,4 +1,4 @@
-"""Saving: every rank plans the layout of all files by itself and writes its own byte ranges."""
+"""Saving: each rank independently plans the layout of all files and writes its own byte ranges."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fsdpc.distributed.agree import agree
 KINDS = ("model", "optimizer", "scheduler", "scaler", "data", "extra")
 _UNKNOWN = "????????"
 
-# For tests: sees every file system call, and may raise or end the process.
+# For tests: called at every file system call, and may raise or end the process.
 _hook: Callable[[str, str], Any] | None = None
 
 
@@ -54,12 +54,12 @@ class SaveHandle:
         return self._running is None or self._running.done
 
     def wait(self) -> None:
-        """Wait until the checkpoint is committed; raise its error, once."""
+        """Wait until the checkpoint is committed; raise its error, but only once."""
         if self._running is None:
             return
         try:
             self._running.wait()
-        except KeyboardInterrupt:  # from a save that is still running
+        except KeyboardInterrupt:  # during a save that is still running
             raise
         except BaseException:
             self._forget()
@@ -132,33 +132,34 @@ def save(
     Parameters
     ----------
     path : path
-        The folder to create, with its parents. It appears complete once all data is on the disk, or
-        not at all.
+        The folder to create, with its parents. It appears only when all data is on the disk.
     state : mapping
-        ``"model"``: a module, native or torch's, sharded or not. ``"optimizer"``: an optimizer
-        over its parameters. ``"scheduler"``, ``"scaler"``, ``"data"``: anything with a
-        ``state_dict()`` of numbers, text, lists, tuples and dicts. ``"extra"``: such values of
-        your own. Any of them may be left out.
+        ``"model"``: a module, native or torch's, sharded or not. ``"optimizer"``: an optimizer over
+        its parameters. ``"scheduler"``, ``"scaler"``, ``"data"``: anything with a ``state_dict()``
+        of numbers, text, lists, tuples and dicts. ``"extra"``: such values of your own. Any key may
+        be omitted.
     dtype : dtype, optional
-        Dtype of the model's floating point tensors in the file; unchanged by default.
+        Dtype of the model's floating point tensors in the files; by default unchanged.
     max_shard_bytes : float, default 5e9
         Largest file size, unless a single tensor is larger.
     async_ : bool, default False
-        Copy this rank's pieces, return, and write on a thread.
+        Copy this rank's pieces, return, and write in the background on a thread.
     overwrite : bool, default False
-        Replace an existing checkpoint of this name, which stays until the new one is on the disk.
+        Replace an existing checkpoint with this name, which is kept until the new one is on the
+        disk.
 
     Returns
     -------
     SaveHandle or None
-        With ``async_``, the handle to wait on. Only one save runs at a time; the next one waits.
+        With ``async_``, the handle to wait on. Only one save runs at a time; the next save waits.
 
     Raises
     ------
     OSError, ValueError, TypeError
         Raised on every rank if the save failed on any rank or if hosts do not share the folder. No
         checkpoint of this name then exists, and training can continue. With ``async_``, the handle,
-        the next save or the exit raises it. A BlockingIOError names the process that saves there.
+        the next save or the exit raises the error. A BlockingIOError names the process that is
+        saving there.
     MismatchError
         Ranks have different models, or replicas hold different values of a parameter.
 
@@ -166,8 +167,8 @@ def save(
     -----
     The bytes of the tensor files do not depend on the number of ranks, the mesh, the strategy or
     the frontend. Each rank's global random number states of Python, NumPy and torch are saved.
-    Memory: one chunk, or with ``async_`` a copy of this rank's pieces, which the next save reuses.
-    The first async save touches that memory for the first time. This takes seconds on a virtual
+    Memory: one chunk or, with ``async_``, a copy of this rank's pieces, reused by the next save.
+    The first async save touches that memory for the first time, which takes seconds on a virtual
     machine whose host supplies memory page by page.
 
     Examples
@@ -233,7 +234,7 @@ def _save(
 
 
 def check_kinds(state: Mapping[str, Any], doing: str) -> None:
-    """Raise ValueError unless a checkpoint can hold these kinds together."""
+    """Raise ValueError if a checkpoint cannot contain these kinds together."""
     unknown = set(state) - set(KINDS)
     if unknown:
         raise ValueError(f"a checkpoint holds {', '.join(KINDS)}, not {sorted(unknown)}")
@@ -256,15 +257,15 @@ def save_pieces(
     content: Mapping[str, Any],
     config: bytes | None = None,
 ) -> None:
-    """Write tensors that belong to no module or optimizer, with the rest of a manifest.
+    """Write tensors that belong to no module or optimizer, with other manifest contents.
 
     Parameters
     ----------
     path : path
     pieces : mapping of "model" and "optimizer" to lists of Piece
-        A world of one has all of every tensor.
+        In a world of one rank, the pieces are whole tensors.
     content : mapping
-        Parts of another checkpoint's manifest to take over.
+        Parts of another checkpoint's manifest to copy.
     config : bytes, optional
         The model's config, in transformers' format.
     """
@@ -290,7 +291,7 @@ def _apart() -> _core.Comm:
 
 
 class _Plan:
-    """What to write where: the same on every rank, plus this rank's pieces."""
+    """Where to write each tensor, equal on all ranks, and this rank's pieces."""
 
     def __init__(
         self,
@@ -307,7 +308,7 @@ class _Plan:
         self.config: bytes | None = None
         self.files: list[_File] = []
         self.tensors: list[_Tensor] = []
-        self.pieces: list[tuple[int, Piece]] = []  # each with the number of its tensor
+        self.pieces: list[tuple[int, Piece]] = []  # each with its tensor's index
         self.aliases: dict[str, str] = {}
         self.states: States | None = None
         self.description: dict[str, Any] = {}
@@ -321,7 +322,7 @@ class _Plan:
             self.states = states_of(state["optimizer"], state["model"])
             self._add("optimizer", self.states.pieces, None)
         self.content = self._content(state)
-        manifest.render({**self.content, "tensors": {}}, 0)  # raises on values unfit for JSON
+        manifest.render({**self.content, "tensors": {}}, 0)  # raises if JSON cannot encode it
 
     def _add(self, kind: str, pieces: list[Piece], dtype: str | None) -> None:
         for piece in pieces:
@@ -355,7 +356,7 @@ class _Plan:
         return content
 
     def mark(self) -> int:
-        """Return a checksum of the data that must be equal on all ranks."""
+        """Return a checksum of everything that must be equal on all ranks."""
         lines = [f"{t.kind} {t.name} {t.dtype} {t.shape}" for t in self.tensors]
         lines += [self.folder, f"{self.max_shard_bytes} {self.overwrite}"]
         return _core.crc32c(0, "\n".join(lines).encode("utf-8", "surrogatepass"))
@@ -387,7 +388,7 @@ class _Plan:
     # ---- files ----
 
     def lay_out(self) -> None:
-        """Decide on files, and where each tensor lies in them."""
+        """Decide on files and each tensor's place in them."""
         self._choose_files()
         for number, file in enumerate(self.files):
             own = [self.tensors[i] for i in file.tensors]
@@ -474,7 +475,7 @@ class _Plan:
             yield t.file, i, piece.memory, dtype, offset, t.end - offset - piece.numel * item
 
     def _table(self) -> dict[str, Any]:
-        """The manifest's tensors, in the order of their numbers."""
+        """Return the manifest's tensors, ordered by index."""
         table: dict[str, Any] = {"model": {}, "optimizer": {}}
         for t in self.tensors:
             table[t.kind][t.name] = {
@@ -503,7 +504,7 @@ def _state_dict(kind: str, holder: Any) -> Any:
 
 
 def _describe(model: Any, held: Held) -> dict[str, Any]:
-    """Return the parts of the manifest that only people read."""
+    """Return the manifest's informational parts."""
     world = distributed.world_size()
     replicas = {_core.master_piece(unit, 0, False)[3] for unit, _ in held.units if unit.params}
     return {

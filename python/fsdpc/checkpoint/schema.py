@@ -1,7 +1,8 @@
-"""The schema of a manifest, whatever wrote it.
+"""The schema of a manifest, whichever program wrote it.
 
-The manifest's checksum proves that it is unchanged, not that fsdpc wrote it. This module checks
-everything that loading relies on, once. State dicts of users' objects are left to these objects.
+The manifest's checksum proves that it is unchanged, not that fsdpc wrote it. This module checks,
+once, everything that loading relies on. The state dicts of users' objects are checked by these
+objects.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from fsdpc._core import as_dtype
 
-# Names of dtypes in files.
+# Dtype names in files.
 FILE_DTYPES = {
     "float64": "F64", "int64": "I64", "float32": "F32", "int32": "I32", "bfloat16": "BF16",
     "float16": "F16", "uint8": "U8", "bool": "BOOL",
@@ -24,11 +25,11 @@ _U63, _U64 = (1 << 63) - 1, (1 << 64) - 1
 
 
 class Unfit(Exception):
-    """Where and how a manifest violates the schema."""
+    """Reports where and how a manifest violates the schema."""
 
 
 def check(content: dict[str, Any]) -> None:
-    """Raise :class:`Unfit` unless all that loading goes by is in the manifest and fits together."""
+    """Raise :class:`Unfit` unless the manifest is complete and consistent for loading."""
     _whole(content, "world", 1)
     _whole({"step": 0, **content}, "step")
     rng = _get(content, "rng", dict)

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, ours or Hugging Face's: their names, and where their bytes are."""
+"""The tensors of an fsdpc or Hugging Face checkpoint: their names and byte ranges."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SINGLE = "model.safetensors"
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """One tensor of a checkpoint: the bytes ``[begin, end)`` of a file."""
+    """One tensor in a checkpoint: the bytes ``[begin, end)`` of a file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -28,13 +28,13 @@ class SourceTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor in the file."""
+        """Size of the tensor in the file, in bytes."""
         return self.end - self.begin
 
 
 @dataclass
 class Source:
-    """An open checkpoint: its headers are read and checked, its data are not."""
+    """An open checkpoint, whose headers, but not data, have been read and checked."""
 
     folder: Path
     content: dict[str, Any]
@@ -42,7 +42,7 @@ class Source:
     optimizer: dict[str, SourceTensor]
 
     def paths(self) -> list[str]:
-        """Names of the files with tensors."""
+        """Return the names of files that contain tensors."""
         return list(dict.fromkeys(t.file for _, _, t in self.tensors()))
 
     def tensors(self) -> list[tuple[str, str, SourceTensor]]:
@@ -57,7 +57,7 @@ def open_source(path: Path) -> Source:
     Raises
     ------
     CheckpointError
-        It is not a checkpoint, or its files do not match each other.
+        The path is not a checkpoint, or its files are inconsistent.
     """
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
@@ -76,7 +76,7 @@ def open_source(path: Path) -> Source:
 
 
 def checksums(source: Source) -> dict[tuple[str, str], int]:
-    """Read all of a checkpoint; return the checksum of each tensor, by kind and name."""
+    """Read a whole checkpoint; return each tensor's checksum by kind and name."""
     paths, tensors = source.paths(), source.tensors()
     number = {name: i for i, name in enumerate(paths)}
     runs = [(number[t.file], t.begin, t.nbytes) for _, _, t in tensors]
@@ -85,7 +85,7 @@ def checksums(source: Source) -> dict[tuple[str, str], int]:
 
 
 def damaged(source: Source) -> list[str]:
-    """Read a whole checkpoint; return the tensors with wrong checksums, and their files."""
+    """Read a whole checkpoint; return the tensors with wrong checksums, with their files."""
     found = checksums(source)
     return [
         f"'{name}' in {t.file}"
@@ -95,7 +95,7 @@ def damaged(source: Source) -> list[str]:
 
 
 def read_headers(folder: Path, files: list[str]) -> dict[str, SourceTensor]:
-    """Read the tensor headers of safetensors files; a name in two of them is an error."""
+    """Read the headers of safetensors files; raise if a tensor name occurs in two of them."""
     found: dict[str, SourceTensor] = {}
     for file in files:
         try:
@@ -110,12 +110,12 @@ def read_headers(folder: Path, files: list[str]) -> dict[str, SourceTensor]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Read an index of sharded files: it maps each tensor's name to a file name.
+    """Read the index of sharded files, which maps each tensor name to a file name.
 
     Raises
     ------
     CheckpointError
-        It is not an index, or it names files elsewhere.
+        The file is not an index, or names files outside the folder.
     """
     if path.stat().st_size > manifest.MAX_BYTES:
         raise CheckpointError(f"{path}: {path.stat().st_size} bytes are too many for an index")
@@ -163,7 +163,7 @@ def _table(content: dict[str, Any], kind: str) -> dict[str, SourceTensor]:
 
 
 def _check_against_headers(source: Source) -> None:
-    """The manifest and the files' own headers say the same."""
+    """Raise if the manifest and the files' own headers differ."""
     told: dict[str, dict[str, tuple[str, tuple[int, ...], int, int]]] = {}
     for _, name, t in source.tensors():
         told.setdefault(t.file, {})[name] = (t.dtype, t.shape, t.begin, t.end)

@@ -1,7 +1,7 @@
-"""Signals that ask a run to stop: SIGTERM, and the schedulers' SIGUSR1 before a time limit.
+"""Signals that ask a run to stop: SIGTERM, and SIGUSR1 from schedulers before a time limit.
 
-Signals reach ranks at different times, or only one rank. A handler therefore only notes its signal,
-and the ranks agree after each step whether it was the last one.
+Signals reach ranks at different times, or reach only one rank. A handler therefore only records the
+signal, and the ranks agree after each step whether to stop.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopSignals:
-    """Handlers that note signals, and the ranks' agreement about them.
+    """Handlers that record signals, and the ranks' agreement about them.
 
     Parameters
     ----------
@@ -25,16 +25,16 @@ class StopSignals:
     Attributes
     ----------
     name : str
-        The signal that the ranks agreed to stop at; empty until then.
+        Name of the signal at which the ranks agreed to stop; empty until then.
 
     Raises
     ------
     ValueError
-        The caller is not the main thread, where Python runs handlers.
+        The caller is not the main thread, in which Python runs handlers.
 
     Notes
     -----
-    :meth:`agree` is collective: one small all-reduce after each step.
+    :meth:`agree` is collective and costs one small all-reduce after each step.
     """
 
     def __init__(self, signals: Iterable[signal.Signals] = SIGNALS) -> None:
@@ -46,7 +46,7 @@ class StopSignals:
         self._asked = signum
 
     def agree(self) -> bool:
-        """Return whether any rank was asked to stop; collective, and the same on all ranks."""
+        """Return whether any rank was asked to stop; collective, and equal on all ranks."""
         found = int(distributed.all_reduce(self._asked, "max"))
         self.name = signal.Signals(found).name if found else ""
         return bool(found)

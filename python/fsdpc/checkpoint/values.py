@@ -1,7 +1,7 @@
-"""State dicts as JSON, and back without changes.
+"""Convert state dicts to JSON and back, without loss.
 
-Values that JSON lacks become a dict with a single key that begins with a dollar sign. These are
-tuples, non-finite numbers, counters, and dicts with keys other than text (``MultiStepLR`` counts
+Values that JSON cannot represent become a dict with a single key that begins with a dollar sign.
+These are tuples, non-finite numbers, counters, and dicts with non-text keys (``MultiStepLR`` counts
 milestones by number, ``ReduceLROnPlateau`` starts at infinity).
 """
 
@@ -15,7 +15,7 @@ _TUPLE, _FLOAT, _COUNTER, _ITEMS = "$tuple", "$float", "$counter", "$items"
 
 
 def encode(value: Any) -> Any:
-    """Convert numbers, text, None, and lists, tuples and dicts of them to JSON.
+    """Convert numbers, text, None, and lists, tuples and dicts of these to JSON.
 
     Other values stay unchanged.
     """

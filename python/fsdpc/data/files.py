@@ -59,7 +59,7 @@ class explained:
 
 
 def find_files(paths: PathLike | Sequence[PathLike], suffixes: tuple[str, ...]) -> list[Path]:
-    """Return the files that these paths stand for; raise if one is empty."""
+    """Return the non-empty files that these paths stand for."""
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     if not given:
         raise ValueError("no data: give at least one file or folder")

@@ -1,1 +1,1 @@
-"""What watches a run: loggers, profiles, audits, the flight recorder, the stabilizer."""
+"""Tools that monitor a run: loggers, profiles, audits, the flight recorder and the stabilizer."""

@@ -1,8 +1,8 @@
-"""Check that gradients are right and weights equal: one unit per check, against plain sums.
+"""Check that gradients are correct and weights equal: one unit per check, against plain sums.
 
-The engine reduces in its own order, buffers and dtype. A check computes the result again: hooks
-catch the gradients that autograd computes on each rank for the unit's whole parameters, and a plain
-all-reduce sums them in float64. The result must equal the reduced gradient, except for rounding.
+The engine reduces in its own order, buffers and dtype. A check recomputes the result: hooks capture
+each rank's autograd gradients for the unit's unsharded parameters, and a plain all-reduce sums them
+in float64. The result must equal the reduced gradient, except for rounding.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from fsdpc._core import MismatchError
 from fsdpc.nn.module import Module
 from fsdpc.sharding import full_params
 
-# Roundings of a gradient that are assumed to have the same sign, in units of its last place.
+# Number of roundings of a gradient assumed to have the same sign, in units in the last place.
 _ROUNDINGS = 8.0
 _PLACES = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-_SMALLEST = {"float16": 2.0**-24}  # for dtypes whose small gradients vanish
+_SMALLEST = {"float16": 2.0**-24}  # for dtypes in which small gradients vanish
 
 
 @dataclass(frozen=True, kw_only=True)
 class Audited:
-    """The result of a check: ``text`` is empty if all was right; the same on all ranks.
+    """The result of a check, equal on all ranks; ``text`` is empty if no fault was found.
 
     ``unit`` is the unit whose gradients were compared, ``largest`` the largest difference as a
     fraction of what rounding explains.
@@ -51,16 +51,17 @@ class _Held(NamedTuple):
 
 
 def audit(model: Any, every: int = 100, *, raises: bool = True) -> Auditor:
-    """Check a model's gradients and replicas while it trains.
+    """Check a model's gradients and replicas during training.
 
     Parameters
     ----------
     model : Module or torch.nn.Module
-        Sharded over all ranks of the run.
+        A model sharded over all ranks of the run.
     every : int, default 100
-        Steps from one check to the next; each check takes the next unit.
+        Number of steps between checks; each check covers the next unit.
     raises : bool, default True
-        Raise an error if a check fails; otherwise :meth:`Auditor.step` returns the failure.
+        Whether to raise an error if a check fails; otherwise :meth:`Auditor.step` returns the
+        failure.
 
     Returns
     -------
@@ -82,13 +83,13 @@ def audit(model: Any, every: int = 100, *, raises: bool = True) -> Auditor:
 
 
 class Auditor:
-    """The result of :func:`audit`; call :meth:`step` after the last backward of each step.
+    """The result of :func:`audit`; call :meth:`step` after the last backward in each step.
 
     Notes
     -----
     Between checks it sends and copies nothing. A checked step keeps float64 copies of one unit's
-    gradients on every rank, and sends two all-reduces of each. Weights of replicas are compared by
-    checksums, in one all-gather. Parameters that belong to no unit are not checked.
+    gradients on every rank, and makes two all-reduces for each. Replicas' weights are compared by
+    checksum, in one all-gather. Parameters that belong to no unit are not checked.
 
     Examples
     --------
@@ -116,7 +117,7 @@ class Auditor:
         self._units = self._of_units()
         if not self._units:
             raise ValueError(f"{type(model).__name__} is not sharded: there is nothing to audit")
-        if every == 1:  # check the first step too
+        if every == 1:  # also check the first step
             self._watch()
 
     def _of_units(self) -> list[list[_Held]]:
@@ -152,7 +153,7 @@ class Auditor:
         return found
 
     def _watch(self) -> None:
-        """Hook the gradients of the next unit, for all micro-steps of the next step."""
+        """Hook the next unit's gradients for all micro-steps in the next step."""
         held = self._units[self.checks % len(self._units)]
         for one in held:
             if self._native:
@@ -195,7 +196,7 @@ class Auditor:
         return Audited(unit=held[0].unit.name, largest=largest, text=texts[0] if texts else "")
 
     def _compare(self, one: _Held) -> tuple[float, str]:
-        """Return the largest difference of a parameter's gradient, and a text about the first."""
+        """Return the largest difference in a parameter's gradient, and a text about the first."""
         _, dtype, shape = one.unit.params[one.index]
         mine = self._seen.get(one.index, np.zeros((2, *shape)))
         factor = one.unit.divide_factor or distributed.world_size()
@@ -211,8 +212,7 @@ class Auditor:
             ratio = np.abs(got - expected) / np.maximum(allowed, np.finfo(np.float64).tiny)
         ratio[~np.isfinite(got) & ~np.isfinite(expected)] = 0  # an overflow, in both results
         ratio[np.isnan(ratio)] = math.inf
-        # Ranks compare the same numbers; if one rank's differ, it must not be the only one to
-        # raise.
+        # Ranks compare the same numbers, but a rank whose numbers differ must not raise alone.
         worst = distributed.all_reduce(float(ratio.max(initial=0)), "max")
         if worst <= 1:
             return worst, ""
@@ -232,7 +232,7 @@ class Auditor:
         return full_grad(p)
 
     def _owners(self, one: _Held, at: tuple[int, ...]) -> str:
-        """Return the ranks that have the row of an element."""
+        """Return the ranks that have an element's row."""
         rows, first, _, _ = _core.master_piece(one.unit, one.index, False)
         _, _, shape = one.unit.params[one.index]
         flat = int(np.ravel_multi_index(at, shape)) if shape else 0
@@ -241,7 +241,7 @@ class Auditor:
         return f"held by rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
     def _replicas(self) -> list[str]:
-        """Compare checksums of rows that several ranks hold; describe the first difference."""
+        """Compare checksums of rows held by several ranks; describe the first difference."""
         held = [one for unit in self._units for one in unit]
         marks = np.zeros((len(held), 3), np.int64)
         for mark, one in zip(marks, held, strict=True):

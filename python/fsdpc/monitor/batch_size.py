@@ -2,7 +2,7 @@
 
 A rank that runs out of memory inside a step leaves its peers in a collective that never ends, and
 their shared state is lost. Each size is therefore tried in a separate world, which succeeds or
-fails on all ranks, even if the kernel killed one.
+fails on all ranks together, even if the kernel kills one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from fsdpc.launching.launcher import LaunchError, launch
 
-# How a rank ends without memory: errors of Python and torch, and the kernel's SIGKILL.
+# How a rank ends when it runs out of memory: errors from Python or torch, or the kernel's SIGKILL.
 _SIGNS = re.compile(
     r"^(?:[\w.]*MemoryError\b|[\w.]*RuntimeError: .*(?:out of memory|n't allocate memory)"
     r"|killed by SIGKILL)",
@@ -42,7 +42,7 @@ def find_batch_size(
     limit : int, default 1024
         Largest size to try.
     timeout : float, optional
-        Timeout of one try in seconds; the call fails when it expires.
+        Timeout for each try in seconds; the call fails when it expires.
 
     Returns
     -------
@@ -60,9 +60,9 @@ def find_batch_size(
     Notes
     -----
     Call it before this process is a rank. A try counts as out of memory if the first failing rank
-    raised MemoryError or torch's OutOfMemoryError, or was killed by SIGKILL, as Linux does when
-    memory is short. The result leaves no reserve for later steps that need more. For models of
-    :mod:`fsdpc.nn`, :func:`fsdpc.memory_plan` gives the answer without a try.
+    raised MemoryError or torch's OutOfMemoryError, or was killed by SIGKILL, which Linux sends when
+    memory is short. The result leaves no reserve for later steps that need more. For
+    :mod:`fsdpc.nn` models, :func:`fsdpc.memory_plan` computes the answer without a try.
 
     Examples
     --------

@@ -14,19 +14,19 @@ from fsdpc.tensors import cuda
 
 
 def show_config(print_: bool = True) -> dict[str, Any]:
-    """Describe the build, the processor, and what was found at run time.
+    """Describe the build, the processor, and the features found at run time.
 
     Parameters
     ----------
     print_ : bool, default True
-        Whether to print a table too.
+        Whether to print a table as well.
 
     Returns
     -------
     dict
-        By name; bitwise claims hold for equal ``isa``.  ``cuda`` and ``nccl`` say what was found
-        of GPUs, or why there is nothing; ``mpi``, which families of MPI it was built with.
-        ``transport``, once initialized, says how ranks communicate.
+        Values by name. Bitwise claims hold for equal ``isa``.  ``cuda`` and ``nccl`` describe the
+        GPUs and NCCL found, or why there are none; ``mpi`` lists the MPI families that it was built
+        with. ``transport``, present after initialization, is how ranks communicate.
 
     Notes
     -----

@@ -1,10 +1,10 @@
-"""Inject faults for drills: a rank dies, stalls, raises or computes wrong at a given place.
+"""Inject faults for drills: a rank dies, stalls, raises or miscomputes at a given point.
 
     FSDPC_FAULT_ENABLE=1 FSDPC_FAULT="rank 2: kill at backward of layers.3 in step 7" \\
         fsdpc run --ranks 4 train.py
 
-Scripts need no change. If the variable is not set, nothing is checked. If it is set without the
-other one, sharding raises an error, so that a forgotten variable cannot end a real run.
+Scripts need no change. If the variable is not set, nothing is checked. If it is set without
+FSDPC_FAULT_ENABLE, sharding raises an error, so that a forgotten variable cannot end a real run.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class InjectedFault(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What happens to a rank, and where.
+    """What happens to a rank, and at which point.
 
     ``kind`` is "kill" (SIGKILL), "stall" (sleeps ``seconds``), "raise" (:class:`InjectedFault`),
     "corrupt" or "drop the launcher". "corrupt" adds 10,000 to the first element of this rank's
     gradient of the unit's first parameter, before it is reduced. "drop the launcher" sends SIGKILL
-    to this rank's launcher, whose ranks then end with it. ``step`` counts the unit's forwards with
-    gradients, from 1; micro-steps count, recomputation does not.
+    to this rank's launcher, and all of its ranks then end. ``step`` counts the unit's forwards with
+    gradients, from 1, including micro-steps but not recomputation.
     """
 
     rank: int
@@ -103,9 +103,9 @@ def read_faults(environment: Mapping[str, str] = os.environ) -> tuple[Fault, ...
 
 
 def watch(modules: Iterable[Any]) -> None:
-    """Install this rank's faults in the modules of a unit; sharding calls it.
+    """Install this rank's faults in a unit's modules; called by sharding.
 
-    Ranks that were restarted after a failure have none: the drill tests how they continue.
+    Ranks restarted after a failure have no faults: the drill tests how they continue.
     """
     planned = _planned()
     if any(f.kind == DROP for f in planned):
@@ -122,9 +122,9 @@ def _planned() -> tuple[Fault, ...]:
 
 
 def name_missing(module: Any) -> None:
-    """Report, on rank 0, faults whose unit the model does not have, and suggest similar names.
+    """Report, on rank 0, faults whose unit is not in the model, and suggest similar names.
 
-    The outermost module calls it once its units have their names.
+    The outermost module calls it after its units are named.
     """
     if distributed.rank() != 0:
         return
@@ -138,7 +138,7 @@ def name_missing(module: Any) -> None:
 
 
 def _close(name: str, units: list[str]) -> list[str]:
-    """Return up to three units that may have been meant; the first ones if none is similar."""
+    """Return up to three units that may have been meant, or the first units if none is similar."""
     inside = [unit for unit in units if unit.endswith(f".{name}")]
     found = dict.fromkeys([*inside, *difflib.get_close_matches(name, units)])
     return (list(found) or units)[:3]
@@ -182,7 +182,7 @@ def _watched(
 
 
 def _records(module: Any) -> bool:
-    """Return whether a backward follows this forward, and it is not a recomputation."""
+    """Return whether a backward will follow this forward, and it is not a recomputation."""
     if isinstance(module, Module):
         return _core.is_grad_enabled() and not _core.in_backward()
     torch = sys.modules["torch"]
@@ -190,7 +190,7 @@ def _records(module: Any) -> bool:
 
 
 def _first(output: Any) -> Any:
-    """Return the first tensor of an output that has a gradient."""
+    """Return the first tensor in an output that requires grad."""
     if isinstance(output, Mapping):
         output = list(output.values())
     if isinstance(output, (tuple, list)):

@@ -1,7 +1,7 @@
-"""A flight recorder: every rank's last operations, written after a failure, a signal or a call.
+"""A flight recorder: each rank's last operations, written after a failure, a signal or a call.
 
-The engine keeps its last FSDPC_TRACE operations anyway, so recording costs nothing. Each rank
-writes its own file without a collective, since its peers may be gone. :func:`merge` combines the
+The engine always keeps its last FSDPC_TRACE operations, so recording costs nothing. Each rank
+writes its own file without a collective, because its peers may be gone. :func:`merge` combines the
 files of all ranks on one clock.
 """
 
@@ -36,15 +36,16 @@ class FlightRecorder:
     folder : path
         A folder that all ranks can write to; each writes ``flight-rank-N.json`` there.
     model : Module or torch.nn.Module, optional
-        Supplies unit names; without it units have numbers.
+        Supplies unit names; without it, units are numbered.
     signals : tuple of int, default (SIGUSR2,)
-        Signals that make a rank write and continue: send ``kill -USR2`` to a run that seems to
-        hang. A rank that waits in the engine responds too.
+        Signals on which a rank writes its file and continues: use ``kill -USR2`` if a run seems to
+        hang. A rank that is waiting in the engine also responds.
 
     Notes
     -----
-    After :meth:`install`, an uncaught exception also makes the rank write, before it is printed.
-    This is how ranks end whose peer was killed. The killed rank itself writes nothing.
+    After :meth:`install`, the rank also writes its file when an exception is not caught, before the
+    exception is printed. Ranks whose peer was killed end in this way. The killed rank itself writes
+    nothing.
 
     Examples
     --------
@@ -78,7 +79,7 @@ class FlightRecorder:
         self._is_writing = False
 
     def install(self) -> FlightRecorder:
-        """Write at failures and signals from now on; call it in the main thread. Return itself."""
+        """Write at failures and signals from now on; return self. Call it in the main thread."""
         if self._hook is None:
             self._before = [signal.signal(number, self._on_signal) for number in self.signals]
             self._hook, sys.excepthook = sys.excepthook, self._on_exception
@@ -92,12 +93,12 @@ class FlightRecorder:
             sys.excepthook, self._hook = self._hook, None
 
     def dump(self, reason: str = "asked", since: int = 0) -> Path:
-        """Write the file of this rank now.
+        """Write this rank's file now.
 
         Parameters
         ----------
         reason : str
-            The reason, for people who read the file.
+            The reason, for readers of the file.
         since : int, default 0
             A time of :func:`time.monotonic_ns`; earlier events are omitted.
         """
@@ -105,7 +106,7 @@ class FlightRecorder:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Record the operations inside, in a healthy run, and write them at the end."""
+        """Record the operations inside the block, in a healthy run, and write them at its end."""
         since = time.monotonic_ns()
         yield
         self._write("step", since, [])
@@ -119,7 +120,7 @@ class FlightRecorder:
         self._hook(kind, error, trace)
 
     def _try_to_write(self, reason: str, stack: list[str]) -> None:
-        """Write unless a write is in progress; a full disk must not end a run."""
+        """Write unless a write is in progress; ignore errors, as a full disk must not end a run."""
         if self._is_writing:
             return
         self._is_writing = True
@@ -141,7 +142,7 @@ class FlightRecorder:
 
 
 def take(model: Any, reason: str, since: int, stack: list[str]) -> dict[str, Any]:
-    """Return this rank's operations since a time of :func:`time.monotonic_ns`, for JSON.
+    """Return this rank's operations since a :func:`time.monotonic_ns` time, ready for JSON.
 
     Parameters
     ----------
@@ -178,7 +179,7 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Flight:
-    """The result of :func:`merge`: operations in order of time, and each rank's last words."""
+    """The result of :func:`merge`: operations in time order, and each rank's reason and stack."""
 
     operations: tuple[Operation, ...]
     ranks: tuple[dict[str, Any], ...]
@@ -188,14 +189,14 @@ class Flight:
         return self.timeline()
 
     def by_rank(self) -> list[tuple[dict[str, Any], list[Operation]]]:
-        """Return each rank's last words with its operations in order of time."""
+        """Return each rank's record with its operations in time order."""
         own: dict[int, list[Operation]] = {r["rank"]: [] for r in self.ranks}
         for o in self.operations:
             own[o.rank].append(o)
         return [(r, own[r["rank"]]) for r in self.ranks]
 
     def timeline(self, rows: int | None = None) -> str:
-        """Return the last rows as text, after a line for each rank."""
+        """Return the last rows as text, preceded by a line for each rank."""
         lines = []
         end = max((r["at"] for r in self.ranks), default=0)
         for r, own in self.by_rank():
@@ -222,7 +223,7 @@ class Flight:
 
 
 def merge(folder: str | os.PathLike[str]) -> Flight:
-    """Read the files of all ranks and put them on one clock.
+    """Read all ranks' files and align them to one clock.
 
     Parameters
     ----------
@@ -232,12 +233,12 @@ def merge(folder: str | os.PathLike[str]) -> Flight:
     Raises
     ------
     FileNotFoundError
-        No rank has written there.
+        The folder contains no files from ranks.
 
     Notes
     -----
-    Ranks of a host share a clock. Ranks of different hosts are aligned by the time of day, as
-    precisely as their hosts agree on it.
+    Ranks on the same host share a clock. Different hosts are aligned by the time of day, as
+    precisely as their clocks agree.
     """
     paths = sorted(Path(folder).glob("flight-rank-*.json"))
     if not paths:
@@ -246,12 +247,12 @@ def merge(folder: str | os.PathLike[str]) -> Flight:
 
 
 def join(records: list[dict[str, Any]]) -> Flight:
-    """Put the ranks' operations, from :func:`take`, on one clock.
+    """Align the ranks' operations, from :func:`take`, to one clock.
 
     Parameters
     ----------
     records : list of dict
-        One per rank; at least one.
+        One record per rank; at least one.
     """
     found = sorted(records, key=lambda r: r["rank"])
     offsets: dict[str, int] = {}

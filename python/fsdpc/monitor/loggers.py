@@ -1,9 +1,9 @@
-"""Write a run's measurements as JSON lines, CSV, or to TensorBoard, W&B or MLflow.
+"""Write a run's measurements as JSON lines or CSV, or to TensorBoard, W&B or MLflow.
 
 Only rank 0 writes. On other ranks a logger does nothing, so loops need not check the rank. Each
-call passes its record to the kernel in one write before it returns, so a process that is killed
-later loses nothing. (A power failure may lose records, since no call waits for the disk.) Files are
-appended to, so a resumed run continues in the same file.
+call passes its record to the kernel in one write before it returns, so nothing is lost if the
+process is killed later. (A power failure may lose records, because no call waits for the disk.)
+Files are appended to, so a resumed run continues in the same file.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ class Logger:
     """
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write the values of a step on rank 0; other ranks return at once.
+        """Write a step's values on rank 0; other ranks return at once.
 
         Parameters
         ----------
         step : int
         values : mapping
-            Numbers or text by name, or one-element tensors, whose values are read.
+            Numbers, text or one-element tensors by name; tensors' values are read.
         """
         if _writes():
             self.write(int(step), {name: _plain(value) for name, value in values.items()})
 
     def write(self, step: int, values: dict[str, Value]) -> None:
-        """Write plain values; called on rank 0."""
+        """Write plain values; called only on rank 0."""
         raise NotImplementedError("a logger defines write(step, values)")
 
     def close(self) -> None:
         """Close the logger; everything logged is already written."""
 
     def __enter__(self) -> Logger:
-        """Return itself; leaving the context closes it."""
+        """Return self; leaving the context closes the logger."""
         return self
 
     def __exit__(
@@ -71,12 +71,12 @@ class Logger:
 
 
 class JsonLines(Logger):
-    """One JSON object per line: ``step``, ``time`` (of the clock) and the values; NaN becomes null.
+    """One JSON object per line: ``step``, ``time`` (clock time) and the values; NaN becomes null.
 
     Parameters
     ----------
     path : path
-        Created, with its folders, by the first call.
+        The file, created with its folders by the first call.
 
     Examples
     --------
@@ -133,7 +133,7 @@ class Csv(Logger):
         self._names: list[str] | None = None
 
     def write(self, step: int, values: dict[str, Value]) -> None:
-        """Write a line; if there are new names, rewrite the file."""
+        """Write a line, rewriting the file if there are new names."""
         row: dict[str, Any] = {"step": step, **values}
         if self._names is None:
             self._names = self._found()
@@ -148,7 +148,8 @@ class Csv(Logger):
             return next(csv.reader(file), [])
 
     def _widen(self, names: list[str]) -> None:
-        """Rewrite all lines with the new names in a second file, which then replaces the first."""
+        """Rewrite all lines, with the new names, to a second file, which then replaces the
+        first."""
         rows: list[dict[str, str]] = []
         if self._names:
             with self.path.open(newline="", encoding="utf-8") as file:
@@ -173,7 +174,7 @@ class TensorBoard(Logger):
     Parameters
     ----------
     folder : path
-        Each run that logs there adds a file.
+        A folder, to which each run adds a file.
 
     Raises
     ------
@@ -201,7 +202,7 @@ class TensorBoard(Logger):
                 "logging to TensorBoard needs its package: pip install tensorboard, or log to "
                 "jsonl:FILE"
             ) from error
-        if as_text(self._folder) != self._folder:  # TensorBoard assumes that names are UTF-8
+        if as_text(self._folder) != self._folder:  # TensorBoard assumes UTF-8 names
             raise ValueError(
                 f"TensorBoard cannot write to {as_text(self._folder)!r} under this locale: set "
                 "LC_ALL=C.UTF-8, or name a folder in ASCII"
@@ -219,7 +220,7 @@ class TensorBoard(Logger):
         ]
         summary = self._summary.Summary(value=numbers)
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
-        self._writer.flush()  # its thread writes
+        self._writer.flush()  # its own thread writes
 
     def close(self) -> None:
         """Close the file."""
@@ -245,7 +246,7 @@ class Wandb(Logger):
 
     Notes
     -----
-    W&B's own process writes from a queue, and a kill loses the queue: also log to a file.
+    W&B's own process writes from a queue that is lost if it is killed: also log to a file.
 
     Examples
     --------
@@ -284,11 +285,11 @@ class MLflow(Logger):
     Parameters
     ----------
     where : path or str
-        A folder, or the address of a server such as ``http://host:5000``.
+        A folder, or a server's address, such as ``http://host:5000``.
     experiment : str, default "fsdpc"
         Created if it does not exist.
     run : str, optional
-        ID of a run to continue; by default ``MLFLOW_RUN_ID``, or a new run.
+        ID of a run to continue; by default ``MLFLOW_RUN_ID``, otherwise a new run.
 
     Attributes
     ----------
@@ -302,10 +303,10 @@ class MLflow(Logger):
 
     Notes
     -----
-    Text is left out. Each call writes to the folder, or waits for the server, before it returns. A
-    kill therefore loses nothing, but leaves the run's status at RUNNING. MLflow writes to folders
-    only if ``MLFLOW_ALLOW_FILE_STORE`` is true; this class sets it unless you have. MLflow's
-    package sends usage data to its makers unless ``MLFLOW_DISABLE_TELEMETRY`` is true.
+    Text is not logged. Each call writes to the folder, or waits for the server, before it returns.
+    A killed process therefore loses nothing, but the run's status remains RUNNING. MLflow writes to
+    folders only if ``MLFLOW_ALLOW_FILE_STORE`` is true; this class sets it unless you have.
+    MLflow's package sends usage data to its developers unless ``MLFLOW_DISABLE_TELEMETRY`` is true.
 
     Examples
     --------
@@ -384,18 +385,18 @@ class Loggers(Logger):
         self.loggers: list[Logger] = list(loggers)
 
     def write(self, step: int, values: dict[str, Value]) -> None:
-        """Write to each."""
+        """Write to each logger."""
         for logger in self.loggers:
             logger.write(step, values)
 
     def close(self) -> None:
-        """Close each."""
+        """Close each logger."""
         for logger in self.loggers:
             logger.close()
 
 
 def open_loggers(text: str) -> Loggers:
-    """Create loggers from the text of an option.
+    """Create loggers from an option's text.
 
     Parameters
     ----------
@@ -406,7 +407,7 @@ def open_loggers(text: str) -> Loggers:
     Raises
     ------
     ValueError
-        An unknown word, or a missing file name.
+        A kind is unknown, or a file name is missing.
 
     Examples
     --------
@@ -418,7 +419,7 @@ def open_loggers(text: str) -> Loggers:
 
 
 def read_words(text: str) -> list[tuple[str, str]]:
-    """Return kind and place of each logger in the text; raises as `open_loggers` does.
+    """Return each logger's kind and destination from the text; raises like `open_loggers`.
 
     Examples
     --------
@@ -457,7 +458,7 @@ def _is_odd(value: Value) -> bool:
 
 
 class _Appended:
-    """A file to which whole records are appended, each in one write; created at the first."""
+    """A file to which whole records are appended, each in one write; the first creates it."""
 
     def __init__(self, path: str | os.PathLike[str], fresh: bool = False) -> None:
         self.path, self._fresh, self._fd = Path(path), fresh, -1
@@ -469,7 +470,7 @@ class _Appended:
             self._fd = os.open(self.path, flags | os.O_TRUNC * self._fresh, 0o666)
             length = os.fstat(self._fd).st_size
             if length and os.pread(self._fd, 1, length - 1) != b"\n":
-                record = b"\n" + record  # a full disk has cut off a line
+                record = b"\n" + record  # a full disk cut off the previous line
         while record:
             record = record[os.write(self._fd, record) :]
 

@@ -1,7 +1,7 @@
-"""Draw operations of all ranks as a Chrome trace, for ui.perfetto.dev and chrome://tracing.
+"""Draw all ranks' operations as a Chrome trace, for ui.perfetto.dev and chrome://tracing.
 
-A rank is a process. Its tracks are, from the top: the user's marks, computation of its host, waits,
-gathers, and reductions. Spans that cross each other in a track get additional lines.
+Each rank is a process. Its tracks are, from the top: the user's marks, host computation, waits,
+gathers, and reductions. Spans that overlap within a track are drawn on additional lines.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Style(NamedTuple):
-    """How operations of a kind are drawn: what ends them, in which track, in which colour."""
+    """How one kind of operation is drawn: the event that ends it, its track, and its colour."""
 
     end: str
     track: str
@@ -50,7 +50,7 @@ class Span(NamedTuple):
 
 
 def spans(own: Iterable[Operation]) -> tuple[list[Span], list[Operation]]:
-    """Pair one rank's beginnings and ends, in order of time; also return those without a pair."""
+    """Pair one rank's begin and end events, in time order; also return unpaired events."""
     found: list[Span] = []
     alone: list[Operation] = []
     open_: dict[tuple[str, str], list[Operation]] = {}
@@ -62,7 +62,7 @@ def spans(own: Iterable[Operation]) -> tuple[list[Span], list[Operation]]:
             begun = open_.get((o.unit, o.what), [])
             while begun:
                 found.append(Span(begun[-1].at, o.at, begun.pop()))
-                if o.what != "reduce_done":  # this one ends both stages of a reduction
+                if o.what != "reduce_done":  # reduce_done ends both stages of a reduction
                     break
         else:
             alone.append(o)
@@ -70,7 +70,7 @@ def spans(own: Iterable[Operation]) -> tuple[list[Span], list[Operation]]:
 
 
 def events(rank: int, host: str, own: Iterable[Operation]) -> list[dict[str, Any]]:
-    """Return a rank's operations as events of a trace."""
+    """Return a rank's operations as trace events."""
     found, alone = spans(own)
     drawn = [_meta(rank, "process_name", name=f"rank {rank} ({host})"),
              _meta(rank, "process_sort_index", sort_index=rank)]  # fmt: skip
@@ -91,7 +91,7 @@ def events(rank: int, host: str, own: Iterable[Operation]) -> list[dict[str, Any
 
 
 def busy(found: Iterable[Span], *kinds: str) -> int:
-    """Return the nanoseconds in which a span of these kinds was open, each counted once."""
+    """Return the nanoseconds during which any span of these kinds was open."""
     total, until = 0, -1
     for begin, end in sorted((s.begin, s.end) for s in found if s.kind in kinds):
         total += max(0, end - max(begin, until))
@@ -104,7 +104,7 @@ def _kind(o: Operation) -> str:
 
 
 def _lines(found: list[Span], nests: bool) -> list[list[Span]]:
-    """Spread spans over lines, so that none crosses another; they may nest only if `nests`."""
+    """Spread spans over lines so that none overlap; they may nest only if `nests`."""
     lines: list[tuple[list[Span], list[int]]] = []  # with the ends of the open spans
     for span in sorted(found, key=lambda s: (s.begin, -s.end)):
         line = next((each for each in lines if _fits(span, each[1], nests)), None)

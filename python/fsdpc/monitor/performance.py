@@ -1,8 +1,8 @@
-"""How fast a run is: tokens and floating point operations per second, and the share of the peak.
+"""A run's speed: tokens and floating point operations per second, and the fraction of the peak.
 
-There are several ways to count FLOPs. :data:`FORMULAS` has ours and those of published studies.
-They differ in the output layer, and in the half of the attention matrix that causality masks.
-Compare MFU values only if formula and peak are the same.
+There are several ways to count FLOPs. :data:`FORMULAS` contains ours and those from published
+studies. They differ in whether they count the output layer and the half of the attention matrix
+that is masked. Compare MFU values only if formula and peak are the same.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 from fsdpc import _core, distributed
 from fsdpc.tensors.grad_mode import no_grad
 
-# A matrix product of doubling sizes is timed until it takes this long.
+# Matrix products of doubling sizes are timed until one takes this long.
 _PRODUCT_SECONDS = 2e-3
 _PRODUCT_SIZES = (96, 4096)
 
 #: FLOP/s of common devices in dense bfloat16 products (V100, T4: float16), from vendors' data
-#: sheets. The longest of these names that a device's name contains counts.
+#: sheets. If a device's name contains several of these names, the longest applies.
 PEAKS: dict[str, float] = {
     "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12,
     "A100": 312e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12,
@@ -31,9 +31,9 @@ PEAKS: dict[str, float] = {
 
 class _Shape(NamedTuple):
     dim: int
-    mlp: int  # parameters of all blocks' products
-    attention: int  # the same, of the projections
-    head: int  # of the output layer, tied or not
+    mlp: int  # parameters in all blocks' products
+    attention: int  # parameters in the projections
+    head: int  # parameters in the output layer, tied or not
     scores: int  # layers x heads x head size
 
 
@@ -48,23 +48,24 @@ FORMULAS: dict[str, Callable[[_Shape, int], float]] = {
 
 
 def flops_per_token(config: Any, seq: int, formula: str = "fsdpc") -> float:
-    """Count the floating point operations per token of training.
+    """Count the floating point operations per training token.
 
     Parameters
     ----------
     config : ModelConfig, or a configuration of transformers'
-        The config of a LLaMA-like model: three matrices in a feed-forward block, grouped queries.
+        The configuration of a LLaMA-like model: three matrices per feed-forward block, grouped
+        queries.
     seq : int
         Tokens per sequence.
     formula : {"fsdpc", "palm", "blocks", "accelerate", "kaplan"}
-        "fsdpc": 6 for each parameter of a product, including the output layer, and the causal half
-        of attention. "palm": all of attention. "blocks": all of attention and no output layer.
-        "accelerate": like Accelerate's FSDP2 example. "kaplan": 6 for each parameter of the blocks.
+        "fsdpc": 6 per parameter in a product, including the output layer, and the causal half of
+        attention. "palm": all of attention. "blocks": all of attention, without the output layer.
+        "accelerate": like Accelerate's FSDP2 example. "kaplan": 6 per parameter in the blocks.
 
     Returns
     -------
     float
-        FLOPs of forward and backward, without recomputation.
+        FLOPs in forward and backward, without recomputation.
 
     Raises
     ------
@@ -74,11 +75,11 @@ def flops_per_token(config: Any, seq: int, formula: str = "fsdpc") -> float:
     Notes
     -----
     Sources: Chowdhery et al. 2022, "PaLM", appendix B; Kaplan et al. 2020, "Scaling Laws for Neural
-    Language Models"; Accelerate's examples/fsdp2. For SmolLM3-3B at 8,192 tokens, 24.12 GFLOP per
-    token are published. This is "blocks": (18 d f + 12 d h (H + K) + 12 H h s) L, with width d,
-    inner width f, H heads and K key heads of size h, L layers. It omits the tied output layer (1.58
-    GFLOP) and includes the masked half of attention (3.62), so ours is 22.07. Accelerate's function
-    lacks d in the term of the projections, and gives 21.86.
+    Language Models"; Accelerate's examples/fsdp2. For SmolLM3-3B at 8,192 tokens, the published
+    value is 24.12 GFLOP per token, which is "blocks": (18 d f + 12 d h (H + K) + 12 H h s) L, with
+    width d, inner width f, H heads and K key heads of size h, L layers. It omits the tied output
+    layer (1.58 GFLOP) and includes the masked half of attention (3.62), so ours is 22.07.
+    Accelerate's function lacks d in the projections' term and returns 21.86.
 
     Examples
     --------
@@ -109,7 +110,7 @@ def _shape(config: Any) -> _Shape:
 
 @no_grad()
 def measure_peak(dtype: Any = None) -> float:
-    """Measure the FLOP/s of this rank's matrix products with fsdpc's kernels.
+    """Measure this rank's FLOP/s in matrix products with fsdpc's kernels.
 
     Parameters
     ----------
@@ -119,7 +120,8 @@ def measure_peak(dtype: Any = None) -> float:
     Returns
     -------
     float
-        FLOP/s of the first square product, of doubling sizes, that takes 2 ms; the best of four.
+        FLOP/s of the first square product, among doubling sizes, that takes 2 ms; best of four
+        runs.
     """
     n, best = _PRODUCT_SIZES[0], 0.0
     while best < _PRODUCT_SECONDS and n <= _PRODUCT_SIZES[1]:
@@ -153,17 +155,17 @@ def peak_of(name: str) -> float:
 
 
 class PerformanceTracker:
-    """Measures the speed of a run, without its first steps.
+    """Measures a run's speed, excluding its first steps.
 
     Parameters
     ----------
     flops_per_token : float, optional
-        As counted by :func:`flops_per_token`; without it there are no FLOP/s.
+        As counted by :func:`flops_per_token`; without it, no FLOP/s are reported.
     peak : float or str, optional
         Peak FLOP/s of one rank, or a device's name (see :func:`peak_of`); for a measured peak, pass
-        the result of :func:`measure_peak`. Without it there is no MFU.
+        the result of :func:`measure_peak`. Without it, no MFU is reported.
     warmup : int, default 3
-        Steps to skip: first touches of memory, cold caches, schedules that are recorded.
+        Steps to skip: first memory accesses, cold caches, and schedule recording.
 
     Notes
     -----
@@ -211,9 +213,9 @@ class PerformanceTracker:
         -------
         dict of str to float
             After the warm-up: ``steps``, ``tokens`` and ``seconds`` since then, the last
-            ``step_seconds``, ``tokens_per_second`` of all ranks and ``..._rank`` of one,
-            ``tflops_rank``, ``mfu`` and the bytes of :func:`memory_use`. During the warm-up, only
-            the latter.
+            ``step_seconds``, ``tokens_per_second`` over all ranks and ``..._rank`` for one,
+            ``tflops_rank``, ``mfu`` and the values of :func:`memory_use`. During the warm-up, only
+            the values of :func:`memory_use`.
         """
         now, last = time.perf_counter(), self._last
         self._calls, self._last = self._calls + 1, now
@@ -242,10 +244,9 @@ def memory_use() -> dict[str, int]:
     Returns
     -------
     dict of str to int
-        ``memory_active`` and ``memory_allocated``: for the engine the bytes of its categories,
-        which makes both equal; for torch on a GPU the values of its allocator. ``memory_reserved``
-        also includes free memory kept for reuse. :func:`fsdpc.memory_stats` has the engine's
-        categories.
+        ``memory_active`` and ``memory_allocated``: for the engine, both are the sum of its
+        categories; for torch on a GPU, its allocator's values. ``memory_reserved`` also includes
+        free memory kept for reuse. :func:`fsdpc.memory_stats` returns the engine's categories.
     """
     stats = _core.memory_stats()
     held = stats["total_peak_bytes"]

@@ -1,8 +1,8 @@
-"""Plot runs with matplotlib (``pip install matplotlib``): losses and rates over steps.
+"""Plot runs with matplotlib (``pip install matplotlib``): losses and rates by step.
 
 :func:`plot_runs` draws the metrics of one or more runs in one picture. :class:`LivePlot` draws a
-run in progress, in a notebook cell, which is updated in place, or into a file. :func:`plot_memory`
-and :func:`plot_scaling` are for papers: memory by strategy, rates by ranks.
+run in progress, either in a notebook cell, updated in place, or to a file. :func:`plot_memory` and
+:func:`plot_scaling` are for papers: memory by strategy, and rates by number of ranks.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ if TYPE_CHECKING:
 
 Panels = Sequence[tuple[str, Sequence[str]]]
 
-#: What to draw: each panel has a label and value names, of which a run may have some.
+#: What to draw: each panel has a label and value names; a run need not have all of them.
 PANELS: Panels = (
     ("loss", ("loss", "val_loss")),
     ("tokens/s", ("tokens_per_second",)),
 )
 FORMATS = (".png", ".svg", ".pdf")
-SMOOTH_FROM = 100  # from this many steps on, a moving mean is drawn over the values
+SMOOTH_FROM = 100  # a moving mean is also drawn from this many steps on
 MISSING = "plots need matplotlib: pip install matplotlib"
 
 
 class Run(NamedTuple):
-    """A run: its name, and for each value its steps and numbers."""
+    """A run: its name, and each value's steps and numbers."""
 
     name: str
     values: dict[str, dict[int, float]]
 
     def add(self, step: int, values: Iterable[tuple[str, Value]]) -> None:
-        """Add the numbers of a step; a repeated step replaces its earlier numbers."""
+        """Add a step's numbers; a repeated step replaces its earlier numbers."""
         for name, value in values:
             if isinstance(value, (int, float)):
                 self.values.setdefault(name, {})[step] = float(value)
 
     def add_line(self, line: str) -> None:
-        """Add a line of JSON; without a step it belongs to the newest step.
+        """Add a line of JSON; a line without a step belongs to the newest step.
 
         Raises
         ------
@@ -68,7 +68,7 @@ class Run(NamedTuple):
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Read the metrics of a run that ``fsdpc train --metrics`` or ``JsonLines`` wrote.
+    """Read a run's metrics, written by ``fsdpc train --metrics`` or ``JsonLines``.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     Raises
     ------
     ValueError
-        A line is not a JSON object, or there is no step yet.
+        A line is not a JSON object, or there is no step.
     """
     run = Run(Path(path).stem, {})
     lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
@@ -98,7 +98,7 @@ def plot_runs(
     path: str | os.PathLike[str] | None = None,
     panels: Panels = PANELS,
 ) -> Figure:
-    """Draw runs into one picture, each in its own colour.
+    """Draw several runs in one picture, each in its own colour.
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ def plot_runs(
     path : path, optional
         Path of a file to write: ``.png``, ``.svg`` or ``.pdf``.
     panels : sequence of (str, sequence of str)
-        Labels and names of values. Panels without values are omitted.
+        Panel labels and value names. Panels without values are omitted.
 
     Returns
     -------
@@ -130,7 +130,7 @@ def plot_runs(
     given = list(runs)
     found = [run if isinstance(run, Run) else read_run(run) for run in given]
     paths = [run.name if isinstance(run, Run) else os.fspath(run) for run in given]
-    if len({run.name for run in found}) < len(found):  # often each run has a separate folder
+    if len({run.name for run in found}) < len(found):  # runs often have separate folders
         found = [Run(name, run.values) for name, run in zip(paths, found, strict=True)]
     figure = _draw(found, panels)
     if path is not None:
@@ -144,7 +144,7 @@ def plot_memory(
     *,
     limit: float | None = None,
 ) -> Figure:
-    """Draw memory per rank by strategy: a bar for each plan, stacked by class, for papers.
+    """Draw memory per rank by strategy, for papers: one bar per plan, stacked by class.
 
     Parameters
     ----------
@@ -209,13 +209,13 @@ def plot_scaling(
     runs: Mapping[int, Run | str | os.PathLike[str]],
     path: str | os.PathLike[str] | None = None,
 ) -> Figure:
-    """Draw tokens per second over ranks, together with perfect scaling, for papers.
+    """Draw tokens per second by number of ranks, with perfect scaling, for papers.
 
     Parameters
     ----------
     runs : mapping of int to Run or path
-        The number of ranks of each run, and its metrics as for :func:`read_run`. A point is the
-        median of a run's steps without the first tenth; the bar is their middle half.
+        Each run's number of ranks, and its metrics as for :func:`read_run`. A point is the median
+        over a run's steps, excluding the first tenth; the bar is the interquartile range.
     path : path, optional
         Path of a file to write: ``.png`` (300 dots per inch), ``.svg`` or ``.pdf``.
 
@@ -228,7 +228,7 @@ def plot_scaling(
     ImportError
         matplotlib is not installed.
     ValueError
-        There are no runs, one has no rate, a number of ranks is below 1, or the file has another
+        There are no runs, a run has no rate, a number of ranks is below 1, or the file has another
         format.
     """
     check_format(path)
@@ -263,7 +263,7 @@ def plot_scaling(
 
 
 def _paper(width: float) -> tuple[Figure, Any]:
-    """Return a figure as wide as a column, and its axes."""
+    """Return a figure one column wide, and its axes."""
     check_installed()
     from matplotlib.figure import Figure
 
@@ -291,7 +291,7 @@ class LivePlot(Logger):
         Path of a file to rewrite: ``.png``, ``.svg`` or ``.pdf``. Without one the plot appears in
         the notebook cell that created it, and is updated there.
     every : float, default 1.0
-        Seconds between two drawings, which take a tenth of a second each.
+        Seconds between drawings, each of which takes a tenth of a second.
     panels : sequence of (str, sequence of str)
         As for :func:`plot_runs`.
 
@@ -304,8 +304,8 @@ class LivePlot(Logger):
 
     Notes
     -----
-    Ranks of ``%%ranks`` draw into their cell. Those of :func:`fsdpc.launch` cannot: instead rank 0
-    writes JSON lines, and the notebook draws them, see :meth:`follow`.
+    Ranks of ``%%ranks`` draw in their cell. Ranks of :func:`fsdpc.launch` cannot: instead, rank 0
+    writes JSON lines, and the notebook draws them with :meth:`follow`.
 
     Examples
     --------
@@ -338,19 +338,19 @@ class LivePlot(Logger):
         self._shown: Any = None  # the notebook's output
 
     def write(self, step: int, values: dict[str, Value]) -> None:
-        """Add the values of a step; draw if a drawing is due."""
+        """Add a step's values; draw if a drawing is due."""
         self._run.add(step, values.items())
         self._is_new = True
         if self._is_due():
             self.draw()
 
     def follow(self, path: str | os.PathLike[str]) -> Callable[[], None]:
-        """Return a function that reads new lines from a file of JSON lines, and draws.
+        """Return a function that reads new lines from a JSON lines file and draws.
 
         Parameters
         ----------
         path : path
-            A file of ``JsonLines`` or ``fsdpc train --metrics``. It need not exist yet, and its
+            A file from ``JsonLines`` or ``fsdpc train --metrics``. It need not exist yet; its
             current contents are skipped.
 
         Examples
@@ -392,7 +392,7 @@ class LivePlot(Logger):
             self._run.values.setdefault(name, {}).update(values)
 
     def draw(self) -> None:
-        """Draw now, if there is any value."""
+        """Draw now, if there are any values."""
         if not any(name in self._run.values for _, names in self._panels for name in names):
             return
         figure = _draw([self._run], self._panels)
@@ -420,7 +420,7 @@ class LivePlot(Logger):
 
 
 def check_format(path: str | os.PathLike[str] | None) -> None:
-    """Raise ValueError if a file with this name has no picture format."""
+    """Raise ValueError if this file name has no picture format."""
     if path is not None and Path(path).suffix not in FORMATS:
         raise ValueError(f"a plot is written as {', '.join(FORMATS)}, got '{os.fspath(path)}'")
 
@@ -434,7 +434,8 @@ def check_installed() -> None:
 
 
 def _in_notebook() -> bool:
-    """Return whether this is a kernel or a rank of %%ranks, not a rank forked from one."""
+    """Return whether this is a notebook kernel or a %%ranks rank, but not a rank forked from a
+    kernel."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if getattr(shell, "shows_in_notebook", False):
         return True
@@ -443,7 +444,7 @@ def _in_notebook() -> bool:
 
 
 def _draw(runs: list[Run], panels: Panels) -> Figure:
-    """Draw each panel that has values, one below the other."""
+    """Draw all panels that have values, one below the other."""
     check_installed()
     from matplotlib.figure import Figure
 
@@ -483,12 +484,12 @@ def _draw_values(ax: Any, values: dict[int, float], colour: str, name: str, titl
         ax.plot(steps, heights, color=colour, label=title)
         return
     ax.plot(steps, heights, color=colour, alpha=0.25, linewidth=0.8)
-    mean = np.convolve(heights, np.full(window, 1 / window), "valid")  # of the last `window` steps
+    mean = np.convolve(heights, np.full(window, 1 / window), "valid")  # over the last `window` steps
     ax.plot(steps[window - 1 :], mean, color=colour, label=title)
 
 
 def _replace(path: Path, figure: Figure) -> None:
-    """Write a picture to a second file, then replace the first: a viewer may be reading it."""
+    """Write a picture to a second file, then replace the first, which a viewer may be reading."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.part")
     figure.savefig(beside, format=path.suffix[1:])

@@ -1,7 +1,7 @@
-"""Profile some steps: what all ranks computed, moved and waited for, on one clock in one file.
+"""Profile some steps: all ranks' computation, transfers and waits, on one clock in one file.
 
-The engine traces its operations anyway. While a profile is taken it keeps more of them, and notes
-what the host waits for. :mod:`fsdpc.monitor.flight` is for runs that fail: each rank writes a file.
+The engine always traces its operations. During a profile it keeps more of them, and records what
+the host waits for. :mod:`fsdpc.monitor.flight` is for runs that fail: each rank writes a file.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Event = tuple[str, int, int, int, int, bool]
 
 
 class Profile:
-    """The result of :func:`profile`. It prints the share of time that each rank spent on what.
+    """The result of :func:`profile`; prints how each rank spent its time.
 
     Attributes
     ----------
     path : Path
         Path of the trace.
     flight : Flight or None
-        The operations of all ranks, once the profile has ended.
+        All ranks' operations, available after the profile has ended.
 
     Examples
     --------
@@ -56,7 +56,7 @@ class Profile:
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Profile:
-        """Begin; each rank does so by itself."""
+        """Begin; each rank does so independently."""
         self._before = _core.trace_resize(self.events, True)
         self._since = time.monotonic_ns()
         if "fsdpc.torch" in sys.modules:  # torch's optimizer steps, unseen by the engine
@@ -71,7 +71,7 @@ class Profile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End, and write the file. Collective, unless an exception leaves the block."""
+        """End and write the file. Collective, unless an exception leaves the block."""
         taken = None
         if error is None:
             taken = flight.take(self.model, "profile", self._since, traceback.format_stack())
@@ -88,7 +88,7 @@ class Profile:
 
     @contextmanager
     def mark(self, name: str) -> Iterator[None]:
-        """Draw the block inside as a span with this name, on a separate track.
+        """Draw the code inside the block as a span with this name, on a separate track.
 
         Parameters
         ----------
@@ -141,27 +141,27 @@ def profile(
     Parameters
     ----------
     path : path
-        Path of the file, which rank 0 writes, for ui.perfetto.dev and ``chrome://tracing``.
+        Path of the file, written by rank 0, for ui.perfetto.dev and ``chrome://tracing``.
     model : Module or torch.nn.Module, optional
-        Supplies unit names; without it units have numbers.
+        Supplies unit names; without it, units are numbered.
     events : int, default 1048576
-        How many operations a rank keeps, 40 bytes each; the oldest are dropped.
+        Number of operations, 40 bytes each, that a rank keeps; the oldest are dropped.
 
     Returns
     -------
     Profile
-        A context manager. Its ``mark(name)`` adds spans of your script.
+        A context manager. Its ``mark(name)`` adds spans for your script.
 
     Raises
     ------
     OSError
-        The file cannot be written. Raised on all ranks.
+        The file cannot be written; raised on all ranks.
 
     Notes
     -----
-    The end of the block is collective: all ranks of the world take the profile. If an exception
-    leaves the block, nothing is written. Times are host times. On a GPU a span ends when the work
-    was submitted to the device; for kernels use :mod:`torch.profiler`.
+    The end of the block is collective: all ranks must take part in the profile. If an exception
+    leaves the block, nothing is written. Times are host times. On a GPU, a span ends when the work
+    has been submitted to the device; for kernel times use :mod:`torch.profiler`.
 
     Only one profile runs at a time. Waits are recorded only if a rank actually waits for its peers.
     Steps outside the block run at their usual speed.
@@ -191,12 +191,12 @@ def profile(
 
 
 class ProfiledSteps:
-    """Profiles some steps of a run, by their numbers.
+    """Profiles selected steps of a run.
 
     Parameters
     ----------
     steps : range
-        Numbers of the steps; an empty range profiles nothing.
+        Step numbers to profile; an empty range profiles nothing.
     path : path
     model : Module or torch.nn.Module
     """
@@ -208,7 +208,8 @@ class ProfiledSteps:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Run the step inside, in the profile if it is one of those; collective at the last one."""
+        """Run the step inside, profiling it if it is selected; collective at the last selected
+        step."""
         if number not in self.steps or self._profile.flight is not None:
             yield
             return
@@ -221,7 +222,7 @@ class ProfiledSteps:
             self.end()
 
     def end(self) -> None:
-        """Write the profile so far and report it on rank 0; collective."""
+        """Write the profile so far, and report it on rank 0; collective."""
         if not self._begun or self._profile.flight is not None:
             return
         self._profile.__exit__(None, None, None)

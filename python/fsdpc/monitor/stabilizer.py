@@ -1,9 +1,9 @@
-"""Skip harmful steps on all ranks together, and return to a checkpoint if a run stays bad.
+"""Skip harmful steps on all ranks together, and return to a checkpoint if they persist.
 
-A rank whose loss jumps must tell the others, which costs nothing here. On that rank, the loss at
-which backward begins becomes infinite, on the device and without being read. No gradient of that
-rank is then finite, nor any reduction that includes one, nor the norm that clipping measures, on
-any rank, over shards and replicas. Only afterwards do the ranks find out which of them jumped.
+A rank whose loss jumps must tell the others, which costs nothing here. That rank's loss becomes
+infinite before backward, on the device and without being read. Its gradients, all reductions that
+include them, and the norm measured by clipping are then infinite or NaN on all ranks, over shards
+and replicas. Only afterwards do the ranks determine whose loss jumped.
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ from fsdpc.sharding import clip
 
 @dataclass(frozen=True, kw_only=True)
 class StabilizerOptions:
-    """When :class:`TrainingStabilizer` skips a step, and when it gives up.
+    """Options for when :class:`TrainingStabilizer` skips a step, and when it gives up.
 
     Parameters
     ----------
     loss_factor : float, default 5
         A loss above this many times the mean of the window is a jump.
     window : int, default 100
-        Number of losses in the mean: of this rank, from steps that were taken.
+        Number of losses in the mean: this rank's losses, from steps that were taken.
     least : int, default 10
-        Number of steps to take before losses and norms are checked, because a new model has large
-        ones.
+        Number of steps before losses and norms are checked, because they are large in a new model.
     norm_limit : float, default 10
-        Largest gradient norm, before clipping, at which a step is taken.
+        Maximum gradient norm, before clipping, at which a step is taken.
     patience : int, default 3
         Number of consecutive skipped steps after which :attr:`Stabilized.go_back` is set.
 
@@ -68,7 +67,7 @@ class StabilizerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Stabilized:
-    """The outcome of a step; the same on all ranks.
+    """The outcome of a step, equal on all ranks.
 
     ``reason`` is empty if the step was taken, otherwise "loss", "norm" or "nonfinite"; ``text``
     explains it. For "nonfinite", ``names`` are the parameters whose gradients contain NaN or
@@ -91,35 +90,35 @@ class Stabilized:
 
 
 class TrainingStabilizer:
-    """Skip steps whose loss jumps or whose gradients are too large or not finite.
+    """Skips steps whose loss jumps, or whose gradients are too large or not finite.
 
     Parameters
     ----------
     model : Module or torch.nn.Module
-        Sharded or not.
+        A model, sharded or not.
     optimizer : optimizer
         From either frontend, or from ``torch.optim``.
     max_norm : float, default 1
         Norm to which gradients are clipped.
     options : StabilizerOptions, optional
     log : callable, optional
-        Called with a line for each skipped step, on rank 0; by default lines go to stderr.
+        Called on rank 0 with a line for each skipped step; by default lines go to stderr.
 
     Attributes
     ----------
     skipped : dict of str to int
-        Skipped steps by reason.
+        Number of skipped steps by reason.
     in_a_row : int
-        Skipped steps since the last step that was taken.
+        Number of skipped steps since the last step that was taken.
     went_back : int
         Number of calls of :meth:`go_back`.
 
     Notes
     -----
-    A step that is taken costs the small all-reduce of :func:`fsdpc.clip_grad_norm_` and one wait
-    for its result, when the loss is read too. A skipped step costs at most two more, to find the
-    reason. The window contains this rank's own losses, so a jump on any rank skips the step on all
-    ranks.
+    A step that is taken costs the small all-reduce in :func:`fsdpc.clip_grad_norm_` and one wait
+    for its result, when the loss is also read. A skipped step costs at most two more all-reduces,
+    to find the reason. The window contains this rank's own losses, so a jump on any rank skips the
+    step on all ranks.
 
     Use bfloat16: with a loss scaler (float16), an infinite loss would shrink the scale.
 
@@ -161,7 +160,7 @@ class TrainingStabilizer:
         self.went_back: int = 0
         self._log = log or say
         self._window: deque[float] = deque(maxlen=self.options.window)
-        self._losses: list[Any] = []  # of this step, not read yet
+        self._losses: list[Any] = []  # this step's losses, not read yet
         native = isinstance(model, Module)
         self._clip = (clip if native else import_module("fsdpc.torch")).clip_grad_norm_
 
@@ -172,13 +171,13 @@ class TrainingStabilizer:
 
     @property
     def limit(self) -> float:
-        """The largest loss that does not count as a jump."""
+        """The largest loss that is not a jump."""
         if len(self._window) < self.options.least:
             return math.inf
         return self.options.loss_factor * sum(self._window) / len(self._window)
 
     def watch(self, loss: Any) -> Any:
-        """Return the loss for ``backward``; call it in each micro-step. The loss is not read.
+        """Return the loss for ``backward``, without reading it; call it in each micro-step.
 
         The result equals the loss, or is infinite if the loss is above :attr:`limit`.
         """
@@ -224,7 +223,7 @@ class TrainingStabilizer:
         return self._skip(norm, **found)
 
     def _diagnose(self, loss: float, limit: float, error: Exception) -> dict[str, Any]:
-        """Collect the losses of all ranks and, if none jumped, check their gradients."""
+        """Collect all ranks' losses and, if none jumped, check their gradients."""
         rows = distributed.all_gather(np.array([loss, limit], np.float64))
         bad = [
             f"{value:.4g} on rank {rank} (above {most:.4g})"
@@ -236,7 +235,7 @@ class TrainingStabilizer:
         names = _nonfinite(self.model)
         losses = [f"{x} on rank {rank}" for rank, x in enumerate(rows[:, 0]) if not np.isfinite(x)]
         if not names and not losses:
-            raise error  # about something other than numbers
+            raise error  # not about non-finite values
         shown = ", ".join(f"'{name}'" for name in names[: clip.NAMED])
         shown += f" and {len(names) - clip.NAMED} more" if names[clip.NAMED :] else ""
         text = f"gradients hold NaN or infinity, in {shown}" if names else ""
@@ -255,21 +254,22 @@ class TrainingStabilizer:
                           go_back=self.gave_up)  # fmt: skip
 
     def go_back(self, manager: Any, state: Mapping[str, Any], **options: Any) -> int:
-        """Load the newest checkpoint and continue from it with another data order; collective.
+        """Load the newest checkpoint and continue from it with a different data order; collective.
 
         Parameters
         ----------
         manager : fsdpc.checkpoint.CheckpointManager
         state : mapping
-            As for ``restore`` of the manager. A :class:`fsdpc.data.Loader` under ``"data"`` gets a
-            call of :meth:`~fsdpc.data.Loader.reorder`; seed any other loader from ``went_back``.
+            As for the manager's ``restore``. A :class:`fsdpc.data.Loader` under ``"data"`` is
+            reordered by :meth:`~fsdpc.data.Loader.reorder`; seed any other loader from
+            ``went_back``.
         **options
             Options of ``restore``.
 
         Returns
         -------
         int
-            The step of the checkpoint.
+            The checkpoint's step.
 
         Raises
         ------
@@ -290,7 +290,7 @@ class TrainingStabilizer:
         return step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts for a checkpoint's ``"extra"``; a load starts an empty window."""
+        """Return the counts for a checkpoint's ``"extra"``; loading starts with an empty window."""
         return {"skipped": dict(self.skipped), "went_back": self.went_back}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
