@@ -1,4 +1,4 @@
-"""Ranks: how they meet and leave, their collectives on values, and what their launchers say."""
+"""Ranks: how they meet and leave, collectives on their values, and their launchers' variables."""
 
 from fsdpc.distributed.group import (
     all_gather,

@@ -1,4 +1,4 @@
-"""All ranks agree, or all raise: errors on one rank, and differences between ranks."""
+"""Agreement: all ranks raise if one rank has an error, or if ranks differ."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from fsdpc._core import MismatchError
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
 
-_BYTES = 1024  # per rank: a line each of kind, mark and text
+_BYTES = 1024  # per rank: one line each for kind, mark and text
 
-#: Exceptions besides Python's own that the other ranks raise too, by name.
+#: Exceptions, besides Python's own, that the other ranks also raise, by name.
 _KNOWN: dict[str, type[Exception]] = {}
 
 
 def raised_together(kind: type[E]) -> type[E]:
-    """Let ranks raise this class, not RuntimeError, if another rank raises it; a decorator."""
+    """Make ranks raise this class, not RuntimeError, if another rank raises it; a decorator."""
     _KNOWN[kind.__name__] = kind
     return kind
 
 
 def agreed(work: Callable[[], T]) -> T:
-    """Return ``work()``; if it raises on any rank, raise on all ranks; collective."""
+    """Return ``work()``, or raise on all ranks if it raises on any; collective."""
     error: BaseException | None = None
     try:
         result = work()
@@ -44,18 +44,18 @@ def agree(error: BaseException | None, mark: int = 0, what: str = "a checkpoint"
     Parameters
     ----------
     error : BaseException, optional
-        This rank's error, if it has one.
+        This rank's error, if any.
     mark : int, default 0
-        A number that must be equal on all ranks, such as a checksum of what they are about to do.
+        A number that must be equal on all ranks, such as a checksum of their next operation.
     what : str
-        Describes the mark in the message, if the marks differ.
+        Description of the mark, for the message if marks differ.
 
     Raises
     ------
     the error itself
         On the rank with the error.
     the same built-in kind, else RuntimeError
-        On the other ranks, with the lowest failing rank and its text.
+        On the other ranks, with the lowest failing rank and its message.
     MismatchError
         No rank failed, but the marks differ.
     """
@@ -84,7 +84,7 @@ def agree(error: BaseException | None, mark: int = 0, what: str = "a checkpoint"
 
 
 def gather_bytes(comm: _core.Comm, data: bytes) -> list[bytes]:
-    """Return every rank's bytes, of any lengths; collective."""
+    """Return every rank's bytes, which may differ in length; collective."""
     lengths = comm.all_gather(_core.tensor(np.array([len(data)]))).numpy().ravel().tolist()
     padded = np.frombuffer(data.ljust(max(1, *lengths), b"\0"), np.uint8)
     rows = comm.all_gather(_core.tensor(padded)).numpy()
@@ -104,7 +104,7 @@ def check_agreement(
     comms: Sequence[_core.Comm],
     cure: str = "build and shard the same model, with the same seed, on every rank",
 ) -> None:
-    """Compare what every rank is about to shard; all ranks report the same difference.
+    """Compare what all ranks are about to shard; all of them report the same difference.
 
     If the mesh contains the world, all ranks compare at once; otherwise first rows, then columns.
     """

@@ -1,4 +1,4 @@
-"""Threads that carry a link's messages (``_core.Link``), and how they end with the world."""
+"""Threads that carry a link's messages (``_core.Link``) and end with the world."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from fsdpc import _core
 
 LOOK_S = 3600.0
 LEAVE_S = 10.0
-GRACE_S = 1.0  # time for the watch to find out who died, after a connection broke
+GRACE_S = 1.0  # for the watch to determine which rank died, after a connection broke
 
 Work = Callable[[], None]
 
-leaving: list[Work] = []  # to wait for once all groups are left
+leaving: list[Work] = []  # to wait for after all groups are left
 
 
 def start(link: _core.Link, rank: int, works: list[Work], close: Work = lambda: None) -> None:
-    """Run each of these on a thread until the link ends; then, once the world is left, ``close``.
+    """Run each of these on a thread until the link ends; call ``close`` after the world is left.
 
-    If one of them raises, the link ends.
+    If one of these raises, the link ends.
     """
 
     def guarded(work: Work) -> None:
@@ -40,8 +40,8 @@ def start(link: _core.Link, rank: int, works: list[Work], close: Work = lambda: 
         thread.start()
 
     def leave() -> None:
-        # Sent data must be on its way before the process may end, and no thread may be inside
-        # torch, because such a thread does not survive the end of Python.
+        # Before the process ends, all data must be sent, and no thread may be inside torch, because
+        # such a thread does not survive the end of Python.
         link.close()
         for thread in threads:
             thread.join(GRACE_S if link.failed else LEAVE_S)

@@ -1,4 +1,4 @@
-"""The environment of a rank, and how many ranks a machine can hold."""
+"""A rank's environment, and the number of ranks that fit on a machine."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
 RANKS_PER_CORE = 64
-KINDS = ("active", "inactive")  # of cached files
-RANK_BYTES = 24 << 20  # private memory of an interpreter with NumPy, before any model
+KINDS = ("active", "inactive")  # kinds of cached files
+RANK_BYTES = 24 << 20  # private memory of an interpreter with NumPy, without a model
 
 
 def _number(path: str, label: str = "") -> int | None:
-    """Return the number after a label in a kernel file."""
+    """Return the number that follows a label in a kernel file."""
     try:
         with open(path, encoding="ascii") as lines:
             for line in lines:
@@ -28,7 +28,7 @@ def _number(path: str, label: str = "") -> int | None:
 
 
 def available_bytes() -> int | None:
-    """Return the available memory: the machine's, or this control group's if that is less.
+    """Return the memory available on the machine or in this control group, whichever is less.
 
     A control group counts cached files as used, although they can be reclaimed.
     """
@@ -43,7 +43,7 @@ def available_bytes() -> int | None:
 
 
 def check_ranks(ranks: int) -> int:
-    """Return `ranks` as an int, or raise with the reason if this machine cannot hold so many.
+    """Return `ranks` as an int, or raise with the reason if this machine cannot run so many.
 
     Parameters
     ----------
@@ -78,12 +78,12 @@ def check_ranks(ranks: int) -> int:
 
 
 def rank_environments(ranks: int) -> list[dict[str, str]]:
-    """Return each rank's variables: those that torchrun would set, and two of ours.
+    """Return each rank's variables: those that torchrun would set, and two of our own.
 
-    Two more contain a descriptor each; supervisor.py sets them when it forks the rank.
+    Two more variables contain descriptors; supervisor.py sets them when it forks the rank.
 
-    MASTER_PORT is a number in a name, not a TCP port. Ranks of one host meet at a socket whose name
-    contains it and the run's ID, so that two simultaneous runs never meet each other.
+    MASTER_PORT is part of a name, not a TCP port. Ranks on one host meet at a socket whose name
+    contains it and the run's ID, so that simultaneous runs never meet each other.
     """
     shared = {
         "WORLD_SIZE": str(ranks),
@@ -97,7 +97,7 @@ def rank_environments(ranks: int) -> list[dict[str, str]]:
 
 
 class Scheduler(NamedTuple):
-    """The variables with which another launcher tells a task its rank."""
+    """The variables with which another launcher passes a task its rank."""
 
     name: str
     rank: str
@@ -115,16 +115,15 @@ SCHEDULERS = (
 )  # fmt: skip
 TORCHRUN = Scheduler("torchrun", "RANK", "WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE")
 PMI2 = Scheduler("srun", "PMI_RANK", "PMI_SIZE", "PMI_RANK", "")  # srun --mpi=pmi2, and SLURM's
-# SLURM uses numbers from here on for anything but a step of srun: a batch script, a shell.
+# SLURM uses numbers from here on for anything but an srun step, such as a batch script or shell.
 SLURM_SPECIAL_STEPS = 0xFFFFFF00
 
 
 def find_scheduler(environment: Mapping[str, str]) -> Scheduler | None:
     """Return the launcher that started this process as one of several tasks, or None.
 
-    None also stands for torchrun. A script of sbatch and a shell of salloc or ``srun --pty`` have
-    SLURM's variables but are not tasks of this kind: they have no step, a special one, or a
-    terminal.
+    None also stands for torchrun. An sbatch script and a shell from salloc or ``srun --pty`` have
+    SLURM's variables but are not such tasks: they have no step, a special step, or a terminal.
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return None
@@ -145,9 +144,9 @@ def find_scheduler(environment: Mapping[str, str]) -> Scheduler | None:
 def refuse_contradictions(environment: Mapping[str, str]) -> None:
     """Raise ValueError if two launchers contradict each other about this process's rank.
 
-    One launcher may have started another. torchrun numbers its ranks freely, and mpirun and mpiexec
-    start their own daemons with srun. Whatever set RANK may have been started once on each host.
-    None of these is a contradiction.
+    One launcher may have started another: torchrun numbers its ranks freely, mpirun and mpiexec
+    start their own daemons with srun, and the launcher that set RANK may run once per host. None of
+    these is a contradiction.
     """
     if "TORCHELASTIC_RUN_ID" in environment or "FSDPC_LAUNCHER_PID" in environment:
         return
@@ -178,7 +177,7 @@ def _who(environment: Mapping[str, str], scheduler: Scheduler) -> tuple[int, int
 
 
 def _size(environment: Mapping[str, str], scheduler: Scheduler) -> int:
-    """Return the number of tasks from the scheduler's variables; 0 if there is none."""
+    """Return the number of tasks from the scheduler's variables, or 0 if they do not contain it."""
     names = scheduler[1:4]
     if not all(environment.get(name, "").isdigit() for name in names):
         return 0
@@ -186,14 +185,14 @@ def _size(environment: Mapping[str, str], scheduler: Scheduler) -> int:
 
 
 def adopt_scheduler(environment: MutableMapping[str, str]) -> None:
-    """Set torchrun's variables from those of srun or mpirun, if one of them started this process.
+    """Set torchrun's variables from those of srun or mpirun if either started this process.
 
     Raises
     ------
     ValueError
-        The format of SLURM's number of tasks on this host is unknown.
+        SLURM's number of tasks per host has an unknown format.
     NotImplementedError
-        Hosts have different numbers of tasks.
+        The hosts have different numbers of tasks.
     """
     scheduler = find_scheduler(environment)
     if scheduler is None:
@@ -211,7 +210,7 @@ def adopt_scheduler(environment: MutableMapping[str, str]) -> None:
 
 
 def _slurm_tasks_a_host(environment: Mapping[str, str], size: int) -> int:
-    """Return the number of tasks per host, from a list like "4(x2)" or "4,4"."""
+    """Return the number of tasks per host from a list such as "4(x2)" or "4,4"."""
     names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     name = next((name for name in names if environment.get(name)), "")
     if not name:
@@ -228,9 +227,9 @@ def _slurm_tasks_a_host(environment: Mapping[str, str], size: int) -> int:
 
 
 def _launcher(variable: str) -> str:
-    """Return the process that set a variable, as text: the nearest ancestor without it.
+    """Describe the process that set a variable: the nearest ancestor that lacks it.
 
-    Ancestors that we may not read (of another user, or hidden) count as without it.
+    Ancestors that we may not read (another user's, or hidden) count as lacking it.
     """
     pid = os.getpid()
     while True:
@@ -248,7 +247,7 @@ def _launcher(variable: str) -> str:
 
 
 def process_stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; zeros if it is hidden."""
+    """Return the fields of /proc/PID/stat from the state onwards, or zeros if it is hidden."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
             return stat.read().rpartition(")")[2].split() or ["0"] * 20
@@ -257,10 +256,10 @@ def process_stat(pid: int) -> list[str]:
 
 
 def run_address(environment: Mapping[str, str]) -> tuple[str, str]:
-    """Return the base of a run's socket names, and a secret; both are unique to the run.
+    """Return the base of a run's socket names and a secret, both unique to the run.
 
     Anyone can read the names. The secret is known to processes that know FSDPC_RUN_ID, which child
-    processes inherit, or that, under torchrun, have the same torchrun as ancestor.
+    processes inherit, or that have the same torchrun as an ancestor.
     """
     parts = [
         environment.get(name, default)
@@ -278,9 +277,9 @@ def run_address(environment: Mapping[str, str]) -> tuple[str, str]:
 
 
 def find_mpi(environment: Mapping[str, str], size: int) -> tuple[str, ...]:
-    """Return the MPI families that may have started this process, one of ``size``; () for none.
+    """Return the MPI families that may have started this process as one of ``size``; () if none.
 
-    srun reports the protocol (PMIx), which more than one family understands.
+    srun reports only the protocol (PMIx), which several families understand.
     """
     for name, families in (
         ("OMPI_COMM_WORLD_SIZE", ("openmpi",)),
@@ -296,7 +295,7 @@ pretended_host: int | None = None  # set by pretend.py, for tests
 
 
 def this_host() -> tuple[str, str]:
-    """Return an identifier of this host and its name; a container may be a host."""
+    """Return this host's identifier and name; a container may count as a host."""
     if pretended_host is not None:
         return f"pretended {pretended_host}", f"node{pretended_host}"
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
@@ -304,7 +303,7 @@ def this_host() -> tuple[str, str]:
 
 
 def count_hosts(ranks: Sequence[tuple[str, str]]) -> int:
-    """Return how many hosts the ranks are on, from each one's :func:`this_host`.
+    """Return the number of hosts that the ranks are on, given each rank's :func:`this_host`.
 
     Raises
     ------
@@ -329,10 +328,10 @@ def count_hosts(ranks: Sequence[tuple[str, str]]) -> int:
 
 
 def inherited_socket(address: str, rank: int) -> int:
-    """Return the listening socket that the launcher opened for this rank, once; else -1.
+    """Return the listening socket that the launcher opened for this rank, but only once; else -1.
 
-    The number in FSDPC_RANK_SOCKET counts only if that descriptor has the name of this rank in this
-    run. The program may have changed the address, or be a child of the rank that inherited its
+    The number in FSDPC_RANK_SOCKET is used only if that descriptor's name is this rank's in this
+    run. The program may have changed the address, or may be the rank's child, which inherits its
     variables but not its descriptors.
     """
     text = os.environ.pop("FSDPC_RANK_SOCKET", "")

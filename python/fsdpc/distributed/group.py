@@ -1,11 +1,11 @@
-"""Ranks: who this process is, and collectives for your own values.
+"""Ranks: this process's identity, and collectives for your own values.
 
 Ranks come from torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT), which ``fsdpc run`` and ``launch`` set too. :func:`init` makes it from that of
-``srun`` or ``mpirun``, or from its arguments. Without any of them there is one rank. Ranks of a
-host share memory; no port is opened and nothing is left behind. On GPUs
-(:func:`fsdpc.set_default_device`) a rank takes the one of its LOCAL_RANK, or shares one if there
-are fewer. NCCL carries bytes between them; ranks that share a GPU need NCCL 2.30 or newer.
+MASTER_PORT), which ``fsdpc run`` and ``launch`` set too. :func:`init` derives it from the variables
+of ``srun`` or ``mpirun``, or from its arguments. Without any of them there is one rank. Ranks on a
+host share memory; no port is opened and nothing is left behind. With GPUs
+(:func:`fsdpc.set_default_device`), a rank uses the GPU of its LOCAL_RANK, or shares one if there
+are too few. NCCL carries bytes between them; ranks that share a GPU need NCCL 2.30 or newer.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from fsdpc.distributed.environment import (
 V = TypeVar("V")
 
 _world: _core.Comm | None = None
-_met: list[_core.Comm] = []  # groups that joined by themselves; left together with the world
-_join_torch: Callable[[], bool] | None = None  # through torch's process group; set by fsdpc.torch
+_met: list[_core.Comm] = []  # groups that joined separately; left together with the world
+_join_torch: Callable[[], bool] | None = None  # by torch's process group; set by fsdpc.torch
 _local_rank = 0
 _deterministic = False
 
@@ -58,17 +58,17 @@ def init(
     Parameters
     ----------
     rank, world_size : int, optional
-        This process's rank and the number of ranks; by default from the environment, or a world of
-        one if that has none.
+        This process's rank and the number of ranks; by default from the environment or, if it does
+        not specify them, a world of one.
     deterministic : bool, default False
-        Sum micro-steps in the same tree as ranks. The result then depends only on the list of
-        micro-batches, not on how ranks and accumulation split it. On several hosts, and over shard
-        groups of a hybrid mesh, this holds for powers of two; otherwise rank 0 warns. In fp16, or
-        if the number of micro-steps is not a power of two, do not divide the loss: dividing it
-        rounds each gradient. Instead call ``set_gradient_divide_factor`` with the number of
-        micro-steps times the number of ranks. Every micro-step is reduced; ``no_sync()`` only hides
-        the result until a later micro-step is. On a GPU attention uses cuDNN's deterministic
-        backward, which is three times slower.
+        Whether to sum micro-steps in the same tree as ranks. The result then depends only on the
+        list of micro-batches, not on how it is split over ranks and accumulation. On several hosts,
+        and over shard groups of a hybrid mesh, this holds for powers of two; otherwise rank 0
+        warns. In fp16, or if the number of micro-steps is not a power of two, do not divide the
+        loss: dividing it rounds each gradient. Instead call ``set_gradient_divide_factor`` with the
+        number of micro-steps times the number of ranks. Every micro-step is reduced; ``no_sync()``
+        only hides the result until a later micro-step. On a GPU, attention uses cuDNN's
+        deterministic backward, which is three times slower.
 
     Raises
     ------
@@ -79,9 +79,9 @@ def init(
     TimeoutError
         A rank did not arrive within ``FSDPC_TIMEOUT_S``; the message names it.
     NotImplementedError
-        Ranks are on several hosts, and nothing carries bytes between them.  Or several ranks are
-        on GPUs, and there is no NCCL (the message says where it was looked for), or one older than
-        2.30 for ranks that share a GPU.
+        Ranks are on several hosts without a link between them.  Or several ranks are on GPUs and
+        NCCL was not found (the message lists where it was searched), or ranks share a GPU and NCCL
+        is older than 2.30.
 
     Examples
     --------
@@ -110,7 +110,7 @@ def init(
     local_size = _environment_int("LOCAL_WORLD_SIZE", world_size)
     _local_rank = _environment_int("LOCAL_RANK", rank % max(local_size, 1))
     hosts = _hosts(rank, world_size, _local_rank, local_size)
-    # Torch's process group joins hosts, and ranks without numbers from a launcher.
+    # Torch's process group joins hosts, and ranks that no launcher has numbered.
     if given or named and hosts == 1 or _join_torch is None or not _join_torch():
         _world = _meet(rank, world_size, hosts)
     _deterministic = bool(deterministic)
@@ -118,12 +118,12 @@ def init(
 
 
 def _meet(rank: int, world_size: int, hosts: int) -> _core.Comm:
-    """Join ranks that have numbers from the environment or :func:`init`."""
+    """Join ranks whose numbers come from the environment or :func:`init`."""
     address, secret = run_address(os.environ)
     listening = inherited_socket(address, rank)
     news = _environment_int("FSDPC_NEWS_FD", -1)
     if (world_size == 1 or hosts > 1) and listening >= 0:
-        os.close(listening)  # no peer to meet, or one under another name: a pretended host
+        os.close(listening)  # no peer to meet, or another name is used: a pretended host
         listening = news = -1
     comm = _core.Comm(
         rank,
@@ -143,7 +143,7 @@ def _meet(rank: int, world_size: int, hosts: int) -> _core.Comm:
 
 
 def _hosts(rank: int, world_size: int, local_rank: int, local_size: int) -> int:
-    """Return the number of hosts, from the numbers that a launcher has set."""
+    """Return the number of hosts from the variables set by a launcher."""
     said = f"RANK {rank}, WORLD_SIZE {world_size}, LOCAL_RANK {local_rank}, "
     said += f"LOCAL_WORLD_SIZE {local_size}"
     if not 0 <= local_rank < local_size:
@@ -159,7 +159,7 @@ def _hosts(rank: int, world_size: int, local_rank: int, local_size: int) -> int:
 
 
 def _link(rank: int, world_size: int, hosts: int) -> _core.Link:
-    """Return the link between hosts: the MPI whose launcher started the ranks."""
+    """Return the link between hosts, over the MPI whose launcher started the ranks."""
     if environment.pretended_host is not None:
         from fsdpc.distributed import pretend
 
@@ -196,7 +196,7 @@ def world() -> _core.Comm:
 
 @atexit.register
 def shutdown() -> None:
-    """Leave without waiting for the others. Models sharded here cannot be used afterwards.
+    """Leave without waiting for other ranks. Models sharded here cannot be used afterwards.
 
     Examples
     --------
@@ -282,7 +282,7 @@ def local_rank() -> int:
 
 
 def _as_tensor(value: Any, floating: bool = False) -> Tensor:
-    """Copy a user's value, or raise before anything is sent if it cannot be sent."""
+    """Copy a user's value, or raise, before anything is sent, if it cannot be sent."""
     if isinstance(value, Tensor):
         tensor = value.detach().clone()
     elif isinstance(value, (np.ndarray, np.generic, float, int)):
@@ -306,7 +306,7 @@ def _like(result: Tensor, value: V) -> V:
 
 
 def all_reduce(value: V, op: str = "sum") -> V:
-    """Combine one value from every rank; every rank gets the same bits.
+    """Combine one value from each rank; every rank gets the same bits.
 
     Parameters
     ----------
@@ -317,7 +317,7 @@ def all_reduce(value: V, op: str = "sum") -> V:
     Returns
     -------
     the type of ``value``
-        A new object. Sums of floats use a fixed pairwise tree over ranks in at least float32.
+        A new object. Float sums use a fixed pairwise tree over ranks, in at least float32.
 
     Examples
     --------
@@ -335,7 +335,7 @@ def all_reduce(value: V, op: str = "sum") -> V:
 
 
 def all_gather(value: Any) -> Any:
-    """Collect one value from every rank, in rank order.
+    """Collect one value from each rank, in rank order.
 
     Parameters
     ----------

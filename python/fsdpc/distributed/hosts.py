@@ -1,7 +1,7 @@
 """Ranks on several hosts: the mpirun or mpiexec command that starts them.
 
 MPI's launchers know how to start processes on hosts, end them together, and forward signals, output
-and exit codes. This process therefore replaces itself by such a launcher.
+and exit codes. This process therefore replaces itself with such a launcher.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fsdpc import _core
 if TYPE_CHECKING:
     import argparse  # the package avoids this import at startup
 
-# By the text that a launcher prints about itself.
+# Families, by the text that a launcher prints about itself.
 FAMILIES = {"Open MPI": "openmpi", "OpenRTE": "openmpi", "HYDRA": "mpich"}
 PROGRAMS = ("mpirun", "mpiexec", "mpirun.openmpi", "mpiexec.mpich", "mpiexec.hydra")
 TIMEOUT = "MPIEXEC_TIMEOUT"  # both families read it; Hydra's mpiexec rejects it as an option
@@ -43,7 +43,7 @@ def add_options(group: argparse._ActionsContainer) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raise ValueError for options that need ``--hosts``, and for options that exclude it."""
+    """Raise ValueError for options that require ``--hosts``, and for options that exclude it."""
     if options.hosts is None:
         names = ("launcher", "agent", "ranks_per_host")
         wrong = [name for name in names if getattr(options, name, None) is not None]
@@ -61,7 +61,7 @@ def check_hosts(text: str, ranks: int | None, ranks_per_host: int | None) -> tup
     Parameters
     ----------
     text : str
-        Names, separated by commas.
+        Host names, separated by commas.
     ranks, ranks_per_host : int, optional
         Total or per host; exactly one of them.
 
@@ -92,7 +92,7 @@ def families() -> list[str]:
 
 
 def find_launcher(name: str | None) -> tuple[str, str]:
-    """Return the path of an MPI launcher, and its family, which fsdpc was built with.
+    """Return an MPI launcher's path and its family, which must be one that fsdpc was built with.
 
     Raises
     ------
@@ -124,7 +124,7 @@ def command_line(
     agent: str | None,
     environment: Mapping[str, str],
 ) -> list[str]:
-    """Return the words before the command that each rank runs."""
+    """Return the arguments that precede the command that each rank runs."""
     path, family = launcher
     size = str(len(hosts) * ranks_per_host)
     if family == "mpich":
@@ -146,22 +146,22 @@ def run(
     agent: str | None = None,
     timeout: float | None = None,
 ) -> NoReturn:
-    """Replace this process by a launcher that runs a Python script on every rank; print it first.
+    """Print a launcher command that runs a Python script on every rank, and replace this process.
 
     Parameters
     ----------
     command : sequence of str
-        The words after ``python``: a script, or -m and a module, and its arguments.
+        The arguments after ``python``: a script, or -m and a module, and its arguments.
     hosts : sequence of str
         Host names, as the launcher understands them.
     ranks_per_host : int
         Number of ranks per host.
     launcher : str, optional
-        An mpirun or mpiexec; by default the first one whose MPI fsdpc was built with.
+        An mpirun or mpiexec; by default the first for whose MPI family fsdpc was built.
     agent : str, optional
-        The command that starts commands on other hosts, instead of ssh.
+        The command, instead of ssh, that runs commands on other hosts.
     timeout : float, optional
-        Seconds after which all ranks are ended.
+        Seconds after which all ranks are stopped.
 
     Raises
     ------

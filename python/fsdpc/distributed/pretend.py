@@ -1,8 +1,8 @@
-"""Pretended hosts for tests: groups of ranks on this machine that share no memory.
+"""Pretended hosts, for tests: groups of ranks on this machine that share no memory.
 
-Only :mod:`fsdpc.testing` uses this. A rank reports a host identifier of its own, and Python threads
-carry the bytes between hosts over Unix sockets that connect all ranks. Its speed therefore says
-nothing about real links. To the engine it is a link like any other.
+Only :mod:`fsdpc.testing` uses this. A rank reports a made-up host identifier, and Python threads
+carry the bytes between hosts over Unix sockets that connect all ranks. The speed is therefore not
+that of real links. To the engine it is a link like any other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MEET_S = 30.0
 
 
 def on_hosts(hosts: int) -> None:
-    """Put this rank on one of ``hosts`` hosts, by its number; call it before the ranks meet."""
+    """Assign this rank to one of ``hosts`` hosts; call it before the ranks meet."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if hosts < 1 or size % hosts:
         raise ValueError(f"{size} ranks on {hosts} hosts: every host must have as many")
@@ -33,7 +33,7 @@ def on_hosts(hosts: int) -> None:
 
 
 def carry(rank: int, size: int, address: str) -> _core.Link:
-    """Create a link between the ranks of this ``address``; collective."""
+    """Create a link between the ranks that share this ``address``; collective."""
     peers = _meet(rank, size, f"\0fsdpc-pretend-{os.geteuid()}-{address}-")
     link = _core.Link(rank, size)
 
@@ -47,7 +47,7 @@ def carry(rank: int, size: int, address: str) -> _core.Link:
 
 
 def _meet(rank: int, size: int, name: str) -> dict[int, socket.socket]:
-    """Return connections to all other ranks; each rank calls those before it."""
+    """Return connections to all other ranks; each rank connects to those before it."""
     peers = {}
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"{name}{rank}")
@@ -93,9 +93,9 @@ def _send(link: _core.Link, peers: dict[int, socket.socket]) -> None:
             if message is not None:
                 peer, tag, data = message
                 peers[peer].sendall(HEAD.pack(tag, len(data)))
-                if len(data) > 0:  # otherwise that rank may have read everything and left
+                if len(data) > 0:  # otherwise that rank may have received everything and left
                     peers[peer].sendall(data)
-    except _core.PeerError:  # everything posted is sent
+    except _core.PeerError:  # everything posted has been sent
         for connection in peers.values():
             try:
                 connection.sendall(FAREWELL)

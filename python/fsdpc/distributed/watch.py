@@ -1,8 +1,8 @@
-"""The watch between hosts: how the first ranks of hosts connect.
+"""The watch between hosts: how each host's first rank connects.
 
-Rank 0 listens only while the ranks meet. The first rank of every other host calls it. Both prove
-that they know a key. The ranks received it over the link, and it is not in any argument,
-environment or file. From then on the engine's thread owns the connections (csrc/comm/host_watch.h).
+Rank 0 listens only while the ranks meet. The first rank of every other host connects to it. Both
+prove that they know a key, which the ranks received over the link and which is not in any argument,
+environment or file. The engine's thread then owns the connections (csrc/comm/host_watch.h).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ PROOF = 32
 MEET_S = 10.0  # for all hosts
 SHAKE_S = 3.0  # for one of them
 WAITING = 64  # maximum number of callers that have not answered yet
-TOLD = 512  # bytes that a rank sends to the others
+TOLD = 512  # bytes that each rank sends to the others
 SIOCGIFADDR = 0x8915
 
 
 def start(comm: _core.Comm, hosts: int) -> None:
-    """Connect the first ranks of all hosts and begin to watch; collective.
+    """Connect all hosts' first ranks and begin to watch; collective.
 
-    If that fails, rank 0 reports why, and training continues without a watch: deadlines remain.
+    If that fails, rank 0 reports why, and training continues with deadlines but without a watch.
     """
     ranks = comm.size // hosts
     host = comm.rank // ranks
@@ -90,7 +90,7 @@ def start(comm: _core.Comm, hosts: int) -> None:
 
 
 def _tell(comm: _core.Comm, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """Send every rank's text to all ranks."""
+    """Exchange a text from every rank with all ranks."""
     text = json.dumps(mine).encode()[:TOLD]
     if len(text) == TOLD:
         text = json.dumps({"problem": "what a rank says of itself is too long"}).encode()
@@ -102,7 +102,7 @@ def _tell(comm: _core.Comm, mine: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _listen() -> socket.socket | None:
-    """Listen at one address; None if no watch is wanted."""
+    """Listen at one address; return None if no watch is wanted."""
     environment = _core.check_environment()
     if not environment["FSDPC_WATCH"]:
         return None
@@ -158,7 +158,7 @@ def call(at: tuple[str, int], key: bytes, host: int, hosts: int) -> socket.socke
     Raises
     ------
     OSError
-        No process answers, or the peer does not know the key.
+        No process answers, or the peer cannot prove that it knows the key.
     """
     connection = socket.create_connection(at, timeout=MEET_S)
     try:
@@ -186,7 +186,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 class _Caller:
-    """A connection that has yet to prove which host it comes from."""
+    """A connection that has not yet proved which host it comes from."""
 
     def __init__(self, connection: socket.socket, address: Any) -> None:
         self.connection = connection
@@ -213,7 +213,7 @@ class _Caller:
 
 
 class _Door:
-    """The connections from callers, until every other host has called."""
+    """Accepts callers' connections until every other host has connected."""
 
     def __init__(self, listening: socket.socket, key: bytes, hosts: int) -> None:
         self.listening = listening
@@ -230,7 +230,7 @@ class _Door:
         return [host for host in range(1, self.hosts) if host not in self.found]
 
     def look(self) -> None:
-        """Accept and read from waiting callers, for at most a tenth of a second."""
+        """Accept waiting callers and read from them, for at most a tenth of a second."""
         for key, _ in self.ready.select(0.1):
             try:
                 if key.fileobj is self.listening:
@@ -291,12 +291,12 @@ class _Door:
 
 
 def accept(listening: socket.socket, key: bytes, hosts: int) -> dict[int, socket.socket]:
-    """Wait for every other host; refuse and log all other callers.
+    """Wait for every other host to connect; refuse and log all other callers.
 
     Raises
     ------
     OSError
-        A host did not call within ``MEET_S``.
+        A host did not connect within ``MEET_S``.
     """
     door = _Door(listening, key, hosts)
     end = time.monotonic() + MEET_S

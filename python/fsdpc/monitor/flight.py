@@ -120,7 +120,7 @@ class FlightRecorder:
         self._hook(kind, error, trace)
 
     def _try_to_write(self, reason: str, stack: list[str]) -> None:
-        """Write unless a write is in progress; ignore errors, as a full disk must not end a run."""
+        """Write unless a write is in progress; report errors, as a full disk must not end a run."""
         if self._is_writing:
             return
         self._is_writing = True

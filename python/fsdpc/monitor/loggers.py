@@ -148,8 +148,7 @@ class Csv(Logger):
             return next(csv.reader(file), [])
 
     def _widen(self, names: list[str]) -> None:
-        """Rewrite all lines, with the new names, to a second file, which then replaces the
-        first."""
+        """Write all lines, with the new names, to a second file, which then replaces the first."""
         rows: list[dict[str, str]] = []
         if self._names:
             with self.path.open(newline="", encoding="utf-8") as file:

@@ -117,8 +117,8 @@ def plot_runs(
     ------
     ImportError
         matplotlib is not installed.
-    There is nothing to draw, or the file has another format.
-        There is nothing to draw, or the file's format is another.
+    ValueError
+        There is nothing to draw, or the file has another format.
 
     Examples
     --------
@@ -434,8 +434,7 @@ def check_installed() -> None:
 
 
 def _in_notebook() -> bool:
-    """Return whether this is a notebook kernel or a %%ranks rank, but not a rank forked from a
-    kernel."""
+    """Return whether this is a kernel or a %%ranks rank, but not a rank forked from a kernel."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if getattr(shell, "shows_in_notebook", False):
         return True
@@ -484,7 +483,7 @@ def _draw_values(ax: Any, values: dict[int, float], colour: str, name: str, titl
         ax.plot(steps, heights, color=colour, label=title)
         return
     ax.plot(steps, heights, color=colour, alpha=0.25, linewidth=0.8)
-    mean = np.convolve(heights, np.full(window, 1 / window), "valid")  # over the last `window` steps
+    mean = np.convolve(heights, np.full(window, 1 / window), "valid")  # of `window` last steps
     ax.plot(steps[window - 1 :], mean, color=colour, label=title)
 
 

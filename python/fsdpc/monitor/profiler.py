@@ -208,8 +208,7 @@ class ProfiledSteps:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Run the step inside, profiling it if it is selected; collective at the last selected
-        step."""
+        """Run the step inside, profiled if selected; collective at the last selected step."""
         if number not in self.steps or self._profile.flight is not None:
             yield
             return

@@ -1,7 +1,7 @@
-"""Ranks for a notebook: ``%load_ext fsdpc``, then ``%ranks 2``, and ``%%ranks`` on top of cells.
+"""Ranks for a notebook: ``%load_ext fsdpc``, then ``%ranks 2``, and ``%%ranks`` atop cells.
 
-The ranks stay until ``%ranks stop``, so a cell finds what earlier cells defined on them.
-docs/notebooks.md shows how to work with them. Only this package needs and imports IPython.
+The ranks run until ``%ranks stop``, so a cell can use anything that earlier cells defined on them.
+docs/notebooks.md shows how to work with them. Only this package imports IPython.
 """
 
 from __future__ import annotations

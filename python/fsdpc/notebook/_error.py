@@ -1,4 +1,4 @@
-"""The error of a failed cell."""
+"""The error raised for a failed cell."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ class RankError(RuntimeError):
         self._lines = lines
 
     def _render_traceback_(self) -> list[str]:
-        """Return the text that IPython shows instead of this process's frames."""
+        """Return the text that IPython shows in place of this process's frames."""
         return self._lines

@@ -22,12 +22,12 @@ from fsdpc.notebook._output import All, First, write
 from fsdpc.notebook._rank import INLINE, load, main, pickler, serve
 
 LINE_HELP = """%ranks N starts N ranks, %ranks says what runs, %ranks stop (or 0) ends them."""
-LAST_LINES = 10  # of a rank that died
+LAST_LINES = 10  # shown of a rank that died
 READ_HERE = "bring numbers or arrays back, or import what it needs in the notebook too"
 
 
 def why_not_fork() -> str | None:
-    """Return why ranks cannot be forked and must be separate programs; None if they can be."""
+    """Return why ranks must be separate programs, or None if they can be forked."""
     try:
         refuse_unsafe_fork()
     except RuntimeError as error:
@@ -49,8 +49,8 @@ class RankMagics(Magics):
         super().__init__(shell)
         self._pool: Pool | None = None
         self._how = ""
-        self._lost = ""  # why there are no ranks any more
-        self._count = 0  # how many were started last
+        self._lost = ""  # why there are no longer any ranks
+        self._count = 0  # how many were last started
         self._pid = os.getpid()
         atexit.register(self.stop)
 
@@ -59,18 +59,18 @@ class RankMagics(Magics):
         """Start and end ranks (``%ranks``), and run cells on them (``%%ranks``).
 
         ``%ranks 2``
-            Start two ranks, which stay; earlier ranks are ended. ``--spawn`` starts them as
-            separate programs, which is the default if a fork would be unsafe.
+            Start two persistent ranks, ending earlier ones. ``--spawn`` starts them as separate
+            programs, which is the default if a fork would be unsafe.
         ``%ranks``
             Show which ranks are running.
         ``%ranks stop``
-            End them; ``%ranks 0`` does the same.
+            End the ranks; ``%ranks 0`` does the same.
         ``%%ranks``
-            Run the cell on all ranks; ``%%ranks 0`` and ``%%ranks 0,2-3`` on some.
+            Run the cell on all ranks; ``%%ranks 0`` or ``%%ranks 0,2-3`` on some.
         ``%%ranks -i lr,sizes``
-            Send variables of the notebook first.
+            Send notebook variables to the ranks first.
         ``%%ranks -o losses``
-            Fetch variables: a list by rank, or the value if only one rank ran.
+            Fetch variables afterwards: a list by rank, or the value if only one rank ran.
         ``%%ranks --all``
             Show every rank's output with its number; by default only the first rank's.
         """
@@ -177,7 +177,7 @@ class RankMagics(Magics):
             self.shell.user_ns[name] = values[0] if len(values) == 1 else values
 
     def _which(self, text: str | None) -> list[int]:
-        """Return the ranks that a text such as "0,2-3" names."""
+        """Return the ranks specified by a text such as "0,2-3"."""
         if text is None:
             return list(range(self._count))
         found: set[int] = set()
@@ -222,7 +222,7 @@ class RankMagics(Magics):
         self.stop()
 
     def _raise(self, ranks: list[int], answers: dict[int, Any], shown: bool) -> None:
-        """Raise the cell's error, if it failed."""
+        """Raise the cell's error if it failed."""
         pool = self._pool
         assert pool is not None
         errors = {rank: answers[rank]["error"] for rank in ranks if rank in answers}
@@ -257,7 +257,7 @@ class RankMagics(Magics):
         raise RankError(text, [*_told(errors), *([f"RankError{after}"] if after else [])], texts)
 
     def _leave_world(self) -> str:
-        """Make all ranks leave the failed world; return a text about the consequences."""
+        """Make all ranks leave the failed world; return a message about the consequences."""
         assert self._pool is not None
         self._pool.ask({rank: {"kind": "leave"} for rank in range(self._count)}, Silent())
         return (
@@ -267,7 +267,7 @@ class RankMagics(Magics):
 
 
 def _stopped(text: str) -> KeyboardInterrupt:
-    """Return an interrupt that is shown without frames of this process."""
+    """Return an interrupt that is shown without this process's frames."""
     error = KeyboardInterrupt(text)
     error._render_traceback_ = lambda: [f"KeyboardInterrupt: {text}"]  # type: ignore[attr-defined]
     return error
@@ -279,7 +279,7 @@ def _is_echo(error: Any) -> bool:
 
 
 def _told(errors: dict[int, Any]) -> list[str]:
-    """Return each traceback once, under its ranks; one line for ranks that only echo it."""
+    """Return each traceback once, headed by its ranks; ranks that only echo it get one line."""
     alike: dict[Any, list[int]] = {}
     for rank, error in errors.items():
         alike.setdefault((error["type"], tuple(error["frames"])), []).append(rank)

@@ -1,8 +1,8 @@
-"""What ranks print and display, as one cell's output, with equal output only once.
+"""The ranks' printed and displayed output in one cell, with equal output shown only once.
 
-By default the first rank's output appears as it arrives, and a line at the end says whether the
-others' was the same. With ``--all``, all ranks' output appears line by line with the ranks in
-front.
+By default the first rank's output appears as it arrives, and a final line reports whether the
+others' was the same. With ``--all``, all ranks' output appears line by line, prefixed with the
+ranks.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 from fsdpc.launching.channel import Message
 from fsdpc.launching.forked import name_ranks
 
-LATE_S = 0.3  # how long a line waits for the same line of other ranks
-ADDRESS = re.compile(r"\b0x[0-9a-f]+")  # of an object, in its repr
+LATE_S = 0.3  # how long a line waits for the same line from other ranks
+ADDRESS = re.compile(r"\b0x[0-9a-f]+")  # an object's address in its repr
 
 
 def write(text: str) -> None:
-    """Print into the cell at once."""
+    """Print to the cell immediately."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def show(shell: Any, message: Message) -> None:
-    """Display in this process what a rank displays."""
+    """Display a rank's object in this process."""
     if message.get("clear"):
         shell.display_pub.clear_output(wait=message["wait"])
         return
@@ -42,12 +42,12 @@ def show(shell: Any, message: Message) -> None:
 
 
 def _compared(message: Message) -> str:
-    """Return the key for comparing two ranks' displays."""
+    """Return a key by which to compare two ranks' displays."""
     return ADDRESS.sub("0x", repr(sorted(message.get("data", {}).items())))
 
 
 class _Said:
-    """A digest of what a rank printed and displayed, without overwritten progress lines."""
+    """A digest of a rank's printed and displayed output, without overwritten progress lines."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -74,7 +74,7 @@ class _Said:
 
 
 class First:
-    """Only the first rank's output, and at the end a comparison with the others'."""
+    """Shows only the first rank's output and, at the end, a comparison with the others'."""
 
     def __init__(self, ranks: Sequence[int], shell: Any) -> None:
         self._lead, self._shell = ranks[0], shell
@@ -99,7 +99,7 @@ class First:
     def tick(self) -> None: ...
 
     def close(self) -> None:
-        """Write the line at the end, if other ranks printed anything."""
+        """Write the final line if other ranks printed anything."""
         digests = {rank: said.digest() for rank, said in self._said.items() if not said.is_empty}
         others = [rank for rank in digests if rank != self._lead]
         if not others:
@@ -113,7 +113,7 @@ class First:
 
 
 class All:
-    """All ranks' output, line by line; what several ranks print at about the same time, once."""
+    """Shows all ranks' output line by line, and lines that several print together only once."""
 
     def __init__(self, ranks: Sequence[int], shell: Any) -> None:
         self._shell = shell
@@ -139,18 +139,18 @@ class All:
             self._merge(time.monotonic())
 
     def tick(self) -> None:
-        """Write lines that no other rank has printed in the meantime."""
+        """Write lines that have waited long enough for other ranks to print them."""
         self._merge(time.monotonic())
 
     def close(self) -> None:
-        """Write the rest."""
+        """Write the remaining lines."""
         for rank, line in self._lines.items():
             if line:
                 self.text(rank, "\n")
         self._merge(float("inf"))
 
     def _merge(self, now: float) -> None:
-        """Write the oldest items, once each for all ranks with the same oldest item."""
+        """Write each rank's oldest item, only once for ranks with the same item."""
         while waiting := [rank for rank, items in self._items.items() if items]:
             oldest = min(waiting, key=lambda rank: (self._items[rank][0][0], rank))
             since, text, message = self._items[oldest][0]

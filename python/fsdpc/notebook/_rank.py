@@ -1,7 +1,7 @@
-"""The rank's side: an IPython shell that runs the cells it receives.
+"""The rank's side: an IPython shell that runs received cells.
 
 Each rank has its own shell and namespace, in a module ``__main__``. A cell works there as in a
-notebook: its last expression is shown, magics and ``await`` work, figures are shown as PNG.
+notebook: its last expression is shown, magics and ``await`` work, and figures are shown as PNG.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CELL = re.compile(r"<ipython-input-")
 
 
 def pickler() -> Any:
-    """Return cloudpickle if it is installed, since it supports notebook functions; else pickle.
+    """Return cloudpickle if installed, because it supports notebook functions; otherwise pickle.
 
     Each can read the other's output.
     """
@@ -47,7 +47,7 @@ def pickler() -> Any:
 
 
 class _Host:
-    """The notebook, as a rank sees it: messages to it, and Ctrl-C from it.
+    """The rank's view of the notebook: messages to it, and Ctrl-C from it.
 
     Ctrl-C raises only while a cell runs, and never in the middle of a message.
     """
@@ -55,7 +55,7 @@ class _Host:
     def __init__(self, fd: int) -> None:
         self._channel = Channel(fd)
         self._in_cell = self._is_late = False
-        self._sending = 0  # messages of the main thread
+        self._sending = 0  # messages from the main thread
         self._lock = threading.Lock()
         signal.signal(signal.SIGINT, self._interrupt)
 
@@ -81,7 +81,7 @@ class _Host:
         return message
 
     def send(self, message: Message) -> None:
-        """Send a message; wait if the main thread displays something."""
+        """Send a message; wait if the main thread is displaying an object."""
         if threading.current_thread() is not threading.main_thread():
             with self._lock:
                 self._channel.send(message)
@@ -99,7 +99,7 @@ class _Host:
             raise KeyboardInterrupt
 
     def show(self, **content: Any) -> None:
-        """Make the notebook show something below the printed text."""
+        """Make the notebook show an object below the printed text."""
         sys.stdout.flush()
         sys.stderr.flush()
         self.send({"kind": "show", **content})
@@ -129,7 +129,7 @@ class _Hook(DisplayHook):
 
 
 class RankShell(InteractiveShell):
-    """The shell of a rank."""
+    """A rank's shell."""
 
     displayhook_class = Type(_Hook)
     display_pub_class = Type(_Publisher)
@@ -145,7 +145,7 @@ class RankShell(InteractiveShell):
 
     @classmethod
     def make(cls, host: _Host, colors: str) -> RankShell:
-        """Return this process's only shell, even if another one was forked with it."""
+        """Return this process's only shell, even if a forked copy of another shell exists."""
         if InteractiveShell.initialized():
             type(InteractiveShell.instance()).clear_instance()
         main = ModuleType("__main__")
@@ -182,7 +182,7 @@ def serve(fd: int, colors: str) -> None:
 
 
 def main(fd: int, colors: str) -> None:
-    """Serve as a separate program that the notebook started."""
+    """Serve, as a separate program started by the notebook."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
     enable_stacks()
@@ -191,7 +191,7 @@ def main(fd: int, colors: str) -> None:
 
 
 def _run(shell: RankShell, request: Message) -> Message:
-    """Run a cell and return how it ended, with the requested values."""
+    """Run a cell; return how it ended, and the requested values."""
     shell.caught = []
     answer: Message = {"error": None, "values": {}}
     try:
@@ -208,7 +208,7 @@ def _run(shell: RankShell, request: Message) -> Message:
                 answer["values"] = {
                     name: _dump(shell.user_ns, name) for name in request["wanted"]
                 }
-    except (Exception, KeyboardInterrupt) as caught:  # from our own code, or at the edge of a cell
+    except (Exception, KeyboardInterrupt) as caught:  # from our code, or just outside the cell
         error = caught
     if error is not None:
         answer["error"] = _describe(error, shell.caught)
@@ -216,12 +216,12 @@ def _run(shell: RankShell, request: Message) -> Message:
 
 
 def _numbered(code: str) -> str:
-    """Add a line in place of the magic, so that tracebacks have the notebook's line numbers."""
+    """Replace the magic with a line, so that tracebacks have the notebook's line numbers."""
     return code if code.lstrip().startswith("%%") else f"# %%ranks\n{code}"
 
 
 def load(name: str, data: bytes, where: str, advice: str) -> Any:
-    """Return a pickled value; if it cannot be loaded, ValueError says where and what to do."""
+    """Return a pickled value, or raise ValueError that explains where it failed and what to do."""
     try:
         return pickle.loads(data)
     except Exception as error:
@@ -256,7 +256,7 @@ def _describe(error: BaseException, shown: list[str]) -> Message:
 
 
 def _has_ended_world(error: BaseException, frames: list[tuple[str, int | None]]) -> bool:
-    """Return whether no collective can follow: the engine reported it, or Ctrl-C cut one off.
+    """Return whether no collective can follow: the engine reported so, or Ctrl-C interrupted one.
 
     Ctrl-C in a training step is different: the next forward completes or drops the step, or reports
     that it cannot.

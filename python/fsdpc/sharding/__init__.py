@@ -1,1 +1,1 @@
-"""``fully_shard`` and what belongs to it: meshes, strategies, policies, clipping, offload."""
+"""``fully_shard`` and its parts: meshes, strategies, policies, clipping and offload."""

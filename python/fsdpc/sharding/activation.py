@@ -1,4 +1,4 @@
-"""Activation checkpointing: recompute in backward instead of storing (Chen et al. 2016)."""
+"""Activation checkpointing: recompute in backward, instead of storing (Chen et al. 2016)."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def checkpoint_activations(
     modules : iterable of Module
         Candidates in order, such as ``model.blocks()``.
     which : "all", int, float or callable, default "all"
-        All of them; every n-th; a ratio in (0, 1], evenly spread; or those for which the function
-        returns true. The function also sees every module inside the candidates, so it can choose
-        only attention, for example.
+        All candidates; every n-th; a ratio in (0, 1], evenly spread; or those for which the
+        function returns true. The function is also called for every module inside the candidates,
+        so it can choose only attention, for example.
 
     Returns
     -------
     int
-        Number of modules changed.
+        Number of changed modules.
 
     Notes
     -----
-    Results are bitwise equal: dropout draws the same numbers again.
+    Results are bitwise equal, because dropout draws the same numbers again.
 
     Examples
     --------
@@ -64,7 +64,7 @@ def checkpoint_activations(
 
 def _wrap(module: Module) -> None:
     own = module.__dict__.get("forward")
-    drill = getattr(own, "inner", None)  # from faults.py; its frame stays outside
+    drill = getattr(own, "inner", None)  # from faults.py; must stay outermost
     if own is not None and (drill is None or not hasattr(drill[0], "__self__")):
         return
     forward = drill[0] if drill else module.forward

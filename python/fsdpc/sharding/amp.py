@@ -1,4 +1,4 @@
-"""Training in float16: a loss scale that adapts itself."""
+"""Training in float16, with an adaptive loss scale."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ FACTOR = 2.0  # factor by which a dynamic scale grows and shrinks
 class LossScaler:
     """Scale the loss so that float16 gradients neither vanish nor overflow.
 
-    The loss is multiplied by a power of two, and gradients are divided by it again. A step whose
-    gradients contain NaN or infinity on any rank is skipped on all ranks. Overflows shrink the
-    scale; ``loss_scale_window`` steps without one double it.
+    The loss is multiplied by a power of two, and gradients are later divided by it. If gradients
+    contain NaN or infinity on any rank, the step is skipped on all ranks. Overflows shrink the
+    scale; ``loss_scale_window`` steps without overflow double it.
 
     Parameters
     ----------
     initial_scale_power : int, default 16
-        The initial scale is 2 to this power.
+        The initial scale is 2 raised to this power.
     loss_scale_window : int, default 1000
-        Steps without overflow after which the scale doubles and the hysteresis starts again.
+        Number of steps without overflow after which the scale doubles and the hysteresis restarts.
     hysteresis : int, default 2
-        The scale is halved from this overflow on; earlier ones are tolerated.
+        The scale is halved from this overflow onwards; earlier overflows are tolerated.
     min_loss_scale : float, default 1
         Lower limit of the scale.
     consecutive_hysteresis : bool, default False
-        Restart the hysteresis after every step without overflow, not only after a whole window.
+        Whether to restart the hysteresis after every step without overflow, not only after a whole
+        window.
     loss_scale : float, default 0
-        A scale that never changes; 0 for a dynamic one.
+        A fixed scale; 0 means a dynamic one.
 
     Raises
     ------
@@ -43,12 +44,12 @@ class LossScaler:
 
     Notes
     -----
-    Fields and rules are those of DeepSpeed's dynamic loss scaler; methods are those of PyTorch's
-    GradScaler. Unscaling sharded gradients needs no pass over memory: the optimizer applies the
-    factor as it reads them. The overflow check costs a small all-reduce in :meth:`step`. It costs
-    nothing if :func:`fsdpc.clip_grad_norm_` was called between :meth:`unscale_` and :meth:`step`.
-    On a GPU, the check waits for the device.
-    The loss itself should be float32, like the losses of ``fsdpc.models``.
+    Fields and rules follow DeepSpeed's dynamic loss scaler; methods follow PyTorch's GradScaler.
+    Unscaling sharded gradients needs no pass over memory: the optimizer applies the factor as it
+    reads them. The overflow check costs a small all-reduce in :meth:`step`, or nothing if
+    :func:`fsdpc.clip_grad_norm_` was called between :meth:`unscale_` and :meth:`step`. On a GPU,
+    the check waits for the device. The loss itself should be float32, like the losses of
+    ``fsdpc.models``.
     Source: Mixed Precision Training (Micikevicius et al. 2018).
 
     Examples
@@ -94,15 +95,15 @@ class LossScaler:
         self.dynamic: bool = loss_scale == 0
         self._scale = float(loss_scale) or first
         self._good_steps = 0  # since the last overflow
-        self._forgiving = hysteresis  # overflows until the scale shrinks, including that one
+        self._forgiving = hysteresis  # overflows until the scale shrinks, including the last
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._notes: dict[int, bool] = {}  # id of a measured unit -> overflowed?
+        self._notes: dict[int, bool] = {}  # id of a measured unit -> whether it overflowed
         self._unscaled: list[Any] = []  # units
         self._asked: list[Any] = []  # arguments of unscale_
         self._stepped: list[Any] = []  # optimizers
-        self._plain: dict[int, bool] = {}  # id of a parameter without unit -> overflowed?
+        self._plain: dict[int, bool] = {}  # id of a parameter without unit -> whether it overflowed
         self._found = False
 
     def get_scale(self) -> float:
@@ -126,13 +127,13 @@ class LossScaler:
         Parameters
         ----------
         target : optimizer or Module
-            Its gradients are unscaled; sharded units as a whole. Unnecessary if nothing reads
-            gradients between backward and :meth:`step`.
+            Its gradients are unscaled, for sharded units as a whole. Unnecessary if gradients are
+            not read between backward and :meth:`step`.
 
         Raises
         ------
         RuntimeError
-            They were already unscaled since the last :meth:`update`.
+            The gradients were already unscaled since the last :meth:`update`.
         """
         if any(target is each for each in self._asked + self._stepped):
             raise RuntimeError(
@@ -158,12 +159,12 @@ class LossScaler:
         Parameters
         ----------
         optimizer : optimizer
-            Its gradients are unscaled if :meth:`unscale_` was not called.
+            Its gradients are unscaled if :meth:`unscale_` has not been called.
 
         Returns
         -------
         bool
-            Whether the step was taken; the same on all ranks.
+            Whether the step was taken; equal on all ranks.
 
         Raises
         ------
@@ -175,14 +176,14 @@ class LossScaler:
         params = _parameters(optimizer)
         units = _units(params)
         unknown = [u for u in units if id(u) not in self._notes]
-        if unknown:  # before unscaling: the check does not need the factor to be applied
+        if unknown:  # before unscaling: the check works on scaled gradients
             overflowed = not math.isfinite(_core.grad_norm(unknown, [], math.inf))
             self._notes.update((id(u), overflowed) for u in unknown)
         self._unscale(params)
         found = any(self._notes[id(u)] for u in units)
         apart = any(self._plain.get(id(p), False) for p in params)
         if units and any(p._unit is None and p.requires_grad for p in params):
-            apart = bool(distributed.all_reduce(int(apart), "max"))  # ignored ones differ by rank
+            apart = bool(distributed.all_reduce(int(apart), "max"))  # ignored ones may differ
         found = found or apart
         self._found = self._found or found
         self._stepped.append(optimizer)
@@ -198,7 +199,7 @@ class LossScaler:
         RuntimeError
             No step was taken since the last update.
         FloatingPointError
-            Gradients overflowed more often than tolerated, and the scale is at its minimum.
+            Gradients overflowed more often than tolerated, but the scale is already at its minimum.
         """
         if not self._stepped:
             raise RuntimeError("update() without a step since the last one: call step(optimizer)")
@@ -235,7 +236,7 @@ class LossScaler:
         self._scale = max(self._scale / FACTOR, self.min_loss_scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale and its counters, as plain numbers."""
+        """Return the scale and its counters as plain numbers."""
         return {
             "scale": self._scale,
             "good_steps": self._good_steps,
@@ -244,13 +245,13 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the result of :meth:`state_dict`; options stay those of the constructor.
+        """Continue from the result of :meth:`state_dict`; the constructor's options are kept.
 
         Raises
         ------
         KeyError, ValueError
             Entries are missing, unknown or out of range, or only one of the two scales is dynamic.
-            Nothing is changed then.
+            In this case nothing changes.
         """
         mine = self.state_dict()
         if set(state) != set(mine):

@@ -1,4 +1,4 @@
-"""Norms of gradients, and clipping by the global norm or by value."""
+"""Gradient norms, and clipping by global norm or by value."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fsdpc._core import Tensor
 from fsdpc.nn.module import Module, Parameter
 from fsdpc.sharding import overflow
 
-NAMED = 5  # how many offending parameters an error names
+NAMED = 5  # maximum number of offending parameters named in an error
 
 
 def clip_grad_norm_(
@@ -25,21 +25,21 @@ def clip_grad_norm_(
     Parameters
     ----------
     module : Module or iterable of Parameter
-        Whose gradients count, each once. Sharded units count as a whole, without ignored
-        parameters.
+        Parameters whose gradients are counted, each once. Sharded units are counted as a whole,
+        without ignored parameters.
     max_norm : float
-        ``inf`` measures the norm without scaling. A NaN norm makes all gradients NaN, as in
-        PyTorch.
+        ``inf`` only measures the norm. A NaN norm makes all gradients NaN, as in PyTorch.
     norm_type : float, default 2
         1, 2, ``inf`` (the largest magnitude) or another number above 0.
     error_if_nonfinite : bool, default False
-        Raise if the norm is NaN or infinite, and leave gradients unchanged. This waits for a GPU.
+        Whether to raise, leaving gradients unchanged, if the norm is NaN or infinite. On a GPU,
+        this synchronises.
 
     Returns
     -------
     Tensor, 0-d float64
-        The norm over all ranks before clipping. Its bits depend neither on the world size nor on
-        the layout: powers are summed in float64 over fixed leaves and added exactly.
+        The norm over all ranks before clipping. Its bits do not depend on world size or layout:
+        powers are summed in float64 over fixed leaves and added exactly.
 
     Raises
     ------
@@ -51,13 +51,14 @@ def clip_grad_norm_(
 
     Notes
     -----
-    Sharded gradients are not changed at once: the optimizer applies the factor while it reads them,
-    or the first access to ``.grad`` does. There is one small all-reduce per shard group. Powers
-    must fit float64: for a large ``norm_type``, the norm of finite gradients can be infinite or 0.
+    Sharded gradients are not changed immediately: the optimizer applies the factor when it reads
+    them, or the first access to ``.grad`` does. There is one small all-reduce per shard group.
+    Powers must fit in float64: for a large ``norm_type``, the norm of finite gradients can be
+    infinite or 0.
 
-    On a GPU the norm and the factor stay in its memory, and reading the norm synchronises. A
-    ``norm_type`` other than 1, 2 and ``inf``, or a :class:`fsdpc.amp.LossScaler`, synchronises at
-    once.
+    On a GPU, the norm and the factor stay in its memory, and reading the norm synchronises. A
+    ``norm_type`` other than 1, 2 and ``inf``, or a :class:`fsdpc.amp.LossScaler`, synchronises
+    immediately.
 
     Examples
     --------
@@ -77,7 +78,7 @@ def clip_grad_norm_(
     if not (error_if_nonfinite or overflow.is_watching(units)):
         return _core.clip_grads(units, plain, p, float(max_norm))
     norm = _core.grad_norm(units, plain, p)
-    if math.isfinite(norm) or p in (1, 2, math.inf):  # another power may itself have overflowed
+    if math.isfinite(norm) or p in (1, 2, math.inf):  # other powers may themselves have overflowed
         overflow.report(units, not math.isfinite(norm))
     if error_if_nonfinite and not math.isfinite(norm):
         largest = grad_norms(module, math.inf)
@@ -96,7 +97,7 @@ def clip_grad_norm_(
 
 
 def grad_norms(module: Module | Iterable[Parameter], norm_type: float = 2.0) -> dict[str, float]:
-    """Compute the norm of every parameter's gradient over all ranks; collective.
+    """Compute each parameter's gradient norm over all ranks; collective.
 
     Parameters
     ----------
@@ -108,12 +109,12 @@ def grad_norms(module: Module | Iterable[Parameter], norm_type: float = 2.0) -> 
     Returns
     -------
     dict of str to float
-        Norms by name, for the parameters with a gradient; as exact as the global norm, and as
+        Norms by name, for parameters with a gradient. Like the global norm, they are exact and
         independent of the world size.
 
     Notes
     -----
-    One read of the gradients, and one all-reduce with 560 bytes per parameter.
+    Reads the gradients once, and makes one all-reduce with 560 bytes per parameter.
 
     Examples
     --------
@@ -144,14 +145,14 @@ def clip_grad_value_(module: Module | Iterable[Parameter], clip_value: float) ->
     Parameters
     ----------
     module : Module or iterable of Parameter
-        Whose gradients are clamped, without ignored ones.
+        Parameters whose gradients are clamped, without ignored ones.
     clip_value : float
         At least 0. NaN stays NaN.
 
     Notes
     -----
-    One pass over the gradient shards, after any factor that :func:`clip_grad_norm_` or a loss
-    scaler deferred. No communication.
+    Makes one pass over the gradient shards, after applying any factor deferred by
+    :func:`clip_grad_norm_` or a loss scaler. It does not communicate.
 
     Examples
     --------
@@ -175,18 +176,18 @@ def _named(module: Module | Iterable[Parameter]) -> list[tuple[str, Parameter]]:
     params = [module] if isinstance(module, Parameter) else list(module)
     once = {id(p): p for p in params}.values()
     names = [getattr(p, "_name", f"number {i}") for i, p in enumerate(once)]
-    if len(set(names)) < len(names):  # separate units may hold the same name
+    if len(set(names)) < len(names):  # separate units may use the same name
         names = [f"number {i} ('{name}')" for i, name in enumerate(names)]
     return list(zip(names, once, strict=True))
 
 
 def _is_plain(p: Parameter) -> bool:
-    """Return whether a parameter is not sharded and has a gradient that counts."""
+    """Return whether a parameter is unsharded and has a gradient to count."""
     return p._unit is None and not getattr(p, "_ignored", False) and p.grad is not None
 
 
 def _gradients(named: list[tuple[str, Parameter]]) -> tuple[list[Any], list[Tensor]]:
-    """Return units and unsharded gradients; with units, the latter would differ between ranks."""
+    """Return units and unsharded gradients; with units, the latter could differ between ranks."""
     units = list(dict.fromkeys(p._unit for _, p in named if p._unit is not None))
     plain = [(name, p) for name, p in named if _is_plain(p)]
     if units and plain:

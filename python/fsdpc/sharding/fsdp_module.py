@@ -1,4 +1,4 @@
-"""The methods of a sharded module: PyTorch FSDP2's, over the engine's schedule."""
+"""The methods of a sharded module, which are PyTorch FSDP2's, over the engine's schedule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdpc.sharding.rules import ShardedError, enclosing, name_units, outermost,
 
 
 class UnshardHandle:
-    """An all-gather in progress; :meth:`wait` finishes it.
+    """An all-gather in progress, which :meth:`wait` completes.
 
     Examples
     --------
@@ -56,7 +56,8 @@ class FSDPModule:
     _fsdpc_held = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return an instance of the plain class: ``model[:2]`` of a sharded Sequential is plain."""
+        """Return an instance of the plain class, so that slices of a sharded Sequential are
+        plain."""
         return plain_class(cls)(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,18 +75,18 @@ class FSDPModule:
         return unit.call(method, args, kwargs)
 
     def _repr_html_(self) -> str:
-        """Return a picture of which rank owns what, which notebooks show."""
+        """Return a picture of the parts that each rank owns, shown by notebooks."""
         return html.drawn("sharded module", self)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gather this unit's parameters and keep them until :meth:`reshard`; collective.
 
-        With torch modules, the unit's next forward or backward also frees them.
+        With torch modules, the unit's next forward or backward also frees the parameters.
 
         Parameters
         ----------
         async_op : bool, default False
-            Return at once with a handle whose ``wait()`` finishes the all-gather. Outside a
+            Return immediately with a handle whose ``wait()`` completes the all-gather. Outside a
             forward, the ranks always synchronize first.
         """
         self._fsdpc_join()
@@ -96,7 +97,7 @@ class FSDPModule:
         return None
 
     def _fsdpc_join(self) -> None:
-        """Find the units of the model and its root, unless a forward already has."""
+        """Find the model's units and root, unless a forward has already done so."""
         if not self._fsdpc_unit.has_root:
             make_root(self)
 
@@ -111,10 +112,10 @@ class FSDPModule:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Freeze the weights of the whole model; entering and leaving are collective.
+        """Freeze the whole model's weights; entering and leaving are collective.
 
-        Inside, forwards under ``no_grad()`` do not communicate, so each rank may run a different
-        number of them: evaluation on one rank, or generation of unequal lengths. Optimizer steps
+        Inside, forwards under ``no_grad()`` do not communicate, so ranks may run different numbers
+        of them, for example to evaluate on one rank or generate different lengths. Optimizer steps
         and forwards with gradients raise an error.
         """
         self._fsdpc_join()
@@ -141,11 +142,11 @@ class FSDPModule:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether the next backwards reduce gradients or accumulate them locally."""
+        """Set whether subsequent backwards reduce gradients or accumulate them locally."""
         self._set("requires_sync", requires_gradient_sync, recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether the next backwards sum over replicas too, or only over the shard group."""
+        """Set whether subsequent backwards also sum over replicas, or only over the shard group."""
         self._set("requires_all_reduce", requires_all_reduce, recurse)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -162,24 +163,24 @@ class FSDPModule:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether parameters are resharded after backward or stay until weights change."""
+        """Set whether parameters are resharded after backward, or only when weights change."""
         self._set("reshard_after_backward", reshard_after_backward, recurse)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Name the modules to prefetch during this one's forward, instead of the recorded order."""
+        """Set the modules to prefetch during this one's forward, instead of the recorded order."""
         self._set_ahead(False, modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Name the modules to prefetch during this one's backward."""
+        """Set the modules to prefetch during this module's backward."""
         self._set_ahead(True, modules)
 
     def set_prefetch_distance(self, distance: int) -> None:
-        """Set how many uses ahead of the recorded order the whole model prefetches.
+        """Set how many uses ahead the whole model prefetches in the recorded order.
 
         The default is 1, or 2 if CPU ranks on several hosts share a model.
 
-        Call it before the first forward: GPUs then allocate memory for the units gathered ahead. If
-        it is called later, they prefetch only as far as that memory allows.
+        Call it before the first forward, in which GPUs allocate memory for prefetched units. If it
+        is called later, they prefetch only as far as that memory allows.
         """
         if int(distance) < 0:
             raise ValueError(f"the prefetch distance is 0 or more, got {distance}")
@@ -197,7 +198,7 @@ class FSDPModule:
         self._fsdpc_unit.divide_factor = float(factor)
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Refuse: the engine orders gathers after optimizer steps by epochs, on every device."""
+        """Raise: the engine orders gathers after optimizer steps by epochs, on every device."""
         raise NotImplementedError(
             "set_post_optim_event: gathers are ordered after optimizer steps by the engine's "
             "epochs, so there is no event to wait for; drop the call"
@@ -239,12 +240,12 @@ class FSDPModule:
 
 
 def plain_class(cls: type) -> type:
-    """Return the class that ``fully_shard`` derived this one from; a plain class returns itself."""
+    """Return the class from which ``fully_shard`` derived this one, or a plain class itself."""
     return next(c for c in cls.__mro__ if not issubclass(c, FSDPModule))
 
 
 def make_root(module: Any) -> None:
-    """Join all units of the outermost module around this one, at the first call to any of them."""
+    """Join all units of the outermost module around this one, at the first call to any unit."""
     module = outermost(module)
     refuse_fresh(module, module.named_parameters())
     name_units(module)
@@ -262,9 +263,9 @@ def register_fsdp_forward_method(module: Any, method_name: str) -> None:
     Parameters
     ----------
     module : Module
-        The call has no effect if it is not sharded.
+        The module; the call has no effect if it is not sharded.
     method_name : str
-        Name of the method. It then runs inside the unit, and gradients are reduced after backward.
+        Name of the method, which then runs inside the unit; gradients are reduced after backward.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Whole values of sharded parameters: read, and written back."""
+"""Full values of sharded parameters: reading them and writing them back."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ def summon_full_params(
     Parameters
     ----------
     module : Module
-        A module whose units, including those of submodules, are gathered.
+        A module whose units, including those in submodules, are gathered.
     recurse : bool, default True
-        If False, gather only the units of this very module.
+        If False, gather only the units of this module itself.
     writeback : bool, default True
-        On exit each rank keeps its own rows of the copies, including changes. All ranks must have
-        written the same values. Skipped after an exception.
+        Whether each rank keeps its own rows of the copies, including changes, on exit. All ranks
+        must write the same values. Skipped after an exception.
 
     Notes
     -----
-    Needs memory for a full copy of the parameters on every rank. The modules cannot be called
-    inside.
+    Every rank needs memory for a full copy of the parameters. The modules cannot be called inside.
 
     Examples
     --------

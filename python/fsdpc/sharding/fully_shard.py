@@ -1,8 +1,8 @@
 """``fully_shard``: shard parameters, gradients and optimizer states over ranks.
 
-A module that has been sharded is a unit: its parameters are gathered when its forward or backward
-runs and given up after. The engine (csrc/engine) decides when; this file makes the unit, by the
-rules of rules.py, and joins the module's call to the engine.
+A sharded module is a unit: its parameters are gathered when its forward or backward runs and freed
+afterwards. The engine (csrc/engine) decides when; this file creates the unit, by the rules in
+rules.py, and connects the module's call to the engine.
 """
 
 from __future__ import annotations
@@ -45,16 +45,17 @@ def fully_shard(
     Parameters
     ----------
     module : Module or list of Module
-        Must have parameters that belong to no unit yet; tied parameters count once. The modules of
-        a list form one unit: gathered before the first of them runs and freed after the last.
+        Must have parameters that do not belong to a unit yet; tied parameters count once. The
+        modules in a list form one unit, which is gathered before the first of them runs and freed
+        after the last.
     mesh : DeviceMesh, optional
         All ranks by default. With two dimensions, ``replicate x shard``, parameters are sharded
         within rows and gradients are also summed over columns (HSDP).
     reshard_after_forward : bool or int, optional
-        Free parameters after forward and gather them again for backward. None means yes, except for
-        the outermost module. An int n that divides the shard group's size keeps the part that a
-        group of n ranks needs for the second all-gather. 1 keeps everything (False). If ranks share
-        memory, a larger n is the same as True.
+        Whether to free parameters after forward and gather them again for backward. None means yes,
+        except for the outermost module. An int n that divides the shard group's size keeps the part
+        that a group of n ranks needs for the second all-gather. 1 keeps everything (False). If
+        ranks share memory, a larger n is equivalent to True.
     mp_policy : MixedPrecisionPolicy, optional
         Dtypes of compute and communication; by default the original dtypes.
     ignored_params : iterable of Parameter, optional
@@ -62,15 +63,15 @@ def fully_shard(
     strategy : ShardingStrategy or str, optional
         Shorthand for a mesh and ``reshard_after_forward``.
     offload_policy : OffloadPolicy, optional
-        What to keep on a disk; nothing by default.
+        The arrays to keep on a disk; none by default.
     plan : WrapPolicy or mapping of str to dict, optional
-        Which submodules to shard first: a policy of :mod:`fsdpc.wrap`, or patterns of dotted names
-        with options (``{"layers.*": {}}``). All other options apply to these submodules too.
+        Submodules to shard first: a policy from :mod:`fsdpc.wrap`, or dotted name patterns with
+        options (``{"layers.*": {}}``). All other options also apply to these submodules.
 
     Returns
     -------
     the same module
-        Its class becomes a subclass of :class:`FSDPModule` and of its previous class.
+        Its new class is a subclass of :class:`FSDPModule` and of its previous class.
 
     Raises
     ------
@@ -81,7 +82,7 @@ def fully_shard(
 
     Notes
     -----
-    Deferred parameters (:class:`fsdpc.deferred_init`) allocate memory only for this rank's rows.
+    For deferred parameters (:class:`fsdpc.deferred_init`), only this rank's rows are allocated.
     Sources: ZeRO (Rajbhandari et al. 2020), PyTorch FSDP (Zhao et al. 2023).
 
     Examples
@@ -149,7 +150,7 @@ def _make_unit(
     lines = [rules.describe(name, p, _value(p)) for name, p, _ in found]
     lines.append(f"{policy}, {where}{offload.words(offload_policy)}")
     check_agreement([title, *lines], where.comms)
-    # A parameter with memory has values, perhaps read from a file after it was deferred.
+    # A parameter with memory has values, perhaps read from a file after deferred creation.
     recipes = [p._recipe if p.is_deferred else None for p in params]
     unit = _core.Unit(
         title,

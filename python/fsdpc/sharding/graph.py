@@ -1,4 +1,4 @@
-"""Whole training steps as one launch on a GPU."""
+"""Whole training steps, launched as one GPU graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdpc.tensors import device
 class GraphStep:
     """A training step that a ``with`` block captures and :meth:`replay` repeats.
 
-    Create it with :func:`graph_step`. Dropping it frees the memory of the graph.
+    Create it with :func:`graph_step`. Dropping it frees the graph's memory.
 
     Examples
     --------
@@ -39,7 +39,7 @@ class GraphStep:
             raise RuntimeError("this step was captured already: call graph_step() for another one")
         self._optimizer._refuse_late_sharding()
         self._optimizer._set_options()
-        gc.collect()  # otherwise streams and pinned memory of a dropped model might be captured
+        gc.collect()  # otherwise a dropped model's streams and pinned memory might be captured
         self._core = _core.StepGraph(units_of(self._model), self._optimizer._core)
         return self
 
@@ -58,28 +58,29 @@ class GraphStep:
     def replay(self) -> None:
         """Repeat the step with the current contents of its tensors.
 
-        Optimizer options, such as a learning rate that a scheduler has set, and its step counts are
-        those of the new step. Waits for the other ranks to begin the same replay, but not for the
-        GPU; reading a loss waits for the GPU.
+        It uses the new step's optimizer options, such as a scheduled learning rate, and step
+        counts. It waits for the other ranks to begin the same replay, but not for the GPU; reading
+        a loss waits for the GPU.
 
         Raises
         ------
         RuntimeError
             The step was not captured, or a replay would do different work, on any rank:
 
-            - gradients are pending although there were none at capture, or the other way round;
+            - gradients are pending although there were none at capture, or vice versa;
             - ``unshard()`` keeps a unit gathered, or ``hold()`` has since given it separate memory;
             - weights were written (``load_state_dict``), or the optimizer's step counts;
-            - settings of a unit, ``requires_grad``, parameter groups, amsgrad or the kind of
+            - a unit's settings, ``requires_grad``, parameter groups, amsgrad or the kind of
               momentum changed;
             - the last step was incomplete, or another step is being captured.
 
-            Nothing has happened in this case, and steps without the graph can continue.
+            In this case nothing was done, and steps without the graph can continue.
         NotImplementedError
-            The caller got a piece of the model for writing (``p.local``), on any rank. Again
-            nothing has happened.
+            The caller, on any rank, got a piece of the model for writing (``p.local``). Again
+            nothing was done.
         MismatchError
-            Another rank did not replay this step. The run is over, as after the next two errors.
+            Another rank did not replay this step. The run cannot continue, nor after the next two
+            errors.
         PeerError, TimeoutError
             Another rank failed, or did not begin the replay in time.
         """
@@ -90,7 +91,7 @@ class GraphStep:
 
 
 def graph_step(model: Any, optimizer: Optimizer) -> GraphStep:
-    """Capture a training step as a GPU graph, which launches as a whole.
+    """Capture a training step as a GPU graph, which is launched as a whole.
 
     Parameters
     ----------
@@ -98,29 +99,29 @@ def graph_step(model: Any, optimizer: Optimizer) -> GraphStep:
         The outermost module, sharded by :func:`fsdpc.fully_shard`. It must have run at least one
         step.
     optimizer : Optimizer
-        An optimizer of only this model's parameters.
+        An optimizer over only this model's parameters.
 
     Returns
     -------
     GraphStep
         Enter it with ``with``. The block makes one normal step, from the forward to
         ``optimizer.step()`` and ``optimizer.zero_grad()``. The step runs as one launch when the
-        block ends, and :meth:`GraphStep.replay` runs further ones.
+        block ends, and :meth:`GraphStep.replay` runs subsequent steps.
 
     Raises
     ------
     NotImplementedError
         The device is not ``"cuda"``, or the model is in deterministic mode. A piece of the model
-        was handed out to be written (``p.local``), or the optimizer has trainable parameters
-        without a unit. The block makes random tensors or uses a loss scaler.
+        was handed out for writing (``p.local``), or the optimizer has trainable parameters without
+        a unit. Or the block creates random tensors or uses a loss scaler.
     RuntimeError
-        No complete step came before, or the block cannot be captured. It reads a value of the GPU
-        (``float(loss)``), creates tensors from host values, exchanges tensors with another library
-        (DLPack), or has other shapes than earlier steps. Or it runs another model or optimizer,
-        does not end as it began (gradients pending or not), sets the random seed, or contains
-        another ``graph_step``. The step has not happened then. Weights and step counts are as
-        before the block, pending gradients are dropped if the block zeroed them, and tensors
-        created inside have no contents. Steps without a graph can continue.
+        No complete step was run before, or the block cannot be captured. It reads a value from the
+        GPU (``float(loss)``), creates tensors from host values, exchanges tensors with another
+        library (DLPack), or uses different shapes than earlier steps. Or it runs another model or
+        optimizer, does not end as it began (gradients pending or not), sets the random seed, or
+        contains another ``graph_step``. In this case the step was not taken. Weights and step
+        counts are as before the block, pending gradients are dropped if the block zeroed them, and
+        tensors created inside have undefined contents. Steps without a graph can continue.
     TypeError
         The model is not sharded, or the optimizer is not one of fsdpc's.
 
@@ -129,13 +130,13 @@ def graph_step(model: Any, optimizer: Optimizer) -> GraphStep:
     Entering, leaving and replaying are collective; a failure on one rank is raised on all.
 
     A replay repeats the same work on the same memory, bitwise equal to the step that it replaces.
-    Copy each new batch into the tensors that the block read, by ``copy_``; a loss or norm that the
-    block created holds the last replay's value. Dropout draws the numbers of the new step. Python
-    code in the block is not repeated: schedulers, counters and data loading belong outside. Only
-    the graph can use memory that existed when the block began or was allocated in it, until the
-    graph is dropped (``other_bytes`` of :func:`memory_stats`). A graph thus takes about as much
-    additional memory as a step without it. Other libraries' memory under tensors at the block's
-    start (DLPack) is returned when the graph is dropped.
+    Use ``copy_`` to copy each new batch into the tensors that the block read; a loss or norm
+    created by the block contains the last replay's value. Dropout draws the new step's numbers.
+    Python code in the block is not repeated: schedulers, counters and data loading belong outside.
+    Until the graph is dropped, only the graph can use memory that was cached when the block began
+    or was allocated in it (``other_bytes`` of :func:`memory_stats`). A graph therefore needs about
+    as much additional memory as a normal step. Other libraries' memory behind tensors at the
+    block's start (DLPack) is returned when the graph is dropped.
 
     Examples
     --------

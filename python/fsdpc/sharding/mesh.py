@@ -1,4 +1,4 @@
-"""Meshes: the ranks as a grid ``replicate x shard``."""
+"""Meshes, which arrange the ranks in a grid ``replicate x shard``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdpc.tensors import device
 class DeviceMesh:
     """A grid of ranks with one communicator along each dimension.
 
-    Create it with :func:`init_device_mesh`. The last dimension holds consecutive ranks.
+    Create it with :func:`init_device_mesh`. Ranks along the last dimension are consecutive.
 
     Examples
     --------
@@ -67,7 +67,7 @@ class DeviceMesh:
         return f"DeviceMesh({sizes})"
 
     def _repr_html_(self) -> str:
-        """Return a picture of the grid, which notebooks show."""
+        """Return a picture of the grid, shown by notebooks."""
         return html.mesh(self)
 
 
@@ -79,7 +79,7 @@ def init_device_mesh(
     Parameters
     ----------
     device_type : str
-        "cuda" makes the GPU this process's device; "cpu" changes nothing.
+        "cuda" makes the GPU this process's device; "cpu" has no effect.
     mesh_shape : sequence of int
         One size (plain sharding) or two (replicate, shard); their product is the world size.
     mesh_dim_names : sequence of str, optional
@@ -88,11 +88,11 @@ def init_device_mesh(
     Raises
     ------
     ValueError
-        The sizes do not multiply to the world size, or names and sizes differ in number.
+        The product of the sizes is not the world size, or names and sizes differ in number.
     NotImplementedError
         This build or machine does not support the device type.
     RuntimeError
-        There is no GPU here, or tensors already exist on another device.
+        There is no GPU, or tensors already exist on another device.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Which arrays of a sharded model are on a disk, or in host memory next to a GPU."""
+"""Offload: a sharded model's arrays that are on a disk, or in host memory next to a GPU."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from fsdpc import _core
 from fsdpc.tensors.device import get_default_device
 
 TIERS = ("device", "host", "disk")
-#: Classes of arrays, named like the fields of a policy.
+#: Array classes, named like a policy's fields.
 CLASSES = ("params", "masters", "optimizer", "gradients")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadPolicy:
-    """Where the arrays of a unit are kept; by default on the compute device, as in FSDP2.
+    """Where a unit's arrays are kept; by default on the compute device, as in FSDP2.
 
     Parameters
     ----------
     params, gradients, masters, optimizer : {"device", "host", "disk"}, default "device"
-        Place of the gathered parameters, the gradient shards, the shards that an optimizer updates,
-        and the states of fsdpc's optimizers. On CPUs "host" is the same as "device"; on GPUs it is
-        pinned memory.
+        Location of the gathered parameters, the gradient shards, the shards that an optimizer
+        updates, and the states of fsdpc's optimizers. On CPUs "host" is the same as "device"; on
+        GPUs it is pinned memory.
     path : path, optional
-        A folder on a disk of this host, needed for "disk". Each rank creates an unnamed file there,
-        which disappears when the process ends.
+        A folder on one of this host's disks, required for "disk". Each rank creates an unnamed file
+        there, which disappears when the process ends.
     fraction : float, default 1.0
-        Fraction in (0, 1] of each class on a disk to offload; the first part of every unit stays in
-        memory. ``params`` are always offloaded in full.
+        Fraction in (0, 1] of each disk class to offload; the first part of every unit stays in
+        memory. ``params`` are always offloaded completely.
 
     Raises
     ------
@@ -40,11 +40,11 @@ class OffloadPolicy:
     Notes
     -----
     ``fully_shard`` raises NotImplementedError for "disk" if ranks compute on GPUs, and for params
-    on the "host" if one rank has all of them. Results are bitwise equal to a run without offload.
-    If masters and optimizer are both on the "host", the rank's CPU threads step them. From a disk,
-    a step reads and writes masters and states once, in unit order and ahead of use, bypassing the
-    page cache. Reads are verified by CRC-32C: if a disk returns wrong data, the run ends with an
-    error. Parameters and gradients go through the page cache, without checksums. Such a step
+    on the "host" if one rank owns all of them. Results are bitwise equal to a run without offload.
+    If masters and optimizer are both on the "host", the rank's CPU threads update them. With a
+    disk, a step reads and writes masters and states once, in unit order and ahead of use, bypassing
+    the page cache. Reads are verified by CRC-32C: if a disk returns wrong data, the run ends with
+    an error. Parameters and gradients go through the page cache, without checksums. Such a step
     continues during the next forward, unit by unit; the first read of a value or state completes
     it.
     Source: ZeRO-Offload (Ren et al. 2021), ZeRO-Infinity (Rajbhandari et al. 2021).
@@ -80,10 +80,10 @@ class OffloadPolicy:
             )
 
     def __str__(self) -> str:
-        """Return what ``--offload`` of ``fsdpc train`` takes for this policy."""
+        """Return this policy as the value of ``--offload`` in ``fsdpc train``."""
         tiers = {name: getattr(self, name) for name in CLASSES}
         text = ",".join(f"{name}={tier}" for name, tier in tiers.items() if tier != "device")
-        text = text.replace("=disk", f"=disk:{self.path}", 1)  # one folder for all
+        text = text.replace("=disk", f"=disk:{self.path}", 1)  # one folder for all classes
         return text + (f",fraction={self.fraction:g}" if self.fraction != 1 else "")
 
     @property
@@ -104,7 +104,7 @@ _tiers: weakref.WeakValueDictionary[tuple[str, int], _core.Tier] = weakref.WeakV
 
 
 def planned(policy: Any, device: str) -> _core.Offload | None:
-    """Return a policy in the form that units take, for a device, without a file; None if unset."""
+    """Return a policy for a device in the form that units accept, without a file; None if unset."""
     on_disk, on_host = getattr(policy, "on_disk", ()), getattr(policy, "on_host", ())
     if on_disk:
         return None, *(name in on_disk for name in CLASSES), float(policy.fraction)
@@ -114,9 +114,9 @@ def planned(policy: Any, device: str) -> _core.Offload | None:
 
 
 def opened(policy: Any, comm: _core.Comm) -> _core.Offload | None:
-    """Return the same with this rank's file in the policy's folder, shared by its units.
+    """Return the same, with this rank's file in the policy's folder, shared by its units.
 
-    The rank is the one among the unit's ranks: a rank that shards nothing may not have joined.
+    The rank is counted among the unit's ranks: a rank that shards nothing may not have joined.
     """
     device = get_default_device()
     plan = planned(policy, device)
@@ -139,7 +139,7 @@ def opened(policy: Any, comm: _core.Comm) -> _core.Offload | None:
 
 
 def words(policy: Any) -> str:
-    """Return the line by which ranks compare policies; folders may differ."""
+    """Return a line by which ranks compare policies; folders may differ."""
     plan = planned(policy, get_default_device())
     if plan is None:
         return ""

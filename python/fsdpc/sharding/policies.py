@@ -10,20 +10,20 @@ from fsdpc import _core
 
 @dataclass(frozen=True, kw_only=True)
 class MixedPrecisionPolicy:
-    """Dtypes of a unit's compute and communication, as in PyTorch FSDP2.
+    """Dtypes for a unit's compute and communication, as in PyTorch FSDP2.
 
     Parameters
     ----------
     param_dtype : dtype, optional
-        Dtype of the gathered parameters, and so of compute; by default the original dtype. The
+        Dtype of the gathered parameters and hence of compute; by default the original dtype. The
         optimizer's masters keep the original dtype.
     reduce_dtype : dtype, optional
         Dtype in which gradients are written and sent; by default ``param_dtype``. Sums over ranks
         are always in float32.
     output_dtype : dtype, optional
-        Dtype that floating outputs of the module are cast to.
+        Dtype to which the module's floating point outputs are cast.
     cast_forward_inputs : bool, default True
-        Whether to cast floating inputs of the module to ``param_dtype``.
+        Whether to cast the module's floating point inputs to ``param_dtype``.
 
     Examples
     --------

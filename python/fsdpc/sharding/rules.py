@@ -17,25 +17,25 @@ from fsdpc.sharding.strategies import ShardingStrategy, apply_strategy, strategy
 
 #: (path with a trailing dot, module) for each module of a unit.
 Inside = list[tuple[str, Any]]
-#: For each parameter: its name, the parameter, and (dictionary, key) of every place that holds it.
+#: For each parameter: its name, the parameter, and (dictionary, key) of every reference to it.
 Found = list[tuple[str, Any, list[tuple[dict[str, Any], str]]]]
 
 
 class Drill(NamedTuple):
-    """What fault drills do with the modules of each new unit, and with a model once it is named."""
+    """Hooks of fault drills for each new unit's modules, and for a model whose units are named."""
 
     sharded: Callable[[Sequence[Any]], None]
     named: Callable[[Any], None]
 
 
-#: The package sets fault drills here (``fsdpc/__init__.py``); this module knows none of them.
+#: The package sets fault drills here (``fsdpc/__init__.py``); this module does not import them.
 drills: list[Drill] = []
 
 
 class ShardedError(AssertionError, TypeError, ValueError):
-    """A module is sharded but must not be, or the other way round.
+    """A module is sharded but must not be, or vice versa.
 
-    The page docs/troubleshooting.md#exceptions says what to do.
+    The page docs/troubleshooting.md#exceptions explains what to do.
     PyTorch raises AssertionError for some of these and ValueError for others; Python raises
     TypeError for objects that cannot be copied.
     """
@@ -51,14 +51,14 @@ def as_modules(module: Any, base: type, takes: str, elsewhere: str) -> list[Any]
     ----------
     module : Module or list of Module
     base : type
-        Class of this frontend's modules.
+        The base class of this frontend's modules.
     takes, elsewhere : str
-        What the error calls that class, and which function takes the other frontend's modules.
+        For the error: a name for that class, and the function for the other frontend's modules.
 
     Raises
     ------
     TypeError, ValueError, ShardedError
-        A module cannot be a unit, or the modules cannot form one together.
+        A module cannot be a unit, or the modules cannot form one unit together.
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     if not modules:
@@ -119,14 +119,14 @@ def shard_by_plan(
     options: Mapping[str, Any],
     shard: Callable[..., Any],
 ) -> None:
-    """Shard the units of a plan, inner ones first, each with its own options over ``options``.
+    """Shard a plan's units, inner ones first, each with its own options overriding ``options``.
 
-    Modules that are already sharded stay as they are.
+    Modules that are already sharded are left unchanged.
 
     Raises
     ------
     ValueError
-        The plan has an option that ``fully_shard`` does not take.
+        The plan contains an option that ``fully_shard`` does not accept.
     """
     for inner, own in groups:
         unknown = set(own) - {*options, "plan"}
@@ -146,7 +146,7 @@ def outside_units(module: Any, path: str, seen: set[int]) -> Iterator[tuple[str,
 
 
 def inside_of(modules: Sequence[Any]) -> Inside:
-    """Return the modules of a future unit, without those of inner units."""
+    """Return the modules in a future unit, excluding those in inner units."""
     seen: set[int] = set()
     many = len(modules) > 1
     return [
@@ -157,9 +157,9 @@ def inside_of(modules: Sequence[Any]) -> Inside:
 
 
 def collect(inside: Inside, ignored: Iterable[Any], check: Callable[[str, Any], None]) -> Found:
-    """Return the parameters of a future unit, without ignored ones; tied parameters appear once.
+    """Return a future unit's parameters, excluding ignored ones; tied parameters appear once.
 
-    ``check`` takes a name and a parameter and raises if the parameter cannot be sharded.
+    ``check`` is called with a name and a parameter, and raises if it cannot be sharded.
     """
     left = {id(p) for p in ignored}
     found: dict[int, tuple[str, Any, list[tuple[dict[str, Any], str]]]] = {}
@@ -234,11 +234,11 @@ def check_reshard(value: bool | int | None, ranks: int) -> bool | None:
             f"reshard_after_forward={value!r}: True, False, None, or a number of ranks that "
             f"divides the shard group's {ranks}"
         )
-    return value > 1  # as in PyTorch: a group of 1 keeps all, a group of all ranks means True
+    return value > 1  # as in PyTorch: 1 keeps everything, a group of all ranks means True
 
 
 def describe(name: str, p: Any, value: str) -> str:
-    """Return the line about a parameter that ranks compare; ``value`` describes its contents."""
+    """Return a line by which ranks compare a parameter; ``value`` describes its contents."""
     dtype = str(getattr(p.dtype, "name", p.dtype)).removeprefix("torch.")
     return f"{name} {tuple(p.shape)} {dtype} requires_grad={p.requires_grad} {value}".rstrip()
 
@@ -252,7 +252,7 @@ def is_sharded(module: Any) -> bool:
 
 
 def sharded_modules(module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, module) for a module and its submodules that are sharded, outermost first."""
+    """Yield (name, module) for a module and its submodules if sharded, outermost first."""
     return ((name, m) for name, m in module.named_modules() if is_sharded(m))
 
 
@@ -262,7 +262,7 @@ def units_of(module: Any) -> list[_core.Unit]:
 
 
 def enclosing(module: Any) -> dict[_core.Unit, bool]:
-    """Return the units of a module, outermost first, and whether each contains others."""
+    """Return a module's units, outermost first, and whether each contains others."""
     found: dict[_core.Unit, bool] = {}
     for _, m in sharded_modules(module):
         inner = any(c._fsdpc_unit is not m._fsdpc_unit for _, c in sharded_modules(m))
@@ -271,7 +271,7 @@ def enclosing(module: Any) -> dict[_core.Unit, bool]:
 
 
 def enclose(modules: Sequence[Any]) -> None:
-    """Tell sharded modules inside these which modules now enclose them."""
+    """Record, in sharded modules inside these, which modules now enclose them."""
     for outer in modules:
         for _, m in sharded_modules(outer):
             known = m.__dict__.get("_fsdpc_outer")
@@ -289,7 +289,7 @@ def outermost(module: Any) -> Any:
 
 
 def name_units(module: Any) -> None:
-    """Name the units inside after their modules' dotted paths; a root keeps its name."""
+    """Name inner units by their modules' dotted paths; a root keeps its name."""
     named: set[int] = set()
     for name, m in sharded_modules(module):
         if id(m._fsdpc_unit) not in named and name:
@@ -301,6 +301,6 @@ def name_units(module: Any) -> None:
 
 @cache
 def sharded_class(kind: type, cls: type, prefix: str = "FSDP") -> type:
-    """Return the class of a sharded module of class ``cls``: a subclass of it and of ``kind``."""
+    """Return the class for sharded modules of class ``cls``: a subclass of ``cls`` and ``kind``."""
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
     return type(f"{prefix}{cls.__name__}", (kind, cls), names)

@@ -1,4 +1,4 @@
-"""Sharding strategies by name: a mesh, and when parameters and gradients are freed."""
+"""Sharding strategies by name: their meshes, and when parameters and gradients are freed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fsdpc.sharding.mesh import DeviceMesh, init_device_mesh
 
 
 class ShardingStrategy(Enum):
-    """What is sharded, with PyTorch's names if PyTorch has the strategy.
+    """What is sharded, under PyTorch's names where they exist.
 
     ====================  =========================  =======================================
     name                  mesh                       shared out
@@ -24,7 +24,8 @@ class ShardingStrategy(Enum):
     HYBRID_SHARD_ZERO2    replicate x shard, given   optimizer, gradients, within ``shard``
     ====================  =========================  =======================================
 
-    On several hosts the mesh is optional: replicas are the hosts, shard groups the ranks of each.
+    On several hosts the mesh is optional: by default hosts are replicas, and each host's ranks are
+    a shard group.
 
     Examples
     --------
@@ -48,7 +49,7 @@ class ShardingStrategy(Enum):
 
 
 def as_strategy(value: ShardingStrategy | str) -> ShardingStrategy:
-    """Return the strategy of a name."""
+    """Return the strategy with this name."""
     if isinstance(value, ShardingStrategy):
         return value
     try:
@@ -66,7 +67,7 @@ def apply_strategy(
     Raises
     ------
     ValueError
-        The given mesh or flag contradicts the strategy.
+        The mesh or flag contradicts the strategy.
     """
     if value is None:
         return mesh, reshard_after_forward, False
@@ -96,7 +97,7 @@ def apply_strategy(
 def strategy_name(
     value: ShardingStrategy | str | None, replicas: int, shards: int, reshard: bool | None
 ) -> str:
-    """Return the name of a unit's strategy, even if it was set by mesh and flag."""
+    """Return the name of a unit's strategy, even if it was specified by mesh and flag."""
     if value is not None:
         return as_strategy(value).name
     if shards == 1 and replicas > 1:
@@ -110,12 +111,12 @@ _made: list[tuple[_core.Comm, int, DeviceMesh]] = []  # created once for all uni
 
 
 def _replicas_of(comm: _core.Comm, replicas: int) -> DeviceMesh:
-    """Return the mesh of a group's ranks with this many replicas; collective the first time."""
+    """Return the mesh of a group's ranks with this many replicas; collective on the first call."""
     for known, number, made in _made:
         if known is comm and number == replicas:
             return made
     if comm is group._world:
-        _made[:] = [each for each in _made if each[0] is comm]  # what was of another world goes
+        _made[:] = [each for each in _made if each[0] is comm]  # drops meshes of an earlier world
         made = init_device_mesh("cpu", (replicas, comm.size // replicas))
     else:
         alone = _core.Comm(0, 1, "")
@@ -135,7 +136,7 @@ def replicated_mesh(mesh: DeviceMesh | None = None) -> DeviceMesh:
     Parameters
     ----------
     mesh : DeviceMesh, optional
-        With one dimension: the ranks that hold the same parameters; by default all ranks.
+        A one-dimensional mesh of the ranks that hold the same parameters; by default all ranks.
     """
     comm = distributed.world() if mesh is None else mesh.comm(0)
     return _replicas_of(comm, comm.size)

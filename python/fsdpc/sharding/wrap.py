@@ -1,4 +1,4 @@
-"""Which submodules become units: by class, by size or by name."""
+"""Policies that choose the submodules to make units: by class, by size or by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdpc.nn.module import Module
 
-#: Takes a submodule (dotted name, module); returns its options if it is a unit, or None.
+#: Called with a submodule (dotted name, module); returns its options if it is a unit, or None.
 WrapPolicy = Callable[[str, Module], "dict[str, Any] | None"]
 
 
@@ -34,7 +34,7 @@ def by_class(*classes: type) -> WrapPolicy:
 
 
 def by_size(min_params: int) -> WrapPolicy:
-    """Make units of at least ``min_params`` parameters, innermost modules first.
+    """Make units with at least ``min_params`` parameters, innermost modules first.
 
     Examples
     --------
@@ -59,7 +59,7 @@ def by_size(min_params: int) -> WrapPolicy:
 
 
 def by_name(plan: Mapping[str, Mapping[str, Any]]) -> WrapPolicy:
-    """Make a unit of each module whose dotted name matches a shell pattern, with its options.
+    """Make a unit, with options, of each module whose dotted name matches a shell pattern.
 
     Examples
     --------
@@ -81,7 +81,7 @@ def by_name(plan: Mapping[str, Mapping[str, Any]]) -> WrapPolicy:
 
 
 def check_names(plan: Mapping[str, Any], modules: Iterable[Module]) -> None:
-    """Raise ValueError if a pattern of a plan matches no submodule: a likely typo.
+    """Raise ValueError if a plan's pattern matches no submodule, which is a likely typo.
 
     Examples
     --------
@@ -104,9 +104,9 @@ def check_names(plan: Mapping[str, Any], modules: Iterable[Module]) -> None:
 def units_by(
     policy: Callable[[str, Any], dict[str, Any] | None], modules: Iterable[Any]
 ) -> list[tuple[list[Any], dict[str, Any]]]:
-    """Return the units that a policy makes, each a submodule with its options.
+    """Return the units that a policy chooses, each a submodule with its options.
 
-    Children come first; the list is complete before any is sharded.
+    Children come first; the list is completed before any unit is sharded.
 
     Examples
     --------

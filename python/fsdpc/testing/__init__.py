@@ -1,4 +1,4 @@
-"""A pytest plugin that runs a test's body on fresh ranks, and a comparison of two models.
+"""A pytest plugin that runs a test's body on new ranks, and a comparison of two models.
 
     @pytest.mark.ranks(2)
     def test_sum():
@@ -6,13 +6,13 @@
 
 Every rank is a new process; the plugin calls :func:`fsdpc.init` before the body and
 :func:`fsdpc.shutdown` after it. ``ranks([1, 2, 3])`` runs the test at each of these sizes.
-``ranks(4, hosts=2)`` makes the ranks pretend to be on two hosts: these share no memory, and sockets
-of this machine replace the network.
+``ranks(4, hosts=2)`` makes the ranks pretend to be on two hosts, which share no memory; local
+sockets replace the network.
 
-If a rank fails, the tracebacks of all ranks are shown and the others are stopped. A test that
-exceeds its timeout (``ranks(2, timeout=10)``, else ``--ranks-timeout``) shows every rank's stack.
+If a rank fails, all ranks' tracebacks are shown and the other ranks are stopped. If a test exceeds
+its timeout (``ranks(2, timeout=10)``, else ``--ranks-timeout``), every rank's stack is shown.
 
-The plugin is registered when fsdpc is installed. The module also has :func:`compare`, which trains
+Installing fsdpc registers the plugin. The module also provides :func:`compare`, which trains
 two models side by side and returns the first difference:
 
     assert compare(native, Side(model=theirs, loss=their_loss), batches, steps=20) is None
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Difference", "Side", "Tolerance", "compare"]
 
-_SIZE = "ranks_size"  # the parameter's name if a test runs at several sizes
+_SIZE = "ranks_size"  # parameter name for tests that run at several sizes
 _SERVER = "_fsdpc_fork_server"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare the option of the default timeout."""
+    """Declare the option for the default timeout."""
     parser.getgroup("fsdpc").addoption(
         "--ranks-timeout",
         type=float,
@@ -69,7 +69,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the fork server, after all tests are imported and before any has run."""
+    """Start the fork server after all tests are imported and before any runs."""
     marked = {item.nodeid: item for item in session.items if item.get_closest_marker("ranks")}
     if marked and not session.config.option.collectonly:
         server = ForkServer(functools.partial(_call_on_rank, marked))
@@ -118,7 +118,7 @@ def _sizes(marker: pytest.Mark) -> object:
 
 
 def _call_on_rank(items: dict[str, pytest.Function], job: Job) -> Report:
-    """Run the body on this rank; called in a process forked from the server."""
+    """Run the body on this rank; called in a process that the server forked."""
     import pytest
 
     from fsdpc import distributed
@@ -130,7 +130,7 @@ def _call_on_rank(items: dict[str, pytest.Function], job: Job) -> Report:
         if job.init:
             distributed.init()
         items[job.name].obj(**job.arguments)
-        # Not after a failure: peers that wait for this rank must see it leave at once.
+        # Not after a failure: peers waiting for this rank must see it leave at once.
         if job.init:
             distributed.shutdown()
     except pytest.skip.Exception as skipped:
@@ -141,7 +141,7 @@ def _call_on_rank(items: dict[str, pytest.Function], job: Job) -> Report:
 
 
 def _describe(error: BaseException, test_file: Path) -> str:
-    """Return the traceback as pytest would print it, from the test's file on."""
+    """Return the traceback as pytest would print it, starting at the test's file."""
     import pytest
 
     info = pytest.ExceptionInfo.from_exception(error)

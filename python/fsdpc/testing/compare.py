@@ -1,8 +1,8 @@
 """Train two models side by side and find their first difference.
 
-A side is a native or a torch model, sharded or not. Full values of both are converted to NumPy one
-tensor at a time, in order of computation: loss, gradients, norm, parameters, optimizer states. This
-module never imports torch: a caller with a torch model already has.
+A side is a native or torch model, sharded or not. Both sides' full values are converted to NumPy
+one tensor at a time, in order of computation: loss, gradients, norm, parameters, optimizer states.
+This module never imports torch: a caller with a torch model has already done so.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ KINDS = ("parameter", "loss", "gradient", "norm", "state")
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One of the two models, with its optimizer and loss.
+    """One of the two models with its optimizer and loss.
 
     Parameters
     ----------
     model : fsdpc.nn.Module or torch.nn.Module
         Sharded or not.
     optimizer : object, optional
-        With ``step`` and ``zero_grad``; both sides have one, or neither.
+        An object with ``step`` and ``zero_grad``; both sides have one, or neither does.
     loss : callable, optional
-        ``loss(model, *batch)`` returns the scalar for backward; ``model(*batch)`` by default.
-        Arrays of the batch arrive as tensors of the model's library.
+        ``loss(model, *batch)`` returns the scalar for backward; by default ``model(*batch)``. The
+        batch's arrays are passed as tensors of the model's library.
     rename : callable, optional
-        ``rename(name)`` returns the other side's name of a parameter.
+        ``rename(name)`` returns the other side's name for a parameter.
     arrange : callable, optional
         ``arrange(name, array)`` returns a parameter, its gradient or one of its states in the other
-        side's layout (transposed, for example); `name` is the common name.
+        side's layout, for example transposed; `name` is the common name.
 
     Examples
     --------
@@ -60,7 +60,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """How far two values may be apart; a value passes if any of these allows it.
+    """How far two values may differ; a value passes if any of these allows it.
 
     Parameters
     ----------
@@ -75,8 +75,8 @@ class Tolerance:
 
     Notes
     -----
-    ``rtol``, ``scale`` and ``atol`` are added up, as in numpy.allclose. If all are 0, values must
-    be equal once both are rounded to the narrower dtype; 0 equals -0, and NaN equals NaN.
+    ``rtol``, ``scale`` and ``atol`` are added, as in numpy.allclose. If all are 0, values must be
+    equal after both are rounded to the narrower dtype; 0 equals -0, and NaN equals NaN.
 
     Examples
     --------
@@ -108,13 +108,13 @@ class Difference:
     a, b : float
         The element's two values.
     ulp : int or None
-        Steps between the two in the narrower dtype; None if one of them is not finite.
+        Steps between the two in the narrower dtype; None if either is not finite.
     dtype : str
         The narrower dtype.
     count, numel : int
-        Number of elements beyond the tolerance, and number of all elements.
+        Number of elements beyond the tolerance, and total number of elements.
     rank : int
-        The rank that found it; all ranks of a sharded model return the same.
+        The rank that found the difference; all ranks of a sharded model return the same one.
 
     Examples
     --------
@@ -147,7 +147,7 @@ class Difference:
         )
 
     def _repr_html_(self) -> str:
-        """Return a table for notebooks."""
+        """Return a table, shown by notebooks."""
         ulp = "not finite" if self.ulp is None else f"{self.ulp:,} ulp of {self.dtype}"
         return html.fields("the first difference", {
             "where": f"step {self.step}, rank {self.rank}: {self.what} {self.name}".rstrip(),
@@ -158,13 +158,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class _Value:
-    """Numbers as float64, which holds those of every dtype here, and their original dtype."""
+    """Numbers as float64, which can represent every dtype used here, and their original dtype."""
 
     numbers: np.ndarray
     dtype: str
 
 
-_MISSING = _Value(np.zeros(()), "float64")  # no gradient or state: broadcasts as zeros
+_MISSING = _Value(np.zeros(()), "float64")  # missing gradient or state: broadcasts as zeros
 
 
 def compare(
@@ -176,27 +176,27 @@ def compare(
     tolerance: Tolerance | Mapping[str, Tolerance] | None = None,
     max_norm: float | None = None,
 ) -> Difference | None:
-    """Train two models side by side and return the first difference beyond a tolerance.
+    """Train two models side by side, and return the first difference beyond a tolerance.
 
     Parameters
     ----------
     a, b : Side, or a model
         The two models; ``b`` is the reference.
     batches : iterable of sequence
-        Inputs of each model, one per step; a sequence restarts at its end.
+        Both models' inputs, one batch per step; a sequence restarts at its end.
     steps : int, default 1
         0 compares only the parameters.
     tolerance : Tolerance or mapping of str to Tolerance, optional
-        For everything, or by kind: "parameter" (before the first step and after each), "loss",
-        "gradient", "norm", "state". Kinds that a mapping omits are not compared. By default values
-        must be equal.
+        One tolerance, or one for each kind: "parameter" (before the first step and after each),
+        "loss", "gradient", "norm", "state". Kinds that a mapping omits are not compared. By
+        default, values must be equal.
     max_norm : float, optional
         Clip both sides' gradients to this global norm, after comparing them, and compare the norms.
 
     Returns
     -------
     Difference or None
-        None if there is none within `steps`, so that a test reads ``assert compare(...) is None``.
+        None if there is no difference within `steps`; a test can ``assert compare(...) is None``.
 
     Raises
     ------
@@ -208,9 +208,9 @@ def compare(
 
     Notes
     -----
-    Collective if a side is sharded: every rank calls it and gets the full values, but its own loss.
-    If the other side is not sharded, pass all ranks the same batches: the mean over ranks is then
-    each rank's own gradient. A missing gradient or state counts as zeros.
+    Collective if a side is sharded: every rank calls it and gets full values, but its own loss. If
+    the other side is not sharded, pass the same batches on all ranks, so that the mean over ranks
+    equals each rank's own gradient. A missing gradient or state counts as zeros.
 
     Examples
     --------
@@ -294,7 +294,7 @@ def _check_names(a: _Model, b: _Model) -> None:
 
 
 class _Model:
-    """Adapts a side to the operations that `compare` needs, for either library."""
+    """Adapts a side of either library to the operations that `compare` needs."""
 
     def __init__(self, side: Side) -> None:
         self.model, self.optimizer, self.arrange = side.model, side.optimizer, side.arrange
@@ -320,14 +320,14 @@ class _Model:
         return _Value(np.asarray(self.arrange(name, value.numbers)), value.dtype)
 
     def read(self, value: Any) -> _Value:
-        """Return the value of a tensor, a number, or None."""
+        """Return the value of a tensor or number, or None."""
         if value is None:
             return _MISSING
         if isinstance(value, (int, float)):
             return _Value(np.array(value, np.float64), "float32")
         return self.value(value)
 
-    # What differs between the libraries. Reading a sharded model is collective.
+    # Operations that differ between the libraries. Reading a sharded model is collective.
     tensor: Callable[[Any], Any]  # converts an array of the batch
     value: Callable[[Any], _Value]  # converts a tensor
     full: Callable[[str], _Value]
@@ -419,19 +419,19 @@ def _first(
     sides: tuple[_Model, _Model],
     read: Callable[[_Model, str], _Value],
 ) -> Difference | None:
-    """Compare all tensors of a kind, in the order of a's parameters."""
+    """Compare all tensors of one kind, in the order of a's parameters."""
     allowed = tolerances.get(what.split()[0])
     if allowed is None:
         return None
     found = None
-    for name in sides[0].parameters:  # to the end: a peer may still be reading
+    for name in sides[0].parameters:  # no early exit: a peer may still be reading
         values = [side.arranged(name, read(side, name)) for side in sides]
         found = found or _compare(step, what, name, *values, allowed)
     return _agreed(sides, found)
 
 
 def _agreed(sides: tuple[_Model, _Model], found: Difference | None) -> Difference | None:
-    """Return the first rank's difference, so that all ranks stop or none does."""
+    """Return the first rank's difference, so that either all ranks stop or none does."""
     if not any(side.is_sharded() for side in sides) or distributed.world_size() == 1:
         return found
     text = b"" if found is None else json.dumps(asdict(found)).encode()
@@ -492,7 +492,7 @@ def _steps_between(x: np.ndarray, y: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _ordered(numbers: np.ndarray, dtype: str) -> np.ndarray:
-    """Return integers that order a dtype's numbers: 0 at zero, one step per number."""
+    """Map a dtype's numbers to ordered integers: zero to 0, neighbours one step apart."""
     with np.errstate(over="ignore"):
         if dtype == "float64":
             bits, low = numbers.view(np.int64), 63
@@ -500,6 +500,6 @@ def _ordered(numbers: np.ndarray, dtype: str) -> np.ndarray:
             bits, low = numbers.astype(np.float16).view(np.int16).astype(np.int64), 15
         else:
             bits, low = numbers.astype(np.float32).view(np.int32).astype(np.int64), 31
-    if dtype == "bfloat16":  # round to nearest even: wider dtypes occur here too
+    if dtype == "bfloat16":  # round to nearest even, because wider dtypes also occur here
         bits, low = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16, 15
     return np.where(bits < 0, -(bits & ((1 << low) - 1)), bits)
