@@ -1,6 +1,7 @@
-"""The extension: tensors, autograd, operations, and at the end the engine.
+"""The extension: tensors, autograd, operations and, at the end, the engine.
 
-The build takes signatures and docstrings from this file (tools/stub_docs.py): build after a change.
+The build takes signatures and docstrings from this file (tools/stub_docs.py): rebuild after a
+change.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ Index = Any  # int, slice, None, ..., arrays of integers or bool, or a tuple of 
 DTypeLike = dtype | str | type | np.dtype[Any]
 
 class PeerError(RuntimeError):
-    """Another rank ended or left; the message names it, its place, and the awaited operation.
+    """Another rank ended or left; the message names it, its process, and the awaited operation.
 
-    The page docs/troubleshooting.md#exceptions says what to do.
+    The page docs/troubleshooting.md#exceptions explains what to do.
 
     Examples
     --------
@@ -33,9 +34,9 @@ class PeerError(RuntimeError):
     """
 
 class MismatchError(RuntimeError):
-    """Ranks do different things; the message names both, before a wrong number is used.
+    """Ranks run different operations; raised before a wrong number is used, naming both.
 
-    The page docs/troubleshooting.md#exceptions says what to do.
+    The page docs/troubleshooting.md#exceptions explains what to do.
 
     Examples
     --------
@@ -46,7 +47,7 @@ class MismatchError(RuntimeError):
     """
 
 class dtype:
-    """An element type; each exists only once, so compare with `is`.
+    """An element type. Each type has only one object, so compare with `is`.
 
     Examples
     --------
@@ -56,7 +57,7 @@ class dtype:
 
     @property
     def name(self) -> str:
-        """Its name, as in NumPy."""
+        """The dtype's name, as in NumPy."""
     @property
     def itemsize(self) -> int:
         """Bytes per element."""
@@ -77,7 +78,7 @@ def as_dtype(value: DTypeLike, /) -> dtype:
     """Return the dtype object for a name, a NumPy dtype or a Python type."""
 
 class RemovableHandle:
-    """The handle that register_hook returns."""
+    """The handle returned by register_hook."""
 
     def remove(self) -> None:
         """Remove the hook; further calls do nothing."""
@@ -85,7 +86,7 @@ class RemovableHandle:
 class Tensor:
     """A dense row-major array that autograd can record.
 
-    ``Tensor(data)`` shares the memory of a tensor with the same dtype and copies anything else.
+    ``Tensor(data)`` shares memory with a tensor of the same dtype and copies anything else.
     Subclasses may add attributes (they have a ``__dict__``; Tensor itself has none).
 
     Examples
@@ -104,22 +105,22 @@ class Tensor:
     ) -> T: ...
     @property
     def shape(self) -> Shape:
-        """Its shape, a tuple."""
+        """The shape, a tuple."""
     @property
     def dtype(self) -> dtype:
-        """Its element type."""
+        """The element type."""
     @property
     def ndim(self) -> int:
-        """Its number of dimensions."""
+        """The number of dimensions."""
     @property
     def device(self) -> str:
-        """The device of its memory: "cpu", or the name of the plugin that provides the device."""
+        """The memory's device: "cpu", or the name of the plugin that provides the device."""
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """Size of all elements in bytes."""
     @property
     def requires_grad(self) -> bool:
-        """Whether backward computes its gradient."""
+        """Whether backward computes this tensor's gradient."""
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None: ...
     @property
@@ -129,26 +130,26 @@ class Tensor:
     def grad(self, value: Tensor | None) -> None: ...
     @property
     def is_leaf(self) -> bool:
-        """Whether it was not computed by a recorded operation."""
+        """Whether the tensor was not computed by a recorded operation."""
     @property
     def grad_fn(self) -> str | None:
-        """The name of the operation that computed it, or None."""
+        """The name of the operation that computed the tensor, or None."""
     @property
     def _version(self) -> int:
-        """How often its memory was written in place."""
+        """The number of in-place writes to its memory."""
     @property
     def is_deferred(self) -> bool:
-        """Whether it has no memory yet."""
+        """Whether the tensor has no memory yet."""
     @property
     def data_ptr(self) -> int:
-        """The address of its first element."""
+        """The address of the first element."""
     @property
     def T(self) -> Tensor:
         """The tensor with its last two dimensions transposed; a copy."""
     def size(self, dim: int | None = None) -> Any:
         """Return the shape, or the size of one dimension.
 
-        IndexError if the dimension does not exist.
+        Raises IndexError if the dimension does not exist.
 
         Examples
         --------
@@ -183,8 +184,9 @@ class Tensor:
         """Compute the gradients of all leaves that this tensor was computed from.
 
         They are added to ``.grad``.  A tensor with several elements needs ``gradient``, in its
-        shape and dtype.  ``retain_graph`` keeps the data for a second backward.  RuntimeError if
-        nothing requires grad, ValueError if a gradient is missing or does not fit.
+        shape and dtype.  ``retain_graph`` keeps the data for a second backward.  Raises
+        RuntimeError if nothing requires grad, and ValueError if a gradient is missing or does not
+        match.
 
         Examples
         --------
@@ -196,7 +198,7 @@ class Tensor:
         """
 
     def detach(self) -> Tensor:
-        """Return a tensor over the same memory that is not recorded.
+        """Return an unrecorded tensor over the same memory.
 
         Examples
         --------
@@ -207,10 +209,10 @@ class Tensor:
         """
 
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
-        """Set whether backward computes its gradient; return the tensor.
+        """Set whether backward computes this tensor's gradient; return the tensor.
 
-        TypeError unless its dtype is a float.  RuntimeError to disable it for an operation's
-        result.
+        Raises TypeError unless its dtype is a float, and RuntimeError if disabled for an
+        operation's result.
 
         Examples
         --------
@@ -220,10 +222,10 @@ class Tensor:
         """
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
-        """Call ``hook(gradient)`` in backward, once the gradient of this tensor is complete.
+        """Call ``hook(gradient)`` in backward when this tensor's gradient is complete.
 
-        Its result, unless None, replaces the gradient, in the same shape and dtype.  RuntimeError
-        if the tensor does not require grad.
+        Its result, unless None, replaces the gradient and must have its shape and dtype.  Raises
+        RuntimeError if the tensor does not require grad.
 
         Examples
         --------
@@ -240,7 +242,7 @@ class Tensor:
     def item(self) -> Any:
         """Return the only element as a Python number.
 
-        ValueError if there are several elements.
+        Raises ValueError if there are several elements.
 
         Examples
         --------
@@ -262,7 +264,7 @@ class Tensor:
     def numpy(self) -> np.ndarray[Any, Any]:
         """Return an array over the same memory; from a GPU, a copy.
 
-        bfloat16 becomes ml_dtypes' type if that is installed, otherwise a float32 copy.
+        bfloat16 becomes ml_dtypes' type if that is installed, otherwise a float32 copy. Raises
         RuntimeError if the tensor requires grad: ``detach()`` it first.
 
         Examples
@@ -285,9 +287,9 @@ class Tensor:
         """
 
     def __format__(self, spec: str, /) -> str:
-        """Format a 0-d tensor as its number, and any other tensor like ``str``."""
+        """Format a 0-d tensor like its number, and any other tensor like ``str``."""
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        """Return an array for ``numpy.asarray``; :meth:`numpy` says over which memory."""
+        """Return an array for ``numpy.asarray``, over the same memory as :meth:`numpy`."""
     def __dlpack__(
         self,
         *,
@@ -296,7 +298,7 @@ class Tensor:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """Return a DLPack capsule over the same memory, for ``from_dlpack`` of other libraries."""
+        """Return a DLPack capsule over the same memory, for other libraries' ``from_dlpack``."""
     def __dlpack_device__(self) -> tuple[int, int]:
         """Return DLPack's device numbers: (1, 0) for the CPU."""
     def __buffer__(self, flags: int, /) -> memoryview:
@@ -311,7 +313,7 @@ class Tensor:
     def to(self, dtype: DTypeLike) -> Tensor:
         """Convert to another dtype; return the tensor itself if it already has that dtype.
 
-        Rounds to nearest.  TypeError if the dtype is unknown.
+        Rounds to nearest.  Raises TypeError if the dtype is unknown.
 
         Examples
         --------
@@ -372,7 +374,7 @@ class Tensor:
         """
 
     def contiguous(self) -> Tensor:
-        """Return the tensor itself, since its memory is always dense.
+        """Return the tensor itself, because its memory is always dense.
 
         Examples
         --------
@@ -384,10 +386,11 @@ class Tensor:
 
     # in place (leaves that require grad: only inside no_grad); gradients flow
     def copy_(self, source: Any) -> Tensor:
-        """Copy the values of a tensor, array or number, broadcast and converted; return the tensor.
+        """Copy values from a tensor, array or number, broadcast and converted; return the tensor.
 
-        RuntimeError if it is a leaf that requires grad, except inside ``no_grad``, or if another
-        tensor shares its memory and gradients flow.  ValueError if the shape does not fit.
+        Raises RuntimeError if this is a leaf that requires grad, except inside ``no_grad``, or if
+        another tensor shares its memory and gradients flow.  Raises ValueError if the shape does
+        not match.
 
         Examples
         --------
@@ -399,7 +402,7 @@ class Tensor:
     def fill_(self, value: Number) -> Tensor:
         """Set every element to a number; return the tensor.
 
-        RuntimeError as for ``copy_``; TypeError for anything but a number.
+        Raises RuntimeError as for ``copy_``, and TypeError for anything but a number.
 
         Examples
         --------
@@ -421,9 +424,9 @@ class Tensor:
         """
 
     def set_data_(self, source: Tensor, /) -> Tensor:
-        """Use another tensor's memory from now on, and take its dtype.
+        """Use another tensor's memory and dtype from now on.
 
-        ValueError if its shape differs.
+        Raises ValueError if its shape differs.
 
         Examples
         --------
@@ -433,7 +436,7 @@ class Tensor:
         """
 
     def materialize_(self) -> Tensor:
-        """Give a deferred tensor uninitialised memory; return the tensor.
+        """Allocate uninitialised memory for a deferred tensor; return the tensor.
 
         Examples
         --------
@@ -446,7 +449,8 @@ class Tensor:
     def reshape(self, *shape: int | Sequence[int]) -> Tensor:
         """Return the elements in another shape, over the same memory.
 
-        One size may be -1, to be computed.  ValueError if the numbers of elements differ.
+        One size may be -1, in which case it is inferred.  Raises ValueError if the numbers of
+        elements differ.
 
         Examples
         --------
@@ -468,7 +472,7 @@ class Tensor:
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Tensor:
         """Flatten the dimensions from start_dim to end_dim into one, over the same memory.
 
-        IndexError if the dimension does not exist.
+        Raises IndexError if the dimension does not exist.
 
         Examples
         --------
@@ -480,7 +484,7 @@ class Tensor:
     def unsqueeze(self, dim: int) -> Tensor:
         """Insert a dimension of size 1 before another, over the same memory.
 
-        IndexError if dim is not in [-ndim - 1, ndim].
+        Raises IndexError if dim is not in [-ndim - 1, ndim].
 
         Examples
         --------
@@ -492,7 +496,7 @@ class Tensor:
     def squeeze(self, dim: int) -> Tensor:
         """Remove a dimension if its size is 1, over the same memory.
 
-        IndexError if the dimension does not exist.
+        Raises IndexError if the dimension does not exist.
 
         Examples
         --------
@@ -505,7 +509,7 @@ class Tensor:
     def permute(self, *dims: int | Sequence[int]) -> Tensor:
         """Permute the dimensions; a copy.
 
-        ValueError or IndexError unless each dimension occurs once.
+        Raises ValueError or IndexError unless each dimension occurs once.
 
         Examples
         --------
@@ -517,7 +521,7 @@ class Tensor:
     def expand(self, *shape: int | Sequence[int]) -> Tensor:
         """Broadcast to a shape; a copy.
 
-        -1 keeps a size.  ValueError if the tensor cannot be broadcast to the shape.
+        -1 keeps a size.  Raises ValueError if the tensor cannot be broadcast to the shape.
 
         Examples
         --------
@@ -663,12 +667,12 @@ def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
     """
 
 def from_dlpack(source: Any) -> Tensor:
-    """Return a tensor over the memory of another library's tensor, by DLPack.
+    """Return a tensor over the memory of another library's tensor, through DLPack.
 
     Parameters
     ----------
     source : object with ``__dlpack__``
-        A tensor of torch or JAX, or an array of NumPy or CuPy, on this process's device.
+        A torch or JAX tensor, or a NumPy or CuPy array, on this process's device.
 
     Examples
     --------
@@ -720,10 +724,10 @@ def full(
     dtype: DTypeLike | None = None,
     requires_grad: bool = False,
 ) -> Tensor:
-    """Create a tensor of one value.
+    """Create a tensor filled with one value.
 
-    Integers are exact.  ValueError if the dtype cannot hold the value: an integer beyond its range,
-    or a finite number that would become infinite.
+    Integers are exact.  Raises ValueError if the dtype cannot represent the value: an integer
+    beyond its range, or a finite number that would become infinite.
 
     Examples
     --------
@@ -738,9 +742,9 @@ def arange(
     step: Number = 1,
     dtype: DTypeLike | None = None,
 ) -> Tensor:
-    """Count from start (by default 0) up to stop, excluding stop.
+    """Count from start (by default 0) to stop, excluding stop.
 
-    Integers are exact.  ValueError if the dtype cannot hold the first number or the last.
+    Integers are exact.  Raises ValueError if the dtype cannot represent the first or last number.
 
     Examples
     --------
@@ -752,7 +756,7 @@ def arange(
 def linspace(
     start: Number, stop: Number, steps: int, dtype: DTypeLike | None = None
 ) -> Tensor:
-    """Return equally spaced numbers, including both ends; rounded once.
+    """Return equally spaced numbers, including both ends, rounded once.
 
     Examples
     --------
@@ -772,7 +776,7 @@ def randint(
     Raises
     ------
     ValueError
-        No integer is between the bounds.
+        There is no integer between the bounds.
 
     Examples
     --------
@@ -788,7 +792,7 @@ def randn(
     seed: int | None = None,
     requires_grad: bool = False,
 ) -> Tensor:
-    """Draw normal numbers with mean 0 and variance 1; with a separate seed if one is given.
+    """Draw normal numbers with mean 0 and variance 1, from a separate seed if one is given.
 
     Examples
     --------
@@ -805,16 +809,16 @@ def empty_deferred(
 def init_(
     tensor: Tensor, kind: str, a: Number, b: Number, seed: int, stream: int, first: int = 0
 ) -> Tensor:
-    """Fill a tensor with constants, or normal or uniform numbers of a random stream; return it."""
+    """Fill a tensor with a constant, or with normal or uniform random numbers; return it."""
 
 # ---- operations ----
 
 def add(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     """Return a + b, element by element.
 
-    Shapes broadcast as in NumPy; ValueError if they cannot.  int32, int64 and floats promote as in
-    PyTorch; a number takes the dtype of the tensor.  TypeError for bool, uint8 and objects other
-    than tensors and numbers.
+    Shapes broadcast as in NumPy.  int32, int64 and floats promote as in PyTorch; a number takes the
+    tensor's dtype.  Raises ValueError if shapes cannot be broadcast, and TypeError for bool, uint8
+    and objects other than tensors and numbers.
 
     Examples
     --------
@@ -826,9 +830,9 @@ def add(a: Tensor | Number, b: Tensor | Number) -> Tensor:
 def sub(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     """Return a - b, element by element.
 
-    Shapes broadcast as in NumPy; ValueError if they cannot.  int32, int64 and floats promote as in
-    PyTorch; a number takes the dtype of the tensor.  TypeError for bool, uint8 and objects other
-    than tensors and numbers.
+    Shapes broadcast as in NumPy.  int32, int64 and floats promote as in PyTorch; a number takes the
+    tensor's dtype.  Raises ValueError if shapes cannot be broadcast, and TypeError for bool, uint8
+    and objects other than tensors and numbers.
 
     Examples
     --------
@@ -840,9 +844,9 @@ def sub(a: Tensor | Number, b: Tensor | Number) -> Tensor:
 def mul(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     """Return a * b, element by element.
 
-    Shapes broadcast as in NumPy; ValueError if they cannot.  int32, int64 and floats promote as in
-    PyTorch; a number takes the dtype of the tensor.  TypeError for bool, uint8 and objects other
-    than tensors and numbers.
+    Shapes broadcast as in NumPy.  int32, int64 and floats promote as in PyTorch; a number takes the
+    tensor's dtype.  Raises ValueError if shapes cannot be broadcast, and TypeError for bool, uint8
+    and objects other than tensors and numbers.
 
     Examples
     --------
@@ -854,9 +858,9 @@ def mul(a: Tensor | Number, b: Tensor | Number) -> Tensor:
 def div(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     """Return a / b, element by element; integers become float32.
 
-    Shapes broadcast as in NumPy; ValueError if they cannot.  int32, int64 and floats promote as in
-    PyTorch; a number takes the dtype of the tensor.  TypeError for bool, uint8 and objects other
-    than tensors and numbers.
+    Shapes broadcast as in NumPy.  int32, int64 and floats promote as in PyTorch; a number takes the
+    tensor's dtype.  Raises ValueError if shapes cannot be broadcast, and TypeError for bool, uint8
+    and objects other than tensors and numbers.
 
     Examples
     --------
@@ -866,11 +870,11 @@ def div(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     """
 
 def maximum(a: Tensor | Number, b: Tensor | Number) -> Tensor:
-    """Return the larger of the two elements in each place; NaN if one is NaN.
+    """Return the elementwise maximum; NaN if either element is NaN.
 
-    Shapes broadcast as in NumPy; ValueError if they cannot.  int32, int64 and floats promote as in
-    PyTorch; a number takes the dtype of the tensor.  TypeError for bool, uint8 and objects other
-    than tensors and numbers.
+    Shapes broadcast as in NumPy.  int32, int64 and floats promote as in PyTorch; a number takes the
+    tensor's dtype.  Raises ValueError if shapes cannot be broadcast, and TypeError for bool, uint8
+    and objects other than tensors and numbers.
 
     Examples
     --------
@@ -880,11 +884,11 @@ def maximum(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     """
 
 def minimum(a: Tensor | Number, b: Tensor | Number) -> Tensor:
-    """Return the smaller of the two elements in each place; NaN if one is NaN.
+    """Return the elementwise minimum; NaN if either element is NaN.
 
-    Shapes broadcast as in NumPy; ValueError if they cannot.  int32, int64 and floats promote as in
-    PyTorch; a number takes the dtype of the tensor.  TypeError for bool, uint8 and objects other
-    than tensors and numbers.
+    Shapes broadcast as in NumPy.  int32, int64 and floats promote as in PyTorch; a number takes the
+    tensor's dtype.  Raises ValueError if shapes cannot be broadcast, and TypeError for bool, uint8
+    and objects other than tensors and numbers.
 
     Examples
     --------
@@ -894,17 +898,17 @@ def minimum(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     """
 
 def mask(x: Tensor | Number, keep: Tensor | Number) -> Tensor:
-    """Return x where keep is true, elsewhere a negative zero, which does not change sums."""
+    """Return x where keep is true, and elsewhere a negative zero, which does not change sums."""
 
 def keep(x: Tensor | Number, keep: Tensor | Number) -> Tensor:
-    """Return x where keep is true, elsewhere 0."""
+    """Return x where keep is true, and 0 elsewhere."""
 
 def pow(x: Tensor | Number, exponent: Tensor | Number) -> Tensor:
     """Return x ** exponent, element by element.
 
-    Shapes broadcast as in NumPy; ValueError if they cannot.  int32, int64 and floats promote as in
-    PyTorch; a number takes the dtype of the tensor.  TypeError for bool, uint8 and objects other
-    than tensors and numbers.
+    Shapes broadcast as in NumPy.  int32, int64 and floats promote as in PyTorch; a number takes the
+    tensor's dtype.  Raises ValueError if shapes cannot be broadcast, and TypeError for bool, uint8
+    and objects other than tensors and numbers.
 
     Examples
     --------
@@ -916,7 +920,7 @@ def pow(x: Tensor | Number, exponent: Tensor | Number) -> Tensor:
 def neg(x: Tensor) -> Tensor:
     """Return -x, element by element.
 
-    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -928,7 +932,7 @@ def neg(x: Tensor) -> Tensor:
 def abs(x: Tensor) -> Tensor:
     """Return the absolute value of each element.
 
-    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -940,7 +944,7 @@ def abs(x: Tensor) -> Tensor:
 def exp(x: Tensor) -> Tensor:
     """Return e ** x, element by element.
 
-    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -952,7 +956,7 @@ def exp(x: Tensor) -> Tensor:
 def log(x: Tensor) -> Tensor:
     """Return the natural logarithm of each element; NaN below 0.
 
-    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -964,7 +968,7 @@ def log(x: Tensor) -> Tensor:
 def sqrt(x: Tensor) -> Tensor:
     """Return the square root of each element; NaN below 0.
 
-    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -976,7 +980,7 @@ def sqrt(x: Tensor) -> Tensor:
 def tanh(x: Tensor) -> Tensor:
     """Return the hyperbolic tangent of each element.
 
-    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -988,7 +992,7 @@ def tanh(x: Tensor) -> Tensor:
 def sigmoid(x: Tensor) -> Tensor:
     """Return 1 / (1 + e ** -x), element by element.
 
-    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -1000,7 +1004,7 @@ def sigmoid(x: Tensor) -> Tensor:
 def rsqrt(x: Tensor) -> Tensor:
     """Return 1 / sqrt(x), element by element.
 
-    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -1010,9 +1014,9 @@ def rsqrt(x: Tensor) -> Tensor:
     """
 
 def sin(x: Tensor) -> Tensor:
-    """Return the sine of each element, an angle in radians.
+    """Return the sine of each element, in radians.
 
-    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -1022,9 +1026,9 @@ def sin(x: Tensor) -> Tensor:
     """
 
 def cos(x: Tensor) -> Tensor:
-    """Return the cosine of each element, an angle in radians.
+    """Return the cosine of each element, in radians.
 
-    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -1034,9 +1038,9 @@ def cos(x: Tensor) -> Tensor:
     """
 
 def log1p(x: Tensor) -> Tensor:
-    """Return log(1 + x), element by element, exact near 0.
+    """Return log(1 + x), element by element, accurate near 0.
 
-    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -1046,9 +1050,9 @@ def log1p(x: Tensor) -> Tensor:
     """
 
 def expm1(x: Tensor) -> Tensor:
-    """Return e ** x - 1, element by element, exact near 0.
+    """Return e ** x - 1, element by element, accurate near 0.
 
-    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -1060,7 +1064,7 @@ def expm1(x: Tensor) -> Tensor:
 def erf(x: Tensor) -> Tensor:
     """Return the error function of each element.
 
-    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -1070,9 +1074,9 @@ def erf(x: Tensor) -> Tensor:
     """
 
 def sign(x: Tensor) -> Tensor:
-    """Return -1, 0 or 1, the sign of each element.
+    """Return the sign of each element: -1, 0 or 1.
 
-    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -1085,10 +1089,10 @@ def softplus(x: Tensor) -> Tensor:
     """Return log(1 + e ** x), element by element, without overflow."""
 
 def clamp_min(x: Tensor, bound: float) -> Tensor:
-    """Return the larger of each element and a bound; a NaN stays."""
+    """Return the maximum of each element and a bound; NaN stays NaN."""
 
 def clamp_max(x: Tensor, bound: float) -> Tensor:
-    """Return the smaller of each element and a bound; a NaN stays."""
+    """Return the minimum of each element and a bound; NaN stays NaN."""
 
 def huber(x: Tensor, beta: float) -> Tensor:
     """Return x ** 2 / (2 beta) below beta and abs(x) - beta / 2 above it."""
@@ -1098,7 +1102,7 @@ def silu(x: Tensor) -> Tensor:
 
     Source: Elfwing, Uchibe & Doya 2017.
 
-    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -1110,7 +1114,7 @@ def silu(x: Tensor) -> Tensor:
 def relu(x: Tensor) -> Tensor:
     """Return max(x, 0), element by element.
 
-    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -1152,9 +1156,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Multiply matrices.
 
-    a is (..., n, k) and b (..., k, m), both of one float dtype; leading dimensions broadcast.  A
-    vector counts as one row on the left, or one column on the right, and the result lacks that
-    dimension.  TypeError if dtypes differ, ValueError if shapes do not fit.
+    a is (..., n, k) and b is (..., k, m), with the same float dtype; leading dimensions broadcast.
+    A vector counts as a row on the left or a column on the right, and the result lacks that
+    dimension.  Raises TypeError if dtypes differ, and ValueError if shapes do not match.
 
     Examples
     --------
@@ -1220,17 +1224,17 @@ def linear_gelu(
     Raises
     ------
     TypeError
-        An operand is not a floating point tensor, or not of x's dtype.
+        An operand is not a floating point tensor of x's dtype.
     ValueError
-        Shapes do not fit.
+        Shapes do not match.
 
     Notes
     -----
-    GPUs can compute gelu by tanh, GPT-2's form, in a product's own kernel: for bf16 and fp16, if
-    cuBLASLt has such a kernel for the shape.  It rounds once instead of twice.  Otherwise the bits
-    are those of two operations.  For gelu by erf write ``gelu(linear(x, weight, bias))``.  If only
-    a :func:`linear` uses the result of a gelu by tanh (this one or ``gelu(x, "tanh")``), its
-    backward computes the gradient of gelu's input in the same way.
+    GPUs can compute gelu with tanh, as in GPT-2, inside the matrix product's kernel, for bf16 and
+    fp16, if cuBLASLt has such a kernel for the shape.  It rounds once instead of twice.  Otherwise
+    the bits equal those of two operations.  For gelu with erf, write ``gelu(linear(x, weight,
+    bias))``.  If only a :func:`linear` uses the result of a tanh gelu (this one or ``gelu(x,
+    "tanh")``), its backward computes the gradient of gelu's input in the same way.
 
     Examples
     --------
@@ -1241,7 +1245,7 @@ def linear_gelu(
     """
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
-    """Normalise exponentials along a dimension; any but the last costs two copies.
+    """Return softmax along a dimension; any dimension but the last costs two copies.
 
     Examples
     --------
@@ -1298,11 +1302,11 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
 def row_moments(
     x: Tensor, rows: int, dy: Tensor | None = None, shift: Tensor | None = None
 ) -> Tensor:
-    """Compute each row's mean, and summed squares of distances from it; with dy, other sums.
+    """Compute each row's mean and sum of squared deviations; with dy, two other sums.
 
-    With dy these are the sums of dy and of ``dy * (x - shift)``. x and dy have the same shape and
-    are taken as rows; shift has a value for each row, or fewer, which repeat. The result is (2,
-    rows) of float32 (float64 for float64), like shift. It has no gradient.
+    With dy, these are the sums of dy and of ``dy * (x - shift)``. x and dy have the same shape and
+    are treated as rows; shift has one value per row, or fewer, which repeat. The result is (2,
+    rows) in float32 (float64 for float64), like shift. It has no gradient.
     """
 
 def row_affine(
@@ -1316,12 +1320,12 @@ def row_affine(
 ) -> Tensor:
     """Compute ``(x - shift) * a + y * b + c``, rounded once; without gradient.
 
-    x and y have the same shape and are taken as rows; the other tensors have values for rows, as in
-    :func:`row_moments`.
+    x and y have the same shape and are treated as rows; the other tensors have per-row values, as
+    in :func:`row_moments`.
     """
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
-    """Pick rows of a table.
+    """Look up rows of a table.
 
     Parameters
     ----------
@@ -1330,7 +1334,7 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Te
     weight : Tensor
         (rows, dim)
     padding_idx : int, optional
-        A row that gets no gradient from these lookups; negative values count from the end.
+        Index of a row that gets no gradient from these lookups; negative values count from the end.
 
     Returns
     -------
@@ -1358,7 +1362,7 @@ def conv2d(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """Convolve images with filters; padding is before and after rows, then columns."""
+    """Convolve images with filters; padding lists before and after rows, then columns."""
 
 def pool2d(
     x: Tensor, max: bool, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]
@@ -1366,19 +1370,19 @@ def pool2d(
     """Return the maximum of each window, or the mean."""
 
 def element_places(index: Tensor, shape: Sequence[int], dim: int) -> Tensor | None:
-    """Return the positions in memory of elements that an index names along a dimension.
+    """Return the memory positions of elements selected by an index along a dimension.
 
-    None if an index is out of range.  Only on the host.
+    Returns None if an index is out of range.  Only on the host.
     """
 
 def scatter_rows(ids: Tensor, x: Tensor, rows: int) -> Tensor:
-    """Return (rows, dim) zeros with each row of x, (..., dim), added at its id of ids, (...).
+    """Return zeros (rows, dim), with each row of x (..., dim) added at its index from ids (...).
 
-    IndexError if an id is out of range.
+    Raises IndexError if an id is out of range.
     """
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs of elements by angles that grow with the position.
+    """Rotate pairs of elements by angles that increase with the position.
 
     Parameters
     ----------
@@ -1387,7 +1391,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin : Tensor
         (tokens or more, dim/2), see :func:`rotary_tables`; no gradient.
 
-    Source: Su et al. 2021; halves as in LLaMA checkpoints of transformers.
+    Source: Su et al. 2021; halves as in transformers' LLaMA checkpoints.
 
     Examples
     --------
@@ -1407,7 +1411,7 @@ def scaled_dot_product_attention(
     mask: Tensor | None = None,
     window: int = 0,
 ) -> Tensor:
-    """Compute attention with the fused kernel, in a window of this many keys if not 0."""
+    """Compute attention with the fused kernel, within a window of this many keys if nonzero."""
 
 def varlen_attention(
     q: Tensor,
@@ -1419,13 +1423,13 @@ def varlen_attention(
     layout: str = "bhtd",
     window: int = 0,
 ) -> Tensor:
-    """Attend within each document of a row, in a window of this many keys if not 0."""
+    """Attend within each document of a row, within a window of this many keys if nonzero."""
 
 def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
-    """Compute the cross entropy of class ids: functional's with default options."""
+    """Compute the cross entropy of class ids, like the functional version with default options."""
 
 def nll_loss(log_p: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
-    """Compute the negative log likelihood of targets: functional's with default options."""
+    """Compute the negative log likelihood, like the functional version with default options."""
 
 def linear_cross_entropy(
     x: Tensor,
@@ -1447,13 +1451,13 @@ def linear_cross_entropy(
     ignore_index : int
         Rows with this target are ignored.
     chunk_rows : int
-        Number of rows whose logits exist at the same time; 0 chooses as many as fit 64 MiB, but at
-        least 256 and an eighth of all.
+        Number of rows whose logits exist at the same time; 0 chooses the number that fits in 64
+        MiB, but at least 256 and an eighth of all rows.
 
     Notes
     -----
-    With more than one chunk, a private fp32 gradient of the weight's size exists from forward to
-    backward; with one chunk, the logits' gradient does.
+    With several chunks, a private fp32 gradient of the weight's size is kept from forward to
+    backward; with one chunk, the logits' gradient is.
 
     Examples
     --------
@@ -1468,8 +1472,8 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
 
     Notes
     -----
-    The mask is a function of the seed (``fsdpc.manual_seed``) and of the number of random streams
-    taken before. It is not kept; recomputation draws the same one.
+    The mask depends only on the seed (``fsdpc.manual_seed``) and the number of random streams taken
+    before. It is not kept; recomputation draws the same mask.
 
     Source: Srivastava et al. 2014.
 
@@ -1483,8 +1487,8 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
 def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
     """Return the elements in another shape, over the same memory.
 
-    x has any dtype; one size may be -1, to be computed.  ValueError if the numbers of elements
-    differ.
+    x has any dtype; one size may be -1, in which case it is inferred.  Raises ValueError if the
+    numbers of elements differ.
 
     Examples
     --------
@@ -1496,7 +1500,7 @@ def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
 def transpose(x: Tensor, dim0: int, dim1: int) -> Tensor:
     """Transpose two dimensions; a copy.
 
-    x has any shape and dtype.  IndexError if it has no such dimension.
+    x has any shape and dtype.  Raises IndexError if it has no such dimension.
 
     Examples
     --------
@@ -1508,7 +1512,7 @@ def transpose(x: Tensor, dim0: int, dim1: int) -> Tensor:
 def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
     """Permute the dimensions; a copy.
 
-    x has any dtype; dims names each of its dimensions once.  ValueError or IndexError otherwise.
+    x has any dtype.  Raises ValueError or IndexError unless dims lists each dimension once.
 
     Examples
     --------
@@ -1520,7 +1524,7 @@ def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
 def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
     """Broadcast to a shape; a copy.
 
-    x has any dtype; -1 keeps a size.  ValueError if x cannot be broadcast to the shape.
+    x has any dtype; -1 keeps a size.  Raises ValueError if x cannot be broadcast to the shape.
 
     Examples
     --------
@@ -1530,15 +1534,15 @@ def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
     """
 
 def flip(x: Tensor, dims: Dims) -> Tensor:
-    """Return x reversed along dimensions, a copy."""
+    """Return a copy of x, reversed along dimensions."""
 
 def roll(x: Tensor, shift: int, dim: int) -> Tensor:
-    """Return x shifted along a dimension, a copy; elements at one end move to the other."""
+    """Return a copy of x, shifted along a dimension; elements wrap around."""
 
 def concat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Join tensors along a dimension.
 
-    Tensors have one dtype, and equal sizes in other dimensions.  TypeError or ValueError otherwise.
+    Raises TypeError if the tensors' dtypes differ, and ValueError if sizes in other dimensions do.
 
     Examples
     --------
@@ -1550,7 +1554,7 @@ def concat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Join tensors along a new dimension.
 
-    Tensors have one dtype and shape.  TypeError or ValueError otherwise.
+    Raises TypeError if the tensors' dtypes differ, and ValueError if their shapes do.
 
     Examples
     --------
@@ -1562,9 +1566,9 @@ def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 def sum(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     """Sum elements over dimensions.
 
-    x has any shape and dtype.  dim is a dimension, several, or None for all; keepdim keeps them
-    with size 1. IndexError if x has no such dimension.  Floats keep their dtype, summed in float32;
-    integers and bool give int64.
+    x has any shape and dtype.  dim is one or several dimensions, or None for all; keepdim keeps
+    them with size 1.  Raises IndexError if x has no such dimension.  Floats keep their dtype and
+    are summed in float32; integers and bool become int64.
 
     Examples
     --------
@@ -1574,23 +1578,23 @@ def sum(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     """
 
 def sum_squares(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """Sum squares over dimensions; 16-bit floats as float32."""
+    """Sum squares over dimensions, treating 16-bit floats as float32."""
 
 def cumsum(x: Tensor, dim: int) -> Tensor:
     """Return cumulative sums along a dimension."""
 
 def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    """Return the logarithms of sums of exponentials along a dimension."""
+    """Return the log of the sum of exponentials along a dimension."""
 
 def result_type(x: Tensor, y: Tensor) -> dtype:
-    """Return the result dtype of an operation on both, like PyTorch's function of this name."""
+    """Return the result dtype of an operation on both, like PyTorch's function with this name."""
 
 def mean(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     """Average elements over dimensions.
 
-    x has any shape and dtype.  dim is a dimension, several, or None for all; keepdim keeps them
-    with size 1. IndexError if x has no such dimension.  Floats keep their dtype; integers and bool
-    give float32.
+    x has any shape and dtype.  dim is one or several dimensions, or None for all; keepdim keeps
+    them with size 1.  Raises IndexError if x has no such dimension.  Floats keep their dtype;
+    integers and bool become float32.
 
     Examples
     --------
@@ -1600,9 +1604,9 @@ def mean(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     """
 
 def cast(x: Tensor, dtype: DTypeLike) -> Tensor:
-    """Convert to another dtype, rounding to nearest; the gradient is in x's dtype.
+    """Convert to another dtype, rounding to nearest; the gradient has x's dtype.
 
-    x has any shape and dtype.  TypeError if the dtype is unknown.
+    x has any shape and dtype.  Raises TypeError if the dtype is unknown.
 
     Examples
     --------
@@ -1614,7 +1618,8 @@ def cast(x: Tensor, dtype: DTypeLike) -> Tensor:
 def array_equal(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors have the same dtype, shape and bytes.
 
-    Of any dtype.  A NaN equals itself, 0.0 and -0.0 differ.  TypeError for anything but tensors.
+    Any dtype is allowed.  NaN equals itself; 0.0 and -0.0 differ.  Raises TypeError for anything
+    but tensors.
 
     Examples
     --------
@@ -1643,7 +1648,7 @@ def in_backward() -> bool:
     """Return whether a backward is running."""
 
 def boundary(x: Tensor, callback: Callable[[], Any]) -> Tensor:
-    """Return x, and call a function in backward once the gradient of the result is complete.
+    """Return x, and call a function in backward when the result's gradient is complete.
 
     Examples
     --------
@@ -1656,12 +1661,12 @@ def boundary(x: Tensor, callback: Callable[[], Any]) -> Tensor:
     """
 
 def checkpoint(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call a function without keeping its intermediate results: backward runs it again.
+    """Call a function without keeping its intermediate results; backward runs it again.
 
     Parameters
     ----------
     fn : callable
-        Called with the following arguments, and once more in each backward.
+        Called with the following arguments, and again in each backward.
 
     Examples
     --------
@@ -1683,13 +1688,13 @@ def custom(
     Parameters
     ----------
     inputs : sequence of Tensor
-        The tensors from which the outputs were computed, of any shapes and dtypes.
+        The tensors from which the outputs were computed, with any shapes and dtypes.
     outputs : sequence of Tensor
-        The results, of any shapes and dtypes. Integers and bool have no gradient.
+        The results, with any shapes and dtypes. Integers and bool have no gradient.
     backward : callable
-        Called once for each backward through the result, with a gradient for each output, in its
-        shape and dtype, or None. It returns a gradient for each input, in its shape and dtype, or
-        None: a sequence, or a single value if there is one input. Nothing is recorded while it
+        Called once for each backward through the result, with a gradient, in its shape and dtype,
+        or None for each output. It returns a gradient, in its shape and dtype, or None for each
+        input: a sequence, or a single value if there is one input. Nothing is recorded while it
         runs.
 
     Returns
@@ -1705,9 +1710,9 @@ def custom(
 
     Notes
     -----
-    ``Tensor.backward`` raises ValueError if ``backward`` returned a wrong number of gradients, or
-    one with another shape or dtype than its input. It raises TypeError for other results, and
-    passes on exceptions of ``backward``. docs/custom.md has examples, including kernels in C.
+    ``Tensor.backward`` raises ValueError if ``backward`` returns a wrong number of gradients, or a
+    gradient whose shape or dtype differs from its input's. It raises TypeError for other results,
+    and passes on exceptions from ``backward``. docs/custom.md has examples, including kernels in C.
 
     Examples
     --------
@@ -1731,7 +1736,7 @@ def backward(
     """Compute the gradients of all leaves that several tensors were computed from."""
 
 def manual_seed(seed: int) -> None:
-    """Set the seed of dropout and initialisation and restart their streams at 0.
+    """Set the seed for dropout and initialisation, and restart their streams at 0.
 
     Examples
     --------
@@ -1744,15 +1749,15 @@ def manual_seed(seed: int) -> None:
     """
 
 def initial_seed() -> int:
-    """Return the seed set by ``manual_seed``, 0 at first."""
+    """Return the seed set by ``manual_seed``, initially 0."""
 
 def next_stream() -> int:
-    """Take the next random stream and return its number."""
+    """Take the next random stream and return its index."""
 
 # ---- the runtime ----
 
 def set_num_threads(threads: int) -> None:
-    """Set how many threads this rank computes with; results do not depend on it.
+    """Set the number of compute threads for this rank; results do not depend on it.
 
     Examples
     --------
@@ -1765,10 +1770,10 @@ def set_num_threads(threads: int) -> None:
     """
 
 def set_ordered(ordered: bool, /) -> None:
-    """Choose the same order of sums in every run, or the fastest one."""
+    """Choose the same order of sums in every run, or the fastest order."""
 
 def num_threads() -> int:
-    """Return how many threads this rank computes with.
+    """Return this rank's number of compute threads.
 
     Examples
     --------
@@ -1781,7 +1786,7 @@ def engine_threads() -> int:
     """Return the current number of the engine's kernel and stream threads in this process."""
 
 def usable_cores() -> int:
-    """Return how many cores this process may use, by affinity and quota; starts nothing."""
+    """Return how many cores this process may use, by affinity and quota; starts no threads."""
 
 def memory_stats() -> dict[str, int]:
     """Return current and peak bytes by category, and the number of system allocations."""
@@ -1799,16 +1804,16 @@ def reset_peak_memory_stats() -> None:
     """
 
 def check_environment() -> dict[str, Any]:
-    """Return the library's variables by name; ValueError if one is invalid; starts nothing."""
+    """Return the library's environment variables; raise ValueError if one is invalid."""
 
 def runtime_config() -> dict[str, Any]:
-    """Return instruction set, threads and available kernels, for show_config()."""
+    """Return the instruction set, threads and available kernels, for show_config()."""
 
 def plugin_config(path: str, /) -> dict[str, Any]:
-    """Open the plugin at a path; return its "description" and number of "devices"."""
+    """Open the plugin at a path; return its "description" and its number of "devices"."""
 
 def plugin_library(path: str, library: str | None, /) -> str:
-    """Open the library that a plugin's transport stands on, and say which it is."""
+    """Open the library that a plugin's transport uses, and describe it."""
 
 def set_device(path: str | None, /) -> None:
     """Select the device of the plugin at a path, or the CPU, before the first tensor."""
@@ -1817,10 +1822,10 @@ def device_name() -> str:
     """Return "cpu", or the name of the selected plugin."""
 
 def adopt_stream(handle: int, /) -> None:
-    """Make the stream with this raw handle the main stream, after the current one's work."""
+    """Make the stream with this raw handle the main stream, after the current stream's work."""
 
 def set_reclaim(callable: Callable[[], object] | None, /) -> None:
-    """Call this if the device's memory runs out, before allocating once more."""
+    """Set a function to call if the device's memory runs out, before one more attempt."""
 
 def stream_handle() -> int:
     """Return the raw handle of the main stream; 0 on the CPU."""
@@ -1831,54 +1836,54 @@ def device_ordinal() -> int:
 # ---- the engine ----
 
 def listen_for_rank(address: str, rank: int, /) -> int:
-    """Open the socket that a launcher passes to the rank it starts."""
+    """Open the socket that a launcher passes to a rank."""
 
 class Link:
-    """Messages between hosts, carried by the caller's threads or by the plugin at that path."""
+    """Messages between hosts, carried by the caller's threads or by the plugin at a path."""
 
     def __init__(self, rank: int, size: int, plugin: str | None = None) -> None: ...
     @property
     def sent_bytes(self) -> int:
-        """Bytes sent to other hosts so far."""
+        """Number of bytes sent to other hosts so far."""
     @property
     def rank(self) -> int:
         """This rank."""
     @property
     def rooms(self) -> int:
-        """Number of message buffers in each direction."""
+        """Number of message buffers per direction."""
     @property
     def tags(self) -> int:
-        """Tags from this value on mark a peer's last message."""
+        """Tags at or above this value mark a peer's last message."""
     @property
     def failed(self) -> bool:
-        """Whether it was aborted, by this rank or another."""
+        """Whether the link was aborted, by this rank or another."""
     def take(self, room: int, seconds: float, /) -> tuple[int, int, memoryview] | None:
-        """Return (peer, tag, memory) of the next message to send, valid until the room is used
-        again; None if there is none yet.  PeerError at the end.
+        """Return (peer, tag, memory) of the next message to send, valid until its buffer is reused;
+        None if there is none yet.  Raises PeerError at the end.
         """
 
     def room(self, room: int, size: int, /) -> memoryview:
-        """Return the memory for the next message to receive, until it is delivered."""
+        """Return the memory for the next message to receive, valid until it is delivered."""
     def deliver(self, room: int, peer: int, tag: int, /) -> bool:
-        """Deliver the message in the room; False if no other will come."""
+        """Deliver the message in the buffer; return False if no more will come."""
     def abort(self, reason: str, /) -> None:
-        """Make every operation fail with a reason."""
+        """Make every operation fail with this reason."""
     def close(self) -> None:
         """Stop sending."""
 
 class Tier:
-    """An unnamed file of this rank for offloaded shards; ``chunk`` is in elements."""
+    """This rank's unnamed file for offloaded shards; ``chunk`` is in elements."""
 
     def __init__(self, folder: str | bytes, rank: int, chunk: int = 0) -> None: ...
     def stats(self) -> dict[str, int]:
-        """Return bytes of the file, bytes read and written, and whether it skips the page cache."""
+        """Return the file size, bytes read and written, and whether it bypasses the page cache."""
 
 #: (file or None, params, masters, states, gradients, fraction of the latter three): which arrays
 #: are in a file; ("host", ...): in host memory next to a GPU.
 Offload = tuple[Tier | str | None, bool, bool, bool, bool, float]
 
 class Comm:
-    """A group of ranks that know ``secret``; over several hosts, ``link`` carries bytes.
+    """A group of ranks that know ``secret``; ``link`` carries bytes between hosts.
 
     ``library`` is the preferred NCCL.  Without an address, peers and links are simulated.
     """
@@ -1901,13 +1906,13 @@ class Comm:
         """This process's rank in the group."""
     @property
     def world_rank(self) -> int:
-        """Its rank in the group from which this one was first split."""
+        """This process's rank in the group from which this one was first split."""
     @property
     def size(self) -> int:
         """Number of ranks."""
     @property
     def hosts(self) -> int:
-        """Number of hosts; 0 if it was split off."""
+        """Number of hosts, or 0 if the group was split off."""
     @property
     def waited_ns(self) -> int:
         """Nanoseconds spent waiting for other ranks so far."""
@@ -1917,24 +1922,24 @@ class Comm:
     def all_reduce(self, tensor: Tensor, op: str = "sum", /) -> None:
         """Reduce a tensor over the ranks, in place."""
     def all_gather(self, tensor: Tensor, /) -> Tensor:
-        """Return the tensors of all ranks, (size, ...)."""
+        """Return all ranks' tensors, (size, ...)."""
     def broadcast(self, tensor: Tensor, root: int = 0, /) -> None:
         """Copy the root's values, in place."""
     def barrier(self) -> None:
         """Wait for all ranks."""
     def split(self, color: int, key: int, /) -> Comm:
-        """Return the group of the ranks with one color, ordered by key."""
+        """Return the group of ranks with the same color, ordered by key."""
     def watch(self, peers: list[tuple[int, int, int, str]], host: str, /) -> None:
-        """Watch other hosts from the first rank of this host, which is called ``host``.
+        """Watch other hosts from the first rank of this host, whose name is ``host``.
 
-        Peers are tuples: a connected socket, which it takes over, first rank, number of ranks, host
-        name.
+        Peers are tuples: a connected socket, whose ownership is taken, first rank, number of ranks,
+        host name.
         """
 
     def abort(self, reason: str, /) -> None:
-        """Fail here and on all peers."""
+        """Make this rank and all peers fail."""
     def close(self) -> None:
-        """Leave without waiting."""
+        """Leave without waiting for peers."""
 
 class Unit:
     """The unit of one fully_shard call."""
@@ -1958,15 +1963,15 @@ class Unit:
         offload: Offload | None = None,
     ) -> None: ...
     name: str
-    """Shown in messages and traces."""
+    """Name shown in messages and traces."""
     @property
     def trained_groups(self) -> int:
-        """Number of flat groups with gradients; they come first, frozen groups follow."""
+        """Number of flat groups with gradients, which come before frozen groups."""
     @property
     def has_root(self) -> bool:
         """Whether the outermost module has run."""
     prefetch: int
-    """How many units its root prefetches; before a root exists, the value that was set."""
+    """Number of units that its root prefetches or, before a root exists, the value that was set."""
     @property
     def state(self) -> str:
         """"sharded", "gathering" or "full"."""
@@ -1975,28 +1980,28 @@ class Unit:
         """(name, original dtype, shape) of each parameter."""
     @property
     def param_dtype(self) -> dtype | None:
-        """The dtype of fulls, or None for the original."""
+        """The dtype of unsharded parameters, or None for the original."""
     @property
     def reduce_dtype(self) -> dtype | None:
-        """The dtype of gradients, or None for that of fulls."""
+        """The dtype of gradients, or None for that of unsharded parameters."""
     rank_dependent: bool
-    """Whether it may run on only some ranks."""
+    """Whether the unit may run on only some ranks."""
     @property
     def offload(self) -> Offload | None:
-        """The arrays in a file, or ("host", ...) in host memory next to a GPU."""
+        """The arrays in a file or, if ("host", ...), in host memory next to a GPU."""
     @property
     def keep_grads(self) -> bool:
-        """Whether it has its own reduce buffer."""
+        """Whether the unit has its own reduce buffer."""
     reshard_after_forward: bool
-    """Whether forward frees fulls."""
+    """Whether forward frees unsharded parameters."""
     reshard_after_backward: bool
-    """Whether backward frees fulls."""
+    """Whether backward frees unsharded parameters."""
     requires_sync: bool
     """Whether backward reduces gradients."""
     requires_all_reduce: bool
-    """Whether it sums them over replicas."""
+    """Whether backward sums gradients over replicas."""
     divide_factor: float
-    """The divisor of sums."""
+    """The divisor for sums."""
     @property
     def mesh_shape(self) -> tuple[int, int]:
         """(number of replicas, ranks per shard group)."""
@@ -2005,54 +2010,54 @@ class Unit:
     ) -> Any:
         """Run a module's forward as this unit."""
     def local(self, i: int, /) -> Tensor:
-        """Return this rank's rows of parameter i, in the original dtype."""
+        """Return this rank's rows of parameter i in the original dtype."""
     def grad(self, i: int, /) -> Tensor | None:
         """Return the gradient of these rows, or None."""
     def write(self, i: int, full: Tensor, /) -> None:
         """Write this rank's rows of a full value."""
     def init(self, i: int, kind: str, a: Number, b: Number, seed: int, stream: int, /) -> None:
-        """Initialise the own rows, as ``init_`` does."""
+        """Initialise this rank's rows, as ``init_`` does."""
     def collect(self, i: int, what: bool | Tensor, out: Tensor | None = None, /) -> Tensor:
-        """Return the full value (False), the gradient (True), or that of which every rank gives its
-        rows (a tensor), in `out` if that is given; collective.
+        """Return the full value (False), the full gradient (True), or the tensor of which every
+        rank passes its rows, in `out` if given; collective.
         """
 
     def zero_grad(self) -> None:
-        """Drop the gradients."""
+        """Clear the gradients."""
     def bind(self, i: int, full: Tensor | None, /) -> None:
-        """Make parameter i use a private full tensor, or with None the unit's again."""
+        """Make parameter i use a private full tensor or, with None, the unit's again."""
     def unshard(self) -> None:
-        """Begin to gather and hold; collective.  ``unshard_wait`` completes it."""
+        """Begin to gather and keep parameters; collective.  ``unshard_wait`` completes it."""
     def unshard_wait(self) -> None:
         """Wait for ``unshard`` to complete."""
     def reshard(self) -> None:
-        """Free what ``unshard`` holds."""
+        """Free the parameters that ``unshard`` gathered."""
     def reset(self) -> None:
-        """Return all units of the root to their sharded state."""
+        """Return all of the root's units to their sharded state."""
     def hold(self, begin: bool, /) -> None:
-        """Freeze the root's weights, or end that."""
+        """Freeze or unfreeze the root's weights."""
     def set_is_last_backward(self, flag: bool, /) -> bool:
-        """Set whether the root's end of backward waits for reductions; return the old value."""
+        """Set whether the end of the root's backward waits for reductions; return the old value."""
     def set_ahead(self, backward: bool, units: list[Unit], /) -> None:
         """Set the units to prefetch when this unit runs."""
     def schedule(
         self,
     ) -> tuple[list[tuple[int, bool]] | None, list[tuple[int, str, bool]] | None, int]:
-        """Return the recorded uses as (unit, backward), the acts of the last step as (unit, kind,
-        backward), or None twice, and the distance.
+        """Return the recorded uses as (unit, backward), the last step's acts as (unit, kind,
+        backward) (both may be None), and the distance.
         """
 
     def take_options(self, other: Unit, /) -> None:
-        """Copy the settings of a unit that this one replaces."""
+        """Copy the settings of the unit that this one replaces."""
 
 class Optimizer:
-    """Steps flat shards with AdamW, Adam, SGD or Lion."""
+    """Updates flat shards with AdamW, Adam, SGD or Lion."""
 
     def __init__(self, kind: str, state_dtype: DTypeLike = None, seed: int = 0) -> None: ...
     def add(self, unit: Unit, i: int, group: int, /) -> None:
-        """Add a parameter of a unit."""
+        """Add a unit's parameter."""
     def take_number(self) -> int:
-        """Return a number for a parameter without a unit."""
+        """Return an index for a parameter without a unit."""
     def set_hyper(
         self,
         group: int,
@@ -2067,7 +2072,7 @@ class Optimizer:
         amsgrad: bool = False,
         maximize: bool = False,
     ) -> None:
-        """Set the options of a group; missing ones are 0."""
+        """Set a group's options; missing ones are 0."""
     def step(self) -> None:
         """Make one update; collective."""
     def step_alone(
@@ -2083,9 +2088,9 @@ class Optimizer:
     ) -> None:
         """Make one update of a parameter without a unit."""
     def state_names(self, group: int, /) -> tuple[str, ...]:
-        """Return the names of the states that a group's options use."""
+        """Return the names of the states that a group's options require."""
     def state(self, unit: Unit, i: int, which: int, write: bool = False, /) -> Tensor | None:
-        """Return this rank's rows of a state; None before a step used it."""
+        """Return this rank's rows of a state, or None before a step has used it."""
     def make_states(self, unit: Unit, i: int, /) -> None:
         """Create the missing states."""
     def write(self, unit: Unit, i: int, which: int, full: Tensor, /) -> None:
@@ -2093,18 +2098,18 @@ class Optimizer:
     def collect(self, unit: Unit, i: int, which: int, /) -> Tensor:
         """Return a full state; collective."""
     def step_count(self, unit: Unit, i: int, /) -> int:
-        """Return how many steps a parameter has made."""
+        """Return a parameter's step count."""
     def set_step_count(self, unit: Unit, i: int, steps: int, /) -> None:
-        """Set how many steps a parameter has made; 0 clears its states."""
+        """Set a parameter's step count; 0 clears its states."""
 
 class StepGraph:
-    """A captured training step of the model of these units; the constructor begins the capture."""
+    """A captured training step for these units' model; the constructor begins the capture."""
 
     def __init__(self, units: list[Unit], optimizer: Optimizer) -> None: ...
     def end(self) -> None:
         """End the capture and run the step once."""
     def abandon(self, why: str, /) -> None:
-        """End the capture as if nothing had been called."""
+        """End the capture, discarding everything called in it."""
     def replay(self) -> None:
         """Run the step once more."""
 
@@ -2114,18 +2119,18 @@ def is_capturing() -> bool:
 def dry_run(
     params: list[Any], dtypes: list[dtype], fn: Callable[[], Any], /
 ) -> tuple[int, int]:
-    """Return the bytes that ``fn()`` would hold at its peak, computing nothing, and the bytes that
+    """Return the peak bytes that ``fn()`` would use, without computing anything, and the bytes that
     it left behind.
     """
 
 def in_dry_run() -> bool:
-    """Return whether the function of ``dry_run`` is running."""
+    """Return whether ``dry_run`` is running its function."""
 
 def play(fn: Callable[[], Any], orders: bool, /) -> tuple[Any, int]:
-    """Call ``fn()`` on a device that computes nothing; return its result and bytes left behind.
+    """Call ``fn()`` on a device that computes nothing; return its result and the bytes left behind.
 
-    Groups without an address have any size and, if ``orders``, order streams like GPUs.  The trace
-    counts floating point operations instead of nanoseconds.
+    Groups without an address may have any size and, if ``orders``, order streams like GPUs.  The
+    trace counts floating point operations instead of nanoseconds.
     """
 
 pooled_buffers: int
@@ -2139,23 +2144,23 @@ def plan_unit(
     state_dtype: dtype = ...,
     /,
 ) -> dict[str, int]:
-    """Return the bytes per rank of a unit of parameters (dtype, shape, frozen)."""
+    """Return the bytes per rank for a unit with these parameters (dtype, shape, frozen)."""
 
 def plan_fulls(
     units: list[tuple[int, int, bool]], ranks: int, prefetch: int, remote: bool, /
 ) -> int:
-    """Return the bytes of the units' fulls on a rank's GPU, or on the host's CPUs.
+    """Return the bytes of the units' unsharded parameters on a rank's GPU, or on a CPU host.
 
-    A unit is (bytes, bytes of its own slices, whether its memory is never shared).
+    Each unit is (bytes, bytes of the rank's own slices, whether its memory is never shared).
     """
 
 def plan_rooms(
     replicas: bool, dtype: dtype, bytes: int, hosts: int, lanes: int, /
 ) -> int:
-    """Return the bytes that a reduction needs besides its buffer on a rank, over several hosts."""
+    """Return the bytes per rank, besides its buffer, that a reduction over several hosts needs."""
 
 class TorchUnit:
-    """A unit for a frontend over foreign tensors: schedule, dictionaries, gradients."""
+    """A unit for a frontend over foreign tensors: schedule, dictionaries and gradients."""
 
     def __init__(
         self,
@@ -2170,21 +2175,21 @@ class TorchUnit:
         grad_of: Any,
     ) -> None: ...
     def place(self, grads: list[Any], lent: list[Any] | None, /) -> None:
-        """Use these gradients, rows of this memory; None: of the unit's own."""
+        """Use these gradients, which are rows of this memory, or of the unit's own if None."""
     @property
     def in_backward(self) -> bool:
         """Whether the root's backward is running."""
     @property
     def depth(self) -> int:
-        """Number of running forwards of the root."""
+        """Number of the root's running forwards."""
     @property
     def has_factor(self) -> bool:
-        """Whether clipping deferred a factor."""
+        """Whether clipping has deferred a factor."""
     @property
     def lends_fulls(self) -> bool:
-        """Whether fulls are in memory that :meth:`bind` was given."""
+        """Whether unsharded parameters are in memory passed to :meth:`bind`."""
     generation: int
-    """Generation of the weights; set it to that of the forward that is recomputed."""
+    """Generation of the weights; set it to that of the forward being recomputed."""
     def bind(
         self,
         fulls: list[Any],
@@ -2195,34 +2200,34 @@ class TorchUnit:
         mates: list[TorchUnit],
         /,
     ) -> None:
-        """Start work: create the root, with these frontends."""
+        """Start work: create the root for these frontends."""
     def enter(self, grad: bool, in_task: bool, /) -> bool:
         """Begin a module's forward."""
     def leave(self) -> None:
         """End a module's forward."""
     def mark(self) -> Callable[[Any], None]:
-        """Return a callable for nodes, which begins the unit's backward."""
+        """Return a callable for autograd nodes that begins the unit's backward."""
     def end_backward(self) -> None:
         """End the unit's backward."""
     def guard(self, modules: list[tuple[dict[str, Any], Callable[..., Any]]], /) -> None:
-        """Make modules that read its parameters refuse calls from outside."""
+        """Make modules that read the unit's parameters refuse calls from outside."""
     def lift(self, begin: bool, /) -> None:
-        """Allow calls of guarded modules, or end that."""
+        """Allow or forbid calls of guarded modules."""
     def finish(self) -> None:
         """End the root's backward: wait for reductions."""
     def catch_up(self) -> None:
-        """Take gradients, unless this backward already has."""
+        """Take gradients, unless this backward has already done so."""
     def follow(self, i: int = ..., /) -> None:
-        """Copy the tensors that replaced ``.data`` of pieces, or of one piece."""
+        """Copy tensors that replaced the ``.data`` of all pieces, or of one piece."""
     def follow_root(self) -> None:
-        """Check, before an epoch, what happened to the pieces of all units."""
+        """Check, before an epoch, how the pieces of all units have changed."""
     def settle(self) -> bool:
-        """Hand out gradients; return whether hooks wait for them."""
+        """Hand out gradients; return whether hooks are waiting for them."""
     def take_grads(self, i: int = ..., /) -> None:
-        """Check what happened to the gradients of pieces, or of one piece."""
+        """Check how the gradients of all pieces, or of one piece, have changed."""
     def add_product(self, i: int, dy: int, x: int, rows: int, n_out: int, n_in: int, /) -> bool:
-        """Add dy' x, of dense memory at these addresses, to the gradient of parameter i; False
-        if the unit reduces in a dtype that cannot take it.
+        """Add dy' x, from dense memory at these addresses, to parameter i's gradient; return False
+        if the unit's reduce dtype does not allow it.
         """
 
     def apply_scale(self) -> None:
@@ -2234,16 +2239,16 @@ class TorchUnit:
     def pin(self) -> None:
         """Record that ``Unit.unshard`` was called."""
     def hold(self, begin: bool, /) -> None:
-        """Keep fulls shown, or end that."""
+        """Keep showing unsharded parameters, or stop."""
 
 def unit_places(unit: Unit, /) -> list[tuple[int, int, int, int, int, int]]:
-    """Return (group, full_offset, first, numel, shard_offset, master_offset) of each parameter."""
+    """Return (group, full_offset, first, numel, shard_offset, master_offset) per parameter."""
 
 def unit_memory(unit: Unit, kind: str, /) -> list[Tensor]:
-    """Return the "master", "grad" or "full" of each flat group that has one."""
+    """Return the "master", "grad" or "full" memory of each flat group that has it."""
 
 def grad_memory(unit: Unit, /) -> list[Tensor]:
-    """Return new zeroed memory for the gradient shards of groups that have one."""
+    """Return new zeroed memory for the gradient shards of groups that have them."""
 
 def product(
     out: int,
@@ -2258,13 +2263,13 @@ def product(
     dtype: dtype | str,
     /,
 ) -> None:
-    """Write A' B' + bias, (m, n), of dense memory at these addresses; no bias is 0."""
+    """Write A' B' + bias, (m, n), from dense memory at these addresses; bias 0 means none."""
 
 def make_root(units: list[Unit], encloses: list[bool], /) -> None:
     """Join units, outermost first; collective."""
 
 def grad_norm(units: list[Unit], tensors: list[Tensor], p: float = 2.0, /) -> float:
-    """Return the global p-norm, exactly summed; collective."""
+    """Return the global p-norm, summed exactly; collective."""
 
 def grad_norms(
     units: list[Unit], tensors: list[Tensor], p: float = 2.0, /
@@ -2274,8 +2279,8 @@ def grad_norms(
 def norms_of_rows(
     units: list[Unit], indices: list[int], tensors: list[Tensor], p: float, /
 ) -> list[float]:
-    """Return norms of whole parameters whose rows on this rank are the tensors; collective in
-    their shard group.
+    """Return the norms of whole parameters, given this rank's rows; collective in their shard
+    group.
     """
 
 def clip_grads(
@@ -2295,7 +2300,7 @@ def clamp_(tensors: list[Tensor], limit: float, /) -> None:
     """Clamp tensors to [-limit, limit], in place."""
 
 def crc32c(crc: int, buffer: Any, /) -> int:
-    """Continue a CRC-32C; 0 begins one."""
+    """Continue a CRC-32C; start with 0."""
 
 def trace_events() -> list[tuple[str, int, int, int, int, bool]]:
     """Return the trace, oldest first: (kind, unit, epoch, bytes, ns, in_backward)."""
@@ -2339,10 +2344,10 @@ class Save:
 def safetensors_layout(
     tensors: list[tuple[str, str, Shape]], metadata: dict[str, str], /
 ) -> tuple[bytes, list[tuple[int, int]]]:
-    """Return the header of a file with these tensors, and (begin, end) of each."""
+    """Return a file header for these tensors, and each tensor's (begin, end)."""
 
 def safetensors_header(path: Any, /) -> list[tuple[str, str, Shape, int, int]]:
-    """Return (name, dtype, shape, begin, end) of each tensor of a file."""
+    """Return (name, dtype, shape, begin, end) for each tensor in a file."""
 
 def read_pieces(
     paths: list[bytes],
@@ -2352,19 +2357,19 @@ def read_pieces(
     hook: Hook | None = None,
     /,
 ) -> list[int]:
-    """Read pieces of files into tensors; return this rank's checksums."""
+    """Read file pieces into tensors; return this rank's checksums."""
 
 def sum_runs(paths: list[bytes], runs: list[tuple[int, int, int]], /) -> list[int]:
     """Return the checksum of each run (file, offset, bytes)."""
 
 def master_piece(unit: Unit, i: int, write: bool, /) -> tuple[Tensor, int, int, int]:
-    """Return (flat tensor, first element, replica, replicas) of a parameter's master."""
+    """Return (flat tensor, first element, replica, replicas) for a parameter's master."""
 
 def crc32c_combine(crc_a: int, crc_b: int, bytes_b: int, /) -> int:
     """Return the CRC-32C of A followed by B."""
 
 def rng_state() -> tuple[int, int]:
-    """Return the seed of dropout and initialisation, and the next stream."""
+    """Return the seed for dropout and initialisation, and the next stream."""
 
 def set_rng_state(seed: int, next_stream: int, /) -> None:
-    """Set the result of :func:`rng_state`."""
+    """Restore a result of :func:`rng_state`."""

@@ -56,8 +56,7 @@ class FSDPModule:
     _fsdpc_held = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return an instance of the plain class, so that slices of a sharded Sequential are
-        plain."""
+        """Return an instance of the plain class, so a slice of a sharded Sequential is plain."""
         return plain_class(cls)(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

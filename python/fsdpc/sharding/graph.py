@@ -79,8 +79,7 @@ class GraphStep:
             The caller, on any rank, got a piece of the model for writing (``p.local``). Again
             nothing was done.
         MismatchError
-            Another rank did not replay this step. The run cannot continue, nor after the next two
-            errors.
+            Another rank did not replay this step. This ends the run, as do the next two errors.
         PeerError, TimeoutError
             Another rank failed, or did not begin the replay in time.
         """
@@ -133,10 +132,10 @@ def graph_step(model: Any, optimizer: Optimizer) -> GraphStep:
     Use ``copy_`` to copy each new batch into the tensors that the block read; a loss or norm
     created by the block contains the last replay's value. Dropout draws the new step's numbers.
     Python code in the block is not repeated: schedulers, counters and data loading belong outside.
-    Until the graph is dropped, only the graph can use memory that was cached when the block began
-    or was allocated in it (``other_bytes`` of :func:`memory_stats`). A graph therefore needs about
-    as much additional memory as a normal step. Other libraries' memory behind tensors at the
-    block's start (DLPack) is returned when the graph is dropped.
+    Until the graph is dropped, only the graph can use memory that existed when the block began or
+    was allocated in it (``other_bytes`` of :func:`memory_stats`). A graph therefore needs about as
+    much additional memory as a normal step. Other libraries' memory behind tensors at the block's
+    start (DLPack) is returned when the graph is dropped.
 
     Examples
     --------
