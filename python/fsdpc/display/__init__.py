@@ -1,1 +1,1 @@
-"""Text, drawings and tables for people, used by every other package."""
+"""Text, drawings and tables for people, used by the other packages."""

@@ -194,7 +194,7 @@ def check(accelerator: Accelerator) -> None:
 
 
 def _check_ranks(accelerator: Accelerator) -> None:
-    """Raise if every rank would train on the same data, as if it were alone."""
+    """Raise if every rank would train on the same data, as if it were the only one."""
     ranks = join().size
     if ranks != accelerator.num_processes:
         raise ValueError(

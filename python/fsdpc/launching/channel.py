@@ -31,7 +31,7 @@ class Channel:
             view = view[os.write(self.fd, view) :]
 
     def receive(self) -> Message | None:
-        """Wait for a message; None once the other end is closed."""
+        """Wait for a message; return None if the other end is closed."""
         while (message := self._next()) is None:
             if not self._fill():
                 return None

@@ -125,7 +125,7 @@ def _send(channel: socket.socket, data: bytes) -> None:
 
 
 def _receive(channel: socket.socket) -> bytes | None:
-    """Return one message, or None once the other end has closed."""
+    """Return one message, or None if the other end has closed."""
     header = _receive_exactly(channel, 8)
     return header and _receive_exactly(channel, struct.unpack("<Q", header)[0])
 

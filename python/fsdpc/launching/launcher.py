@@ -254,7 +254,7 @@ def _run_once(
     program = [sys.executable, *command]
 
     def body(_: int) -> None:
-        # Our own command enables Ctrl-C once it can handle it, not in the middle of imports.
+        # Our own command enables Ctrl-C when it can handle it, not in the middle of imports.
         ours = list(command[:3]) == ["-m", "fsdpc", "train"]
         answered = STOPS - {signal.SIGINT} if ours else STOPS
         signal.pthread_sigmask(signal.SIG_UNBLOCK, answered)

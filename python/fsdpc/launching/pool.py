@@ -31,7 +31,7 @@ from fsdpc.launching.channel import Channel, Message
 from fsdpc.launching.supervisor import Rank, Supervisor
 
 STOP_S = 5.0  # for a rank to respond to Ctrl-C
-FAIL_S = 3.0  # for the others, once a rank has failed
+FAIL_S = 3.0  # for the other ranks, after one has failed
 START_S = 120.0  # for ranks to import their modules, on a busy machine
 
 Serve = Callable[[int], object]  # its argument is the descriptor of the rank's end of the channel

@@ -139,7 +139,7 @@ def _take_over(output: int, env: Mapping[str, str]) -> None:
     for each in SAVES:
         signal.signal(each, signal.SIG_DFL)
     # On a timeout, SIGABRT makes faulthandler print every thread's stack. If faulthandler is
-    # already enabled (in pytest), enable() alone would not reinstall its handlers.
+    # already enabled (in pytest), enable() by itself would not reinstall its handlers.
     faulthandler.disable()
     signal.signal(signal.SIGABRT, signal.SIG_DFL)
     enable_stacks()

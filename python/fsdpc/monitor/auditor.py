@@ -212,7 +212,8 @@ class Auditor:
             ratio = np.abs(got - expected) / np.maximum(allowed, np.finfo(np.float64).tiny)
         ratio[~np.isfinite(got) & ~np.isfinite(expected)] = 0  # an overflow, in both results
         ratio[np.isnan(ratio)] = math.inf
-        # Ranks compare the same numbers, but a rank whose numbers differ must not raise alone.
+        # Ranks compare the same numbers, but a rank whose numbers differ must not be the only one
+        # to raise.
         worst = distributed.all_reduce(float(ratio.max(initial=0)), "max")
         if worst <= 1:
             return worst, ""

@@ -74,7 +74,7 @@ class _Host:
             self._in_cell = False
 
     def request(self) -> Message | None:
-        """Wait for the next cell; None once the notebook has closed its end."""
+        """Wait for the next cell; return None if the notebook has closed its end."""
         while (message := self._channel.receive()) is not None:
             if message["kind"] != "shown":  # from a thread
                 break
