@@ -399,8 +399,8 @@ class Loader:
             if self._ended(position):
                 break
             own = self._indices(position).tolist()
-            # The thread references the dataset, not the loader, so that deleting the loader ends
-            # it.
+            # The task refers to the dataset, not the loader, so that deleting the loader ends the
+            # threads.
             self._ahead.append(self._pool.submit(self.dataset.batch, own, self._dtype))
 
     def _drop_ahead(self) -> None:

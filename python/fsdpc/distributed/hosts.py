@@ -146,7 +146,7 @@ def run(
     agent: str | None = None,
     timeout: float | None = None,
 ) -> NoReturn:
-    """Print a launcher command that runs a Python script on every rank, and replace this process.
+    """Print the launcher command for a Python script, then replace this process with it.
 
     Parameters
     ----------
