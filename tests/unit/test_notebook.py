@@ -322,7 +322,7 @@ def test_figures_and_plots_that_go_on(kernel: Kernel) -> None:
     shown = kernel.run("%%ranks\nimport matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()")
     assert [sorted(data) for _, data in shown["data"]] == [["image/png", "text/plain"]], shown
     live = kernel.run(
-        "%%ranks\nfrom fsdpc.plots import LivePlot\nwith LivePlot(every=0) as plot:\n"
+        "%%ranks\nfrom fsdpc.monitor.plots import LivePlot\nwith LivePlot(every=0) as plot:\n"
         "    for step in range(3):\n        plot.log(step, {'loss': 1.0})"
     )
     kinds = [kind for kind, data in live["data"] if "image/png" in data]

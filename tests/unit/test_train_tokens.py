@@ -192,7 +192,7 @@ def test_only_samples_need_the_package(place: Place) -> None:
     """The tokens' own tokenizer gives vocabulary and bytes."""
     program = (
         "import sys; sys.modules['tokenizers'] = None\n"
-        "from fsdpc import train; sys.exit(train.main(sys.argv[1:]))"
+        "from fsdpc.cli import train; sys.exit(train.main(sys.argv[1:]))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, "--data", place.tokens, "--steps", "1", "--batch", "2",
