@@ -17,7 +17,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-import fsdpc.torch._version  # noqa: F401, before anything that an old torch lacks
+import fsdpc.torch._version  # noqa: F401, before imports that an old torch lacks
 from fsdpc.sharding.fsdp_module import UnshardHandle, register_fsdp_forward_method
 from fsdpc.torch import _checkpoint as _checkpoint  # lets fsdpc.checkpoint know torch
 from fsdpc.torch import optim, sharded_grad_scaler, wrap
@@ -51,7 +51,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import FSDP1's options and policies, which are torch's own, at their first use."""
+    """Import FSDP1's options and policies, which are torch's own, on first use."""
     if name not in __all__:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     theirs = import_module("fsdpc.torch.fully_sharded_data_parallel")

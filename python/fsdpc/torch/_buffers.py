@@ -1,7 +1,7 @@
-"""Buffers that ``to_empty()`` created: their modules recompute them, or an error names them.
+"""Fill buffers that ``to_empty()`` left empty: modules recompute them, or an error names them.
 
-State dicts do not contain non-persistent buffers (rotary tables). Without this module, the user of
-a model from the meta device would have to fill them in.
+State dicts do not contain non-persistent buffers, such as rotary tables. Without this module, users
+of meta-device models would have to fill them in.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def _blank(state: UnitState) -> list[tuple[str, dict[str, Any], str]]:
 def fill_blank(top: nn.Module, state: UnitState) -> None:
     """Let modules inside ``top`` compute a unit's blank buffers; raise if any remain.
 
-    A module without parameters computes them by ``reset_parameters()`` or ``rope_init()``.
-    Otherwise the ``_init_weights()`` of the enclosing model does, as transformers initialises its
+    A module without parameters computes them with ``reset_parameters()`` or ``rope_init()``.
+    Otherwise the enclosing model's ``_init_weights()`` does, as when transformers initialises
     modules.
     """
     found: Blank = {}

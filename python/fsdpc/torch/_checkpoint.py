@@ -1,9 +1,9 @@
 """The torch side of ``fsdpc.checkpoint``: modules, optimizers, random numbers.
 
-Parameters of units are pieces over the engine's masters; they are read and written like those of
-native modules. Every other parameter, and every buffer, is whole on every rank. Options about how a
-step is computed (``foreach``, ``fused``) are not part of a checkpoint, so that checkpoints of
-either frontend load into the other.
+Unit parameters are pieces over the engine's masters; they are read and written like those of
+native modules. Every other parameter, and every buffer, is whole on every rank. Options that choose
+an implementation (``foreach``, ``fused``) are not saved, so checkpoints of one frontend load into
+the other.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HOW = {
 
 
 def _units(model: nn.Module) -> dict[int, tuple[UnitState, int]]:
-    """Return the unit and index of parameters, by the identity of their piece or full."""
+    """Map the ``id()`` of each piece and full to the parameter's unit and index."""
     _device.join()
     found: dict[int, tuple[UnitState, int]] = {}
     for state in states_of(model):
@@ -63,7 +63,7 @@ def _units(model: nn.Module) -> dict[int, tuple[UnitState, int]]:
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers by their ``state_dict()`` names, tied ones under each."""
+    """Return parameters and buffers by ``state_dict()`` name; tied ones appear under each name."""
     named = local_state_dict(model, keep_vars=True)
     known = {id(t) for t in (*model.parameters(), *model.buffers())}
     for name, value in named.items():
@@ -113,7 +113,7 @@ def _piece(name: str, state: UnitState, i: int, write: bool) -> Piece:
 
 
 def _memory(name: str, t: torch.Tensor) -> _core.Tensor:
-    """Return the engine's view of a tensor, over the same memory."""
+    """Return an engine tensor over a torch tensor's memory."""
     if t.device != _device.home():
         raise TypeError(
             f"'{name}' is on {t.device}: checkpoints hold tensors of {_device.home()}, where the "
@@ -128,7 +128,7 @@ def _memory(name: str, t: torch.Tensor) -> _core.Tensor:
 
 
 class _Access(StateAccess):
-    """The common part of the states of both kinds of torch optimizers."""
+    """Code shared by the two kinds of optimizer states."""
 
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
         self.optimizer = optimizer
@@ -136,7 +136,7 @@ class _Access(StateAccess):
         self.names = {}
         for name, t in _tensors(model).items():
             self.names.setdefault(id(t), name)
-            if id(t) in units:  # optimizers hold the piece, even if its place has the full now
+            if id(t) in units:  # optimizers hold the piece even while the module shows the full
                 state, i = units[id(t)]
                 self.names.setdefault(id(state.pieces[i]), name)
 
@@ -178,7 +178,7 @@ class _FlatAccess(_Access):
 class _TorchAccess(_Access):
     """Torch's own optimizers over pieces or whole parameters, if they are elementwise.
 
-    Optimizers that count no steps (SGD) have one step in the checkpoint once they have states.
+    If an optimizer does not count steps (SGD), the checkpoint records one step if it has states.
     """
 
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
@@ -238,7 +238,7 @@ def _gpu_generator() -> str | None:
 
 
 def _set_gpu_generator(text: str) -> None:
-    if torch.cuda.is_available():  # a save from a GPU also loads elsewhere
+    if torch.cuda.is_available():  # checkpoints saved on a GPU also load elsewhere
         torch.cuda.set_rng_state(torch.from_numpy(generators.from_words(text, np.uint8)))
 
 

@@ -1,4 +1,4 @@
-"""Checks that raise before anything is sharded or stepped, if it cannot be."""
+"""Checks that raise before a model is sharded or an optimizer steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fsdpc.torch.policies import CPUOffloadPolicy, MixedPrecisionPolicy, core_dt
 
 @cache
 def log_once(text: str) -> None:
-    """Log once, on rank 0, that an option has no effect; call it after sharding, which joins."""
+    """Log once, on rank 0, that an option has no effect; call this after sharding, which joins."""
     rank = distributed.rank() if distributed.is_initialized() else torch.distributed.get_rank()
     if rank == 0:
         logging.getLogger("fsdpc.torch").warning(text)
@@ -42,9 +42,9 @@ def warn_of_slow_products(modules: list[nn.Module], dtypes: set[torch.dtype | No
     Parameters
     ----------
     modules : list of nn.Module
-        The modules of a unit on the CPU.
+        The modules of a CPU unit.
     dtypes : set of (torch.dtype or None)
-        The dtypes in which its modules compute.
+        The dtypes that its modules compute in.
     """
     global _warned
     if _warned or torch.bfloat16 not in dtypes:
@@ -61,7 +61,7 @@ def warn_of_slow_products(modules: list[nn.Module], dtypes: set[torch.dtype | No
 
 
 def check_module(module: nn.Module) -> None:
-    """Raise if a module contains something that cannot be in a unit."""
+    """Raise if a module contains something that a unit does not support."""
     name = type(module).__name__
     for inner in module.modules():
         wrapper = _wrapper(inner)
@@ -81,7 +81,7 @@ def check_module(module: nn.Module) -> None:
                 )
 
 
-#: Wrappers that would treat pieces as whole parameters, or that shard parameters themselves.
+#: Wrappers that treat pieces as whole parameters, or shard parameters themselves.
 _WRAPPERS = {
     ("torch.nn.parallel.distributed", "DistributedDataParallel"),
     ("torch.nn.parallel.data_parallel", "DataParallel"),
@@ -90,13 +90,13 @@ _WRAPPERS = {
 
 
 def _wrapper(module: nn.Module) -> str:
-    """Return the name of the wrapper that a module is; empty if it is not one."""
+    """Return the wrapper's name if a module is one of those wrappers, else an empty string."""
     found = ((c.__module__, c.__name__) for c in type(module).__mro__)
     return next((".".join(each) for each in found if each in _WRAPPERS), "")
 
 
 def refuse_wrapper(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
-    """Raise if a sharded module is inside a wrapper that would treat pieces as whole parameters."""
+    """Raise if a sharded module is inside a wrapper that treats pieces as whole parameters."""
     if name not in ("module", "_fsdp_wrapped_module") or not isinstance(inner, nn.Module):
         return
     wrapper = _wrapper(outer)
@@ -119,7 +119,7 @@ def refuse_wrapper(outer: nn.Module, name: str, inner: nn.Module | None) -> None
 
 
 def refuse_resizing(modules: list[nn.Module]) -> None:
-    """Let transformers' models declare that their embeddings keep their size."""
+    """Make transformers models report that their embeddings cannot be resized."""
     for m in modules:
         if hasattr(type(m), "resize_token_embeddings"):
             m.__dict__["resize_token_embeddings"] = partial(_refuse_resize, type(m).__name__)
@@ -133,7 +133,7 @@ def _refuse_resize(name: str, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def check_whole(whole: list[nn.Parameter], found: list[tuple[str, nn.Parameter]], of: str) -> None:
-    """Raise if none of these belongs to the modules; the list may be a whole model's."""
+    """Raise if no parameter in the list belongs to the modules; it may list a whole model's."""
     cut = next((p.fsdpc for p in whole if getattr(p, "fsdpc", None) and p.fsdpc.is_cut), None)  # type: ignore[attr-defined]
     if cut is not None:
         raise ValueError(
@@ -149,7 +149,7 @@ def check_whole(whole: list[nn.Parameter], found: list[tuple[str, nn.Parameter]]
 
 
 def check_sync_norms(inside: Inside, comms: list[_core.Comm]) -> None:
-    """Raise if a SyncBatchNorm has no process group and would use each rank's own statistics."""
+    """Raise if a SyncBatchNorm has no process group and would use per-rank statistics."""
     ranks = math.prod(comm.size for comm in comms)
     if ranks == 1 or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return  # torch's own forward rejects tensors on CPUs
@@ -163,7 +163,7 @@ def check_sync_norms(inside: Inside, comms: list[_core.Comm]) -> None:
 
 
 def check_apart(params: list[tuple[str, nn.Parameter]]) -> None:
-    """Raise if parameters share part of their memory, because shards could not."""
+    """Raise if parameters overlap in memory, because shards cannot."""
     spans = sorted(
         (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
         for name, p in params
@@ -178,7 +178,7 @@ def check_apart(params: list[tuple[str, nn.Parameter]]) -> None:
 
 
 def as_offload(policy: Any) -> Any:
-    """Return our policy for torch's or ours; raise for anything else."""
+    """Convert torch's offload policy to ours and return ours unchanged; raise on anything else."""
     if policy is not None and all(c.__name__ != "OffloadPolicy" for c in type(policy).__mro__):
         raise TypeError(
             "offload_policy takes an OffloadPolicy or a CPUOffloadPolicy, got "
@@ -195,7 +195,7 @@ def as_offload(policy: Any) -> Any:
 
 
 def check_policy(policy: Any) -> None:
-    """Raise unless this is a policy of ours or of torch's ``fully_shard``."""
+    """Raise unless this is our mixed precision policy or that of torch's ``fully_shard``."""
     for field in fields(MixedPrecisionPolicy):
         if not hasattr(policy, field.name):
             raise TypeError(
@@ -211,7 +211,7 @@ _RUNNING = (_forward.run.__code__, nn.Module._call_impl.__code__)
 
 
 def check_place(modules: list[nn.Module]) -> None:
-    """Raise inside backward, or inside the forward of one of the modules or an enclosing one."""
+    """Raise if called in backward, or in the forward of a module or of an enclosing one."""
     if torch._C._current_graph_task_id() != -1:
         raise RuntimeError("fully_shard inside backward: shard before training")
     frame = sys._getframe()
@@ -304,7 +304,7 @@ def check_kind(name: str, p: nn.Parameter) -> None:
         raise TypeError(f"parameter '{name}': {error}, {leave}") from None
 
 
-#: Optimizers that update an element from others of its parameter: by rows, columns, products.
+#: Optimizers that are not elementwise: their updates read rows, columns or products.
 STRUCTURED = frozenset({"Adafactor", "LBFGS", "Muon", "SOAP", "Shampoo"})
 
 
@@ -312,13 +312,13 @@ _STATE_DICT, _ACCELERATE = "torch.distributed.checkpoint.state_dict", "accelerat
 
 
 def refuse_reader(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if a function asks for states and would treat this rank's rows as whole ones."""
+    """Raise if a caller requests states and would treat this rank's rows as whole states."""
     frame = sys._getframe(1)
     for _ in range(8):
         if frame is None:
             return
         reader = frame.f_globals.get("__name__")
-        # torch's functions take rows as such, unless an option asks for whole states.
+        # torch's functions accept rows, unless an option requests whole states.
         info = frame.f_locals.get("info") if reader == _STATE_DICT else None
         if reader == _ACCELERATE or getattr(info, "full_state_dict", False):
             raise NotImplementedError(
@@ -331,7 +331,7 @@ def refuse_reader(optimizer: torch.optim.Optimizer) -> None:
 
 
 class _Sharded:
-    """The number of units made; an optimizer checked earlier may hold replaced parameters."""
+    """The unit count; an optimizer checked at a lower count may hold replaced parameters."""
 
     units = 0
 
@@ -345,7 +345,7 @@ def mark_replaced(params: list[tuple[str, nn.Parameter]], state: UnitState) -> N
 
 
 def _refuse_states(optimizer: torch.optim.Optimizer, info: PieceInfo) -> None:
-    """Raise if the offload policy moves states that this optimizer will create itself."""
+    """Raise if the offload policy moves states, because this optimizer allocates its own."""
     offload = info.unit.offload
     if offload is not None and offload[3]:  # states
         on_host = offload[0] == "host"
@@ -358,7 +358,7 @@ def _refuse_states(optimizer: torch.optim.Optimizer, info: PieceInfo) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise before a step that would be lost, or would differ from the whole parameter's."""
+    """Raise before a step that would be lost or would differ from an unsharded step."""
     checked = (len(optimizer.param_groups), _Sharded.units)
     if getattr(optimizer, "_fsdpc_checked", None) == checked:
         return
@@ -383,7 +383,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
                     "steps each element by itself (AdamW, SGD, Lion)"
                 )
     if sharded and not hasattr(optimizer, "_fsdpc_checked"):
-        refuse_reader(optimizer)  # it makes a first step itself
+        refuse_reader(optimizer)  # the caller may itself make the first step
         optimizer.register_state_dict_pre_hook(refuse_reader)
         if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
             optimizer.register_state_dict_post_hook(_rows.mark_all)

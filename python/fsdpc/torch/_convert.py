@@ -1,9 +1,8 @@
-"""The effect of ``.to()``, ``.double()`` and other calls of ``nn.Module._apply`` on pieces.
+"""Apply ``.to()``, ``.double()`` and other ``nn.Module._apply`` calls to pieces.
 
-A change of dtype rebuilds the unit: parameters of another dtype have another layout, so each is
-transferred as a full tensor and converted. This is possible only before the first forward, when
-units begin to share a wire, and without optimizers that step the unit's memory. All other changes
-write pieces.
+Changing the dtype changes the layout, so the unit is rebuilt: each parameter is gathered and
+converted. This is possible only before the first forward, when units begin to share a wire, and
+only if no optimizer steps the unit's memory. All other changes are written to the pieces.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def convert(module: Any, apply: Callable[..., Any], fn: Change, recurse: bool) -
     Raises
     ------
     NotImplementedError, RuntimeError
-        A unit cannot be updated; nothing has changed then.
+        A unit cannot be updated; in this case nothing has changed.
     """
     states = states_of(module)
     bare = [(s, i) for s in states for i, p in enumerate(s.pieces) if p.is_meta]
@@ -49,7 +48,7 @@ def convert(module: Any, apply: Callable[..., Any], fn: Change, recurse: bool) -
             state.trust(i)
     for state, i in bare if emptied else ():
         state.give_memory(i)
-        state.trusted[i] = state.pieces[i]._version  # so that a write counts as giving it values
+        state.trusted[i] = state.pieces[i]._version  # a later write then counts as initialisation
     for name, owner, key, _ in on_meta:
         buffer = owner[key]
         if not buffer.is_meta and buffer.numel():
@@ -68,7 +67,7 @@ def _buffers(module: torch.nn.Module) -> list[tuple[str, dict[str, Any], str, to
 
 
 def _changes(state: UnitState, fn: Change) -> bool:
-    """Return whether pieces would get another dtype."""
+    """Return whether the dtype of any piece would change."""
     for dtype in set(state.dtypes):
         after = fn(torch.empty(0, dtype=dtype, device=_device.home()))
         if after.device != _device.home():

@@ -1,4 +1,4 @@
-"""Copies of pieces, and values of state dicts, with DTensor's ``full_tensor()``."""
+"""Copies of pieces, and state dict values, with DTensor's ``full_tensor()``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fsdpc.torch._rows import Home, LocalRows, Whole, as_number, gather_rows, wh
 
 
 class FullValue(Whole):
-    """A full value in a state dict; results of operations on it are plain."""
+    """A full value in a state dict; operations on it return plain tensors."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -42,7 +42,7 @@ _disabled: Callable[..., Any] = torch._C._disabled_torch_function_impl
 def on_rows(
     cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> Any:
-    """Run an operation on a piece or on a copy of one; their ``__torch_function__``.
+    """Run an operation on a piece or a copy of one; this is their ``__torch_function__``.
 
     Optimizers call it several times for each parameter, so the common cases come first.
     """
@@ -63,7 +63,7 @@ def _looked_at(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, A
         check(func, args, kwargs)
         if func in AS_NUMBER:
             return as_number(func, args[0])
-    if is_recorded and len(args) + len(kwargs) > 1:  # looking at an attribute would come here again
+    if is_recorded and len(args) + len(kwargs) > 1:  # reading an attribute would recurse
         check_mixed(func, args, kwargs)
     result = _disabled(func, types, args, kwargs)
     if func in KEEPING:
@@ -76,14 +76,14 @@ def _looked_at(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 class PieceCopy(LocalRows):
-    """Rows of a copy of a parameter; moved, converted and computed with it still is that."""
+    """Rows of a parameter copy; moves, conversions and arithmetic keep this class."""
 
     _fsdpc_what = "a copy of a parameter"
 
     __torch_function__ = classmethod(on_rows)  # type: ignore[assignment]
 
     def full_tensor(self) -> torch.Tensor:
-        """Return the rows of all ranks' copies as one tensor; collective."""
+        """Gather the rows of all ranks' copies into one tensor; collective."""
         return gather_rows(self.to_local(), *self.home())
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -92,7 +92,7 @@ class PieceCopy(LocalRows):
 
 
 def _like(args: Any, result: Any) -> Any:
-    """Return the result as rows like the first argument's."""
+    """Return the result as rows of the same parameter as the first argument."""
     if isinstance(result, (list, tuple)):
         if not isinstance(args[0], (list, tuple)):
             return result  # where(mask): indices of elements
@@ -104,7 +104,7 @@ def _like(args: Any, result: Any) -> Any:
 
 
 def at_home(rows: torch.Tensor, home: Home) -> PieceCopy:
-    """Return a copy of a parameter's rows as PieceCopy, over its memory."""
+    """Wrap a copy of a parameter's rows as a PieceCopy, over the same memory."""
     found = rows.as_subclass(PieceCopy)
     found._fsdpc = home
     return found

@@ -1,12 +1,12 @@
 """The interface that ``torch.distributed.checkpoint`` (DCP) needs from rows of a larger tensor.
 
-Its planners ask tensors for their pieces by three methods, which DTensor has too, and compare the
-whole's shape with the file's by ``size()``. Writes with equal (name, offsets) count as one:
-replicas are therefore written once, and ranks' rows, which begin at different offsets, are all
-written. A rank without rows writes and reads nothing.
+DCP's planners get a tensor's pieces from three methods, as with DTensor, and compare ``size()``
+with the full shape in the file. They drop duplicate writes, which have equal (name, offsets).
+Replicas are therefore written once, and rows are all written because their offsets differ. A rank
+without rows writes and reads nothing.
 
-Asynchronous saves copy tensors first: ``new_empty()`` keeps the class of copies. Operations that
-would turn them into plain tensors, which DCP would then take for one tensor, are refused.
+Asynchronous saves copy tensors first, so ``new_empty()`` keeps the class. Operations that would
+return plain tensors are refused, because DCP would treat those as whole tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 _PLANNER = "torch.distributed.checkpoint.default_planner"
 _VMAP = "torch._functorch.vmap"
 _STAGER = "torch.distributed.checkpoint._state_dict_stager"
-#: Creates plain tensors from a state dict's sizes: stagers of torch 2.8 and older.
+#: Stages state dicts as plain tensors in torch 2.8 and older.
 _COPIER = "torch.distributed._state_dict_utils"
 
 
@@ -28,17 +28,17 @@ def check_read(function: Any, args: Any, kwargs: Any) -> None:
 
 
 class Part:
-    """A mixin for tensors that are rows of a whole tensor."""
+    """A mixin for tensors that contain rows of a whole tensor."""
 
-    _fsdpc_what = "a parameter"  # name in errors
+    _fsdpc_what = "a parameter"  # used in error messages
     _fsdpc_cure = ""
 
     def _fsdpc_part(self) -> tuple[int, torch.Size]:
-        """Return the first row, and the shape of the whole."""
+        """Return the index of the first row and the whole tensor's shape."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        """Raise, with the right replacement, if a program takes this for a DTensor."""
+        """Raise and suggest a replacement if a program uses DTensor's attributes."""
         kind = type(self).__name__
         if name in ("device_mesh", "placements"):
             raise AttributeError(
@@ -50,11 +50,11 @@ class Part:
         raise AttributeError(f"'{kind}' object has no attribute '{name}'")
 
     def _fsdpc_info(self) -> Any:
-        """Return which rows these are; None if they are not a parameter's own."""
+        """Return which rows these are; None if they are not a parameter's rows."""
         raise NotImplementedError
 
     def _fsdpc_home(self) -> Any:
-        """Return the tensor whose rows a copy of these is."""
+        """Return the whole tensor that a copy of these rows belongs to."""
         raise NotImplementedError
 
     def _fsdpc_plain(self) -> torch.Tensor:
@@ -63,7 +63,7 @@ class Part:
             return torch.Tensor.detach(self).as_subclass(torch.Tensor)  # type: ignore[arg-type]
 
     def size(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the size as any tensor does; for DCP's planner, the size of the whole."""
+        """Return the tensor's size or, to DCP's planner, the whole tensor's size."""
         caller = sys._getframe(1).f_globals.get("__name__")
         if caller == _PLANNER and not args and not kwargs:
             return self._fsdpc_part()[1]
@@ -73,12 +73,12 @@ class Part:
                 f"{tuple(self._fsdpc_part()[1])}, and would keep one rank's: use "
                 "torch.distributed.checkpoint.save, or fsdpc.checkpoint"
             )
-        if caller == _VMAP:  # its wrappers hide the tensors inside
+        if caller == _VMAP:  # vmap's wrappers hide the tensors inside
             check_read(torch.vmap, (self,), {})
         return super().size(*args, **kwargs)  # type: ignore[misc]
 
     def new_empty(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As for any tensor; the stager of an asynchronous save gets one of the same class."""
+        """Create a plain tensor; for the stager of an asynchronous save, one of this class."""
         made = super().new_empty(*args, **kwargs)  # type: ignore[misc]
         if sys._getframe(1).f_globals.get("__name__") == _STAGER:
             return self._fsdpc_staged(made)

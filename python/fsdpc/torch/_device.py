@@ -1,9 +1,9 @@
-"""The device of units in torch's terms, and how its tensors and streams meet the engine's.
+"""The units' device in torch's terms, and how torch's tensors and streams work with the engine's.
 
-On the CPU there is nothing more to do. On a GPU kernels run after their callers return, torch's on
-its current stream. Whenever torch hands over to the engine, that stream therefore becomes the
-engine's main stream (:func:`join`; TorchUnit does this itself, also in backward's threads). Both
-libraries' work then runs in one order, and neither waits for the other.
+A CPU needs no synchronisation. GPU kernels run asynchronously, torch's on its current stream.
+Whenever torch calls the engine, that stream therefore becomes the engine's main stream
+(:func:`join`; TorchUnit does this itself, also in backward's threads). The work of both libraries
+is then ordered, and neither waits for the other.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def streams() -> Callable[[], int] | None:
 
 
 def join() -> None:
-    """Order the engine's next work after that on torch's current stream."""
+    """Order the engine's next work after the work on torch's current stream."""
     if not on_cpu():
         _core.adopt_stream(raw_stream())
 
@@ -56,11 +56,11 @@ def to_torch(memory: _core.Tensor) -> torch.Tensor:
 
 
 def gathered(state: UnitState, index: int, what: bool | torch.Tensor) -> torch.Tensor:
-    """Return a parameter (False), its gradient (True), or what has such rows; collective.
+    """Gather a parameter (False), its gradient (True) or the tensor with these rows; collective.
 
-    The memory is torch's, since users keep the result. Torch's allocator often has free memory that
-    was used before, such as that of the parameters before they were sharded. The engine's would be
-    fresh, and the first touch of a fresh page costs several times its copy.
+    The memory is torch's, since users keep the result. Torch's allocator often reuses memory, such
+    as that of the unsharded parameters. The engine would allocate new pages, and first touching a
+    page costs several times as much as copying it.
     """
     join()
     if isinstance(what, torch.Tensor):
@@ -74,14 +74,14 @@ def gathered(state: UnitState, index: int, what: bool | torch.Tensor) -> torch.T
 
 
 def to_engine(t: torch.Tensor) -> _core.Tensor:
-    """Return an engine tensor over torch's memory; over a copy if it is on another device."""
+    """Return an engine tensor over torch's memory, or over a copy if it is on another device."""
     join()
     at = home()
     return _under(t if t.device == at else t.to(at))
 
 
 def takes_back() -> bool:
-    """Return whether torch's allocator can use memory that is not needed for a while."""
+    """Return whether torch's allocator can reuse memory that units free temporarily."""
     return not on_cpu()
 
 
@@ -92,9 +92,9 @@ def like(memory: _core.Tensor) -> torch.Tensor:
 
 
 def grad_memory(unit: _core.Unit, masters: list[torch.Tensor]) -> list[torch.Tensor] | None:
-    """Return new memory for the gradient shards of a unit with these masters.
+    """Allocate memory for the gradient shards of a unit with these masters.
 
-    None if a policy offloads them: then they are in the unit's own memory.
+    Return None if a policy offloads them; the unit's own memory then contains them.
     """
     if unit.offload and unit.offload[4]:
         return None
@@ -107,7 +107,7 @@ def grad_memory(unit: _core.Unit, masters: list[torch.Tensor]) -> list[torch.Ten
 
 
 class Lent:
-    """Memory of torch's that the engine works in; the extension calls its methods."""
+    """Torch memory that the engine uses; the extension calls these methods."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         self.storage: torch.UntypedStorage = flat.untyped_storage()
@@ -115,22 +115,22 @@ class Lent:
         self.users: int | None = None  # before the first count
 
     def count_users(self) -> int:
-        """Return how many tensors and Python objects refer to it."""
+        """Return how many tensors and Python objects refer to the memory."""
         return torch._C._storage_Use_Count(self.storage._cdata)
 
     @property
     def is_kept(self) -> bool:
-        """Return whether it has more users than ``users``."""
+        """Return whether the memory has more users than ``users``."""
         return self.users is not None and self.count_users() > self.users
 
     def take(self) -> int:
-        """Return its address; torch may have given it another address meanwhile."""
+        """Return the memory's address, which may have changed since it was given back."""
         if self.storage.nbytes() != self.bytes:
             self.storage.resize_(self.bytes)
         return self.storage.data_ptr()
 
     def give(self) -> None:
-        """Return the memory to torch; its tensors stay, without memory."""
+        """Return the memory to torch; tensors remain, without storage."""
         self.storage.resize_(0)
 
 
@@ -142,12 +142,12 @@ def choose(params: Sequence[tuple[str, nn.Parameter]], asked: str | None = None)
     params : sequence of (str, Parameter)
         Parameters of one unit, by name; those on the meta device fit anywhere.
     asked : str, optional
-        A device type that the user named (a mesh's), which also determines it.
+        A device type that the user chose, such as the mesh's; this also sets the engine's device.
 
     Raises
     ------
     ValueError
-        They are on several devices, or not on the engine's; the error says what to call.
+        They are on several devices, or not on the engine's; the error suggests a call.
     """
     places: dict[torch.device, str] = {}
     for name, p in params:

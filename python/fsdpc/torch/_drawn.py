@@ -1,13 +1,12 @@
-"""Detect parameters that were initialised piece by piece from equal generators.
+"""Detect parameters that were initialised piece by piece from identical generators.
 
-After sharding, ``for p in model.parameters(): nn.init.normal_(p)`` draws from the beginning of the
-same stream on every rank. Ranks then get the same numbers for different rows, or for different
-parameters, since a piece may be a whole parameter. Such a model would train, but worse. Before the
-first forward, ranks therefore compare the beginnings of pieces that were written since they had the
-values of full parameters. If the beginnings are equal on two ranks, except for their scale, and not
-constant, they were drawn this way.
+After sharding, ``for p in model.parameters(): nn.init.normal_(p)`` starts with the same random
+numbers on every rank. Different rows, or different parameters where pieces are whole, then get the
+same values. Such a model would train, but poorly. Before the first forward, ranks therefore compare
+the first elements of pieces that were written directly instead of from a full parameter. If two
+ranks have the same elements up to a scale factor, and these are not constant, this error occurred.
 
-This misses writes through ``.data``, and values that narrow dtypes round differently.
+Writes through ``.data``, and values that narrow dtypes round differently, are not detected.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from fsdpc import _core
 if TYPE_CHECKING:
     from fsdpc.torch._unit import UnitState
 
-#: Generators use other rules for shorter tensors.
+#: Generators fill shorter tensors differently.
 _BEGIN = 16
 
 
@@ -59,10 +58,10 @@ def check_drawn(states: list[UnitState]) -> None:
 
 
 def _mark(piece: torch.Tensor) -> int:
-    """Return a positive mark of a piece's beginning; 0 if it is constant."""
+    """Return a positive hash of a piece's first elements; 0 if they are constant."""
     begin = piece.detach().reshape(-1)[:_BEGIN].cpu().double()
     if begin.numel() < 2 or bool((begin == begin[0]).all()):
         return 0
-    if begin.numel() == _BEGIN:  # enough to compare, roughly, without their scale
+    if begin.numel() == _BEGIN:  # enough to compare roughly, with the scale divided out
         begin = (begin / begin.abs().max() * 1000).round()
     return 1 + _core.crc32c(begin.numel(), begin.view(torch.uint8).numpy())

@@ -1,15 +1,15 @@
-"""The forward of a module as a unit: what happens around it.
+"""The steps around the forward of a sharded module.
 
     enter -> cast and mark the inputs -> forward -> mark and cast the outputs -> leave
 
-A mark on an output's node tells the schedule that the unit's backward begins. A Function over the
-inputs that need gradients tells it that the backward has ended. _structures.py finds the tensors.
+A mark on an output's node notifies the schedule that the unit's backward begins. A Function over
+the inputs that need gradients reports its end. _structures.py finds the tensors.
 
-Inside backward a forward is a recomputation (activation checkpointing), which may stop early, by an
-exception that is not ours.
+Inside backward, a forward is a recomputation (activation checkpointing). It may stop early, with an
+exception that torch raises.
 
-A reentrant checkpoint runs forward without gradients, so no output has a mark with the version of
-its weights. If an outermost forward runs in one, the checkpoint's own context records it.
+A reentrant checkpoint runs forward without gradients, so no output carries a mark with the weights'
+version. If an outermost forward runs in one, the checkpoint's context records the version.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _BACKWARD = CheckpointFunction.backward.__code__
 
 _task_id = torch._C._current_graph_task_id
 _is_grad_enabled = torch.is_grad_enabled
-#: The number of autograd's next node; if torch does not provide it, objects are not searched.
+#: The sequence number of autograd's next node; without it, objects are not searched.
 _next_node: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: sys.maxsize)
 _transform = torch._C._functorch.peek_interpreter_stack
 
-#: torch's name of a transform, and of those derived from it.
+#: Public names of functorch transforms, with the functions derived from them.
 _TRANSFORMS = {
     "Grad": "torch.func.grad (or vjp, jacrev, hessian)",
     "Jvp": "torch.func.jvp (or jacfwd)",
     "Vmap": "torch.func.vmap",
 }
-#: Features that make a module compute with other tensors than its parameters, by their module.
+#: torch features that replace a module's parameters during a forward, by Python module.
 _REPLACING = {
     "torch._functorch.functional_call": "torch.func.functional_call",
     "torch.nn.utils.stateless": "torch.func.functional_call",
@@ -53,7 +53,7 @@ _REPLACING = {
 
 
 class _EndBackward(torch.autograd.Function):
-    """The identity; its backward runs once the gradients of all inputs exist."""
+    """The identity; its backward runs after the gradients of all inputs exist."""
 
     @staticmethod
     def forward(
@@ -72,7 +72,7 @@ class _EndBackward(torch.autograd.Function):
 
 
 def _check_second(state: UnitState, grads: Any) -> None:
-    """In a second backward, name a unit that was since resharded; autograd's error would not."""
+    """In a second backward, raise an error that names a resharded unit; autograd's would not."""
     seen = [p._version for p in state.fulls]
 
     def check(_: Any) -> None:
@@ -101,7 +101,7 @@ def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: An
     torch_unit, root = state.torch_unit, state.root or make_root(module)
     in_task = _task_id() != -1
     if not in_task and torch_unit.in_backward:
-        root.reset()  # an exception ended a backward
+        root.reset()  # an exception ended the last backward
     outermost = torch_unit.depth == 0
     since = _next_node() if grad else 0
     if root.registered != Registered.count and outermost and not in_task:
@@ -160,7 +160,7 @@ def _refuse_transform(module: Any) -> NoReturn:
 
 
 def _explain(module: Any, state: UnitState, error: BaseException) -> None:
-    """Raise an error that names the torch feature that replaced parameters, if there is one."""
+    """If a torch feature replaced parameters, raise an error that names it."""
     own = {id(p) for p in (*state.pieces, *state.fulls)}
     if all(id(owner.get(key)) in own for owner, key, _ in state.slots):
         return
@@ -179,7 +179,7 @@ def _explain(module: Any, state: UnitState, error: BaseException) -> None:
 def _run_on_copies(
     module: Any, state: UnitState, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
 ) -> Any:
-    """Run a forward on the private copies of ``summon_full_params``, without communication."""
+    """Run a forward with private copies from ``summon_full_params``, without communication."""
     name = type(module).__name__
     if any(owner[key] is state.pieces[i] for owner, key, i in state.slots):
         raise RuntimeError(
@@ -210,7 +210,7 @@ def _run_on_copies(
 
 
 def _contexts(of: Any) -> Iterator[Any]:
-    """Yield contexts of the running checkpoints, in forward or backward, innermost first."""
+    """Yield the contexts of running checkpoints, in forward or backward, innermost first."""
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_code is of:
@@ -219,13 +219,13 @@ def _contexts(of: Any) -> Iterator[Any]:
 
 
 def _remember(root: Root, torch_unit: _core.TorchUnit) -> None:
-    """Record in the checkpoints around this forward which weights it used."""
+    """Record the weights' version in the checkpoints around this forward."""
     for ctx in _contexts(_FORWARD):
         ctx.__dict__.setdefault("_fsdpc_seen", {})[id(root)] = torch_unit.generation
 
 
 def _recall(root: Root, torch_unit: _core.TorchUnit) -> None:
-    """Begin the backward for the weights of the forward that is recomputed."""
+    """Begin the backward with the weights' version of the recomputed forward."""
     for ctx in _contexts(_BACKWARD):
         seen = ctx.__dict__.get("_fsdpc_seen", {}).get(id(root))
         if seen is not None:

@@ -1,10 +1,10 @@
 """Gradients of pieces: tensors of this rank's rows with the norm of the whole parameter.
 
-A piece's gradient has only this rank's rows, so ``p.grad.norm()`` of a plain tensor would silently
-differ between ranks. Here norms are global, and the engine computes them. The first read measures
-all gradients of the model in one small collective. Later reads return its results while their own
-gradient is unchanged. The decision to measure depends only on the program, never on this rank's
-rows, so that all ranks decide alike. All other operations are those of a plain tensor.
+A piece's gradient contains only this rank's rows, so the norm of a plain tensor would silently
+differ between ranks. The engine therefore computes global norms. The first read computes the norms
+of all the model's gradients in one small collective. Later reads return those results until the
+gradient changes. Whether to compute depends only on the program, never on this rank's rows, so all
+ranks decide alike. All other operations behave as on a plain tensor.
 
 Clipping may have deferred a factor to the optimizer; any operation here applies it first.
 """
@@ -31,14 +31,14 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _Pending:
-    """Live units whose gradients clipping left to be scaled."""
+    """Live units whose gradients clipping has not scaled yet."""
 
     def __init__(self) -> None:
         self.states: weakref.WeakSet[UnitState] = weakref.WeakSet()
         self.any = False
 
     def add(self, states: Iterable[UnitState]) -> None:
-        """Add units; every rank does, whether or not it reads them."""
+        """Add units; every rank does this, whether or not it reads their gradients."""
         for state in states:
             self.states.add(state)
             self.any = True
@@ -53,24 +53,24 @@ class _Pending:
 
 
 class Measured:
-    """Which norms of a model are known, and whether the next miss measures one or all.
+    """Tracks a model's known norms, and whether the next miss measures one norm or all.
 
-    If half of them belong to older gradients, all are measured. This is checked at one miss in n/8
-    for n gradients, so a loop that changes each gradient after reading it stays linear. Reads of
-    known norms do not count: one rank may make more of them.
+    If half of the norms are outdated, all are measured. With n gradients, one miss in n/8 checks
+    this, so a loop that changes each gradient after reading it stays linear. Reads of known norms
+    do not count, because ranks may differ in their number.
     """
 
     def __init__(self) -> None:
-        self.age: int = 0  # generation of gradients: results from other ages are invalid
+        self.age: int = 0  # generation of gradients: results from earlier ones are invalid
         self.misses: int = 0
 
     def outdate(self) -> None:
-        """Note that gradients have changed behind torch's back."""
+        """Record that gradients changed without torch's knowledge."""
         self.age += 1
         self.misses = 0
 
     def is_known(self, grad: PieceGrad, order: float) -> bool:
-        """Return whether the norm stored in a gradient belongs to its current values."""
+        """Return whether the norm stored in a gradient is up to date."""
         known = grad._fsdpc_norm
         return known is not None and known[0] == (order, self.age, grad._version)
 
@@ -90,13 +90,13 @@ PENDING = _Pending()
 
 
 class PieceGrad(LocalRows):
-    """This rank's rows of a gradient, whose norms are those of the whole."""
+    """This rank's rows of a gradient; norms are those of the whole gradient."""
 
     _fsdpc_what = "a gradient"
     _fsdpc_cure = ", or take norm() of the gradient, which is the whole's"
 
-    _fsdpc_of: PieceGrad | None = None  # what it is a view of, and shares the version with
-    _fsdpc_norm: tuple[Any, torch.Tensor] | None = None  # (order, age, version), and the norm then
+    _fsdpc_of: PieceGrad | None = None  # its base if this is a view; they share the version
+    _fsdpc_norm: tuple[Any, torch.Tensor] | None = None  # (order, age, version) and the norm
 
     @classmethod
     def __torch_function__(
@@ -119,7 +119,7 @@ class PieceGrad(LocalRows):
         return result
 
     def full_tensor(self) -> torch.Tensor:
-        """Return the whole averaged gradient, or what is kept or computed of one; collective."""
+        """Gather the whole averaged gradient, or a tensor derived from one; collective."""
         state, index = self.home()
         if state.pieces[index].grad is not self:
             return gather_rows(self.to_local(), state, index)
@@ -127,12 +127,12 @@ class PieceGrad(LocalRows):
         return _device.gathered(state, index, True)
 
     def to_local(self) -> torch.Tensor:
-        """Return the rows as a plain tensor, whose norm is theirs alone."""
+        """Return the rows as a plain tensor, whose norm covers only these rows."""
         if PENDING.any:
             PENDING.settle()
         return super().to_local()
 
-    _local_tensor = property(to_local)  # as DTensors have
+    _local_tensor = property(to_local)  # as in DTensor
 
     def __deepcopy__(self, memo: Any) -> PieceGrad:
         memo[id(self)] = copied = self.clone()  # torch's SGD keeps one as its momentum
@@ -159,14 +159,14 @@ def _plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Implement ``detach()`` and ``.data``: the gradient's memory, with its version counter."""
+    """Implement ``detach()`` and ``.data``, which share memory and version counter."""
     grad = args[0]
     of = grad if grad._fsdpc_of is None else grad._fsdpc_of
     return at_home(_plain(torch.Tensor.detach, (grad,), {}), grad._fsdpc, of)
 
 
 def _keep(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation whose result is still a gradient of the parameter, perhaps converted."""
+    """Run an operation that returns a gradient of the same parameter, perhaps converted."""
     result = _plain(func, args, kwargs)
     if result is args[0] or not isinstance(args[0], PieceGrad):
         return result
@@ -174,9 +174,9 @@ def _keep(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _like(args: tuple[Any, ...], result: Any) -> Any:
-    """Return the result of elementwise arithmetic on gradients: rows like theirs.
+    """Return the result of elementwise arithmetic as rows of the same gradient.
 
-    If one rank keeps the whole parameter, the result is plain: only that rank computes (Muon).
+    If one rank owns the whole parameter, the result is plain: only that rank computes (Muon).
     """
     if isinstance(result, (list, tuple)):
         if not isinstance(args[0], (list, tuple)):
@@ -232,7 +232,7 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             measured = _measure([each for _, each in held], _order(order))
             values = {d: measured.to(d).unbind() for d in {g.dtype for _, (_, _, g) in held}}
             norms |= {k: values[g.dtype][at] for at, (k, (_, _, g)) in enumerate(held)}
-        if norms:  # torch's result for a list of one has one element
+        if norms:  # for a list of one tensor, torch returns one element
             first = min(norms)
             norms[first] = norms[first].as_subclass(Whole)
         return [
@@ -242,7 +242,7 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _by_root(tensors: Sequence[torch.Tensor]) -> Iterable[list[tuple[int, Held]]]:
-    """Yield the gradients of a list with their indices, grouped by model."""
+    """Yield a list's gradients with their indices, grouped by model."""
     found: dict[int, list[tuple[int, Held]]] = {}
     for k, grad in enumerate(tensors):
         if isinstance(grad, PieceGrad):
@@ -252,7 +252,7 @@ def _by_root(tensors: Sequence[torch.Tensor]) -> Iterable[list[tuple[int, Held]]
 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Implement GradScaler's unscaling: infinities on any rank count on all."""
+    """Implement GradScaler's unscaling; infinities on any rank count on all ranks."""
     _plain(func, args, kwargs)
     _count_writes(args[0])
     found = args[1]
@@ -265,7 +265,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _measure(grads: list[Held], order: float) -> torch.Tensor:
-    """Return norms of whole gradients from this rank's rows, in float64, exact; collective."""
+    """Compute norms of whole gradients from this rank's rows, exactly, in float64; collective."""
     values = _core.norms_of_rows(
         [state.unit for state, _, _ in grads],
         [index for _, index, _ in grads],
@@ -287,7 +287,7 @@ def global_norm(grad: PieceGrad, order: float) -> torch.Tensor:
     own = state.pieces[index].grad
     of = grad if grad._fsdpc_of is None else grad._fsdpc_of
     with torch._C.DisableTorchFunctionSubclass():
-        if root is None or of is not own:  # a copy, by itself
+        if root is None or of is not own:  # a copy is measured by itself
             return _measure([(state, index, grad)], order)[0].to(grad.dtype)
         measured = root.measured
         if not measured.is_known(own, order):
@@ -301,7 +301,7 @@ def global_norm(grad: PieceGrad, order: float) -> torch.Tensor:
 
 
 def _count_writes(tensors: Iterable[torch.Tensor]) -> None:
-    """Count a write to each; list operations do not if FLOP counters are active, for example."""
+    """Count a write to each tensor, which list operations omit under FLOP counters, for example."""
     torch.autograd.graph.increment_version([t for t in tensors if isinstance(t, PieceGrad)])
 
 
@@ -323,5 +323,5 @@ _HANDLERS: dict[Any, Handler] = {
     torch.Tensor.data.__get__: _view,
 }
 
-# Clipping then handles its calls over lists, as for DTensor, which torch adds the same way.
+# Clipping then calls list operations, as for DTensor, which torch registers the same way.
 _foreach_utils._foreach_supported_types.append(PieceGrad)

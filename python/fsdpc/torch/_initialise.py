@@ -1,10 +1,10 @@
 """Initialise sharded modules: code that reads shapes and draws numbers sees full parameters.
 
-``nn.init`` on pieces would give each rank the same numbers for different rows, and would use the
-wrong fan-in. Therefore parameters are private full copies inside ``reset_parameters()`` of any
-module of a unit, inside ``apply(fn)``, and while adapters are merged. Afterwards ranks compare the
-copies (or take rank 0's, with ``sync_module_states``) and keep their rows. Equal generators give
-the values that the plain model would have.
+``nn.init`` on pieces would give ranks the same numbers for different rows, and would use the wrong
+fan-in. Therefore parameters are private full copies inside ``reset_parameters()`` of a unit's
+modules, inside ``apply(fn)``, and while adapters are merged. Afterwards ranks compare the copies
+(or use rank 0's, with ``sync_module_states``) and keep their rows. With identical generators, the
+values are those of the plain model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fsdpc.distributed.agree import check_agreement
 from fsdpc.torch._recipe import values_of
 from fsdpc.torch._unit import UnitState, full_value, on_copies, states_of
 
-#: What to do if ranks have different values.
+#: How to fix different values on different ranks.
 CURE = (
     "build and shard the same model, with the same seed, on every rank, or pass "
     "sync_module_states=True, which takes rank 0's values"
@@ -30,9 +30,9 @@ CURE = (
 
 
 def offer_full(state: UnitState, modules: list[nn.Module]) -> None:
-    """Make methods that write parameters of a unit's modules see full ones.
+    """Give methods that write parameters of a unit's modules full parameters.
 
-    These are ``reset_parameters()``, and the ``merge()`` and ``unmerge()`` of PEFT's adapters.
+    These are ``reset_parameters()``, and ``merge()`` and ``unmerge()`` in PEFT's adapters.
     """
     for m in modules:
         names = ["reset_parameters"]
@@ -56,9 +56,9 @@ def _with_full(state: UnitState, module: nn.Module, name: str, *args: Any, **kwa
 
 @contextmanager
 def full_values(states: list[UnitState]) -> Iterator[None]:
-    """Replace parameters of units by private full copies, and keep their new values; collective.
+    """Replace units' parameters with private full copies and keep the new values; collective.
 
-    Does nothing for units that already use copies, and inside forward and backward.
+    Does nothing inside forward and backward, or for units that already use copies.
     """
     states = [s for s in states if not (s.summoned or s.is_running)]
     with on_copies(states, [[_full(s, i) for i in range(len(s.pieces))] for s in states]) as now:
@@ -97,5 +97,5 @@ def _take(state: UnitState, fulls: list[nn.Parameter]) -> None:
 
 
 def checksum(full: torch.Tensor) -> int:
-    """Return the checksum of a value's bytes, on any device."""
+    """Compute a checksum of a value's bytes, on any device."""
     return _core.crc32c(0, full.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy())

@@ -1,9 +1,9 @@
 """Detect parameters added to a sharded module after ``fully_shard``, and name them.
 
-No unit holds them, so nothing would reduce their gradients, and every rank would train its own
-copy. They come from replaced modules (a resized embedding, another head) and from adapters. Modules
-are searched at the first forward, and again at the first one after a registration in any of them.
-Frozen parameters are allowed, and checked again at each forward.
+No unit contains them, so their gradients would not be reduced, and every rank would train its own
+copy. They come from replaced modules (a resized embedding, a new head) and from adapters. The first
+forward searches the modules, and so does the first one after a registration in any of them. Frozen
+parameters are allowed, and checked again at each forward.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class Registered:
-    """The number of modules and parameters registered in modules of units."""
+    """Counts modules and parameters registered inside units."""
 
     count = 0
 
@@ -38,19 +38,19 @@ def _note(module: nn.Module, name: str, value: Any) -> None:
 
 
 def watch(state: UnitState, inside: Inside) -> None:
-    """Record where a unit's modules have parameters, sharded or ignored."""
+    """Record the places of a unit's parameters, sharded or ignored."""
     for _, m in inside:
         _inside.add(m)
         state.known += [(m._parameters, key) for key, p in m._parameters.items() if p is not None]
 
 
 def check_late(states: Iterable[UnitState]) -> int:
-    """Raise if modules of these units have a trainable parameter added after sharding.
+    """Raise if a trainable parameter was added to these units' modules after sharding.
 
     Returns
     -------
     int
-        The registration count for which this is known; -1 if frozen ones were added.
+        The registration count up to which this was checked; -1 if frozen parameters were added.
     """
     frozen = False
     for state in states:

@@ -1,15 +1,15 @@
 """Bytes between hosts over torch's process groups.
 
 The engine's link (``_core.Link``) stores messages, and three threads carry them. One sends this
-rank's messages. One receives frames from any rank, and posts the receives of their messages. The
-third waits for those and delivers them. (They call the groups' methods, which
+rank's messages. One receives frames from any rank and posts receives for their messages. The third
+waits for those receives and delivers the messages. (They call the groups' methods, which
 ``torch.distributed.send`` and ``recv`` wrap; this takes a fifth less time.) Each message has a
-frame of fixed size, which contains small messages whole, so a note of an epoch is one send.
+fixed-size frame, which can contain a whole small message, so an epoch note is a single send.
 
-Gloo sends a message only after the peer has announced, on the same connection, that it waits for
-it. That announcement would queue behind the peer's own data, and the connection would carry one
-direction after the other. Therefore frames, messages to higher ranks and messages to lower ranks
-each have a separate group.
+Gloo sends a message only after the peer has announced, on the same connection, that it is waiting.
+That announcement would queue behind the peer's own data, and the connection would carry data in one
+direction at a time. Therefore frames, messages to higher ranks and messages to lower ranks each use
+a separate group.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from fsdpc.distributed import carriers
 FRAME = 512
 HEAD = struct.Struct("<IQ")  # tag, bytes
 INLINE = FRAME - HEAD.size
-FOR_EVER = timedelta(days=3650)  # there may be no traffic between steps; the engine has deadlines
+FOR_EVER = timedelta(days=3650)  # traffic may pause between steps; the engine enforces deadlines
 
 
 def carry(group: Any) -> _core.Link:
-    """Create a link between the ranks of a process group, over separate groups; collective."""
+    """Create a link between a process group's ranks, over groups of its own; collective."""
     ranks = dist.get_process_group_ranks(group)
     link = _core.Link(dist.get_rank(group), len(ranks))
-    # Gloo, because this is host memory, whatever the group's own tensors use.
+    # Gloo, because messages are in host memory, whatever backend the given group uses.
     options: dict[str, Any] = {"timeout": FOR_EVER, "backend": "gloo"}
     carrier = _Carrier(link, *(
         dist.new_group(ranks, use_local_synchronization=True, **options) for _ in range(3)
@@ -45,7 +45,7 @@ def carry(group: Any) -> _core.Link:
 
 
 def _wait(works: list[Any]) -> None:
-    while works:  # each once: gloo would wait for another send
+    while works:  # wait on each once: gloo would wait for another send
         works.pop().wait()
 
 
@@ -65,7 +65,7 @@ class _Carrier:
         return self._up if higher else self._down
 
     def send(self) -> None:
-        """Send the messages that the engine posts; if there are several, wait for the oldest."""
+        """Send the messages that the engine posts; wait for the oldest if there are several."""
         under_way: list[list[Any]] = [[] for _ in range(self._link.rooms)]
         room = 0
         try:
@@ -86,13 +86,13 @@ class _Carrier:
                     works.append(group.send([torch.frombuffer(data, dtype=torch.uint8)], peer, 0))
                 under_way[room] = works
                 room = (room + 1) % self._link.rooms
-        except _core.PeerError:  # everything posted is sent
+        except _core.PeerError:  # all posted messages have been sent
             for works in under_way:
                 _wait(works)
             raise
 
     def frames(self) -> None:
-        """Receive frames, and post the receives of their messages, until the last frame."""
+        """Receive frames and post receives for their messages, until the last frame."""
         frame = torch.empty(FRAME, dtype=torch.uint8)
         head = memoryview(frame.numpy())
         try:
@@ -126,6 +126,6 @@ class _Carrier:
                 self._free.put(room)
                 if tag >= self._link.tags:
                     self._goes_on.put(goes_on)
-        finally:  # after an error the other thread must not wait for this one
+        finally:  # after an error, the other thread must not wait for this one
             self._goes_on.put(False)
             self._free.put(0)

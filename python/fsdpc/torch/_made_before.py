@@ -1,4 +1,4 @@
-"""Optimizers that were created before their model was sharded: give them the pieces."""
+"""Give pieces to optimizers that were created before their model was sharded."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-#: The dict that holds a parameter and its key there, by the parameter's identity.
+#: Maps a parameter's ``id()`` to the dict that contains it and its key there.
 Places = Mapping[int, tuple[dict[str, Any], str]]
 
 
 def places_of(module: nn.Module) -> Places:
-    """Return the place of each parameter, by identity; for :func:`moved` after sharding."""
+    """Return the place of each parameter by its ``id()``, for :func:`moved` after sharding."""
     return {
         id(p): (owner._parameters, key)
         for owner in module.modules()
@@ -24,21 +24,21 @@ def places_of(module: nn.Module) -> Places:
 
 
 def moved(params: Iterable[Any], places: Places) -> list[Any]:
-    """Return the parameters that are in these places now; others unchanged."""
+    """Return the parameters now in these places, and unchanged those without a place."""
     found = [(p, places.get(id(p))) for p in params]
     return [p if at is None else at[0][at[1]] for p, at in found]
 
 
 def give_pieces(optimizer: torch.optim.Optimizer, places: Places) -> None:
-    """Replace the parameters in an optimizer's groups by the pieces."""
+    """Replace the parameters in an optimizer's groups with pieces."""
     for group in optimizer.param_groups:
         group["params"] = moved(group["params"], places)
 
 
 def optimizers_over(places: Places) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of this process that hold one of these parameters.
+    """Return this process's optimizers that contain one of these parameters.
 
-    This visits every object that Python tracks, about 50 ms: once per model, never per step.
+    It visits every object that Python tracks, which takes about 50 ms, once per model.
     """
     made = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
     return [
@@ -48,7 +48,7 @@ def optimizers_over(places: Places) -> list[torch.optim.Optimizer]:
 
 
 def give_whole_pieces(optimizer: torch.optim.Optimizer, places: Places) -> None:
-    """Like :func:`give_pieces`, with states, which fit pieces that are whole parameters."""
+    """Do as :func:`give_pieces` for pieces that are whole parameters, and keep the states."""
     states = optimizer.state
     held = [p for p in states if id(p) in places]
     for p, piece in zip(held, moved(held, places), strict=True):

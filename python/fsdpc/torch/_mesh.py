@@ -1,8 +1,8 @@
 """Convert torch's meshes and process groups to meshes of the engine's communicators.
 
-A mesh that contains every rank is split off the world: its messages name world ranks, and a failure
-reaches all of them. In any other mesh (the data parallel dimension of a pipeline, a group from
-``new_group``) the ranks join by themselves, and no other rank takes part.
+A mesh that contains every rank is split off the world: its messages name world ranks, and all of
+them learn of a failure. In any other mesh (a pipeline's data parallel dimension, a group from
+``new_group``), the ranks join each other without the remaining ones.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from fsdpc.torch._link import carry
 
 
 def join() -> _core.Comm:
-    """Return all ranks: fsdpc's, else those of torch.distributed, else of the environment."""
+    """Return the world: fsdpc's, else that of torch.distributed, else of the environment."""
     if not distributed.is_initialized():
         _join_group()
     return distributed.world()
 
 
 def _join_group() -> bool:
-    """Use the ranks of torch.distributed as the world, if there are any."""
+    """Use the ranks of torch.distributed as the world, if it is initialized."""
     if not (dist.is_available() and dist.is_initialized()):
         return False
     world = _meet(dist.group.WORLD)
@@ -46,9 +46,9 @@ ranks._join_torch = _join_group
 
 
 def as_mesh(mesh: Any) -> DeviceMesh:
-    """Return the engine's mesh for a torch mesh, one of its own, or None (all ranks).
+    """Return the engine's mesh for a torch mesh, an engine mesh, or None (all ranks).
 
-    A process group also counts as a mesh, and a pair of groups is (shard, replicate). Collective in
+    A process group also counts as a mesh; a pair of groups is (shard, replicate). Collective over
     the mesh.
 
     Raises
@@ -56,7 +56,7 @@ def as_mesh(mesh: Any) -> DeviceMesh:
     TypeError, ValueError
         The argument is none of these, has more than two dimensions, or lacks this rank.
     AssertionError
-        It has two unnamed dimensions, as in torch.
+        The mesh has two unnamed dimensions, as in torch.
     """
     if isinstance(mesh, DeviceMesh):
         return mesh
@@ -77,7 +77,7 @@ def as_mesh(mesh: Any) -> DeviceMesh:
 
 
 def _dimensions(mesh: Any) -> tuple[list[Any], Sequence[str]]:
-    """Return the process group along each dimension of a torch mesh, and the dimensions' names."""
+    """Return the process group and the name of each dimension of a torch mesh."""
     if mesh.device_type != _device.home().type:
         raise ValueError(
             f"a mesh of device type '{mesh.device_type}', and the engine computes on "
@@ -100,13 +100,13 @@ def _dimensions(mesh: Any) -> tuple[list[Any], Sequence[str]]:
     return [mesh.get_group(dim) for dim in range(mesh.ndim)], mesh.mesh_dim_names or ("shard",)
 
 
-#: Communicators of live process groups, split off a world or joined separately (None). Units of a
-#: model share them.
+#: Communicators of live process groups, split off a world or joined separately (None). A model's
+#: units share them.
 _known: WeakKeyDictionary[Any, dict[_core.Comm | None, _core.Comm]] = WeakKeyDictionary()
 
 
 def _comms(groups: list[Any]) -> list[_core.Comm]:
-    """Return the communicators of process groups, one along each dimension of a mesh."""
+    """Return the communicators of process groups, one for each dimension of a mesh."""
     whole = prod(map(dist.get_world_size, groups)) == dist.get_world_size()
     world = join() if whole else None
     comms = []
@@ -124,7 +124,7 @@ def _part(group: Any, world: _core.Comm) -> _core.Comm:
 
 
 def _meet(group: Any) -> _core.Comm:
-    """Make the ranks of a process group join each other."""
+    """Connect the ranks of a process group with each other."""
     told: list[Any] = [None] * dist.get_world_size(group)
     mine = (this_host(), f"torch:{uuid.uuid4().hex}", uuid.uuid4().hex)
     dist.all_gather_object(told, mine, group)

@@ -82,8 +82,8 @@ class FSDPModule(fsdp_module.FSDPModule):
     def hold(self) -> Iterator[None]:
         """Freeze the weights: inside, no-grad forwards do not communicate, as in the native module.
 
-        Entering and leaving are collective; optimizer steps and forwards with gradients raise
-        inside.
+        Entering and leaving are collective. Inside, optimizer steps and forwards with gradients
+        raise.
         """
         root = _root_of(self)
         _device.join()
@@ -94,7 +94,7 @@ class FSDPModule(fsdp_module.FSDPModule):
             torch_unit.hide(False)
 
     def reset_iter_state(self) -> None:
-        """Return every unit to its sharded state after an exception in forward or backward."""
+        """Reshard every unit after an exception in forward or backward."""
         if self._fsdpc_state.root is not None:
             self._fsdpc_state.root.reset()
 
@@ -105,11 +105,11 @@ class FSDPModule(fsdp_module.FSDPModule):
             self._fsdpc_state.when_rooted.append(action)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Divide summed gradients by ``factor``; FSDP2's older name."""
+        """Divide summed gradients by ``factor``, under FSDP2's older method name."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accept the option: reductions already are sums, scaled once, in float32."""
+        """Accept the option: reductions already compute float32 sums and scale them once."""
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Accept either value: skipping the all-gather in backward saves nothing here.
@@ -120,20 +120,20 @@ class FSDPModule(fsdp_module.FSDPModule):
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether units may run on only some of the ranks, forward or backward (experts).
+        """Set whether units, such as experts, may run on only some ranks, forward or backward.
 
         Parameters
         ----------
         reduce_scatter_unused_params : bool
-            Call it before the first forward.
+            Set this before the first forward.
         recurse : bool, default True
-            Apply to the units inside too.
+            Apply to nested units too.
 
         Notes
         -----
-        Such units are gathered with each outermost forward and have their own reduce buffer. They
-        are reduced at the end of backward, with zeros from ranks that did not run them. Afterwards
-        a parameter has a gradient if any rank used it; within a unit this always holds.
+        Such units are gathered in each outermost forward and have their own reduce buffer. They are
+        reduced at the end of backward, with zeros from ranks that did not run them. Afterwards a
+        parameter has a gradient if any rank used it, as always holds within a unit.
         """
         self._set("rank_dependent", reduce_scatter_unused_params, recurse)
 
@@ -152,7 +152,7 @@ class FSDPModule(fsdp_module.FSDPModule):
         raise NotImplementedError("set_custom_reduce_scatter: reductions are the engine's")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accept either value, and log that no process group exists to allocate from."""
+        """Accept either value; log that there is no process group to allocate from."""
         if enable:
             log_once(
                 "set_allocate_memory_from_process_group_for_comm changes nothing: communication "
@@ -160,7 +160,7 @@ class FSDPModule(fsdp_module.FSDPModule):
             )
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Refuse: symmetric memory is CUDA's; the ranks of a host always use shared memory."""
+        """Refuse: symmetric memory belongs to CUDA; ranks of a host always use shared memory."""
         raise NotImplementedError("set_symm_mem_for_comm: there is no NCCL on the CPU")
 
     def set_reduce_scatter_max_input_buffers(
@@ -185,7 +185,7 @@ class FSDPModule(fsdp_module.FSDPModule):
         return module_state_dict(self, method, args, kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load full tensors by name; every rank keeps its own rows.
+        """Load full tensors by name; each rank keeps its own rows.
 
         Parameters
         ----------
@@ -194,20 +194,20 @@ class FSDPModule(fsdp_module.FSDPModule):
         strict : bool, default True
             Raise if names differ.
         assign : bool, default False
-            Use the tensors' dtypes. The copy raises if they differ from the model's.
+            Use the tensors' dtypes; values are copied, so other dtypes than the model's raise.
         """
         return module_load_state_dict(self, state_dict, strict, assign)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         """Call ``fn`` on every module inside with full parameters; collective.
 
-        Each rank keeps its own rows of the parameters as ``fn`` leaves them. Inside forward and
-        backward full parameters are read-only, and nothing is copied.
+        Each rank keeps its own rows of the values that ``fn`` leaves. Inside forward and backward,
+        full parameters are read-only and not copied.
 
         Parameters
         ----------
         fn : callable
-            Takes a module, as for ``nn.Module.apply``; the same on every rank.
+            Accepts a module, as for ``nn.Module.apply``; the same on every rank.
         """
         with _initialise.full_values([self._fsdpc_state]):
             return super().apply(fn)  # type: ignore[misc]
@@ -216,9 +216,9 @@ class FSDPModule(fsdp_module.FSDPModule):
         return _convert.convert(self, super()._apply, fn, recurse)  # type: ignore[misc]
 
 
-# torch.compile of a model compiles the code that runs inside these.
+# torch.compile of a model compiles the user code that these call.
 _compiled.leave_out(FSDPModule.__call__, _forward.run)
-# It must compile nothing of ours.
+# It must not compile any of ours.
 _compiled.leave_out(
     make_root,
     Root.reset,
@@ -250,45 +250,44 @@ def fully_shard(
     master_dtype: torch.dtype | None = None,
     whole_params: Iterable[nn.Parameter] | None = None,
 ) -> Any:
-    """Shard a torch module's parameters over ranks, in place; collective; FSDP2's signature.
+    """Shard a torch module's parameters over ranks, in place, as FSDP2 does; collective.
 
     Parameters
     ----------
     module : nn.Module or list of nn.Module
-        A list is one unit: gathered when its first module runs.
+        A list is one unit, gathered when its first module runs.
     mesh : DeviceMesh of torch or fsdpc, optional
-        (shard) or (replicate, shard); by default all ranks. Ranks outside the mesh take no part.
+        (shard) or (replicate, shard); default: all ranks. Ranks outside the mesh do not take part.
     reshard_after_forward : bool or int, optional
         Free parameters after forward and gather them again for backward. None means yes, except for
-        the outermost module. A number above 1 means yes, since ranks of a host share the gathered
+        the outermost module. Integers above 1 mean yes, since ranks of a host share the gathered
         memory anyway; 1 means no.
     shard_placement_fn : callable, optional
-        May return None or dimension 0, the dimension that parameters are sharded along.
+        May return None or a placement along dimension 0, the dimension that is always sharded.
     mp_policy : MixedPrecisionPolicy, optional
-        Dtypes of compute and communication.
+        Dtypes for compute and communication.
     offload_policy : OffloadPolicy, optional
         Which arrays to keep on a disk. On CPUs, masters are always in host memory. On a GPU, the
-        policy also chooses the arrays in host memory: ``CPUOffloadPolicy()`` puts masters,
-        gradients and optimizer states there.
+        policy can also keep arrays in host memory: ``CPUOffloadPolicy()`` puts masters, gradients
+        and optimizer states there.
     ignored_params : iterable of nn.Parameter, optional
         Parameters that are neither sharded nor reduced.
     dp_mesh_dims : optional
-        Refused: pass a mesh of the dimensions to shard over.
+        Refused: pass a mesh with only the dimensions to shard over.
     sync_module_states : bool, default False
-        Take rank 0's initial parameters on every rank; else a difference is an error. Buffers are
-        left as they are.
+        Copy rank 0's initial parameters to every rank; otherwise, differences are an error. Buffers
+        are left unchanged.
     strategy : fsdpc.sharding.strategies.ShardingStrategy or str, optional
-        A name for a mesh and ``reshard_after_forward`` (NO_SHARD is DDP).
+        Selects a mesh and ``reshard_after_forward`` by name (NO_SHARD is DDP).
     plan : mapping of str to dict, or callable, optional
-        Which submodules to shard first: patterns of dotted names with their own options
-        (``{"model.layers.*": {}}``), or the plan of a transformers model
-        (``plan=model.fsdp_plan``).
+        Which submodules to shard first: dotted-name patterns with their options
+        (``{"model.layers.*": {}}``), or a transformers model's plan (``plan=model.fsdp_plan``).
     master_dtype : torch.dtype, optional
-        For parameters in a narrower dtype, keep the shards, gradients and optimizer states in this
-        dtype and gather in the parameters' own: ``torch.float32`` for a model created in bfloat16.
+        If parameters have a narrower dtype, keep shards, gradients and optimizer states in this
+        dtype and gather in the original: ``torch.float32`` for a model created in bfloat16.
     whole_params : iterable of nn.Parameter, optional
-        Parameters that are not cut: one rank has all rows and updates them, the others have none.
-        For optimizers that read whole matrices.
+        Parameters that are not cut: one rank has all rows and updates them, and the others have
+        none. This is for optimizers that read whole matrices.
 
     Returns
     -------
@@ -298,7 +297,7 @@ def fully_shard(
     Raises
     ------
     MismatchError
-        Ranks disagree on names, shapes, dtypes or initial values; the error names the first one.
+        Names, shapes, dtypes or initial values differ between ranks; the error names the first one.
     TypeError, ValueError, NotImplementedError
         The module or an option is not supported; the error says why.
 
@@ -354,7 +353,7 @@ def fully_shard(
     check_whole(whole, named, type(modules[0]).__name__)
     _device.choose(named, getattr(mesh, "device_type", None))
     offload_policy = as_offload(offload_policy)
-    given = as_mesh(mesh)  # joins the others
+    given = as_mesh(mesh)  # joins the other ranks
     where = rules.place(None if mesh is None else given, strategy, reshard_after_forward)
     check_sync_norms(inside, where.comms)
     dtypes, policy = widened(found, mp_policy, master_dtype)
@@ -377,7 +376,7 @@ def fully_shard(
         synced=sync_module_states,
         offload=offload_policy,
     )
-    with torch.inference_mode(False):  # pieces must be trainable in any case
+    with torch.inference_mode(False):  # pieces must be trainable in either mode
         state = UnitState(recipe, found, dtypes, readers_of(found, inside, modules))
     for i, (_, p) in enumerate(named):
         if not p.is_meta:

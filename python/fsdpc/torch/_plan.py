@@ -1,10 +1,10 @@
-"""Which submodules a plan makes units, and with which options.
+"""Find the submodules that a plan makes units, and their options.
 
-A plan is a function of (dotted name, module) that returns options or None, or it maps name patterns
-to options; a star matches one part of a name. transformers' plans are accepted unchanged. A tuple
-of patterns is one unit; ``"free_full_weight"`` and ``"keep_full_weight"`` say whether forward
-reshards its parameters. Modules of a plan that share a parameter become one unit. If a module
-shares its parameter with one that no pattern matches, it is left to the enclosing module.
+A plan is either a function of (dotted name, module) that returns options or None, or a mapping of
+name patterns to options; a star matches one part of a name. transformers' plans are accepted
+unchanged. A tuple of patterns is one unit; ``"free_full_weight"`` and ``"keep_full_weight"`` set
+whether forward reshards its parameters. Modules of a plan that share a parameter become one unit. A
+module that shares a parameter with an unmatched module belongs to the enclosing module's unit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Group = tuple[list[nn.Module], dict[str, Any]]
 
 
 def groups_of(modules: list[nn.Module], plan: Any) -> list[Group]:
-    """Return (modules of a unit, its options) for the units in these modules, inner units first.
+    """Return (modules, options) of each unit inside these modules, inner units first.
 
     Raises
     ------
@@ -79,8 +79,8 @@ def _options(key: Any, value: Any) -> dict[str, Any]:
 
 
 def _tied_together(root: nn.Module, groups: list[Group]) -> list[Group]:
-    """Join groups that share a parameter; drop those that share it with a module in no group."""
-    owners: dict[int, set[int]] = {}  # parameter -> the modules that own it
+    """Join groups that share a parameter; drop a group that shares one with an unmatched module."""
+    owners: dict[int, set[int]] = {}  # parameter -> modules that contain it
     for m in root.modules():
         for p in m._parameters.values():
             if p is not None:

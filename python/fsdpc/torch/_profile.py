@@ -1,6 +1,6 @@
-"""Ranges in profiler traces, named after the acts of a unit; inactive unless a profiler runs.
+"""Ranges in profiler traces, named after unit operations; inactive unless a profiler runs.
 
-    FSDP::forward (layers.0)    the whole forward; in it FSDP::unshard, the wait for parameters
+    FSDP::forward (layers.0)    the whole forward; inside, FSDP::unshard is the wait for parameters
     FSDP::backward (layers.0)   from the first gradient of its outputs to the last of its inputs
     FSDP::reduce (Net)          the wait for reductions at the end of backward
 
@@ -22,7 +22,7 @@ from fsdpc.torch._unit import Root, UnitState
 
 
 def enter(state: UnitState, grad: bool, in_task: bool) -> tuple[Any, bool]:
-    """Begin a forward: return its range, and the result of ``TorchUnit.enter``."""
+    """Begin a forward; return its range and the result of ``TorchUnit.enter``."""
     span = _begin(state, "forward")
     with record_function(f"FSDP::unshard ({state.unit.name})"):
         return span, state.torch_unit.enter(grad, in_task)
@@ -40,7 +40,7 @@ def leave(span: Any) -> None:
 
 
 class Marks:
-    """A TorchUnit for one forward; its marks open and close the range of the backward."""
+    """Wraps a TorchUnit for one forward; its marks open and close the backward range."""
 
     def __init__(self, state: UnitState) -> None:
         assert state.root is not None
@@ -48,7 +48,7 @@ class Marks:
         self._span: Any = None
 
     def mark(self) -> Any:
-        """Return the mark for outputs."""
+        """Return the mark for output nodes."""
         mark = self._state.torch_unit.mark()
 
         def begin(grads: Any) -> None:
@@ -70,7 +70,7 @@ class Marks:
 
 
 def finish(root: Root) -> None:
-    """Wait for reductions inside a range, after the open ranges have ended."""
+    """End the open ranges, then wait for reductions inside a range of their own."""
     while root.spans:
         leave(root.spans.pop())
     with record_function(f"FSDP::reduce ({root.states[0].unit.name})"):
@@ -78,9 +78,9 @@ def finish(root: Root) -> None:
 
 
 def mark_optimizers(note: Callable[[str], None]) -> list[Any]:
-    """Report steps of torch's own optimizers from now on; return handles with ``remove()``.
+    """Report later steps of torch's own optimizers; return handles with ``remove()``.
 
-    The engine's trace already has those of ``fsdpc.torch.optim``.
+    The engine's trace already contains the steps of ``fsdpc.torch.optim``.
     """
 
     def begin(optimizer: Any, *_: Any) -> None:

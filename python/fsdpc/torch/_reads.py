@@ -1,13 +1,12 @@
-"""Refuse, by name, questions that rows of a parameter cannot answer.
+"""Refuse operations whose result would cover only this rank's rows.
 
 A rank has some rows of a parameter and of its gradient. Elementwise arithmetic on them is correct.
-A sum over rows or a product with a matrix would be wrong without looking wrong, because it covers
-only this rank's rows. Tensors of rows therefore pass each operation to :func:`check` first.
-Row-wise results are correct too: ``p.norm(dim=1)`` is allowed, ``p.norm(dim=0)`` is not.
+A sum over rows or a matrix product would be silently wrong, because it covers only this rank's
+rows. Tensors of rows therefore pass each operation to :func:`check` first. Row-wise results are
+correct too: ``p.norm(dim=1)`` is allowed, ``p.norm(dim=0)`` is not.
 
-While a module of a unit runs, rows of another unit are not weights, and a write to them comes too
-late for this forward. Any use of their values therefore raises there, in the thread that runs the
-module.
+While a unit's module runs, rows of other units cannot replace weights, and writes to them come too
+late for this forward. Any use of their values therefore raises in the thread that runs the module.
 
 Results of arithmetic on rows, including masks, are checked like rows. With gradients enabled, the
 sum and mean of all elements are those of the whole tensor (``whole_sum``), so penalties are
@@ -40,11 +39,11 @@ def _named(words: str) -> Iterator[tuple[str, Any]]:
                     yield word, func
 
 
-#: Operations whose result is still rows: a copy, of another type or in other memory.
+#: Operations that return rows: copies, also in another dtype or memory.
 KEEPING = frozenset(
     func for _, func in _named("bfloat16 clone cpu cuda detach double float half to type_as")
 ) | {Tensor.data.__get__}
-#: Elementwise arithmetic and comparisons, none in place: they return rows, or masks of rows.
+#: Elementwise arithmetic and comparisons, not in place; they return rows, or masks of rows.
 ELEMENTWISE = frozenset(
     getattr(space, name)
     for space in (torch, Tensor)
@@ -61,7 +60,7 @@ ELEMENTWISE = frozenset(
     if hasattr(space, name)
 )  # fmt: skip
 
-#: Operations along dimensions: the position of that argument, and the value that means none.
+#: Operations along dimensions: the position and default of the dimension argument.
 _ALONG: dict[Any, tuple[str, int, Any]] = {
     func: (word, at, default)
     for words, at, default in (
@@ -81,7 +80,7 @@ _ALONG: dict[Any, tuple[str, int, Any]] = {
     )
     for word, func in _named(words)
 }
-#: Operations that select some rows, in the same form. Reading these is allowed.
+#: Operations that select some rows, in the same format; reading the result is allowed.
 _TAKES: dict[Any, tuple[str, int, Any]] = {
     func: (word, at, default)
     for words, at, default in (
@@ -96,7 +95,7 @@ _TAKES: dict[Any, tuple[str, int, Any]] = {
     )
     for word, func in _named(words)
 } | {Tensor.__getitem__: ("indexing", 1, None)}
-#: Operations that read several rows, whatever their arguments are.
+#: Operations that combine several rows with any arguments.
 _ACROSS: dict[Any, str] = {
     func: word
     for word, func in _named("""
@@ -111,7 +110,7 @@ _ACROSS: dict[Any, str] = {
     """)
 }
 _ACROSS |= {getattr(Tensor, name).__get__: name for name in ("T", "mT", "H", "mH")}
-#: Those among them that leave a vector unchanged.
+#: The operations among them that leave a vector unchanged.
 _FLIPS = frozenset(
     f for f, name in _ACROSS.items() if name in ("T", "mT", "H", "mH", "t", "adjoint")
 )
@@ -126,11 +125,11 @@ AS_NUMBER = frozenset(
     for name in ("item", "__bool__", "__complex__", "__float__", "__index__", "__int__")
 )
 
-#: Over all elements and with gradients recorded, the result is that of the whole.
+#: With gradients recorded, these give the whole tensor's result over all elements.
 SUMS = frozenset((torch.sum, Tensor.sum, torch.mean, Tensor.mean))
-#: Operations that :func:`check` may refuse outside forwards too.
+#: Operations that :func:`check` may refuse even outside forwards.
 WATCHED = frozenset((*_ALONG, *_ACROSS, *_LOSSES, *_TRANSPOSES, *AS_NUMBER, torch._foreach_norm))
-#: Operations to check if gradients are recorded.
+#: Operations that are checked if gradients are recorded.
 TAKING = frozenset(_TAKES)
 
 #: Operations allowed on rows anywhere: they read no values, or return tensors checked in turn.
@@ -144,14 +143,14 @@ _FREE = frozenset(
         register_post_accumulate_grad_hook untyped_storage can_cast promote_types result_type
     """)
 )
-#: Attributes that are other tensors' memory or write it. A write after the gather of a forward
-#: would not reach it.
+#: Attributes that expose or write memory. A forward would not see a write that comes after its
+#: gather.
 _VALUES = frozenset(
     (*(getattr(Tensor, n).__get__ for n in "T mT H mH real imag".split()), Tensor.data.__set__)
 )
 
 
-#: Operations that convert the first operand and read only dtype and device of another.
+#: Operations that convert the first operand and read only the second one's dtype and device.
 _LIKE = frozenset((Tensor.to, Tensor.type_as))
 
 
@@ -166,7 +165,7 @@ RUNNING = _Running()
 
 
 def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise if rows cannot answer an operation.
+    """Raise if an operation on rows would be wrong.
 
     Raises
     ------
@@ -223,7 +222,7 @@ def _is_over_rows(
 
 
 def _is_some_rows(index: Any, rows: Any) -> bool:
-    """Return whether an index selects rows by number; a mask is of this rank's rows."""
+    """Return whether an index selects rows by position; a mask refers to this rank's rows."""
     index = [i for i in (index if isinstance(index, tuple) else (index,)) if i is not None]
     if not index or (index[0] is Ellipsis and len(index) <= rows.ndim):
         return False
@@ -234,7 +233,7 @@ def _is_some_rows(index: Any, rows: Any) -> bool:
 
 
 def refuse_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    """Make a backward through some rows raise, as each rank took other rows of the parameter."""
+    """Make a backward through some rows raise, because each rank selected different rows."""
     rows, info = next(_rows_in(args, kwargs), (None, None))
     if info is None or not (info.is_cut and rows.requires_grad):
         return
@@ -291,10 +290,10 @@ def _refuse(func: Any, rows: Any, info: Any) -> NoReturn:
 
 
 def check_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise if recorded arithmetic mixes rows with other rows, or with a batch's values.
+    """Raise if recorded arithmetic mixes rows with other rows, or with values from a batch.
 
-    It would fail on ranks with other rows, or give gradients that nothing reduces. Values computed
-    from these rows have their shape.
+    It would fail on ranks with a different number of rows, or give gradients that are not reduced.
+    Values computed from these rows have the same shape.
     """
     if func in _LIKE:
         return
@@ -319,7 +318,7 @@ def check_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 
 
 def _stepping() -> str:
-    """Return the class name of the optimizer that steps in this thread; empty if none does."""
+    """Return the class name of the optimizer that is stepping in this thread, or ""."""
     frame = sys._getframe(2)
     while frame is not None:
         own = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None

@@ -1,6 +1,6 @@
-"""The data from which a unit is built, so that it can be rebuilt with other dtypes.
+"""The data from which a unit is built, so that it can be rebuilt with different dtypes.
 
-It lives as long as the unit and therefore keeps no parameters: they are full, and freed by then.
+It lives as long as the unit and therefore does not keep the original parameters, which are freed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Recipe:
     Parameters
     ----------
     name : str
-        A name until the root knows a better one.
+        A provisional name, until the root assigns one.
     modules : list of nn.Module
         The argument of one ``fully_shard`` call.
     names : list of str
@@ -51,7 +51,7 @@ class Recipe:
     offload: OffloadPolicy | None = None
 
     def make(self, dtypes: list[torch.dtype]) -> _core.Unit:
-        """Return a unit whose parameters have these dtypes but no values yet."""
+        """Create a unit whose parameters have these dtypes but no values yet."""
         params = [
             _core.empty_deferred(tuple(shape), core_dtype(dtype))
             for shape, dtype in zip(self.shapes, dtypes, strict=True)
@@ -78,7 +78,7 @@ class Recipe:
 def widened(
     params: Found, policy: MixedPrecisionPolicy, master_dtype: torch.dtype | None
 ) -> tuple[list[torch.dtype], MixedPrecisionPolicy]:
-    """Return the dtypes of masters, and the policy under which modules compute as before.
+    """Return the masters' dtypes, and a policy that leaves the compute dtypes unchanged.
 
     Raises
     ------
@@ -102,7 +102,7 @@ def widened(
 
 
 def values_of(p: torch.Tensor, comms: list[_core.Comm], synced: bool) -> _core.Tensor:
-    """Return a full value for the engine; if ``synced``, rank 0's, which is collective."""
+    """Return a full value for the engine; if ``synced``, rank 0's (collective)."""
     if not synced:
         return _device.to_engine(p.detach().contiguous())
     values = _device.to_engine(p.detach().clone(memory_format=torch.contiguous_format))
@@ -112,6 +112,6 @@ def values_of(p: torch.Tensor, comms: list[_core.Comm], synced: bool) -> _core.T
 
 
 def readers_of(params: Found, inside: Inside, modules: list[nn.Module]) -> Inside:
-    """Return (path, module) of the inner modules that have parameters of a unit as their own."""
+    """Return (path, module) of the inner modules that directly contain a unit's parameters."""
     dicts = {id(owner) for _, _, at in params for owner, _ in at}
     return [(path, m) for path, m in inside if id(m._parameters) in dicts and m not in modules]

@@ -1,9 +1,9 @@
-"""Optimizer state dicts over pieces record which rows they belong to.
+"""Record in optimizer state dicts which rows their tensors belong to.
 
-Their tensors are rows that no two ranks share, under keys that all ranks share. Loaded on another
-rank, they would become other rows' states if the counts fit. Tensors of a state dict therefore
-carry the rows, also through ``torch.save``. Loading compares them, and
-``torch.distributed.checkpoint`` writes and reads them as parts of a whole.
+The keys are the same on all ranks, but each rank's tensors contain different rows. If row counts
+match, another rank could load them as the states of its own rows. Tensors in a state dict therefore
+carry their row range, also through ``torch.save``. Loading compares it, and
+``torch.distributed.checkpoint`` saves and loads such tensors as parts of a whole.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from fsdpc.torch._dcp import Part
 if TYPE_CHECKING:
     from fsdpc.torch._unit import UnitState
 
-#: Weak, because a piece holds its gradient in C++, invisible to the cycle collector.
+#: Weak, because a piece references its gradient in C++, invisible to the cycle collector.
 Home = tuple["weakref.ref[UnitState]", int]
 
-#: The module of ``torch.save``, which knows the file.
+#: The module of ``torch.save``, whose frames contain the file.
 _SAVER = "torch.serialization"
 
-#: Pickles tensors for another process; torch's asynchronous saves may have one.
+#: Pickles tensors for other processes, such as that of torch's asynchronous saves.
 _PROCESSES = "multiprocessing.reduction"
 
 
@@ -40,10 +40,10 @@ _BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
 class Whole(torch.Tensor):
-    """A norm or a value that is already whole, like a DTensor; in files a plain tensor."""
+    """A norm or value that is already whole, with DTensor's methods; saved as a plain tensor."""
 
     def full_tensor(self) -> torch.Tensor:
-        """Return the same memory as a plain tensor, without communication."""
+        """Return a plain tensor over the same memory, without communication."""
         return self.as_subclass(torch.Tensor)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -51,12 +51,12 @@ class Whole(torch.Tensor):
 
 
 class LocalRows(Part, torch.Tensor):
-    """This rank's rows of a parameter or of a similar tensor; in files a plain tensor."""
+    """This rank's rows of a parameter or of a tensor like it; saved as a plain tensor."""
 
     _fsdpc: Home
 
     def home(self) -> tuple[UnitState, int]:
-        """Return the unit's state and the index of the parameter that has such rows."""
+        """Return the unit state and the index of the parameter that these rows belong to."""
         state, index = self._fsdpc[0](), self._fsdpc[1]
         if state is None:
             raise RuntimeError(
@@ -66,7 +66,7 @@ class LocalRows(Part, torch.Tensor):
         return state, index
 
     def to_local(self) -> torch.Tensor:
-        """Return the rows as a plain tensor, whose norm is only that of the rows."""
+        """Return the rows as a plain tensor, whose norm covers only these rows."""
         return self.as_subclass(torch.Tensor)
 
     def _fsdpc_home(self) -> Home:
@@ -91,13 +91,13 @@ class LocalRows(Part, torch.Tensor):
 
 
 def gather_rows(rows: torch.Tensor, state: UnitState, index: int) -> torch.Tensor:
-    """Return the tensor, of any dtype, whose rows the ranks hold; collective."""
+    """Gather all ranks' rows, of any dtype, into the whole tensor; collective."""
     bits = rows.detach().contiguous().view(_BITS[rows.element_size()])
     return _device.gathered(state, index, bits).view(rows.dtype)
 
 
 class _Sum(torch.autograd.Function):
-    """A sum over ranks; the gradient of each rank's part is that of the sum."""
+    """A sum over ranks; each rank's part gets the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, comm: Any) -> torch.Tensor:
@@ -113,7 +113,7 @@ class _Sum(torch.autograd.Function):
 def whole_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     """Return the sum or mean of all elements of a whole tensor, from its rows; collective.
 
-    None for masks, for a sum along dimensions, and for tensors that already are whole.
+    Returns None for masks, sums along dimensions, and tensors that are already whole.
     """
     rows = args[0] if len(args) == 1 else None
     info = rows._fsdpc_info() if isinstance(rows, Part) and not kwargs.keys() - {"dtype"} else None
@@ -127,7 +127,7 @@ def whole_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch
 def check_file(rows: str) -> None:
     """Raise if ``torch.save`` writes rows to a file without the rank in its name.
 
-    Otherwise only rank 0 would save its rows as a checkpoint, or all ranks would write one file.
+    Otherwise the checkpoint would contain only rank 0's rows, or all ranks would write one file.
     """
     frame = sys._getframe(2)
     for _ in range(16):
@@ -169,7 +169,7 @@ def as_number(func: Any, rows: Any) -> Any:
 
 
 class Rows(LocalRows):
-    """A tensor of a state dict, over the memory of a plain one; operations give plain ones."""
+    """A state dict tensor, over a plain tensor's memory; operations return plain tensors."""
 
     fsdpc_rows: str
     _begin: int
@@ -192,7 +192,7 @@ class Rows(LocalRows):
         return self._begin, self._whole
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As of any tensor; what is moved to the host's memory still is rows."""
+        """Convert as any tensor does; a copy in host memory keeps this class."""
         return Rows._of(plain(self).to(*args, **kwargs), self._begin, self._whole)
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
@@ -200,7 +200,7 @@ class Rows(LocalRows):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As a plain tensor that has the attribute, which ``weights_only`` loads too."""
+        """Pickle a plain tensor with a rows attribute, which ``weights_only`` also loads."""
         if sys._getframe(1).f_globals.get("__name__") == _PROCESSES:
             return self._reduce_as(Rows)
         check_file(f"a state of {self.fsdpc_rows}")
@@ -213,18 +213,18 @@ class Rows(LocalRows):
 
 
 def plain(value: Any) -> Any:
-    """Return a tensor without its mark, over the same memory; other values unchanged."""
+    """Return a tensor without its row range, over the same memory; other values unchanged."""
     return value.as_subclass(torch.Tensor) if isinstance(value, Rows) else value
 
 
 def _spread(p: Any) -> Any:
-    """Return a parameter's information about its rows; None if each rank has all of them."""
+    """Return a parameter's row information; None if each rank has all rows."""
     info = getattr(p, "fsdpc", None)
     return info if info is not None and info.is_spread else None
 
 
 def mark(p: Any, value: Any) -> Any:
-    """Return a state of a parameter, marked if it is rows."""
+    """Return a parameter's state, marked with its row range if it contains rows."""
     info = _spread(p)
     if info and isinstance(value, torch.Tensor) and value.dim() and value.shape == p.shape:
         return Rows._of(plain(value), info.rows[0], info.shape)
@@ -232,12 +232,12 @@ def mark(p: Any, value: Any) -> Any:
 
 
 def check(p: Any, key: str, value: Any) -> Any:
-    """Return a state without its mark; raise if its rows are not those of the parameter.
+    """Return a state without its row range; raise if the parameter's range differs.
 
     Raises
     ------
     ValueError
-        The error names both.
+        The error names both row ranges.
     """
     info = _spread(p)
     rows = "rows {}:{} of {}".format(*info.rows, tuple(info.shape)) if info else None
@@ -252,25 +252,25 @@ def check(p: Any, key: str, value: Any) -> Any:
 
 
 def params_of(optimizer: Any) -> list[Any]:
-    """Return an optimizer's parameters in the order in which its state dict numbers them."""
+    """Return an optimizer's parameters in its state dict's order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def keys_of(state_dict: dict[str, Any]) -> list[Any]:
-    """Return the keys of the parameters' states in an optimizer's state dict, in order.
+    """Return the parameters' keys in an optimizer's state dict, in order.
 
-    Numbers, or names if ``torch.distributed.checkpoint.state_dict`` created it.
+    Keys are indices, or names if ``torch.distributed.checkpoint.state_dict`` created the dict.
     """
     return [key for group in state_dict["param_groups"] for key in group["params"]]
 
 
 def mark_all(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's ``state_dict()`` with its rows marked; a hook for torch."""
+    """Mark the rows in an optimizer's ``state_dict()``; a hook for torch."""
     return _changed(optimizer, state_dict, lambda p, _, value: mark(p, value))
 
 
 def check_all(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict to load, without marks, if its rows are this rank's; a hook for torch."""
+    """Check that a state dict to load has this rank's rows, and remove marks; a hook for torch."""
     return _changed(optimizer, state_dict, check)
 
 

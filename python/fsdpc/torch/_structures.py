@@ -1,8 +1,8 @@
-"""Find the tensors in what modules take and return.
+"""Find the tensors in modules' arguments and results.
 
 Tuples, lists, dicts and dataclasses are searched at any depth, and rebuilt if a tensor in them
-changes. Other objects pass through unchanged. Objects that a forward returns (a distribution, a
-cache, a deque) are searched as well, because the backward of a unit begins at its outputs.
+changes. Other objects pass through unchanged. If a forward returns them (a distribution, a cache,
+a deque), they are searched too, because a unit's backward begins at its outputs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 from fsdpc.nn._structures import MOST, attributes, children, is_dataclass
 
-#: Objects that lead to more than their forward returns.
+#: Objects that reference more than a forward returns.
 _CLOSED = (nn.Module, torch.optim.Optimizer)
 
 
@@ -26,20 +26,20 @@ def rebuild(
     change: Callable[[torch.Tensor], torch.Tensor],
     around: dict[int, bool] | None = None,
 ) -> Any:
-    """Return the structure with its tensors changed; the same objects if nothing changes.
+    """Return the structure with changed tensors, or the same object if no tensor changes.
 
     Parameters
     ----------
     value : object
     change : callable
-        Takes a tensor.
+        Maps a tensor to its replacement.
     around : dict, optional
-        The enclosing structures, and whether they occurred again inside.
+        The enclosing structures, and whether each recurs inside itself.
 
     Raises
     ------
     TypeError
-        A structure that contains itself would change.
+        A structure that contains itself would have to change.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
@@ -55,7 +55,7 @@ def rebuild(
         items: Any = [
             change(item) if isinstance(item, torch.Tensor) else rebuild(item, change, around)
             for item in value
-        ]  # tensors without a call: it would cost time per unit and step
+        ]  # no call for tensors: it would cost time per unit and step
         same = all(map(operator.is_, items, value))
     else:
         held = value if is_dict else attributes(value)
@@ -73,7 +73,7 @@ def rebuild(
 
 
 def _made(value: Any, items: Any) -> Any:
-    """Return a structure like ``value`` with other items."""
+    """Return a structure like ``value`` with new items."""
     if isinstance(items, list):
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if type(value) is dict:
@@ -88,7 +88,7 @@ def _made(value: Any, items: Any) -> Any:
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    """Return the tensors of a structure."""
+    """Return the tensors in a structure."""
     found: list[torch.Tensor] = []
 
     def note(t: torch.Tensor) -> torch.Tensor:
@@ -102,13 +102,13 @@ def tensors(value: Any) -> list[torch.Tensor]:
 def returned(value: Any, since: int) -> list[torch.Tensor]:
     """Return the tensors in a forward's result.
 
-    In objects, only those that the forward created: a cache also holds those of other forwards.
+    In objects, only those that this forward created: a cache also contains older ones.
 
     Parameters
     ----------
     value : object
     since : int
-        Number of autograd's next node before the forward.
+        Sequence number of autograd's next node before the forward.
     """
     found: list[torch.Tensor] = []
     _collect(value, since, False, found, set())

@@ -1,8 +1,8 @@
 """A unit over torch parameters: its pieces, its fulls, and the root that joins units.
 
-Memory is the engine's; the tensors made here stand over it and are made once. Pieces and their
-gradients come with the unit, fulls when the root is known. What happens in a step is done by
-TorchUnit (csrc/bind/torch/unit.h); this file runs once, or once a backward.
+The engine owns the memory; the tensors here are views of it and are created once. Pieces and their
+gradients are created with the unit, fulls once the root exists. TorchUnit
+(csrc/bind/torch/unit.h) does the work of each step; this file runs at setup or once per backward.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ set_version: Callable[[tuple[Any, ...], tuple[int, ...]], None]
 set_version = torch._C._autograd._unsafe_set_version_counter
 try:
     set_version((torch.empty(0),), (0,))
-except TypeError:  # torch 2.6 and older take one tensor
+except TypeError:  # torch 2.6 and older accept one tensor
 
     def set_version(bases: tuple[Any, ...], versions: tuple[int, ...]) -> None:
         for base, version in zip(bases, versions, strict=True):
@@ -53,10 +53,10 @@ except TypeError:  # torch 2.6 and older take one tensor
 
 
 class PieceInfo:
-    """The parameter of a piece: ``name``, full ``shape``, and its ``rows`` (begin, end).
+    """The parameter of a piece: ``name``, full ``shape``, and the piece's ``rows`` (begin, end).
 
-    ``is_cut`` says whether ranks share its rows; otherwise one rank has all of them. ``is_spread``
-    says whether other ranks have other rows, or none.
+    ``is_cut`` is whether its rows are divided among ranks; otherwise one rank has all of them.
+    ``is_spread`` is whether other ranks have different rows, or none.
     """
 
     def __init__(self, state: UnitState, index: int, name: str, shape: torch.Size) -> None:
@@ -71,7 +71,7 @@ class PieceInfo:
 
     @property
     def name(self) -> str:
-        """Dotted, after the unit's name, which the outermost module's first call completes."""
+        """The dotted name, complete once the outermost module has been called."""
         return f"{self._state.unit.name}.{self._name}"
 
     @property
@@ -88,9 +88,9 @@ class PieceInfo:
 
 
 class Piece(Part, nn.Parameter):
-    """A piece of a parameter: what is in its ``.grad`` is rows of a gradient, whoever put it there.
+    """A piece of a parameter; any tensor assigned to ``.grad`` becomes rows of a gradient.
 
-    What is asked of it is checked first (``_reads.py``).
+    Operations on it are checked first (``_reads.py``).
     """
 
     fsdpc: PieceInfo
@@ -98,7 +98,7 @@ class Piece(Part, nn.Parameter):
     __torch_function__ = classmethod(on_rows)  # type: ignore[assignment]
 
     def _fsdpc_info(self) -> PieceInfo | None:
-        return self.__dict__.get("fsdpc")  # None while it is made
+        return self.__dict__.get("fsdpc")  # None during construction
 
     def _fsdpc_home(self) -> Home:
         return self.fsdpc.home
@@ -118,10 +118,10 @@ class Piece(Part, nn.Parameter):
         )
 
     def view_as(self, other: torch.Tensor) -> torch.Tensor:
-        """As of any tensor; refused to pipelines that compute weights' gradients apart.
+        """View as any tensor does; raise in pipelines that compute weight gradients separately.
 
-        Their schedules find a weight in autograd's graph by a view of it. A piece is never there,
-        so they would leave it without a gradient.
+        Their schedules use a view to find a weight in autograd's graph. The graph never contains
+        pieces, so they would get no gradient.
         """
         if sys._getframe(1).f_globals.get("__name__") == _SPLIT_BACKWARD:
             raise NotImplementedError(
@@ -134,7 +134,7 @@ class Piece(Part, nn.Parameter):
 
     def _get_grad(self) -> Any:
         value = _unwatched(_grad.__get__, (), (self,))
-        if type(value) is torch.Tensor:  # a backward without a forward made it
+        if type(value) is torch.Tensor:  # from a backward without a forward
             self._set_grad(value)
             return self._get_grad()
         return value
@@ -147,7 +147,7 @@ class Piece(Part, nn.Parameter):
     grad = property(_get_grad, _set_grad, _grad.__delete__)  # type: ignore[assignment]
 
     def register_hook(self, hook: Any) -> NoReturn:
-        """Refuse: gradients of pieces come from reductions, which run no hooks of tensors."""
+        """Refuse: pieces get gradients from reductions, which do not run tensor hooks."""
         raise NotImplementedError(
             f"register_hook on {self.fsdpc}, where it would never run: "
             "register_post_accumulate_grad_hook runs when the rows have their gradient"
@@ -165,7 +165,7 @@ class Piece(Part, nn.Parameter):
 class BarePiece(Piece):
     """A piece of a parameter on the meta device, until ``to_empty()`` or values arrive.
 
-    The engine has its memory anyway, so it only says that it is there.
+    The engine has allocated its memory already; the piece only reports the meta device.
     """
 
     device = torch.device("meta")
@@ -185,7 +185,7 @@ class UnitState:
         self.whole: frozenset[int] = recipe.whole
         self.root: Root | None = None
         self.summoned: bool = False  # parameters are private full copies
-        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # they step the unit itself
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # those that step the unit
         self.names: list[str] = recipe.names
         self.shapes: list[torch.Size] = recipe.shapes
         self.missing: set[int] = {i for i, (_, p, _) in enumerate(params) if p.is_meta}
@@ -215,7 +215,7 @@ class UnitState:
             owner[key] = self.pieces[i]
 
     def stand_on(self, unit: _core.Unit, dtypes: list[torch.dtype]) -> None:
-        """Make pieces the masters of this unit, and create its TorchUnit."""
+        """Make pieces views of this unit's masters, and create its TorchUnit."""
         self.unit: _core.Unit = unit
         self.dtypes: list[torch.dtype] = dtypes
         self.places: list[tuple[int, int, int, int, int, int]] = _core.unit_places(unit)
@@ -252,12 +252,12 @@ class UnitState:
 
     def _rows(self, flats: list[torch.Tensor], i: int, offset: int) -> torch.Tensor:
         group, _, _, numel, *_ = self.places[i]
-        if group >= len(flats):  # gradients of a frozen group
+        if group >= len(flats):  # a frozen group has no gradients
             return self.masters[group].new_empty(0)
         return flats[group][offset : offset + numel].view(self.unit.local(i).shape)
 
     def _make_grads(self) -> None:
-        """Put gradients into new memory; owners of earlier gradients keep those."""
+        """Allocate new gradient memory; callers that kept earlier gradients keep their memory."""
         flats = _device.grad_memory(self.unit, self.masters)
         self.lent: list[_device.Lent] = [_device.Lent(flat) for flat in flats or ()]
         if flats is None:
@@ -281,12 +281,12 @@ class UnitState:
 
     def write(self, i: int, full: torch.Tensor) -> None:
         """Write this rank's rows of a full value."""
-        self.torch_unit.follow(i)  # otherwise a replacement of `.data` would be adopted later
+        self.torch_unit.follow(i)  # otherwise a replaced `.data` would be adopted later
         self.unit.write(i, _device.to_engine(full.detach().contiguous()))
         self.trust(i)
 
     def trust(self, i: int) -> None:
-        """Record that a piece holds rows of a full value."""
+        """Record that a piece's values are rows of a full value."""
         self.missing.discard(i)
         self.give_memory(i)
         self.trusted[i] = self.pieces[i]._version
@@ -296,7 +296,7 @@ class UnitState:
         self.pieces[i].__class__ = Piece
 
     def written(self) -> list[int]:
-        """Return the pieces written since their values were rows of a full value."""
+        """Return the pieces that were written after they last got rows of a full value."""
         return [i for i, p in enumerate(self.pieces) if p._version != self.trusted[i]]
 
     def check_slots(self) -> None:
@@ -311,9 +311,9 @@ class UnitState:
                 )
 
     def show(self, fulls: Sequence[nn.Parameter] | None) -> None:
-        """Make modules see private full copies and be callable, or see pieces again.
+        """Put private full copies into modules and make these callable, or put pieces back (None).
 
-        When shown as private copies, pieces count as summoned, and modules cannot be called.
+        Passing the pieces themselves marks them as summoned, and modules cannot be called.
         """
         if not self.summoned:
             if fulls is None:
@@ -325,7 +325,7 @@ class UnitState:
         self.torch_unit.lift(self.summoned and fulls is not self.pieces)
 
     def standing(self, copies: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Return private copies, or their replacements; raise if a replacement does not fit."""
+        """Return the private copies that modules have now; raise if a replacement does not fit."""
         found = list(copies)
         for owner, key, i in self.slots:
             value = owner.get(key)
@@ -342,7 +342,7 @@ class UnitState:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Convert summoned copies to the compute dtype inside."""
+        """Convert summoned copies to the compute dtype inside the context."""
         dtype = self.policy.param_dtype
         copies = [owner[key] for owner, key, _ in self.slots]
         try:
@@ -354,7 +354,7 @@ class UnitState:
                 owner[key] = p
 
     def adopt(self, i: int) -> None:
-        """Copy the tensor that replaced a piece's ``.data``."""
+        """Copy in the tensor that replaced a piece's ``.data``."""
         piece, rows = self.pieces[i], self.rows[i]
         if piece.shape != rows.shape:
             raise ValueError(
@@ -387,7 +387,7 @@ class UnitState:
         self.torch_unit.bind(self.fulls, bases, lent, set_version, root.at_end, root.torch_units)
 
 
-# Optimizers choose their calls over lists by this; torch adds DTensor the same way.
+# Optimizers use this to choose list operations; torch registers DTensor the same way.
 _optimizer._foreach_supported_types.append(Piece)
 
 
@@ -395,9 +395,9 @@ _optimizer._foreach_supported_types.append(Piece)
 def on_copies(
     states: Sequence[UnitState], copies: Sequence[Sequence[nn.Parameter]]
 ) -> Iterator[Callable[[], list[list[nn.Parameter]]]]:
-    """Make modules see private copies of the parameters of each unit, and afterwards pieces again.
+    """Put private copies of each unit's parameters into modules, and afterwards the pieces.
 
-    Yields a function that returns the current copies, with any replacements.
+    Yields a function that returns the current copies, including replacements.
     """
     try:
         for state, own in zip(states, copies, strict=True):
@@ -422,7 +422,7 @@ def _local(piece: nn.Parameter) -> nn.Parameter:
 
 
 def _is_contiguous(piece: nn.Parameter, *args: Any, **kwargs: Any) -> bool:
-    """As for any tensor; torch's own ``fully_shard`` calls it before it cuts a parameter."""
+    """Answer as any tensor does; raise if torch's own ``fully_shard`` is about to cut the piece."""
     caller = str(sys._getframe(1).f_globals.get("__name__"))
     if caller.startswith("torch.distributed.fsdp"):
         raise RuntimeError(
@@ -454,13 +454,13 @@ class Root:
         ]
         self.head: _core.TorchUnit = states[0].torch_unit
         self.measured: Measured = Measured()
-        self.registered = -1  # registration count when modules were searched
-        self.spans: list[Any] = []  # profiler ranges that backward has open
-        self.finish_spans: Callable[[Root], None]  # set by their profiler
-        self.ending: Callable[[], Any] = _none  # what autograd will call, while it lives
+        self.registered = -1  # registration count at the last search of modules
+        self.spans: list[Any] = []  # open profiler ranges of backward
+        self.finish_spans: Callable[[Root], None]  # set by _profile.py
+        self.ending: Callable[[], Any] = _none  # the live callback that autograd will call
 
     def grads(self) -> list[tuple[UnitState, int, PieceGrad]]:
-        """Return the gradients of pieces: unit, index and tensor of each."""
+        """Return unit, index and tensor of each piece's gradient."""
         return [
             (s, i, p.grad)
             for s in self.states
@@ -469,7 +469,7 @@ class Root:
         ]
 
     def at_end(self) -> None:
-        """Make autograd call :meth:`finish` when the running backward ends, once."""
+        """Make autograd call :meth:`finish` once, when the running backward ends."""
         if self.ending() is not None:
             return
         if self.head.in_backward:
@@ -479,12 +479,12 @@ class Root:
         self.ending = weakref.ref(finish, self._lost)
 
     def _lost(self, _: Any) -> None:
-        """Reset, as autograd dropped :meth:`finish` uncalled: an exception ended backward."""
+        """Reset, because an exception ended backward: autograd dropped :meth:`finish` uncalled."""
         if self.head.in_backward:
             self.reset()
 
     def finish(self) -> None:
-        """Wait for reductions and give gradients to the pieces."""
+        """Wait for reductions and assign gradients to the pieces."""
         self.ending = _none
         self.measured.outdate()
         for torch_unit in self.rank_dependent:
@@ -503,7 +503,7 @@ class Root:
             _run_hooks(state)
 
     def reset(self) -> None:
-        """Return every unit to its sharded state; drop the gradients of an incomplete backward."""
+        """Reshard every unit and drop the gradients of an incomplete backward."""
         half = self.head.in_backward
         self.head.reset()
         for torch_unit in self.torch_units:
@@ -511,7 +511,7 @@ class Root:
 
 
 def _run_hooks(state: UnitState) -> None:
-    """Call post-accumulate hooks of pieces, whose gradients are complete."""
+    """Call the pieces' post-accumulate hooks once gradients are complete."""
     for piece in state.pieces:
         hooks = piece._post_accumulate_grad_hooks
         if hooks and piece.grad is not None:
@@ -526,7 +526,7 @@ def states_of(module: nn.Module) -> list[UnitState]:
 
 
 def refuse_missing(state: UnitState) -> NoReturn:
-    """Raise that parameters have no values; PyTorch says so only for those without memory."""
+    """Raise because parameters have no values; PyTorch reports only those without memory."""
     names = [state.pieces[i].fsdpc.name for i in sorted(state.missing)]
     meta = all(state.pieces[i].is_meta for i in state.missing)
     raise RuntimeError(
@@ -565,7 +565,7 @@ def make_root(module: nn.Module) -> Root:
 
 
 def take_grads(states: list[UnitState]) -> None:
-    """Tell the engine what happened to the pieces' gradients; settles abandoned backwards."""
+    """Report changes of the pieces' gradients to the engine; clean up abandoned backwards."""
     for state in states:
         if state.torch_unit.in_backward and torch._C._current_graph_task_id() == -1 and state.root:
             state.root.reset()

@@ -1,4 +1,4 @@
-"""The supported versions of torch; the first module that this frontend imports."""
+"""Check the torch version; the first module that this frontend imports."""
 
 from __future__ import annotations
 

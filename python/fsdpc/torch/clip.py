@@ -28,7 +28,7 @@ def clip_grad_norm_(
     Parameters
     ----------
     parameters : nn.Module, tensor or iterable of tensors
-        The model or parameters whose gradients count.
+        The model or parameters whose gradients are clipped.
     max_norm : float
         ``inf`` measures the norm without scaling.
     norm_type : float, default 2
@@ -44,9 +44,9 @@ def clip_grad_norm_(
 
     Notes
     -----
-    Gradients of whole units are not changed at once: the optimizer applies the factor while it
-    reads them, or the first access to ``.grad`` does. ``torch.nn.utils.clip_grad_norm_`` gives the
-    same norm in more passes over memory.
+    Gradients of whole units are not scaled immediately: the optimizer applies the factor while it
+    reads them, or the first access to ``.grad`` does. ``torch.nn.utils.clip_grad_norm_`` returns
+    the same norm in more passes over memory.
 
     Examples
     --------
@@ -66,7 +66,7 @@ def clip_grad_norm_(
     held = [getattr(p, "fsdpc", None) for p in with_grad]
     states = list({id(info._state): info._state for info in held if info is not None}.values())
     whole = None not in held and _hold_whole_units(states, with_grad)
-    # Gradients of narrow pieces are copies; a factor deferred to the shards would not reach them.
+    # Gradients of narrow pieces are copies, which a factor deferred to the shards would not reach.
     if not states or not whole or any(s.is_narrow for s in states):
         return torch.nn.utils.clip_grad_norm_(
             with_grad, max_norm, norm_type, error_if_nonfinite, foreach
@@ -82,7 +82,7 @@ def clip_grad_norm_(
             )
         _core.scale_grads(units, [], norm, float(max_norm))
         total = torch.tensor(norm, dtype=torch.float64, device=_device.home())
-    else:  # on a GPU, without waiting for it
+    else:  # on a GPU, without waiting
         total = _device.to_torch(_core.clip_grads(units, [], float(norm_type), float(max_norm)))
     PENDING.add(s for s in states if s.torch_unit.has_factor)
     wide = torch.float64 if any(p.dtype is torch.float64 for p in with_grad) else torch.float32

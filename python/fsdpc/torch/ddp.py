@@ -29,24 +29,24 @@ class DistributedDataParallel(FullyShardedDataParallel):
     Parameters
     ----------
     module : nn.Module
-        Changed in place and returned; it gets rank 0's parameters and buffers.
+        Modified in place and returned; it gets rank 0's parameters and buffers.
     device_ids : list of int, torch.device or None, optional
         One device, to which the module moves; has no effect on CPUs.
     output_device : optional
-        Accepted: outputs stay on the module's device.
+        Accepted, but outputs stay on the module's device.
     process_group : ProcessGroup, optional
-        By default all ranks.
+        All ranks by default.
     device_mesh : DeviceMesh, optional
-        A mesh with one dimension, instead of a group.
+        A one-dimensional mesh, instead of a group.
     broadcast_buffers : bool, optional
-        False never sends buffers, not even at construction; otherwise see ``forward_sync_buffers``.
+        If False, buffers are never sent, not even at construction; see ``forward_sync_buffers``.
     forward_sync_buffers : bool, default True
         Send rank 0's buffers when torch's DDP does: before the first forward, and before any
         forward after a forward with gradients outside ``no_sync()``.
     init_sync : bool, default True
-        False keeps each rank's own values, which must be equal.
+        If False, each rank keeps its own values, which must be equal.
     options
-        Other options of torch's DDP; accepted if they affect only how gradients are sent
+        Other options of torch's DDP, which are accepted if they affect only how gradients are sent
         (``bucket_cap_mb``, ``find_unused_parameters``, ``static_graph`` ...).
 
     Returns
@@ -58,15 +58,15 @@ class DistributedDataParallel(FullyShardedDataParallel):
     NotImplementedError
         ``mixed_precision`` or a delayed all-reduce is requested, or an option is unknown.
     ValueError
-        There are several ``device_ids``, or a SyncBatchNorm on CPUs.
+        There are several ``device_ids``, or there is a SyncBatchNorm on CPUs.
 
     Notes
     -----
-    It is :class:`FullyShardedDataParallel` with NO_SHARD, so it replaces the parameter objects. An
+    This is :class:`FullyShardedDataParallel` with NO_SHARD, so it replaces parameter objects. An
     existing ``torch.optim`` optimizer switches to the new ones and keeps its states. State dicts
     use the plain module's names, without ``module.``. Rank 0 may run ``state_dict()`` and forwards
-    without gradients by itself. If the model has buffers, it must call ``model.module`` for this,
-    because the first forward of ``model`` after a training step sends them.
+    without gradients by itself. If the model has buffers, it must run these forwards with
+    ``model.module``, because the first forward of ``model`` after a training step sends buffers.
 
     Examples
     --------
@@ -134,7 +134,7 @@ class DistributedDataParallel(FullyShardedDataParallel):
 
     @property
     def broadcast_buffers(self) -> bool:
-        """Whether forwards send buffers; torch's older name for ``forward_sync_buffers``."""
+        """Whether forwards send buffers, under torch's older name for ``forward_sync_buffers``."""
         return self.forward_sync_buffers
 
     @broadcast_buffers.setter
@@ -142,7 +142,7 @@ class DistributedDataParallel(FullyShardedDataParallel):
         self.forward_sync_buffers = value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Skip recomputing forwards and those on a rank's private copies.
+        # Skip recomputations and forwards with a rank's private copies.
         counts = torch._C._current_graph_task_id() == -1 and not self._fsdpc_state.summoned
         if counts:
             self._sync_buffers()
@@ -154,7 +154,7 @@ class DistributedDataParallel(FullyShardedDataParallel):
         return result
 
     def _sync_buffers(self) -> None:
-        """Receive rank 0's buffers if a synced forward has changed them."""
+        """Broadcast rank 0's buffers if a synced forward has changed them."""
         due = self.require_forward_param_sync and self.forward_sync_buffers
         if due and self._has_buffers:  # decided at construction, as in torch
             sync_buffers(self._fsdpc_state, _buffers_of(self))
@@ -162,7 +162,7 @@ class DistributedDataParallel(FullyShardedDataParallel):
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Freeze the weights and buffers; see :meth:`fsdpc.torch.FSDPModule.hold`."""
-        self._sync_buffers()  # now, since ranks may run different numbers of forwards inside
+        self._sync_buffers()  # now, since numbers of forwards inside may differ between ranks
         self.require_forward_param_sync = False
         with super().hold():
             yield
@@ -173,7 +173,7 @@ class DistributedDataParallel(FullyShardedDataParallel):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> NoReturn:
-        """Refuse: all ranks must take the same number of steps."""
+        """Refuse: all ranks must run the same number of steps."""
         raise NotImplementedError(_NO_JOIN)
 
     def join_hook(self, **kwargs: Any) -> NoReturn:
@@ -192,19 +192,19 @@ _compiled.leave_out(DistributedDataParallel._sync_buffers, inside=True)
 
 
 def _buffers_of(module: Any) -> list[torch.Tensor]:
-    """Return the buffers that forwards send; looked up each time, as modules may replace them."""
+    """Return the buffers that forwards send; modules may replace them between calls."""
     left = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     return [buffer for name, buffer in module.named_buffers() if name not in left]
 
 
 def _when_buffers_are_sent(options: dict[str, Any]) -> tuple[bool, bool, bool]:
-    """Return, from torch's three options, whether construction and forwards send buffers."""
+    """Derive from torch's three options whether construction and forwards send buffers."""
     synced = bool(options.pop("init_sync", True))
     older, forward = (
         options.pop("broadcast_buffers", None),
         options.pop("forward_sync_buffers", None),
     )
-    if forward is not None:  # as in torch, the older option is then ignored
+    if forward is not None:  # as in torch, the older option is ignored in this case
         return synced, bool(forward), synced
     sent = older is None or bool(older)
     return synced and sent, sent, synced

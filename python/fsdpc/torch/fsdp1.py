@@ -2,7 +2,7 @@
 
 ``FullyShardedDataParallel(module, ...)`` shards the module in place and returns it. Its class
 becomes a subclass of ``FullyShardedDataParallel``, of :class:`fsdpc.torch.FSDPModule` and of its
-previous class. Names therefore stay the plain module's, and nested calls need no special handling.
+previous class. Names are therefore the plain module's, and nested calls need no special handling.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ class FullyShardedDataParallel(FSDPModule):
     Parameters
     ----------
     module : nn.Module
-        Changed in place and returned.
+        Modified in place and returned.
     process_group : ProcessGroup or (shard group, replicate group), optional
-        By default all ranks.
+        All ranks by default.
     sharding_strategy : ShardingStrategy, default FULL_SHARD
         HYBRID_SHARD without groups or a mesh shards within a host and replicates over hosts.
     cpu_offload : CPUOffload, optional
-        Always the case on CPUs, which is logged once. On GPUs it keeps masters, gradients and
-        optimizer states in pinned host memory.
+        On GPUs, keeps masters, gradients and optimizer states in pinned host memory. Has no effect
+        on CPUs, which is logged once.
     auto_wrap_policy : callable or policy, optional
-        Which submodules are units, from :mod:`fsdpc.torch.wrap` or ``torch.distributed.fsdp.wrap``.
+        Selects units, as in :mod:`fsdpc.torch.wrap` or ``torch.distributed.fsdp.wrap``.
     backward_prefetch, forward_prefetch, limit_all_gathers
-        All-gathers always follow the recorded order; values that ask otherwise are logged once.
+        All-gathers always follow the recorded order; conflicting values are logged once.
     mixed_precision : MixedPrecision, optional
     ignored_modules, ignored_states : iterable, optional
         Modules or parameters that are neither sharded nor reduced.
     param_init_fn : callable, optional
-        Called on every module with meta parameters, unit by unit, before it is sharded. By default
+        Called on every module with meta parameters, unit by unit, before sharding. By default,
         ``to_empty`` and ``reset_parameters`` are called.
     device_id : torch.device, str or int, optional
-        Device to move the module to, unless it is on the meta device. A number means a GPU, if any.
+        Device to move the module to, unless it is on the meta device. An int is a GPU index.
     sync_module_states : bool, default False
         Copy rank 0's parameters and buffers; otherwise different initial values are an error.
     use_orig_params : bool, default False
-        Accepted: parameters always are the original ones, under their names.
+        Accepted: parameters are always the original ones, under their names.
     device_mesh : DeviceMesh, optional
 
     Returns
@@ -142,13 +142,13 @@ class FullyShardedDataParallel(FSDPModule):
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)  # type: ignore[attr-defined]
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
-        """Refuse: the engine reduces gradients without a tensor that a hook could get."""
+        """Refuse: the engine reduces gradients without a tensor that it could pass to a hook."""
         raise NotImplementedError(
             "register_comm_hook: gradients are summed inside the engine; read .grad after backward"
         )
 
     def check_is_root(self) -> bool:
-        """Return whether no other unit encloses this one; known after the first forward."""
+        """Return whether this is the outermost unit; known after the first forward."""
         root = self._fsdpc_state.root
         return root is not None and root.head is self._fsdpc_state.torch_unit
 
@@ -286,8 +286,7 @@ class FullyShardedDataParallel(FSDPModule):
         ----------
         model, optim
         optim_state_dict : dict
-            Result of :meth:`optim_state_dict`. If the configuration says ``rank0_only``, rank 0's
-            is used.
+            Result of :meth:`optim_state_dict`; rank 0's if the configuration sets ``rank0_only``.
         is_named_optimizer : bool, default False
             Refused.
         load_directly : bool, default False
@@ -311,7 +310,7 @@ class FullyShardedDataParallel(FSDPModule):
         rank0_only: bool = True,
         group: Any = None,
     ) -> dict[str, Any]:
-        """Return full states by parameter name; collective; the older name."""
+        """Return full states by parameter name, under an older method name; collective."""
         return optim_state.get_optimizer_state_dict(model, optim, rank0_only=rank0_only)
 
     @staticmethod
@@ -359,19 +358,19 @@ class FullyShardedDataParallel(FSDPModule):
         optim_input: Any = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Return the states by parameter name instead of number, or the other way round.
+        """Return the states by parameter name instead of index, or vice versa.
 
         Parameters
         ----------
         optim_state_dict : dict
         optim_state_key_type : OptimStateKeyType
-            Key type of the result.
+            Key type for the result.
         model : nn.Module
             Sharded or plain.
         optim_input : optional
             Ignored.
         optim : Optimizer, optional
-            The optimizer whose parameter order the numbers follow; by default the model's order.
+            The optimizer whose parameter order the indices follow; by default the model's order.
         """
         by_name = optim_state_key_type.name == "PARAM_NAME"
         return optim_state.rekey(optim_state_dict, model, optim, by_name)
@@ -384,7 +383,7 @@ def _settings(module: nn.Module) -> StateDictSettings | None:
 
 
 def _wanted(module: nn.Module, config: str) -> tuple[bool, bool]:
-    """Return whether state dicts hold this rank's rows, and whether only rank 0 gets full ones."""
+    """Return whether state dicts are sharded, and whether only rank 0 gets full ones."""
     settings = _settings(module)
     kind = getattr(settings, "state_dict_type", None)
     rank0_only = getattr(getattr(settings, config, None), "rank0_only", False)
@@ -410,7 +409,7 @@ def _without_class(module: Any) -> Any:
 def _shard_inside(
     module: nn.Module, policy: Any, options: dict[str, Any], ignored: list[nn.Parameter]
 ) -> None:
-    """Make units of the submodules that a policy names; batch norms keep their dtype."""
+    """Make units of the submodules that a policy selects; batch norms keep their dtype."""
     precision = options["mixed_precision"]
     if precision is not None and (precision.param_dtype or precision.reduce_dtype):
         classes = tuple(getattr(precision, "_module_classes_to_ignore", ()))
@@ -493,7 +492,7 @@ def _shard(
 def _move(module: nn.Module, device_id: Any) -> None:
     """Move parameters and buffers with values to ``device_id``, as FSDP1 does."""
     if device_id is None or (isinstance(device_id, int) and not torch.cuda.is_available()):
-        return  # without GPUs, a GPU number has no meaning
+        return  # without GPUs, a GPU index has no meaning
     at = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
     _device.choose([], at.type)
     if not any(t.is_meta for t in (*module.parameters(), *module.buffers())):
@@ -501,13 +500,13 @@ def _move(module: nn.Module, device_id: Any) -> None:
 
 
 def _offloads(offload: Any, module: nn.Module) -> bool:
-    """Return whether this asks for host memory and the module is on another device."""
+    """Return whether the option requests host memory and the module is on another device."""
     on_gpu = not _device.on_cpu() or any(p.is_cuda for p in module.parameters())
     return bool(getattr(offload, "offload_params", False)) and on_gpu
 
 
 def _hints(module: nn.Module, offload: Any, backward: Any, ahead: bool) -> list[str]:
-    """Check ``backward_prefetch``; return the messages about options without effect."""
+    """Check ``backward_prefetch`` and return messages about options that have no effect."""
     found = []
     if getattr(offload, "offload_params", False) and not _offloads(offload, module):
         found.append("cpu_offload changes nothing: masters are in host memory")
@@ -530,7 +529,7 @@ def _ignored(modules: Any, states: Any) -> list[nn.Parameter]:
 
 
 def _mesh(strategy: Any, group: Any, mesh: Any) -> tuple[Any, ShardingStrategy]:
-    """Return the mesh and the engine's strategy for FSDP1's arguments."""
+    """Convert FSDP1's arguments to a mesh and the engine's strategy."""
     name = getattr(strategy or ShardingStrategy.FULL_SHARD, "name", strategy).lstrip("_")
     if group is not None and mesh is not None:
         raise ValueError("give process_group or device_mesh, not both")
@@ -543,7 +542,7 @@ def _mesh(strategy: Any, group: Any, mesh: Any) -> tuple[Any, ShardingStrategy]:
 
 
 def _materialize(module: nn.Module, init: Callable[[nn.Module], None] | None) -> None:
-    """Give a module's own meta parameters and buffers memory and values."""
+    """Allocate and initialise a module's own meta parameters and buffers."""
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     if not any(t.is_meta for t in own):
         return
@@ -560,7 +559,7 @@ def _materialize(module: nn.Module, init: Callable[[nn.Module], None] | None) ->
 
 
 def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast floating buffers; state dicts hold them in their original dtype."""
+    """Cast floating point buffers; state dicts contain them in the original dtype."""
     originals = {}
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_floating_point() and buffer.dtype is not dtype:

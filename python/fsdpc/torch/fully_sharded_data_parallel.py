@@ -1,7 +1,7 @@
 """The names of ``torch.distributed.fsdp.fully_sharded_data_parallel``, for existing imports.
 
 Options are torch's own classes. Importing them takes about a second, so ``fsdpc.torch`` imports
-this module at the first use of its names.
+this module on first use of its names.
 """
 
 from __future__ import annotations

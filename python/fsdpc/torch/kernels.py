@@ -1,9 +1,9 @@
-"""Linear layers of torch modules on the engine's matrix products.
+"""Run linear layers of torch modules on the engine's matrix products.
 
-torch's own products take most of a step on a CPU. The engine's are faster in float32, and write a
-weight's gradient directly into the unit's reduce buffer, so it is never a separate tensor. The
-engine sums in another order, so results are not bitwise equal to torch's. A model must therefore
-opt in.
+On a CPU, torch's matrix products take most of a step. The engine's are faster in float32 and write
+weight gradients directly into the unit's reduce buffer, so these are never separate tensors. The
+engine sums in a different order, so results are not bitwise equal to torch's. A model must
+therefore opt in.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from fsdpc import _core
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_PLAIN = (torch.Tensor, nn.Parameter)  # others may have no memory, or override it
+_PLAIN = (torch.Tensor, nn.Parameter)  # other classes may lack or override memory
 
 _is_compiling = torch.compiler.is_compiling
 _is_transforming = torch._C._are_functorch_transforms_active
@@ -26,12 +26,12 @@ _will_run = torch._C._will_engine_execute_node
 
 
 def use_kernels(module: nn.Module) -> nn.Module:
-    """Make the linear layers of a module compute with the engine's matrix products.
+    """Make a module's linear layers compute with the engine's matrix products.
 
     Parameters
     ----------
     module : nn.Module
-        Not sharded yet. Every ``nn.Linear`` inside, or the module itself, changes its class to
+        An unsharded module. Every ``nn.Linear`` in it, or the module itself, becomes a
         :class:`KernelLinear`; subclasses of ``nn.Linear`` do not change.
 
     Returns
@@ -42,13 +42,13 @@ def use_kernels(module: nn.Module) -> nn.Module:
     Raises
     ------
     RuntimeError
-        Part of it is sharded: call this before ``fully_shard``.
+        Part of the module is sharded: call this before ``fully_shard``.
 
     Notes
     -----
-    Used for dense float32 and bfloat16 tensors on the CPU. Under autocast, ``torch.compile`` and
-    ``torch.func``, and for other tensors, the layers compute as before. Threads are the engine's
-    (``fsdpc.set_num_threads``). A backward cannot be differentiated again.
+    The engine multiplies dense float32 and bfloat16 CPU tensors. With other tensors, and under
+    autocast, ``torch.compile`` and ``torch.func``, the layers compute as before. Threads are the
+    engine's (``fsdpc.set_num_threads``). Second derivatives are not supported.
 
     Examples
     --------
@@ -107,7 +107,7 @@ def _fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> b
 
 
 def target(full: nn.Parameter, state: Any, index: int) -> None:
-    """Set the target of a full's gradient: parameter ``index`` of a unit's state."""
+    """Set the target of a full's gradient: parameter ``index`` in the unit state."""
     full._fsdpc_target = (weakref.ref(state), index)  # type: ignore[attr-defined]
 
 
@@ -118,7 +118,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x, weight)
-        ctx.target = getattr(weight, "_fsdpc_target", None)  # a saved tensor may be another object
+        ctx.target = getattr(weight, "_fsdpc_target", None)  # a saved tensor may lack it
         n_out, n_in = weight.shape
         y = x.new_empty((*x.shape[:-1], n_out))
         _core.product(
@@ -151,7 +151,7 @@ class _Product(torch.autograd.Function):
 
 
 def _takes(ctx: Any, dy: torch.Tensor, x: torch.Tensor, rows: int, n_out: int, n_in: int) -> bool:
-    """Return whether the weight belongs to a unit, which took its gradient."""
+    """Add the gradient to the weight's unit; return whether the unit accepted it."""
     if ctx.target is None:
         return False
     reference, index = ctx.target
@@ -160,7 +160,7 @@ def _takes(ctx: Any, dy: torch.Tensor, x: torch.Tensor, rows: int, n_out: int, n
         return False
     try:
         accumulates = _will_run(ctx.next_functions[1][0])
-    except RuntimeError:  # torch.autograd.grad() returns gradients
+    except RuntimeError:  # torch.autograd.grad() has to return the gradient
         return False
     return accumulates and state.torch_unit.add_product(
         index, dy.data_ptr(), x.data_ptr(), rows, n_out, n_in

@@ -1,7 +1,7 @@
 """Optimizers that step whole flat shards in C, as subclasses of ``torch.optim.Optimizer``.
 
-Schedulers, GradScaler and ``state_dict`` work as with torch's own optimizers. The states belong to
-the engine; ``state_dict()`` and ``piece_state`` show this rank's rows of them.
+Schedulers, GradScaler and ``state_dict`` work as with torch's own optimizers. The engine owns the
+states; ``state_dict()`` and ``piece_state`` return this rank's rows.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fsdpc.torch._unit import PieceInfo, UnitState, take_grads
 class _States(dict[Any, Any]):
     """``optimizer.state``, read-only: ``[p]`` returns :meth:`FlatOptimizer.piece_state`.
 
-    It is true once states exist, but iterates over nothing: torch's functions iterate to move, cast
-    or drop states, and these belong to the engine.
+    It is true if states exist, but iterates over nothing: torch's functions iterate to move, cast
+    or drop states, and the engine owns these.
     """
 
     def __init__(self, optimizer: FlatOptimizer) -> None:
@@ -42,7 +42,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     _kind = "AdamW"
     _hypers: tuple[str, ...] = ()  # options that the engine reads
-    # torch assigns to it at construction and on loading; both are ignored.
+    # torch assigns to it at construction and when loading; both assignments are ignored.
     state: _States = property(_States, lambda self, value: None)  # type: ignore[assignment]
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -75,7 +75,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update parameters by their gradients; collective.
+        """Update parameters from their gradients; collective.
 
         Parameters
         ----------
@@ -111,7 +111,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return self._core.step_count(p.fsdpc.unit, p.fsdpc._index)
 
     def piece_state(self, p: Any) -> dict[str, torch.Tensor]:
-        """Return this rank's rows of a piece's states, and its ``step``; empty before the first."""
+        """Return this rank's rows of a piece's states, and ``step``; empty if it has not stepped."""
         steps = self._steps_of(p)
         if steps == 0:
             return {}
@@ -119,7 +119,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return {"step": torch.tensor(float(steps)), **states}
 
     def set_piece_state(self, p: Any, values: Mapping[str, Any]) -> None:
-        """Load a piece's states: this rank's rows, and ``step``."""
+        """Load this rank's rows of a piece's states, and ``step``."""
         unit, i = p.fsdpc.unit, p.fsdpc._index
         held = {name: v for name, v in values.items() if name != "step" and v is not None}
         if held:
@@ -127,7 +127,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         for name, rows in self.state_rows(p, write=bool(held)).items():
             if name in held:
                 _device.to_torch(rows).reshape(-1).copy_(held[name].reshape(-1))
-        # Set last, since it marks the states as valid. torch's SGD does not count steps.
+        # Set last, because this marks the states as valid. torch's SGD does not count steps.
         self._core.set_step_count(unit, i, int(values.get("step", bool(held))))
 
     def state_dict(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return _rows.mark_all(self, result)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load what :meth:`state_dict` returned on this rank, at the same number of ranks."""
+        """Load this rank's result of :meth:`state_dict`, saved with the same number of ranks."""
         state_dict = _rows.check_all(self, state_dict)
         super().load_state_dict({**state_dict, "state": {}})
         for key, p in zip(_rows.keys_of(state_dict), _rows.params_of(self), strict=True):
@@ -158,7 +158,7 @@ class AdamW(FlatOptimizer):
     weight_decay : float, default 0.01
     amsgrad, maximize : bool, default False
     foreach, capturable, differentiable, fused : optional
-        Accepted if they have no effect here; the step is always fused.
+        Accepted if the value has no effect here; the step is always fused.
 
     Raises
     ------
@@ -198,9 +198,9 @@ class Adam(AdamW):
     Parameters
     ----------
     params, lr, betas, eps, weight_decay, amsgrad
-        As in :class:`AdamW`; ``weight_decay`` is 0 by default.
+        As in :class:`AdamW`, but ``weight_decay`` is 0 by default.
     options
-        The keyword options of :class:`AdamW`.
+        Keyword options of :class:`AdamW`.
     """
 
     _kind = "Adam"

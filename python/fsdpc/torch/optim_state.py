@@ -34,14 +34,14 @@ def get_optimizer_state_dict(
     ----------
     model : nn.Module
     optimizer : torch.optim.Optimizer
-        An optimizer of the model's pieces, from ``torch.optim`` or ``fsdpc.torch.optim``.
+        An optimizer over the model's pieces, from ``torch.optim`` or ``fsdpc.torch.optim``.
     rank0_only : bool, default False
         Other ranks take part and get an empty dict.
     sharded : bool, default False
         Return copies of this rank's rows instead, which ``torch.distributed.checkpoint`` saves as
-        parts of a whole, and loads at any number of ranks. An optimizer without a step first
-        creates its states by a step with no gradients and learning rate 0, as torch's function of
-        this name does. :func:`set_optimizer_state_dict` loads them.
+        parts of a whole and loads at any number of ranks. An optimizer that has not stepped creates
+        its states in a step with zero gradients and learning rate 0, as in torch's function of
+        this name. :func:`set_optimizer_state_dict` loads the rows.
 
     Returns
     -------
@@ -76,7 +76,7 @@ def get_optimizer_state_dict(
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:
-    """Create the states of an optimizer that has none, while its parameters have no gradients."""
+    """Create an optimizer's states, unless some exist or a parameter has a gradient."""
     groups = optimizer.param_groups
     params = [p for p in params_of(optimizer) if p.requires_grad]
     if optimizer.state or any(p.grad is not None for p in params):
@@ -115,20 +115,20 @@ def _by_name(
 def set_optimizer_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
 ) -> None:
-    """Load the result of :func:`get_optimizer_state_dict`; every rank keeps its rows.
+    """Load the result of :func:`get_optimizer_state_dict`; each rank keeps its own rows.
 
     Parameters
     ----------
     model : nn.Module
     optimizer : torch.optim.Optimizer
-        With the same parameters in the same groups.
+        It must have the same parameters in the same groups.
     state_dict : mapping
-        The same on every rank; the world size may differ from that of the save.
+        The same on every rank; the world size may differ from that at the time of saving.
 
     Raises
     ------
     KeyError
-        A parameter of the optimizer is missing in the groups.
+        A parameter of the optimizer is missing from the groups.
 
     Examples
     --------
@@ -168,9 +168,9 @@ def _own(p: Any, key: str, value: Any) -> Any:
 
 
 class Saved:
-    """The result of ``optimizer.state_dict()``, with an optimizer's read methods.
+    """Wraps the result of ``optimizer.state_dict()`` with an optimizer's read methods.
 
-    Its numbers stand for the parameters of ``optimizer``, in order.
+    Its indices refer to the parameters of ``optimizer``, in order.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -182,7 +182,7 @@ class Saved:
         ]
 
     def piece_state(self, p: torch.Tensor) -> dict[str, Any]:
-        """Return the states of one parameter."""
+        """Return a parameter's states."""
         return self._states[id(p)]
 
 
@@ -198,7 +198,7 @@ def to_load(
     *,
     rank0_only: bool = False,
 ) -> dict[str, Any]:
-    """Return this rank's part of states by name, in the form of ``optimizer.load_state_dict``.
+    """Convert states by name to this rank's part, in the format of ``optimizer.load_state_dict``.
 
     Parameters
     ----------
@@ -207,7 +207,7 @@ def to_load(
     state_dict : mapping
         Full states, or this rank's rows of them.
     rank0_only : bool, default False
-        Take rank 0's states, sent one tensor at a time; collective in this case.
+        Use rank 0's states, sent one tensor at a time; collective in this case.
 
     Raises
     ------
@@ -242,7 +242,7 @@ def to_load(
 def _from_rank_0(
     state_dict: Mapping[str, Any] | None, units: list[UnitState]
 ) -> tuple[list[dict[str, Any]], Iterator[tuple[str, str, Any]]]:
-    """Return rank 0's groups, then its values one after the other."""
+    """Return rank 0's groups, and an iterator that receives its values one by one."""
     text = b""
     rank = _rank(units)
     if rank == 0:
@@ -287,9 +287,9 @@ def rekey(
     optimizer: torch.optim.Optimizer | None,
     by_name: bool,
 ) -> dict[str, Any]:
-    """Return states by parameter name instead of number, or the other way round.
+    """Return states by parameter name instead of index, or vice versa.
 
-    Numbers are positions in the optimizer's parameter order, or in the model's if it is None.
+    Indices are positions in the optimizer's parameter order, or the model's if there is none.
     """
     known = _names(model)
     names = list(known.values())

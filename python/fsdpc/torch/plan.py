@@ -1,8 +1,8 @@
-"""``shard_by_plan``: shard a whole model by its own plan, or by classes of its layers.
+"""``shard_by_plan``: shard a whole model by its own plan, or by its layer classes.
 
-transformers' models have a plan: ``fsdp_plan`` maps name patterns to what happens with parameters
-after forward. Configurations inherit a plan with names that many models do not have; a plan counts
-only if it matches the model's layers.
+A transformers model has a plan: ``fsdp_plan`` maps name patterns to whether parameters are freed
+after forward. Configurations inherit a plan whose names many models lack; a plan is used only if it
+matches the model's layers.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def shard_by_plan(
     Parameters
     ----------
     model : nn.Module
-        A transformers model, or a module around such models (PEFT).
+        A transformers model, or a module that contains such models (PEFT).
     classes : iterable of type or str, optional
-        Make each module of these classes, or class names, a unit and ignore the plan. An empty list
-        makes the whole model one unit.
+        Ignore the plan and make each module with one of these classes or class names a unit. An
+        empty list makes the whole model one unit.
     **options
         Options of :func:`fsdpc.torch.fully_shard` for all units. ``reshard_after_forward`` and
         ``strategy`` override the plan.
@@ -44,15 +44,15 @@ def shard_by_plan(
     Raises
     ------
     ValueError
-        The model has no plan that matches its layers, and no classes were given; or no module has
-        one of the classes.
+        No classes were given and the model has no plan that matches its layers; or no module
+        has one of the classes.
 
     Notes
     -----
-    ``"free_full_weight"`` is ``reshard_after_forward=True``, ``"keep_full_weight"`` is False. The
+    ``"free_full_weight"`` means ``reshard_after_forward=True``, ``"keep_full_weight"`` False. The
     last norm and the head form one unit if both are kept; so do modules that share a parameter.
-    ``model.generate()`` begins and ends on all ranks together. On CPUs each rank runs as many steps
-    as it needs (inside ``hold()``); on GPUs all ranks run the same number (``synced_gpus``).
+    All ranks must enter and leave ``model.generate()`` together. On CPUs, ranks may run different
+    numbers of steps (inside ``hold()``); on GPUs, they run the same number (``synced_gpus``).
 
     Examples
     --------
@@ -70,17 +70,17 @@ def shard_by_plan(
 
 
 def _gather_in_generate(model: Any) -> None:
-    """Make ``generate()`` gather, and let ranks run different numbers of steps if they can."""
+    """Make ``generate()`` gather, and allow per-rank step counts if possible."""
     if not _device.on_cpu():
         for m in model.modules():
             if hasattr(type(m), "fsdp_plan"):
-                m.__dict__["_is_fsdp_managed_module"] = True  # transformers then uses synced_gpus
+                m.__dict__["_is_fsdp_managed_module"] = True  # makes transformers use synced_gpus
         return register_fsdp_forward_method(model, "generate")
     method = model.generate
 
     @wraps(method)
     def generate(*args: Any, **kwargs: Any) -> Any:
-        summoned = model._fsdpc_state.summoned  # each rank has its own copies; it may run by itself
+        summoned = model._fsdpc_state.summoned  # each rank has its own copies and may run by itself
         with torch.no_grad(), nullcontext() if summoned else model.hold():
             return model._fsdpc_run(method, args, kwargs)
 
@@ -88,7 +88,7 @@ def _gather_in_generate(model: Any) -> None:
 
 
 def layer_classes(model: nn.Module) -> list[str]:
-    """Return the classes that transformers says must not be split over devices."""
+    """Return the classes that transformers does not split over devices."""
     found: set[str] = set()
     for m in model.modules():
         found.update(getattr(m, "_no_split_modules", None) or ())
@@ -128,7 +128,7 @@ def _last_norm_and_head(path: str, model: Any, plan: dict[Any, Any]) -> dict[Any
 
 
 def _finds_layers(model: nn.Module, plan: dict[Any, Any]) -> bool:
-    """Return whether the patterns with a star match a module; if none has one, all must match."""
+    """Return whether a pattern with a star matches a module; without stars, whether any matches."""
     patterns = [p for key in plan for p in (key if isinstance(key, tuple) else (key,))]
     layers = [p for p in patterns if "*" in p] or patterns
     return any(fits(name, p) for name, _ in model.named_modules() for p in layers)
@@ -147,7 +147,7 @@ def _plan_of(model: nn.Module) -> dict[Any, Any]:
 
 
 def _by_classes(model: nn.Module, classes: tuple[type | str, ...]) -> dict[Any, Any]:
-    """Return the plan that names each module of these classes."""
+    """Return a plan that names each module with one of these classes."""
     plan: dict[Any, Any] = {}
     for cls in classes:
         inside = [

@@ -1,4 +1,4 @@
-"""The precision of a unit under torch, with FSDP2's names and torch's dtypes."""
+"""Precision and offload policies for torch, with FSDP2's names and torch's dtypes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from fsdpc.sharding.offload import OffloadPolicy
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Dtypes of a unit's compute and communication; a drop-in for FSDP2's.
+    """Dtypes for a unit's compute and communication; a drop-in replacement for FSDP2's.
 
     Parameters
     ----------
     param_dtype : torch.dtype, optional
-        Dtype of the gathered parameters, and so of compute; by default the original dtype.
+        Dtype of gathered parameters, and therefore of compute; the original dtype by default.
     reduce_dtype : torch.dtype, optional
-        Dtype in which gradients are written and sent; by default ``param_dtype``. Sums over ranks
-        are always in float32.
+        Dtype in which gradients are written and sent; ``param_dtype`` by default. Sums over ranks
+        always use float32.
     output_dtype : torch.dtype, optional
-        Dtype that floating outputs of the module are cast to.
+        Dtype that the module's floating point outputs are cast to.
     cast_forward_inputs : bool, default True
-        Whether to cast floating inputs of the module to ``param_dtype``.
+        Whether to cast the module's floating point inputs to ``param_dtype``.
 
     Examples
     --------
@@ -49,7 +49,7 @@ class CPUOffloadPolicy(OffloadPolicy):
     Parameters
     ----------
     pin_memory : bool, default True
-        Has no effect on CPUs; GPUs can access only pinned memory.
+        Has no effect on CPUs; GPUs require it, because they access only pinned memory.
 
     Examples
     --------

@@ -1,6 +1,7 @@
 """``ShardedGradScaler``, under the module name from which FSDP1's scripts import it.
 
-``torch.amp.GradScaler`` itself works on sharded gradients: infinities on one rank count on all.
+``torch.amp.GradScaler`` itself works on sharded gradients: infinities on one rank count on every
+rank.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ class ShardedGradScaler(torch.amp.GradScaler):
     Parameters
     ----------
     device : str, optional
-        By default the device of the units.
+        The units' device by default.
     init_scale : float, default 65536
     backoff_factor : float, default 0.5
     growth_factor : float, default 2
     growth_interval : int, default 2000
     enabled : bool, default True
     process_group : optional
-        Ignored: the ranks of the gradients agree.
+        Ignored: the ranks that share the gradients agree.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""State dicts of sharded torch models: full tensors out, full tensors in.
+"""Save and load state dicts of sharded torch models as full tensors.
 
 ``model.state_dict()`` of a sharded module returns full tensors under the plain model's names, and
-``load_state_dict`` takes them. This module implements both, with their options.
+``load_state_dict`` accepts them. This module implements both, with their options.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fsdpc.torch._unit import UnitState, full_value, on_copies, set_version, sta
 
 
 class _Option:
-    """The number of open summon contexts, so that inner calls do not gather again."""
+    """Counts open summon contexts, so that nested calls do not gather again."""
 
     depth = 0
 
@@ -41,21 +41,20 @@ def summon_full_params(
     module : nn.Module
         A module whose units, including those of submodules, are gathered.
     recurse : bool, default True
-        If False, gather only the units of this very module.
+        If False, gather only this module's own unit.
     writeback : bool, default True
-        On exit each rank keeps its own rows of the copies, including changes; skipped after an
-        exception.
+        On exit, each rank keeps its own rows of the modified copies, except after an exception.
     rank0_only : bool, default False
         Other ranks keep their pieces; needs ``writeback=False``.
     offload_to_cpu : bool, default False
         Accepted for compatibility: copies stay on the units' device.
     with_grads : bool, default False
-        Give the copies full gradients; ``writeback`` then keeps the own rows of these too.
+        Give the copies full gradients; ``writeback`` then also keeps each rank's rows of these.
 
     Notes
     -----
     Inside, modules can be called without gradients: they compute with the copies and do not
-    communicate, so rank 0 may generate by itself. Units that ``recurse=False`` excludes work as
+    communicate, so rank 0 can generate by itself. Units that ``recurse=False`` excludes work as
     usual.
 
     Examples
@@ -130,7 +129,7 @@ def full_grad(p: torch.Tensor) -> torch.Tensor | None:
 
 
 def module_state_dict(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
-    """``state_dict`` of a sharded module: the plain module's, from full copies."""
+    """Implement a sharded module's ``state_dict``: the plain module's, from full copies."""
     if _Option.depth:
         return call(*args, **kwargs)
     _Option.depth += 1
@@ -147,7 +146,7 @@ def module_state_dict(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _as_full(value: torch.Tensor) -> torch.Tensor:
-    """Give a full value ``full_tensor()``, like the values of FSDP2's state dicts."""
+    """Give a full value ``full_tensor()``, like the values in FSDP2's state dicts."""
     return value if isinstance(value, nn.Parameter) else value.as_subclass(FullValue)
 
 
@@ -161,7 +160,7 @@ def local_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_real(name: str, value: Any, p: torch.Tensor) -> None:
-    """Raise if a value would lose its imaginary part."""
+    """Raise if loading a value would discard its imaginary part."""
     if isinstance(value, torch.Tensor) and value.is_complex():
         raise TypeError(
             f"the state dict has {value.dtype} for '{name}', which is {p.dtype}: give it "
@@ -172,7 +171,7 @@ def _check_real(name: str, value: Any, p: torch.Tensor) -> None:
 def module_load_state_dict(
     module: Any, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
 ) -> Any:
-    """``load_state_dict`` of a sharded module: each rank keeps its rows of full tensors."""
+    """Implement a sharded module's ``load_state_dict``: each rank keeps its rows."""
     states = states_of(module)
     for name, p in module.named_parameters(remove_duplicate=False):
         if hasattr(p, "fsdpc"):
@@ -193,7 +192,7 @@ def module_load_state_dict(
             for owner, key, i in s.slots:
                 own[i] = owner[key]
     missing = set(result.missing_keys)
-    named = module.named_parameters(remove_duplicate=False)  # any name of a tied one is enough
+    named = module.named_parameters(remove_duplicate=False)  # one name of a tied parameter is enough
     present = {id(p) for name, p in named if name not in missing}
     for s, own in zip(states, news, strict=True):
         for i, p in enumerate(s.pieces):
@@ -203,7 +202,7 @@ def module_load_state_dict(
 
 
 def offer_parts(state: UnitState, modules: list[nn.Module]) -> None:
-    """Let modules of a unit save and load full tensors when the call is on a plain submodule."""
+    """Make plain submodules of a unit save and load full tensors when called directly."""
     owned: dict[int, dict[str, int]] = {}
     for owner, key, i in state.slots:
         owned.setdefault(id(owner), {})[key] = i
@@ -221,7 +220,7 @@ def _give_full(
 
 
 def _take_full(state: UnitState, places: dict[str, int], given: Any, prefix: str, *_: Any) -> None:
-    """Write rows of full tensors, then let torch check the piece's new values."""
+    """Write rows of full tensors, then have torch check the piece's new values."""
     if state.summoned:
         return
     for key, i in places.items():
@@ -241,11 +240,11 @@ def get_model_state_dict(
     ----------
     model : nn.Module
     rank0_only : bool, default False
-        Other ranks take part and get an empty dict; they hold one full tensor at a time.
+        Other ranks take part and get an empty dict; they store one full tensor at a time.
     sharded : bool, default False
         Return this rank's rows as parameters instead, without copies or communication.
-        ``torch.distributed.checkpoint`` saves them as parts of a whole, and loads into them in
-        place at any number of ranks.
+        ``torch.distributed.checkpoint`` saves them as parts of a whole and loads them in place, at
+        any number of ranks.
 
     Examples
     --------
@@ -289,7 +288,7 @@ def set_model_state_dict(
     strict: bool = True,
     rank0_only: bool = False,
 ) -> Any:
-    """Load full tensors by name; each rank keeps its rows.
+    """Load full tensors by name; each rank keeps its own rows.
 
     Parameters
     ----------
@@ -299,7 +298,7 @@ def set_model_state_dict(
     strict : bool, default True
         Raise if names differ.
     rank0_only : bool, default False
-        Take rank 0's tensors, broadcast one at a time, and ignore those of other ranks. Collective.
+        Use rank 0's tensors, broadcast one at a time, and ignore other ranks' tensors. Collective.
 
     Examples
     --------
@@ -341,7 +340,7 @@ def set_model_state_dict(
 
 
 def _broadcast(state: UnitState, value: torch.Tensor) -> None:
-    """Broadcast rank 0's values to every rank, as bytes."""
+    """Broadcast rank 0's value to every rank, as bytes."""
     if value.numel():
         flat = _device.to_engine(value.detach().reshape(-1).view(torch.uint8))
         for comm in reversed(state.comms):
@@ -351,7 +350,8 @@ def _broadcast(state: UnitState, value: torch.Tensor) -> None:
 def sync_buffers(state: UnitState, buffers: Sequence[torch.Tensor]) -> None:
     """Broadcast rank 0's buffers to every rank, in one message per dtype and device.
 
-    Their versions do not change, as under torch's DDP: a later backward may have saved them.
+    Their version counters do not change, as under torch's DDP, because a pending backward may have
+    saved them.
     """
     if all(comm.size == 1 for comm in state.comms):
         return
@@ -380,7 +380,7 @@ def _check_names(
     state_dict: Mapping[str, Any],
     strict: bool,
 ) -> list[bool]:
-    """Return which of the model's tensors rank 0 has; every rank raises the same error."""
+    """Return which of the model's tensors rank 0 has; all ranks raise the same error."""
     marks = torch.zeros(len(own) + 1, dtype=torch.uint8, device=_device.home())
     if _rank(units) == 0:
         for k, ((name, here), shape) in enumerate(zip(own.items(), shapes, strict=True)):

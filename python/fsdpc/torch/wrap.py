@@ -1,6 +1,6 @@
-"""FSDP1's policies, which say which submodules of a model become units.
+"""FSDP1's policies, which select the submodules that become units.
 
-They are torch's own (``torch.distributed.fsdp.wrap``), imported at their first use.
+They are torch's own (``torch.distributed.fsdp.wrap``), imported on first use.
 """
 
 from __future__ import annotations
