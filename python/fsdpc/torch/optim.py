@@ -111,7 +111,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return self._core.step_count(p.fsdpc.unit, p.fsdpc._index)
 
     def piece_state(self, p: Any) -> dict[str, torch.Tensor]:
-        """Return this rank's rows of a piece's states, and ``step``; empty if it has not stepped."""
+        """Return this rank's rows of a piece's states, and ``step``; empty before a step."""
         steps = self._steps_of(p)
         if steps == 0:
             return {}

@@ -192,7 +192,7 @@ def module_load_state_dict(
             for owner, key, i in s.slots:
                 own[i] = owner[key]
     missing = set(result.missing_keys)
-    named = module.named_parameters(remove_duplicate=False)  # one name of a tied parameter is enough
+    named = module.named_parameters(remove_duplicate=False)  # one name of a tied one is enough
     present = {id(p) for name, p in named if name not in missing}
     for s, own in zip(states, news, strict=True):
         for i, p in enumerate(s.pieces):
