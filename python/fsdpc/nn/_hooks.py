@@ -1,8 +1,8 @@
 """Module hooks: functions called around forward and backward.
 
-Backward hooks are on the tape: identities over the arguments and the output of a call, whose
-backwards call the hooks. The module is between the two. The hooks therefore run inside a sharded
-module's unit, where parameters are gathered, and again with each recomputation.
+Backward hooks are recorded on the tape: identity operations around the module, over its arguments
+and its output, call them in backward. In a sharded module they therefore run inside the unit, while
+parameters are gathered, and again in each recomputation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fsdpc._core import Tensor
 
 
 class HookHandle:
-    """The handle of a registered module hook.
+    """A handle to a registered module hook.
 
     Examples
     --------
@@ -39,7 +39,7 @@ class HookHandle:
 
 
 class Hooked:
-    """Base class with hooks: their registration, and a forward between them."""
+    """Base class that registers hooks and calls them around forward."""
 
     forward: Callable[..., Any]
 
@@ -51,8 +51,8 @@ class Hooked:
         Parameters
         ----------
         hook : callable
-            Its result, unless None, replaces the arguments: a tuple, or one value; with keywords
-            ``(args, kwargs)``.
+            Its result, unless None, replaces the arguments: a tuple or a single value, or
+            ``(args, kwargs)`` if called with keywords.
         with_kwargs : bool, default False
             Call ``hook(module, args, kwargs)``.
 
@@ -63,7 +63,7 @@ class Hooked:
 
         Notes
         -----
-        Hooks run in the order of registration. In a sharded module they see gathered parameters.
+        Hooks run in registration order. In a sharded module they see gathered parameters.
         """
         return self._add_hook("before", hook, with_kwargs)
 
@@ -95,7 +95,7 @@ class Hooked:
         ----------
         hook : callable
             ``grad_output`` is a tuple with a gradient, or None, for each output. The hook's result,
-            unless None, replaces it: a tuple, or one gradient, of the same shapes and dtypes.
+            unless None, replaces it: a tuple or one gradient, with the same shapes and dtypes.
         prepend : bool, default False
             Call it before the hooks that are already registered.
 
@@ -124,10 +124,10 @@ class Hooked:
         Parameters
         ----------
         hook : callable
-            ``grad_input`` is a tuple with a gradient for each positional argument, or None if it
-            has none (PyTorch passes zeros for tensors); ``grad_output`` has one for each output.
-            The hook's result, unless None, replaces ``grad_input``: a tuple, or one gradient, of
-            the same shapes and dtypes.
+            ``grad_input`` is a tuple with a gradient, or None, for each positional argument
+            (PyTorch passes zeros for tensors); ``grad_output`` has one for each output. The hook's
+            result, unless None, replaces ``grad_input``: a tuple or one gradient, with the same
+            shapes and dtypes.
         prepend : bool, default False
             Call it before the hooks that are already registered.
 
@@ -138,8 +138,8 @@ class Hooked:
 
         Notes
         -----
-        As in PyTorch: if no argument requires a gradient, the hook is called once the gradients of
-        the outputs exist, and must not replace them. Outputs must be a tensor or a tuple of
+        As in PyTorch, if no argument requires a gradient, the hook is called when the output
+        gradients exist, and must not replace them. The output must be a tensor or a tuple of
         tensors; otherwise forward raises TypeError.
 
         Examples
@@ -162,12 +162,12 @@ class Hooked:
         others = dict(hooks) if prepend else {}
         if prepend:
             hooks.clear()
-        hooks[id(handle)] = (when, hook, with_kwargs, handle)  # the handle, so that its id is kept
+        hooks[id(handle)] = (when, hook, with_kwargs, handle)  # keeps the handle's id unique
         hooks.update(others)
         return handle
 
     def _method(self) -> Callable[..., Any]:
-        """Return the function that a call runs: forward, between its hooks."""
+        """Return the function that a call runs: forward, surrounded by its hooks."""
         return self._hooked if self.__dict__.get("_call_hooks") else self.forward
 
     def _hooked(self, *args: Any, **kwargs: Any) -> Any:
@@ -191,7 +191,7 @@ class Hooked:
 
 
 class _Backward:
-    """The backward hooks of one call."""
+    """The backward hooks for one call."""
 
     def __init__(self, module: Any, hooks: Sequence[Any]) -> None:
         on = _core.is_grad_enabled()
@@ -203,14 +203,14 @@ class _Backward:
         self._grad_output: tuple[Tensor | None, ...] | None = None
 
     def arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments; gradients of those that require them come here."""
+        """Return the arguments, with aliases that intercept gradients."""
         self._count = len(args)
         if self._after:
             args, self._joined = _joined(args, self._leave)
         return args
 
     def output(self, output: Any) -> Any:
-        """Return the output as tensors whose gradients come here."""
+        """Return the output, as tensors whose gradients are intercepted."""
         if not (self._before or self._after):
             return output
         if type(output) is not tuple and not isinstance(output, Tensor):
@@ -253,7 +253,7 @@ class _Backward:
 def _joined(values: tuple[Any, ...], call: Callable[..., Any]) -> tuple[tuple[Any, ...], bool]:
     """Return the values, with aliases of those that require gradients, and whether any does.
 
-    In backward `call` gets a gradient, or None, for each value, and returns those to pass on.
+    Backward passes `call` a gradient, or None, for each value; it returns those to propagate.
     """
     at = [i for i, v in enumerate(values) if isinstance(v, Tensor) and v.requires_grad]
     if not at:

@@ -1,4 +1,4 @@
-"""Search the objects that modules take and return, for both frontends."""
+"""Search modules' arguments and results for tensors, for both frontends."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 from fsdpc._core import Tensor
 
-#: Limit of objects to search: one object may lead to half the program.
+#: Limit on objects to search, because one object may reference half the program.
 MOST = 10_000
 
 
 def children(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the contents of a container or any other object, with key, index or attribute name."""
+    """Return the contents of a container or other object, with keys, indices or attribute names."""
     if isinstance(value, (tuple, list, deque, set, frozenset)):
         return enumerate(value)
     if isinstance(value, dict):
@@ -53,8 +53,8 @@ def _slots(kind: type) -> tuple[str, ...]:
 def refuse_hidden(value: Any, unit: str) -> None:
     """Raise if an object that a native unit returns contains a tensor that requires grad.
 
-    The backward of a unit begins at the tensors in the tuples, lists and dicts that it returned.
-    The engine calls this function for other objects.
+    A unit's backward begins at the tensors in the tuples, lists and dicts that it returned. The
+    engine calls this function for all other objects.
     """
     from fsdpc.nn import Module
 

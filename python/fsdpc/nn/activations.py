@@ -1,4 +1,4 @@
-"""Functions as modules: activations, and modules that only change shapes."""
+"""Activation functions as modules, and modules that only change shapes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ReLU(Module):
 
 
 class GELU(Module):
-    """Multiply x by the normal distribution function of x (Hendrycks & Gimpel 2016).
+    """Multiply x by the normal cumulative distribution function at x (Hendrycks & Gimpel 2016).
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ class Sigmoid(Module):
 
 
 class Tanh(Module):
-    """The hyperbolic tangent.
+    """Return the hyperbolic tangent of x.
 
     Examples
     --------
@@ -116,7 +116,7 @@ class Tanh(Module):
 
 
 class Softmax(Module):
-    """Exponentials divided by their sum along a dimension.
+    """Divide exponentials by their sum along a dimension.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Modules and parameters in lists, dictionaries and sequences."""
+"""Lists, dictionaries and sequences of modules and parameters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ModuleList(Module):
         return self
 
     def insert(self: L, index: int, module: Module) -> L:
-        """Add a module before an index; later modules move by one, with their names."""
+        """Insert a module before an index; later modules, and their names, shift by one."""
         if not isinstance(module, Module):
             raise TypeError(f"{type(self).__name__} holds modules, not {type(module).__name__}")
         modules, index = list(self), operator.index(index)
@@ -46,7 +46,7 @@ class ModuleList(Module):
         return self
 
     def pop(self, index: int | slice) -> Any:
-        """Remove a module; later modules move, with their names."""
+        """Remove a module; later modules, and their names, shift."""
         module = self[index]
         del self[index]
         return module
@@ -84,7 +84,7 @@ class ModuleList(Module):
         self._renumber(modules)
 
     def _renumber(self, modules: list[Module]) -> None:
-        """Store these modules by index; units refuse to lose theirs before any module moves."""
+        """Store these modules by index; check first that no unit would lose a module."""
         after = {str(i): module for i, module in enumerate(modules)}
         for name in dict.fromkeys([*self._modules, *after]):
             if self._modules.get(name) is not after.get(name):
@@ -94,7 +94,7 @@ class ModuleList(Module):
 
 
 class Sequential(ModuleList):
-    """Modules applied one after the other.
+    """Modules that are applied in order.
 
     Examples
     --------
@@ -113,11 +113,11 @@ class Sequential(ModuleList):
             return super().__getitem__(index)
         kept = dict(list(self._modules.items())[index])
         part = type(self)(*kept.values())
-        part.__dict__["_modules"] = kept  # names stay, as in PyTorch
+        part.__dict__["_modules"] = kept  # names are kept, as in PyTorch
         return part
 
     def forward(self, x: Any) -> Any:
-        """Apply every module to the previous one's output."""
+        """Apply each module to the previous module's output."""
         for module in self._modules.values():
             x = module(x)
         return x

@@ -1,7 +1,7 @@
-"""Initialisation by counters: element i of a parameter depends only on (seed, stream, i).
+"""Counter-based initialisation: element i of a parameter depends only on (seed, stream, i).
 
-Every call takes the next stream of the generator that :func:`fsdpc.manual_seed` sets. The same
-program therefore gives the same full parameters at any world size, deferred or not.
+Every call uses the next stream of the generator that :func:`fsdpc.manual_seed` seeds. A program
+therefore produces the same full parameters at any world size, deferred or not.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _init(p: P, kind: str, a: float, b: float) -> P:
 
 
 def zero_row_(p: P, row: int) -> P:
-    """Fill a row of a new parameter with 0, whatever the other rows are filled with.
+    """Set one row of a new, possibly deferred, parameter to 0.
 
     Examples
     --------
@@ -50,7 +50,7 @@ def zero_row_(p: P, row: int) -> P:
 
 
 def normal_(p: P, mean: float = 0.0, std: float = 1.0) -> P:
-    """Fill with independent normal values (Box-Muller over Philox words).
+    """Fill with independent normal values (Box-Muller transform of Philox numbers).
 
     Examples
     --------
@@ -64,7 +64,7 @@ def normal_(p: P, mean: float = 0.0, std: float = 1.0) -> P:
 
 
 def uniform_(p: P, low: float = 0.0, high: float = 1.0) -> P:
-    """Fill with independent values, uniform in [low, high).
+    """Fill with independent values, uniformly distributed in [low, high).
 
     Examples
     --------
@@ -194,11 +194,11 @@ def kaiming_uniform_(
     Parameters
     ----------
     p : Parameter or Tensor
-        At least 2 dimensions: (out, in, window ...).
+        Has at least 2 dimensions: (out, in, window ...).
     a : float
         Slope of a leaky ReLU below 0.
     mode : {"fan_in", "fan_out"}
-        Keep the variance of values forward, or of gradients backward.
+        Preserve the variance of values in forward, or of gradients in backward.
     nonlinearity : str
         As for :func:`calculate_gain`.
 
@@ -232,7 +232,7 @@ def kaiming_normal_(
 
 
 def trunc_normal_(p: P, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0) -> P:
-    """Fill with normal values; draw again those outside [a, b].
+    """Fill with normal values; redraw those outside [a, b].
 
     Raises
     ------
@@ -255,7 +255,7 @@ def trunc_normal_(p: P, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b:
 
 
 def orthogonal_(p: P, gain: float = 1.0) -> P:
-    """Fill with a (semi-)orthogonal matrix of shape (rows, all other elements), times a gain.
+    """Fill with a (semi-)orthogonal matrix, times a gain; dimensions after the first count as one.
 
     Raises
     ------
@@ -282,7 +282,7 @@ def orthogonal_(p: P, gain: float = 1.0) -> P:
 
 
 def eye_(p: P) -> P:
-    """Fill with the identity matrix, or the part of it that fits.
+    """Fill with the part of an identity matrix that fits.
 
     Raises
     ------
@@ -315,7 +315,7 @@ def _kaiming(p: Tensor, a: float, mode: str, nonlinearity: str) -> float:
 
 
 def _host_generator(p: Tensor, name: str) -> np.random.Generator:
-    """Return a generator for the next stream, for values that are drawn as a whole."""
+    """Return a generator for the next stream, for parameters that are drawn as a whole."""
     if p.is_deferred or getattr(p, "_unit", None) is not None:
         raise RuntimeError(
             f"{name} draws a parameter as a whole: use it before fully_shard, outside of "

@@ -17,10 +17,10 @@ class Linear(Module):
     Parameters
     ----------
     in_features, out_features : int
-        Last dimensions of x and y.
+        Sizes of the last dimensions of x and y.
     bias : bool, default True
     std : float, optional
-        Standard deviation of normal initial values; by default they are uniform in
+        Standard deviation of normal initial values; by default, values are uniform in
         +-1/sqrt(in_features), as in PyTorch.
     dtype : dtype, default float32
 
@@ -71,7 +71,7 @@ class Linear(Module):
 
 
 class Embedding(Module):
-    """Rows of a table by index.
+    """Look up rows of a table by index.
 
     Parameters
     ----------
@@ -79,9 +79,9 @@ class Embedding(Module):
         Shape of the table ``weight``.
     padding_idx : int, optional
         A row that is initialised with zeros and gets no gradient from lookups, so training does not
-        change it. Negative values count from the end.
+        change it. Negative indices count from the end.
     std : float, default 1
-        Standard deviation of the normal initial values.
+        Standard deviation of normal initial values.
 
     Examples
     --------

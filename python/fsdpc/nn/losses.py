@@ -1,4 +1,4 @@
-"""Losses as modules, over the functions of the same names."""
+"""Loss modules, built on the functions of the same names."""
 
 from __future__ import annotations
 

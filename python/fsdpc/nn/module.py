@@ -16,7 +16,7 @@ from fsdpc.tensors.grad_mode import no_grad
 __all__ = ["Module", "Parameter", "deferred_init"]
 
 M = TypeVar("M", bound="Module")
-INSIDE = "_fsdpc_inside"  # in the dictionary of modules whose parameters a unit has taken
+INSIDE = "_fsdpc_inside"  # key in the dictionary of modules whose parameters are in a unit
 
 
 class Module(Hooked):
@@ -36,7 +36,7 @@ class Module(Hooked):
     """
 
     training: bool
-    #: States that a strict load may lack, like torch's modules of the same name.
+    #: States that may be missing in a strict load, as in torch's modules of the same name.
     _may_lack: tuple[str, ...] = ()
 
     def __init__(self) -> None:
@@ -74,10 +74,10 @@ class Module(Hooked):
                 )
             self._buffers[name] = value
         else:
-            object.__setattr__(self, name, value)  # through the class's property, if it has one
+            object.__setattr__(self, name, value)  # through the class's property, if there is one
 
     def _enter(self, table: str, name: str, value: Any) -> None:
-        """Put a parameter or module into its table and remove it from the others."""
+        """Put a parameter or module into its table and remove its name from the others."""
         d = self.__dict__
         known = d["_parameters"].get(name)
         known = d["_modules"].get(name) if known is None else known
@@ -111,12 +111,12 @@ class Module(Hooked):
         return sorted({*super().__dir__(), *self._parameters, *self._modules, *self._buffers})
 
     def _refuse_method(self, name: str) -> None:
-        """Raise if a name is that of a method, which it would hide, as PyTorch does."""
+        """Raise if a name would hide a method, as PyTorch does."""
         if callable(getattr(type(self), name, None)):
             raise KeyError(f"attribute '{name}' already exists: a method of {type(self).__name__}")
 
     def _refuse_name(self, table: str, name: str) -> None:
-        """Raise on names that state dicts cannot have, and on names of other attributes."""
+        """Raise on names that state dicts cannot contain, and on names of other attributes."""
         if table not in self.__dict__:
             raise AttributeError(
                 f"{type(self).__name__}: call super().__init__() before registering '{name}'"
@@ -162,7 +162,7 @@ class Module(Hooked):
     def named_modules(
         self, prefix: str = "", _seen: set[int] | None = None
     ) -> Iterator[tuple[str, Module]]:
-        """Yield (dotted name, module), this one first, each module once."""
+        """Yield (dotted name, module), each module once, starting with this one."""
         seen = set() if _seen is None else _seen
         if id(self) in seen:
             return
@@ -187,7 +187,7 @@ class Module(Hooked):
     def named_parameters(
         self, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Parameter]]:
-        """Yield (dotted name, parameter); a tied parameter once, under its first name."""
+        """Yield (dotted name, parameter); tied parameters appear once, under their first name."""
         seen: set[int] = set()
         for path, module in self.named_modules(prefix):
             for name, p in module._parameters.items():
@@ -208,7 +208,7 @@ class Module(Hooked):
                     yield (f"{path}.{name}" if path else name), b
 
     def _persistent(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the entries of state dicts, parameters themselves; a tied one under every name."""
+        """Yield state dict entries with ungathered parameters; tied ones under every name."""
         for path, module in self.named_modules():
             prefix = f"{path}." if path else ""
             transient = module.__dict__.get("_transient", ())
@@ -234,7 +234,7 @@ class Module(Hooked):
         return self
 
     def train(self: M, mode: bool = True) -> M:
-        """Switch training behaviour (dropout) on or off."""
+        """Switch training behaviour, such as dropout, on or off."""
         for module in self.modules():
             module.__dict__["training"] = bool(mode)
         return self
@@ -305,12 +305,12 @@ class Module(Hooked):
         return self.to(_core.bfloat16)
 
     def zero_grad(self) -> None:
-        """Drop the gradients of every parameter."""
+        """Drop every parameter's gradient."""
         for p in self.parameters():
             p.grad = None
 
     def materialize(self: M) -> M:
-        """Give deferred parameters memory and their initial values."""
+        """Allocate and initialise deferred parameters."""
         for name, p in self.named_parameters():
             if p.is_deferred and p._unit is None:
                 if p._recipe is None:
@@ -320,7 +320,7 @@ class Module(Hooked):
         return self
 
     def num_parameters(self) -> int:
-        """Count elements of all parameters, tied ones once."""
+        """Count the elements of all parameters, counting tied ones once."""
         return sum(int(np.prod(p.shape)) for p in self.parameters())
 
     # ---- state ----
@@ -331,8 +331,8 @@ class Module(Hooked):
         Returns
         -------
         dict of str to Tensor
-            Parameters in their original dtype, gathered if they are sharded (tied ones under every
-            name), then persistent buffers.
+            Parameters in their original dtype (gathered if sharded, tied ones under every name),
+            then persistent buffers.
         """
         known: dict[int, Tensor] = {}
         state: dict[str, Tensor] = {}
@@ -350,8 +350,7 @@ class Module(Hooked):
         Parameters
         ----------
         state : mapping of str to Tensor or ndarray
-            Full values; dtypes of real numbers are converted. A sharded parameter takes its own
-            rows.
+            Full values of any real dtype. A sharded parameter reads only its own rows.
         strict : bool, default True
             Raise on missing and unexpected names.
 
@@ -393,21 +392,21 @@ class Module(Hooked):
         return missing, unexpected
 
     def _optional_states(self) -> set[str]:
-        """Return the names that a strict load may lack; they keep their values."""
+        """Return the names that may be missing in a strict load; they keep their values."""
         return {
             f"{name}.{each}" if name else each
             for name, module in self.named_modules()
             for each in module._may_lack
         }
 
-    # ---- showing ----
+    # ---- repr ----
 
     def extra_repr(self) -> str:
         """Return the text between the parentheses of repr."""
         return ""
 
     def _shown(self, children: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Return names and texts of the lines for children in repr."""
+        """Return the names and texts of children's lines in repr."""
         return children
 
     def __repr__(self) -> str:
@@ -418,7 +417,7 @@ class Module(Hooked):
 
 
 def _check_kind(what: str, name: str, value: Any, kind: type | None) -> None:
-    """Raise on a value that would remove a registered name from its table, as PyTorch does."""
+    """Raise, as PyTorch does, on a value that would remove a registered name from its table."""
     if value is None or (kind is not None and isinstance(value, kind)):
         return
     wanted = {"parameter": "Parameter", "child module": "Module", "buffer": "Tensor"}[what]
@@ -441,9 +440,9 @@ def _parameters_of(name: str, value: Any) -> list[tuple[str, Parameter]]:
 
 
 def check_sharded(owner: Module, name: str, known: Any, value: Any) -> None:
-    """Raise on changes that enclosing units would not see: parameters removed or added.
+    """Raise if a parameter is added or removed without the knowledge of enclosing units.
 
-    A module added to a module of a unit counts as part of that unit from then on.
+    A module that is added to a unit's module becomes part of that unit.
     """
     kept = _parameters_of(name, value)
     ids = {id(p) for _, p in kept}
@@ -461,7 +460,7 @@ def check_sharded(owner: Module, name: str, known: Any, value: Any) -> None:
 
 
 def mark_inside(modules: Iterable[Module]) -> None:
-    """Mark modules whose parameters a unit has taken, so that none is added to them later."""
+    """Mark modules whose parameters are in a unit, so that none can be added later."""
     for module in modules:
         module.__dict__[INSIDE] = True
 
@@ -478,7 +477,7 @@ def refuse_fresh(owner: Module, named: Iterable[tuple[str, Parameter]]) -> None:
 
 
 def _converted(p: Parameter, target: _core.dtype, made: dict[int, Parameter]) -> Parameter:
-    """Return the parameter in a dtype; a deferred one is created again, once."""
+    """Return the parameter in a dtype; a deferred one is recreated, only once."""
     if p.dtype is target:
         return p
     if p.is_deferred:
@@ -495,7 +494,7 @@ def _converted(p: Parameter, target: _core.dtype, made: dict[int, Parameter]) ->
 
 
 def check_real(values: Mapping[str, Any]) -> None:
-    """Raise on values that would lose an imaginary part, or are not numbers."""
+    """Raise on values that are not numbers, or would lose an imaginary part."""
     dtypes = {n: np.asarray(v).dtype for n, v in values.items() if not isinstance(v, Tensor)}
     known = "bfloat16"  # from ml_dtypes
     wrong = [f"{n}: {d}" for n, d in dtypes.items() if d.kind not in "fiub" and d.name != known]

@@ -1,4 +1,4 @@
-"""Normalisation of groups of channels, and of batches of one rank or all ranks."""
+"""Normalise groups of channels, or batches of one rank or all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class GroupNorm(Module):
     Parameters
     ----------
     num_groups, num_channels : int
-        The first must divide the second.
+        ``num_groups`` must divide ``num_channels``.
     eps : float
     affine : bool
         Whether to have ``weight`` and ``bias`` (num_channels).
@@ -59,11 +59,11 @@ class GroupNorm(Module):
 
 
 class _BatchNorm(Module):
-    """Base class of batch norms: running statistics in buffers, which eval() uses."""
+    """Base class of batch norms; eval() uses running statistics, which are in buffers."""
 
     _dims: tuple[int, ...] = ()
     _over_ranks = False
-    _may_lack = ("num_batches_tracked",)  # states of torch before 0.4.1 have no count
+    _may_lack = ("num_batches_tracked",)  # state dicts of torch before 0.4.1 lack it
 
     def __init__(
         self,
@@ -132,8 +132,8 @@ class BatchNorm1d(_BatchNorm):
 
     Notes
     -----
-    Ranks see different batches, so their running statistics differ, and a checkpoint has rank 0's.
-    :class:`SyncBatchNorm` has the same statistics on all ranks.
+    Ranks see different batches, so their running statistics differ; checkpoints contain rank 0's.
+    :class:`SyncBatchNorm` keeps the same statistics on all ranks.
 
     Examples
     --------
@@ -167,9 +167,9 @@ class SyncBatchNorm(_BatchNorm):
 
     Notes
     -----
-    Forward and backward are collective: two small sums over ranks, then one. Statistics (including
-    running ones) and gradients equal those of a single rank with all batches. The batches may
-    differ in size.
+    Forward and backward are collective: forward makes two small sums over ranks, backward one.
+    Statistics (including running ones) and gradients equal those of a single rank with all
+    batches. Batch sizes may differ.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Parameters, and how those without memory get their initial values."""
+"""Parameters, and deferred initialisation of those without memory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ _deferring = False
 
 
 class deferred_init:
-    """Build modules without memory for their parameters.
+    """Build modules without allocating their parameters.
 
-    Inside the context a new parameter has a shape and a dtype and remembers its initialisation.
-    ``fully_shard`` then initialises on each rank only that rank's rows; ``Module.materialize``
-    initialises a module that is not sharded. The values are the same in both cases, and the same as
-    without the context.
+    Inside the context, a new parameter has a shape and a dtype, and records its initialisation.
+    ``fully_shard`` then initialises only each rank's rows; ``Module.materialize`` initialises an
+    unsharded module. Both produce the values that parameters get without the context.
 
     Examples
     --------
@@ -41,12 +40,12 @@ class deferred_init:
 
 
 def is_deferring() -> bool:
-    """Return whether this is inside :class:`deferred_init`."""
+    """Return whether :class:`deferred_init` is active."""
     return _deferring
 
 
 class Recipe(NamedTuple):
-    """How to draw a parameter's initial values; its row ``zero_row`` is zeros."""
+    """How to draw a parameter's initial values; row ``zero_row`` gets zeros."""
 
     kind: str
     a: float
@@ -81,15 +80,15 @@ class Parameter(Tensor):
     Parameters
     ----------
     data : Tensor or array_like
-        Initial values; a tensor's memory is shared.
+        Initial values; the parameter shares a tensor's memory.
     requires_grad : bool, default True
         Whether the parameter needs gradients.
 
     Notes
     -----
-    Once its module is sharded, ``shape`` stays the full shape, but modules can read the values only
-    inside the unit's forward and backward. ``local`` is this rank's rows, ``grad`` the gradient of
-    those rows; :func:`fsdpc.full_tensor` and :func:`fsdpc.full_grad` gather.
+    After sharding, ``shape`` is still the full shape, but modules can read the values only inside
+    the unit's forward and backward. ``local`` contains this rank's rows, ``grad`` their gradient;
+    :func:`fsdpc.full_tensor` and :func:`fsdpc.full_grad` gather full values.
 
     Examples
     --------
@@ -120,21 +119,21 @@ class Parameter(Tensor):
     def local(self) -> Tensor:
         """This rank's rows in the original dtype (the whole parameter before it is sharded).
 
-        The memory is shared with the engine: the next forward sees what you write here.
+        The engine shares the memory: the next forward sees values that you write here.
         """
         return self if self._unit is None else self._unit.local(self._index)
 
     @local.setter
     def local(self, value: Tensor) -> None:
-        if not _is_same(value, self.local):  # `p.local -= y` ends here; rows are written
+        if not _is_same(value, self.local):  # `p.local -= y` assigns here; rows are written
             raise AttributeError("rows are written in place: p.local.copy_(values)")
 
     @property
     def grad(self) -> Tensor | None:
-        """Gradient of the local rows, averaged over ranks; None if there is none.
+        """The local rows' gradient, averaged over ranks; None if there is none.
 
-        A gradient that you keep after ``zero_grad()`` does not change. If gradients are offloaded
-        or a step was captured (:func:`fsdpc.graph_step`), the next backward overwrites it.
+        A gradient that you keep after ``zero_grad()`` does not change, unless gradients are
+        offloaded or a step was captured (:func:`fsdpc.graph_step`): backward then overwrites it.
         """
         if self._unit is None:
             return Tensor.grad.__get__(self)
@@ -146,7 +145,7 @@ class Parameter(Tensor):
             Tensor.grad.__set__(self, value)
         elif value is None:
             self._unit.zero_grad()
-        elif not _is_same(value, self.grad):  # `p.grad *= y` ends here; it is already written
+        elif not _is_same(value, self.grad):  # `p.grad *= y` assigns here; it is already written
             raise ValueError(
                 "the gradient of a sharded parameter is written by reductions alone; assign None "
                 "to drop its unit's gradients, or write into p.grad in place"
@@ -161,7 +160,7 @@ class Parameter(Tensor):
 
 
 def _is_same(x: Any, own: Tensor | None) -> bool:
-    """Return whether x is the tensor that a property returned, perhaps as another object."""
+    """Return whether x is the tensor that a property returned, perhaps as a new object."""
     if not isinstance(x, Tensor) or own is None:
         return False
     return (x.data_ptr, x.shape, x.dtype) == (own.data_ptr, own.shape, own.dtype)

@@ -1,6 +1,6 @@
 """Attention and the encoder layer, with PyTorch's names, arguments and state.
 
-Masks follow PyTorch's modules: a bool mask says where attention must NOT look, the opposite of
+Masks follow PyTorch's modules: True in a bool mask excludes a key, the opposite of
 :func:`fsdpc.functional.scaled_dot_product_attention`.
 """
 
@@ -24,9 +24,9 @@ class MultiheadAttention(Module):
     Parameters
     ----------
     embed_dim, num_heads : int
-        The second must divide the first.
+        ``num_heads`` must divide ``embed_dim``.
     dropout : float
-        Dropout of the weights in training.
+        Dropout probability of the attention weights during training.
     bias : bool
     batch_first : bool
         (batch, tokens, embed_dim) instead of (tokens, batch, embed_dim).
@@ -34,8 +34,8 @@ class MultiheadAttention(Module):
 
     Notes
     -----
-    ``in_proj_weight`` (3 embed_dim, embed_dim) has the rows of queries, keys and values;
-    ``in_proj_bias`` (3 embed_dim); ``out_proj`` is a :class:`Linear`.
+    ``in_proj_weight`` (3 embed_dim, embed_dim) contains the rows for queries, keys and values;
+    ``in_proj_bias`` has shape (3 embed_dim); ``out_proj`` is a :class:`Linear`.
 
     Examples
     --------
@@ -85,13 +85,13 @@ class MultiheadAttention(Module):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """query (tokens, batch, embed_dim), key and value with their own number of tokens.
+        """query (tokens, batch, embed_dim); key and value may have a different number of tokens.
 
         ``key_padding_mask`` is (batch, key tokens). ``attn_mask`` is (tokens, key tokens), or per
-        batch and head (batch * heads, tokens, key tokens); a bool mask says where not to look, a
-        float mask is added. Returns the result, in query's shape, and the weights (batch, tokens,
-        key tokens), averaged over heads, or None unless they are needed. Without them, masks and
-        dropout, no such matrix is kept.
+        batch and head (batch * heads, tokens, key tokens). A bool mask excludes keys where it is
+        True; a float mask is added. Returns the result, in query's shape, and the weights (batch,
+        tokens, key tokens), averaged over heads, or None unless needed. Without weights, masks and
+        dropout, no such matrix is stored.
         """
         q, k, v = self._projected(query, key, value)
         mask = self._mask(key_padding_mask, attn_mask, q.shape[0])
@@ -125,7 +125,7 @@ class MultiheadAttention(Module):
         return parts
 
     def _mask(self, padding: Tensor | None, attn: Tensor | None, batch: int) -> Tensor | None:
-        """Return both masks as one, broadcastable to (batch, heads, tokens, key tokens)."""
+        """Combine both masks into one, broadcastable to (batch, heads, tokens, key tokens)."""
         if padding is not None:
             padding = padding.reshape(padding.shape[0], 1, 1, padding.shape[1])
         if attn is not None and attn.ndim == 3:
@@ -154,7 +154,7 @@ class TransformerEncoderLayer(Module):
     batch_first : bool
         (batch, tokens, d_model) instead of (tokens, batch, d_model).
     norm_first : bool
-        Normalise before attention and linear layers, not after them.
+        Normalise before, not after, attention and linear layers.
     bias : bool
     dtype : dtype, default float32
 
@@ -211,7 +211,7 @@ class TransformerEncoderLayer(Module):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        """src (tokens, batch, d_model) -> the same shape; masks as in the attention."""
+        """src (tokens, batch, d_model) -> the same shape; masks as in MultiheadAttention."""
 
         def attend(x: Tensor) -> Tensor:
             y, _ = self.self_attn(x, x, x, src_key_padding_mask, False, src_mask, is_causal)
