@@ -2,7 +2,7 @@
 
 Elementwise operations broadcast as in NumPy and promote floats as in PyTorch; products and
 normalisations require equal dtypes. All operations compute in fp32 internally (fp64 for float64)
-and round once to the dtype of the result. No result depends on the number of threads.
+and round once to the result's dtype. No result depends on the number of threads.
 """
 
 from fsdpc._core import (

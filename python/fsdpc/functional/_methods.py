@@ -1,7 +1,7 @@
-"""Operations composed in Python, as methods and operators of Tensor.
+"""Add operations composed in Python to Tensor, as methods and operators.
 
-The extension's table gives Tensor the methods of its own operations. The others are functions of
-this package with the tensor as first argument; they are set on the type once.
+The extension's table defines methods for its own operations. The others are functions of this
+package that accept the tensor as first argument; they are set on the type once.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _contains(self: Tensor, element: Any) -> bool:
 
 
 def install() -> None:
-    """Set the methods on the type."""
+    """Set the methods on the Tensor type."""
     for module, names in METHODS.items():
         for name in names:
             setattr(Tensor, name, getattr(module, name))

@@ -1,4 +1,4 @@
-"""Attention: one kernel, or one per document; composed if a mask needs a gradient."""
+"""Attention: one kernel call, or one per document; composed if a mask needs a gradient."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ def scaled_dot_product_attention(
     q : Tensor
         (batch, heads, tokens, dim), or (batch, tokens, heads, dim) with layout "bthd".
     k, v : Tensor
-        The same with their own number of tokens, and a number of heads that divides q's.
+        The same, but with their own number of tokens, and a number of heads that divides q's.
     causal : bool
-        Query t of Tq sees keys up to t + (Tk - Tq): the last query sees all of them.
+        Query t of Tq attends to keys up to t + (Tk - Tq): the last query attends to all keys.
     scale : float, optional
         1 / sqrt(dim) by default.
     layout : {"bhtd", "bthd"}
-        "bthd" is the layout that projections produce: no transposes are needed.
+        "bthd" is the layout that projections produce, and needs no transposes.
     mask : Tensor, optional
-        Broadcasts to (batch, heads, Tq, Tk) in either layout. A bool mask says where a query sees a
-        key; a float mask is added to the scaled products. A query that sees no key gives zeros.
+        Broadcasts to (batch, heads, Tq, Tk) in either layout. A bool mask is True where a query
+        attends to a key; a float mask is added to the scaled products. Without keys, a query's
+        result is zeros.
 
     Returns
     -------
@@ -46,11 +47,11 @@ def scaled_dot_product_attention(
     Raises
     ------
     ValueError
-        Shapes do not fit.
+        Shapes do not match.
 
     Notes
     -----
-    If a mask requires a gradient, and on GPUs with any mask, (batch, heads, Tq, Tk) products are
+    If a mask requires a gradient, or with any mask on GPUs, (batch, heads, Tq, Tk) products are
     kept for backward, in at least float32.
 
     Source: Vaswani et al. 2017; blocked after Dao et al. 2022.
@@ -91,15 +92,15 @@ def attention_weights(
     Parameters
     ----------
     q, k : Tensor
-        (batch, heads, Tq, dim) and (batch, heads that divide q's, Tk, dim).
+        (batch, heads, Tq, dim) and (batch, a divisor of q's heads, Tk, dim).
     causal, scale, mask
         As for :func:`scaled_dot_product_attention`.
 
     Returns
     -------
     Tensor
-        (batch, heads, Tq, Tk), float32 (float64 for float64). Rows add up to 1, or are zeros if a
-        query sees no key.
+        (batch, heads, Tq, Tk), float32 (float64 for float64). Rows sum to 1, or are zeros if a
+        query has no keys.
 
     Examples
     --------
@@ -145,10 +146,10 @@ def varlen_attention(
     k, v : Tensor
         The same, with a number of heads that divides q's (grouped queries).
     lengths : sequence of int
-        Number of tokens of each document, row by row; the lengths of a row add up to its tokens.
-        :func:`fsdpc.data.document_lengths` finds them.
+        Each document's number of tokens, row by row; lengths in a row sum to its token count.
+        :func:`fsdpc.data.document_lengths` computes them.
     causal : bool
-        A query sees the keys of its document up to its own; with False it sees all of them.
+        A query attends to its document's keys up to its own position; if False, to all of them.
     scale, layout
         As for :func:`scaled_dot_product_attention`.
 
@@ -160,14 +161,14 @@ def varlen_attention(
     Raises
     ------
     ValueError
-        The lengths do not add up to the rows, or shapes do not fit.
+        The lengths do not sum to the row lengths, or shapes do not match.
     RuntimeError
-        Called inside :func:`fsdpc.graph_step`, whose replays would keep the lengths.
+        Called inside :func:`fsdpc.graph_step`, whose replays would reuse the lengths.
 
     Notes
     -----
-    Each document is a call of the fused kernel, without a mask, and work shrinks with the
-    lengths.
+    Each document is one call to the fused kernel, without a mask, so shorter documents take less
+    time.
 
     Source: Dao 2023 (variable lengths), Krell et al. 2021 (packing without cross-contamination).
 
@@ -182,7 +183,7 @@ def varlen_attention(
 
 
 def _to_add(mask: Tensor, q: Tensor) -> Tensor:
-    """Return the mask as numbers in a dtype that the kernel can add to q's products."""
+    """Convert the mask to numbers in a dtype that the kernel can add to q's products."""
     if q.dtype is _core.float64:
         return mask.to(_core.float64)
     halves = (_core.float32, _core.bfloat16, _core.float16)

@@ -1,8 +1,8 @@
-"""Convolutions and pooling over height and width; 1-D ones have a height of one.
+"""Convolutions and pooling over height and width; 1-D inputs have a height of one.
 
-On CPUs they have kernels. On GPUs they are composed: a window of k elements is k strided slices of
-the padded input. Convolutions join these as columns for one matrix product (im2col), so they keep k
-times the input from forward to backward. Pooling compares or adds them.
+CPUs have kernels for them. On GPUs they are composed: a window of k elements is k strided slices of
+the padded input. Convolutions join the slices as columns for one matrix product (im2col), so they
+keep k times the input for backward. Pooling compares or adds the slices.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ def conv2d(
     x : Tensor
         (batch, channels, height, width)
     weight : Tensor
-        (out, channels / groups, kernel height, kernel width), of x's dtype.
+        (out, channels / groups, kernel height, kernel width), in x's dtype.
     bias : Tensor, optional
         (out)
     stride, dilation : int or two ints
-        Step between windows, and between elements of a window.
+        Distance between windows, and between a window's elements.
     padding : int, two ints, "same" or "valid"
-        Zeros on both sides of height and width.
+        Zeros added on both sides of height and width.
     groups : int
-        Number of separate parts that channels and filters are divided into.
+        Number of independent groups that channels and filters are divided into.
 
     Returns
     -------
@@ -55,12 +55,12 @@ def conv2d(
     Raises
     ------
     ValueError
-        Shapes do not fit, or the padded input is smaller than a window.
+        Shapes do not match, or the padded input is smaller than a window.
 
     Notes
     -----
-    Multiplies the weight with windows of x, which are built during the product, one cache-sized
-    block at a time. x is kept for backward; on GPUs kernel height x width copies of it.
+    The weight is multiplied with windows of x, which are built during the product, one cache-sized
+    block at a time. x is kept for backward; on GPUs, kernel height x width copies of x.
 
     Examples
     --------
@@ -140,14 +140,14 @@ def max_pool2d(x: Tensor, kernel: Pair, stride: Pair | None = None, padding: Pai
         (batch, channels, height, width), floats; NaN counts as largest.
     kernel : int or two ints
     stride : int or two ints, optional
-        By default the kernel's size.
+        The kernel's size by default.
     padding : int or two ints
-        Padding elements on both sides, which are never the maximum.
+        Number of padding elements on both sides; these are never the maximum.
 
     Returns
     -------
     Tensor
-        (batch, channels, height, width); the gradient goes to the first of equal elements.
+        (batch, channels, height, width). Among equal elements, the first gets the gradient.
 
     Raises
     ------
@@ -177,7 +177,7 @@ def _max_pool(name: str, x: Tensor, kernel: Pair, stride: Pair | None, padding: 
 
 
 def avg_pool2d(x: Tensor, kernel: Pair, stride: Pair | None = None, padding: Pair = 0) -> Tensor:
-    """Average each window, including zeros of the padding; see :func:`max_pool2d`.
+    """Average each window, including padding zeros; see :func:`max_pool2d`.
 
     Examples
     --------
@@ -216,7 +216,7 @@ def max_pool1d(x: Tensor, kernel: int, stride: int | None = None, padding: int =
 
 
 def avg_pool1d(x: Tensor, kernel: int, stride: int | None = None, padding: int = 0) -> Tensor:
-    """Average each window of (batch, channels, length), including zeros of the padding.
+    """Average each window of (batch, channels, length), including padding zeros.
 
     Examples
     --------
@@ -237,7 +237,7 @@ def _check_rows(name: str, x: Tensor) -> None:
 def _check_convolution(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int
 ) -> None:
-    """Raise an error that names the operation and shows shapes as the caller gave them."""
+    """Check shapes; errors name the operation and show the shapes that the caller passed."""
     ndim = 3 if name == "conv1d" else 4
     if x.ndim != ndim or weight.ndim != ndim:
         raise ValueError(
@@ -256,7 +256,7 @@ def _check_convolution(
 
 
 def pair(value: Pair) -> tuple[int, int]:
-    """Return the values for height and width, from one number or two."""
+    """Return the values for height and width, given one number or two."""
     both = tuple(value) if isinstance(value, Iterable) else (value, value)
     if len(both) != 2:
         raise ValueError(f"{value} for height and width: give one number or two")
@@ -271,7 +271,7 @@ def _sides(
     steps: tuple[int, int],
     spread: tuple[int, int],
 ) -> Sides:
-    """Return the padding for (batch, channels, height, width), after which a window fits."""
+    """Return the padding of (batch, channels, height, width); check that a window fits."""
     reach = [d * (k - 1) for k, d in zip(kernel, spread, strict=True)]
     if isinstance(padding, str):
         if padding not in ("same", "valid") or (padding == "same" and steps != (1, 1)):
@@ -289,7 +289,7 @@ def _sides(
         )
     padded = tuple(n + sum(s) for n, s in zip(x.shape[2:], sides, strict=True))
     if any(n <= r for n, r in zip(padded, reach, strict=True)):
-        shown = slice(1, None) if name.endswith("1d") else slice(None)  # a sequence has height one
+        shown = slice(1, None) if name.endswith("1d") else slice(None)  # a 1-D input has height one
         raise ValueError(
             f"{name}: no window of {tuple(kernel)[shown]} fits the padded input, {padded[shown]}"
         )

@@ -1,4 +1,4 @@
-"""Elementwise selection and logic, composed of the kernels for masks and comparisons."""
+"""Elementwise selection and logic, composed of mask and comparison kernels."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ Operand = Tensor | float | int
 
 
 def where(condition: Any, x: Operand, y: Operand) -> Tensor:
-    """Select elements of x where a condition holds, and of y elsewhere.
+    """Select elements from x where a condition holds, and from y elsewhere.
 
     Parameters
     ----------
     condition : Tensor or array_like
-        Of bool; numbers other than 0 count as true. It gets no gradient.
+        A bool condition; nonzero numbers count as true. It gets no gradient.
     x, y : Tensor or number
-        Broadcast with the condition; promoted as in arithmetic.
+        They broadcast with the condition, and are promoted as in arithmetic.
 
     Returns
     -------
     Tensor
-        Of the broadcast shape. Selected elements keep their bits (a NaN stays a NaN), and no
-        gradient reaches the others, whatever their values.
+        Has the broadcast shape. Selected elements keep their bits (a NaN stays a NaN); the others
+        get no gradient, whatever their values.
 
     Raises
     ------
@@ -35,7 +35,7 @@ def where(condition: Any, x: Operand, y: Operand) -> Tensor:
         Neither x nor y is a tensor, and one of them is not a number.
     ValueError
         Shapes do not broadcast, or the dtype cannot hold a number. A 0-d tensor counts as a number,
-        except on a GPU, which would have to wait for it.
+        except on a GPU, where the host would have to wait.
 
     Examples
     --------
@@ -52,25 +52,25 @@ def where(condition: Any, x: Operand, y: Operand) -> Tensor:
     x, y = _pair(x, y)
     dtype = _core.result_type(x, y)
     x, y = fitted(x, dtype), fitted(y, dtype)
-    inside = "int32" if dtype.itemsize == 1 else dtype  # bytes have no arithmetic
+    inside = "int32" if dtype.itemsize == 1 else dtype  # one-byte dtypes have no arithmetic
     chosen = _core.add(_core.mask(x.to(inside), keep), _core.mask(y.to(inside), keep == 0))
     return chosen.to(dtype)
 
 
 def clamp(x: Tensor, min: Operand | None = None, max: Operand | None = None) -> Tensor:
-    """Clamp elements to [min, max]; gradients pass to unchanged elements.
+    """Clamp elements to [min, max]; only unchanged elements get gradients.
 
     Parameters
     ----------
     x : Tensor
     min, max : Tensor or number, optional
-        Broadcast with x. If min exceeds max, the result is max; if a bound is NaN, the result is
-        NaN, as in PyTorch.
+        They broadcast with x. If min exceeds max, the result is max; if a bound is NaN, the result
+        is NaN, as in PyTorch.
 
     Returns
     -------
     Tensor
-        In x's dtype if bounds are numbers; NaN stays NaN.
+        Has x's dtype if bounds are numbers; NaN stays NaN.
 
     Raises
     ------
@@ -153,7 +153,7 @@ def logical_not(x: Any) -> Tensor:
 
 
 def logical_and(x: Any, y: Any) -> Tensor:
-    """Return a bool tensor: whether both elements are true (not 0), broadcast.
+    """Return a bool tensor: whether both elements are true (not 0); the inputs broadcast.
 
     Examples
     --------
@@ -165,7 +165,7 @@ def logical_and(x: Any, y: Any) -> Tensor:
 
 
 def logical_or(x: Any, y: Any) -> Tensor:
-    """Return a bool tensor: whether at least one element is true (not 0), broadcast.
+    """Return a bool tensor: whether at least one element is true (not 0); the inputs broadcast.
 
     Examples
     --------
@@ -177,7 +177,7 @@ def logical_or(x: Any, y: Any) -> Tensor:
 
 
 def logical_xor(x: Any, y: Any) -> Tensor:
-    """Return a bool tensor: whether exactly one element is true (not 0), broadcast.
+    """Return a bool tensor: whether exactly one element is true (not 0); the inputs broadcast.
 
     Examples
     --------
@@ -189,7 +189,7 @@ def logical_xor(x: Any, y: Any) -> Tensor:
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return 16-bit floats as float32, so that a composed operation rounds once."""
+    """Convert 16-bit floats to float32, so that a composed operation rounds only once."""
     return x.float() if x.dtype.is_floating_point and x.dtype.itemsize == 2 else x
 
 
@@ -209,7 +209,7 @@ def _truth(x: Any) -> Tensor:
 
 
 def _is_zero_beside(value: Any, x: Any) -> bool:
-    """Return whether the value is the number 0 and takes x's dtype, of more than a byte."""
+    """Return whether the value is a 0 that x's dtype, of more than one byte, accepts."""
     if not isinstance(value, (int, float)) or not isinstance(x, Tensor) or x.dtype.itemsize == 1:
         return False
     fits = x.dtype.is_floating_point or isinstance(value, int)
@@ -217,13 +217,13 @@ def _is_zero_beside(value: Any, x: Any) -> bool:
 
 
 def plain_number(value: Any) -> Any:
-    """Return a NumPy number as a Python number, which a dtype has to hold; others unchanged."""
+    """Convert NumPy numbers to Python numbers, which must fit the dtype; others unchanged."""
     is_number = isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0
     return value.item() if is_number else value
 
 
 def fitted(value: Tensor, dtype: _core.dtype) -> Tensor:
-    """Cast a tensor; a 0-d tensor must fit, as a number must, unless it is on a GPU."""
+    """Cast a tensor; a 0-d tensor's value must fit, as for numbers, except on a GPU."""
     if value.dtype is dtype:
         return value
     if value.ndim == 0 and _core.device_name() == "cpu" and not _core.in_dry_run():
@@ -232,7 +232,7 @@ def fitted(value: Tensor, dtype: _core.dtype) -> Tensor:
 
 
 def _pair(x: Operand, y: Operand) -> tuple[Tensor, Tensor]:
-    """Return both as tensors; a number takes the dtype it has in arithmetic with the other."""
+    """Convert both to tensors; numbers get the dtype that arithmetic with the other would use."""
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         return x, y
     if isinstance(x, Tensor):
@@ -245,7 +245,7 @@ def _pair(x: Operand, y: Operand) -> tuple[Tensor, Tensor]:
 
 def _number(value: Any, beside: Tensor) -> Tensor:
     if not isinstance(value, (int, float)):
-        return _core.tensor(value)  # an array, or raises TypeError
+        return _core.tensor(value)  # accepts an array, or raises TypeError
     if beside.dtype is _core.bool_ and not isinstance(value, bool):
         return _core.full((), value, dtype="int64" if isinstance(value, int) else "float32")
     fits = beside.dtype.is_floating_point or isinstance(value, int)

@@ -1,8 +1,8 @@
-"""Elements by index: gather, scatter, sort; and the meaning of ``x[array]``.
+"""Access elements by index: gather, scatter, sort, and ``x[array]``.
 
 Everything is composed of two operations, each the other's gradient: picking rows by ids
-(:func:`embedding`, of any dtype) and adding rows by ids (`_core.scatter_rows`). Sums follow the
-order of the ids, in float32 for 16-bit floats, so results are the same on every run.
+(:func:`embedding`, for any dtype) and adding rows by ids (`_core.scatter_rows`). Sums follow the
+order of the ids, in float32 for 16-bit floats, so results are the same in every run.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ def gather(x: Tensor, dim: int, index: Tensor) -> Tensor:
     Parameters
     ----------
     x : Tensor
-        Of any dtype.
+        Any dtype.
     dim : int
     index : Tensor
-        int32 or int64, with x's number of dimensions; only along dim may it be larger than x.
+        int32 or int64, with x's number of dimensions; it may exceed x's size only along dim.
 
     Returns
     -------
     Tensor
-        In the index's shape.
+        Has the index's shape.
 
     Raises
     ------
     IndexError
         An index is negative or too large, or the dimension does not exist.
     ValueError
-        Shapes do not fit.
+        Shapes do not match.
 
     Examples
     --------
@@ -51,7 +51,7 @@ def gather(x: Tensor, dim: int, index: Tensor) -> Tensor:
 
 
 def scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
-    """Add elements to those that an index names: the counterpart of :func:`gather`.
+    """Add elements of src at the indexed positions: the counterpart of :func:`gather`.
 
     Parameters
     ----------
@@ -59,21 +59,21 @@ def scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
         Floats; not changed.
     dim : int
     index : Tensor
-        int32 or int64; only along dim may it be larger than x.
+        int32 or int64; it may exceed x's size only along dim.
     src : Tensor
-        In x's dtype, at least as large as the index in every dimension.
+        Has x's dtype, and at least the index's size in every dimension.
 
     Returns
     -------
     Tensor
-        A new tensor, in x's shape.
+        A new tensor with x's shape.
 
     Raises
     ------
     IndexError
         An index is negative or too large.
     ValueError
-        Shapes do not fit.
+        Shapes do not match.
 
     Examples
     --------
@@ -97,7 +97,7 @@ def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
     Parameters
     ----------
     x : Tensor
-        Of any dtype.
+        Any dtype.
     dim : int
     index : Tensor
         (n), int32 or int64.
@@ -105,7 +105,7 @@ def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
     Returns
     -------
     Tensor
-        In x's shape, but with n along dim.
+        Has x's shape, but with size n along dim.
 
     Examples
     --------
@@ -125,7 +125,7 @@ def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
 
 
 def take_along(x: Tensor, index: Any) -> Tensor:
-    """Read ``x[index]`` with arrays or masks in the index, as in NumPy; a copy."""
+    """Read ``x[index]`` as a copy, with arrays or masks in the index, as in NumPy."""
     index = _plain(index)
     lead = _reach(x, index)
     rows = np.arange(math.prod(x.shape[:lead]), dtype=np.int64).reshape(x.shape[:lead])
@@ -147,7 +147,7 @@ def put_along(x: Tensor, index: Any, value: Any) -> None:
     rows, dim = math.prod(x.shape[:lead]), math.prod(x.shape[lead:])
     ids = np.asarray(np.arange(rows, dtype=np.int64).reshape(x.shape[:lead])[index])
     if isinstance(value, (int, float)):
-        value = _core.full((), value, dtype=x.dtype)  # or an error that it does not fit
+        value = _core.full((), value, dtype=x.dtype)  # raises if it does not fit
     else:
         value = value if isinstance(value, Tensor) else _core.tensor(value, x.dtype)
         value = fitted(value, x.dtype)
@@ -158,7 +158,7 @@ def put_along(x: Tensor, index: Any, value: Any) -> None:
     given = (given if given.shape == shape else given.expand(*shape)).reshape(ids.size, dim)
     recorded = _core.is_grad_enabled() and (x.requires_grad or given.requires_grad)
     if _core.device_name() == "cpu" and not recorded:
-        x[:0] = 0  # if x is writable, this increments its version
+        x[:0] = 0  # increments x's version, or raises if x is read-only
         if not _core.in_dry_run():  # a dry run has nothing to write
             x.detach().bits().reshape(rows, dim)[ids.reshape(-1)] = given.detach().bits()
         return
@@ -172,7 +172,7 @@ def put_along(x: Tensor, index: Any, value: Any) -> None:
 def argsort(x: Tensor, dim: int = -1, descending: bool = False) -> Tensor:
     """Return the int64 indices that sort a dimension; equal elements keep their order.
 
-    Computed on the host: a GPU waits for it.
+    It is computed on the host, so a GPU has to wait.
 
     Examples
     --------
@@ -187,7 +187,7 @@ def argsort(x: Tensor, dim: int = -1, descending: bool = False) -> Tensor:
     keys = _keys(array, axis, descending)
     if keys is not None:
         found = np.sort(keys, axis=axis) & _PLACES
-    elif descending:  # stable: sort the reversed row, and read it backwards
+    elif descending:  # stable: sort the reversed row and read it backwards
         found = np.argsort(np.flip(array, axis), axis=axis, kind="stable")
         found = np.flip(array.shape[axis] - 1 - found, axis)
     else:
@@ -207,7 +207,7 @@ def sort(x: Tensor, dim: int = -1, descending: bool = False) -> tuple[Tensor, Te
     Returns
     -------
     values, indices : Tensor
-        In x's shape; indices are int64.
+        Have x's shape; indices are int64.
 
     Examples
     --------
@@ -234,7 +234,7 @@ def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True) -> tuple[Tensor
     Returns
     -------
     values, indices : Tensor
-        k along dim; indices are int64.
+        Have size k along dim; indices are int64.
 
     Raises
     ------
@@ -250,7 +250,7 @@ def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True) -> tuple[Tensor
     """
     axis = dimension("topk", x, dim, 1)
     if x.ndim == 0:
-        if k not in (0, 1):  # torch also returns it for 0
+        if k not in (0, 1):  # torch also returns it for k = 0
             raise ValueError(f"topk: k is {k} for a tensor without dimensions")
         return x, argsort(x)
     if not 0 <= k <= x.shape[axis]:
@@ -264,7 +264,7 @@ def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True) -> tuple[Tensor
 
 
 def nonzero(x: Tensor) -> Tensor:
-    """Return (count, ndim) int64 indices of the elements that are not 0; waits for a GPU.
+    """Return (count, ndim) int64 indices of nonzero elements; waits for a GPU.
 
     Examples
     --------
@@ -276,10 +276,10 @@ def nonzero(x: Tensor) -> Tensor:
 
 
 def masked_fill(x: Tensor, mask: Any, value: float | Tensor) -> Tensor:
-    """Return x with a number where the mask (broadcast) is true; there x gets no gradient.
+    """Return x with a number where the (broadcast) mask is true; there, x gets no gradient.
 
-    The number may be a 0-d tensor, which gets a gradient. The result has x's dtype. ValueError if
-    that cannot hold the number.
+    The number may be a 0-d tensor, which gets a gradient. The result has x's dtype; raises
+    ValueError if the number does not fit it.
 
     Examples
     --------
@@ -313,7 +313,7 @@ def masked_select(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def count(n: int) -> Tensor:
-    """Return 0, 1, ... n - 1, int64; on a GPU created there, so a captured step may call it."""
+    """Return 0, 1, ... n - 1 as int64, created on the current device, as captured steps require."""
     if _core.device_name() == "cpu":
         return _core.arange(n)
     row = _core.zeros(min(n, 1), dtype="int64")
@@ -323,14 +323,14 @@ def count(n: int) -> Tensor:
 
 
 def host(x: Tensor) -> np.ndarray[Any, Any]:
-    """Return the values as an array that NumPy can order; waits for a GPU."""
+    """Return the values as an array that NumPy can sort; waits for a GPU."""
     return np.asarray(wide(x.detach()).numpy())
 
 
 def dimension(name: str, x: Tensor, dim: int, least: int = 0) -> int:
     """Return a dimension counted from the first; IndexError if it does not exist.
 
-    With ``least`` 1, a 0-d tensor counts as one with one dimension, as in PyTorch.
+    With ``least`` 1, a 0-d tensor counts as one-dimensional, as in PyTorch.
     """
     count = max(x.ndim, least)
     if not -count <= dim < count:
@@ -342,19 +342,19 @@ def _rows(ids: Tensor, table: Tensor) -> Tensor:
     return _core.embedding(ids, table)
 
 
-#: The bits of a sort key that hold the index along the dimension.
+#: The bits of a sort key that contain the index along the dimension.
 _PLACES = 0xFFFFFFFF
 
 
 def _keys(array: np.ndarray[Any, Any], axis: int, descending: bool) -> Any:
-    """Return integers in the order of the elements, with the index in the last 32 bits.
+    """Return integers that sort like the elements, with the index in the low 32 bits.
 
-    None for dtypes whose elements need more than 32 bits. Sorting these integers is several times
-    faster than a stable sort of the elements.
+    Returns None for dtypes whose elements need more than 32 bits. Sorting these integers is several
+    times faster than a stable sort of the elements.
     """
     if array.dtype == np.float32:
         bits = (array + np.float32(0)).view(np.int32)  # -0 becomes 0
-        keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # flips the bits of negative numbers but the sign
+        keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # flips negative numbers' bits except the sign
         keys[np.isnan(array)] = 0x7FFFFFFF
     elif array.dtype.itemsize <= 4 and array.dtype.kind in "iub":
         keys = array.astype(np.int32)
@@ -373,7 +373,7 @@ def _first_places(array: np.ndarray[Any, Any], k: int, axis: int, descending: bo
         at = array.shape[axis] - k if descending else k - 1
         last = np.partition(array, at, axis=axis)[..., at : at + 1]
         chosen = ~(array < last) if descending else array <= last
-        if (np.count_nonzero(chosen, axis=-1) == k).all():  # no ties with the last one, no NaNs
+        if (np.count_nonzero(chosen, axis=-1) == k).all():  # no ties with the last, no NaNs
             places = np.flatnonzero(chosen) % array.shape[axis]
             places = places.reshape(*array.shape[:-1], k)
             keys = _keys(np.take_along_axis(array, places, axis), axis, descending)
@@ -385,9 +385,9 @@ def _first_places(array: np.ndarray[Any, Any], k: int, axis: int, descending: bo
 
 
 def _linear(name: str, x: Tensor, dim: int, index: Tensor) -> Tensor:
-    """Return positions in memory of the elements that an index names.
+    """Return the memory positions of the elements that an index selects.
 
-    IndexError if one is out of range; on a GPU it becomes -1, which fails there.
+    Raises IndexError if one is out of range; on a GPU it becomes -1, which fails there.
     """
     axis = dimension(name, x, dim, 1)
     fits = index.ndim == x.ndim and all(
@@ -400,7 +400,7 @@ def _linear(name: str, x: Tensor, dim: int, index: Tensor) -> Tensor:
         )
     if x.ndim == 0:
         return _linear(name, x.reshape(1), 0, index.reshape(1))
-    if _core.in_dry_run():  # memory has no contents there
+    if _core.in_dry_run():  # memory has no contents in a dry run
         return _core.empty(index.shape, dtype="int64")
     if _core.device_name() == "cpu":
         found = _core.element_places(index, x.shape, axis)
@@ -418,12 +418,12 @@ def _linear(name: str, x: Tensor, dim: int, index: Tensor) -> Tensor:
         if d != axis and strides[d]:
             row = count(n) * strides[d]
             places = places + row.reshape([-1 if e == d else 1 for e in range(x.ndim)])
-    inside = (index >= 0) == (index < x.shape[axis])  # an index fails at most one of them
+    inside = (index >= 0) == (index < x.shape[axis])  # an index violates at most one bound
     return where(inside, places, -1)
 
 
 def _plain(index: Any) -> Any:
-    """Return the index with arrays instead of tensors and lists."""
+    """Return the index with tensors and lists replaced by arrays."""
     items = index if isinstance(index, tuple) else (index,)
     plain = []
     for item in items:
@@ -440,7 +440,7 @@ def _plain(index: Any) -> Any:
 
 
 def _reach(x: Tensor, index: tuple[Any, ...]) -> int:
-    """Return how many leading dimensions the index uses; later ones stay whole."""
+    """Return how many leading dimensions the index uses; the others stay whole."""
     named = sum(
         0 if item is None or item is Ellipsis
         else item.ndim if isinstance(item, np.ndarray) and item.dtype == np.bool_

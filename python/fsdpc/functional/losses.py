@@ -1,4 +1,4 @@
-"""Losses. Their results are float32 (float64 for float64), since they sum many small numbers.
+"""Losses. Results are float32 (float64 for float64), because they sum many small numbers.
 
 ``reduction`` is "mean", "sum" or "none", as in PyTorch. Classes are the last dimension.
 """
@@ -26,32 +26,32 @@ def cross_entropy(
     logits : Tensor
         (..., classes)
     targets : Tensor
-        (...), int32 or int64; or the probability of every class, (..., classes), of floats.
+        (...), int32 or int64; or the probability of every class, (..., classes), as floats.
     ignore_index : int
         Rows with this target are ignored.
     reduction : {"mean", "sum", "none"}
-        The mean is weighted: over rows that count, by the weights of their targets.
+        The mean covers only rows that are not ignored, weighted by their targets' weights.
     weight : Tensor, optional
-        (classes), of floats.
+        (classes), floats.
     label_smoothing : float
-        In [0, 1): this fraction of the target is spread over all classes.
+        This fraction of the target, in [0, 1), is spread over all classes.
 
     Returns
     -------
     Tensor
-        A scalar of fp32 for any logits, or (...) with "none". The mean is NaN if all rows are
-        ignored.
+        A float32 scalar for logits of any dtype, or (...) with "none". The mean is NaN if all rows
+        are ignored.
 
     Raises
     ------
     IndexError
         A target is neither a class nor ``ignore_index``.
     ValueError
-        Shapes do not fit, or an option is out of range.
+        Shapes do not match, or an option is out of range.
 
     Notes
     -----
-    Class ids with default options use one kernel; everything else is composed of
+    Class ids with default options use a single kernel; everything else is composed of
     :func:`log_softmax` and :func:`nll_loss`.
 
     Source: Szegedy et al. 2016 (label smoothing).
@@ -163,7 +163,7 @@ def l1_loss(x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
 
 
 def smooth_l1_loss(x: Tensor, target: Tensor, reduction: str = "mean", beta: float = 1.0) -> Tensor:
-    """Average a difference that is squared below ``beta`` and absolute above (Girshick 2015).
+    """Average differences, squared below ``beta`` and absolute above it (Girshick 2015).
 
     Examples
     --------
@@ -193,14 +193,14 @@ def binary_cross_entropy_with_logits(
     target : Tensor
         Probabilities, in x's shape.
     weight, pos_weight : Tensor, optional
-        Factors of each loss, and of its positive part; broadcast.
+        Factors for each loss and for its positive part; they broadcast.
     reduction : {"mean", "sum", "none"}
         The mean divides by the number of elements.
 
     Returns
     -------
     Tensor
-        A scalar, or x's shape with "none"; no logit overflows.
+        A scalar, or x's shape with "none". Large logits do not overflow.
 
     Examples
     --------
@@ -238,7 +238,7 @@ def kl_div(
     Returns
     -------
     Tensor
-        A scalar, or the terms with "none"; terms with a target of 0 are 0.
+        A scalar, or the terms with "none". Terms are 0 where the target is 0.
 
     Examples
     --------
@@ -271,7 +271,7 @@ def _reduced(loss: Tensor, reduction: str) -> Tensor:
 def _counted(
     targets: Tensor, ignore_index: int, weight: Tensor | None, dtype: _core.dtype
 ) -> Tensor:
-    """Return the number of rows that count, or the sum of their targets' weights."""
+    """Return the number of rows that are not ignored, or the sum of their targets' weights."""
     counts = targets != ignore_index
     if weight is None:
         return counts.sum().to(dtype)
@@ -283,7 +283,7 @@ def _counted(
 def _of_probabilities(
     log_p: Tensor, target: Tensor, reduction: str, weight: Tensor | None, smoothing: float
 ) -> Tensor:
-    """Compute the cross entropy of whole distributions; the mean is over rows, as in PyTorch."""
+    """Compute the cross entropy of distributions; the mean is over rows, as in PyTorch."""
     if log_p.shape != target.shape:
         raise ValueError(f"cross_entropy: logits {log_p.shape} and targets {target.shape}")
     if smoothing:

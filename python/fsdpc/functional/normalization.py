@@ -1,7 +1,7 @@
-"""Normalisation of groups and of batches, also over ranks.
+"""Group and batch normalisation, also over ranks.
 
-Passes over x are kernels on rows, one row for each channel of each batch: moments, an affine map,
-and sums of gradients. The results in between are small tensors, which other operations combine.
+Passes over x are kernels on rows, one row per channel and batch: moments, an affine map, and sums
+of gradients. Intermediate results are small tensors, which other operations combine.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def group_norm(
     x : Tensor
         (batch, channels, ...)
     groups : int
-        Must divide the channels.
+        Must divide the number of channels.
     weight, bias : Tensor, optional
-        (channels), of x's dtype.
+        (channels), in x's dtype.
     eps : float
         Added to the variance.
 
     Raises
     ------
     ValueError
-        The groups do not divide the channels.
+        ``groups`` does not divide the number of channels.
 
     Source: Wu & He 2018.
 
@@ -74,8 +74,8 @@ def batch_norm(
     x : Tensor
         (batch, channels, ...)
     statistics : two Tensors, optional
-        Mean and variance (channels), such as the result of :func:`batch_statistics`; by default the
-        batch's own.
+        Mean and variance (channels), such as the result of :func:`batch_statistics`; the batch's
+        own by default.
     weight, bias : Tensor, optional
         (channels)
     eps : float
@@ -108,10 +108,10 @@ def batch_norm(
 def counted_batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, over_ranks: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute :func:`batch_norm` with the batch's own statistics, and return those.
+    """Compute :func:`batch_norm` with the batch's own statistics, and also return those.
 
-    The statistics are mean and variance, without gradients, and the number of elements per channel
-    (1). Over all ranks' batches, forward makes two small sums over ranks, backward one.
+    The statistics are mean and variance, without gradients, and the number of elements per channel,
+    of shape (1). With ``over_ranks``, forward makes two small sums over ranks, backward one.
     """
     _check_batch(x, over_ranks)
     if not over_ranks and math.prod(x.shape) == x.shape[1]:
@@ -126,14 +126,14 @@ def counted_batch_norm(
 
 
 def batch_statistics(x: Tensor, over_ranks: bool = False) -> tuple[Tensor, Tensor]:
-    """Compute mean and biased variance of each channel over batch and positions.
+    """Compute each channel's mean and biased variance over batch and positions.
 
     Parameters
     ----------
     x : Tensor
         (batch, channels, ...), with at least one element per channel.
     over_ranks : bool
-        Over all ranks' batches, which may differ in size; collective in forward and backward.
+        Include all ranks' batches, which may differ in size; collective in forward and backward.
 
     Returns
     -------
@@ -168,7 +168,7 @@ def batch_statistics(x: Tensor, over_ranks: bool = False) -> tuple[Tensor, Tenso
 def sum_over_ranks(x: Tensor) -> Tensor:
     """Sum a tensor over all ranks; backward sums the gradients. Both are collective.
 
-    On a single rank, before :func:`fsdpc.init` or in a dry run, the result is x.
+    With a single rank, before :func:`fsdpc.init`, or in a dry run, the result is x.
 
     Examples
     --------
@@ -185,34 +185,34 @@ def sum_over_ranks(x: Tensor) -> Tensor:
 
 
 class _Sets(NamedTuple):
-    """Rows, one for each channel of each batch, and which of them share a mean and variance."""
+    """Rows, one per channel and batch, and which of them share a mean and variance."""
 
     shape: tuple[int, int, int]  # batch, groups, channels per group
-    dim: int  # dimension of the shape along which rows share; 0 or 2
-    over_ranks: bool = False  # together with those of all ranks
+    dim: int  # dimension of the shape whose rows share statistics; 0 or 2
+    over_ranks: bool = False  # share them with all ranks
 
     @property
     def rows(self) -> int:
         return math.prod(self.shape)
 
     def values(self, t: Tensor) -> Tensor:
-        """Return values of sets or of channels as values of rows, which may repeat."""
+        """Expand values per set or channel to values per row."""
         return t if self.dim == 0 else t.expand(self.shape)
 
     def of_channels(self, t: Tensor, dtype: Any) -> Tensor:
-        """Return values of channels, to be broadcast with those of sets."""
+        """Return per-channel values in a shape that broadcasts with per-set values."""
         return t.to(dtype).reshape(1, *self.shape[1:])
 
     def total(self, t: Tensor) -> Tensor:
-        """Sum the values that rows of all ranks have for their set: (..., *shape)."""
+        """Sum per-row values over each set, on all ranks: (..., *shape)."""
         total = t.sum(t.ndim - 3 + self.dim, True)
         return sum_over_ranks(total) if self.over_ranks else total
 
 
 def _moments(x: Tensor, sets: _Sets) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean and variance of each set, and the number of its elements."""
+    """Return each set's mean, variance and number of elements."""
     batch, groups, channels = sets.shape
-    length = channels * math.prod(x.shape[2:])  # of a batch's part of a set, which is dense
+    length = channels * math.prod(x.shape[2:])  # of a batch's part of a set, which is contiguous
     own = _core.row_moments(x, batch * groups).reshape(2, batch, groups, 1)
     means, squares = own[0], own[1]
     if sets.dim != 0:
@@ -220,7 +220,7 @@ def _moments(x: Tensor, sets: _Sets) -> tuple[Tensor, Tensor, Tensor]:
         return means, squares / count, count
     count = _core.full((1,), batch * length, dtype=means.dtype)
     total = means.sum(0, True) * length  # combine parts by the formula of Chan et al. 1979
-    if sets.over_ranks:  # one collective for both
+    if sets.over_ranks:  # one collective for both sums
         both = sum_over_ranks(_core.concat([total.reshape(-1), count]))
         total, count = both[:-1].reshape(total.shape), both[-1:]
     mean = total / count
@@ -233,8 +233,8 @@ def _normalized(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalise sets, scale and shift channels; mean, variance and count have no gradient.
 
-    Take the sums over a row of dy and of ``dy * (x - mean)``, times scale, which is the channel's
-    weight divided by the deviation. With m and n, their means over all rows of a set::
+    Let scale be a channel's weight divided by the deviation. Backward sums ``dy`` and
+    ``dy * (x - mean)`` over each row, times scale. With m and n, their means over a set::
 
         dx = dy * scale - m - (x - mean) / variance * n
     """
@@ -284,7 +284,7 @@ def _mapped(x: Tensor, mean: Tensor, scale: Tensor, bias: Tensor | None) -> Tens
 
 
 def _check_of(*kept: Tensor) -> Callable[[], None]:
-    """Return a function that raises RuntimeError if a tensor was since written in place."""
+    """Return a function that raises RuntimeError if a tensor has been written in place since."""
     versions = [t._version for t in kept]
 
     def check() -> None:
@@ -307,10 +307,10 @@ def _is_single(x: Tensor) -> bool:
 
 
 def _long_rows(x: Tensor) -> Tensor:
-    """Return x, or (1, channels, batch) if rows would have one element."""
+    """Return x, reshaped to (1, channels, batch) if rows would have only one element."""
     return x.transpose(0, 1).reshape(1, *x.shape[1::-1]) if _is_single(x) else x
 
 
 def _short_rows(y: Tensor, x: Tensor) -> Tensor:
-    """Undo :func:`_long_rows` of x."""
+    """Invert :func:`_long_rows` for a result with x's shape."""
     return y.reshape(*x.shape[1::-1]).transpose(0, 1).reshape(x.shape) if _is_single(x) else y

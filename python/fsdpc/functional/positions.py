@@ -1,4 +1,4 @@
-"""Positions of tokens for rotary embeddings."""
+"""Token positions for rotary embeddings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fsdpc._core import Tensor
 
 
 def rotary_tables(tokens: int, dim: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """Compute the cosines and sines for :func:`rotary`, (tokens, dim/2) in fp32.
+    """Compute the cosines and sines for :func:`rotary`: (tokens, dim/2), float32.
 
     Examples
     --------
@@ -19,7 +19,7 @@ def rotary_tables(tokens: int, dim: int, base: float = 10000.0) -> tuple[Tensor,
     ((8, 2), (8, 2))
     """
     frequencies = base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
-    # e^i(a+b) = e^ia e^ib: products replace most cosines and sines, in float64 like those.
+    # e^i(a+b) = e^ia e^ib: float64 products replace most cosines and sines.
     near, far = np.arange(64)[:, None], np.arange(0, tokens, 64)[:, None, None]
     turns = np.exp(1j * far * frequencies) * np.exp(1j * near * frequencies)
     turns = turns.reshape(64 * len(far), len(frequencies))[:tokens]

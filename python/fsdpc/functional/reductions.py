@@ -1,7 +1,7 @@
-"""Reductions beyond sum and mean, and cumulative sums.
+"""Reductions other than sum and mean, and cumulative sums.
 
-The host finds extrema (a GPU waits for it) and :func:`gather` picks them, so their gradient goes to
-the one element that was picked, the first of equals. Everything else is composed of sums. 16-bit
+The host finds extrema (a GPU has to wait) and :func:`gather` picks them, so only the picked
+element, the first of equal ones, gets a gradient. Everything else is composed of sums. 16-bit
 floats are computed in float32 and rounded once.
 """
 
@@ -42,16 +42,16 @@ def max(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
     Parameters
     ----------
     x : Tensor
-        Of any dtype; NaN counts as largest.
+        Any dtype; NaN counts as largest.
     dim : int, optional
-        The dimension to reduce; by default all elements.
+        The dimension to reduce; all elements by default.
     keepdim : bool
         Whether to keep the dimension, with size 1.
 
     Returns
     -------
     Tensor or ValuesIndices
-        A scalar without `dim`; otherwise values and int64 indices, of the first of equal elements.
+        A scalar without `dim`; otherwise values and int64 indices, the first among equal elements.
 
     Raises
     ------
@@ -118,14 +118,14 @@ def argmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     ----------
     x : Tensor
     dim : int, optional
-        The dimension to search; by default all elements as one row.
+        The dimension to search; by default, all elements as one row.
     keepdim : bool
         Whether to keep the dimension, with size 1.
 
     Returns
     -------
     Tensor
-        int64; the first of equal elements, NaN before all others.
+        int64 indices: of a NaN if there is one, and of the first among equal elements.
 
     Raises
     ------
@@ -154,7 +154,7 @@ def argmin(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
 
 
 def any(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """Return, as bool, whether any element is true (not 0), over some or all dimensions.
+    """Return whether any element is true (not 0), as bool, over some or all dimensions.
 
     Examples
     --------
@@ -162,11 +162,11 @@ def any(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     >>> F.any(tensor([[0, 0], [2, 0]]), dim=1).tolist()
     [False, True]
     """
-    return _core.sum((x != 0).float(), dim, keepdim) > 0  # a sum of ones is never rounded to 0
+    return _core.sum((x != 0).float(), dim, keepdim) > 0  # a sum of ones never rounds to 0
 
 
 def all(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """Return, as bool, whether every element is true (not 0), over some or all dimensions.
+    """Return whether every element is true (not 0), as bool, over some or all dimensions.
 
     Examples
     --------
@@ -186,14 +186,14 @@ def var(x: Tensor, dim: Dims = None, correction: float = 1, keepdim: bool = Fals
         Floats.
     dim : int or sequence of int, optional
     correction : float
-        Subtracted from the number of elements (1: unbiased). If nothing remains, the result is NaN,
-        or inf if elements differ, as in PyTorch.
+        Subtracted from the number of elements (1: unbiased). If the difference is not positive, the
+        result is NaN, or inf if elements differ, as in PyTorch.
     keepdim : bool
 
     Returns
     -------
     Tensor
-        In x's dtype.
+        Has x's dtype.
 
     Examples
     --------
@@ -209,7 +209,7 @@ def var(x: Tensor, dim: Dims = None, correction: float = 1, keepdim: bool = Fals
 
 
 def std(x: Tensor, dim: Dims = None, correction: float = 1, keepdim: bool = False) -> Tensor:
-    """Compute the standard deviation, the root of :func:`var`; its gradient at 0 is 0.
+    """Compute the standard deviation, the square root of :func:`var`; its gradient at 0 is 0.
 
     Examples
     --------
@@ -228,14 +228,14 @@ def norm(x: Tensor, p: float = 2, dim: Dims = None, keepdim: bool = False) -> Te
     x : Tensor
         Floats.
     p : float
-        Positive; inf takes the largest magnitude.
+        Positive; with inf, the norm is the largest magnitude.
     dim : int or sequence of int, optional
     keepdim : bool
 
     Returns
     -------
     Tensor
-        In x's dtype. If the norm is 0, so is its gradient.
+        Has x's dtype. If the norm is 0, so is its gradient.
 
     Raises
     ------
@@ -267,13 +267,13 @@ def cumsum(x: Tensor, dim: int) -> Tensor:
     Parameters
     ----------
     x : Tensor
-        Floats; or integers and bool, whose sums are int64.
+        Floats, or integers and bool, whose sums are int64.
     dim : int
 
     Returns
     -------
     Tensor
-        In x's shape; floats are added in float64 and rounded once, integers wrap.
+        Has x's shape. Floats are added in float64 and rounded once; integers wrap.
 
     Examples
     --------
@@ -287,7 +287,7 @@ def cumsum(x: Tensor, dim: int) -> Tensor:
 def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     """Compute the logarithm of the sum of exponentials along a dimension, without overflow.
 
-    The result is -inf if all elements are, or if there are none.
+    The result is -inf if all elements are -inf or the dimension is empty.
 
     Examples
     --------
@@ -299,8 +299,8 @@ def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
 
 
 def _root(total: Tensor, p: float) -> Tensor:
-    """Take the p-th root; its gradient at 0 is 0."""
-    positive = where(total == 0, 1.0, total)  # its slope is finite
+    """Compute the p-th root; its gradient at 0 is 0."""
+    positive = where(total == 0, 1.0, total)  # the root's slope is finite there
     root = _core.sqrt(positive) if p == 2 else _core.pow(positive, 1 / p)
     return where(total == 0, 0.0, root)
 

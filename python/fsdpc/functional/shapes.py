@@ -1,4 +1,4 @@
-"""Split, join, pad, reorder and repeat tensors; products of two with any indices."""
+"""Split, join, pad, reorder and repeat tensors, and multiply two by named indices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdpc.functional.indexing import count, dimension, index_select
 
 
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Join tensors of one dtype along a dimension; PyTorch's name for :func:`concat`.
+    """Join tensors of one dtype along a dimension; this is PyTorch's name for :func:`concat`.
 
     Examples
     --------
@@ -40,7 +40,7 @@ def split(x: Tensor, sizes: int | Sequence[int], dim: int = 0) -> list[Tensor]:
     Raises
     ------
     ValueError
-        The sizes do not add up to the dimension's size, or one is negative.
+        The sizes do not sum to the dimension's size, or one is negative.
 
     Examples
     --------
@@ -71,9 +71,9 @@ def split(x: Tensor, sizes: int | Sequence[int], dim: int = 0) -> list[Tensor]:
 
 
 def chunk(x: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
-    """Split a tensor into at most ``chunks`` parts of one size; the last may be smaller.
+    """Split a tensor into at most ``chunks`` equal parts; the last may be smaller.
 
-    An empty dimension gives ``chunks`` empty parts.
+    An empty dimension is split into ``chunks`` empty parts.
 
     Raises
     ------
@@ -100,8 +100,8 @@ def pad(x: Tensor, widths: Sequence[int], mode: str = "constant", value: float =
     ----------
     x : Tensor
     widths : sequence of int
-        Elements before and after the last dimension, then the one before it, and so on, as in
-        PyTorch; negative numbers remove elements.
+        Number of elements to add before and after the last dimension, then the second last, and so
+        on, as in PyTorch; negative numbers remove elements.
     mode : {"constant", "reflect", "replicate"}
         What to add: a value, the elements mirrored at the edges, or copies of the edges.
     value : float
@@ -155,7 +155,7 @@ def _pad_one(x: Tensor, axis: int, before: int, after: int, mode: str, value: fl
 
 
 def flip(x: Tensor, dims: int | Sequence[int]) -> Tensor:
-    """Reverse the order of elements along dimensions; a copy.
+    """Return a copy with the elements along dimensions in reverse order.
 
     Examples
     --------
@@ -167,7 +167,7 @@ def flip(x: Tensor, dims: int | Sequence[int]) -> Tensor:
 
 
 def roll(x: Tensor, shift: int, dim: int) -> Tensor:
-    """Shift elements along a dimension; those at its end move to its beginning.
+    """Shift elements along a dimension; elements beyond its end wrap around to the beginning.
 
     Examples
     --------
@@ -179,13 +179,13 @@ def roll(x: Tensor, shift: int, dim: int) -> Tensor:
 
 
 def repeat(x: Tensor, *counts: int | Sequence[int]) -> Tensor:
-    """Tile a tensor.
+    """Repeat a whole tensor along its dimensions.
 
     Parameters
     ----------
     x : Tensor
     counts : int or sequence of int
-        Copies along each dimension, at least as many numbers as x has; new dimensions come first.
+        Number of copies along each dimension; extra counts add dimensions in front.
 
     Raises
     ------
@@ -203,7 +203,7 @@ def repeat(x: Tensor, *counts: int | Sequence[int]) -> Tensor:
     if len(each) < x.ndim or any(n < 0 for n in each):
         raise ValueError(f"repeat: counts {each} for a tensor of {x.ndim} dimensions")
     shape = [1] * (len(each) - x.ndim) + list(x.shape)
-    for dim in range(len(each)):  # one at a time, to need no more dimensions
+    for dim in range(len(each)):  # one at a time, to avoid extra dimensions
         if each[dim] != 1:
             rest = math.prod(shape[dim:])
             rows = x.reshape(math.prod(shape[:dim]), 1, rest)
@@ -213,7 +213,7 @@ def repeat(x: Tensor, *counts: int | Sequence[int]) -> Tensor:
 
 
 def repeat_interleave(x: Tensor, repeats: int, dim: int) -> Tensor:
-    """Repeat each element along a dimension, with its copies next to it.
+    """Repeat each element along a dimension, keeping copies adjacent.
 
     Examples
     --------
@@ -245,7 +245,7 @@ def outer(a: Tensor, b: Tensor) -> Tensor:
 
 
 def tril(x: Tensor, diagonal: int = 0) -> Tensor:
-    """Keep the lower triangle of (..., rows, cols), up to a diagonal; zeros elsewhere.
+    """Keep the lower triangle of (..., rows, cols), up to a diagonal; set the remainder to 0.
 
     Examples
     --------
@@ -254,11 +254,11 @@ def tril(x: Tensor, diagonal: int = 0) -> Tensor:
     [[1, 0], [3, 4]]
     """
     rows, cols = _matrix("tril", x)
-    return where(lower(rows, cols, diagonal), x, False)  # a zero of every dtype
+    return where(lower(rows, cols, diagonal), x, False)  # False is 0 in every dtype
 
 
 def triu(x: Tensor, diagonal: int = 0) -> Tensor:
-    """Keep the upper triangle of (..., rows, cols), from a diagonal on; zeros elsewhere.
+    """Keep the upper triangle of (..., rows, cols), from a diagonal on; set the remainder to 0.
 
     Examples
     --------
@@ -271,7 +271,7 @@ def triu(x: Tensor, diagonal: int = 0) -> Tensor:
 
 
 def lower(rows: int, cols: int, diagonal: int = 0) -> Tensor:
-    """Return (rows, cols) of bool: whether the column is at most row + diagonal."""
+    """Return a (rows, cols) bool tensor: whether the column is at most row + diagonal."""
     return count(cols) <= count(rows).reshape(-1, 1) + diagonal
 
 
@@ -282,14 +282,14 @@ def _matrix(name: str, x: Tensor) -> tuple[int, int]:
 
 
 def one_hot(ids: Tensor, num_classes: int) -> Tensor:
-    """Compare ids with every class: (...) -> (..., num_classes) of int64, 0 or 1.
+    """Encode class ids as int64 vectors of 0 and 1: (...) -> (..., num_classes).
 
-    On a GPU, which would have to wait, ids are not checked: an invalid id gives zeros.
+    On a GPU, ids are not checked, to avoid waiting: an invalid id gives zeros.
 
     Raises
     ------
     IndexError
-        An id is negative, or not below num_classes.
+        An id is negative, or at least num_classes.
     TypeError
         Ids are floats.
 
@@ -310,16 +310,16 @@ def one_hot(ids: Tensor, num_classes: int) -> Tensor:
 
 
 def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
-    """Multiply two tensors and sum over named indices, as one (batched) matrix product.
+    """Multiply two tensors and sum over named indices, in one (batched) matrix product.
 
     Parameters
     ----------
     equation : str
-        Letters for the dimensions of both, and of the result: ``"bij,bjk->bik"``. Without an arrow
-        the result has the letters that occur once, in alphabetical order. Each operand has each
-        letter once. ``...`` are the dimensions without a letter: ``"...ij,jk->...ik"``.
+        Letters for the dimensions of both, and of the result: ``"bij,bjk->bik"``. Without an arrow,
+        the result has the letters that occur once, in alphabetical order. An operand cannot repeat
+        a letter. ``...`` means the dimensions without a letter: ``"...ij,jk->...ik"``.
     a, b : Tensor
-        Of one dtype. Dimensions of size 1 broadcast.
+        Both have the same dtype. Dimensions of size 1 broadcast.
 
     Returns
     -------
@@ -328,7 +328,7 @@ def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
     Raises
     ------
     ValueError
-        The equation does not fit the shapes.
+        The equation does not match the shapes.
 
     Examples
     --------
@@ -359,7 +359,7 @@ def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _parse(equation: str, a: Tensor, b: Tensor) -> tuple[str, str, str]:
-    """Return a letter for each dimension of both and of the result; digits stand for "..."."""
+    """Return a letter for each dimension of a, b and the result; digits replace "..."."""
     operands, arrow, out = equation.replace(" ", "").partition("->")
     left, comma, right = operands.partition(",")
     if not arrow:
@@ -389,7 +389,7 @@ def _parse(equation: str, a: Tensor, b: Tensor) -> tuple[str, str, str]:
 
 
 def _broadcast(a: Tensor, left: str, b: Tensor, right: str) -> tuple[Tensor, Tensor]:
-    """Expand dimensions of size 1 if the other operand has a larger one with that index."""
+    """Expand dimensions of size 1 to the other operand's size for the same index."""
     sizes: dict[str, int] = {}
     for x, letters in ((a, left), (b, right)):
         for c, n in zip(letters, x.shape, strict=True):
@@ -398,7 +398,7 @@ def _broadcast(a: Tensor, left: str, b: Tensor, right: str) -> tuple[Tensor, Ten
 
 
 def _add_up(x: Tensor, letters: str, kept: str) -> tuple[Tensor, str]:
-    """Sum over the indices that neither the other operand nor the result has."""
+    """Sum over indices that occur in neither the other operand nor the result."""
     gone = [i for i, c in enumerate(letters) if c not in kept]
     if not gone:
         return x, letters
