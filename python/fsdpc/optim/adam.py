@@ -14,32 +14,32 @@ class AdamW(Optimizer):
     Parameters
     ----------
     params : iterable of Parameter, of (str, Parameter), or of dict
-        Parameters, with or without their names, or groups ``{"params": [...], "lr": ..., ...}``
-        with their own options. Shard the model first.
+        Parameters, with or without names, or groups ``{"params": [...], "lr": ..., ...}`` with
+        their own options. Shard the model first.
     lr : float, default 1e-3
     betas : (float, float), default (0.9, 0.999)
     eps : float, default 1e-8
     weight_decay : float, default 0.01
     amsgrad : bool, default False
-        Divide by the maximum of all second moments so far; a third state.
+        Divide by the maximum of all second moments so far, which is a third state.
     maximize : bool, default False
     state_dtype : dtype, default float32
-        float32 or bfloat16. bfloat16 is rounded stochastically: the mean of the stored values is
-        the exact value. States of float64 parameters are always float64.
+        float32 or bfloat16. bfloat16 states are rounded stochastically, so their expected value is
+        exact. States of float64 parameters are always float64.
     seed : int, default 0
-        Seed of the rounding; the same on every rank.
+        Seed for stochastic rounding; the same on every rank.
 
     Raises
     ------
     ValueError
-        An option is out of range, a parameter is given twice, or some parameters are sharded while
+        An option is out of range, a parameter occurs twice, or some parameters are sharded while
         other trainable ones neither belong to a unit nor are ignored.
 
     Notes
     -----
-    ``step`` is collective over the ranks of sharded parameters. It makes one pass over memory: the
-    scale that clipping deferred, the update, and the copy for the next forward. Parameters without
-    a gradient are skipped. Results do not depend on how parameters are sharded.
+    ``step`` is collective over the ranks of sharded parameters. In one pass over memory, it applies
+    the scale that clipping deferred, updates parameters, and writes the copy for the next forward.
+    Parameters without a gradient are skipped. Results do not depend on sharding.
 
     Source: Loshchilov and Hutter, Decoupled weight decay regularization, 2019.
 
@@ -79,7 +79,7 @@ class AdamW(Optimizer):
 
 
 class Adam(AdamW):
-    """Adam, which adds weight decay to the gradient, as torch.optim.Adam defines it.
+    """Adam, with weight decay added to the gradient, as torch.optim.Adam defines it.
 
     Parameters
     ----------

@@ -9,18 +9,18 @@ from fsdpc.optim.optimizer import Optimizer, bounded, check_betas
 
 
 class Lion(Optimizer):
-    """Lion: steps by the sign of a momentum, with one state and decoupled weight decay.
+    """Lion: step by the sign of a momentum, with one state and decoupled weight decay.
 
     Parameters
     ----------
     params : iterable of Parameter, of (str, Parameter), or of dict
         As for :class:`AdamW`.
     lr : float, default 1e-4
-        A third to a tenth of AdamW's.
+        Use a third to a tenth of AdamW's.
     betas : (float, float), default (0.9, 0.99)
         For the sign, and for the stored momentum.
     weight_decay : float, default 0
-        Three to ten times AdamW's.
+        Use three to ten times AdamW's.
     maximize : bool, default False
     state_dtype : dtype, default float32
     seed : int, default 0

@@ -1,8 +1,8 @@
 """Learning rate schedules.
 
 A scheduler multiplies each parameter group's initial learning rate by a factor that depends on the
-step. It works with any optimizer that has ``param_groups``, a list of dicts with an ``"lr"`` each.
-Call ``step()`` once after every optimizer step. After its last step a schedule stays at its
+step. It works with any optimizer that has ``param_groups``, a list of dicts that contain ``"lr"``.
+Call ``step()`` once after every optimizer step. After its last step, a schedule stays at its
 minimum.
 """
 
@@ -25,12 +25,12 @@ class LRScheduler:
     Parameters
     ----------
     optimizer : object with ``param_groups``
-        Groups without an ``"initial_lr"`` get one, and their ``"lr"`` is set at once.
+        Groups without ``"initial_lr"`` get one, and the first ``"lr"`` is set immediately.
 
     Raises
     ------
     TypeError
-        The optimizer has no ``param_groups`` with an ``"lr"``.
+        The optimizer lacks ``param_groups`` with ``"lr"``.
 
     Examples
     --------
@@ -60,12 +60,12 @@ class LRScheduler:
         self._apply()
 
     def factor(self, step: int, group: int) -> float:
-        """Return the factor of a group's initial learning rate at a step.
+        """Return the factor for a group's initial learning rate at a step.
 
         Parameters
         ----------
         step : int
-            Optimizer steps taken so far.
+            Number of optimizer steps so far.
         group : int
             The group's index in ``param_groups``.
         """
@@ -81,7 +81,7 @@ class LRScheduler:
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the schedule's position, as plain numbers and lists."""
+        """Return the schedule's position as plain numbers and lists."""
         first = [group["initial_lr"] for group in self.optimizer.param_groups]
         return {"last_step": self.last_step, "initial_lrs": first}
 
@@ -91,7 +91,7 @@ class LRScheduler:
         Raises
         ------
         ValueError
-            The saved optimizer had another number of groups.
+            The saved optimizer had a different number of groups.
         """
         groups = self.optimizer.param_groups
         if len(state["initial_lrs"]) != len(groups):
@@ -169,7 +169,7 @@ class WarmupCosine(LRScheduler):
             return (step + 1) / self.warmup
         if step >= self.total:
             return self.min_ratio
-        # Integers up to the remainder, so that a cycle begins at exactly 1.
+        # Integer arithmetic before the division, so that a cycle begins at exactly 1.
         phase = (step - self.warmup) * self.cycles % (self.total - self.warmup)
         cosine = math.cos(math.pi * phase / (self.total - self.warmup))
         return self.min_ratio + (1 - self.min_ratio) * (1 + cosine) / 2
@@ -285,7 +285,7 @@ class WarmupLinearDecay(WarmupStableDecay):
         super().__init__(optimizer, warmup, 0, total - warmup, min_ratio)
 
 
-#: The fraction of a decay that is done after a fraction t of its steps.
+#: The completed fraction of a decay after a fraction t of its steps.
 _SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda t: t,
     "cosine": lambda t: (1 - math.cos(math.pi * t)) / 2,
@@ -294,7 +294,7 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 
 
 def warmup_share(steps: int, kind: str, total: int | None = None) -> Callable[[int], float]:
-    """Return the factors of DeepSpeed's warm-up and decay at an iteration, as a function.
+    """Return a function that computes DeepSpeed's warm-up and decay factor at an iteration.
 
     Parameters
     ----------
@@ -303,7 +303,8 @@ def warmup_share(steps: int, kind: str, total: int | None = None) -> Callable[[i
     kind : {"log", "linear"}
         "log" follows the logarithm of the step.
     total : int, optional
-        Steps of the whole schedule, whose rest decays linearly to 0; without it the factor stays 1.
+        Steps of the whole schedule: after the warm-up the factor decays linearly to 0. Without it,
+        the factor stays 1.
 
     Raises
     ------
@@ -327,7 +328,7 @@ def warmup_share(steps: int, kind: str, total: int | None = None) -> Callable[[i
 
 
 class WarmupDecayLR(LRScheduler):
-    """DeepSpeed's schedule of this name: a warm-up to a rate, then a linear decay to 0.
+    """DeepSpeed's schedule of this name: warm-up to a rate, then linear decay to 0.
 
     Parameters
     ----------
@@ -402,7 +403,7 @@ class LambdaLR(LRScheduler):
     optimizer : object with ``param_groups``
         See :class:`LRScheduler`.
     functions : callable or sequence of callable
-        ``fn(step)`` returns the factor; one function for all groups, or one for each.
+        ``fn(step)`` returns the factor; one function for all groups, or one per group.
 
     Raises
     ------
@@ -442,14 +443,14 @@ class LambdaLR(LRScheduler):
 
 
 def schedule_by_name(name: str, optimizer: Any, **options: Any) -> LRScheduler:
-    """Create a schedule from its name, as configurations have it.
+    """Create a schedule from its name in a configuration.
 
     Parameters
     ----------
     name : {"cosine", "linear", "wsd", "wsd-cosine", "wsd-sqrt", "WarmupDecayLR"}
     optimizer : object with ``param_groups``
     **options
-        Options of the class.
+        Options of the schedule's class.
 
     Raises
     ------
@@ -495,11 +496,11 @@ def scale_lr(
     lr : float
         The learning rate for one rank's batch, or for ``base_batch``.
     ranks : int
-        Number of ranks, each with a batch of that size; default 1.
+        Number of ranks, each with such a batch; default 1.
     rule : {"linear", "sqrt"}
         Multiply by the batch's growth (SGD), or by its square root (Adam); default "linear".
     batch, base_batch : float, optional
-        The batch to train with and the batch that ``lr`` was tuned for, in sequences or in tokens.
+        The batch to train with and the batch that ``lr`` was tuned for, in sequences or tokens.
 
     Returns
     -------

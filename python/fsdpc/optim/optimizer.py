@@ -1,4 +1,4 @@
-"""The base class of the optimizers: parameter groups, steps, states."""
+"""The optimizers' base class: parameter groups, steps, states."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdpc.optim import state as _state
 
 
 class Optimizer:
-    """The base class of the optimizers; use one of its subclasses.
+    """The optimizers' base class; use one of its subclasses.
 
     Parameters
     ----------
@@ -26,7 +26,7 @@ class Optimizer:
     Attributes
     ----------
     param_groups : list of dict
-        ``"params"`` and the options of each group; changed options apply from the next step on.
+        Each group's ``"params"`` and options; changed options apply from the next step on.
 
     Examples
     --------
@@ -46,7 +46,7 @@ class Optimizer:
         state_dtype: Any = None,
         seed: int = 0,
     ) -> None:
-        if isinstance(params, _core.Tensor):  # iterating over it would give its rows
+        if isinstance(params, _core.Tensor):  # iterating over a tensor would yield its rows
             raise TypeError("optimizers take an iterable of parameters: put the one into a list")
         groups = list(params)
         if not groups:
@@ -79,7 +79,7 @@ class Optimizer:
         Parameters
         ----------
         group : dict
-            ``{"params": [...], "lr": ..., ...}``; missing options are the defaults.
+            ``{"params": [...], "lr": ..., ...}``; missing options get default values.
         """
         self._add_group(group)
         self._refuse_strays()
@@ -123,7 +123,7 @@ class Optimizer:
         raise NotImplementedError("an optimizer says what its options may be")
 
     def _refuse_strays(self) -> None:
-        """Raise on parameters that each rank would train separately, next to sharded ones."""
+        """Raise if each rank would train some parameters separately, next to sharded ones."""
         strays = [
             self._plain[id(p)].label
             for p in self._params()
@@ -170,7 +170,7 @@ class Optimizer:
         own.momentum = own.momentum or "momentum_buffer" in states
 
     def _plain_states(self, p: Parameter) -> dict[str, _core.Tensor]:
-        """Return the states that a parameter without a unit needs; creates missing ones."""
+        """Return the states of a parameter without a unit; create missing ones."""
         own = self._plain[id(p)]
         names = self._core.state_names(self._group_of[id(p)])
         dtype = _core.float64 if p.dtype is _core.float64 else self._state_dtype
@@ -180,13 +180,13 @@ class Optimizer:
         return {name: own.states[name] for name in names}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, without touching memory.
+        """Drop all gradients without writing memory.
 
         Parameters
         ----------
         set_to_none : bool, default True
-            False is refused: with gradients of zero, momentum and weight decay would change
-            parameters that the next backward does not reach.
+            False is refused: with zero gradients, momentum and weight decay would change parameters
+            that the next backward does not reach.
         """
         if not set_to_none:
             raise NotImplementedError(
@@ -202,7 +202,7 @@ class Optimizer:
     # ---- states ----
 
     def state(self, p: Parameter) -> dict[str, Any]:
-        """Return the step count and copies of this rank's rows of the states; None before a step.
+        """Return the step count and copies of this rank's state rows; None before the first step.
 
         Parameters
         ----------
@@ -215,19 +215,19 @@ class Optimizer:
         return states
 
     def state_views(self, p: Parameter, write: bool = True) -> dict[str, _core.Tensor]:
-        """Return this rank's rows of the states, without copies; see set_step_count.
+        """Return this rank's state rows without copying; see set_step_count.
 
         Parameters
         ----------
         p : Parameter
         write : bool, default True
-            Whether you will write them before the next step; states on a disk are then not
+            Whether you will write the rows before the next step; if so, states on a disk are not
             verified.
 
         Returns
         -------
         dict of str to Tensor
-            In the shape of ``p.local``. States that do not exist yet are created as zeros.
+            States with the shape of ``p.local``. Missing states are created as zeros.
         """
         self.step_count(p)
         if p._unit is None:
@@ -237,7 +237,7 @@ class Optimizer:
         return {name: view for name, view in views.items() if view is not None}
 
     def step_count(self, p: Parameter) -> int:
-        """Return how many steps a parameter has made.
+        """Return how many times a parameter has been stepped.
 
         Parameters
         ----------
@@ -248,13 +248,13 @@ class Optimizer:
         return self._plain_of(p).step
 
     def set_step_count(self, p: Parameter, steps: int) -> None:
-        """Set how many steps a parameter has made, after its states were written.
+        """Set how many times a parameter has been stepped, after writing its states.
 
         Parameters
         ----------
         p : Parameter
         steps : int
-            0 sets the states to zeros, as if no step had been made.
+            0 sets the states to zeros, as before the first step.
         """
         if p._unit is not None:
             self._core.set_step_count(p._unit, p._index, steps)
@@ -273,8 +273,8 @@ class Optimizer:
         Returns
         -------
         dict
-            ``"state"``: name to ``{"step": int, "exp_avg": Tensor, ...}``, full values on every
-            rank, for parameters that have stepped; ``"param_groups"``: options, with names as
+            ``"state"`` maps names of stepped parameters to ``{"step": int, "exp_avg": Tensor, ...}``,
+            with full values on every rank; ``"param_groups"`` contains options, with names as
             ``"params"``.
 
         Raises
@@ -286,18 +286,18 @@ class Optimizer:
         return _state.gather(self, self._names)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load states and options; sharded parameters take their own rows.
+        """Load states and options; each rank keeps its own rows of sharded parameters' states.
 
         Parameters
         ----------
         state : mapping
-            Result of :meth:`state_dict`, at any number of ranks; full values as Tensors or arrays
-            of any float dtype.
+            Result of :meth:`state_dict`, saved at any number of ranks: full values as Tensors or
+            arrays of any float dtype.
 
         Raises
         ------
         KeyError, ValueError
-            Names, groups, states or shapes differ from this optimizer's; then nothing is changed.
+            Names, groups, states or shapes differ from this optimizer's; nothing has changed then.
         """
         _state.load(self, state, self._names)
 
@@ -319,7 +319,7 @@ class Optimizer:
 
 
 class _Plain:
-    """States of a parameter that is not sharded."""
+    """States of an unsharded parameter."""
 
     def __init__(self, label: str, number: int) -> None:
         self.label, self.number = label, number
@@ -329,7 +329,7 @@ class _Plain:
 
 
 def bounded(group: dict[str, Any], *names: str, low: float | None = 0.0) -> None:
-    """Raise on options that are not finite numbers of at least ``low``."""
+    """Raise on options that are not finite numbers, or are below ``low``."""
     for name in names:
         value = group[name]
         try:

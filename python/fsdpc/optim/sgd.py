@@ -17,13 +17,13 @@ class SGD(Optimizer):
         As for :class:`AdamW`.
     lr : float, default 1e-3
     momentum : float, default 0
-        With 0 the optimizer has no states.
+        If 0, the optimizer has no states.
     dampening : float, default 0
-        Reduces the gradient that is added to the momentum, except the first time.
+        Reduces the gradient that is added to the momentum, except in the first step.
     weight_decay : float, default 0
         Added to the gradient.
     nesterov : bool, default False
-        Needs momentum and no dampening.
+        Requires momentum and no dampening.
     maximize : bool, default False
     state_dtype : dtype, default float32
     seed : int, default 0

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def get_optimizer_state_dict(model: Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's states and options by the model's full dotted names.
+    """Return an optimizer's states and options by dotted parameter name in the model.
 
     Parameters
     ----------
@@ -27,7 +27,7 @@ def get_optimizer_state_dict(model: Module, optimizer: Optimizer) -> dict[str, A
     Returns
     -------
     dict
-        In the form of :meth:`Optimizer.state_dict`.
+        Has the format of :meth:`Optimizer.state_dict`.
 
     Raises
     ------
@@ -62,12 +62,12 @@ def set_optimizer_state_dict(model: Module, optimizer: Optimizer, state: Mapping
         A model with all of the optimizer's parameters, sharded or not.
     optimizer : Optimizer
     state : mapping
-        Result of :func:`get_optimizer_state_dict`, at any number of ranks.
+        Result of :func:`get_optimizer_state_dict`, saved at any number of ranks.
 
     Raises
     ------
     KeyError, ValueError
-        Names, groups, states or shapes differ from the optimizer's; then nothing is changed.
+        Names, groups, states or shapes differ from the optimizer's; nothing has changed then.
 
     Examples
     --------
@@ -91,7 +91,7 @@ def _names_in(model: Module) -> dict[int, str]:
 
 
 def _named(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, Parameter]]:
-    """Return, for each group, its parameters by name."""
+    """Return each group's parameters by name."""
     found: list[dict[str, Parameter]] = []
     for index, group in enumerate(optimizer.param_groups):
         without = [i for i, p in enumerate(group["params"]) if id(p) not in names]
@@ -125,7 +125,7 @@ def gather(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
 def full_states(
     optimizer: Optimizer, p: Parameter, wanted: str | None = None
 ) -> Iterator[tuple[str, _core.Tensor]]:
-    """Yield (name, full value) for a parameter's states, or only for the wanted one."""
+    """Yield (name, full value) for a parameter's states, or only for the requested one."""
     for k, name in enumerate(optimizer._state_names(p)):
         own = optimizer._view(p, k, name)
         if own is not None and wanted in (None, name):
@@ -134,7 +134,7 @@ def full_states(
 
 
 def load(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[int, str]) -> None:
-    """Invert :func:`gather`; change nothing if something does not fit."""
+    """Invert :func:`gather`; change nothing if a value does not fit."""
     missing = {"state", "param_groups"} - set(state)
     if missing:
         raise KeyError(f"an optimizer's state has 'state' and 'param_groups'; missing {missing}")
@@ -144,7 +144,7 @@ def load(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[int, str
     for group, given in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update({key: value for key, value in given.items() if key != "params"})
     try:
-        optimizer._set_options()  # they determine the set of states
+        optimizer._set_options()  # options determine the set of states
         _check_states(optimizer, groups, state["state"])
     except BaseException:
         for group, before in zip(optimizer.param_groups, kept, strict=True):
@@ -190,7 +190,7 @@ def _check_states(
     for name, entry in given.items():
         p = parameters[name]
         needed = {"step", *optimizer._state_names(p)}
-        # There is no momentum yet if it was switched on after the last step.
+        # Momentum is missing if it was enabled after the last step.
         missing = sorted(needed - set(entry) - {"momentum_buffer"})
         surplus = sorted(set(entry) - needed)
         if missing or surplus:
