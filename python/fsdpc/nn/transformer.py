@@ -88,8 +88,8 @@ class MultiheadAttention(Module):
         """query (tokens, batch, embed_dim); key and value may have a different number of tokens.
 
         ``key_padding_mask`` is (batch, key tokens). ``attn_mask`` is (tokens, key tokens), or per
-        batch and head (batch * heads, tokens, key tokens). A bool mask excludes keys where it is
-        True; a float mask is added. Returns the result, in query's shape, and the weights (batch,
+        batch and head (batch * heads, tokens, key tokens). A bool mask excludes keys at True
+        values; a float mask is added. Returns the result, in query's shape, and the weights (batch,
         tokens, key tokens), averaged over heads, or None unless needed. Without weights, masks and
         dropout, no such matrix is stored.
         """

@@ -273,8 +273,8 @@ class Optimizer:
         Returns
         -------
         dict
-            ``"state"`` maps names of stepped parameters to ``{"step": int, "exp_avg": Tensor, ...}``,
-            with full values on every rank; ``"param_groups"`` contains options, with names as
+            ``"state"`` maps stepped parameters by name to ``{"step": int, "exp_avg": Tensor, ...}``
+            with full values, on every rank; ``"param_groups"`` contains options, with names as
             ``"params"``.
 
         Raises
