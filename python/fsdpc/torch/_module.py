@@ -194,7 +194,7 @@ class FSDPModule(fsdp_module.FSDPModule):
         strict : bool, default True
             Raise if names differ.
         assign : bool, default False
-            Use the tensors' dtypes; values are copied, so other dtypes than the model's raise.
+            Use the tensors' dtypes; values are copied, so different dtypes raise.
         """
         return module_load_state_dict(self, state_dict, strict, assign)
 
