@@ -66,7 +66,7 @@ def gathered(state: UnitState, index: int, what: bool | torch.Tensor) -> torch.T
     if isinstance(what, torch.Tensor):
         dtype, rows = what.dtype, to_engine(what)
     else:
-        dtype, rows = state.pieces[index].dtype, what
+        dtype, rows = state.dtypes[index], what  # the unit's: a conversion changes pieces first
         dtype = torch.promote_types(dtype, torch.float32) if what else dtype
     full = torch.empty(state.shapes[index], dtype=dtype, device=home())
     state.unit.collect(index, rows, to_engine(full))
