@@ -451,7 +451,7 @@ def compile_emulated(folder: Path, sanitizer: str, ready: Sequence[Path],
     builder = Builder(folder)
     cpp, c = emulated_commands(extra)
     kernels = {path for path in KERNELS.glob("*.cu") if not ready or path.stem in ENGINE_KERNELS}
-    emulated = [path for path in without_border() if path.stem != "cuda_driver"]
+    emulated = [path for path in without_border() if path != native.CSRC / "cuda" / "driver.c"]
     shared = [*emulated_kernels(folder, kernels, extra),
               *builder.compile_all([*((path, cpp) for path in sorted(EMULATION.glob("*.cpp"))),
                                     *((path, c) for path in emulated),

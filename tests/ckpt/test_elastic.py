@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from fsdpc.cli.train_config import as_toml, with_config
-from fsdpc.cli.train_options import check, keep_global_batch, parser
 
 from fsdpc.cli import main
+from fsdpc.cli.train_config import as_toml, with_config
+from fsdpc.cli.train_options import check, keep_global_batch, parser
 from fsdpc.launching import process
 from fsdpc.launching.elastic import Elastic, parse_elastic, share_batch
 from fsdpc.launching.launcher import run

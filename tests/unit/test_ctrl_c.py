@@ -15,7 +15,7 @@ import fsdpc
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(fsdpc.__file__).parents[1])}
 # What a wrapper of pip's holds.
-WRAPPER = "import sys\nfrom fsdpc.cli import main\nsys.exit(main())\n"
+WRAPPER = "import sys\nfrom fsdpc.cli.main import main\nsys.exit(main())\n"
 ANSWERED = (
     "import signal, sys, fsdpc\n"
     "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, sys.argv\n"
@@ -60,6 +60,6 @@ def test_the_command_answers_it_once_it_runs() -> None:
     code = f"import sys; sys.argv = ['fsdpc']; sys.orig_argv = ['python', 'fsdpc']\n{ANSWERED}"
     failed = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True)
     assert b"AssertionError: ['fsdpc']" in failed.stderr
-    code = code.replace("fsdpc\nassert", "fsdpc.cli\nfsdpc.cli.main([])\nassert")
+    code = code.replace("fsdpc\nassert", "fsdpc.cli.main\nfsdpc.cli.main.main([])\nassert")
     done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True)
     assert done.returncode == 0, done.stderr

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fsdpc.cli.train_options import check, parser
 
 import fsdpc
 from fsdpc import checkpoint, lora, optim
 from fsdpc.cli import main
+from fsdpc.cli.train_options import check, parser
 from fsdpc.models import (
     GPT2,
     Llama,

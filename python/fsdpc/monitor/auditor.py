@@ -16,7 +16,7 @@ import numpy as np
 from fsdpc import _core, distributed
 from fsdpc._core import MismatchError
 from fsdpc.nn.module import Module
-from fsdpc.sharding import full_params
+from fsdpc.nn.parameter import full_grad
 
 # Number of roundings of a gradient assumed to have the same sign, in units in the last place.
 _ROUNDINGS = 8.0
@@ -227,10 +227,10 @@ class Auditor:
 
     def _reduced(self, p: Any) -> Any:
         if self._native:
-            return full_params.full_grad(p)
-        from fsdpc.torch import full_grad
+            return full_grad(p)
+        from fsdpc.torch import full_grad as of_torch
 
-        return full_grad(p)
+        return of_torch(p)
 
     def _owners(self, one: _Held, at: tuple[int, ...]) -> str:
         """Return the ranks that have an element's row."""
