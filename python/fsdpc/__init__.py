@@ -62,7 +62,6 @@ from fsdpc.distributed import (
     shutdown,
     world_size,
 )
-from fsdpc.monitor.config import show_config
 from fsdpc.nn.module import deferred_init
 from fsdpc.nn.parameter import full_grad, full_tensor
 from fsdpc.planning.estimate import TrainingCost, estimate, estimate_activations, training_cost
@@ -113,6 +112,7 @@ if TYPE_CHECKING:
     from fsdpc.monitor import loggers, plots
     from fsdpc.monitor.auditor import Audited, audit
     from fsdpc.monitor.batch_size import find_batch_size
+    from fsdpc.monitor.config import show_config
     from fsdpc.monitor.flight import FlightRecorder
     from fsdpc.monitor.performance import PerformanceTracker, flops_per_token
     from fsdpc.monitor.profiler import Profile, profile
@@ -170,6 +170,7 @@ _FROM = {  # name -> its module, imported when any of its names is first used
     "profile": "monitor.profiler",
     "sharding_layout": "planning.layout",
     "ShardingLayout": "planning.layout",
+    "show_config": "monitor.config",
     "Stabilized": "monitor.stabilizer",
     "StabilizerOptions": "monitor.stabilizer",
     "TrainingStabilizer": "monitor.stabilizer",
