@@ -119,7 +119,7 @@ def test_hosts_send_once() -> None:
     for ranks in (1, 2, 8):
         found = play(hosts=4, ranks=ranks)
         values = 2 * 32 + LAYERS + 1  # two notes, and a byte of each parameter and one more
-        headers = 96 * (2 * LAYERS + 1)
+        headers = 112 * (2 * LAYERS + 1)
         assert found.sent_between == 2 * MODEL * 3 / 4 + 3 * ranks * (headers + values)
     hybrid, replicas = (play(hosts=4, ranks=2, strategy=s) for s in ("HYBRID_SHARD", "NO_SHARD"))
     assert hybrid.sent_between == pytest.approx(3 * MODEL, rel=0.1)
