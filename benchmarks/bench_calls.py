@@ -189,7 +189,7 @@ def turn(door: str, params: int, units: int, peers: int, target: str) -> None:
 
     TARGET = target
     if peers:
-        fsdpc.distributed._world = fsdpc._core.Comm(0, peers, None)
+        fsdpc.distributed.group._world = fsdpc._core.Comm(0, peers, None)
     else:
         fsdpc.init()
     shard, _, calls = DOORS[door](params, units)

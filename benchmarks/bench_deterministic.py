@@ -33,7 +33,7 @@ def turn(preset: str, dtype: str, reduce: str, steps: int) -> dict[str, Any]:
     fsdpc.init()
     plain = fsdpc_step(preset, dtype, reduce)
     # fully_shard() asks for the mode once, so one process can hold a model of either kind.
-    distributed._deterministic = True
+    distributed.group._deterministic = True
     runs = {"plain": plain, "deterministic": fsdpc_step(preset, dtype, reduce)}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for i in range(WARM + steps):

@@ -306,7 +306,7 @@ def host_turn(engine: str, params: int) -> dict[str, Any]:
         import fsdpc
 
         engine = "fsdpc"
-        fsdpc.distributed._world = fsdpc._core.Comm(0, 8, None, hosts=hosts)
+        fsdpc.distributed.group._world = fsdpc._core.Comm(0, 8, None, hosts=hosts)
     elif engine == "fsdp2":
         import torch.distributed as dist
         from torch.testing._internal.distributed.fake_pg import FakeStore

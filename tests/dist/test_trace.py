@@ -126,7 +126,7 @@ def test_replicas_on_other_hosts_are_sent_their_sums_at_once(
 ) -> None:
     """Before the next unit's backward begins; on one host before its reduction is posted."""
     for hosts in (1, 2):
-        monkeypatch.setattr(fsdpc.distributed, "_world", _core.Comm(0, 4, None, hosts=hosts))
+        monkeypatch.setattr(fsdpc.distributed.group, "_world", _core.Comm(0, 4, None, hosts=hosts))
         mesh = fsdpc.init_device_mesh("cpu", (2, 2))
         model = fsdpc.nn.Sequential(*(fsdpc.nn.Linear(4, 4) for _ in range(3)))
         for module in (*model, model):
