@@ -1,4 +1,4 @@
-"""Tokens a second and MFU of LLaMA shapes on one GPU: both frontends beside torch FSDP2.
+"""Tokens a second and MFU of LLaMA shapes on one GPU: both frontends next to torch FSDP2.
 
     python benchmarks/bench_gpu.py [--shapes 125M 1B SmolLM3-3B] [--engines native fsdp2 ...]
 
@@ -84,7 +84,7 @@ def native(engine: str, shape: str, device: str) -> Turn:
         model = models.Llama(preset(shape))
     policy = fsdpc.MixedPrecisionPolicy(param_dtype=fsdpc.bfloat16, reduce_dtype=fsdpc.float32)
     if SHAPES[shape][2]:
-        fsdpc.sharding.activation.checkpoint_activations(model.blocks())
+        fsdpc.checkpoint_activations(model.blocks())
     for block in model.blocks():
         fsdpc.fully_shard(block, mp_policy=policy)
     fsdpc.fully_shard(model, mp_policy=policy)

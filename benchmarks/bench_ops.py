@@ -1,4 +1,4 @@
-"""Operations of the native frontend beside torch's, at a million elements, on one thread.
+"""Operations of the native frontend next to torch's, at a million elements, on one thread.
 
     python benchmarks/bench_ops.py [--groups products losses] [--operations softmax gelu]
         [--dtypes fp32 bf16] [--rounds 7] [--seconds 0.4] [--quick]

@@ -92,7 +92,7 @@ def plugin_says() -> tuple[str, str]:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                               timeout=120)  # fmt: skip
     except subprocess.TimeoutExpired as late:
-        raise RuntimeError("fsdpc.tensors.cuda.describe() did not end within 120 s") from late
+        raise RuntimeError("fsdpc.cuda.describe() did not end within 120 s") from late
     if done.returncode != 0:
         raise RuntimeError(f"fsdpc.cuda does not describe itself: {done.stderr.strip()[-500:]}")
     plugin, nccl = done.stdout.splitlines()[-2:]

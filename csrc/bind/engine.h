@@ -40,9 +40,9 @@ struct fsdpc_unit_ref {
     fsdpc_param_ref *params;
     PyObject *comms[2]; /* strong: shard, replicate or NULL */
     PyObject *tier;     /* strong: the offload tier; NULL: not offloaded */
-    struct fsdpc_shared_grads
-        *handed_out; /* bind/engine/unit_grad.c: its gradients; NULL: none yet */
-    PyObject *lent;  /* strong: foreign tensors holding gradient shards; NULL: its own memory */
+    /* its gradients that were handed out (bind/engine/unit_grad.c); NULL: none yet */
+    struct fsdpc_shared_grads *handed_out;
+    PyObject *lent; /* strong: foreign tensors holding gradient shards; NULL: its own memory */
 };
 
 typedef struct fsdpc_py_comm {

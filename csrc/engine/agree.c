@@ -230,7 +230,7 @@ fsdpc_status fsdpc_trainable_agree(fsdpc_root *root)
         return FSDPC_OK;
     if (root->comm->size > 1)
         FSDPC_TRY(fsdpc_comm_run(root->comm, &op));
-    if (root->replicate && root->replicate->size > 1)
+    if (root->replicate)
         FSDPC_TRY(fsdpc_comm_run(root->replicate, &op));
     for (int i = 0; i < root->n_units; i++) {
         const fsdpc_unit *unit = root->units[i];

@@ -6,6 +6,7 @@ Their counts only go down: `python -m tests.lint.test_habits` prints them.
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import pytest
 
@@ -35,6 +36,7 @@ def text() -> str:
     return "\n".join(found)
 
 
+@cache
 def counts() -> dict[str, int]:
     """Return how often each habit occurs."""
     whole = text()

@@ -25,11 +25,11 @@ def layers() -> list[list[str]]:
 
 
 def purpose(room: str) -> str:
-    """Return the first sentence of a room's docstring."""
+    """Return the first paragraph of a room's docstring."""
     path = PACKAGE / room / "__init__.py"
     path = path if path.exists() else PACKAGE / f"{room}.py"
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
-    return " ".join(re.split(r"(?<=[.:])\s", text.split("\n\n")[0].replace("\n", " "))).rstrip(".")
+    return text.split("\n\n")[0].replace("\n", " ").rstrip(".")
 
 
 def drawn() -> str:

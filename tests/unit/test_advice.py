@@ -49,7 +49,7 @@ def test_what_is_advised_fits_when_it_is_given_back(device: str, part: float) ->
             fsdpc.lora.apply(model, sets["lora"])
         again = fsdpc.plan(
             model, memory=limit, **{**WORLD, "device": device, "seq": sets.get("seq", SEQ)},
-            state_dtype=sets.get("state_dtype"), offload_policy=sets.get("offload"),
+            state_dtype=sets.get("state_dtype"), offload_policy=sets.get("offload_policy"),
         )  # fmt: skip
         same = [c for c in again.choices if c.options == advised.choice.options]
         assert [c.memory for c in same] == [advised.choice.memory] and same[0].fits

@@ -13,7 +13,7 @@ from fsdpc.display.svg import picture as svg
 if TYPE_CHECKING:
     from fsdpc.sharding.mesh import DeviceMesh
 
-#: Draws objects of lower packages, which do not import the pictures; see :func:`draws`.
+#: Describes objects of lower packages, which do not import what describes them.
 _DRAWN: dict[str, Callable[[Any], str]] = {}
 
 CORNER = 6  # rows and columns shown of a tensor
@@ -21,12 +21,12 @@ ROWS, COLUMNS = 16, 16  # of a mesh
 
 
 def draws(what: str, draw: Callable[[Any], str]) -> None:
-    """Register ``draw``, which returns HTML for the objects that :func:`drawn` calls ``what``."""
+    """Register ``draw``, which returns HTML or text for what :func:`drawn` calls ``what``."""
     _DRAWN[what] = draw
 
 
 def drawn(what: str, value: Any) -> str:
-    """Return HTML for an object from the function registered by :func:`draws`."""
+    """Describe an object by the function that :func:`draws` registered for it."""
     return _DRAWN[what](value)
 
 

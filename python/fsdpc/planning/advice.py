@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 #: Fraction of the limit that should stay free for allocators and libraries.
 ROOM = 0.1
+
+#: What changes set besides options of the simulation.
+OF_MODEL = {"lora", "seq"}
 
 
 class Change(NamedTuple):
@@ -51,11 +54,11 @@ def _offloads(case: Case) -> Iterator[Change]:
             path=case.options.folder if tier == "disk" else None,
         )
         price = f"{{beside}} {where}" + ("" if timed else "; the time is without the copies")
-        yield Change({"offload": policy}, f"--offload {policy}", price, timed=timed)
+        yield Change({"offload_policy": policy}, f"--offload {policy}", price, timed=timed)
 
 
 def _states(case: Case) -> Iterator[Change]:
-    if case.simulated.get("state_dtype") is None:
+    if case.simulated.get("state_dtype") in (None, _core.float32):
         yield Change({"state_dtype": _core.bfloat16}, "--state-dtype bf16",
                      "the optimizer's states are rounded")  # fmt: skip
 
@@ -149,10 +152,10 @@ def _search(case: Case) -> tuple[Advised, ...]:
     ladders = [rungs for rungs in (list(make(case)) for make in LADDERS) if rungs]
     tries = _Tries(case)
     for count in range(1, len(ladders) + 1):
-        found = []
+        found: list[Advised] = []
         for some in combinations(ladders, count):
-            fits = (a for rungs in product(*some) if (a := tries.first(rungs)) is not None)
-            found += [a for a in [next(fits, None)] if a is not None]
+            fitting = (a for rungs in product(*some) if (a := tries.first(rungs)) is not None)
+            found += islice(fitting, 1)
         if found:
             return tuple(sorted(found, key=Advised.cost))
     return ()
@@ -172,8 +175,7 @@ class _Tries:
             with deferred_init():
                 self.models[rank] = type(self.case.model)(self.case.model.config)
             lora.apply(self.models[rank], rank)
-        simulated = dict(self.case.simulated)
-        simulated.update({k: sets[k] for k in ("state_dtype",) if k in sets})
+        simulated = self.case.simulated | {k: v for k, v in sets.items() if k not in OF_MODEL}
         case = self.case._replace(
             model=self.models[rank], options=replace(self.case.options, seq=seq),
             simulated=simulated,
@@ -187,12 +189,10 @@ class _Tries:
         sets = {name: value for change in changes for name, value in change.sets.items()}
         case, activations = self._changed(sets)
         ranks = case.hosts * case.per_host
-        policy = sets.get("offload", case.simulated.get("offload_policy"))
+        policy = case.simulated.get("offload_policy")
         shard = Sharding("FULL_SHARD" if ranks > 1 else "NO_SHARD", (1, ranks), policy)
         way = Way(case, shard)
         for key, activation in activations.items():
-            if way.engine + activation > case.memory:
-                continue
             choice = way.choice(*key, activation)
             if choice.fits:
                 assert choice.simulation is not None

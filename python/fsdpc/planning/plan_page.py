@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from fsdpc.display.svg import milliseconds, page, size, table
+from fsdpc.display.svg import page, size, table
 from fsdpc.planning.layout import sharding_layout
 
 if TYPE_CHECKING:
@@ -53,11 +53,7 @@ def page_of(plans: Plans, model: Any, plan: Any, rows: int) -> str:
 def _table(plans: Plans, rows: int) -> str:
     lines = []
     for c in plans.choices[:rows]:
-        step, rate = "-", "-"
-        if c.simulation is not None:
-            step = milliseconds(c.simulation.step)
-            rate = f"{plans.tokens / c.simulation.step:,.0f}"
-        lines.append((step, rate, size(c.memory), c.options, c.reason))
+        lines.append((*c.cells(plans.tokens), c.options, c.reason))
     if left := len(plans.choices) - len(lines):
         lines.append(("", "", "", f"and {left} more", ""))
     head = ("step", "tokens/s", "memory", "options of fsdpc train", "why")

@@ -17,7 +17,7 @@ from textwrap import wrap
 from typing import Any
 
 from fsdpc import _core
-from fsdpc.display.svg import milliseconds, size
+from fsdpc.display.svg import size
 from fsdpc.models import Llama
 from fsdpc.models.config import ModelConfig, of_transformers
 from fsdpc.nn.module import Module, deferred_init
@@ -105,12 +105,9 @@ class Plans:
         head = f"{'step':>11} {'tokens/s':>10} {'memory':>10}  options of fsdpc train"
         lines = [*wrap(self.title, 80), head]
         for c in self.choices[:rows]:
-            step, rate = "-", "-"
-            if c.simulation is not None:
-                step = milliseconds(c.simulation.step)
-                rate = f"{self.tokens / c.simulation.step:,.0f}"
+            step, rate, memory = c.cells(self.tokens)
             first, *rest = [*wrapped(c.options, 45), *wrap(c.reason, 45, break_on_hyphens=False)]
-            lines += [f"{step:>11} {rate:>10} {size(c.memory):>10}  {first}",
+            lines += [f"{step:>11} {rate:>10} {memory:>10}  {first}",
                       *(f"{'':35}{each}" for each in rest)]  # fmt: skip
         left = len(self.choices) - len(self.choices[:rows])
         return "\n".join(lines + [f"and {left} more"] * bool(left))

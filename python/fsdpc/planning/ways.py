@@ -12,7 +12,7 @@ from functools import partial
 from textwrap import wrap
 from typing import Any, NamedTuple
 
-from fsdpc.display.svg import size
+from fsdpc.display.svg import milliseconds, size
 from fsdpc.planning.memory_plan import MemoryPlan, groups_on_hosts, memory_plan
 from fsdpc.planning.simulate import Simulation, simulate
 from fsdpc.sharding.activation import checkpoint_activations
@@ -89,6 +89,13 @@ class Choice:
     def fits(self) -> bool:
         """Whether the choice fits into memory."""
         return self.simulation is not None
+
+    def cells(self, tokens: int) -> tuple[str, str, str]:
+        """Return step time, tokens per second and memory as text, for ``tokens`` per step."""
+        if self.simulation is None:
+            return "-", "-", size(self.memory)
+        step = self.simulation.step
+        return milliseconds(step), f"{tokens / step:,.0f}", size(self.memory)
 
     @property
     def options(self) -> str:

@@ -62,15 +62,19 @@ def gathered(state: UnitState, index: int, what: bool | torch.Tensor) -> torch.T
     as that of the unsharded parameters. The engine would allocate new pages, and first touching a
     page costs several times as much as copying it.
     """
-    join()
     if isinstance(what, torch.Tensor):
         dtype, rows = what.dtype, to_engine(what)
     else:
         dtype, rows = state.dtypes[index], what  # the unit's: a conversion changes pieces first
-        dtype = torch.promote_types(dtype, torch.float32) if what else dtype
+        dtype = _grad_dtype(dtype) if what else dtype
     full = torch.empty(state.shapes[index], dtype=dtype, device=home())
     state.unit.collect(index, rows, to_engine(full))
     return full
+
+
+def _grad_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which the engine sums gradients of masters of this dtype."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def to_engine(t: torch.Tensor) -> _core.Tensor:
@@ -101,7 +105,7 @@ def grad_memory(unit: _core.Unit, masters: list[torch.Tensor]) -> list[torch.Ten
     if not takes_back():
         return [_over(m) for m in _core.grad_memory(unit)]
     return [
-        torch.empty_like(m, dtype=torch.promote_types(m.dtype, torch.float32))
+        torch.empty_like(m, dtype=_grad_dtype(m.dtype))
         for m in masters[: unit.trained_groups]
     ]
 
