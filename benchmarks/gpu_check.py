@@ -57,8 +57,8 @@ HAZARDOUS = ("test_attention_kernels", "test_flat_kernels", "test_moments_kernel
 # Ranks with a GPU each: those that need two, and those that try more worlds where there are more.
 # Sanitizers would look at NCCL's kernels and threads there.
 NEED_TWO = ("test_engine_windows", "test_nccl_register")
-MORE_WORLDS = ("test_comm_nccl", "test_streams")
-OVER_NCCL = (*NEED_TWO, *MORE_WORLDS, "test_nccl_faults", "test_nccl_load", "test_transport")
+MORE_WORLDS = ("test_comm_nccl", "test_streams", "test_transport")
+OVER_NCCL = (*NEED_TWO, *MORE_WORLDS, "test_nccl_faults", "test_nccl_load")
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ def say_what_is_lacking(built: Built, gpus: Sequence[str], record: Record) -> No
     if built.sanitizer is None:
         record.say("no compute-sanitizer in the toolkit or on PATH: nothing runs under it")
     if len(gpus) < 4:
-        two, more = (" and ".join(names) for names in (NEED_TWO, MORE_WORLDS))
+        two, more = (", ".join(names) for names in (NEED_TWO, MORE_WORLDS))
         record.say(f"{len(gpus)} GPU(s): {two} need two; {more}, and tests/gpu, try worlds of up to"
                    " 4 with a GPU for each rank")
 
