@@ -4,8 +4,14 @@
     python tools/bench_page.py --check  # fail if the page differs from that, or a table is odd
 
 A line `<!-- rows: FILE/QUESTION -->` of page.md becomes the last table of rows/FILE.jsonl that
-answers this question, under a line with its machine, commit and date. FSDPC_BENCH_RECORD=1 appends
-what a benchmark prints (benchmarks/common.py); a table added by hand has the same keys.
+answers this question, under a line with its machine, commit and date. Words after the question
+select what the page shows of it; the file keeps all:
+
+    <!-- rows: FILE/QUESTION | only: PATTERN | hide: COLUMN; COLUMN -->   some rows and columns
+    <!-- rows: FILE/QUESTION | COLUMN by COLUMN: COLUMN -->               a row and a column a value
+
+FSDPC_BENCH_RECORD=1 appends what a benchmark prints (benchmarks/common.py); a table added by hand
+has the same keys.
 """
 
 from __future__ import annotations
@@ -21,7 +27,11 @@ from typing import Any
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 PAGE = BENCHMARKS / "README.md"
 MARKER = re.compile(r"^<!-- rows: (\w+)/(.+) -->$", re.M)
-PROSE_WORDS = 3000  # in page.md, besides its markers
+PROSE_WORDS = 2500  # in page.md, besides its markers
+# The machines as page.md introduces them: pattern -> name.
+MACHINES = {r"AMD EPYC \((Zen \d)\b[^)]*\)( held to AVX2)?.*": r"\1\2",
+            r"AMD EPYC \(AVX2, no AVX-512\).*": "an EPYC with AVX2",
+            r"Intel Xeon .*": "Xeon", r"NVIDIA (H\d+) .*": r"\1"}  # fmt: skip
 KEYS = ["question", "title", "command", "machine", "commit", "date", "notes", "columns", "rows"]
 NOTICE = "<!-- Made by tools/bench_page.py from page.md and rows/*.jsonl: edit those instead. -->\n"
 
@@ -41,14 +51,38 @@ def newest(name: str, question: str) -> dict[str, Any]:
     return found[-1]
 
 
-def markdown(table: dict[str, Any]) -> str:
-    """Return a table under a line that says where and when it was measured."""
-    about = [table["title"], table["machine"], f"commit {table['commit']}", table["date"]]
-    line = f"**{about[0]}.** " + "; ".join(filter(None, about[1:])) + ". " + table["notes"]
+def selected(table: dict[str, Any], words: list[str]) -> list[list[str]]:
+    """Return the columns and rows that a marker selects by the words after its question."""
+    columns, rows = table["columns"], table["rows"]
+    for each in words:
+        verb, _, names = each.partition(": ")
+        if verb == "only":
+            rows = [row for row in rows if re.search(names, " | ".join(row))]
+        elif verb == "hide":
+            kept = [i for i, name in enumerate(columns) if name not in names.split("; ")]
+            columns, *rows = [[row[i] for i in kept] for row in [columns, *rows]]
+        else:
+            down, across = (columns.index(name) for name in verb.split(" by "))
+            value = columns.index(names)
+            cells = {(row[down], row[across]): row[value].partition(" (")[0] for row in rows}
+            heads, sides = ([*dict.fromkeys(row[i] for row in rows)] for i in (across, down))
+            rows = [[side, *(cells.get((side, head), "") for head in heads)] for side in sides]
+            columns = [f"{columns[down]}: {names.partition(' (')[0]}", *heads]
+    return [columns, *rows]
+
+
+def markdown(table: dict[str, Any], words: list[str]) -> str:
+    """Return what the words select of a table, under a line on its measurement."""
+    machine = table["machine"]
+    for pattern, name in MACHINES.items():
+        machine = re.sub(pattern, name, machine)
+    commit = "" if table["commit"] == "not recorded" else f"commit {table['commit']}"
+    line = f"*{'; '.join(filter(None, [machine, commit, table['date']]))}.* {table['notes']}"
     shown = textwrap.fill(line.rstrip(), 110, break_long_words=False, break_on_hyphens=False)
-    rows = [table["columns"], *table["rows"]]
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    lines.insert(1, "|" + "---|" * len(table["columns"]))
+    rows = selected(table, words)
+    lines = [re.sub(r"\d\.\d+e\+0\d", lambda found: f"{float(found[0]):,.0f}",
+                    "| " + " | ".join(row) + " |") for row in rows]  # fmt: skip
+    lines.insert(1, "|" + "---|" * len(rows[0]))
     return shown + "\n\n" + "\n".join(lines)
 
 
@@ -59,7 +93,12 @@ def prose() -> str:
 
 def page() -> str:
     """Return the whole page."""
-    return NOTICE + MARKER.sub(lambda found: markdown(newest(found[1], found[2])), prose())
+
+    def shown(found: re.Match[str]) -> str:
+        question, *words = found[2].split(" | ")
+        return markdown(newest(found[1], question), words)
+
+    return NOTICE + MARKER.sub(shown, prose())
 
 
 def faults() -> list[str]:
