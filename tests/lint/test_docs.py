@@ -47,8 +47,6 @@ PLAIN = set("""
 NUMBERS = [
     ("docs/design/gpu.md", r"by at most (\d+) operations of a group", "csrc/cuda/nccl_ahead.c",
      r"AHEAD_MAX = (\d+)"),
-    ("docs/design/gpu.md", r"once (\d+) of a group are in flight", "csrc/cuda/nccl_ahead.c",
-     r"AHEAD_MAX = (\d+)"),
     ("docs/design/gpu.md", r"waits while (\d+) operations", "csrc/cuda/nccl_ahead.c",
      r"AHEAD_MAX = (\d+)"),
     ("docs/design/communication.md", r"a deadline \((\d+) s\)", "csrc/base/env.h",
