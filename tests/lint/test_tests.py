@@ -1,4 +1,4 @@
-"""A test is found from its source: by name, or in the table of tests/README.md."""
+"""A test is found from its source: by name, or in tests/sources.txt."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def names() -> set[str]:
 @cache
 def table() -> list[tuple[list[str], list[str]]]:
     """Return (patterns of sources, patterns of tests), a pair a row."""
-    text = (ROOT / "tests" / "README.md").read_text().split("| source | tested by |\n")[1]
-    rows = re.findall(r"^\| (`.*`) \| (`.*`) \|$", text, re.M)
-    return [(re.findall("`(.*?)`", left), re.findall("`(.*?)`", right)) for left, right in rows]
+    text = (ROOT / "tests" / "sources.txt").read_text()
+    rows = re.findall(r"^([^#\n].*): (.*)$", text, re.M)
+    return [(left.split(), right.split()) for left, right in rows]
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=label)
@@ -38,11 +38,11 @@ def test_each_source_has_a_test(path: Path) -> None:
     own = path.stem.lstrip("_")
     listed = any(PurePath(label(path)).match(each) for left, _ in table() for each in left)
     assert own in names() or listed, (
-        f"{label(path)} has no test of its name: add one, or a row in tests/README.md"
+        f"{label(path)} has no test of its name: add one, or a row in tests/sources.txt"
     )
 
 
 def test_the_table_names_what_exists() -> None:
     for left, right in table():
         for pattern in left + right:
-            assert list(ROOT.glob(pattern)), f"tests/README.md: {pattern} matches no file"
+            assert list(ROOT.glob(pattern)), f"tests/sources.txt: {pattern} matches no file"
