@@ -79,7 +79,7 @@ typedef struct fsdpc_shm_early {
 void fsdpc_shm_early_init(fsdpc_shm_early *early, fsdpc_shm_world *world,
                           const fsdpc_comm_config *config);
 
-/* Passes a segment, or the error that there is none (`status`), to some ranks.  Takers name the
+/* Sends a segment, or the error `status` if there is none, to some ranks.  Takers name the
  * giver and the same tag; `given` waits until all have taken it.  `comm` does the waiting. */
 fsdpc_status fsdpc_shm_world_give(fsdpc_shm_world *world, fsdpc_comm *comm, const int *to, int n_to,
                                   uint64_t tag, fsdpc_shm_segment *segment, fsdpc_status status);

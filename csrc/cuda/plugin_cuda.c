@@ -46,7 +46,7 @@ static fsdpc_status device_create(fsdpc_mem *mem, int ordinal, const fsdpc_plugi
     return FSDPC_OK;
 }
 
-/* Communicator options: "library", the preferred NCCL. */
+/* Communicator option "library": path of the NCCL library to prefer. */
 static fsdpc_status comm_create(const fsdpc_comm_config *config, fsdpc_comm *control,
                                 const fsdpc_plugin_option *options, fsdpc_comm **out)
 {

@@ -110,7 +110,7 @@ static inline size_t fsdpc_gemm_panel_bytes(const fsdpc_gemm_path *path, size_t 
     return fsdpc_round_up((fsdpc_round_up(kc, 32) * width + 32) * path->element_bytes, 64);
 }
 
-/* The paths, by file; those for x86 only exist on x86. */
+/* The paths, by file; the x86 paths exist only on x86. */
 extern const fsdpc_gemm_path fsdpc_gemm_f32_portable, fsdpc_gemm_f64_portable;
 #if defined(__x86_64__)
 extern const fsdpc_gemm_path fsdpc_gemm_f32_avx2, fsdpc_gemm_f32_avx512;

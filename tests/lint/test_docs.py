@@ -15,6 +15,7 @@ from .tree import ROOT, files, label
 
 DESIGN = ROOT / "docs" / "design.md"
 PAGES = files(".md")
+PAGES_WORDS = 40_000
 OVERVIEW_WORDS = 2000
 PARAGRAPH_WORDS = 100
 
@@ -125,6 +126,20 @@ def test_the_tree_names_every_folder() -> None:
                  if label(path).count("/") > 1}
         missing = {name for name in inner if f"{folder}/{name}" not in tree}
         assert not missing, f"CONTRIBUTING.md: the tree has no {folder}/{sorted(missing)}"
+
+
+def test_pages_are_short() -> None:
+    """Programs and tables count; a bar between two cells is not a word."""
+    words = {
+        label(page): sum(bool(re.search(r"[^\W_]", word)) for word in page.read_text().split())
+        for page in PAGES
+        if label(page) not in {"CHANGELOG.md", "benchmarks/page.md"}  # the source of a page
+    }
+    total, longest = sum(words.values()), sorted(words, key=words.__getitem__)[-5:]
+    assert total <= PAGES_WORDS, (
+        f"all pages have {total:,} words, at most {PAGES_WORDS:,}: say a thing once, on the page "
+        f"it belongs to; the longest pages are {longest}"
+    )
 
 
 def test_overview_is_short() -> None:

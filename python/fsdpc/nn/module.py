@@ -406,7 +406,7 @@ class Module(Hooked):
         return ""
 
     def _shown(self, children: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Return the names and texts of children's lines in repr."""
+        """Return the name and text of each child's line in repr."""
         return children
 
     def __repr__(self) -> str:
