@@ -17,12 +17,10 @@ def test_the_page_and_its_rows_are_in_order() -> None:
 
 
 def test_a_marker_selects_columns_and_rows() -> None:
-    rows = [["a", "x", "1 (0..2)"], ["a", "y", "3"], ["b", "x", "5"]]
-    table = {"columns": ["model", "engine", "ms (range)"], "rows": rows}
-    assert selected(table, ["only: ^a", "hide: model"]) == [["engine", "ms (range)"],
-                                                            ["x", "1 (0..2)"], ["y", "3"]]
-    assert selected(table, ["model by engine: ms (range)"]) == [["model: ms", "x", "y"],
-                                                                ["a", "1", "3"], ["b", "5", ""]]
+    table = {"columns": ["model", "engine", "ms (range)"],
+             "rows": [["a", "x", "1 (0..2)"], ["a", "y", "3"], ["b", "x", "5"]]}  # fmt: skip
+    assert selected(table, ["only: ^b", "hide: model"]) == [["engine", "ms (range)"], ["x", "5"]]
+    assert selected(table, ["model by engine: ms (range)"])[1:] == [["a", "1", "3"], ["b", "5", ""]]
 
 
 def test_a_benchmark_that_ends_well_appends_its_table(tmp_path: Path) -> None:
