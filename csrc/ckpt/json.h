@@ -29,7 +29,7 @@ fsdpc_status fsdpc_json_expect(fsdpc_json *json, char symbol);
 fsdpc_status fsdpc_json_string(fsdpc_json *json, char **cursor_io, const char **out);
 fsdpc_status fsdpc_json_uint(fsdpc_json *json, uint64_t *out);
 
-/* Checks that only blanks are left. */
+/* Checks that only whitespace remains. */
 fsdpc_status fsdpc_json_end(fsdpc_json *json);
 
 /* Reports an error at the cursor: "file: byte 17 of the header: expected ..., got '-'". */

@@ -188,8 +188,8 @@ void fsdpc_nccl_channels_close(fsdpc_comm_nccl *self);
 
 /* Returns whether NCCL only collects contributions and our kernels join them. */
 bool fsdpc_nccl_is_joined(const fsdpc_coll *coll);
-/* Returns whether the staging memory is too small for it.  Before join_open enlarges the memory, it
- * must not be in use and all posts must have been launched. */
+/* Returns whether the staging memory is too small for `coll`.  Before join_open enlarges the memory,
+ * it must not be in use and all posts must have been launched. */
 bool fsdpc_nccl_staging_is_short(const fsdpc_comm_nccl *self, const fsdpc_coll *coll);
 /* At the post: allocates memory for the contributions; the memory is freed after they were read. */
 fsdpc_status fsdpc_nccl_join_open(fsdpc_comm_nccl *self, fsdpc_nccl_op *op);
