@@ -207,10 +207,14 @@ def test_a_timeout_prints_every_stack(capsys: pytest.CaptureFixture[str]) -> Non
     def a_place_to_hang() -> None:
         time.sleep(100)
 
-    with pytest.raises(LaunchError, match="did not end within 0.3 s") as caught:
-        launch(a_place_to_hang, 2, timeout=0.3)
-    assert caught.value.timed_out and caught.value.rank is None
-    assert all("in a_place_to_hang" in text for text in caught.value.tracebacks.values())
+    for timeout in (0.3, 3, 30):  # until the ranks have come so far, which a busy machine delays
+        with pytest.raises(LaunchError, match=f"did not end within {timeout} s") as caught:
+            launch(a_place_to_hang, 2, timeout=timeout)
+        assert caught.value.timed_out and caught.value.rank is None
+        stacks = caught.value.tracebacks.values()
+        if all("in a_place_to_hang" in text for text in stacks):
+            return
+    pytest.fail("\n".join(stacks))
 
 
 def test_a_crash_is_named_with_its_stack() -> None:
