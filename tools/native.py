@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import stub_args
 import stub_docs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -297,10 +298,10 @@ def build_core(target: Path) -> Path:
     flags += [f"-isystem{numpy.get_include()}", "-DNPY_NO_DEPRECATED_API=NPY_2_0_API_VERSION"]
     flags += ["-DNPY_TARGET_VERSION=NPY_1_25_API_VERSION"]
     python_side = Builder(ROOT / "build" / f"core-{sys.implementation.cache_tag}")
-    made = stub_docs.write(python_side.out / "made")
-    engine, flags = Builder(OBJECTS), [f"-I{made.parents[1]}", *flags]
+    made = [each.write(python_side.out / "made") for each in (stub_docs, stub_args)]
+    engine, flags = Builder(OBJECTS), [f"-I{python_side.out / 'made'}", *flags]
     files = [(engine, path, ()) for path in sources()]
-    files += [(python_side, path, flags) for path in (*sources(BINDINGS), made)]
+    files += [(python_side, path, flags) for path in (*sources(BINDINGS), *made)]
     with building(OBJECTS):
         objects = compile_all(files)
     return python_side.link(

@@ -82,12 +82,16 @@ def write(folder: Path) -> Path:
     for name, text in found.items():
         lines = "\n".join(f"    {literal(line)}" for line in text.splitlines(keepends=True))
         source += f"const char fsdpc_doc_{name}[] =\n{lines or literal('')};\n"
-    for path, content in ((folder / "bind" / "stub_docs.h", header),
-                          (folder / "bind" / "stub_docs.c", source)):  # fmt: skip
-        if not path.exists() or path.read_text(encoding="utf-8") != content:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content, encoding="utf-8")
-    return folder / "bind" / "stub_docs.c"
+    put(folder / "bind" / "stub_docs.h", header)
+    return put(folder / "bind" / "stub_docs.c", source)
+
+
+def put(path: Path, content: str) -> Path:
+    """Write a file unless it has this content; returns its path."""
+    if not path.exists() or path.read_text(encoding="utf-8") != content:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+    return path
 
 
 def literal(line: str) -> str:

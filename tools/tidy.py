@@ -19,6 +19,7 @@ import numpy
 
 import mpi_build
 import native
+import stub_args
 import stub_docs
 
 STAMPS = native.ROOT / "build" / "tidy"
@@ -79,7 +80,8 @@ def main() -> int:
     files = native.sources(layers)
     chosen = [path for path in files if not names or any(name in path.name for name in names)]
     shared = newest_shared()
-    stub_docs.write(STAMPS / "made")
+    for made in (stub_docs, stub_args):
+        made.write(STAMPS / "made")
     with ThreadPoolExecutor(native.usable_cores()) as pool:
         complaints = list(filter(None, pool.map(lambda path: check(path, shared), chosen)))
     print("\n".join(complaints), end="")

@@ -11,6 +11,8 @@
  */
 #include "bind/tensor/ops.h"
 
+#include "bind/stub_args.h"
+
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -179,20 +181,23 @@ static PyObject *set_ordered(PyObject *module, PyObject *arg)
     Py_RETURN_NONE;
 }
 
-static PyObject *set_num_threads(PyObject *module, PyObject *arg)
+/* Does not create the runtime, which reads the number. */
+static PyObject *set_num_threads(FSDPC_PY_FASTCALL(module))
 {
     fsdpc_runtime *runtime = &((fsdpc_py_state *)PyModule_GetState(module))->runtime;
-    long threads = PyLong_AsLong(arg);
-    if (threads == -1 && PyErr_Occurred())
+    fsdpc_args_set_num_threads a = FSDPC_DEFAULTS_set_num_threads;
+    if (fsdpc_py_parse(&fsdpc_signature_set_num_threads, NULL, args, nargs, keywords, &a) < 0)
         return NULL;
-    if (threads < 1 || threads > 4096)
-        return PyErr_Format(PyExc_ValueError, "set_num_threads(%ld): from 1 to 4096", threads);
+    if (a.threads < 1 || a.threads > 4096)
+        return PyErr_Format(PyExc_ValueError, "set_num_threads(%lld): from 1 to 4096",
+                            (long long)a.threads);
+    int threads = (int)a.threads;
     if (runtime->ready) {
         if (atomic_load_explicit(&runtime->running, memory_order_relaxed))
             return PyErr_Format(PyExc_RuntimeError,
                                 "set_num_threads while another thread runs an operation");
         fsdpc_team *team;
-        fsdpc_status status = fsdpc_team_create((int)threads, &team);
+        fsdpc_status status = fsdpc_team_create(threads, &team);
         if (status != FSDPC_OK)
             return fsdpc_py_raise(status);
         fsdpc_team_destroy(runtime->team);
@@ -200,10 +205,9 @@ static PyObject *set_num_threads(PyObject *module, PyObject *arg)
         if (runtime->host)
             runtime->host->team = team;
     }
-    runtime->threads = (int)threads;
+    runtime->threads = threads;
     Py_RETURN_NONE;
 }
-FSDPC_PY_NAMED(set_num_threads, "set_num_threads", "threads")
 
 /* Does not create the runtime, because a query must not start anything. */
 static PyObject *engine_threads(PyObject *module, PyObject *Py_UNUSED(unused))
@@ -297,7 +301,7 @@ static PyObject *check_environment(PyObject *module, PyObject *unused)
 PyMethodDef fsdpc_py_state_functions[] = {
     FSDPC_PY_FUNCTION(num_threads, num_threads, METH_NOARGS),
     FSDPC_PY_FUNCTION(set_ordered, set_ordered, METH_O),
-    FSDPC_PY_FUNCTION(set_num_threads, set_num_threads_named, FSDPC_PY_FAST),
+    FSDPC_PY_FUNCTION(set_num_threads, set_num_threads, FSDPC_PY_FAST),
     FSDPC_PY_FUNCTION(engine_threads, engine_threads, METH_NOARGS),
     FSDPC_PY_FUNCTION(usable_cores, usable_cores, METH_NOARGS),
     FSDPC_PY_FUNCTION(memory_stats, memory_stats, METH_NOARGS),

@@ -74,6 +74,7 @@
     X(dlpack)                                                                                      \
     X(numpy)                                                                                       \
     X(ops)                                                                                         \
+    X(shape)                                                                                       \
     X(tape)                                                                                        \
     X(plugin)                                                                                      \
     X(stream)                                                                                      \

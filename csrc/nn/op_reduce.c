@@ -274,7 +274,7 @@ static const fsdpc_node_ops softmax_ops = {.name = "softmax", .backward = softma
 static const fsdpc_node_ops log_softmax_ops = {.name = "log_softmax",
                                                .backward = log_softmax_backward};
 
-fsdpc_status fsdpc_op_softmax(fsdpc_tape *tape, fsdpc_tensor *x, bool log, fsdpc_tensor **out)
+static fsdpc_status softmax_rows(fsdpc_tape *tape, fsdpc_tensor *x, bool log, fsdpc_tensor **out)
 {
     FSDPC_TRY(fsdpc_op_check_float(log ? "log_softmax" : "softmax", "the tensor", x));
     fsdpc_tensor *y;
@@ -290,6 +290,22 @@ fsdpc_status fsdpc_op_softmax(fsdpc_tape *tape, fsdpc_tensor *x, bool log, fsdpc
             st = fsdpc_node_save_output(node, 0, y);
     }
     return fsdpc_op_return(st, y, out);
+}
+
+fsdpc_status fsdpc_op_softmax(fsdpc_tape *tape, fsdpc_tensor *x, int dim, bool log,
+                              fsdpc_tensor **out)
+{
+    FSDPC_TRY(fsdpc_op_dim("softmax", dim, x->ndim, &dim));
+    if (x->ndim == 0 || dim == x->ndim - 1)
+        return softmax_rows(tape, x, log, out);
+    fsdpc_tensor *moved, *y;
+    FSDPC_TRY(fsdpc_op_transpose(tape, x, dim, -1, &moved));
+    fsdpc_status st = softmax_rows(tape, moved, log, &y);
+    fsdpc_tensor_release(moved);
+    FSDPC_TRY(st);
+    st = fsdpc_op_transpose(tape, y, dim, -1, out);
+    fsdpc_tensor_release(y);
+    return st;
 }
 
 /* ---- logarithms of sums of exponentials ---- */

@@ -94,8 +94,9 @@ fsdpc_status fsdpc_op_cumsum(fsdpc_tape *tape, fsdpc_tensor *x, int dim, fsdpc_t
 /* Logarithms of sums of exponentials along a dimension. */
 fsdpc_status fsdpc_op_logsumexp(fsdpc_tape *tape, fsdpc_tensor *x, int dim, bool keepdim,
                                 fsdpc_tensor **out);
-/* Over the last dimension. */
-fsdpc_status fsdpc_op_softmax(fsdpc_tape *tape, fsdpc_tensor *x, bool log, fsdpc_tensor **out);
+/* Along a dimension; any but the last costs two copies. */
+fsdpc_status fsdpc_op_softmax(fsdpc_tape *tape, fsdpc_tensor *x, int dim, bool log,
+                              fsdpc_tensor **out);
 
 /* ---- products: op_matmul.c, op_linear.c ---- */
 

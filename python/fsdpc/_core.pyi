@@ -1,13 +1,13 @@
 """The extension: tensors, autograd, operations and, at the end, the engine.
 
-The build takes signatures and docstrings from this file (tools/stub_docs.py): rebuild after a
-change.
+The build takes signatures and docstrings from this file (tools/stub_docs.py), and what parses
+arguments (tools/stub_args.py): rebuild after a change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,7 @@ Number = int | float
 Operand = Tensor | Number | np.ndarray[Any, Any]
 Shape = tuple[int, ...]
 Dims = int | Sequence[int] | None
+Pair = tuple[int, int]
 Index = Any  # int, slice, None, ..., arrays of integers or bool, or a tuple of those
 DTypeLike = dtype | str | type | np.dtype[Any]
 
@@ -505,7 +506,6 @@ class Tensor:
         (2,)
         """
 
-    def transpose(self, dim0: int, dim1: int) -> Tensor: ...
     def permute(self, *dims: int | Sequence[int]) -> Tensor:
         """Permute the dimensions; a copy.
 
@@ -531,15 +531,17 @@ class Tensor:
         """
 
     def __getitem__(self, index: Index) -> Tensor: ...
-    # reductions and elementwise operations, like the functions below
-    def sum(self, dim: Dims = None, keepdim: bool = False) -> Tensor: ...
-    def mean(self, dim: Dims = None, keepdim: bool = False) -> Tensor: ...
+    # operations that are methods too, by tools/stub_methods.py
+    def maximum(self, b: Operand) -> Tensor: ...
+    def minimum(self, b: Operand) -> Tensor: ...
+    def pow(self, exponent: Operand) -> Tensor: ...
+    def neg(self) -> Tensor: ...
+    def abs(self) -> Tensor: ...
     def exp(self) -> Tensor: ...
     def log(self) -> Tensor: ...
     def sqrt(self) -> Tensor: ...
     def tanh(self) -> Tensor: ...
     def sigmoid(self) -> Tensor: ...
-    def relu(self) -> Tensor: ...
     def rsqrt(self) -> Tensor: ...
     def sin(self) -> Tensor: ...
     def cos(self) -> Tensor: ...
@@ -547,15 +549,13 @@ class Tensor:
     def expm1(self) -> Tensor: ...
     def erf(self) -> Tensor: ...
     def sign(self) -> Tensor: ...
-    def abs(self) -> Tensor: ...
-    def neg(self) -> Tensor: ...
-    def maximum(self, b: Operand) -> Tensor: ...
-    def minimum(self, b: Operand) -> Tensor: ...
-    def pow(self, exponent: Operand) -> Tensor: ...
+    def relu(self) -> Tensor: ...
+    def matmul(self, b: Tensor) -> Tensor: ...
     def softmax(self, dim: int = -1) -> Tensor: ...
     def log_softmax(self, dim: int = -1) -> Tensor: ...
-    def matmul(self, b: Tensor) -> Tensor: ...
-    # composed in Python: set by fsdpc.functional
+    def sum(self, dim: Dims = None, keepdim: bool = False) -> Tensor: ...
+    def mean(self, dim: Dims = None, keepdim: bool = False) -> Tensor: ...
+    def transpose(self, dim0: int, dim1: int) -> Tensor: ...
     def clamp(self, min: Operand | None = None, max: Operand | None = None) -> Tensor: ...
     def isfinite(self) -> Tensor: ...
     def isinf(self) -> Tensor: ...
@@ -580,7 +580,7 @@ class Tensor:
     def argsort(self, dim: int = -1, descending: bool = False) -> Tensor: ...
     def gather(self, dim: int, index: Tensor) -> Tensor: ...
     def index_select(self, dim: int, index: Tensor) -> Tensor: ...
-    def masked_fill(self, mask: Any, value: float) -> Tensor: ...
+    def masked_fill(self, mask: Any, value: float | Tensor) -> Tensor: ...
     def masked_select(self, mask: Tensor) -> Tensor: ...
     def nonzero(self) -> Tensor: ...
     def scatter_add(self, dim: int, index: Tensor, src: Tensor) -> Tensor: ...
@@ -595,6 +595,7 @@ class Tensor:
     def split(self, sizes: int | Sequence[int], dim: int = 0) -> list[Tensor]: ...
     def tril(self, diagonal: int = 0) -> Tensor: ...
     def triu(self, diagonal: int = 0) -> Tensor: ...
+    # end of operations that are methods too
     def __add__(self, other: Operand) -> Tensor: ...
     def __radd__(self, other: Operand) -> Tensor: ...
     def __sub__(self, other: Operand) -> Tensor: ...
@@ -754,7 +755,7 @@ def arange(
     """
 
 def linspace(
-    start: Number, stop: Number, steps: int, dtype: DTypeLike | None = None
+    start: float, stop: float, steps: int, dtype: DTypeLike | None = None
 ) -> Tensor:
     """Return equally spaced numbers, including both ends, rounded once.
 
@@ -807,13 +808,13 @@ def empty_deferred(
     """Create a tensor without memory; ``materialize_`` allocates it."""
 
 def init_(
-    tensor: Tensor, kind: str, a: Number, b: Number, seed: int, stream: int, first: int = 0
+    tensor: Tensor, kind: str, a: float, b: float, seed: int, stream: int, first: int = 0
 ) -> Tensor:
     """Fill a tensor with a constant, or with normal or uniform random numbers; return it."""
 
 # ---- operations ----
 
-def add(a: Tensor | Number, b: Tensor | Number) -> Tensor:
+def add(a: Operand, b: Operand) -> Tensor:
     """Return a + b, element by element.
 
     Shapes broadcast as in NumPy.  int32, int64 and floats promote as in PyTorch; a number takes the
@@ -827,7 +828,7 @@ def add(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     [2.0, 3.0]
     """
 
-def sub(a: Tensor | Number, b: Tensor | Number) -> Tensor:
+def sub(a: Operand, b: Operand) -> Tensor:
     """Return a - b, element by element.
 
     Shapes broadcast as in NumPy.  int32, int64 and floats promote as in PyTorch; a number takes the
@@ -841,7 +842,7 @@ def sub(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     [0.0, 1.0]
     """
 
-def mul(a: Tensor | Number, b: Tensor | Number) -> Tensor:
+def mul(a: Operand, b: Operand) -> Tensor:
     """Return a * b, element by element.
 
     Shapes broadcast as in NumPy.  int32, int64 and floats promote as in PyTorch; a number takes the
@@ -855,7 +856,7 @@ def mul(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     [3.0, 6.0]
     """
 
-def div(a: Tensor | Number, b: Tensor | Number) -> Tensor:
+def div(a: Operand, b: Operand) -> Tensor:
     """Return a / b, element by element; integers become float32.
 
     Shapes broadcast as in NumPy.  int32, int64 and floats promote as in PyTorch; a number takes the
@@ -869,7 +870,7 @@ def div(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     [0.5, 1.0]
     """
 
-def maximum(a: Tensor | Number, b: Tensor | Number) -> Tensor:
+def maximum(a: Operand, b: Operand) -> Tensor:  # method
     """Return the elementwise maximum; NaN if either element is NaN.
 
     Shapes broadcast as in NumPy.  int32, int64 and floats promote as in PyTorch; a number takes the
@@ -883,7 +884,7 @@ def maximum(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     [2.0, 5.0]
     """
 
-def minimum(a: Tensor | Number, b: Tensor | Number) -> Tensor:
+def minimum(a: Operand, b: Operand) -> Tensor:  # method
     """Return the elementwise minimum; NaN if either element is NaN.
 
     Shapes broadcast as in NumPy.  int32, int64 and floats promote as in PyTorch; a number takes the
@@ -897,13 +898,13 @@ def minimum(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     [1.0, 3.0]
     """
 
-def mask(x: Tensor | Number, keep: Tensor | Number) -> Tensor:
+def mask(x: Operand, keep: Operand) -> Tensor:
     """Return x where keep is true, and elsewhere a negative zero, which does not change sums."""
 
-def keep(x: Tensor | Number, keep: Tensor | Number) -> Tensor:
+def keep(x: Operand, keep: Operand) -> Tensor:
     """Return x where keep is true, and 0 elsewhere."""
 
-def pow(x: Tensor | Number, exponent: Tensor | Number) -> Tensor:
+def pow(x: Operand, exponent: Operand) -> Tensor:  # method
     """Return x ** exponent, element by element.
 
     Shapes broadcast as in NumPy.  int32, int64 and floats promote as in PyTorch; a number takes the
@@ -917,7 +918,7 @@ def pow(x: Tensor | Number, exponent: Tensor | Number) -> Tensor:
     [4.0, 9.0]
     """
 
-def neg(x: Tensor) -> Tensor:
+def neg(x: Tensor) -> Tensor:  # method
     """Return -x, element by element.
 
     x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
@@ -929,7 +930,7 @@ def neg(x: Tensor) -> Tensor:
     [-1.0, 2.0]
     """
 
-def abs(x: Tensor) -> Tensor:
+def abs(x: Tensor) -> Tensor:  # method
     """Return the absolute value of each element.
 
     x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
@@ -941,7 +942,7 @@ def abs(x: Tensor) -> Tensor:
     [1.0, 2.0]
     """
 
-def exp(x: Tensor) -> Tensor:
+def exp(x: Tensor) -> Tensor:  # method
     """Return e ** x, element by element.
 
     x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
@@ -953,7 +954,7 @@ def exp(x: Tensor) -> Tensor:
     [1.0]
     """
 
-def log(x: Tensor) -> Tensor:
+def log(x: Tensor) -> Tensor:  # method
     """Return the natural logarithm of each element; NaN below 0.
 
     x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
@@ -965,7 +966,7 @@ def log(x: Tensor) -> Tensor:
     [0.0, -inf]
     """
 
-def sqrt(x: Tensor) -> Tensor:
+def sqrt(x: Tensor) -> Tensor:  # method
     """Return the square root of each element; NaN below 0.
 
     x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
@@ -977,7 +978,7 @@ def sqrt(x: Tensor) -> Tensor:
     [2.0, 3.0]
     """
 
-def tanh(x: Tensor) -> Tensor:
+def tanh(x: Tensor) -> Tensor:  # method
     """Return the hyperbolic tangent of each element.
 
     x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
@@ -989,7 +990,7 @@ def tanh(x: Tensor) -> Tensor:
     [0.0]
     """
 
-def sigmoid(x: Tensor) -> Tensor:
+def sigmoid(x: Tensor) -> Tensor:  # method
     """Return 1 / (1 + e ** -x), element by element.
 
     x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
@@ -1001,7 +1002,7 @@ def sigmoid(x: Tensor) -> Tensor:
     [0.5]
     """
 
-def rsqrt(x: Tensor) -> Tensor:
+def rsqrt(x: Tensor) -> Tensor:  # method
     """Return 1 / sqrt(x), element by element.
 
     x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
@@ -1013,7 +1014,7 @@ def rsqrt(x: Tensor) -> Tensor:
     [0.5]
     """
 
-def sin(x: Tensor) -> Tensor:
+def sin(x: Tensor) -> Tensor:  # method
     """Return the sine of each element, in radians.
 
     x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
@@ -1025,7 +1026,7 @@ def sin(x: Tensor) -> Tensor:
     [0.0]
     """
 
-def cos(x: Tensor) -> Tensor:
+def cos(x: Tensor) -> Tensor:  # method
     """Return the cosine of each element, in radians.
 
     x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
@@ -1037,7 +1038,7 @@ def cos(x: Tensor) -> Tensor:
     [1.0]
     """
 
-def log1p(x: Tensor) -> Tensor:
+def log1p(x: Tensor) -> Tensor:  # method
     """Return log(1 + x), element by element, accurate near 0.
 
     x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
@@ -1049,7 +1050,7 @@ def log1p(x: Tensor) -> Tensor:
     [0.0]
     """
 
-def expm1(x: Tensor) -> Tensor:
+def expm1(x: Tensor) -> Tensor:  # method
     """Return e ** x - 1, element by element, accurate near 0.
 
     x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
@@ -1061,7 +1062,7 @@ def expm1(x: Tensor) -> Tensor:
     [0.0]
     """
 
-def erf(x: Tensor) -> Tensor:
+def erf(x: Tensor) -> Tensor:  # method
     """Return the error function of each element.
 
     x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
@@ -1073,7 +1074,7 @@ def erf(x: Tensor) -> Tensor:
     [0.0]
     """
 
-def sign(x: Tensor) -> Tensor:
+def sign(x: Tensor) -> Tensor:  # method
     """Return the sign of each element: -1, 0 or 1.
 
     x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
@@ -1111,7 +1112,7 @@ def silu(x: Tensor) -> Tensor:
     [0.0]
     """
 
-def relu(x: Tensor) -> Tensor:
+def relu(x: Tensor) -> Tensor:  # method
     """Return max(x, 0), element by element.
 
     x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
@@ -1123,7 +1124,7 @@ def relu(x: Tensor) -> Tensor:
     [0.0, 2.0]
     """
 
-def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+def gelu(x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
     """Apply the Gaussian error linear unit.
 
     Parameters
@@ -1153,7 +1154,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     [0.0]
     """
 
-def matmul(a: Tensor, b: Tensor) -> Tensor:
+def matmul(a: Tensor, b: Tensor) -> Tensor:  # method
     """Multiply matrices.
 
     a is (..., n, k) and b is (..., k, m), with the same float dtype; leading dimensions broadcast.
@@ -1167,7 +1168,9 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     [[11.0]]
     """
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, layout: str = "oi") -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, layout: Literal["oi", "io"] = "oi"
+) -> Tensor:
     """Multiply rows by a weight: ``x @ weight.T + bias``.
 
     Parameters
@@ -1201,7 +1204,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, layout: str = 
     """
 
 def linear_gelu(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, layout: str = "oi"
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, layout: Literal["oi", "io"] = "oi"
 ) -> Tensor:
     """Multiply rows by a weight and apply gelu: ``gelu(linear(x, weight, bias), "tanh")``.
 
@@ -1244,7 +1247,7 @@ def linear_gelu(
     [[11.0]]
     """
 
-def softmax(x: Tensor, dim: int = -1) -> Tensor:
+def softmax(x: Tensor, dim: int = -1) -> Tensor:  # method
     """Return softmax along a dimension; any dimension but the last costs two copies.
 
     Examples
@@ -1254,7 +1257,7 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     [0.5, 0.5]
     """
 
-def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
+def log_softmax(x: Tensor, dim: int = -1) -> Tensor:  # method
     """Return the logarithm of :func:`softmax`, computed without overflow.
 
     Examples
@@ -1357,19 +1360,17 @@ def conv2d(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
+    stride: Pair,
+    padding: tuple[int, int, int, int],
+    dilation: Pair,
     groups: int,
 ) -> Tensor:
     """Convolve images with filters; padding lists before and after rows, then columns."""
 
-def pool2d(
-    x: Tensor, max: bool, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]
-) -> Tensor:
+def pool2d(x: Tensor, max: bool, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
     """Return the maximum of each window, or the mean."""
 
-def element_places(index: Tensor, shape: Sequence[int], dim: int) -> Tensor | None:
+def element_places(index: Tensor, shape: int | Sequence[int], dim: int) -> Tensor | None:
     """Return the memory positions of elements selected by an index along a dimension.
 
     Returns None if an index is out of range.  Only on the host.
@@ -1407,7 +1408,7 @@ def scaled_dot_product_attention(
     v: Tensor,
     causal: bool = False,
     scale: float | None = None,
-    layout: str = "bhtd",
+    layout: Literal["bhtd", "bthd"] = "bhtd",
     mask: Tensor | None = None,
     window: int = 0,
 ) -> Tensor:
@@ -1420,7 +1421,7 @@ def varlen_attention(
     lengths: Sequence[int],
     causal: bool = True,
     scale: float | None = None,
-    layout: str = "bhtd",
+    layout: Literal["bhtd", "bthd"] = "bhtd",
     window: int = 0,
 ) -> Tensor:
     """Attend within each document of a row, within a window of this many keys if nonzero."""
@@ -1484,7 +1485,74 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     [1.0, 2.0]
     """
 
-def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
+def sum(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:  # method
+    """Sum elements over dimensions.
+
+    x has any shape and dtype.  dim is one or several dimensions, or None for all; keepdim keeps
+    them with size 1.  Raises IndexError if x has no such dimension.  Floats keep their dtype and
+    are summed in float32; integers and bool become int64.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.sum(tensor([[1.0, 2.0], [3.0, 4.0]]), 0).tolist()
+    [4.0, 6.0]
+    """
+
+def sum_squares(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    """Sum squares over dimensions, treating 16-bit floats as float32."""
+
+def cumsum(x: Tensor, dim: int) -> Tensor:
+    """Return cumulative sums along a dimension."""
+
+def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    """Return the log of the sum of exponentials along a dimension."""
+
+def result_type(x: Tensor, y: Tensor) -> dtype:
+    """Return the result dtype of an operation on both, like PyTorch's function with this name."""
+
+def mean(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:  # method
+    """Average elements over dimensions.
+
+    x has any shape and dtype.  dim is one or several dimensions, or None for all; keepdim keeps
+    them with size 1.  Raises IndexError if x has no such dimension.  Floats keep their dtype;
+    integers and bool become float32.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.mean(tensor([[1.0, 2.0], [3.0, 4.0]]), 1).tolist()
+    [1.5, 3.5]
+    """
+
+def cast(x: Tensor, dtype: DTypeLike) -> Tensor:
+    """Convert to another dtype, rounding to nearest; the gradient has x's dtype.
+
+    x has any shape and dtype.  Raises TypeError if the dtype is unknown.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.cast(tensor([1, 2]), "float32").tolist()
+    [1.0, 2.0]
+    """
+
+def array_equal(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same dtype, shape and bytes.
+
+    Any dtype is allowed.  NaN equals itself; 0.0 and -0.0 differ.  Raises TypeError for anything
+    but tensors.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.array_equal(tensor([1.0]), tensor([1.0])), F.array_equal(tensor([1.0]), tensor([1]))
+    (True, False)
+    """
+
+# ---- operations: shapes ----
+
+def reshape(x: Tensor, shape: int | Sequence[int]) -> Tensor:
     """Return the elements in another shape, over the same memory.
 
     x has any dtype; one size may be -1, in which case it is inferred.  Raises ValueError if the
@@ -1497,7 +1565,7 @@ def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
     [[1, 2], [3, 4]]
     """
 
-def transpose(x: Tensor, dim0: int, dim1: int) -> Tensor:
+def transpose(x: Tensor, dim0: int, dim1: int) -> Tensor:  # method
     """Transpose two dimensions; a copy.
 
     x has any shape and dtype.  Raises IndexError if it has no such dimension.
@@ -1509,7 +1577,7 @@ def transpose(x: Tensor, dim0: int, dim1: int) -> Tensor:
     [[1, 3], [2, 4]]
     """
 
-def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
+def permute(x: Tensor, dims: int | Sequence[int]) -> Tensor:
     """Permute the dimensions; a copy.
 
     x has any dtype.  Raises ValueError or IndexError unless dims lists each dimension once.
@@ -1521,7 +1589,7 @@ def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
     [[1, 3], [2, 4]]
     """
 
-def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
+def expand(x: Tensor, shape: int | Sequence[int]) -> Tensor:
     """Broadcast to a shape; a copy.
 
     x has any dtype; -1 keeps a size.  Raises ValueError if x cannot be broadcast to the shape.
@@ -1561,71 +1629,6 @@ def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     >>> from fsdpc import functional as F, tensor
     >>> F.stack([tensor([1, 2]), tensor([3, 4])], 1).tolist()
     [[1, 3], [2, 4]]
-    """
-
-def sum(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """Sum elements over dimensions.
-
-    x has any shape and dtype.  dim is one or several dimensions, or None for all; keepdim keeps
-    them with size 1.  Raises IndexError if x has no such dimension.  Floats keep their dtype and
-    are summed in float32; integers and bool become int64.
-
-    Examples
-    --------
-    >>> from fsdpc import functional as F, tensor
-    >>> F.sum(tensor([[1.0, 2.0], [3.0, 4.0]]), 0).tolist()
-    [4.0, 6.0]
-    """
-
-def sum_squares(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """Sum squares over dimensions, treating 16-bit floats as float32."""
-
-def cumsum(x: Tensor, dim: int) -> Tensor:
-    """Return cumulative sums along a dimension."""
-
-def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    """Return the log of the sum of exponentials along a dimension."""
-
-def result_type(x: Tensor, y: Tensor) -> dtype:
-    """Return the result dtype of an operation on both, like PyTorch's function with this name."""
-
-def mean(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """Average elements over dimensions.
-
-    x has any shape and dtype.  dim is one or several dimensions, or None for all; keepdim keeps
-    them with size 1.  Raises IndexError if x has no such dimension.  Floats keep their dtype;
-    integers and bool become float32.
-
-    Examples
-    --------
-    >>> from fsdpc import functional as F, tensor
-    >>> F.mean(tensor([[1.0, 2.0], [3.0, 4.0]]), 1).tolist()
-    [1.5, 3.5]
-    """
-
-def cast(x: Tensor, dtype: DTypeLike) -> Tensor:
-    """Convert to another dtype, rounding to nearest; the gradient has x's dtype.
-
-    x has any shape and dtype.  Raises TypeError if the dtype is unknown.
-
-    Examples
-    --------
-    >>> from fsdpc import functional as F, tensor
-    >>> F.cast(tensor([1, 2]), "float32").tolist()
-    [1.0, 2.0]
-    """
-
-def array_equal(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have the same dtype, shape and bytes.
-
-    Any dtype is allowed.  NaN equals itself; 0.0 and -0.0 differ.  Raises TypeError for anything
-    but tensors.
-
-    Examples
-    --------
-    >>> from fsdpc import functional as F, tensor
-    >>> F.array_equal(tensor([1.0]), tensor([1.0])), F.array_equal(tensor([1.0]), tensor([1]))
-    (True, False)
     """
 
 # ---- the tape ----

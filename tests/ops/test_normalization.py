@@ -110,7 +110,7 @@ def test_rows_are_checked():
     core = fsdpc._core
     with pytest.raises(ValueError, match="row_moments: 4 rows of 6 elements"):
         core.row_moments(x, 4)
-    with pytest.raises(ValueError, match="row_moments: -1 rows"):
+    with pytest.raises(ValueError, match="row_moments: rows is -1 and cannot be negative"):
         core.row_moments(x, -1)
     with pytest.raises(ValueError, match=r"row_moments: x has shape \(2, 3\) and the other"):
         core.row_moments(x, 2, fsdpc.zeros(2))

@@ -204,7 +204,7 @@ def test_errors():
         F.linear(x, _core.zeros(4, 3), layout="io")
     with pytest.raises(ValueError, match=r"linear: bias .*\(3,\) .* weight \(in, out\)"):
         F.linear(x, _core.zeros(3, 4), _core.zeros(3), layout="io")
-    with pytest.raises(ValueError, match="linear: layout is 'oi' or 'io', not 'xy'"):
+    with pytest.raises(ValueError, match="linear_gelu: layout is 'oi' or 'io', not 'xy'"):
         F.linear_gelu(x, _core.zeros(3, 4), layout="xy")
     with pytest.raises(TypeError, match="linear: x is float32 and weight is bfloat16"):
         F.linear(x, _core.zeros(4, 3, dtype="bfloat16"))

@@ -11,11 +11,12 @@
  * that uses our tensor on another stream must keep it until that stream has run.  We return
  * imported memory when our main stream has finished with it (bind/import.h).
  */
+#include "bind/tensor/ops.h"
+
+#include "bind/stub_args.h"
 #include "bind/tensor/tensor.h"
 
 #include <stdio.h>
-
-#include "bind/tensor/ops.h"
 
 typedef struct dl_tensor {
     void *data;
@@ -173,29 +174,30 @@ static int check_wanted(const fsdpc_device *device, PyObject *wanted)
     return -1;
 }
 
-static PyObject *tensor_dlpack(FSDPC_PY_FASTCALL(object))
+FSDPC_PY_TENSOR_OP(__dlpack__)
 {
-    FSDPC_PY_PARSE("__dlpack__", 0, "stream", "max_version", "dl_device", "copy");
-    const fsdpc_tensor *t = fsdpc_py_self(object)->tensor;
+    (void)state;
+    const fsdpc_tensor *t = a->self;
     fsdpc_status status = fsdpc_tensor_check(t);
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
     if (t->requires_grad)
         return PyErr_Format(PyExc_BufferError,
                             "a tensor that requires grad is not handed out: detach() it first");
-    bool versioned = a[1] && PyTuple_Check(a[1]) && PyTuple_GET_SIZE(a[1]) == 2 &&
-                     PyLong_AsLong(PyTuple_GET_ITEM(a[1], 0)) >= 1;
+    PyObject *most = a->max_version;
+    bool versioned = most && PyTuple_Check(most) && PyTuple_GET_SIZE(most) == 2 &&
+                     PyLong_AsLong(PyTuple_GET_ITEM(most, 0)) >= 1;
     if (PyErr_Occurred())
         return NULL;
     fsdpc_device *device = t->storage->device;
-    if (check_wanted(device, a[2]) < 0)
+    if (check_wanted(device, a->dl_device) < 0)
         return NULL;
-    bool copy = a[3] == Py_True;
+    bool copy = a->copy == Py_True;
     if (!copy && t->storage->readonly && !versioned)
         return PyErr_Format(PyExc_BufferError,
                             "read-only memory needs DLPack 1.0: clone() the tensor first");
-    PyObject *given = copy ? PyObject_CallMethod(object, "clone", NULL) : Py_NewRef(object);
-    if (!given || (device->remote && lead(device, a[0]) < 0)) {
+    PyObject *given = copy ? PyObject_CallMethod(a->object, "clone", NULL) : Py_NewRef(a->object);
+    if (!given || (device->remote && lead(device, a->stream) < 0)) {
         Py_XDECREF(given);
         return NULL;
     }
@@ -417,34 +419,31 @@ static PyObject *ask_capsule(const fsdpc_device *device, PyObject *source)
     return capsule;
 }
 
-static PyObject *from_dlpack(PyObject *module, PyObject *source)
+FSDPC_PY_FUNCTION_OP(from_dlpack)
 {
-    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
-    if (!runtime)
-        return NULL;
-    if (runtime->device->capturing)
+    fsdpc_device *device = state->runtime.device;
+    if (device->capturing)
         return fsdpc_py_raise(
             fsdpc_fail(FSDPC_ERR_STATE,
                        "from_dlpack() inside a captured step, whose replays would not wait for the "
                        "library that lends the memory: call it before the step, and copy_() new "
                        "values before each replay"));
     PyObject *capsule =
-        PyCapsule_CheckExact(source) ? Py_NewRef(source) : ask_capsule(runtime->device, source);
+        PyCapsule_CheckExact(a->source) ? Py_NewRef(a->source) : ask_capsule(device, a->source);
     if (!capsule)
         return NULL;
-    fsdpc_tensor *t = import_capsule(PyModule_GetState(module), capsule);
+    fsdpc_tensor *t = import_capsule(state, capsule);
     Py_DECREF(capsule);
-    return t ? fsdpc_py_tensor_wrap(module, t) : NULL;
+    return t ? fsdpc_py_tensor_new(state, t) : NULL;
 }
-FSDPC_PY_NAMED(from_dlpack, "from_dlpack", "source")
 
 PyMethodDef fsdpc_py_dlpack_methods[] = {
-    FSDPC_PY_METHOD(Tensor, __dlpack__, tensor_dlpack, FSDPC_PY_FAST),
+    FSDPC_PY_TENSOR_ROW(__dlpack__),
     FSDPC_PY_METHOD(Tensor, __dlpack_device__, tensor_dlpack_device, METH_NOARGS),
     {NULL, NULL, 0, NULL},
 };
 
 PyMethodDef fsdpc_py_dlpack_functions[] = {
-    FSDPC_PY_FUNCTION(from_dlpack, from_dlpack_named, FSDPC_PY_FAST),
+    FSDPC_PY_FUNCTION_ROW(from_dlpack),
     {NULL, NULL, 0, NULL},
 };

@@ -1,5 +1,7 @@
 /* Gradient hooks in Python, and the handle that removes them. */
 #include "bind/tensor/ops.h"
+
+#include "bind/stub_args.h"
 #include "bind/tensor/tensor.h"
 
 #include "nn/hook.h"
@@ -95,36 +97,28 @@ static PyType_Slot handle_slots[] = {
 FSDPC_PY_TYPE(handle, RemovableHandle, fsdpc_py_handle, Py_TPFLAGS_DISALLOW_INSTANTIATION,
               handle_slots);
 
-static PyObject *register_hook(PyObject *object, PyObject *callable)
+FSDPC_PY_TENSOR_OP(register_hook)
 {
-    fsdpc_py_tensor *self = fsdpc_py_self(object);
-    fsdpc_runtime *runtime = fsdpc_py_state_runtime(self->state);
-    if (!runtime)
-        return NULL;
-    if (!PyCallable_Check(callable))
-        return PyErr_Format(PyExc_TypeError, "register_hook: %s cannot be called",
-                            Py_TYPE(callable)->tp_name);
-    PyTypeObject *type = (PyTypeObject *)self->state->handle_type;
+    PyTypeObject *type = (PyTypeObject *)state->handle_type;
     fsdpc_py_handle *handle = (fsdpc_py_handle *)type->tp_alloc(type, 0);
     python_hook *hook = handle ? PyMem_Malloc(sizeof *hook) : NULL;
     if (!hook) {
         Py_XDECREF(handle);
         return PyErr_NoMemory();
     }
-    *hook = (python_hook){callable, self->state};
+    *hook = (python_hook){a->hook, state};
     fsdpc_status status =
-        fsdpc_hook_add(runtime->tape, self->tensor, run_hook, hook, release_hook, &handle->hook);
+        fsdpc_hook_add(state->runtime.tape, a->self, run_hook, hook, release_hook, &handle->hook);
     if (status != FSDPC_OK) {
         PyMem_Free(hook);
         Py_DECREF(handle);
         return fsdpc_py_raise(status);
     }
-    Py_INCREF(callable);
+    Py_INCREF(a->hook);
     return (PyObject *)handle;
 }
-FSDPC_PY_NAMED(register_hook, "register_hook", "hook")
 
 PyMethodDef fsdpc_py_hook_methods[] = {
-    FSDPC_PY_METHOD(Tensor, register_hook, register_hook_named, FSDPC_PY_FAST),
+    FSDPC_PY_TENSOR_ROW(register_hook),
     {NULL, NULL, 0, NULL},
 };

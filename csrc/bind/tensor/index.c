@@ -4,7 +4,6 @@
  * An index becomes one fsdpc_range per dimension.  Reading returns a view if the box is contiguous
  * (rows of the leading dimension), otherwise a copy.  Each None then adds a dimension of size one.
  */
-#include "bind/tensor/ops.h"
 #include "bind/tensor/tensor.h"
 
 typedef struct parsed_index {
@@ -175,20 +174,4 @@ int fsdpc_py_tensor_setitem(PyObject *object, PyObject *index, PyObject *value)
         box.strides[box.ndim++] = stride * p.slices[i].step;
     }
     return fsdpc_py_tensor_assign(self, "[...] =", &box, value, NULL);
-}
-
-PyObject *fsdpc_py_element_places(fsdpc_py_state *state, PyObject *const *a)
-{
-    fsdpc_runtime *runtime = fsdpc_py_state_runtime(state);
-    fsdpc_tensor *index = runtime ? fsdpc_py_tensor_of(a[0]) : NULL, *out;
-    size_t shape[FSDPC_MAX_DIMS];
-    int64_t dim = 0;
-    int ndim = index ? fsdpc_py_shape("element_places", &a[1], 1, shape) : -1;
-    if (ndim < 0 || fsdpc_py_arg_int64(a[2], &dim) < 0)
-        return NULL;
-    fsdpc_status status =
-        fsdpc_op_element_places(runtime->tape, index, ndim, shape, (int)dim, &out);
-    if (status == FSDPC_OK && !out)
-        Py_RETURN_NONE;
-    return fsdpc_py_result(state, status, out);
 }

@@ -1,5 +1,7 @@
 /* Creates tensors: filled, random, or without memory. */
 #include "bind/tensor/ops.h"
+
+#include "bind/stub_args.h"
 #include "bind/tensor/tensor.h"
 
 #include "base/random.h"
@@ -11,60 +13,20 @@
 
 enum { MADE_BLOCK = 1024, FEW = 1 << 16 };
 
-/* The arguments of calls such as zeros(2, 3, dtype=..., requires_grad=True). */
-typedef struct request {
-    fsdpc_runtime *runtime;
-    fsdpc_py_state *state;
-    int ndim;
+/* Creates a tensor, of float32 if dtype < 0; NULL with an exception. */
+static fsdpc_tensor *create(fsdpc_py_state *state, const char *function,
+                            const fsdpc_py_extents *extents, int dtype, bool requires_grad)
+{
     size_t shape[FSDPC_MAX_DIMS];
-    fsdpc_dtype dtype;
-    bool requires_grad;
-    PyObject *seed;
-} request;
-
-static int parse_options(request *r, PyObject *dtype, PyObject *requires_grad)
-{
-    r->dtype = FSDPC_F32;
-    r->requires_grad = false;
-    if (fsdpc_py_dtype_optional(dtype, &r->dtype) < 0 ||
-        fsdpc_py_arg_bool(requires_grad, &r->requires_grad) < 0)
-        return -1;
-    return fsdpc_py_check_requires_grad(r->requires_grad, r->dtype);
-}
-
-static int request_begin(request *r, PyObject *module)
-{
-    *r = (request){.state = PyModule_GetState(module)};
-    r->runtime = fsdpc_py_state_runtime(r->state);
-    return r->runtime ? 0 : -1;
-}
-
-/* Parses extents by position and options by keyword. */
-static int parse_request(request *r, const char *function, PyObject *module, PyObject *const *args,
-                         Py_ssize_t nargs, PyObject *keywords, bool takes_seed)
-{
-    static const char *const names[] = {"dtype", "requires_grad", "seed"};
-    PyObject *a[3];
-    if (request_begin(r, module) < 0 ||
-        fsdpc_py_args(function, takes_seed ? 3 : 2, names, 0, args + nargs, 0, keywords, a) < 0)
-        return -1;
-    if (takes_seed)
-        r->seed = a[2];
-    if (parse_options(r, a[0], a[1]) < 0)
-        return -1;
-    r->ndim = fsdpc_py_shape(function, args, nargs, r->shape);
-    return r->ndim < 0 ? -1 : 0;
-}
-
-static fsdpc_tensor *request_tensor(const request *r)
-{
     fsdpc_tensor *t;
-    fsdpc_status status = fsdpc_tensor_create(r->runtime->device, r->dtype, r->ndim, r->shape, &t);
-    if (status != FSDPC_OK) {
-        fsdpc_py_raise(status);
+    fsdpc_dtype of = dtype < 0 ? FSDPC_F32 : (fsdpc_dtype)dtype;
+    if (fsdpc_py_check_requires_grad(requires_grad, of) < 0 ||
+        fsdpc_py_shape(function, extents, shape) < 0)
         return NULL;
-    }
-    t->requires_grad = r->requires_grad;
+    fsdpc_status status = fsdpc_tensor_create(state->runtime.device, of, extents->n, shape, &t);
+    if (fsdpc_py_check(status) < 0)
+        return NULL;
+    t->requires_grad = requires_grad;
     return t;
 }
 
@@ -96,64 +58,50 @@ static fsdpc_status fill(fsdpc_runtime *runtime, fsdpc_tensor *t, fsdpc_scalar v
     return status;
 }
 
-static PyObject *filled(const request *r, fsdpc_scalar value)
+static PyObject *filled(fsdpc_py_state *state, fsdpc_tensor *t, fsdpc_scalar value)
 {
-    fsdpc_tensor *t = request_tensor(r);
+    fsdpc_status status;
     if (!t)
         return NULL;
-    fsdpc_status status;
-    FSDPC_PY_RUN(r->runtime, t->numel, status, fill(r->runtime, t, value));
-    return fsdpc_py_result(r->state, status, t);
+    FSDPC_PY_RUN(&state->runtime, t->numel, status, fill(&state->runtime, t, value));
+    return fsdpc_py_result(state, status, t);
 }
 
-#define FILLED(name, value)                                                                        \
-    static PyObject *make_##name(FSDPC_PY_FASTCALL(module))                                        \
-    {                                                                                              \
-        request r;                                                                                 \
-        if (parse_request(&r, #name, module, args, nargs, keywords, false) < 0)                    \
-            return NULL;                                                                           \
-        return filled(&r, fsdpc_scalar_whole(value));                                              \
-    }
-FILLED(zeros, 0)
-FILLED(ones, 1)
-#undef FILLED
-
-static PyObject *make_empty(FSDPC_PY_FASTCALL(module))
+FSDPC_PY_FUNCTION_OP(zeros)
 {
-    request r;
-    if (parse_request(&r, "empty", module, args, nargs, keywords, false) < 0)
-        return NULL;
-    fsdpc_tensor *t = request_tensor(&r);
-    return t ? fsdpc_py_tensor_new(r.state, t) : NULL;
+    fsdpc_tensor *t = create(state, "zeros", &a->shape, a->dtype, a->requires_grad);
+    return filled(state, t, fsdpc_scalar_whole(0));
 }
 
-static PyObject *make_full(FSDPC_PY_FASTCALL(module))
+FSDPC_PY_FUNCTION_OP(ones)
 {
-    FSDPC_PY_PARSE("full", 2, "shape", "value", "dtype", "requires_grad");
-    request r;
-    fsdpc_scalar value;
-    if (request_begin(&r, module) < 0 || parse_options(&r, a[2], a[3]) < 0 ||
-        (r.ndim = fsdpc_py_shape("full", &a[0], 1, r.shape)) < 0)
-        return NULL;
-    if (!fsdpc_py_number(a[1], &value))
-        return PyErr_Format(PyExc_TypeError, "full: a number is needed, not %s",
-                            Py_TYPE(a[1])->tp_name);
-    return filled(&r, value);
+    fsdpc_tensor *t = create(state, "ones", &a->shape, a->dtype, a->requires_grad);
+    return filled(state, t, fsdpc_scalar_whole(1));
 }
 
-static PyObject *make_empty_deferred(FSDPC_PY_FASTCALL(module))
+FSDPC_PY_FUNCTION_OP(full)
 {
-    FSDPC_PY_PARSE("empty_deferred", 1, "shape", "dtype", "requires_grad");
-    request r;
-    fsdpc_tensor *t;
-    if (request_begin(&r, module) < 0 || parse_options(&r, a[1], a[2]) < 0 ||
-        (r.ndim = fsdpc_py_shape("empty_deferred", &a[0], 1, r.shape)) < 0)
+    return filled(state, create(state, "full", &a->shape, a->dtype, a->requires_grad), a->value);
+}
+
+FSDPC_PY_FUNCTION_OP(empty)
+{
+    fsdpc_tensor *t = create(state, "empty", &a->shape, a->dtype, a->requires_grad);
+    return t ? fsdpc_py_tensor_new(state, t) : NULL;
+}
+
+FSDPC_PY_FUNCTION_OP(empty_deferred)
+{
+    size_t shape[FSDPC_MAX_DIMS];
+    fsdpc_tensor *t = NULL;
+    fsdpc_dtype dtype = a->dtype < 0 ? FSDPC_F32 : (fsdpc_dtype)a->dtype;
+    if (fsdpc_py_check_requires_grad(a->requires_grad, dtype) < 0 ||
+        fsdpc_py_shape("empty_deferred", &a->shape, shape) < 0)
         return NULL;
-    fsdpc_status status = fsdpc_tensor_create_deferred(r.dtype, r.ndim, r.shape, &t);
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
-    t->requires_grad = r.requires_grad;
-    return fsdpc_py_tensor_new(r.state, t);
+    fsdpc_status status = fsdpc_tensor_create_deferred(dtype, a->shape.n, shape, &t);
+    if (status == FSDPC_OK)
+        t->requires_grad = a->requires_grad;
+    return fsdpc_py_result(state, status, t);
 }
 
 /* ---- values that the host generates in blocks, as int64 or fp64, and casts ---- */
@@ -290,120 +238,96 @@ static size_t steps_between(int64_t start, int64_t stop, int64_t step)
     return (size_t)((span - 1) / by + 1);
 }
 
-static PyObject *make_arange(FSDPC_PY_FASTCALL(module))
+FSDPC_PY_FUNCTION_OP(arange)
 {
-    FSDPC_PY_PARSE("arange", 1, "start", "stop", "step", "dtype");
-    request r;
-    fsdpc_scalar start = fsdpc_scalar_whole(0), stop, step = fsdpc_scalar_whole(1);
-    if (request_begin(&r, module) < 0)
+    fsdpc_scalar start = a->start, stop = start, step = a->step;
+    if (!a->stop)
+        start = fsdpc_scalar_whole(0);
+    else if (fsdpc_py_arg_number("arange", "stop", a->stop, &stop) < 0)
         return NULL;
-    bool one = !a[1] || a[1] == Py_None;
-    if (!fsdpc_py_number(a[0], one ? &stop : &start) || (!one && !fsdpc_py_number(a[1], &stop)) ||
-        (a[2] && !fsdpc_py_number(a[2], &step)))
-        return PyErr_Format(PyExc_TypeError, "arange: start, stop and step are numbers");
     if (step.real == 0 || !isfinite((stop.real - start.real) / step.real))
         return PyErr_Format(PyExc_ValueError, "arange: the step is 0 or the range is not finite");
     bool integers = start.integral && stop.integral && step.integral;
     bool exact = start.fits && stop.fits && step.fits;
-    r.dtype = integers ? FSDPC_I64 : FSDPC_F32;
-    if (fsdpc_py_dtype_optional(a[3], &r.dtype) < 0)
-        return NULL;
     if (integers && !exact)
         return PyErr_Format(PyExc_ValueError, "arange: start, stop or step does not fit int64");
     double count = ceil((stop.real - start.real) / step.real);
-    r.ndim = 1;
-    r.shape[0] = exact       ? steps_between(start.whole, stop.whole, step.whole)
-                 : count > 0 ? (size_t)count
-                             : 0;
-    fsdpc_tensor *t = request_tensor(&r);
+    size_t n = exact       ? steps_between(start.whole, stop.whole, step.whole)
+               : count > 0 ? (size_t)count
+                           : 0;
+    fsdpc_py_extents shape = {1, {n > INT64_MAX ? INT64_MAX : (int64_t)n}};
+    int dtype = a->dtype < 0 && integers ? FSDPC_I64 : a->dtype;
+    fsdpc_tensor *t = create(state, "arange", &shape, dtype, false);
     if (!t)
         return NULL;
+    fsdpc_runtime *r = &state->runtime;
     fsdpc_status status =
-        exact ? count_integers(r.runtime, t, start.whole, step.whole)
-              : count_up(r.runtime, t, start.real, step.real, start.real + step.real * (count - 1));
-    return fsdpc_py_result(r.state, status, t);
+        exact ? count_integers(r, t, start.whole, step.whole)
+              : count_up(r, t, start.real, step.real, start.real + step.real * (count - 1));
+    return fsdpc_py_result(state, status, t);
 }
 
-static PyObject *make_linspace(FSDPC_PY_FASTCALL(module))
+FSDPC_PY_FUNCTION_OP(linspace)
 {
-    FSDPC_PY_PARSE("linspace", 3, "start", "stop", "steps", "dtype");
-    request r;
-    double start, stop;
-    int64_t steps;
-    if (request_begin(&r, module) < 0 || parse_options(&r, a[3], NULL) < 0 ||
-        fsdpc_py_arg_double(a[0], &start) < 0 || fsdpc_py_arg_double(a[1], &stop) < 0 ||
-        fsdpc_py_arg_int64(a[2], &steps) < 0)
-        return NULL;
-    if (steps < 0)
-        return PyErr_Format(PyExc_ValueError, "linspace: %lld numbers", (long long)steps);
-    r.ndim = 1;
-    r.shape[0] = (size_t)steps;
-    fsdpc_tensor *t = request_tensor(&r);
+    fsdpc_py_extents shape = {1, {(int64_t)a->steps}};
+    fsdpc_tensor *t = create(state, "linspace", &shape, a->dtype, false);
     if (!t)
         return NULL;
-    double step = steps > 1 ? (stop - start) / (double)(steps - 1) : 0;
-    fsdpc_status status = count_up(r.runtime, t, start, step, steps > 1 ? stop : start);
-    return fsdpc_py_result(r.state, status, t);
+    double step = a->steps > 1 ? (a->stop - a->start) / (double)(a->steps - 1) : 0;
+    fsdpc_status status =
+        count_up(&state->runtime, t, a->start, step, a->steps > 1 ? a->stop : a->start);
+    return fsdpc_py_result(state, status, t);
 }
 
-static PyObject *make_randint(FSDPC_PY_FASTCALL(module))
+FSDPC_PY_FUNCTION_OP(randint)
 {
-    FSDPC_PY_PARSE("randint", 3, "low", "high", "shape", "dtype");
-    request r;
-    int64_t low, high;
-    source from = {.dtype = FSDPC_I64};
-    if (request_begin(&r, module) < 0 || fsdpc_py_arg_int64(a[0], &low) < 0 ||
-        fsdpc_py_arg_int64(a[1], &high) < 0 ||
-        (r.ndim = fsdpc_py_shape("randint", &a[2], 1, r.shape)) < 0)
-        return NULL;
-    r.dtype = FSDPC_I64;
-    if (fsdpc_py_dtype_optional(a[3], &r.dtype) < 0)
-        return NULL;
-    if (low >= high)
+    fsdpc_runtime *r = &state->runtime;
+    int dtype = a->dtype < 0 ? FSDPC_I64 : a->dtype;
+    if (a->low >= a->high)
         return PyErr_Format(PyExc_ValueError, "randint: there is no integer in [%lld, %lld)",
-                            (long long)low, (long long)high);
+                            (long long)a->low, (long long)a->high);
+    source from = {.dtype = FSDPC_I64,
+                   .low = a->low,
+                   .span = (uint64_t)a->high - (uint64_t)a->low,
+                   .seed = r->tape->seed};
+    from.fill = from.span <= FEW ? draw_few : draw_many;
     int64_t element;
-    fsdpc_status fits = fsdpc_scalar_store(fsdpc_scalar_whole(low), r.dtype, &element);
+    fsdpc_status fits =
+        fsdpc_scalar_store(fsdpc_scalar_whole(a->low), (fsdpc_dtype)dtype, &element);
     if (fits == FSDPC_OK)
-        fits = fsdpc_scalar_store(fsdpc_scalar_whole(high - 1), r.dtype, &element);
+        fits = fsdpc_scalar_store(fsdpc_scalar_whole(a->high - 1), (fsdpc_dtype)dtype, &element);
     if (fits != FSDPC_OK)
         return fsdpc_py_raise(fits);
-    from.low = low;
-    from.span = (uint64_t)high - (uint64_t)low;
-    from.fill = from.span <= FEW ? draw_few : draw_many;
-    from.seed = r.runtime->tape->seed;
-    if (fsdpc_py_take_stream(r.runtime, &from.stream) < 0)
+    if (fsdpc_py_take_stream(r, &from.stream) < 0)
         return NULL;
-    fsdpc_tensor *t = request_tensor(&r);
-    return t ? fsdpc_py_result(r.state, make_values(r.runtime, t, &from), t) : NULL;
+    fsdpc_tensor *t = create(state, "randint", &a->shape, dtype, false);
+    return t ? fsdpc_py_result(state, make_values(r, t, &from), t) : NULL;
 }
 
-static PyObject *make_randn(FSDPC_PY_FASTCALL(module))
+FSDPC_PY_FUNCTION_OP(randn)
 {
-    request r;
-    if (parse_request(&r, "randn", module, args, nargs, keywords, true) < 0)
-        return NULL;
-    fsdpc_tape *tape = r.runtime->tape;
+    fsdpc_runtime *r = &state->runtime;
+    fsdpc_dtype dtype = a->dtype < 0 ? FSDPC_F32 : (fsdpc_dtype)a->dtype;
     fsdpc_init_args init = {
-        .dtype = r.dtype, .kind = FSDPC_INIT_NORMAL, .b = 1, .seed = tape->seed};
-    if (r.seed && r.seed != Py_None) {
-        init.seed = PyLong_AsUnsignedLongLongMask(r.seed);
+        .dtype = dtype, .kind = FSDPC_INIT_NORMAL, .b = 1, .seed = r->tape->seed};
+    if (a->seed) {
+        init.seed = PyLong_AsUnsignedLongLongMask(a->seed);
         if (PyErr_Occurred())
             return NULL;
-    } else if (fsdpc_py_take_stream(r.runtime, &init.stream) < 0) {
+    } else if (fsdpc_py_take_stream(r, &init.stream) < 0) {
         return NULL;
     }
-    if (!fsdpc_dtype_is_float(r.dtype))
+    if (!fsdpc_dtype_is_float(dtype))
         return PyErr_Format(PyExc_TypeError, "randn: a float dtype is needed, not %s",
-                            fsdpc_dtype_name(r.dtype));
-    fsdpc_tensor *t = request_tensor(&r);
+                            fsdpc_dtype_name(dtype));
+    fsdpc_tensor *t = create(state, "randn", &a->shape, dtype, a->requires_grad);
     if (!t)
         return NULL;
     init.dst = t->data;
     init.numel = t->numel;
     fsdpc_status status;
-    FSDPC_PY_RUN(r.runtime, 8 * t->numel, status, fsdpc_flat_init(&init, r.runtime->compute));
-    return fsdpc_py_result(r.state, status, t);
+    FSDPC_PY_RUN(r, 8 * t->numel, status, fsdpc_flat_init(&init, r->compute));
+    return fsdpc_py_result(state, status, t);
 }
 
 int fsdpc_py_init_kind(const char *text, fsdpc_init_kind *out)
@@ -421,63 +345,43 @@ int fsdpc_py_init_kind(const char *text, fsdpc_init_kind *out)
     return -1;
 }
 
-static PyObject *make_init(FSDPC_PY_FASTCALL(module))
+FSDPC_PY_FUNCTION_OP(init_)
 {
-    FSDPC_PY_PARSE("init_", 6, "tensor", "kind", "a", "b", "seed", "stream", "first");
-    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
-    fsdpc_tensor *t = runtime ? fsdpc_py_tensor_of(a[0]) : NULL;
-    int64_t first = 0;
-    fsdpc_init_args init;
-    if (!t)
+    fsdpc_runtime *r = &state->runtime;
+    fsdpc_init_args init = {.dtype = a->tensor->dtype,
+                            .numel = a->tensor->numel,
+                            .a = a->a,
+                            .b = a->b,
+                            .seed = a->seed,
+                            .stream = a->stream,
+                            .first = (uint64_t)a->first};
+    if (fsdpc_py_init_kind(a->kind, &init.kind) < 0)
         return NULL;
-    init = (fsdpc_init_args){.dtype = t->dtype, .numel = t->numel};
-    if (fsdpc_py_init_kind(PyUnicode_AsUTF8(a[1]), &init.kind) < 0 ||
-        fsdpc_py_arg_double(a[2], &init.a) < 0 || fsdpc_py_arg_double(a[3], &init.b) < 0 ||
-        fsdpc_py_arg_int64(a[6], &first) < 0)
-        return NULL;
-    init.seed = PyLong_AsUnsignedLongLongMask(a[4]);
-    init.stream = PyLong_AsUnsignedLongLongMask(a[5]);
-    init.first = (uint64_t)first;
-    if (PyErr_Occurred())
-        return NULL;
-    fsdpc_status status = fsdpc_tensor_check_write(t);
-    init.dst = t->data;
+    fsdpc_status status = fsdpc_tensor_check_write(a->tensor);
+    init.dst = a->tensor->data;
     if (status == FSDPC_OK)
-        FSDPC_PY_RUN(runtime, 8 * t->numel, status, fsdpc_flat_init(&init, runtime->compute));
-    return status == FSDPC_OK ? Py_NewRef(a[0]) : fsdpc_py_raise(status);
+        FSDPC_PY_RUN(r, 8 * init.numel, status, fsdpc_flat_init(&init, r->compute));
+    return status == FSDPC_OK ? Py_NewRef(a->object) : fsdpc_py_raise(status);
 }
 
-static PyObject *make_tensor(FSDPC_PY_FASTCALL(module))
+FSDPC_PY_FUNCTION_OP(tensor)
 {
-    FSDPC_PY_PARSE("tensor", 1, "data", "dtype", "requires_grad");
-    request r;
-    if (request_begin(&r, module) < 0 || fsdpc_py_arg_bool(a[2], &r.requires_grad) < 0)
-        return NULL;
-    bool given = a[1] && a[1] != Py_None;
-    if (fsdpc_py_dtype_optional(a[1], &r.dtype) < 0)
-        return NULL;
-    fsdpc_tensor *t = fsdpc_py_tensor_from_data(r.state, a[0], given ? (int)r.dtype : -1);
+    fsdpc_tensor *t = fsdpc_py_tensor_from_data(state, a->data, a->dtype);
     if (!t)
         return NULL;
-    if (fsdpc_py_check_requires_grad(r.requires_grad, t->dtype) < 0) {
+    if (fsdpc_py_check_requires_grad(a->requires_grad, t->dtype) < 0) {
         fsdpc_tensor_release(t);
         return NULL;
     }
-    t->requires_grad = r.requires_grad;
-    return fsdpc_py_tensor_new(r.state, t);
+    t->requires_grad = a->requires_grad;
+    return fsdpc_py_tensor_new(state, t);
 }
 
 PyMethodDef fsdpc_py_make_functions[] = {
-    FSDPC_PY_FUNCTION(tensor, make_tensor, FSDPC_PY_FAST),
-    FSDPC_PY_FUNCTION(zeros, make_zeros, FSDPC_PY_FAST),
-    FSDPC_PY_FUNCTION(ones, make_ones, FSDPC_PY_FAST),
-    FSDPC_PY_FUNCTION(empty, make_empty, FSDPC_PY_FAST),
-    FSDPC_PY_FUNCTION(full, make_full, FSDPC_PY_FAST),
-    FSDPC_PY_FUNCTION(arange, make_arange, FSDPC_PY_FAST),
-    FSDPC_PY_FUNCTION(linspace, make_linspace, FSDPC_PY_FAST),
-    FSDPC_PY_FUNCTION(randint, make_randint, FSDPC_PY_FAST),
-    FSDPC_PY_FUNCTION(randn, make_randn, FSDPC_PY_FAST),
-    FSDPC_PY_FUNCTION(empty_deferred, make_empty_deferred, FSDPC_PY_FAST),
-    FSDPC_PY_FUNCTION(init_, make_init, FSDPC_PY_FAST),
-    {NULL, NULL, 0, NULL},
+    FSDPC_PY_FUNCTION_ROW(tensor),   FSDPC_PY_FUNCTION_ROW(zeros),
+    FSDPC_PY_FUNCTION_ROW(ones),     FSDPC_PY_FUNCTION_ROW(empty),
+    FSDPC_PY_FUNCTION_ROW(full),     FSDPC_PY_FUNCTION_ROW(arange),
+    FSDPC_PY_FUNCTION_ROW(linspace), FSDPC_PY_FUNCTION_ROW(randint),
+    FSDPC_PY_FUNCTION_ROW(randn),    FSDPC_PY_FUNCTION_ROW(empty_deferred),
+    FSDPC_PY_FUNCTION_ROW(init_),    {NULL, NULL, 0, NULL},
 };

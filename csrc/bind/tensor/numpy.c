@@ -9,11 +9,12 @@
  * A remote device's memory is copied in both directions.  It is not exported as a buffer, because a
  * buffer must be the tensor's own memory.
  */
+#include "bind/tensor/ops.h"
+
+#include "bind/stub_args.h"
 #include "bind/tensor/tensor.h"
 
 #include <string.h>
-
-#include "bind/tensor/ops.h"
 
 /* ---- out ---- */
 
@@ -155,8 +156,9 @@ PyObject *fsdpc_py_tensor_plain(PyObject *object)
     fsdpc_status status = fsdpc_tensor_detach(self->tensor, &leaf);
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    PyObject *wide = fsdpc_py_op_cast(self->state, leaf, FSDPC_F32);
-    fsdpc_tensor_release(leaf);
+    PyObject *object_of_leaf = fsdpc_py_tensor_new(self->state, leaf);
+    PyObject *wide = object_of_leaf ? fsdpc_py_cast(self->state, object_of_leaf, FSDPC_F32) : NULL;
+    Py_XDECREF(object_of_leaf);
     return wide;
 }
 
@@ -404,20 +406,16 @@ static fsdpc_tensor *from_array(fsdpc_runtime *runtime, PyObject *array)
     return t;
 }
 
-static PyObject *from_numpy(PyObject *module, PyObject *array)
+FSDPC_PY_FUNCTION_OP(from_numpy)
 {
-    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
-    if (!runtime)
-        return NULL;
-    if (!dtype_kind(array))
+    if (!dtype_kind(a->array))
         return PyErr_Occurred()
                    ? NULL
                    : PyErr_Format(PyExc_TypeError, "from_numpy: a NumPy array is needed, not %s",
-                                  Py_TYPE(array)->tp_name);
-    fsdpc_tensor *t = from_array(runtime, array);
-    return t ? fsdpc_py_tensor_wrap(module, t) : NULL;
+                                  Py_TYPE(a->array)->tp_name);
+    fsdpc_tensor *t = from_array(&state->runtime, a->array);
+    return t ? fsdpc_py_tensor_new(state, t) : NULL;
 }
-FSDPC_PY_NAMED(from_numpy, "from_numpy", "array")
 
 /* Returns a cast, or a copy if t already has the dtype. */
 static fsdpc_tensor *own_copy(fsdpc_runtime *runtime, fsdpc_tensor *t, fsdpc_dtype dtype)
@@ -560,6 +558,6 @@ PyMethodDef fsdpc_py_numpy_methods[] = {
 };
 
 PyMethodDef fsdpc_py_numpy_functions[] = {
-    FSDPC_PY_FUNCTION(from_numpy, from_numpy_named, FSDPC_PY_FAST),
+    FSDPC_PY_FUNCTION_ROW(from_numpy),
     {NULL, NULL, 0, NULL},
 };

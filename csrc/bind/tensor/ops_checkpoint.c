@@ -245,7 +245,7 @@ static PyObject *join(checkpoint *c, PyObject *result)
     return joined;
 }
 
-PyObject *fsdpc_py_op_checkpoint(FSDPC_PY_FASTCALL(module))
+PyObject *fsdpc_py_checkpoint(FSDPC_PY_FASTCALL(module))
 {
     fsdpc_py_state *state = PyModule_GetState(module);
     fsdpc_runtime *runtime = fsdpc_py_state_runtime(state);

@@ -4,6 +4,8 @@
  * a Python function stays set in its thread and passes through C as FSDPC_ERR_CALLBACK.
  */
 #include "bind/tensor/ops.h"
+
+#include "bind/stub_args.h"
 #include "bind/tensor/tensor.h"
 
 static PyObject *set_grad_enabled(PyObject *module, PyObject *value)
@@ -29,24 +31,17 @@ static PyObject *in_backward(PyObject *module, PyObject *Py_UNUSED(unused))
     return runtime ? PyBool_FromLong(runtime->tape->backward_depth > 0) : NULL;
 }
 
-static PyObject *manual_seed(PyObject *module, PyObject *value)
+FSDPC_PY_FUNCTION_OP(manual_seed)
 {
-    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
-    if (!runtime)
-        return NULL;
-    uint64_t seed = PyLong_AsUnsignedLongLongMask(value);
-    if (PyErr_Occurred())
-        return NULL;
-    if (runtime->device->capturing)
+    if (state->runtime.device->capturing)
         return PyErr_Format(
             PyExc_RuntimeError,
             "manual_seed() inside a captured step, whose replays go on from where the "
             "program is: call it before the step");
-    runtime->tape->seed = seed;
-    runtime->tape->next_stream = 0;
+    state->runtime.tape->seed = a->seed;
+    state->runtime.tape->next_stream = 0;
     Py_RETURN_NONE;
 }
-FSDPC_PY_NAMED(manual_seed, "manual_seed", "seed")
 
 static PyObject *initial_seed(PyObject *module, PyObject *Py_UNUSED(unused))
 {
@@ -96,21 +91,14 @@ static void release_object(void *arg)
     PyGILState_Release(gil);
 }
 
-static PyObject *boundary(FSDPC_PY_FASTCALL(module))
+FSDPC_PY_FUNCTION_OP(boundary)
 {
-    FSDPC_PY_PARSE("boundary", 2, "x", "callback");
-    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
-    fsdpc_tensor *x = runtime ? fsdpc_py_tensor_of(a[0]) : NULL, *y = NULL;
-    if (!x)
-        return NULL;
-    if (!PyCallable_Check(a[1]))
-        return PyErr_Format(PyExc_TypeError, "boundary: %s cannot be called",
-                            Py_TYPE(a[1])->tp_name);
-    fsdpc_status status =
-        fsdpc_tape_boundary(runtime->tape, x, call_boundary, Py_NewRef(a[1]), release_object, &y);
+    fsdpc_tensor *y = NULL;
+    fsdpc_status status = fsdpc_tape_boundary(state->runtime.tape, a->x, call_boundary,
+                                              Py_NewRef(a->callback), release_object, &y);
     if (status != FSDPC_OK)
-        Py_DECREF(a[1]);
-    return fsdpc_py_result(PyModule_GetState(module), status, y);
+        Py_DECREF(a->callback);
+    return fsdpc_py_result(state, status, y);
 }
 
 /* ---- several roots ---- */
@@ -136,19 +124,14 @@ static int tensors_of(PyObject *sequence, fsdpc_tensor ***out, PyObject **fast_o
     return (int)n;
 }
 
-static PyObject *backward(FSDPC_PY_FASTCALL(module))
+FSDPC_PY_FUNCTION_OP(backward)
 {
-    FSDPC_PY_PARSE("backward", 1, "tensors", "gradients", "retain_graph");
-    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
+    fsdpc_runtime *runtime = &state->runtime;
     fsdpc_tensor **roots = NULL, **grads = NULL;
     PyObject *fast_roots = NULL, *fast_grads = NULL, *result = NULL;
-    bool retain = false;
-    int n, n_grads = 0;
-    if (!runtime || fsdpc_py_arg_bool(a[2], &retain) < 0)
-        return NULL;
-    n = tensors_of(a[0], &roots, &fast_roots);
-    if (n >= 0 && a[1] && a[1] != Py_None)
-        n_grads = tensors_of(a[1], &grads, &fast_grads);
+    int n = tensors_of(a->tensors, &roots, &fast_roots), n_grads = 0;
+    if (n >= 0 && a->gradients)
+        n_grads = tensors_of(a->gradients, &grads, &fast_grads);
     if (n < 0 || n_grads < 0)
         goto release;
     bool complete = !grads || n_grads == n;
@@ -160,7 +143,7 @@ static PyObject *backward(FSDPC_PY_FASTCALL(module))
     }
     fsdpc_status status;
     FSDPC_PY_RUN(runtime, FSDPC_PY_INLINE_WORK, status,
-                 fsdpc_tape_backward_many(runtime->tape, n, roots, grads, retain));
+                 fsdpc_tape_backward_many(runtime->tape, n, roots, grads, a->retain_graph));
     result = fsdpc_py_none(status);
 release:
     PyMem_Free(roots);
@@ -249,16 +232,13 @@ static fsdpc_status detach_all(int n, fsdpc_tensor *const *tensors, fsdpc_tensor
     return FSDPC_OK;
 }
 
-static PyObject *op_custom(FSDPC_PY_FASTCALL(module))
+FSDPC_PY_FUNCTION_OP(custom)
 {
-    FSDPC_PY_PARSE("custom", 3, "inputs", "outputs", "backward");
-    fsdpc_py_state *state = PyModule_GetState(module);
-    fsdpc_runtime *runtime = fsdpc_py_state_runtime(state);
     fsdpc_tensor **inputs = NULL, **outputs = NULL;
     PyObject *fast_in = NULL, *fast_out = NULL, *result = NULL;
     int n_in = -1, n_out = -1;
-    if (!runtime || (n_in = tensors_of(a[0], &inputs, &fast_in)) < 0 ||
-        (n_out = tensors_of(a[1], &outputs, &fast_out)) < 0)
+    if ((n_in = tensors_of(a->inputs, &inputs, &fast_in)) < 0 ||
+        (n_out = tensors_of(a->outputs, &outputs, &fast_out)) < 0)
         goto release;
     for (int i = 0; i < n_out; i++) {
         if (!outputs[i]) {
@@ -273,10 +253,11 @@ static PyObject *op_custom(FSDPC_PY_FASTCALL(module))
         PyMem_Free(fresh);
         goto release;
     }
-    *c = (custom){state, Py_NewRef(a[2])};
+    *c = (custom){state, Py_NewRef(a->backward)};
     fsdpc_status status = detach_all(n_out, outputs, fresh);
     if (status == FSDPC_OK)
-        status = fsdpc_op_custom(runtime->tape, &custom_ops, c, false, n_in, inputs, n_out, fresh);
+        status =
+            fsdpc_op_custom(state->runtime.tape, &custom_ops, c, false, n_in, inputs, n_out, fresh);
     if (status == FSDPC_OK) {
         result = wrap_all(state, n_out, fresh);
     } else {
@@ -298,12 +279,12 @@ PyMethodDef fsdpc_py_tape_functions[] = {
     FSDPC_PY_FUNCTION(set_grad_enabled, set_grad_enabled, METH_O),
     FSDPC_PY_FUNCTION(is_grad_enabled, is_grad_enabled, METH_NOARGS),
     FSDPC_PY_FUNCTION(in_backward, in_backward, METH_NOARGS),
-    FSDPC_PY_FUNCTION(manual_seed, manual_seed_named, FSDPC_PY_FAST),
+    FSDPC_PY_FUNCTION_ROW(manual_seed),
     FSDPC_PY_FUNCTION(initial_seed, initial_seed, METH_NOARGS),
     FSDPC_PY_FUNCTION(next_stream, next_stream, METH_NOARGS),
-    FSDPC_PY_FUNCTION(boundary, boundary, FSDPC_PY_FAST),
-    FSDPC_PY_FUNCTION(backward, backward, FSDPC_PY_FAST),
-    FSDPC_PY_FUNCTION(custom, op_custom, FSDPC_PY_FAST),
-    FSDPC_PY_FUNCTION(checkpoint, fsdpc_py_op_checkpoint, FSDPC_PY_FAST),
+    FSDPC_PY_FUNCTION_ROW(boundary),
+    FSDPC_PY_FUNCTION_ROW(backward),
+    FSDPC_PY_FUNCTION_ROW(custom),
+    FSDPC_PY_FUNCTION(checkpoint, fsdpc_py_checkpoint, FSDPC_PY_FAST),
     {NULL, NULL, 0, NULL},
 };

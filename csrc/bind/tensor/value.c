@@ -1,5 +1,7 @@
 /* Tensor: conversion to Python values, copies in other dtypes, and its place on the tape. */
 #include "bind/tensor/ops.h"
+
+#include "bind/stub_args.h"
 #include "bind/tensor/tensor.h"
 
 #include <stdlib.h>
@@ -68,18 +70,12 @@ static PyObject *method_tolist(PyObject *object, PyObject *Py_UNUSED(unused))
 
 /* ---- autograd ---- */
 
-static PyObject *method_backward(FSDPC_PY_FASTCALL(object))
+FSDPC_PY_TENSOR_OP(backward)
 {
-    FSDPC_PY_PARSE("backward", 0, "gradient", "retain_graph");
-    fsdpc_tensor *gradient;
-    bool retain = false;
-    fsdpc_runtime *runtime = fsdpc_py_state_runtime(STATE(object));
-    if (!runtime || fsdpc_py_arg_tensor(a[0], &gradient) < 0 ||
-        fsdpc_py_arg_bool(a[1], &retain) < 0)
-        return NULL;
+    fsdpc_runtime *runtime = &state->runtime;
     fsdpc_status status;
     FSDPC_PY_RUN(runtime, FSDPC_PY_INLINE_WORK, status,
-                 fsdpc_tape_backward(runtime->tape, TENSOR(object), gradient, retain));
+                 fsdpc_tape_backward(runtime->tape, a->self, a->gradient, a->retain_graph));
     return fsdpc_py_none(status);
 }
 
@@ -90,34 +86,20 @@ static PyObject *method_detach(PyObject *object, PyObject *Py_UNUSED(unused))
     return fsdpc_py_result(STATE(object), status, y);
 }
 
-static PyObject *method_requires_grad(FSDPC_PY_FASTCALL(object))
+FSDPC_PY_TENSOR_OP(requires_grad_)
 {
-    FSDPC_PY_PARSE("requires_grad_", 0, "requires_grad");
-    PyObject *value = a[0] ? a[0] : Py_True;
-    if (PyObject_SetAttrString(object, "requires_grad", value) < 0)
-        return NULL;
-    return Py_NewRef(object);
+    (void)state;
+    PyObject *value = a->requires_grad ? Py_True : Py_False;
+    return PyObject_SetAttrString(a->object, "requires_grad", value) < 0 ? NULL
+                                                                         : Py_NewRef(a->object);
 }
 
 /* ---- dtypes and copies ---- */
 
-static PyObject *method_to(PyObject *object, PyObject *argument)
-{
-    fsdpc_dtype dtype;
-    if (fsdpc_py_dtype_parse(argument, &dtype) < 0)
-        return NULL;
-    if (dtype == TENSOR(object)->dtype)
-        return Py_NewRef(object);
-    return fsdpc_py_op_cast(STATE(object), TENSOR(object), dtype);
-}
-FSDPC_PY_NAMED(method_to, "to", "dtype")
-
 #define CAST(name, dtype_)                                                                         \
     static PyObject *method_##name(PyObject *object, PyObject *Py_UNUSED(unused))                  \
     {                                                                                              \
-        if (TENSOR(object)->dtype == FSDPC_##dtype_)                                               \
-            return Py_NewRef(object);                                                              \
-        return fsdpc_py_op_cast(STATE(object), TENSOR(object), FSDPC_##dtype_);                    \
+        return fsdpc_py_cast(STATE(object), object, FSDPC_##dtype_);                               \
     }
 CAST(float, F32)
 CAST(bfloat16, BF16)
@@ -161,10 +143,9 @@ static PyObject *method_deepcopy(PyObject *object, PyObject *Py_UNUSED(memo))
 PyMethodDef fsdpc_py_value_methods[] = {
     FSDPC_PY_METHOD(Tensor, item, method_item, METH_NOARGS),
     FSDPC_PY_METHOD(Tensor, tolist, method_tolist, METH_NOARGS),
-    FSDPC_PY_METHOD(Tensor, backward, method_backward, FSDPC_PY_FAST),
+    FSDPC_PY_TENSOR_ROW(backward),
     FSDPC_PY_METHOD(Tensor, detach, method_detach, METH_NOARGS),
-    FSDPC_PY_METHOD(Tensor, requires_grad_, method_requires_grad, FSDPC_PY_FAST),
-    FSDPC_PY_METHOD(Tensor, to, method_to_named, FSDPC_PY_FAST),
+    FSDPC_PY_TENSOR_ROW(requires_grad_),
     FSDPC_PY_METHOD(Tensor, float, method_float, METH_NOARGS),
     FSDPC_PY_METHOD(Tensor, bfloat16, method_bfloat16, METH_NOARGS),
     FSDPC_PY_METHOD(Tensor, half, method_half, METH_NOARGS),

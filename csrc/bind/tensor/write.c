@@ -11,6 +11,8 @@
  * object whose rows these are.  If further tensors share the memory, the write is refused.
  */
 #include "bind/tensor/ops.h"
+
+#include "bind/stub_args.h"
 #include "bind/tensor/tensor.h"
 
 #include "nn/op.h"
@@ -274,21 +276,25 @@ static PyObject *assign_whole(PyObject *object, const char *what, PyObject *valu
     return status < 0 ? NULL : Py_NewRef(object);
 }
 
-static PyObject *tensor_copy(PyObject *object, PyObject *source)
+FSDPC_PY_TENSOR_OP(copy_)
 {
-    return assign_whole(object, "copy_", source);
+    (void)state;
+    return assign_whole(a->object, "copy_", a->source);
 }
-FSDPC_PY_NAMED(tensor_copy, "copy_", "source")
 
-static PyObject *tensor_fill(PyObject *object, PyObject *value)
+FSDPC_PY_TENSOR_OP(fill_)
 {
-    fsdpc_scalar number;
-    if (!fsdpc_py_number(value, &number))
-        return PyErr_Format(PyExc_TypeError, "fill_: a number is needed, not %s",
-                            Py_TYPE(value)->tp_name);
-    return assign_whole(object, "fill_", value);
+    fsdpc_runtime *runtime = &state->runtime;
+    fsdpc_tensor *one = NULL;
+    if (fsdpc_py_tensor_check_inplace(fsdpc_py_self(a->object), "fill_") < 0)
+        return NULL;
+    fsdpc_status status =
+        fsdpc_scalar_tensor(runtime->device, runtime->compute, a->value, a->self->dtype, &one);
+    PyObject *value = fsdpc_py_result(state, status, one);
+    PyObject *done = value ? assign_whole(a->object, "fill_", value) : NULL;
+    Py_XDECREF(value);
+    return done;
 }
-FSDPC_PY_NAMED(tensor_fill, "fill_", "value")
 
 static PyObject *tensor_zero(PyObject *object, PyObject *Py_UNUSED(unused))
 {
@@ -344,8 +350,8 @@ static PyObject *tensor_materialize(PyObject *object, PyObject *Py_UNUSED(unused
 }
 
 PyMethodDef fsdpc_py_write_methods[] = {
-    FSDPC_PY_METHOD(Tensor, copy_, tensor_copy_named, FSDPC_PY_FAST),
-    FSDPC_PY_METHOD(Tensor, fill_, tensor_fill_named, FSDPC_PY_FAST),
+    FSDPC_PY_TENSOR_ROW(copy_),
+    FSDPC_PY_TENSOR_ROW(fill_),
     FSDPC_PY_METHOD(Tensor, zero_, tensor_zero, METH_NOARGS),
     FSDPC_PY_METHOD(Tensor, set_data_, tensor_set_data, METH_O),
     FSDPC_PY_METHOD(Tensor, materialize_, tensor_materialize, METH_NOARGS),
