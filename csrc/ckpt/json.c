@@ -1,11 +1,14 @@
-/* The JSON cursor, and the writer of strings.
+/* The JSON cursor, and the text that grows: a put is formatted into the room that is left, and again
+ * after the text has grown if that was not enough.
  *
  * UTF-8 is checked as in RFC 3629: no overlong forms, no surrogates, nothing above U+10FFFF.
  * Strings are copied run by run; only bytes above 127 and backslashes are examined individually.
  */
 #include "ckpt/json.h"
 
+#include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 static void skip_blanks(fsdpc_json *json)
@@ -195,28 +198,81 @@ fsdpc_status fsdpc_json_string(fsdpc_json *json, char **cursor_io, const char **
     return FSDPC_OK;
 }
 
-size_t fsdpc_json_quote(const char *text, char *out)
+/* ---- writing ---- */
+
+enum { LEAST_BYTES = 4096 };
+
+static void grow_text(fsdpc_json_text *text, size_t bytes)
+{
+    size_t capacity = text->capacity ? 2 * text->capacity : LEAST_BYTES;
+    while (capacity < bytes)
+        capacity *= 2;
+    char *larger = realloc(text->data, capacity);
+    text->failed = !larger;
+    if (larger) {
+        text->data = larger;
+        text->capacity = capacity;
+    }
+}
+
+void fsdpc_json_put(fsdpc_json_text *text, const char *format, ...)
+{
+    for (int turn = 0; turn < 2 && !text->failed; turn++) {
+        size_t left = text->capacity - text->bytes;
+        va_list args;
+        va_start(args, format);
+        int n = vsnprintf(left ? text->data + text->bytes : NULL, left, format, args);
+        va_end(args);
+        if (n >= 0 && (size_t)n < left) {
+            text->bytes += (size_t)n;
+            return;
+        }
+        if (n < 0)
+            text->failed = true;
+        else
+            grow_text(text, text->bytes + (size_t)n + 1);
+    }
+}
+
+/* Reads one character of valid UTF-8 and moves past it. */
+static uint32_t next_code(const unsigned char **at_io)
+{
+    const unsigned char *at = *at_io;
+    int more = *at < 0x80 ? 0 : *at < 0xe0 ? 1 : *at < 0xf0 ? 2 : 3;
+    uint32_t code = more == 0 ? *at : *at & (0x3fu >> more);
+    for (at++; more > 0 && *at; at++, more--)
+        code = code << 6 | (*at & 0x3f);
+    *at_io = at;
+    return code;
+}
+
+void fsdpc_json_quote(fsdpc_json_text *text, const char *string, bool ascii)
 {
     static const char from[] = "\"\\\b\f\n\r\t", to[] = "\"\\bfnrt";
-    size_t bytes = 1;
-    if (out)
-        out[0] = '"';
-    for (; *text; text++) {
-        char piece[8] = {*text};
-        size_t n = 1;
-        const char *known = strchr(from, *text);
+    const unsigned char *at = (const unsigned char *)string;
+    fsdpc_json_put(text, "\"");
+    while (*at) {
+        const unsigned char *begin = at;
+        while (*at >= 0x20 && *at != '"' && *at != '\\' && (!ascii || *at < 0x7f))
+            at++;
+        fsdpc_json_put(text, "%.*s", (int)(at - begin), (const char *)begin);
+        if (!*at)
+            break;
+        const char *known = strchr(from, *at);
+        uint32_t code = next_code(&at);
         if (known) {
-            piece[0] = '\\';
-            piece[1] = to[known - from];
-            n = 2;
-        } else if ((unsigned char)*text < 0x20) {
-            n = (size_t)snprintf(piece, sizeof piece, "\\u%04x", (unsigned)*text);
+            fsdpc_json_put(text, "\\%c", to[known - from]);
+        } else if (code < 0x10000) {
+            fsdpc_json_put(text, "\\u%04x", code);
+        } else {
+            code -= 0x10000;
+            fsdpc_json_put(text, "\\u%04x\\u%04x", 0xd800 | code >> 10, 0xdc00 | (code & 0x3ff));
         }
-        if (out)
-            memcpy(out + bytes, piece, n);
-        bytes += n;
     }
-    if (out)
-        out[bytes] = '"';
-    return bytes + 1;
+    fsdpc_json_put(text, "\"");
+}
+
+fsdpc_status fsdpc_json_text_end(const fsdpc_json_text *text, const char *what)
+{
+    return text->failed ? fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for %s", what) : FSDPC_OK;
 }

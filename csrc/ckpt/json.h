@@ -1,4 +1,4 @@
-/* A JSON reader that accepts only the JSON that a header's format allows.
+/* A JSON reader that accepts only the JSON that a header's format allows, and a writer.
  *
  * It is a cursor over a text: the caller knows what must come next and asks for it.  It does not
  * recurse: nesting deeper than the caller expects is an error at its first bracket and never grows
@@ -35,8 +35,22 @@ fsdpc_status fsdpc_json_end(fsdpc_json *json);
 /* Reports an error at the cursor: "file: byte 17 of the header: expected ..., got '-'". */
 fsdpc_status fsdpc_json_fail(const fsdpc_json *json, const char *expected);
 
-/* Writes a string with its quotes, escaped only as far as JSON requires.  Returns its length in
- * bytes; a NULL `out` only counts. */
-size_t fsdpc_json_quote(const char *text, char *out);
+/* Text that grows while JSON is written into it; all zeros is empty.  Without memory it drops what is
+ * put, and fsdpc_json_text_end reports that. */
+typedef struct fsdpc_json_text {
+    char *data; /* NUL-terminated after the first put; the owner frees it */
+    size_t bytes, capacity;
+    bool failed;
+} fsdpc_json_text;
+
+void fsdpc_json_put(fsdpc_json_text *text, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+
+/* Puts a string of valid UTF-8 in quotes, escaped only as far as JSON requires.  With `ascii` it
+ * also escapes everything but printable ASCII, as Python's json module does by default. */
+void fsdpc_json_quote(fsdpc_json_text *text, const char *string, bool ascii);
+
+/* Returns FSDPC_ERR_NOMEM, naming `what`, if anything was dropped. */
+fsdpc_status fsdpc_json_text_end(const fsdpc_json_text *text, const char *what);
 
 #endif

@@ -15,6 +15,25 @@
 
 enum { WRITE_OUT_BYTES = 8 << 20 };
 
+fsdpc_status fsdpc_ckpt_place(fsdpc_ckpt_piece *piece, int file, const fsdpc_st_dtype *dtype,
+                              uint64_t begin, uint64_t end)
+{
+    bool raw = piece->memory_dtype == FSDPC_U8;
+    if (!raw && dtype->dtype < 0)
+        return fsdpc_fail(FSDPC_ERR_DTYPE, "fsdpc has no tensors of %s", dtype->name);
+    size_t item = raw ? 1 : dtype->bytes;
+    uint64_t numel = (end - begin) / item;
+    if (piece->first > numel || piece->numel > numel - piece->first)
+        return fsdpc_fail(
+            FSDPC_ERR_VALUE, "%zu elements from %llu on are not in a tensor of %llu elements",
+            piece->numel, (unsigned long long)piece->first, (unsigned long long)numel);
+    piece->file = file;
+    piece->file_dtype = raw ? FSDPC_U8 : (fsdpc_dtype)dtype->dtype;
+    piece->offset = begin + piece->first * item;
+    piece->bytes_behind = end - piece->offset - piece->numel * item;
+    return FSDPC_OK;
+}
+
 /* The state of a pass over the pieces. */
 typedef struct pass {
     const fsdpc_fs *fs;

@@ -2,7 +2,7 @@
  *
  * A piece is a run of elements of one tensor: the part that one rank holds.  It has a place in
  * memory and a place in a file, each with a dtype.  csrc/bind creates pieces; this code knows
- * nothing about layouts, units or ranks.
+ * nothing about units or ranks.
  *
  * Checksums.  CRC-32C is linear.  If each piece's CRC is shifted over the bytes behind the piece,
  * the exclusive or of the results is the tensor's CRC.  Each rank therefore contributes one word
@@ -14,8 +14,8 @@
 #ifndef FSDPC_CKPT_PIECES_H
 #define FSDPC_CKPT_PIECES_H
 
-#include "base/dtype.h"
 #include "base/fs.h"
+#include "ckpt/safetensors.h"
 
 /* Small enough for data that the kernel has just read to be still in the core's own cache. */
 enum { FSDPC_CKPT_CHUNK_BYTES = 1 << 20 };
@@ -23,18 +23,30 @@ enum { FSDPC_CKPT_CHUNK_BYTES = 1 << 20 };
 typedef struct fsdpc_ckpt_file {
     char *path;
     uint64_t bytes;
-    const void *header; /* the beginning of the file, or all of it, written by rank 0 */
+    char *header; /* the beginning of the file, or all of it, written by rank 0 */
     size_t header_bytes;
+    const char *name;         /* in its folder */
+    size_t tensor, n_tensors; /* its first tensor and their number */
 } fsdpc_ckpt_file;
 
 typedef struct fsdpc_ckpt_piece {
-    int file, tensor;
-    fsdpc_dtype memory_dtype, file_dtype;
-    void *data;
+    int tensor;
+    uint64_t first; /* element of the tensor, or byte if the memory is bytes */
     size_t numel;
+    void *data;
+    fsdpc_dtype memory_dtype;
+
+    /* set by fsdpc_ckpt_place */
+    int file;
+    fsdpc_dtype file_dtype;
     uint64_t offset;       /* bytes into the file */
     uint64_t bytes_behind; /* bytes of this tensor in the file after the piece */
 } fsdpc_ckpt_piece;
+
+/* Sets the place in a file of a piece whose tensor is at the bytes [begin, end).  Memory of bytes
+ * (U8) holds the file's bytes, whatever the tensor's dtype. */
+fsdpc_status fsdpc_ckpt_place(fsdpc_ckpt_piece *piece, int file, const fsdpc_st_dtype *dtype,
+                              uint64_t begin, uint64_t end);
 
 /* Writes the pieces, grouped by file (in the order given), and syncs each file to the disk.
  * Contributions are xor-ed into crcs_io[tensor]. */

@@ -18,6 +18,7 @@
 #include <stdint.h>
 
 #include "base/dtype.h"
+#include "ckpt/json.h"
 
 /* X(name in files, bytes, engine's dtype or -1) */
 #define FSDPC_ST_DTYPE_TABLE(X)                                                                    \
@@ -86,9 +87,13 @@ fsdpc_status fsdpc_st_header_bytes(const void *data, uint64_t file_bytes, const 
 fsdpc_status fsdpc_st_load(const char *path, fsdpc_st_header *out);
 
 /* Lays out a file: fills in each tensor's begin and end (keeping the array's order) and creates the
- * header, including its length.  The caller frees it. */
-fsdpc_status fsdpc_st_layout(fsdpc_st_tensor *tensors, size_t n_tensors,
-                             const fsdpc_st_pair *metadata, size_t n_metadata, char **header_out,
+ * header, including its length and the metadata `{"format": "pt"}`, without which transformers
+ * rejects a file.  The caller frees it. */
+fsdpc_status fsdpc_st_layout(fsdpc_st_tensor *tensors, size_t n_tensors, char **header_out,
                              size_t *header_bytes_out);
+
+/* Puts `"name":{"dtype":"F32","shape":[2,3],`, the begin of a tensor's entry in a header and in a
+ * manifest. */
+void fsdpc_st_put_entry(const fsdpc_st_tensor *tensor, bool ascii, fsdpc_json_text *out);
 
 #endif

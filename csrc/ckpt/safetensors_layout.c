@@ -7,7 +7,6 @@
  */
 #include "ckpt/safetensors.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -55,66 +54,19 @@ static fsdpc_status place(fsdpc_st_tensor **order, size_t n)
     return FSDPC_OK;
 }
 
-/* Writes the entry; a NULL `out` only counts its bytes. */
-static size_t entry(const fsdpc_st_tensor *t, char *out)
+void fsdpc_st_put_entry(const fsdpc_st_tensor *t, bool ascii, fsdpc_json_text *out)
 {
-    char numbers[64 + 21 * FSDPC_ST_MAX_DIMS], *put = numbers, *end = numbers + sizeof numbers;
-    put += snprintf(put, (size_t)(end - put), ":{\"dtype\":\"%s\",\"shape\":[", t->dtype->name);
+    fsdpc_json_quote(out, t->name, ascii);
+    fsdpc_json_put(out, ":{\"dtype\":\"%s\",\"shape\":[", t->dtype->name);
     for (int d = 0; d < t->ndim; d++)
-        put += snprintf(put, (size_t)(end - put), d ? ",%llu" : "%llu",
-                        (unsigned long long)t->shape[d]);
-    char offsets[80];
-    size_t name_bytes = fsdpc_json_quote(t->name, out), shape_bytes = (size_t)(put - numbers);
-    size_t offset_bytes =
-        (size_t)snprintf(offsets, sizeof offsets, "],\"data_offsets\":[%llu,%llu]}",
-                         (unsigned long long)t->begin, (unsigned long long)t->end);
-    if (out) {
-        memcpy(out + name_bytes, numbers, shape_bytes);
-        memcpy(out + name_bytes + shape_bytes, offsets, offset_bytes);
-    }
-    return name_bytes + shape_bytes + offset_bytes;
+        fsdpc_json_put(out, d ? ",%llu" : "%llu", (unsigned long long)t->shape[d]);
+    fsdpc_json_put(out, "],");
 }
 
-/* Writes the JSON text, or only counts its bytes. */
-static size_t render(fsdpc_st_tensor *const *order, size_t n, const fsdpc_st_pair *metadata,
-                     size_t n_metadata, char *out)
-{
-    static const char opening[] = "\"__metadata__\":{";
-    size_t bytes = 0;
-#define PUT(symbol)                                                                                \
-    do {                                                                                           \
-        if (out)                                                                                   \
-            out[bytes] = (symbol);                                                                 \
-        bytes++;                                                                                   \
-    } while (0)
-    PUT('{');
-    if (n_metadata) {
-        if (out)
-            memcpy(out + bytes, opening, sizeof opening - 1);
-        bytes += sizeof opening - 1;
-        for (size_t i = 0; i < n_metadata; i++) {
-            if (i)
-                PUT(',');
-            bytes += fsdpc_json_quote(metadata[i].key, out ? out + bytes : NULL);
-            PUT(':');
-            bytes += fsdpc_json_quote(metadata[i].value, out ? out + bytes : NULL);
-        }
-        PUT('}');
-    }
-    for (size_t i = 0; i < n; i++) {
-        if (i || n_metadata)
-            PUT(',');
-        bytes += entry(order[i], out ? out + bytes : NULL);
-    }
-    PUT('}');
-#undef PUT
-    return bytes;
-}
-
-fsdpc_status fsdpc_st_layout(fsdpc_st_tensor *tensors, size_t n_tensors,
-                             const fsdpc_st_pair *metadata, size_t n_metadata, char **header_out,
+fsdpc_status fsdpc_st_layout(fsdpc_st_tensor *tensors, size_t n_tensors, char **header_out,
                              size_t *header_bytes_out)
 {
+    fsdpc_json_text text = {0};
     fsdpc_st_tensor **order = calloc(n_tensors + 1, sizeof *order);
     if (!order)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to lay out %zu tensors", n_tensors);
@@ -124,28 +76,33 @@ fsdpc_status fsdpc_st_layout(fsdpc_st_tensor *tensors, size_t n_tensors,
     FSDPC_TRY_GOTO(status, check_names(order, n_tensors), free_order);
     qsort(order, n_tensors, sizeof *order, by_alignment_then_name);
     FSDPC_TRY_GOTO(status, place(order, n_tensors), free_order);
-    size_t json_bytes = render(order, n_tensors, metadata, n_metadata, NULL);
-    size_t padded = (json_bytes + 7) / 8 * 8;
-    if (padded > FSDPC_ST_MAX_HEADER) {
+    /* The length comes last. */
+    fsdpc_json_put(&text, "%8s{\"__metadata__\":{\"format\":\"pt\"}", "");
+    for (size_t i = 0; i < n_tensors; i++) {
+        fsdpc_json_put(&text, ",");
+        fsdpc_st_put_entry(order[i], false, &text);
+        fsdpc_json_put(&text, "\"data_offsets\":[%llu,%llu]}", (unsigned long long)order[i]->begin,
+                       (unsigned long long)order[i]->end);
+    }
+    fsdpc_json_put(&text, "}");
+    fsdpc_json_put(&text, "%*s", (int)(-text.bytes % 8), ""); /* to a multiple of 8 */
+    FSDPC_TRY_GOTO(status, fsdpc_json_text_end(&text, "the header of a file"), free_order);
+    size_t json_bytes = text.bytes - 8;
+    if (json_bytes > FSDPC_ST_MAX_HEADER) {
         status = fsdpc_fail(FSDPC_ERR_VALUE,
                             "a header of %zu bytes for %zu tensors; the format "
                             "allows %u: use smaller shards",
-                            padded, n_tensors, FSDPC_ST_MAX_HEADER);
-        goto free_order;
-    }
-    unsigned char *header = malloc(8 + padded);
-    if (!header) {
-        status = fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a header of %zu bytes", padded);
+                            json_bytes, n_tensors, FSDPC_ST_MAX_HEADER);
         goto free_order;
     }
     for (int i = 0; i < 8; i++)
-        header[i] = (unsigned char)((uint64_t)padded >> 8 * i);
-    render(order, n_tensors, metadata, n_metadata, (char *)header + 8);
-    memset(header + 8 + json_bytes, ' ', padded - json_bytes);
-    *header_out = (char *)header;
-    *header_bytes_out = 8 + padded;
+        text.data[i] = (char)((uint64_t)json_bytes >> 8 * i);
+    *header_out = text.data;
+    *header_bytes_out = text.bytes;
 
 free_order:
+    if (status != FSDPC_OK)
+        free(text.data);
     free(order);
     return status;
 }

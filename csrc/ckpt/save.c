@@ -15,8 +15,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/crc32c.h"
-
 typedef struct verdict {
     int32_t status;
     char text[508];
@@ -39,20 +37,17 @@ fsdpc_status fsdpc_ckpt_agree(const fsdpc_ckpt_plan *plan, fsdpc_status status)
     return result;
 }
 
-static fsdpc_status create_files(const fsdpc_ckpt_plan *plan)
+/* Writes a file's header and syncs it; the rest of its bytes is reserved. */
+static fsdpc_status create_file(const fsdpc_ckpt_plan *plan, const fsdpc_ckpt_file *file)
 {
-    for (size_t f = 0; f < plan->n_files; f++) {
-        const fsdpc_ckpt_file *file = &plan->files[f];
-        int fd;
-        FSDPC_TRY(fsdpc_fs_create(&plan->fs, file->path, file->bytes, &fd));
-        fsdpc_status status =
-            fsdpc_fs_pwrite(&plan->fs, fd, file->path, file->header, file->header_bytes, 0);
-        if (status == FSDPC_OK)
-            status = fsdpc_fs_sync(&plan->fs, fd, file->path);
-        FSDPC_KEEP_FIRST(status, fsdpc_fs_close(&plan->fs, fd, file->path));
-        FSDPC_TRY(status);
-    }
-    return FSDPC_OK;
+    int fd;
+    FSDPC_TRY(fsdpc_fs_create(&plan->fs, file->path, file->bytes, &fd));
+    fsdpc_status status =
+        fsdpc_fs_pwrite(&plan->fs, fd, file->path, file->header, file->header_bytes, 0);
+    if (status == FSDPC_OK)
+        status = fsdpc_fs_sync(&plan->fs, fd, file->path);
+    FSDPC_KEEP_FIRST(status, fsdpc_fs_close(&plan->fs, fd, file->path));
+    return status;
 }
 
 static fsdpc_status begin(const fsdpc_ckpt_plan *plan)
@@ -63,7 +58,9 @@ static fsdpc_status begin(const fsdpc_ckpt_plan *plan)
         FSDPC_TRY(fsdpc_fs_refuse_existing(&plan->fs, plan->folder));
     FSDPC_TRY(fsdpc_fs_remove_tree(&plan->fs, plan->temp));
     FSDPC_TRY(fsdpc_fs_mkdir(&plan->fs, plan->temp));
-    return create_files(plan);
+    for (size_t f = 0; f < plan->layout.n_files; f++)
+        FSDPC_TRY(create_file(plan, &plan->layout.files[f]));
+    return FSDPC_OK;
 }
 
 /* Combines all ranks' contributions into the tensors' checksums. */
@@ -71,7 +68,7 @@ static fsdpc_status combine(const fsdpc_ckpt_plan *plan, uint32_t *crcs)
 {
     if (plan->size == 1)
         return FSDPC_OK;
-    size_t n = plan->n_tensors;
+    size_t n = plan->layout.n_tensors;
     uint32_t *all = calloc((size_t)plan->size * n + 1, sizeof *all);
     if (!all)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the checksums of %zu tensors", n);
@@ -83,27 +80,15 @@ static fsdpc_status combine(const fsdpc_ckpt_plan *plan, uint32_t *crcs)
     return status;
 }
 
-static void put_digits(char *at, uint32_t crc)
-{
-    char digits[FSDPC_CKPT_CHECKSUM_DIGITS + 1];
-    snprintf(digits, sizeof digits, "%08x", crc);
-    memcpy(at, digits, FSDPC_CKPT_CHECKSUM_DIGITS);
-}
-
 static fsdpc_status write_manifest(const fsdpc_ckpt_plan *plan, const uint32_t *crcs)
 {
-    for (size_t i = 0; i < plan->n_tensors; i++)
-        put_digits(plan->manifest + plan->crc_at[i], crcs[i]);
-    put_digits(plan->manifest + plan->checksum_at,
-               fsdpc_crc32c(0, plan->manifest, plan->checksum_at));
-    int fd;
-    const char *path = plan->manifest_path;
-    FSDPC_TRY(fsdpc_fs_create(&plan->fs, path, 0, &fd));
-    fsdpc_status status =
-        fsdpc_fs_pwrite(&plan->fs, fd, path, plan->manifest, plan->manifest_bytes, 0);
+    fsdpc_json_text text = {0};
+    fsdpc_status status = fsdpc_ckpt_manifest(&plan->layout, crcs, &text);
+    fsdpc_ckpt_file manifest = {
+        .path = plan->manifest_path, .header = text.data, .header_bytes = text.bytes};
     if (status == FSDPC_OK)
-        status = fsdpc_fs_sync(&plan->fs, fd, path);
-    FSDPC_KEEP_FIRST(status, fsdpc_fs_close(&plan->fs, fd, path));
+        status = create_file(plan, &manifest);
+    free(text.data);
     return status;
 }
 
@@ -142,13 +127,13 @@ static fsdpc_status give_up(const fsdpc_ckpt_plan *plan, fsdpc_status status)
 
 fsdpc_status fsdpc_ckpt_save(const fsdpc_ckpt_plan *plan)
 {
-    uint32_t *crcs = calloc(plan->n_tensors + 1, sizeof *crcs);
+    uint32_t *crcs = calloc(plan->layout.n_tensors + 1, sizeof *crcs);
     fsdpc_status status = crcs ? FSDPC_OK : fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for checksums");
     if (status == FSDPC_OK)
         status = begin(plan);
     FSDPC_TRY_GOTO(status, fsdpc_ckpt_agree(plan, status), remove);
-    status =
-        fsdpc_ckpt_write(&plan->fs, plan->files, plan->n_files, plan->pieces, plan->n_pieces, crcs);
+    status = fsdpc_ckpt_write(&plan->fs, plan->layout.files, plan->layout.n_files, plan->pieces,
+                              plan->n_pieces, crcs);
     FSDPC_TRY_GOTO(status, fsdpc_ckpt_agree(plan, status), remove);
     FSDPC_TRY_GOTO(status, combine(plan, crcs), remove);
     status = commit(plan, crcs);

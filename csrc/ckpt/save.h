@@ -25,9 +25,7 @@
 #ifndef FSDPC_CKPT_SAVE_H
 #define FSDPC_CKPT_SAVE_H
 
-#include "ckpt/pieces.h"
-
-enum { FSDPC_CKPT_CHECKSUM_DIGITS = 8 };
+#include "ckpt/layout.h"
 
 /* recv (size x bytes) = every rank's send (bytes), in rank order. */
 typedef fsdpc_status (*fsdpc_ckpt_gather_fn)(void *arg, const void *send, size_t bytes, void *recv);
@@ -39,20 +37,11 @@ typedef struct fsdpc_ckpt_plan {
     fsdpc_fs fs;
 
     char *parent, *temp, *folder; /* paths; temp and folder are in parent */
+    char *manifest_path;          /* in temp */
     bool overwrite;               /* replaces a folder of this name, which is then removed */
-    fsdpc_ckpt_file *files;       /* paths inside temp; the same on all ranks */
-    size_t n_files;
-    fsdpc_ckpt_piece *pieces; /* this rank's */
+    fsdpc_ckpt_layout layout;     /* in temp; the same on all ranks */
+    fsdpc_ckpt_piece *pieces;     /* this rank's */
     size_t n_pieces;
-    size_t n_tensors;
-
-    /* The manifest's text.  It has space for checksums of 8 digits: each tensor's at
-     * crc_at[tensor], and the one of all preceding text at checksum_at. */
-    char *manifest_path;
-    char *manifest;
-    size_t manifest_bytes;
-    size_t *crc_at;
-    size_t checksum_at;
 } fsdpc_ckpt_plan;
 
 fsdpc_status fsdpc_ckpt_save(const fsdpc_ckpt_plan *plan);

@@ -2324,13 +2324,13 @@ class Save:
     def __init__(
         self,
         comm: Comm,
-        folders: tuple[str, str, str],
-        files: list[tuple[str, int, bytes]],
-        pieces: list[tuple[int, int, Tensor, str, int, int]],
-        manifest_path: str,
-        manifest: bytes,
-        crc_at: list[int],
-        checksum_at: int,
+        paths: tuple[str, str, str, str],
+        model: list[tuple[str, str, Shape]],
+        optimizer: list[tuple[str, str, Shape]],
+        pieces: list[tuple[int, int, Tensor]],
+        members: dict[str, str],
+        files: dict[str, str],
+        max_file_bytes: float,
         hook: Hook | None = None,
         overwrite: bool = False,
     ) -> None: ...
@@ -2345,7 +2345,7 @@ class Save:
         """Whether the thread has finished."""
 
 def safetensors_layout(
-    tensors: list[tuple[str, str, Shape]], metadata: dict[str, str], /
+    tensors: list[tuple[str, str, Shape]], /
 ) -> tuple[bytes, list[tuple[int, int]]]:
     """Return a file header for these tensors, and each tensor's (begin, end)."""
 
@@ -2354,8 +2354,8 @@ def safetensors_header(path: Any, /) -> list[tuple[str, str, Shape, int, int]]:
 
 def read_pieces(
     paths: list[bytes],
-    pieces: list[tuple[int, int, Tensor, str, int, int]],
-    n_tensors: int,
+    tensors: list[tuple[int, str, int, int]],
+    pieces: list[tuple[int, int, Tensor]],
     check: bool,
     hook: Hook | None = None,
     /,

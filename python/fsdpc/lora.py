@@ -363,7 +363,7 @@ def save(model: Module, folder: str | os.PathLike[str], *, base: str | None = No
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:
     entries = [(name, FILE_DTYPES[t.dtype.name], t.shape) for name, t in tensors.items()]
-    header, places = _core.safetensors_layout(entries, {"format": "pt"})
+    header, places = _core.safetensors_layout(entries)
     with open(path, "wb") as file:
         file.write(header)
         for tensor, (begin, _) in zip(tensors.values(), places, strict=True):

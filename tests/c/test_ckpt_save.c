@@ -2,7 +2,7 @@
  * than wrote it; and whichever call fails on whichever rank, all ranks say so and nothing is left.
  *
  * Two tensors in a file each: `a` is fp32 there and in memory and larger than two chunks, `b` is
- * bf16 in the file.  A third file, `own`, is all header.
+ * bf16 in the file.  Another file, `own`, is all header.
  */
 #include "ckpt/save.h"
 
@@ -18,9 +18,9 @@ enum { RANKS = 3, TENSORS = 2, PATH_BYTES = 512, NEVER = -1 };
 
 static const size_t numels[TENSORS] = {2 * FSDPC_CKPT_CHUNK_BYTES / 4 + 4099, 1237};
 static const char *const names[TENSORS] = {"a", "b"};
-static const char template[] = "a ???????? b ???????? all ????????\n";
+static const char *const file_names[TENSORS] = {"model-00001-of-00002.safetensors",
+                                                "model-00002-of-00002.safetensors"};
 static const char own[] = "what rank 0 writes alone";
-static const size_t crc_at[TENSORS] = {2, 13}, checksum_at = 26;
 
 /* Where threads meet: what a communicator does for processes. */
 typedef struct meeting {
@@ -30,7 +30,6 @@ typedef struct meeting {
 
 typedef struct place {
     char parent[PATH_BYTES], temp[PATH_BYTES], folder[PATH_BYTES], manifest[PATH_BYTES];
-    char files[TENSORS + 1][PATH_BYTES];
 } place;
 
 typedef struct saver {
@@ -78,9 +77,6 @@ static void make_place(place *p)
     snprintf(p->temp, sizeof p->temp, "%.400s/.c.saving", p->parent);
     snprintf(p->folder, sizeof p->folder, "%.400s/c", p->parent);
     snprintf(p->manifest, sizeof p->manifest, "%.400s/manifest", p->temp);
-    for (int t = 0; t < TENSORS; t++)
-        snprintf(p->files[t], sizeof p->files[t], "%.400s/%s", p->temp, names[t]);
-    snprintf(p->files[TENSORS], sizeof p->files[TENSORS], "%.400s/own", p->temp);
 }
 
 static void remove_place(const place *p)
@@ -89,14 +85,19 @@ static void remove_place(const place *p)
     CHECK_OK(fsdpc_fs_remove_tree(&fs, p->parent));
 }
 
-/* The header of tensor t's file; every rank has its own copy, as in use. */
+static fsdpc_st_tensor tensor_of(int t)
+{
+    return (fsdpc_st_tensor){.name = names[t],
+                             .dtype = fsdpc_st_dtype_find(t == 0 ? "F32" : "BF16"),
+                             .ndim = 1,
+                             .shape = {numels[t]}};
+}
+
+/* The header of tensor t's file. */
 static fsdpc_status header_of(int t, char **header, size_t *header_bytes)
 {
-    fsdpc_st_tensor tensor = {.name = names[t],
-                              .dtype = fsdpc_st_dtype_find(t == 0 ? "F32" : "BF16"),
-                              .ndim = 1,
-                              .shape = {numels[t]}};
-    return fsdpc_st_layout(&tensor, 1, NULL, 0, header, header_bytes);
+    fsdpc_st_tensor tensor = tensor_of(t);
+    return fsdpc_st_layout(&tensor, 1, header, header_bytes);
 }
 
 static size_t file_item(int t)
@@ -105,41 +106,26 @@ static size_t file_item(int t)
 }
 
 /* Rank r of n holds elements [r * numel / n, (r + 1) * numel / n) of each. */
-static fsdpc_ckpt_piece piece_of(int t, int rank, int world, float *all, size_t header_bytes)
+static fsdpc_ckpt_piece piece_of(int t, int rank, int world, float *all)
 {
     size_t begin = numels[t] * (size_t)rank / (size_t)world;
     size_t end = numels[t] * (size_t)(rank + 1) / (size_t)world;
-    return (fsdpc_ckpt_piece){.file = t,
-                              .tensor = t,
+    return (fsdpc_ckpt_piece){.tensor = t,
+                              .first = begin,
                               .memory_dtype = FSDPC_F32,
-                              .file_dtype = t == 0 ? FSDPC_F32 : FSDPC_BF16,
                               .data = all + begin,
-                              .numel = end - begin,
-                              .offset = header_bytes + begin * file_item(t),
-                              .bytes_behind = (numels[t] - end) * file_item(t)};
+                              .numel = end - begin};
 }
 
 static fsdpc_status save_here(saver *self)
 {
-    fsdpc_ckpt_file files[TENSORS + 1];
+    fsdpc_st_tensor tensors[TENSORS];
     fsdpc_ckpt_piece pieces[TENSORS];
-    char *headers[TENSORS] = {NULL}, text[sizeof template];
-    size_t places[TENSORS];
-    memcpy(text, template, sizeof text);
-    memcpy(places, crc_at, sizeof places);
+    fsdpc_st_pair other = {"own", own};
     for (int t = 0; t < TENSORS; t++) {
-        size_t bytes;
-        FSDPC_TRY(header_of(t, &headers[t], &bytes));
-        files[t] = (fsdpc_ckpt_file){.path = (char *)self->place->files[t],
-                                     .bytes = bytes + numels[t] * file_item(t),
-                                     .header = headers[t],
-                                     .header_bytes = bytes};
-        pieces[t] = piece_of(t, self->rank, self->world, self->values[t], bytes);
+        tensors[t] = tensor_of(t);
+        pieces[t] = piece_of(t, self->rank, self->world, self->values[t]);
     }
-    files[TENSORS] = (fsdpc_ckpt_file){.path = (char *)self->place->files[TENSORS],
-                                       .bytes = sizeof own,
-                                       .header = own,
-                                       .header_bytes = sizeof own};
     fsdpc_ckpt_plan plan = {.rank = self->rank,
                             .size = self->world,
                             .gather = meet,
@@ -148,19 +134,19 @@ static fsdpc_status save_here(saver *self)
                             .parent = (char *)self->place->parent,
                             .temp = (char *)self->place->temp,
                             .folder = (char *)self->place->folder,
-                            .files = files,
-                            .n_files = TENSORS + 1,
-                            .pieces = pieces,
-                            .n_pieces = TENSORS,
-                            .n_tensors = TENSORS,
                             .manifest_path = (char *)self->place->manifest,
-                            .manifest = text,
-                            .manifest_bytes = sizeof template - 1,
-                            .crc_at = places,
-                            .checksum_at = checksum_at};
-    fsdpc_status status = fsdpc_ckpt_save(&plan);
-    for (int t = 0; t < TENSORS; t++)
-        free(headers[t]);
+                            .layout = {.tensors = tensors,
+                                       .n_tensors = TENSORS,
+                                       .n_model = TENSORS,
+                                       .max_file_bytes = 1,
+                                       .others = &other,
+                                       .n_others = 1},
+                            .pieces = pieces,
+                            .n_pieces = TENSORS};
+    fsdpc_status status = fsdpc_ckpt_lay_out(&plan.layout, plan.temp, pieces, TENSORS);
+    if (status == FSDPC_OK)
+        status = fsdpc_ckpt_save(&plan);
+    fsdpc_ckpt_layout_fini(&plan.layout);
     return status;
 }
 
@@ -224,20 +210,16 @@ static size_t read_all(const char *folder, const char *name, unsigned char *data
 /* The files hold what one process would write alone; the manifest has their checksums. */
 static void check_files(const place *p, float *const *values)
 {
-    char want[sizeof template];
-    memcpy(want, template, sizeof want);
+    unsigned char manifest[4096] = "";
+    size_t manifest_bytes = read_all(p->folder, "manifest", manifest, sizeof manifest - 1);
     for (int t = 0; t < TENSORS; t++) {
         char *header;
         size_t header_bytes, data_bytes = numels[t] * file_item(t);
         CHECK_OK(header_of(t, &header, &header_bytes));
         size_t room = header_bytes + data_bytes + 1;
         unsigned char *found = malloc(room);
-        CHECK(read_all(p->folder, names[t], found, room) == room - 1);
+        CHECK(read_all(p->folder, file_names[t], found, room) == room - 1);
         CHECK(memcmp(found, header, header_bytes) == 0);
-        fsdpc_st_header parsed;
-        CHECK_OK(fsdpc_st_parse(found, header_bytes, room - 1, names[t], &parsed));
-        CHECK(parsed.n_tensors == 1 && parsed.tensors[0].end == data_bytes);
-        fsdpc_st_header_fini(&parsed);
         size_t wrong = 0;
         for (size_t i = 0; i < numels[t]; i++) {
             uint16_t half = fsdpc_f32_to_bf16(values[t][i]);
@@ -245,21 +227,20 @@ static void check_files(const place *p, float *const *values)
             wrong += memcmp(found + header_bytes + i * file_item(t), one, file_item(t)) != 0;
         }
         CHECK_NOTE(wrong == 0, "%zu elements of '%s'", wrong, names[t]);
-        char digits[9];
-        snprintf(digits, sizeof digits, "%08x", fsdpc_crc32c(0, found + header_bytes, data_bytes));
-        memcpy(want + crc_at[t], digits, 8);
+        char want[64];
+        snprintf(want, sizeof want, ",%zu],\"crc32c\":\"%08x\"}", room - 1,
+                 fsdpc_crc32c(0, found + header_bytes, data_bytes));
+        CHECK_NOTE(strstr((char *)manifest, want), "%s is not in %s", want, manifest);
         free(found);
         free(header);
     }
     unsigned char alone[sizeof own + 1];
-    CHECK(read_all(p->folder, "own", alone, sizeof alone) == sizeof own);
-    CHECK(memcmp(alone, own, sizeof own) == 0);
-    char digits[9], manifest[sizeof template] = "";
-    snprintf(digits, sizeof digits, "%08x", fsdpc_crc32c(0, want, checksum_at));
-    memcpy(want + checksum_at, digits, 8);
-    CHECK(read_all(p->folder, "manifest", (unsigned char *)manifest, sizeof manifest) ==
-          sizeof template - 1);
-    CHECK_NOTE(strcmp(manifest, want) == 0, "%s, want %s", manifest, want);
+    CHECK(read_all(p->folder, "own", alone, sizeof alone) == sizeof own - 1);
+    CHECK(memcmp(alone, own, sizeof own - 1) == 0);
+    char want[16];
+    size_t checksum_at = manifest_bytes - 12;
+    snprintf(want, sizeof want, "%08x\"\n}\n", fsdpc_crc32c(0, manifest, checksum_at));
+    CHECK_NOTE(strcmp((char *)manifest + checksum_at, want) == 0, "%s, want %s", manifest, want);
 }
 
 /* Read by `world` ranks' pieces: the values, and contributions that make the whole checksum. */
@@ -274,14 +255,17 @@ static void check_reading(const place *p, int world, float *const *values)
         char *header;
         CHECK_OK(header_of(t, &header, &header_bytes[t]));
         free(header);
-        snprintf(paths[t], sizeof paths[t], "%.400s/%s", p->folder, names[t]);
+        snprintf(paths[t], sizeof paths[t], "%.400s/%s", p->folder, file_names[t]);
         files[t] = (fsdpc_ckpt_file){.path = paths[t]};
         found[t] = calloc(numels[t], sizeof *found[t]);
     }
     for (int rank = 0; rank < world; rank++) {
         fsdpc_ckpt_piece pieces[TENSORS];
-        for (int t = 0; t < TENSORS; t++)
-            pieces[t] = piece_of(t, rank, world, found[t], header_bytes[t]);
+        for (int t = 0; t < TENSORS; t++) {
+            pieces[t] = piece_of(t, rank, world, found[t]);
+            CHECK_OK(fsdpc_ckpt_place(&pieces[t], t, tensor_of(t).dtype, header_bytes[t],
+                                      header_bytes[t] + numels[t] * file_item(t)));
+        }
         CHECK_OK(fsdpc_ckpt_read(NULL, files, TENSORS, pieces, TENSORS, crcs));
     }
     fsdpc_ckpt_run wholes[TENSORS];
@@ -385,6 +369,16 @@ static void test_a_peer_that_is_gone(void)
     free_values(values);
 }
 
+static void test_pieces_beyond_their_tensor(void)
+{
+    fsdpc_ckpt_piece piece = {.first = 4, .numel = 3, .memory_dtype = FSDPC_F32};
+    CHECK_FAILS(fsdpc_ckpt_place(&piece, 0, fsdpc_st_dtype_find("F32"), 8, 32), FSDPC_ERR_VALUE,
+                "3 elements from 4 on are not in a tensor of 6 elements");
+    piece.memory_dtype = FSDPC_U8; /* 3 bytes */
+    CHECK_OK(fsdpc_ckpt_place(&piece, 0, fsdpc_st_dtype_find("F32"), 8, 32));
+    CHECK(piece.offset == 12 && piece.bytes_behind == 17);
+}
+
 /* What a name leads to is not ours to remove: a link in the place of a left-over is refused. */
 static void test_links_are_not_followed(void)
 {
@@ -413,6 +407,7 @@ int main(void)
     test_any_call_may_fail();
     test_what_is_there_stays();
     test_a_peer_that_is_gone();
+    test_pieces_beyond_their_tensor();
     test_links_are_not_followed();
     test_folders_that_cannot_be_synced();
     return check_report("test_ckpt_save");

@@ -164,10 +164,9 @@ static void test_layout(void)
         {.name = "a", .dtype = f32, .ndim = 0},
         {.name = "", .dtype = fsdpc_st_dtype_find("I64"), .ndim = 1, .shape = {0}},
     };
-    fsdpc_st_pair metadata[] = {{"format", "pt"}};
     char *header;
     size_t bytes;
-    CHECK_OK(fsdpc_st_layout(tensors, 4, metadata, 1, &header, &bytes));
+    CHECK_OK(fsdpc_st_layout(tensors, 4, &header, &bytes));
     CHECK(bytes % 8 == 0);
     CHECK(tensors[3].begin == 0 && tensors[3].end == 0);
     CHECK(tensors[2].begin == 0 && tensors[2].end == 4);
@@ -182,11 +181,11 @@ static void test_layout(void)
     free(header);
 
     tensors[0].name = "a";
-    CHECK_FAILS(fsdpc_st_layout(tensors, 4, NULL, 0, &header, &bytes), VALUE, "are named 'a'");
+    CHECK_FAILS(fsdpc_st_layout(tensors, 4, &header, &bytes), VALUE, "are named 'a'");
     tensors[0].name = "__metadata__";
-    CHECK_FAILS(fsdpc_st_layout(tensors, 4, NULL, 0, &header, &bytes), VALUE, "cannot be named");
+    CHECK_FAILS(fsdpc_st_layout(tensors, 4, &header, &bytes), VALUE, "cannot be named");
     tensors[0] = (fsdpc_st_tensor){.name = "n", .dtype = f32, .ndim = 1, .shape = {1ull << 62}};
-    CHECK_FAILS(fsdpc_st_layout(tensors, 4, NULL, 0, &header, &bytes), VALUE, "beyond 2^64");
+    CHECK_FAILS(fsdpc_st_layout(tensors, 4, &header, &bytes), VALUE, "beyond 2^64");
 }
 
 /* A valid header with any one bit changed is refused, or it is another valid header of the same

@@ -96,6 +96,24 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks([1, 2])
+def test_texts_are_those_of_the_json_module(tmp_path: Path) -> None:
+    """The index and the manifest, with names that JSON escapes."""
+    model, names = fsdpc.nn.Module(), ["\xe9", "\U0001f600", 'a"\\\n\x01\x7f']
+    for name in names:
+        setattr(model, name, fsdpc.nn.Parameter(fsdpc.tensor(np.ones(3, np.float32))))
+    checkpoint.save(tmp_path / "c", {"model": model, "extra": {"\xe9": [1]}}, max_shard_bytes=13)
+    index = (tmp_path / "c" / "model.safetensors.index.json").read_text()
+    assert index == json.dumps(json.loads(index), indent=2, sort_keys=True) + "\n"
+    text = (tmp_path / "c" / "manifest.json").read_text()
+    content = json.loads(text)
+    tensors, checksum = content.pop("tensors"), content.pop("checksum")
+    assert list(tensors["model"]) == names and len(content["files"]) == 4
+    head = json.dumps(content, indent=1, sort_keys=True).removesuffix("\n}")
+    tail = json.dumps(tensors, separators=(",", ":"))
+    assert text == f'{head},\n "tensors":{tail},\n "checksum":"{checksum}"\n}}\n'
+
+
+@pytest.mark.ranks([1, 2])
 def test_another_dtype(tmp_path: Path) -> None:
     model = llama()
     checkpoint.save(tmp_path / "c", {"model": model}, dtype="bfloat16")

@@ -40,8 +40,8 @@ PLAIN = set("""
     scalar scalars scale sched schedule self settings shape shared shm
     signature size softmax sort spec st
     staged staging state stats status step storage stream sum sums sumsq swiglu table tables target
-    tensor thread tile tiles torch trace transport tree type unary value vec vector version view
-    wait window windows work world write
+    tensor text thread tile tiles torch trace transport tree type unary value vec vector version
+    view wait window windows work world write
     chunk left message micro phase segment stage tape team wanted words
 """.split())
 

@@ -1,7 +1,7 @@
 /* Safetensors headers and reading: a thin layer over csrc/ckpt.
  *
- * Headers are passed in and out as lists of tuples.  Pieces to read are also tuples; their memory
- * belongs to tensors, which the caller keeps alive.  All file access runs without the GIL.
+ * Headers are passed in and out as lists of tuples.  Pieces are also tuples; their memory belongs to
+ * tensors, which the caller keeps alive.  All file access runs without the GIL.
  */
 #include "bind/engine/ckpt.h"
 
@@ -71,6 +71,14 @@ static int read_tensor_tuple(PyObject *item, fsdpc_st_tensor *out)
     return 0;
 }
 
+int fsdpc_py_ckpt_tensors(PyObject *list, fsdpc_st_tensor *out)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++)
+        if (read_tensor_tuple(PyList_GET_ITEM(list, i), &out[i]) < 0)
+            return -1;
+    return 0;
+}
+
 static PyObject *layout_result(const char *header, size_t header_bytes,
                                const fsdpc_st_tensor *tensors, Py_ssize_t n)
 {
@@ -83,40 +91,20 @@ static PyObject *layout_result(const char *header, size_t header_bytes,
     return places ? Py_BuildValue("y#N", header, (Py_ssize_t)header_bytes, places) : NULL;
 }
 
-static PyObject *safetensors_layout(PyObject *Py_UNUSED(module), PyObject *args)
+static PyObject *safetensors_layout(PyObject *Py_UNUSED(module), PyObject *list)
 {
-    PyObject *list, *metadata, *key, *value;
-    if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &list, &PyDict_Type, &metadata))
-        return NULL;
-    Py_ssize_t n = PyList_GET_SIZE(list), n_metadata = PyDict_GET_SIZE(metadata), position = 0;
-    fsdpc_st_tensor *tensors = fsdpc_py_room(n, sizeof *tensors);
-    fsdpc_st_pair *pairs = fsdpc_py_room(n_metadata, sizeof *pairs);
+    if (!PyList_Check(list))
+        return PyErr_Format(PyExc_TypeError, "a list of tensors is laid out");
+    size_t n = (size_t)PyList_GET_SIZE(list), header_bytes;
+    fsdpc_st_tensor *tensors = fsdpc_py_room((Py_ssize_t)n, sizeof *tensors);
     PyObject *result = NULL;
-    if (!tensors || !pairs)
-        goto free_arrays;
-    for (Py_ssize_t i = 0; i < n; i++)
-        if (read_tensor_tuple(PyList_GET_ITEM(list, i), &tensors[i]) < 0)
-            goto free_arrays;
-    for (Py_ssize_t i = 0; PyDict_Next(metadata, &position, &key, &value); i++) {
-        pairs[i].key = PyUnicode_AsUTF8(key);
-        pairs[i].value = pairs[i].key ? PyUnicode_AsUTF8(value) : NULL;
-        if (!pairs[i].value)
-            goto free_arrays;
-    }
     char *header;
-    size_t header_bytes;
-    fsdpc_status status =
-        fsdpc_st_layout(tensors, (size_t)n, pairs, (size_t)n_metadata, &header, &header_bytes);
-    if (status == FSDPC_OK) {
-        result = layout_result(header, header_bytes, tensors, n);
+    if (tensors && fsdpc_py_ckpt_tensors(list, tensors) == 0 &&
+        fsdpc_py_check(fsdpc_st_layout(tensors, n, &header, &header_bytes)) == 0) {
+        result = layout_result(header, header_bytes, tensors, (Py_ssize_t)n);
         free(header);
-    } else {
-        fsdpc_py_raise(status);
     }
-
-free_arrays:
     PyMem_Free(tensors);
-    PyMem_Free(pairs);
     return result;
 }
 
@@ -153,30 +141,41 @@ static PyObject *safetensors_header(PyObject *Py_UNUSED(module), PyObject *arg)
 
 /* ---- reading pieces ---- */
 
-int fsdpc_py_ckpt_piece(PyObject *item, size_t n_files, size_t n_tensors, fsdpc_ckpt_piece *out)
+int fsdpc_py_ckpt_piece(PyObject *item, size_t n_tensors, fsdpc_ckpt_piece *out)
 {
     PyObject *value;
-    const char *dtype;
-    unsigned long long offset, behind;
-    if (!PyArg_ParseTuple(item, "iiOsKK", &out->file, &out->tensor, &value, &dtype, &offset,
-                          &behind))
+    unsigned long long first;
+    if (!PyArg_ParseTuple(item, "iKO", &out->tensor, &first, &value))
         return -1;
     fsdpc_tensor *t = fsdpc_py_tensor_of(value);
-    const fsdpc_st_dtype *known = fsdpc_st_dtype_find(dtype);
     if (!t)
         return -1;
-    if (!known || known->dtype < 0 || out->file < 0 || (size_t)out->file >= n_files ||
-        out->tensor < 0 || (size_t)out->tensor >= n_tensors) {
-        PyErr_SetString(PyExc_ValueError, "a piece of no file, tensor or dtype");
+    if (out->tensor < 0 || (size_t)out->tensor >= n_tensors) {
+        PyErr_SetString(PyExc_ValueError, "a piece of no tensor");
         return -1;
     }
+    out->first = first;
     out->memory_dtype = t->dtype;
-    out->file_dtype = (fsdpc_dtype)known->dtype;
     out->data = t->data;
     out->numel = t->numel;
-    out->offset = offset;
-    out->bytes_behind = behind;
     return 0;
+}
+
+/* Places a piece by its tensor's (file, dtype, begin, end). */
+static int place_piece(PyObject *tensors, Py_ssize_t n_files, fsdpc_ckpt_piece *piece)
+{
+    int file;
+    const char *name;
+    unsigned long long begin, end;
+    if (!PyArg_ParseTuple(PyList_GET_ITEM(tensors, piece->tensor), "isKK", &file, &name, &begin,
+                          &end))
+        return -1;
+    const fsdpc_st_dtype *dtype = fsdpc_st_dtype_find(name);
+    if (!dtype || file < 0 || file >= n_files) {
+        PyErr_SetString(PyExc_ValueError, "a tensor of no file or dtype");
+        return -1;
+    }
+    return fsdpc_py_check(fsdpc_ckpt_place(piece, file, dtype, begin, end));
 }
 
 static PyObject *words_list(const uint32_t *words, Py_ssize_t n)
@@ -215,16 +214,16 @@ static fsdpc_status read_remotely(const reading *r, fsdpc_ckpt_piece *mirrored)
 
 static PyObject *read_pieces(PyObject *module, PyObject *args)
 {
-    PyObject *paths, *list, *hook = NULL, *result = NULL;
-    Py_ssize_t n_tensors;
+    PyObject *paths, *tensors, *list, *hook = NULL, *result = NULL;
     int check;
-    if (!PyArg_ParseTuple(args, "O!O!np|O", &PyList_Type, &paths, &PyList_Type, &list, &n_tensors,
-                          &check, &hook))
+    if (!PyArg_ParseTuple(args, "O!O!O!p|O", &PyList_Type, &paths, &PyList_Type, &tensors,
+                          &PyList_Type, &list, &check, &hook))
         return NULL;
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
     if (!runtime)
         return NULL;
-    Py_ssize_t n_files = PyList_GET_SIZE(paths), n = PyList_GET_SIZE(list);
+    Py_ssize_t n_files = PyList_GET_SIZE(paths), n_tensors = PyList_GET_SIZE(tensors);
+    Py_ssize_t n = PyList_GET_SIZE(list);
     fsdpc_ckpt_file *files = fsdpc_py_room(n_files, sizeof *files);
     fsdpc_ckpt_piece *pieces = fsdpc_py_room(2 * n, sizeof *pieces); /* for pieces and mirrors */
     uint32_t *crcs = fsdpc_py_room(n_tensors, sizeof *crcs);
@@ -234,8 +233,8 @@ static PyObject *read_pieces(PyObject *module, PyObject *args)
         if (!(files[i].path = PyBytes_AsString(PyList_GET_ITEM(paths, i))))
             goto free_arrays;
     for (Py_ssize_t i = 0; i < n; i++)
-        if (fsdpc_py_ckpt_piece(PyList_GET_ITEM(list, i), (size_t)n_files, (size_t)n_tensors,
-                                &pieces[i]) < 0)
+        if (fsdpc_py_ckpt_piece(PyList_GET_ITEM(list, i), (size_t)n_tensors, &pieces[i]) < 0 ||
+            place_piece(tensors, n_files, &pieces[i]) < 0)
             goto free_arrays;
     reading r = {runtime,   fsdpc_py_fs(hook),  files, (size_t)n_files, pieces,
                  (size_t)n, check ? crcs : NULL};
@@ -307,7 +306,7 @@ static PyObject *crc32c_combine(PyObject *Py_UNUSED(module), PyObject *args)
 
 PyMethodDef fsdpc_py_ckpt_functions[] = {
     FSDPC_PY_FUNCTION(crc32c_combine, crc32c_combine, METH_VARARGS),
-    FSDPC_PY_FUNCTION(safetensors_layout, safetensors_layout, METH_VARARGS),
+    FSDPC_PY_FUNCTION(safetensors_layout, safetensors_layout, METH_O),
     FSDPC_PY_FUNCTION(safetensors_header, safetensors_header, METH_O),
     FSDPC_PY_FUNCTION(read_pieces, read_pieces, METH_VARARGS),
     FSDPC_PY_FUNCTION(sum_runs, sum_runs, METH_VARARGS),

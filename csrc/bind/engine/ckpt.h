@@ -12,8 +12,11 @@
  * callable.  An exception raised by the callable makes the call fail. */
 fsdpc_fs fsdpc_py_fs(PyObject *hook);
 
-/* Parses (file, tensor, Tensor, dtype in the file, offset, bytes behind); -1 with an exception. */
-int fsdpc_py_ckpt_piece(PyObject *item, size_t n_files, size_t n_tensors, fsdpc_ckpt_piece *out);
+/* Parses a list of (name, dtype, shape), whose strings are borrowed; -1 with an exception. */
+int fsdpc_py_ckpt_tensors(PyObject *list, fsdpc_st_tensor *out);
+
+/* Parses (tensor, first element, Tensor) to a piece without a place; -1 with an exception. */
+int fsdpc_py_ckpt_piece(PyObject *item, size_t n_tensors, fsdpc_ckpt_piece *out);
 
 /* Host memory for pieces of a remote device. */
 typedef struct fsdpc_py_ckpt_host {

@@ -1,11 +1,12 @@
 /* Save: the Python object for one running save; a thin layer over csrc/ckpt/save.c.
  *
- * The object copies the plan's names and strings and keeps alive the tensors whose memory is saved.
- * run() saves on the calling thread, without the GIL. start() copies the pieces, in the file's
- * dtype, into a staging buffer from the runtime's counted memory, which the next save reuses.  It
- * then hands them to a thread that never takes the GIL (except for a test's hook). wait() joins the
- * thread and raises its error; after Ctrl-C, the save continues.  Pieces of a remote device were
- * copied to the host when the object was created, and are not copied again.
+ * The object lays out the files.  It copies paths, and keeps alive the tensors whose memory is saved
+ * and the strings that go into the files.  run() saves on the calling thread, without the GIL.
+ * start() copies the pieces, in the file's dtype, into a staging buffer from the runtime's counted
+ * memory, which the next save reuses.  It then hands them to a thread that never takes the GIL
+ * (except for a test's hook).  wait() joins the thread and raises its error; after Ctrl-C, the save
+ * continues.  Pieces of a remote device were copied to the host when the object was created, and are
+ * not copied again.
  *
  * Only the save's thread uses the communicator that Python splits off for such a save.  The
  * communicator's interrupt callback and trace belong to the main thread and are removed.
@@ -24,7 +25,7 @@
 
 typedef struct py_save {
     PyObject_HEAD fsdpc_ckpt_plan plan;
-    PyObject *comm, *keep, *hook; /* strong; keep: tensors and headers */
+    PyObject *comm, *keep, *hook; /* strong; keep: tensors, and the layout's strings */
     fsdpc_runtime *runtime;
     void *staging;
     fsdpc_py_ckpt_host host; /* holds the pieces if the device is remote */
@@ -67,28 +68,28 @@ static int copy_text(PyObject *object, char **out)
     return -1;
 }
 
-static int read_files(py_save *self, PyObject *list)
+static int read_tensors(py_save *self, PyObject *model, PyObject *optimizer)
 {
-    Py_ssize_t n = PyList_GET_SIZE(list);
-    self->plan.files = fsdpc_py_room(n, sizeof *self->plan.files);
-    if (!self->plan.files)
-        return -1;
-    for (Py_ssize_t i = 0; i < n; i++) {
-        fsdpc_ckpt_file *file = &self->plan.files[i];
-        PyObject *path;
-        unsigned long long bytes;
-        const char *header;
-        Py_ssize_t header_bytes;
-        if (!PyArg_ParseTuple(PyList_GET_ITEM(list, i), "OKy#", &path, &bytes, &header,
-                              &header_bytes) ||
-            copy_text(path, &file->path) < 0)
+    fsdpc_ckpt_layout *layout = &self->plan.layout;
+    Py_ssize_t n_model = PyList_GET_SIZE(model), n = n_model + PyList_GET_SIZE(optimizer);
+    layout->tensors = fsdpc_py_room(n, sizeof *layout->tensors);
+    layout->n_model = (size_t)n_model;
+    layout->n_tensors = (size_t)n;
+    return layout->tensors && fsdpc_py_ckpt_tensors(model, layout->tensors) == 0
+               ? fsdpc_py_ckpt_tensors(optimizer, layout->tensors + n_model)
+               : -1;
+}
+
+/* Reads a dict of str; borrows the strings. */
+static int read_pairs(PyObject *dict, fsdpc_st_pair **out, size_t *n_out)
+{
+    PyObject *key, *value;
+    fsdpc_st_pair *pair = *out = fsdpc_py_room(PyDict_GET_SIZE(dict), sizeof *pair);
+    *n_out = (size_t)PyDict_GET_SIZE(dict);
+    for (Py_ssize_t at = 0; pair && PyDict_Next(dict, &at, &key, &value); pair++)
+        if (!PyArg_Parse(key, "s", &pair->key) || !PyArg_Parse(value, "s", &pair->value))
             return -1;
-        file->bytes = bytes;
-        file->header = header;
-        file->header_bytes = (size_t)header_bytes;
-        self->plan.n_files++;
-    }
-    return 0;
+    return *out ? 0 : -1;
 }
 
 static int read_pieces(py_save *self, PyObject *list)
@@ -99,7 +100,7 @@ static int read_pieces(py_save *self, PyObject *list)
         return -1;
     self->plan.n_pieces = (size_t)n;
     for (Py_ssize_t i = 0; i < n; i++)
-        if (fsdpc_py_ckpt_piece(PyList_GET_ITEM(list, i), self->plan.n_files, self->plan.n_tensors,
+        if (fsdpc_py_ckpt_piece(PyList_GET_ITEM(list, i), self->plan.layout.n_tensors,
                                 &self->plan.pieces[i]) < 0)
             return -1;
     return 0;
@@ -123,45 +124,19 @@ static int fetch_pieces(py_save *self)
     return fsdpc_py_check(status);
 }
 
-static int read_manifest(py_save *self, PyObject *path, PyObject *text, PyObject *places,
-                         Py_ssize_t checksum_at)
-{
-    Py_ssize_t bytes = PyBytes_GET_SIZE(text), n = PyList_GET_SIZE(places);
-    self->plan.crc_at = fsdpc_py_room(n, sizeof *self->plan.crc_at);
-    self->plan.manifest = fsdpc_py_room(bytes, 1);
-    if (!self->plan.crc_at || !self->plan.manifest)
-        return -1;
-    memcpy(self->plan.manifest, PyBytes_AS_STRING(text), (size_t)bytes);
-    self->plan.manifest_bytes = (size_t)bytes;
-    self->plan.n_tensors = (size_t)n;
-    self->plan.checksum_at = (size_t)checksum_at;
-    bool inside = checksum_at >= 0 && checksum_at + FSDPC_CKPT_CHECKSUM_DIGITS <= bytes;
-    for (Py_ssize_t i = 0; i < n; i++) {
-        Py_ssize_t at = PyLong_AsSsize_t(PyList_GET_ITEM(places, i));
-        if (at < 0 && PyErr_Occurred())
-            return -1;
-        inside = inside && at >= 0 && at + FSDPC_CKPT_CHECKSUM_DIGITS <= checksum_at;
-        self->plan.crc_at[i] = (size_t)at;
-    }
-    if (!inside) {
-        PyErr_SetString(PyExc_ValueError, "a checksum outside of the manifest");
-        return -1;
-    }
-    return copy_text(path, &self->plan.manifest_path);
-}
-
 static PyObject *save_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    FSDPC_PY_KEYWORDS(names, "comm", "folders", "files", "pieces", "manifest_path", "manifest",
-                      "crc_at", "checksum_at", "hook", "overwrite");
-    PyObject *comm, *folders[3], *files, *pieces, *path, *manifest, *places, *hook = NULL;
-    Py_ssize_t checksum_at;
+    FSDPC_PY_KEYWORDS(names, "comm", "paths", "model", "optimizer", "pieces", "members", "files",
+                      "max_file_bytes", "hook", "overwrite");
+    PyObject *comm, *paths[4], *model, *optimizer, *pieces, *members, *files, *hook = NULL;
+    double max_file_bytes;
     int overwrite = 0;
     fsdpc_py_state *state = fsdpc_py_state_of_type(type);
-    if (!state || !PyArg_ParseTupleAndKeywords(
-                      args, kwargs, "O(OOO)O!O!OSO!n|Op", names, &comm, &folders[0], &folders[1],
-                      &folders[2], &PyList_Type, &files, &PyList_Type, &pieces, &path, &manifest,
-                      &PyList_Type, &places, &checksum_at, &hook, &overwrite))
+    if (!state ||
+        !PyArg_ParseTupleAndKeywords(
+            args, kwargs, "O(OOOO)O!O!O!O!O!d|Op", names, &comm, &paths[0], &paths[1], &paths[2],
+            &paths[3], &PyList_Type, &model, &PyList_Type, &optimizer, &PyList_Type, &pieces,
+            &PyDict_Type, &members, &PyDict_Type, &files, &max_file_bytes, &hook, &overwrite))
         return NULL;
     if (!Py_IS_TYPE(comm, (PyTypeObject *)state->comm_type))
         return PyErr_Format(PyExc_TypeError, "a save needs a Comm");
@@ -172,7 +147,7 @@ static PyObject *save_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     self->runtime = runtime;
     self->comm = Py_NewRef(comm);
-    self->keep = Py_BuildValue("(OO)", files, pieces);
+    self->keep = Py_BuildValue("(OOOO)", model, optimizer, pieces, members);
     self->hook = Py_NewRef(hook ? hook : Py_None);
     self->plan.rank = open->rank;
     self->plan.size = open->size;
@@ -180,11 +155,18 @@ static PyObject *save_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->plan.gather_arg = comm;
     self->plan.fs = fsdpc_py_fs(hook);
     self->plan.overwrite = overwrite;
-    if (!self->keep || copy_text(folders[0], &self->plan.parent) < 0 ||
-        copy_text(folders[1], &self->plan.temp) < 0 ||
-        copy_text(folders[2], &self->plan.folder) < 0 ||
-        read_manifest(self, path, manifest, places, checksum_at) < 0 ||
-        read_files(self, files) < 0 || read_pieces(self, pieces) < 0 || fetch_pieces(self) < 0) {
+    fsdpc_ckpt_layout *layout = &self->plan.layout;
+    layout->max_file_bytes = max_file_bytes;
+    if (!self->keep || copy_text(paths[0], &self->plan.parent) < 0 ||
+        copy_text(paths[1], &self->plan.temp) < 0 || copy_text(paths[2], &self->plan.folder) < 0 ||
+        copy_text(paths[3], &self->plan.manifest_path) < 0 ||
+        read_tensors(self, model, optimizer) < 0 ||
+        read_pairs(members, &layout->members, &layout->n_members) < 0 ||
+        read_pairs(files, &layout->others, &layout->n_others) < 0 ||
+        read_pieces(self, pieces) < 0 ||
+        fsdpc_py_check(fsdpc_ckpt_lay_out(layout, self->plan.temp, self->plan.pieces,
+                                          self->plan.n_pieces)) < 0 ||
+        fetch_pieces(self) < 0) {
         Py_DECREF(self);
         return NULL;
     }
@@ -307,16 +289,15 @@ static void save_dealloc(PyObject *object)
         fsdpc_mem_free(self->runtime->mem, self->staging);
         fsdpc_py_ckpt_unmirror(self->runtime, &self->host);
     }
-    for (size_t i = 0; i < self->plan.n_files; i++)
-        free(self->plan.files[i].path);
-    PyMem_Free(self->plan.files);
+    fsdpc_ckpt_layout_fini(&self->plan.layout);
+    PyMem_Free(self->plan.layout.tensors);
+    PyMem_Free(self->plan.layout.members);
+    PyMem_Free(self->plan.layout.others);
     PyMem_Free(self->plan.pieces);
     free(self->plan.parent);
     free(self->plan.temp);
     free(self->plan.folder);
     free(self->plan.manifest_path);
-    PyMem_Free(self->plan.manifest);
-    PyMem_Free(self->plan.crc_at);
     Py_XDECREF(self->keep);
     Py_XDECREF(self->hook);
     Py_XDECREF(self->comm);

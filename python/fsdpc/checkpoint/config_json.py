@@ -15,7 +15,7 @@ NAME = "config.json"
 writers: list[Callable[[Any], dict[str, Any] | None]] = []
 
 
-def of_model(model: Any) -> bytes | None:
+def of_model(model: Any) -> str | None:
     """Return the file's content for a transformers model, or for a model known to a writer.
 
     The model may be sharded. None for models that transformers does not know.
@@ -29,4 +29,4 @@ def of_model(model: Any) -> bytes | None:
         content = content or writer(model)
     if content is None:
         return None
-    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"

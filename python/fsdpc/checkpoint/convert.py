@@ -93,7 +93,7 @@ def convert(
         else:
             pieces = {"model": _pieces(model), "optimizer": _pieces(optimizer)}
             config = path / config_json.NAME
-            own = config.read_bytes() if config.is_file() else None
+            own = config.read_bytes().decode() if config.is_file() else None
             saving.save_pieces(to, pieces, content, own)
     return left_out
 

@@ -16,7 +16,7 @@ from fsdpc.checkpoint import generators, saving
 from fsdpc.checkpoint.manifest import CheckpointError
 from fsdpc.checkpoint.names import FAMILIES, file_names
 from fsdpc.checkpoint.pieces import Piece, Saved, pieces_of, states_of
-from fsdpc.checkpoint.schema import FLOATS, ITEM_BYTES
+from fsdpc.checkpoint.schema import FLOATS
 from fsdpc.checkpoint.source import Source, SourceTensor, open_source
 from fsdpc.checkpoint.values import decode
 from fsdpc.display import html
@@ -242,22 +242,14 @@ class _Load:
 
     def read(self) -> list[int]:
         """Read this rank's pieces and return its part of every checksum."""
-        entries: list[Any] = []
         paths = self.source.paths()
         number_of = {name: i for i, name in enumerate(paths)}
-        for i, (piece, source) in enumerate(self.reads):
-            if piece.numel == 0:
-                continue
-            item = ITEM_BYTES[source.dtype]
-            offset = source.begin + piece.first * item
-            behind = source.end - offset - piece.numel * item
-            entries.append((number_of[source.file], i, piece.memory, source.dtype, offset, behind))
         folder = self.source.folder
         return _core.read_pieces(
             [os.fsencode(folder / name) for name in paths],
-            entries,
-            len(self.reads),
-            any(source.crc is not None for _, source in self.reads),
+            [(number_of[t.file], t.dtype, t.begin, t.end) for _, t in self.reads],
+            [(i, p.first, p.memory) for i, (p, _) in enumerate(self.reads) if p.numel > 0],
+            any(t.crc is not None for _, t in self.reads),
             saving._hook,
         )
 

@@ -1,7 +1,7 @@
 """``manifest.json``, which describes a checkpoint's contents and marks it complete.
 
-The text contains placeholders for the checksums, which are known last and filled in by C. The last
-key is the checksum of all text before its own digits.
+Python encodes most members; ``csrc/ckpt/layout.c`` adds files and tensors with their checksums, and
+writes the text. The last key is the checksum of all text before its own digits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from fsdpc.distributed.agree import raised_together
 NAME = "manifest.json"
 VERSION = 1
 MAX_BYTES = 1 << 30
-_UNKNOWN = "????????"
 _CHECKSUM = '"checksum":"'
 
 
@@ -29,35 +28,22 @@ class CheckpointError(ValueError):
     """
 
 
-def render(content: dict[str, Any], crcs: int) -> tuple[bytes, list[int], int]:
-    """Return the text, the offsets of its ``crcs`` checksums, and that of its own checksum.
-
-    The content contains ``"????????"`` for each checksum, and for no other value.
+def encoded(key: str, value: Any) -> str:
+    """Return a member's value as JSON.
 
     Raises
     ------
     ValueError
-        A value cannot be encoded as JSON; the message names it.
+        The value cannot be encoded; the message names its key.
     """
-    for key, value in content.items():
-        try:
-            json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"'{key}' of a checkpoint must be numbers, text, None, and lists, tuples and "
-                f"dicts of them: {error}"
-            ) from None
-    tensors = json.dumps(content["tensors"], separators=(",", ":"))
-    rest = {key: value for key, value in content.items() if key != "tensors"}
-    head = json.dumps(rest, indent=1, sort_keys=True).rstrip("}\n ")
-    text = f'{head},\n "tensors":{tensors},\n {_CHECKSUM}{_UNKNOWN}"\n}}\n'.encode()
-    begin = len(head.encode())
-    places, at = [], begin
-    for _ in range(crcs):
-        at = text.index(f'"crc32c":"{_UNKNOWN}"'.encode(), at) + len('"crc32c":"')
-        places.append(at)
-    own = text.rindex(_CHECKSUM.encode()) + len(_CHECKSUM)
-    return text, places, own
+    try:
+        text = json.dumps(value, allow_nan=False, indent=1, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"'{key}' of a checkpoint must be numbers, text, None, and lists, tuples and "
+            f"dicts of them: {error}"
+        ) from None
+    return text.replace("\n", "\n ")
 
 
 def strict_json(text: bytes, what: str) -> Any:

@@ -1,13 +1,14 @@
-"""Saving: each rank independently plans the layout of all files and writes its own byte ranges."""
+"""Saving: what goes into a checkpoint, and this rank's pieces of it.
+
+The C engine lays out the files, the same on all ranks, and each rank writes its own byte ranges.
+"""
 
 from __future__ import annotations
 
 import atexit
-import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from math import prod
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,12 @@ import numpy as np
 from fsdpc import _core, distributed
 from fsdpc.checkpoint import config_json, generators, manifest
 from fsdpc.checkpoint.claim import Claim, check_shared, claim_name, remove_remains
-from fsdpc.checkpoint.pieces import Held, Piece, States, pieces_of, states_of
-from fsdpc.checkpoint.schema import FILE_DTYPES, FLOATS, ITEM_BYTES
+from fsdpc.checkpoint.pieces import Held, Piece, pieces_of, states_of
+from fsdpc.checkpoint.schema import FILE_DTYPES, FLOATS
 from fsdpc.checkpoint.values import encode
 from fsdpc.distributed.agree import agree
 
 KINDS = ("model", "optimizer", "scheduler", "scaler", "data", "extra")
-_UNKNOWN = "????????"
 
 # For tests: called at every file system call, and may raise or end the process.
 _hook: Callable[[str, str], Any] | None = None
@@ -91,31 +91,6 @@ def finish() -> None:
     """Wait for the save in progress, if there is one; raise its error."""
     if _flight.handle is not None:
         _flight.handle.wait()
-
-
-@dataclass
-class _File:
-    name: str
-    tensors: list[int] = field(default_factory=list)  # indices of tensors
-    header: bytes = b""
-    bytes: int = 0
-
-
-@dataclass
-class _Tensor:
-    """One tensor in a file."""
-
-    kind: str
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: int = 0
-    begin: int = 0
-    end: int = 0
-
-    @property
-    def bytes(self) -> int:
-        return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 def save(
@@ -207,7 +182,7 @@ def _save(
         plan = _Plan(folder, state, dtype, max_shard_bytes)
         plan.overwrite = overwrite
         if step is not None:
-            plan.content["step"] = step
+            plan.describe({"step": step})
         if distributed.rank() == 0:
             claim = claim_name(Path(folder))
             remove_remains(Path(folder).parent)
@@ -219,8 +194,7 @@ def _save(
         assert plan is not None
         check_shared(Path(folder), claim)
         plan.compare_replicas()
-        plan.content["rng"]["ranks"] = generators.gather()
-        plan.lay_out()
+        plan.describe({"rng": {**plan.rng, "ranks": generators.gather()}})
         if async_:
             running = plan.make_save(_apart())
             running.start()
@@ -255,7 +229,7 @@ def save_pieces(
     path: str | os.PathLike[str],
     pieces: Mapping[str, list[Piece]],
     content: Mapping[str, Any],
-    config: bytes | None = None,
+    config: str | None = None,
 ) -> None:
     """Write tensors that belong to no module or optimizer, with other manifest contents.
 
@@ -266,15 +240,15 @@ def save_pieces(
         In a world of one rank, the pieces are whole tensors.
     content : mapping
         Parts of another checkpoint's manifest to copy.
-    config : bytes, optional
+    config : str, optional
         The model's config, in transformers' format.
     """
     plan = _Plan(os.path.abspath(path), {}, None, 5e9)
-    plan.config = config
+    if config is not None:
+        plan.files[config_json.NAME] = config
     for kind, own in pieces.items():
         plan._add(kind, own, None)
-    plan.content |= content
-    plan.lay_out()
+    plan.describe(content)
     claim = claim_name(Path(plan.folder))
     try:
         plan.make_save(distributed.world()).run()
@@ -291,7 +265,7 @@ def _apart() -> _core.Comm:
 
 
 class _Plan:
-    """Where to write each tensor, equal on all ranks, and this rank's pieces."""
+    """The tensors and the manifest of a checkpoint, and this rank's pieces."""
 
     def __init__(
         self,
@@ -305,65 +279,81 @@ class _Plan:
             raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
         self.folder, self.max_shard_bytes = folder, max_shard_bytes
         self.overwrite = False
-        self.config: bytes | None = None
-        self.files: list[_File] = []
-        self.tensors: list[_Tensor] = []
+        # Name, dtype and shape in files, equal on all ranks.
+        self.tensors: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {
+            "model": [],
+            "optimizer": [],
+        }
         self.pieces: list[tuple[int, Piece]] = []  # each with its tensor's index
-        self.aliases: dict[str, str] = {}
-        self.states: States | None = None
-        self.description: dict[str, Any] = {}
+        self.files: dict[str, str] = {}  # besides those of tensors
+        self.members: dict[str, str] = {}  # of the manifest, as JSON
+        self.meshes: list[dict[str, int]] = []
+        seed, stream = _core.rng_state()
+        self.rng = {"seed": seed, "next_stream": stream}
+        aliases: dict[str, str] = {}
         if state.get("model") is not None:
-            self.config = config_json.of_model(state["model"])
+            config = config_json.of_model(state["model"])
+            if config is not None:
+                self.files[config_json.NAME] = config
             held = pieces_of(state["model"], False)
-            self.aliases = held.aliases
-            self.description = _describe(state["model"], held)
+            aliases = held.aliases
+            self._describe_model(state["model"], held)
             self._add("model", held.pieces, _float_dtype(dtype))
         if state.get("optimizer") is not None:
-            self.states = states_of(state["optimizer"], state["model"])
-            self._add("optimizer", self.states.pieces, None)
-        self.content = self._content(state)
-        manifest.render({**self.content, "tensors": {}}, 0)  # raises if JSON cannot encode it
-
-    def _add(self, kind: str, pieces: list[Piece], dtype: str | None) -> None:
-        for piece in pieces:
-            if kind == "model" and "\0" in piece.name:
-                raise ValueError(f"the name {piece.name!r} has a NUL in it")
-            last = self.tensors[-1] if self.tensors else None
-            if last is None or (last.kind, last.name) != (kind, piece.name):
-                own = dtype if dtype and piece.dtype in FLOATS else piece.dtype
-                self.tensors.append(_Tensor(kind, piece.name, own, piece.shape))
-            self.pieces.append((len(self.tensors) - 1, piece))
-
-    def _content(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        seed, stream = _core.rng_state()
-        content: dict[str, Any] = {
+            states = states_of(state["optimizer"], state["model"])
+            self._add("optimizer", states.pieces, None)
+            self.describe({"optimizer": {
+                "class": states.access.kind,
+                "param_groups": states.groups,
+                "steps": states.steps,
+            }})  # fmt: skip
+        self.describe({
             "format": "fsdpc",
             "version": manifest.VERSION,
             "layout": "full",
-            "aliases": self.aliases,
-            "rng": {"seed": seed, "next_stream": stream},
+            "world": distributed.world_size(),
+            "aliases": aliases,
+            "rng": self.rng,
             "extra": encode(state.get("extra")),
-        }
+        })  # fmt: skip
         for kind in ("scheduler", "scaler", "data"):
             if state.get(kind) is not None:
-                content[kind] = encode(_state_dict(kind, state[kind]))
-        if self.states is not None:
-            content["optimizer"] = {
-                "class": self.states.access.kind,
-                "param_groups": self.states.groups,
-                "steps": self.states.steps,
-            }
-        return content
+                self.describe({kind: encode(_state_dict(kind, state[kind]))})
+
+    def _add(self, kind: str, pieces: list[Piece], dtype: str | None) -> None:
+        own = self.tensors[kind]
+        for piece in pieces:
+            if "\0" in piece.name:
+                raise ValueError(f"the name {piece.name!r} has a NUL in it")
+            if not own or own[-1][0] != piece.name:
+                chosen = dtype if dtype and piece.dtype in FLOATS else piece.dtype
+                own.append((piece.name, chosen, piece.shape))
+            self.pieces.append((sum(map(len, self.tensors.values())) - 1, piece))
+
+    def _describe_model(self, model: Any, held: Held) -> None:
+        """Add the manifest's informational parts."""
+        world = distributed.world_size()
+        replicas = {_core.master_piece(unit, 0, False)[3] for unit, _ in held.units if unit.params}
+        self.meshes = [{"replicate": n, "shard": world // n} for n in sorted(replicas)]
+        self.describe({
+            "model_class": type(model).__name__,
+            "units": len(held.units),
+            "meshes": self.meshes,
+            "strategies": sorted({strategy for _, strategy in held.units}),
+        })  # fmt: skip
+
+    def describe(self, members: Mapping[str, Any]) -> None:
+        """Add members to the manifest; raise ValueError if JSON cannot encode one."""
+        self.members |= {key: manifest.encoded(key, value) for key, value in members.items()}
 
     def mark(self) -> int:
         """Return a checksum of everything that must be equal on all ranks."""
-        lines = [f"{t.kind} {t.name} {t.dtype} {t.shape}" for t in self.tensors]
-        lines += [self.folder, f"{self.max_shard_bytes} {self.overwrite}"]
-        return _core.crc32c(0, "\n".join(lines).encode("utf-8", "surrogatepass"))
+        equal = self.tensors, self.folder, self.max_shard_bytes, self.overwrite
+        return _core.crc32c(0, repr(equal).encode("utf-8", "surrogatepass"))
 
     def compare_replicas(self) -> None:
         """Raise if replicas of a unit have diverged; collective."""
-        if all(mesh["replicate"] == 1 for mesh in self.description.get("meshes", [])):
+        if all(mesh["replicate"] == 1 for mesh in self.meshes):
             return
         own = [piece for _, piece in self.pieces if piece.unit]
         crcs = [_core.crc32c(0, p.memory.numpy().view(np.uint8)) if p.numel else 0 for p in own]
@@ -385,107 +375,22 @@ class _Plan:
                     "checkpoint"
                 )
 
-    # ---- files ----
-
-    def lay_out(self) -> None:
-        """Decide on files and each tensor's place in them."""
-        self._choose_files()
-        for number, file in enumerate(self.files):
-            own = [self.tensors[i] for i in file.tensors]
-            entries = [(t.name, t.dtype, t.shape) for t in own]
-            file.header, places = _core.safetensors_layout(entries, {"format": "pt"})
-            file.bytes = max([len(file.header), *(end for _, end in places)])
-            for t, (begin, end) in zip(own, places, strict=True):
-                t.file, t.begin, t.end = number, begin, end
-        self._add_index()
-        if self.config is not None:
-            self.files.append(_File(config_json.NAME, [], self.config, len(self.config)))
-
-    def _choose_files(self) -> None:
-        for kind in ("model", "optimizer"):
-            numbers = [i for i, t in enumerate(self.tensors) if t.kind == kind]
-            shards = self._shards(numbers)
-            if not numbers:
-                continue
-            for k, shard in enumerate(shards):
-                number = f"-{k + 1:05}-of-{len(shards):05}"
-                name = kind + ("" if kind == "model" and len(shards) == 1 else number)
-                self.files.append(_File(f"{name}.safetensors", shard))
-
-    def _shards(self, numbers: list[int]) -> list[list[int]]:
-        shards: list[list[int]] = [[]]
-        filled = 0
-        for i in numbers:
-            own = self.tensors[i].bytes
-            if shards[-1] and filled + own > self.max_shard_bytes:
-                shards.append([])
-                filled = 0
-            shards[-1].append(i)
-            filled += own
-        return shards
-
-    def _add_index(self) -> None:
-        shards = [f for f in self.files if f.name.startswith("model-")]
-        if not shards:
-            return
-        weights = {self.tensors[i].name: f.name for f in shards for i in f.tensors}
-        total = sum(self.tensors[i].bytes for f in shards for i in f.tensors)
-        content = {"metadata": {"total_size": total}, "weight_map": weights}
-        header = (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
-        self.files.append(_File("model.safetensors.index.json", [], header, len(header)))
-
-    # ---- the save ----
-
     def make_save(self, comm: _core.Comm) -> _core.Save:
-        """Return the plan in the form that the C engine runs."""
-        content = {"world": comm.size, **self.content, **self.description}
-        content["files"] = {
-            f.name: {
-                "bytes": f.bytes,
-                "header_bytes": len(f.header),
-                "header_crc32c": f"{_core.crc32c(0, f.header):08x}",
-            }
-            for f in self.files
-        }
-        content["tensors"] = self._table()
-        text, crc_at, own = manifest.render(content, len(self.tensors))
+        """Return the save, whose files are laid out."""
         parent, name = os.path.split(self.folder)
         temp = os.path.join(parent, f".{name}.saving")
         return _core.Save(
             comm,
-            (parent, temp, self.folder),
-            [(os.path.join(temp, f.name), f.bytes, f.header) for f in self.files],
-            list(self._own_pieces()),
-            os.path.join(temp, manifest.NAME),
-            text,
-            crc_at,
-            own,
+            (parent, temp, self.folder, os.path.join(temp, manifest.NAME)),
+            self.tensors["model"],
+            self.tensors["optimizer"],
+            [(i, p.first, p.memory) for i, p in self.pieces if p.replica == 0 and p.numel > 0],
+            dict(sorted(self.members.items())),
+            self.files,
+            self.max_shard_bytes,
             _hook,
             self.overwrite,
         )
-
-    def _own_pieces(self) -> Any:
-        for i, piece in self.pieces:
-            if piece.replica != 0 or piece.numel == 0:
-                continue
-            t = self.tensors[i]
-            dtype = "U8" if piece.raw else t.dtype
-            item = ITEM_BYTES[t.dtype]
-            offset = t.begin + piece.first * item
-            yield t.file, i, piece.memory, dtype, offset, t.end - offset - piece.numel * item
-
-    def _table(self) -> dict[str, Any]:
-        """Return the manifest's tensors, ordered by index."""
-        table: dict[str, Any] = {"model": {}, "optimizer": {}}
-        for t in self.tensors:
-            table[t.kind][t.name] = {
-                "dtype": t.dtype,
-                "shape": t.shape,
-                "file": self.files[t.file].name,
-                "offsets": [t.begin, t.end],
-                "crc32c": _UNKNOWN,
-            }
-        return table
 
 
 def _float_dtype(dtype: Any) -> str | None:
@@ -501,15 +406,3 @@ def _state_dict(kind: str, holder: Any) -> Any:
     if not hasattr(holder, "state_dict"):
         raise TypeError(f"'{kind}' must have a state_dict(), got {type(holder).__name__}")
     return holder.state_dict()
-
-
-def _describe(model: Any, held: Held) -> dict[str, Any]:
-    """Return the manifest's informational parts."""
-    world = distributed.world_size()
-    replicas = {_core.master_piece(unit, 0, False)[3] for unit, _ in held.units if unit.params}
-    return {
-        "model_class": type(model).__name__,
-        "units": len(held.units),
-        "meshes": [{"replicate": n, "shard": world // n} for n in sorted(replicas)],
-        "strategies": sorted({strategy for _, strategy in held.units}),
-    }
