@@ -2,8 +2,6 @@
 #include "bind/tensor/ops.h"
 #include "bind/tensor/tensor.h"
 
-#include "nn/hook.h"
-
 typedef struct python_hook {
     PyObject *callable;
     fsdpc_py_state *state;
@@ -112,8 +110,8 @@ static PyObject *register_hook(PyObject *object, PyObject *callable)
         return PyErr_NoMemory();
     }
     *hook = (python_hook){callable, self->state};
-    fsdpc_status status =
-        fsdpc_hook_add(runtime->tape, self->tensor, run_hook, hook, release_hook, &handle->hook);
+    fsdpc_status status = fsdpc_tape_add_hook(runtime->tape, self->tensor, run_hook, hook,
+                                              release_hook, &handle->hook);
     if (status != FSDPC_OK) {
         PyMem_Free(hook);
         Py_DECREF(handle);
