@@ -76,6 +76,7 @@
     X(ops)                                                                                         \
     X(tape)                                                                                        \
     X(plugin)                                                                                      \
+    X(walk)                                                                                        \
     X(stream)                                                                                      \
     X(engine)                                                                                      \
     X(comm)                                                                                        \

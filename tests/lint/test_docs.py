@@ -39,7 +39,7 @@ PLAIN = set("""
     scalar scalars scale sched schedule self settings shape shared shm size softmax sort spec st
     staged staging state stats status step storage stream sum sums sumsq swiglu table tables target
     tensor thread tile tiles torch trace transport tree type unary value vec vector version view
-    wait window windows work world write
+    wait walk window windows work world write
     chunk left message micro phase segment stage tape team wanted words
 """.split())
 
