@@ -13,21 +13,31 @@ static bool is_dataclass(PyObject *object)
     return !PyType_Check(object) && PyObject_HasAttrString(object, "__dataclass_fields__");
 }
 
+static PyObject *copy_sequence(PyObject *sequence)
+{
+    if (!PyTuple_Check(sequence))
+        return PySequence_List(sequence);
+    PyObject *copy = PyTuple_New(PyTuple_GET_SIZE(sequence));
+    for (Py_ssize_t i = 0; copy && i < PyTuple_GET_SIZE(copy); i++)
+        PyTuple_SET_ITEM(copy, i, Py_NewRef(PyTuple_GET_ITEM(sequence, i)));
+    return copy;
+}
+
 static PyObject *rebuild_items(fsdpc_py_walk *walk, PyObject *sequence)
 {
+    int (*set)(PyObject *, Py_ssize_t, PyObject *) =
+        PyTuple_Check(sequence) ? PyTuple_SetItem : PyList_SetItem;
     PyObject *made = Py_NewRef(sequence);
     for (Py_ssize_t i = 0; made && i < PySequence_Fast_GET_SIZE(sequence); i++) {
         PyObject *old = Py_NewRef(PySequence_Fast_GET_ITEM(sequence, i));
         PyObject *item = fsdpc_py_rebuild(walk, old);
         if (item && item != old && made == sequence)
-            Py_SETREF(made, PySequence_List(sequence));
-        if (!item || (made && item != old && PyList_SetItem(made, i, Py_NewRef(item)) < 0))
+            Py_SETREF(made, copy_sequence(sequence));
+        if (!item || (made && item != old && set(made, i, Py_NewRef(item)) < 0))
             Py_CLEAR(made);
         Py_XDECREF(item);
         Py_DECREF(old);
     }
-    if (made && made != sequence && PyTuple_Check(sequence))
-        Py_SETREF(made, PyList_AsTuple(made));
     return made;
 }
 
