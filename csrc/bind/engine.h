@@ -33,15 +33,23 @@ typedef struct fsdpc_root_ref {
     int n_units;
 } fsdpc_root_ref;
 
+/* A unit's gradients that were handed out (bind/engine/unit_grad.c). */
+typedef struct fsdpc_shared_grads {
+    _Atomic int refs;    /* held by the unit while its shards exist, and by every tensor */
+    fsdpc_unit_ref *ref; /* every tensor holds a reference to it */
+    fsdpc_device *device;
+    int n_groups;
+    void *memory[]; /* per flat group, once the unit uses other memory; NULL before */
+} fsdpc_shared_grads;
+
 struct fsdpc_unit_ref {
     _Atomic int refs;
     fsdpc_unit *unit;
     fsdpc_root_ref *root; /* NULL before the first forward */
     fsdpc_param_ref *params;
-    PyObject *comms[2]; /* strong: shard, replicate or NULL */
-    PyObject *tier;     /* strong: the offload tier; NULL: not offloaded */
-    /* its gradients that were handed out (bind/engine/unit_grad.c); NULL: none yet */
-    struct fsdpc_shared_grads *handed_out;
+    PyObject *comms[2];             /* strong: shard, replicate or NULL */
+    PyObject *tier;                 /* strong: the offload tier; NULL: not offloaded */
+    fsdpc_shared_grads *handed_out; /* NULL: none yet */
     PyObject *lent; /* strong: foreign tensors holding gradient shards; NULL: its own memory */
 };
 
@@ -89,7 +97,7 @@ PyObject *fsdpc_py_unit_tensor(PyObject *module, fsdpc_unit_ref *ref, fsdpc_dtyp
                                const size_t *shape, void *data);
 
 /* Called when the unit is freed: gradients that were handed out stay valid. */
-void fsdpc_py_shared_grads_release(struct fsdpc_shared_grads *block);
+void fsdpc_py_shared_grads_release(fsdpc_shared_grads *block);
 
 /* Binds the parameter's tensor to the unit; the tensor has no memory until the root is known. */
 fsdpc_status fsdpc_py_unit_bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tensor *t);

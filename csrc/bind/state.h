@@ -77,6 +77,7 @@
     X(shape)                                                                                       \
     X(tape)                                                                                        \
     X(plugin)                                                                                      \
+    X(walk)                                                                                        \
     X(stream)                                                                                      \
     X(engine)                                                                                      \
     X(comm)                                                                                        \

@@ -13,12 +13,14 @@
  * interface, unless the user does.  If NCCL was opened before the number of hosts was known (only
  * to describe it), loopback, which cannot connect hosts, is then unset.
  */
+#include "cuda/nccl_env.h"
+
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "cuda/nccl_load.h"
+#include "cuda/nccl_abi.h"
 
 typedef struct variable {
     const char *name, *value;
@@ -74,11 +76,10 @@ static void reach_hosts(void)
         unsetenv(interface);
 }
 
-fsdpc_status fsdpc_nccl_environment(const fsdpc_nccl *nccl, bool several_hosts,
+fsdpc_status fsdpc_nccl_environment(int version, bool was_here, bool several_hosts,
                                     const fsdpc_log *log)
 {
-    bool late =
-        nccl->was_here && !is_set(launch_order) && nccl->version < FSDPC_NCCL_LAUNCH_ORDER_FIELD;
+    bool late = was_here && !is_set(launch_order) && version < FSDPC_NCCL_LAUNCH_ORDER_FIELD;
     if (late && !log)
         return FSDPC_OK;
     if (late)
@@ -86,13 +87,12 @@ fsdpc_status fsdpc_nccl_environment(const fsdpc_nccl *nccl, bool several_hosts,
                    "this process had NCCL %d.%d.%d before fsdpc did; if it has used it, set %s=1 "
                    "in its environment before it starts, or operations of fsdpc and of others may "
                    "wait for each other for ever",
-                   nccl->version / 10000, nccl->version / 100 % 100, nccl->version % 100,
-                   launch_order);
+                   version / 10000, version / 100 % 100, version % 100, launch_order);
     for (size_t i = 0; i < sizeof always / sizeof always[0]; i++)
         FSDPC_TRY(set(always[i].name, always[i].value));
     if (several_hosts)
         reach_hosts();
-    if (nccl->was_here)
+    if (was_here)
         return FSDPC_OK;
     FSDPC_TRY(set("NCCL_RAS_ENABLE", "0")); /* a thread that listens for a monitor */
     return several_hosts ? FSDPC_OK : stay_on_host();

@@ -9,6 +9,8 @@
 #include <stdbool.h>
 #include <stdio.h>
 
+#include "cuda/nccl_env.h"
+
 enum { OLDEST = 22600 };
 
 static const char soname[] = "libnccl.so.2";
@@ -61,7 +63,7 @@ fsdpc_status fsdpc_nccl_open(const char *path, bool several_hosts, const fsdpc_l
                           "communicators, which wait for each other then: install 2.26 or newer "
                           "(pip's nvidia-nccl-cu13)",
                           nccl.version / 10000, nccl.version / 100 % 100, nccl.version % 100);
-    FSDPC_TRY(fsdpc_nccl_environment(&nccl, several_hosts, log));
+    FSDPC_TRY(fsdpc_nccl_environment(nccl.version, nccl.was_here, several_hosts, log));
     *out = nccl;
     return FSDPC_OK;
 }

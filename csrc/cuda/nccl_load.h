@@ -38,13 +38,4 @@ fsdpc_status fsdpc_nccl_check(const fsdpc_nccl *nccl, fsdpc_nccl_result result, 
 /* Opens NCCL and names it: "NCCL 2.28.9 at /usr/lib/libnccl.so.2". */
 fsdpc_status fsdpc_nccl_describe(const char *path, char *text, size_t bytes);
 
-/* ---- nccl_env.c ---- */
-
-/* Sets the environment for NCCL at opening, and reports to `log` if that is too late. */
-fsdpc_status fsdpc_nccl_environment(const fsdpc_nccl *nccl, bool several_hosts,
-                                    const fsdpc_log *log);
-/* Allows ranks to share a GPU, which NCCL supports from 2.30 on; must be called before the first
- * channel is created. */
-fsdpc_status fsdpc_nccl_allow_sharing(void);
-
 #endif

@@ -11,6 +11,7 @@
 
 #include "cuda/comm_nccl.h"
 #include "cuda/device_cuda.h"
+#include "cuda/nccl_env.h"
 #include "cuda/nccl_load.h"
 
 enum { SHARING_VERSION = 23000 }; /* of NCCL */

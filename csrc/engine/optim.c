@@ -47,7 +47,8 @@ void fsdpc_optim_destroy(fsdpc_optim *optim)
 {
     if (!optim)
         return;
-    fsdpc_optim_leave_step(optim);
+    (void)fsdpc_optim_end_step(optim); /* if it fails, the roots' communicators report that */
+    fsdpc_optim_close_step(optim);
     for (int i = 0; i < optim->n_units; i++)
         fini_states(optim, &optim->units[i]);
     fsdpc_device_free(optim->device, optim->scalars);
@@ -66,6 +67,25 @@ unit_states *fsdpc_optim_unit(const fsdpc_optim *optim, const fsdpc_unit *unit)
     }
     return NULL;
 }
+
+/* ---- A pending step, of optim_step.c ---- */
+
+fsdpc_status fsdpc_optim_end_step(fsdpc_optim *optim)
+{
+    if (optim->failed != FSDPC_OK)
+        return fsdpc_fail(optim->failed, "%s", optim->reason);
+    return optim->goes_on ? optim->pending.pass.end(&optim->pending.pass) : FSDPC_OK;
+}
+
+void fsdpc_optim_close_step(fsdpc_optim *optim)
+{
+    for (int i = 0; i < optim->n_units; i++)
+        if (optim->units[i].unit->pending == &optim->pending)
+            optim->units[i].unit->pending = NULL;
+    optim->goes_on = false;
+}
+
+/* ---- Parameters and hyper-parameters ---- */
 
 fsdpc_status fsdpc_optim_set_state_dtype(fsdpc_optim *optim, fsdpc_dtype dtype, uint64_t seed)
 {

@@ -71,18 +71,16 @@ static inline bool fsdpc_optim_steps_group(const unit_states *states, int flat_g
     return false;
 }
 
-/* ---- optim.c ---- */
+/* ---- optim.c, for optim_step.c ---- */
 
 unit_states *fsdpc_optim_unit(const fsdpc_optim *optim, const fsdpc_unit *unit); /* NULL: none */
 
 /* Call before announcing anything to the peers: checks hyper-parameters and creates states. */
 fsdpc_status fsdpc_optim_prepare(fsdpc_optim *optim);
 
-/* ---- optim_step.c ---- */
-
 /* Ends a pending step; call before changing anything that it uses. */
 fsdpc_status fsdpc_optim_end_step(fsdpc_optim *optim);
-/* Does the same before the optimizer is destroyed; ignores errors. */
-void fsdpc_optim_leave_step(fsdpc_optim *optim);
+/* Forgets a pending step that has ended, or failed. */
+void fsdpc_optim_close_step(fsdpc_optim *optim);
 
 #endif

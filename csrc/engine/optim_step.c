@@ -308,16 +308,9 @@ static fsdpc_status advance(fsdpc_pending *pending, const fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-static void close_step(fsdpc_optim *optim)
+static fsdpc_status end(fsdpc_pass_hook *hook)
 {
-    for (int i = 0; i < optim->n_units; i++)
-        if (optim->units[i].unit->pending == &optim->pending)
-            optim->units[i].unit->pending = NULL;
-    optim->goes_on = false;
-}
-
-fsdpc_status fsdpc_optim_end_step(fsdpc_optim *optim)
-{
+    fsdpc_optim *optim = optim_of((fsdpc_pending *)((char *)hook - offsetof(fsdpc_pending, pass)));
     FSDPC_TRY(check_step(optim));
     if (!optim->goes_on)
         return FSDPC_OK;
@@ -326,20 +319,8 @@ fsdpc_status fsdpc_optim_end_step(fsdpc_optim *optim)
     fsdpc_status files = each_tier(optim, fsdpc_pass_end);
     if (files != FSDPC_OK)
         return give_up(optim, files);
-    close_step(optim);
+    fsdpc_optim_close_step(optim);
     return FSDPC_OK;
-}
-
-void fsdpc_optim_leave_step(fsdpc_optim *optim)
-{
-    (void)fsdpc_optim_end_step(optim); /* if it fails, the roots' communicators report that */
-    close_step(optim);
-}
-
-static fsdpc_status end(fsdpc_pass_hook *hook)
-{
-    return fsdpc_optim_end_step(
-        optim_of((fsdpc_pending *)((char *)hook - offsetof(fsdpc_pending, pass))));
 }
 
 /* Leaves the step pending: units that wait are stepped when they are needed. */

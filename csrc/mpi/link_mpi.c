@@ -63,22 +63,6 @@ static void await_phase(fsdpc_mpi_link *link, uint32_t left, int64_t max_ns)
         fsdpc_futex_wait(&link->phase, left, end - now);
 }
 
-void fsdpc_mpi_fail(fsdpc_mpi_link *link, const char *reason)
-{
-    if (atomic_exchange(&link->failing, true))
-        return;
-    snprintf(link->base.poison, sizeof link->base.poison, "%s", reason);
-    atomic_store_explicit(&link->base.failed, true, memory_order_release);
-}
-
-void fsdpc_mpi_wake(fsdpc_mpi_link *link)
-{
-    pthread_mutex_lock(&link->waking);
-    if (link->base.wake)
-        link->base.wake(link->base.wake_arg);
-    pthread_mutex_unlock(&link->waking);
-}
-
 static void set_wake(fsdpc_link *base, void (*wake)(void *arg), void *arg)
 {
     fsdpc_mpi_link *link = (fsdpc_mpi_link *)base;

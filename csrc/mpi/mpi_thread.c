@@ -49,6 +49,22 @@ static const int64_t TELL_NS = 300000000; /* for the peers to receive a reason: 
 static const int64_t GRACE_NS = 1000000000;
 static const int64_t SETTLE_NS = 300000000; /* for the peers to also leave the last barrier */
 
+void fsdpc_mpi_fail(fsdpc_mpi_link *link, const char *reason)
+{
+    if (atomic_exchange(&link->failing, true))
+        return;
+    snprintf(link->base.poison, sizeof link->base.poison, "%s", reason);
+    atomic_store_explicit(&link->base.failed, true, memory_order_release);
+}
+
+void fsdpc_mpi_wake(fsdpc_mpi_link *link)
+{
+    pthread_mutex_lock(&link->waking);
+    if (link->base.wake)
+        link->base.wake(link->base.wake_arg);
+    pthread_mutex_unlock(&link->waking);
+}
+
 static void enter(fsdpc_mpi_link *link, enum fsdpc_mpi_phase phase)
 {
     atomic_store_explicit(&link->phase, phase, memory_order_release);

@@ -14,82 +14,74 @@
  * If a frame fails, gradients in its heap are dropped; leaves keep the gradients that they already
  * have.
  */
-#include "nn/backward.h"
+#include "nn/tape.h"
 
 #include <stdlib.h>
-#include <string.h>
 
-#include "nn/hook.h"
-#include "nn/node.h"
+#include "nn/frame.h"
 #include "ops/flat_ops.h"
-
-typedef struct fsdpc_backward {
-    struct fsdpc_backward *outer;
-    fsdpc_node **heap; /* owned references */
-    size_t n, capacity;
-    fsdpc_tensor **hooked; /* leaves with hooks; owned references */
-    size_t n_hooked, hooked_capacity;
-} fsdpc_backward;
 
 typedef struct fsdpc_tape_end {
     fsdpc_status (*fn)(void *arg, fsdpc_status status);
     void *arg;
 } fsdpc_tape_end;
 
-/* Makes room for one more element of `element` bytes in an array. */
-static fsdpc_status grow(void *array_io, size_t n, size_t *capacity_io, size_t element)
+/* ---- hooks ---- */
+
+/* Runs all hooks in a list; their results replace *gradient_io (owned). */
+static fsdpc_status run_hooks(fsdpc_hook *first, fsdpc_tensor **gradient_io)
 {
-    if (n < *capacity_io)
-        return FSDPC_OK;
-    size_t capacity = *capacity_io ? 2 * *capacity_io : 32;
-    void *array; /* copied: reading it through a void ** would break strict aliasing */
-    memcpy(&array, array_io, sizeof array);
-    array = realloc(array, capacity * element);
-    if (!array)
-        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for backward's list of %zu nodes", capacity);
-    memcpy(array_io, &array, sizeof array);
-    *capacity_io = capacity;
+    for (fsdpc_hook *hook = first; hook; hook = hook->next) {
+        if (!hook->fn)
+            continue;
+        fsdpc_tensor *replacement = NULL;
+        FSDPC_TRY(hook->fn(hook->arg, *gradient_io, &replacement));
+        if (!replacement)
+            continue;
+        if (!fsdpc_shape_equal(replacement, *gradient_io) ||
+            replacement->dtype != (*gradient_io)->dtype) {
+            char was[FSDPC_SHAPE_TEXT], is[FSDPC_SHAPE_TEXT];
+            fsdpc_status st =
+                fsdpc_fail(FSDPC_ERR_SHAPE,
+                           "a gradient hook returned shape %s of %s for a gradient of shape %s of "
+                           "%s; return the same shape and dtype, or None",
+                           fsdpc_shape_text(replacement->ndim, replacement->shape, is),
+                           fsdpc_dtype_name(replacement->dtype),
+                           fsdpc_shape_text((*gradient_io)->ndim, (*gradient_io)->shape, was),
+                           fsdpc_dtype_name((*gradient_io)->dtype));
+            fsdpc_tensor_release(replacement);
+            return st;
+        }
+        fsdpc_tensor_release(*gradient_io);
+        *gradient_io = replacement;
+    }
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_backward_push(fsdpc_tape *tape, fsdpc_node *node)
+fsdpc_status fsdpc_tape_add_hook(fsdpc_tape *tape, fsdpc_tensor *t, fsdpc_hook_fn fn, void *arg,
+                                 void (*release)(void *arg), fsdpc_hook **out)
 {
-    fsdpc_backward *frame = tape->frame;
-    FSDPC_TRY(grow(&frame->heap, frame->n, &frame->capacity, sizeof *frame->heap));
-    size_t i = frame->n++;
-    while (i > 0 && frame->heap[(i - 1) / 2]->number < node->number) {
-        frame->heap[i] = frame->heap[(i - 1) / 2];
-        i = (i - 1) / 2;
-    }
-    frame->heap[i] = fsdpc_node_acquire(node);
+    if (!t->requires_grad)
+        return fsdpc_fail(FSDPC_ERR_STATE,
+                          "a hook needs a tensor that requires grad: set requires_grad first");
+    if (t->node)
+        return fsdpc_hook_append(&t->node->hooks, fn, arg, release, out);
+    if (!t->hooks)
+        t->hooks = calloc(1, sizeof *t->hooks);
+    if (!t->hooks)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a hook");
+    FSDPC_TRY(fsdpc_hook_append(&t->hooks->first, fn, arg, release, out));
+    tape->leaf_hooks = true;
     return FSDPC_OK;
 }
 
-static fsdpc_node *pop(fsdpc_backward *frame)
-{
-    fsdpc_node *top = frame->heap[0], *last = frame->heap[--frame->n];
-    size_t i = 0;
-    for (size_t child; (child = 2 * i + 1) < frame->n; i = child) {
-        if (child + 1 < frame->n && frame->heap[child + 1]->number > frame->heap[child]->number)
-            child++;
-        if (frame->heap[child]->number < last->number)
-            break;
-        frame->heap[i] = frame->heap[child];
-    }
-    if (frame->n)
-        frame->heap[i] = last;
-    return top;
-}
-
-/* ---- leaves with hooks ---- */
-
-static fsdpc_status count_leaf(fsdpc_backward *frame, fsdpc_tensor *leaf)
+static fsdpc_status count_leaf(fsdpc_frame *frame, fsdpc_tensor *leaf)
 {
     leaf->hooks->uses++;
     if (leaf->hooks->listed)
         return FSDPC_OK;
-    FSDPC_TRY(
-        grow(&frame->hooked, frame->n_hooked, &frame->hooked_capacity, sizeof *frame->hooked));
+    FSDPC_TRY(fsdpc_frame_grow(&frame->hooked, frame->n_hooked, &frame->hooked_capacity,
+                               sizeof *frame->hooked));
     frame->hooked[frame->n_hooked++] = fsdpc_tensor_acquire(leaf);
     leaf->hooks->listed = true;
     return FSDPC_OK;
@@ -104,7 +96,7 @@ static fsdpc_status count_uses(fsdpc_tape *tape, int n, fsdpc_tensor *const *roo
     uint64_t mark = ++tape->next_mark;
     for (int i = 0; i < n; i++) {
         if (roots[i]->node && roots[i]->node->mark != mark) {
-            FSDPC_TRY_GOTO(st, grow(&stack, top, &capacity, sizeof *stack), free_stack);
+            FSDPC_TRY_GOTO(st, fsdpc_frame_grow(&stack, top, &capacity, sizeof *stack), free_stack);
             roots[i]->node->mark = mark;
             stack[top++] = roots[i]->node;
         }
@@ -113,11 +105,11 @@ static fsdpc_status count_uses(fsdpc_tape *tape, int n, fsdpc_tensor *const *roo
         fsdpc_node *node = stack[--top];
         for (int i = 0; i < node->n_inputs; i++) {
             const fsdpc_edge *edge = &node->inputs[i];
-            if (edge->leaf && fsdpc_leaf_has_hooks(edge->leaf))
+            if (edge->leaf && fsdpc_tensor_has_hooks(edge->leaf))
                 FSDPC_TRY_GOTO(st, count_leaf(tape->frame, edge->leaf), free_stack);
             if (!edge->node || edge->node->mark == mark)
                 continue;
-            FSDPC_TRY_GOTO(st, grow(&stack, top, &capacity, sizeof *stack), free_stack);
+            FSDPC_TRY_GOTO(st, fsdpc_frame_grow(&stack, top, &capacity, sizeof *stack), free_stack);
             edge->node->mark = mark;
             stack[top++] = edge->node;
         }
@@ -133,7 +125,7 @@ static fsdpc_status flush_leaf(fsdpc_tape *tape, fsdpc_tensor *leaf)
     leaf->hooks->pending = NULL;
     if (!gradient)
         return FSDPC_OK;
-    fsdpc_status st = fsdpc_hooks_run(leaf->hooks->first, &gradient);
+    fsdpc_status st = run_hooks(leaf->hooks->first, &gradient);
     if (st == FSDPC_OK)
         st = fsdpc_leaf_give(tape, leaf, gradient);
     fsdpc_tensor_release(gradient);
@@ -152,7 +144,7 @@ static fsdpc_status settle_leaves(fsdpc_tape *tape, const fsdpc_node *node)
 
 /* Ends a frame: the outermost flushes the remaining leaves; an inner frame leaves that to the
  * outermost. */
-static fsdpc_status finish_leaves(fsdpc_tape *tape, fsdpc_backward *frame, fsdpc_status st)
+static fsdpc_status finish_leaves(fsdpc_tape *tape, fsdpc_frame *frame, fsdpc_status st)
 {
     for (size_t i = 0; i < frame->n_hooked; i++) {
         fsdpc_tensor *leaf = frame->hooked[i];
@@ -181,7 +173,7 @@ static fsdpc_status run_node(fsdpc_tape *tape, fsdpc_node *node)
     node->grad = NULL;
     fsdpc_status st = fsdpc_node_check(node);
     if (st == FSDPC_OK && node->hooks)
-        st = fsdpc_hooks_run(node->hooks, &gradient);
+        st = run_hooks(node->hooks, &gradient);
     if (st == FSDPC_OK)
         st = node->ops->backward(tape, node, gradient);
     fsdpc_tensor_release(gradient);
@@ -235,7 +227,7 @@ static fsdpc_status start_root(fsdpc_tape *tape, fsdpc_tensor *root, fsdpc_tenso
     }
     fsdpc_edge edge = {.node = root->node, .leaf = root->node ? NULL : root};
     fsdpc_status st = FSDPC_OK;
-    if (edge.leaf && fsdpc_leaf_has_hooks(root))
+    if (edge.leaf && fsdpc_tensor_has_hooks(root))
         st = count_leaf(tape->frame, root);
     if (st == FSDPC_OK)
         st = fsdpc_edge_give(tape, &edge, gradient);
@@ -246,14 +238,14 @@ static fsdpc_status start_root(fsdpc_tape *tape, fsdpc_tensor *root, fsdpc_tenso
 static fsdpc_status run_frame(fsdpc_tape *tape, int n, fsdpc_tensor *const *roots,
                               fsdpc_tensor *const *grads)
 {
-    fsdpc_backward *frame = tape->frame;
+    fsdpc_frame *frame = tape->frame;
     if (tape->leaf_hooks)
         FSDPC_TRY(count_uses(tape, n, roots));
     for (int i = 0; i < n; i++)
         FSDPC_TRY(start_root(tape, roots[i], grads ? grads[i] : NULL));
     fsdpc_status st = FSDPC_OK;
     while (st == FSDPC_OK && frame->n) {
-        fsdpc_node *node = pop(frame);
+        fsdpc_node *node = fsdpc_frame_pop(frame);
         st = run_node(tape, node);
         fsdpc_node_release(node);
     }
@@ -282,7 +274,7 @@ fsdpc_status fsdpc_tape_backward_many(fsdpc_tape *tape, int n, fsdpc_tensor *con
             return fsdpc_fail(FSDPC_ERR_STATE,
                               "backward from a tensor that does not require grad: nothing it was "
                               "computed from requires grad, or it was made inside no_grad");
-    fsdpc_backward frame = {.outer = tape->frame};
+    fsdpc_frame frame = {.outer = tape->frame};
     bool outer_retain = tape->retain_graph, outer_enabled = tape->grad_enabled;
     tape->backward_thread = pthread_self();
     tape->backward_depth++;
@@ -291,7 +283,7 @@ fsdpc_status fsdpc_tape_backward_many(fsdpc_tape *tape, int n, fsdpc_tensor *con
     tape->grad_enabled = false;
     fsdpc_status st = run_frame(tape, n, roots, grads);
     while (frame.n) { /* after an error */
-        fsdpc_node *node = pop(&frame);
+        fsdpc_node *node = fsdpc_frame_pop(&frame);
         fsdpc_tensor_release(node->grad);
         node->grad = NULL;
         fsdpc_node_release(node);
@@ -326,7 +318,8 @@ fsdpc_status fsdpc_tape_at_end(fsdpc_tape *tape, fsdpc_status (*fn)(void *arg, f
     for (size_t i = 0; i < tape->n_ends; i++)
         if (tape->ends[i].fn == fn && tape->ends[i].arg == arg)
             return FSDPC_OK;
-    FSDPC_TRY(grow(&tape->ends, tape->n_ends, &tape->ends_capacity, sizeof *tape->ends));
+    FSDPC_TRY(
+        fsdpc_frame_grow(&tape->ends, tape->n_ends, &tape->ends_capacity, sizeof *tape->ends));
     tape->ends[tape->n_ends++] = (fsdpc_tape_end){fn, arg};
     return FSDPC_OK;
 }

@@ -10,7 +10,13 @@
 #ifndef FSDPC_NN_HOOK_H
 #define FSDPC_NN_HOOK_H
 
-#include "nn/tape.h"
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+
+#include "base/status.h"
+
+typedef struct fsdpc_tensor fsdpc_tensor;
 
 /* *replacement_io is NULL; the hook may set it to a replacement for the gradient, which the caller
  * then owns. */
@@ -32,17 +38,11 @@ typedef struct fsdpc_leaf_hooks {
     bool listed;           /* in the running backward's list of leaves to flush */
 } fsdpc_leaf_hooks;
 
-/* Adds a hook to a tensor that requires grad.  On failure, the caller keeps `arg`. */
-fsdpc_status fsdpc_hook_add(fsdpc_tape *tape, fsdpc_tensor *t, fsdpc_hook_fn fn, void *arg,
-                            void (*release)(void *arg), fsdpc_hook **out);
+/* Appends a hook to a list.  On failure, the caller keeps `arg`. */
+fsdpc_status fsdpc_hook_append(fsdpc_hook **list, fsdpc_hook_fn fn, void *arg,
+                               void (*release)(void *arg), fsdpc_hook **out);
 void fsdpc_hook_remove(fsdpc_hook *hook);  /* it will not run again; may be called twice */
 void fsdpc_hook_release(fsdpc_hook *hook); /* releases a handle's reference; may be NULL */
-
-bool fsdpc_leaf_has_hooks(const fsdpc_tensor *leaf);
-void fsdpc_leaf_hooks_destroy(fsdpc_leaf_hooks *hooks);
 void fsdpc_hooks_destroy(fsdpc_hook *first);
-
-/* Runs all hooks in a list; their results replace *gradient_io (owned). */
-fsdpc_status fsdpc_hooks_run(fsdpc_hook *first, fsdpc_tensor **gradient_io);
 
 #endif

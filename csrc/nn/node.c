@@ -9,8 +9,6 @@
 
 #include <stdlib.h>
 
-#include "nn/hook.h"
-
 fsdpc_node *fsdpc_node_acquire(fsdpc_node *node)
 {
     if (node)

@@ -32,6 +32,13 @@ fsdpc_status fsdpc_op_record(fsdpc_tape *tape, const fsdpc_node_ops *ops, int n,
 /* Computes `a kind b`, both of one dtype, into new memory; records no node. */
 fsdpc_status fsdpc_op_binary_compute(fsdpc_tape *tape, fsdpc_binary kind, const fsdpc_tensor *a,
                                      const fsdpc_tensor *b, fsdpc_tensor **out);
+/* Applies the operation to x and the number as a tensor of `dtype`; `reversed`: number first. */
+fsdpc_status fsdpc_op_with_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
+                                  fsdpc_scalar s, fsdpc_dtype dtype, bool reversed,
+                                  fsdpc_tensor **out);
+/* Does the same for an integer tensor and an integer. */
+fsdpc_status fsdpc_op_integer_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
+                                     fsdpc_scalar s, bool reversed, fsdpc_tensor **out);
 /* Connects y = kind(x), which was computed elsewhere, to x with the node that fsdpc_op_unary would
  * make.
  */

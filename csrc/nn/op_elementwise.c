@@ -79,7 +79,7 @@ fsdpc_status fsdpc_op_unary(fsdpc_tape *tape, fsdpc_unary kind, double scalar, f
                             fsdpc_tensor **out)
 {
     if (kind == FSDPC_UNARY_NEG && !fsdpc_dtype_is_float(x->dtype))
-        return fsdpc_op_binary_scalar(tape, FSDPC_BINARY_SUB, x, fsdpc_scalar_whole(0), true, out);
+        return fsdpc_op_integer_scalar(tape, FSDPC_BINARY_SUB, x, fsdpc_scalar_whole(0), true, out);
     FSDPC_TRY(fsdpc_op_check_float(unary_names[kind], "the tensor", x));
     if (kind == FSDPC_UNARY_CLAMP_MIN || kind == FSDPC_UNARY_CLAMP_MAX) /* rounded to x's dtype */
         FSDPC_TRY(fsdpc_scalar_round(&scalar, x->dtype));
@@ -424,6 +424,30 @@ fsdpc_status fsdpc_op_binary(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *
     }
     fsdpc_tensor_release(ca);
     return fsdpc_op_return(st, y, out);
+}
+
+fsdpc_status fsdpc_op_with_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
+                                  fsdpc_scalar s, fsdpc_dtype dtype, bool reversed,
+                                  fsdpc_tensor **out)
+{
+    fsdpc_tensor *t;
+    FSDPC_TRY(fsdpc_scalar_tensor(tape->device, tape->stream, s, dtype, &t));
+    fsdpc_status st = fsdpc_op_binary(tape, kind, reversed ? t : x, reversed ? x : t, out);
+    fsdpc_tensor_release(t);
+    return st;
+}
+
+fsdpc_status fsdpc_op_integer_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
+                                     fsdpc_scalar s, bool reversed, fsdpc_tensor **out)
+{
+    if (kind == FSDPC_BINARY_POW && !reversed && s.real < 0)
+        return fsdpc_fail(FSDPC_ERR_VALUE,
+                          "pow: an integer tensor to the power of %lld: use a float tensor",
+                          (long long)s.whole);
+    fsdpc_dtype dtype = x->dtype == FSDPC_U8 ? FSDPC_I32 : /* U8 does not support arithmetic */
+                            x->dtype == FSDPC_BOOL ? FSDPC_I64
+                                                   : x->dtype;
+    return fsdpc_op_with_scalar(tape, kind, x, s, dtype, reversed, out);
 }
 
 /* ---- swiglu ---- */

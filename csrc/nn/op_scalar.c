@@ -7,18 +7,6 @@
 
 #include <math.h>
 
-/* Applies the operation with the number as a tensor of `dtype`. */
-static fsdpc_status with_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
-                                fsdpc_scalar s, fsdpc_dtype dtype, bool reversed,
-                                fsdpc_tensor **out)
-{
-    fsdpc_tensor *t;
-    FSDPC_TRY(fsdpc_scalar_tensor(tape->device, tape->stream, s, dtype, &t));
-    fsdpc_status st = fsdpc_op_binary(tape, kind, reversed ? t : x, reversed ? x : t, out);
-    fsdpc_tensor_release(t);
-    return st;
-}
-
 /* Returns the comparison with its operands swapped. */
 static fsdpc_binary mirrored(fsdpc_binary kind)
 {
@@ -45,7 +33,7 @@ static fsdpc_status compare_float(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_ten
         else
             kind = s.real > 0 ? FSDPC_BINARY_LT : FSDPC_BINARY_LE;
     }
-    return with_scalar(tape, kind, x, fsdpc_scalar_real(rounded), x->dtype, false, out);
+    return fsdpc_op_with_scalar(tape, kind, x, fsdpc_scalar_real(rounded), x->dtype, false, out);
 }
 
 /* Compares integers with any number, exactly: a fraction is rounded in the direction that preserves
@@ -65,7 +53,7 @@ static fsdpc_status compare_integer(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_t
                     s.whole <= (x->dtype == FSDPC_BOOL ? 1 : UINT8_MAX);
         bool narrow = s.whole >= INT32_MIN && s.whole <= INT32_MAX && x->dtype != FSDPC_I64;
         fsdpc_dtype dtype = byte ? x->dtype : narrow ? FSDPC_I32 : FSDPC_I64;
-        return with_scalar(tape, kind, x, s, dtype, false, out);
+        return fsdpc_op_with_scalar(tape, kind, x, s, dtype, false, out);
     }
     /* NaN, a fraction that equals no integer, or a number beyond all integers */
     double bound = isfinite(s.real) && s.real != trunc(s.real) ? NAN : s.real;
@@ -74,22 +62,9 @@ static fsdpc_status compare_integer(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_t
     fsdpc_tensor *wide;
     FSDPC_TRY(fsdpc_op_cast(tape, x, FSDPC_F64, &wide));
     fsdpc_status st =
-        with_scalar(tape, kind, wide, fsdpc_scalar_real(bound), FSDPC_F64, false, out);
+        fsdpc_op_with_scalar(tape, kind, wide, fsdpc_scalar_real(bound), FSDPC_F64, false, out);
     fsdpc_tensor_release(wide);
     return st;
-}
-
-static fsdpc_status integer_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
-                                   fsdpc_scalar s, bool reversed, fsdpc_tensor **out)
-{
-    if (kind == FSDPC_BINARY_POW && !reversed && s.real < 0)
-        return fsdpc_fail(FSDPC_ERR_VALUE,
-                          "pow: an integer tensor to the power of %lld: use a float tensor",
-                          (long long)s.whole);
-    fsdpc_dtype dtype = x->dtype == FSDPC_U8 ? FSDPC_I32 : /* U8 does not support arithmetic */
-                            x->dtype == FSDPC_BOOL ? FSDPC_I64
-                                                   : x->dtype;
-    return with_scalar(tape, kind, x, s, dtype, reversed, out);
 }
 
 /* Multiplies by the reciprocal, unless it underflows or overflows. */
@@ -102,8 +77,8 @@ static fsdpc_status divide(fsdpc_tape *tape, fsdpc_tensor *x, double s, fsdpc_te
         return fsdpc_op_unary(tape, FSDPC_UNARY_MUL_SCALAR, by, x, out);
     fsdpc_tensor *wide = NULL, *y = NULL;
     FSDPC_TRY(fsdpc_op_cast(tape, x, FSDPC_F64, &wide));
-    fsdpc_status st =
-        with_scalar(tape, FSDPC_BINARY_DIV, wide, fsdpc_scalar_real(s), FSDPC_F64, false, &y);
+    fsdpc_status st = fsdpc_op_with_scalar(tape, FSDPC_BINARY_DIV, wide, fsdpc_scalar_real(s),
+                                           FSDPC_F64, false, &y);
     if (st == FSDPC_OK)
         st = fsdpc_op_cast(tape, y, x->dtype, out);
     fsdpc_tensor_release(wide);
@@ -120,7 +95,7 @@ fsdpc_status fsdpc_op_binary_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_t
                                                           s, out);
     if (!floats) {
         if (s.integral && kind != FSDPC_BINARY_DIV)
-            return integer_scalar(tape, kind, x, s, reversed, out);
+            return fsdpc_op_integer_scalar(tape, kind, x, s, reversed, out);
         fsdpc_tensor *f;
         FSDPC_TRY(fsdpc_op_cast(tape, x, FSDPC_F32, &f));
         fsdpc_status st = fsdpc_op_binary_scalar(tape, kind, f, s, reversed, out);
@@ -141,6 +116,6 @@ fsdpc_status fsdpc_op_binary_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_t
             return fsdpc_op_unary(tape, FSDPC_UNARY_RDIV_SCALAR, s.real, x, out);
         return divide(tape, x, s.real, out);
     default:
-        return with_scalar(tape, kind, x, s, x->dtype, reversed, out);
+        return fsdpc_op_with_scalar(tape, kind, x, s, x->dtype, reversed, out);
     }
 }

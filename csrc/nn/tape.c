@@ -16,9 +16,7 @@
 #include <assert.h>
 #include <stdlib.h>
 
-#include "nn/backward.h"
-#include "nn/hook.h"
-#include "nn/node.h"
+#include "nn/frame.h"
 #include "ops/flat_ops.h"
 
 fsdpc_status fsdpc_tape_create(fsdpc_device *device, fsdpc_stream *stream, fsdpc_tape **out)
@@ -85,6 +83,7 @@ fsdpc_status fsdpc_tape_record(fsdpc_tape *tape, const fsdpc_node_ops *ops, int 
         node->shape[i] = out->shape[i];
     assert(!out->node && !out->requires_grad);
     out->node = node;
+    out->release_node = fsdpc_node_release;
     out->requires_grad = true;
     *node_out = node;
     return FSDPC_OK;
@@ -96,7 +95,7 @@ fsdpc_status fsdpc_tape_record(fsdpc_tape *tape, const fsdpc_node_ops *ops, int 
  * PyTorch. */
 static bool takes(const fsdpc_tensor *leaf)
 {
-    return leaf->requires_grad || fsdpc_leaf_has_hooks(leaf);
+    return leaf->requires_grad || fsdpc_tensor_has_hooks(leaf);
 }
 
 bool fsdpc_edge_wanted(const fsdpc_edge *edge)
@@ -179,13 +178,13 @@ fsdpc_status fsdpc_leaf_give(fsdpc_tape *tape, fsdpc_tensor *leaf, fsdpc_tensor 
 fsdpc_status fsdpc_edge_give(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_tensor *gradient)
 {
     if (edge->leaf) {
-        if (fsdpc_leaf_has_hooks(edge->leaf))
+        if (fsdpc_tensor_has_hooks(edge->leaf))
             return give_slot(tape, &edge->leaf->hooks->pending, gradient);
         return fsdpc_leaf_give(tape, edge->leaf, gradient);
     }
     assert(edge->node && edge->node->dtype == gradient->dtype);
     if (!edge->node->grad)
-        FSDPC_TRY(fsdpc_backward_push(tape, edge->node));
+        FSDPC_TRY(fsdpc_frame_push(tape->frame, edge->node));
     return give_slot(tape, &edge->node->grad, gradient);
 }
 
@@ -211,10 +210,10 @@ fsdpc_status fsdpc_edge_target(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_d
     fsdpc_tensor *leaf = edge->leaf;
     if (!leaf) {
         if (!edge->node->grad)
-            FSDPC_TRY(fsdpc_backward_push(tape, edge->node));
+            FSDPC_TRY(fsdpc_frame_push(tape->frame, edge->node));
         return slot_target(tape, &edge->node->grad, true, dtype, ndim, shape, out);
     }
-    if (fsdpc_leaf_has_hooks(leaf))
+    if (fsdpc_tensor_has_hooks(leaf))
         return slot_target(tape, &leaf->hooks->pending, true, dtype, ndim, shape, out);
     if (!leaf->requires_grad) {
         fsdpc_tensor_release(tape->unwanted);

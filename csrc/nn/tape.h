@@ -18,43 +18,7 @@
 
 #include <pthread.h>
 
-#include "nn/tensor.h"
-
-typedef struct fsdpc_tape fsdpc_tape;
-
-typedef struct fsdpc_edge {
-    fsdpc_node *node;   /* owned; the input's node; NULL if it is a leaf or needs no gradient */
-    fsdpc_tensor *leaf; /* owned; a leaf that requires grad */
-} fsdpc_edge;
-
-typedef struct fsdpc_node_ops {
-    const char *name;
-    /* Gives every wanted input its gradient; dy has the output's dtype and shape. */
-    fsdpc_status (*backward)(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy);
-    void (*release)(fsdpc_node *node); /* frees node->extra; NULL: free(extra) */
-} fsdpc_node_ops;
-
-enum { FSDPC_NODE_MAX_INPUTS = 4, FSDPC_NODE_MAX_SAVED = 8 };
-
-struct fsdpc_node {
-    _Atomic int refs;
-    const fsdpc_node_ops *ops;
-    uint64_t number;
-    int n_inputs;
-    fsdpc_edge *inputs; /* inline_inputs, or allocated for more (concat) */
-    fsdpc_edge inline_inputs[FSDPC_NODE_MAX_INPUTS];
-    fsdpc_tensor *saved[FSDPC_NODE_MAX_SAVED]; /* owned; unused ones are NULL; nn/node.h */
-    uint32_t saved_version[FSDPC_NODE_MAX_SAVED];
-    bool freed;        /* saved tensors were freed: backward ran without retain_graph */
-    fsdpc_dtype dtype; /* of the output */
-    int ndim;
-    size_t shape[FSDPC_MAX_DIMS];
-    fsdpc_tensor *grad;       /* of the output, accumulated so far in the running backward */
-    void *extra;              /* the operation's parameters; freed by ops->release */
-    struct fsdpc_hook *hooks; /* nn/hook.h */
-    uint64_t mark;            /* of the last walk that visited this node */
-    fsdpc_node *next;         /* while being freed */
-};
+#include "nn/node.h"
 
 typedef fsdpc_status (*fsdpc_boundary_fn)(void *arg);
 
@@ -75,8 +39,8 @@ struct fsdpc_tape {
     /* of the running backward */
     pthread_t backward_thread;
     bool retain_graph;
-    struct fsdpc_backward *frame; /* the innermost */
-    fsdpc_tensor *unwanted;       /* scratch for the gradient of a leaf frozen after forward */
+    struct fsdpc_frame *frame; /* the innermost; nn/frame.h */
+    fsdpc_tensor *unwanted;    /* scratch for the gradient of a leaf frozen after forward */
     struct fsdpc_tape_end *ends;
     size_t n_ends, ends_capacity;
     bool leaf_hooks; /* some leaf has had a hook: count uses before backward */
@@ -105,6 +69,10 @@ fsdpc_status fsdpc_tape_boundary(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_bounda
 fsdpc_status fsdpc_tape_at_end(fsdpc_tape *tape, fsdpc_status (*fn)(void *arg, fsdpc_status status),
                                void *arg);
 
+/* Adds a hook to a tensor that requires grad.  On failure, the caller keeps `arg`. */
+fsdpc_status fsdpc_tape_add_hook(fsdpc_tape *tape, fsdpc_tensor *t, fsdpc_hook_fn fn, void *arg,
+                                 void (*release)(void *arg), fsdpc_hook **out);
+
 /* ---- for operations ---- */
 
 /* Returns whether any input needs a gradient and gradients are enabled. */
@@ -122,6 +90,9 @@ bool fsdpc_edge_wanted(const fsdpc_edge *edge);
 /* Backward: hands over a finished gradient (acquired by the call), which is stored or added to the
  * existing one.  It has the input's shape and dtype and must no longer be written. */
 fsdpc_status fsdpc_edge_give(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_tensor *gradient);
+
+/* Backward: stores a leaf's finished gradient, after hooks, in its sink or in `grad`. */
+fsdpc_status fsdpc_leaf_give(fsdpc_tape *tape, fsdpc_tensor *leaf, fsdpc_tensor *gradient);
 
 /* Backward: a target for this edge's gradient, for operations whose kernels support `accumulate`
  * and any output dtype.  The operation must then write it, or fail.  `shape` and `dtype` are the

@@ -6,7 +6,8 @@
  * costs one malloc.
  *
  * Releasing a tensor may release the node that created it, which releases other tensors and nodes.
- * The tape does that with a list (nn/node.c), so that a long chain does not overflow the stack.
+ * The node's `release_node` does that with a list (nn/node.c), so that a long chain does not
+ * overflow the stack.
  */
 #include "nn/tensor.h"
 
@@ -16,8 +17,6 @@
 #include <string.h>
 
 #include "base/size.h"
-#include "nn/hook.h"
-#include "nn/node.h"
 
 static fsdpc_status shape_numel(int ndim, const size_t *shape, size_t *out)
 {
@@ -153,6 +152,24 @@ fsdpc_tensor *fsdpc_tensor_acquire(fsdpc_tensor *t)
     return t;
 }
 
+bool fsdpc_tensor_has_hooks(const fsdpc_tensor *t)
+{
+    if (t->hooks)
+        for (const fsdpc_hook *hook = t->hooks->first; hook; hook = hook->next)
+            if (hook->fn)
+                return true;
+    return false;
+}
+
+static void destroy_hooks(fsdpc_leaf_hooks *hooks)
+{
+    if (!hooks)
+        return;
+    fsdpc_hooks_destroy(hooks->first);
+    fsdpc_tensor_release(hooks->pending);
+    free(hooks);
+}
+
 fsdpc_node *fsdpc_tensor_drop(fsdpc_tensor *t)
 {
     /* acq_rel: accesses by other holders happen before the tensor is freed here. */
@@ -160,7 +177,7 @@ fsdpc_node *fsdpc_tensor_drop(fsdpc_tensor *t)
         return NULL;
     fsdpc_node *node = t->node;
     fsdpc_tensor_release(t->grad); /* a gradient has no node, so recursion ends here */
-    fsdpc_leaf_hooks_destroy(t->hooks);
+    destroy_hooks(t->hooks);
     if (t->kept)
         atomic_fetch_sub_explicit(&t->storage->kept, 1, memory_order_relaxed);
     fsdpc_storage_release(t->storage);
@@ -170,7 +187,10 @@ fsdpc_node *fsdpc_tensor_drop(fsdpc_tensor *t)
 
 void fsdpc_tensor_release(fsdpc_tensor *t)
 {
-    fsdpc_node_release(fsdpc_tensor_drop(t));
+    void (*release_node)(fsdpc_node *) = t ? t->release_node : NULL;
+    fsdpc_node *node = fsdpc_tensor_drop(t);
+    if (node)
+        release_node(node);
 }
 
 fsdpc_storage *fsdpc_storage_acquire(fsdpc_storage *storage)

@@ -23,10 +23,10 @@
 #include <stdint.h>
 
 #include "device/device.h"
+#include "nn/hook.h"
 #include "ops/nn_ops.h"
 
-typedef struct fsdpc_tensor fsdpc_tensor;
-typedef struct fsdpc_node fsdpc_node;
+typedef struct fsdpc_node fsdpc_node; /* nn/node.h */
 
 typedef struct fsdpc_storage {
     _Atomic int refs;
@@ -68,12 +68,13 @@ struct fsdpc_tensor {
     size_t numel;
     void *data; /* inside the storage; NULL while deferred */
     fsdpc_storage *storage;
-    bool requires_grad, kept;       /* kept: counted by storage->kept */
-    fsdpc_node *node;               /* the node that created it; NULL for a leaf; owned */
-    fsdpc_tensor *grad;             /* of a leaf without a sink; owned; NULL: none yet */
-    fsdpc_grad_sink sink;           /* sink.target NULL: none */
-    fsdpc_guard guard;              /* guard.check NULL: always valid; views inherit it */
-    struct fsdpc_leaf_hooks *hooks; /* of a leaf; nn/hook.h */
+    bool requires_grad, kept; /* kept: counted by storage->kept */
+    fsdpc_node *node;         /* the node that created it; NULL for a leaf; owned */
+    void (*release_node)(fsdpc_node *node);
+    fsdpc_tensor *grad;      /* of a leaf without a sink; owned; NULL: none yet */
+    fsdpc_grad_sink sink;    /* sink.target NULL: none */
+    fsdpc_guard guard;       /* guard.check NULL: always valid; views inherit it */
+    fsdpc_leaf_hooks *hooks; /* of a leaf; NULL: it never had one */
 };
 
 /* Creates a tensor with uninitialised memory, category ACTIVATION. */
@@ -98,6 +99,9 @@ fsdpc_status fsdpc_tensor_bind(fsdpc_tensor *t, fsdpc_dtype dtype, fsdpc_storage
 
 fsdpc_tensor *fsdpc_tensor_acquire(fsdpc_tensor *t); /* NULL is fine */
 void fsdpc_tensor_release(fsdpc_tensor *t);          /* NULL is fine */
+/* fsdpc_tensor_release in two steps: frees the tensor if this was the last reference and returns
+ * the node to release, if any. */
+fsdpc_node *fsdpc_tensor_drop(fsdpc_tensor *t);
 fsdpc_storage *fsdpc_storage_acquire(fsdpc_storage *storage);
 /* Acquires a storage to which the caller has no reference; false if the last reference is gone and
  * its release is in progress.  The caller must prevent the release from finishing. */
@@ -115,6 +119,8 @@ bool fsdpc_tensor_is_exclusive(const fsdpc_tensor *t);
 /* Returns the number of usable tensors that share its memory; those kept only by nodes do not
  * count. */
 int fsdpc_tensor_sharers(const fsdpc_tensor *t);
+/* Returns whether it is a leaf with a hook that was not removed. */
+bool fsdpc_tensor_has_hooks(const fsdpc_tensor *t);
 /* Creates a leaf over the same memory: no node, no gradient, no hooks. */
 fsdpc_status fsdpc_tensor_detach(const fsdpc_tensor *t, fsdpc_tensor **out);
 

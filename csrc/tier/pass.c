@@ -26,19 +26,6 @@ _Static_assert(FSDPC_TIER_BUFFERS > 2 * FSDPC_TIER_COLUMNS, "a row in use, one a
 
 /* ---- The failure ---- */
 
-static fsdpc_status health(const fsdpc_tier *tier)
-{
-    return tier->status == FSDPC_OK ? FSDPC_OK : fsdpc_fail(tier->status, "%s", tier->reason);
-}
-
-fsdpc_status fsdpc_tier_health(fsdpc_tier *tier)
-{
-    pthread_mutex_lock(&tier->lock);
-    fsdpc_status status = health(tier);
-    pthread_mutex_unlock(&tier->lock);
-    return status;
-}
-
 static void note_failure(fsdpc_tier *tier, fsdpc_status status, const char *doing,
                          const fsdpc_extent *extent)
 {
@@ -151,7 +138,7 @@ static void free_ring(fsdpc_tier *tier)
     tier->buffer_bytes = 0;
 }
 
-void fsdpc_tier_stop(fsdpc_tier *tier)
+static void stop(fsdpc_tier *tier)
 {
     pthread_mutex_lock(&tier->lock);
     tier->ending = true;
@@ -191,7 +178,7 @@ static fsdpc_status settle(fsdpc_tier *tier)
     const struct timespec until = deadline();
     while (busy(tier))
         FSDPC_TRY(await(tier, &until));
-    return health(tier);
+    return fsdpc_tier_failure(tier);
 }
 
 /* ---- A pass ---- */
@@ -269,6 +256,7 @@ fsdpc_status fsdpc_pass_start(fsdpc_tier *tier)
 {
     if (tier->n_entries == 0)
         return FSDPC_OK;
+    tier->stop = stop;
     FSDPC_TRY(make_ring(tier));
     FSDPC_TRY(start_threads(tier));
     pthread_mutex_lock(&tier->lock);
@@ -312,10 +300,10 @@ static fsdpc_status take(fsdpc_tier *tier, size_t entry, fsdpc_tier_buffer **out
     if (row > tier->row)
         pass_rows(tier, row);
     while (!(*out = holds(tier, entry))) {
-        FSDPC_TRY(health(tier));
+        FSDPC_TRY(fsdpc_tier_failure(tier));
         FSDPC_TRY(await(tier, &until));
     }
-    FSDPC_TRY(health(tier));
+    FSDPC_TRY(fsdpc_tier_failure(tier));
     (*out)->state = FSDPC_BUFFER_USED;
     return FSDPC_OK;
 }

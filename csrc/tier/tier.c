@@ -61,8 +61,8 @@ static fsdpc_status check_folder(const char *folder)
 
 static void close_tier(fsdpc_tier *tier)
 {
-    if (tier->pid == getpid())
-        fsdpc_tier_stop(tier);
+    if (tier->stop && tier->pid == getpid())
+        tier->stop(tier);
     if (tier->fd >= 0)
         close(tier->fd);
     pthread_cond_destroy(&tier->work);
@@ -300,6 +300,14 @@ fsdpc_status fsdpc_chunk_read(fsdpc_extent *extent, size_t chunk, void *to)
                           chunk, fsdpc_extent_name_of(extent).text, tier->path, crc, own->crc);
     own->known = FSDPC_TIER_LOOKED;
     return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_tier_health(fsdpc_tier *tier)
+{
+    pthread_mutex_lock(&tier->lock);
+    fsdpc_status status = fsdpc_tier_failure(tier);
+    pthread_mutex_unlock(&tier->lock);
+    return status;
 }
 
 /* Finds the chunks that contain these elements: [*chunk_out, the return value). */

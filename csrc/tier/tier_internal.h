@@ -58,6 +58,7 @@ struct fsdpc_tier {
     pthread_t threads[FSDPC_TIER_THREADS];
     int n_threads;
     bool ending;
+    void (*stop)(fsdpc_tier *tier); /* stops the threads, drops unwritten data; NULL: no pass yet */
     fsdpc_tier_stats stats;
     fsdpc_status status; /* the tier's failure, and its text */
     char reason[640];
@@ -91,11 +92,11 @@ fsdpc_extent_name fsdpc_extent_name_of(const fsdpc_extent *extent);
 /* Reads a chunk and checks its checksum; any thread that owns the chunk may call it. */
 fsdpc_status fsdpc_chunk_read(fsdpc_extent *extent, size_t chunk, void *to);
 
-/* ---- pass.c ---- */
-
-/* Reports the failure on the calling thread. */
+/* Report the tier's failure on the calling thread; the first requires the lock. */
+static inline fsdpc_status fsdpc_tier_failure(const fsdpc_tier *tier)
+{
+    return tier->status == FSDPC_OK ? FSDPC_OK : fsdpc_fail(tier->status, "%s", tier->reason);
+}
 fsdpc_status fsdpc_tier_health(fsdpc_tier *tier);
-/* Stops the threads and drops unwritten data. */
-void fsdpc_tier_stop(fsdpc_tier *tier);
 
 #endif

@@ -2253,6 +2253,12 @@ def unit_memory(unit: Unit, kind: str, /) -> list[Tensor]:
 def grad_memory(unit: Unit, /) -> list[Tensor]:
     """Return new zeroed memory for the gradient shards of groups that have them."""
 
+def rebuild(value: Any, kind: type, change: Callable[[Any], Any], /) -> Any:
+    """Return a structure with changed tensors of this type, or the same object if none changes.
+
+    ``change`` maps a tensor to its replacement; None keeps it.
+    """
+
 def product(
     out: int,
     a: int,

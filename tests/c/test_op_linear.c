@@ -6,7 +6,6 @@
  */
 #include "check.h"
 
-#include "nn/hook.h"
 #include "nn/ops.h"
 #include "ops/flat_ops.h"
 
@@ -242,7 +241,7 @@ static void test_hooks_see_the_gradient_between(void)
     size_t seen = 0;
     fsdpc_hook *hook = NULL;
     fsdpc_tensor *gelu = first_half(&c, true), *y = second_half(&c, gelu);
-    CHECK_OK(fsdpc_hook_add(tape, gelu, see, &seen, NULL, &hook));
+    CHECK_OK(fsdpc_tape_add_hook(tape, gelu, see, &seen, NULL, &hook));
     CHECK_OK(fsdpc_tape_backward(tape, y, c.dy, false));
     CHECK_NOTE(seen == ROWS * INNER, "%zu", seen);
     expect_counts(1, 0);

@@ -1,7 +1,6 @@
 /* nn/tape: order, sinks, boundaries, ends, guards, hooks, nesting, failures, writes. */
 #include "check.h"
 
-#include "nn/hook.h"
 #include "nn/ops.h"
 #include "ops/flat_ops.h"
 
@@ -308,7 +307,7 @@ static void test_leaf_hooks(void)
     fsdpc_hook *hook;
     fsdpc_tensor *w = matrix(2, 2, 3, true), *x = matrix(1, 2, 2, false), *y, *z, *sum;
     w->sink = (fsdpc_grad_sink){sink_target, &sink};
-    CHECK_OK(fsdpc_hook_add(tape, w, note_hook, &expected, hook_released, &hook));
+    CHECK_OK(fsdpc_tape_add_hook(tape, w, note_hook, &expected, hook_released, &hook));
     CHECK_OK(fsdpc_op_linear(tape, x, w, NULL, false, &y));
     CHECK_OK(fsdpc_op_linear(tape, x, w, NULL, false, &z));
     CHECK_OK(fsdpc_op_binary(tape, FSDPC_BINARY_ADD, y, z, &sum));

@@ -5,9 +5,7 @@ Gradients are compared with an unsharded twin that plays all ranks and averages,
 
 from __future__ import annotations
 
-from collections import UserDict, deque, namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -307,56 +305,6 @@ def test_an_exception_then_reset_then_a_right_step(where: str, strategy: str) ->
         model.blocks[1].outer.forward = usual
     model.reset_iter_state()
     steps_on(model, twin)
-
-
-class Wrapped(nn.Module):
-    """Returns a square in what ``wrap`` makes of it."""
-
-    def __init__(self, wrap: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.wrap = wrap
-
-    def forward(self, x: Any) -> Any:
-        y = self.inner(x)
-        return self.wrap(y * y)
-
-
-@dataclass(slots=True)
-class Kept:
-    h: Any
-
-
-def cycle(x: Any) -> list[Any]:
-    found = [x]
-    found.append(found)
-    return found
-
-
-@pytest.mark.ranks([1, 2])
-def test_an_output_that_hides_its_tensors_is_refused() -> None:
-    """Nothing in it would tell that backward begins."""
-    x = fsdpc.ones(2, WIDTH)
-    pair = namedtuple("pair", "h more")
-    for wrap, message in (
-        (Kept, r"unit 'Wrapped' returned a Kept that holds a tensor which requires grad, at \.h"),
-        (lambda y: [1, {"a": Kept([y])}], r"returned a Kept .* at \.h\[0\]"),
-        (lambda y: pair(y, 1), r"returned a pair .* at \[0\]"),
-        (lambda y: deque([y]), r"returned a deque .* at \[0\]"),
-        (lambda y: UserDict(h=y), r"returned a UserDict .* at \.data\['h'\]"),
-    ):
-        model = fsdpc.fully_shard(Wrapped(wrap))
-        with pytest.raises(TypeError, match=message):
-            model(x)
-        with fsdpc.no_grad():
-            model(x)
-        model.wrap = lambda y: ([y], Kept(y.detach()), "text", None, 1)
-        model(x)[0][0].sum().backward()
-        assert model.inner.weight.grad is not None
-    for wrap in (lambda y: y, cycle):
-        model = fsdpc.fully_shard(Wrapped(wrap))
-        with pytest.raises(RecursionError, match="does it hold itself"):
-            model(x if wrap is cycle else cycle(x))
 
 
 @pytest.mark.ranks([1, 2])

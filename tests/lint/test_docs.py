@@ -27,7 +27,7 @@ PLAIN = set("""
     config conv cumsum few flip
     control convert copy cpu crc32c cross cu cublaslt cuda cudnn custom desc device dlpack driver
     dropout dry dtype edge elementwise embedding end engine entropy entry env epilogue error
-    event exact exp extremum f32 f64 fault file flag flush fn fork forward found fs fused gate
+    event exact exp extremum f32 f64 fault file flag flush fn fork forward found frame fs fused gate
     gather gelu gemm glibc global gpu grad gradient grads graph guard handle header hook hooks host
     hyper id import imports index init integer internal interrupt isa join json kernel kernels
     key kind level linear load local location log loss lt magnitude main make map mask math matmul
@@ -41,7 +41,7 @@ PLAIN = set("""
     signature size softmax sort spec st
     staged staging state stats status step storage stream sum sums sumsq swiglu table tables target
     tensor text thread tile tiles torch trace transport tree type unary value vec vector version
-    view wait window windows work world write
+    view wait walk window windows work world write
     chunk left message micro phase segment stage tape team wanted words
 """.split())
 

@@ -5,14 +5,14 @@
  * The marks are boundaries on the tape.  A mark on each output that needs gradients tells the
  * engine that the unit's backward begins; a mark on each input tells it that the backward has
  * ended.  Each mark records the generation of the weights used by this forward, and keeps the unit
- * alive as long as the graph.  Tensors are found in tuples, lists and dicts at any depth.  Other
- * objects pass through unchanged; it is an error if forward returns one that contains a tensor that
- * needs gradients.
+ * alive as long as the graph.  bind/walk.h finds the tensors.  Other objects pass through unchanged;
+ * it is an error if forward returns one that contains a tensor that needs gradients.
  *
  * engine/call.h decides how a call, or an exception in it, affects the schedule.  It recognises
  * recomputations by the tape's node numbers, which serve as a clock.
  */
 #include "bind/engine.h"
+#include "bind/walk.h"
 
 #include "nn/ops.h"
 
@@ -23,6 +23,7 @@ typedef struct mark {
 
 /* What to do with every tensor in a structure. */
 typedef struct walk {
+    fsdpc_py_walk base;
     PyObject *module;
     fsdpc_tape *tape;
     fsdpc_py_unit *self;
@@ -30,7 +31,6 @@ typedef struct walk {
     bool no_marks; /* the unit's first module has already marked the inputs */
     bool dry;      /* no marks: nothing is scheduled */
     int cast_to;   /* -1: no cast */
-    int marked;
 } walk;
 
 static void release_mark(void *arg)
@@ -86,8 +86,12 @@ static fsdpc_status mark_tensor(const walk *w, fsdpc_tensor *t, fsdpc_tensor **o
     return status;
 }
 
-static PyObject *visit_tensor(walk *w, PyObject *object, fsdpc_tensor *t)
+static PyObject *visit_tensor(fsdpc_py_walk *base, PyObject *object)
 {
+    const walk *w = (const walk *)base;
+    fsdpc_tensor *t = fsdpc_py_tensor_peek(w->module, object);
+    if (!t)
+        return NULL;
     fsdpc_tensor *cast = NULL, *marked = NULL;
     fsdpc_status status = FSDPC_OK;
     if (w->cast_to >= 0 && fsdpc_dtype_is_float(t->dtype) && (int)t->dtype != w->cast_to) {
@@ -95,10 +99,8 @@ static PyObject *visit_tensor(walk *w, PyObject *object, fsdpc_tensor *t)
         t = cast;
     }
     bool marks = !w->dry && !(w->inputs && w->no_marks);
-    if (status == FSDPC_OK && marks && fsdpc_tape_wants(w->tape, 1, &t)) {
+    if (status == FSDPC_OK && marks && fsdpc_tape_wants(w->tape, 1, &t))
         status = mark_tensor(w, t, &marked);
-        w->marked++;
-    }
     if (status != FSDPC_OK) {
         fsdpc_tensor_release(cast);
         return fsdpc_py_raise(status);
@@ -110,71 +112,32 @@ static PyObject *visit_tensor(walk *w, PyObject *object, fsdpc_tensor *t)
     return cast ? fsdpc_py_tensor_wrap(w->module, cast) : Py_NewRef(object);
 }
 
-static PyObject *visit(walk *w, PyObject *object);
-
-static PyObject *visit_sequence(walk *w, PyObject *object)
+/* Checks an object that is not searched: if forward returns one, it must not contain a tensor whose
+ * backward belongs to the unit. */
+static int visit_other(fsdpc_py_walk *base, PyObject *object)
 {
-    Py_ssize_t n = PySequence_Fast_GET_SIZE(object);
-    PyObject *copy = PyTuple_CheckExact(object) ? PyTuple_New(n) : PyList_New(n);
-    for (Py_ssize_t i = 0; copy && i < n; i++)
-        fsdpc_py_put(&copy, i, visit(w, PySequence_Fast_GET_ITEM(object, i)));
-    return copy;
-}
-
-static PyObject *visit_dict(walk *w, PyObject *object)
-{
-    PyObject *copy = PyDict_New(), *key, *value;
-    Py_ssize_t position = 0;
-    while (copy && PyDict_Next(object, &position, &key, &value)) {
-        PyObject *item = visit(w, value);
-        if (!item || PyDict_SetItem(copy, key, item) < 0)
-            Py_CLEAR(copy);
-        Py_XDECREF(item);
-    }
-    return copy;
-}
-
-/* Handles an object that is not searched.  If forward returns one, it must not contain a tensor
- * whose backward belongs to the unit. */
-static PyObject *visit_other(const walk *w, PyObject *object)
-{
-    bool plain = object == Py_None || PyLong_Check(object) || PyFloat_Check(object) ||
-                 PyUnicode_Check(object) || PyBytes_Check(object);
-    if (plain || w->inputs || w->dry || !w->tape->grad_enabled)
-        return Py_NewRef(object);
+    const walk *w = (const walk *)base;
+    if (w->inputs || w->dry || !w->tape->grad_enabled)
+        return 0;
     PyObject *structures = PyImport_ImportModule("fsdpc.nn._structures");
     if (!structures)
-        return NULL;
+        return -1;
     PyObject *done = PyObject_CallMethod(structures, "refuse_hidden", "Os", object,
                                          fsdpc_unit_name(w->self->ref->unit));
     Py_DECREF(structures);
     Py_XDECREF(done);
-    return done ? Py_NewRef(object) : NULL;
-}
-
-/* Returns a structure with its tensors cast and marked, or the same object if nothing changes. */
-static PyObject *visit(walk *w, PyObject *object)
-{
-    fsdpc_tensor *t = fsdpc_py_tensor_peek(w->module, object);
-    if (t)
-        return visit_tensor(w, object, t);
-    bool sequence = PyTuple_CheckExact(object) || PyList_CheckExact(object);
-    if (!sequence && !PyDict_CheckExact(object))
-        return visit_other(w, object);
-    if (Py_EnterRecursiveCall(" in what a module takes or returns: does it hold itself?"))
-        return NULL;
-    PyObject *made = sequence ? visit_sequence(w, object) : visit_dict(w, object);
-    Py_LeaveRecursiveCall();
-    return made;
+    return done ? 0 : -1;
 }
 
 static PyObject *call_forward(walk *w, PyObject *forward, PyObject *args, PyObject *kwargs)
 {
+    w->base = (fsdpc_py_walk){.tensor = visit_tensor, .other = visit_other};
     w->inputs = true;
     w->cast_to = w->self->input_dtype;
-    PyObject *result = NULL, *new_kwargs = NULL, *new_args = visit(w, args);
+    PyObject *result = NULL, *new_kwargs = NULL, *new_args = fsdpc_py_rebuild(&w->base, args);
     if (new_args)
-        new_kwargs = PyDict_GET_SIZE(kwargs) ? visit(w, kwargs) : Py_NewRef(kwargs);
+        new_kwargs =
+            PyDict_GET_SIZE(kwargs) ? fsdpc_py_rebuild(&w->base, kwargs) : Py_NewRef(kwargs);
     if (new_kwargs)
         result = PyObject_Call(forward, new_args, new_kwargs);
     Py_XDECREF(new_args);
@@ -183,7 +146,7 @@ static PyObject *call_forward(walk *w, PyObject *forward, PyObject *args, PyObje
         return NULL;
     w->inputs = false;
     w->cast_to = w->self->output_dtype;
-    PyObject *marked = visit(w, result);
+    PyObject *marked = fsdpc_py_rebuild(&w->base, result);
     Py_DECREF(result);
     return marked;
 }

@@ -18,6 +18,15 @@
 
 /* ---- references ---- */
 
+void fsdpc_py_shared_grads_release(fsdpc_shared_grads *block)
+{
+    if (!block || atomic_fetch_sub_explicit(&block->refs, 1, memory_order_acq_rel) != 1)
+        return;
+    for (int g = 0; g < block->n_groups; g++)
+        fsdpc_device_free(block->device, block->memory[g]);
+    PyMem_RawFree(block);
+}
+
 static void free_unit_ref(fsdpc_unit_ref *ref)
 {
     fsdpc_unit_destroy(ref->unit);

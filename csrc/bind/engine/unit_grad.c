@@ -9,25 +9,6 @@
 
 #include <stdatomic.h>
 
-struct fsdpc_shared_grads {
-    _Atomic int refs;    /* held by the unit while its shards exist, and by every tensor */
-    fsdpc_unit_ref *ref; /* every tensor holds a reference to it */
-    fsdpc_device *device;
-    int n_groups;
-    void *memory[]; /* per flat group, once the unit uses other memory; NULL before */
-};
-
-typedef struct fsdpc_shared_grads fsdpc_shared_grads;
-
-void fsdpc_py_shared_grads_release(fsdpc_shared_grads *block)
-{
-    if (!block || atomic_fetch_sub_explicit(&block->refs, 1, memory_order_acq_rel) != 1)
-        return;
-    for (int g = 0; g < block->n_groups; g++)
-        fsdpc_device_free(block->device, block->memory[g]);
-    PyMem_RawFree(block);
-}
-
 static void release_grad(fsdpc_storage *storage)
 {
     fsdpc_shared_grads *block = storage->owner;

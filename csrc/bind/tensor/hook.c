@@ -4,8 +4,6 @@
 #include "bind/stub_args.h"
 #include "bind/tensor/tensor.h"
 
-#include "nn/hook.h"
-
 typedef struct python_hook {
     PyObject *callable;
     fsdpc_py_state *state;
@@ -107,8 +105,8 @@ FSDPC_PY_TENSOR_OP(register_hook)
         return PyErr_NoMemory();
     }
     *hook = (python_hook){a->hook, state};
-    fsdpc_status status =
-        fsdpc_hook_add(state->runtime.tape, a->self, run_hook, hook, release_hook, &handle->hook);
+    fsdpc_status status = fsdpc_tape_add_hook(state->runtime.tape, a->self, run_hook, hook,
+                                              release_hook, &handle->hook);
     if (status != FSDPC_OK) {
         PyMem_Free(hook);
         Py_DECREF(handle);

@@ -4,6 +4,10 @@
 
 #include "bind/state.h"
 
+/* Creates an object of the type or a subclass; takes over the reference, even on failure. */
+PyObject *fsdpc_py_tensor_make(PyTypeObject *type, fsdpc_py_state *state, fsdpc_tensor *t);
+void fsdpc_py_tensor_dealloc(PyObject *object);
+
 /* Returns 0, or -1 with TypeError: only floating point tensors can require grad. */
 int fsdpc_py_check_requires_grad(bool requires_grad, fsdpc_dtype dtype);
 

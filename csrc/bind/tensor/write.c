@@ -89,16 +89,6 @@ static bool is_place(const fsdpc_tensor *t, const fsdpc_box *box, const fsdpc_te
            (char *)value->data == (char *)t->data + box->offset * fsdpc_dtype_bytes(t->dtype);
 }
 
-void fsdpc_py_tensor_drop_unseen(fsdpc_py_tensor *self)
-{
-    while (self->base && Py_REFCNT(self->base) == 1) {
-        fsdpc_py_tensor *unseen = (fsdpc_py_tensor *)self->base;
-        self->base = unseen->base;
-        unseen->base = NULL;
-        Py_DECREF(unseen);
-    }
-}
-
 /* Returns the object of which `self` is rows or a reshaped view.  NULL if `self` has its own memory
  * or, as a leaf that requires grad, its own gradient. */
 static fsdpc_py_tensor *above(fsdpc_py_tensor *self)

@@ -10,32 +10,9 @@
 
 #include <stddef.h>
 
-int fsdpc_torch_join(const fsdpc_py_torch_unit *self)
-{
-    if (!self->streams)
-        return 0;
-    PyObject *number = PyObject_CallNoArgs(self->streams);
-    size_t raw = number ? PyLong_AsSize_t(number) : 0;
-    Py_XDECREF(number);
-    if (PyErr_Occurred())
-        return -1;
-    fsdpc_status status = fsdpc_device_adopt(fsdpc_unit_device(fsdpc_torch_unit(self)), raw);
-    return fsdpc_py_check(status);
-}
-
 static fsdpc_root *root_of(const fsdpc_py_torch_unit *self)
 {
     return fsdpc_unit_root(fsdpc_torch_unit(self));
-}
-
-int fsdpc_torch_param_arg(const fsdpc_py_torch_unit *self, PyObject *const *args, Py_ssize_t n)
-{
-    if (n == 0)
-        return -1;
-    long i = n == 1 ? PyLong_AsLong(args[0]) : -1;
-    if (!PyErr_Occurred() && (i < 0 || i >= self->n_params))
-        PyErr_Format(PyExc_IndexError, "one parameter of %d, or none", self->n_params);
-    return PyErr_Occurred() ? -1 : (int)i;
 }
 
 /* ---- the schedule ---- */

@@ -8,30 +8,6 @@
  */
 #include "bind/torch/unit.h"
 
-PyObject *fsdpc_torch_plain_begin(const fsdpc_py_torch_unit *self)
-{
-    PyObject *context = PyObject_CallNoArgs(self->plainly);
-    PyObject *entered = context ? PyObject_CallMethodNoArgs(context, self->names.__enter__) : NULL;
-    if (!entered)
-        Py_CLEAR(context);
-    Py_XDECREF(entered);
-    return context;
-}
-
-void fsdpc_torch_plain_end(PyObject *context)
-{
-    if (!context)
-        return;
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    PyObject *left = PyObject_CallMethod(context, "__exit__", "OOO", Py_None, Py_None, Py_None);
-    Py_XDECREF(left);
-    Py_DECREF(context);
-    if (!left)
-        PyErr_WriteUnraisable(NULL);
-    PyErr_Restore(type, value, trace);
-}
-
 static int follow_piece(const fsdpc_py_torch_unit *self, int i)
 {
     const fsdpc_torch_param *p = &self->params[i];

@@ -20,16 +20,6 @@
 
 #include "ops/flat_ops.h"
 
-typedef struct hook_data {
-    fsdpc_py_torch_unit *owner; /* borrowed; NULL once freed */
-    int param;
-} hook_data;
-
-static void free_hook_data(PyObject *capsule)
-{
-    PyMem_Free(PyCapsule_GetPointer(capsule, NULL));
-}
-
 /* Returns the gradient as a dense tensor of the full's dtype: nearly always the gradient itself. */
 static PyObject *dense(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *param,
                        PyObject *grad)
@@ -103,11 +93,9 @@ void fsdpc_torch_drop_early(fsdpc_py_torch_unit *self)
     self->early_bytes = 0;
 }
 
-static int accept(fsdpc_py_torch_unit *self, int index, PyObject *grad)
+int fsdpc_torch_accept_grad(fsdpc_py_torch_unit *self, int index, PyObject *grad)
 {
     fsdpc_torch_param *p = &self->params[index];
-    if (fsdpc_torch_reach_backward(self) < 0)
-        return -1;
     PyObject *plain = dense(self, p, grad);
     if (!plain)
         return -1;
@@ -129,63 +117,7 @@ static int accept(fsdpc_py_torch_unit *self, int index, PyObject *grad)
     return done;
 }
 
-static PyObject *hook_call(PyObject *capsule, PyObject *full)
-{
-    hook_data *hook = PyCapsule_GetPointer(capsule, NULL);
-    if (!hook->owner)
-        return PyErr_Format(
-            PyExc_RuntimeError,
-            "a gradient for a model that was deleted: keep the model until backward");
-    PyObject *grad_name = hook->owner->names.grad, *grad = PyObject_GetAttr(full, grad_name);
-    if (!grad)
-        return NULL;
-    int result = grad == Py_None ? 0 : accept(hook->owner, hook->param, grad);
-    Py_DECREF(grad);
-    if (result < 0 || PyObject_SetAttr(full, grad_name, Py_None) < 0)
-        return NULL;
-    Py_RETURN_NONE;
-}
-
-static PyMethodDef hook_def = {"grad_hook", hook_call, METH_O, "Take a full's gradient."};
-
-PyObject *fsdpc_torch_hook_new(fsdpc_py_torch_unit *self, int param)
-{
-    hook_data *hook = PyMem_Malloc(sizeof *hook);
-    if (!hook)
-        return PyErr_NoMemory();
-    *hook = (hook_data){.owner = self, .param = param};
-    PyObject *capsule = PyCapsule_New(hook, NULL, free_hook_data);
-    if (!capsule) {
-        PyMem_Free(hook);
-        return NULL;
-    }
-    PyObject *callable = PyCFunction_New(&hook_def, capsule);
-    Py_DECREF(capsule);
-    return callable;
-}
-
-void fsdpc_torch_hook_part(PyObject *callable)
-{
-    hook_data *hook = PyCapsule_GetPointer(PyCFunction_GET_SELF(callable), NULL);
-    hook->owner = NULL;
-}
-
 /* ---- between backwards ---- */
-
-int fsdpc_torch_version(const fsdpc_py_torch_unit *self, PyObject *tensor, long long *out)
-{
-    PyObject *number = PyObject_GetAttr(tensor, self->names._version);
-    *out = number ? PyLong_AsLongLong(number) : -1;
-    Py_XDECREF(number);
-    return PyErr_Occurred() ? -1 : 0;
-}
-
-/* Call only after fsdpc_torch_plain_begin. */
-static PyObject *read_grad(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *p)
-{
-    return Py_TYPE(self->grad_of)
-        ->tp_descr_get(self->grad_of, p->piece, (PyObject *)Py_TYPE(p->piece));
-}
 
 static int write_grad(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *p, PyObject *grad)
 {
@@ -195,7 +127,7 @@ static int write_grad(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *
 static PyObject *get_grad(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *p)
 {
     PyObject *plain = fsdpc_torch_plain_begin(self);
-    PyObject *grad = plain ? read_grad(self, p) : NULL;
+    PyObject *grad = plain ? fsdpc_torch_read_grad(self, p) : NULL;
     fsdpc_torch_plain_end(plain);
     return grad;
 }
@@ -256,19 +188,6 @@ static int take_one(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, bool live)
         result = copy_in(self, p, grad);
     Py_DECREF(grad);
     return result < 0 ? -1 : 1;
-}
-
-int fsdpc_torch_has_grads(const fsdpc_py_torch_unit *self)
-{
-    PyObject *plain = fsdpc_torch_plain_begin(self);
-    int any = plain ? 0 : -1;
-    for (int i = 0; any == 0 && i < self->n_params; i++) {
-        PyObject *grad = read_grad(self, &self->params[i]);
-        any = grad ? grad != Py_None : -1;
-        Py_XDECREF(grad);
-    }
-    fsdpc_torch_plain_end(plain);
-    return any;
 }
 
 /* Takes the gradient of parameter i; if it has none, its rows are zeroed. */
@@ -377,7 +296,7 @@ static int find_own(fsdpc_py_torch_unit *self)
     int any = plain ? 0 : -1;
     for (int i = 0; i < self->n_params && any >= 0; i++) {
         fsdpc_torch_param *p = &self->params[i];
-        PyObject *grad = read_grad(self, p);
+        PyObject *grad = fsdpc_torch_read_grad(self, p);
         if (grad && grad != Py_None && grad != p->given && grad != p->grad) {
             Py_XSETREF(p->own, Py_NewRef(grad));
             any = 1;
@@ -444,7 +363,7 @@ int fsdpc_torch_begin_grads(fsdpc_py_torch_unit *self)
     int done = plain ? 0 : -1;
     for (int i = 0; i < self->n_params && done == 0; i++) {
         fsdpc_torch_param *p = &self->params[i];
-        PyObject *grad = read_grad(self, p);
+        PyObject *grad = fsdpc_torch_read_grad(self, p);
         p->aside = grad && grad != Py_None;
         Py_XDECREF(grad);
         if (!grad || (p->aside && write_grad(self, p, Py_None) < 0))

@@ -139,6 +139,8 @@ int fsdpc_torch_follow_writes(fsdpc_py_torch_unit *self);
 PyObject *fsdpc_torch_plain_begin(const fsdpc_py_torch_unit *self);
 void fsdpc_torch_plain_end(PyObject *context);
 
+/* Reads a piece's `.grad`; call only between begin and end. */
+PyObject *fsdpc_torch_read_grad(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *p);
 /* Returns whether any piece has a `.grad`; -1 with an exception. */
 int fsdpc_torch_has_grads(const fsdpc_py_torch_unit *self);
 /* Passes the pieces' `.grad` to the engine; 0, or -1 with an exception. */
@@ -185,6 +187,9 @@ int fsdpc_torch_begin_backward(fsdpc_py_torch_unit *self, uint64_t generation);
  * backward if no mark did, because the backward bypassed the unit's outputs. */
 int fsdpc_torch_reach_backward(fsdpc_py_torch_unit *self);
 
+/* Writes a gradient of the running backward into the reduce buffer, or keeps it until there is
+ * memory. */
+int fsdpc_torch_accept_grad(fsdpc_py_torch_unit *self, int index, PyObject *grad);
 /* Creates a callable for one parameter's full: takes its `.grad` and drops it. */
 PyObject *fsdpc_torch_hook_new(fsdpc_py_torch_unit *self, int param);
 /* Detaches the hook, which a graph may keep, from a TorchUnit that is being freed. */

@@ -1,7 +1,11 @@
-"""Search modules' arguments and results for tensors, for both frontends."""
+"""Search modules' arguments and results for tensors, for both frontends.
+
+``csrc/bind/walk.c`` searches and rebuilds tuples, lists, dicts and dataclasses.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -50,11 +54,31 @@ def _slots(kind: type) -> tuple[str, ...]:
     return tuple(name for cls in kind.__mro__ for name in of(cls))
 
 
+def contents(value: Any) -> Any:
+    """Return a list of a sequence's items, or a dict of a mapping's or dataclass's values."""
+    if isinstance(value, (tuple, list)):
+        return list(value)
+    return dict(value) if isinstance(value, dict) else attributes(value)
+
+
+def copy_with(value: Any, contents: Any) -> Any:
+    """Return a copy of a structure with other contents."""
+    if isinstance(contents, list):
+        return type(value)(*contents) if hasattr(value, "_fields") else type(value)(contents)
+    copied = copy.copy(value)
+    for key, item in contents.items():
+        if isinstance(value, dict):
+            copied[key] = item
+        else:
+            object.__setattr__(copied, key, item)
+    return copied
+
+
 def refuse_hidden(value: Any, unit: str) -> None:
     """Raise if an object that a native unit returns contains a tensor that requires grad.
 
-    A unit's backward begins at the tensors in the tuples, lists and dicts that it returned. The
-    engine calls this function for all other objects.
+    A unit's backward begins at the tensors in the tuples, lists, dicts and dataclasses that it
+    returned. The engine calls this function for all other objects.
     """
     from fsdpc.nn import Module
 
@@ -66,7 +90,7 @@ def refuse_hidden(value: Any, unit: str) -> None:
             raise TypeError(
                 f"forward of unit '{unit}' returned a {type(value).__name__} that holds a tensor "
                 f"which requires grad, at {path}: its backward would not begin there. Return "
-                "tensors in plain tuples, lists and dicts"
+                "tensors in tuples, lists, dicts and dataclasses"
             )
         if id(held) not in seen and not isinstance(held, (Tensor, Module)):
             seen.add(id(held))

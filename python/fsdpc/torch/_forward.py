@@ -3,7 +3,8 @@
     enter -> cast and mark the inputs -> forward -> mark and cast the outputs -> leave
 
 A mark on an output's node notifies the schedule that the unit's backward begins. A Function over
-the inputs that need gradients reports its end. _structures.py finds the tensors.
+the inputs that need gradients reports its end. ``_core.rebuild`` and _structures.py find the
+tensors.
 
 Inside backward, a forward is a recomputation (activation checkpointing). It may stop early, with an
 exception that torch raises.
@@ -26,7 +27,7 @@ from fsdpc import _core
 from fsdpc.torch import _profile
 from fsdpc.torch._late import Registered, check_late
 from fsdpc.torch._reads import RUNNING
-from fsdpc.torch._structures import rebuild, returned, tensors
+from fsdpc.torch._structures import returned
 from fsdpc.torch._unit import Root, UnitState, make_root, states_of
 
 _FORWARD = CheckpointFunction.forward.__code__
@@ -240,14 +241,15 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     def change(t: torch.Tensor) -> torch.Tensor:
         return t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t
 
-    return rebuild(value, change)
+    return _core.rebuild(value, torch.Tensor, change)
 
 
 def _mark_inputs(torch_unit: Any, state: UnitState, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    inputs = [t for t in tensors(args) if t.requires_grad]
-    n_positional = len(inputs)
-    if kwargs:
-        inputs += [t for t in tensors(kwargs) if t.requires_grad]
+    found: list[torch.Tensor] = []
+    _core.rebuild(args, torch.Tensor, found.append)
+    n_positional = len(found)
+    _core.rebuild(kwargs, torch.Tensor, found.append)
+    inputs = [t for t in found if t.requires_grad]
     if not inputs:
         return args, kwargs
     marked = iter(_EndBackward.apply(torch_unit, state, *inputs))
@@ -255,10 +257,9 @@ def _mark_inputs(torch_unit: Any, state: UnitState, args: Any, kwargs: Any) -> t
     def change(t: torch.Tensor) -> torch.Tensor:
         return next(marked) if t.requires_grad else t
 
-    if n_positional:
-        args = rebuild(args, change)
-    if len(inputs) > n_positional:
-        kwargs = rebuild(kwargs, change)
+    args = _core.rebuild(args, torch.Tensor, change)
+    if len(found) > n_positional:
+        kwargs = _core.rebuild(kwargs, torch.Tensor, change)
     return args, kwargs
 
 
