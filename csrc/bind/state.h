@@ -80,6 +80,7 @@
     X(engine)                                                                                      \
     X(comm)                                                                                        \
     X(unit)                                                                                        \
+    X(plan)                                                                                        \
     X(dry_run)                                                                                     \
     X(clip)                                                                                        \
     X(graph)                                                                                       \

@@ -1,8 +1,8 @@
 """Simulate a step on hosts that you do not have: the engine's own schedule, with times.
 
-The engine runs a step of rank 0 on a device that computes nothing (_played.py). The recorded
+The engine runs a step of rank 0 on a device that computes nothing (played.py). The recorded
 schedule contains the gathers and reductions, when each is posted, and where the program waits for
-it. A clock (_clock.py) assigns a duration to every computation and to every operation between
+it. A clock (clock.py) assigns a duration to every computation and to every operation between
 ranks.
 """
 
@@ -292,7 +292,8 @@ def simulate(
     if o.offload_policy is not None:
         memory = planned(offload_policy=o.offload_policy).for_device(device)
     memory = memory.for_hosts(hosts)
-    wires = Wires(bandwidth=bandwidth, latency=latency, options=o, device=device)
+    wires = Wires(bandwidth=bandwidth, latency=latency, options=o, device=device,
+                  messages=memory._messages)  # fmt: skip
     clock = Clock(record, groups, wires, flops)
     clock.play()
     params = {id(p): p for p in model.parameters()}.values()
