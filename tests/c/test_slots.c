@@ -9,7 +9,7 @@ enum { MOST = 12, GRANULE = 1000 };
 static int assign(const int *bytes, int n, int per_class, size_t granule, fsdpc_slot_want *wants)
 {
     for (int i = 0; i < n; i++)
-        wants[i] = (fsdpc_slot_want){(size_t)abs(bytes[i]), bytes[i] < 0};
+        wants[i] = (fsdpc_slot_want){.bytes = (size_t)abs(bytes[i]), .alone = bytes[i] < 0};
     return fsdpc_slots_assign(wants, n, per_class, granule);
 }
 
