@@ -47,7 +47,7 @@
 #endif
 
 enum {
-    GRANULE_BYTES = 64,
+    GRANULE_BYTES = FSDPC_MEM_ALIGN,
     LINEAR_CLASSES = 8, /* 64, 128, ... 512 */
     CLASS_COUNT = LINEAR_CLASSES + 8 * (62 - 9 + 1),
     HUGE_PAGE_BYTES = 2 << 20,
@@ -207,7 +207,7 @@ fsdpc_status fsdpc_mem_alloc(fsdpc_mem *mem, fsdpc_mem_kind kind, size_t bytes, 
     POISON(block + 1, class_bytes(class_index));
     UNPOISON(block + 1, bytes);
     pthread_mutex_lock(&mem->lock);
-    count_bytes(mem, kind, (int64_t)fsdpc_round_up(bytes, GRANULE_BYTES));
+    count_bytes(mem, kind, (int64_t)fsdpc_mem_counted(bytes));
     mem->stats.system_allocs += from_system;
     pthread_mutex_unlock(&mem->lock);
     *out = block + 1;
@@ -224,7 +224,7 @@ void fsdpc_mem_free(fsdpc_mem *mem, void *pointer)
     block->magic = MAGIC_CACHED;
     POISON(pointer, class_bytes(block->class_index));
     count_bytes(mem, (fsdpc_mem_kind)block->kind,
-                -(int64_t)fsdpc_round_up(block->requested_bytes, GRANULE_BYTES));
+                -(int64_t)fsdpc_mem_counted(block->requested_bytes));
     block->next = mem->free_lists[block->class_index];
     mem->free_lists[block->class_index] = block;
     mem->stats.cached_bytes += class_bytes(block->class_index);

@@ -16,6 +16,7 @@
 
 #include <stdint.h>
 
+#include "base/size.h"
 #include "base/status.h"
 
 /* X(name, text) */
@@ -36,6 +37,14 @@ typedef enum fsdpc_mem_kind {
 #undef X
         FSDPC_MEM_COUNT
 } fsdpc_mem_kind;
+
+enum { FSDPC_MEM_ALIGN = 64 };
+
+/* Returns what the counters count for a block of this size. */
+static inline size_t fsdpc_mem_counted(size_t bytes)
+{
+    return fsdpc_round_up(bytes, FSDPC_MEM_ALIGN);
+}
 
 typedef struct fsdpc_mem fsdpc_mem;
 

@@ -82,6 +82,7 @@
     X(engine)                                                                                      \
     X(comm)                                                                                        \
     X(unit)                                                                                        \
+    X(plan)                                                                                        \
     X(dry_run)                                                                                     \
     X(clip)                                                                                        \
     X(graph)                                                                                       \

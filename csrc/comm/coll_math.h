@@ -2,6 +2,7 @@
 #ifndef FSDPC_COMM_COLL_MATH_H
 #define FSDPC_COMM_COLL_MATH_H
 
+#include "base/mem.h"
 #include "comm/comm.h"
 
 /* Computes out[j] = red over srcs[p][j].  Floats are summed by fsdpc_flat_reduce's tree, integers
@@ -22,6 +23,13 @@ fsdpc_status fsdpc_coll_reduce_part(const fsdpc_coll *op, const fsdpc_slice *sli
  * buffer. */
 fsdpc_status fsdpc_coll_reduce_slices(const fsdpc_coll *op, int rank, int size,
                                       const unsigned char *const *datas, fsdpc_stream *stream);
+
+/* Returns the bytes that one peer's contribution to a shard of this length takes, if contributions
+ * are received before they are summed. */
+static inline size_t fsdpc_coll_contribution_bytes(size_t shard_numel, fsdpc_dtype dtype)
+{
+    return fsdpc_mem_counted(shard_numel * fsdpc_dtype_bytes(dtype));
+}
 
 enum { FSDPC_COLL_MAX_RANKS = 256 }; /* limit for groups whose ranks sum with these functions */
 

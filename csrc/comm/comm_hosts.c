@@ -27,8 +27,6 @@
 
 static const fsdpc_comm_ops hosts_ops;
 
-enum { MEM_ALIGN = 64 }; /* fsdpc_mem rounds counted blocks up to this */
-
 /* ---- Life ---- */
 
 static void wake(void *host)
@@ -208,8 +206,14 @@ size_t fsdpc_comm_hosts_room_bytes(fsdpc_coll_kind kind, fsdpc_dtype dtype, size
     size_t numel = buffer_bytes / fsdpc_dtype_bytes(dtype);
     size_t share = numel / ((size_t)hosts * (size_t)lanes);
     fsdpc_hosts_rooms rooms = fsdpc_hosts_rooms_for(kind, dtype, numel, share, hosts, lanes);
-    return fsdpc_round_up(rooms.here, MEM_ALIGN) + fsdpc_round_up(rooms.there, MEM_ALIGN) +
-           fsdpc_round_up(rooms.all, MEM_ALIGN);
+    return fsdpc_mem_counted(rooms.here) + fsdpc_mem_counted(rooms.there) +
+           fsdpc_mem_counted(rooms.all);
+}
+
+fsdpc_hosts_messages fsdpc_comm_hosts_messages(void)
+{
+    return (fsdpc_hosts_messages){.note = sizeof(fsdpc_hosts_note),
+                                  .header = sizeof(fsdpc_hosts_header)};
 }
 
 /* Writes a sentence about this rank for other hosts to read later. */

@@ -23,6 +23,14 @@ fsdpc_status fsdpc_comm_world_create(const fsdpc_comm_config *config, int hosts,
 size_t fsdpc_comm_hosts_room_bytes(fsdpc_coll_kind kind, fsdpc_dtype dtype, size_t buffer_bytes,
                                    int hosts, int lanes);
 
+/* Bytes that a lane sends to its peer on each other host. */
+typedef struct fsdpc_hosts_messages {
+    size_t note;   /* in every epoch */
+    size_t header; /* before the data of every operation */
+} fsdpc_hosts_messages;
+
+fsdpc_hosts_messages fsdpc_comm_hosts_messages(void);
+
 /* Starts the watch over the other hosts, once, on the first rank of a host; the watch ends when
  * this rank leaves.
  */

@@ -8,8 +8,6 @@
 #include "cuda/error.h"
 #include "cuda/nccl_internal.h"
 
-enum { ALIGN = 64 }; /* of the bytes that each peer sends; as in fsdpc_plan_unit */
-
 static const fsdpc_nccl_type types[FSDPC_DTYPE_COUNT] = {
     [FSDPC_F32] = FSDPC_NCCL_FLOAT32,   [FSDPC_F64] = FSDPC_NCCL_FLOAT64,
     [FSDPC_BF16] = FSDPC_NCCL_BFLOAT16, [FSDPC_F16] = FSDPC_NCCL_FLOAT16,
@@ -57,7 +55,7 @@ size_t fsdpc_nccl_staging_stride(const fsdpc_coll *op)
     size_t numel = 0;
     for (size_t i = 0; i < op->n_slices; i++)
         numel = fsdpc_max_size(numel, op->slices[i].shard_offset + op->slices[i].numel);
-    return fsdpc_round_up(numel * fsdpc_dtype_bytes(op->dtype), ALIGN);
+    return fsdpc_coll_contribution_bytes(numel, op->dtype);
 }
 
 unsigned char *fsdpc_nccl_staging_at(void *contributions, size_t stride, int rank, int peer)

@@ -268,7 +268,7 @@ fsdpc_status fsdpc_cuda_pool_alloc(fsdpc_cuda_pool *pool, fsdpc_mem_kind kind, s
                                        : take_or_make(pool, kind, class_bytes, &it);
     if (status == FSDPC_OK) {
         it->kind = kind;
-        it->counted_bytes = fsdpc_round_up(bytes, 64);
+        it->counted_bytes = fsdpc_mem_counted(bytes);
         push(&pool->live[bucket_of((uintptr_t)it->pointer)], it);
         *out = it->pointer;
         count(pool, kind, (int64_t)it->counted_bytes);

@@ -128,6 +128,11 @@ static fsdpc_status name_difference(fsdpc_root *root)
 
 /* ---- Together ---- */
 
+size_t fsdpc_agree_bytes(size_t n_params, bool replicas)
+{
+    return n_params + 1 + (replicas ? sizeof(mark) : 0);
+}
+
 static const char used[] = "which parameters were used";
 
 /* `bytes`: n usage marks, one byte that tells whether replicas differ, and space for a mark. */
@@ -142,7 +147,7 @@ static fsdpc_status agree_over_replicas(fsdpc_root *root, uint8_t *bytes, size_t
         FSDPC_TRY(fsdpc_unit_end_step(root->units[u]));
     mark m = mark_slice(root, slice);
     memcpy(bytes + n + 1, &m, sizeof m);
-    FSDPC_TRY(highest(root->replicate, bytes, n + 1 + sizeof m, used));
+    FSDPC_TRY(highest(root->replicate, bytes, fsdpc_agree_bytes(n, true), used));
     memcpy(&m, bytes + n + 1, sizeof m);
     bytes[n] = is_agreed(&m) && !is_equal(&m);
     root->compared = is_agreed(&m) && root->compared + slice < all ? root->compared + slice : 0;
@@ -158,7 +163,7 @@ static fsdpc_status agree(fsdpc_root *root, bool summed, uint8_t *bytes, size_t 
     }
     if (summed && root->replicate)
         FSDPC_TRY(agree_over_replicas(root, bytes, n));
-    FSDPC_TRY(highest(root->comm, bytes, n + 1, used));
+    FSDPC_TRY(highest(root->comm, bytes, fsdpc_agree_bytes(n, false), used));
     if (!bytes[n])
         return FSDPC_OK;
     return fsdpc_comm_agree(root->comm, name_difference(root), "weights of replicas");
@@ -175,7 +180,7 @@ fsdpc_status fsdpc_backward_agree(fsdpc_root *root)
     }
     if (!synced || n == 0 || root->ranks == 1)
         return FSDPC_OK;
-    uint8_t *bytes = calloc(n + 1 + sizeof(mark), 1);
+    uint8_t *bytes = calloc(fsdpc_agree_bytes(n, true), 1);
     if (!bytes)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for marks of %zu gradients", n);
     for (int i = 0; i < root->n_units; i++) {

@@ -29,10 +29,9 @@
 
 #include "base/size.h"
 
-/* Sums go through a partial only if there are two stages. */
 static bool has_partials(const fsdpc_root *root)
 {
-    return root->replicate && root->reduce_comm == root->comm;
+    return root->replicate && fsdpc_plan_has_partials(root->replicate->size, root->comm->size);
 }
 
 /* Returns whether a unit has outgrown its buffers, because a frozen group became trainable. */
@@ -67,10 +66,10 @@ bool fsdpc_fill_lacks_own(const fsdpc_unit *unit)
 
 static fsdpc_status create_pooled(fsdpc_root *root, int i)
 {
-    FSDPC_TRY(fsdpc_buffer_create(root->reduce_comm, root->pool_bytes, &root->pool[i]));
+    FSDPC_TRY(fsdpc_buffer_create(root->reduce_comm, root->pooled.bytes, &root->pool[i]));
     if (!has_partials(root))
         return FSDPC_OK;
-    return fsdpc_buffer_create(root->replicate, root->pool_partial_bytes, &root->pool_partial[i]);
+    return fsdpc_buffer_create(root->replicate, root->pooled.partial_bytes, &root->pool_partial[i]);
 }
 
 fsdpc_status fsdpc_fill_create_buffers(fsdpc_root *root, const bool *encloses)
@@ -78,19 +77,15 @@ fsdpc_status fsdpc_fill_create_buffers(fsdpc_root *root, const bool *encloses)
     bool alone = root->reduce_comm->ops->any_buffer;
     for (int i = 0; i < root->n_units; i++) {
         fsdpc_unit *unit = root->units[i];
-        unit->stays_open =
-            i == 0 || encloses[i] || unit->settings.keep_grads || unit->settings.rank_dependent;
+        unit->stays_open = fsdpc_unit_owns_buffer(&unit->settings, i == 0 || encloses[i]);
         if (unit->reduce_bytes == 0)
             continue;
-        if (!unit->stays_open) {
-            root->pool_bytes = fsdpc_max_size(root->pool_bytes, unit->reduce_bytes);
-            root->pool_partial_bytes = fsdpc_max_size(root->pool_partial_bytes, unit->grad_bytes);
-            root->n_pool += root->n_pool < FSDPC_POOLED_BUFFERS;
-        } else if (!alone) {
+        if (!unit->stays_open)
+            fsdpc_pool_plan_add(&root->pooled, unit->reduce_bytes, unit->grad_bytes);
+        else if (!alone)
             FSDPC_TRY(create_own(unit));
-        }
     }
-    for (int i = 0; !alone && i < root->n_pool; i++)
+    for (int i = 0; !alone && i < root->pooled.n; i++)
         FSDPC_TRY(create_pooled(root, i));
     return FSDPC_OK;
 }
@@ -100,7 +95,7 @@ fsdpc_status fsdpc_fill_create_buffers(fsdpc_root *root, const bool *encloses)
 static int choose_pooled(const fsdpc_root *root)
 {
     int best = -1;
-    for (int i = 0; i < root->n_pool; i++) {
+    for (int i = 0; i < root->pooled.n; i++) {
         if (!root->pool_filling[i] && (best < 0 || root->pool_turn[i] < root->pool_turn[best]))
             best = i;
     }
@@ -115,8 +110,8 @@ bool fsdpc_unit_stays_open(const fsdpc_unit *unit)
 int fsdpc_fill_choose(const fsdpc_unit *unit)
 {
     bool stays = !unit->settings.requires_sync && !unit->settings.deterministic;
-    bool fits = unit->reduce_bytes <= unit->root->pool_bytes &&
-                unit->grad_bytes <= unit->root->pool_partial_bytes;
+    bool fits = unit->reduce_bytes <= unit->root->pooled.bytes &&
+                unit->grad_bytes <= unit->root->pooled.partial_bytes;
     return unit->stays_open || unit->own_buffer || stays || !fits ? -1 : choose_pooled(unit->root);
 }
 
@@ -146,10 +141,10 @@ fsdpc_status fsdpc_fill_take(fsdpc_unit *unit, int pooled)
 bool fsdpc_fill_suits_shard(const fsdpc_unit *unit)
 {
     const fsdpc_unit_group *group = &unit->groups[0];
-    return unit->root->reduce_comm->ops->any_buffer && unit->n_trained == 1 &&
-           group->reduce_dtype == group->grad_dtype && !unit->grad_live &&
-           !unit->offload.gradients && unit->settings.requires_sync &&
-           unit->settings.divide_factor == 1 && !unit->settings.deterministic;
+    return unit->root->reduce_comm->ops->any_buffer &&
+           fsdpc_plan_fits_shard(unit->n_trained, group->reduce_dtype, group->grad_dtype,
+                                 &unit->offload, unit->settings.deterministic) &&
+           !unit->grad_live && unit->settings.requires_sync && unit->settings.divide_factor == 1;
 }
 
 void fsdpc_fill_take_shard(fsdpc_unit *unit)

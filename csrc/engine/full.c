@@ -2,16 +2,9 @@
 #include "engine/full.h"
 
 #include "base/fault.h"
-#include "base/size.h"
 #include "engine/acts.h"
 #include "engine/order.h"
 #include "ops/flat_ops.h"
-
-static size_t own_slices_bytes(const fsdpc_unit_group *group)
-{
-    enum { ALIGN = 64 };
-    return fsdpc_round_up(group->plan->shard_numel * fsdpc_dtype_bytes(group->wire_dtype), ALIGN);
-}
 
 fsdpc_status fsdpc_full_own_slices(fsdpc_root *root)
 {
@@ -19,13 +12,14 @@ fsdpc_status fsdpc_full_own_slices(fsdpc_root *root)
     unsigned char *at;
     for (int i = 0; i < root->n_units; i++)
         for (int g = 0; g < root->units[i]->layout->n_groups; g++)
-            bytes += own_slices_bytes(&root->units[i]->groups[g]);
+            bytes += fsdpc_plan_slice_bytes(root->units[i]->groups[g].plan,
+                                            root->units[i]->groups[g].wire_dtype);
     FSDPC_TRY(fsdpc_wire_own(root->wire, bytes, &at));
     for (int i = 0; i < root->n_units; i++)
         for (int g = 0; g < root->units[i]->layout->n_groups; g++) {
             fsdpc_unit_group *group = &root->units[i]->groups[g];
             group->published = at;
-            at += own_slices_bytes(group);
+            at += fsdpc_plan_slice_bytes(group->plan, group->wire_dtype);
         }
     return FSDPC_OK;
 }

@@ -40,23 +40,20 @@ static fsdpc_status assign(fsdpc_root *root, const bool *encloses, size_t granul
 {
     size_t n = (size_t)root->n_units;
     fsdpc_slot_want *wants = calloc(n, sizeof *wants);
-    int *slots = calloc(n, sizeof *slots);
     int n_slots = 0;
-    if (wants && slots) {
+    if (wants) {
         for (int i = 0; i < root->n_units; i++) {
             const fsdpc_unit *unit = root->units[i];
             wants[i].bytes = unit->wire_bytes;
-            wants[i].alone = i == 0 || encloses[i] || unit->settings.rank_dependent ||
-                             !unit->settings.reshard_after_forward;
+            wants[i].alone = fsdpc_unit_owns_full(&unit->settings, i == 0 || encloses[i]);
         }
-        n_slots = fsdpc_slots_assign(wants, root->n_units, root->prefetch + 1, granule, slots);
+        n_slots = fsdpc_slots_assign(wants, root->n_units, root->prefetch + 1, granule);
         root->slot_users = calloc((size_t)n_slots + 1, sizeof(fsdpc_unit *));
         for (int i = 0; i < root->n_units; i++)
-            root->units[i]->slot = slots[i];
+            root->units[i]->slot = wants[i].slot;
     }
-    bool done = wants && slots && root->slot_users;
+    bool done = wants && root->slot_users;
     free(wants);
-    free(slots);
     return done ? FSDPC_OK : fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to assign %zu units", n);
 }
 

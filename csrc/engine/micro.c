@@ -47,19 +47,20 @@ static const fsdpc_comm *last_group(const fsdpc_root *root)
 }
 
 /* Returns whether each rank of a micro-step has its own position in the tree. */
-static bool can_split(const fsdpc_root *root)
+static bool can_split(int ranks, int before, bool splits_sums)
 {
-    const fsdpc_comm *comm = last_group(root);
-    int summed_before = root->ranks / comm->size; /* summed by a first stage */
-    return is_power_of_two(summed_before) &&
-           (is_power_of_two(comm->size) || comm->ops->splits_sums);
+    return is_power_of_two(before) && (is_power_of_two(ranks) || splits_sums);
 }
 
-/* Returns the number of leaves in one micro-step. */
+int fsdpc_micro_leaves(int ranks, int before, bool splits_sums)
+{
+    return is_power_of_two(ranks) || !can_split(ranks, before, splits_sums) ? 1 : ranks;
+}
+
 static int leaves_of(const fsdpc_root *root)
 {
-    int ranks = last_group(root)->size;
-    return is_power_of_two(ranks) || !can_split(root) ? 1 : ranks;
+    const fsdpc_comm *comm = last_group(root);
+    return fsdpc_micro_leaves(comm->size, root->ranks / comm->size, comm->ops->splits_sums);
 }
 
 static uint64_t leaves_in(const fsdpc_micro_sums *stack)
@@ -105,6 +106,18 @@ static bool next_act(fsdpc_micro_sums *stack, int *left, act *out)
     return true;
 }
 
+int fsdpc_micro_most(int leaves, int n_steps)
+{
+    fsdpc_micro_sums stack = {0};
+    int most = 1;
+    for (int step = 0; step < n_steps; step++) {
+        int left = leaves;
+        for (act one; next_act(&stack, &left, &one);)
+            most = stack.n > most ? stack.n : most;
+    }
+    return most;
+}
+
 /* ---- Warnings ---- */
 
 /* Warns that the sums are correct, but splitting the batch differently gives different bits. */
@@ -131,7 +144,8 @@ static void warn_one_rank(const fsdpc_unit *unit, bool *warned, const char *why,
 
 static void warn_of_ranks(const fsdpc_unit *unit)
 {
-    if (!can_split(unit->root))
+    const fsdpc_comm *comm = last_group(unit->root);
+    if (!can_split(comm->size, unit->root->ranks / comm->size, comm->ops->splits_sums))
         warn_one_rank(unit, &unit->root->warned_ranks,
                       "are summed over shard groups or hosts whose size is not a power of two",
                       "take powers of two, or one host without replicas");

@@ -31,6 +31,12 @@
 #include "engine/unit.h"
 #include "engine/unit_internal.h"
 
+/* Returns the number of leaves in a micro-step.  `ranks` are in the group whose reduction produces
+ * the sums, each after an earlier stage over `before` ranks. */
+int fsdpc_micro_leaves(int ranks, int before, bool splits_sums);
+/* Returns how many sums this many micro-steps keep at a time, the gradient shard's included. */
+int fsdpc_micro_most(int leaves, int n_steps);
+
 /* Chooses the sums of the next micro-step, which is about to be posted, and allocates memory for
  * them. */
 fsdpc_status fsdpc_micro_begin(fsdpc_unit *unit);

@@ -29,15 +29,12 @@ fsdpc_status fsdpc_optim_create(fsdpc_optim_kind kind, fsdpc_device *device, fsd
     return FSDPC_OK;
 }
 
-static void fini_states(fsdpc_optim *optim, unit_states *states)
+static void fini_states(unit_states *states)
 {
     int n_groups = states->unit->layout->n_groups;
-    for (int i = 0; states->states && i < n_groups * FSDPC_OPTIM_MAX_STATES; i++) {
-        if (states->extents && states->extents[i])
-            fsdpc_extent_destroy(states->extents[i]);
-        else
-            fsdpc_device_free(optim->device, states->states[i]);
-    }
+    bool made = states->states && states->extents;
+    for (int i = 0; made && i < n_groups * FSDPC_OPTIM_MAX_STATES; i++)
+        fsdpc_unit_destroy_array(states->unit, states->extents[i], states->states[i]);
     free(states->states);
     free(states->extents);
     free(states->params);
@@ -50,7 +47,7 @@ void fsdpc_optim_destroy(fsdpc_optim *optim)
     (void)fsdpc_optim_end_step(optim); /* if it fails, the roots' communicators report that */
     fsdpc_optim_close_step(optim);
     for (int i = 0; i < optim->n_units; i++)
-        fini_states(optim, &optim->units[i]);
+        fini_states(&optim->units[i]);
     fsdpc_device_free(optim->device, optim->scalars);
     fsdpc_optim_host_destroy(optim);
     free(optim->units);
@@ -119,36 +116,24 @@ static fsdpc_status init_states(unit_states *states, fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-/* Allocates a zeroed state as large as the shard; `s` is its index within the flat group. */
-static fsdpc_status make_state(fsdpc_optim *optim, unit_states *states, int flat_group, int s,
-                               size_t element)
-{
-    const fsdpc_unit *unit = states->unit;
-    size_t numel = unit->groups[flat_group].plan->shard_numel;
-    int at = flat_group * FSDPC_OPTIM_MAX_STATES + s;
-    if (!unit->offload.states || unit->offload.host)
-        return fsdpc_device_alloc_zeroed(optim->device,
-                                         unit->offload.states ? FSDPC_MEM_PINNED : FSDPC_MEM_STATE,
-                                         numel * element, &states->states[at]);
-    FSDPC_TRY(fsdpc_extent_create(unit->offload.tier, fsdpc_optim_state_name(optim->kind, s),
-                                  &unit->name, FSDPC_MEM_STATE, numel, element, unit->offload.part,
-                                  &states->extents[at]));
-    states->states[at] = states->extents[at]->memory;
-    return FSDPC_OK;
-}
-
 /* Creates a parameter's states together with those of its whole flat group. */
 static fsdpc_status make_states(fsdpc_optim *optim, unit_states *states, int param)
 {
-    const fsdpc_place *place = &states->unit->layout->params[param];
+    const fsdpc_unit *unit = states->unit;
+    const fsdpc_place *place = &unit->layout->params[param];
     const fsdpc_hyper *hyper = fsdpc_optim_hyper(optim, states->params[param].group);
     if (!hyper)
         return fsdpc_fail(FSDPC_ERR_STATE, "parameter group %d, of '%s', has no hyper-parameters",
                           states->params[param].group, place->name);
-    size_t element = fsdpc_dtype_bytes(fsdpc_optim_state_dtype(optim, place->dtype));
-    for (int s = 0; s < fsdpc_optim_states(optim->kind, hyper); s++)
-        if (!states->states[place->group * FSDPC_OPTIM_MAX_STATES + s])
-            FSDPC_TRY(make_state(optim, states, place->group, s, element));
+    for (int s = 0; s < fsdpc_optim_states(optim->kind, hyper); s++) {
+        int at = place->group * FSDPC_OPTIM_MAX_STATES + s;
+        if (!states->states[at])
+            FSDPC_TRY(fsdpc_unit_create_array(unit, unit->groups[place->group].plan,
+                                              unit->offload.states, FSDPC_MEM_STATE,
+                                              fsdpc_optim_state_name(optim->kind, s),
+                                              fsdpc_optim_state_dtype(optim, place->dtype),
+                                              &states->extents[at], &states->states[at]));
+    }
     return FSDPC_OK;
 }
 
@@ -169,7 +154,7 @@ fsdpc_status fsdpc_optim_add(fsdpc_optim *optim, fsdpc_unit *unit, int param, in
         *states = (unit_states){0};
         fsdpc_status status = init_states(states, unit);
         if (status != FSDPC_OK) {
-            fini_states(optim, states);
+            fini_states(states);
             return status;
         }
         order[optim->n_units] = optim->n_units;

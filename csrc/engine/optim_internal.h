@@ -59,7 +59,7 @@ struct fsdpc_optim {
 /* Returns the dtype of states for a parameter of dtype `param`. */
 static inline fsdpc_dtype fsdpc_optim_state_dtype(const fsdpc_optim *optim, fsdpc_dtype param)
 {
-    return param == FSDPC_F64 ? FSDPC_F64 : optim->state_dtype;
+    return fsdpc_plan_state_dtype(param, optim->state_dtype);
 }
 
 static inline bool fsdpc_optim_steps_group(const unit_states *states, int flat_group)

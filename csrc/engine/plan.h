@@ -1,11 +1,13 @@
-/* A unit's memory on each rank, computed only from shapes.
+/* The sizes of a unit's arrays and buffers, computed only from shapes and options.
  *
- * fsdpc_unit_create allocates the same sizes, so memory_plan() and a run agree to the byte.  Bytes
- * are counted as in fsdpc_mem: blocks rounded up to 64.
+ * The engine allocates what these functions return, and plan_root.h adds up the same sizes for
+ * memory_plan(), so both agree to the byte.  Bytes are counted as in fsdpc_mem: blocks rounded up
+ * to 64.
  */
 #ifndef FSDPC_ENGINE_PLAN_H
 #define FSDPC_ENGINE_PLAN_H
 
+#include "base/size.h"
 #include "comm/comm.h"
 #include "engine/layout.h"
 #include "tier/tier.h"
@@ -56,12 +58,42 @@ static inline bool fsdpc_mesh_is_replicated(const fsdpc_mesh *mesh)
 typedef struct fsdpc_group_plan {
     fsdpc_dtype wire_dtype, reduce_dtype, grad_dtype;
     size_t wire_bytes, reduce_bytes; /* whole pages: its size in the wire and in a reduce buffer */
-    size_t master_bytes, grad_bytes;
-    size_t partial_bytes; /* its size in a partial */
+    size_t partial_bytes;            /* its size in a partial */
 } fsdpc_group_plan;
 
 fsdpc_status fsdpc_plan_group(const fsdpc_group *group, const fsdpc_unit_options *options,
                               fsdpc_group_plan *out);
+
+/* Returns the bytes of this rank's slices of a group's full. */
+static inline size_t fsdpc_plan_slice_bytes(const fsdpc_group *group, fsdpc_dtype wire_dtype)
+{
+    return fsdpc_mem_counted(group->shard_numel * fsdpc_dtype_bytes(wire_dtype));
+}
+
+typedef enum fsdpc_plan_kind {
+    FSDPC_PLAN_MEMORY, /* of the rank's device */
+    FSDPC_PLAN_PINNED, /* of the host, next to a GPU */
+    FSDPC_PLAN_FILE,
+    FSDPC_PLAN_MESSAGE, /* not memory: sent to a rank of each other host */
+} fsdpc_plan_kind;
+
+/* An array as long as a shard: masters, gradients or a state. */
+typedef struct fsdpc_array_plan {
+    fsdpc_plan_kind where;                         /* FILE: all or part of it */
+    size_t bytes;                                  /* of all elements */
+    size_t memory_bytes, pinned_bytes, file_bytes; /* as they are counted */
+    size_t ring_bytes;                             /* that a pass over it needs */
+} fsdpc_array_plan;
+
+/* `offloaded`: the array is of a kind that `offload` names. */
+fsdpc_array_plan fsdpc_plan_array(const fsdpc_offload *offload, bool offloaded, size_t numel,
+                                  fsdpc_dtype dtype);
+
+/* Returns the dtype of states for a parameter of dtype `param`. */
+static inline fsdpc_dtype fsdpc_plan_state_dtype(fsdpc_dtype param, fsdpc_dtype state_dtype)
+{
+    return param == FSDPC_F64 ? FSDPC_F64 : state_dtype;
+}
 
 /* Returns whether masters can be pages of a wire: modules read them as they are, and no step
  * changes them. */
@@ -85,23 +117,32 @@ size_t fsdpc_plan_host_bytes(const fsdpc_offload *offload, size_t numel, size_t 
 /* Number of reduce buffers (fill.h) that the units of a root share; fewer if fewer units share. */
 enum { FSDPC_POOLED_BUFFERS = 2 };
 
-typedef struct fsdpc_unit_plan {
-    size_t wire_bytes, reduce_bytes, master_bytes, grad_bytes, partial_bytes;
-    size_t shared_master_bytes; /* part of master_bytes: pages of a wire that ranks share */
-    size_t state_bytes;         /* for one state of every parameter */
-    /* Bytes in a file or in host memory instead. */
-    size_t master_file_bytes, state_file_bytes, grad_file_bytes;
-    size_t ring_bytes;      /* needed by a step over them; a root uses its largest unit's */
-    size_t published_bytes; /* for this rank's slices, if a gather moves bytes (slots.h) */
-    /* Bytes that one peer sends for this rank's sums, if a reduction brings contributions here, and
-     * bytes of its partial that it sends.  Each is for the largest group. */
-    size_t contribution_bytes, partial_contribution_bytes;
-} fsdpc_unit_plan;
+typedef struct fsdpc_pool_plan {
+    int n;
+    size_t bytes, partial_bytes; /* of each */
+} fsdpc_pool_plan;
 
-/* Plans a unit for a shard group of `ranks`.  States have `state_dtype`; those of fp64 parameters
- * are fp64. */
-fsdpc_status fsdpc_plan_unit(const fsdpc_param_spec *specs, int n_specs, int ranks,
-                             const fsdpc_unit_options *options, fsdpc_dtype state_dtype,
-                             fsdpc_unit_plan *out);
+/* Adds a unit that takes its buffers from the pool. */
+static inline void fsdpc_pool_plan_add(fsdpc_pool_plan *pool, size_t bytes, size_t partial_bytes)
+{
+    pool->n += pool->n < FSDPC_POOLED_BUFFERS;
+    pool->bytes = fsdpc_max_size(pool->bytes, bytes);
+    pool->partial_bytes = fsdpc_max_size(pool->partial_bytes, partial_bytes);
+}
+
+/* Returns whether sums go through a partial: only if a reduction has two stages. */
+static inline bool fsdpc_plan_has_partials(int replicate, int shard)
+{
+    return replicate > 1 && shard > 1;
+}
+
+/* Returns whether a single rank's kernels can fill the gradient shard directly.  The dtypes are
+ * those of the unit's first group. */
+static inline bool fsdpc_plan_fits_shard(int n_trained, fsdpc_dtype reduce_dtype,
+                                         fsdpc_dtype grad_dtype, const fsdpc_offload *offload,
+                                         bool deterministic)
+{
+    return n_trained == 1 && reduce_dtype == grad_dtype && !offload->gradients && !deterministic;
+}
 
 #endif

@@ -57,8 +57,7 @@ struct fsdpc_root {
                                       * shared */
     bool overlaps;                   /* streams are ordered by events; see order.h */
     fsdpc_event *published, *filled; /* recorded on the main stream for that */
-    int n_pool;                      /* number of pooled buffers, and their sizes */
-    size_t pool_bytes, pool_partial_bytes;
+    fsdpc_pool_plan pooled;          /* number of pooled buffers, and their sizes */
     fsdpc_buffer *pool[FSDPC_POOLED_BUFFERS];         /* NULL: not created yet; a single rank
                                                        * creates it on first use */
     fsdpc_buffer *pool_partial[FSDPC_POOLED_BUFFERS]; /* with replicas: the buffer's partial */

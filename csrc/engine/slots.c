@@ -26,29 +26,6 @@ static int first_member(const fsdpc_slot_want *wants, int i)
     return first;
 }
 
-int fsdpc_slots_assign(const fsdpc_slot_want *wants, int n, int per_class, size_t granule,
-                       int *slots_out)
-{
-    int n_slots = 0;
-    size_t each = (size_t)per_class;
-    for (int i = 0; i < n; i++) {
-        const fsdpc_slot_want *want = &wants[i];
-        slots_out[i] = -1;
-        if (want->alone || want->bytes == 0 || granule == 0)
-            continue;
-        size_t all = members(wants, n, want), before = members(wants, i, want);
-        if (all <= each || each * fsdpc_round_up(want->bytes, granule) >= all * want->bytes)
-            continue; /* sharing would save nothing */
-        if (before == 0) {
-            slots_out[i] = n_slots;
-            n_slots += per_class;
-        } else {
-            slots_out[i] = slots_out[first_member(wants, i)] + (int)(before % each);
-        }
-    }
-    return n_slots;
-}
-
 bool fsdpc_slots_is_windowed(size_t bytes, size_t granule)
 {
     enum { MOST_WASTED = 8 }; /* at most one part in 8 */
@@ -56,20 +33,29 @@ bool fsdpc_slots_is_windowed(size_t bytes, size_t granule)
            fsdpc_round_up(bytes, granule) - bytes <= bytes / MOST_WASTED;
 }
 
-static size_t own_bytes(size_t bytes, size_t granule)
+int fsdpc_slots_assign(fsdpc_slot_want *wants, int n, int per_class, size_t granule)
 {
-    return fsdpc_slots_is_windowed(bytes, granule) ? fsdpc_round_up(bytes, granule) : bytes;
-}
-
-size_t fsdpc_slots_bytes(const fsdpc_slot_want *wants, int n, int per_class, size_t granule,
-                         const int *slots)
-{
-    size_t bytes = 0;
+    int n_slots = 0;
+    size_t each = (size_t)per_class;
     for (int i = 0; i < n; i++) {
-        if (slots[i] < 0)
-            bytes += own_bytes(wants[i].bytes, granule);
-        else if (first_member(wants, i) == i)
-            bytes += (size_t)per_class * fsdpc_round_up(wants[i].bytes, granule);
+        fsdpc_slot_want *want = &wants[i];
+        size_t whole = granule ? fsdpc_round_up(want->bytes, granule) : want->bytes;
+        want->slot = -1;
+        want->block_bytes = fsdpc_slots_is_windowed(want->bytes, granule) ? whole : want->bytes;
+        want->n_blocks = 1;
+        if (want->alone || want->bytes == 0 || granule == 0)
+            continue;
+        size_t all = members(wants, n, want), before = members(wants, i, want);
+        if (all <= each || each * whole >= all * want->bytes)
+            continue; /* sharing would save nothing */
+        want->block_bytes = whole;
+        want->n_blocks = before == 0 ? per_class : 0;
+        if (before == 0) {
+            want->slot = n_slots;
+            n_slots += per_class;
+        } else {
+            want->slot = wants[first_member(wants, i)].slot + (int)(before % each);
+        }
     }
-    return bytes;
+    return n_slots;
 }

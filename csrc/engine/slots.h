@@ -22,20 +22,18 @@
 typedef struct fsdpc_slot_want {
     size_t bytes; /* size of the unit's full */
     bool alone;   /* never shares */
+    /* Written by fsdpc_slots_assign: */
+    int slot;           /* -1: its own memory */
+    size_t block_bytes; /* of its slot or its own memory */
+    int n_blocks;       /* how many of them; slots are counted with the first unit of their size */
 } fsdpc_slot_want;
 
 /* The `granule` for plans made without a GPU to query: that of NVIDIA's driver. */
 #define FSDPC_SLOT_GRANULE ((size_t)2 << 20)
 
-/* Assigns a slot to each unit, -1 for its own memory; returns the number of slots.  `per_class`
- * slots serve all units of one size; memory comes in multiples of `granule`, 0 if memory cannot be
- * shared. */
-int fsdpc_slots_assign(const fsdpc_slot_want *wants, int n, int per_class, size_t granule,
-                       int *slots_out);
-
-/* Returns the total bytes of slots and of units that share nothing. */
-size_t fsdpc_slots_bytes(const fsdpc_slot_want *wants, int n, int per_class, size_t granule,
-                         const int *slots);
+/* Assigns memory to each unit; returns the number of slots.  `per_class` slots serve all units of
+ * one size; memory comes in multiples of `granule`, 0 if memory cannot be shared. */
+int fsdpc_slots_assign(fsdpc_slot_want *wants, int n, int per_class, size_t granule);
 
 /* Returns whether a unit's own memory is also a window, so that a transport can prepare it.  It is
  * if it almost fills its granules. */

@@ -14,22 +14,23 @@
 #include "base/size.h"
 #include "ops/flat_ops.h"
 
-/* Creates a zeroed array as long as the shard, in device memory, in host memory or in a file. */
-static fsdpc_status create_shard(fsdpc_unit *unit, const fsdpc_group *plan, bool offloaded,
-                                 fsdpc_mem_kind kind, fsdpc_dtype dtype, fsdpc_extent **extent,
-                                 unsigned char **out)
+fsdpc_status fsdpc_unit_create_array(const fsdpc_unit *unit, const fsdpc_group *group,
+                                     bool offloaded, fsdpc_mem_kind kind, const char *what,
+                                     fsdpc_dtype dtype, fsdpc_extent **extent_out, void **out)
 {
-    size_t element = fsdpc_dtype_bytes(dtype);
-    if (!offloaded || unit->offload.host)
-        return fsdpc_device_alloc_zeroed(unit->device, offloaded ? FSDPC_MEM_PINNED : kind,
-                                         plan->shard_numel * element, (void **)out);
-    FSDPC_TRY(fsdpc_extent_create(unit->offload.tier, fsdpc_mem_kind_name(kind), &unit->name, kind,
-                                  plan->shard_numel, element, unit->offload.part, extent));
-    *out = (*extent)->memory;
+    size_t numel = group->shard_numel;
+    fsdpc_array_plan plan = fsdpc_plan_array(&unit->offload, offloaded, numel, dtype);
+    if (plan.where != FSDPC_PLAN_FILE)
+        return fsdpc_device_alloc_zeroed(unit->device,
+                                         plan.where == FSDPC_PLAN_PINNED ? FSDPC_MEM_PINNED : kind,
+                                         plan.bytes, out);
+    FSDPC_TRY(fsdpc_extent_create(unit->offload.tier, what, &unit->name, kind, numel,
+                                  fsdpc_dtype_bytes(dtype), unit->offload.part, extent_out));
+    *out = (*extent_out)->memory;
     return FSDPC_OK;
 }
 
-static void destroy_shard(fsdpc_unit *unit, fsdpc_extent *extent, void *memory)
+void fsdpc_unit_destroy_array(const fsdpc_unit *unit, fsdpc_extent *extent, void *memory)
 {
     if (extent)
         fsdpc_extent_destroy(extent);
@@ -75,7 +76,7 @@ static fsdpc_status create_spread(const fsdpc_unit *unit, fsdpc_unit_group *grou
 static void destroy_master(fsdpc_unit *unit, fsdpc_unit_group *group)
 {
     if (!group->spread) {
-        destroy_shard(unit, group->master_extent, group->master);
+        fsdpc_unit_destroy_array(unit, group->master_extent, group->master);
         return;
     }
     munmap(group->master, spread_bytes(group));
@@ -126,8 +127,9 @@ static fsdpc_status add_grads(fsdpc_unit *unit, const fsdpc_group_plan *sizes)
 {
     fsdpc_unit_group *group = &unit->groups[unit->n_trained];
     if (!unit->grads_lent) {
-        FSDPC_TRY(create_shard(unit, group->plan, unit->offload.gradients, FSDPC_MEM_GRAD,
-                               group->grad_dtype, &group->grad_extent, &group->grad));
+        FSDPC_TRY(fsdpc_unit_create_array(unit, group->plan, unit->offload.gradients,
+                                          FSDPC_MEM_GRAD, "grad", group->grad_dtype,
+                                          &group->grad_extent, (void **)&group->grad));
         if (group->grad_extent)
             group->grad_extent->read_only = true;
     }
@@ -153,8 +155,9 @@ static fsdpc_status create_group(fsdpc_unit *unit, int g, const fsdpc_unit_optio
     unit->wire_bytes += sizes.wire_bytes;
     if (can_spread(unit, group))
         return create_spread(unit, group);
-    FSDPC_TRY(create_shard(unit, group->plan, unit->offload.masters, FSDPC_MEM_MASTER,
-                           group->plan->dtype, &group->master_extent, &group->master));
+    FSDPC_TRY(fsdpc_unit_create_array(unit, group->plan, unit->offload.masters, FSDPC_MEM_MASTER,
+                                      "master", group->plan->dtype, &group->master_extent,
+                                      (void **)&group->master));
     return group->plan->frozen ? FSDPC_OK : add_grads(unit, &sizes);
 }
 
@@ -233,7 +236,7 @@ void fsdpc_unit_destroy(fsdpc_unit *unit)
         if (unit->groups[g].plan)
             destroy_master(unit, &unit->groups[g]);
         if (!unit->grads_lent)
-            destroy_shard(unit, unit->groups[g].grad_extent, unit->groups[g].grad);
+            fsdpc_unit_destroy_array(unit, unit->groups[g].grad_extent, unit->groups[g].grad);
     }
     for (int i = 0; i < FSDPC_MICRO_LEVELS; i++)
         fsdpc_device_free(unit->device, unit->sums[i]);
@@ -357,7 +360,7 @@ static fsdpc_status train_frozen(fsdpc_unit *unit, int param)
                                                          .reduce_dtype = group->reduce_dtype},
                                    &sizes));
         FSDPC_TRY(add_grads(unit, &sizes));
-        bytes += sizes.grad_bytes;
+        bytes += sizes.partial_bytes;
     }
     for (int i = 0; i < FSDPC_MICRO_LEVELS; i++) {
         fsdpc_device_free(unit->device, unit->sums[i]); /* sized for a smaller unit */
@@ -505,7 +508,7 @@ void fsdpc_unit_place_grads(fsdpc_unit *unit, void *const *groups)
 {
     for (int g = 0; g < unit->n_trained; g++) {
         if (!unit->grads_lent)
-            destroy_shard(unit, unit->groups[g].grad_extent, unit->groups[g].grad);
+            fsdpc_unit_destroy_array(unit, unit->groups[g].grad_extent, unit->groups[g].grad);
         unit->groups[g].grad = groups ? groups[g] : NULL;
     }
     unit->grads_lent = true;

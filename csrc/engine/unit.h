@@ -48,6 +48,19 @@ typedef struct fsdpc_unit_settings {
     bool rank_dependent; /* it runs only on some ranks (sched.c) */
 } fsdpc_unit_settings;
 
+/* What a unit shares with others of its root.  `encloses`: it is the root, or contains other units.
+ * Its buffer is its own if it stays open while other units' backwards run, or keeps gradients. */
+static inline bool fsdpc_unit_owns_buffer(const fsdpc_unit_settings *settings, bool encloses)
+{
+    return encloses || settings->keep_grads || settings->rank_dependent;
+}
+
+/* Its full is in memory of its own (slots.h). */
+static inline bool fsdpc_unit_owns_full(const fsdpc_unit_settings *settings, bool encloses)
+{
+    return encloses || settings->rank_dependent || !settings->reshard_after_forward;
+}
+
 enum { FSDPC_PREFETCH = 1 }; /* the default; 2 for CPU ranks on several hosts */
 
 fsdpc_status fsdpc_unit_create(const fsdpc_param_spec *specs, int n_specs,

@@ -200,6 +200,13 @@ static inline int fsdpc_unit_rank(const fsdpc_unit *unit)
     return unit->mesh.shard->rank;
 }
 
+/* Creates a zeroed array as long as the group's shard, in device memory, in host memory or in a
+ * file (then it has an extent).  Messages use `what`, which outlives it. */
+fsdpc_status fsdpc_unit_create_array(const fsdpc_unit *unit, const fsdpc_group *group,
+                                     bool offloaded, fsdpc_mem_kind kind, const char *what,
+                                     fsdpc_dtype dtype, fsdpc_extent **extent_out, void **out);
+void fsdpc_unit_destroy_array(const fsdpc_unit *unit, fsdpc_extent *extent, void *memory);
+
 /* Maps spread masters to the wire, which has room for the group; does nothing to others. */
 fsdpc_status fsdpc_unit_join_wire(fsdpc_unit *unit, fsdpc_unit_group *group,
                                   const fsdpc_wire *wire);

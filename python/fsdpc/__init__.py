@@ -125,10 +125,10 @@ if TYPE_CHECKING:
 
 
 # Hooks that higher packages add to lower ones: notebook pictures, plans in errors, fault drills.
-def _drill(name: str) -> Callable[[Any], None]:
-    def drill(what: Any) -> None:
+def _drill(name: str) -> Callable[..., None]:
+    def drill(*args: Any) -> None:
         if "FSDPC_FAULT" in os.environ:
-            getattr(importlib.import_module("fsdpc.monitor.faults"), name)(what)
+            getattr(importlib.import_module("fsdpc.monitor.faults"), name)(*args)
 
     return drill
 

@@ -2138,16 +2138,25 @@ def play(fn: Callable[[], Any], orders: bool, /) -> tuple[Any, int]:
 
 pooled_buffers: int
 
-def plan_unit(
-    params: Sequence[tuple[dtype, tuple[int, ...]] | tuple[dtype, tuple[int, ...], bool]],
-    ranks: int,
-    param_dtype: dtype | None,
-    reduce_dtype: dtype | None,
-    offload: Offload | None = None,
-    state_dtype: dtype = ...,
+def plan_root(
+    units: list[Any],
+    mesh: tuple[int, int],
+    groups: tuple[tuple[int, int], tuple[int, int]],
+    remote: bool,
+    single: bool,
+    prefetch: int,
+    n_states: int,
+    state_dtype: dtype,
+    micro_steps: int,
     /,
-) -> dict[str, int]:
-    """Return the bytes per rank for a unit with these parameters (dtype, shape, frozen)."""
+) -> list[tuple[str, str, int, int, str]]:
+    """Return (name, class, bytes, count, where) of all memory of a rank, creating nothing.
+
+    Each unit is (parameters, param_dtype, reduce_dtype, offload, whether it encloses others,
+    keep_grads, rank_dependent, reshard_after_forward); each parameter is (dtype, shape, frozen).
+    ``groups`` is (hosts, ranks per host) of the shard group and of the replicas. ``where`` is
+    "memory", "pinned", "file" or "message" (bytes sent to a rank of each other host).
+    """
 
 def plan_fulls(
     units: list[tuple[int, int, bool]], ranks: int, prefetch: int, remote: bool, /
@@ -2156,11 +2165,6 @@ def plan_fulls(
 
     Each unit is (bytes, bytes of the rank's own slices, whether its memory is never shared).
     """
-
-def plan_rooms(
-    replicas: bool, dtype: dtype, bytes: int, hosts: int, lanes: int, /
-) -> int:
-    """Return the bytes per rank, besides its buffer, that a reduction over several hosts needs."""
 
 class TorchUnit:
     """A unit for a frontend over foreign tensors: schedule, dictionaries and gradients."""

@@ -6,21 +6,21 @@
 enum { MOST = 12, GRANULE = 1000 };
 
 /* `bytes`: of each unit's full, negative where it never shares. */
-static int assign(const int *bytes, int n, int per_class, size_t granule, int *slots)
+static int assign(const int *bytes, int n, int per_class, size_t granule, fsdpc_slot_want *wants)
 {
-    fsdpc_slot_want wants[MOST];
     for (int i = 0; i < n; i++)
-        wants[i] = (fsdpc_slot_want){(size_t)abs(bytes[i]), bytes[i] < 0};
-    return fsdpc_slots_assign(wants, n, per_class, granule, slots);
+        wants[i] = (fsdpc_slot_want){.bytes = (size_t)abs(bytes[i]), .alone = bytes[i] < 0};
+    return fsdpc_slots_assign(wants, n, per_class, granule);
 }
 
 #define CHECK_SLOTS(per_class, granule, n_slots, bytes, ...)                                       \
     do {                                                                                           \
-        int got[MOST], want[] = __VA_ARGS__, n = (int)(sizeof want / sizeof *want);                \
+        fsdpc_slot_want got[MOST];                                                                 \
+        int want[] = __VA_ARGS__, n = (int)(sizeof want / sizeof *want);                           \
         CHECK(assign(bytes, n, per_class, granule, got) == (n_slots));                             \
         for (int i = 0; i < n; i++)                                                                \
-            CHECK_NOTE(got[i] == want[i], "unit %d has slot %d instead of %d", i, got[i],          \
-                       want[i]);                                                                   \
+            CHECK_NOTE(got[i].slot == want[i], "unit %d has slot %d instead of %d", i,             \
+                       got[i].slot, want[i]);                                                      \
     } while (0)
 
 static void test_repeated_blocks_take_turns(void)

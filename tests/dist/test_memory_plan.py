@@ -130,6 +130,18 @@ def test_plan_of_uneven_units_on_hosts() -> None:
     assert fsdpc.memory_stats()["reduce_peak_bytes"] - before == plan.reduce
 
 
+@pytest.mark.ranks(2)
+def test_plan_of_units_that_run_on_some_ranks() -> None:
+    """Each has a buffer of its own."""
+    before = fsdpc.memory_stats()["reduce_bytes"]
+    model = nn.Sequential(*(fsdpc.fully_shard(nn.Linear(64, 64)) for _ in range(4)))
+    for layer in model[1:]:
+        layer._fsdpc_unit.rank_dependent = True
+    fsdpc.fully_shard(model)(fsdpc.tensor(np.ones((2, 64), np.float32))).sum().backward()
+    peak = fsdpc.memory_stats()["reduce_peak_bytes"]
+    assert peak - before == fsdpc.memory_plan(model).reduce
+
+
 def test_hosts_cost_what_the_docs_say() -> None:
     """docs/hosts.md, What does it cost in memory?"""
     layer = nn.Linear(1024, 1024, bias=False)

@@ -18,6 +18,7 @@ import pytest
 import fsdpc
 from fsdpc import nn
 from fsdpc.monitor import faults
+from fsdpc.sharding.rules import Frontend
 
 ENABLED = {"FSDPC_FAULT_ENABLE": "1"}
 SCRIPT = """
@@ -116,7 +117,7 @@ def test_a_launcher_of_others_is_not_dropped(monkeypatch: pytest.MonkeyPatch) ->
     for pid in ("1", ""):
         monkeypatch.setenv("FSDPC_LAUNCHER_PID", pid)
         with pytest.raises(ValueError, match=f"FSDPC_LAUNCHER_PID is '{pid}', and this rank's"):
-            faults.watch([])
+            faults.watch([], Frontend(bool, list))
 
 
 def test_a_mistyped_unit_is_named_once(tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ ORDER = {
     "engine": """
         layout slots norm plan unit unit_internal root_internal acts grad_file micro order fill full
         full_shared full_file full_lent grads collect clip agree reduce full_moved full_private
-        gather epoch root optim_internal optim_graph optim_host optim optim_step sched call
-        step_graph
+        gather epoch root plan_root optim_internal optim_graph optim_host optim optim_step sched
+        call step_graph
     """,
     "nn": """
         hook tensor node frame tape backward scalar ops op op_elementwise op_scalar op_shape

@@ -13,17 +13,14 @@ import difflib
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
-from fsdpc import _core, distributed
+from fsdpc import distributed
 from fsdpc.display.text import say
-from fsdpc.nn.module import Module
-from fsdpc.sharding.rules import units_of
+from fsdpc.sharding.rules import Frontend, units_of
 
 VARIABLE, ENABLE = "FSDPC_FAULT", "FSDPC_FAULT_ENABLE"
 LAUNCHER = "FSDPC_LAUNCHER_PID"
@@ -102,7 +99,7 @@ def read_faults(environment: Mapping[str, str] = os.environ) -> tuple[Fault, ...
     return tuple(found)
 
 
-def watch(modules: Iterable[Any]) -> None:
+def watch(modules: Iterable[Any], frontend: Frontend) -> None:
     """Install this rank's faults in a unit's modules; called by sharding.
 
     Ranks restarted after a failure have no faults: the drill tests how they continue.
@@ -113,7 +110,7 @@ def watch(modules: Iterable[Any]) -> None:
     faults = [f for f in planned if f.rank == distributed.rank()]
     for module in modules if faults else ():
         forward = module.forward  # bound; an instance attribute replaces it
-        object.__setattr__(module, "forward", _watched(module, forward, faults))
+        object.__setattr__(module, "forward", _watched(module, forward, faults, frontend))
 
 
 def _planned() -> tuple[Fault, ...]:
@@ -156,13 +153,13 @@ def _launcher() -> int:
 
 
 def _watched(
-    module: Any, forward: Callable[..., Any], faults: list[Fault]
+    module: Any, forward: Callable[..., Any], faults: list[Fault], frontend: Frontend
 ) -> Callable[..., Any]:
     count, inner = 0, [forward]
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
-        if not _records(module):
+        if not frontend.records():
             return inner[0](*args, **kwargs)
         count += 1
         due = [f for f in faults if f.unit == module._fsdpc_unit.name and f.step == count]
@@ -170,7 +167,7 @@ def _watched(
             if fault.phase == "forward":
                 _strike(fault)
             elif fault.kind == "corrupt":
-                _corrupt(module, fault)
+                _corrupt(module._fsdpc_unit.name, frontend.parameters(module), fault)
         output = inner[0](*args, **kwargs)
         for fault in due:
             if fault.phase == "backward" and fault.kind != "corrupt":
@@ -179,14 +176,6 @@ def _watched(
 
     watched.inner = inner  # type: ignore[attr-defined]  # activation.py puts recomputation inside
     return watched
-
-
-def _records(module: Any) -> bool:
-    """Return whether a backward will follow this forward, and it is not a recomputation."""
-    if isinstance(module, Module):
-        return _core.is_grad_enabled() and not _core.in_backward()
-    torch = sys.modules["torch"]
-    return bool(torch.is_grad_enabled()) and torch._C._current_graph_task_id() == -1
 
 
 def _first(output: Any) -> Any:
@@ -211,25 +200,17 @@ def _strike(fault: Fault) -> None:
         raise InjectedFault(f"{VARIABLE}: {fault}, on rank {fault.rank}")
 
 
-def _corrupt(module: Any, fault: Fault) -> None:
-    unit, handles, native = module._fsdpc_unit, [], isinstance(module, Module)
-    if native:
-        own = [p for p in module.parameters() if p._unit is unit]
-    else:
-        own = import_module("fsdpc.torch._unit").states_of(module)[0].fulls
-    trained = [p for p in own if p.requires_grad]
+def _corrupt(unit: str, parameters: list[Any], fault: Fault) -> None:
+    handles: list[Any] = []
+    trained = [p for p in parameters if p.requires_grad]
     if not trained:
-        raise ValueError(f"{VARIABLE}: unit '{unit.name}' has no gradient to corrupt")
+        raise ValueError(f"{VARIABLE}: unit '{unit}' has no gradient to corrupt")
 
     def wrong(grad: Any) -> Any:
         handles.pop().remove()
         _say(fault)
         changed = grad.detach().clone()
-        flat = changed.reshape(-1)
-        if native:
-            flat.numpy()[0] += _WRONG
-            return flat.reshape(*grad.shape)
-        flat[0] += _WRONG
+        changed.reshape(-1)[0] += _WRONG
         return changed
 
     handles.append(trained[0].register_hook(wrong))

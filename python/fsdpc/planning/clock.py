@@ -18,10 +18,6 @@ from fsdpc.planning.played import Event, Played
 if TYPE_CHECKING:
     from fsdpc.planning.simulate import SimulateOptions
 
-# Bytes of an epoch's note, sent before an operation (csrc/comm/hosts_internal.h), and of the
-# agreement of replicas (csrc/engine/agree.c).
-_NOTE_BYTES, _HEADER_BYTES, _MARK_BYTES = 32, 112, 24
-
 
 # ---- traffic ----
 
@@ -44,12 +40,14 @@ class Wires:
     """The bytes that an operation moves over each link, and its duration if no other runs."""
 
     def __init__(
-        self, *, bandwidth: float, latency: float, options: SimulateOptions, device: str
-    ) -> None:
+        self, *, bandwidth: float, latency: float, options: SimulateOptions, device: str,
+        messages: dict[str, int],
+    ) -> None:  # fmt: skip
         self.bandwidth: float = bandwidth
         self.latency: float = latency
         self.o: SimulateOptions = options
         self.is_ring: bool = device == "cuda"
+        self.messages: dict[str, int] = messages  # their bytes, from the engine's plan
 
     def load(self, kind: str, group: HostGroup, full: float, element: int) -> Load:
         """Return the load of a "gather", "reduce" or "all_reduce" of ``full`` bytes."""
@@ -71,7 +69,8 @@ class Wires:
         """Return the load if every host sends this many bytes to each other host."""
         hosts, lanes, per_host = group
         messages = (1 + header) * (hosts - 1)
-        between = (hosts - 1) * (bytes_to_each + lanes * header * _HEADER_BYTES) * per_host
+        headers = lanes * self.messages["header"] if header else 0
+        between = (hosts - 1) * (bytes_to_each + headers) * per_host
         seconds = inside / lanes / self.o.local_bandwidth
         seconds += max(between / self.bandwidth, messages * self.o.message)
         return Load(
@@ -93,11 +92,11 @@ class Wires:
             between, inside, messages, rounds * hops, max(local, between / self.bandwidth)
         )
 
-    def values(self, group: HostGroup, n_bytes: int, header: bool = True) -> Load:
+    def values(self, group: HostGroup, message: str, header: bool = True) -> Load:
         """Return the load of a note or agreement, sent by each rank to its lane on each host."""
         if self.is_ring:  # the clock for GPUs does not count these
             return Load(0.0, 0.0, 0, 0.0, 0.0)
-        return self._crossing(group, group.lanes * n_bytes, header=header)
+        return self._crossing(group, group.lanes * self.messages[message], header=header)
 
 
 # ---- the clock ----
@@ -205,11 +204,11 @@ class Clock:
 
     def _epoch(self, unit: int, n_bytes: int) -> None:
         if self.to_agree:  # at the end of backward: which parameters were used
-            for group, mark in ((self.replicas, _MARK_BYTES), (self.shards, 0)):
-                used = self.wires.values(group, self.record.n_params + 1 + mark)
-                self._wait("agree", self._post("sum", used))
+            used = [(self.replicas, "agreement of replicas"), (self.shards, "agreement")]
+            for group, message in used:
+                self._wait("agree", self._post("sum", self.wires.values(group, message)))
             self.to_agree = False
-        note = self.wires.values(self.shards, _NOTE_BYTES, header=False)
+        note = self.wires.values(self.shards, "note of an epoch", header=False)
         self._wait("agree", self._post("sum", note))
 
     def _gather(self, unit: int, n_bytes: int) -> None:

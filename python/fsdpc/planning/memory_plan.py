@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,12 +82,10 @@ class MemoryPlan:
     activation: int | None = None
     file: int = 0
     pinned: int = 0
-    micro_sum: int = 0
     units: str = field(default="", compare=False)
-    _by_device: dict[str, dict[str, int]] = field(default_factory=dict, compare=False, repr=False)
-    _mesh: tuple[int, int] = field(default=(1, 1), compare=False, repr=False)
+    _question: _Question = field(compare=False, repr=False)
     _micro_steps: int = field(default=0, compare=False, repr=False)  # 0: not deterministic
-    _buffers: tuple[_Buffer, ...] = field(default=(), compare=False, repr=False)
+    _messages: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
 
     def for_device(self, device: str) -> MemoryPlan:
         """Return the plan for ranks on device "cpu" or "cuda", even if this machine has no GPU.
@@ -112,11 +108,8 @@ class MemoryPlan:
         [32, 8]
         """
         check_device(device)
-        held = dict(self._by_device[device])
-        if device == "cpu":
-            held["reduce"] += _room_bytes(self._buffers, self._mesh, self.hosts)
-        held["grad"] += self._more_sums(device) * self.micro_sum
-        return replace(self, device=device, **held)
+        answer = self._question.ask(device, self.hosts, self._micro_steps)
+        return replace(self, device=device, **answer)
 
     def for_hosts(self, hosts: int) -> MemoryPlan:
         """Return the plan for the same ranks, spread evenly over this many hosts.
@@ -133,7 +126,7 @@ class MemoryPlan:
         >>> [plan.for_hosts(n).reduce // 2**10 for n in (1, 2)]
         [4096, 4864]
         """
-        ranks = math.prod(self._mesh)
+        ranks = math.prod(self._question.mesh)
         if hosts < 1 or ranks % hosts:
             raise ValueError(f"{ranks} ranks on {hosts} hosts: every host has as many")
         return replace(self, hosts=hosts).for_device(self.device)
@@ -144,15 +137,6 @@ class MemoryPlan:
         A step that reads gradients between its micro-steps may keep one more sum.
         """
         return replace(self, _micro_steps=n).for_device(self.device)
-
-    def _more_sums(self, device: str) -> int:
-        """Return how many sums deterministic mode keeps in addition to the gradient shard."""
-        replicate, shard = self._mesh
-        ranks = shard if replicate == 1 else replicate  # of the reduction that produces the sums
-        splits = self.hosts == 1 or device == "cuda"  # see can_split in csrc/engine/micro.c
-        if not splits or (replicate > 1 and shard & (shard - 1)):
-            ranks = 1
-        return _most_sums(ranks, self._micro_steps) - 1
 
     @property
     def total(self) -> int:
@@ -180,7 +164,8 @@ class MemoryPlan:
     def __str__(self) -> str:
         rows = [*self._parts(), ("total", self.total), *self._beside()]
         lines = [f"{name:11}{size(n):>14}" for name, n in rows]
-        sharing = min(self._mesh[1], math.prod(self._mesh) // self.hosts)
+        mesh = self._question.mesh
+        sharing = min(mesh[1], math.prod(mesh) // self.hosts)
         if self.device == "cpu" and sharing > 1:
             lines.append(f"{sharing} ranks of a host share one wire")
         return "\n".join([*lines, self._described()])
@@ -191,55 +176,50 @@ class MemoryPlan:
         return memory_picture.picture(title, self._parts(), self._beside())
 
 
-@dataclass(frozen=True, kw_only=True)
-class _UnitShape:
+class _PlannedUnit(NamedTuple):
+    """A unit as the engine plans it, except that ``offload`` is by device."""
+
     specs: list[tuple[_core.dtype, tuple[int, ...], bool]]  # dtype, shape, frozen
     param_dtype: Any
     reduce_dtype: Any
-    own_buffer: bool
-    own_full: bool  # has its own memory even if others share slots
-    offload: dict[str, _core.Offload | None]  # by device
-
-    def sums(self, stage: str) -> list[_core.dtype]:
-        """Return the dtypes in which a reduction, or a partial, is summed: one per flat group."""
-        groups = dict.fromkeys(dtype for dtype, _, frozen in self.specs if not frozen)
-        if stage == "reduce":
-            return [self.reduce_dtype or self.param_dtype or dtype for dtype in groups]
-        return [d if d == _core.float64 else _core.float32 for d in groups]
-
-    def is_filled_in_place(self, device: str) -> bool:
-        """Whether a single rank writes gradients directly to their final location."""
-        offload = self.offload[device]
-        sums = self.sums("reduce")
-        return (
-            len(sums) == 1
-            and sums == self.sums("partial")
-            and not (offload and offload[4])
-            and not distributed.is_deterministic()
-        )
+    offload: dict[str, _core.Offload | None]
+    encloses: bool  # or is the root
+    keep_grads: bool
+    rank_dependent: bool
+    reshard_after_forward: bool
 
 
-def _most_sums(ranks: int, n: int) -> int:
-    """Return how many sums n micro-steps keep at a time (see csrc/engine/micro.h).
+class _Question(NamedTuple):
+    """What a plan asks the engine, again for each device and number of hosts."""
 
-    A run ends after some number of summed leaves; each set bit of that number is a kept sum.
-    """
-    ranks = 1 if ranks & (ranks - 1) == 0 else ranks
-    most, leaves = 1, 0
-    for end in range(ranks, n * ranks + 1, ranks):
-        while leaves < end:
-            left = 1 << (end - leaves).bit_length() - 1
-            leaves += min(left, leaves & -leaves or left)
-            most = max(most, leaves.bit_count())
-    return most
+    units: list[_PlannedUnit]
+    mesh: tuple[int, int]
+    single: bool  # one rank, which needs no buffer that others read
+    prefetch: int
+    n_states: int
+    state_dtype: _core.dtype
+
+    def ask(self, device: str, hosts: int, micro_steps: int) -> dict[str, Any]:
+        """Return the fields of a plan: bytes by category, and messages between hosts."""
+        is_gpu = device == "cuda"
+        hosts = 1 if is_gpu else hosts  # NCCL keeps no sums in transit
+        groups = groups_on_hosts(self.mesh, hosts, math.prod(self.mesh) // hosts)
+        rows = _core.plan_root(
+            [unit._replace(offload=unit.offload[device]) for unit in self.units],
+            self.mesh, tuple(group[:2] for group in groups), is_gpu, self.single, self.prefetch,
+            self.n_states, self.state_dtype, micro_steps,
+        )  # fmt: skip
+        found = dict.fromkeys(_CATEGORIES, 0)
+        messages: dict[str, int] = {}
+        for name, kind, n_bytes, count, where in rows:
+            if where == "message":
+                messages[name] = n_bytes
+            else:
+                found[kind if where == "memory" else where] += n_bytes * count
+        return {**found, "_messages": messages}
 
 
-class _Buffer(NamedTuple):
-    """A reduce buffer, or a partial between the two stages of a mesh with replicas."""
-
-    stage: str
-    bytes: int
-    dtypes: tuple[tuple[_core.dtype, ...], ...]  # per flat group, from all units
+_CATEGORIES = ("wire", "master", "grad", "state", "reduce", "staging", "file", "pinned")
 
 
 def memory_plan(
@@ -309,7 +289,6 @@ def memory_plan(
     if mesh is None and isinstance(model, FSDPModule):
         mesh = model._fsdpc_unit.mesh_shape
     replicate, shard = grid(mesh, strategy)
-    keeps = strategy is not None and as_strategy(strategy) is ShardingStrategy.SHARD_OPTIM
     units = _sharded_units(model) if isinstance(model, FSDPModule) else []
     described = f"{len(units)} units, as sharded"
     if not units:
@@ -323,127 +302,28 @@ def memory_plan(
                 plan = lambda name, module: {} if id(module) in own else None  # noqa: E731
         policy = mp_policy or MixedPrecisionPolicy()
         units = _planned_units(model, plan, policy, strategy, offload_policy)
-    n_states = STATES[optimizer] if isinstance(optimizer, str) else int(optimizer)
-    kept_as = _core.float32 if state_dtype is None else _core.as_dtype(state_dtype)
-    plans_by = {
-        name: [
-            _core.plan_unit(
-                u.specs, shard, u.param_dtype, u.reduce_dtype, u.offload[name], kept_as
-            )
-            for u in units
-        ]
-        for name in DEVICES
-    }
-    plans = plans_by["cpu"]  # the device makes no difference here
-    shards = {name: _shard_bytes(plans_by[name], units, n_states, name) for name in DEVICES}
-    there = [bool(u.offload["cuda"] and u.offload["cuda"][:2] == ("host", True)) for u in units]
-    fulls = [
-        (one["wire"], 0 if away else one["published"], u.own_full)
-        for u, one, away in zip(units, plans, there)
-    ]
-    if shard > 1:
-        published = (one["published"] for one, away in zip(plans, there) if away)
-        shards["cuda"]["pinned"] += sum(published)
-    ahead = model._fsdpc_unit.prefetch if isinstance(model, FSDPModule) else 1
-    two_stages = replicate > 1 and shard > 1
+    if strategy is not None and as_strategy(strategy) is ShardingStrategy.SHARD_OPTIM:
+        units = [unit._replace(keep_grads=True) for unit in units]
     world = group._world
-    alone = replicate * shard == 1 and (
-        world is None or world.size > 1 or world.transport == "self"
+    question = _Question(
+        units=units,
+        mesh=(replicate, shard),
+        single=replicate * shard == 1
+        and (world is None or world.size > 1 or world.transport == "self"),
+        prefetch=model._fsdpc_unit.prefetch if isinstance(model, FSDPModule) else 1,
+        n_states=STATES[optimizer] if isinstance(optimizer, str) else int(optimizer),
+        state_dtype=_core.float32 if state_dtype is None else _core.as_dtype(state_dtype),
     )
-    if not alone:  # frozen masters are pages of the wire
-        shards["cpu"]["master"] -= sum(one["shared_master"] for one in plans)
-    buffers = {
-        name: _buffers(units, plans, keeps, two_stages, name if alone else None) for name in DEVICES
-    }
-    first = shard if shard > 1 else replicate  # ranks that contribute to a sum
-    # In deterministic mode over NCCL, a rank receives its peers' contributions before it sums them.
-    received = (first - 1) * max((one["contribution"] for one in plans), default=0)
-    if two_stages:
-        received += (replicate - 1) * max(one["partial_contribution"] for one in plans)
-    by_device = {
-        name: {
-            **shards[name],
-            "wire": _core.plan_fulls(fulls, shard, ahead, name == "cuda"),
-            "reduce": sum(buffer.bytes for buffer in buffers[name])
-            + (received if name == "cuda" and distributed.is_deterministic() else 0),
-        }
-        for name in DEVICES
-    }
-    if any(u.offload["cpu"] and u.offload["cpu"][1] for u in units):  # then the wire is a file
-        by_device["cpu"]["file"] += by_device["cpu"]["wire"]
-        by_device["cpu"]["wire"] = 0
     activation = None
     if batch_shape is not None:
         activation = _activation_bytes(model, tuple(batch_shape), mp_policy)
     here = get_default_device()
-    is_here = world is not None and world.size == replicate * shard
+    hosts = world.hosts if world is not None and world.size == replicate * shard else 1
+    micro_steps = int(distributed.is_deterministic())
     return MemoryPlan(
-        device=here, hosts=world.hosts if world is not None and is_here else 1,
-        micro_sum=sum(one["partial"] for one in plans), **by_device[here], activation=activation,
-        units=described, _by_device=by_device, _mesh=(replicate, shard), _buffers=buffers["cpu"],
-        _micro_steps=int(distributed.is_deterministic()),
-    ).for_device(here)  # fmt: skip
-
-
-def _shard_bytes(
-    plans: list[dict[str, int]], units: list[_UnitShape], n_states: int, device: str
-) -> dict[str, int]:
-    """Return a rank's shard bytes by category; offloaded shards count as file or pinned."""
-    found = dict.fromkeys(("master", "grad", "state", "file", "pinned", "staging"), 0)
-    ring = {"file": 0, "pinned": 0}
-    for one, unit in zip(plans, units):
-        offload = unit.offload[device]
-        where = "pinned" if offload and offload[0] == "host" else "file"
-        for key, times in (("master", 1), ("grad", 1), ("state", n_states)):
-            found[key] += times * one[key]
-            found[where] += times * one[f"{key}_file"]
-        ring[where] = max(ring[where], one["ring"])
-    found["staging"] = ring["file"] if found["file"] else 0
-    found["pinned"] += ring["pinned"]
-    return found
-
-
-def _buffers(
-    units: list[_UnitShape],
-    plans: list[dict[str, int]],
-    keeps: bool,
-    two_stages: bool,
-    alone_on: str | None,
-) -> tuple[_Buffer, ...]:
-    """Return the buffers that csrc/engine/fill.c creates; ``alone_on``: a single rank's device."""
-    found = []
-    both = [(unit, one) for unit, one in zip(units, plans) if one["reduce"]]
-    pools = [not (unit.own_buffer or keeps) for unit, _ in both]
-    sharing = [each for each, it_pools in zip(both, pools) if it_pools]
-    fills = [not (alone_on and unit.is_filled_in_place(alone_on)) for unit, _ in both]
-    for stage in ("reduce", "partial") if two_stages else ("reduce",):
-        for (unit, one), it_fills in zip(both, fills):
-            if it_fills and (unit.own_buffer or keeps):
-                found.append(_Buffer(stage, one[stage], tuple((d,) for d in unit.sums(stage))))
-        shared = zip_longest(*(unit.sums(stage) for unit, _ in sharing))
-        dtypes = tuple(tuple({d for d in each if d is not None}) for each in shared)
-        largest = max((one[stage] for _, one in sharing), default=0)
-        n = sum(map(operator.and_, fills, pools))
-        found += [_Buffer(stage, largest, dtypes)] * min(_core.pooled_buffers, n)
-    return tuple(found)
-
-
-def _room_bytes(buffers: tuple[_Buffer, ...], mesh: tuple[int, int], hosts: int) -> int:
-    """Return the bytes needed, besides the buffers, for sums in transit between hosts."""
-    if hosts == 1:
-        return 0
-    shards, replicas = groups_on_hosts(mesh, hosts, math.prod(mesh) // hosts)
-    total = 0
-    for buffer in buffers:
-        is_whole = buffer.stage == "partial" or mesh[1] == 1  # summed over replicas
-        group = replicas if is_whole else shards
-        if group.hosts > 1:
-            where = buffer.bytes, group.hosts, group.lanes
-            total += sum(
-                max(_core.plan_rooms(is_whole, dtype, *where) for dtype in each)
-                for each in buffer.dtypes
-            )
-    return total
+        device=here, hosts=hosts, activation=activation, units=described, _question=question,
+        _micro_steps=micro_steps, **question.ask(here, hosts, micro_steps),
+    )  # fmt: skip
 
 
 def grid(mesh: Any, strategy: Any) -> tuple[int, int]:
@@ -467,17 +347,19 @@ def _specs(unit: _core.Unit) -> list[tuple[_core.dtype, tuple[int, ...], bool]]:
     ]
 
 
-def _sharded_units(model: Any) -> list[_UnitShape]:
+def _sharded_units(model: Any) -> list[_PlannedUnit]:
     return [
-        _UnitShape(
+        _PlannedUnit(
             specs=_specs(unit),
             param_dtype=unit.param_dtype,
             reduce_dtype=unit.reduce_dtype,
-            own_buffer=own or unit.keep_grads,
-            own_full=own or unit.rank_dependent or not unit.reshard_after_forward,
             offload=_sharded_offload(unit.offload),
+            encloses=encloses,
+            keep_grads=unit.keep_grads,
+            rank_dependent=unit.rank_dependent,
+            reshard_after_forward=unit.reshard_after_forward,
         )
-        for unit, own in {**rules.enclosing(model), model._fsdpc_unit: True}.items()
+        for unit, encloses in {**rules.enclosing(model), model._fsdpc_unit: True}.items()
     ]
 
 
@@ -493,7 +375,7 @@ def _planned_units(
     policy: MixedPrecisionPolicy,
     strategy: Any,
     offload_policy: OffloadPolicy | None,
-) -> list[_UnitShape]:
+) -> list[_PlannedUnit]:
     stays = strategy is not None and as_strategy(strategy).keeps_params
     chosen: list[tuple[list[Any], dict[str, Any]]] = []
     if plan is not None:
@@ -507,18 +389,17 @@ def _planned_units(
         reshards = options.get("reshard_after_forward", not stays)
         params = [p for p in module.parameters() if id(p) not in claimed]
         claimed.update(map(id, params))
-        alone = module is model or any(id(m) in ids for m in list(module.modules())[1:])
+        policies = options.get("offload_policy", offload_policy)
         units.append(
-            _UnitShape(
+            _PlannedUnit(
                 specs=[(p.dtype, p.shape, not p.requires_grad) for p in params],
                 param_dtype=own.param_dtype,
                 reduce_dtype=own.reduce_dtype,
-                own_buffer=alone,
-                own_full=alone or reshards is False,
-                offload={
-                    name: planned(options.get("offload_policy", offload_policy), name)
-                    for name in DEVICES
-                },
+                offload={name: planned(policies, name) for name in DEVICES},
+                encloses=module is model or any(id(m) in ids for m in list(module.modules())[1:]),
+                keep_grads=False,
+                rank_dependent=False,
+                reshard_after_forward=reshards is not False,
             )
         )
     return units

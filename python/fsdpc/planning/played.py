@@ -57,7 +57,6 @@ class Played:
     samples: tuple[Sample, ...]
     units: tuple[str, ...]
     reduce_sizes: tuple[int, ...]  # element size in each unit's reductions
-    n_params: int
     memory: dict[str, int]
 
     @property
@@ -143,7 +142,6 @@ def _play(
         samples=tuple(sampler.samples),
         units=tuple(u.name for u in units),
         reduce_sizes=tuple(sizes),
-        n_params=sum(len(u.params) for u in units),
         memory=sampler.peaks,
     )
 

@@ -292,7 +292,8 @@ def simulate(
     if o.offload_policy is not None:
         memory = planned(offload_policy=o.offload_policy).for_device(device)
     memory = memory.for_hosts(hosts)
-    wires = Wires(bandwidth=bandwidth, latency=latency, options=o, device=device)
+    wires = Wires(bandwidth=bandwidth, latency=latency, options=o, device=device,
+                  messages=memory._messages)  # fmt: skip
     clock = Clock(record, groups, wires, flops)
     clock.play()
     params = {id(p): p for p in model.parameters()}.values()

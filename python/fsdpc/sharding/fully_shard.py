@@ -180,7 +180,13 @@ def _make_unit(
         m.__dict__["_fsdpc_unit"] = unit
         m.__dict__["_fsdpc_strategy"] = where.strategy
         object.__setattr__(m, "__class__", rules.sharded_class(FSDPModule, type(m)))
-    rules.enclose(modules)
+    rules.enclose(modules, _FRONTEND)
+
+
+_FRONTEND = rules.Frontend(
+    records=lambda: _core.is_grad_enabled() and not _core.in_backward(),
+    parameters=lambda module: [p for p in module.parameters() if p._unit is module._fsdpc_unit],
+)
 
 
 def _check_parameter(name: str, p: Parameter) -> None:

@@ -21,10 +21,17 @@ Inside = list[tuple[str, Any]]
 Found = list[tuple[str, Any, list[tuple[dict[str, Any], str]]]]
 
 
+class Frontend(NamedTuple):
+    """What a frontend tells fault drills about its sharded modules."""
+
+    records: Callable[[], bool]  # a backward will follow this forward, which recomputes nothing
+    parameters: Callable[[Any], list[Any]]  # those of a module's unit, as its forward reads them
+
+
 class Drill(NamedTuple):
     """Hooks of fault drills for each new unit's modules, and for a model whose units are named."""
 
-    sharded: Callable[[Sequence[Any]], None]
+    sharded: Callable[[Sequence[Any], Frontend], None]
     named: Callable[[Any], None]
 
 
@@ -270,7 +277,7 @@ def enclosing(module: Any) -> dict[_core.Unit, bool]:
     return found
 
 
-def enclose(modules: Sequence[Any]) -> None:
+def enclose(modules: Sequence[Any], frontend: Frontend) -> None:
     """Record, in sharded modules inside these, which modules now enclose them."""
     for outer in modules:
         for _, m in sharded_modules(outer):
@@ -278,7 +285,7 @@ def enclose(modules: Sequence[Any]) -> None:
             if m not in modules and (not known or known() is None):
                 m.__dict__["_fsdpc_outer"] = weakref.ref(outer)
     for drill in drills:
-        drill.sharded(modules)
+        drill.sharded(modules, frontend)
 
 
 def outermost(module: Any) -> Any:

@@ -386,7 +386,7 @@ def fully_shard(
         m.__dict__["_fsdpc_state"] = state
         m.__dict__["_fsdpc_unit"] = state.unit
         m.__class__ = rules.sharded_class(FSDPModule, type(m))
-    rules.enclose(modules)
+    rules.enclose(modules, _FRONTEND)
     if hasattr(offload_policy, "pin_memory") and _device.on_cpu():
         log_once("CPUOffloadPolicy changes nothing: masters are in host memory")
     watch(state, inside)
@@ -394,6 +394,12 @@ def fully_shard(
     refuse_resizing([m for _, m in inside])
     offer_parts(state, [m for _, m in inside])
     return module
+
+
+_FRONTEND = rules.Frontend(
+    records=lambda: torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1,
+    parameters=lambda module: module._fsdpc_state.fulls,
+)
 
 
 def _value(p: nn.Parameter, synced: bool) -> str:

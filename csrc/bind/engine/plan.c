@@ -1,0 +1,163 @@
+/* plan_root(units, mesh, groups, remote, single, prefetch, n_states, state_dtype, micro_steps): the
+ * rows of plan_root.h.  plan_fulls(units, ranks, prefetch, remote): the bytes of fulls, for
+ * estimates that have sizes instead of shapes. */
+#include "bind/engine/tier.h"
+
+#include "engine/plan_root.h"
+#include "engine/slots.h"
+
+/* Returns the granule of this process's GPU.  Without a GPU, no runtime is created.  Returns false
+ * with an exception on failure. */
+static bool slot_granule(fsdpc_py_state *state, size_t *out)
+{
+    *out = FSDPC_SLOT_GRANULE;
+    if (!state->runtime.plugin)
+        return true;
+    const fsdpc_runtime *runtime = fsdpc_py_state_runtime(state);
+    if (runtime)
+        *out = runtime->device->window_granule;
+    return runtime;
+}
+
+/* ---- plan_root ---- */
+
+static int read_spec(PyObject *item, fsdpc_param_spec *spec)
+{
+    PyObject *dtype, *shape;
+    int frozen;
+    if (!PyArg_ParseTuple(item, "OO!p", &dtype, &PyTuple_Type, &shape, &frozen) ||
+        fsdpc_py_dtype_parse(dtype, &spec->dtype) < 0)
+        return -1;
+    spec->frozen = frozen;
+    spec->name = "";
+    spec->ndim = (int)PyTuple_GET_SIZE(shape);
+    if (spec->ndim > FSDPC_LAYOUT_MAX_DIMS) {
+        PyErr_Format(PyExc_ValueError, "%d dimensions; at most %d", spec->ndim,
+                     FSDPC_LAYOUT_MAX_DIMS);
+        return -1;
+    }
+    for (int d = 0; d < spec->ndim; d++)
+        spec->shape[d] = PyLong_AsSize_t(PyTuple_GET_ITEM(shape, d));
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* The caller frees `specs`, even on failure. */
+static int read_unit(PyObject *module, PyObject *item, fsdpc_plan_unit *unit)
+{
+    PyObject *list, *param_dtype, *reduce_dtype, *offload;
+    fsdpc_unit_options *options = &unit->options;
+    int encloses, keep_grads, rank_dependent, reshards;
+    if (!PyArg_ParseTuple(item, "O!OOOpppp", &PyList_Type, &list, &param_dtype, &reduce_dtype,
+                          &offload, &encloses, &keep_grads, &rank_dependent, &reshards))
+        return -1;
+    unit->encloses = encloses;
+    unit->settings = (fsdpc_unit_settings){.keep_grads = keep_grads,
+                                           .rank_dependent = rank_dependent,
+                                           .reshard_after_forward = reshards};
+    options->cast_params = param_dtype != Py_None;
+    options->cast_reduce = reduce_dtype != Py_None;
+    if ((options->cast_params && fsdpc_py_dtype_parse(param_dtype, &options->param_dtype) < 0) ||
+        (options->cast_reduce && fsdpc_py_dtype_parse(reduce_dtype, &options->reduce_dtype) < 0) ||
+        fsdpc_py_offload_parse(module, offload, &options->offload) < 0)
+        return -1;
+    fsdpc_param_spec *specs = fsdpc_py_room(PyList_GET_SIZE(list), sizeof *specs);
+    unit->specs = specs;
+    unit->n_specs = (int)PyList_GET_SIZE(list);
+    for (int i = 0; specs && i < unit->n_specs; i++)
+        if (read_spec(PyList_GET_ITEM(list, i), &specs[i]) < 0)
+            return -1;
+    return specs ? 0 : -1;
+}
+
+static int read_options(PyObject *module, PyObject *args, PyObject **units_out,
+                        fsdpc_root_options *out)
+{
+    PyObject *state_dtype;
+    int remote, single;
+    if (!PyArg_ParseTuple(args, "O!(ii)((ii)(ii))ppiiOi", &PyList_Type, units_out, &out->replicate,
+                          &out->shard, &out->shards.hosts, &out->shards.lanes, &out->replicas.hosts,
+                          &out->replicas.lanes, &remote, &single, &out->prefetch, &out->n_states,
+                          &state_dtype, &out->micro_steps) ||
+        fsdpc_py_dtype_parse(state_dtype, &out->state_dtype) < 0)
+        return -1;
+    out->remote = remote;
+    out->single = single;
+    bool moves = remote && out->shard > 1;
+    return moves && !slot_granule(PyModule_GetState(module), &out->granule) ? -1 : 0;
+}
+
+static fsdpc_status add_row(void *list, const fsdpc_plan_row *row)
+{
+    static const char *const where[] = {[FSDPC_PLAN_MEMORY] = "memory",
+                                        [FSDPC_PLAN_PINNED] = "pinned",
+                                        [FSDPC_PLAN_FILE] = "file",
+                                        [FSDPC_PLAN_MESSAGE] = "message"};
+    PyObject *item =
+        Py_BuildValue("(ssnns)", row->name, fsdpc_mem_kind_name(row->kind), (Py_ssize_t)row->bytes,
+                      (Py_ssize_t)row->count, where[row->where]);
+    int result = item ? PyList_Append(list, item) : -1;
+    Py_XDECREF(item);
+    return result < 0 ? FSDPC_ERR_NOMEM : FSDPC_OK; /* with an exception */
+}
+
+static PyObject *plan_root(PyObject *module, PyObject *args)
+{
+    PyObject *list;
+    fsdpc_root_options options = {0};
+    if (read_options(module, args, &list, &options) < 0)
+        return NULL;
+    Py_ssize_t n = PyList_GET_SIZE(list);
+    fsdpc_plan_unit *units = fsdpc_py_room(n, sizeof *units);
+    PyObject *rows = units ? PyList_New(0) : NULL;
+    bool fine = rows;
+    for (Py_ssize_t i = 0; fine && i < n; i++)
+        fine = read_unit(module, PyList_GET_ITEM(list, i), &units[i]) == 0;
+    if (fine) {
+        fsdpc_status status = fsdpc_plan_root(units, (int)n, &options, add_row, rows);
+        fine = !PyErr_Occurred() && fsdpc_py_check(status) == 0;
+    }
+    for (Py_ssize_t i = 0; units && i < n; i++)
+        PyMem_Free((void *)units[i].specs);
+    PyMem_Free(units);
+    if (!fine)
+        Py_CLEAR(rows);
+    return rows;
+}
+
+/* ---- plan_fulls ---- */
+
+static PyObject *plan_fulls(PyObject *module, PyObject *args)
+{
+    PyObject *list;
+    int ranks, prefetch, remote;
+    if (!PyArg_ParseTuple(args, "O!iip", &PyList_Type, &list, &ranks, &prefetch, &remote))
+        return NULL;
+    Py_ssize_t n = PyList_GET_SIZE(list);
+    bool moved = remote && ranks > 1; /* otherwise they are read in place */
+    size_t bytes = 0, granule = 0;
+    if (moved && !slot_granule(PyModule_GetState(module), &granule))
+        return NULL;
+    fsdpc_slot_want *wants = fsdpc_py_room(n, sizeof *wants);
+    bool fine = wants;
+    for (Py_ssize_t i = 0; fine && i < n; i++) {
+        Py_ssize_t full, published;
+        int alone;
+        fine = PyArg_ParseTuple(PyList_GET_ITEM(list, i), "nnp", &full, &published, &alone);
+        if (!fine)
+            break;
+        wants[i] = (fsdpc_slot_want){.bytes = (size_t)full, .alone = alone};
+        bytes += moved ? (size_t)published : 0;
+    }
+    if (fine)
+        fsdpc_slots_assign(wants, (int)n, prefetch + 1, granule);
+    for (Py_ssize_t i = 0; fine && i < n; i++)
+        bytes += wants[i].block_bytes * (size_t)wants[i].n_blocks;
+    PyMem_Free(wants);
+    return fine ? PyLong_FromSize_t(bytes) : NULL;
+}
+
+PyMethodDef fsdpc_py_plan_functions[] = {
+    FSDPC_PY_FUNCTION(plan_root, plan_root, METH_VARARGS),
+    FSDPC_PY_FUNCTION(plan_fulls, plan_fulls, METH_VARARGS),
+    {NULL, NULL, 0, NULL},
+};

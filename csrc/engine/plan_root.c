@@ -1,0 +1,290 @@
+/* Plans each unit's own arrays first, then the memory that units share: fulls, reduce buffers, and
+ * memory for sums in transit.
+ */
+#include "engine/plan_root.h"
+
+#include <stdlib.h>
+
+#include "comm/coll_math.h"
+#include "comm/comm_hosts.h"
+#include "engine/agree.h"
+#include "engine/micro.h"
+#include "engine/slots.h"
+
+/* A reduction's stages, and what they read: a reduce buffer, and a partial. */
+enum { FIRST, SECOND, N_STAGES };
+
+/* A unit's part of shared memory. */
+typedef struct unit_sizes {
+    size_t wire, slices, buffer[N_STAGES];           /* bytes; a reduce buffer and a partial */
+    int n_trained;                                   /* flat groups; at most one for each dtype */
+    fsdpc_dtype dtypes[N_STAGES][FSDPC_DTYPE_COUNT]; /* of their sums */
+    bool fills_shard; /* it needs no buffer: kernels fill its gradient shard */
+} unit_sizes;
+
+typedef struct planner {
+    const fsdpc_plan_unit *units;
+    const fsdpc_root_options *options;
+    int n;
+    unit_sizes *sizes;
+    size_t file_ring, host_ring; /* bytes of the ring, and of one chunk of it */
+    size_t contribution[N_STAGES];
+    fsdpc_plan_row_fn take;
+    void *arg;
+} planner;
+
+static fsdpc_status emit(const planner *p, const char *name, fsdpc_mem_kind kind, size_t bytes,
+                         size_t count, fsdpc_plan_kind where)
+{
+    const fsdpc_plan_row row = {name, kind, bytes, count, where};
+    return bytes == 0 || count == 0 ? FSDPC_OK : p->take(p->arg, &row);
+}
+
+/* ---- The arrays of a unit ---- */
+
+static fsdpc_status plan_array(planner *p, const char *name, fsdpc_mem_kind kind, int count,
+                               const fsdpc_array_plan *array)
+{
+    size_t n = (size_t)count;
+    if (n > 0)
+        p->file_ring = fsdpc_max_size(p->file_ring, array->ring_bytes);
+    FSDPC_TRY(emit(p, name, kind, array->memory_bytes, n, FSDPC_PLAN_MEMORY));
+    FSDPC_TRY(emit(p, name, kind, array->pinned_bytes, n, FSDPC_PLAN_PINNED));
+    return emit(p, name, kind, array->file_bytes, n, FSDPC_PLAN_FILE);
+}
+
+/* Note [spread masters] (unit.c): only if there is a wire that others share. */
+static bool shares_masters(const planner *p, const fsdpc_plan_unit *unit, const fsdpc_group *group,
+                           const fsdpc_group_plan *plan)
+{
+    return !p->options->single && !p->options->remote &&
+           fsdpc_plan_shares_masters(group, plan->wire_dtype, &unit->options.offload);
+}
+
+static fsdpc_status plan_group(planner *p, const fsdpc_plan_unit *unit, const fsdpc_group *group,
+                               unit_sizes *sizes)
+{
+    const fsdpc_root_options *options = p->options;
+    const fsdpc_offload *offload = &unit->options.offload;
+    size_t numel = group->shard_numel;
+    fsdpc_group_plan plan;
+    FSDPC_TRY(fsdpc_plan_group(group, &unit->options, &plan));
+    sizes->wire += plan.wire_bytes;
+    sizes->slices += fsdpc_plan_slice_bytes(group, plan.wire_dtype);
+    fsdpc_array_plan array = fsdpc_plan_array(offload, offload->masters, numel, group->dtype);
+    if (!shares_masters(p, unit, group, &plan))
+        FSDPC_TRY(plan_array(p, "masters", FSDPC_MEM_MASTER, 1, &array));
+    if (group->frozen)
+        return FSDPC_OK;
+    array = fsdpc_plan_array(offload, offload->gradients, numel, plan.grad_dtype);
+    FSDPC_TRY(plan_array(p, "gradients", FSDPC_MEM_GRAD, 1, &array));
+    array = fsdpc_plan_array(offload, offload->states, numel,
+                             fsdpc_plan_state_dtype(group->dtype, options->state_dtype));
+    FSDPC_TRY(plan_array(p, "states", FSDPC_MEM_STATE, options->n_states, &array));
+    if (fsdpc_offload_steps_on_host(offload))
+        p->host_ring =
+            fsdpc_max_size(p->host_ring, fsdpc_plan_host_bytes(offload, numel,
+                                                               fsdpc_dtype_bytes(plan.grad_dtype)));
+    const fsdpc_dtype dtypes[N_STAGES] = {plan.reduce_dtype, plan.grad_dtype};
+    for (int stage = 0; stage < N_STAGES; stage++) {
+        size_t sent = fsdpc_coll_contribution_bytes(numel, dtypes[stage]);
+        p->contribution[stage] = fsdpc_max_size(p->contribution[stage], sent);
+        sizes->dtypes[stage][sizes->n_trained] = dtypes[stage];
+    }
+    sizes->buffer[FIRST] += plan.reduce_bytes;
+    sizes->buffer[SECOND] += plan.partial_bytes;
+    sizes->n_trained++;
+    return FSDPC_OK;
+}
+
+static fsdpc_status plan_unit(planner *p, const fsdpc_plan_unit *unit, unit_sizes *sizes)
+{
+    fsdpc_layout *layout = NULL;
+    FSDPC_TRY(fsdpc_layout_create(unit->specs, unit->n_specs, p->options->shard,
+                                  &unit->options.layout, &layout));
+    fsdpc_status status = FSDPC_OK;
+    for (int g = 0; status == FSDPC_OK && g < layout->n_groups; g++)
+        status = plan_group(p, unit, &layout->groups[g], sizes);
+    fsdpc_layout_destroy(layout);
+    sizes->fills_shard =
+        p->options->single && sizes->n_trained > 0 &&
+        fsdpc_plan_fits_shard(sizes->n_trained, sizes->dtypes[FIRST][0], sizes->dtypes[SECOND][0],
+                              &unit->options.offload, p->options->micro_steps > 0);
+    return status;
+}
+
+/* ---- Fulls ---- */
+
+static fsdpc_status plan_wire(const planner *p)
+{
+    size_t bytes = 0;
+    bool in_file = false;
+    for (int i = 0; i < p->n; i++) {
+        const fsdpc_offload *offload = &p->units[i].options.offload;
+        bytes += p->sizes[i].wire;
+        in_file |= offload->params && !offload->host && !p->options->remote;
+    }
+    return emit(p, "parameter buffer", FSDPC_MEM_WIRE, bytes, 1,
+                in_file ? FSDPC_PLAN_FILE : FSDPC_PLAN_MEMORY);
+}
+
+static fsdpc_status plan_moved(const planner *p, fsdpc_slot_want *wants)
+{
+    for (int i = 0; i < p->n; i++) {
+        const fsdpc_plan_unit *unit = &p->units[i];
+        const fsdpc_offload *offload = &unit->options.offload;
+        wants[i] =
+            (fsdpc_slot_want){.bytes = p->sizes[i].wire,
+                              .alone = fsdpc_unit_owns_full(&unit->settings, unit->encloses)};
+        FSDPC_TRY(emit(p, "slices", FSDPC_MEM_WIRE, p->sizes[i].slices, 1,
+                       offload->params && offload->host ? FSDPC_PLAN_PINNED : FSDPC_PLAN_MEMORY));
+    }
+    fsdpc_slots_assign(wants, p->n, p->options->prefetch + 1, p->options->granule);
+    for (int i = 0; i < p->n; i++)
+        FSDPC_TRY(emit(p, wants[i].slot < 0 ? "unsharded parameters" : "memory slots",
+                       FSDPC_MEM_WIRE, wants[i].block_bytes, (size_t)wants[i].n_blocks,
+                       FSDPC_PLAN_MEMORY));
+    return FSDPC_OK;
+}
+
+static fsdpc_status plan_fulls(const planner *p)
+{
+    if (!p->options->remote || p->options->shard == 1)
+        return plan_wire(p);
+    fsdpc_slot_want *wants = calloc((size_t)p->n + 1, sizeof *wants);
+    if (!wants)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a plan of %d units", p->n);
+    fsdpc_status status = plan_moved(p, wants);
+    free(wants);
+    return status;
+}
+
+/* ---- Reduce buffers ---- */
+
+static bool owns_buffer(const planner *p, int unit)
+{
+    return fsdpc_unit_owns_buffer(&p->units[unit].settings, p->units[unit].encloses);
+}
+
+/* Returns the memory that sums of a unit's flat group need in transit between hosts, if they are in
+ * a buffer of this size.  The reduction of each group of a buffer has its own. */
+static size_t transit_bytes(const planner *p, int stage, int unit, int g, size_t buffer_bytes)
+{
+    const unit_sizes *sizes = &p->sizes[unit];
+    bool over_replicas = stage == SECOND || p->options->shard == 1;
+    fsdpc_plan_hosts group = over_replicas ? p->options->replicas : p->options->shards;
+    if (group.hosts == 1 || g >= sizes->n_trained || sizes->buffer[FIRST] == 0)
+        return 0;
+    return fsdpc_comm_hosts_room_bytes(
+        over_replicas ? FSDPC_COLL_REDUCE_ALL : FSDPC_COLL_REDUCE_SCATTER, sizes->dtypes[stage][g],
+        buffer_bytes, group.hosts, group.lanes);
+}
+
+static fsdpc_status emit_buffers(const planner *p, const char *name, size_t bytes, size_t count,
+                                 size_t transit)
+{
+    FSDPC_TRY(emit(p, name, FSDPC_MEM_REDUCE, bytes, count, FSDPC_PLAN_MEMORY));
+    return emit(p, "sums in transit", FSDPC_MEM_REDUCE, transit, count, FSDPC_PLAN_MEMORY);
+}
+
+/* Plans what fill.c creates.  A single rank creates a buffer when it first fills it. */
+static fsdpc_status plan_stage(const planner *p, int stage)
+{
+    fsdpc_pool_plan pool = {0};
+    size_t n_created = 0, transit = 0;
+    for (int i = 0; i < p->n; i++) {
+        const unit_sizes *sizes = &p->sizes[i];
+        size_t bytes = sizes->buffer[stage], own = 0;
+        if (sizes->buffer[FIRST] == 0)
+            continue;
+        if (!owns_buffer(p, i)) {
+            fsdpc_pool_plan_add(&pool, sizes->buffer[FIRST], sizes->buffer[SECOND]);
+            n_created += !sizes->fills_shard && n_created < FSDPC_POOLED_BUFFERS;
+        } else if (!sizes->fills_shard) {
+            for (int g = 0; g < sizes->n_trained; g++)
+                own += transit_bytes(p, stage, i, g, bytes);
+            FSDPC_TRY(
+                emit_buffers(p, stage == FIRST ? "own buffers" : "own partials", bytes, 1, own));
+        }
+    }
+    size_t bytes = stage == FIRST ? pool.bytes : pool.partial_bytes;
+    for (int g = 0; g < FSDPC_DTYPE_COUNT; g++) {
+        size_t most = 0;
+        for (int i = 0; i < p->n; i++)
+            if (!owns_buffer(p, i))
+                most = fsdpc_max_size(most, transit_bytes(p, stage, i, g, bytes));
+        transit += most;
+    }
+    return emit_buffers(p, stage == FIRST ? "pooled buffers" : "pooled partials", bytes, n_created,
+                        transit);
+}
+
+static fsdpc_status plan_buffers(const planner *p)
+{
+    const fsdpc_root_options *options = p->options;
+    const bool receives = options->remote && options->micro_steps > 0;
+    const int ranks[N_STAGES] = {options->shard > 1 ? options->shard : options->replicate,
+                                 options->replicate};
+    int n = fsdpc_plan_has_partials(options->replicate, options->shard) ? N_STAGES : 1;
+    for (int stage = 0; stage < n; stage++) {
+        FSDPC_TRY(plan_stage(p, stage));
+        FSDPC_TRY(emit(p, "contributions", FSDPC_MEM_REDUCE, p->contribution[stage],
+                       receives ? (size_t)(ranks[stage] - 1) : 0, FSDPC_PLAN_MEMORY));
+    }
+    return FSDPC_OK;
+}
+
+/* Sums of micro-steps in addition to the gradient shard, which is the first. */
+static fsdpc_status plan_sums(const planner *p)
+{
+    const fsdpc_root_options *options = p->options;
+    bool over_replicas = options->replicate > 1;
+    int hosts = over_replicas ? options->replicas.hosts : options->shards.hosts;
+    int leaves =
+        fsdpc_micro_leaves(over_replicas ? options->replicate : options->shard,
+                           over_replicas ? options->shard : 1, options->remote || hosts == 1);
+    int more = fsdpc_micro_most(leaves, options->micro_steps) - 1;
+    for (int i = 0; i < p->n; i++)
+        FSDPC_TRY(emit(p, "sums of micro-steps", FSDPC_MEM_GRAD, p->sizes[i].buffer[SECOND],
+                       (size_t)more, FSDPC_PLAN_MEMORY));
+    return FSDPC_OK;
+}
+
+/* ---- Messages ---- */
+
+static fsdpc_status plan_messages(const planner *p)
+{
+    const fsdpc_hosts_messages messages = fsdpc_comm_hosts_messages();
+    const fsdpc_plan_kind where = FSDPC_PLAN_MESSAGE;
+    size_t n_params = 0;
+    for (int i = 0; i < p->n; i++)
+        n_params += (size_t)p->units[i].n_specs;
+    FSDPC_TRY(emit(p, "note of an epoch", FSDPC_MEM_OTHER, messages.note, 1, where));
+    FSDPC_TRY(emit(p, "header", FSDPC_MEM_OTHER, messages.header, 1, where));
+    FSDPC_TRY(emit(p, "agreement", FSDPC_MEM_OTHER, fsdpc_agree_bytes(n_params, false), 1, where));
+    return emit(p, "agreement of replicas", FSDPC_MEM_OTHER, fsdpc_agree_bytes(n_params, true), 1,
+                where);
+}
+
+fsdpc_status fsdpc_plan_root(const fsdpc_plan_unit *units, int n_units,
+                             const fsdpc_root_options *options, fsdpc_plan_row_fn take, void *arg)
+{
+    planner p = {.units = units, .options = options, .n = n_units, .take = take, .arg = arg};
+    fsdpc_status status = FSDPC_OK;
+    p.sizes = calloc((size_t)n_units + 1, sizeof *p.sizes);
+    if (!p.sizes)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a plan of %d units", n_units);
+    for (int i = 0; status == FSDPC_OK && i < n_units; i++)
+        status = plan_unit(&p, &units[i], &p.sizes[i]);
+    fsdpc_status (*const parts[])(const planner *) = {plan_fulls, plan_buffers, plan_sums,
+                                                      plan_messages};
+    for (size_t i = 0; status == FSDPC_OK && i < sizeof parts / sizeof *parts; i++)
+        status = parts[i](&p);
+    if (status == FSDPC_OK)
+        status = emit(&p, "ring", FSDPC_MEM_STAGING, p.file_ring, 1, FSDPC_PLAN_MEMORY);
+    if (status == FSDPC_OK)
+        status =
+            emit(&p, "ring", FSDPC_MEM_STAGING, p.host_ring, FSDPC_HOST_CHUNKS, FSDPC_PLAN_PINNED);
+    free(p.sizes);
+    return status;
+}

@@ -1,0 +1,51 @@
+/* The memory that a root of planned units will have on a rank, and the sizes of its messages.
+ *
+ * Nothing is created: no unit, communicator or device needs to exist.  Each row is memory that the
+ * engine will allocate.  Its size comes from the function that the engine allocates it with (plan.h,
+ * slots.h, micro.h, comm_hosts.h).  The caller adds rows up.  The sums are the peaks of steps that
+ * follow the recorded schedule and keep no gradients over several backwards (no_sync).
+ */
+#ifndef FSDPC_ENGINE_PLAN_ROOT_H
+#define FSDPC_ENGINE_PLAN_ROOT_H
+
+#include "engine/unit.h"
+
+typedef struct fsdpc_plan_unit {
+    const fsdpc_param_spec *specs;
+    int n_specs;
+    fsdpc_unit_options options;   /* dtypes, layout and offload */
+    fsdpc_unit_settings settings; /* of which keep_grads, rank_dependent, reshard_after_forward */
+    bool encloses;                /* it is the root, or contains other units */
+} fsdpc_plan_unit;
+
+/* The ranks of one stage of a reduction: hosts, and ranks on each of them. */
+typedef struct fsdpc_plan_hosts {
+    int hosts, lanes;
+} fsdpc_plan_hosts;
+
+typedef struct fsdpc_root_options {
+    int replicate, shard;              /* the mesh */
+    fsdpc_plan_hosts shards, replicas; /* where its ranks are */
+    bool remote;                       /* gathers move bytes to GPUs */
+    bool single;                       /* one rank, which needs no buffer that others read */
+    size_t granule;                    /* of remote windows (slots.h) */
+    int prefetch;
+    int n_states; /* per parameter */
+    fsdpc_dtype state_dtype;
+    int micro_steps; /* per step in deterministic mode; 0: not deterministic */
+} fsdpc_root_options;
+
+typedef struct fsdpc_plan_row {
+    const char *name; /* static */
+    fsdpc_mem_kind kind;
+    size_t bytes, count; /* of each, and how many */
+    fsdpc_plan_kind where;
+} fsdpc_plan_row;
+
+typedef fsdpc_status (*fsdpc_plan_row_fn)(void *arg, const fsdpc_plan_row *row);
+
+/* Calls `take` with each row, in no particular order. */
+fsdpc_status fsdpc_plan_root(const fsdpc_plan_unit *units, int n_units,
+                             const fsdpc_root_options *options, fsdpc_plan_row_fn take, void *arg);
+
+#endif
