@@ -10,8 +10,6 @@ TESTS ?=
 # Processes of pytest, one a core; most tests start ranks of their own.
 WORKERS ?= logical
 SPREAD := -n $(WORKERS) --maxprocesses 8 --dist worksteal
-# CI runs what failed once more, alone, in a process of its own: to be mended, not to be lived with.
-AGAIN = $(if $(CI), || bash -o pipefail -c '$(PY) -m pytest --last-failed --last-failed-no-failures none | tee -a build/pytest.log')
 VENV := .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
@@ -73,7 +71,7 @@ PYTEST_RUN = $(PY) -m pytest $(if $(NAMED),$(TESTS),tests --ignore=tests/lint) $
 
 pytest: venv
 	mkdir -p build
-	bash -o pipefail -c '$(PYTEST_RUN) | tee build/pytest.log'$(AGAIN)
+	bash -o pipefail -c '$(PYTEST_RUN) | tee build/pytest.log'
 ifeq ($(NAMED),)
 	FSDPC_NO_ALIAS=1 $(PY) -m pytest -q tests/dist $(SPREAD) $(ARGS) || [ $$? -eq 5 ] # 5: ARGS chose none
 endif
