@@ -339,9 +339,8 @@ def core_objects(flavour: str = "plain", layers: Sequence[str] = CORE_LAYERS) ->
 
     A sanitizer has to see the locks of the core too.
     """
-    builder = ctest.builder_of(flavour)
-    with native.building(builder.out):
-        return builder.compile(native.sources(layers))
+    with native.building(ctest.builder_of(flavour).out):
+        return ctest.compile_core(flavour, layers)
 
 
 def test_sources() -> list[Path]:
