@@ -55,8 +55,9 @@ def test_fsdp2_loop() -> None:
     assert len(mine) == 4 and sorted(mine) == sorted(theirs)
 
 
-def test_fsdp1() -> None:
-    output = run("torch/02_fsdp1.py", "11")
+@pytest.mark.ranks(2, timeout=300)
+def test_fsdp1(tmp_path: Path) -> None:
+    output = here(tmp_path, "torch/02_fsdp1.py", "11")
     seen = losses(output)
     assert len(seen) == 2 and seen[1] < seen[0]
     assert "[0] 38 tensors, 38 optimizer states" in output
