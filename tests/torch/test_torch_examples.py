@@ -17,7 +17,7 @@ import torch._dynamo  # optimizers import it at their first use: here once, not 
 import transformers  # noqa: F401
 
 import fsdpc
-from tests.unit.test_examples import EXAMPLES, losses, run
+from tests.unit.test_examples import EXAMPLES, HANGS_S, losses, run
 
 
 def here(folder: Path, name: str, *arguments: str) -> str:
@@ -47,7 +47,7 @@ def test_fsdp2_loop() -> None:
     assert output.count("38 tensors, 101,456 elements") == 2
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     done = subprocess.run(
-        [*command, str(EXAMPLES / name), "11"], capture_output=True, text=True, timeout=200
+        [*command, str(EXAMPLES / name), "11"], capture_output=True, text=True, timeout=HANGS_S
     )
     assert done.returncode == 0, done.stderr
     mine = re.findall(r"step \d+: loss \S+ norm \d+\.\d{3}", output)
