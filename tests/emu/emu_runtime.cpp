@@ -181,18 +181,10 @@ void emu_launch_threads(cudaStream_t stream, unsigned grid, unsigned block, size
     of(stream)->post([=] { emu_run_grid(grid, block, thread); }, true);
 }
 
-/* In a stream. */
 static void wait_for(place &awaited)
 {
     while (!awaited.is_reached())
         awaited.wait();
-}
-
-/* In the host, which lets the streams run meanwhile. */
-static void host_waits_for(place &awaited)
-{
-    host_inside here;
-    wait_for(awaited);
 }
 
 /* Of a query, which may wait for another process. */
@@ -369,7 +361,8 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream)
     waits++;
     auto reached = std::make_shared<place>();
     of(stream)->post([reached] { reached->reach(); }, false);
-    host_waits_for(*reached);
+    host_inside here; /* which lets the streams run meanwhile */
+    wait_for(*reached);
     return cudaSuccess;
 }
 

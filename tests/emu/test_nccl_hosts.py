@@ -196,14 +196,6 @@ def test_nccl_finds_the_interface_itself(pretended: Ranks, more: dict[str, str],
         assert rank == [interface, "1"]
 
 
-@EMULATION_ALONE  # whose address and version these are
-def test_older_nccl_for_ranks_that_share_a_gpu_is_refused(pretended: Ranks) -> None:
-    for text in pretended.results(2, "refused", EMU_GPUS="1"):
-        assert text.startswith("NotImplementedError: "), text
-        assert ("ranks 0 and 1 share GPU 0000:1b:00.0, which NCCL 2.28.9 does not let them: "
-                "install 2.30 or newer") in text, text
-
-
 def test_ranks_of_a_host_share_a_gpu_if_nccl_can(pretended: Ranks) -> None:
     transports = [rank[0] for rank in pretended.results(2, "who", EMU_GPUS="1",
                                                         FAKE_NCCL_VERSION="23007")]

@@ -70,12 +70,8 @@ def test_strategies_keep_less_and_less(tmp_path: Path) -> None:
     found = re.findall(
         r"^\[0\] (\w+): loss ([\d.]+); .* master ([\d.]+).* state ([\d.]+)", output, re.M
     )
-    assert [name for name, *_ in found] == [
-        "NO_SHARD",
-        "SHARD_OPTIM",
-        "SHARD_GRAD_OP",
-        "FULL_SHARD",
-    ]
+    names = ["NO_SHARD", "SHARD_OPTIM", "SHARD_GRAD_OP", "FULL_SHARD"]
+    assert [name for name, *_ in found] == names
     assert len({loss for _, loss, _, _ in found}) == 1
     masters = [float(master) for *_, master, _ in found]
     assert masters[1] < 0.6 * masters[0] and masters[3] == masters[1]
