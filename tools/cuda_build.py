@@ -339,9 +339,8 @@ def core_objects(flavour: str = "plain", layers: Sequence[str] = CORE_LAYERS) ->
 
     A sanitizer has to see the locks of the core too.
     """
-    builder = ctest.builder_of(flavour)
-    with native.building(builder.out):
-        return builder.compile(native.sources(layers))
+    with native.building(ctest.builder_of(flavour).out):
+        return ctest.compile_core(flavour, layers)
 
 
 def test_sources() -> list[Path]:
@@ -453,7 +452,8 @@ def compile_emulated(folder: Path, sanitizer: str, ready: Sequence[Path],
     kernels = {path for path in KERNELS.glob("*.cu") if not ready or path.stem in ENGINE_KERNELS}
     emulated = [path for path in without_border() if path != native.CSRC / "cuda" / "driver.c"]
     shared = [*emulated_kernels(folder, kernels, extra),
-              *builder.compile_all([*((path, cpp) for path in sorted(EMULATION.glob("*.cpp"))),
+              *builder.compile_all([*((path, [*cpp, "-O2"])
+                                      for path in sorted(EMULATION.glob("*.cpp"))),
                                     *((path, c) for path in emulated),
                                     (EMULATION / "emu_driver.c", c),
                                     (EMULATION / "fake_cudnn.c", c)])]
@@ -467,10 +467,11 @@ def compile_emulated(folder: Path, sanitizer: str, ready: Sequence[Path],
         link(["clang", *extra, "-shared", f"-Wl,-soname,{soname}"], folder / soname, fake)
     if aliases:
         objects.append(builder.compile(ALIASES, emulated_commands()[1]))
-    programs = []
-    for path in tests:
-        programs.append(link(["clang++", *linking, *aliases, "-pthread", "-rdynamic"],
-                             folder / path.stem, [builder.compile(path, c), *objects]))
+    mains = builder.compile_all([(path, c) for path in tests])
+    command = ["clang++", *linking, *aliases, "-pthread", "-rdynamic"]
+    with ThreadPoolExecutor(native.usable_cores()) as pool:
+        programs = list(pool.map(
+            lambda path, main: link(command, folder / path.stem, [main, *objects]), tests, mains))
     return programs if sanitizer else [*programs, link_emulated_plugin(builder, c, shared)]
 
 

@@ -10,7 +10,7 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
+#include <limits.h>
 #include <linux/futex.h>
 #include <memory>
 #include <mutex>
@@ -52,10 +52,36 @@ void run_gated(const std::function<void()> &run, bool touches_memory)
         emu_gate.work_ends();
 }
 
-void futex(std::atomic<uint32_t> *word, int operation, uint32_t value)
+void futex(std::atomic<uint32_t> *word, int operation, uint32_t value,
+           const struct timespec *at_most = nullptr)
 {
-    syscall(SYS_futex, reinterpret_cast<uint32_t *>(word), operation, value, NULL, NULL, 0);
+    syscall(SYS_futex, reinterpret_cast<uint32_t *>(word), operation, value, at_most, NULL, 0);
 }
+
+/* A place in a stream's work.  Who waits for it sleeps: most ranks here have no core of their own.
+ */
+class place
+{
+    enum : uint32_t { AHEAD, AWAITED, REACHED };
+    std::atomic<uint32_t> state{AHEAD};
+
+  public:
+    bool is_reached() const
+    {
+        return state.load(std::memory_order_acquire) == REACHED;
+    }
+    void reach()
+    {
+        if (state.exchange(REACHED, std::memory_order_release) == AWAITED)
+            futex(&state, FUTEX_WAKE_PRIVATE, INT_MAX);
+    }
+    void wait(const struct timespec *at_most = nullptr)
+    {
+        uint32_t seen = AHEAD;
+        state.compare_exchange_strong(seen, AWAITED, std::memory_order_relaxed);
+        futex(&state, FUTEX_WAIT_PRIVATE, AWAITED, at_most);
+    }
+};
 
 /* Random delays of one stream.  Some streams are much slower than others, by the seed, so that what
  * should have waited for a slow one comes long before it. */
@@ -130,8 +156,8 @@ static std::mutex made_lock;
 static std::vector<emu_stream *> made;
 
 struct emu_event {
-    std::shared_ptr<std::atomic<bool>> reached; /* of the last record */
-    emu_part part;                              /* of it, in a capture */
+    std::shared_ptr<place> reached; /* of the last record */
+    emu_part part;                  /* of it, in a capture */
 };
 
 emu_part &emu_part_of(cudaStream_t stream)
@@ -155,30 +181,14 @@ void emu_launch_threads(cudaStream_t stream, unsigned grid, unsigned block, size
     of(stream)->post([=] { emu_run_grid(grid, block, thread); }, true);
 }
 
-/* In a stream. */
-static void wait_for(const std::atomic<bool> &flag)
+static void wait_for(place &awaited)
 {
-    while (!flag.load(std::memory_order_acquire))
-        std::this_thread::yield();
+    while (!awaited.is_reached())
+        awaited.wait();
 }
 
-/* In the host, which lets the streams run meanwhile. */
-static void host_waits_for(const std::atomic<bool> &flag)
-{
-    host_inside here;
-    wait_for(flag);
-}
-
-/* The same for so long: the call may wait for another process. */
-static void host_waits_for(const std::atomic<bool> &flag, std::chrono::nanoseconds patience)
-{
-    host_inside here;
-    auto until = std::chrono::steady_clock::now() + patience;
-    while (!flag.load(std::memory_order_acquire) && std::chrono::steady_clock::now() < until)
-        std::this_thread::yield();
-}
-
-static const std::chrono::milliseconds QUERY_PATIENCE(5);
+/* Of a query, which may wait for another process. */
+static const struct timespec QUERY_PATIENCE = {0, 5000000};
 
 /* -- the runtime ------------------------------------------------------------------------------- */
 
@@ -349,9 +359,10 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream)
         return error;
     emu_trace("wait\n");
     waits++;
-    auto reached = std::make_shared<std::atomic<bool>>(false);
-    of(stream)->post([reached] { reached->store(true, std::memory_order_release); }, false);
-    host_waits_for(*reached);
+    auto reached = std::make_shared<place>();
+    of(stream)->post([reached] { reached->reach(); }, false);
+    host_inside here; /* which lets the streams run meanwhile */
+    wait_for(*reached);
     return cudaSuccess;
 }
 
@@ -418,9 +429,9 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
         event->part = of(stream)->part;
         return cudaSuccess;
     }
-    auto reached = std::make_shared<std::atomic<bool>>(false);
+    auto reached = std::make_shared<place>();
     event->reached = reached;
-    of(stream)->post([reached] { reached->store(true, std::memory_order_release); }, false);
+    of(stream)->post([reached] { reached->reach(); }, false);
     return cudaSuccess;
 }
 
@@ -458,10 +469,11 @@ cudaError_t cudaEventQuery(cudaEvent_t event)
     }
     emu_trace("query\n");
     queries++;
-    if (emu_gate.closed && event->reached) /* else nothing would ever run */
-        host_waits_for(*event->reached, QUERY_PATIENCE);
-    bool reached = !event->reached || event->reached->load(std::memory_order_acquire);
-    return reached ? cudaSuccess : cudaErrorNotReady;
+    if (emu_gate.closed && event->reached && !event->reached->is_reached()) {
+        host_inside here; /* else nothing would ever run */
+        event->reached->wait(&QUERY_PATIENCE);
+    }
+    return !event->reached || event->reached->is_reached() ? cudaSuccess : cudaErrorNotReady;
 }
 
 } // extern "C"

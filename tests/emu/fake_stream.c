@@ -1,8 +1,8 @@
 /* What groups of the fake NCCL do on their streams, and how ranks meet there.
  *
  * Chunk by chunk every rank leaves what it sends in the memory that all have mapped, waits for all,
- * computes its own result, and waits again before the next may begin.  Waits poll atomics, so that
- * a rank which is killed holds no lock, and are work of the stream that touches no memory of the
+ * computes its own result, and waits again before the next may begin.  Waits look at atomics, so
+ * that a rank which is killed holds no lock, and are work of the stream that touches no memory of the
  * device, so that a host which asks for an event is not kept.  Host threads read atomics alone, so
  * that ThreadSanitizer sees no order between host and stream that CUDA would not give.
  *
@@ -17,15 +17,20 @@
  * NCCL launches on a thread of its own, between the end of a group and the poll that says so, and
  * changes the graph that captures: whoever captures anything meanwhile breaks CUDA's rules.
  */
+#include <limits.h>
+#include <linux/futex.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "fake_inside.h"
 #include "fake_launch.h"
 
-enum { LOOK_NS = 20000 };
+enum { LOOK_NS = 500000 };
 
 typedef struct chunk chunk;
 
@@ -125,14 +130,24 @@ static void chunk_give(void *arg)
     spoil(c);
 }
 
-/* Waits until all ranks have come to `count`; the batch fails if it is aborted first. */
-static void meet(batch *b, const _Atomic long *count, long target)
+/* The kernel looks at the low half of a count, the same for all processes that map it. */
+static void sleep_on(_Atomic long *count, long seen)
 {
     const struct timespec pause = {0, LOOK_NS};
-    while (!b->failed && atomic_load(count) < target) {
+    syscall(SYS_futex, (uint32_t *)count, FUTEX_WAIT, (uint32_t)seen, &pause, NULL, 0);
+}
+
+static void count_up(_Atomic long *count)
+{
+    atomic_fetch_add(count, 1);
+    syscall(SYS_futex, (uint32_t *)count, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+/* Waits until all ranks have come to `count`; the batch fails if it is aborted first. */
+static void meet(batch *b, _Atomic long *count, long target)
+{
+    for (long seen; !b->failed && (seen = atomic_load(count)) < target; sleep_on(count, seen))
         b->failed = fake_is_ended(b->comm);
-        nanosleep(&pause, NULL);
-    }
 }
 
 static void chunk_arrive(void *arg)
@@ -150,7 +165,7 @@ static void chunk_arrive(void *arg)
         c->of->failed = true;
     if (c->of->failed)
         return;
-    atomic_fetch_add(&comm->all->arrived, 1);
+    count_up(&comm->all->arrived);
     meet(c->of, &comm->all->arrived, target);
 }
 
@@ -205,7 +220,7 @@ static void chunk_finish(void *arg)
     batch *b = c->of;
     fsdpc_nccl_comm comm = b->comm;
     if (!b->failed) {
-        atomic_fetch_add(&comm->all->finished, 1);
+        count_up(&comm->all->finished);
         meet(b, &comm->all->finished, comm->chunks * comm->size);
     }
     bool last = c->last, captured = b->captured;
@@ -216,7 +231,7 @@ static void chunk_finish(void *arg)
     atomic_store(&comm->busy, false);
     if (captured)
         return;
-    atomic_fetch_add(&comm->turn, 1);
+    count_up(&comm->turn);
     fake_comm_release(comm);
     free(b);
 }
@@ -224,9 +239,9 @@ static void chunk_finish(void *arg)
 static void batch_begin(void *arg)
 {
     batch *b = arg;
-    const struct timespec pause = {0, LOOK_NS};
-    while (!b->captured && atomic_load(&b->comm->turn) < b->number && !fake_is_ended(b->comm))
-        nanosleep(&pause, NULL);
+    for (long turn; !b->captured && (turn = atomic_load(&b->comm->turn)) < b->number &&
+                    !fake_is_ended(b->comm);)
+        sleep_on(&b->comm->turn, turn);
     b->failed = fake_is_ended(b->comm);
     if (atomic_exchange(&b->comm->busy, true) && !b->failed) {
         fprintf(stderr, "fake NCCL: nothing orders a graph's group and another\n");

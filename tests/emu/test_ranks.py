@@ -245,6 +245,15 @@ except Exception as error:
 NOWHERE = "/nowhere/libnccl.so.2"
 
 
+def refused(nccl: dict[str, str], folder: Path, world: str = "2", **more: str) -> list[str]:
+    """What each rank says that cannot join."""
+    (folder / "script.py").write_text(FAILS)
+    done = run(nccl, "-m", "fsdpc", "run", "--ranks", world, str(folder / "script.py"), **more)
+    lines = done.stdout.splitlines()
+    assert len(lines) == int(world), done.stdout + done.stderr
+    return sorted(lines)
+
+
 @EMULATION_ALONE
 @pytest.mark.parametrize("more", [
     {"FSDPC_NCCL_LIB": NOWHERE}, {"FSDPC_NCCL_LIB": NOWHERE, "EMU_GPUS": "2"},
@@ -255,12 +264,7 @@ def test_a_missing_nccl_is_named_on_every_rank(nccl: dict[str, str], tmp_path: P
     """Also if only one rank lacks it."""
     if not any(more.values()) and ctypes.util.find_library("nccl"):
         pytest.skip("the system has an NCCL, for GPUs")
-    script = tmp_path / "script.py"
-    script.write_text(FAILS)
-    done = run(nccl, "-m", "fsdpc", "run", "--ranks", "2", str(script), **more)
-    lines = done.stdout.splitlines()
-    assert len(lines) == 2, done.stdout + done.stderr
-    for rank, line in enumerate(sorted(lines)):
+    for rank, line in enumerate(refused(nccl, tmp_path, **more)):
         assert f"[{rank}] NotImplementedError: " in line, line
         assert ("rank 1: cannot" in line) == ("OF_ONE" in more and rank == 0), line
         if any(more.values()):
@@ -279,13 +283,7 @@ def test_older_nccl_for_ranks_that_share_a_gpu_is_refused_on_every_rank(
     nccl: dict[str, str], tmp_path: Path, world: str, gpus: str, who: str
 ) -> None:
     """A newer one is not: it lets ranks in most tests here."""
-    script = tmp_path / "script.py"
-    script.write_text(FAILS)
-    done = run(nccl, "-m", "fsdpc", "run", "--ranks", world, str(script), EMU_GPUS=gpus,
-               FAKE_NCCL_VERSION="22809")
-    lines = done.stdout.splitlines()
-    assert len(lines) == int(world), done.stdout + done.stderr
-    for line in lines:
+    for line in refused(nccl, tmp_path, world, EMU_GPUS=gpus, FAKE_NCCL_VERSION="22809"):
         assert "NotImplementedError: " in line, line
         assert (f"{who}, which NCCL 2.28.9 does not let them: install 2.30 or newer (pip's "
                 "nvidia-nccl-cu13), or start as many ranks on a host as it has GPUs") in line, line
@@ -294,13 +292,7 @@ def test_older_nccl_for_ranks_that_share_a_gpu_is_refused_on_every_rank(
 @EMULATION_ALONE
 def test_nccl_that_orders_nothing_is_refused_on_every_rank(nccl: dict[str, str],
                                                            tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(FAILS)
-    done = run(nccl, "-m", "fsdpc", "run", "--ranks", "2", str(script), EMU_GPUS="2",
-               FAKE_NCCL_VERSION="22505")
-    lines = done.stdout.splitlines()
-    assert len(lines) == 2, done.stdout + done.stderr
-    for line in lines:
+    for line in refused(nccl, tmp_path, EMU_GPUS="2", FAKE_NCCL_VERSION="22505"):
         assert "NotImplementedError: " in line and "NCCL 2.25.5 keeps no order" in line, line
         assert "install 2.26 or newer" in line, line
 

@@ -17,7 +17,7 @@ import torch._dynamo  # optimizers import it at their first use: here once, not 
 import transformers  # noqa: F401
 
 import fsdpc
-from tests.unit.test_examples import EXAMPLES, losses, run
+from tests.unit.test_examples import EXAMPLES, HANGS_S, losses, run
 
 
 def here(folder: Path, name: str, *arguments: str) -> str:
@@ -47,7 +47,7 @@ def test_fsdp2_loop() -> None:
     assert output.count("38 tensors, 101,456 elements") == 2
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     done = subprocess.run(
-        [*command, str(EXAMPLES / name), "11"], capture_output=True, text=True, timeout=200
+        [*command, str(EXAMPLES / name), "11"], capture_output=True, text=True, timeout=HANGS_S
     )
     assert done.returncode == 0, done.stderr
     mine = re.findall(r"step \d+: loss \S+ norm \d+\.\d{3}", output)
@@ -55,8 +55,9 @@ def test_fsdp2_loop() -> None:
     assert len(mine) == 4 and sorted(mine) == sorted(theirs)
 
 
-def test_fsdp1() -> None:
-    output = run("torch/02_fsdp1.py", "11")
+@pytest.mark.ranks(2, timeout=300)
+def test_fsdp1(tmp_path: Path) -> None:
+    output = here(tmp_path, "torch/02_fsdp1.py", "11")
     seen = losses(output)
     assert len(seen) == 2 and seen[1] < seen[0]
     assert "[0] 38 tensors, 38 optimizer states" in output
@@ -69,12 +70,8 @@ def test_strategies_keep_less_and_less(tmp_path: Path) -> None:
     found = re.findall(
         r"^\[0\] (\w+): loss ([\d.]+); .* master ([\d.]+).* state ([\d.]+)", output, re.M
     )
-    assert [name for name, *_ in found] == [
-        "NO_SHARD",
-        "SHARD_OPTIM",
-        "SHARD_GRAD_OP",
-        "FULL_SHARD",
-    ]
+    names = ["NO_SHARD", "SHARD_OPTIM", "SHARD_GRAD_OP", "FULL_SHARD"]
+    assert [name for name, *_ in found] == names
     assert len({loss for _, loss, _, _ in found}) == 1
     masters = [float(master) for *_, master, _ in found]
     assert masters[1] < 0.6 * masters[0] and masters[3] == masters[1]

@@ -12,14 +12,15 @@ from tests.needs import need_torch
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
+HANGS_S = 900  # minutes on a busy machine
 
 
 def run(name: str, *arguments: str, ranks: int = 2) -> str:
     """Run a script of examples/ on ranks and return what it printed."""
     script = EXAMPLES / name
-    command = [sys.executable, "-m", "fsdpc", "run", "--ranks", str(ranks), "--timeout", "200"]
+    command = [sys.executable, "-m", "fsdpc", "run", "--ranks", str(ranks), "--timeout"]
     done = subprocess.run(
-        [*command, str(script), *arguments], capture_output=True, text=True, timeout=220
+        [*command, str(HANGS_S), str(script), *arguments], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -43,20 +44,17 @@ SCRIPTS = [path for path in sorted(EXAMPLES.rglob("*.py")) if path.name != "bias
 def test_every_example_shows_its_usage(script: Path) -> None:
     """Without ranks, and without torch or Ray, which need not be installed."""
     done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True,
-                          timeout=60)  # fmt: skip
+                          timeout=HANGS_S)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert script.name in done.stdout and len(done.stdout.splitlines()) >= 1
 
 
-def test_training() -> None:
-    seen = losses(run("01_train.py", "21"))
-    assert len(seen) == 2 and seen[1] < seen[0] < 6
-
-
 def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    without_folder = losses(run("01_train.py", "1"))
     seen = losses(run("01_train.py", "20", str(tmp_path)))
     seen += losses(run("01_train.py", "21", str(tmp_path)))
     assert len(seen) == 2 and seen[1] < seen[0] < 6
+    assert without_folder == seen[:1]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000020"]
 
 
@@ -176,7 +174,7 @@ def play(name: str, *changes: tuple[str, str]) -> tuple[str, list[dict[str, str]
         assert found, old
         for cell in found:
             cell.source = cell.source.replace(old, new)
-    NotebookClient(notebook, timeout=200, kernel_name="python3").execute()
+    NotebookClient(notebook, timeout=HANGS_S, kernel_name="python3").execute()
     outputs = [each for cell in cells for each in cell.outputs]
     text = "".join(each.text for each in outputs if each.output_type == "stream")
     return text, [each.data for each in outputs if "data" in each]
