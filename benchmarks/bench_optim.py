@@ -163,8 +163,8 @@ def aligned(n: int, dtype: Any) -> torch.Tensor:
 class Arrays:
     """What all steps work on, as torch's tensors over fsdpc's memory, and fsdpc's step.
 
-    With a wire fsdpc steps a unit that computes in bf16. A unit of which a master was lent is
-    compared with its wire at each step, so there the others have a parameter of their own.
+    With a parameter buffer fsdpc steps a unit that computes in bf16. A unit of which a master was lent is
+    compared with its parameter buffer at each step, so there the others have a parameter of their own.
     """
 
     def __init__(self, n: int, wire: bool) -> None:
@@ -179,18 +179,18 @@ class Arrays:
         optimizer = fsdpc.optim.AdamW([p], lr=1e-3)
         lent = [p.grad, *optimizer.state_views(p).values()]
         self.step = optimizer.step
-        self.wire = aligned(n, np.int16).view(torch.bfloat16) if wire else None
+        self.param_buffer = aligned(n, np.int16).view(torch.bfloat16) if wire else None
         self.param = aligned(n, np.float32) if wire else torch.from_dlpack(p.detach())
         self.grad, self.exp_avg, self.exp_avg_sq = (torch.from_dlpack(t).view(n) for t in lent)
 
     def stream(self, library: ctypes.CDLL, ahead: int) -> None:
         """One pass of stream_step.c."""
-        arrays = (self.param, self.grad, self.exp_avg, self.exp_avg_sq, self.wire)
+        arrays = (self.param, self.grad, self.exp_avg, self.exp_avg_sq, self.param_buffer)
         at = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in arrays]
         library.stream_step(*at, ctypes.c_size_t(self.param.numel()), ahead)
 
     def torch_step(self, make: Callable[[Any], Any], step: object) -> Callable[[], None]:
-        """A step of an optimizer of torch's kind, which leaves the wire to a second pass."""
+        """A step of an optimizer of torch's kind, which leaves the parameter buffer to a second pass."""
         p = torch.nn.Parameter(self.param)
         p.grad = self.grad
         optimizer = make([p])
@@ -198,8 +198,8 @@ class Arrays:
 
         def run() -> None:
             optimizer.step()
-            if self.wire is not None:
-                self.wire.copy_(p.detach())
+            if self.param_buffer is not None:
+                self.param_buffer.copy_(p.detach())
 
         return run
 
@@ -264,7 +264,7 @@ def memory_table(o: argparse.Namespace) -> None:
             subprocess.run(words, env=env, check=True)
             turn = json.loads(result.read_text())
         rows, missing = rows + turn["rows"], turn["missing"]
-    common.table(["threads", "elements", "wire", "pass", "ms", "Gelement/s", "GB/s",
+    common.table(["threads", "elements", "unsharded", "pass", "ms", "Gelement/s", "GB/s",
                   "share of the stream", "its time over fsdpc's"], rows)  # fmt: skip
     if missing:
         print(f"\nDeepSpeed's cpu_adam takes no part: {missing}.")

@@ -60,6 +60,6 @@ with data.Loader(text, 4, sampler) as batches:
             print(f"step {step}: loss {mean:.3f}, gradient norm {float(norm):.2f}")
 
 held = fsdpc.memory_stats()
-kinds = ("wire", "master", "grad", "state", "reduce", "activation")
+kinds = ("unsharded", "master", "grad", "state", "reduce", "activation")
 print("peak MiB: " + ", ".join(f"{k} {held[f'{k}_peak_bytes'] / 2**20:.1f}" for k in kinds))
 fsdpc.shutdown()

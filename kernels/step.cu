@@ -1,10 +1,10 @@
-/* Optimizer steps in one pass, including publication to the wire; twin of
+/* Optimizer steps in one pass, including copy-in; twin of
  * csrc/ops/flat_step_body.h.
  *
- * Adam over fp32 or bf16 parameters, gradients and wires with fp32 states has specialised kernels:
- * 28 bytes per element with fp32 masters, bf16 gradients and wire.  SGD, momentum and Lion over
+ * Adam over fp32 or bf16 parameters, gradients and parameter buffers with fp32 states has specialised kernels:
+ * 28 bytes per element with fp32 masters, bf16 gradients and parameter buffer.  SGD, momentum and Lion over
  * fp32 parameters also have specialised kernels.  All other cases use one kernel per rule, which
- * selects dtypes at run time.  The wire gets the cast of the stored parameter.
+ * selects dtypes at run time.  The parameter buffer gets the cast of the stored parameter.
  *
  * BF16 states are rounded stochastically, by the element's word of base/random.h: its low half for
  * the first state, its high half for the others, as on the CPU.
@@ -14,7 +14,7 @@
 #include "random.cuh"
 #include "step.cuh"
 
-struct no_array { /* no wire */
+struct no_array { /* no parameter buffer */
     __host__ __device__ no_array(const void *, fsdpc_dtype) {}
     template <int N, typename W>
     __device__ __forceinline__ void store(size_t, const vec<W, N> &) const
@@ -113,13 +113,13 @@ struct any_states {
     }
 };
 
-template <step_rule RULE, typename Param, typename Grad, typename States, typename Wire>
+template <step_rule RULE, typename Param, typename Grad, typename States, typename CopyIn>
 struct step_op {
     enum { WIDTH = 4 }; /* for fp32 states; map.cuh */
     Param param;
     Grad grad;
     States states;
-    Wire wire;
+    CopyIn copy_in;
     step_scalars_at<float> scalars;
 
     __device__ __forceinline__ step_scalars<float> begin() const
@@ -147,29 +147,29 @@ struct step_op {
                 s[n].at[e] = mine[n];
         }
         states.template store<STATES, N>(i, s, k.step);
-        wire.template store<N>(i, param.template store<N>(i, p));
+        copy_in.template store<N>(i, param.template store<N>(i, p));
     }
 };
 
-template <step_rule RULE, typename Param, typename Grad, typename States, typename Wire>
+template <step_rule RULE, typename Param, typename Grad, typename States, typename CopyIn>
 static fsdpc_status step_launch(const fsdpc_step_args *a, const fsdpc_stream *stream)
 {
     map_buffer buffers[3 + FSDPC_OPTIM_MAX_STATES] = {
         {a->param, fsdpc_dtype_bytes(a->param_dtype)},
         {a->grad, fsdpc_dtype_bytes(a->grad_dtype)},
-        {a->wire, a->wire ? fsdpc_dtype_bytes(a->wire_dtype) : 0}};
+        {a->copy_in, a->copy_in ? fsdpc_dtype_bytes(a->copy_in_dtype) : 0}};
     for (int s = 0; s < rule_states(RULE); s++)
         buffers[3 + s] = map_buffer{a->states[s], fsdpc_dtype_bytes(a->state_dtype)};
-    step_op<RULE, Param, Grad, States, Wire> op = {
+    step_op<RULE, Param, Grad, States, CopyIn> op = {
         Param(a->param, a->param_dtype), Grad(a->grad, a->grad_dtype), States(a),
-        Wire(a->wire, a->wire_dtype), step_scalars_at<float>(a)};
+        CopyIn(a->copy_in, a->copy_in_dtype), step_scalars_at<float>(a)};
     return map_launch("a step", op, a->numel, buffers, stream);
 }
 
 template <step_rule RULE>
 static fsdpc_status step_any(const fsdpc_step_args *a, const fsdpc_stream *stream)
 {
-    if (a->wire)
+    if (a->copy_in)
         return step_launch<RULE, untyped, untyped, any_states, untyped>(a, stream);
     return step_launch<RULE, untyped, untyped, any_states, no_array>(a, stream);
 }
@@ -182,11 +182,11 @@ static bool is_common(fsdpc_dtype dtype)
 }
 
 template <step_rule RULE, typename P, typename G>
-static fsdpc_status typed_wire(const fsdpc_step_args *a, const fsdpc_stream *stream)
+static fsdpc_status typed_copy_in(const fsdpc_step_args *a, const fsdpc_stream *stream)
 {
-    if (!a->wire)
+    if (!a->copy_in)
         return step_launch<RULE, typed<P>, typed<G>, fp32_states, no_array>(a, stream);
-    if (a->wire_dtype == FSDPC_BF16)
+    if (a->copy_in_dtype == FSDPC_BF16)
         return step_launch<RULE, typed<P>, typed<G>, fp32_states, typed<bf16>>(a, stream);
     return step_launch<RULE, typed<P>, typed<G>, fp32_states, typed<float>>(a, stream);
 }
@@ -194,15 +194,15 @@ static fsdpc_status typed_wire(const fsdpc_step_args *a, const fsdpc_stream *str
 template <step_rule RULE, typename P>
 static fsdpc_status typed_grad(const fsdpc_step_args *a, const fsdpc_stream *stream)
 {
-    return a->grad_dtype == FSDPC_BF16 ? typed_wire<RULE, P, bf16>(a, stream)
-                                       : typed_wire<RULE, P, float>(a, stream);
+    return a->grad_dtype == FSDPC_BF16 ? typed_copy_in<RULE, P, bf16>(a, stream)
+                                       : typed_copy_in<RULE, P, float>(a, stream);
 }
 
 template <step_rule RULE>
 static fsdpc_status step_of(const fsdpc_step_args *a, const fsdpc_stream *stream)
 {
     bool common = is_common(a->grad_dtype) && a->state_dtype == FSDPC_F32 &&
-                  (!a->wire || is_common(a->wire_dtype));
+                  (!a->copy_in || is_common(a->copy_in_dtype));
     if (common && a->param_dtype == FSDPC_F32)
         return typed_grad<RULE, float>(a, stream);
     if constexpr (RULE == RULE_ADAM)

@@ -9,7 +9,7 @@
 template <step_rule RULE> struct step_f64_op {
     enum { WIDTH = 1 };
     double *param;
-    untyped grad, wire;
+    untyped grad, copy_in;
     double *states[FSDPC_OPTIM_MAX_STATES];
     step_scalars_at<double> scalars;
 
@@ -30,8 +30,8 @@ template <step_rule RULE> struct step_f64_op {
 #pragma unroll
         for (int n = 0; n < rule_states(RULE); n++)
             states[n][i] = s[n];
-        if (wire.base)
-            wire.store<1>(i, p);
+        if (copy_in.base)
+            copy_in.store<1>(i, p);
     }
 };
 
@@ -42,7 +42,7 @@ static fsdpc_status step_f64_launch(const fsdpc_step_args *a, const fsdpc_stream
     step_f64_op<RULE> op = {
         (double *)a->param,
         untyped(a->grad, a->grad_dtype),
-        untyped(a->wire, a->wire_dtype),
+        untyped(a->copy_in, a->copy_in_dtype),
         {(double *)a->states[0], (double *)a->states[1], (double *)a->states[2]},
         step_scalars_at<double>(a)};
     return map_launch("a step in fp64", op, a->numel, buffers, stream);

@@ -20,7 +20,7 @@ RANKS = 4
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 STRATEGIES = ["NO_SHARD", "SHARD_OPTIM", "SHARD_GRAD_OP", "FULL_SHARD"]
 CLASSES = {
-    "wire": "parameters as modules read them (one copy a host)",
+    "unsharded": "parameters as modules read them (one copy a host)",
     "master": "masters",
     "grad": "gradients",
     "state": "AdamW's states",

@@ -99,19 +99,22 @@ static void bench_copying(rank_context *self, fsdpc_coll_kind kind, size_t bytes
 static void bench_gather(rank_context *self, size_t bytes)
 {
     int64_t times[RUNS], epochs[RUNS];
-    fsdpc_wire *wire;
-    EXPECT_OK(self, fsdpc_wire_create(self->comm, bytes, &wire));
+    fsdpc_param_buffer *param_buffer;
+    EXPECT_OK(self, fsdpc_param_buffer_create(self->comm, bytes, &param_buffer));
     fsdpc_slice slices[30];
     for (int i = 0; i < 30; i++)
         slices[i] = (fsdpc_slice){.numel = bytes / 4 / (size_t)self->size, .owner = -1};
-    fsdpc_coll op = {.kind = FSDPC_COLL_GATHER, .what = "layers.3", .wire = wire, .slices = slices};
+    fsdpc_coll op = {.kind = FSDPC_COLL_GATHER,
+                     .what = "layers.3",
+                     .param_buffer = param_buffer,
+                     .slices = slices};
     op.n_slices = 30;
     for (int n = 0; n < RUNS; n++) {
         fsdpc_epoch_note note = {.kind = 1}, all;
         barrier(self);
         int64_t start = fsdpc_clock_ns();
-        EXPECT_OK(self, fsdpc_wire_arrive(wire, &note));
-        EXPECT_OK(self, fsdpc_wire_epoch_wait(wire, NULL, &all));
+        EXPECT_OK(self, fsdpc_param_buffer_arrive(param_buffer, &note));
+        EXPECT_OK(self, fsdpc_param_buffer_epoch_wait(param_buffer, NULL, &all));
         epochs[n] = fsdpc_clock_ns() - start;
         start = fsdpc_clock_ns();
         EXPECT_OK(self, fsdpc_comm_run(self->comm, &op));
@@ -119,7 +122,7 @@ static void bench_gather(rank_context *self, size_t bytes)
     }
     report(self, "epoch, unchanged", bytes, epochs, RUNS);
     report(self, "gather, 30 slices", bytes, times, RUNS);
-    fsdpc_wire_destroy(wire);
+    fsdpc_param_buffer_destroy(param_buffer);
 }
 
 static void bench_memcpy(rank_context *self, size_t bytes)

@@ -21,7 +21,8 @@ typedef struct bench {
     fsdpc_stream stream;
     size_t numel;
     int repeat;
-    void *src[SRCS], *dst, *param, *exp_avg, *exp_avg_sq, *wire, *half; /* half: src[0] in bf16 */
+    void *src[SRCS], *dst, *param, *exp_avg, *exp_avg_sq, *copy_in,
+        *half; /* half: src[0] in bf16 */
     volatile double sink;
 } bench;
 
@@ -156,19 +157,19 @@ static void run_equal(bench *b)
 static void run_equal_bf16(bench *b)
 {
     bool equal;
-    b->ops->equal(b->wire, FSDPC_BF16, b->param, FSDPC_F32, b->numel, &equal, &b->stream);
+    b->ops->equal(b->copy_in, FSDPC_BF16, b->param, FSDPC_F32, b->numel, &equal, &b->stream);
     b->sink = equal;
 }
 
-static void adamw(bench *b, fsdpc_dtype grad_dtype, void *wire, fsdpc_dtype wire_dtype)
+static void adamw(bench *b, fsdpc_dtype grad_dtype, void *copy_in, fsdpc_dtype copy_in_dtype)
 {
     fsdpc_step_args args = {
         .param = b->param,
         .grad = grad_dtype == FSDPC_BF16 ? b->half : b->src[0],
         .grad_dtype = grad_dtype,
         .states = {b->exp_avg, b->exp_avg_sq},
-        .wire = wire,
-        .wire_dtype = wire_dtype,
+        .copy_in = copy_in,
+        .copy_in_dtype = copy_in_dtype,
         .numel = b->numel,
         .grad_scale = 1,
         .hyper = {.lr = 1e-4, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.01},
@@ -184,17 +185,17 @@ static void run_adamw(bench *b)
 
 static void run_adamw_f32(bench *b)
 {
-    adamw(b, FSDPC_F32, b->wire, FSDPC_F32);
+    adamw(b, FSDPC_F32, b->copy_in, FSDPC_F32);
 }
 
 static void run_adamw_bf16(bench *b)
 {
-    adamw(b, FSDPC_F32, b->wire, FSDPC_BF16);
+    adamw(b, FSDPC_F32, b->copy_in, FSDPC_BF16);
 }
 
 static void run_adamw_bf16_bf16(bench *b)
 {
-    adamw(b, FSDPC_BF16, b->wire, FSDPC_BF16);
+    adamw(b, FSDPC_BF16, b->copy_in, FSDPC_BF16);
 }
 
 static void run_init(bench *b)
@@ -229,10 +230,10 @@ static const kernel kernels[] = {
     {"sumsq f32, leaf 1000", 4, run_sumsq_row},
     {"sumsq bf16, leaf 64", 2, run_sumsq_bf16},
     {"adamw f32", 28, run_adamw},
-    {"adamw f32, wire f32", 32, run_adamw_f32},
-    {"adamw f32, wire bf16", 30, run_adamw_bf16},
+    {"adamw f32, copy-in f32", 32, run_adamw_f32},
+    {"adamw f32, copy-in bf16", 30, run_adamw_bf16},
     {"equal bf16 f32", 6, run_equal_bf16}, /* straight after publishing: they are equal */
-    {"adamw grad, wire bf16", 28, run_adamw_bf16_bf16},
+    {"adamw grad, copy-in bf16", 28, run_adamw_bf16_bf16},
     {"init normal", 4, run_init},
     {"init uniform", 4, run_init_uniform},
 };
@@ -271,7 +272,7 @@ int main(int argc, char **argv)
     fsdpc_device device = {.isa = isa};
     CHECK_OK(fsdpc_team_create(argc > 3 ? atoi(argv[3]) : 1, &device.team));
     b.stream.device = &device;
-    void **buffers[] = {&b.dst, &b.param, &b.exp_avg, &b.exp_avg_sq, &b.wire, &b.half};
+    void **buffers[] = {&b.dst, &b.param, &b.exp_avg, &b.exp_avg_sq, &b.copy_in, &b.half};
     for (size_t i = 0; i < SRCS + 6; i++) {
         void **buffer = i < SRCS ? &b.src[i] : buffers[i - SRCS];
         *buffer = aligned_alloc(64, 4 * b.numel);

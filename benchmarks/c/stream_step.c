@@ -1,7 +1,7 @@
 /* What memory gives to a pass with the reads and writes of an AdamW step: bench_optim.py's baseline.
  *
  * As STREAM's triad, a += q b, but over the arrays of a step: parameter, gradient and two states are
- * read, all but the gradient are written where they were read, and the wire, if any, gets the upper
+ * read, all but the gradient are written where they were read, and the parameter buffer, if any, gets the upper
  * halves of the parameters (bf16 without rounding) by stores that go past the cache.  There is no
  * division and no root, so the time is memory's.  An element's loads come before its stores, which
  * took a tenth off the time on a Zen 3.
@@ -28,7 +28,7 @@ static const float q = 1e-3f;
 typedef struct arrays {
     float *param, *exp_avg, *exp_avg_sq;
     const float *grad;
-    uint16_t *wire; /* or NULL */
+    uint16_t *copy_in; /* or NULL */
 } arrays;
 
 static inline void prefetch(const float *at)
@@ -37,7 +37,7 @@ static inline void prefetch(const float *at)
         __builtin_prefetch((const void *)((uintptr_t)(at + line) + AHEAD * sizeof *at));
 }
 
-static inline void publish(uint16_t *wire, const float *param)
+static inline void copy_in_block(uint16_t *copy_in, const float *param)
 {
     uint32_t bits[CHUNK];
     uint16_t upper[CHUNK] __attribute__((aligned(64)));
@@ -46,15 +46,15 @@ static inline void publish(uint16_t *wire, const float *param)
         upper[i] = (uint16_t)(bits[i] >> 16);
 #ifdef __AVX2__
     const __m256i *half = (const __m256i *)upper;
-    _mm256_stream_si256((__m256i *)wire, half[0]);
-    _mm256_stream_si256((__m256i *)wire + 1, half[1]);
+    _mm256_stream_si256((__m256i *)copy_in, half[0]);
+    _mm256_stream_si256((__m256i *)copy_in + 1, half[1]);
 #else
-    memcpy(wire, upper, sizeof upper);
+    memcpy(copy_in, upper, sizeof upper);
 #endif
 }
 
 __attribute__((always_inline)) static inline void run(const arrays *a, size_t begin, size_t end,
-                                                      bool ahead, bool wire)
+                                                      bool ahead, bool copy_in)
 {
     for (size_t at = begin; at < end; at += CHUNK) {
         float *p = a->param + at, *restrict m = a->exp_avg + at;
@@ -69,27 +69,27 @@ __attribute__((always_inline)) static inline void run(const arrays *a, size_t be
             m[i] = mi + gi;
             v[i] = vi + gi * gi; /* never negative: the steps take its root */
         }
-        if (wire)
-            publish(a->wire + at, p);
+        if (copy_in)
+            copy_in_block(a->copy_in + at, p);
     }
 #ifdef __AVX2__
     _mm_sfence();
 #endif
 }
 
-void stream_step(float *param, const float *grad, float *exp_avg, float *exp_avg_sq, uint16_t *wire,
-                 size_t numel, int ahead)
+void stream_step(float *param, const float *grad, float *exp_avg, float *exp_avg_sq,
+                 uint16_t *copy_in, size_t numel, int ahead)
 {
-    const arrays a = {param, exp_avg, exp_avg_sq, grad, wire};
+    const arrays a = {param, exp_avg, exp_avg_sq, grad, copy_in};
 #pragma omp parallel
     {
         size_t chunks = numel / CHUNK, threads = (size_t)omp_get_num_threads();
         size_t thread = (size_t)omp_get_thread_num();
         size_t begin = chunks * thread / threads * CHUNK;
         size_t end = chunks * (thread + 1) / threads * CHUNK;
-        if (wire && ahead)
+        if (copy_in && ahead)
             run(&a, begin, end, true, true);
-        else if (wire)
+        else if (copy_in)
             run(&a, begin, end, false, true);
         else if (ahead)
             run(&a, begin, end, true, false);

@@ -66,7 +66,7 @@ static void *noise_of(size_t numel, fsdpc_dtype dtype)
 typedef struct flat_buffers {
     size_t numel;         /* of each */
     float *x, *y, *m, *v; /* y is written; m and v are states */
-    uint16_t *half[SOURCES], *wire;
+    uint16_t *half[SOURCES], *copy_in;
     fsdpc_exact_sum *sum;
     double *one; /* in the device's memory */
     bool *equal;
@@ -177,8 +177,8 @@ static fsdpc_status run_step(const flat_row *row, const flat_buffers *b)
                             .grad = b->half[1],
                             .grad_dtype = FSDPC_BF16,
                             .states = {b->m, b->v},
-                            .wire = b->wire,
-                            .wire_dtype = FSDPC_BF16,
+                            .copy_in = b->copy_in,
+                            .copy_in_dtype = FSDPC_BF16,
                             .numel = b->numel,
                             .grad_scale = 1,
                             .grad_scale_at = row->factor ? b->one : NULL,
@@ -223,7 +223,7 @@ static const flat_row flat_rows[] = {
     {.name = "sumsq fp32, leaves of 64", .fn = run_sumsq, .bytes = 4},
     {.name = "sumsq bf16, leaves of 64", .fn = run_sumsq_half, .bytes = 2},
     {.name = "sumsq fp32, half of it zeros", .fn = run_sumsq_zeros, .bytes = 4},
-    {.name = "adamw fp32, bf16 grad and wire",
+    {.name = "adamw fp32, bf16 grad and copy-in",
      .fn = run_step,
      .bytes = 28,
      .kind = FSDPC_OPTIM_ADAMW},
@@ -232,12 +232,12 @@ static const flat_row flat_rows[] = {
      .bytes = 28,
      .kind = FSDPC_OPTIM_ADAMW,
      .factor = true},
-    {.name = "momentum fp32, bf16 grad, wire",
+    {.name = "momentum fp32, bf16 grad, copy-in",
      .fn = run_step,
      .bytes = 20,
      .kind = FSDPC_OPTIM_SGD,
      .momentum = 0.9},
-    {.name = "lion fp32, bf16 grad and wire",
+    {.name = "lion fp32, bf16 grad and copy-in",
      .fn = run_step,
      .bytes = 20,
      .kind = FSDPC_OPTIM_LION},
@@ -251,7 +251,7 @@ static flat_buffers flat_buffers_of(size_t numel)
                       .y = memory_of(numel * 4),
                       .m = noise_of(numel, FSDPC_F32),
                       .v = memory_of(numel * 4),
-                      .wire = memory_of(numel * 2),
+                      .copy_in = memory_of(numel * 2),
                       .sum = memory_of(sizeof(fsdpc_exact_sum)),
                       .one = memory_of(sizeof one),
                       .equal = memory_of(sizeof(bool))};
@@ -267,7 +267,7 @@ static flat_buffers flat_buffers_of(size_t numel)
 
 static void flat_buffers_free(flat_buffers *b)
 {
-    void *all[] = {b->x, b->y, b->m, b->v, b->wire, b->sum, b->one, b->equal};
+    void *all[] = {b->x, b->y, b->m, b->v, b->copy_in, b->sum, b->one, b->equal};
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
         fsdpc_device_free(gpu, all[i]);
     for (int s = 0; s < SOURCES; s++)

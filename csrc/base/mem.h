@@ -21,7 +21,7 @@
 
 /* X(name, text) */
 #define FSDPC_MEM_TABLE(X)                                                                         \
-    X(WIRE, "wire")             /* fulls, in the wire dtype; counted once per host */              \
+    X(UNSHARDED, "unsharded")   /* parameter buffers; counted once per host */                     \
     X(MASTER, "master")         /* shards in the original dtype */                                 \
     X(GRAD, "grad")             /* gradient shards */                                              \
     X(STATE, "state")           /* optimizer states */                                             \

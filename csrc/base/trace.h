@@ -15,7 +15,7 @@
 /* X(name, text) */
 #define FSDPC_TRACE_TABLE(X)                                                                       \
     X(EPOCH, "epoch")     /* begins: arrival */                                                    \
-    X(PUBLISH, "publish") /* slices written to the wire */                                         \
+    X(COPY_IN, "copy_in") /* slices written to the parameter buffer */                             \
     X(GATHER, "gather")   /* posted */                                                             \
     X(GATHER_DONE, "gather_done")                                                                  \
     X(FORWARD, "forward") /* compute of a unit begins */                                           \

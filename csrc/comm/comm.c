@@ -292,7 +292,7 @@ static fsdpc_status bad_op(const fsdpc_coll *op, const char *problem)
 static fsdpc_status slices_check(const fsdpc_comm *comm, const fsdpc_coll *op)
 {
     size_t element = fsdpc_dtype_bytes(op->dtype);
-    size_t room = op->kind == FSDPC_COLL_GATHER ? op->wire->bytes : op->buffer->bytes;
+    size_t room = op->kind == FSDPC_COLL_GATHER ? op->param_buffer->bytes : op->buffer->bytes;
     if (op->offset > room)
         return bad_op(op, "the full begins beyond its memory");
     if (op->offset % element)
@@ -321,9 +321,9 @@ static fsdpc_status op_check(const fsdpc_comm *comm, const fsdpc_coll *op)
         return FSDPC_OK;
     switch (op->kind) {
     case FSDPC_COLL_GATHER:
-        if (!op->wire || op->wire->comm != comm)
-            return bad_op(op, "needs a wire of this communicator");
-        if (op->wire->moved && (!op->send || !op->recv))
+        if (!op->param_buffer || op->param_buffer->comm != comm)
+            return bad_op(op, "needs a parameter buffer of this communicator");
+        if (op->param_buffer->moved && (!op->send || !op->recv))
             return bad_op(op, "needs slices to send and memory for the full");
         return slices_check(comm, op);
     case FSDPC_COLL_REDUCE_SCATTER:
@@ -497,43 +497,44 @@ fsdpc_status fsdpc_comm_agree(fsdpc_comm *comm, fsdpc_status status, const char 
 
 /* ---- Epochs and buffers ---- */
 
-fsdpc_status fsdpc_wire_create_in(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
-                                  fsdpc_wire **out)
+fsdpc_status fsdpc_param_buffer_create_in(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
+                                          fsdpc_param_buffer **out)
 {
     const fsdpc_comm_ops *ops = comm->ops;
-    if (tier && !ops->wire_create_in)
+    if (tier && !ops->param_buffer_create_in)
         return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "params on a disk over '%s'", ops->name);
-    FSDPC_TRY(ops->wire_create_in ? ops->wire_create_in(comm, bytes, tier, out)
-                                  : ops->wire_create(comm, bytes, out));
-    FSDPC_NOTE(&comm->log, "made a wire of %zu bytes for %d ranks%s", bytes, comm->size,
+    FSDPC_TRY(ops->param_buffer_create_in ? ops->param_buffer_create_in(comm, bytes, tier, out)
+                                          : ops->param_buffer_create(comm, bytes, out));
+    FSDPC_NOTE(&comm->log, "made a parameter buffer of %zu bytes for %d ranks%s", bytes, comm->size,
                tier ? ", on a disk" : "");
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_wire_own(fsdpc_wire *wire, size_t bytes, unsigned char **out)
+fsdpc_status fsdpc_param_buffer_own(fsdpc_param_buffer *param_buffer, size_t bytes,
+                                    unsigned char **out)
 {
-    const fsdpc_comm *comm = wire->comm;
-    if (comm->ops->wire_own)
-        return comm->ops->wire_own(wire, bytes, out);
+    const fsdpc_comm *comm = param_buffer->comm;
+    if (comm->ops->param_buffer_own)
+        return comm->ops->param_buffer_own(param_buffer, bytes, out);
     void *data;
-    fsdpc_mem_kind kind = wire->pinned ? FSDPC_MEM_PINNED : FSDPC_MEM_WIRE;
+    fsdpc_mem_kind kind = param_buffer->pinned ? FSDPC_MEM_PINNED : FSDPC_MEM_UNSHARDED;
     FSDPC_TRY(fsdpc_device_alloc_zeroed(comm->device, kind, bytes, &data));
-    *out = wire->own = data;
+    *out = param_buffer->own = data;
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_wire_map_private(const fsdpc_wire *wire, size_t offset, size_t bytes,
-                                    void *address)
+fsdpc_status fsdpc_param_buffer_map_private(const fsdpc_param_buffer *param_buffer, size_t offset,
+                                            size_t bytes, void *address)
 {
-    void *at = mmap(address, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, wire->memfd,
-                    (off_t)offset);
+    void *at = mmap(address, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED,
+                    param_buffer->memfd, (off_t)offset);
     if (at == MAP_FAILED)
-        return fsdpc_fail_errno("mapping %zu bytes of a wire once more", bytes);
+        return fsdpc_fail_errno("mapping %zu bytes of a parameter buffer once more", bytes);
     madvise(at, bytes, MADV_DONTDUMP);
     return FSDPC_OK;
 }
 
-void fsdpc_wire_drop_copies(void *address, size_t bytes)
+void fsdpc_param_buffer_drop_copies(void *address, size_t bytes)
 {
     madvise(address, bytes, MADV_DONTNEED);
 }
@@ -546,42 +547,45 @@ fsdpc_status fsdpc_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buffer **
 }
 
 typedef struct epoch_wait {
-    fsdpc_wire *wire;
+    fsdpc_param_buffer *param_buffer;
     fsdpc_epoch_note *all;
 } epoch_wait;
 
 static fsdpc_status poll_epoch(void *arg)
 {
     epoch_wait *w = arg;
-    return w->wire->comm->ops->epoch_test(w->wire, w->all);
+    return w->param_buffer->comm->ops->epoch_test(w->param_buffer, w->all);
 }
 
-fsdpc_status fsdpc_wire_epoch_wait(fsdpc_wire *wire, const char *unit, fsdpc_epoch_note *all_out)
+fsdpc_status fsdpc_param_buffer_epoch_wait(fsdpc_param_buffer *param_buffer, const char *unit,
+                                           fsdpc_epoch_note *all_out)
 {
     fsdpc_epoch_note all;
-    epoch_wait w = {wire, &all};
-    FSDPC_TRY(fsdpc_comm_wait_for(wire->comm, poll_epoch, &w, "the beginning of an epoch", unit));
+    epoch_wait w = {param_buffer, &all};
+    FSDPC_TRY(
+        fsdpc_comm_wait_for(param_buffer->comm, poll_epoch, &w, "the beginning of an epoch", unit));
     *all_out = all;
     if (all.bits & FSDPC_EPOCH_CHANGED)
-        FSDPC_NOTE(&wire->comm->log, "epoch %llu changes the weights: unit %s, %llu steps taken",
-                   (unsigned long long)wire->epoch, unit ? unit : "none",
+        FSDPC_NOTE(&param_buffer->comm->log,
+                   "epoch %llu changes the weights: unit %s, %llu steps taken",
+                   (unsigned long long)param_buffer->epoch, unit ? unit : "none",
                    (unsigned long long)all.steps);
     else
-        FSDPC_DEBUG(&wire->comm->log, "epoch %llu changes nothing: unit %s",
-                    (unsigned long long)wire->epoch, unit ? unit : "none");
+        FSDPC_DEBUG(&param_buffer->comm->log, "epoch %llu changes nothing: unit %s",
+                    (unsigned long long)param_buffer->epoch, unit ? unit : "none");
     return FSDPC_OK;
 }
 
-static fsdpc_status poll_published(void *arg)
+static fsdpc_status poll_copy_in(void *arg)
 {
-    fsdpc_wire *wire = arg;
-    return wire->comm->ops->epoch_published(wire);
+    fsdpc_param_buffer *param_buffer = arg;
+    return param_buffer->comm->ops->epoch_copy_in_test(param_buffer);
 }
 
-fsdpc_status fsdpc_wire_published_wait(fsdpc_wire *wire, const char *unit)
+fsdpc_status fsdpc_param_buffer_copy_in_wait(fsdpc_param_buffer *param_buffer, const char *unit)
 {
-    return fsdpc_comm_wait_for(wire->comm, poll_published, wire, "the publication of weights",
-                               unit);
+    return fsdpc_comm_wait_for(param_buffer->comm, poll_copy_in, param_buffer,
+                               "the publication of weights", unit);
 }
 
 static fsdpc_status poll_buffer(void *arg)

@@ -5,7 +5,7 @@
  * `null` pretends that every peer has just done the same.  Callers use the inline wrappers below
  * the table.
  *
- * Wire and epochs.  A wire is memory that holds the fulls of a root's units.  Every rank reads all
+ * Parameter buffer and epochs.  A parameter buffer is memory that holds the fulls of a root's units.  Every rank reads all
  * of it through `read` and writes only its own slices, through `write`, between arriving in an
  * epoch and publishing.  An epoch has two parts: arrive (with a note) and wait for all arrivals.
  * If any note is CHANGED, write this rank's slices, publish, and wait for all ranks to publish
@@ -13,8 +13,8 @@
  * read this rank's slices and write the others.  docs/design/communication.md explains why no
  * simpler order is safe.
  *
- * Transports whose ranks share no memory create `moved` wires, which have no memory and only define
- * the offsets of fulls.  A gather on such a wire sends this rank's slices from fsdpc_wire_own's
+ * Transports whose ranks share no memory create `moved` parameter buffers, which have no memory and only define
+ * the offsets of fulls.  A gather on such a parameter buffer sends this rank's slices from fsdpc_param_buffer_own's
  * memory, laid out like the shard, and receives the full in the caller's memory.
  *
  * Buffers.  A buffer is a rank's private memory, which its peers can read during a reduction.
@@ -44,7 +44,7 @@
  * CHANGED together with HELD, and a failed allocation (all ranks get the error).  After an
  * interrupt, wait again or abort.
  *
- * Ownership: wires and buffers are destroyed before their communicator; destroy never blocks.
+ * Ownership: parameter buffers and buffers are destroyed before their communicator; destroy never blocks.
  *
  * Threads: one thread drives a communicator and all that were split from it, except those set
  * apart.  Reductions run on the operation's stream: in test/wait if it is inline, independently if
@@ -64,7 +64,7 @@
 #include "tier/tier.h"
 
 typedef struct fsdpc_comm fsdpc_comm;
-typedef struct fsdpc_wire fsdpc_wire;
+typedef struct fsdpc_param_buffer fsdpc_param_buffer;
 typedef struct fsdpc_buffer fsdpc_buffer;
 typedef struct fsdpc_work fsdpc_work;
 
@@ -79,7 +79,7 @@ typedef struct fsdpc_slice {
 
 /* X(name, text) */
 #define FSDPC_COLL_TABLE(X)                                                                        \
-    X(GATHER, "gather")                 /* makes slices of a wire readable as one full */          \
+    X(GATHER, "gather") /* makes slices of a parameter buffer readable as one full */              \
     X(REDUCE_SCATTER, "reduce_scatter") /* buffers of all ranks -> this rank's slices */           \
     X(REDUCE_ALL, "all_reduce")         /* the same -> all slices on every rank (replicas) */      \
     X(ALL_REDUCE, "all_reduce")         /* recv = op over ranks of send */                         \
@@ -126,14 +126,14 @@ typedef struct fsdpc_coll {
     /* GATHER, REDUCE_SCATTER and REDUCE_ALL (which takes all slices, at their full_offset) */
     const fsdpc_slice *slices; /* borrowed until the work is done */
     size_t n_slices;
-    fsdpc_wire *wire;     /* GATHER */
-    fsdpc_buffer *buffer; /* REDUCE_*: source; one dtype, full at byte `offset` */
-    size_t offset;        /* bytes into the wire or buffer where the full begins */
-    bool late;            /* GATHER: ranks may have written their slices just before they posted, so
+    fsdpc_param_buffer *param_buffer; /* GATHER */
+    fsdpc_buffer *buffer;             /* REDUCE_*: source; one dtype, full at byte `offset` */
+    size_t offset;     /* bytes into the parameter buffer or buffer where the full begins */
+    bool late;         /* GATHER: ranks may have written their slices just before they posted, so
                              it is done when all have; the same on all ranks */
-    uint32_t trains;      /* hash of the caller's trainable parameters, or 0; only compared */
-    bool same_filling;    /* REDUCE_*: the buffer has already been posted since it was filled */
-    void *shard;          /* REDUCE_*: where the slices go, at their shard_offset */
+    uint32_t trains;   /* hash of the caller's trainable parameters, or 0; only compared */
+    bool same_filling; /* REDUCE_*: the buffer has already been posted since it was filled */
+    void *shard;       /* REDUCE_*: where the slices go, at their shard_offset */
     fsdpc_dtype shard_dtype;
     double scale;               /* applied once to the sum, in fp32 unless dtype is F64 */
     fsdpc_dtype round_dtype;    /* dtype through which the scaled sum is rounded; see
@@ -149,7 +149,7 @@ typedef struct fsdpc_coll {
     fsdpc_graph *graph; /* REPLAY; numel identifies it to the peers */
 
     /* ALL_REDUCE, ALL_GATHER, BROADCAST; F32, F64, BF16, F16, I32, I64, U8, BOOL */
-    /* send and recv: also for GATHER on a moved wire, laid out like the shard and the full */
+    /* send and recv: also for GATHER on a moved parameter buffer, laid out like the shard and the full */
     fsdpc_red op; /* floats are summed as the pairwise tree of fsdpc_flat_reduce */
     const void *send;
     void *recv; /* may be send */
@@ -168,7 +168,7 @@ struct fsdpc_work {
 };
 
 enum fsdpc_epoch_bits {
-    FSDPC_EPOCH_CHANGED = 1,  /* this rank's masters differ from its wire slices */
+    FSDPC_EPOCH_CHANGED = 1,  /* this rank's masters differ from its parameter buffer slices */
     FSDPC_EPOCH_HELD = 2,     /* a unit is held by unshard() */
     FSDPC_EPOCH_RESET = 4,    /* the last step was interrupted, so its unit order is invalid */
     FSDPC_EPOCH_GRAD = 8,     /* a forward with gradients */
@@ -199,21 +199,24 @@ typedef struct fsdpc_comm_ops {
     /* Sets apart the communicators that this one uses.  Optional: it uses only its control. */
     void (*set_apart)(fsdpc_comm *comm);
 
-    /* Wire and epochs */
-    /* Collective.  One of the two; the second if the transport also supports wires in files. */
-    fsdpc_status (*wire_create)(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out);
-    fsdpc_status (*wire_create_in)(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
-                                   fsdpc_wire **out);
-    void (*wire_destroy)(fsdpc_wire *wire);
-    /* See fsdpc_wire_own.  Optional: the device's memory. */
-    fsdpc_status (*wire_own)(fsdpc_wire *wire, size_t bytes, unsigned char **out); /* collective */
-    fsdpc_status (*epoch_arrive)(fsdpc_wire *wire, const fsdpc_epoch_note *mine);
-    fsdpc_status (*epoch_test)(fsdpc_wire *wire, fsdpc_epoch_note *all_out); /* bits are or-ed */
-    fsdpc_status (*epoch_publish)(fsdpc_wire *wire);
-    fsdpc_status (*epoch_published)(fsdpc_wire *wire);
-    /* See fsdpc_wire_attach.  Optional, both or none. */
-    fsdpc_status (*wire_attach)(fsdpc_wire *wire, void *memory, size_t bytes); /* collective */
-    void (*wire_detach)(fsdpc_wire *wire, void *memory);
+    /* Parameter buffer and epochs */
+    /* Collective.  One of the two; the second if the transport also supports parameter buffers in files. */
+    fsdpc_status (*param_buffer_create)(fsdpc_comm *comm, size_t bytes, fsdpc_param_buffer **out);
+    fsdpc_status (*param_buffer_create_in)(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
+                                           fsdpc_param_buffer **out);
+    void (*param_buffer_destroy)(fsdpc_param_buffer *param_buffer);
+    /* See fsdpc_param_buffer_own.  Optional: the device's memory. */
+    fsdpc_status (*param_buffer_own)(fsdpc_param_buffer *param_buffer, size_t bytes,
+                                     unsigned char **out); /* collective */
+    fsdpc_status (*epoch_arrive)(fsdpc_param_buffer *param_buffer, const fsdpc_epoch_note *mine);
+    fsdpc_status (*epoch_test)(fsdpc_param_buffer *param_buffer,
+                               fsdpc_epoch_note *all_out); /* bits are or-ed */
+    fsdpc_status (*epoch_copied_in)(fsdpc_param_buffer *param_buffer);
+    fsdpc_status (*epoch_copy_in_test)(fsdpc_param_buffer *param_buffer);
+    /* See fsdpc_param_buffer_attach.  Optional, both or none. */
+    fsdpc_status (*param_buffer_attach)(fsdpc_param_buffer *param_buffer, void *memory,
+                                        size_t bytes); /* collective */
+    void (*param_buffer_detach)(fsdpc_param_buffer *param_buffer, void *memory);
 
     /* Buffers */
     fsdpc_status (*buffer_create)(fsdpc_comm *comm, size_t bytes,
@@ -282,15 +285,15 @@ struct fsdpc_comm {
     char poison[512];  /* "" while healthy */
 };
 
-struct fsdpc_wire {
+struct fsdpc_param_buffer {
     fsdpc_comm *comm;
     size_t bytes;
     bool moved; /* it has no memory: gathers move bytes, and both pointers are NULL */
     int memfd;  /* contains its memory, from the first byte, for its lifetime; 0: other memory */
     const unsigned char *read;
     unsigned char *write;
-    bool pinned;        /* moved: fsdpc_wire_own returns host memory; set before the call */
-    unsigned char *own; /* moved: this rank's slices, after fsdpc_wire_own */
+    bool pinned;        /* moved: fsdpc_param_buffer_own returns host memory; set before the call */
+    unsigned char *own; /* moved: this rank's slices, after fsdpc_param_buffer_own */
     uint64_t epoch;     /* the last one in which this rank arrived; 0: none yet */
     /* Describes a note's kind, for messages; NULL: messages show its number. */
     const char *(*kind_text)(uint32_t kind);
@@ -337,7 +340,8 @@ fsdpc_status fsdpc_comm_null_create(const fsdpc_comm_config *config, fsdpc_comm 
 /* The calls that the null communicator received, in order; borrowed until its next call.  (The
  * engine writes the trace.) */
 typedef struct fsdpc_comm_record {
-    const char *what; /* "post", "done", "arrive", "publish", "wire", "buffer", "split", "abort" */
+    const char
+        *what; /* "post", "done", "arrive", "copy_in", "param buffer", "buffer", "split", "abort" */
     fsdpc_coll_kind kind; /* for "post" and "done" */
     int unit;             /* -1: none */
     uint64_t epoch;
@@ -386,29 +390,32 @@ fsdpc_status fsdpc_comm_run_ahead(fsdpc_comm *comm, const fsdpc_coll *op, fsdpc_
  * lowest rank that failed.  `what` names the attempt. */
 fsdpc_status fsdpc_comm_agree(fsdpc_comm *comm, fsdpc_status status, const char *what);
 
-/* Collective.  Creates a wire in memory or, with a tier, in a file in rank 0's tier folder on this
+/* Collective.  Creates a parameter buffer in memory or, with a tier, in a file in rank 0's tier folder on this
  * host.  The kernel then decides how much of it is in memory. */
-fsdpc_status fsdpc_wire_create_in(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
-                                  fsdpc_wire **out);
+fsdpc_status fsdpc_param_buffer_create_in(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
+                                          fsdpc_param_buffer **out);
 
-static inline fsdpc_status fsdpc_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out)
+static inline fsdpc_status fsdpc_param_buffer_create(fsdpc_comm *comm, size_t bytes,
+                                                     fsdpc_param_buffer **out)
 {
-    return fsdpc_wire_create_in(comm, bytes, NULL, out);
+    return fsdpc_param_buffer_create_in(comm, bytes, NULL, out);
 }
 
-/* Allocates zeroed memory for this rank's slices of a moved wire, counted as WIRE or PINNED.  The
- * wire owns it.  Collective; call once. */
-fsdpc_status fsdpc_wire_own(fsdpc_wire *wire, size_t bytes, unsigned char **out);
-/* Maps pages of a wire with a memfd at `address`, replacing this process's pages.  They keep the
- * wire's contents, even after it is destroyed.  A page that this process writes becomes a private
- * copy; fsdpc_wire_drop_copies drops the copies. */
-fsdpc_status fsdpc_wire_map_private(const fsdpc_wire *wire, size_t offset, size_t bytes,
-                                    void *address);
-void fsdpc_wire_drop_copies(void *address, size_t bytes);
+/* Allocates zeroed memory for this rank's slices of a moved parameter buffer, counted as UNSHARDED or PINNED.  The
+ * parameter buffer owns it.  Collective; call once. */
+fsdpc_status fsdpc_param_buffer_own(fsdpc_param_buffer *param_buffer, size_t bytes,
+                                    unsigned char **out);
+/* Maps pages of a parameter buffer with a memfd at `address`, replacing this process's pages.  They keep the
+ * parameter buffer's contents, even after it is destroyed.  A page that this process writes becomes a private
+ * copy; fsdpc_param_buffer_drop_copies drops the copies. */
+fsdpc_status fsdpc_param_buffer_map_private(const fsdpc_param_buffer *param_buffer, size_t offset,
+                                            size_t bytes, void *address);
+void fsdpc_param_buffer_drop_copies(void *address, size_t bytes);
 fsdpc_status fsdpc_buffer_create(fsdpc_comm *comm, size_t bytes,
                                  fsdpc_buffer **out); /* collective */
-fsdpc_status fsdpc_wire_epoch_wait(fsdpc_wire *wire, const char *unit, fsdpc_epoch_note *all_out);
-fsdpc_status fsdpc_wire_published_wait(fsdpc_wire *wire, const char *unit);
+fsdpc_status fsdpc_param_buffer_epoch_wait(fsdpc_param_buffer *param_buffer, const char *unit,
+                                           fsdpc_epoch_note *all_out);
+fsdpc_status fsdpc_param_buffer_copy_in_wait(fsdpc_param_buffer *param_buffer, const char *unit);
 fsdpc_status fsdpc_buffer_idle_wait(fsdpc_buffer *buffer, const char *unit);
 
 /* Hands over a communicator that was split off to a separate thread.  It no longer advances in
@@ -518,39 +525,42 @@ static inline fsdpc_status fsdpc_comm_idle(fsdpc_comm *comm, int64_t max_ns)
     return FSDPC_OK;
 }
 
-static inline void fsdpc_wire_destroy(fsdpc_wire *wire)
+static inline void fsdpc_param_buffer_destroy(fsdpc_param_buffer *param_buffer)
 {
-    if (!wire)
+    if (!param_buffer)
         return;
-    fsdpc_device *device = wire->comm->device;
-    unsigned char *own = wire->comm->ops->wire_own ? NULL : wire->own;
-    wire->comm->ops->wire_destroy(wire);
+    fsdpc_device *device = param_buffer->comm->device;
+    unsigned char *own = param_buffer->comm->ops->param_buffer_own ? NULL : param_buffer->own;
+    param_buffer->comm->ops->param_buffer_destroy(param_buffer);
     fsdpc_device_free(device, own);
 }
 
-static inline fsdpc_status fsdpc_wire_arrive(fsdpc_wire *wire, const fsdpc_epoch_note *mine)
+static inline fsdpc_status fsdpc_param_buffer_arrive(fsdpc_param_buffer *param_buffer,
+                                                     const fsdpc_epoch_note *mine)
 {
-    return wire->comm->ops->epoch_arrive(wire, mine);
+    return param_buffer->comm->ops->epoch_arrive(param_buffer, mine);
 }
 
-static inline fsdpc_status fsdpc_wire_publish(fsdpc_wire *wire)
+static inline fsdpc_status fsdpc_param_buffer_copied_in(fsdpc_param_buffer *param_buffer)
 {
-    return wire->comm->ops->epoch_publish(wire);
+    return param_buffer->comm->ops->epoch_copied_in(param_buffer);
 }
 
 /* Collective: later gathers write to this memory, which must be a whole window of the device
  * (device.h), so that a transport may prepare it.  Waits for operations posted earlier.  Each rank
  * detaches the memory before freeing it. */
-static inline fsdpc_status fsdpc_wire_attach(fsdpc_wire *wire, void *memory, size_t bytes)
+static inline fsdpc_status fsdpc_param_buffer_attach(fsdpc_param_buffer *param_buffer, void *memory,
+                                                     size_t bytes)
 {
-    return wire->comm->ops->wire_attach ? wire->comm->ops->wire_attach(wire, memory, bytes)
-                                        : FSDPC_OK;
+    return param_buffer->comm->ops->param_buffer_attach
+               ? param_buffer->comm->ops->param_buffer_attach(param_buffer, memory, bytes)
+               : FSDPC_OK;
 }
 
-static inline void fsdpc_wire_detach(fsdpc_wire *wire, void *memory)
+static inline void fsdpc_param_buffer_detach(fsdpc_param_buffer *param_buffer, void *memory)
 {
-    if (wire->comm->ops->wire_detach)
-        wire->comm->ops->wire_detach(wire, memory);
+    if (param_buffer->comm->ops->param_buffer_detach)
+        param_buffer->comm->ops->param_buffer_detach(param_buffer, memory);
 }
 
 static inline void fsdpc_buffer_destroy(fsdpc_buffer *buffer)

@@ -5,10 +5,10 @@
  * order: a "post" when an operation is posted, a "done" when its owner first finds it done.  Waits
  * return at once.  With `late` an operation is done only after a wait, so the records and the
  * engine's trace show where the program needs it.  All peers appear to have the same values.
- * Gathers do not touch the wire.  A sum over n ranks is n times this rank's contribution, computed
+ * Gathers do not touch the parameter buffer.  A sum over n ranks is n times this rank's contribution, computed
  * by the kernels of the config's device (which device_null makes empty).
  *
- * Wires and buffers are the device's memory, counted as shm counts them: wires by rank 0.
+ * Parameter buffers and buffers are the device's memory, counted as shm counts them: parameter buffers by rank 0.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -25,10 +25,10 @@ typedef struct null_comm {
     bool late, waits; /* waits: a wait has begun since an operation was last done */
 } null_comm;
 
-typedef struct null_wire {
-    fsdpc_wire base;
+typedef struct null_param_buffer {
+    fsdpc_param_buffer base;
     fsdpc_epoch_note note;
-} null_wire;
+} null_param_buffer;
 
 /* Running out of memory for a record is an error, since a test would otherwise check an incomplete
  * list. */
@@ -94,61 +94,65 @@ static fsdpc_status null_split(fsdpc_comm *comm, int color, int key, fsdpc_comm 
     return FSDPC_OK;
 }
 
-/* ---- Wire, epochs, buffers ---- */
+/* ---- Parameter buffer, epochs, buffers ---- */
 
-static fsdpc_status null_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out)
+static fsdpc_status null_param_buffer_create(fsdpc_comm *comm, size_t bytes,
+                                             fsdpc_param_buffer **out)
 {
     FSDPC_TRY(fsdpc_comm_health(comm));
-    FSDPC_TRY(record(comm, "wire", NULL, 0, bytes));
+    FSDPC_TRY(record(comm, "param buffer", NULL, 0, bytes));
     void *data = NULL;
-    fsdpc_mem_kind kind = comm->rank == 0 ? FSDPC_MEM_WIRE : FSDPC_MEM_OTHER;
+    fsdpc_mem_kind kind = comm->rank == 0 ? FSDPC_MEM_UNSHARDED : FSDPC_MEM_OTHER;
     FSDPC_TRY(fsdpc_device_alloc_zeroed(comm->device, kind, bytes, &data));
-    null_wire *wire = calloc(1, sizeof *wire);
-    if (!wire) {
+    null_param_buffer *param_buffer = calloc(1, sizeof *param_buffer);
+    if (!param_buffer) {
         fsdpc_device_free(comm->device, data);
-        return fsdpc_fail_errno("no memory for a wire");
+        return fsdpc_fail_errno("no memory for a parameter buffer");
     }
-    wire->base = (fsdpc_wire){.comm = comm, .bytes = bytes, .read = data, .write = data};
-    *out = &wire->base;
+    param_buffer->base =
+        (fsdpc_param_buffer){.comm = comm, .bytes = bytes, .read = data, .write = data};
+    *out = &param_buffer->base;
     return FSDPC_OK;
 }
 
-static void null_wire_destroy(fsdpc_wire *wire)
+static void null_param_buffer_destroy(fsdpc_param_buffer *param_buffer)
 {
-    fsdpc_device_free(wire->comm->device, wire->write);
-    free(wire);
+    fsdpc_device_free(param_buffer->comm->device, param_buffer->write);
+    free(param_buffer);
 }
 
-static fsdpc_status null_epoch_arrive(fsdpc_wire *wire, const fsdpc_epoch_note *mine)
+static fsdpc_status null_epoch_arrive(fsdpc_param_buffer *param_buffer,
+                                      const fsdpc_epoch_note *mine)
 {
-    FSDPC_TRY(fsdpc_comm_health(wire->comm));
-    ((null_wire *)wire)->note = *mine;
-    wire->epoch++;
-    return record(wire->comm, "arrive", &(fsdpc_coll){.unit = mine->unit}, wire->epoch, 0);
+    FSDPC_TRY(fsdpc_comm_health(param_buffer->comm));
+    ((null_param_buffer *)param_buffer)->note = *mine;
+    param_buffer->epoch++;
+    return record(param_buffer->comm, "arrive", &(fsdpc_coll){.unit = mine->unit},
+                  param_buffer->epoch, 0);
 }
 
-static fsdpc_status null_epoch_test(fsdpc_wire *wire, fsdpc_epoch_note *all_out)
+static fsdpc_status null_epoch_test(fsdpc_param_buffer *param_buffer, fsdpc_epoch_note *all_out)
 {
-    FSDPC_TRY(fsdpc_comm_health(wire->comm));
-    const fsdpc_epoch_note *note = &((null_wire *)wire)->note;
+    FSDPC_TRY(fsdpc_comm_health(param_buffer->comm));
+    const fsdpc_epoch_note *note = &((null_param_buffer *)param_buffer)->note;
     if ((note->bits & FSDPC_EPOCH_CHANGED) && (note->bits & FSDPC_EPOCH_HELD))
         return fsdpc_fail(FSDPC_ERR_STATE,
                           "rank %d changed its weights while it holds a unit by unshard(); call "
                           "reshard() on the unit before the next forward",
-                          wire->comm->rank);
+                          param_buffer->comm->rank);
     *all_out = *note;
     return FSDPC_OK;
 }
 
-static fsdpc_status null_epoch_publish(fsdpc_wire *wire)
+static fsdpc_status null_epoch_copied_in(fsdpc_param_buffer *param_buffer)
 {
-    FSDPC_TRY(fsdpc_comm_health(wire->comm));
-    return record(wire->comm, "publish", NULL, wire->epoch, 0);
+    FSDPC_TRY(fsdpc_comm_health(param_buffer->comm));
+    return record(param_buffer->comm, "copy_in", NULL, param_buffer->epoch, 0);
 }
 
-static fsdpc_status null_epoch_published(fsdpc_wire *wire)
+static fsdpc_status null_epoch_copy_in_test(fsdpc_param_buffer *param_buffer)
 {
-    return fsdpc_comm_health(wire->comm);
+    return fsdpc_comm_health(param_buffer->comm);
 }
 
 static fsdpc_status null_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buffer **out)
@@ -251,12 +255,12 @@ static fsdpc_status null_order(fsdpc_work *work, fsdpc_stream *stream)
 
 #define NULL_OPS                                                                                   \
     .name = "null", .destroy = null_destroy, .split = null_split, .abort = null_abort,             \
-    .wire_create = null_wire_create, .wire_destroy = null_wire_destroy,                            \
-    .epoch_arrive = null_epoch_arrive, .epoch_test = null_epoch_test,                              \
-    .epoch_publish = null_epoch_publish, .epoch_published = null_epoch_published,                  \
-    .buffer_create = null_buffer_create, .buffer_destroy = null_buffer_destroy,                    \
-    .buffer_idle = null_buffer_idle, .splits_sums = true, .post = null_post, .test = null_test,    \
-    .idle = null_idle
+    .param_buffer_create = null_param_buffer_create,                                               \
+    .param_buffer_destroy = null_param_buffer_destroy, .epoch_arrive = null_epoch_arrive,          \
+    .epoch_test = null_epoch_test, .epoch_copied_in = null_epoch_copied_in,                        \
+    .epoch_copy_in_test = null_epoch_copy_in_test, .buffer_create = null_buffer_create,            \
+    .buffer_destroy = null_buffer_destroy, .buffer_idle = null_buffer_idle, .splits_sums = true,   \
+    .post = null_post, .test = null_test, .idle = null_idle
 
 static const fsdpc_comm_ops null_ops = {NULL_OPS};
 static const fsdpc_comm_ops ordering_ops = {NULL_OPS, .order = null_order};

@@ -1,6 +1,6 @@
 /* A world of one: the template for new communicators.
  *
- * Wires and buffers are private memory, and every epoch is complete as soon as it begins.  For one
+ * Parameter buffers and buffers are private memory, and every epoch is complete as soon as it begins.  For one
  * rank a collective is a copy, or a sum of one term.  The sum still uses the reduce kernel, because
  * scaling and rounding must be the same at every world size.
  *
@@ -18,11 +18,11 @@
 
 static const fsdpc_comm_ops self_ops;
 
-typedef struct self_wire {
-    fsdpc_wire base;
+typedef struct self_param_buffer {
+    fsdpc_param_buffer base;
     fsdpc_extent *extent; /* contains the memory; NULL: device memory */
     fsdpc_epoch_note note;
-} self_wire;
+} self_param_buffer;
 
 static void self_destroy(fsdpc_comm *comm)
 {
@@ -46,51 +46,53 @@ static fsdpc_status self_split(fsdpc_comm *comm, int color, int key, fsdpc_comm 
     return FSDPC_OK;
 }
 
-static fsdpc_status self_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
-                                     fsdpc_wire **out)
+static fsdpc_status self_param_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
+                                             fsdpc_param_buffer **out)
 {
     FSDPC_TRY(fsdpc_comm_health(comm));
     void *data = NULL;
-    self_wire *wire = calloc(1, sizeof *wire);
-    if (!wire)
-        return fsdpc_fail_errno("no memory for a wire");
+    self_param_buffer *param_buffer = calloc(1, sizeof *param_buffer);
+    if (!param_buffer)
+        return fsdpc_fail_errno("no memory for a parameter buffer");
     fsdpc_status status =
-        tier ? fsdpc_extent_create(tier, "the params", NULL, FSDPC_MEM_WIRE, bytes, 1, 1,
-                                   &wire->extent)
-             : fsdpc_device_alloc_zeroed(comm->device, FSDPC_MEM_WIRE, bytes, &data);
+        tier ? fsdpc_extent_create(tier, "the params", NULL, FSDPC_MEM_UNSHARDED, bytes, 1, 1,
+                                   &param_buffer->extent)
+             : fsdpc_device_alloc_zeroed(comm->device, FSDPC_MEM_UNSHARDED, bytes, &data);
     if (status != FSDPC_OK) {
-        free(wire);
+        free(param_buffer);
         return status;
     }
     if (tier)
-        data = wire->extent->memory;
-    wire->base = (fsdpc_wire){.comm = comm, .bytes = bytes, .read = data, .write = data};
-    *out = &wire->base;
+        data = param_buffer->extent->memory;
+    param_buffer->base =
+        (fsdpc_param_buffer){.comm = comm, .bytes = bytes, .read = data, .write = data};
+    *out = &param_buffer->base;
     return FSDPC_OK;
 }
 
-static void self_wire_destroy(fsdpc_wire *wire)
+static void self_param_buffer_destroy(fsdpc_param_buffer *param_buffer)
 {
-    fsdpc_extent *extent = ((self_wire *)wire)->extent;
+    fsdpc_extent *extent = ((self_param_buffer *)param_buffer)->extent;
     if (extent)
         fsdpc_extent_destroy(extent);
     else
-        fsdpc_device_free(wire->comm->device, wire->write);
-    free(wire);
+        fsdpc_device_free(param_buffer->comm->device, param_buffer->write);
+    free(param_buffer);
 }
 
-static fsdpc_status self_epoch_arrive(fsdpc_wire *wire, const fsdpc_epoch_note *mine)
+static fsdpc_status self_epoch_arrive(fsdpc_param_buffer *param_buffer,
+                                      const fsdpc_epoch_note *mine)
 {
-    FSDPC_TRY(fsdpc_comm_health(wire->comm));
-    ((self_wire *)wire)->note = *mine;
-    wire->epoch++;
+    FSDPC_TRY(fsdpc_comm_health(param_buffer->comm));
+    ((self_param_buffer *)param_buffer)->note = *mine;
+    param_buffer->epoch++;
     return FSDPC_OK;
 }
 
-static fsdpc_status self_epoch_test(fsdpc_wire *wire, fsdpc_epoch_note *all_out)
+static fsdpc_status self_epoch_test(fsdpc_param_buffer *param_buffer, fsdpc_epoch_note *all_out)
 {
-    FSDPC_TRY(fsdpc_comm_health(wire->comm));
-    const fsdpc_epoch_note *note = &((self_wire *)wire)->note;
+    FSDPC_TRY(fsdpc_comm_health(param_buffer->comm));
+    const fsdpc_epoch_note *note = &((self_param_buffer *)param_buffer)->note;
     if ((note->bits & FSDPC_EPOCH_CHANGED) && (note->bits & FSDPC_EPOCH_HELD))
         return fsdpc_fail(FSDPC_ERR_STATE,
                           "rank 0 changed its weights while it holds a unit by unshard(); call "
@@ -99,9 +101,9 @@ static fsdpc_status self_epoch_test(fsdpc_wire *wire, fsdpc_epoch_note *all_out)
     return FSDPC_OK;
 }
 
-static fsdpc_status self_publish(fsdpc_wire *wire)
+static fsdpc_status self_copied_in(fsdpc_param_buffer *param_buffer)
 {
-    return fsdpc_comm_health(wire->comm);
+    return fsdpc_comm_health(param_buffer->comm);
 }
 
 static fsdpc_status self_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buffer **out)
@@ -201,12 +203,12 @@ static const fsdpc_comm_ops self_ops = {
     .destroy = self_destroy,
     .split = self_split,
     .abort = fsdpc_comm_abort_local,
-    .wire_create_in = self_wire_create,
-    .wire_destroy = self_wire_destroy,
+    .param_buffer_create_in = self_param_buffer_create,
+    .param_buffer_destroy = self_param_buffer_destroy,
     .epoch_arrive = self_epoch_arrive,
     .epoch_test = self_epoch_test,
-    .epoch_publish = self_publish,
-    .epoch_published = self_publish,
+    .epoch_copied_in = self_copied_in,
+    .epoch_copy_in_test = self_copied_in,
     .buffer_create = self_buffer_create,
     .buffer_destroy = self_buffer_destroy,
     .buffer_idle = self_buffer_idle,

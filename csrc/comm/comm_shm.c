@@ -15,7 +15,7 @@
 #include "comm/shm_buffer.h"
 #include "comm/shm_coll.h"
 #include "comm/shm_peers.h"
-#include "comm/shm_wire.h"
+#include "comm/shm_param_buffer.h"
 
 enum { CHECK_EVERY_NS = 20000000, LONGEST_NAP_NS = 100000000 };
 
@@ -255,12 +255,12 @@ static const fsdpc_comm_ops shm_ops = {
     .split = shm_split,
     .abort = fsdpc_shm_abort,
     .leave = shm_leave,
-    .wire_create_in = fsdpc_shm_wire_create,
-    .wire_destroy = fsdpc_shm_wire_destroy,
+    .param_buffer_create_in = fsdpc_shm_param_buffer_create,
+    .param_buffer_destroy = fsdpc_shm_param_buffer_destroy,
     .epoch_arrive = fsdpc_shm_epoch_arrive,
     .epoch_test = fsdpc_shm_epoch_test,
-    .epoch_publish = fsdpc_shm_epoch_publish,
-    .epoch_published = fsdpc_shm_epoch_published,
+    .epoch_copied_in = fsdpc_shm_epoch_copied_in,
+    .epoch_copy_in_test = fsdpc_shm_epoch_copy_in_test,
     .buffer_create = fsdpc_shm_buffer_create,
     .buffer_destroy = fsdpc_shm_buffer_destroy,
     .buffer_idle = fsdpc_shm_buffer_idle,

@@ -1,7 +1,7 @@
 /* Shared declarations of the multi-host communicator.
  *
  *     comm_hosts.c     life, split, the table
- *     hosts_wire.c     wires, epochs, buffers
+ *     hosts_param_buffer.c     parameter buffers, epochs, buffers
  *     hosts_op.c       an operation from post to end; gathers and reductions
  *     hosts_values.c   all-reduce, all-gather, broadcast and barrier of values
  *     hosts_cross.c    headers and data that one operation sends between hosts
@@ -66,8 +66,9 @@ typedef struct fsdpc_hosts_op {
     int n_ops;
     fsdpc_slice *slices;
     size_t n_slices;
-    fsdpc_link_run *rows; /* for a gather: the rows in the wire, of each host and slice */
-    size_t done_numel;    /* for values: elements of earlier rounds */
+    fsdpc_link_run
+        *rows;         /* for a gather: the rows in the parameter buffer, of each host and slice */
+    size_t done_numel; /* for values: elements of earlier rounds */
     fsdpc_hosts_room here, there, all;
 } fsdpc_hosts_op;
 
@@ -88,7 +89,7 @@ struct fsdpc_hosts_comm {
     struct fsdpc_hosts_comm *next_group; /* of world->groups */
 };
 
-/* Rows from other hosts, for the gather at this offset of the wire. */
+/* Rows from other hosts, for the gather at this offset of the parameter buffer. */
 typedef struct fsdpc_hosts_rows {
     size_t offset;
     uint64_t generation; /* the generation that was received */
@@ -99,9 +100,9 @@ typedef struct fsdpc_hosts_note {
     uint64_t epoch;
 } fsdpc_hosts_note;
 
-typedef struct fsdpc_hosts_wire {
-    fsdpc_wire base;
-    fsdpc_wire *host;
+typedef struct fsdpc_hosts_param_buffer {
+    fsdpc_param_buffer base;
+    fsdpc_param_buffer *host;
     uint64_t sequence; /* number of the epoch */
     bool sent;         /* this host's note was sent */
     fsdpc_epoch_note note;
@@ -110,7 +111,7 @@ typedef struct fsdpc_hosts_wire {
     uint64_t generation; /* number of epochs with changes */
     fsdpc_hosts_rows *rows;
     size_t n_rows, next_rows;
-} fsdpc_hosts_wire;
+} fsdpc_hosts_param_buffer;
 
 typedef struct fsdpc_hosts_buffer {
     fsdpc_buffer base;
@@ -173,15 +174,16 @@ fsdpc_status fsdpc_hosts_progress(fsdpc_hosts_comm *self);
 /* Drops operations in flight after the communicator has failed. */
 void fsdpc_hosts_drop(fsdpc_hosts_comm *self);
 
-/* ---- hosts_wire.c ---- */
+/* ---- hosts_param_buffer.c ---- */
 
-fsdpc_status fsdpc_hosts_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
-                                     fsdpc_wire **out);
-void fsdpc_hosts_wire_destroy(fsdpc_wire *wire);
-fsdpc_status fsdpc_hosts_epoch_arrive(fsdpc_wire *wire, const fsdpc_epoch_note *mine);
-fsdpc_status fsdpc_hosts_epoch_test(fsdpc_wire *wire, fsdpc_epoch_note *all_out);
-fsdpc_status fsdpc_hosts_epoch_publish(fsdpc_wire *wire);
-fsdpc_status fsdpc_hosts_epoch_published(fsdpc_wire *wire);
+fsdpc_status fsdpc_hosts_param_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
+                                             fsdpc_param_buffer **out);
+void fsdpc_hosts_param_buffer_destroy(fsdpc_param_buffer *param_buffer);
+fsdpc_status fsdpc_hosts_epoch_arrive(fsdpc_param_buffer *param_buffer,
+                                      const fsdpc_epoch_note *mine);
+fsdpc_status fsdpc_hosts_epoch_test(fsdpc_param_buffer *param_buffer, fsdpc_epoch_note *all_out);
+fsdpc_status fsdpc_hosts_epoch_copied_in(fsdpc_param_buffer *param_buffer);
+fsdpc_status fsdpc_hosts_epoch_copy_in_test(fsdpc_param_buffer *param_buffer);
 fsdpc_status fsdpc_hosts_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buffer **out);
 void fsdpc_hosts_buffer_destroy(fsdpc_buffer *buffer);
 fsdpc_status fsdpc_hosts_buffer_idle(fsdpc_buffer *buffer);

@@ -3,7 +3,7 @@
  * Every operation is posted in program order on the host's communicator, where the host's ranks
  * compare it; data between hosts goes from lane to lane.
  *
- *     GATHER          own slices go to the other hosts, theirs into the wire; done when all lanes
+ *     GATHER          own slices go to the other hosts, theirs into the parameter buffer; done when all lanes
  *                     of the host have received.  Rows are transferred once after each change
  *     REDUCE_SCATTER  the host sums every rank's slices, wide, and exchanges these sums with the
  *                     other hosts; each rank adds the hosts' sums in host order
@@ -12,8 +12,8 @@
  *     values          hosts_values.c
  *     agree_only      headers cross, and nothing else
  *
- * If the link supports runs, rows move directly from wire to wire.  That is safe as soon as the
- * operation is posted.  When a rank continues from an epoch, all reads of the wire in earlier
+ * If the link supports runs, rows move directly from parameter buffer to parameter buffer.  That is safe as soon as the
+ * operation is posted.  When a rank continues from an epoch, all reads of the parameter buffer in earlier
  * epochs are over.  It completes its gathers before it arrives in the next epoch.  Its own rows are
  * therefore not written while the link reads them.  Only the owner's lane writes rows of another
  * host's rank, and no rank of this host reads them before the lanes have met.
@@ -49,7 +49,7 @@ static fsdpc_dtype wide(fsdpc_dtype dtype)
 
 /* ---- Gathers ---- */
 
-/* Finds the rows in the wire of this lane on a host; returns their bytes. */
+/* Finds the rows in the parameter buffer of this lane on a host; returns their bytes. */
 static size_t rows_of(const fsdpc_hosts_comm *self, const fsdpc_coll *coll, int host,
                       fsdpc_link_run *rows)
 {
@@ -57,7 +57,7 @@ static size_t rows_of(const fsdpc_hosts_comm *self, const fsdpc_coll *coll, int 
     for (size_t i = 0; i < coll->n_slices; i++) {
         size_t numel =
             fsdpc_coll_part(coll, &coll->slices[i], host * self->n_lanes + self->lane, &first);
-        rows[i].data = coll->wire->write + coll->offset + first * element;
+        rows[i].data = coll->param_buffer->write + coll->offset + first * element;
         rows[i].bytes = numel * element;
         bytes += rows[i].bytes;
     }
@@ -119,22 +119,23 @@ static void place_rows(fsdpc_hosts_comm *self, const fsdpc_hosts_op *op)
 
 /* Finds the record of received rows.  Gathers repeat in order, so the search begins after the last
  * hit. */
-static fsdpc_status rows_at(fsdpc_hosts_wire *wire, size_t offset, fsdpc_hosts_rows **out)
+static fsdpc_status rows_at(fsdpc_hosts_param_buffer *param_buffer, size_t offset,
+                            fsdpc_hosts_rows **out)
 {
-    for (size_t n = 0; n < wire->n_rows; n++) {
-        size_t i = (wire->next_rows + n) % wire->n_rows;
-        if (wire->rows[i].offset != offset)
+    for (size_t n = 0; n < param_buffer->n_rows; n++) {
+        size_t i = (param_buffer->next_rows + n) % param_buffer->n_rows;
+        if (param_buffer->rows[i].offset != offset)
             continue;
-        wire->next_rows = i + 1;
-        *out = &wire->rows[i];
+        param_buffer->next_rows = i + 1;
+        *out = &param_buffer->rows[i];
         return FSDPC_OK;
     }
-    fsdpc_hosts_rows *rows = realloc(wire->rows, (wire->n_rows + 1) * sizeof *rows);
+    fsdpc_hosts_rows *rows = realloc(param_buffer->rows, (param_buffer->n_rows + 1) * sizeof *rows);
     if (!rows)
-        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for another gather of a wire");
-    wire->rows = rows;
-    rows[wire->n_rows] = (fsdpc_hosts_rows){.offset = offset};
-    *out = &rows[wire->n_rows++];
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for another gather of a parameter buffer");
+    param_buffer->rows = rows;
+    rows[param_buffer->n_rows] = (fsdpc_hosts_rows){.offset = offset};
+    *out = &rows[param_buffer->n_rows++];
     return FSDPC_OK;
 }
 
@@ -142,11 +143,11 @@ static fsdpc_status rows_at(fsdpc_hosts_wire *wire, size_t offset, fsdpc_hosts_r
  * ranks. */
 static fsdpc_status needs_rows(const fsdpc_coll *coll, bool *needs_out)
 {
-    fsdpc_hosts_wire *wire = (fsdpc_hosts_wire *)coll->wire;
+    fsdpc_hosts_param_buffer *param_buffer = (fsdpc_hosts_param_buffer *)coll->param_buffer;
     fsdpc_hosts_rows *rows = NULL;
-    FSDPC_TRY(rows_at(wire, coll->offset, &rows));
-    *needs_out = rows->generation != wire->generation;
-    rows->generation = wire->generation;
+    FSDPC_TRY(rows_at(param_buffer, coll->offset, &rows));
+    *needs_out = rows->generation != param_buffer->generation;
+    rows->generation = param_buffer->generation;
     return FSDPC_OK;
 }
 

@@ -1,7 +1,7 @@
 /* A link: moves bytes between ranks of different hosts.
  *
  * Ranks of a host share memory (comm/shm_*.c).  Between hosts a link moves messages.  A link knows
- * nothing of wires, epochs or reductions, which comm_hosts.c builds on it.  Implementations:
+ * nothing of parameter buffers, epochs or reductions, which comm_hosts.c builds on it.  Implementations:
  *
  *     link_relay      the program's threads carry the messages, e.g. over a process group of
  *                     torch (python/fsdpc/torch/_link.py); in tests, ranks are threads

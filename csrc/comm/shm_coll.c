@@ -2,7 +2,7 @@
  *
  * There are three methods.  None of them allocates, or enters the kernel unless a rank sleeps.
  *
- * GATHER copies nothing: the slices have been in the wire since the epoch was published.  It is
+ * GATHER copies nothing: the slices have been in the parameter buffer since the epoch was published.  It is
  * complete when posted; it compares fingerprints with peers that have posted it too.  A late gather
  * is complete when all have posted it.
  *
@@ -59,9 +59,9 @@ static fsdpc_status mismatch(fsdpc_shm_comm *self, int peer, uint64_t sequence, 
 /* Only for the driving thread, because a wait for a worker's operation may span several epochs. */
 static fsdpc_status abandoned_check(fsdpc_shm_comm *self, int peer, uint64_t sequence)
 {
-    const fsdpc_shm_wire *wire = fsdpc_shm_wire_ahead(self, peer);
+    const fsdpc_shm_param_buffer *param_buffer = fsdpc_shm_param_buffer_ahead(self, peer);
     const _Atomic uint64_t *posted = &self->control->slots[peer].posted;
-    if (!wire || atomic_load_explicit(posted, memory_order_acquire) > sequence)
+    if (!param_buffer || atomic_load_explicit(posted, memory_order_acquire) > sequence)
         return FSDPC_IN_PROGRESS;
     char where[192], ours[256];
     fsdpc_shm_world_where(self->world, self->members[peer], where, sizeof where);
@@ -69,7 +69,7 @@ static fsdpc_status abandoned_check(fsdpc_shm_comm *self, int peer, uint64_t seq
     fsdpc_fail(FSDPC_ERR_PEER,
                "%s and waits, but rank %d abandoned it: it went on to epoch %llu%s%s%s; every rank "
                "must make the same calls, and after an exception every rank must reset",
-               ours, fsdpc_shm_name(self, peer), (unsigned long long)wire->base.epoch + 1,
+               ours, fsdpc_shm_name(self, peer), (unsigned long long)param_buffer->base.epoch + 1,
                where[0] ? " (" : "", where, where[0] ? ")" : "");
     return fsdpc_shm_fail(self, FSDPC_ERR_PEER);
 }
@@ -341,7 +341,7 @@ static uint64_t object_of(const fsdpc_coll *op)
     if (op->agree_only)
         return 0;
     if (op->kind == FSDPC_COLL_GATHER)
-        return ((const fsdpc_shm_wire *)op->wire)->id;
+        return ((const fsdpc_shm_param_buffer *)op->param_buffer)->id;
     if (fsdpc_coll_reduces(op->kind))
         return ((const fsdpc_shm_buffer *)op->buffer)->id;
     return 0;

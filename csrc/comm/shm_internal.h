@@ -3,7 +3,7 @@
  *     shm_internal.h  only structs
  *     shm_peers.c     failures, and passing memory when ranks create an object together
  *     shm_coll.c      collectives
- *     shm_wire.c      wires and epochs
+ *     shm_param_buffer.c      parameter buffers and epochs
  *     shm_buffer.c    reduce buffers
  *     comm_shm.c      creation and end, split, waiting
  *
@@ -16,22 +16,22 @@
 #include "comm/shm_control.h"
 #include "comm/shm_world.h"
 
-/* One rank's words of a wire, after its data. */
-typedef struct fsdpc_shm_wire_words {
-    _Atomic uint64_t arrived, published; /* epochs */
+/* One rank's words of a parameter buffer, after its data. */
+typedef struct fsdpc_shm_param_buffer_words {
+    _Atomic uint64_t arrived, copied_in; /* epochs */
     struct {
         _Atomic uint64_t bits_kind, unit, steps;
     } note[2]; /* by parity of the epoch */
-} __attribute__((aligned(128))) fsdpc_shm_wire_words;
+} __attribute__((aligned(128))) fsdpc_shm_param_buffer_words;
 
-typedef struct fsdpc_shm_wire {
-    fsdpc_wire base;
+typedef struct fsdpc_shm_param_buffer {
+    fsdpc_param_buffer base;
     uint64_t id;
     fsdpc_tier *tier; /* the tier whose folder contains the file; NULL: in memory */
     fsdpc_shm_segment *segment;
-    fsdpc_shm_wire_words *words;
-    struct fsdpc_shm_wire *next;
-} fsdpc_shm_wire;
+    fsdpc_shm_param_buffer_words *words;
+    struct fsdpc_shm_param_buffer *next;
+} fsdpc_shm_param_buffer;
 
 /* Written by a buffer's rank after its data: the number of reductions with this buffer's id whose
  * inputs this rank has read. */
@@ -59,7 +59,7 @@ typedef struct fsdpc_shm_late {
         FSDPC_SHM_LATE_READ,
         FSDPC_SHM_LATE_RANK, /* target: the late group rank */
     } kind;
-    const void *object; /* the wire or buffer */
+    const void *object; /* the parameter buffer or buffer */
     uint64_t target;    /* ranks below it are late */
 } fsdpc_shm_late;
 
@@ -76,12 +76,12 @@ typedef struct fsdpc_shm_comm {
     struct fsdpc_shm_comm *next_group; /* of world->groups */
     int *members;                      /* world rank by group rank */
     uint64_t id;                       /* same on all members, different between groups */
-    uint64_t creations;                /* number of wires, buffers and groups created so far */
+    uint64_t creations; /* number of parameter buffers, buffers and groups created so far */
     fsdpc_stream inline_stream;
 
     uint64_t posted, chain;
     fsdpc_work *pending; /* inline operations in flight, linked by `impl`, in posting order */
-    fsdpc_shm_wire *wires;
+    fsdpc_shm_param_buffer *param_buffers;
 
     /* Collectives that stage run one at a time, in posting order; `turn` is the current one.
      * Everything below it belongs to the thread that has the turn: the driving thread or a

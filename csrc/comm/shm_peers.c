@@ -158,7 +158,7 @@ bool fsdpc_shm_is_late(const fsdpc_shm_comm *self, int p)
 {
     const fsdpc_shm_late *late = &self->late;
     const fsdpc_shm_slot *slot = &self->control->slots[p];
-    const fsdpc_shm_wire *wire = late->object;
+    const fsdpc_shm_param_buffer *param_buffer = late->object;
     const fsdpc_shm_buffer *buffer = late->object;
     switch (late->kind) {
     case FSDPC_SHM_LATE_POSTED:
@@ -166,9 +166,9 @@ bool fsdpc_shm_is_late(const fsdpc_shm_comm *self, int p)
     case FSDPC_SHM_LATE_STEP:
         return atomic_load(&slot->step) < late->target;
     case FSDPC_SHM_LATE_ARRIVED:
-        return atomic_load(&wire->words[p].arrived) < late->target;
+        return atomic_load(&param_buffer->words[p].arrived) < late->target;
     case FSDPC_SHM_LATE_PUBLISHED:
-        return atomic_load(&wire->words[p].published) < late->target;
+        return atomic_load(&param_buffer->words[p].copied_in) < late->target;
     case FSDPC_SHM_LATE_READ:
         return atomic_load(&buffer->words[p]->read) < late->target;
     case FSDPC_SHM_LATE_RANK:
@@ -210,12 +210,13 @@ fsdpc_status fsdpc_shm_peers_check(fsdpc_shm_comm *self)
     return adopt_from_groups(self);
 }
 
-const fsdpc_shm_wire *fsdpc_shm_wire_ahead(const fsdpc_shm_comm *self, int rank)
+const fsdpc_shm_param_buffer *fsdpc_shm_param_buffer_ahead(const fsdpc_shm_comm *self, int rank)
 {
-    for (const fsdpc_shm_wire *wire = self->wires; wire; wire = wire->next)
-        if (atomic_load_explicit(&wire->words[rank].arrived, memory_order_acquire) >
-            wire->base.epoch)
-            return wire;
+    for (const fsdpc_shm_param_buffer *param_buffer = self->param_buffers; param_buffer;
+         param_buffer = param_buffer->next)
+        if (atomic_load_explicit(&param_buffer->words[rank].arrived, memory_order_acquire) >
+            param_buffer->base.epoch)
+            return param_buffer;
     return NULL;
 }
 

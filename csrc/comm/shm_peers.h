@@ -29,8 +29,8 @@ void fsdpc_shm_be_told(fsdpc_comm *comm, fsdpc_status status, const char *text);
 int fsdpc_shm_end_fd(fsdpc_comm *comm, int rank);
 /* After a failure: ends operations in flight with `status` and does not touch them again. */
 void fsdpc_shm_pending_drop(fsdpc_shm_comm *self, fsdpc_status status);
-/* Returns a wire on which `rank` is in a later epoch than this rank, or NULL. */
-const fsdpc_shm_wire *fsdpc_shm_wire_ahead(const fsdpc_shm_comm *self, int rank);
+/* Returns a parameter buffer on which `rank` is in a later epoch than this rank, or NULL. */
+const fsdpc_shm_param_buffer *fsdpc_shm_param_buffer_ahead(const fsdpc_shm_comm *self, int rank);
 
 /* ---- Creating together ---- */
 

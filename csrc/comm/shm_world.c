@@ -494,10 +494,11 @@ static fsdpc_status poll_take(void *arg)
     if (message.tag != p->tag || (fd < 0) != (p->status != FSDPC_OK)) {
         if (fd >= 0)
             close(fd);
-        return fsdpc_fail(FSDPC_ERR_MISMATCH,
-                          "rank %d handed over memory of something else; create groups, wires and "
-                          "buffers in the same order on every rank, from one thread",
-                          p->peer);
+        return fsdpc_fail(
+            FSDPC_ERR_MISMATCH,
+            "rank %d handed over memory of something else; create groups, parameter buffers and "
+            "buffers in the same order on every rank, from one thread",
+            p->peer);
     }
     if (fd < 0)
         return FSDPC_OK;

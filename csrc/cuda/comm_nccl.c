@@ -1,8 +1,8 @@
 /* The NCCL communicator's lifetime, and the tasks that it delegates to its control.
  *
  * Buffers are memory of one GPU: NCCL moves slices between the ranks' buffers, so no rank reads
- * another's.  With several ranks, wires have no memory; gathers write to the caller's memory.  A
- * wire uses the epochs of an empty wire in the control, which needs only a few words of shared
+ * another's.  With several ranks, parameter buffers have no memory; gathers write to the caller's memory.  A
+ * parameter buffer uses the epochs of an empty parameter buffer in the control, which needs only a few words of shared
  * memory.  A buffer is idle as soon as its own operations are done.
  *
  * Failure.  A failing rank first closes the controls, which tells the peers the reason.  Then it
@@ -134,7 +134,7 @@ static fsdpc_status nccl_split(fsdpc_comm *comm, int color, int key, fsdpc_comm 
     return FSDPC_OK;
 }
 
-/* ---- Wires and epochs ---- */
+/* ---- Parameter buffers and epochs ---- */
 
 /* Peers may wait for operations that we have not launched while we wait for them here.  If `out` is
  * NULL, only checks that the sizes agree. */
@@ -147,43 +147,46 @@ static fsdpc_status memory_create(fsdpc_comm_nccl *self, const char *what, fsdpc
                : fsdpc_control_sizes(&self->base, what, bytes);
 }
 
-static fsdpc_status nccl_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out)
+static fsdpc_status nccl_param_buffer_create(fsdpc_comm *comm, size_t bytes,
+                                             fsdpc_param_buffer **out)
 {
     fsdpc_comm_nccl *self = fsdpc_nccl_of(comm);
-    fsdpc_controlled_wire *wire = calloc(1, sizeof *wire);
-    if (!wire)
-        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a wire");
+    fsdpc_controlled_param_buffer *param_buffer = calloc(1, sizeof *param_buffer);
+    if (!param_buffer)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a parameter buffer");
     void *data = NULL;
     fsdpc_status status;
     bool moved = comm->size > 1;
     FSDPC_TRY_GOTO(status,
-                   memory_create(self, "wire_create", FSDPC_MEM_WIRE, bytes, moved ? NULL : &data),
-                   free_wire);
+                   memory_create(self, "param_buffer_create", FSDPC_MEM_UNSHARDED, bytes,
+                                 moved ? NULL : &data),
+                   free_param_buffer);
     FSDPC_TRY_GOTO(
         status,
-        fsdpc_control_settle(&self->base, fsdpc_wire_create(self->base.control, 0, &wire->control)),
+        fsdpc_control_settle(
+            &self->base, fsdpc_param_buffer_create(self->base.control, 0, &param_buffer->control)),
         free_data);
     FSDPC_TRY_GOTO(status, fsdpc_nccl_channel_open(self, FSDPC_NCCL_GATHERS), destroy_control);
-    wire->base =
-        (fsdpc_wire){.comm = comm, .bytes = bytes, .moved = moved, .read = data, .write = data};
-    *out = &wire->base;
+    param_buffer->base = (fsdpc_param_buffer){
+        .comm = comm, .bytes = bytes, .moved = moved, .read = data, .write = data};
+    *out = &param_buffer->base;
     return FSDPC_OK;
 
 destroy_control:
-    fsdpc_wire_destroy(wire->control);
+    fsdpc_param_buffer_destroy(param_buffer->control);
 free_data:
     fsdpc_device_free(comm->device, data);
-free_wire:
-    free(wire);
+free_param_buffer:
+    free(param_buffer);
     return status;
 }
 
-static void nccl_wire_destroy(fsdpc_wire *base)
+static void nccl_param_buffer_destroy(fsdpc_param_buffer *base)
 {
-    fsdpc_controlled_wire *wire = (fsdpc_controlled_wire *)base;
-    fsdpc_wire_destroy(wire->control);
+    fsdpc_controlled_param_buffer *param_buffer = (fsdpc_controlled_param_buffer *)base;
+    fsdpc_param_buffer_destroy(param_buffer->control);
     fsdpc_device_free(base->comm->device, base->write);
-    free(wire);
+    free(param_buffer);
 }
 
 /* ---- Buffers ---- */
@@ -351,14 +354,14 @@ static const fsdpc_comm_ops nccl_ops = {
     .split = nccl_split,
     .abort = nccl_abort,
     .leave = nccl_leave,
-    .wire_create = nccl_wire_create,
-    .wire_destroy = nccl_wire_destroy,
-    .wire_attach = fsdpc_nccl_wire_attach,
-    .wire_detach = fsdpc_nccl_wire_detach,
+    .param_buffer_create = nccl_param_buffer_create,
+    .param_buffer_destroy = nccl_param_buffer_destroy,
+    .param_buffer_attach = fsdpc_nccl_param_buffer_attach,
+    .param_buffer_detach = fsdpc_nccl_param_buffer_detach,
     .epoch_arrive = fsdpc_controlled_arrive,
     .epoch_test = fsdpc_controlled_test,
-    .epoch_publish = fsdpc_controlled_publish,
-    .epoch_published = fsdpc_controlled_published,
+    .epoch_copied_in = fsdpc_controlled_copied_in,
+    .epoch_copy_in_test = fsdpc_controlled_copy_in_test,
     .buffer_create = nccl_buffer_create,
     .buffer_destroy = nccl_buffer_destroy,
     .buffer_idle = nccl_buffer_idle,

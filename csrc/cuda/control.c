@@ -1,6 +1,6 @@
 /* Tasks that the NCCL communicator delegates to its control.
  *
- * A wire uses the epochs of a wire in the control, so the shared-memory protocol and its proofs
+ * A parameter buffer uses the epochs of a parameter buffer in the control, so the shared-memory protocol and its proofs
  * apply.  This file does not use streams.
  */
 #include "cuda/control.h"
@@ -77,38 +77,39 @@ fsdpc_status fsdpc_control_memory(fsdpc_comm *comm, const char *what, fsdpc_mem_
 
 /* ---- Epochs ---- */
 
-static fsdpc_wire *control_wire(fsdpc_wire *base)
+static fsdpc_param_buffer *control_param_buffer(fsdpc_param_buffer *base)
 {
-    fsdpc_wire *control = ((fsdpc_controlled_wire *)base)->control;
+    fsdpc_param_buffer *control = ((fsdpc_controlled_param_buffer *)base)->control;
     control->kind_text = base->kind_text;
     return control;
 }
 
-fsdpc_status fsdpc_controlled_arrive(fsdpc_wire *base, const fsdpc_epoch_note *mine)
+fsdpc_status fsdpc_controlled_arrive(fsdpc_param_buffer *base, const fsdpc_epoch_note *mine)
 {
     FSDPC_TRY(fsdpc_comm_health(base->comm));
-    fsdpc_wire *control = control_wire(base);
-    FSDPC_TRY(fsdpc_control_settle(base->comm, fsdpc_wire_arrive(control, mine)));
+    fsdpc_param_buffer *control = control_param_buffer(base);
+    FSDPC_TRY(fsdpc_control_settle(base->comm, fsdpc_param_buffer_arrive(control, mine)));
     base->epoch = control->epoch;
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_controlled_test(fsdpc_wire *base, fsdpc_epoch_note *all_out)
+fsdpc_status fsdpc_controlled_test(fsdpc_param_buffer *base, fsdpc_epoch_note *all_out)
 {
-    fsdpc_wire *control = control_wire(base);
+    fsdpc_param_buffer *control = control_param_buffer(base);
     FSDPC_TRY(fsdpc_comm_health(base->comm));
     return fsdpc_control_settle(base->comm, control->comm->ops->epoch_test(control, all_out));
 }
 
-fsdpc_status fsdpc_controlled_publish(fsdpc_wire *base)
+fsdpc_status fsdpc_controlled_copied_in(fsdpc_param_buffer *base)
 {
     FSDPC_TRY(fsdpc_comm_health(base->comm));
-    return fsdpc_control_settle(base->comm, fsdpc_wire_publish(control_wire(base)));
+    return fsdpc_control_settle(base->comm,
+                                fsdpc_param_buffer_copied_in(control_param_buffer(base)));
 }
 
-fsdpc_status fsdpc_controlled_published(fsdpc_wire *base)
+fsdpc_status fsdpc_controlled_copy_in_test(fsdpc_param_buffer *base)
 {
     FSDPC_TRY(fsdpc_comm_health(base->comm));
-    fsdpc_wire *control = control_wire(base);
-    return fsdpc_control_settle(base->comm, control->comm->ops->epoch_published(control));
+    fsdpc_param_buffer *control = control_param_buffer(base);
+    return fsdpc_control_settle(base->comm, control->comm->ops->epoch_copy_in_test(control));
 }

@@ -43,16 +43,17 @@ fsdpc_status fsdpc_control_sizes(fsdpc_comm *comm, const char *what, size_t byte
 fsdpc_status fsdpc_control_memory(fsdpc_comm *comm, const char *what, fsdpc_mem_kind kind,
                                   size_t bytes, void **out);
 
-/* A wire in GPU memory (without memory if there are several ranks) that uses the epochs of a wire
+/* A parameter buffer in GPU memory (without memory if there are several ranks) that uses the epochs of a parameter buffer
  * in the control. */
-typedef struct fsdpc_controlled_wire {
-    fsdpc_wire base;
-    fsdpc_wire *control;
-} fsdpc_controlled_wire;
+typedef struct fsdpc_controlled_param_buffer {
+    fsdpc_param_buffer base;
+    fsdpc_param_buffer *control;
+} fsdpc_controlled_param_buffer;
 
-fsdpc_status fsdpc_controlled_arrive(fsdpc_wire *wire, const fsdpc_epoch_note *mine);
-fsdpc_status fsdpc_controlled_test(fsdpc_wire *wire, fsdpc_epoch_note *all_out);
-fsdpc_status fsdpc_controlled_publish(fsdpc_wire *wire);
-fsdpc_status fsdpc_controlled_published(fsdpc_wire *wire);
+fsdpc_status fsdpc_controlled_arrive(fsdpc_param_buffer *param_buffer,
+                                     const fsdpc_epoch_note *mine);
+fsdpc_status fsdpc_controlled_test(fsdpc_param_buffer *param_buffer, fsdpc_epoch_note *all_out);
+fsdpc_status fsdpc_controlled_copied_in(fsdpc_param_buffer *param_buffer);
+fsdpc_status fsdpc_controlled_copy_in_test(fsdpc_param_buffer *param_buffer);
 
 #endif

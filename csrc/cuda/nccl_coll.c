@@ -177,7 +177,7 @@ static fsdpc_status launch(fsdpc_comm_nccl *self, fsdpc_nccl_op *op)
         .rank = self->base.rank,
         .size = self->base.size,
         .in_place = coll->kind == FSDPC_COLL_GATHER &&
-                    (coll->wire->pinned || fsdpc_nccl_registered_find(self, coll->recv))};
+                    (coll->param_buffer->pinned || fsdpc_nccl_registered_find(self, coll->recv))};
     if (c.in_place)
         FSDPC_TRY(fsdpc_nccl_place_own(&c));
     if (coll->kind == FSDPC_COLL_ALL_GATHER && coll->send == coll->recv && c.rank > 0) {

@@ -10,7 +10,7 @@
  *     nccl_ahead.c      how far the host may run ahead of them
  *     nccl_post.c the table's post, test and order
  *     nccl_register.c   registering memory with NCCL before gathers write to it
- *     comm_nccl.c       lifetime, split, wires and buffers, waiting, failure
+ *     comm_nccl.c       lifetime, split, parameter buffers and buffers, waiting, failure
  *
  * The only call in the other direction uses the communicator's table: a failure aborts all groups
  * (comm_nccl.c).
@@ -238,7 +238,8 @@ fsdpc_status fsdpc_nccl_order(fsdpc_work *work, fsdpc_stream *stream);
 
 /* ---- nccl_register.c ---- */
 
-fsdpc_status fsdpc_nccl_wire_attach(fsdpc_wire *wire, void *memory, size_t bytes);
-void fsdpc_nccl_wire_detach(fsdpc_wire *wire, void *memory);
+fsdpc_status fsdpc_nccl_param_buffer_attach(fsdpc_param_buffer *param_buffer, void *memory,
+                                            size_t bytes);
+void fsdpc_nccl_param_buffer_detach(fsdpc_param_buffer *param_buffer, void *memory);
 
 #endif

@@ -113,13 +113,15 @@ static fsdpc_status go_on_without(fsdpc_comm_nccl *self, fsdpc_nccl_registered *
     return status == FSDPC_OK ? fsdpc_nccl_channel_open(self, FSDPC_NCCL_GATHERS) : status;
 }
 
-fsdpc_status fsdpc_nccl_wire_attach(fsdpc_wire *wire, void *memory, size_t bytes)
+fsdpc_status fsdpc_nccl_param_buffer_attach(fsdpc_param_buffer *param_buffer, void *memory,
+                                            size_t bytes)
 {
-    fsdpc_comm_nccl *self = fsdpc_nccl_of(wire->comm);
-    FSDPC_TRY(fsdpc_comm_health(wire->comm));
+    fsdpc_comm_nccl *self = fsdpc_nccl_of(param_buffer->comm);
+    FSDPC_TRY(fsdpc_comm_health(param_buffer->comm));
     if (self->registers == FSDPC_NCCL_NOTHING)
         return FSDPC_OK;
-    FSDPC_TRY(fsdpc_comm_wait_for(wire->comm, poll_done, self, "what was posted before", NULL));
+    FSDPC_TRY(
+        fsdpc_comm_wait_for(param_buffer->comm, poll_done, self, "what was posted before", NULL));
     fsdpc_nccl_registered *made = calloc(1, sizeof *made);
     if (made)
         *made = (fsdpc_nccl_registered){.memory = memory, .bytes = bytes};
@@ -145,9 +147,9 @@ fsdpc_status fsdpc_nccl_wire_attach(fsdpc_wire *wire, void *memory, size_t bytes
 
 /* ---- Deregistering ---- */
 
-void fsdpc_nccl_wire_detach(fsdpc_wire *wire, void *memory)
+void fsdpc_nccl_param_buffer_detach(fsdpc_param_buffer *param_buffer, void *memory)
 {
-    fsdpc_comm_nccl *self = fsdpc_nccl_of(wire->comm);
+    fsdpc_comm_nccl *self = fsdpc_nccl_of(param_buffer->comm);
     bool forked = fsdpc_nccl_is_forked(self);
     if (!forked && fsdpc_nccl_registered_find(self, memory))
         (void)fsdpc_nccl_launched(self); /* if it fails, NCCL itself drops all registrations */

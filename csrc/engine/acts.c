@@ -26,7 +26,7 @@ static void note_act(fsdpc_root *root, fsdpc_act act)
 void fsdpc_root_trace(const fsdpc_unit *unit, fsdpc_trace_kind kind, size_t bytes, bool backward)
 {
     fsdpc_root *root = unit->root;
-    fsdpc_trace_add(unit->trace, kind, unit->id, bytes, root->wire->epoch, backward);
+    fsdpc_trace_add(unit->trace, kind, unit->id, bytes, root->param_buffer->epoch, backward);
     /* A shard group of one rank never gathers or reshards, and only its replicas compute sums. */
     bool of_shards =
         kind == FSDPC_TRACE_GATHER || kind == FSDPC_TRACE_RESHARD || kind == FSDPC_TRACE_REDUCE;

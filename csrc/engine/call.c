@@ -65,9 +65,9 @@ static int count_run(fsdpc_unit *unit)
 {
     if (unit->settings.n_modules == 1)
         return 0;
-    if (unit->run_epoch != unit->root->wire->epoch)
+    if (unit->run_epoch != unit->root->param_buffer->epoch)
         unit->runs = 0;
-    unit->run_epoch = unit->root->wire->epoch;
+    unit->run_epoch = unit->root->param_buffer->epoch;
     int before = unit->runs;
     unit->runs = (unit->runs + 1) % unit->settings.n_modules;
     unit->stays = unit->runs > 0;

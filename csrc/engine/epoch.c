@@ -1,4 +1,4 @@
-/* Epochs keep the wire consistent with the masters.
+/* Epochs keep the parameter buffer consistent with the masters.
  *
  * docs/design/communication.md explains the protocol, and tests/model models it.  In short: a rank
  * that arrives has finished all reads of earlier epochs.  Once all have arrived, no rank reads, and
@@ -60,12 +60,12 @@ static fsdpc_status begin_sharded(fsdpc_root *root)
     return FSDPC_OK;
 }
 
-/* Returns whether masters may differ from the wire (if there is one), because other code may have
+/* Returns whether masters may differ from the parameter buffer (if there is one), because other code may have
  * written them. */
 static bool is_in_doubt(const fsdpc_unit *unit)
 {
-    bool published = !unit->root->full->at_use || unit->state == FSDPC_UNIT_FULL;
-    return unit->foreign && !unit->dirty && published && !fsdpc_unit_reads_masters(unit);
+    bool copied_in = !unit->root->full->at_use || unit->state == FSDPC_UNIT_FULL;
+    return unit->foreign && !unit->dirty && copied_in && !fsdpc_unit_reads_masters(unit);
 }
 
 static fsdpc_status compare_all(const fsdpc_root *root, bool *equal_io)
@@ -133,8 +133,8 @@ static fsdpc_status announce(fsdpc_root *root, fsdpc_epoch_kind kind, const fsdp
         .steps = root->steps,
     };
     if (!root->captured)
-        FSDPC_TRY(fsdpc_wire_arrive(root->wire, &root->note));
-    fsdpc_trace_add(root->trace, FSDPC_TRACE_EPOCH, called->id, 0, root->wire->epoch, 0);
+        FSDPC_TRY(fsdpc_param_buffer_arrive(root->param_buffer, &root->note));
+    fsdpc_trace_add(root->trace, FSDPC_TRACE_EPOCH, called->id, 0, root->param_buffer->epoch, 0);
     root->stage = FSDPC_STAGE_ARRIVED;
     return FSDPC_OK;
 }
@@ -148,12 +148,13 @@ static fsdpc_status keep_stage(fsdpc_root *root, fsdpc_status status)
     return status;
 }
 
-/* Reads what the peers are about to do, and decides whether the wire is written. */
+/* Reads what the peers are about to do, and decides whether the parameter buffer is written. */
 static fsdpc_status decide(fsdpc_root *root, const fsdpc_unit *called)
 {
     fsdpc_epoch_note all = root->note;
     if (!root->captured)
-        FSDPC_TRY(keep_stage(root, fsdpc_wire_epoch_wait(root->wire, called->name, &all)));
+        FSDPC_TRY(keep_stage(
+            root, fsdpc_param_buffer_epoch_wait(root->param_buffer, called->name, &all)));
     if (all.bits & FSDPC_EPOCH_RESET)
         fsdpc_record_clear(&root->record);
     if (all.bits & FSDPC_EPOCH_DROP)
@@ -171,12 +172,12 @@ static fsdpc_status decide(fsdpc_root *root, const fsdpc_unit *called)
     return FSDPC_OK;
 }
 
-/* Call only while no rank reads the wire. */
-static fsdpc_status publish_dirty(fsdpc_root *root)
+/* Call only while no rank reads the parameter buffer. */
+static fsdpc_status copy_in_dirty(fsdpc_root *root)
 {
     for (int i = 0; i < root->n_units; i++) {
         if (root->units[i]->dirty)
-            FSDPC_TRY(fsdpc_gather_publish(root->units[i]));
+            FSDPC_TRY(fsdpc_gather_copy_in(root->units[i]));
     }
     return FSDPC_OK;
 }
@@ -187,14 +188,15 @@ static fsdpc_status complete(fsdpc_root *root, const fsdpc_unit *called)
     if (root->stage == FSDPC_STAGE_ARRIVED)
         FSDPC_TRY(decide(root, called));
     if (root->stage == FSDPC_STAGE_WRITING) {
-        FSDPC_TRY(publish_dirty(root));
-        FSDPC_TRY(fsdpc_order_published(root));
+        FSDPC_TRY(copy_in_dirty(root));
+        FSDPC_TRY(fsdpc_order_copied_in(root));
         if (!root->captured)
-            FSDPC_TRY(fsdpc_wire_publish(root->wire));
+            FSDPC_TRY(fsdpc_param_buffer_copied_in(root->param_buffer));
         root->stage = root->captured ? FSDPC_STAGE_IDLE : FSDPC_STAGE_PUBLISHED;
     }
     if (root->stage == FSDPC_STAGE_PUBLISHED)
-        FSDPC_TRY(keep_stage(root, fsdpc_wire_published_wait(root->wire, called->name)));
+        FSDPC_TRY(
+            keep_stage(root, fsdpc_param_buffer_copy_in_wait(root->param_buffer, called->name)));
     root->stage = FSDPC_STAGE_IDLE;
     return FSDPC_OK;
 }
@@ -262,7 +264,7 @@ fsdpc_status fsdpc_root_write_begin(fsdpc_root *root)
     if (status == FSDPC_ERR_INTERRUPT)
         close_half_step(root, fsdpc_epoch_text(FSDPC_EPOCH_OPTIM));
     FSDPC_TRY(status);
-    return publish_dirty(root);
+    return copy_in_dirty(root);
 }
 
 fsdpc_status fsdpc_root_write_end(fsdpc_root *root)
@@ -271,9 +273,9 @@ fsdpc_status fsdpc_root_write_end(fsdpc_root *root)
     if (root->stage != FSDPC_STAGE_WRITING) /* begin failed */
         return FSDPC_OK;
     root->stage = FSDPC_STAGE_IDLE;
-    fsdpc_status status = fsdpc_order_published(root);
+    fsdpc_status status = fsdpc_order_copied_in(root);
     if (!root->captured)
-        FSDPC_KEEP_FIRST(status, fsdpc_wire_publish(root->wire));
+        FSDPC_KEEP_FIRST(status, fsdpc_param_buffer_copied_in(root->param_buffer));
     return status;
 }
 
@@ -295,7 +297,8 @@ fsdpc_status fsdpc_root_agree(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_sta
     snprintf(text, sizeof text, "%s", status == FSDPC_OK ? "" : fsdpc_last_error());
     FSDPC_TRY(complete_interrupted(root));
     FSDPC_TRY(announce(root, kind, root->units[0], status == FSDPC_OK ? 0 : FSDPC_EPOCH_REFUSED));
-    fsdpc_status met = fsdpc_wire_epoch_wait(root->wire, root->units[0]->name, &all);
+    fsdpc_status met =
+        fsdpc_param_buffer_epoch_wait(root->param_buffer, root->units[0]->name, &all);
     root->stage = FSDPC_STAGE_IDLE;
     if (met == FSDPC_ERR_INTERRUPT)
         close_half_step(root, what);

@@ -13,13 +13,13 @@ fsdpc_status fsdpc_full_own_slices(fsdpc_root *root)
     for (int i = 0; i < root->n_units; i++)
         for (int g = 0; g < root->units[i]->layout->n_groups; g++)
             bytes += fsdpc_plan_slice_bytes(root->units[i]->groups[g].plan,
-                                            root->units[i]->groups[g].wire_dtype);
-    FSDPC_TRY(fsdpc_wire_own(root->wire, bytes, &at));
+                                            root->units[i]->groups[g].param_dtype);
+    FSDPC_TRY(fsdpc_param_buffer_own(root->param_buffer, bytes, &at));
     for (int i = 0; i < root->n_units; i++)
         for (int g = 0; g < root->units[i]->layout->n_groups; g++) {
             fsdpc_unit_group *group = &root->units[i]->groups[g];
-            group->published = at;
-            at += fsdpc_plan_slice_bytes(group->plan, group->wire_dtype);
+            group->own_slices = at;
+            at += fsdpc_plan_slice_bytes(group->plan, group->param_dtype);
         }
     return FSDPC_OK;
 }
@@ -32,7 +32,7 @@ static const char *name_at(const void *owner, const void *address)
     for (int p = 0; p < unit->layout->n_params; p++) {
         const fsdpc_place *place = &unit->layout->params[p];
         const fsdpc_unit_group *group = &unit->groups[place->group];
-        size_t element = fsdpc_dtype_bytes(group->wire_dtype);
+        size_t element = fsdpc_dtype_bytes(group->param_dtype);
         uintptr_t begin = (uintptr_t)group->full + place->full_offset * element;
         if (at >= begin && at - begin < place->numel * element)
             return place->name;
@@ -69,7 +69,7 @@ void fsdpc_full_remove(fsdpc_unit *unit)
     if (unit->root->full && unit->root->full->remove)
         unit->root->full->remove(unit);
     for (int g = 0; g < unit->layout->n_groups; g++)
-        unit->groups[g].full = unit->groups[g].target = unit->groups[g].published = NULL;
+        unit->groups[g].full = unit->groups[g].target = unit->groups[g].own_slices = NULL;
 }
 
 fsdpc_status fsdpc_full_cast(fsdpc_unit *unit, size_t *bytes_out)
@@ -85,10 +85,10 @@ fsdpc_status fsdpc_full_cast(fsdpc_unit *unit, size_t *bytes_out)
             if (!fsdpc_slice_is_of(band, root->comm->rank))
                 continue;
             const unsigned char *from = fsdpc_unit_masters(unit, group, band, band->shard_offset);
-            FSDPC_TRY(fsdpc_flat_cast(fsdpc_full_published(unit, group, band, band->shard_offset),
-                                      group->wire_dtype, from, group->plan->dtype, band->numel,
+            FSDPC_TRY(fsdpc_flat_cast(fsdpc_full_own_slice(unit, group, band, band->shard_offset),
+                                      group->param_dtype, from, group->plan->dtype, band->numel,
                                       main));
-            bytes += band->numel * fsdpc_dtype_bytes(group->wire_dtype);
+            bytes += band->numel * fsdpc_dtype_bytes(group->param_dtype);
         }
     }
     *bytes_out = bytes;

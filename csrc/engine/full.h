@@ -2,8 +2,8 @@
  *
  * A root chooses one way for all its units, once, as a table of functions:
  *
- *     fsdpc_full_shared    ranks share a wire that holds every full; a gather copies nothing
- *     fsdpc_full_file      the same wire, in a file on a disk
+ *     fsdpc_full_shared    ranks share a parameter buffer that holds every full; a gather copies nothing
+ *     fsdpc_full_file      the same parameter buffer, in a file on a disk
  *     fsdpc_full_moved     a gather moves bytes into slots that units share (slots.h)
  *     fsdpc_full_lent      a shard group of one rank casts its masters into memory of a
  *                          frontend
@@ -29,7 +29,7 @@ struct fsdpc_full_ops {
 
     /* Once per root. */
     fsdpc_status (*create)(fsdpc_root *root, const bool *encloses); /* collective; NULL: needs only
-                                                                     * the wire */
+                                                                     * the parameter buffer */
     fsdpc_status (*place)(fsdpc_unit *unit, fsdpc_unit_group *group); /* sets `full` and `target` */
     void (*remove)(fsdpc_unit *unit); /* also for a unit that was not placed; NULL: does nothing */
 
@@ -48,10 +48,10 @@ struct fsdpc_full_ops {
 extern const fsdpc_full_ops fsdpc_full_shared, fsdpc_full_file, fsdpc_full_moved,
     fsdpc_full_private, fsdpc_full_lent;
 
-/* A `place` function for fulls that modules read in the wire. */
-fsdpc_status fsdpc_full_place_in_wire(fsdpc_unit *unit, fsdpc_unit_group *group);
+/* A `place` function for fulls that modules read in the parameter buffer. */
+fsdpc_status fsdpc_full_place_in_param_buffer(fsdpc_unit *unit, fsdpc_unit_group *group);
 
-/* Call when the wire exists; units are SHARDED.  Collective. */
+/* Call when the parameter buffer exists; units are SHARDED.  Collective. */
 fsdpc_status fsdpc_full_create(fsdpc_root *root, const bool *encloses);
 void fsdpc_full_remove(fsdpc_unit *unit); /* also for a unit that was not placed, or only partly */
 
@@ -60,24 +60,24 @@ fsdpc_status fsdpc_full_own_slices(fsdpc_root *root);
 
 static inline size_t fsdpc_full_bytes(const fsdpc_unit_group *group)
 {
-    return group->plan->full_numel * fsdpc_dtype_bytes(group->wire_dtype);
+    return group->plan->full_numel * fsdpc_dtype_bytes(group->param_dtype);
 }
 
 /* Returns a group's offset in the memory of its unit's full. */
 static inline size_t fsdpc_full_offset(const fsdpc_unit *unit, const fsdpc_unit_group *group)
 {
-    return group->wire_offset - unit->groups[0].wire_offset;
+    return group->param_buffer_offset - unit->groups[0].param_buffer_offset;
 }
 
 /* Returns where this rank publishes its slice of a band, starting at element `at` of the shard. */
-static inline unsigned char *fsdpc_full_published(const fsdpc_unit *unit,
+static inline unsigned char *fsdpc_full_own_slice(const fsdpc_unit *unit,
                                                   const fsdpc_unit_group *group,
                                                   const fsdpc_slice *band, size_t at)
 {
-    size_t element = fsdpc_dtype_bytes(group->wire_dtype);
-    if (group->published)
-        return group->published + at * element;
-    return unit->root->wire->write + group->wire_offset +
+    size_t element = fsdpc_dtype_bytes(group->param_dtype);
+    if (group->own_slices)
+        return group->own_slices + at * element;
+    return unit->root->param_buffer->write + group->param_buffer_offset +
            fsdpc_slice_full(band, fsdpc_unit_rank(unit), at) * element;
 }
 

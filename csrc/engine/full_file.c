@@ -1,4 +1,4 @@
-/* Like full_shared.c, with a wire in a file: the kernel loads pages when they are read and evicts
+/* Like full_shared.c, with a parameter buffer in a file: the kernel loads pages when they are read and evicts
  * them when memory is short.  A gather prefetches them.
  *
  * Each rank keeps the CRC-32C of its published slices and checks it at every gather, since the
@@ -30,8 +30,8 @@ static uint32_t crc_of(const fsdpc_unit *unit)
         for (size_t i = 0; i < group->plan->n_bands; i++) {
             const fsdpc_slice *band = &group->plan->bands[i];
             if (fsdpc_slice_is_of(band, unit->root->comm->rank))
-                crc = fsdpc_crc32c(crc, fsdpc_full_published(unit, group, band, band->shard_offset),
-                                   band->numel * fsdpc_dtype_bytes(group->wire_dtype));
+                crc = fsdpc_crc32c(crc, fsdpc_full_own_slice(unit, group, band, band->shard_offset),
+                                   band->numel * fsdpc_dtype_bytes(group->param_dtype));
         }
     }
     return crc;
@@ -39,27 +39,27 @@ static uint32_t crc_of(const fsdpc_unit *unit)
 
 static void seal(fsdpc_unit *unit)
 {
-    unit->published_crc = crc_of(unit);
+    unit->copied_in_crc = crc_of(unit);
 }
 
 static fsdpc_status compare(fsdpc_unit *unit)
 {
     const fsdpc_root *root = unit->root;
     uint32_t crc = crc_of(unit);
-    if (crc == unit->published_crc) /* known, since the first epoch publishes every unit */
+    if (crc == unit->copied_in_crc) /* known, since the first epoch publishes every unit */
         return FSDPC_OK;
     char text[TEXT_BYTES];
     snprintf(text, sizeof text,
              "rank %d's params of unit '%s', in '%s', are not what was written there: CRC-32C "
              "%08x, it was %08x; the disk is damaged, or something wrote to it",
              root->comm->rank, unit->name, fsdpc_tier_path(unit->offload.tier), crc,
-             unit->published_crc);
+             unit->copied_in_crc);
     fsdpc_root_abort(root, text); /* peers may already have read them */
     return fsdpc_fail(FSDPC_ERR_OS, "%s", text);
 }
 
 const fsdpc_full_ops fsdpc_full_file = {.name = "file",
-                                        .place = fsdpc_full_place_in_wire,
+                                        .place = fsdpc_full_place_in_param_buffer,
                                         .make_room = make_room,
                                         .reveal = compare,
                                         .seal = seal};

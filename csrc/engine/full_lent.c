@@ -24,7 +24,7 @@ bool fsdpc_unit_reads_masters(const fsdpc_unit *unit)
     if (!fsdpc_unit_fulls_are_lent(unit))
         return false;
     for (int g = 0; g < unit->layout->n_groups; g++) {
-        if (unit->groups[g].wire_dtype != unit->groups[g].plan->dtype)
+        if (unit->groups[g].param_dtype != unit->groups[g].plan->dtype)
             return false;
     }
     return true;
@@ -33,13 +33,14 @@ bool fsdpc_unit_reads_masters(const fsdpc_unit *unit)
 void fsdpc_unit_place_fulls(fsdpc_unit *unit, void *const *groups)
 {
     for (int g = 0; g < unit->layout->n_groups; g++)
-        unit->groups[g].full = unit->groups[g].published = groups[g];
+        unit->groups[g].full = unit->groups[g].own_slices = groups[g];
 }
 
 static fsdpc_status place(fsdpc_unit *unit, fsdpc_unit_group *group)
 {
     if (fsdpc_unit_reads_masters(unit)) /* on one rank, shard and full have the same layout */
-        group->full = group->published = fsdpc_unit_masters(unit, group, &group->plan->bands[0], 0);
+        group->full = group->own_slices =
+            fsdpc_unit_masters(unit, group, &group->plan->bands[0], 0);
     return FSDPC_OK;
 }
 
@@ -61,7 +62,7 @@ static void hide(fsdpc_unit *unit)
         return;
     for (int g = 0; g < unit->layout->n_groups; g++) {
         taken |= unit->groups[g].full != NULL;
-        unit->groups[g].full = unit->groups[g].published = NULL;
+        unit->groups[g].full = unit->groups[g].own_slices = NULL;
     }
     if (taken && unit->full_room.give)
         unit->full_room.give(unit->full_room.of);

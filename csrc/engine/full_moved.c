@@ -44,7 +44,7 @@ static fsdpc_status assign(fsdpc_root *root, const bool *encloses, size_t granul
     if (wants) {
         for (int i = 0; i < root->n_units; i++) {
             const fsdpc_unit *unit = root->units[i];
-            wants[i].bytes = unit->wire_bytes;
+            wants[i].bytes = unit->param_buffer_bytes;
             wants[i].alone = fsdpc_unit_owns_full(&unit->settings, i == 0 || encloses[i]);
         }
         n_slots = fsdpc_slots_assign(wants, root->n_units, root->prefetch + 1, granule);
@@ -68,9 +68,10 @@ static const fsdpc_window *sharer(const fsdpc_unit *unit)
 static fsdpc_status give_memory(fsdpc_unit *unit, size_t granule)
 {
     fsdpc_device *device = unit->device;
-    if (unit->slot < 0 && !fsdpc_slots_is_windowed(unit->wire_bytes, granule))
-        return fsdpc_device_alloc(device, FSDPC_MEM_WIRE, unit->wire_bytes, (void **)&unit->room);
-    return fsdpc_window_create(device, FSDPC_MEM_WIRE, unit->wire_bytes, sharer(unit),
+    if (unit->slot < 0 && !fsdpc_slots_is_windowed(unit->param_buffer_bytes, granule))
+        return fsdpc_device_alloc(device, FSDPC_MEM_UNSHARDED, unit->param_buffer_bytes,
+                                  (void **)&unit->room);
+    return fsdpc_window_create(device, FSDPC_MEM_UNSHARDED, unit->param_buffer_bytes, sharer(unit),
                                &unit->window);
 }
 
@@ -80,7 +81,8 @@ static fsdpc_status attach(const fsdpc_root *root)
     for (int i = 0; i < root->n_units; i++) {
         fsdpc_unit *unit = root->units[i];
         if (unit->window && !sharer(unit))
-            FSDPC_TRY(fsdpc_wire_attach(root->wire, unit->window->memory, unit->window->bytes));
+            FSDPC_TRY(fsdpc_param_buffer_attach(root->param_buffer, unit->window->memory,
+                                                unit->window->bytes));
     }
     return FSDPC_OK;
 }
@@ -110,12 +112,12 @@ static void give_back(fsdpc_unit *unit)
     fsdpc_stream *main = fsdpc_device_main(unit->device);
     if (unit->window) {
         (void)fsdpc_stream_sync(main); /* work that reads it */
-        fsdpc_wire_detach(unit->root->wire, unit->window->memory);
+        fsdpc_param_buffer_detach(unit->root->param_buffer, unit->window->memory);
     }
     if (fsdpc_window_destroy(unit->window) != FSDPC_OK)
         FSDPC_WARN(&unit->root->comm->log,
                    "%zu bytes of the device stay taken: unit %s may still be read there (%s)",
-                   unit->wire_bytes, unit->name, fsdpc_last_error());
+                   unit->param_buffer_bytes, unit->name, fsdpc_last_error());
     fsdpc_device_free(unit->device, unit->room);
     unit->window = NULL;
     unit->room = NULL;
@@ -146,7 +148,7 @@ static fsdpc_status part(fsdpc_unit *unit)
     unit->slot = -1;
     for (int g = 0; g < unit->layout->n_groups; g++)
         FSDPC_TRY(place(unit, &unit->groups[g])); /* at the same address, in different memory */
-    return fsdpc_wire_attach(root->wire, unit->window->memory, unit->window->bytes);
+    return fsdpc_param_buffer_attach(root->param_buffer, unit->window->memory, unit->window->bytes);
 }
 
 static fsdpc_status make_room(fsdpc_unit *unit)

@@ -5,7 +5,7 @@
  * pages contain nothing else.  A device that cannot protect memory still fills it with NaN, which a
  * read that comes too early or too late then returns.
  *
- * If ranks share a wire, reveal copies from it; otherwise gathers write the pages.
+ * If ranks share a parameter buffer, reveal copies from it; otherwise gathers write the pages.
  */
 #include <unistd.h>
 
@@ -26,7 +26,7 @@ static fsdpc_status protect(fsdpc_unit *unit, fsdpc_unit_group *group, fsdpc_acc
 static fsdpc_status create(fsdpc_root *root, const bool *encloses)
 {
     (void)encloses;
-    if (!root->wire->moved)
+    if (!root->param_buffer->moved)
         return FSDPC_OK;
     return fsdpc_comm_agree(root->comm, fsdpc_full_own_slices(root), "memory for fulls");
 }
@@ -36,15 +36,15 @@ static fsdpc_status place(fsdpc_unit *unit, fsdpc_unit_group *group)
     size_t page = page_bytes(), bytes = fsdpc_round_up(fsdpc_full_bytes(group), page);
     FSDPC_TRY(fsdpc_device_alloc(unit->device, FSDPC_MEM_OTHER, bytes + page, &group->own_block));
     group->full = (unsigned char *)fsdpc_round_up((size_t)group->own_block, page);
-    group->target = unit->root->wire->moved ? group->full : NULL;
+    group->target = unit->root->param_buffer->moved ? group->full : NULL;
     FSDPC_TRY(fsdpc_device_fill(unit->device, group->full, 0xff, bytes, NULL));
-    FSDPC_TRY(fsdpc_unit_join_wire(unit, group, unit->root->wire));
+    FSDPC_TRY(fsdpc_unit_join_param_buffer(unit, group, unit->root->param_buffer));
     return protect(unit, group, FSDPC_ACCESS_NONE);
 }
 
 static void remove_pages(fsdpc_unit *unit)
 {
-    fsdpc_unit_leave_wire(unit);
+    fsdpc_unit_leave_param_buffer(unit);
     for (int g = 0; g < unit->layout->n_groups; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
         if (group->own_block && protect(unit, group, FSDPC_ACCESS_WRITE) == FSDPC_OK)
@@ -56,11 +56,12 @@ static void remove_pages(fsdpc_unit *unit)
 static fsdpc_status reveal(fsdpc_unit *unit)
 {
     fsdpc_stream *main = fsdpc_device_main(unit->device);
-    const fsdpc_wire *wire = unit->root->wire;
-    for (int g = 0; !wire->moved && g < unit->layout->n_groups; g++) {
+    const fsdpc_param_buffer *param_buffer = unit->root->param_buffer;
+    for (int g = 0; !param_buffer->moved && g < unit->layout->n_groups; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
         FSDPC_TRY(protect(unit, group, FSDPC_ACCESS_WRITE));
-        FSDPC_TRY(fsdpc_device_copy(unit->device, group->full, wire->read + group->wire_offset,
+        FSDPC_TRY(fsdpc_device_copy(unit->device, group->full,
+                                    param_buffer->read + group->param_buffer_offset,
                                     fsdpc_full_bytes(group), main));
         FSDPC_TRY(protect(unit, group, FSDPC_ACCESS_READ));
     }

@@ -1,5 +1,5 @@
 /* Gathers a unit with one operation per group, which also checks that all ranks post the same.  If
- * ranks share a wire, it copies nothing; otherwise it brings the published slices of all ranks into
+ * ranks share a parameter buffer, it copies nothing; otherwise it brings the published slices of all ranks into
  * the unit's full (full.h).
  *
  * Publishing writes this rank's slices of a full from its masters, by a cast or a copy.  It is
@@ -22,15 +22,15 @@ static fsdpc_status post_group(fsdpc_unit *unit, fsdpc_unit_group *group)
     fsdpc_coll op = {.kind = FSDPC_COLL_GATHER,
                      .unit = unit->id,
                      .what = unit->name,
-                     .dtype = group->wire_dtype,
-                     .epoch = root->wire->epoch,
+                     .dtype = group->param_dtype,
+                     .epoch = root->param_buffer->epoch,
                      .stream = root->gather_stream,
                      .slices = group->plan->bands,
                      .n_slices = group->plan->n_bands,
-                     .send = group->published,
+                     .send = group->own_slices,
                      .recv = group->target,
-                     .wire = root->wire,
-                     .offset = group->wire_offset,
+                     .param_buffer = root->param_buffer,
+                     .offset = group->param_buffer_offset,
                      .late = unit->late};
     return fsdpc_comm_post(root->comm, &op, &group->gather);
 }
@@ -72,14 +72,14 @@ fsdpc_status fsdpc_gather_wait(fsdpc_unit *unit, bool in_backward)
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_gather_publish(fsdpc_unit *unit)
+fsdpc_status fsdpc_gather_copy_in(fsdpc_unit *unit)
 {
     fsdpc_root *root = unit->root;
     size_t bytes = 0;
     if (!root->full->at_use)
         FSDPC_TRY(fsdpc_full_cast(unit, &bytes));
     fsdpc_unit_drop_copies(unit);
-    fsdpc_root_trace(unit, FSDPC_TRACE_PUBLISH, bytes, root->in_backward);
+    fsdpc_root_trace(unit, FSDPC_TRACE_COPY_IN, bytes, root->in_backward);
     fsdpc_full_seal(unit);
     unit->dirty = false;
     return FSDPC_OK;
@@ -95,8 +95,8 @@ fsdpc_status fsdpc_gather_compare(const fsdpc_unit *unit, bool *equal_io)
             const fsdpc_slice *band = &group->plan->bands[i];
             if (!fsdpc_slice_is_of(band, root->comm->rank))
                 continue;
-            FSDPC_TRY(fsdpc_flat_equal(fsdpc_full_published(unit, group, band, band->shard_offset),
-                                       group->wire_dtype,
+            FSDPC_TRY(fsdpc_flat_equal(fsdpc_full_own_slice(unit, group, band, band->shard_offset),
+                                       group->param_dtype,
                                        fsdpc_unit_masters(unit, group, band, band->shard_offset),
                                        group->plan->dtype, band->numel, equal_io, main));
         }

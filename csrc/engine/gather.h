@@ -8,9 +8,9 @@ fsdpc_status fsdpc_gather_post(fsdpc_unit *unit, bool in_backward); /* SHARDED -
 fsdpc_status fsdpc_gather_wait(fsdpc_unit *unit, bool in_backward); /* -> FULL, posting if needed */
 
 /* Writes this rank's slices of a unit's full from its masters. */
-fsdpc_status fsdpc_gather_publish(fsdpc_unit *unit);
+fsdpc_status fsdpc_gather_copy_in(fsdpc_unit *unit);
 
-/* Sets *equal_io to false, in main-stream order, if masters differ from the wire.  Unless it is in
+/* Sets *equal_io to false, in main-stream order, if masters differ from the parameter buffer.  Unless it is in
  * device memory, the device waits. */
 fsdpc_status fsdpc_gather_compare(const fsdpc_unit *unit, bool *equal_io);
 

@@ -2,7 +2,7 @@
  *
  * It is pure data, computed only from names, shapes, dtypes and the number of ranks.  It is the
  * same on every rank, and immutable.  Offsets and lengths are in elements, so the same numbers
- * apply to master, wire and reduce buffer, regardless of dtype.
+ * apply to master, parameter buffer and reduce buffer, regardless of dtype.
  *
  * A flat group contains either the trainable or the frozen parameters of one original dtype;
  * trainable groups come first.  A group's parameters of equal row length form a band.  They are

@@ -165,7 +165,7 @@ static bool is_divided_in_half(const fsdpc_unit *unit)
     bool half = false;
     for (int g = 0; g < unit->n_trained; g++)
         half |=
-            unit->groups[g].wire_dtype == FSDPC_F16 || unit->groups[g].reduce_dtype == FSDPC_F16;
+            unit->groups[g].param_dtype == FSDPC_F16 || unit->groups[g].reduce_dtype == FSDPC_F16;
     return half;
 }
 

@@ -2,7 +2,7 @@
  *
  * An optimizer has states as large as its parameters' shards, and a step count for each parameter.
  * A step is one pass over memory, in its own epoch.  It reads the gradient shard (with the scale
- * that clipping left), updates master and states, and writes the wire.  Parameters of one group
+ * that clipping left), updates master and states, and writes the parameter buffer.  Parameters of one group
  * share hyper-parameters; neighbours in a shard with the same group and step count are updated as
  * one run.  ops/flat_step.h defines the steps.
  *

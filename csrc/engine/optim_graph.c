@@ -141,7 +141,8 @@ fsdpc_status fsdpc_optim_graph_create(fsdpc_optim *optim, const fsdpc_root *root
 fsdpc_status fsdpc_optim_graph_take(const fsdpc_optim *optim, int group, fsdpc_step_args *args)
 {
     fsdpc_optim_graph *graph = optim->capture;
-    if (!graph || !args->wire) /* the step would have no wire, and the frontend counts it */
+    if (!graph ||
+        !args->copy_in) /* the step would have no parameter buffer, and the frontend counts it */
         return fsdpc_fail(
             FSDPC_ERR_STATE,
             "a parameter that no unit holds is stepped inside a captured step: a graph "

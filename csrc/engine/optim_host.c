@@ -1,6 +1,6 @@
 /* Per element, 4 bytes of gradient come down, and the master goes up for the device to cast.  The
  * bus carries both directions at once, so casting on the CPU, to send 2 bytes instead of 4, would
- * save no time.  States and masters stay on the host.  If this rank's slices of the wire are also
+ * save no time.  States and masters stay on the host.  If this rank's slices of the parameter buffer are also
  * in host memory, the step writes them in its pass, and gathers bring them up.
  *
  *     main      backward, norm, factor ─┬─ (step of A) ── publish A ── (step of B) ── publish B ──
@@ -219,8 +219,8 @@ fsdpc_status fsdpc_optim_host_bring(const fsdpc_optim *optim, const unit_states 
 
 fsdpc_status fsdpc_optim_host_stepped(fsdpc_unit *unit)
 {
-    bool published = !unit->root || unit->root->wire->pinned;
-    return published ? FSDPC_OK : fsdpc_gather_publish(unit);
+    bool copied_in = !unit->root || unit->root->param_buffer->pinned;
+    return copied_in ? FSDPC_OK : fsdpc_gather_copy_in(unit);
 }
 
 fsdpc_status fsdpc_optim_host_end(fsdpc_optim *optim)

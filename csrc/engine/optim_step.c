@@ -5,9 +5,9 @@
  * bf16 states a run is one parameter, since the random bits of the rounding depend on the
  * parameter's elements.
  *
- * The same pass writes the wire.  That is legal because the step first opens an epoch on every
+ * The same pass writes the parameter buffer.  That is legal because the step first opens an epoch on every
  * root: all ranks have arrived, so none reads.  A unit without a root (no forward has run) has no
- * wire; its masters are updated, and the first epoch publishes them.
+ * parameter buffer; its masters are updated, and the first epoch publishes them.
  *
  * If masters or states are in a file, a step walks through it in a pass (tier/tier.h).  Runs can be
  * cut at the end of a chunk, because an element's step does not depend on its neighbours.
@@ -70,7 +70,7 @@ static fsdpc_status step_front(const fsdpc_optim *optim, const unit_states *stat
         .param_dtype = place->dtype,
         .grad_dtype = group->grad_dtype,
         .state_dtype = fsdpc_optim_state_dtype(optim, place->dtype),
-        .wire_dtype = group->wire_dtype,
+        .copy_in_dtype = group->param_dtype,
         .grad_scale = states->scale,
         .grad_scale_at = states->scale_at,
         .step = own->steps,
@@ -96,8 +96,8 @@ static fsdpc_status step_front(const fsdpc_optim *optim, const unit_states *stat
         FSDPC_TRY(
             fsdpc_optim_host_bring(optim, states, place->group, part.begin, &part.end, &args));
     args.numel = part.end - part.begin;
-    if (unit->root && !unit->root->full->at_use && (!on_host || unit->root->wire->pinned))
-        args.wire = fsdpc_full_published(unit, group, band, part.begin);
+    if (unit->root && !unit->root->full->at_use && (!on_host || unit->root->param_buffer->pinned))
+        args.copy_in = fsdpc_full_own_slice(unit, group, band, part.begin);
     rest->begin = part.end;
     rest->first += args.numel;
     fsdpc_device *device = on_host ? optim->device->host : optim->device;
@@ -291,7 +291,7 @@ static fsdpc_status step_next(fsdpc_optim *optim)
             return give_up(optim, status);
         states->waits = false;
         fsdpc_trace_add(optim->trace, FSDPC_TRACE_OPTIM, states->unit->id, 0,
-                        root ? root->wire->epoch : 0, root && root->in_backward);
+                        root ? root->param_buffer->epoch : 0, root && root->in_backward);
     }
     optim->next++;
     return FSDPC_OK;

@@ -1,6 +1,6 @@
 /* The event between each pair of accesses:
  *
- *     own slices of the wire   main writes (published) -> gathers read
+ *     own slices of the parameter buffer   main writes (published) -> gathers read
  *     a full                   the gather writes -> main reads (released) -> the next gather writes
  *     a reduce buffer          main fills (filled) -> the reduction reads -> main fills again
  *     a gradient shard         main reads (filled) -> the reduction writes -> main reads
@@ -24,7 +24,7 @@ fsdpc_status fsdpc_order_create(fsdpc_root *root)
     root->overlaps = root->device->remote && fsdpc_comm_orders(root->reduce_comm);
     if (!root->overlaps)
         return FSDPC_OK;
-    FSDPC_TRY(fsdpc_event_create(root->device, &root->published));
+    FSDPC_TRY(fsdpc_event_create(root->device, &root->copied_in));
     FSDPC_TRY(fsdpc_event_create(root->device, &root->filled));
     for (int i = 0; i < root->n_units; i++)
         FSDPC_TRY(fsdpc_event_create(root->device, &root->units[i]->released));
@@ -56,7 +56,7 @@ void fsdpc_order_destroy(fsdpc_root *root)
     run_dry(root, root->gather_stream);
     run_dry(root, root->reduce_stream);
     run_dry(root, root->replicate_stream);
-    fsdpc_event_destroy(root->published);
+    fsdpc_event_destroy(root->copied_in);
     fsdpc_event_destroy(root->filled);
     for (int i = 0; i < root->n_units; i++) {
         if (!root->units[i])
@@ -83,9 +83,9 @@ fsdpc_status fsdpc_order_follow(fsdpc_root *root)
 {
     if (!root->overlaps)
         return FSDPC_OK;
-    FSDPC_TRY(fsdpc_order_published(root));
-    FSDPC_TRY(fsdpc_stream_wait(root->reduce_stream, root->published));
-    return root->replicate_stream ? fsdpc_stream_wait(root->replicate_stream, root->published)
+    FSDPC_TRY(fsdpc_order_copied_in(root));
+    FSDPC_TRY(fsdpc_stream_wait(root->reduce_stream, root->copied_in));
+    return root->replicate_stream ? fsdpc_stream_wait(root->replicate_stream, root->copied_in)
                                   : FSDPC_OK;
 }
 

@@ -1,4 +1,4 @@
-/* Sizes of groups and arrays.  Groups begin at page boundaries in wire and reduce buffers, so that
+/* Sizes of groups and arrays.  Groups begin at page boundaries in parameter buffer and reduce buffers, so that
  * pages can be protected, and at multiples of 64 bytes in partials.
  */
 #include "engine/plan.h"
@@ -9,14 +9,15 @@ fsdpc_status fsdpc_plan_group(const fsdpc_group *group, const fsdpc_unit_options
                               fsdpc_group_plan *out)
 {
     fsdpc_group_plan plan = {
-        .wire_dtype = options->cast_params ? options->param_dtype : group->dtype,
+        .param_dtype = options->cast_params ? options->param_dtype : group->dtype,
         .grad_dtype = group->dtype == FSDPC_F64 ? FSDPC_F64 : FSDPC_F32,
     };
-    plan.reduce_dtype = options->cast_reduce ? options->reduce_dtype : plan.wire_dtype;
-    size_t wire, reduce;
-    FSDPC_TRY(fsdpc_mul_size(group->full_numel, fsdpc_dtype_bytes(plan.wire_dtype), &wire));
+    plan.reduce_dtype = options->cast_reduce ? options->reduce_dtype : plan.param_dtype;
+    size_t param_buffer, reduce;
+    FSDPC_TRY(
+        fsdpc_mul_size(group->full_numel, fsdpc_dtype_bytes(plan.param_dtype), &param_buffer));
     FSDPC_TRY(fsdpc_mul_size(group->full_numel, fsdpc_dtype_bytes(plan.reduce_dtype), &reduce));
-    plan.wire_bytes = fsdpc_round_up(wire, PAGE_ALIGN);
+    plan.param_buffer_bytes = fsdpc_round_up(param_buffer, PAGE_ALIGN);
     plan.reduce_bytes = fsdpc_round_up(reduce, PAGE_ALIGN);
     plan.partial_bytes = fsdpc_mem_counted(group->shard_numel * fsdpc_dtype_bytes(plan.grad_dtype));
     *out = plan;

@@ -56,18 +56,19 @@ static inline bool fsdpc_mesh_is_replicated(const fsdpc_mesh *mesh)
 
 /* One flat group, with dtypes from the policy in `options`. */
 typedef struct fsdpc_group_plan {
-    fsdpc_dtype wire_dtype, reduce_dtype, grad_dtype;
-    size_t wire_bytes, reduce_bytes; /* whole pages: its size in the wire and in a reduce buffer */
-    size_t partial_bytes;            /* its size in a partial */
+    fsdpc_dtype param_dtype, reduce_dtype, grad_dtype;
+    size_t param_buffer_bytes,
+        reduce_bytes;     /* whole pages: its size in the parameter buffer and in a reduce buffer */
+    size_t partial_bytes; /* its size in a partial */
 } fsdpc_group_plan;
 
 fsdpc_status fsdpc_plan_group(const fsdpc_group *group, const fsdpc_unit_options *options,
                               fsdpc_group_plan *out);
 
 /* Returns the bytes of this rank's slices of a group's full. */
-static inline size_t fsdpc_plan_slice_bytes(const fsdpc_group *group, fsdpc_dtype wire_dtype)
+static inline size_t fsdpc_plan_slice_bytes(const fsdpc_group *group, fsdpc_dtype param_dtype)
 {
-    return fsdpc_mem_counted(group->shard_numel * fsdpc_dtype_bytes(wire_dtype));
+    return fsdpc_mem_counted(group->shard_numel * fsdpc_dtype_bytes(param_dtype));
 }
 
 typedef enum fsdpc_plan_kind {
@@ -95,12 +96,12 @@ static inline fsdpc_dtype fsdpc_plan_state_dtype(fsdpc_dtype param, fsdpc_dtype 
     return param == FSDPC_F64 ? FSDPC_F64 : state_dtype;
 }
 
-/* Returns whether masters can be pages of a wire: modules read them as they are, and no step
+/* Returns whether masters can be pages of a parameter buffer: modules read them as they are, and no step
  * changes them. */
-static inline bool fsdpc_plan_shares_masters(const fsdpc_group *group, fsdpc_dtype wire_dtype,
+static inline bool fsdpc_plan_shares_masters(const fsdpc_group *group, fsdpc_dtype param_dtype,
                                              const fsdpc_offload *offload)
 {
-    return group->frozen && wire_dtype == group->dtype && !offload->masters && !offload->params;
+    return group->frozen && param_dtype == group->dtype && !offload->masters && !offload->params;
 }
 
 /* For CPU steps (optim_host.h): elements per chunk, and the number of chunks. */

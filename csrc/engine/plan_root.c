@@ -16,7 +16,7 @@ enum { FIRST, SECOND, N_STAGES };
 
 /* A unit's part of shared memory. */
 typedef struct unit_sizes {
-    size_t wire, slices, buffer[N_STAGES];           /* bytes; a reduce buffer and a partial */
+    size_t param_buffer, slices, buffer[N_STAGES];   /* bytes; a reduce buffer and a partial */
     int n_trained;                                   /* flat groups; at most one for each dtype */
     fsdpc_dtype dtypes[N_STAGES][FSDPC_DTYPE_COUNT]; /* of their sums */
     bool fills_shard; /* it needs no buffer: kernels fill its gradient shard */
@@ -53,12 +53,12 @@ static fsdpc_status plan_array(planner *p, const char *name, fsdpc_mem_kind kind
     return emit(p, name, kind, array->file_bytes, n, FSDPC_PLAN_FILE);
 }
 
-/* Note [spread masters] (unit.c): only if there is a wire that others share. */
+/* Note [spread masters] (unit.c): only if there is a parameter buffer that others share. */
 static bool shares_masters(const planner *p, const fsdpc_plan_unit *unit, const fsdpc_group *group,
                            const fsdpc_group_plan *plan)
 {
     return !p->options->single && !p->options->remote &&
-           fsdpc_plan_shares_masters(group, plan->wire_dtype, &unit->options.offload);
+           fsdpc_plan_shares_masters(group, plan->param_dtype, &unit->options.offload);
 }
 
 static fsdpc_status plan_group(planner *p, const fsdpc_plan_unit *unit, const fsdpc_group *group,
@@ -69,8 +69,8 @@ static fsdpc_status plan_group(planner *p, const fsdpc_plan_unit *unit, const fs
     size_t numel = group->shard_numel;
     fsdpc_group_plan plan;
     FSDPC_TRY(fsdpc_plan_group(group, &unit->options, &plan));
-    sizes->wire += plan.wire_bytes;
-    sizes->slices += fsdpc_plan_slice_bytes(group, plan.wire_dtype);
+    sizes->param_buffer += plan.param_buffer_bytes;
+    sizes->slices += fsdpc_plan_slice_bytes(group, plan.param_dtype);
     fsdpc_array_plan array = fsdpc_plan_array(offload, offload->masters, numel, group->dtype);
     if (!shares_masters(p, unit, group, &plan))
         FSDPC_TRY(plan_array(p, "masters", FSDPC_MEM_MASTER, 1, &array));
@@ -115,16 +115,16 @@ static fsdpc_status plan_unit(planner *p, const fsdpc_plan_unit *unit, unit_size
 
 /* ---- Fulls ---- */
 
-static fsdpc_status plan_wire(const planner *p)
+static fsdpc_status plan_param_buffer(const planner *p)
 {
     size_t bytes = 0;
     bool in_file = false;
     for (int i = 0; i < p->n; i++) {
         const fsdpc_offload *offload = &p->units[i].options.offload;
-        bytes += p->sizes[i].wire;
+        bytes += p->sizes[i].param_buffer;
         in_file |= offload->params && !offload->host && !p->options->remote;
     }
-    return emit(p, "parameter buffer", FSDPC_MEM_WIRE, bytes, 1,
+    return emit(p, "parameter buffer", FSDPC_MEM_UNSHARDED, bytes, 1,
                 in_file ? FSDPC_PLAN_FILE : FSDPC_PLAN_MEMORY);
 }
 
@@ -134,15 +134,15 @@ static fsdpc_status plan_moved(const planner *p, fsdpc_slot_want *wants)
         const fsdpc_plan_unit *unit = &p->units[i];
         const fsdpc_offload *offload = &unit->options.offload;
         wants[i] =
-            (fsdpc_slot_want){.bytes = p->sizes[i].wire,
+            (fsdpc_slot_want){.bytes = p->sizes[i].param_buffer,
                               .alone = fsdpc_unit_owns_full(&unit->settings, unit->encloses)};
-        FSDPC_TRY(emit(p, "slices", FSDPC_MEM_WIRE, p->sizes[i].slices, 1,
+        FSDPC_TRY(emit(p, "slices", FSDPC_MEM_UNSHARDED, p->sizes[i].slices, 1,
                        offload->params && offload->host ? FSDPC_PLAN_PINNED : FSDPC_PLAN_MEMORY));
     }
     fsdpc_slots_assign(wants, p->n, p->options->prefetch + 1, p->options->granule);
     for (int i = 0; i < p->n; i++)
         FSDPC_TRY(emit(p, wants[i].slot < 0 ? "unsharded parameters" : "memory slots",
-                       FSDPC_MEM_WIRE, wants[i].block_bytes, (size_t)wants[i].n_blocks,
+                       FSDPC_MEM_UNSHARDED, wants[i].block_bytes, (size_t)wants[i].n_blocks,
                        FSDPC_PLAN_MEMORY));
     return FSDPC_OK;
 }
@@ -150,7 +150,7 @@ static fsdpc_status plan_moved(const planner *p, fsdpc_slot_want *wants)
 static fsdpc_status plan_fulls(const planner *p)
 {
     if (!p->options->remote || p->options->shard == 1)
-        return plan_wire(p);
+        return plan_param_buffer(p);
     fsdpc_slot_want *wants = calloc((size_t)p->n + 1, sizeof *wants);
     if (!wants)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a plan of %d units", p->n);

@@ -98,7 +98,7 @@ static fsdpc_status post_first(fsdpc_unit *unit, fsdpc_buffer *buffer)
     fsdpc_root *root = unit->root;
     bool replicas_alone = root->reduce_comm == root->replicate;
     /* Replicas have separate epochs (one may evaluate by itself); their steps must agree. */
-    uint64_t epoch = replicas_alone ? root->steps : root->wire->epoch;
+    uint64_t epoch = replicas_alone ? root->steps : root->param_buffer->epoch;
     if (!unit->partial)
         FSDPC_TRY(begin_final(unit));
     size_t bytes = 0;

@@ -1,5 +1,5 @@
-/* The wire contains the fulls of all units end to end, each group on a page boundary.  If a gather
- * moves bytes, the wire only defines these offsets (full.h).  Reduce buffers are sized for the
+/* The parameter buffer contains the fulls of all units end to end, each group on a page boundary.  If a gather
+ * moves bytes, the parameter buffer only defines these offsets (full.h).  Reduce buffers are sized for the
  * largest unit that uses them.
  */
 #include "engine/root_internal.h"
@@ -12,9 +12,10 @@
 #include "engine/full.h"
 #include "engine/order.h"
 
-static fsdpc_status adopt_units(fsdpc_root *root, fsdpc_unit *const *units, size_t *wire_bytes_out)
+static fsdpc_status adopt_units(fsdpc_root *root, fsdpc_unit *const *units,
+                                size_t *param_buffer_bytes_out)
 {
-    size_t wire_bytes = 0;
+    size_t param_buffer_bytes = 0;
     for (int i = 0; i < root->n_units; i++) {
         fsdpc_unit *unit = units[i];
         if (unit->root)
@@ -29,20 +30,21 @@ static fsdpc_status adopt_units(fsdpc_root *root, fsdpc_unit *const *units, size
                               "units '%s' and '%s' of one model are sharded over different meshes",
                               units[0]->name, unit->name);
         for (int g = 0; g < unit->layout->n_groups; g++)
-            unit->groups[g].wire_offset += wire_bytes;
-        FSDPC_TRY(fsdpc_add_size(wire_bytes, unit->wire_bytes, &wire_bytes));
+            unit->groups[g].param_buffer_offset += param_buffer_bytes;
+        FSDPC_TRY(
+            fsdpc_add_size(param_buffer_bytes, unit->param_buffer_bytes, &param_buffer_bytes));
         root->units[i] = unit;
         unit->root = root;
         unit->id = i;
         unit->dirty = true;
     }
-    *wire_bytes_out = wire_bytes;
+    *param_buffer_bytes_out = param_buffer_bytes;
     return FSDPC_OK;
 }
 
-/* Creates the wire in device memory, in host memory or on a disk, the same for all units.  It
+/* Creates the parameter buffer in device memory, in host memory or on a disk, the same for all units.  It
  * contains their fulls, or this rank's slices of them. */
-static fsdpc_status create_wire(fsdpc_root *root, size_t bytes)
+static fsdpc_status create_param_buffer(fsdpc_root *root, size_t bytes)
 {
     const fsdpc_unit *first = root->units[0];
     for (int i = 1; i < root->n_units; i++) {
@@ -55,8 +57,9 @@ static fsdpc_status create_wire(fsdpc_root *root, size_t bytes)
                               first->offload.host || unit->offload.host ? "the host" : "a disk");
     }
     fsdpc_tier *tier = first->offload.params ? first->offload.tier : NULL;
-    FSDPC_TRY(fsdpc_wire_create_in(root->comm, bytes, tier, &root->wire));
-    root->wire->pinned = root->wire->moved && first->offload.params && first->offload.host;
+    FSDPC_TRY(fsdpc_param_buffer_create_in(root->comm, bytes, tier, &root->param_buffer));
+    root->param_buffer->pinned =
+        root->param_buffer->moved && first->offload.params && first->offload.host;
     return FSDPC_OK;
 }
 
@@ -95,16 +98,16 @@ fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, i
         status = fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the root of %d units", n_units);
         goto destroy;
     }
-    size_t wire_bytes = 0;
-    FSDPC_TRY_GOTO(status, adopt_units(root, units, &wire_bytes), destroy);
+    size_t param_buffer_bytes = 0;
+    FSDPC_TRY_GOTO(status, adopt_units(root, units, &param_buffer_bytes), destroy);
     bool lent = is_lent(root);
-    FSDPC_TRY_GOTO(status, create_wire(root, lent ? 0 : wire_bytes), destroy);
-    root->wire->kind_text = fsdpc_epoch_text;
-    root->full = lent                       ? &fsdpc_full_lent
-                 : units[0]->no_alias       ? &fsdpc_full_private
-                 : root->wire->moved        ? &fsdpc_full_moved
-                 : units[0]->offload.params ? &fsdpc_full_file
-                                            : &fsdpc_full_shared;
+    FSDPC_TRY_GOTO(status, create_param_buffer(root, lent ? 0 : param_buffer_bytes), destroy);
+    root->param_buffer->kind_text = fsdpc_epoch_text;
+    root->full = lent                        ? &fsdpc_full_lent
+                 : units[0]->no_alias        ? &fsdpc_full_private
+                 : root->param_buffer->moved ? &fsdpc_full_moved
+                 : units[0]->offload.params  ? &fsdpc_full_file
+                                             : &fsdpc_full_shared;
     FSDPC_TRY_GOTO(status, fsdpc_full_create(root, encloses), destroy);
     FSDPC_TRY_GOTO(status, fsdpc_fill_create_buffers(root, encloses), destroy);
     FSDPC_TRY_GOTO(status, fsdpc_stream_create(root->device, "gather", true, &root->gather_stream),
@@ -140,9 +143,9 @@ static void disown_unit(fsdpc_unit *unit)
     unit->root = NULL;
     size_t offset = 0; /* back to offsets within the unit, as set by unit_create */
     if (unit->layout->n_groups > 0)
-        offset = unit->groups[0].wire_offset;
+        offset = unit->groups[0].param_buffer_offset;
     for (int g = 0; g < unit->layout->n_groups; g++)
-        unit->groups[g].wire_offset -= offset;
+        unit->groups[g].param_buffer_offset -= offset;
 }
 
 /* An operation in flight refers to memory that is about to be freed.  With one rank it finishes
@@ -178,7 +181,7 @@ void fsdpc_root_destroy(fsdpc_root *root)
         fsdpc_buffer_destroy(root->pool[i]);
         fsdpc_buffer_destroy(root->pool_partial[i]);
     }
-    fsdpc_wire_destroy(root->wire);
+    fsdpc_param_buffer_destroy(root->param_buffer);
     free(root->slot_users);
     free(root->record.entries);
     free(root->acts.items);

@@ -49,14 +49,14 @@ struct fsdpc_root {
     int ranks;               /* ranks in the mesh; a single rank does not communicate */
     fsdpc_device *device;
     fsdpc_trace *trace;
-    fsdpc_wire *wire;
+    fsdpc_param_buffer *param_buffer;
     const fsdpc_full_ops *full; /* how fulls are made */
     fsdpc_unit **slot_users;    /* full_moved.c: the unit last gathered into each slot */
     fsdpc_stream *gather_stream, *reduce_stream;
     fsdpc_stream *replicate_stream;  /* for second stages, in parallel with first ones; NULL:
                                       * shared */
     bool overlaps;                   /* streams are ordered by events; see order.h */
-    fsdpc_event *published, *filled; /* recorded on the main stream for that */
+    fsdpc_event *copied_in, *filled; /* recorded on the main stream for that */
     fsdpc_pool_plan pooled;          /* number of pooled buffers, and their sizes */
     fsdpc_buffer *pool[FSDPC_POOLED_BUFFERS];         /* NULL: not created yet; a single rank
                                                        * creates it on first use */
@@ -68,13 +68,13 @@ struct fsdpc_root {
     uint64_t turns;
     fsdpc_unit **reducing; /* units with a posted reduction, oldest first; n_units entries */
     int n_reducing;
-    uint64_t generation; /* generation of the wire's contents */
+    uint64_t generation; /* generation of the parameter buffer's contents */
     uint64_t steps;      /* optimizer steps taken */
     uint64_t compared;   /* agree.h: bytes of masters before the next slice to compare with
                           * replicas */
     fsdpc_epoch_stage stage;
     fsdpc_epoch_note note; /* this rank's last announcement */
-    bool *equal;           /* epoch.c, per unit: whether masters equal the wire */
+    bool *equal;           /* epoch.c, per unit: whether masters equal the parameter buffer */
     int holds;             /* hold() is in force */
     int forward_depth;     /* nested forwards of units of this root */
     bool in_backward;

@@ -92,7 +92,7 @@ static fsdpc_status note_use(fsdpc_root *root, const fsdpc_unit *unit, bool back
     return append(record, entry);
 }
 
-/* If ranks share a wire, a gather ahead moves no bytes; if slices are late, it would wait for steps
+/* If ranks share a parameter buffer, a gather ahead moves no bytes; if slices are late, it would wait for steps
  * that can overlap with compute. */
 static bool comes_too_early(const fsdpc_unit *unit)
 {
@@ -278,7 +278,7 @@ fsdpc_status fsdpc_grad_add(fsdpc_unit *unit, int param, const void *data)
 {
     const fsdpc_place *place = &unit->layout->params[param];
     fsdpc_stream *main = fsdpc_device_main(unit->device);
-    fsdpc_dtype from = unit->groups[place->group].wire_dtype, to = from;
+    fsdpc_dtype from = unit->groups[place->group].param_dtype, to = from;
     void *target = NULL;
     bool accumulate = false;
     FSDPC_TRY(fsdpc_grad_target_of(unit, param, &target, &to, &accumulate));

@@ -1,6 +1,6 @@
 /* A memory plan for fulls if gathers move bytes: a few slots that many units share.
  *
- * If ranks share a wire, it contains every full, and slots do not exist.  Otherwise a rank has its
+ * If ranks share a parameter buffer, it contains every full, and slots do not exist.  Otherwise a rank has its
  * published slices of all fulls, and memory for the fulls that exist at the same time.  Units of
  * the same size take turns with a few slots, one for each unit that is full at the same time.  Each
  * has a window (device.h) on its slot, so that its full has one address for the whole run.  Other
@@ -8,7 +8,7 @@
  * forward, and units that run only on some ranks.  The same holds for units of a rare size, and for
  * all units of a device without windows.
  *
- * Every slot is attached to the wire (comm.h) once.  Separate memory that nearly fills whole
+ * Every slot is attached to the parameter buffer (comm.h) once.  Separate memory that nearly fills whole
  * granules is attached too, and is in a window for that purpose.
  *
  * Only sizes decide which units share, so every rank makes the same choice, as gathers require.

@@ -92,7 +92,7 @@ static fsdpc_status check_root(const fsdpc_root *root)
     return FSDPC_OK;
 }
 
-/* Checks that the unit's wire is known to match its masters. */
+/* Checks that the unit's parameter buffer is known to match its masters. */
 static fsdpc_status check_unit(const fsdpc_unit *unit)
 {
     if (unit->held)

@@ -40,11 +40,11 @@ void fsdpc_unit_destroy_array(const fsdpc_unit *unit, fsdpc_extent *extent, void
 
 /* Note [spread masters].  If modules of a frozen group read the masters directly, a host needs only
  * one copy, not two.  The masters have address space for the whole full, but touch only their own
- * rows.  When the wire exists, its pages replace theirs at the same addresses (full_shared.c).  A
+ * rows.  When the parameter buffer exists, its pages replace theirs at the same addresses (full_shared.c).  A
  * write to a master then copies its page first, so peers do not see it before it is published. */
 static bool can_spread(const fsdpc_unit *unit, const fsdpc_unit_group *group)
 {
-    return fsdpc_plan_shares_masters(group->plan, group->wire_dtype, &unit->offload) &&
+    return fsdpc_plan_shares_masters(group->plan, group->param_dtype, &unit->offload) &&
            group->plan->shard_numel > 0 && unit->device->flat != fsdpc_flat_ops_null() &&
            !unit->device->remote;
 }
@@ -80,46 +80,48 @@ static void destroy_master(fsdpc_unit *unit, fsdpc_unit_group *group)
         return;
     }
     munmap(group->master, spread_bytes(group));
-    if (!group->in_wire)
+    if (!group->in_param_buffer)
         fsdpc_mem_count(unit->device->mem, FSDPC_MEM_MASTER, -spread_counted(group));
 }
 
-fsdpc_status fsdpc_unit_join_wire(fsdpc_unit *unit, fsdpc_unit_group *group, const fsdpc_wire *wire)
+fsdpc_status fsdpc_unit_join_param_buffer(fsdpc_unit *unit, fsdpc_unit_group *group,
+                                          const fsdpc_param_buffer *param_buffer)
 {
     size_t element = fsdpc_dtype_bytes(group->plan->dtype);
     int rank = fsdpc_unit_rank(unit);
-    if (!group->spread || wire->memfd == 0)
+    if (!group->spread || param_buffer->memfd == 0)
         return FSDPC_OK;
     for (size_t i = 0; i < group->plan->n_bands; i++) {
         const fsdpc_slice *band = &group->plan->bands[i];
         if (fsdpc_slice_is_of(band, rank))
-            memcpy(wire->write + group->wire_offset +
+            memcpy(param_buffer->write + group->param_buffer_offset +
                        fsdpc_slice_full(band, rank, band->shard_offset) * element,
                    fsdpc_unit_masters(unit, group, band, band->shard_offset),
                    band->numel * element);
     }
-    FSDPC_TRY(fsdpc_wire_map_private(wire, group->wire_offset, spread_bytes(group), group->master));
-    if (!group->in_wire)
+    FSDPC_TRY(fsdpc_param_buffer_map_private(param_buffer, group->param_buffer_offset,
+                                             spread_bytes(group), group->master));
+    if (!group->in_param_buffer)
         fsdpc_mem_count(unit->device->mem, FSDPC_MEM_MASTER, -spread_counted(group));
-    group->in_wire = true;
+    group->in_param_buffer = true;
     return FSDPC_OK;
 }
 
-void fsdpc_unit_leave_wire(fsdpc_unit *unit)
+void fsdpc_unit_leave_param_buffer(fsdpc_unit *unit)
 {
     for (int g = 0; g < unit->layout->n_groups; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
-        if (group->in_wire)
+        if (group->in_param_buffer)
             fsdpc_mem_count(unit->device->mem, FSDPC_MEM_MASTER, spread_counted(group));
-        group->in_wire = false;
+        group->in_param_buffer = false;
     }
 }
 
 void fsdpc_unit_drop_copies(fsdpc_unit *unit)
 {
     for (int g = unit->n_trained; g < unit->layout->n_groups; g++)
-        if (unit->groups[g].in_wire)
-            fsdpc_wire_drop_copies(unit->groups[g].master, spread_bytes(&unit->groups[g]));
+        if (unit->groups[g].in_param_buffer)
+            fsdpc_param_buffer_drop_copies(unit->groups[g].master, spread_bytes(&unit->groups[g]));
 }
 
 /* Creates a gradient shard for the first group without one, and assigns its place in buffers. */
@@ -147,12 +149,12 @@ static fsdpc_status create_group(fsdpc_unit *unit, int g, const fsdpc_unit_optio
     group->plan = &unit->layout->groups[g];
     fsdpc_group_plan sizes;
     FSDPC_TRY(fsdpc_plan_group(group->plan, options, &sizes));
-    group->wire_dtype = sizes.wire_dtype;
+    group->param_dtype = sizes.param_dtype;
     group->reduce_dtype = sizes.reduce_dtype;
     group->grad_dtype = sizes.grad_dtype;
     group->whole = (fsdpc_slice){.numel = group->plan->shard_numel, .owner = -1};
-    group->wire_offset = unit->wire_bytes;
-    unit->wire_bytes += sizes.wire_bytes;
+    group->param_buffer_offset = unit->param_buffer_bytes;
+    unit->param_buffer_bytes += sizes.param_buffer_bytes;
     if (can_spread(unit, group))
         return create_spread(unit, group);
     FSDPC_TRY(fsdpc_unit_create_array(unit, group->plan, unit->offload.masters, FSDPC_MEM_MASTER,
@@ -162,7 +164,7 @@ static fsdpc_status create_group(fsdpc_unit *unit, int g, const fsdpc_unit_optio
 }
 
 /* With one unit ahead, the network between hosts is idle from the end of one gather until the next
- * is posted.  On CPU ranks fulls are in the wire's memory, so a second one is free; a GPU needs a
+ * is posted.  On CPU ranks fulls are in the parameter buffer's memory, so a second one is free; a GPU needs a
  * slot for it. */
 static int default_prefetch(const fsdpc_unit *unit)
 {
@@ -355,7 +357,7 @@ static fsdpc_status train_frozen(fsdpc_unit *unit, int param)
         fsdpc_group_plan sizes;
         FSDPC_TRY(fsdpc_plan_group(group->plan,
                                    &(fsdpc_unit_options){.cast_params = true,
-                                                         .param_dtype = group->wire_dtype,
+                                                         .param_dtype = group->param_dtype,
                                                          .cast_reduce = true,
                                                          .reduce_dtype = group->reduce_dtype},
                                    &sizes));
@@ -412,7 +414,7 @@ fsdpc_unit_flat fsdpc_unit_flat_of(const fsdpc_unit *unit, int group)
 {
     const fsdpc_unit_group *g = &unit->groups[group];
     return (fsdpc_unit_flat){.dtype = g->plan->dtype,
-                             .wire_dtype = g->wire_dtype,
+                             .param_dtype = g->param_dtype,
                              .reduce_dtype = g->reduce_dtype,
                              .grad_dtype = g->grad_dtype,
                              .shard_numel = g->plan->shard_numel,
@@ -526,7 +528,7 @@ void *fsdpc_unit_full(const fsdpc_unit *unit, int param)
     const fsdpc_unit_group *group = &unit->groups[place->group];
     if (!group->full)
         return NULL;
-    return group->full + place->full_offset * fsdpc_dtype_bytes(group->wire_dtype);
+    return group->full + place->full_offset * fsdpc_dtype_bytes(group->param_dtype);
 }
 
 fsdpc_status fsdpc_unit_write(fsdpc_unit *unit, int param, const void *value, fsdpc_dtype dtype)

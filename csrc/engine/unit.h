@@ -1,7 +1,7 @@
 /* A unit: modules whose parameters are gathered, freed and reduced together.
  *
  * A unit owns its layout and this rank's private memory: masters (original dtype) and gradient
- * shards (fp32, or fp64 for fp64 parameters).  Its full is in the wire of its root, which is found
+ * shards (fp32, or fp64 for fp64 parameters).  Its full is in the parameter buffer of its root, which is found
  * at the first forward; until then a unit has only masters.
  *
  * Its gradients go into a reduce buffer and from there into the gradient shard.  On a mesh with
@@ -9,7 +9,7 @@
  * replicas.  If the shard group is one rank, the buffer itself is summed over the replicas.
  *
  * Optimizers, initialisation and loading write masters and mark the unit as written.  Users may
- * write masters through exported pieces; each epoch begins by comparing such a unit with the wire.
+ * write masters through exported pieces; each epoch begins by comparing such a unit with the parameter buffer.
  * Only publishing writes fulls.  Reductions write gradient shards.
  *
  * Frozen groups have only masters and fulls.  A group gets gradient shards, and keeps them, once
@@ -99,7 +99,7 @@ fsdpc_status fsdpc_unit_set_ahead(fsdpc_unit *unit, bool backward, fsdpc_unit *c
 /* One flat group: dtypes, sizes and addresses of this rank's masters and gradient shard (NULL:
  * none), and of the full (NULL before there is a root). */
 typedef struct fsdpc_unit_flat {
-    fsdpc_dtype dtype, wire_dtype, reduce_dtype, grad_dtype;
+    fsdpc_dtype dtype, param_dtype, reduce_dtype, grad_dtype;
     size_t shard_numel, full_numel, master_numel; /* masters may be laid out like the full */
     void *master, *grad, *full;
 } fsdpc_unit_flat;
@@ -118,7 +118,7 @@ size_t fsdpc_unit_master_offset(const fsdpc_unit *unit, int param);
 fsdpc_status fsdpc_unit_check_master(const fsdpc_unit *unit, int param);
 
 /* Call mark_written before writing masters.  Call mark_shared before giving a caller a writable
- * piece: each epoch then compares the masters with the wire.  Both fail if a pending step cannot
+ * piece: each epoch then compares the masters with the parameter buffer.  Both fail if a pending step cannot
  * end. */
 fsdpc_status fsdpc_unit_mark_written(fsdpc_unit *unit);
 fsdpc_status fsdpc_unit_mark_shared(fsdpc_unit *unit);

@@ -39,22 +39,24 @@ struct fsdpc_pending {
 
 typedef struct fsdpc_unit_group {
     const fsdpc_group *plan;
-    fsdpc_dtype wire_dtype, reduce_dtype, grad_dtype;
-    size_t wire_offset;   /* bytes into the root's wire */
-    size_t reduce_offset; /* bytes into a reduce buffer of this unit */
-    size_t grad_offset;   /* bytes into a partial, or into a level of micro-step sums */
-    fsdpc_slice whole;    /* the shard as one slice, for reducing partials */
-    fsdpc_coll_sum *sums; /* sums that the posted reduction leaves, if it leaves several
+    fsdpc_dtype param_dtype, reduce_dtype, grad_dtype;
+    size_t param_buffer_offset; /* bytes into the root's parameter buffer */
+    size_t reduce_offset;       /* bytes into a reduce buffer of this unit */
+    size_t grad_offset;         /* bytes into a partial, or into a level of micro-step sums */
+    fsdpc_slice whole;          /* the shard as one slice, for reducing partials */
+    fsdpc_coll_sum *sums;       /* sums that the posted reduction leaves, if it leaves several
                            * (micro.c) */
     unsigned char *master, *grad;
-    bool spread;  /* `master` has the layout of the full (unit.c) */
-    bool in_wire; /* `master` maps the wire: only pages that differ are copies */
+    bool spread; /* `master` has the layout of the full (unit.c) */
+    bool
+        in_param_buffer; /* `master` maps the parameter buffer: only pages that differ are copies */
     fsdpc_extent *master_extent, *grad_extent; /* extents that contain them; NULL: device memory */
     unsigned char *full;                       /* the memory that modules read; see full.h */
-    unsigned char *target;    /* where a gather writes it: the same memory, at the address that
+    unsigned char *target; /* where a gather writes it: the same memory, at the address that
                                * transports use; NULL if a gather moves nothing */
-    void *own_block;          /* in no-alias mode, the block that contains the full */
-    unsigned char *published; /* this rank's slices, if they are not in the wire; else NULL */
+    void *own_block;       /* in no-alias mode, the block that contains the full */
+    unsigned char
+        *own_slices; /* this rank's slices, if they are not in the parameter buffer; else NULL */
     fsdpc_work gather, reduce;
 } fsdpc_unit_group;
 
@@ -70,7 +72,7 @@ struct fsdpc_unit {
     fsdpc_trace *trace;
     fsdpc_root *root; /* NULL before the first forward */
     fsdpc_offload offload;
-    size_t reduce_bytes, wire_bytes, grad_bytes;
+    size_t reduce_bytes, param_buffer_bytes, grad_bytes;
 
     /* Settings.  Written by unit.c. */
     fsdpc_unit_settings settings;
@@ -93,9 +95,9 @@ struct fsdpc_unit {
     fsdpc_unit_state state;
     fsdpc_event *released;  /* order.c; NULL unless its root overlaps streams */
     int held;               /* unshard() calls without their reshard() */
-    bool dirty;             /* masters are known to differ from the wire */
+    bool dirty;             /* masters are known to differ from the parameter buffer */
     bool foreign;           /* masters may differ: a caller has a writable piece */
-    uint32_t published_crc; /* full_file.c: checksum of this rank's published slices */
+    uint32_t copied_in_crc; /* full_file.c: checksum of this rank's published slices */
 
     /* A pending step.  Written by optim_step.c; `late` by epoch.c and gather.c. */
     fsdpc_pending *pending; /* NULL: none */
@@ -183,7 +185,7 @@ static inline bool fsdpc_unit_reshards(const fsdpc_unit *unit)
     return unit->settings.reshard_after_forward && !unit->stays && !unit->settings.rank_dependent;
 }
 
-/* Call before reading its rows of the wire or using its gradient shards. */
+/* Call before reading its rows of the parameter buffer or using its gradient shards. */
 static inline fsdpc_status fsdpc_unit_advance(fsdpc_unit *unit)
 {
     return unit->pending ? unit->pending->advance(unit->pending, unit) : FSDPC_OK;
@@ -207,12 +209,13 @@ fsdpc_status fsdpc_unit_create_array(const fsdpc_unit *unit, const fsdpc_group *
                                      fsdpc_dtype dtype, fsdpc_extent **extent_out, void **out);
 void fsdpc_unit_destroy_array(const fsdpc_unit *unit, fsdpc_extent *extent, void *memory);
 
-/* Maps spread masters to the wire, which has room for the group; does nothing to others. */
-fsdpc_status fsdpc_unit_join_wire(fsdpc_unit *unit, fsdpc_unit_group *group,
-                                  const fsdpc_wire *wire);
-void fsdpc_unit_leave_wire(fsdpc_unit *unit); /* the wire is about to go; masters keep their
+/* Maps spread masters to the parameter buffer, which has room for the group; does nothing to others. */
+fsdpc_status fsdpc_unit_join_param_buffer(fsdpc_unit *unit, fsdpc_unit_group *group,
+                                          const fsdpc_param_buffer *param_buffer);
+void fsdpc_unit_leave_param_buffer(
+    fsdpc_unit *unit); /* the parameter buffer is about to go; masters keep their
                                                * contents */
-/* Drops private copies of frozen masters that were published, since these equal the wire. */
+/* Drops private copies of frozen masters that were published, since these equal the parameter buffer. */
 void fsdpc_unit_drop_copies(fsdpc_unit *unit);
 
 /* Returns the master of this rank's slice of a band, starting at element `at` of the shard.  Only

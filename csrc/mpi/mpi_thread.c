@@ -236,7 +236,7 @@ static bool send_piece(fsdpc_mpi_link *link, fsdpc_link_op *op, unsigned char *d
     return true;
 }
 
-/* Takes a piece of the wrong size off the wire.  The operation ends once its pieces in flight have;
+/* Takes a piece of the wrong size off the network.  The operation ends once its pieces in flight have;
  * later messages with its tag may not match. */
 static void refuse_piece(fsdpc_mpi_link *link, fsdpc_link_op *op, MPI_Message *message, int bytes)
 {
@@ -516,7 +516,7 @@ static bool end_mpi(fsdpc_mpi_link *link)
             fsdpc_futex_wait(&link->asleep, 0, rest_ns(fsdpc_clock_ns() - began, IDLE_NS));
     }
     for (int peer = 0; peer < link->base.size; peer++)
-        (void)said_goodbye(link, peer); /* takes it off the wire */
+        (void)said_goodbye(link, peer); /* takes it off the network */
     MPI_Cancel(&link->requests[0]);
     MPI_Wait(&link->requests[0], MPI_STATUS_IGNORE);
     MPI_Comm_free(&link->news);

@@ -154,8 +154,8 @@ fsdpc_status fsdpc_flat_check_step(const fsdpc_step_args *a)
                           fsdpc_dtype_name(a->param_dtype),
                           wide ? "float64" : "float32 or bfloat16",
                           fsdpc_dtype_name(a->state_dtype));
-    if (a->wire)
-        FSDPC_TRY(fsdpc_flat_check_dtype(name, a->wire_dtype));
+    if (a->copy_in)
+        FSDPC_TRY(fsdpc_flat_check_dtype(name, a->copy_in_dtype));
     if (a->step < 1)
         return fsdpc_fail(FSDPC_ERR_VALUE, "%s's step is %lld; the first is 1", name,
                           (long long)a->step);

@@ -64,7 +64,7 @@ void fsdpc_flat_step_f64(const fsdpc_step_args *a, size_t begin, size_t end)
             param[i] = lion_f64(a, param[i], g, i);
         else
             param[i] = adam_f64(a, param[i], g, i);
-        if (a->wire)
-            fsdpc_f64_store_as(a->wire, i, a->wire_dtype, param[i]);
+        if (a->copy_in)
+            fsdpc_f64_store_as(a->copy_in, i, a->copy_in_dtype, param[i]);
     }
 }

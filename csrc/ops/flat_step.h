@@ -1,7 +1,7 @@
 /* One step of an optimizer over a contiguous run of a flat shard: arguments of the table's `step`.
  *
  * The step is one pass over memory: it reads the gradient, applies pending clipping and unscaling
- * factors, updates parameter and states, and writes the wire if there is one.  The definitions are
+ * factors, updates parameter and states, and writes the parameter buffer if there is one.  The definitions are
  * those of torch.optim.AdamW, Adam and SGD, and the paper's for Lion (Chen et al. 2023); with g =
  * grad * grad_scale, negated to maximize:
  *
@@ -14,7 +14,7 @@
  *     Lion   p -= lr decay p;  p -= lr sign(b1 m + (1 - b1) g);  m = b2 m + (1 - b2) g
  *
  * Arithmetic is fp32 for parameters of F32, BF16 and F16, fp64 for those of F64.  Parameters are
- * rounded to nearest even, and the wire gets the cast of the stored parameter.
+ * rounded to nearest even, and the parameter buffer gets the cast of the stored parameter.
  *
  * States are fp32, fp64 for F64 parameters, or BF16 rounded stochastically: x is rounded up to the
  * next number of that dtype with the probability that preserves its mean.  The 16 random bits
@@ -62,8 +62,8 @@ typedef struct fsdpc_step_args {
     fsdpc_dtype grad_dtype; /* F64 only with F64 parameters */
     void *states[FSDPC_OPTIM_MAX_STATES];
     fsdpc_dtype state_dtype;
-    void *wire; /* NULL: nothing to publish */
-    fsdpc_dtype wire_dtype;
+    void *copy_in; /* NULL: nothing to publish */
+    fsdpc_dtype copy_in_dtype;
     size_t numel;
     double grad_scale;           /* F64 parameters use its full precision */
     const double *grad_scale_at; /* in device memory, times grad_scale; NULL: no factor */

@@ -1,12 +1,12 @@
 /* Optimizer steps in one pass, which reads the gradient, updates parameter and states, and writes
- * the wire.
+ * the parameter buffer.
  *
  * Included by flat_cpu_body.h after the rules.  The common case in training has specialised loops
- * (step_run): fp32 states, fp32 or bf16 parameters, and no wire or one in fp32 or bf16.  All other
+ * (step_run): fp32 states, fp32 or bf16 parameters, and no parameter buffer or one in fp32 or bf16.  All other
  * cases are processed block by block in L1 (step_blocks).  Dtypes other than fp32 are widened into
  * buffers, stepped there, and written back, so a step is still one pass over memory.
  *
- * The published value is the cast of the stored (rounded) parameter, so `equal` of wire and master
+ * The published value is the cast of the stored (rounded) parameter, so `equal` of parameter buffer and master
  * is true directly after the step.
  */
 
@@ -14,27 +14,27 @@ typedef struct step_memory {
     void *param;
     const void *grad;
     float *states[FSDPC_OPTIM_MAX_STATES];
-    void *wire;
+    void *copy_in;
 } step_memory;
 
 typedef struct step_part_args {
     const fsdpc_step_args *a;
     step_scalars k;
     step_rule rule;
-    bool stream_wire;
+    bool stream_copy_in;
 } step_part_args;
 
-/* Parameters of a vector step, all constants; WIRE_NONE: no wire. */
-enum { WIRE_NONE = FSDPC_DTYPE_COUNT };
+/* Parameters of a vector step, all constants; NO_COPY_IN: no parameter buffer. */
+enum { NO_COPY_IN = FSDPC_DTYPE_COUNT };
 
 typedef struct step_kind {
     step_rule rule;
     fsdpc_dtype param, grad;
-    int wire;
-    bool stream_wire; /* write the wire past the cache */
+    int copy_in;
+    bool stream_copy_in; /* write the parameter buffer past the cache */
 } step_kind;
 
-/* Steps elements i .. i + n - 1 and returns their stored values, which are written to the wire. */
+/* Steps elements i .. i + n - 1 and returns their stored values, which are written to the parameter buffer. */
 FSDPC_INLINE fsdpc_vf step_vector(const step_memory *at, const step_scalars *k, size_t i,
                                   step_kind kind, size_t n)
 {
@@ -63,21 +63,21 @@ FSDPC_INLINE void step_run(const step_memory *memory, const step_scalars *scalar
 {
     const step_memory at = *memory;
     const step_scalars k = *scalars;
-    const fsdpc_dtype wire = (fsdpc_dtype)(kind.wire == WIRE_NONE ? 0 : kind.wire);
+    const fsdpc_dtype copy_in = (fsdpc_dtype)(kind.copy_in == NO_COPY_IN ? 0 : kind.copy_in);
     size_t i = begin;
     for (; i + 2 * FSDPC_LANES <= end; i += 2 * FSDPC_LANES) {
         fsdpc_vf low = step_vector(&at, &k, i, kind, FSDPC_LANES);
         fsdpc_vf high = step_vector(&at, &k, i + FSDPC_LANES, kind, FSDPC_LANES);
-        if (kind.wire != WIRE_NONE)
-            store_pair(at.wire, i, wire, low, high, kind.stream_wire);
+        if (kind.copy_in != NO_COPY_IN)
+            store_pair(at.copy_in, i, copy_in, low, high, kind.stream_copy_in);
     }
-    if (kind.stream_wire)
+    if (kind.stream_copy_in)
         stream_end();
     for (size_t left; i < end; i += left) {
         left = fsdpc_min_size(FSDPC_LANES, end - i);
         fsdpc_vf p = step_vector(&at, &k, i, kind, left);
-        if (kind.wire != WIRE_NONE)
-            fsdpc_vf_store_as_n(at.wire, i, wire, p, left);
+        if (kind.copy_in != NO_COPY_IN)
+            fsdpc_vf_store_as_n(at.copy_in, i, copy_in, p, left);
     }
 }
 
@@ -103,7 +103,7 @@ static bool step_has_run(const fsdpc_step_args *a, step_rule rule)
 {
     if (a->state_dtype != FSDPC_F32 && rule_states(rule) > 0)
         return false;
-    if (a->wire && a->wire_dtype != FSDPC_F32 && a->wire_dtype != FSDPC_BF16)
+    if (a->copy_in && a->copy_in_dtype != FSDPC_F32 && a->copy_in_dtype != FSDPC_BF16)
         return false;
     switch (STEP_CASE(rule, a->param_dtype, a->grad_dtype)) {
 #define X(R, P, G) case STEP_CASE(R, FSDPC_##P, FSDPC_##G):
@@ -119,14 +119,14 @@ FSDPC_INLINE void step_publish(const step_part_args *args, size_t begin, size_t 
                                fsdpc_dtype param, fsdpc_dtype grad)
 {
     const fsdpc_step_args *a = args->a;
-    const step_memory at = {a->param, a->grad, {a->states[0], a->states[1]}, a->wire};
-    if (!a->wire) {
-        step_run(&at, &args->k, begin, end, (step_kind){rule, param, grad, WIRE_NONE, false});
-    } else if (a->wire_dtype == FSDPC_F32 && args->stream_wire) {
+    const step_memory at = {a->param, a->grad, {a->states[0], a->states[1]}, a->copy_in};
+    if (!a->copy_in) {
+        step_run(&at, &args->k, begin, end, (step_kind){rule, param, grad, NO_COPY_IN, false});
+    } else if (a->copy_in_dtype == FSDPC_F32 && args->stream_copy_in) {
         step_run(&at, &args->k, begin, end, (step_kind){rule, param, grad, FSDPC_F32, true});
-    } else if (a->wire_dtype == FSDPC_F32) {
+    } else if (a->copy_in_dtype == FSDPC_F32) {
         step_run(&at, &args->k, begin, end, (step_kind){rule, param, grad, FSDPC_F32, false});
-    } else if (args->stream_wire) {
+    } else if (args->stream_copy_in) {
         step_run(&at, &args->k, begin, end, (step_kind){rule, param, grad, FSDPC_BF16, true});
     } else {
         step_run(&at, &args->k, begin, end, (step_kind){rule, param, grad, FSDPC_BF16, false});
@@ -164,7 +164,7 @@ static void step_block(step_rule rule, const step_memory *at, const step_scalars
     switch (rule) {
 #define X(R)                                                                                       \
     case R:                                                                                        \
-        step_run(at, k, 0, n, (step_kind){R, FSDPC_F32, FSDPC_F32, WIRE_NONE, false});             \
+        step_run(at, k, 0, n, (step_kind){R, FSDPC_F32, FSDPC_F32, NO_COPY_IN, false});            \
         break;
         X(RULE_ADAM)
         X(RULE_AMSGRAD)
@@ -209,8 +209,8 @@ static void step_blocks_part(void *arg, size_t begin, size_t end)
         void *stored = fsdpc_flat_at(a->param, at, a->param_dtype);
         if (a->param_dtype != FSDPC_F32)
             cast_range(stored, a->param_dtype, param, FSDPC_F32, n, false);
-        if (a->wire)
-            cast_range(fsdpc_flat_at(a->wire, at, a->wire_dtype), a->wire_dtype, stored,
+        if (a->copy_in)
+            cast_range(fsdpc_flat_at(a->copy_in, at, a->copy_in_dtype), a->copy_in_dtype, stored,
                        a->param_dtype, n, false);
         if (n_states > 0 && a->state_dtype == FSDPC_BF16)
             store_rounded(a, n_states, states, at, n);
@@ -226,7 +226,7 @@ static fsdpc_status flat_step(const fsdpc_step_args *a, fsdpc_stream *stream)
 {
     FSDPC_TRY(fsdpc_flat_check_step(a));
     step_part_args args = {a, step_prepare(a), rule_of(a),
-                           a->wire && can_stream(a->wire, a->numel)};
+                           a->copy_in && can_stream(a->copy_in, a->numel)};
     fsdpc_flat_range_fn part = step_blocks_part;
     if (a->param_dtype == FSDPC_F64)
         part = step_f64_part;

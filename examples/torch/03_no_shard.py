@@ -37,7 +37,7 @@ def train(strategy: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     stats = fsdpc.memory_stats()
-    kinds = ("wire", "master", "grad", "reduce", "state")
+    kinds = ("unsharded", "master", "grad", "reduce", "state")
     sizes = ", ".join(f"{k} {stats[f'{k}_bytes'] / 2**20:.1f}" for k in kinds)
     print(f"{strategy}: loss {loss.item():.6f}; MiB now: {sizes}")
 

@@ -100,7 +100,8 @@ static inline void ranks_close(rank_context *self)
     fsdpc_device_destroy(self->device);
     fsdpc_mem_stats stats;
     fsdpc_mem_stats_read(self->mem, &stats);
-    EXPECT(self, stats.now_bytes[FSDPC_MEM_WIRE] == 0 && stats.now_bytes[FSDPC_MEM_REDUCE] == 0,
+    EXPECT(self,
+           stats.now_bytes[FSDPC_MEM_UNSHARDED] == 0 && stats.now_bytes[FSDPC_MEM_REDUCE] == 0,
            "memory is still counted");
     fsdpc_mem_destroy(self->mem);
 }

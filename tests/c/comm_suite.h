@@ -427,20 +427,20 @@ static void pipelined(rank_context *self)
 /* More gathers than the ring holds, at different paces: nobody waits, nothing is mistaken. */
 static void run_ahead(rank_context *self)
 {
-    fsdpc_wire *wire;
+    fsdpc_param_buffer *param_buffer;
     fsdpc_slice slice = {.numel = 16, .owner = -1};
-    EXPECT_OK(self, fsdpc_wire_create(self->comm, 4096, &wire));
+    EXPECT_OK(self, fsdpc_param_buffer_create(self->comm, 4096, &param_buffer));
     for (int n = 0; n < 3 * FSDPC_SHM_RING + self->rank; n++) {
         if (n < 3 * FSDPC_SHM_RING)
             EXPECT_OK(self, fsdpc_comm_run(self->comm, &(fsdpc_coll){.kind = FSDPC_COLL_GATHER,
                                                                      .unit = n % 9,
                                                                      .what = "ahead",
-                                                                     .wire = wire,
+                                                                     .param_buffer = param_buffer,
                                                                      .slices = &slice,
                                                                      .n_slices = 1}));
     }
     EXPECT_OK(self, fsdpc_comm_run(self->comm, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER}));
-    fsdpc_wire_destroy(wire);
+    fsdpc_param_buffer_destroy(param_buffer);
 }
 
 /* What another transport moves: no memory is named, nothing of ours is touched. */

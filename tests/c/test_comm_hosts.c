@@ -28,13 +28,14 @@ static uint32_t value_of(int rank, int version, int j)
     return (uint32_t)(version * 100000 + rank * 10000 + j % 9973);
 }
 
-static void gather(rank_context *self, fsdpc_wire *wire, const fsdpc_slice *slices, size_t n)
+static void gather(rank_context *self, fsdpc_param_buffer *param_buffer, const fsdpc_slice *slices,
+                   size_t n)
 {
     EXPECT_OK(self, fsdpc_comm_run(self->comm, &(fsdpc_coll){.kind = FSDPC_COLL_GATHER,
                                                              .what = "block",
                                                              .dtype = FSDPC_I32,
-                                                             .epoch = wire->epoch,
-                                                             .wire = wire,
+                                                             .epoch = param_buffer->epoch,
+                                                             .param_buffer = param_buffer,
                                                              .slices = slices,
                                                              .n_slices = n}));
 }
@@ -55,40 +56,40 @@ static size_t rooms_of(const rank_context *self)
 /* Every third epoch changes nothing.  Half of each rank's row, and one slice that rank 1 owns. */
 static void epochs(rank_context *self)
 {
-    fsdpc_wire *wire;
+    fsdpc_param_buffer *param_buffer;
     int size = self->size, version = 0;
     const fsdpc_slice slices[] = {
         {.full_offset = 0, .numel = ROW, .owner = -1},
         {.full_offset = (size_t)(ROW * size), .numel = 77, .shard_offset = ROW, .owner = 1},
     };
     size_t numel = (size_t)(ROW * size) + 77;
-    EXPECT_OK(self, fsdpc_wire_create(self->comm, 4 * numel, &wire));
+    EXPECT_OK(self, fsdpc_param_buffer_create(self->comm, 4 * numel, &param_buffer));
     for (int epoch = 1; epoch <= EPOCHS; epoch++) {
         bool changes = epoch % 3 != 0;
         fsdpc_epoch_note note = {.kind = 1, .unit = 3, .steps = (uint64_t)epoch}, all;
         note.bits = changes && self->rank == epoch % size ? FSDPC_EPOCH_CHANGED : 0;
         version += changes;
-        EXPECT_OK(self, fsdpc_wire_arrive(wire, &note));
-        EXPECT_OK(self, fsdpc_wire_epoch_wait(wire, "block", &all));
+        EXPECT_OK(self, fsdpc_param_buffer_arrive(param_buffer, &note));
+        EXPECT_OK(self, fsdpc_param_buffer_epoch_wait(param_buffer, "block", &all));
         EXPECT(self, all.bits == (changes ? FSDPC_EPOCH_CHANGED : 0), "bits %u", all.bits);
         if (changes) {
-            uint32_t *own = (uint32_t *)(void *)wire->write;
+            uint32_t *own = (uint32_t *)(void *)param_buffer->write;
             for (int j = 0; j < ROW; j++)
                 own[self->rank * ROW + j] = value_of(self->rank, version, j);
             for (int j = 0; self->rank == 1 && j < 77; j++)
                 own[ROW * size + j] = value_of(9, version, j);
-            EXPECT_OK(self, fsdpc_wire_publish(wire));
-            EXPECT_OK(self, fsdpc_wire_published_wait(wire, "block"));
+            EXPECT_OK(self, fsdpc_param_buffer_copied_in(param_buffer));
+            EXPECT_OK(self, fsdpc_param_buffer_copy_in_wait(param_buffer, "block"));
         }
         uint64_t before = sent_of(self);
         size_t rooms = rooms_of(self);
-        gather(self, wire, slices, 2);
+        gather(self, param_buffer, slices, 2);
         EXPECT(self, rooms_of(self) == rooms, "rows went by way of %zu bytes", rooms_of(self));
         uint64_t once = sent_of(self) - before;
-        gather(self, wire, slices, 2); /* what was brought is there */
+        gather(self, param_buffer, slices, 2); /* what was brought is there */
         EXPECT(self, sent_of(self) - before == once && (once > 0) == changes, "%d bytes, then %d",
                (int)once, (int)(sent_of(self) - before));
-        const uint32_t *full = (const uint32_t *)(const void *)wire->read;
+        const uint32_t *full = (const uint32_t *)(const void *)param_buffer->read;
         size_t wrong = 0;
         for (int r = 0; r < size; r++)
             for (int j = 0; j < ROW; j++)
@@ -97,26 +98,26 @@ static void epochs(rank_context *self)
             wrong += full[ROW * size + j] != value_of(9, version, j);
         EXPECT(self, wrong == 0, "epoch %d: %zu elements are of another version", epoch, wrong);
     }
-    fsdpc_wire_destroy(wire);
+    fsdpc_param_buffer_destroy(param_buffer);
 }
 
 /* Held on the last host, changed on the first: all refuse, and may go on. */
 static void held_and_changed(rank_context *self)
 {
-    fsdpc_wire *wire;
+    fsdpc_param_buffer *param_buffer;
     fsdpc_epoch_note note = {.kind = 1}, all;
-    EXPECT_OK(self, fsdpc_wire_create(self->comm, 4096, &wire));
+    EXPECT_OK(self, fsdpc_param_buffer_create(self->comm, 4096, &param_buffer));
     for (int holder = 0; holder < self->size; holder += self->size - 1) {
         note.bits = self->rank == holder ? FSDPC_EPOCH_HELD : 0;
         note.bits |= self->rank == 0 ? FSDPC_EPOCH_CHANGED : 0; /* holder 0: on one host */
-        EXPECT_OK(self, fsdpc_wire_arrive(wire, &note));
-        EXPECT_FAILS(self, fsdpc_wire_epoch_wait(wire, "block", &all), FSDPC_ERR_STATE,
-                     "reshard()");
+        EXPECT_OK(self, fsdpc_param_buffer_arrive(param_buffer, &note));
+        EXPECT_FAILS(self, fsdpc_param_buffer_epoch_wait(param_buffer, "block", &all),
+                     FSDPC_ERR_STATE, "reshard()");
     }
     note.bits = 0;
-    EXPECT_OK(self, fsdpc_wire_arrive(wire, &note));
-    EXPECT_OK(self, fsdpc_wire_epoch_wait(wire, "block", &all));
-    fsdpc_wire_destroy(wire);
+    EXPECT_OK(self, fsdpc_param_buffer_arrive(param_buffer, &note));
+    EXPECT_OK(self, fsdpc_param_buffer_epoch_wait(param_buffer, "block", &all));
+    fsdpc_param_buffer_destroy(param_buffer);
 }
 
 /* ---- A group that another thread drives ---- */
@@ -291,23 +292,23 @@ static void one_leaves_early(rank_context *self)
  * host, where they begin an epoch, and leave: other hosts learn from them what happened. */
 static void those_who_heard_leave(rank_context *self)
 {
-    fsdpc_wire *wire;
+    fsdpc_param_buffer *param_buffer;
     fsdpc_epoch_note note = {.kind = 1}, all;
     char last[32];
     snprintf(last, sizeof last, "rank %d: out of disk", self->size - 1);
-    EXPECT_OK(self, fsdpc_wire_create(self->comm, 4096, &wire));
+    EXPECT_OK(self, fsdpc_param_buffer_create(self->comm, 4096, &param_buffer));
     fsdpc_status status = fsdpc_comm_run(self->comm, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER});
     if (self->rank == self->size - 1) {
         fsdpc_comm_abort(self->comm, "out of disk");
     } else {
         if (status == FSDPC_OK)
-            status = fsdpc_wire_arrive(wire, &note);
+            status = fsdpc_param_buffer_arrive(param_buffer, &note);
         if (status == FSDPC_OK)
-            status = fsdpc_wire_epoch_wait(wire, "block", &all);
+            status = fsdpc_param_buffer_epoch_wait(param_buffer, "block", &all);
         EXPECT(self, status < 0 && strstr(fsdpc_last_error(), last), "%s", fsdpc_last_error());
         fsdpc_comm_leave(self->comm);
     }
-    fsdpc_wire_destroy(wire);
+    fsdpc_param_buffer_destroy(param_buffer);
 }
 
 /* The last rank drops a group while it waits there for what the others send later. */

@@ -27,22 +27,22 @@ static void run_rank(int rank, int size)
     device->flat = fsdpc_flat_ops_cpu(fsdpc_isa_best());
     fsdpc_comm_config config = {.rank = rank, .size = size, .device = device};
     CHECK_OK(fsdpc_comm_null_create(&config, &comm));
-    fsdpc_wire *wire;
+    fsdpc_param_buffer *param_buffer;
     fsdpc_buffer *buffer;
-    CHECK_OK(fsdpc_wire_create(comm, 1024, &wire));
+    CHECK_OK(fsdpc_param_buffer_create(comm, 1024, &param_buffer));
     const size_t bytes = fsdpc_round_up(400 * (size_t)size, 64); /* as memory is counted */
     CHECK_OK(fsdpc_buffer_create(comm, bytes, &buffer));
     fsdpc_mem_stats stats;
     fsdpc_mem_stats_read(mem, &stats);
-    CHECK(stats.now_bytes[FSDPC_MEM_WIRE] == (rank == 0 ? 1024 : 0));
+    CHECK(stats.now_bytes[FSDPC_MEM_UNSHARDED] == (rank == 0 ? 1024 : 0));
     CHECK(stats.now_bytes[FSDPC_MEM_REDUCE] == bytes);
 
     fsdpc_epoch_note note = {.bits = FSDPC_EPOCH_CHANGED, .unit = 5}, all;
-    CHECK_OK(fsdpc_wire_arrive(wire, &note));
-    CHECK_OK(fsdpc_wire_epoch_wait(wire, NULL, &all));
-    CHECK(all.unit == 5 && wire->epoch == 1);
-    CHECK_OK(fsdpc_wire_publish(wire));
-    CHECK_OK(fsdpc_wire_published_wait(wire, NULL));
+    CHECK_OK(fsdpc_param_buffer_arrive(param_buffer, &note));
+    CHECK_OK(fsdpc_param_buffer_epoch_wait(param_buffer, NULL, &all));
+    CHECK(all.unit == 5 && param_buffer->epoch == 1);
+    CHECK_OK(fsdpc_param_buffer_copied_in(param_buffer));
+    CHECK_OK(fsdpc_param_buffer_copy_in_wait(param_buffer, NULL));
 
     fsdpc_slice slice = {.numel = 100, .owner = -1};
     fsdpc_work gather = {0}, reduce = {0};
@@ -62,7 +62,7 @@ static void run_rank(int rank, int size)
     CHECK_OK(fsdpc_comm_post(comm,
                              &(fsdpc_coll){.kind = FSDPC_COLL_GATHER,
                                            .unit = 1,
-                                           .wire = wire,
+                                           .param_buffer = param_buffer,
                                            .slices = &slice,
                                            .n_slices = 1,
                                            .epoch = 1},
@@ -71,8 +71,9 @@ static void run_rank(int rank, int size)
     CHECK_OK(fsdpc_comm_wait(&reduce));
     CHECK_OK(fsdpc_comm_wait(&reduce));
     CHECK(shard[7] == (float)(size * (100 * rank + 7)));
-    check_records(comm, "wire -1; buffer -1; arrive 5; publish -1; post reduce_scatter 2; "
-                        "post gather 1; done gather 1; done reduce_scatter 2;");
+    check_records(comm,
+                  "parameter buffer -1; buffer -1; arrive 5; publish -1; post reduce_scatter 2; "
+                  "post gather 1; done gather 1; done reduce_scatter 2;");
 
     int64_t x = 3, many[8] = {0};
     fsdpc_coll op = {.kind = FSDPC_COLL_ALL_REDUCE, .dtype = FSDPC_I64, .send = &x, .recv = &x};
@@ -91,7 +92,7 @@ static void run_rank(int rank, int size)
     CHECK_FAILS(fsdpc_comm_run(part, &op), FSDPC_ERR_POISONED, "over");
     check_records(part, "abort -1;");
     fsdpc_comm_destroy(part);
-    fsdpc_wire_destroy(wire);
+    fsdpc_param_buffer_destroy(param_buffer);
     fsdpc_buffer_destroy(buffer);
     fsdpc_comm_destroy(comm);
     fsdpc_device_destroy(device);

@@ -31,25 +31,26 @@ static void close_fixture(fixture *f)
 
 static void test_epochs(fixture *f)
 {
-    fsdpc_wire *wire;
-    CHECK_OK(fsdpc_wire_create(f->comm, 4096, &wire));
+    fsdpc_param_buffer *param_buffer;
+    CHECK_OK(fsdpc_param_buffer_create(f->comm, 4096, &param_buffer));
     fsdpc_mem_stats stats;
     fsdpc_mem_stats_read(f->mem, &stats);
-    CHECK(stats.now_bytes[FSDPC_MEM_WIRE] == 4096);
+    CHECK(stats.now_bytes[FSDPC_MEM_UNSHARDED] == 4096);
     fsdpc_epoch_note note = {.bits = FSDPC_EPOCH_CHANGED, .kind = 3, .unit = 2, .steps = 9}, all;
-    CHECK_OK(fsdpc_wire_arrive(wire, &note));
-    CHECK(wire->epoch == 1);
-    CHECK_OK(fsdpc_wire_epoch_wait(wire, "unit", &all));
+    CHECK_OK(fsdpc_param_buffer_arrive(param_buffer, &note));
+    CHECK(param_buffer->epoch == 1);
+    CHECK_OK(fsdpc_param_buffer_epoch_wait(param_buffer, "unit", &all));
     CHECK(all.bits == note.bits && all.kind == 3 && all.unit == 2 && all.steps == 9);
-    wire->write[17] = 42;
-    CHECK_OK(fsdpc_wire_publish(wire));
-    CHECK_OK(fsdpc_wire_published_wait(wire, "unit"));
-    CHECK(wire->read[17] == 42);
+    param_buffer->write[17] = 42;
+    CHECK_OK(fsdpc_param_buffer_copied_in(param_buffer));
+    CHECK_OK(fsdpc_param_buffer_copy_in_wait(param_buffer, "unit"));
+    CHECK(param_buffer->read[17] == 42);
     note.bits |= FSDPC_EPOCH_HELD;
-    CHECK_OK(fsdpc_wire_arrive(wire, &note));
-    CHECK_FAILS(fsdpc_wire_epoch_wait(wire, "unit", &all), FSDPC_ERR_STATE, "reshard()");
+    CHECK_OK(fsdpc_param_buffer_arrive(param_buffer, &note));
+    CHECK_FAILS(fsdpc_param_buffer_epoch_wait(param_buffer, "unit", &all), FSDPC_ERR_STATE,
+                "reshard()");
     CHECK(f->comm->poison[0] == 0);
-    fsdpc_wire_destroy(wire);
+    fsdpc_param_buffer_destroy(param_buffer);
 }
 
 static void test_collectives(fixture *f)
@@ -97,9 +98,9 @@ static void test_collectives(fixture *f)
 static void test_checks(fixture *f)
 {
     fsdpc_buffer *buffer;
-    fsdpc_wire *wire;
+    fsdpc_param_buffer *param_buffer;
     CHECK_OK(fsdpc_buffer_create(f->comm, 400, &buffer));
-    CHECK_OK(fsdpc_wire_create(f->comm, 400, &wire));
+    CHECK_OK(fsdpc_param_buffer_create(f->comm, 400, &param_buffer));
     fsdpc_slice slice = {.full_offset = 50, .numel = 51, .owner = -1};
     float shard[128];
     fsdpc_coll op = {.kind = FSDPC_COLL_REDUCE_SCATTER,
@@ -126,13 +127,13 @@ static void test_checks(fixture *f)
     op.dtype = FSDPC_I32;
     CHECK_FAILS(fsdpc_comm_run(f->comm, &op), FSDPC_ERR_VALUE, "floats");
     op.kind = FSDPC_COLL_GATHER;
-    CHECK_FAILS(fsdpc_comm_run(f->comm, &op), FSDPC_ERR_VALUE, "wire");
-    op.wire = wire;
+    CHECK_FAILS(fsdpc_comm_run(f->comm, &op), FSDPC_ERR_VALUE, "param buffer");
+    op.param_buffer = param_buffer;
     CHECK_OK(fsdpc_comm_run(f->comm, &op));
     op = (fsdpc_coll){.kind = FSDPC_COLL_BROADCAST, .root = 1};
     CHECK_FAILS(fsdpc_comm_run(f->comm, &op), FSDPC_ERR_VALUE, "root");
     fsdpc_buffer_destroy(buffer);
-    fsdpc_wire_destroy(wire);
+    fsdpc_param_buffer_destroy(param_buffer);
     fsdpc_comm *other = NULL;
     CHECK_FAILS(
         fsdpc_comm_self_create(&(fsdpc_comm_config){.size = 2, .device = f->device}, &other),
@@ -192,25 +193,27 @@ static void test_log(fixture *f)
     for (int level = FSDPC_LOG_WARNING; level <= FSDPC_LOG_DEBUG; level++) {
         comm->log.level = (fsdpc_log_level)level;
         bool notes = level >= FSDPC_LOG_NOTE, debugs = level >= FSDPC_LOG_DEBUG;
-        fsdpc_wire *wire;
+        fsdpc_param_buffer *param_buffer;
         fsdpc_buffer *buffer;
         fsdpc_epoch_note all;
         seen = (lines){0};
-        CHECK_OK(fsdpc_wire_create(comm, 4096, &wire));
-        CHECK(seen.notes == notes && (!notes || strstr(seen.last, "wire of 4096 bytes")));
+        CHECK_OK(fsdpc_param_buffer_create(comm, 4096, &param_buffer));
+        CHECK(seen.notes == notes &&
+              (!notes || strstr(seen.last, "parameter buffer of 4096 bytes")));
         CHECK_OK(fsdpc_buffer_create(comm, 512, &buffer));
         CHECK(seen.notes == 2 * notes && (!notes || strstr(seen.last, "buffer of 512 bytes")));
-        CHECK_OK(fsdpc_wire_arrive(wire, &(fsdpc_epoch_note){0}));
-        CHECK_OK(fsdpc_wire_epoch_wait(wire, "a", &all));
+        CHECK_OK(fsdpc_param_buffer_arrive(param_buffer, &(fsdpc_epoch_note){0}));
+        CHECK_OK(fsdpc_param_buffer_epoch_wait(param_buffer, "a", &all));
         CHECK(seen.notes == 2 * notes && seen.debugs == debugs);
-        CHECK_OK(fsdpc_wire_arrive(wire, &(fsdpc_epoch_note){.bits = FSDPC_EPOCH_CHANGED}));
-        CHECK_OK(fsdpc_wire_epoch_wait(wire, "a", &all));
+        CHECK_OK(fsdpc_param_buffer_arrive(param_buffer,
+                                           &(fsdpc_epoch_note){.bits = FSDPC_EPOCH_CHANGED}));
+        CHECK_OK(fsdpc_param_buffer_epoch_wait(param_buffer, "a", &all));
         CHECK(seen.notes == 3 * notes && (!notes || strstr(seen.last, "epoch 2 changes")));
         CHECK_OK(fsdpc_comm_run(comm, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER, .what = "end"}));
         CHECK(seen.notes == 3 * notes && seen.debugs == 2 * debugs);
         CHECK(!debugs || strstr(seen.last, "posts barrier of end"));
         fsdpc_buffer_destroy(buffer);
-        fsdpc_wire_destroy(wire);
+        fsdpc_param_buffer_destroy(param_buffer);
     }
     comm->log = (fsdpc_log){0};
 }

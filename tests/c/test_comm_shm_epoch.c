@@ -1,4 +1,4 @@
-/* Epochs of a wire, and ranks that disagree: in the notes of an epoch, and in what they post. */
+/* Epochs of a parameter buffer, and ranks that disagree: in the notes of an epoch, and in what they post. */
 #include "comm_ranks.h"
 
 enum { SLICE = 3000, EPOCHS = 60 };
@@ -18,7 +18,7 @@ static uint32_t version(int rank, int epoch)
     return (uint32_t)(epoch * 100 + rank);
 }
 
-static void run_epoch(rank_context *self, fsdpc_wire *wire, int epoch)
+static void run_epoch(rank_context *self, fsdpc_param_buffer *param_buffer, int epoch)
 {
     bool mine = changes(self->rank, epoch), any = false;
     for (int r = 0; r < self->size; r++)
@@ -26,19 +26,19 @@ static void run_epoch(rank_context *self, fsdpc_wire *wire, int epoch)
     fsdpc_epoch_note note = forward, all;
     note.bits = (mine ? FSDPC_EPOCH_CHANGED : 0) | (self->rank == 0 ? FSDPC_EPOCH_GRAD : 0);
     note.steps = (uint64_t)epoch;
-    EXPECT_OK(self, fsdpc_wire_arrive(wire, &note));
-    EXPECT_OK(self, fsdpc_wire_epoch_wait(wire, "layers.3", &all));
+    EXPECT_OK(self, fsdpc_param_buffer_arrive(param_buffer, &note));
+    EXPECT_OK(self, fsdpc_param_buffer_epoch_wait(param_buffer, "layers.3", &all));
     EXPECT(self, all.bits == (FSDPC_EPOCH_GRAD | (any ? FSDPC_EPOCH_CHANGED : 0)), "bits %u",
            all.bits);
     EXPECT(self, all.kind == 1 && all.unit == 3 && all.steps == (uint64_t)epoch, "note");
     if (any) {
-        uint32_t *own = (uint32_t *)(void *)wire->write + self->rank * SLICE;
+        uint32_t *own = (uint32_t *)(void *)param_buffer->write + self->rank * SLICE;
         for (int j = 0; j < SLICE && mine; j++)
             own[j] = version(self->rank, epoch);
-        EXPECT_OK(self, fsdpc_wire_publish(wire));
-        EXPECT_OK(self, fsdpc_wire_published_wait(wire, "layers.3"));
+        EXPECT_OK(self, fsdpc_param_buffer_copied_in(param_buffer));
+        EXPECT_OK(self, fsdpc_param_buffer_copy_in_wait(param_buffer, "layers.3"));
     }
-    const uint32_t *full = (const uint32_t *)(const void *)wire->read;
+    const uint32_t *full = (const uint32_t *)(const void *)param_buffer->read;
     size_t wrong = 0;
     for (int r = 0; r < self->size; r++)
         for (int j = 0; j < SLICE; j++)
@@ -48,37 +48,39 @@ static void run_epoch(rank_context *self, fsdpc_wire *wire, int epoch)
 
 static void epochs(rank_context *self)
 {
-    fsdpc_wire *wire;
+    fsdpc_param_buffer *param_buffer;
     fsdpc_tier *tier = NULL;
     size_t bytes = (size_t)(4 * SLICE * self->size), in_memory = 0, on_disk = 0;
     if (self->arg) {
         fsdpc_tier_config config = {.folder = self->arg, .mem = self->mem};
         EXPECT_OK(self, fsdpc_tier_open(&config, &tier));
-        EXPECT_OK(self, fsdpc_wire_create_in(self->comm, bytes, tier, &wire));
+        EXPECT_OK(self, fsdpc_param_buffer_create_in(self->comm, bytes, tier, &param_buffer));
         on_disk = fsdpc_tier_stats_of(tier).file_bytes;
     } else {
-        EXPECT_OK(self, fsdpc_wire_create(self->comm, bytes, &wire));
+        EXPECT_OK(self, fsdpc_param_buffer_create(self->comm, bytes, &param_buffer));
     }
     fsdpc_mem_stats stats;
     fsdpc_mem_stats_read(self->mem, &stats);
-    in_memory = stats.now_bytes[FSDPC_MEM_WIRE];
+    in_memory = stats.now_bytes[FSDPC_MEM_UNSHARDED];
     EXPECT(self, (tier ? on_disk : in_memory) == (self->rank == 0 ? bytes : 0),
-           "the wire is counted once a host");
+           "the parameter buffer is counted once a host");
     EXPECT(self, (tier ? in_memory : on_disk) == 0, "and only where it is");
-    EXPECT(self, (wire->read == wire->write) == self->threads, "two mappings in a process");
+    EXPECT(self, (param_buffer->read == param_buffer->write) == self->threads,
+           "two mappings in a process");
     for (int epoch = 1; epoch <= EPOCHS; epoch++)
-        run_epoch(self, wire, epoch);
-    EXPECT(self, wire->epoch == EPOCHS, "epoch %d", (int)wire->epoch);
+        run_epoch(self, param_buffer, epoch);
+    EXPECT(self, param_buffer->epoch == EPOCHS, "epoch %d", (int)param_buffer->epoch);
 
     /* Held by the last rank, changed by the first: all refuse, and may go on. */
     fsdpc_epoch_note note = forward, all;
     note.bits = self->rank == self->size - 1 ? FSDPC_EPOCH_HELD : 0;
     note.bits |= self->rank == 0 ? FSDPC_EPOCH_CHANGED : 0;
-    EXPECT_OK(self, fsdpc_wire_arrive(wire, &note));
-    EXPECT_FAILS(self, fsdpc_wire_epoch_wait(wire, "layers.3", &all), FSDPC_ERR_STATE, "reshard()");
-    EXPECT_OK(self, fsdpc_wire_arrive(wire, &forward));
-    EXPECT_OK(self, fsdpc_wire_epoch_wait(wire, "layers.3", &all));
-    fsdpc_wire_destroy(wire);
+    EXPECT_OK(self, fsdpc_param_buffer_arrive(param_buffer, &note));
+    EXPECT_FAILS(self, fsdpc_param_buffer_epoch_wait(param_buffer, "layers.3", &all),
+                 FSDPC_ERR_STATE, "reshard()");
+    EXPECT_OK(self, fsdpc_param_buffer_arrive(param_buffer, &forward));
+    EXPECT_OK(self, fsdpc_param_buffer_epoch_wait(param_buffer, "layers.3", &all));
+    fsdpc_param_buffer_destroy(param_buffer);
     EXPECT(self, !tier || fsdpc_tier_stats_of(tier).file_bytes == 0, "its file is gone");
     fsdpc_tier_release(tier);
 }
@@ -91,11 +93,12 @@ static bool is_told(fsdpc_status status)
 }
 
 /* Begins an epoch; a rank that comes late may find at once what another has found. */
-static fsdpc_status begin(fsdpc_wire *wire, const fsdpc_epoch_note *note, const char *unit)
+static fsdpc_status begin(fsdpc_param_buffer *param_buffer, const fsdpc_epoch_note *note,
+                          const char *unit)
 {
     fsdpc_epoch_note all;
-    fsdpc_status status = fsdpc_wire_arrive(wire, note);
-    return status == FSDPC_OK ? fsdpc_wire_epoch_wait(wire, unit, &all) : status;
+    fsdpc_status status = fsdpc_param_buffer_arrive(param_buffer, note);
+    return status == FSDPC_OK ? fsdpc_param_buffer_epoch_wait(param_buffer, unit, &all) : status;
 }
 
 /* ---- Disagreement ---- */
@@ -115,31 +118,32 @@ static void notes_differ(rank_context *self)
     note.kind += odd && strcmp(which, "kind") == 0;
     note.unit += odd && strcmp(which, "unit") == 0;
     note.steps += odd && strcmp(which, "steps") == 0;
-    fsdpc_wire *wire;
-    EXPECT_OK(self, fsdpc_wire_create(self->comm, 64, &wire));
+    fsdpc_param_buffer *param_buffer;
+    EXPECT_OK(self, fsdpc_param_buffer_create(self->comm, 64, &param_buffer));
     fsdpc_comm_locate(self->comm, "forward", odd ? "layers.4" : "layers.3");
-    wire->kind_text = kind_text;
-    fsdpc_status status = begin(wire, &note, "layers.3");
+    param_buffer->kind_text = kind_text;
+    fsdpc_status status = begin(param_buffer, &note, "layers.3");
     EXPECT(self, is_told(status), "%s: %s", which, fsdpc_last_error());
     EXPECT(self, strstr(fsdpc_last_error(), "rank 0 begins one by a forward"), "%s",
            fsdpc_last_error());
     EXPECT(self, note.kind == 1 || strstr(fsdpc_last_error(), "by a step"), "%s",
            fsdpc_last_error());
     EXPECT(self, strstr(fsdpc_last_error(), "in forward of 'layers.4'"), "%s", fsdpc_last_error());
-    EXPECT_FAILS(self, fsdpc_wire_arrive(wire, &note), FSDPC_ERR_POISONED, "disagree");
-    fsdpc_wire_destroy(wire);
+    EXPECT_FAILS(self, fsdpc_param_buffer_arrive(param_buffer, &note), FSDPC_ERR_POISONED,
+                 "disagree");
+    fsdpc_param_buffer_destroy(param_buffer);
 }
 
 /* A late gather is done when all have posted it, with whatever they wrote before. */
 static void late_gathers_meet(rank_context *self)
 {
-    fsdpc_wire *wire;
-    EXPECT_OK(self, fsdpc_wire_create(self->comm, 4096, &wire));
+    fsdpc_param_buffer *param_buffer;
+    EXPECT_OK(self, fsdpc_param_buffer_create(self->comm, 4096, &param_buffer));
     fsdpc_slice slice = {.numel = 32, .owner = -1};
     fsdpc_coll gather = {.kind = FSDPC_COLL_GATHER,
                          .unit = 1,
                          .what = "embed",
-                         .wire = wire,
+                         .param_buffer = param_buffer,
                          .slices = &slice,
                          .n_slices = 1,
                          .late = true};
@@ -147,35 +151,36 @@ static void late_gathers_meet(rank_context *self)
         EXPECT_OK(self, fsdpc_comm_run(self->comm, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER}));
         for (int i = 0; self->rank > 0 && i < 200; i++)
             sched_yield();
-        wire->write[self->rank] = (unsigned char)round;
+        param_buffer->write[self->rank] = (unsigned char)round;
         EXPECT_OK(self, fsdpc_comm_run(self->comm, &gather));
         for (int p = 0; p < self->size; p++)
-            EXPECT(self, wire->read[p] == round, "rank %d shows %d", p, wire->read[p]);
+            EXPECT(self, param_buffer->read[p] == round, "rank %d shows %d", p,
+                   param_buffer->read[p]);
     }
-    fsdpc_wire_destroy(wire);
+    fsdpc_param_buffer_destroy(param_buffer);
 }
 
-/* Two wires, which the odd rank uses in the other order: without a look at it each would wait for
+/* Two parameter buffers, which the odd rank uses in the other order: without a look at it each would wait for
  * the other until the deadline. */
 static void orders_differ(rank_context *self)
 {
     bool odd = self->rank == self->size - 1;
-    fsdpc_wire *wires[2];
+    fsdpc_param_buffer *param_buffers[2];
     for (int i = 0; i < 2; i++)
-        EXPECT_OK(self, fsdpc_wire_create(self->comm, 64, &wires[i]));
+        EXPECT_OK(self, fsdpc_param_buffer_create(self->comm, 64, &param_buffers[i]));
     fsdpc_status status = FSDPC_OK;
     for (int i = 0; i < 3 && status == FSDPC_OK; i++) /* the same order is none, however often */
-        status = begin(wires[i % 2], &forward, "both");
+        status = begin(param_buffers[i % 2], &forward, "both");
     fsdpc_comm_locate(self->comm, "forward", odd ? "teacher" : "student");
     int64_t start = fsdpc_clock_ns();
     if (status == FSDPC_OK)
-        status = begin(wires[odd], &forward, "root");
+        status = begin(param_buffers[odd], &forward, "root");
     EXPECT(self, is_told(status), "%s", fsdpc_status_text(status));
     EXPECT(self, strstr(fsdpc_last_error(), "in forward of 'teacher'"), "%s", fsdpc_last_error());
     EXPECT(self, strstr(fsdpc_last_error(), "in forward of 'student'"), "%s", fsdpc_last_error());
     EXPECT(self, fsdpc_clock_ns() - start < 5000000000, "not at once");
     for (int i = 0; i < 2; i++)
-        fsdpc_wire_destroy(wires[i]);
+        fsdpc_param_buffer_destroy(param_buffers[i]);
 }
 
 enum {
@@ -196,13 +201,14 @@ static void operations_differ(rank_context *self)
 {
     int which = *(const int *)self->arg;
     bool odd = self->rank == self->size - 1;
-    fsdpc_wire *wire;
+    fsdpc_param_buffer *param_buffer;
     fsdpc_buffer *buffer;
     float shard[64];
-    EXPECT_OK(self, fsdpc_wire_create(self->comm, 4096, &wire));
+    EXPECT_OK(self, fsdpc_param_buffer_create(self->comm, 4096, &param_buffer));
     EXPECT_OK(self, fsdpc_buffer_create(self->comm, 4096, &buffer));
     fsdpc_slice slice = {.numel = 32, .owner = -1};
-    fsdpc_coll gather = {.kind = FSDPC_COLL_GATHER, .unit = 1, .what = "embed", .wire = wire};
+    fsdpc_coll gather = {
+        .kind = FSDPC_COLL_GATHER, .unit = 1, .what = "embed", .param_buffer = param_buffer};
     gather.slices = &slice;
     gather.n_slices = 1;
     fsdpc_coll reduce = {.kind = FSDPC_COLL_REDUCE_SCATTER,
@@ -243,14 +249,15 @@ static void operations_differ(rank_context *self)
     EXPECT(self, strstr(fsdpc_last_error(), named), "case %d: %s", which, fsdpc_last_error());
     EXPECT(self, self->comm->poison[0], "poisoned");
     fsdpc_buffer_destroy(buffer);
-    fsdpc_wire_destroy(wire);
+    fsdpc_param_buffer_destroy(param_buffer);
 }
 
 static void creations_differ(rank_context *self)
 {
-    fsdpc_wire *wire;
-    EXPECT_FAILS(self, fsdpc_wire_create(self->comm, 100 + (size_t)self->rank, &wire),
-                 FSDPC_ERR_MISMATCH, "wire_create");
+    fsdpc_param_buffer *param_buffer;
+    EXPECT_FAILS(self,
+                 fsdpc_param_buffer_create(self->comm, 100 + (size_t)self->rank, &param_buffer),
+                 FSDPC_ERR_MISMATCH, "param_buffer_create");
 }
 
 /* ---- Abandoned epochs ---- */
@@ -265,36 +272,36 @@ static void expect_abandoned(rank_context *self, fsdpc_status status, const char
 
 static void abandoned_epoch(rank_context *self)
 {
-    fsdpc_wire *wire;
-    EXPECT_OK(self, fsdpc_wire_create(self->comm, 64, &wire));
+    fsdpc_param_buffer *param_buffer;
+    EXPECT_OK(self, fsdpc_param_buffer_create(self->comm, 64, &param_buffer));
     fsdpc_epoch_note note = forward;
     note.bits = FSDPC_EPOCH_CHANGED;
-    fsdpc_status status = begin(wire, &note, "root");
+    fsdpc_status status = begin(param_buffer, &note, "root");
     if (self->rank == 1) { /* an exception: nothing published, and on to the next */
         EXPECT_OK(self, status);
-        expect_abandoned(self, begin(wire, &note, "root"), "rank 1 abandoned epoch 1");
+        expect_abandoned(self, begin(param_buffer, &note, "root"), "rank 1 abandoned epoch 1");
     } else {
         if (status == FSDPC_OK)
-            status = fsdpc_wire_publish(wire);
+            status = fsdpc_param_buffer_copied_in(param_buffer);
         if (status == FSDPC_OK)
-            status = fsdpc_wire_published_wait(wire, "root");
+            status = fsdpc_param_buffer_copy_in_wait(param_buffer, "root");
         expect_abandoned(self, status, "rank 1 abandoned epoch 1");
     }
-    fsdpc_wire_destroy(wire);
+    fsdpc_param_buffer_destroy(param_buffer);
 }
 
 static void abandoned_reduction(rank_context *self)
 {
-    fsdpc_wire *wire;
+    fsdpc_param_buffer *param_buffer;
     fsdpc_buffer *buffer;
     float shard[64];
-    EXPECT_OK(self, fsdpc_wire_create(self->comm, 64, &wire));
+    EXPECT_OK(self, fsdpc_param_buffer_create(self->comm, 64, &param_buffer));
     EXPECT_OK(self, fsdpc_buffer_create(self->comm, 4096, &buffer));
-    fsdpc_status status = begin(wire, &forward, "root");
+    fsdpc_status status = begin(param_buffer, &forward, "root");
     fsdpc_slice slice = {.numel = 32, .owner = -1};
     if (self->rank == 1) {
         EXPECT_OK(self, status);
-        expect_abandoned(self, begin(wire, &forward, "root"), "rank 1 abandoned");
+        expect_abandoned(self, begin(param_buffer, &forward, "root"), "rank 1 abandoned");
     } else {
         fsdpc_coll reduce = {.kind = FSDPC_COLL_REDUCE_SCATTER,
                              .what = "layers.3",
@@ -308,7 +315,7 @@ static void abandoned_reduction(rank_context *self)
         expect_abandoned(self, status, "rank 1 abandoned");
     }
     fsdpc_buffer_destroy(buffer);
-    fsdpc_wire_destroy(wire);
+    fsdpc_param_buffer_destroy(param_buffer);
 }
 
 int main(void)

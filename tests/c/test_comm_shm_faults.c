@@ -69,7 +69,7 @@ static void die_at(rank_context *self, phase now)
 }
 
 typedef struct life {
-    fsdpc_wire *wire;
+    fsdpc_param_buffer *param_buffer;
     fsdpc_buffer *buffer, *late_buffer;
     fsdpc_comm *part;
     float shard[64];
@@ -80,7 +80,7 @@ static fsdpc_status live_until_somebody_dies(rank_context *self, life *mine)
     fsdpc_epoch_note note = {.bits = FSDPC_EPOCH_CHANGED}, all;
     fsdpc_slice slice = {.numel = 64, .owner = -1};
     enum { MANY = 3000000 };
-    FSDPC_TRY(fsdpc_wire_create(self->comm, 8192, &mine->wire));
+    FSDPC_TRY(fsdpc_param_buffer_create(self->comm, 8192, &mine->param_buffer));
     FSDPC_TRY(fsdpc_buffer_create(self->comm, 8192, &mine->buffer));
     fsdpc_coll reduce = {.kind = FSDPC_COLL_REDUCE_SCATTER,
                          .what = "layers.3",
@@ -91,11 +91,11 @@ static fsdpc_status live_until_somebody_dies(rank_context *self, life *mine)
                          .shard = mine->shard,
                          .scale = 1};
     die_at(self, IN_USER_CODE);
-    FSDPC_TRY(fsdpc_wire_arrive(mine->wire, &note));
+    FSDPC_TRY(fsdpc_param_buffer_arrive(mine->param_buffer, &note));
     die_at(self, AFTER_ARRIVAL);
-    FSDPC_TRY(fsdpc_wire_epoch_wait(mine->wire, "root", &all));
-    FSDPC_TRY(fsdpc_wire_publish(mine->wire));
-    FSDPC_TRY(fsdpc_wire_published_wait(mine->wire, "root"));
+    FSDPC_TRY(fsdpc_param_buffer_epoch_wait(mine->param_buffer, "root", &all));
+    FSDPC_TRY(fsdpc_param_buffer_copied_in(mine->param_buffer));
+    FSDPC_TRY(fsdpc_param_buffer_copy_in_wait(mine->param_buffer, "root"));
     die_at(self, AFTER_PUBLISHING);
     die_at(self, BEFORE_REDUCTION);
     fsdpc_work work = {0};
@@ -134,7 +134,7 @@ static void a_rank_dies(rank_context *self)
     fsdpc_comm_destroy(mine.part);
     fsdpc_buffer_destroy(mine.buffer);
     fsdpc_buffer_destroy(mine.late_buffer);
-    fsdpc_wire_destroy(mine.wire);
+    fsdpc_param_buffer_destroy(mine.param_buffer);
 }
 
 static void test_death(void)
@@ -304,14 +304,14 @@ static int count_shared_mappings(void)
 
 static void use_everything(rank_context *self, fsdpc_comm *comm)
 {
-    fsdpc_wire *wire;
+    fsdpc_param_buffer *param_buffer;
     fsdpc_buffer *buffer;
     fsdpc_comm *part;
-    EXPECT_OK(self, fsdpc_wire_create(comm, 100000, &wire));
+    EXPECT_OK(self, fsdpc_param_buffer_create(comm, 100000, &param_buffer));
     EXPECT_OK(self, fsdpc_buffer_create(comm, 100000, &buffer));
     EXPECT_OK(self, fsdpc_comm_split(comm, self->rank % 2, 0, &part));
     EXPECT(self, count_shared_mappings() > 4, "the count sees nothing");
-    fsdpc_wire_destroy(wire);
+    fsdpc_param_buffer_destroy(param_buffer);
     fsdpc_buffer_destroy(buffer);
     fsdpc_comm_destroy(part);
 }
@@ -356,9 +356,9 @@ static void test_leaks(void)
 
 static void forks(rank_context *self)
 {
-    fsdpc_wire *wire;
-    EXPECT_OK(self, fsdpc_wire_create(self->comm, 4096, &wire));
-    wire->write[0] = 7;
+    fsdpc_param_buffer *param_buffer;
+    EXPECT_OK(self, fsdpc_param_buffer_create(self->comm, 4096, &param_buffer));
+    param_buffer->write[0] = 7;
     fsdpc_shm_comm *comm = fsdpc_shm_of(self->comm);
     int socket_fd = comm->world->sockets[1 - self->rank];
     pid_t child = fork();
@@ -366,8 +366,8 @@ static void forks(rank_context *self)
         bool closed = fcntl(socket_fd, F_GETFD) < 0;
         bool refused =
             barrier(self) == FSDPC_ERR_STATE && strstr(fsdpc_last_error(), "fork of rank");
-        bool reads = wire->read[0] == 7;
-        fsdpc_wire_destroy(wire);
+        bool reads = param_buffer->read[0] == 7;
+        fsdpc_param_buffer_destroy(param_buffer);
         fsdpc_comm_destroy(self->comm);
         _exit(closed && refused && reads ? 0 : 1);
     }
@@ -375,15 +375,15 @@ static void forks(rank_context *self)
     waitpid(child, &ended, 0);
     EXPECT(self, WIFEXITED(ended) && WEXITSTATUS(ended) == 0, "child: %x", ended);
     EXPECT_OK(self, barrier(self)); /* the child's destroy changed nothing for us */
-    fsdpc_wire_destroy(wire);
+    fsdpc_param_buffer_destroy(param_buffer);
 }
 
 static void too_large(rank_context *self)
 {
-    fsdpc_wire *wire;
+    fsdpc_param_buffer *param_buffer;
     fsdpc_buffer *buffer;
-    EXPECT_FAILS(self, fsdpc_wire_create(self->comm, (size_t)1 << 50, &wire), FSDPC_ERR_NOMEM,
-                 "MiB are free");
+    EXPECT_FAILS(self, fsdpc_param_buffer_create(self->comm, (size_t)1 << 50, &param_buffer),
+                 FSDPC_ERR_NOMEM, "MiB are free");
     EXPECT_FAILS(self, fsdpc_buffer_create(self->comm, (size_t)1 << 50, &buffer), FSDPC_ERR_NOMEM,
                  "MiB are free");
     EXPECT_OK(self, barrier(self));

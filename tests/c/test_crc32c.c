@@ -16,7 +16,7 @@ static uint32_t by_definition(const unsigned char *data, size_t bytes)
     return ~state;
 }
 
-static void test_published(void)
+static void test_copied_in(void)
 {
     unsigned char bytes[32]; /* RFC 3720, B.4 */
     CHECK(fsdpc_crc32c(0, "123456789", 9) == 0xe3069283u);
@@ -70,7 +70,7 @@ int main(void)
     unsigned char *data = malloc(BYTES + 16);
     for (size_t i = 0; i < BYTES + 16; i++)
         data[i] = (unsigned char)fsdpc_philox_block(1, 2, i).x[0];
-    test_published();
+    test_copied_in();
     test_lengths(data);
     test_pieces(data);
     free(data);

@@ -268,8 +268,8 @@ static void test_null(void)
     CHECK_OK(fsdpc_stream_create(device, "gather", true, &gather));
     CHECK_OK(fsdpc_stream_create(device, "compute", false, &compute));
     CHECK_OK(fsdpc_event_create(device, &event));
-    CHECK_OK(
-        fsdpc_device_alloc(device, FSDPC_MEM_WIRE, (size_t)1 << 33, &block)); /* costs nothing */
+    CHECK_OK(fsdpc_device_alloc(device, FSDPC_MEM_UNSHARDED, (size_t)1 << 33,
+                                &block)); /* costs nothing */
     int log[2], length = 0;
     work w = {.log = log, .length = &length, .status = FSDPC_ERR_VALUE};
     CHECK_OK(fsdpc_stream_submit(gather, note_number, &w));

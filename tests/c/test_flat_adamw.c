@@ -1,4 +1,4 @@
-/* adamw: twenty steps against fp64, element by element against the definition in fp32, the wire
+/* adamw: twenty steps against fp64, element by element against the definition in fp32, the parameter buffer
  * against a cast, and the same bits for any cut, alignment, number of threads and instruction set.
  */
 #include "test_flat_common.h"
@@ -6,7 +6,7 @@
 enum { N = 3001, STEPS = 20 };
 
 typedef struct state {
-    void *param, *grad, *wire;
+    void *param, *grad, *copy_in;
     float *exp_avg, *exp_avg_sq;
 } state;
 
@@ -18,7 +18,7 @@ static state state_create(size_t numel)
 
 static void state_destroy(state *s)
 {
-    free(s->param), free(s->grad), free(s->wire), free(s->exp_avg), free(s->exp_avg_sq);
+    free(s->param), free(s->grad), free(s->copy_in), free(s->exp_avg), free(s->exp_avg_sq);
 }
 
 static fsdpc_step_args args_for(const state *s, size_t numel, int64_t step)
@@ -120,18 +120,18 @@ static void step_in_pieces(rig *r, const fsdpc_step_args *whole, bool cuts)
         a.states[0] = at_element(a.states[0], at, FSDPC_F32);
         a.states[1] = at_element(a.states[1], at, FSDPC_F32);
         a.numel = take;
-        a.wire = a.wire ? at_element(a.wire, at, a.wire_dtype) : NULL;
+        a.copy_in = a.copy_in ? at_element(a.copy_in, at, a.copy_in_dtype) : NULL;
         CHECK_OK(r->ops->step(&a, &r->stream));
     }
 }
 
-/* Every dtype, with and without a wire, on this rig against the portable one in one piece. */
+/* Every dtype, with and without a parameter buffer, on this rig against the portable one in one piece. */
 static void test_dtypes(rig *r, rig *portable, size_t numel)
 {
     for (int kind = 0; kind < 20; kind++) {
         fsdpc_dtype param = kind & 1 ? FSDPC_BF16 : FSDPC_F32;
         fsdpc_dtype grad = kind & 2 ? FSDPC_BF16 : FSDPC_F32;
-        fsdpc_dtype wire = all_floats[kind / 4 % 4];
+        fsdpc_dtype copy_in = all_floats[kind / 4 % 4];
         state s[2] = {state_create(numel), state_create(numel)};
         for (int step = 1; step <= 3; step++)
             for (int k = 0; k < 2; k++) {
@@ -140,7 +140,7 @@ static void test_dtypes(rig *r, rig *portable, size_t numel)
                 fill_random(s[k].grad, numel, grad, (uint64_t)step);
                 fsdpc_step_args args = args_for(&s[k], numel, step);
                 args.param_dtype = param, args.grad_dtype = grad;
-                args.wire = kind >= 16 ? NULL : s[k].wire, args.wire_dtype = wire;
+                args.copy_in = kind >= 16 ? NULL : s[k].copy_in, args.copy_in_dtype = copy_in;
                 args.kind = kind % 3 ? FSDPC_OPTIM_ADAMW : FSDPC_OPTIM_ADAM;
                 args.grad_scale = 0.25f;
                 step_in_pieces(k ? portable : r, &args, !k);
@@ -151,14 +151,15 @@ static void test_dtypes(rig *r, rig *portable, size_t numel)
         CHECK(memcmp(s[0].exp_avg_sq, s[1].exp_avg_sq, numel * 4) == 0);
         bool equal = true;
         if (kind < 16)
-            CHECK_OK(r->ops->equal(s[0].wire, wire, s[0].param, param, numel, &equal, &r->stream));
+            CHECK_OK(
+                r->ops->equal(s[0].copy_in, copy_in, s[0].param, param, numel, &equal, &r->stream));
         CHECK_NOTE(equal, "kind %d", kind);
         CHECK(numel == 0 || element(s[0].exp_avg_sq, 0, FSDPC_F32) > 0);
         state_destroy(&s[0]), state_destroy(&s[1]);
     }
 }
 
-/* Wires long enough to be written past the cache. */
+/* Parameter buffers long enough to be written past the cache. */
 static void test_streamed(rig *r)
 {
     enum { LONG = (1 << 20) + 19 };
@@ -168,11 +169,11 @@ static void test_streamed(rig *r)
     fill_random(s.grad, LONG, FSDPC_F32, 2);
     for (int k = 0; k < 2; k++) {
         fsdpc_step_args args = args_for(&s, LONG, 1 + k);
-        args.wire = aligned, args.wire_dtype = k ? FSDPC_F32 : FSDPC_BF16;
+        args.copy_in = aligned, args.copy_in_dtype = k ? FSDPC_F32 : FSDPC_BF16;
         CHECK_OK(r->ops->step(&args, &r->stream));
         bool equal = true;
-        CHECK_OK(
-            r->ops->equal(aligned, args.wire_dtype, s.param, FSDPC_F32, LONG, &equal, &r->stream));
+        CHECK_OK(r->ops->equal(aligned, args.copy_in_dtype, s.param, FSDPC_F32, LONG, &equal,
+                               &r->stream));
         CHECK(equal);
     }
     state_destroy(&s);
@@ -191,9 +192,9 @@ static void test_refusals_and_nan(rig *r)
     args.grad_dtype = FSDPC_F32, args.state_dtype = FSDPC_F16;
     CHECK_FAILS(r->ops->step(&args, &r->stream), FSDPC_ERR_DTYPE, "not float16");
     args.state_dtype = FSDPC_F32;
-    args.param_dtype = FSDPC_F32, args.wire = s.wire, args.wire_dtype = FSDPC_U8;
+    args.param_dtype = FSDPC_F32, args.copy_in = s.copy_in, args.copy_in_dtype = FSDPC_U8;
     CHECK_FAILS(r->ops->step(&args, &r->stream), FSDPC_ERR_DTYPE, "uint8");
-    args.wire = NULL;
+    args.copy_in = NULL;
     ((float *)s.grad)[39] = NAN; /* stays where it is */
     CHECK_OK(r->ops->step(&args, &r->stream));
     CHECK(isnan(((float *)s.param)[39]) && ((float *)s.param)[38] == 0);

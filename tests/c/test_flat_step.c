@@ -30,7 +30,7 @@ static const optimizer optimizers[] = {
 enum { OPTIMIZERS = sizeof optimizers / sizeof optimizers[0] };
 
 typedef struct scene {
-    void *param, *grad, *states[3], *wire;
+    void *param, *grad, *states[3], *copy_in;
 } scene;
 
 static scene scene_create(size_t numel)
@@ -38,13 +38,13 @@ static scene scene_create(size_t numel)
     scene s = {.param = test_alloc(numel * 8), .grad = test_alloc(numel * 8)};
     for (int k = 0; k < 3; k++)
         s.states[k] = test_alloc(numel * 8);
-    s.wire = test_alloc(numel * 8);
+    s.copy_in = test_alloc(numel * 8);
     return s;
 }
 
 static void scene_destroy(scene *s)
 {
-    free(s->param), free(s->grad), free(s->wire);
+    free(s->param), free(s->grad), free(s->copy_in);
     for (int k = 0; k < 3; k++)
         free(s->states[k]);
 }
@@ -140,7 +140,7 @@ static void step_in_pieces(rig *r, const fsdpc_step_args *whole, bool cuts)
         a.grad = at_element((void *)a.grad, at, a.grad_dtype);
         for (int k = 0; k < 3; k++)
             a.states[k] = at_element(a.states[k], at, a.state_dtype);
-        a.wire = a.wire ? at_element(a.wire, at, a.wire_dtype) : NULL;
+        a.copy_in = a.copy_in ? at_element(a.copy_in, at, a.copy_in_dtype) : NULL;
         a.numel = take, a.first += at;
         CHECK_OK(r->ops->step(&a, &r->stream));
     }
@@ -148,7 +148,7 @@ static void step_in_pieces(rig *r, const fsdpc_step_args *whole, bool cuts)
 
 typedef struct dtypes {
     fsdpc_dtype param, grad, state;
-    int wire; /* -1: none */
+    int copy_in; /* -1: none */
 } dtypes;
 
 /* This rig in pieces, against the portable one in one piece. */
@@ -162,8 +162,8 @@ static void check_same(rig *r, rig *portable, const optimizer *o, dtypes d, size
             fill_random(s[k].grad, numel, d.grad, (uint64_t)step);
             fsdpc_step_args args = args_for(&s[k], o, numel, step);
             args.param_dtype = d.param, args.grad_dtype = d.grad, args.state_dtype = d.state;
-            args.wire = d.wire < 0 ? NULL : s[k].wire;
-            args.wire_dtype = d.wire < 0 ? FSDPC_F32 : (fsdpc_dtype)d.wire;
+            args.copy_in = d.copy_in < 0 ? NULL : s[k].copy_in;
+            args.copy_in_dtype = d.copy_in < 0 ? FSDPC_F32 : (fsdpc_dtype)d.copy_in;
             args.grad_scale = 0.25f, args.first = 3;
             step_in_pieces(k ? portable : r, &args, !k);
         }
@@ -171,14 +171,14 @@ static void check_same(rig *r, rig *portable, const optimizer *o, dtypes d, size
     bool same = memcmp(s[0].param, s[1].param, numel * fsdpc_dtype_bytes(d.param)) == 0;
     for (int k = 0; k < 3; k++)
         same &= memcmp(s[0].states[k], s[1].states[k], numel * fsdpc_dtype_bytes(d.state)) == 0;
-    CHECK_NOTE(same, "%s, %s, gradient %s, states %s, wire %d, %zu", o->name,
+    CHECK_NOTE(same, "%s, %s, gradient %s, states %s, copy-in %d, %zu", o->name,
                fsdpc_dtype_name(d.param), fsdpc_dtype_name(d.grad), fsdpc_dtype_name(d.state),
-               d.wire, numel);
+               d.copy_in, numel);
     bool equal = true;
-    if (d.wire >= 0)
-        CHECK_OK(r->ops->equal(s[0].wire, (fsdpc_dtype)d.wire, s[0].param, d.param, numel, &equal,
-                               &r->stream));
-    CHECK_NOTE(equal, "%s, wire %d", o->name, d.wire);
+    if (d.copy_in >= 0)
+        CHECK_OK(r->ops->equal(s[0].copy_in, (fsdpc_dtype)d.copy_in, s[0].param, d.param, numel,
+                               &equal, &r->stream));
+    CHECK_NOTE(equal, "%s, copy-in %d", o->name, d.copy_in);
     for (int k = 0; k < fsdpc_optim_states(o->kind, &o->hyper) && numel > 8; k++) {
         int moved = 0;
         for (size_t i = 0; i < numel; i++)
@@ -212,7 +212,7 @@ static void test_dtypes(rig *r, rig *portable, size_t numel)
             check_same(r, portable, &optimizers[o], kinds[k], numel);
 }
 
-/* Long enough for several threads and for a wire past the cache. */
+/* Long enough for several threads and for a parameter buffer past the cache. */
 static void test_long(rig *r, rig *portable)
 {
     for (int o = 0; o < OPTIMIZERS; o++) {
@@ -229,11 +229,12 @@ static void test_long(rig *r, rig *portable)
         fill_random(memory[0], LONG, FSDPC_F32, 1);
         fill_random(memory[1], LONG, FSDPC_F32, 2);
         memset(memory[2], 0, LONG * 4);
-        a.param = memory[0], a.grad = memory[1], a.states[0] = memory[2], a.wire = memory[3];
-        a.wire_dtype = o % 2 ? FSDPC_F32 : FSDPC_BF16;
+        a.param = memory[0], a.grad = memory[1], a.states[0] = memory[2], a.copy_in = memory[3];
+        a.copy_in_dtype = o % 2 ? FSDPC_F32 : FSDPC_BF16;
         CHECK_OK(r->ops->step(&a, &r->stream));
         bool equal = true;
-        CHECK_OK(r->ops->equal(a.wire, a.wire_dtype, a.param, FSDPC_F32, LONG, &equal, &r->stream));
+        CHECK_OK(r->ops->equal(a.copy_in, a.copy_in_dtype, a.param, FSDPC_F32, LONG, &equal,
+                               &r->stream));
         CHECK_NOTE(equal, "%s", optimizers[o].name);
     }
     for (int k = 0; k < 4; k++)

@@ -1,4 +1,4 @@
-/* Gathers: what becomes readable when, publishing into the wire, and finding foreign writes. */
+/* Gathers: what becomes readable when, publishing into the parameter buffer, and finding foreign writes. */
 #include "engine_fixture.h"
 
 #include "engine/gather.h"
@@ -105,7 +105,7 @@ static void test_states(void)
     rig_close(&r);
 }
 
-static bool equal_to_wire(const fsdpc_unit *unit)
+static bool equal_to_param_buffer(const fsdpc_unit *unit)
 {
     bool equal = true;
     CHECK_OK(fsdpc_gather_compare(unit, &equal));
@@ -120,18 +120,18 @@ static void test_compare(void)
     CHECK_OK(write_all(&r));
     CHECK_OK(rig_root(&r));
     fsdpc_unit *unit = r.units[1];
-    CHECK(!equal_to_wire(unit));
-    CHECK_OK(fsdpc_gather_publish(unit));
-    CHECK(equal_to_wire(unit));
+    CHECK(!equal_to_param_buffer(unit));
+    CHECK_OK(fsdpc_gather_copy_in(unit));
+    CHECK(equal_to_param_buffer(unit));
     for (int p = 0; p < 3; p++) { /* one bit of any parameter */
         fsdpc_piece piece;
         void *master = fsdpc_unit_master(unit, p, &piece);
         uint32_t keep;
         memcpy(&keep, master, 4);
         memset(master, 0x55, 4);
-        CHECK(!equal_to_wire(unit));
+        CHECK(!equal_to_param_buffer(unit));
         memcpy(master, &keep, 4);
-        CHECK(equal_to_wire(unit));
+        CHECK(equal_to_param_buffer(unit));
     }
     bool found = false; /* by an earlier comparison: it stays */
     CHECK_OK(fsdpc_gather_compare(unit, &found));
@@ -153,11 +153,11 @@ static void test_looking(void)
     master[0] += 1;
     unit->foreign = false;
     CHECK_OK(rig_forward(&r, false));
-    CHECK(!equal_to_wire(unit) && !unit->dirty);
+    CHECK(!equal_to_param_buffer(unit) && !unit->dirty);
     unit->foreign = true;
     uint64_t generation = r.root->generation;
     CHECK_OK(rig_forward(&r, false));
-    CHECK(equal_to_wire(unit) && !unit->dirty && r.root->generation > generation);
+    CHECK(equal_to_param_buffer(unit) && !unit->dirty && r.root->generation > generation);
     rig_close(&r);
 }
 

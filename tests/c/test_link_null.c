@@ -38,18 +38,18 @@ static void play(rank_context *self, int hosts, int lanes)
     CHECK_OK(fsdpc_comm_hosts_create(&config, host, link, &self->comm));
     CHECK(link->timeout_s == config.timeout_s && link->timeout_s > 0);
 
-    fsdpc_wire *wire;
+    fsdpc_param_buffer *param_buffer;
     fsdpc_epoch_note note = {.bits = FSDPC_EPOCH_CHANGED, .kind = 1}, all;
-    CHECK_OK(fsdpc_wire_create(self->comm, (size_t)(4 * N * hosts * lanes), &wire));
-    CHECK_OK(fsdpc_wire_arrive(wire, &note));
-    CHECK_OK(fsdpc_wire_epoch_wait(wire, NULL, &all));
+    CHECK_OK(fsdpc_param_buffer_create(self->comm, (size_t)(4 * N * hosts * lanes), &param_buffer));
+    CHECK_OK(fsdpc_param_buffer_arrive(param_buffer, &note));
+    CHECK_OK(fsdpc_param_buffer_epoch_wait(param_buffer, NULL, &all));
     CHECK(all.bits == FSDPC_EPOCH_CHANGED && all.kind == 1);
-    CHECK_OK(fsdpc_wire_publish(wire));
-    CHECK_OK(fsdpc_wire_published_wait(wire, NULL));
+    CHECK_OK(fsdpc_param_buffer_copied_in(param_buffer));
+    CHECK_OK(fsdpc_param_buffer_copy_in_wait(param_buffer, NULL));
     fsdpc_slice slice = {.numel = N, .owner = -1};
     fsdpc_coll gather = {.kind = FSDPC_COLL_GATHER,
-                         .epoch = wire->epoch,
-                         .wire = wire,
+                         .epoch = param_buffer->epoch,
+                         .param_buffer = param_buffer,
                          .slices = &slice,
                          .n_slices = 1};
     uint64_t want = (uint64_t)(hosts - 1) * (4 * N + HEADER), before = link->sent_bytes;
@@ -74,7 +74,7 @@ static void play(rank_context *self, int hosts, int lanes)
     CHECK_NOTE(shard[0] == hosts * lanes && shard[N - 1] == hosts * lanes, "the sum is %g",
                (double)shard[0]);
     fsdpc_buffer_destroy(buffer);
-    fsdpc_wire_destroy(wire);
+    fsdpc_param_buffer_destroy(param_buffer);
 }
 
 int main(void)

@@ -68,7 +68,8 @@ static void test_reuse(void)
           after.system_allocs == 6); /* steady state asks for nothing */
     CHECK(after.cached_bytes >= 5 << 20);
     void *again;
-    CHECK_OK(fsdpc_mem_alloc(mem, FSDPC_MEM_WIRE, 4999, &again)); /* same class, another size */
+    CHECK_OK(
+        fsdpc_mem_alloc(mem, FSDPC_MEM_UNSHARDED, 4999, &again)); /* same class, another size */
     CHECK(again == blocks[3]);
     fsdpc_mem_free(mem, again);
     fsdpc_mem_trim(mem);
@@ -88,15 +89,15 @@ static void test_counts(void)
     CHECK_OK(fsdpc_mem_alloc(mem, FSDPC_MEM_GRAD, 100, &a));
     CHECK_OK(fsdpc_mem_alloc(mem, FSDPC_MEM_STATE, 1000, &b));
     fsdpc_mem_free(mem, a);
-    fsdpc_mem_count(mem, FSDPC_MEM_WIRE, 512);
+    fsdpc_mem_count(mem, FSDPC_MEM_UNSHARDED, 512);
     fsdpc_mem_stats_read(mem, &stats);
     CHECK(stats.now_bytes[FSDPC_MEM_GRAD] == 0 && stats.peak_bytes[FSDPC_MEM_GRAD] == 128);
-    CHECK(stats.now_bytes[FSDPC_MEM_STATE] == 1024 && stats.now_bytes[FSDPC_MEM_WIRE] == 512);
+    CHECK(stats.now_bytes[FSDPC_MEM_STATE] == 1024 && stats.now_bytes[FSDPC_MEM_UNSHARDED] == 512);
     CHECK(stats.total_now_bytes == 1536 && stats.total_peak_bytes == 1536);
-    fsdpc_mem_count(mem, FSDPC_MEM_WIRE, -512);
+    fsdpc_mem_count(mem, FSDPC_MEM_UNSHARDED, -512);
     fsdpc_mem_peak_reset(mem);
     fsdpc_mem_stats_read(mem, &stats);
-    CHECK(stats.total_peak_bytes == 1024 && stats.peak_bytes[FSDPC_MEM_WIRE] == 0);
+    CHECK(stats.total_peak_bytes == 1024 && stats.peak_bytes[FSDPC_MEM_UNSHARDED] == 0);
     CHECK(stats.peak_bytes[FSDPC_MEM_STATE] == 1024);
     uint64_t asked = stats.system_allocs;
     fsdpc_mem_count_system_alloc(mem);

@@ -8,7 +8,7 @@ enum { N_PARAMS = 6, NUMEL = 70 * 9 };
 static const size_t shapes[N_PARAMS][2] = {{7, 9}, {70, 9}, {5, 0}, {130, 0}, {3, 9}, {0, 9}};
 
 typedef struct scene {
-    fsdpc_dtype master, wire;
+    fsdpc_dtype master, param_buffer;
     fsdpc_optim_kind kind;
     fsdpc_dtype state;
 } scene;
@@ -26,7 +26,7 @@ static fsdpc_status add_unit(rig *r, const scene *s, bool band_per_param)
         specs[p] = rig_spec("p", s->master, shapes[p][1] ? 2 : 1, shapes[p][0], shapes[p][1], 0);
     fsdpc_unit_options options = rig_options(r, "u");
     options.cast_params = options.cast_reduce = true;
-    options.param_dtype = s->wire;
+    options.param_dtype = s->param_buffer;
     options.reduce_dtype = FSDPC_F32;
     options.layout.band_per_param = band_per_param;
     FSDPC_TRY(rig_add(r, &options, specs, N_PARAMS));
@@ -152,7 +152,7 @@ static double average(int world, int step, int param, size_t i)
     return sum / world;
 }
 
-/* Compares this rank's pieces: result[0] parameters, [1] wire, [2] states, [3] step counts. */
+/* Compares this rank's pieces: result[0] parameters, [1] parameter buffer, [2] states, [3] step counts. */
 static fsdpc_status compare(rig *r, const scene *s, fsdpc_optim *optim, int steps)
 {
     fsdpc_unit *unit = r->units[0];
@@ -186,7 +186,8 @@ static fsdpc_status compare(rig *r, const scene *s, fsdpc_optim *optim, int step
             r->result[0] += !(fabs(now - e.p) <= tolerance(s) * (1 + fabs(e.p)));
             if (p == 4)
                 r->result[0] += now != start_of(p, piece.first + i);
-            r->result[1] += read_as(full, s->wire, piece.first + i) != rounded(now, s->wire);
+            r->result[1] +=
+                read_as(full, s->param_buffer, piece.first + i) != rounded(now, s->param_buffer);
             const double plain[2] = {e.m, e.v};
             for (int k = 0; k < n_states; k++) {
                 double state = read_as(views[k].data, views[k].dtype, i);
@@ -255,7 +256,8 @@ static void test_steps(void)
             double elements = 0;
             rigs_run(rigs, world, even ? run_steps_of_even_chunks : run_steps, &scenes[c]);
             for (int p = 0; p < world; p++) {
-                static const char *const what[] = {"parameters", "wire", "states", "step counts"};
+                static const char *const what[] = {"parameters", "param buffer", "states",
+                                                   "step counts"};
                 for (int k = 0; k < 4; k++)
                     CHECK_NOTE(rigs[p].result[k] == 0, "scene %zu, rank %d of %d: %g wrong %s", c,
                                p, world, rigs[p].result[k], what[k]);
@@ -280,9 +282,9 @@ static void test_refused(void)
     CHECK_FAILS(fsdpc_optim_add(optim, r.units[0], 0, 1), FSDPC_ERR_VALUE, "two parameter groups");
     CHECK_FAILS(fsdpc_optim_add(optim, r.units[0], 1, -1), FSDPC_ERR_VALUE, "count from 0");
     CHECK_FAILS(fsdpc_optim_set_state_dtype(optim, FSDPC_BF16, 0), FSDPC_ERR_STATE, "before");
-    uint64_t epoch = r.root->wire->epoch;
+    uint64_t epoch = r.root->param_buffer->epoch;
     CHECK_FAILS(fsdpc_optim_step(optim), FSDPC_ERR_STATE, "no hyper-parameters");
-    CHECK(r.root->wire->epoch == epoch && r.root->steps == 0);
+    CHECK(r.root->param_buffer->epoch == epoch && r.root->steps == 0);
     fsdpc_optim_view view;
     CHECK_FAILS(fsdpc_optim_state(optim, r.units[0], 3, 0, false, &view), FSDPC_ERR_KEY, "'p'");
     CHECK_OK(fsdpc_optim_state(optim, r.units[0], 0, 0, false, &view));
@@ -290,7 +292,7 @@ static void test_refused(void)
     CHECK_FAILS(fsdpc_optim_set_step_count(optim, r.units[0], 0, -1), FSDPC_ERR_VALUE, "-1 steps");
     CHECK_OK(fsdpc_optim_set_hyper(optim, 0, &hypers[0]));
     CHECK_OK(fsdpc_optim_step(optim));
-    CHECK(r.root->wire->epoch == epoch + 1 && r.root->steps == 1);
+    CHECK(r.root->param_buffer->epoch == epoch + 1 && r.root->steps == 1);
     CHECK(r.root->stage == FSDPC_STAGE_IDLE);
     fsdpc_optim_destroy(optim);
     rig_close(&r);
@@ -349,7 +351,7 @@ static void test_carried(void)
     }
 }
 
-/* Before the first forward there is no wire: masters step, the first epoch publishes them. */
+/* Before the first forward there is no parameter buffer: masters step, the first epoch publishes them. */
 static void test_rootless(void)
 {
     rig r;

@@ -200,7 +200,7 @@ static void test_in_turn(void)
     CHECK_OK(fsdpc_optim_step(optim));
     CHECK(!r.units[2]->pending && r.units[1]->pending);
     fsdpc_unit_lend(r.units[2], -1);
-    fsdpc_root_destroy(r.root); /* what is left is stepped without a wire */
+    fsdpc_root_destroy(r.root); /* what is left is stepped without a parameter buffer */
     r.root = NULL;
     fsdpc_optim_destroy(optim);
     CHECK(!r.units[1]->pending && r.units[1]->dirty);

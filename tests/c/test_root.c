@@ -4,9 +4,9 @@
 
 #include <stdatomic.h>
 
-static int published(const rig *r)
+static int copied_in(const rig *r)
 {
-    return rig_count(r, FSDPC_TRACE_PUBLISH, -1, -1);
+    return rig_count(r, FSDPC_TRACE_COPY_IN, -1, -1);
 }
 
 /* The first element of this rank's own rows of unit u's first parameter. */
@@ -23,17 +23,17 @@ static fsdpc_status epochs(rig *r)
     FSDPC_TRY(rig_add_units(r, 3, false));
     FSDPC_TRY(rig_root(r));
     FSDPC_TRY(rig_forward(r, true)); /* the first publishes everything */
-    r->result[0] = published(r);
+    r->result[0] = copied_in(r);
     r->result[1] = (double)r->root->generation;
     fsdpc_trace_reset(r->trace);
     for (int i = 0; i < 3; i++)
         FSDPC_TRY(rig_forward(r, i == 1));
-    r->result[2] = published(r);
+    r->result[2] = copied_in(r);
     r->result[3] = (double)r->root->generation;
     for (int u = 0; u < 3; u++)
         r->units[u]->foreign = true; /* looked at, and found equal */
     FSDPC_TRY(rig_forward(r, true));
-    r->result[4] = published(r);
+    r->result[4] = copied_in(r);
     /* one rank writes one unit: it alone publishes, all see it, all graphs are old */
     if (r->rank == r->world - 1)
         own_row(r, 1)[0] = 77;
@@ -41,7 +41,7 @@ static fsdpc_status epochs(rig *r)
     fsdpc_piece last = fsdpc_layout_piece(r->units[1]->layout, 0, r->world - 1);
     r->result[5] = ((const float *)fsdpc_unit_full(r->units[1], 0))[last.first];
     FSDPC_TRY(fsdpc_post_forward(r->units[1]));
-    r->result[6] = published(r);
+    r->result[6] = copied_in(r);
     r->result[7] = (double)r->root->generation;
     r->result[8] = fsdpc_pre_backward(r->units[0], r->seen) == FSDPC_ERR_STATE;
     return FSDPC_OK;
@@ -395,11 +395,12 @@ static void test_create(void)
     CHECK(stats.total_now_bytes == now);
     CHECK(r.units[1]->root == root && !r.units[0]->root && !r.units[2]->root);
     fsdpc_root_destroy(root);
-    for (int round = 0; round < 2; round++) { /* wire offsets and states start over */
+    for (int round = 0; round < 2; round++) { /* parameter buffer offsets and states start over */
         CHECK_OK(rig_root(&r));
         for (int u = 0; u < 3; u++) {
-            size_t end = r.units[u]->groups[0].wire_offset + r.units[u]->wire_bytes;
-            CHECK(end == (u == 2 ? r.root->wire->bytes : r.units[u + 1]->groups[0].wire_offset));
+            size_t end = r.units[u]->groups[0].param_buffer_offset + r.units[u]->param_buffer_bytes;
+            CHECK(end == (u == 2 ? r.root->param_buffer->bytes
+                                 : r.units[u + 1]->groups[0].param_buffer_offset));
         }
         CHECK_OK(rig_step(&r));
         CHECK(r.root->generation == 1);

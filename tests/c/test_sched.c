@@ -62,7 +62,7 @@ static void test_counts(int world)
             CHECK(r.units[u]->state == FSDPC_UNIT_SHARDED && r.units[u]->grad_live);
         }
         CHECK(rig_count(&r, FSDPC_TRACE_EPOCH, 0, 0) == 1);
-        CHECK(rig_count(&r, FSDPC_TRACE_PUBLISH, -1, -1) == (step == 0 ? 4 : 0));
+        CHECK(rig_count(&r, FSDPC_TRACE_COPY_IN, -1, -1) == (step == 0 ? 4 : 0));
     }
     /* the whole of a unit, in bytes, stands in the trace */
     if (world > 1) {

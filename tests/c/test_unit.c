@@ -161,10 +161,10 @@ static void test_dtypes(void)
     CHECK_OK(rig_add(&r, &options, specs, 3));
     for (int g = 0; g < 3; g++) {
         const fsdpc_unit_group *plain = &r.units[0]->groups[g], *mixed = &r.units[1]->groups[g];
-        CHECK(plain->wire_dtype == specs[g].dtype && plain->reduce_dtype == specs[g].dtype);
-        CHECK(mixed->wire_dtype == FSDPC_BF16 && mixed->reduce_dtype == FSDPC_F32);
+        CHECK(plain->param_dtype == specs[g].dtype && plain->reduce_dtype == specs[g].dtype);
+        CHECK(mixed->param_dtype == FSDPC_BF16 && mixed->reduce_dtype == FSDPC_F32);
         CHECK(plain->grad_dtype == (g == 1 ? FSDPC_F64 : FSDPC_F32));
-        CHECK(plain->wire_offset % 4096 == 0 && plain->reduce_offset % 4096 == 0);
+        CHECK(plain->param_buffer_offset % 4096 == 0 && plain->reduce_offset % 4096 == 0);
     }
     CHECK(r.units[0]->settings.divide_factor == 2);
     rig_close(&r);

@@ -3,7 +3,7 @@
  * A rank is three threads of happening: the driver, its gather stream and its reduce stream, each
  * with a clock of its own.  A table in front of comm_shm's sees every release (arrive, publish,
  * post, the end of an operation) and every wait that succeeds, which joins clocks.  Reads and
- * writes are noted per resource: slices of the wire, fulls (which a communicator that copies would
+ * writes are noted per resource: slices of the parameter buffer, fulls (which a communicator that copies would
  * write), reduce buffers, gradient shards.  Two accesses, one a write, that no chain of releases
  * and waits orders are a race, whether or not they met in this run.
  *
@@ -19,7 +19,7 @@
 
 enum { WORLD = 2, UNITS = 4, STREAMS = 3, AGENTS = WORLD * STREAMS, EPOCHS = 64, POSTS = 256 };
 enum { DRIVER, GATHER, REDUCE };
-enum { WIRES = 0, FULLS = WORLD, BUFFERS = FULLS + WORLD * UNITS, MOST_BUFFERS = 8 };
+enum { PARAM_BUFFERS = 0, FULLS = WORLD, BUFFERS = FULLS + WORLD * UNITS, MOST_BUFFERS = 8 };
 enum { GRADS = BUFFERS + WORLD * MOST_BUFFERS, WORKS = GRADS + WORLD * UNITS };
 enum { RESOURCES = WORKS + WORLD * UNITS * 2 };
 
@@ -92,7 +92,7 @@ static void remember(void *list, int *n, const char *text)
 
 static const char *name_of(int resource)
 {
-    return resource < FULLS     ? "wire"
+    return resource < FULLS     ? "param buffer"
            : resource < BUFFERS ? "full"
            : resource < GRADS   ? "buffer"
            : resource < WORKS   ? "gradient"
@@ -135,44 +135,45 @@ static void join_all(int rank, const char *kind, const clocks *from)
 
 /* ---- the table in front */
 
-static fsdpc_status arrive(fsdpc_wire *wire, const fsdpc_epoch_note *mine)
+static fsdpc_status arrive(fsdpc_param_buffer *param_buffer, const fsdpc_epoch_note *mine)
 {
-    int rank = wire->comm->rank;
+    int rank = param_buffer->comm->rank;
     pthread_mutex_lock(&lock);
-    arrivals[(wire->epoch + 1) % EPOCHS][rank] = release(agent(rank, DRIVER));
+    arrivals[(param_buffer->epoch + 1) % EPOCHS][rank] = release(agent(rank, DRIVER));
     if (strcmp(ranks[rank].phase, "before an epoch") == 0)
         ranks[rank].phase = "in forward";
     pthread_mutex_unlock(&lock);
-    return real_ops->epoch_arrive(wire, mine);
+    return real_ops->epoch_arrive(param_buffer, mine);
 }
 
-static fsdpc_status arrived(fsdpc_wire *wire, fsdpc_epoch_note *all_out)
+static fsdpc_status arrived(fsdpc_param_buffer *param_buffer, fsdpc_epoch_note *all_out)
 {
-    fsdpc_status status = real_ops->epoch_test(wire, all_out);
+    fsdpc_status status = real_ops->epoch_test(param_buffer, all_out);
     pthread_mutex_lock(&lock);
     if (status == FSDPC_OK)
-        join_all(wire->comm->rank, "arrivals", arrivals[wire->epoch % EPOCHS]);
+        join_all(param_buffer->comm->rank, "arrivals", arrivals[param_buffer->epoch % EPOCHS]);
     pthread_mutex_unlock(&lock);
     return status;
 }
 
 /* The own slice has been written since the arrivals. */
-static fsdpc_status publish(fsdpc_wire *wire)
+static fsdpc_status publish(fsdpc_param_buffer *param_buffer)
 {
-    int rank = wire->comm->rank;
+    int rank = param_buffer->comm->rank;
     pthread_mutex_lock(&lock);
-    touch(agent(rank, DRIVER), WIRES + rank, true);
-    publications[wire->epoch % EPOCHS][rank] = release(agent(rank, DRIVER));
+    touch(agent(rank, DRIVER), PARAM_BUFFERS + rank, true);
+    publications[param_buffer->epoch % EPOCHS][rank] = release(agent(rank, DRIVER));
     pthread_mutex_unlock(&lock);
-    return real_ops->epoch_publish(wire);
+    return real_ops->epoch_copied_in(param_buffer);
 }
 
-static fsdpc_status published(fsdpc_wire *wire)
+static fsdpc_status copied_in(fsdpc_param_buffer *param_buffer)
 {
-    fsdpc_status status = real_ops->epoch_published(wire);
+    fsdpc_status status = real_ops->epoch_copy_in_test(param_buffer);
     pthread_mutex_lock(&lock);
     if (status == FSDPC_OK)
-        join_all(wire->comm->rank, "publications", publications[wire->epoch % EPOCHS]);
+        join_all(param_buffer->comm->rank, "publications",
+                 publications[param_buffer->epoch % EPOCHS]);
     pthread_mutex_unlock(&lock);
     return status;
 }
@@ -228,7 +229,7 @@ static void gather_runs(int rank, job *j)
     int a = agent(rank, GATHER);
     join(&now[a], &j->posted);
     for (int p = 0; p < WORLD; p++)
-        touch(a, WIRES + p, false);
+        touch(a, PARAM_BUFFERS + p, false);
     touch(a, FULLS + rank * UNITS + j->unit, true);
     touch(a, WORKS + (rank * UNITS + j->unit) * 2, true);
     j->end = release(a);
@@ -306,14 +307,14 @@ static void enter(const rig *r, const char *phase)
     ranks[r->rank].phase = phase;
 }
 
-/* A module reads its full: the wire itself where nothing is copied. */
+/* A module reads its full: the parameter buffer itself where nothing is copied. */
 static void compute(const rig *r, int unit)
 {
     pthread_mutex_lock(&lock);
     int a = agent(r->rank, DRIVER);
     touch(a, FULLS + r->rank * UNITS + unit, false);
     for (int p = 0; p < WORLD; p++)
-        touch(a, WIRES + p, false);
+        touch(a, PARAM_BUFFERS + p, false);
     pthread_mutex_unlock(&lock);
 }
 
@@ -381,8 +382,8 @@ static void put_in_front(const fsdpc_comm *comm)
     watched_ops = *real_ops;
     watched_ops.epoch_arrive = arrive;
     watched_ops.epoch_test = arrived;
-    watched_ops.epoch_publish = publish;
-    watched_ops.epoch_published = published;
+    watched_ops.epoch_copied_in = publish;
+    watched_ops.epoch_copy_in_test = copied_in;
     watched_ops.buffer_create = buffer_create;
     watched_ops.buffer_idle = buffer_idle;
     watched_ops.post = post;
@@ -439,12 +440,13 @@ static void run_without(const char *kind, const char *phase)
 static const struct {
     const char *wait, *breaks, *how;
 } reasons[] = {
-    {"arrivals in forward", "wire", "slices are written while peers read the last epoch's"},
-    {"arrivals in an optimizer's step", "wire", "the same, by the step itself"},
-    {"publications in forward", "wire", "slices are read while their owners write them"},
+    {"arrivals in forward", "param buffer", "slices are written while peers read the last epoch's"},
+    {"arrivals in an optimizer's step", "param buffer", "the same, by the step itself"},
+    {"publications in forward", "param buffer", "slices are read while their owners write them"},
     {"gather in forward", "full", "a module reads a full that is still being gathered"},
     {"gather in backward", "full", "the same"},
-    {"gather before an epoch", "wire", "a gather ahead that nobody used reads what peers write"},
+    {"gather before an epoch", "param buffer",
+     "a gather ahead that nobody used reads what peers write"},
     {"idle buffer in a gradient's target", "buffer", "a peer still reduces what is overwritten"},
     {"idle buffer in a later gradient's target", "buffer", "the same, of a unit used twice"},
     {"reduction in a later gradient's target", "operation", "it is posted while in flight"},

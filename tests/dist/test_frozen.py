@@ -125,7 +125,7 @@ def test_memory_is_what_the_plan_says(freeze: Callable[[Any], None]) -> None:
         model = build(freeze, True, None, None, **options)
         optimizer = fsdpc.optim.AdamW(model.parameters())
         for step in range(3):
-            if step == 1:  # frozen masters have become pages of the wire
+            if step == 1:  # frozen masters have become pages of the parameter buffer
                 fsdpc.reset_peak_memory_stats()
             model(*batch(step, fsdpc.rank())).backward()
             fsdpc.clip_grad_norm_(model, 1.0)
@@ -134,7 +134,7 @@ def test_memory_is_what_the_plan_says(freeze: Callable[[Any], None]) -> None:
         after = fsdpc.memory_stats()
         mesh, strategy = options.get("mesh"), options.get("strategy")
         plan = fsdpc.memory_plan(model, mesh, strategy=strategy)
-        for category in set(CATEGORIES) - {"wire"}:
+        for category in set(CATEGORIES) - {"unsharded"}:
             peak = after[f"{category}_peak_bytes"] - before[f"{category}_bytes"]
             assert peak == getattr(plan, category), (name, category)
         with fsdpc.deferred_init():

@@ -19,7 +19,7 @@ from .test_strategies import PRECISIONS, variants
 
 pytestmark = pytest.mark.usefixtures("no_engine_threads")  # launch() forks
 
-CATEGORIES = ("wire", "master", "grad", "state", "reduce")
+CATEGORIES = ("unsharded", "master", "grad", "state", "reduce")
 
 
 def run(options: dict[str, Any], param: Any, reduce: Any) -> tuple[dict[str, int], Module]:
@@ -56,10 +56,10 @@ def test_plan_is_the_peak(precision: str) -> None:
             built, mesh, strategy=strategy, plan=blocks, mp_policy=policy
         )
         columns = mesh.get_local_rank(1) if mesh is not None else fsdpc.rank()
-        counts_wire = columns == 0 or strategy == "NO_SHARD"
+        counts_unsharded = columns == 0 or strategy == "NO_SHARD"
         for category in CATEGORIES:
             wanted = getattr(plan, category)
-            if category == "wire" and not counts_wire:
+            if category == "unsharded" and not counts_unsharded:
                 wanted = 0
             assert peaks[category] == wanted, (name, category)
         # A rank that is alone writes fp32 gradients where they stay.
@@ -95,10 +95,10 @@ def test_plan_is_the_peak_on_hosts(precision: str, hosts: int) -> None:
         for category in ("master", "grad", "state", "reduce"):
             assert peaks[category] == getattr(plan, category), (name, category)
         shards = model._fsdpc_unit.mesh_shape[1]
-        wires = fsdpc.all_gather(peaks["wire"])
+        unsharded = fsdpc.all_gather(peaks["unsharded"])
         for first in range(0, fsdpc.world_size(), lanes):
             copies = lanes // min(shards, lanes)
-            assert sum(wires[first : first + lanes]) == copies * plan.wire, name
+            assert sum(unsharded[first : first + lanes]) == copies * plan.unsharded, name
         del model
     fsdpc.shutdown()
 
@@ -211,8 +211,8 @@ def test_plan_for_gpus() -> None:
     block = 2 * sum(prod(p.shape) for p in model.blocks()[0].parameters())
     rest = 2 * n - block * len(model.blocks())  # embedding and head, which stay whole
     slots = 2 * -(-block // granule) * granule  # the block in use and the one gathered ahead
-    assert there.wire == pytest.approx(2 * n / 2048 + rest + slots, rel=0.01)
-    assert here.wire == pytest.approx(2 * n, rel=0.01)
+    assert there.unsharded == pytest.approx(2 * n / 2048 + rest + slots, rel=0.01)
+    assert here.unsharded == pytest.approx(2 * n, rel=0.01)
     assert (there.master, there.state, there.reduce) == (here.master, here.state, here.reduce)
     assert there.total < 0.1 * here.total
     assert str(there).endswith("as no plan was given, on cuda")
@@ -272,7 +272,7 @@ def test_estimate_has_the_published_figures() -> None:
 
 
 def test_estimate_of_gpus() -> None:
-    def wire(strategy: str, device: str) -> float:
+    def unsharded(strategy: str, device: str) -> float:
         return fsdpc.estimate(
             params=64e9,
             world=1000,
@@ -280,18 +280,18 @@ def test_estimate_of_gpus() -> None:
             strategy=strategy,
             units=64,
             device=device,
-        ).held["wire"]
+        ).held["unsharded"]
 
     unit = 2e9  # of 64
-    assert {wire(name, "cpu") for name in ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")} == {
+    assert {unsharded(name, "cpu") for name in ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")} == {
         64 * unit
     }
-    assert wire("NO_SHARD", "cuda") == 64 * unit
+    assert unsharded("NO_SHARD", "cuda") == 64 * unit
     # The own slices of all, and what is whole: all, or the root and two that take turns.
-    assert wire("SHARD_GRAD_OP", "cuda") == pytest.approx(64 * unit / 1000 + 64 * unit, rel=1e-3)
-    assert wire("FULL_SHARD", "cuda") == pytest.approx(64 * unit / 1000 + 3 * unit, rel=1e-3)
+    assert unsharded("SHARD_GRAD_OP", "cuda") == pytest.approx(64 * unit / 1000 + 64 * unit, rel=1e-3)
+    assert unsharded("FULL_SHARD", "cuda") == pytest.approx(64 * unit / 1000 + 3 * unit, rel=1e-3)
     with pytest.raises(ValueError, match="device must be 'cpu' or 'cuda', got 'tpu'"):
-        wire("FULL_SHARD", "tpu")
+        unsharded("FULL_SHARD", "tpu")
 
 
 def _peak_of_micro_steps(n: int) -> tuple[int, int, int]:

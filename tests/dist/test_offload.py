@@ -299,22 +299,22 @@ def test_plan_is_the_peak(disk: Path) -> None:
         model = build(BF16 if i % 2 else None, offload_policy=policy)
         optimizer = optimizer_of(model, "AdamW")
         for step in range(3):
-            if step == 1:  # frozen masters have become pages of the wire
+            if step == 1:  # frozen masters have become pages of the parameter buffer
                 fsdpc.reset_peak_memory_stats()
             model(batch(step, 0), True).backward()
             optimizer.step()
             optimizer.zero_grad()
         after = fsdpc.memory_stats()
         plan = fsdpc.memory_plan(model)
-        for category in ("wire", "master", "grad", "state", "reduce", "staging"):
+        for category in ("unsharded", "master", "grad", "state", "reduce", "staging"):
             wanted = getattr(plan, category)
-            if category == "wire" and fsdpc.rank() > 0:
+            if category == "unsharded" and fsdpc.rank() > 0:
                 wanted = 0
             found = after[f"{category}_peak_bytes"] - before[f"{category}_bytes"]
             assert found == wanted, (classes, category)
-        assert plan.file > 0 and plan.wire == 0 or "params" not in classes
-        wire = plan.file - after["disk_file_bytes"]
-        assert wire == 0 or (fsdpc.rank() > 0 and "params" in classes), (classes, wire)
+        assert plan.file > 0 and plan.unsharded == 0 or "params" not in classes
+        unsharded = plan.file - after["disk_file_bytes"]
+        assert unsharded == 0 or (fsdpc.rank() > 0 and "params" in classes), (classes, unsharded)
         with fsdpc.deferred_init():
             planned = Net()
         assert plan == fsdpc.memory_plan(

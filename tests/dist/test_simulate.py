@@ -70,7 +70,7 @@ def test_plan_is_what_the_record_held(mesh: tuple[int, int]) -> None:
         )
         held = found.record.memory
         plan = found.memory
-        for category in ("wire", "master", "grad", "state", "reduce"):
+        for category in ("unsharded", "master", "grad", "state", "reduce"):
             assert getattr(plan, category) == held[category], (strategy, category)
         assert plan.activation == held["activation"] > 0
 

@@ -1,4 +1,4 @@
-"""What the engine did, counted: gathers, reductions, allocations, one copy of the wire."""
+"""What the engine did, counted: gathers, reductions, allocations, one copy of the parameter buffer."""
 
 from __future__ import annotations
 
@@ -99,13 +99,13 @@ def test_following_the_record_gathers_ahead() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_one_copy_of_the_wire_per_host() -> None:
+def test_one_copy_of_the_parameter_buffer_per_host() -> None:
     """Shared pages count half for each of two ranks: together once (PSS, not RSS)."""
     model = fsdpc.nn.Sequential(*[fsdpc.nn.Linear(1024, 1024, bias=False) for _ in range(8)])
     for layer in model:
         fsdpc.fully_shard(layer)
     fsdpc.fully_shard(model)
-    wire = 8 * 4 * 1024 * 1024
+    unsharded = 8 * 4 * 1024 * 1024
     with fsdpc.no_grad():
         x = fsdpc.tensor(np.ones((1, 1024), np.float32))
         model(x)
@@ -116,9 +116,9 @@ def test_one_copy_of_the_wire_per_host() -> None:
         elif ours and line.startswith("Pss:"):
             shared += int(line.split()[1]) * 1024
     total = fsdpc.all_reduce(shared)
-    assert wire <= total + (1 << 20)
-    # beside the wire: two reduce buffers of one layer on each rank, and control pages
-    assert total < wire + 2 * 2 * 4 * 1024 * 1024 + (8 << 20)
+    assert unsharded <= total + (1 << 20)
+    # beside the parameter buffer: two reduce buffers of one layer on each rank, and control pages
+    assert total < unsharded + 2 * 2 * 4 * 1024 * 1024 + (8 << 20)
 
 
 def test_replicas_on_other_hosts_are_sent_their_sums_at_once(

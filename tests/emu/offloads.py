@@ -109,7 +109,7 @@ def bits(kinds: str) -> dict[str, Any]:
             found.append((train(model, optimizer, 4), everything(model, optimizer)))
             after = fsdpc.memory_stats()
             held[name] = {key: after[f"{key}_bytes"] - before[f"{key}_bytes"]
-                          for key in ("master", "state", "grad", "wire", "pinned")}
+                          for key in ("master", "state", "grad", "unsharded", "pinned")}
             del model, optimizer
         result[kind] = [differing(*found), held]
     return result

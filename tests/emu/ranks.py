@@ -26,7 +26,7 @@ from fsdpc import _core
 
 STEPS, MICRO_STEPS = 2, 2
 CLIPPED = MAX_NORM / 16  # below the smallest norm, that of the largest element
-CATEGORIES = ("wire", "master", "grad", "state", "reduce")
+CATEGORIES = ("unsharded", "master", "grad", "state", "reduce")
 HALF = fsdpc.MixedPrecisionPolicy(param_dtype=fsdpc.bfloat16, reduce_dtype=fsdpc.float32)
 Result = tuple[list[float], list[float], str]
 
@@ -244,7 +244,7 @@ def memory(_: str) -> dict[str, Any]:
         strategy, *ahead = name.split()
         fsdpc.manual_seed(0)
         model = Deep()
-        before = fsdpc.memory_stats()["wire_bytes"]
+        before = fsdpc.memory_stats()["unsharded_bytes"]
         planned = fsdpc.memory_plan(model, fsdpc.world_size(), strategy=strategy,
                                     plan={"layers.*": {}})
         for module in (*model.layers, model):
@@ -257,12 +257,12 @@ def memory(_: str) -> dict[str, Any]:
             model(fsdpc.tensor(np.full((2, DEEP), step + 1, np.float32))).backward()
             optimizer.step()
             optimizer.zero_grad()
-        held = fsdpc.memory_stats()["wire_bytes"] - before
+        held = fsdpc.memory_stats()["unsharded_bytes"] - before
         digest = hashlib.sha256()
         for p in model.parameters():
             digest.update(fsdpc.full_tensor(p).numpy().tobytes())
         found = fsdpc.memory_plan(model, strategy=strategy)
-        results[name] = [held, found.wire, planned.wire, digest.hexdigest()]
+        results[name] = [held, found.unsharded, planned.unsharded, digest.hexdigest()]
         del model, optimizer
     return results
 

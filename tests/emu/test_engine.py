@@ -213,8 +213,8 @@ print(model(fsdpc.tensor(x[:1, :8])).shape)  # whoever caught it goes on
 
 @EMULATION_ALONE
 @pytest.mark.parametrize("rows, limit, wanted", [
-    (1, 17 << 20, ["(wire)", "holds master 4198400, grad", "A rank is to hold", "total "]),
-    (4096, 45 << 20, ["(activation)", "holds wire 4198400, master"]),
+    (1, 17 << 20, ["(unsharded)", "holds master 4198400, grad", "A rank is to hold", "total "]),
+    (4096, 45 << 20, ["(activation)", "holds unsharded 4198400, master"]),
 ], ids=["units", "activations"])
 def test_what_does_not_fit_is_refused_with_what_is_held(
     environment: dict[str, str], rows: int, limit: int, wanted: list[str]

@@ -52,7 +52,7 @@ def test_levels_of_the_log(level: int) -> None:
         return
     for rank in "01":
         own = [line for r, line in notes if r == rank]
-        assert sum("made a wire of" in line for line in own) == 1
+        assert sum("made a parameter buffer of" in line for line in own) == 1
         assert any("made a reduce buffer" in line for line in own)
         # The first forward's and two optimizer steps'; the second forward's changes nothing.
         assert [bool(re.match("epoch [0-9]+ changes", line)) for line in own].count(True) == 3

@@ -81,33 +81,33 @@ static inline int owner_of(const fsdpc_slice *slices, size_t j)
     return -1;
 }
 
-static inline void publish(gpu_rank *r, fsdpc_wire *wire, const fsdpc_slice *slices,
+static inline void publish(gpu_rank *r, fsdpc_param_buffer *param_buffer, const fsdpc_slice *slices,
                            unsigned char *own, fsdpc_dtype dtype, size_t offset, int turn)
 {
     fsdpc_epoch_note all, note = {.bits = FSDPC_EPOCH_CHANGED, .unit = turn};
-    EXPECT_OK(r->self, fsdpc_wire_arrive(wire, &note));
-    EXPECT_OK(r->self, fsdpc_wire_epoch_wait(wire, "root", &all));
+    EXPECT_OK(r->self, fsdpc_param_buffer_arrive(param_buffer, &note));
+    EXPECT_OK(r->self, fsdpc_param_buffer_epoch_wait(param_buffer, "root", &all));
     for (int i = 0; i < BANDS; i++) {
         const fsdpc_slice *s = &slices[i];
         if (s->owner >= 0 && s->owner != r->self->rank)
             continue;
         size_t first = s->full_offset + (s->owner < 0 ? (size_t)r->self->rank * s->numel : 0);
         size_t element = fsdpc_dtype_bytes(dtype);
-        unsigned char *to =
-            wire->moved ? own + s->shard_offset * element : wire->write + offset + first * element;
+        unsigned char *to = param_buffer->moved ? own + s->shard_offset * element
+                                                : param_buffer->write + offset + first * element;
         put(r, to, dtype, first, s->numel, turn);
     }
     rank_mark(r);
-    EXPECT_OK(r->self, fsdpc_wire_publish(wire));
-    EXPECT_OK(r->self, fsdpc_wire_published_wait(wire, "root"));
+    EXPECT_OK(r->self, fsdpc_param_buffer_copied_in(param_buffer));
+    EXPECT_OK(r->self, fsdpc_param_buffer_copy_in_wait(param_buffer, "root"));
 }
 
-/* Where this rank publishes: the wire's, or nowhere if the wire has memory for all. */
-static inline unsigned char *own_slices(const gpu_rank *r, fsdpc_wire *wire)
+/* Where this rank publishes: the parameter buffer's, or nowhere if the parameter buffer has memory for all. */
+static inline unsigned char *own_slices(const gpu_rank *r, fsdpc_param_buffer *param_buffer)
 {
     unsigned char *own = NULL;
-    if (wire->moved)
-        EXPECT_OK(r->self, fsdpc_wire_own(wire, FULL_BYTES, &own));
+    if (param_buffer->moved)
+        EXPECT_OK(r->self, fsdpc_param_buffer_own(param_buffer, FULL_BYTES, &own));
     return own;
 }
 
@@ -115,32 +115,32 @@ static inline void gathers(gpu_rank *r)
 {
     static const fsdpc_dtype dtypes[] = {FSDPC_F32, FSDPC_BF16, FSDPC_F16, FSDPC_F64};
     rank_context *self = r->self;
-    fsdpc_wire *wire;
-    void *received; /* used if the wire has no memory */
-    EXPECT_OK(self, fsdpc_wire_create(r->comm, FULL_BYTES, &wire));
-    unsigned char *own = own_slices(r, wire);
+    fsdpc_param_buffer *param_buffer;
+    void *received; /* used if the parameter buffer has no memory */
+    EXPECT_OK(self, fsdpc_param_buffer_create(r->comm, FULL_BYTES, &param_buffer));
+    unsigned char *own = own_slices(r, param_buffer);
     EXPECT_OK(self, fsdpc_device_alloc(r->device, FSDPC_MEM_OTHER, FULL_BYTES, &received));
     for (int turn = 0; turn < TURNS; turn++) {
         fsdpc_dtype dtype = dtypes[turn % 4];
         fsdpc_slice slices[BANDS];
         size_t offset = turn & 1 ? 512 : 0, element = fsdpc_dtype_bytes(dtype);
         size_t numel = bands(self->size, turn ? 100 + (size_t)turn : 0, slices), wrong = 0;
-        publish(r, wire, slices, own, dtype, offset, turn);
+        publish(r, param_buffer, slices, own, dtype, offset, turn);
         EXPECT_OK(self,
                   fsdpc_comm_run(r->comm, &(fsdpc_coll){.kind = FSDPC_COLL_GATHER,
                                                         .unit = turn,
                                                         .what = "embed",
                                                         .dtype = dtype,
-                                                        .epoch = wire->epoch,
+                                                        .epoch = param_buffer->epoch,
                                                         .stream = turn % 3 ? r->gathers : NULL,
                                                         .slices = slices,
                                                         .n_slices = BANDS,
-                                                        .wire = wire,
+                                                        .param_buffer = param_buffer,
                                                         .send = own,
                                                         .recv = received,
                                                         .offset = offset}));
         unsigned char *full =
-            fetch(r, wire->moved ? received : wire->read + offset, numel * element);
+            fetch(r, param_buffer->moved ? received : param_buffer->read + offset, numel * element);
         for (size_t j = 0; j < numel; j++)
             wrong += element_of(full, j, dtype) != value(owner_of(slices, j), j, turn);
         EXPECT(self, wrong == 0, "gather of %s, turn %d: %zu of %zu wrong", fsdpc_dtype_name(dtype),
@@ -148,7 +148,7 @@ static inline void gathers(gpu_rank *r)
         free(full);
     }
     fsdpc_device_free(r->device, received);
-    fsdpc_wire_destroy(wire);
+    fsdpc_param_buffer_destroy(param_buffer);
 }
 
 /* ---- Reductions ---- */
@@ -330,11 +330,11 @@ static inline void pipelined(gpu_rank *r)
 {
     enum { DEPTH = 4, NUMEL = 300 };
     rank_context *self = r->self;
-    fsdpc_wire *wire;
+    fsdpc_param_buffer *param_buffer;
     fsdpc_buffer *buffers[DEPTH];
     void *shard, *full;
-    EXPECT_OK(self, fsdpc_wire_create(r->comm, FULL_BYTES, &wire));
-    unsigned char *own = own_slices(r, wire);
+    EXPECT_OK(self, fsdpc_param_buffer_create(r->comm, FULL_BYTES, &param_buffer));
+    unsigned char *own = own_slices(r, param_buffer);
     EXPECT_OK(self, fsdpc_device_alloc(r->device, FSDPC_MEM_OTHER, FULL_BYTES, &full));
     EXPECT_OK(self, fsdpc_device_alloc(r->device, FSDPC_MEM_GRAD, DEPTH * NUMEL * 4, &shard));
     for (int d = 0; d < DEPTH; d++)
@@ -351,7 +351,7 @@ static inline void pipelined(gpu_rank *r)
                              .slices = &slice,
                              .n_slices = 1,
                              .stream = r->gathers,
-                             .wire = wire,
+                             .param_buffer = param_buffer,
                              .send = own,
                              .recv = full};
             EXPECT_OK(self, fsdpc_comm_post(r->comm, &op, &works[2 * d]));
@@ -377,7 +377,7 @@ static inline void pipelined(gpu_rank *r)
         fsdpc_buffer_destroy(buffers[d]);
     fsdpc_device_free(r->device, full);
     fsdpc_device_free(r->device, shard);
-    fsdpc_wire_destroy(wire);
+    fsdpc_param_buffer_destroy(param_buffer);
 }
 
 /* Rows and columns of a mesh, 2 x 2 for four ranks: a scatter within the row, its sums over the

@@ -50,7 +50,7 @@ static fsdpc_status use(model *m, int u)
     FSDPC_TRY(fsdpc_pre_forward(m->units[u], true));
     const fsdpc_unit_group *group = &m->units[u]->groups[0];
     FSDPC_TRY(fsdpc_flat_accumulate(m->activation, FSDPC_F32, fsdpc_unit_full(m->units[u], 0),
-                                    group->wire_dtype, m->units[u]->layout->params[0].numel,
+                                    group->param_dtype, m->units[u]->layout->params[0].numel,
                                     &plain));
     if (m->script == ONE_IN_ANOTHER && u == 1)
         FSDPC_TRY(use(m, 3)); /* which shares with it */
@@ -79,7 +79,7 @@ static fsdpc_status give(model *m, int u)
     FSDPC_TRY((accumulate ? fsdpc_flat_accumulate : fsdpc_flat_cast)(target, dtype, m->activation,
                                                                      FSDPC_F32, numel, &plain));
     return fsdpc_flat_accumulate(target, dtype, fsdpc_unit_full(unit, 0),
-                                 unit->groups[0].wire_dtype, numel, &plain);
+                                 unit->groups[0].param_dtype, numel, &plain);
 }
 
 static fsdpc_status backward(model *m)
@@ -176,21 +176,21 @@ static uint64_t bits_of(const model *m)
     return sum;
 }
 
-static size_t wire_bytes(const model *m)
+static size_t param_buffer_bytes(const model *m)
 {
     fsdpc_mem_stats stats;
     fsdpc_mem_stats_read(m->r->mem, &stats);
-    return stats.now_bytes[FSDPC_MEM_WIRE];
+    return stats.now_bytes[FSDPC_MEM_UNSHARDED];
 }
 
 /* What fulls and published slices take where `slots` slots serve the blocks. */
 static size_t expected_bytes(const model *m, size_t slots, size_t own)
 {
     size_t granule = m->r->device->window_granule;
-    size_t bytes = m->units[0]->wire_bytes + own * m->units[1]->wire_bytes;
+    size_t bytes = m->units[0]->param_buffer_bytes + own * m->units[1]->param_buffer_bytes;
     if (slots > 0)
-        bytes = fsdpc_round_up(m->units[0]->wire_bytes, granule) +
-                slots * fsdpc_round_up(m->units[1]->wire_bytes, granule);
+        bytes = fsdpc_round_up(m->units[0]->param_buffer_bytes, granule) +
+                slots * fsdpc_round_up(m->units[1]->param_buffer_bytes, granule);
     for (int u = 0; u < UNITS; u++)
         bytes += fsdpc_round_up(m->units[u]->groups[0].plan->shard_numel * 2, 64);
     return bytes;
@@ -200,13 +200,13 @@ static void check_memory(const model *m, mode memory, int steps)
 {
     rank_context *self = m->r->self;
     size_t parted = m->script != IN_TURN && steps > 0;
-    size_t got = wire_bytes(m), want = 0;
+    size_t got = param_buffer_bytes(m), want = 0;
     if (memory == SHARED)
         want = expected_bytes(m, SLOTS + parted, 0);
     else if (memory == NO_WINDOWS)
         want = expected_bytes(m, 0, BLOCKS);
     else /* fulls count as other memory there */
-        want = expected_bytes(m, 0, 0) - m->units[0]->wire_bytes;
+        want = expected_bytes(m, 0, 0) - m->units[0]->param_buffer_bytes;
     EXPECT(self, got == want, "script %d, mode %d, step %d: %zu bytes instead of %zu", m->script,
            memory, steps, got, want);
     for (int u = 0; u < UNITS; u++)
@@ -272,8 +272,8 @@ static void gathers_as_far_ahead(gpu_rank *r)
         size_t want = expected_bytes(&m, (size_t)prefetch + 1, 0);
         for (int s = 0; s < STEPS; s++)
             EXPECT_OK(r->self, step(&m));
-        EXPECT(r->self, wire_bytes(&m) == want, "%d ahead: %zu bytes instead of %zu", prefetch,
-               wire_bytes(&m), want);
+        EXPECT(r->self, param_buffer_bytes(&m) == want, "%d ahead: %zu bytes instead of %zu",
+               prefetch, param_buffer_bytes(&m), want);
         uint64_t bits = bits_of(&m);
         first = prefetch ? first : bits;
         EXPECT(r->self, bits == first, "%d ahead: other bits", prefetch);

@@ -17,7 +17,7 @@ static const fsdpc_slice bands[] = {
 /* What a rank has to gather with: two windows onto one slot, and one that is alone. */
 typedef struct stage {
     gpu_rank r;
-    fsdpc_wire *wire;
+    fsdpc_param_buffer *param_buffer;
     fsdpc_window *windows[WINDOWS];
     float *shard;
     _Atomic int warnings;
@@ -44,11 +44,12 @@ static void stage_open(stage *s, rank_context *self)
     EXPECT_OK(self, rank_create(&s->r, self, library));
     s->r.comm->log = (fsdpc_log){.level = FSDPC_LOG_WARNING, .fn = count_line, .arg = s};
     fsdpc_device *device = s->r.device;
-    EXPECT_OK(self, fsdpc_wire_create(s->r.comm, bytes, &s->wire));
-    EXPECT_OK(self, fsdpc_device_alloc(device, FSDPC_MEM_WIRE, sizeof host, (void **)&s->shard));
+    EXPECT_OK(self, fsdpc_param_buffer_create(s->r.comm, bytes, &s->param_buffer));
+    EXPECT_OK(self,
+              fsdpc_device_alloc(device, FSDPC_MEM_UNSHARDED, sizeof host, (void **)&s->shard));
     EXPECT_OK(self, fsdpc_device_copy(device, s->shard, host, sizeof host, NULL));
     for (int w = 0; w < WINDOWS; w++)
-        EXPECT_OK(self, fsdpc_window_create(device, FSDPC_MEM_WIRE, bytes,
+        EXPECT_OK(self, fsdpc_window_create(device, FSDPC_MEM_UNSHARDED, bytes,
                                             w == 1 ? s->windows[0] : NULL, &s->windows[w]));
 }
 
@@ -57,7 +58,7 @@ static void stage_close(stage *s)
     for (int w = 0; w < WINDOWS; w++)
         fsdpc_window_destroy(s->windows[w]);
     fsdpc_device_free(s->r.device, s->shard);
-    fsdpc_wire_destroy(s->wire);
+    fsdpc_param_buffer_destroy(s->param_buffer);
     rank_destroy(&s->r);
 }
 
@@ -72,7 +73,7 @@ static void gather(stage *s, int w)
                      .stream = s->r.gathers,
                      .slices = bands,
                      .n_slices = 2,
-                     .wire = s->wire,
+                     .param_buffer = s->param_buffer,
                      .send = s->shard,
                      .recv = s->windows[w]->memory};
     EXPECT_OK(self, fsdpc_device_fill(s->r.device, s->windows[w]->memory, 0xff, sizeof host, NULL));
@@ -89,7 +90,8 @@ static void gather(stage *s, int w)
 
 static void attach(stage *s, int w)
 {
-    EXPECT_OK(s->r.self, fsdpc_wire_attach(s->wire, s->windows[w]->memory, s->windows[w]->bytes));
+    EXPECT_OK(s->r.self, fsdpc_param_buffer_attach(s->param_buffer, s->windows[w]->memory,
+                                                   s->windows[w]->bytes));
 }
 
 static void gathers_from_slot_to_slot(stage *s)
@@ -105,7 +107,7 @@ static void gathers_from_slot_to_slot(stage *s)
 static void detach(stage *s)
 {
     for (int w = 0; w < WINDOWS; w++)
-        fsdpc_wire_detach(s->wire, s->windows[w]->memory);
+        fsdpc_param_buffer_detach(s->param_buffer, s->windows[w]->memory);
     gather(s, 0); /* as before it was attached */
 }
 
@@ -166,13 +168,13 @@ static void test_each_way(int size)
 static void open_both_channels(rank_context *self)
 {
     gpu_rank r;
-    fsdpc_wire *wire = NULL;
+    fsdpc_param_buffer *param_buffer = NULL;
     fsdpc_buffer *buffer = NULL;
     EXPECT_OK(self, rank_create(&r, self, library));
-    EXPECT_OK(self, fsdpc_wire_create(r.comm, 4096, &wire));
+    EXPECT_OK(self, fsdpc_param_buffer_create(r.comm, 4096, &param_buffer));
     EXPECT_OK(self, fsdpc_buffer_create(r.comm, 4096, &buffer));
     fsdpc_buffer_destroy(buffer);
-    fsdpc_wire_destroy(wire);
+    fsdpc_param_buffer_destroy(param_buffer);
     rank_destroy(&r);
 }
 

@@ -11,7 +11,7 @@ static const fsdpc_dtype floats[] = {FSDPC_F32, FSDPC_BF16, FSDPC_F16, FSDPC_F64
 static const size_t sizes[] = {0, 1, 7, 8, 9, 15, 16, 17, 63, 1025, 50021};
 /* How far parameters and states, and gradients, are shifted behind alignment. */
 static const size_t shifts[][2] = {{0, 0}, {3, 3}, {0, 1}};
-enum { FLOATS = 4, SIZES = sizeof sizes / sizeof sizes[0], SHIFTS = 3, NO_WIRE = -1 };
+enum { FLOATS = 4, SIZES = sizeof sizes / sizeof sizes[0], SHIFTS = 3, NO_COPY_IN = -1 };
 
 typedef struct rule {
     const char *name;
@@ -40,7 +40,7 @@ enum { RULES = sizeof rules / sizeof rules[0] };
 
 typedef struct dtypes {
     fsdpc_dtype param, grad, state;
-    int wire;
+    int copy_in;
 } dtypes;
 
 /* Second moments, which are states 1 and 2, are not negative; Lion meets sums of exactly 0. */
@@ -90,16 +90,16 @@ static void check_step(const rule *r, const dtypes *d, size_t numel, const size_
     buffer g = make_gradient(d->grad, numel, shift[1]), states[FSDPC_OPTIM_MAX_STATES];
     for (int s = 0; s < n_states; s++)
         states[s] = make_state(d->state, numel, shift[0], s);
-    bool has_wire = d->wire != NO_WIRE;
+    bool has_copy_in = d->copy_in != NO_COPY_IN;
     buffer factor =
         buffer_random(FSDPC_F64, 1, 0); /* what clipping left, from the second step on */
-    buffer w = buffer_poison(has_wire ? (fsdpc_dtype)d->wire : FSDPC_F32, numel, shift[0]);
+    buffer w = buffer_poison(has_copy_in ? (fsdpc_dtype)d->copy_in : FSDPC_F32, numel, shift[0]);
     fsdpc_step_args args = {.kind = r->kind,
                             .hyper = r->hyper,
                             .param_dtype = d->param,
                             .grad_dtype = d->grad,
                             .state_dtype = d->state,
-                            .wire_dtype = w.dtype,
+                            .copy_in_dtype = w.dtype,
                             .numel = numel,
                             .grad_scale = 0.7f,
                             .seed = rig_bits(),
@@ -108,12 +108,12 @@ static void check_step(const rule *r, const dtypes *d, size_t numel, const size_
     for (int step = 1; step <= 2; step++) {
         args.step = step;
         args.copy_gradient = step == 1;
-        args.param = p.on_cpu, args.grad = g.on_cpu, args.wire = has_wire ? w.on_cpu : NULL;
+        args.param = p.on_cpu, args.grad = g.on_cpu, args.copy_in = has_copy_in ? w.on_cpu : NULL;
         args.grad_scale_at = step > 1 ? factor.on_cpu : NULL;
         for (int s = 0; s < n_states; s++)
             args.states[s] = states[s].on_cpu;
         CHECK_OK(fsdpc_flat_step(&args, cpu_stream));
-        args.param = p.on_gpu, args.grad = g.on_gpu, args.wire = has_wire ? w.on_gpu : NULL;
+        args.param = p.on_gpu, args.grad = g.on_gpu, args.copy_in = has_copy_in ? w.on_gpu : NULL;
         args.grad_scale_at = step > 1 ? factor.on_gpu : NULL;
         for (int s = 0; s < n_states; s++)
             args.states[s] = states[s].on_gpu;
@@ -138,11 +138,11 @@ static void test_every_combination(void)
         for (int p = 0; p < FLOATS; p++)
             for (int g = 0; g < FLOATS; g++)
                 for (int s = 0; s < 2; s++)
-                    for (int wire = NO_WIRE; wire < FLOATS; wire++) {
+                    for (int copy_in = NO_COPY_IN; copy_in < FLOATS; copy_in++) {
                         bool wide = floats[p] == FSDPC_F64;
                         if (wide ? s > 0 : floats[g] == FSDPC_F64)
                             continue;
-                        dtypes d = {floats[p], floats[g], wide ? FSDPC_F64 : floats[s], wire};
+                        dtypes d = {floats[p], floats[g], wide ? FSDPC_F64 : floats[s], copy_in};
                         check_step(&rules[r], &d, sizes[turn % SIZES], shifts[turn % SHIFTS]);
                         turn++;
                     }

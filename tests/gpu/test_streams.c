@@ -99,7 +99,7 @@ static fsdpc_status wait_unless_left_out(wait_kind kind, fsdpc_stream *stream, f
 static fsdpc_status stream_wait(fsdpc_stream *stream, fsdpc_event *event)
 {
     const fsdpc_root *root = here->root;
-    if (event == root->published || event == root->filled)
+    if (event == root->own_slices || event == root->filled)
         return wait_unless_left_out(event == root->filled ? FILLED : PUBLISHED, stream, event);
     for (int u = 0; u < UNITS; u++) {
         if (event == here->units[u]->released) {
@@ -146,14 +146,14 @@ static fsdpc_status step_told(const fsdpc_step_args *args, fsdpc_stream *stream)
     const volatile double *factor = args->grad_scale_at;
     const volatile float *grad = args->grad;
     volatile float *param = args->param;
-    volatile uint16_t *wire = args->wire; /* of bf16 */
+    volatile uint16_t *param_buffer = args->copy_in; /* of bf16 */
     if (factor)
         (void)*factor;
     for (size_t i = 0; i < args->numel; i++) {
         (void)grad[i];
         param[i] = param[i];
-        if (wire)
-            wire[i] = 0;
+        if (param_buffer)
+            param_buffer[i] = 0;
     }
     return fsdpc_flat_ops_cpu(fsdpc_isa_best())->step(args, stream);
 }

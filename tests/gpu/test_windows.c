@@ -18,8 +18,8 @@ static fsdpc_window *windows[SHARERS];
 static void open_windows(void)
 {
     for (int i = 0; i < SHARERS; i++)
-        CHECK_OK(
-            fsdpc_window_create(gpu, FSDPC_MEM_WIRE, BYTES, i ? windows[0] : NULL, &windows[i]));
+        CHECK_OK(fsdpc_window_create(gpu, FSDPC_MEM_UNSHARDED, BYTES, i ? windows[0] : NULL,
+                                     &windows[i]));
 }
 
 static void close_windows(void)
@@ -32,7 +32,7 @@ static size_t counted_bytes(void)
 {
     fsdpc_mem_stats stats;
     fsdpc_mem_stats_read(gpu_mem, &stats);
-    return stats.now_bytes[FSDPC_MEM_WIRE];
+    return stats.now_bytes[FSDPC_MEM_UNSHARDED];
 }
 
 static void put(void *to, float first)
@@ -74,7 +74,7 @@ static void test_one_memory_at_several_addresses(void)
         check_holds(windows[0]->memory, (float)(10 * writer), "the slot's address");
     }
     CHECK_FAILS(
-        fsdpc_window_create(gpu, FSDPC_MEM_WIRE, counted_bytes() + 1, windows[0], &windows[0]),
+        fsdpc_window_create(gpu, FSDPC_MEM_UNSHARDED, counted_bytes() + 1, windows[0], &windows[0]),
         FSDPC_ERR_INTERNAL, "onto a slot of");
     close_windows();
     CHECK(counted_bytes() == 0);
@@ -164,7 +164,7 @@ static fsdpc_status fails(void *arg, fsdpc_stream *stream)
 static void test_more_than_there_is(void)
 {
     fsdpc_window *none = NULL;
-    CHECK_FAILS(fsdpc_window_create(gpu, FSDPC_MEM_WIRE, (size_t)1 << 46, NULL, &none),
+    CHECK_FAILS(fsdpc_window_create(gpu, FSDPC_MEM_UNSHARDED, (size_t)1 << 46, NULL, &none),
                 FSDPC_ERR_NOMEM, "for a window");
     CHECK(none == NULL && counted_bytes() == 0);
 }
@@ -221,7 +221,7 @@ static void test_no_memory_at_any_step(void)
     int calls = 0;
     for (; status != FSDPC_OK && calls < 20; calls++) {
         emu_driver_fail_after(calls);
-        status = fsdpc_window_create(gpu, FSDPC_MEM_WIRE, BYTES, NULL, &window);
+        status = fsdpc_window_create(gpu, FSDPC_MEM_UNSHARDED, BYTES, NULL, &window);
         CHECK(status == FSDPC_OK || status == FSDPC_ERR_NOMEM);
         if (status != FSDPC_OK)
             CHECK(same_counts(emu_driver_look(), empty) && counted_bytes() == 0);
@@ -257,7 +257,7 @@ static void test_free_memory_makes_room(void)
     fsdpc_graph *graph;
     rig_leave_free(ROOM + ROOM / 2);
     CHECK_OK(fsdpc_device_alloc(gpu, FSDPC_MEM_OTHER, ROOM, &block));
-    CHECK_FAILS(fsdpc_window_create(gpu, FSDPC_MEM_WIRE, ROOM, NULL, &window), FSDPC_ERR_NOMEM,
+    CHECK_FAILS(fsdpc_window_create(gpu, FSDPC_MEM_UNSHARDED, ROOM, NULL, &window), FSDPC_ERR_NOMEM,
                 "for a window");
     buffer y = buffer_make(FSDPC_F32, NUMEL, 0);
     for (int i = 0; i < NUMEL; i++)
@@ -267,11 +267,11 @@ static void test_free_memory_makes_room(void)
     CHECK_OK(fsdpc_device_copy(gpu, y.on_gpu, block, BYTES, gpu_stream));
     fsdpc_device_free(gpu, block);
     CHECK_OK(fsdpc_capture_begin(gpu)); /* which may not wait */
-    CHECK_FAILS(fsdpc_window_create(gpu, FSDPC_MEM_WIRE, ROOM, NULL, &window), FSDPC_ERR_NOMEM,
+    CHECK_FAILS(fsdpc_window_create(gpu, FSDPC_MEM_UNSHARDED, ROOM, NULL, &window), FSDPC_ERR_NOMEM,
                 "for a window");
     CHECK_OK(fsdpc_capture_end(gpu, &graph));
     fsdpc_graph_destroy(graph);
-    CHECK_OK(fsdpc_window_create(gpu, FSDPC_MEM_WIRE, ROOM, NULL, &window));
+    CHECK_OK(fsdpc_window_create(gpu, FSDPC_MEM_UNSHARDED, ROOM, NULL, &window));
     check_same_bits(&y, "a copy out of memory that made room");
     buffer_fini(&y);
     CHECK_FAILS(fsdpc_device_alloc(gpu, FSDPC_MEM_OTHER, ROOM, &block), FSDPC_ERR_NOMEM,

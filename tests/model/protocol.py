@@ -7,7 +7,7 @@ step is a function below: it yields the world that follows, or none while the ra
 ``explore.py`` runs every interleaving.
 
 What is left out: the data.  A rank's weights are one number, ``master``, that grows with every
-change; its slice of the wire shows the number that was written last.  So a full that is read is one
+change; its slice of the parameter buffer shows the number that was written last.  So a full that is read is one
 number a rank, and it is right if each is what that rank announced when it arrived in the epoch.
 
 What must never be raises ``Wrong``: a read while somebody writes (torn), a read of other numbers
@@ -67,7 +67,7 @@ class Words(NamedTuple):
     arrived: int = 0
     published: int = 0
     notes: tuple[Note, Note] = (Note(), Note())  # by the epoch's parity
-    version: int = 0  # of its slice of the wire
+    version: int = 0  # of its slice of the parameter buffer
     writing: bool = False
 
 

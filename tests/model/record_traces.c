@@ -88,27 +88,27 @@ static recorder *of(const fsdpc_comm *comm)
 
 /* ---- the table in front ---- */
 
-static fsdpc_status arrive(fsdpc_wire *wire, const fsdpc_epoch_note *mine)
+static fsdpc_status arrive(fsdpc_param_buffer *param_buffer, const fsdpc_epoch_note *mine)
 {
-    recorder *rec = of(wire->comm);
+    recorder *rec = of(param_buffer->comm);
     delay(rec);
     int64_t begin = fsdpc_clock_ns();
-    FSDPC_TRY(real_ops->epoch_arrive(wire, mine));
+    FSDPC_TRY(real_ops->epoch_arrive(param_buffer, mine));
     note(rec, "arrive", begin);
     delay(rec);
     return FSDPC_OK;
 }
 
-static fsdpc_status decide(fsdpc_wire *wire, fsdpc_epoch_note *all_out)
+static fsdpc_status decide(fsdpc_param_buffer *param_buffer, fsdpc_epoch_note *all_out)
 {
-    recorder *rec = of(wire->comm);
+    recorder *rec = of(param_buffer->comm);
     int64_t begin = fsdpc_clock_ns();
-    fsdpc_status status = real_ops->epoch_test(wire, all_out);
+    fsdpc_status status = real_ops->epoch_test(param_buffer, all_out);
     if (skip_arrivals && status == FSDPC_IN_PROGRESS) {
-        const fsdpc_shm_wire *shared = (const fsdpc_shm_wire *)wire;
+        const fsdpc_shm_param_buffer *shared = (const fsdpc_shm_param_buffer *)param_buffer;
         *all_out = (fsdpc_epoch_note){0};
-        for (int p = 0; p < wire->comm->size; p++) /* the notes as they are */
-            all_out->bits |= (uint32_t)shared->words[p].note[wire->epoch & 1].bits_kind;
+        for (int p = 0; p < param_buffer->comm->size; p++) /* the notes as they are */
+            all_out->bits |= (uint32_t)shared->words[p].note[param_buffer->epoch & 1].bits_kind;
         status = FSDPC_OK;
     }
     if (status == FSDPC_OK) {
@@ -122,22 +122,22 @@ static fsdpc_status decide(fsdpc_wire *wire, fsdpc_epoch_note *all_out)
     return status;
 }
 
-static fsdpc_status publish(fsdpc_wire *wire)
+static fsdpc_status publish(fsdpc_param_buffer *param_buffer)
 {
-    recorder *rec = of(wire->comm);
+    recorder *rec = of(param_buffer->comm);
     delay(rec);
     int64_t begin = fsdpc_clock_ns();
-    FSDPC_TRY(real_ops->epoch_publish(wire));
+    FSDPC_TRY(real_ops->epoch_copied_in(param_buffer));
     note(rec, "publish", begin);
     delay(rec);
     return FSDPC_OK;
 }
 
-static fsdpc_status published(fsdpc_wire *wire)
+static fsdpc_status own_slices(fsdpc_param_buffer *param_buffer)
 {
-    recorder *rec = of(wire->comm);
+    recorder *rec = of(param_buffer->comm);
     int64_t begin = fsdpc_clock_ns();
-    fsdpc_status status = skip_publications ? FSDPC_OK : real_ops->epoch_published(wire);
+    fsdpc_status status = skip_publications ? FSDPC_OK : real_ops->epoch_copy_in_test(param_buffer);
     if (status == FSDPC_OK)
         note(rec, "published", begin);
     else if (status != FSDPC_IN_PROGRESS)
@@ -262,24 +262,25 @@ static void fill(recorder *rec, float *to, size_t numel, long version)
     }
 }
 
-static void fill_unit(recorder *rec, model *m, int u, bool wire_too)
+static void fill_unit(recorder *rec, model *m, int u, bool param_buffer_too)
 {
     for (int p = 0; p < m->units[u]->layout->n_params; p++) {
         const fsdpc_unit_group *group = &m->units[u]->groups[0];
         fsdpc_piece piece = fsdpc_layout_piece(m->units[u]->layout, p, rec->r->rank);
         fill(rec, (float *)(void *)group->master + piece.shard_offset, piece.numel, m->version);
         size_t at = m->units[u]->layout->params[p].full_offset + piece.first;
-        if (wire_too)
-            fill(rec, (float *)(void *)(m->root->wire->write + group->wire_offset) + at,
+        if (param_buffer_too)
+            fill(rec,
+                 (float *)(void *)(m->root->param_buffer->write + group->param_buffer_offset) + at,
                  piece.numel, m->version);
     }
 }
 
-static void fill_masters(recorder *rec, model *m, bool wire_too)
+static void fill_masters(recorder *rec, model *m, bool param_buffer_too)
 {
     m->version++;
     for (int u = 0; u < UNITS; u++)
-        fill_unit(rec, m, u, wire_too);
+        fill_unit(rec, m, u, param_buffer_too);
 }
 
 /* ---- a late step, as an optimizer's is ---- */
@@ -401,7 +402,8 @@ static fsdpc_status make_model(recorder *rec, model *m, const char *name)
         fsdpc_unit_options options = rig_options(rec->r, name);
         options.reshard_after_forward = u > 0;
         FSDPC_TRY(fsdpc_unit_create(specs, 2, &options, &m->units[u]));
-        m->units[u]->foreign = true; /* masters are compared with the wire in every epoch */
+        m->units[u]->foreign =
+            true; /* masters are compared with the parameter buffer in every epoch */
     }
     FSDPC_TRY(fsdpc_root_create(m->units, encloses, UNITS, &m->root));
     fill_masters(rec, m, false);
@@ -414,8 +416,8 @@ static void put_in_front(void)
     delayed_ops = *real_ops;
     delayed_ops.epoch_arrive = arrive;
     delayed_ops.epoch_test = decide;
-    delayed_ops.epoch_publish = publish;
-    delayed_ops.epoch_published = published;
+    delayed_ops.epoch_copied_in = publish;
+    delayed_ops.epoch_copy_in_test = own_slices;
     delayed_ops.post = post;
     delayed_ops.test = test;
 }

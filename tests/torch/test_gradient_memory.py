@@ -221,7 +221,7 @@ def test_a_rank_alone_takes_parameters_from_torch(
     usual = train()
     monkeypatch.setattr(_device, "takes_back", lambda: True)
     gc.collect()  # the first model
-    before = fsdpc.memory_stats()["wire_bytes"]
+    before = fsdpc.memory_stats()["unsharded_bytes"]
     assert train() == usual
     model = shard(build(), mp_policy=policy, reshard_after_forward=reshard)
     loss = loss_of(model, batch(0, 0))
@@ -237,7 +237,7 @@ def test_a_rank_alone_takes_parameters_from_torch(
     model(batch(0, 0))
     firsts = [s.fulls[0] for s in model._fsdpc_state.root.states]  # of each one flat group
     assert model._fsdpc_state.torch_unit.lends_fulls
-    assert fsdpc.memory_stats()["wire_bytes"] == before
+    assert fsdpc.memory_stats()["unsharded_bytes"] == before
     for block in model.blocks:
         block.register_forward_hook(lambda *_: inside.append(full_bytes()))
     loss = loss_of(model, batch(0, 0))

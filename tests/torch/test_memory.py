@@ -80,11 +80,11 @@ def test_memory_bounds(wide: bool) -> None:
         fsdpc.reset_peak_memory_stats()
         loss = loss_of(ours, batch(0, fsdpc.rank()).to(dtype))
         fulls = dtype.itemsize * numel
-        forward = held("master", "wire")
+        forward = held("master", "unsharded")
         assert 4 * numel + fulls <= forward <= 1.05 * (4 * numel + fulls) + page
         loss.backward()
         buffers = dtype.itemsize * ranks * (2 * largest + outer)
-        backward = held("master", "wire", "grad", "reduce")
+        backward = held("master", "unsharded", "grad", "reduce")
         assert backward <= 1.05 * (8 * numel + fulls + buffers) + page
         ours.zero_grad()
         # FSDP2's bounds, where two units and the outer one are at most what the host shares.

@@ -99,18 +99,18 @@ def test_estimate_shows_what_a_gpu_would_hold() -> None:
     there = estimated(*ON_2048, "--device", "cuda")
     params, rest = 69e9, 0.5e9  # of which embedding and head, the root's
     block = (params - rest) / 80
-    wire = 2 * (params / 2048 + rest + 2 * block)  # own slices, the root, two blocks at a time
-    assert there["wire"] == pytest.approx(wire, rel=0.1)
-    assert here["wire"] == pytest.approx(2 * params, rel=0.1)  # one copy for the ranks of a host
+    unsharded = 2 * (params / 2048 + rest + 2 * block)  # own slices, the root, two blocks at a time
+    assert there["unsharded"] == pytest.approx(unsharded, rel=0.1)
+    assert here["unsharded"] == pytest.approx(2 * params, rel=0.1)  # one copy for the ranks of a host
     assert there["master"] == pytest.approx(4 * params / 2048, rel=0.1)
     assert there["state"] == pytest.approx(8 * params / 2048, rel=0.1)
-    assert {key for key in here if here[key] != there[key]} == {"wire", "total"}
+    assert {key for key in here if here[key] != there[key]} == {"unsharded", "total"}
     assert there["total"] == pytest.approx(sum(there.values()) - there["total"], rel=1e-3)
     hybrid = ("--mesh", "8x256", "--strategy", "hybrid_shard_zero2", "--device", "cuda")
     kept = estimated(*ON_2048, *hybrid)
-    assert kept["wire"] == pytest.approx(2 * params * (1 + 1 / 256), rel=0.1)
+    assert kept["unsharded"] == pytest.approx(2 * params * (1 + 1 / 256), rel=0.1)
     stays = (*ON_2048, "--device", "cuda", "--reshard-after-forward", "false")
-    assert estimated(*stays)["wire"] == pytest.approx(2 * params, rel=0.1)
+    assert estimated(*stays)["unsharded"] == pytest.approx(2 * params, rel=0.1)
     less = estimated(*ON_2048, "--device", "cuda", "--checkpoint-activations")
     assert less["activation"] < 0.2 * there["activation"]
 

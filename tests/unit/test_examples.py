@@ -79,9 +79,9 @@ def test_accumulation() -> None:
     output = run("02_bf16_accumulate.py", "11")
     seen = losses(output)
     assert len(seen) == 2 and seen[1] < seen[0] < 6
-    peaks = re.findall(r"^\[(\d)\] peak MiB: wire ([\d.]+), master ([\d.]+)", output, re.M)
+    peaks = re.findall(r"^\[(\d)\] peak MiB: unsharded ([\d.]+), master ([\d.]+)", output, re.M)
     assert sorted(rank for rank, _, _ in peaks) == ["0", "1"]
-    assert {wire for rank, wire, _ in peaks if rank == "1"} == {"0.0"}  # counted once per host
+    assert {unsharded for rank, unsharded, _ in peaks if rank == "1"} == {"0.0"}  # counted once per host
 
 
 def test_own_module_and_loss() -> None:

@@ -32,7 +32,7 @@ def test_a_plan_shows_itself() -> None:
     assert {each.tag.removeprefix(SVG) for each in root.iter()} == {"svg", "title", "rect", "text"}
     bars = [each for each in root.iter(f"{SVG}rect") if each.get("height") == "26"]
     widths = [float(each.get("width", "nan")) for each in bars]
-    names = ["wire", "master", "grad", "state", "reduce", "activation"]
+    names = ["unsharded", "master", "grad", "state", "reduce", "activation"]
     sizes = [getattr(plan, name) for name in names]
     assert sum(widths) == pytest.approx(560 - 16, abs=0.05)
     assert widths == pytest.approx([n / plan.total * 544 for n in sizes], abs=0.01)
@@ -57,7 +57,7 @@ def test_what_is_beside_has_numbers_alone() -> None:
 
 
 def test_odd_numbers_and_names() -> None:
-    empty = ET.fromstring(memory_picture.picture("a < b & c", [("wire", 0)]))
+    empty = ET.fromstring(memory_picture.picture("a < b & c", [("unsharded", 0)]))
     assert empty.find(f"{SVG}text").text == "a < b & c"  # type: ignore[union-attr]
     assert memory_picture.size(3 << 30, 20 << 30) == "3.00 GiB"
     assert memory_picture.size(64, 8448) == "0.06 KiB"
@@ -112,6 +112,6 @@ def test_a_small_plan_has_small_units_and_says_what_is_shared() -> None:
     plan = fsdpc.memory_plan(fsdpc.nn.Linear(4, 4, bias=False), 4)
     text = repr(plan.for_device("cpu"))
     assert "\nmaster               64 B\n" in text and "0.00" not in text
-    assert "\n4 ranks of a host share one wire\n" in text
+    assert "\n4 ranks of a host share one parameter buffer\n" in text
     assert "share" not in str(plan.for_device("cuda"))
     assert "share" not in str(fsdpc.memory_plan(fsdpc.nn.Linear(4, 4), 1).for_device("cpu"))

@@ -119,12 +119,12 @@ def test_estimate_shows_host_memory_beside_a_gpu() -> None:
     on_host = ("--offload", "masters=host,optimizer=host")
     assert estimated(*on_host) == estimated()
     here, there = estimated("--device", "cuda"), estimated("--device", "cuda", *on_host)
-    assert there["master"] == there["state"] == 0 and there["wire"] == here["wire"]
+    assert there["master"] == there["state"] == 0 and there["unsharded"] == here["unsharded"]
     ring = there["pinned"] - here["master"] - here["state"]
     assert ring == pytest.approx(4 * (4 * 2**20 + 64), rel=1e-3)
     assert there["total"] == pytest.approx(here["total"] - here["master"] - here["state"], rel=1e-3)
     params = estimated("--device", "cuda", "--offload", "params=host")
-    assert params["pinned"] == pytest.approx(here["wire"] - params["wire"], rel=1e-3)
+    assert params["pinned"] == pytest.approx(here["unsharded"] - params["unsharded"], rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ def test_choices_are_planned_and_played() -> None:
             flops=1e10, strategy=c.strategy, mesh=c.mesh, accumulate=c.accumulate, mp_policy=policy,
         )  # fmt: skip
         assert c.simulation.step == by_hand.step
-        plan, shared = by_hand.memory, by_hand.wire_ranks
-        assert c.memory == plan.total - plan.wire + plan.wire / shared <= 2.5e6
+        plan, shared = by_hand.memory, by_hand.sharing_ranks
+        assert c.memory == plan.total - plan.unsharded + plan.unsharded / shared <= 2.5e6
         assert c.micro_batch * c.accumulate == 2
     for c in found.choices[len(fitting) :]:
         assert c.memory > 2.5e6 and c.reason.startswith("does not fit: ")

@@ -62,7 +62,7 @@ def test_large_meshes_are_cut() -> None:
 def test_estimates() -> None:
     found = fsdpc.estimate(params=7e9, world=8, strategy="FULL_SHARD", dtype="bfloat16")
     seen = words(found)
-    assert seen[seen.index("wire", 2) + 1] == f"{found.held['wire'] / 2**30:,.2f} GiB"
+    assert seen[seen.index("unsharded", 2) + 1] == f"{found.held['unsharded'] / 2**30:,.2f} GiB"
     assert seen[seen.index("published") + 1] == f"{found.published / 2**30:,.2f} GiB"
     cost = fsdpc.training_cost(tokens=1e12, flops_per_token=4e10, ranks=2048, flops=134e12, price=2)
     assert words(cost)[-1] == f"{cost.cost:,.0f}"

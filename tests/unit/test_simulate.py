@@ -206,7 +206,7 @@ def test_what_a_forward_keeps_is_named() -> None:
     model.fails = False
     assert type(model) is Keeper
     assert model(fsdpc.tensor(np.ones((2, 8), np.float32))).shape == (2, 8)
-    assert fsdpc.memory_stats()["wire_bytes"] == 0
+    assert fsdpc.memory_stats()["unsharded_bytes"] == 0
 
 
 class Cyclic(nn.Module):
@@ -273,9 +273,9 @@ def test_two_hosts_of_recorded_rows(
 def test_16384_ranks_take_no_memory_and_seconds() -> None:
     before, began = resource.getrusage(resource.RUSAGE_SELF), time.process_time()
     world = {"hosts": 2048, "ranks_per_host": 8, "flops": 400e12, **H100}
-    assert simulate(llama(preset("7B")), (1, 4096), **world).record.memory["wire"] > 10e9
+    assert simulate(llama(preset("7B")), (1, 4096), **world).record.memory["unsharded"] > 10e9
     found = simulate(llama(preset("70B")), (1, 4096), **world)
-    assert found.record.memory["wire"] > 100e9
+    assert found.record.memory["unsharded"] > 100e9
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before.ru_maxrss < 500_000  # KiB
     assert time.process_time() - began < 20  # of the processor; both take 2 s
     assert found.padding > 0.3  # few thousand rows on more ranks

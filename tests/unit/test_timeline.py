@@ -53,7 +53,7 @@ def test_peaks_and_times_add_up(strategy: str, device: str) -> None:
         assert all(0 <= s.begin <= s.end <= line.step * (1 + 1e-9) for s in line.spans)
         ends = [a.end for a in line.activations]
         assert ends == sorted(ends) and ends[-1] == pytest.approx(line.step)
-        assert max(g.bytes for g in line.gathered) <= found.memory.wire
+        assert max(g.bytes for g in line.gathered) <= found.memory.unsharded
 
 
 def _mesh(strategy: str) -> tuple[int, int]:
@@ -62,7 +62,7 @@ def _mesh(strategy: str) -> tuple[int, int]:
 
 @pytest.mark.ranks(2)
 def test_the_peak_is_the_runs() -> None:
-    """Category by category, and all of it on the rank that the wire is counted on."""
+    """Category by category, and all of it on the rank that the parameter buffer is counted on."""
     line = play(hosts=1).timeline
     model = llama()
     for block in model.blocks():
@@ -78,7 +78,7 @@ def test_the_peak_is_the_runs() -> None:
     peaks = {name: held[f"{name}_peak_bytes"] for name in (*line.held, "activation")}
     most = max(a.bytes for a in line.activations)
     assert {**line.held, "activation": most} == {
-        **peaks, "wire": peaks["wire"] if fsdpc.rank() == 0 else line.held["wire"]
+        **peaks, "unsharded": peaks["unsharded"] if fsdpc.rank() == 0 else line.held["unsharded"]
     }  # fmt: skip
     if fsdpc.rank() == 0:
         assert line.peak == sum(peaks.values())
@@ -105,9 +105,9 @@ def test_a_limit_is_a_line() -> None:
     over = ET.fromstring(line.with_limit(line.peak - 2048)._repr_html_())
     words = [each.text or "" for each in over.iter(f"{SVG}text")]
     assert any(each.endswith(": 2.00 KiB too much") for each in words)
-    shared = play(device="cpu").timeline  # two ranks of a host have one wire
-    fits = shared.with_limit(shared.peak - shared.held["wire"] / 2)._repr_html_()
-    assert "with a rank&#x27;s share of wire" in fits and "too much" not in fits
+    shared = play(device="cpu").timeline  # two ranks of a host have one parameter buffer
+    fits = shared.with_limit(shared.peak - shared.held["unsharded"] / 2)._repr_html_()
+    assert "with a rank&#x27;s share of unsharded" in fits and "too much" not in fits
     with pytest.raises(ValueError, match="limit must be above 0 bytes, got -1"):
         line.with_limit(-1)
 
@@ -124,7 +124,7 @@ def test_two_ways_beside_each_other(tmp_path: Any) -> None:
     root = ET.parse(tmp_path / "both.svg").getroot()
     words = [each.text for each in root.iter(f"{SVG}text")]
     assert words.count("gathers") == 2 and "b - a" in words
-    for name, n in (("wire", a.memory.wire), ("wire", b.memory.wire)):
+    for name, n in (("unsharded", a.memory.unsharded), ("unsharded", b.memory.unsharded)):
         assert f"{name}: " in both._repr_html_() and f"({n:,} bytes)" in both._repr_html_()
     with pytest.raises(ValueError, match="limit must be above 0"):
         a.beside(b, limit=0)

@@ -140,13 +140,13 @@ static PyObject *plan_fulls(PyObject *module, PyObject *args)
     fsdpc_slot_want *wants = fsdpc_py_room(n, sizeof *wants);
     bool fine = wants;
     for (Py_ssize_t i = 0; fine && i < n; i++) {
-        Py_ssize_t full, published;
+        Py_ssize_t full, own_slices;
         int alone;
-        fine = PyArg_ParseTuple(PyList_GET_ITEM(list, i), "nnp", &full, &published, &alone);
+        fine = PyArg_ParseTuple(PyList_GET_ITEM(list, i), "nnp", &full, &own_slices, &alone);
         if (!fine)
             break;
         wants[i] = (fsdpc_slot_want){.bytes = (size_t)full, .alone = alone};
-        bytes += moved ? (size_t)published : 0;
+        bytes += moved ? (size_t)own_slices : 0;
     }
     if (fine)
         fsdpc_slots_assign(wants, (int)n, prefetch + 1, granule);

@@ -119,7 +119,7 @@ static fsdpc_status check_full(void *arg)
 fsdpc_status fsdpc_py_unit_bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tensor *t)
 {
     const fsdpc_unit *unit = ref->unit;
-    fsdpc_dtype dtype = fsdpc_unit_flat_with(unit, param).wire_dtype;
+    fsdpc_dtype dtype = fsdpc_unit_flat_with(unit, param).param_dtype;
     fsdpc_storage *storage = calloc(1, sizeof *storage);
     if (!storage)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for parameter '%s'",

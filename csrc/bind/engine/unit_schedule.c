@@ -203,8 +203,8 @@ static PyObject *get_policy_dtype(PyObject *object, bool of_gradients)
     const fsdpc_py_state *state = PyType_GetModuleState(Py_TYPE(object));
     for (int g = 0; g < fsdpc_unit_layout(unit)->n_groups; g++) {
         const fsdpc_unit_flat flat = fsdpc_unit_flat_of(unit, g);
-        fsdpc_dtype own = of_gradients ? flat.wire_dtype : flat.dtype;
-        fsdpc_dtype became = of_gradients ? flat.reduce_dtype : flat.wire_dtype;
+        fsdpc_dtype own = of_gradients ? flat.param_dtype : flat.dtype;
+        fsdpc_dtype became = of_gradients ? flat.reduce_dtype : flat.param_dtype;
         if (became != own)
             return Py_NewRef(state->dtypes[became]);
     }

@@ -101,7 +101,7 @@ int fsdpc_torch_accept_grad(fsdpc_py_torch_unit *self, int index, PyObject *grad
         return -1;
     const fsdpc_unit *unit = fsdpc_torch_unit(self);
     size_t bytes = fsdpc_torch_place(self, index)->numel *
-                   fsdpc_dtype_bytes(fsdpc_unit_flat_with(unit, index).wire_dtype);
+                   fsdpc_dtype_bytes(fsdpc_unit_flat_with(unit, index).param_dtype);
     uintptr_t stream = fsdpc_device_handle(fsdpc_unit_device(unit));
     bool alike = self->early_bytes == 0 || stream == self->early_stream;
     if (!p->early && alike && fsdpc_torch_can_wait(self, bytes)) {

@@ -47,7 +47,7 @@ static PyObject *unit_memory(PyObject *module, PyObject *args)
     PyObject *list = PyList_New(n_groups);
     for (int g = 0; list && g < n_groups; g++) {
         const fsdpc_unit_flat flat = fsdpc_unit_flat_of(unit, g);
-        fsdpc_dtype dtype = full ? flat.wire_dtype : grad ? flat.grad_dtype : flat.dtype;
+        fsdpc_dtype dtype = full ? flat.param_dtype : grad ? flat.grad_dtype : flat.dtype;
         size_t numel = full ? flat.full_numel : grad ? flat.shard_numel : flat.master_numel;
         void *data = full ? flat.full : grad ? flat.grad : flat.master;
         fsdpc_py_put(&list, g, fsdpc_py_unit_tensor(module, self->ref, dtype, 1, &numel, data));

@@ -80,7 +80,7 @@ static PyObject *add_product_method(PyObject *object, PyObject *args)
         return PyErr_Format(PyExc_ValueError, "a gradient of %zd x %zd for '%s' of %zu elements",
                             n_out, n_in, place->name, place->numel);
     const fsdpc_unit_flat flat = fsdpc_unit_flat_with(unit, param);
-    fsdpc_dtype dtype = flat.wire_dtype, to = flat.reduce_dtype;
+    fsdpc_dtype dtype = flat.param_dtype, to = flat.reduce_dtype;
     if (to != dtype && to != FSDPC_F32) /* gemm.h: no other output dtype can be written */
         Py_RETURN_FALSE;
     if (fsdpc_torch_reach_backward(self) < 0 || fsdpc_torch_lend(self) < 0 ||

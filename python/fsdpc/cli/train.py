@@ -120,8 +120,8 @@ def check_resources(options: argparse.Namespace, ranks: int) -> None:
     """Raise if this machine has too little memory or the data are too short."""
     plan = plan_memory(options, make_model(options), ranks)
     replicas = mesh_shape(options, ranks)[0]
-    each = plan.total - plan.wire
-    needed, available = replicas * plan.wire + ranks * each, available_bytes()
+    each = plan.total - plan.unsharded
+    needed, available = replicas * plan.unsharded + ranks * each, available_bytes()
     if options.device == "cpu" and available is not None and needed > available:
         model = f"--preset {options.preset}"
         if options.init_from is not None:

@@ -24,7 +24,7 @@ PALETTE = (
 
 #: Memory classes of memory_stats; the darker ones would be too pale on white.
 CLASSES = {
-    "wire": "#4a9fd8", "master": "#dd9200", "grad": "#cc79a7", "state": "#00755a",
+    "unsharded": "#4a9fd8", "master": "#dd9200", "grad": "#cc79a7", "state": "#00755a",
     "reduce": "#a79c3a", "staging": "#7d7d7d", "activation": "#b3402e",
 }  # fmt: skip
 

@@ -248,7 +248,7 @@ def plot_scaling(
     ax.plot(ranks, middle[0] * ranks / ranks[0], "--", color="#6b6b6b", linewidth=1,
             label=f"{ranks[0]} rank{'s' * bool(ranks[0] > 1)}, scaled")  # fmt: skip
     ax.errorbar(
-        ranks, middle, (middle - low, high - middle), fmt="o-", color=CLASSES["wire"],
+        ranks, middle, (middle - low, high - middle), fmt="o-", color=CLASSES["unsharded"],
         ecolor="black", elinewidth=0.8, capsize=2, markersize=4, label="measured",
     )  # fmt: skip
     for x, y, share in zip(ranks, middle, middle * ranks[0] / (middle[0] * ranks), strict=True):

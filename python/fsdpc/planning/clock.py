@@ -36,7 +36,7 @@ class Load(NamedTuple):
     core: float = 0.0
 
 
-class Wires:
+class Network:
     """The bytes that an operation moves over each link, and its duration if no other runs."""
 
     def __init__(
@@ -144,10 +144,10 @@ class Clock:
     """
 
     def __init__(
-        self, record: Played, groups: tuple[HostGroup, HostGroup], wires: Wires, flops: float
+        self, record: Played, groups: tuple[HostGroup, HostGroup], network: Network, flops: float
     ) -> None:
         self.record: Played = record
-        self.wires: Wires = wires
+        self.network: Network = network
         self.flops: float = flops
         self.shards: HostGroup = groups[0]
         self.replicas: HostGroup = groups[1]
@@ -189,7 +189,7 @@ class Clock:
         CPUs on several hosts start it then (csrc/engine/reduce.c), although in the record it
         appears where the program must wait for it. 0 means that there is no second stage.
         """
-        crosses = not self.wires.is_ring and self.replicas.hosts > 1
+        crosses = not self.network.is_ring and self.replicas.hosts > 1
         found: list[int] = []
         last: dict[int, int] = {}  # each unit's last reduction
         for event in self.record.events:
@@ -206,16 +206,16 @@ class Clock:
         if self.to_agree:  # at the end of backward: which parameters were used
             used = [(self.replicas, "agreement of replicas"), (self.shards, "agreement")]
             for group, message in used:
-                self._wait("agree", self._post("sum", self.wires.values(group, message)))
+                self._wait("agree", self._post("sum", self.network.values(group, message)))
             self.to_agree = False
-        note = self.wires.values(self.shards, "note of an epoch", header=False)
+        note = self.network.values(self.shards, "note of an epoch", header=False)
         self._wait("agree", self._post("sum", note))
 
     def _gather(self, unit: int, n_bytes: int) -> None:
-        if not self.wires.is_ring and unit in self.brought:
+        if not self.network.is_ring and unit in self.brought:
             return  # the host has kept the other hosts' rows
         self.brought.add(unit)
-        load = self.wires.load("gather", self.shards, n_bytes, 1)
+        load = self.network.load("gather", self.shards, n_bytes, 1)
         self.gathers[unit] = self._post("gather", load)
 
     def _gather_done(self, unit: int, n_bytes: int) -> None:
@@ -228,10 +228,10 @@ class Clock:
         second = self.seconds.popleft()
         if self.n_shards == 1:
             return  # only replicas: there is only the second stage
-        load = self.wires.load("reduce", self.shards, n_bytes, self.record.reduce_sizes[unit])
+        load = self.network.load("reduce", self.shards, n_bytes, self.record.reduce_sizes[unit])
         first = self.sums[unit] = self._post("reduce", load)
         if second:
-            load = self.wires.load("all_reduce", self.replicas, second, 4)
+            load = self.network.load("all_reduce", self.replicas, second, 4)
             both = self.sums[unit] = self._post("sum", load, first)
             both.kind, both.bytes = "all_reduce", second
 
@@ -240,9 +240,9 @@ class Clock:
         if first and first.after:
             return  # posted together with the first stage
         element = 4 if first else self.record.reduce_sizes[unit]
-        if first and not self.wires.is_ring:
+        if first and not self.network.is_ring:
             self._wait("reduce", first)
-        load = self.wires.load("all_reduce", self.replicas, n_bytes, element)
+        load = self.network.load("all_reduce", self.replicas, n_bytes, element)
         self.sums[unit] = self._post("sum", load, first)
 
     def _reduce_done(self, unit: int, n_bytes: int) -> None:
@@ -264,7 +264,7 @@ class Clock:
 
     def _compute(self, seconds: float) -> None:
         until = self.now + seconds
-        if self.wires.o.overlap:
+        if self.network.o.overlap:
             self._move(until, None)
         self.now = until
 

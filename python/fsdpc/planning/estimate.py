@@ -20,8 +20,8 @@ class Estimate:
     ``parts`` follows the arithmetic of the ZeRO paper: parameters and gradients in the compute
     dtype and fp32 states, each either whole or divided by the world size; ``published`` is their
     sum. ``mixed`` is the usual count in publications for mixed precision: fp32 gradients, and fp32
-    masters sharded like the states. ``held`` is this engine's memory: the wire, masters, fp32
-    gradients and states, and reduce buffers. On CPUs the wire is one copy per host, counted in full
+    masters sharded like the states. ``held`` is this engine's memory: the parameter buffer, masters, fp32
+    gradients and states, and reduce buffers. On CPUs the parameter buffer is one copy per host, counted in full
     here. On a GPU it is the rank's own slices and the units that are unsharded at the same time.
     ``sent`` is the bytes that a rank sends over links per step; ranks on the same host gather
     without copies.
@@ -112,7 +112,7 @@ def estimate(
     -----
     fsdpc always keeps masters, states and gradient shards in fp32, so a run does not get down to
     the 84 and 10.5 GB of the bf16 lines. Without sharding it needs ``mixed`` and reduce buffers;
-    sharded over CPUs, it needs one whole wire per host and a share of everything else.
+    sharded over CPUs, it needs one whole parameter buffer per host and a share of everything else.
 
     Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
     Models". Sent: 3 P b (N-1)/N for FULL_SHARD (two all-gathers, one reduce-scatter), otherwise 2.
@@ -137,7 +137,7 @@ def estimate(
     full = ceil(params * b / units)
     fulls = [(full, ceil(full / n_optim), i == 0 or n_params == 1) for i in range(units)]
     held = {
-        "wire": _core.plan_fulls(fulls, n_optim, 1, device == "cuda"),
+        "unsharded": _core.plan_fulls(fulls, n_optim, 1, device == "cuda"),
         "master": params * 4 / n_optim,
         "grad": params * 4 / n_optim,
         "state": params * 4 * states / n_optim,

@@ -52,9 +52,9 @@ def groups_on_hosts(mesh: tuple[int, int], hosts: int, lanes: int) -> tuple[Host
 class MemoryPlan:
     """Bytes that the engine will use on a rank, by the categories of :func:`memory_stats`.
 
-    ``wire`` is the gathered parameters in the compute dtype. On CPUs it is one copy per host,
+    ``unsharded`` is the gathered parameters in the compute dtype. On CPUs it is one copy per host,
     shared by the ranks of a shard group; all other categories are per rank. On ``device`` "cuda"
-    the wire is per rank too: the rank's slices of all units, plus memory for the units that are
+    the parameter buffer is per rank too: the rank's slices of all units, plus memory for the units that are
     unsharded at the same time. On CPUs on several ``hosts``, ``reduce`` includes memory for sums in
     transit between hosts; in deterministic mode over NCCL, it includes memory for the peers'
     contributions to a sum. ``staging`` is memory for transfers to and from a disk. ``file`` is on
@@ -66,14 +66,14 @@ class MemoryPlan:
     --------
     >>> import fsdpc
     >>> plan = fsdpc.memory_plan(fsdpc.nn.Linear(1024, 1024, bias=False), 4)
-    >>> plan.total == plan.wire + plan.master + plan.grad + plan.state + plan.reduce
+    >>> plan.total == plan.unsharded + plan.master + plan.grad + plan.state + plan.reduce
     True
     """
 
     device: str
     hosts: int = 1
 
-    wire: int
+    unsharded: int
     master: int
     grad: int
     state: int
@@ -104,7 +104,7 @@ class MemoryPlan:
         >>> layers = [fsdpc.nn.Linear(1024, 1024, bias=False) for _ in range(8)]
         >>> model = fsdpc.nn.Sequential(*layers)
         >>> plan = fsdpc.memory_plan(model, 64, plan={"*": {}})
-        >>> [plan.for_device(device).wire // 2**20 for device in ("cpu", "cuda")]
+        >>> [plan.for_device(device).unsharded // 2**20 for device in ("cpu", "cuda")]
         [32, 8]
         """
         check_device(device)
@@ -140,13 +140,13 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """The sum of all categories, on the rank for which the wire is counted."""
-        engine = self.wire + self.master + self.grad + self.state + self.reduce + self.staging
+        """The sum of all categories, on the rank for which the parameter buffer is counted."""
+        engine = self.unsharded + self.master + self.grad + self.state + self.reduce + self.staging
         return engine + (self.activation or 0)
 
     def _parts(self) -> list[tuple[str, int]]:
         """Return the categories that add up to the total."""
-        names = ["wire", "master", "grad", "state", "reduce"]
+        names = ["unsharded", "master", "grad", "state", "reduce"]
         names += ["staging"] if self.staging else []
         names += ["activation"] if self.activation is not None else []
         return [(name, getattr(self, name)) for name in names]
@@ -167,7 +167,7 @@ class MemoryPlan:
         mesh = self._question.mesh
         sharing = min(mesh[1], math.prod(mesh) // self.hosts)
         if self.device == "cpu" and sharing > 1:
-            lines.append(f"{sharing} ranks of a host share one wire")
+            lines.append(f"{sharing} ranks of a host share one parameter buffer")
         return "\n".join([*lines, self._described()])
 
     def _repr_html_(self) -> str:
@@ -219,7 +219,7 @@ class _Question(NamedTuple):
         return {**found, "_messages": messages}
 
 
-_CATEGORIES = ("wire", "master", "grad", "state", "reduce", "staging", "file", "pinned")
+_CATEGORIES = ("unsharded", "master", "grad", "state", "reduce", "staging", "file", "pinned")
 
 
 def memory_plan(

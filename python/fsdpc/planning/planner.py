@@ -220,8 +220,8 @@ def _case(
         given.setdefault("local_bandwidth", bandwidth)
     device = given.get("device") or get_default_device()
     check_device(device)
-    wires = {"bandwidth": bandwidth, "latency": latency, "flops": flops}
-    return Case(model, memory, ranks // per_host, per_host, device, o, given, wires)
+    network = {"bandwidth": bandwidth, "latency": latency, "flops": flops}
+    return Case(model, memory, ranks // per_host, per_host, device, o, given, network)
 
 
 #: Simulation options that belong to a choice.

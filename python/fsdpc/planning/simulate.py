@@ -18,7 +18,7 @@ from typing import Any
 from fsdpc import _core
 from fsdpc.display.svg import size
 from fsdpc.nn.module import Module
-from fsdpc.planning.clock import Clock, Wires
+from fsdpc.planning.clock import Clock, Network
 from fsdpc.planning.memory_plan import STATES, MemoryPlan, groups_on_hosts, memory_plan
 from fsdpc.planning.played import OPTIMIZERS, Played, play_step
 from fsdpc.planning.timeline import Comparison, Timeline, of_clock
@@ -117,8 +117,8 @@ class Simulation:
     bytes that one host's ranks send to other hosts and to each other (on CPUs: read from each
     other). ``messages`` counts one rank's messages to other hosts or, on GPUs, its ring steps.
     ``flops`` counts one rank's matrix products, including those that activation checkpointing
-    recomputes. ``memory`` is the :func:`fsdpc.memory_plan`, whose ``wire`` is shared by
-    ``wire_ranks`` ranks on a host. ``padding`` is the padding's memory as a fraction of the
+    recomputes. ``memory`` is the :func:`fsdpc.memory_plan`, whose ``unsharded`` is shared by
+    ``sharing_ranks`` ranks on a host. ``padding`` is the padding's memory as a fraction of the
     parameters'.
 
     Examples
@@ -139,7 +139,7 @@ class Simulation:
     messages: int
     flops: int
     memory: MemoryPlan
-    wire_ranks: int
+    sharing_ranks: int
     padding: float
     record: Played = field(repr=False)
     timeline: Timeline = field(repr=False)
@@ -175,10 +175,10 @@ class Simulation:
 
     def __str__(self) -> str:
         waits = ", ".join(f"{name} {1e3 * s:.4g}" for name, s in self.exposed.items())
-        plan, shared = self.memory, self.wire_ranks > 1
+        plan, shared = self.memory, self.sharing_ranks > 1
         parts = {"master": plan.master, "grad": plan.grad, "state": plan.state,
                  "reduce": plan.reduce, "activation": plan.activation or 0}  # fmt: skip
-        parts = parts if shared else {"wire": plan.wire, **parts}
+        parts = parts if shared else {"unsharded": plan.unsharded, **parts}
         parts |= {"staging": plan.staging} if plan.staging else {}
         beside = {"on a disk": plan.file, "pinned": plan.pinned}
         lines = {
@@ -188,7 +188,7 @@ class Simulation:
             f"rank, {size(self.sent_inside)} inside it",
             "memory": f"{size(sum(parts.values()))} a rank: "
             + ", ".join(f"{name} {size(n)}" for name, n in parts.items())
-            + (f"; wire {size(plan.wire)}, which {self.wire_ranks} ranks of a host share"
+            + (f"; unsharded {size(plan.unsharded)}, which {self.sharing_ranks} ranks of a host share"
                if shared else "")
             + "".join(f"; {name} {size(n)}" for name, n in beside.items() if n),
             "padding": f"{100 * self.padding:.3g} % of the parameters",
@@ -292,9 +292,9 @@ def simulate(
     if o.offload_policy is not None:
         memory = planned(offload_policy=o.offload_policy).for_device(device)
     memory = memory.for_hosts(hosts)
-    wires = Wires(bandwidth=bandwidth, latency=latency, options=o, device=device,
+    network = Network(bandwidth=bandwidth, latency=latency, options=o, device=device,
                   messages=memory._messages)  # fmt: skip
-    clock = Clock(record, groups, wires, flops)
+    clock = Clock(record, groups, network, flops)
     clock.play()
     params = {id(p): p for p in model.parameters()}.values()
     held = sum(math.prod(p.shape) * p.dtype.itemsize for p in params)
@@ -311,7 +311,7 @@ def simulate(
         f"{units}, batch {'x'.join(map(str, shape))} a rank"
     )
     memory = replace(memory, activation=record.memory["activation"])
-    wire_ranks = groups[0].lanes if device == "cpu" else 1
+    sharing_ranks = groups[0].lanes if device == "cpu" else 1
     return Simulation(
         title=title,
         step=clock.now + optimizer,
@@ -322,10 +322,10 @@ def simulate(
         messages=clock.sent.messages,
         flops=record.flops,
         memory=memory,
-        wire_ranks=wire_ranks,
+        sharing_ranks=sharing_ranks,
         padding=whole.master * mesh[1] / held - 1,
         record=record,
-        timeline=of_clock(clock, clock.now + optimizer, memory, wire_ranks, title),
+        timeline=of_clock(clock, clock.now + optimizer, memory, sharing_ranks, title),
     )
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fsdpc.planning.simulate import Simulation
 
 #: Memory classes that are constant during a step, from the bottom of the picture up.
-HELD = ("wire", "master", "grad", "state", "reduce", "staging")
+HELD = ("unsharded", "master", "grad", "state", "reduce", "staging")
 
 
 class Span(NamedTuple):
@@ -46,7 +46,7 @@ class Activations(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """Bytes of gathered parameters in use from a given time (seconds); a part of ``wire``."""
+    """Bytes of gathered parameters in use from a given time (seconds); a part of ``unsharded``."""
 
     begin: float
     bytes: float
@@ -56,8 +56,8 @@ class Gathered(NamedTuple):
 class Timeline:
     """Rank 0's step, in seconds and bytes; shown as a picture in notebooks.
 
-    ``held`` is the bytes, by class, that are constant during the step; ``wire_ranks`` ranks on a
-    host share the wire. ``limit``, in bytes per rank including its share of the wire, is drawn as a
+    ``held`` is the bytes, by class, that are constant during the step; ``sharing_ranks`` ranks on a
+    host share the parameter buffer. ``limit``, in bytes per rank including its share of the parameter buffer, is drawn as a
     line.
     """
 
@@ -67,13 +67,13 @@ class Timeline:
     held: dict[str, int]
     activations: tuple[Activations, ...] = field(repr=False)
     gathered: tuple[Gathered, ...] = field(repr=False)
-    wire_ranks: int = 1
+    sharing_ranks: int = 1
     limit: float | None = None
 
     @property
     def shared(self) -> float:
-        """Bytes of the wire that count towards the other ranks' memory."""
-        return self.held.get("wire", 0) * (1 - 1 / self.wire_ranks)
+        """Bytes of the parameter buffer that count towards the other ranks' memory."""
+        return self.held.get("unsharded", 0) * (1 - 1 / self.sharing_ranks)
 
     @property
     def peak(self) -> int:
@@ -169,7 +169,7 @@ class Comparison:
 
 
 def of_clock(
-    clock: Clock, step: float, memory: MemoryPlan, wire_ranks: int, title: str
+    clock: Clock, step: float, memory: MemoryPlan, sharing_ranks: int, title: str
 ) -> Timeline:
     """Return the timeline of a record played by a clock.
 
@@ -179,8 +179,8 @@ def of_clock(
     step : float
         Seconds, including the optimizer's pass at the end.
     memory : MemoryPlan
-    wire_ranks : int
-        Number of ranks on a host that share the wire.
+    sharing_ranks : int
+        Number of ranks on a host that share the parameter buffer.
     title : str
     """
     record = clock.record
@@ -207,7 +207,7 @@ def of_clock(
     held = {name: getattr(memory, name) for name in HELD if getattr(memory, name)}
     return Timeline(
         title=title, step=step, spans=tuple(spans), held=held, gathered=tuple(_gathered(clock)),
-        activations=tuple(activations), wire_ranks=wire_ranks,
+        activations=tuple(activations), sharing_ranks=sharing_ranks,
     )  # fmt: skip
 
 

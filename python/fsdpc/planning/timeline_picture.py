@@ -56,7 +56,7 @@ def cells(row: Row) -> tuple[str, str, str, str]:
 
 
 def _line(each: Timeline) -> float:
-    """Return the limit for a picture that includes the whole wire, or 0 if there is no limit."""
+    """Return the limit for a picture that includes the whole parameter buffer, or 0 if there is no limit."""
     return each.limit + each.shared if each.limit else 0.0
 
 
@@ -71,7 +71,7 @@ def _milliseconds(seconds: float) -> str:
 def _one(each: Timeline, top: float, step: float, most: float, letter: str) -> list[str]:
     scale = (RIGHT - LEFT) / step
     said = f"a step takes {_milliseconds(each.step)}, and a rank holds at most {size(each.peak)}"
-    said += f", with the wire that {each.wire_ranks} ranks share" if each.shared else ""
+    said += f", with the parameter buffer that {each.sharing_ranks} ranks share" if each.shared else ""
     parts = [text(16, top + 16, letter + short(each.title, WIDTH - 40), "h", each.title),
              text(16, top + 34, f"{said} ({each.peak:,} bytes)", "f")]  # fmt: skip
     y = top + 48
@@ -169,7 +169,7 @@ def _memory(each: Timeline, top: float, scale: float, high: float) -> list[str]:
         y = bottom - _line(each) * tall
         over = each.peak - _line(each)
         says = f"limit {size(each.limit)}"
-        says += ", with a rank's share of wire" if each.shared else ""
+        says += ", with a rank's share of unsharded" if each.shared else ""
         says += f": {size(over)} too much" if over > 0 else ""
         parts += [path(f"M{LEFT} {y:.1f}H{RIGHT}", kind, says) for kind in ("y", "x")]
         near = y + 14 if y - top < 14 else y - 5
@@ -183,21 +183,21 @@ def _memory(each: Timeline, top: float, scale: float, high: float) -> list[str]:
         y += 17
     if any(g.bytes for g in each.gathered):
         parts.append(rect(RIGHT + 14, y + 2, 10, 10, "r0"))
-        parts.append(text(RIGHT + 28, y + 11, "of wire: in use"))
+        parts.append(text(RIGHT + 28, y + 11, "of unsharded: in use"))
         most = size(max(g.bytes for g in each.gathered))
         parts.append(text(WIDTH - 12, y + 27, f"at most {most}", "e f"))
     return parts
 
 
 def _gathered(each: Timeline, bottom: float, scale: float, tall: float) -> list[str]:
-    """Return the shape of the gathered parameters in use, drawn inside the wire."""
+    """Return the shape of the gathered parameters in use, drawn inside the parameter buffer."""
     if not any(g.bytes for g in each.gathered):
         return []
     points = [f"M{LEFT} {bottom:.1f}"]
     for g in each.gathered:
         points.append(f"H{LEFT + g.begin * scale:.1f}V{bottom - g.bytes * tall:.1f}")
     points.append(f"H{LEFT + each.step * scale:.1f}V{bottom:.1f}z")
-    return [path("".join(points), "r0", "whole parameters that are in use, of the wire")]
+    return [path("".join(points), "r0", "whole parameters that are in use, of the parameter buffer")]
 
 
 def _steps(each: Timeline, scale: float) -> Iterator[tuple[float, float, int]]:

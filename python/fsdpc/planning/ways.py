@@ -62,7 +62,7 @@ class Case(NamedTuple):
     device: str
     options: PlanOptions
     simulated: dict[str, Any]
-    wires: dict[str, float]
+    network: dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +176,8 @@ class Way:
             optimizer=given.get("optimizer", "adamw"), state_dtype=given.get("state_dtype"),
         ).for_device(case.device).for_hosts(case.hosts)  # fmt: skip
         lanes = groups_on_hosts(sharding.mesh, case.hosts, case.per_host)[0].lanes
-        self.shared: int = lanes if case.device == "cpu" else 1  # ranks on a host share one wire
-        self.engine: float = self.held.total - self.held.wire + self.held.wire / self.shared
+        self.shared: int = lanes if case.device == "cpu" else 1  # ranks on a host share one parameter buffer
+        self.engine: float = self.held.total - self.held.unsharded + self.held.unsharded / self.shared
 
     def choice(self, which: Any, micro: int, activation: int) -> Choice:
         """Return the choice, simulated if it fits."""
@@ -190,7 +190,7 @@ class Way:
             with _recomputing(case.model, which):
                 played = simulate(
                     case.model, (micro, case.options.seq), hosts=case.hosts,
-                    ranks_per_host=case.per_host, **case.wires,
+                    ranks_per_host=case.per_host, **case.network,
                     **{**case.simulated, "strategy": strategy, "mesh": mesh,
                        "offload_policy": offload, "accumulate": accumulate},
                 )  # fmt: skip
@@ -202,7 +202,7 @@ class Way:
 
 
 def _too_much(held: MemoryPlan, shared: int, activation: int) -> str:
-    parts = {"wire": held.wire / shared, "master": held.master, "grad": held.grad,
+    parts = {"unsharded": held.unsharded / shared, "master": held.master, "grad": held.grad,
              "state": held.state, "reduce": held.reduce, "activation": activation}  # fmt: skip
     largest = sorted(parts, key=lambda name: -parts[name])[:2]
     return "does not fit: " + " and ".join(f"{size(parts[n])} of {n}" for n in largest)

@@ -368,7 +368,7 @@ class UnitState:
         self.give_memory(i)
 
     def bind(self, root: Root) -> None:
-        """Create the fulls, once the wire exists."""
+        """Create the fulls, once the parameter buffer exists."""
         self.root = root
         with torch.inference_mode(False), torch.no_grad():
             flats = _core.unit_memory(self.unit, "full")

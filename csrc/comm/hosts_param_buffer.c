@@ -1,6 +1,6 @@
-/* Wires, epochs and buffers over several hosts.
+/* Parameter buffers, epochs and buffers over several hosts.
  *
- * A host has one copy of the weights: its ranks share the wire, and gathers bring other hosts' rows
+ * A host has one copy of the weights: its ranks share the parameter buffer, and gathers bring other hosts' rows
  * into it.  Ranks thus publish, read and arrive as on one host.
  *
  * An epoch is one message in each direction.  When all ranks of the host have arrived, each lane
@@ -13,50 +13,50 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-static void wire_free(fsdpc_hosts_wire *wire)
+static void param_buffer_free(fsdpc_hosts_param_buffer *param_buffer)
 {
-    if (!wire)
+    if (!param_buffer)
         return;
-    fsdpc_wire_destroy(wire->host);
-    free(wire->notes);
-    free(wire->ops);
-    free(wire->rows);
-    free(wire);
+    fsdpc_param_buffer_destroy(param_buffer->host);
+    free(param_buffer->notes);
+    free(param_buffer->ops);
+    free(param_buffer->rows);
+    free(param_buffer);
 }
 
-fsdpc_status fsdpc_hosts_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
-                                     fsdpc_wire **out)
+fsdpc_status fsdpc_hosts_param_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
+                                             fsdpc_param_buffer **out)
 {
     fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
     FSDPC_TRY(fsdpc_comm_health(comm));
-    fsdpc_hosts_wire *wire = calloc(1, sizeof *wire);
+    fsdpc_hosts_param_buffer *param_buffer = calloc(1, sizeof *param_buffer);
     size_t n = (size_t)self->n_hosts;
     fsdpc_status status = FSDPC_OK;
-    if (wire) {
-        wire->notes = calloc(n, sizeof *wire->notes);
-        wire->ops = calloc(2 * n, sizeof *wire->ops);
+    if (param_buffer) {
+        param_buffer->notes = calloc(n, sizeof *param_buffer->notes);
+        param_buffer->ops = calloc(2 * n, sizeof *param_buffer->ops);
     }
-    if (!wire || !wire->notes || !wire->ops)
-        status = fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a wire");
+    if (!param_buffer || !param_buffer->notes || !param_buffer->ops)
+        status = fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a parameter buffer");
     if (status == FSDPC_OK)
-        status = fsdpc_wire_create_in(self->host, bytes, tier, &wire->host);
-    status = fsdpc_comm_agree(comm, status, "wire_create");
+        status = fsdpc_param_buffer_create_in(self->host, bytes, tier, &param_buffer->host);
+    status = fsdpc_comm_agree(comm, status, "param_buffer_create");
     if (status != FSDPC_OK) {
-        wire_free(wire);
+        param_buffer_free(param_buffer);
         return status;
     }
-    wire->base = (fsdpc_wire){.comm = comm,
-                              .bytes = bytes,
-                              .memfd = wire->host->memfd,
-                              .read = wire->host->read,
-                              .write = wire->host->write};
-    *out = &wire->base;
+    param_buffer->base = (fsdpc_param_buffer){.comm = comm,
+                                              .bytes = bytes,
+                                              .memfd = param_buffer->host->memfd,
+                                              .read = param_buffer->host->read,
+                                              .write = param_buffer->host->write};
+    *out = &param_buffer->base;
     return FSDPC_OK;
 }
 
-void fsdpc_hosts_wire_destroy(fsdpc_wire *wire)
+void fsdpc_hosts_param_buffer_destroy(fsdpc_param_buffer *param_buffer)
 {
-    wire_free((fsdpc_hosts_wire *)wire);
+    param_buffer_free((fsdpc_hosts_param_buffer *)param_buffer);
 }
 
 /* Also reports a failure of the host's communicator to the other hosts. */
@@ -67,62 +67,62 @@ static fsdpc_status of_host(fsdpc_hosts_comm *self, fsdpc_status status)
 
 /* ---- Epochs ---- */
 
-fsdpc_status fsdpc_hosts_epoch_arrive(fsdpc_wire *base, const fsdpc_epoch_note *mine)
+fsdpc_status fsdpc_hosts_epoch_arrive(fsdpc_param_buffer *base, const fsdpc_epoch_note *mine)
 {
-    fsdpc_hosts_wire *wire = (fsdpc_hosts_wire *)base;
+    fsdpc_hosts_param_buffer *param_buffer = (fsdpc_hosts_param_buffer *)base;
     fsdpc_hosts_comm *self = fsdpc_hosts_of(base->comm);
     FSDPC_TRY(fsdpc_comm_health(&self->base));
-    wire->host->kind_text = base->kind_text;
-    FSDPC_TRY(of_host(self, fsdpc_wire_arrive(wire->host, mine)));
-    base->epoch = wire->host->epoch;
-    wire->sequence = self->posted++;
-    wire->note = *mine;
-    wire->sent = false;
+    param_buffer->host->kind_text = base->kind_text;
+    FSDPC_TRY(of_host(self, fsdpc_param_buffer_arrive(param_buffer->host, mine)));
+    base->epoch = param_buffer->host->epoch;
+    param_buffer->sequence = self->posted++;
+    param_buffer->note = *mine;
+    param_buffer->sent = false;
     return FSDPC_OK;
 }
 
-static fsdpc_status exchange(fsdpc_hosts_comm *self, fsdpc_hosts_wire *wire)
+static fsdpc_status exchange(fsdpc_hosts_comm *self, fsdpc_hosts_param_buffer *param_buffer)
 {
-    fsdpc_hosts_note *mine = &wire->notes[self->this_host];
-    *mine = (fsdpc_hosts_note){.note = wire->note, .epoch = wire->base.epoch};
+    fsdpc_hosts_note *mine = &param_buffer->notes[self->this_host];
+    *mine = (fsdpc_hosts_note){.note = param_buffer->note, .epoch = param_buffer->base.epoch};
     for (int h = 0; h < self->n_hosts; h++) {
-        uint32_t tag = fsdpc_hosts_tag(self, wire->sequence, 0);
+        uint32_t tag = fsdpc_hosts_tag(self, param_buffer->sequence, 0);
         if (h == self->this_host)
             continue;
-        FSDPC_TRY(fsdpc_link_receive(self->link, self->peers[h], tag, &wire->notes[h], sizeof *mine,
-                                     &wire->ops[2 * h]));
+        FSDPC_TRY(fsdpc_link_receive(self->link, self->peers[h], tag, &param_buffer->notes[h],
+                                     sizeof *mine, &param_buffer->ops[2 * h]));
         FSDPC_TRY(fsdpc_link_send(self->link, self->peers[h], tag, mine, sizeof *mine,
-                                  &wire->ops[2 * h + 1]));
+                                  &param_buffer->ops[2 * h + 1]));
     }
-    wire->sent = true;
+    param_buffer->sent = true;
     return FSDPC_OK;
 }
 
-static void note_text(const fsdpc_hosts_wire *wire, int host, const fsdpc_hosts_note *note,
-                      char *text, size_t bytes)
+static void note_text(const fsdpc_hosts_param_buffer *param_buffer, int host,
+                      const fsdpc_hosts_note *note, char *text, size_t bytes)
 {
-    const fsdpc_hosts_comm *self = fsdpc_hosts_of(wire->base.comm);
+    const fsdpc_hosts_comm *self = fsdpc_hosts_of(param_buffer->base.comm);
     char kind[64];
     snprintf(kind, sizeof kind, "something of kind %u", note->note.kind);
     snprintf(text, bytes, "rank %d begins epoch %llu by %s, unit %d, after %llu steps",
              self->peers[host], (unsigned long long)note->epoch,
-             wire->base.kind_text ? wire->base.kind_text(note->note.kind) : kind, note->note.unit,
-             (unsigned long long)note->note.steps);
+             param_buffer->base.kind_text ? param_buffer->base.kind_text(note->note.kind) : kind,
+             note->note.unit, (unsigned long long)note->note.steps);
 }
 
-static fsdpc_status join(const fsdpc_hosts_wire *wire, fsdpc_epoch_note *all_out)
+static fsdpc_status join(const fsdpc_hosts_param_buffer *param_buffer, fsdpc_epoch_note *all_out)
 {
-    const fsdpc_hosts_comm *self = fsdpc_hosts_of(wire->base.comm);
-    const fsdpc_hosts_note *first = &wire->notes[0];
+    const fsdpc_hosts_comm *self = fsdpc_hosts_of(param_buffer->base.comm);
+    const fsdpc_hosts_note *first = &param_buffer->notes[0];
     fsdpc_epoch_note all = first->note;
     int holder = -1, changer = -1;
     for (int h = 0; h < self->n_hosts; h++) {
-        const fsdpc_hosts_note *note = &wire->notes[h];
+        const fsdpc_hosts_note *note = &param_buffer->notes[h];
         if (note->epoch != first->epoch || note->note.kind != first->note.kind ||
             note->note.unit != first->note.unit || note->note.steps != first->note.steps) {
             char a[192], b[192];
-            note_text(wire, 0, first, a, sizeof a);
-            note_text(wire, h, note, b, sizeof b);
+            note_text(param_buffer, 0, first, a, sizeof a);
+            note_text(param_buffer, h, note, b, sizeof b);
             return fsdpc_fail(
                 FSDPC_ERR_MISMATCH,
                 "ranks disagree: %s, %s; every rank must call the same units and take "
@@ -142,46 +142,47 @@ static fsdpc_status join(const fsdpc_hosts_wire *wire, fsdpc_epoch_note *all_out
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_hosts_epoch_test(fsdpc_wire *base, fsdpc_epoch_note *all_out)
+fsdpc_status fsdpc_hosts_epoch_test(fsdpc_param_buffer *base, fsdpc_epoch_note *all_out)
 {
-    fsdpc_hosts_wire *wire = (fsdpc_hosts_wire *)base;
+    fsdpc_hosts_param_buffer *param_buffer = (fsdpc_hosts_param_buffer *)base;
     fsdpc_hosts_comm *self = fsdpc_hosts_of(base->comm);
     FSDPC_TRY(fsdpc_hosts_progress(self));
-    if (!wire->sent) {
-        fsdpc_status status = wire->host->comm->ops->epoch_test(wire->host, &wire->note);
+    if (!param_buffer->sent) {
+        fsdpc_status status =
+            param_buffer->host->comm->ops->epoch_test(param_buffer->host, &param_buffer->note);
         if (status == FSDPC_ERR_STATE) /* held and changed on this host: all hosts must be told */
-            wire->note.bits |= FSDPC_EPOCH_HELD | FSDPC_EPOCH_CHANGED;
+            param_buffer->note.bits |= FSDPC_EPOCH_HELD | FSDPC_EPOCH_CHANGED;
         else
             FSDPC_TRY(of_host(self, status));
-        FSDPC_TRY(exchange(self, wire));
+        FSDPC_TRY(exchange(self, param_buffer));
     }
     for (int i = 0; i < 2 * self->n_hosts; i++) {
-        fsdpc_status status = fsdpc_link_test(&wire->ops[i]);
+        fsdpc_status status = fsdpc_link_test(&param_buffer->ops[i]);
         if (status < 0)
             return fsdpc_comm_poison(base->comm, status);
         FSDPC_TRY(status);
     }
-    fsdpc_status status = join(wire, all_out);
+    fsdpc_status status = join(param_buffer, all_out);
     if (status == FSDPC_ERR_MISMATCH)
         return fsdpc_comm_poison(base->comm, status);
     FSDPC_TRY(status);
     if (all_out->bits & FSDPC_EPOCH_CHANGED)
-        wire->generation++;
+        param_buffer->generation++;
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_hosts_epoch_publish(fsdpc_wire *base)
+fsdpc_status fsdpc_hosts_epoch_copied_in(fsdpc_param_buffer *base)
 {
     return of_host(fsdpc_hosts_of(base->comm),
-                   fsdpc_wire_publish(((fsdpc_hosts_wire *)base)->host));
+                   fsdpc_param_buffer_copied_in(((fsdpc_hosts_param_buffer *)base)->host));
 }
 
-fsdpc_status fsdpc_hosts_epoch_published(fsdpc_wire *base)
+fsdpc_status fsdpc_hosts_epoch_copy_in_test(fsdpc_param_buffer *base)
 {
     fsdpc_hosts_comm *self = fsdpc_hosts_of(base->comm);
-    fsdpc_wire *host = ((fsdpc_hosts_wire *)base)->host;
+    fsdpc_param_buffer *host = ((fsdpc_hosts_param_buffer *)base)->host;
     FSDPC_TRY(fsdpc_hosts_progress(self));
-    return of_host(self, host->comm->ops->epoch_published(host));
+    return of_host(self, host->comm->ops->epoch_copy_in_test(host));
 }
 
 /* ---- Buffers ---- */

@@ -1,4 +1,4 @@
-/* Wires and epochs.
+/* Parameter buffers and epochs.
  *
  * The group has one memfd or file: data, then a cache line of words per rank.  Every rank maps it
  * twice, read-only for the modules and writable for its own slices and words.  Threads share one
@@ -12,7 +12,7 @@
  * exception in user code) and continued without its peers.  A rank still waiting in the old epoch
  * finds it two epochs ahead, or ahead without having published, and reports it.
  */
-#include "comm/shm_wire.h"
+#include "comm/shm_param_buffer.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -24,11 +24,11 @@
 
 /* ---- Create and destroy ---- */
 
-static fsdpc_status wire_bytes(const fsdpc_shm_comm *self, size_t bytes, size_t *data_out,
-                               size_t *all_out)
+static fsdpc_status param_buffer_bytes(const fsdpc_shm_comm *self, size_t bytes, size_t *data_out,
+                                       size_t *all_out)
 {
     *data_out = fsdpc_shm_page_round(bytes);
-    return fsdpc_add_size(*data_out, (size_t)self->base.size * sizeof(fsdpc_shm_wire_words),
+    return fsdpc_add_size(*data_out, (size_t)self->base.size * sizeof(fsdpc_shm_param_buffer_words),
                           all_out);
 }
 
@@ -37,7 +37,8 @@ static fsdpc_status create_segment(const fsdpc_shm_comm *self, fsdpc_tier *tier,
                                    fsdpc_shm_segment **out)
 {
     if (!tier)
-        return fsdpc_shm_segment_create("fsdpc wire", bytes, !self->world->threads, out);
+        return fsdpc_shm_segment_create("fsdpc parameter buffer", bytes, !self->world->threads,
+                                        out);
     if (self->world->threads)
         return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "params on a disk between threads");
     int fd;
@@ -45,84 +46,86 @@ static fsdpc_status create_segment(const fsdpc_shm_comm *self, fsdpc_tier *tier,
     return fsdpc_shm_segment_adopt(fd, bytes, out);
 }
 
-static fsdpc_status share(fsdpc_shm_comm *self, fsdpc_shm_wire *wire, uint64_t tag)
+static fsdpc_status share(fsdpc_shm_comm *self, fsdpc_shm_param_buffer *param_buffer, uint64_t tag)
 {
     size_t data_bytes = 0, all_bytes = 0;
-    FSDPC_TRY(wire_bytes(self, wire->base.bytes, &data_bytes, &all_bytes));
+    FSDPC_TRY(param_buffer_bytes(self, param_buffer->base.bytes, &data_bytes, &all_bytes));
     fsdpc_status status = FSDPC_OK;
     if (self->base.rank == 0) {
-        status = create_segment(self, wire->tier, all_bytes, &wire->segment);
-        FSDPC_KEEP_FIRST(status, fsdpc_shm_give_all(self, tag, wire->segment, status));
+        status = create_segment(self, param_buffer->tier, all_bytes, &param_buffer->segment);
+        FSDPC_KEEP_FIRST(status, fsdpc_shm_give_all(self, tag, param_buffer->segment, status));
         FSDPC_KEEP_FIRST(status, fsdpc_shm_given_all(self));
     } else {
-        status = fsdpc_shm_take_from(self, 0, tag, all_bytes, &wire->segment);
+        status = fsdpc_shm_take_from(self, 0, tag, all_bytes, &param_buffer->segment);
     }
-    if (status != FSDPC_OK || !wire->segment)
+    if (status != FSDPC_OK || !param_buffer->segment)
         return status; /* the agreement reports rank 0's failure */
-    status = fsdpc_shm_segment_map(wire->segment, true);
-    FSDPC_KEEP_FIRST(status, fsdpc_shm_segment_map(wire->segment, false));
+    status = fsdpc_shm_segment_map(param_buffer->segment, true);
+    FSDPC_KEEP_FIRST(status, fsdpc_shm_segment_map(param_buffer->segment, false));
     if (status != FSDPC_OK)
         return status;
-    if (wire->segment->fd >= 0 && !wire->segment->file)
-        wire->base.memfd = wire->segment->fd;
+    if (param_buffer->segment->fd >= 0 && !param_buffer->segment->file)
+        param_buffer->base.memfd = param_buffer->segment->fd;
     else
-        fsdpc_shm_segment_close_fd(wire->segment);
-    wire->base.read = wire->segment->readable;
-    wire->base.write = wire->segment->writable;
-    wire->words = (fsdpc_shm_wire_words *)(void *)(wire->segment->writable + data_bytes);
+        fsdpc_shm_segment_close_fd(param_buffer->segment);
+    param_buffer->base.read = param_buffer->segment->readable;
+    param_buffer->base.write = param_buffer->segment->writable;
+    param_buffer->words =
+        (fsdpc_shm_param_buffer_words *)(void *)(param_buffer->segment->writable + data_bytes);
     return FSDPC_OK;
 }
 
 /* Counts its bytes, as memory or as a file. */
-static void count(const fsdpc_shm_wire *wire, int64_t bytes)
+static void count(const fsdpc_shm_param_buffer *param_buffer, int64_t bytes)
 {
-    const fsdpc_comm *comm = wire->base.comm;
-    if (comm->rank == 0 && wire->tier)
-        fsdpc_tier_count_file(wire->tier, bytes);
+    const fsdpc_comm *comm = param_buffer->base.comm;
+    if (comm->rank == 0 && param_buffer->tier)
+        fsdpc_tier_count_file(param_buffer->tier, bytes);
     else if (comm->rank == 0)
-        fsdpc_mem_count(comm->device->mem, FSDPC_MEM_WIRE, bytes);
+        fsdpc_mem_count(comm->device->mem, FSDPC_MEM_UNSHARDED, bytes);
 }
 
-fsdpc_status fsdpc_shm_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
-                                   fsdpc_wire **out)
+fsdpc_status fsdpc_shm_param_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
+                                           fsdpc_param_buffer **out)
 {
     fsdpc_shm_comm *self = fsdpc_shm_of(comm);
     uint64_t tag = 0;
-    FSDPC_TRY(fsdpc_shm_creation_begin(self, "wire_create", bytes, &tag));
-    fsdpc_shm_wire *wire = calloc(1, sizeof *wire);
-    if (!wire)
-        return fsdpc_fail_errno("no memory for a wire");
-    wire->base = (fsdpc_wire){.comm = comm, .bytes = bytes};
-    wire->id = self->creations;
-    wire->tier = tier;
-    fsdpc_status status = fsdpc_comm_agree(comm, share(self, wire, tag), "wire_create");
+    FSDPC_TRY(fsdpc_shm_creation_begin(self, "param_buffer_create", bytes, &tag));
+    fsdpc_shm_param_buffer *param_buffer = calloc(1, sizeof *param_buffer);
+    if (!param_buffer)
+        return fsdpc_fail_errno("no memory for a parameter buffer");
+    param_buffer->base = (fsdpc_param_buffer){.comm = comm, .bytes = bytes};
+    param_buffer->id = self->creations;
+    param_buffer->tier = tier;
+    fsdpc_status status =
+        fsdpc_comm_agree(comm, share(self, param_buffer, tag), "param_buffer_create");
     if (status != FSDPC_OK) {
-        fsdpc_shm_segment_release(wire->segment);
-        free(wire);
+        fsdpc_shm_segment_release(param_buffer->segment);
+        free(param_buffer);
         return status;
     }
     if (tier)
         fsdpc_tier_acquire(tier);
-    count(wire, (int64_t)bytes);
-    wire->next = self->wires;
-    self->wires = wire;
-    *out = &wire->base;
+    count(param_buffer, (int64_t)bytes);
+    param_buffer->next = self->param_buffers;
+    self->param_buffers = param_buffer;
+    *out = &param_buffer->base;
     return FSDPC_OK;
 }
 
-void fsdpc_shm_wire_destroy(fsdpc_wire *base)
+void fsdpc_shm_param_buffer_destroy(fsdpc_param_buffer *base)
 {
-    fsdpc_shm_wire *wire = (fsdpc_shm_wire *)base;
+    fsdpc_shm_param_buffer *param_buffer = (fsdpc_shm_param_buffer *)base;
     fsdpc_shm_comm *self = fsdpc_shm_of(base->comm);
-    fsdpc_shm_wire **link = &self->wires;
-    while (*link && *link != wire)
+    fsdpc_shm_param_buffer **link = &self->param_buffers;
+    while (*link && *link != param_buffer)
         link = &(*link)->next;
     if (*link)
-        *link = wire->next;
-    count(wire, -(int64_t)base->bytes);
-    fsdpc_shm_segment_release(wire->segment);
-    fsdpc_tier_release(wire->tier);
-    free(wire);
+        *link = param_buffer->next;
+    count(param_buffer, -(int64_t)base->bytes);
+    fsdpc_shm_segment_release(param_buffer->segment);
+    fsdpc_tier_release(param_buffer->tier);
+    free(param_buffer);
 }
 
 /* ---- Epochs ---- */
@@ -141,7 +144,7 @@ static uint64_t load(const _Atomic uint64_t *word)
     return atomic_load_explicit(word, memory_order_acquire);
 }
 
-static fsdpc_epoch_note note_of(const fsdpc_shm_wire_words *words, uint64_t epoch)
+static fsdpc_epoch_note note_of(const fsdpc_shm_param_buffer_words *words, uint64_t epoch)
 {
     uint64_t bits_kind =
         atomic_load_explicit(&words->note[epoch & 1].bits_kind, memory_order_relaxed);
@@ -153,13 +156,13 @@ static fsdpc_epoch_note note_of(const fsdpc_shm_wire_words *words, uint64_t epoc
     };
 }
 
-fsdpc_status fsdpc_shm_epoch_arrive(fsdpc_wire *base, const fsdpc_epoch_note *mine)
+fsdpc_status fsdpc_shm_epoch_arrive(fsdpc_param_buffer *base, const fsdpc_epoch_note *mine)
 {
-    fsdpc_shm_wire *wire = (fsdpc_shm_wire *)base;
+    fsdpc_shm_param_buffer *param_buffer = (fsdpc_shm_param_buffer *)base;
     fsdpc_shm_comm *self = fsdpc_shm_of(base->comm);
     FSDPC_TRY(fsdpc_shm_health(self));
     uint64_t epoch = ++base->epoch;
-    fsdpc_shm_wire_words *words = &wire->words[self->base.rank];
+    fsdpc_shm_param_buffer_words *words = &param_buffer->words[self->base.rank];
     atomic_store_explicit(&words->note[epoch & 1].bits_kind,
                           mine->bits | (uint64_t)mine->kind << 32, memory_order_relaxed);
     atomic_store_explicit(&words->note[epoch & 1].unit, (uint64_t)(uint32_t)mine->unit,
@@ -183,13 +186,14 @@ static fsdpc_status abandoned(fsdpc_shm_comm *self, int rank, uint64_t epoch, ui
     return fsdpc_shm_fail(self, FSDPC_ERR_PEER);
 }
 
-/* Detects a rank that has not arrived here but has begun another wire's epoch that we have not:
+/* Detects a rank that has not arrived here but has begun another parameter buffer's epoch that we have not:
  * each would wait for the other.  (Checks again that it has not arrived here first.) */
-static fsdpc_status crossed_check(const fsdpc_shm_wire *wire, int rank, uint64_t epoch)
+static fsdpc_status crossed_check(const fsdpc_shm_param_buffer *param_buffer, int rank,
+                                  uint64_t epoch)
 {
-    fsdpc_shm_comm *self = fsdpc_shm_of(wire->base.comm);
-    const fsdpc_shm_wire *other = fsdpc_shm_wire_ahead(self, rank);
-    if (!other || other == wire || load(&wire->words[rank].arrived) >= epoch)
+    fsdpc_shm_comm *self = fsdpc_shm_of(param_buffer->base.comm);
+    const fsdpc_shm_param_buffer *other = fsdpc_shm_param_buffer_ahead(self, rank);
+    if (!other || other == param_buffer || load(&param_buffer->words[rank].arrived) >= epoch)
         return FSDPC_OK;
     char theirs[192], ours[192];
     fsdpc_shm_world_where(self->world, self->members[rank], theirs, sizeof theirs);
@@ -201,26 +205,27 @@ static fsdpc_status crossed_check(const fsdpc_shm_wire *wire, int rank, uint64_t
     return fsdpc_shm_fail(self, FSDPC_ERR_MISMATCH);
 }
 
-static void note_text(const fsdpc_shm_wire *wire, int rank, const fsdpc_epoch_note *note,
-                      char *text, size_t bytes)
+static void note_text(const fsdpc_shm_param_buffer *param_buffer, int rank,
+                      const fsdpc_epoch_note *note, char *text, size_t bytes)
 {
-    const fsdpc_shm_comm *self = fsdpc_shm_of(wire->base.comm);
+    const fsdpc_shm_comm *self = fsdpc_shm_of(param_buffer->base.comm);
     char where[192], kind[64];
     fsdpc_shm_world_where(self->world, self->members[rank], where, sizeof where);
     snprintf(kind, sizeof kind, "something of kind %u", note->kind);
     snprintf(text, bytes, "rank %d begins one by %s, unit %d, after %llu steps%s%s%s",
              fsdpc_shm_name(self, rank),
-             wire->base.kind_text ? wire->base.kind_text(note->kind) : kind, note->unit,
-             (unsigned long long)note->steps, where[0] ? " (" : "", where, where[0] ? ")" : "");
+             param_buffer->base.kind_text ? param_buffer->base.kind_text(note->kind) : kind,
+             note->unit, (unsigned long long)note->steps, where[0] ? " (" : "", where,
+             where[0] ? ")" : "");
 }
 
-static fsdpc_status notes_differ(const fsdpc_shm_wire *wire, uint64_t epoch, int rank,
-                                 const fsdpc_epoch_note *a, const fsdpc_epoch_note *b)
+static fsdpc_status notes_differ(const fsdpc_shm_param_buffer *param_buffer, uint64_t epoch,
+                                 int rank, const fsdpc_epoch_note *a, const fsdpc_epoch_note *b)
 {
-    fsdpc_shm_comm *self = fsdpc_shm_of(wire->base.comm);
+    fsdpc_shm_comm *self = fsdpc_shm_of(param_buffer->base.comm);
     char first[384], second[384];
-    note_text(wire, 0, a, first, sizeof first);
-    note_text(wire, rank, b, second, sizeof second);
+    note_text(param_buffer, 0, a, first, sizeof first);
+    note_text(param_buffer, rank, b, second, sizeof second);
     fsdpc_fail(FSDPC_ERR_MISMATCH,
                "ranks disagree in epoch %llu: %s, %s; every rank must call the same units and take "
                "the same optimizer steps",
@@ -236,27 +241,27 @@ static fsdpc_status held_and_changed(int holder, int changer)
                       changer, holder);
 }
 
-fsdpc_status fsdpc_shm_epoch_test(fsdpc_wire *base, fsdpc_epoch_note *all_out)
+fsdpc_status fsdpc_shm_epoch_test(fsdpc_param_buffer *base, fsdpc_epoch_note *all_out)
 {
-    fsdpc_shm_wire *wire = (fsdpc_shm_wire *)base;
+    fsdpc_shm_param_buffer *param_buffer = (fsdpc_shm_param_buffer *)base;
     fsdpc_shm_comm *self = fsdpc_shm_of(base->comm);
     uint64_t epoch = base->epoch;
     FSDPC_TRY(fsdpc_comm_health(&self->base));
     for (int p = 0; p < self->base.size; p++) {
-        if (load(&wire->words[p].arrived) < epoch) {
-            FSDPC_TRY(crossed_check(wire, p, epoch));
-            self->late =
-                (fsdpc_shm_late){.kind = FSDPC_SHM_LATE_ARRIVED, .object = wire, .target = epoch};
+        if (load(&param_buffer->words[p].arrived) < epoch) {
+            FSDPC_TRY(crossed_check(param_buffer, p, epoch));
+            self->late = (fsdpc_shm_late){
+                .kind = FSDPC_SHM_LATE_ARRIVED, .object = param_buffer, .target = epoch};
             return still_waiting(self);
         }
     }
-    fsdpc_epoch_note first = note_of(&wire->words[0], epoch);
+    fsdpc_epoch_note first = note_of(&param_buffer->words[0], epoch);
     uint32_t bits = 0;
     int holder = -1, changer = -1, other = -1;
     fsdpc_epoch_note different = {0};
     for (int p = 0; p < self->base.size; p++) {
-        fsdpc_epoch_note note = note_of(&wire->words[p], epoch);
-        uint64_t arrived = load(&wire->words[p].arrived);
+        fsdpc_epoch_note note = note_of(&param_buffer->words[p], epoch);
+        uint64_t arrived = load(&param_buffer->words[p].arrived);
         if (arrived > epoch + 1)
             return abandoned(self, p, epoch, arrived); /* rank p has overwritten its note */
         bits |= note.bits;
@@ -269,7 +274,7 @@ fsdpc_status fsdpc_shm_epoch_test(fsdpc_wire *base, fsdpc_epoch_note *all_out)
         }
     }
     if (other >= 0)
-        return notes_differ(wire, epoch, other, &first, &different);
+        return notes_differ(param_buffer, epoch, other, &first, &different);
     if (holder >= 0 && changer >= 0)
         return held_and_changed(fsdpc_shm_name(self, holder), fsdpc_shm_name(self, changer));
     first.bits = bits;
@@ -277,32 +282,32 @@ fsdpc_status fsdpc_shm_epoch_test(fsdpc_wire *base, fsdpc_epoch_note *all_out)
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_shm_epoch_publish(fsdpc_wire *base)
+fsdpc_status fsdpc_shm_epoch_copied_in(fsdpc_param_buffer *base)
 {
-    fsdpc_shm_wire *wire = (fsdpc_shm_wire *)base;
+    fsdpc_shm_param_buffer *param_buffer = (fsdpc_shm_param_buffer *)base;
     fsdpc_shm_comm *self = fsdpc_shm_of(base->comm);
     FSDPC_TRY(fsdpc_shm_health(self));
-    /* release: comes after writing our slices; acquire in epoch_published. */
-    atomic_store_explicit(&wire->words[self->base.rank].published, base->epoch,
+    /* release: comes after writing our slices; acquire in epoch_copy_in_test. */
+    atomic_store_explicit(&param_buffer->words[self->base.rank].copied_in, base->epoch,
                           memory_order_release);
     fsdpc_shm_wake(self->bell);
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_shm_epoch_published(fsdpc_wire *base)
+fsdpc_status fsdpc_shm_epoch_copy_in_test(fsdpc_param_buffer *base)
 {
-    fsdpc_shm_wire *wire = (fsdpc_shm_wire *)base;
+    fsdpc_shm_param_buffer *param_buffer = (fsdpc_shm_param_buffer *)base;
     fsdpc_shm_comm *self = fsdpc_shm_of(base->comm);
     uint64_t epoch = base->epoch;
     FSDPC_TRY(fsdpc_comm_health(&self->base));
     for (int p = 0; p < self->base.size; p++) {
-        if (load(&wire->words[p].published) >= epoch)
+        if (load(&param_buffer->words[p].copied_in) >= epoch)
             continue;
-        uint64_t arrived = load(&wire->words[p].arrived);
-        if (arrived > epoch && load(&wire->words[p].published) < epoch)
+        uint64_t arrived = load(&param_buffer->words[p].arrived);
+        if (arrived > epoch && load(&param_buffer->words[p].copied_in) < epoch)
             return abandoned(self, p, epoch, arrived);
-        self->late =
-            (fsdpc_shm_late){.kind = FSDPC_SHM_LATE_PUBLISHED, .object = wire, .target = epoch};
+        self->late = (fsdpc_shm_late){
+            .kind = FSDPC_SHM_LATE_PUBLISHED, .object = param_buffer, .target = epoch};
         return still_waiting(self);
     }
     return FSDPC_OK;
