@@ -24,7 +24,7 @@
     X(watch_address, text, "FSDPC_WATCH_ADDRESS", "", 0, 0,                                        \
       "address for that, if not one that rank 0 finds")                                            \
     X(no_alias, flag, "FSDPC_NO_ALIAS", 0, 0, 1,                                                   \
-      "private, protected memory for fulls (finds reads after reshard)")                           \
+      "private, protected memory for unsharded parameters (finds reads after reshard)")            \
     X(threads, integer, "FSDPC_THREADS", 0, 0, 4096,                                               \
       "threads of a rank; 0 means OMP_NUM_THREADS, else cores / ranks")                            \
     X(isa, text, "FSDPC_ISA", "auto", 0, 0,                                                        \

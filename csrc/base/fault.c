@@ -96,10 +96,13 @@ static void describe(const slot *found, uintptr_t address, int signum, deed how)
     static const char *const verbs[] = {
         [DEED_UNKNOWN] = "read or wrote", [DEED_READ] = "read", [DEED_WRITE] = "wrote to"};
     static const char *const advice[] = {
-        [DEED_UNKNOWN] = "fulls are read-only, and exist between unshard and reshard only",
-        [DEED_READ] = ("which is sharded: its full exists only inside the unit's forward and "
-                       "backward, or between unshard() and reshard()"),
-        [DEED_WRITE] = "whose full is read-only: change its own rows (.local), or a copy"};
+        [DEED_UNKNOWN] =
+            "unsharded parameters are read-only, and exist between unshard and reshard only",
+        [DEED_READ] =
+            ("which is sharded: its unsharded parameters exist only inside the unit's forward and "
+             "backward, or between unshard() and reshard()"),
+        [DEED_WRITE] =
+            "whose unsharded parameters are read-only: change its own rows (.local), or a copy"};
     const fsdpc_fault_range *range = &found->range;
     const char *name = range->name ? range->name(range->owner, (const void *)address) : NULL;
     line out = {.used = 0};

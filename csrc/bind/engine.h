@@ -1,6 +1,6 @@
 /* The engine's Python types: Comm, Unit, Optimizer, and functions over them.
  *
- * Lifetimes.  A tensor over a unit's memory (a full, an exported piece) may outlive all of the
+ * Lifetimes.  A tensor over a unit's memory (an unsharded parameter, an exported piece) may outlive all of the
  * model's Python objects.  C therefore counts references to units and roots (fsdpc_unit_ref,
  * fsdpc_root_ref).  A unit lives while a Unit object, a tensor over it or a boundary on the tape
  * refers to it.  A root's units are freed together, when the last reference is released.

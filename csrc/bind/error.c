@@ -53,9 +53,9 @@ PyObject *fsdpc_py_raise(fsdpc_status status)
     return NULL;
 }
 
-static int add_exception(PyObject *module, const char *name, const char *full, const char *doc)
+static int add_exception(PyObject *module, const char *name, const char *unsharded, const char *doc)
 {
-    PyObject *exception = PyErr_NewExceptionWithDoc(full, doc, PyExc_RuntimeError, NULL);
+    PyObject *exception = PyErr_NewExceptionWithDoc(unsharded, doc, PyExc_RuntimeError, NULL);
     int result = exception ? PyModule_AddObjectRef(module, name, exception) : -1;
     Py_XDECREF(exception);
     return result;

@@ -102,7 +102,7 @@ fsdpc_status fsdpc_coll_combine(fsdpc_red red, fsdpc_dtype dtype, const void *co
 size_t fsdpc_coll_part(const fsdpc_coll *op, const fsdpc_slice *slice, int rank, size_t *first_out)
 {
     bool all = op->kind == FSDPC_COLL_REDUCE_ALL, even = !all && slice->owner < 0;
-    *first_out = slice->full_offset + (even ? (size_t)rank * slice->numel : 0);
+    *first_out = slice->unsharded_offset + (even ? (size_t)rank * slice->numel : 0);
     return all || even || slice->owner == rank ? slice->numel : 0;
 }
 

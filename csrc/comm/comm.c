@@ -294,9 +294,9 @@ static fsdpc_status slices_check(const fsdpc_comm *comm, const fsdpc_coll *op)
     size_t element = fsdpc_dtype_bytes(op->dtype);
     size_t room = op->kind == FSDPC_COLL_GATHER ? op->param_buffer->bytes : op->buffer->bytes;
     if (op->offset > room)
-        return bad_op(op, "the full begins beyond its memory");
+        return bad_op(op, "the unsharded elements begin beyond their memory");
     if (op->offset % element)
-        return bad_op(op, "the full does not begin at a multiple of its element");
+        return bad_op(op, "the unsharded elements do not begin at a multiple of their size");
     size_t room_numel = (room - op->offset) / element;
     for (size_t i = 0; i < op->n_slices; i++) {
         const fsdpc_slice *slice = &op->slices[i];
@@ -306,9 +306,9 @@ static fsdpc_status slices_check(const fsdpc_comm *comm, const fsdpc_coll *op)
             return bad_op(op, "a slice's owner is no rank of this group");
         if (!once)
             FSDPC_TRY(fsdpc_mul_size(numel, (size_t)comm->size, &numel));
-        FSDPC_TRY(fsdpc_add_size(slice->full_offset, numel, &end));
+        FSDPC_TRY(fsdpc_add_size(slice->unsharded_offset, numel, &end));
         if (end > room_numel)
-            return bad_op(op, "a slice reaches beyond the memory of its full");
+            return bad_op(op, "a slice reaches beyond the memory of the unsharded elements");
     }
     return FSDPC_OK;
 }
@@ -323,8 +323,8 @@ static fsdpc_status op_check(const fsdpc_comm *comm, const fsdpc_coll *op)
     case FSDPC_COLL_GATHER:
         if (!op->param_buffer || op->param_buffer->comm != comm)
             return bad_op(op, "needs a parameter buffer of this communicator");
-        if (op->param_buffer->moved && (!op->send || !op->recv))
-            return bad_op(op, "needs slices to send and memory for the full");
+        if (op->param_buffer->offsets_only && (!op->send || !op->recv))
+            return bad_op(op, "needs slices to send and memory for the unsharded elements");
         return slices_check(comm, op);
     case FSDPC_COLL_REDUCE_SCATTER:
     case FSDPC_COLL_REDUCE_ALL:
@@ -585,7 +585,7 @@ static fsdpc_status poll_copy_in(void *arg)
 fsdpc_status fsdpc_param_buffer_copy_in_wait(fsdpc_param_buffer *param_buffer, const char *unit)
 {
     return fsdpc_comm_wait_for(param_buffer->comm, poll_copy_in, param_buffer,
-                               "the publication of weights", unit);
+                               "the copy-in of weights", unit);
 }
 
 static fsdpc_status poll_buffer(void *arg)

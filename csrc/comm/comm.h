@@ -5,17 +5,15 @@
  * `null` pretends that every peer has just done the same.  Callers use the inline wrappers below
  * the table.
  *
- * Parameter buffer and epochs.  A parameter buffer is memory that holds the fulls of a root's units.  Every rank reads all
- * of it through `read` and writes only its own slices, through `write`, between arriving in an
- * epoch and publishing.  An epoch has two parts: arrive (with a note) and wait for all arrivals.
- * If any note is CHANGED, write this rank's slices, publish, and wait for all ranks to publish
- * before any read.  The next arrival comes after the end of all gathers: until then a transport may
+ * Parameter buffer and epochs.  A parameter buffer is memory that holds the unsharded parameters of a root's units.  Every rank reads all
+ * of it through `read` and writes only its own slices, through `write`, between arriving in an epoch and reporting its copy-in.  An epoch has two parts: arrive (with a note) and wait for all arrivals.
+ * If any note is CHANGED, write this rank's slices, report the copy-in, and wait for all ranks' before any read.  The next arrival comes after the end of all gathers: until then a transport may
  * read this rank's slices and write the others.  docs/design/communication.md explains why no
  * simpler order is safe.
  *
- * Transports whose ranks share no memory create `moved` parameter buffers, which have no memory and only define
- * the offsets of fulls.  A gather on such a parameter buffer sends this rank's slices from fsdpc_param_buffer_own's
- * memory, laid out like the shard, and receives the full in the caller's memory.
+ * Transports whose ranks share no memory create `offsets_only` parameter buffers, which have no memory and only define
+ * the offsets of unsharded parameters.  A gather on such a parameter buffer sends this rank's slices from fsdpc_param_buffer_own's
+ * memory, laid out like the shard, and receives the unsharded parameters in the caller's memory.
  *
  * Buffers.  A buffer is a rank's private memory, which its peers can read during a reduction.
  * Cycle: fill -> post a reduction on it -> work done -> buffer_idle (all peers have read it) ->
@@ -44,7 +42,7 @@
  * CHANGED together with HELD, and a failed allocation (all ranks get the error).  After an
  * interrupt, wait again or abort.
  *
- * Ownership: parameter buffers and buffers are destroyed before their communicator; destroy never blocks.
+ * Ownership: parameter buffers and reduce buffers are destroyed before their communicator; destroy never blocks.
  *
  * Threads: one thread drives a communicator and all that were split from it, except those set
  * apart.  Reductions run on the operation's stream: in test/wait if it is inline, independently if
@@ -70,16 +68,16 @@ typedef struct fsdpc_work fsdpc_work;
 
 /* One band of a flat group, or one whole parameter, in elements of the operation's dtype. */
 typedef struct fsdpc_slice {
-    size_t full_offset;  /* its offset in the full */
-    size_t numel;        /* elements in ONE rank's slice, or in the whole parameter */
-    size_t shard_offset; /* offset of this rank's slice in its shard */
-    int owner; /* -1: cut evenly, rank r's slice is at full_offset + r * numel; else this rank has
+    size_t unsharded_offset; /* its offset among the unsharded parameters */
+    size_t numel;            /* elements in ONE rank's slice, or in the whole parameter */
+    size_t shard_offset;     /* offset of this rank's slice in its shard */
+    int owner; /* -1: cut evenly, rank r's slice is at unsharded_offset + r * numel; else this rank has
                 * it whole */
 } fsdpc_slice;
 
 /* X(name, text) */
 #define FSDPC_COLL_TABLE(X)                                                                        \
-    X(GATHER, "gather") /* makes slices of a parameter buffer readable as one full */              \
+    X(GATHER, "gather") /* makes slices of a parameter buffer readable end to end */               \
     X(REDUCE_SCATTER, "reduce_scatter") /* buffers of all ranks -> this rank's slices */           \
     X(REDUCE_ALL, "all_reduce")         /* the same -> all slices on every rank (replicas) */      \
     X(ALL_REDUCE, "all_reduce")         /* recv = op over ranks of send */                         \
@@ -123,12 +121,13 @@ typedef struct fsdpc_coll {
      * For a transport that moves the bytes itself and uses another communicator to check. */
     bool agree_only;
 
-    /* GATHER, REDUCE_SCATTER and REDUCE_ALL (which takes all slices, at their full_offset) */
+    /* GATHER, REDUCE_SCATTER and REDUCE_ALL (which takes all slices, at their unsharded_offset) */
     const fsdpc_slice *slices; /* borrowed until the work is done */
     size_t n_slices;
     fsdpc_param_buffer *param_buffer; /* GATHER */
-    fsdpc_buffer *buffer;             /* REDUCE_*: source; one dtype, full at byte `offset` */
-    size_t offset;     /* bytes into the parameter buffer or buffer where the full begins */
+    fsdpc_buffer *buffer; /* REDUCE_*: source; one dtype, unsharded gradients at byte `offset` */
+    size_t
+        offset; /* bytes into the parameter buffer or reduce buffer where the unsharded parameters begin */
     bool late;         /* GATHER: ranks may have written their slices just before they posted, so
                              it is done when all have; the same on all ranks */
     uint32_t trains;   /* hash of the caller's trainable parameters, or 0; only compared */
@@ -149,7 +148,7 @@ typedef struct fsdpc_coll {
     fsdpc_graph *graph; /* REPLAY; numel identifies it to the peers */
 
     /* ALL_REDUCE, ALL_GATHER, BROADCAST; F32, F64, BF16, F16, I32, I64, U8, BOOL */
-    /* send and recv: also for GATHER on a moved parameter buffer, laid out like the shard and the full */
+    /* send and recv: also for GATHER on an offsets-only parameter buffer, laid out like the shard and the unsharded parameters */
     fsdpc_red op; /* floats are summed as the pairwise tree of fsdpc_flat_reduce */
     const void *send;
     void *recv; /* may be send */
@@ -174,7 +173,7 @@ enum fsdpc_epoch_bits {
     FSDPC_EPOCH_GRAD = 8,     /* a forward with gradients */
     FSDPC_EPOCH_STEP = 16,    /* begun by an optimizer */
     FSDPC_EPOCH_REFUSED = 32, /* this rank cannot take part, so no rank continues */
-    FSDPC_EPOCH_LATE = 64,    /* slices are published before their next gather, not in this epoch */
+    FSDPC_EPOCH_LATE = 64,    /* slices are copied in before their next gather, not in this epoch */
     FSDPC_EPOCH_DROP = 128,   /* its backward failed: unreduced gradients are dropped */
 };
 
@@ -288,8 +287,8 @@ struct fsdpc_comm {
 struct fsdpc_param_buffer {
     fsdpc_comm *comm;
     size_t bytes;
-    bool moved; /* it has no memory: gathers move bytes, and both pointers are NULL */
-    int memfd;  /* contains its memory, from the first byte, for its lifetime; 0: other memory */
+    bool offsets_only; /* it has no memory: gathers move bytes, and both pointers are NULL */
+    int memfd; /* contains its memory, from the first byte, for its lifetime; 0: other memory */
     const unsigned char *read;
     unsigned char *write;
     bool pinned;        /* moved: fsdpc_param_buffer_own returns host memory; set before the call */
@@ -401,7 +400,7 @@ static inline fsdpc_status fsdpc_param_buffer_create(fsdpc_comm *comm, size_t by
     return fsdpc_param_buffer_create_in(comm, bytes, NULL, out);
 }
 
-/* Allocates zeroed memory for this rank's slices of a moved parameter buffer, counted as UNSHARDED or PINNED.  The
+/* Allocates zeroed memory for this rank's slices of an offsets-only parameter buffer, counted as UNSHARDED or PINNED.  The
  * parameter buffer owns it.  Collective; call once. */
 fsdpc_status fsdpc_param_buffer_own(fsdpc_param_buffer *param_buffer, size_t bytes,
                                     unsigned char **out);
@@ -436,7 +435,7 @@ static inline void fsdpc_comm_set_apart(fsdpc_comm *comm)
 
 const char *fsdpc_coll_name(fsdpc_coll_kind kind);
 
-/* Returns the bytes that an operation covers: the whole full of a gather or reduction, else numel
+/* Returns the bytes that an operation covers: all unsharded elements of a gather or reduction, else numel
  * elements. */
 size_t fsdpc_coll_bytes(const fsdpc_coll *op, int size);
 

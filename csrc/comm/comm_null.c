@@ -8,7 +8,7 @@
  * Gathers do not touch the parameter buffer.  A sum over n ranks is n times this rank's contribution, computed
  * by the kernels of the config's device (which device_null makes empty).
  *
- * Parameter buffers and buffers are the device's memory, counted as shm counts them: parameter buffers by rank 0.
+ * Parameter buffers and reduce buffers are the device's memory, counted as shm counts them: parameter buffers by rank 0.
  */
 #include <stdio.h>
 #include <stdlib.h>

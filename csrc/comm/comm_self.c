@@ -1,6 +1,6 @@
 /* A world of one: the template for new communicators.
  *
- * Parameter buffers and buffers are private memory, and every epoch is complete as soon as it begins.  For one
+ * Parameter buffers and reduce buffers are private memory, and every epoch is complete as soon as it begins.  For one
  * rank a collective is a copy, or a sum of one term.  The sum still uses the reduce kernel, because
  * scaling and rounding must be the same at every world size.
  *

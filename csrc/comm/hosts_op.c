@@ -104,7 +104,7 @@ static fsdpc_status cross_rows(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     return FSDPC_OK;
 }
 
-/* Copies received rows into the full, if they are not there already. */
+/* Copies received rows into the unsharded parameters, if they are not there already. */
 static void place_rows(fsdpc_hosts_comm *self, const fsdpc_hosts_op *op)
 {
     const unsigned char *from = op->there.data;
@@ -180,7 +180,7 @@ static fsdpc_status slices_of_host(const fsdpc_hosts_comm *self, fsdpc_hosts_op 
             bool even = !all && slice.owner < 0;
             if (!all && !even && slice.owner / self->n_lanes != h)
                 continue;
-            slice.full_offset += even ? (size_t)(h * self->n_lanes) * slice.numel : 0;
+            slice.unsharded_offset += even ? (size_t)(h * self->n_lanes) * slice.numel : 0;
             slice.owner = all || even ? -1 : slice.owner % self->n_lanes;
             slice.shard_offset = at;
             at += all || even || slice.owner == self->lane ? slice.numel : 0;

@@ -1,7 +1,7 @@
 /* Parameter buffers, epochs and buffers over several hosts.
  *
  * A host has one copy of the weights: its ranks share the parameter buffer, and gathers bring other hosts' rows
- * into it.  Ranks thus publish, read and arrive as on one host.
+ * into it.  Ranks thus copy in, read and arrive as on one host.
  *
  * An epoch is one message in each direction.  When all ranks of the host have arrived, each lane
  * sends the host's note to the same lane on the other hosts, and receives theirs.  A rank that

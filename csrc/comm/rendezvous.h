@@ -3,7 +3,7 @@
  * Names are abstract (not in any file system) and consist of uid, run and rank.  Peers must belong
  * to this user and know the run's secret; others are rejected.  All descriptors close on exec and
  * in forked children, and are non-blocking.  The sockets transmit memory descriptors when groups,
- * parameter buffers and buffers are created.
+ * parameter buffers and reduce buffers are created.
  */
 #ifndef FSDPC_COMM_RENDEZVOUS_H
 #define FSDPC_COMM_RENDEZVOUS_H

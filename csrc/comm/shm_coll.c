@@ -2,7 +2,7 @@
  *
  * There are three methods.  None of them allocates, or enters the kernel unless a rank sleeps.
  *
- * GATHER copies nothing: the slices have been in the parameter buffer since the epoch was published.  It is
+ * GATHER copies nothing: the slices have been in the parameter buffer since the epoch's copy-in.  It is
  * complete when posted; it compares fingerprints with peers that have posted it too.  A late gather
  * is complete when all have posted it.
  *

@@ -59,7 +59,7 @@ typedef struct fsdpc_shm_late {
         FSDPC_SHM_LATE_READ,
         FSDPC_SHM_LATE_RANK, /* target: the late group rank */
     } kind;
-    const void *object; /* the parameter buffer or buffer */
+    const void *object; /* the parameter buffer or reduce buffer */
     uint64_t target;    /* ranks below it are late */
 } fsdpc_shm_late;
 

@@ -10,7 +10,7 @@
  * overwritten two epochs later.  Its writer gets there only after all have arrived in the epoch
  * between, and have thus read the note.  The exception is a rank that abandoned an epoch (an
  * exception in user code) and continued without its peers.  A rank still waiting in the old epoch
- * finds it two epochs ahead, or ahead without having published, and reports it.
+ * finds it two epochs ahead, or ahead without having copied in, and reports it.
  */
 #include "comm/shm_param_buffer.h"
 
@@ -168,7 +168,7 @@ fsdpc_status fsdpc_shm_epoch_arrive(fsdpc_param_buffer *base, const fsdpc_epoch_
     atomic_store_explicit(&words->note[epoch & 1].unit, (uint64_t)(uint32_t)mine->unit,
                           memory_order_relaxed);
     atomic_store_explicit(&words->note[epoch & 1].steps, mine->steps, memory_order_relaxed);
-    /* release: comes after the note and all our reads of fulls; acquire in epoch_test, after which
+    /* release: comes after the note and all our reads of unsharded parameters; acquire in epoch_test, after which
      * peers overwrite what we read. */
     atomic_store_explicit(&words->arrived, epoch, memory_order_release);
     fsdpc_shm_wake(self->bell);

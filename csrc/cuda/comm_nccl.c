@@ -156,10 +156,10 @@ static fsdpc_status nccl_param_buffer_create(fsdpc_comm *comm, size_t bytes,
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a parameter buffer");
     void *data = NULL;
     fsdpc_status status;
-    bool moved = comm->size > 1;
+    bool offsets_only = comm->size > 1;
     FSDPC_TRY_GOTO(status,
                    memory_create(self, "param_buffer_create", FSDPC_MEM_UNSHARDED, bytes,
-                                 moved ? NULL : &data),
+                                 offsets_only ? NULL : &data),
                    free_param_buffer);
     FSDPC_TRY_GOTO(
         status,
@@ -168,7 +168,7 @@ static fsdpc_status nccl_param_buffer_create(fsdpc_comm *comm, size_t bytes,
         free_data);
     FSDPC_TRY_GOTO(status, fsdpc_nccl_channel_open(self, FSDPC_NCCL_GATHERS), destroy_control);
     param_buffer->base = (fsdpc_param_buffer){
-        .comm = comm, .bytes = bytes, .moved = moved, .read = data, .write = data};
+        .comm = comm, .bytes = bytes, .offsets_only = offsets_only, .read = data, .write = data};
     *out = &param_buffer->base;
     return FSDPC_OK;
 

@@ -25,10 +25,11 @@ fsdpc_status fsdpc_driver_memory_check(const fsdpc_driver_memory *driver, fsdpc_
         return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
                           "the driver does not %s memory for a window: %s (%d)", what, text,
                           (int)result);
-    bool full = result == FSDPC_CU_OUT_OF_MEMORY;
-    return fsdpc_fail(full ? FSDPC_ERR_NOMEM : FSDPC_ERR_INTERNAL,
+    bool unsharded = result == FSDPC_CU_OUT_OF_MEMORY;
+    return fsdpc_fail(unsharded ? FSDPC_ERR_NOMEM : FSDPC_ERR_INTERNAL,
                       "the driver failed to %s %zu bytes for a window: %s (%d)%s", what, bytes,
-                      text, (int)result, full ? "; use more ranks, or fewer units at a time" : "");
+                      text, (int)result,
+                      unsharded ? "; use more ranks, or fewer units at a time" : "");
 }
 
 /* ---- Driver features ---- */

@@ -1,6 +1,6 @@
 /* Issues an operation as NCCL calls, in one group: one per slice, or one for values.
  *
- * Gathers write the full; reductions are in place.  A slice that one rank owns entirely is
+ * Gathers write the unsharded parameters; reductions are in place.  A slice that one rank owns entirely is
  * broadcast from that rank, or reduced to it.
  */
 #include "base/size.h"
@@ -31,22 +31,23 @@ static fsdpc_nccl_result call_slice(const fsdpc_nccl_call *c, const fsdpc_slice 
     bool gathers = op->kind == FSDPC_COLL_GATHER;
     size_t element = fsdpc_dtype_bytes(op->dtype), numel = slice->numel;
     unsigned char *memory = gathers ? op->recv : op->buffer->data + op->offset;
-    unsigned char *full = memory + slice->full_offset * element;
-    unsigned char *own = full + (size_t)c->rank * numel * element;
+    unsigned char *unsharded = memory + slice->unsharded_offset * element;
+    unsigned char *own = unsharded + (size_t)c->rank * numel * element;
     const unsigned char *sent = op->send;
     if (gathers && c->in_place)
-        sent = slice->owner < 0 ? own : full;
+        sent = slice->owner < 0 ? own : unsharded;
     else if (gathers)
         sent += slice->shard_offset * element;
     if (op->kind == FSDPC_COLL_REDUCE_ALL)
-        return c->nccl->ncclAllReduce(full, full, numel, type, FSDPC_NCCL_SUM, c->raw, c->stream);
+        return c->nccl->ncclAllReduce(unsharded, unsharded, numel, type, FSDPC_NCCL_SUM, c->raw,
+                                      c->stream);
     if (slice->owner >= 0)
-        return gathers ? c->nccl->ncclBroadcast(sent, full, numel, type, slice->owner, c->raw,
+        return gathers ? c->nccl->ncclBroadcast(sent, unsharded, numel, type, slice->owner, c->raw,
                                                 c->stream)
-                       : c->nccl->ncclReduce(full, full, numel, type, FSDPC_NCCL_SUM, slice->owner,
-                                             c->raw, c->stream);
-    return gathers ? c->nccl->ncclAllGather(sent, full, numel, type, c->raw, c->stream)
-                   : c->nccl->ncclReduceScatter(full, own, numel, type, FSDPC_NCCL_SUM, c->raw,
+                       : c->nccl->ncclReduce(unsharded, unsharded, numel, type, FSDPC_NCCL_SUM,
+                                             slice->owner, c->raw, c->stream);
+    return gathers ? c->nccl->ncclAllGather(sent, unsharded, numel, type, c->raw, c->stream)
+                   : c->nccl->ncclReduceScatter(unsharded, own, numel, type, FSDPC_NCCL_SUM, c->raw,
                                                 c->stream);
 }
 
@@ -70,14 +71,15 @@ static fsdpc_nccl_result exchange_slice(const fsdpc_nccl_call *c, const fsdpc_sl
 {
     const fsdpc_coll *op = c->op;
     fsdpc_nccl_type type = types[op->dtype];
-    const unsigned char *full = op->buffer->data + op->offset;
+    const unsigned char *unsharded = op->buffer->data + op->offset;
     fsdpc_nccl_result result = FSDPC_NCCL_SUCCESS;
     size_t element = fsdpc_dtype_bytes(op->dtype);
     size_t first, received = fsdpc_coll_part(op, slice, c->rank, &first);
     for (int p = 0; p < c->size && fsdpc_nccl_is_accepted(result); p++) {
         size_t sent = p == c->rank ? 0 : fsdpc_coll_part(op, slice, p, &first);
         if (sent > 0)
-            result = c->nccl->ncclSend(full + first * element, sent, type, p, c->raw, c->stream);
+            result =
+                c->nccl->ncclSend(unsharded + first * element, sent, type, p, c->raw, c->stream);
         if (p != c->rank && received > 0 && fsdpc_nccl_is_accepted(result))
             result = c->nccl->ncclRecv(fsdpc_nccl_staging_at(c->contributions, stride, c->rank, p) +
                                            slice->shard_offset * element,

@@ -10,7 +10,7 @@
  *     nccl_ahead.c      how far the host may run ahead of them
  *     nccl_post.c the table's post, test and order
  *     nccl_register.c   registering memory with NCCL before gathers write to it
- *     comm_nccl.c       lifetime, split, parameter buffers and buffers, waiting, failure
+ *     comm_nccl.c       lifetime, split, parameter buffers and reduce buffers, waiting, failure
  *
  * The only call in the other direction uses the communicator's table: a failure aborts all groups
  * (comm_nccl.c).
@@ -125,7 +125,7 @@ typedef struct fsdpc_nccl_call {
     const fsdpc_coll *op;
     void *contributions; /* of fsdpc_nccl_op */
     int rank, size;
-    bool in_place; /* GATHER: this rank's slices are in the full */
+    bool in_place; /* GATHER: this rank's slices are among the unsharded parameters */
 } fsdpc_nccl_call;
 
 static inline bool fsdpc_nccl_is_accepted(fsdpc_nccl_result result)
@@ -135,7 +135,7 @@ static inline bool fsdpc_nccl_is_accepted(fsdpc_nccl_result result)
 
 fsdpc_nccl_result fsdpc_nccl_call_op(const fsdpc_nccl_call *c);
 
-/* For an in-place gather: copies this rank's slices to their places in the full. */
+/* For an in-place gather: copies this rank's slices to their places among the unsharded parameters. */
 fsdpc_status fsdpc_nccl_place_own(const fsdpc_nccl_call *c);
 /* For contributions to a reduction: the number of elements that one peer sends, which is also the
  * stride between peers, and the start of those from `peer` to `rank`.  Slices have the same offsets

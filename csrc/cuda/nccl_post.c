@@ -30,7 +30,7 @@ static fsdpc_status is_for_gpu(const fsdpc_coll *op, bool *out)
         return FSDPC_OK;
     }
     if (op->kind == FSDPC_COLL_GATHER) {
-        *out = op->param_buffer->moved;
+        *out = op->param_buffer->offsets_only;
         return FSDPC_OK;
     }
     if (fsdpc_coll_reduces(op->kind)) {

@@ -4,9 +4,7 @@
  * that arrives has finished all reads of earlier epochs.  Once all have arrived, no rank reads, and
  * ranks that changed masters may write.  If no rank changed masters, all continue at once.
  *
- * An optimizer's epoch always changes masters.  It publishes without waiting for the others to
- * publish.  The next reader begins another epoch, in which a rank arrives only after it has
- * published here.  Waiting for that arrival is therefore enough.
+ * An optimizer's epoch always changes masters.  It copies in without waiting for the others.  The next reader begins another epoch, in which a rank arrives only after it has copied in here.  Waiting for that arrival is therefore enough.
  *
  * Its slices may come even later, if a unit's step is pending until the unit is needed.  This epoch
  * then informs all ranks that slices are late.  The next gather of each unit is complete only when
@@ -28,7 +26,7 @@
 
 #include "engine/acts.h"
 #include "engine/fill.h"
-#include "engine/full.h"
+#include "engine/unsharded.h"
 #include "engine/gather.h"
 #include "engine/order.h"
 #include "engine/reduce.h"
@@ -43,8 +41,7 @@ const char *fsdpc_epoch_text(uint32_t kind)
     return kind < sizeof texts / sizeof *texts ? texts[kind] : "something unknown";
 }
 
-/* Completes gathers: a rank that arrives has finished all its reads.  Units that stay full after
- * backward remain full until weights change. */
+/* Completes gathers: a rank that arrives has finished all its reads.  Units that stay unsharded after backward remain so until weights change. */
 static fsdpc_status begin_sharded(fsdpc_root *root)
 {
     FSDPC_TRY(fsdpc_reduce_wait_all(root)); /* needed only after an interrupted backward or one that
@@ -53,9 +50,9 @@ static fsdpc_status begin_sharded(fsdpc_root *root)
                                                          * last one */
     for (int i = 0; i < root->n_units; i++) {
         fsdpc_unit *unit = root->units[i];
-        FSDPC_TRY(fsdpc_full_settle(unit));
+        FSDPC_TRY(fsdpc_unsharded_settle(unit));
         if (unit->settings.reshard_after_backward || unit->state == FSDPC_UNIT_GATHERING)
-            fsdpc_full_drop(unit);
+            fsdpc_unsharded_drop(unit);
     }
     return FSDPC_OK;
 }
@@ -64,7 +61,7 @@ static fsdpc_status begin_sharded(fsdpc_root *root)
  * written them. */
 static bool is_in_doubt(const fsdpc_unit *unit)
 {
-    bool copied_in = !unit->root->full->at_use || unit->state == FSDPC_UNIT_FULL;
+    bool copied_in = !unit->root->unsharded->at_use || unit->state == FSDPC_UNIT_UNSHARDED;
     return unit->foreign && !unit->dirty && copied_in && !fsdpc_unit_reads_masters(unit);
 }
 
@@ -165,7 +162,7 @@ static fsdpc_status decide(fsdpc_root *root, const fsdpc_unit *called)
         return FSDPC_OK;
     root->generation++;
     for (int i = 0; i < root->n_units; i++) {
-        fsdpc_full_drop(root->units[i]);
+        fsdpc_unsharded_drop(root->units[i]);
         if (root->note.kind == FSDPC_EPOCH_OPTIM)
             root->units[i]->late = all.bits & FSDPC_EPOCH_LATE;
     }
@@ -283,7 +280,7 @@ static fsdpc_status end_all(fsdpc_root *root)
 {
     FSDPC_TRY(begin_sharded(root));
     for (int i = 0; i < root->n_units; i++)
-        fsdpc_full_drop(root->units[i]);
+        fsdpc_unsharded_drop(root->units[i]);
     return FSDPC_OK;
 }
 

@@ -1,7 +1,7 @@
 /* The pool of reduce buffers.
  *
  * Kernels write gradients directly into an open buffer, in the unit's reduce dtype, each parameter
- * at its position in the full.  Posting a reduction is therefore one call over the bands.  Parts
+ * at its position among the unsharded parameters.  Posting a reduction is therefore one call over the bands.  Parts
  * that no kernel wrote (unused or frozen parameters) are zeroed first, because the peers read the
  * whole buffer.  Padding is not cleared; it is reduced into the shard's padding, which is never
  * read.
@@ -14,7 +14,7 @@
  * which reduction happens to be complete.  For the same reason a buffer, whose creation is
  * collective, is created only while no reduction is in flight.
  *
- * On a single rank the shard has the layout of the full, and a reduction would be a copy.  That
+ * On a single rank the shard has the layout of the unsharded parameters, and a reduction would be a copy.  That
  * copy took 1 % of a LLaMA 1B step on an H200.  Kernels write into the shard instead, unless it
  * already has gradients, or the sums have another dtype, are scaled or are not kept.  A single rank
  * therefore creates a buffer on first use, and most runs never need one.
@@ -179,9 +179,10 @@ static fsdpc_status zero_unfilled(fsdpc_unit *unit)
         if (place->group >= unit->n_trained)
             continue;
         size_t element = fsdpc_dtype_bytes(group->reduce_dtype);
-        FSDPC_TRY(fsdpc_device_fill(
-            unit->device, unit->buffer->data + group->reduce_offset + place->full_offset * element,
-            0, place->numel * element, main));
+        FSDPC_TRY(fsdpc_device_fill(unit->device,
+                                    unit->buffer->data + group->reduce_offset +
+                                        place->unsharded_offset * element,
+                                    0, place->numel * element, main));
     }
     return FSDPC_OK;
 }

@@ -1,9 +1,8 @@
 /* Gathers a unit with one operation per group, which also checks that all ranks post the same.  If
- * ranks share a parameter buffer, it copies nothing; otherwise it brings the published slices of all ranks into
- * the unit's full (full.h).
+ * ranks share a parameter buffer, it copies nothing; otherwise it brings the slices of all ranks into the unit's unsharded parameters (unsharded.h).
  *
- * Publishing writes this rank's slices of a full from its masters, by a cast or a copy.  It is
- * legal only after all ranks have arrived in an epoch and before this rank publishes (epoch.h).  A
+ * Copy-in writes this rank's slices of the unsharded parameters from its masters, by a cast or a copy.  It is
+ * legal only after all ranks have arrived in an epoch and before this rank reports its copy-in (epoch.h).  A
  * rank may write late slices until it posts the next gather, which then waits for all ranks' late
  * slices.
  */
@@ -12,7 +11,7 @@
 #include <string.h>
 
 #include "engine/acts.h"
-#include "engine/full.h"
+#include "engine/unsharded.h"
 #include "engine/order.h"
 #include "ops/flat_ops.h"
 
@@ -39,16 +38,17 @@ fsdpc_status fsdpc_gather_post(fsdpc_unit *unit, bool in_backward)
 {
     if (unit->state != FSDPC_UNIT_SHARDED)
         return FSDPC_OK;
-    FSDPC_TRY(fsdpc_full_settle(unit)); /* the unit may have been gathered ahead and never used */
+    FSDPC_TRY(
+        fsdpc_unsharded_settle(unit)); /* the unit may have been gathered ahead and never used */
     FSDPC_TRY(fsdpc_unit_advance(unit));
     if (unit->root->comm->size > 1 && unit->layout->n_groups > 0) {
         size_t bytes = 0;
-        if (unit->root->full->make_room)
-            FSDPC_TRY(unit->root->full->make_room(unit));
+        if (unit->root->unsharded->make_room)
+            FSDPC_TRY(unit->root->unsharded->make_room(unit));
         FSDPC_TRY(fsdpc_order_gather(unit));
         for (int g = 0; g < unit->layout->n_groups; g++) {
             FSDPC_TRY(post_group(unit, &unit->groups[g]));
-            bytes += fsdpc_full_bytes(&unit->groups[g]);
+            bytes += fsdpc_unsharded_bytes(&unit->groups[g]);
         }
         fsdpc_root_trace(unit, FSDPC_TRACE_GATHER, bytes, in_backward);
     }
@@ -59,16 +59,16 @@ fsdpc_status fsdpc_gather_post(fsdpc_unit *unit, bool in_backward)
 
 fsdpc_status fsdpc_gather_wait(fsdpc_unit *unit, bool in_backward)
 {
-    if (unit->state == FSDPC_UNIT_FULL)
+    if (unit->state == FSDPC_UNIT_UNSHARDED)
         return FSDPC_OK;
     FSDPC_TRY(fsdpc_gather_post(unit, in_backward));
     fsdpc_root *root = unit->root;
-    FSDPC_TRY(fsdpc_full_settle(unit));
-    if (root->full->reveal)
-        FSDPC_TRY(root->full->reveal(unit));
+    FSDPC_TRY(fsdpc_unsharded_settle(unit));
+    if (root->unsharded->reveal)
+        FSDPC_TRY(root->unsharded->reveal(unit));
     if (root->comm->size > 1 && unit->layout->n_groups > 0)
         fsdpc_root_trace(unit, FSDPC_TRACE_GATHER_DONE, 0, in_backward);
-    unit->state = FSDPC_UNIT_FULL;
+    unit->state = FSDPC_UNIT_UNSHARDED;
     return FSDPC_OK;
 }
 
@@ -76,11 +76,11 @@ fsdpc_status fsdpc_gather_copy_in(fsdpc_unit *unit)
 {
     fsdpc_root *root = unit->root;
     size_t bytes = 0;
-    if (!root->full->at_use)
-        FSDPC_TRY(fsdpc_full_cast(unit, &bytes));
+    if (!root->unsharded->at_use)
+        FSDPC_TRY(fsdpc_unsharded_cast(unit, &bytes));
     fsdpc_unit_drop_copies(unit);
     fsdpc_root_trace(unit, FSDPC_TRACE_COPY_IN, bytes, root->in_backward);
-    fsdpc_full_seal(unit);
+    fsdpc_unsharded_seal(unit);
     unit->dirty = false;
     return FSDPC_OK;
 }
@@ -95,10 +95,10 @@ fsdpc_status fsdpc_gather_compare(const fsdpc_unit *unit, bool *equal_io)
             const fsdpc_slice *band = &group->plan->bands[i];
             if (!fsdpc_slice_is_of(band, root->comm->rank))
                 continue;
-            FSDPC_TRY(fsdpc_flat_equal(fsdpc_full_own_slice(unit, group, band, band->shard_offset),
-                                       group->param_dtype,
-                                       fsdpc_unit_masters(unit, group, band, band->shard_offset),
-                                       group->plan->dtype, band->numel, equal_io, main));
+            FSDPC_TRY(fsdpc_flat_equal(
+                fsdpc_unsharded_own_slice(unit, group, band, band->shard_offset),
+                group->param_dtype, fsdpc_unit_masters(unit, group, band, band->shard_offset),
+                group->plan->dtype, band->numel, equal_io, main));
         }
     }
     return FSDPC_OK;

@@ -1,4 +1,4 @@
-/* Makes a full readable, and reshards it.  Only the schedule uses this file. */
+/* Makes unsharded parameters readable, and reshards them.  Only the schedule uses this file. */
 #ifndef FSDPC_ENGINE_GATHER_H
 #define FSDPC_ENGINE_GATHER_H
 
@@ -7,7 +7,7 @@
 fsdpc_status fsdpc_gather_post(fsdpc_unit *unit, bool in_backward); /* SHARDED -> GATHERING */
 fsdpc_status fsdpc_gather_wait(fsdpc_unit *unit, bool in_backward); /* -> FULL, posting if needed */
 
-/* Writes this rank's slices of a unit's full from its masters. */
+/* Writes this rank's slices of a unit's unsharded parameters from its masters. */
 fsdpc_status fsdpc_gather_copy_in(fsdpc_unit *unit);
 
 /* Sets *equal_io to false, in main-stream order, if masters differ from the parameter buffer.  Unless it is in

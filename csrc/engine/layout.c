@@ -13,7 +13,7 @@
  * only shapes, so every rank makes the same decision.
  *
  * A 1-D parameter has rows of one element, so its cuts are those of torch.chunk.  Alignment gaps
- * are padding, like the tail of a slice.  Padding is part of shard and full; its contents never
+ * are padding, like the tail of a slice.  Padding is part of shard and unsharded parameters; its contents never
  * reach a parameter.
  */
 #include "engine/layout.h"
@@ -153,15 +153,15 @@ static void place_band(fsdpc_layout *layout, fsdpc_group *group, int first, int 
     fsdpc_place key = *opener;
     fsdpc_slice *band = &group->bands[group->n_bands];
     size_t ranks = (size_t)layout->ranks, row = key.row_numel, rows = 0;
-    band->full_offset = fsdpc_round_up(group->full_numel, FSDPC_LAYOUT_ALIGN);
+    band->unsharded_offset = fsdpc_round_up(group->unsharded_numel, FSDPC_LAYOUT_ALIGN);
     band->shard_offset = fsdpc_round_up(group->shard_numel, FSDPC_LAYOUT_ALIGN);
     if (key.band == -2) {
         band->owner = *owner_io;
         *owner_io = (*owner_io + 1) % layout->ranks;
         band->numel = key.numel;
-        opener->full_offset = band->full_offset;
+        opener->unsharded_offset = band->unsharded_offset;
         opener->band = (int)group->n_bands;
-        group->full_numel = band->full_offset + band->numel;
+        group->unsharded_numel = band->unsharded_offset + band->numel;
     } else {
         band->owner = -1;
         for (int i = first; i < end; i++) {
@@ -169,7 +169,7 @@ static void place_band(fsdpc_layout *layout, fsdpc_group *group, int first, int 
             if (place->band != -1 || !same_band(&key, place))
                 continue;
             rows = fsdpc_round_up(rows, start_rows(row));
-            place->full_offset = band->full_offset + rows * row;
+            place->unsharded_offset = band->unsharded_offset + rows * row;
             rows += fsdpc_ceil_div(place->numel, row);
         }
         for (int i = first; i < end; i++) {
@@ -178,7 +178,7 @@ static void place_band(fsdpc_layout *layout, fsdpc_group *group, int first, int 
                 place->band = (int)group->n_bands;
         }
         band->numel = fsdpc_ceil_div(rows, ranks) * row;
-        group->full_numel = band->full_offset + ranks * band->numel;
+        group->unsharded_numel = band->unsharded_offset + ranks * band->numel;
     }
     group->shard_numel = band->shard_offset + band->numel;
     group->n_bands++;
@@ -278,15 +278,15 @@ fsdpc_piece fsdpc_layout_piece(const fsdpc_layout *layout, int param, int rank)
         piece.numel = band->owner == rank ? place->numel : 0;
         return piece;
     }
-    size_t slice_begin = band->full_offset + (size_t)rank * band->numel;
+    size_t slice_begin = band->unsharded_offset + (size_t)rank * band->numel;
     size_t slice_end = slice_begin + band->numel;
-    size_t begin = fsdpc_max_size(place->full_offset, slice_begin);
-    size_t end = fsdpc_min_size(place->full_offset + place->numel, slice_end);
+    size_t begin = fsdpc_max_size(place->unsharded_offset, slice_begin);
+    size_t end = fsdpc_min_size(place->unsharded_offset + place->numel, slice_end);
     if (begin >= end) { /* an empty piece still reports the element before which it would begin */
-        piece.first = slice_begin > place->full_offset ? place->numel : 0;
+        piece.first = slice_begin > place->unsharded_offset ? place->numel : 0;
         return piece;
     }
-    piece.first = begin - place->full_offset;
+    piece.first = begin - place->unsharded_offset;
     piece.numel = end - begin;
     piece.shard_offset = band->shard_offset + (begin - slice_begin);
     return piece;

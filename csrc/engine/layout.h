@@ -8,7 +8,7 @@
  * trainable groups come first.  A group's parameters of equal row length form a band.  They are
  * placed end to end in declaration order, each beginning at a multiple of lcm(row, 64) elements.
  * The band's rows are cut into `ranks` equal slices of whole rows.  A parameter that must stay
- * whole has its own band, which one rank owns.  The full of a group is the sequence of its bands; a
+ * whole has its own band, which one rank owns.  The unsharded parameters of a group are the sequence of its bands; a
  * shard is the sequence of this rank's slices.  Both begin each band at a multiple of 64.
  *
  * A row is the elements at one index of dim 0; a row of a 0-D or 1-D parameter is one element.
@@ -43,8 +43,8 @@ typedef struct fsdpc_place {
      * a multiple of 64, the whole row (one element if 1-D); with three or more dimensions gcd(row,
      * 64). */
     size_t leaf_numel;
-    int group, band;    /* band within the group */
-    size_t full_offset; /* in the group's full */
+    int group, band;         /* band within the group */
+    size_t unsharded_offset; /* among the group's unsharded parameters */
 } fsdpc_place;
 
 typedef struct fsdpc_group {
@@ -52,7 +52,7 @@ typedef struct fsdpc_group {
     bool frozen;
     fsdpc_slice *bands; /* in the form that collectives expect */
     size_t n_bands;
-    size_t full_numel, shard_numel;
+    size_t unsharded_numel, shard_numel;
 } fsdpc_group;
 
 /* A rank's part of one parameter: its elements [first, first + numel), whole rows. */
@@ -95,11 +95,11 @@ static inline bool fsdpc_slice_is_of(const fsdpc_slice *band, int rank)
     return band->owner < 0 || band->owner == rank;
 }
 
-/* Returns the position in the full of element `shard_offset` of a rank's shard, in `band`. */
-static inline size_t fsdpc_slice_full(const fsdpc_slice *band, int rank, size_t shard_offset)
+/* Returns the position among the unsharded parameters of element `shard_offset` of a rank's shard, in `band`. */
+static inline size_t fsdpc_slice_unsharded(const fsdpc_slice *band, int rank, size_t shard_offset)
 {
-    size_t begin =
-        band->owner < 0 ? band->full_offset + (size_t)rank * band->numel : band->full_offset;
+    size_t begin = band->owner < 0 ? band->unsharded_offset + (size_t)rank * band->numel
+                                   : band->unsharded_offset;
     return begin + (shard_offset - band->shard_offset);
 }
 

@@ -311,7 +311,7 @@ fsdpc_status fsdpc_optim_set_step_count(fsdpc_optim *optim, const fsdpc_unit *un
 }
 
 fsdpc_status fsdpc_optim_write(fsdpc_optim *optim, const fsdpc_unit *unit, int param, int state,
-                               const void *full, fsdpc_dtype dtype)
+                               const void *unsharded, fsdpc_dtype dtype)
 {
     unit_states *states = NULL;
     FSDPC_TRY(open_states(optim, unit, param, &states));
@@ -323,7 +323,7 @@ fsdpc_status fsdpc_optim_write(fsdpc_optim *optim, const fsdpc_unit *unit, int p
                           unit->layout->params[param].name);
     FSDPC_TRY(open_rows(states, param, state, true));
     fsdpc_stream *main = fsdpc_device_main(optim->device);
-    const char *from = (const char *)full + view.piece.first * fsdpc_dtype_bytes(dtype);
+    const char *from = (const char *)unsharded + view.piece.first * fsdpc_dtype_bytes(dtype);
     return fsdpc_flat_cast(view.data, view.dtype, from, dtype, view.piece.numel, main);
 }
 

@@ -81,9 +81,9 @@ fsdpc_status fsdpc_optim_step_count(fsdpc_optim *optim, const fsdpc_unit *unit, 
 fsdpc_status fsdpc_optim_set_step_count(fsdpc_optim *optim, const fsdpc_unit *unit, int param,
                                         int64_t steps);
 
-/* Copies this rank's rows from a state's full value, of any float dtype. */
+/* Copies this rank's rows from a state's unsharded value, of any float dtype. */
 fsdpc_status fsdpc_optim_write(fsdpc_optim *optim, const fsdpc_unit *unit, int param, int state,
-                               const void *full, fsdpc_dtype dtype);
+                               const void *unsharded, fsdpc_dtype dtype);
 
 /* Collective: writes the whole state, in its dtype, to `out` on every rank of the shard group. */
 fsdpc_status fsdpc_optim_collect(fsdpc_optim *optim, const fsdpc_unit *unit, int param, int state,

@@ -3,7 +3,7 @@
  * save no time.  States and masters stay on the host.  If this rank's slices of the parameter buffer are also
  * in host memory, the step writes them in its pass, and gathers bring them up.
  *
- *     main      backward, norm, factor ─┬─ (step of A) ── publish A ── (step of B) ── publish B ──
+ *     main      backward, norm, factor ─┬─ (step of A) ── copy-in A ── (step of B) ── copy-in B ──
  *     down                    computed  └─► A's chunks ─► B's chunks ─►
  *     host                                  arrived ▲ step A ─────► step B ─────►
  *

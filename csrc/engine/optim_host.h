@@ -1,7 +1,7 @@
 /* CPU steps for a remote device's units whose masters and states are in host memory.
  *
  * Copies bring gradients and the clipping factor to the host, one chunk at a time, ahead of their
- * use.  The device then publishes the stepped masters from host memory.  If only masters or only
+ * use.  The device then copies in the stepped masters from host memory.  If only masters or only
  * states of a unit are in host memory, the device steps it like any other.
  */
 #ifndef FSDPC_ENGINE_OPTIM_HOST_H
@@ -18,7 +18,7 @@ fsdpc_status fsdpc_optim_host_begin(fsdpc_optim *optim);
  * shard; they are valid until the next call.  Lowers *end_io to their end. */
 fsdpc_status fsdpc_optim_host_bring(const fsdpc_optim *optim, const unit_states *states, int group,
                                     size_t at, size_t *end_io, fsdpc_step_args *args);
-/* Call after stepping the unit: the device publishes it, unless the step has done so. */
+/* Call after stepping the unit: the device copies it in, unless the step has done so. */
 fsdpc_status fsdpc_optim_host_stepped(fsdpc_unit *unit);
 /* Ends the copies.  Fails if any copy failed: the model is then partly stepped. */
 fsdpc_status fsdpc_optim_host_end(fsdpc_optim *optim);

@@ -7,7 +7,7 @@
  *
  * The same pass writes the parameter buffer.  That is legal because the step first opens an epoch on every
  * root: all ranks have arrived, so none reads.  A unit without a root (no forward has run) has no
- * parameter buffer; its masters are updated, and the first epoch publishes them.
+ * parameter buffer; its masters are updated, and the first epoch copies them in.
  *
  * If masters or states are in a file, a step walks through it in a pass (tier/tier.h).  Runs can be
  * cut at the end of a chunk, because an element's step does not depend on its neighbours.
@@ -28,7 +28,7 @@
 
 #include "base/size.h"
 #include "engine/epoch.h"
-#include "engine/full.h"
+#include "engine/unsharded.h"
 #include "engine/grad_file.h"
 #include "engine/micro.h"
 #include "engine/optim_graph.h"
@@ -96,8 +96,9 @@ static fsdpc_status step_front(const fsdpc_optim *optim, const unit_states *stat
         FSDPC_TRY(
             fsdpc_optim_host_bring(optim, states, place->group, part.begin, &part.end, &args));
     args.numel = part.end - part.begin;
-    if (unit->root && !unit->root->full->at_use && (!on_host || unit->root->param_buffer->pinned))
-        args.copy_in = fsdpc_full_own_slice(unit, group, band, part.begin);
+    if (unit->root && !unit->root->unsharded->at_use &&
+        (!on_host || unit->root->param_buffer->pinned))
+        args.copy_in = fsdpc_unsharded_own_slice(unit, group, band, part.begin);
     rest->begin = part.end;
     rest->first += args.numel;
     fsdpc_device *device = on_host ? optim->device->host : optim->device;
@@ -163,7 +164,7 @@ static fsdpc_status step_unit(const fsdpc_optim *optim, const unit_states *state
     if (any && !unit->root)
         unit->dirty = true;
     else if (any)
-        fsdpc_full_seal(unit);
+        fsdpc_unsharded_seal(unit);
     if (any && fsdpc_offload_steps_on_host(&unit->offload))
         return fsdpc_optim_host_stepped(unit);
     return FSDPC_OK;
@@ -441,7 +442,7 @@ fsdpc_status fsdpc_optim_step(fsdpc_optim *optim)
         return give_up(optim, files);
     if (status == FSDPC_OK && waits)
         status = leave_open(optim);
-    /* An announced epoch is always published, since peers wait for it. */
+    /* An announced epoch always gets its copy-in, since peers wait for it. */
     FSDPC_KEEP_FIRST(status, each_root(optim, fsdpc_root_write_end));
     fsdpc_trace_add(optim->trace, FSDPC_TRACE_OPTIM_END, -1, 0, 0, 0);
     return status;

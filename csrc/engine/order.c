@@ -1,7 +1,7 @@
 /* The event between each pair of accesses:
  *
- *     own slices of the parameter buffer   main writes (published) -> gathers read
- *     a full                   the gather writes -> main reads (released) -> the next gather writes
+ *     own slices of the parameter buffer   main writes (copied_in) -> gathers read
+ *     unsharded parameters     the gather writes -> main reads (released) -> the next gather writes
  *     a reduce buffer          main fills (filled) -> the reduction reads -> main fills again
  *     a gradient shard         main reads (filled) -> the reduction writes -> main reads
  *     a partial                the first stage writes -> the second reads -> (via main and
@@ -11,7 +11,7 @@
  *
  * Arrows that begin at main are events of this file.  The communicator handles arrows that begin at
  * a collective, since it knows when an operation is on its stream (fsdpc_comm_order).  Main waits
- * for them only when it needs the full or the sum, so it overlaps with both.
+ * for them only when it needs the unsharded parameters or the sum, so it overlaps with both.
  *
  * A gather waits only for its unit's own `released`, and for that of the unit that last used the
  * same slot (slots.h).  It may thus run while main computes with other units.  `filled` is recorded

@@ -36,7 +36,7 @@ static inline fsdpc_status fsdpc_order_filled(fsdpc_root *root)
     return root->overlaps ? fsdpc_order_behind(root->device, root->filled, root->reduce_stream)
                           : FSDPC_OK;
 }
-/* Call when main has read a unit's full for the last time... */
+/* Call when main has read a unit's unsharded parameters for the last time... */
 static inline void fsdpc_order_released(fsdpc_unit *unit)
 {
     if (unit->root->overlaps)

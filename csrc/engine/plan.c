@@ -15,8 +15,9 @@ fsdpc_status fsdpc_plan_group(const fsdpc_group *group, const fsdpc_unit_options
     plan.reduce_dtype = options->cast_reduce ? options->reduce_dtype : plan.param_dtype;
     size_t param_buffer, reduce;
     FSDPC_TRY(
-        fsdpc_mul_size(group->full_numel, fsdpc_dtype_bytes(plan.param_dtype), &param_buffer));
-    FSDPC_TRY(fsdpc_mul_size(group->full_numel, fsdpc_dtype_bytes(plan.reduce_dtype), &reduce));
+        fsdpc_mul_size(group->unsharded_numel, fsdpc_dtype_bytes(plan.param_dtype), &param_buffer));
+    FSDPC_TRY(
+        fsdpc_mul_size(group->unsharded_numel, fsdpc_dtype_bytes(plan.reduce_dtype), &reduce));
     plan.param_buffer_bytes = fsdpc_round_up(param_buffer, PAGE_ALIGN);
     plan.reduce_bytes = fsdpc_round_up(reduce, PAGE_ALIGN);
     plan.partial_bytes = fsdpc_mem_counted(group->shard_numel * fsdpc_dtype_bytes(plan.grad_dtype));

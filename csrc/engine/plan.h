@@ -34,11 +34,11 @@ typedef struct fsdpc_unit_options {
     fsdpc_trace *trace;
     bool cast_params; /* param_dtype is given; else each group keeps its original dtype */
     fsdpc_dtype param_dtype;
-    bool cast_reduce; /* reduce_dtype is given; else the dtype of the fulls */
+    bool cast_reduce; /* reduce_dtype is given; else the dtype of the unsharded parameters */
     fsdpc_dtype reduce_dtype;
     bool reshard_after_forward;
     fsdpc_layout_options layout;
-    bool no_alias; /* private memory for fulls, inaccessible while sharded */
+    bool no_alias; /* private memory for unsharded parameters, inaccessible while sharded */
     fsdpc_offload offload;
 } fsdpc_unit_options;
 

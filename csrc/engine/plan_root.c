@@ -1,4 +1,4 @@
-/* Plans each unit's own arrays first, then the memory that units share: fulls, reduce buffers, and
+/* Plans each unit's own arrays first, then the memory that units share: unsharded parameters, reduce buffers, and
  * memory for sums in transit.
  */
 #include "engine/plan_root.h"
@@ -113,7 +113,7 @@ static fsdpc_status plan_unit(planner *p, const fsdpc_plan_unit *unit, unit_size
     return status;
 }
 
-/* ---- Fulls ---- */
+/* ---- Unsharded parameters ---- */
 
 static fsdpc_status plan_param_buffer(const planner *p)
 {
@@ -135,7 +135,7 @@ static fsdpc_status plan_moved(const planner *p, fsdpc_slot_want *wants)
         const fsdpc_offload *offload = &unit->options.offload;
         wants[i] =
             (fsdpc_slot_want){.bytes = p->sizes[i].param_buffer,
-                              .alone = fsdpc_unit_owns_full(&unit->settings, unit->encloses)};
+                              .alone = fsdpc_unit_owns_unsharded(&unit->settings, unit->encloses)};
         FSDPC_TRY(emit(p, "slices", FSDPC_MEM_UNSHARDED, p->sizes[i].slices, 1,
                        offload->params && offload->host ? FSDPC_PLAN_PINNED : FSDPC_PLAN_MEMORY));
     }
@@ -147,7 +147,7 @@ static fsdpc_status plan_moved(const planner *p, fsdpc_slot_want *wants)
     return FSDPC_OK;
 }
 
-static fsdpc_status plan_fulls(const planner *p)
+static fsdpc_status plan_unsharded(const planner *p)
 {
     if (!p->options->remote || p->options->shard == 1)
         return plan_param_buffer(p);
@@ -276,7 +276,7 @@ fsdpc_status fsdpc_plan_root(const fsdpc_plan_unit *units, int n_units,
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a plan of %d units", n_units);
     for (int i = 0; status == FSDPC_OK && i < n_units; i++)
         status = plan_unit(&p, &units[i], &p.sizes[i]);
-    fsdpc_status (*const parts[])(const planner *) = {plan_fulls, plan_buffers, plan_sums,
+    fsdpc_status (*const parts[])(const planner *) = {plan_unsharded, plan_buffers, plan_sums,
                                                       plan_messages};
     for (size_t i = 0; status == FSDPC_OK && i < sizeof parts / sizeof *parts; i++)
         status = parts[i](&p);

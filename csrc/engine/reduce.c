@@ -123,7 +123,7 @@ static fsdpc_status post_first(fsdpc_unit *unit, fsdpc_buffer *buffer)
         else
             make_final(unit, group, &op);
         FSDPC_TRY(fsdpc_comm_post(root->reduce_comm, &op, &group->reduce));
-        bytes += group->plan->full_numel * fsdpc_dtype_bytes(group->reduce_dtype);
+        bytes += group->plan->unsharded_numel * fsdpc_dtype_bytes(group->reduce_dtype);
     }
     trace(unit, FSDPC_TRACE_REDUCE, bytes);
     if (replicas_alone)

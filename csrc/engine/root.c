@@ -1,5 +1,5 @@
-/* The parameter buffer contains the fulls of all units end to end, each group on a page boundary.  If a gather
- * moves bytes, the parameter buffer only defines these offsets (full.h).  Reduce buffers are sized for the
+/* The parameter buffer contains the unsharded parameters of all units end to end, each group on a page boundary.  If a gather
+ * moves bytes, the parameter buffer only defines these offsets (unsharded.h).  Reduce buffers are sized for the
  * largest unit that uses them.
  */
 #include "engine/root_internal.h"
@@ -9,7 +9,7 @@
 #include "base/size.h"
 #include "engine/epoch.h"
 #include "engine/fill.h"
-#include "engine/full.h"
+#include "engine/unsharded.h"
 #include "engine/order.h"
 
 static fsdpc_status adopt_units(fsdpc_root *root, fsdpc_unit *const *units,
@@ -43,7 +43,7 @@ static fsdpc_status adopt_units(fsdpc_root *root, fsdpc_unit *const *units,
 }
 
 /* Creates the parameter buffer in device memory, in host memory or on a disk, the same for all units.  It
- * contains their fulls, or this rank's slices of them. */
+ * contains their unsharded parameters, or this rank's slices of them. */
 static fsdpc_status create_param_buffer(fsdpc_root *root, size_t bytes)
 {
     const fsdpc_unit *first = root->units[0];
@@ -59,11 +59,11 @@ static fsdpc_status create_param_buffer(fsdpc_root *root, size_t bytes)
     fsdpc_tier *tier = first->offload.params ? first->offload.tier : NULL;
     FSDPC_TRY(fsdpc_param_buffer_create_in(root->comm, bytes, tier, &root->param_buffer));
     root->param_buffer->pinned =
-        root->param_buffer->moved && first->offload.params && first->offload.host;
+        root->param_buffer->offsets_only && first->offload.params && first->offload.host;
     return FSDPC_OK;
 }
 
-/* Returns whether fulls will be in a frontend's memory. */
+/* Returns whether unsharded parameters will be in a frontend's memory. */
 static bool is_lent(const fsdpc_root *root)
 {
     for (int i = 0; i < root->n_units; i++) {
@@ -103,12 +103,12 @@ fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, i
     bool lent = is_lent(root);
     FSDPC_TRY_GOTO(status, create_param_buffer(root, lent ? 0 : param_buffer_bytes), destroy);
     root->param_buffer->kind_text = fsdpc_epoch_text;
-    root->full = lent                        ? &fsdpc_full_lent
-                 : units[0]->no_alias        ? &fsdpc_full_private
-                 : root->param_buffer->moved ? &fsdpc_full_moved
-                 : units[0]->offload.params  ? &fsdpc_full_file
-                                             : &fsdpc_full_shared;
-    FSDPC_TRY_GOTO(status, fsdpc_full_create(root, encloses), destroy);
+    root->unsharded = lent                               ? &fsdpc_unsharded_lent
+                      : units[0]->no_alias               ? &fsdpc_unsharded_private
+                      : root->param_buffer->offsets_only ? &fsdpc_unsharded_slots
+                      : units[0]->offload.params         ? &fsdpc_unsharded_file
+                                                         : &fsdpc_unsharded_shared;
+    FSDPC_TRY_GOTO(status, fsdpc_unsharded_create(root, encloses), destroy);
     FSDPC_TRY_GOTO(status, fsdpc_fill_create_buffers(root, encloses), destroy);
     FSDPC_TRY_GOTO(status, fsdpc_stream_create(root->device, "gather", true, &root->gather_stream),
                    destroy);
@@ -129,7 +129,7 @@ destroy:
 
 static void disown_unit(fsdpc_unit *unit)
 {
-    fsdpc_full_remove(unit);
+    fsdpc_unsharded_remove(unit);
     fsdpc_buffer_destroy(unit->own_buffer);
     fsdpc_buffer_destroy(unit->own_partial);
     unit->own_buffer = unit->buffer = unit->own_partial = unit->partial = NULL;

@@ -15,7 +15,7 @@ typedef enum fsdpc_epoch_stage {
     FSDPC_STAGE_PUBLISHED, /* waits for all publications */
 } fsdpc_epoch_stage;
 
-typedef struct fsdpc_full_ops fsdpc_full_ops; /* full.h */
+typedef struct fsdpc_unsharded_ops fsdpc_unsharded_ops; /* unsharded.h */
 
 /* The order in which units were used, for prefetching; see sched.h. */
 typedef struct fsdpc_record {
@@ -50,8 +50,8 @@ struct fsdpc_root {
     fsdpc_device *device;
     fsdpc_trace *trace;
     fsdpc_param_buffer *param_buffer;
-    const fsdpc_full_ops *full; /* how fulls are made */
-    fsdpc_unit **slot_users;    /* full_moved.c: the unit last gathered into each slot */
+    const fsdpc_unsharded_ops *unsharded; /* how unsharded parameters are made */
+    fsdpc_unit **slot_users; /* unsharded_slots.c: the unit last gathered into each slot */
     fsdpc_stream *gather_stream, *reduce_stream;
     fsdpc_stream *replicate_stream;  /* for second stages, in parallel with first ones; NULL:
                                       * shared */

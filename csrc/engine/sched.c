@@ -22,7 +22,7 @@
  * posted there, in the order of units.
  *
  * Rank-dependent units (experts that some ranks' data does not select) take part even if they did
- * not run.  All of them are gathered when an epoch begins and stay full until the next; the record
+ * not run.  All of them are gathered when an epoch begins and stay unsharded until the next; the record
  * omits them.  Their gradients, zeros if there are none, are reduced at the end of backward.
  *
  * Inside backward a forward is a recomputation (activation checkpointing): no epoch, no reshard.
@@ -37,7 +37,7 @@
 #include "engine/agree.h"
 #include "engine/epoch.h"
 #include "engine/fill.h"
-#include "engine/full.h"
+#include "engine/unsharded.h"
 #include "engine/gather.h"
 #include "engine/grads.h"
 #include "engine/reduce.h"
@@ -108,7 +108,7 @@ static fsdpc_status gather_ahead(fsdpc_root *root, const fsdpc_unit *unit, bool 
         return FSDPC_OK;
     if (unit->ahead[backward]) {
         for (int i = 0; i < unit->n_ahead[backward]; i++) {
-            if (fsdpc_full_has_room(unit->ahead[backward][i]) &&
+            if (fsdpc_unsharded_has_room(unit->ahead[backward][i]) &&
                 !comes_too_early(unit->ahead[backward][i]))
                 FSDPC_TRY(fsdpc_gather_post(unit->ahead[backward][i], backward));
         }
@@ -119,7 +119,7 @@ static fsdpc_status gather_ahead(fsdpc_root *root, const fsdpc_unit *unit, bool 
     size_t end = record->position + (size_t)root->prefetch;
     for (size_t i = record->position; i < end && i < record->length; i++) {
         fsdpc_unit *next = root->units[record->entries[i].unit];
-        if (!fsdpc_full_has_room(next) || comes_too_early(next))
+        if (!fsdpc_unsharded_has_room(next) || comes_too_early(next))
             break; /* no further than memory allows */
         FSDPC_TRY(fsdpc_gather_post(next, record->entries[i].backward));
     }
@@ -143,7 +143,7 @@ uint64_t fsdpc_unit_generation(const fsdpc_unit *unit)
 
 fsdpc_status fsdpc_unit_check_generation(const fsdpc_unit *unit, uint64_t generation)
 {
-    bool written = unit->root && unit->root->full->at_use && unit->dirty;
+    bool written = unit->root && unit->root->unsharded->at_use && unit->dirty;
     if (generation == fsdpc_unit_generation(unit) && !written)
         return FSDPC_OK;
     return fsdpc_fail(FSDPC_ERR_STATE,
@@ -191,7 +191,7 @@ fsdpc_status fsdpc_post_forward(fsdpc_unit *unit)
     fsdpc_root_trace(unit, FSDPC_TRACE_FORWARD_END, 0, root->in_backward);
     bool inner = unit->running > 0; /* a method of the unit called its forward */
     if (!inner && !root->in_backward && fsdpc_unit_reshards(unit))
-        fsdpc_full_drop(unit);
+        fsdpc_unsharded_drop(unit);
     if (root->forward_depth == 0 && !root->in_backward)
         fsdpc_comm_locate(root->comm, "user code", "");
     return FSDPC_OK;
@@ -204,7 +204,7 @@ fsdpc_status fsdpc_pre_backward(fsdpc_unit *unit, uint64_t generation)
     if (root->stage != FSDPC_STAGE_IDLE)
         return fsdpc_fail(FSDPC_ERR_STATE,
                           "the backward of unit '%s' after a forward was interrupted while weights "
-                          "were being published: run forward again",
+                          "were being copied in: run forward again",
                           unit->name);
     if (!root->in_backward)
         FSDPC_TRY(fsdpc_trainable_agree(root));
@@ -245,7 +245,7 @@ fsdpc_status fsdpc_post_backward(fsdpc_unit *unit)
     if (reduces_now(unit))
         FSDPC_TRY(fsdpc_reduce_post(unit));
     if (unit->settings.reshard_after_backward)
-        fsdpc_full_drop(unit);
+        fsdpc_unsharded_drop(unit);
     return fsdpc_reduce_progress(root);
 }
 
@@ -261,7 +261,7 @@ fsdpc_status fsdpc_grad_target_of(fsdpc_unit *unit, int param, void **data_out,
     FSDPC_TRY(fsdpc_reduce_carry_on(unit->root));
     FSDPC_TRY(fsdpc_reduce_open(unit));
     *data_out = unit->buffer->data + group->reduce_offset +
-                place->full_offset * fsdpc_dtype_bytes(group->reduce_dtype);
+                place->unsharded_offset * fsdpc_dtype_bytes(group->reduce_dtype);
     *dtype_out = group->reduce_dtype;
     *accumulate_out = unit->filled[param];
     unit->n_filled += !unit->filled[param];
@@ -381,7 +381,7 @@ fsdpc_status fsdpc_reshard(fsdpc_unit *unit)
     if (unit->held > 0)
         unit->held--;
     if (unit->root)
-        fsdpc_full_drop(unit);
+        fsdpc_unsharded_drop(unit);
     return FSDPC_OK;
 }
 
@@ -410,7 +410,7 @@ void fsdpc_root_reset(fsdpc_root *root)
         fsdpc_unit *unit = root->units[i];
         unit->in_backward = unit->stays = false;
         unit->running = 0;
-        fsdpc_full_drop(unit);
+        fsdpc_unsharded_drop(unit);
     }
 }
 

@@ -34,7 +34,7 @@ fsdpc_status fsdpc_grad_target_of(fsdpc_unit *unit, int param, void **data_out,
 /* Returns whether the unit's reduce buffer is open.  The first gradient opens it, and may wait for
  * peers. */
 bool fsdpc_grad_is_open(const fsdpc_unit *unit);
-/* Adds the contribution in `data`: whole, dense, in the full's dtype. */
+/* Adds the contribution in `data`: whole, dense, in the unsharded parameter's dtype. */
 fsdpc_status fsdpc_grad_add(fsdpc_unit *unit, int param, const void *data);
 
 /* Returns whether the unit's reduction is in flight, as after set_is_last_backward(false).

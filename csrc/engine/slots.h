@@ -1,11 +1,9 @@
-/* A memory plan for fulls if gathers move bytes: a few slots that many units share.
+/* A memory plan for unsharded parameters if gathers move bytes: a few slots that many units share.
  *
- * If ranks share a parameter buffer, it contains every full, and slots do not exist.  Otherwise a rank has its
- * published slices of all fulls, and memory for the fulls that exist at the same time.  Units of
- * the same size take turns with a few slots, one for each unit that is full at the same time.  Each
- * has a window (device.h) on its slot, so that its full has one address for the whole run.  Other
- * units have separate memory: the root, units that enclose others, units that keep their full after
- * forward, and units that run only on some ranks.  The same holds for units of a rare size, and for
+ * If ranks share a parameter buffer, it contains all of them, and slots do not exist.  Otherwise a rank has its own slices of all unsharded parameters, and memory for the unsharded parameters that exist at the same time.  Units of
+ * the same size take turns with a few slots, one for each unit that is unsharded at the same time.  Each
+ * has a window (device.h) on its slot, so that its parameters have one address for the whole run.  Other
+ * units have separate memory: the root, units that enclose others, units that stay unsharded after forward, and units that run only on some ranks.  The same holds for units of a rare size, and for
  * all units of a device without windows.
  *
  * Every slot is attached to the parameter buffer (comm.h) once.  Separate memory that nearly fills whole
@@ -20,7 +18,7 @@
 #include <stddef.h>
 
 typedef struct fsdpc_slot_want {
-    size_t bytes; /* size of the unit's full */
+    size_t bytes; /* size of the unit's unsharded parameters */
     bool alone;   /* never shares */
     /* Written by fsdpc_slots_assign: */
     int slot;           /* -1: its own memory */

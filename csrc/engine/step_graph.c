@@ -3,7 +3,7 @@
  *
  * There are two kinds of state.  Counters (steps, generation) grow by the same amount in every
  * step; a replay adds the captured step's increments.  Everything else determines which work is
- * enqueued, and must not have changed.  For example, an eager step would publish a unit whose
+ * enqueued, and must not have changed.  For example, an eager step would copy in a unit whose
  * masters were written, and a replay does not.
  *
  * Ranks do not communicate inside a capture.  Operations are captured and epochs are local, so a
@@ -24,7 +24,7 @@
 
 #include "base/crc32c.h"
 #include "engine/epoch.h"
-#include "engine/full.h"
+#include "engine/unsharded.h"
 #include "engine/grads.h"
 #include "engine/optim_graph.h"
 #include "engine/order.h"
@@ -134,8 +134,9 @@ static fsdpc_status check_mark(const fsdpc_unit *unit, const unit_mark *before, 
     if (mark.written != before->written)
         return fsdpc_fail(
             FSDPC_ERR_STATE,
-            "unit '%s' was given memory of its own for its full (two units that share "
-            "were full at once, as in hold()), and gathers of the captured step write "
+            "unit '%s' was given memory of its own for its unsharded parameters (two units that "
+            "share "
+            "were unsharded at once, as in hold()), and gathers of the captured step write "
             "the old: capture a step again",
             unit->name);
     return FSDPC_OK;
@@ -228,7 +229,7 @@ static void give_up(fsdpc_step_graph *step)
     if (root->device->capturing) {
         /* posted operations go into the graph first, and are not sent to the peers later */
         for (int i = 0; i < root->n_units; i++)
-            (void)fsdpc_full_settle(root->units[i]);
+            (void)fsdpc_unsharded_settle(root->units[i]);
         (void)fsdpc_reduce_wait_all(root);
         (void)fsdpc_capture_end(root->device, NULL);
     }

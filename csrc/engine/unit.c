@@ -39,9 +39,9 @@ void fsdpc_unit_destroy_array(const fsdpc_unit *unit, fsdpc_extent *extent, void
 }
 
 /* Note [spread masters].  If modules of a frozen group read the masters directly, a host needs only
- * one copy, not two.  The masters have address space for the whole full, but touch only their own
- * rows.  When the parameter buffer exists, its pages replace theirs at the same addresses (full_shared.c).  A
- * write to a master then copies its page first, so peers do not see it before it is published. */
+ * one copy, not two.  The masters have address space for all unsharded parameters, but touch only their own
+ * rows.  When the parameter buffer exists, its pages replace theirs at the same addresses (unsharded_shared.c).  A
+ * write to a master then copies its page first, so peers do not see it before its copy-in. */
 static bool can_spread(const fsdpc_unit *unit, const fsdpc_unit_group *group)
 {
     return fsdpc_plan_shares_masters(group->plan, group->param_dtype, &unit->offload) &&
@@ -52,7 +52,8 @@ static bool can_spread(const fsdpc_unit *unit, const fsdpc_unit_group *group)
 static size_t spread_bytes(const fsdpc_unit_group *group)
 {
     enum { PAGE = 4096 };
-    return fsdpc_round_up(group->plan->full_numel * fsdpc_dtype_bytes(group->plan->dtype), PAGE);
+    return fsdpc_round_up(group->plan->unsharded_numel * fsdpc_dtype_bytes(group->plan->dtype),
+                          PAGE);
 }
 
 static int64_t spread_counted(const fsdpc_unit_group *group)
@@ -95,7 +96,7 @@ fsdpc_status fsdpc_unit_join_param_buffer(fsdpc_unit *unit, fsdpc_unit_group *gr
         const fsdpc_slice *band = &group->plan->bands[i];
         if (fsdpc_slice_is_of(band, rank))
             memcpy(param_buffer->write + group->param_buffer_offset +
-                       fsdpc_slice_full(band, rank, band->shard_offset) * element,
+                       fsdpc_slice_unsharded(band, rank, band->shard_offset) * element,
                    fsdpc_unit_masters(unit, group, band, band->shard_offset),
                    band->numel * element);
     }
@@ -164,7 +165,7 @@ static fsdpc_status create_group(fsdpc_unit *unit, int g, const fsdpc_unit_optio
 }
 
 /* With one unit ahead, the network between hosts is idle from the end of one gather until the next
- * is posted.  On CPU ranks fulls are in the parameter buffer's memory, so a second one is free; a GPU needs a
+ * is posted.  On CPU ranks unsharded parameters are in the parameter buffer's memory, so a second one is free; a GPU needs a
  * slot for it. */
 static int default_prefetch(const fsdpc_unit *unit)
 {
@@ -418,11 +419,12 @@ fsdpc_unit_flat fsdpc_unit_flat_of(const fsdpc_unit *unit, int group)
                              .reduce_dtype = g->reduce_dtype,
                              .grad_dtype = g->grad_dtype,
                              .shard_numel = g->plan->shard_numel,
-                             .full_numel = g->plan->full_numel,
+                             .unsharded_numel = g->plan->unsharded_numel,
                              .master = g->master,
-                             .master_numel = g->spread ? g->plan->full_numel : g->plan->shard_numel,
+                             .master_numel =
+                                 g->spread ? g->plan->unsharded_numel : g->plan->shard_numel,
                              .grad = g->grad,
-                             .full = g->full};
+                             .unsharded = g->unsharded};
 }
 
 fsdpc_unit_flat fsdpc_unit_flat_with(const fsdpc_unit *unit, int param)
@@ -485,7 +487,7 @@ size_t fsdpc_unit_master_offset(const fsdpc_unit *unit, int param)
     const fsdpc_place *place = &unit->layout->params[param];
     const fsdpc_unit_group *group = &unit->groups[place->group];
     fsdpc_piece piece = fsdpc_layout_piece(unit->layout, param, fsdpc_unit_rank(unit));
-    return group->spread ? place->full_offset + piece.first : piece.shard_offset;
+    return group->spread ? place->unsharded_offset + piece.first : piece.shard_offset;
 }
 
 void *fsdpc_unit_grad_rows(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out)
@@ -517,18 +519,18 @@ void fsdpc_unit_place_grads(fsdpc_unit *unit, void *const *groups)
     unit->grads_away = !groups;
 }
 
-void fsdpc_unit_lend_fulls(fsdpc_unit *unit, const fsdpc_full_room *room)
+void fsdpc_unit_lend_unsharded(fsdpc_unit *unit, const fsdpc_full_room *room)
 {
     unit->full_room = room ? *room : (fsdpc_full_room){0};
 }
 
-void *fsdpc_unit_full(const fsdpc_unit *unit, int param)
+void *fsdpc_unit_unsharded(const fsdpc_unit *unit, int param)
 {
     const fsdpc_place *place = &unit->layout->params[param];
     const fsdpc_unit_group *group = &unit->groups[place->group];
-    if (!group->full)
+    if (!group->unsharded)
         return NULL;
-    return group->full + place->full_offset * fsdpc_dtype_bytes(group->param_dtype);
+    return group->unsharded + place->unsharded_offset * fsdpc_dtype_bytes(group->param_dtype);
 }
 
 fsdpc_status fsdpc_unit_write(fsdpc_unit *unit, int param, const void *value, fsdpc_dtype dtype)
@@ -561,13 +563,13 @@ fsdpc_status fsdpc_unit_init_param(fsdpc_unit *unit, int param, int kind, double
     return fsdpc_flat_init(&args, main);
 }
 
-fsdpc_status fsdpc_unit_check_full(fsdpc_unit *unit, int param)
+fsdpc_status fsdpc_unit_check_unsharded(fsdpc_unit *unit, int param)
 {
-    if (__builtin_expect(unit->state == FSDPC_UNIT_FULL, 1))
+    if (__builtin_expect(unit->state == FSDPC_UNIT_UNSHARDED, 1))
         return FSDPC_OK;
-    return fsdpc_fail(
-        FSDPC_ERR_STATE,
-        "parameter '%s' of unit '%s' is sharded here: its full exists only inside the "
-        "unit's forward and backward; use .local, full_tensor() or unshard()",
-        unit->layout->params[param].name, unit->name);
+    return fsdpc_fail(FSDPC_ERR_STATE,
+                      "parameter '%s' of unit '%s' is sharded here: its unsharded parameters exist "
+                      "only inside the "
+                      "unit's forward and backward; use .local, full_tensor() or unshard()",
+                      unit->layout->params[param].name, unit->name);
 }

@@ -1,7 +1,7 @@
 /* A unit: modules whose parameters are gathered, freed and reduced together.
  *
  * A unit owns its layout and this rank's private memory: masters (original dtype) and gradient
- * shards (fp32, or fp64 for fp64 parameters).  Its full is in the parameter buffer of its root, which is found
+ * shards (fp32, or fp64 for fp64 parameters).  Its unsharded parameters are in the parameter buffer of its root, which is found
  * at the first forward; until then a unit has only masters.
  *
  * Its gradients go into a reduce buffer and from there into the gradient shard.  On a mesh with
@@ -10,9 +10,9 @@
  *
  * Optimizers, initialisation and loading write masters and mark the unit as written.  Users may
  * write masters through exported pieces; each epoch begins by comparing such a unit with the parameter buffer.
- * Only publishing writes fulls.  Reductions write gradient shards.
+ * Only the copy-in and gathers write unsharded parameters.  Reductions write gradient shards.
  *
- * Frozen groups have only masters and fulls.  A group gets gradient shards, and keeps them, once
+ * Frozen groups have only masters and unsharded parameters.  A group gets gradient shards, and keeps them, once
  * one of its parameters becomes trainable.
  *
  * Zeroing gradients touches no memory: the unit records which parameters have one.  A parameter has
@@ -30,7 +30,7 @@ typedef struct fsdpc_root fsdpc_root;
 typedef enum fsdpc_unit_state {
     FSDPC_UNIT_SHARDED,
     FSDPC_UNIT_GATHERING, /* posted */
-    FSDPC_UNIT_FULL,
+    FSDPC_UNIT_UNSHARDED,
 } fsdpc_unit_state;
 
 /* User settings, which may change at any time unless marked. */
@@ -56,7 +56,7 @@ static inline bool fsdpc_unit_owns_buffer(const fsdpc_unit_settings *settings, b
 }
 
 /* Its full is in memory of its own (slots.h). */
-static inline bool fsdpc_unit_owns_full(const fsdpc_unit_settings *settings, bool encloses)
+static inline bool fsdpc_unit_owns_unsharded(const fsdpc_unit_settings *settings, bool encloses)
 {
     return encloses || settings->rank_dependent || !settings->reshard_after_forward;
 }
@@ -97,11 +97,12 @@ fsdpc_status fsdpc_unit_set_ahead(fsdpc_unit *unit, bool backward, fsdpc_unit *c
 /* ---- Memory ---- */
 
 /* One flat group: dtypes, sizes and addresses of this rank's masters and gradient shard (NULL:
- * none), and of the full (NULL before there is a root). */
+ * none), and of the unsharded parameters (NULL before there is a root). */
 typedef struct fsdpc_unit_flat {
     fsdpc_dtype dtype, param_dtype, reduce_dtype, grad_dtype;
-    size_t shard_numel, full_numel, master_numel; /* masters may be laid out like the full */
-    void *master, *grad, *full;
+    size_t shard_numel, unsharded_numel,
+        master_numel; /* masters may be laid out like the unsharded parameters */
+    void *master, *grad, *unsharded;
 } fsdpc_unit_flat;
 
 fsdpc_unit_flat fsdpc_unit_flat_of(const fsdpc_unit *unit, int group);
@@ -139,7 +140,7 @@ fsdpc_status fsdpc_unit_alloc_grad(const fsdpc_unit *unit, int group, void **out
  * policy offloads.  The caller keeps the memory until it calls again or the unit is destroyed. */
 void fsdpc_unit_place_grads(fsdpc_unit *unit, void *const *groups);
 
-/* A frontend's memory for fulls.  `take` calls place_fulls with an address for each flat group;
+/* A frontend's memory for unsharded parameters.  `take` calls place_unsharded with an address for each flat group;
  * the addresses are valid until `give`.  Both may run on any thread. */
 typedef struct fsdpc_full_room {
     fsdpc_status (*take)(void *of);
@@ -147,30 +148,31 @@ typedef struct fsdpc_full_room {
     void *of;
 } fsdpc_full_room;
 
-/* Call before there is a root.  If the shard group is one rank, its fulls will be in this memory
- * (full_lent.c).  NULL: withdraws the memory, and none of those fulls is used again. */
-void fsdpc_unit_lend_fulls(fsdpc_unit *unit, const fsdpc_full_room *room);
-bool fsdpc_unit_fulls_are_lent(const fsdpc_unit *unit); /* it has a root, and they are */
-bool fsdpc_unit_reads_masters(const fsdpc_unit *unit);  /* and its fulls are the masters: no cast is
+/* Call before there is a root.  If the shard group is one rank, its unsharded parameters will be in this memory
+ * (unsharded_lent.c).  NULL: withdraws the memory, and none of those unsharded parameters is used again. */
+void fsdpc_unit_lend_unsharded(fsdpc_unit *unit, const fsdpc_full_room *room);
+bool fsdpc_unit_unsharded_is_lent(const fsdpc_unit *unit); /* it has a root, and they are */
+bool fsdpc_unit_reads_masters(
+    const fsdpc_unit *unit); /* and its unsharded parameters are the masters: no cast is
                                                          * needed */
-void fsdpc_unit_place_fulls(fsdpc_unit *unit, void *const *groups);
+void fsdpc_unit_place_unsharded(fsdpc_unit *unit, void *const *groups);
 
 /* Returns whether backwards of other units run between its gradients.  False before the root
  * exists. */
 bool fsdpc_unit_stays_open(const fsdpc_unit *unit);
 
 /* Returns the whole parameter as modules read it; NULL before the root exists.  Its address is
- * fixed unless fulls are lent. */
-void *fsdpc_unit_full(const fsdpc_unit *unit, int param);
+ * fixed unless unsharded parameters are lent. */
+void *fsdpc_unit_unsharded(const fsdpc_unit *unit, int param);
 
-/* Writes this rank's rows of `value` (the full tensor, any float dtype) into the master. */
+/* Writes this rank's rows of `value` (the whole tensor, any float dtype) into the master. */
 fsdpc_status fsdpc_unit_write(fsdpc_unit *unit, int param, const void *value, fsdpc_dtype dtype);
 
 /* Initialises this rank's rows to the values that the whole tensor would have. */
 fsdpc_status fsdpc_unit_init_param(fsdpc_unit *unit, int param, int kind, double a, double b,
                                    uint64_t seed, uint64_t stream);
 
-/* Fails, naming parameter and unit, unless the full may be read now. */
-fsdpc_status fsdpc_unit_check_full(fsdpc_unit *unit, int param);
+/* Fails, naming parameter and unit, unless it is unsharded now. */
+fsdpc_status fsdpc_unit_check_unsharded(fsdpc_unit *unit, int param);
 
 #endif

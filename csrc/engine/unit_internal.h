@@ -51,10 +51,10 @@ typedef struct fsdpc_unit_group {
     bool
         in_param_buffer; /* `master` maps the parameter buffer: only pages that differ are copies */
     fsdpc_extent *master_extent, *grad_extent; /* extents that contain them; NULL: device memory */
-    unsigned char *full;                       /* the memory that modules read; see full.h */
+    unsigned char *unsharded;                  /* the memory that modules read; see unsharded.h */
     unsigned char *target; /* where a gather writes it: the same memory, at the address that
                                * transports use; NULL if a gather moves nothing */
-    void *own_block;       /* in no-alias mode, the block that contains the full */
+    void *own_block;       /* in no-alias mode, the block that contains the unsharded parameters */
     unsigned char
         *own_slices; /* this rank's slices, if they are not in the parameter buffer; else NULL */
     fsdpc_work gather, reduce;
@@ -83,13 +83,13 @@ struct fsdpc_unit {
     fsdpc_unit **ahead[2]; /* gathered ahead of forward [0] and backward [1]; NULL: as recorded */
     int n_ahead[2];
 
-    /* Memory if gathers move bytes, written by full_moved.c; if fulls are lent, by unit.c. */
+    /* Memory if gathers move bytes, written by unsharded_slots.c; if unsharded parameters are lent, by unit.c. */
     int slot;                  /* -1: it shares with no unit */
     fsdpc_window *window;      /* the memory that it shares, or shared */
     unsigned char *room;       /* the unit's own memory */
     fsdpc_full_room full_room; /* take is NULL: none */
 
-    /* Gather.  Written by gather.c, full.c and sched.c; code that changes masters sets `dirty` and
+    /* Gather.  Written by gather.c, unsharded.c and sched.c; code that changes masters sets `dirty` and
      * `foreign`.
      */
     fsdpc_unit_state state;
@@ -97,12 +97,12 @@ struct fsdpc_unit {
     int held;               /* unshard() calls without their reshard() */
     bool dirty;             /* masters are known to differ from the parameter buffer */
     bool foreign;           /* masters may differ: a caller has a writable piece */
-    uint32_t copied_in_crc; /* full_file.c: checksum of this rank's published slices */
+    uint32_t copied_in_crc; /* unsharded_file.c: checksum of this rank's own slices */
 
     /* A pending step.  Written by optim_step.c; `late` by epoch.c and gather.c. */
     fsdpc_pending *pending; /* NULL: none */
     bool puts_off;          /* the step that is about to begin will be pending on this rank */
-    bool late;              /* until the next gather: slices may be published after the step's
+    bool late;              /* until the next gather: slices may be copied in after the step's
                              * epoch */
     _Atomic int lent;       /* tensors on its gradients and states, which keep its steps from being
                              * deferred */
@@ -215,7 +215,7 @@ fsdpc_status fsdpc_unit_join_param_buffer(fsdpc_unit *unit, fsdpc_unit_group *gr
 void fsdpc_unit_leave_param_buffer(
     fsdpc_unit *unit); /* the parameter buffer is about to go; masters keep their
                                                * contents */
-/* Drops private copies of frozen masters that were published, since these equal the parameter buffer. */
+/* Drops private copies of frozen masters that were copied in, since these equal the parameter buffer. */
 void fsdpc_unit_drop_copies(fsdpc_unit *unit);
 
 /* Returns the master of this rank's slice of a band, starting at element `at` of the shard.  Only
@@ -224,7 +224,7 @@ static inline unsigned char *fsdpc_unit_stepped(const fsdpc_unit *unit,
                                                 const fsdpc_unit_group *group,
                                                 const fsdpc_slice *band, size_t at)
 {
-    size_t place = group->spread ? fsdpc_slice_full(band, fsdpc_unit_rank(unit), at) : at;
+    size_t place = group->spread ? fsdpc_slice_unsharded(band, fsdpc_unit_rank(unit), at) : at;
     return group->master + place * fsdpc_dtype_bytes(group->plan->dtype);
 }
 

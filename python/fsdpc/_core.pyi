@@ -1977,7 +1977,7 @@ class Unit:
     """Number of units that its root prefetches or, before a root exists, the value that was set."""
     @property
     def state(self) -> str:
-        """"sharded", "gathering" or "full"."""
+        """"sharded", "gathering" or "unsharded"."""
     @property
     def params(self) -> list[tuple[str, dtype, tuple[int, ...]]]:
         """(name, original dtype, shape) of each parameter."""
@@ -2158,7 +2158,7 @@ def plan_root(
     "memory", "pinned", "file" or "message" (bytes sent to a rank of each other host).
     """
 
-def plan_fulls(
+def plan_unsharded(
     units: list[tuple[int, int, bool]], ranks: int, prefetch: int, remote: bool, /
 ) -> int:
     """Return the bytes of the units' unsharded parameters on a rank's GPU, or on a CPU host.
@@ -2199,7 +2199,7 @@ class TorchUnit:
     """Generation of the weights; set it to that of the forward being recomputed."""
     def bind(
         self,
-        fulls: list[Any],
+        unsharded: list[Any],
         bases: tuple[Any, ...],
         lent: list[Any] | None,
         set_version: Callable[[tuple[Any, ...], tuple[int, ...]], None],
@@ -2252,7 +2252,7 @@ def unit_places(unit: Unit, /) -> list[tuple[int, int, int, int, int, int]]:
     """Return (group, full_offset, first, numel, shard_offset, master_offset) per parameter."""
 
 def unit_memory(unit: Unit, kind: str, /) -> list[Tensor]:
-    """Return the "master", "grad" or "full" memory of each flat group that has it."""
+    """Return the "master", "grad" or "unsharded" memory of each flat group that has it."""
 
 def grad_memory(unit: Unit, /) -> list[Tensor]:
     """Return new zeroed memory for the gradient shards of groups that have them."""

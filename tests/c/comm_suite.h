@@ -235,8 +235,8 @@ static size_t random_slices(unsigned *seed, int size, fsdpc_slice *slices, size_
         size_t numel =
             rand_r(seed) % 4 == 0 ? (size_t)rand_r(seed) % 3 : (size_t)rand_r(seed) % 900;
         int owner = rand_r(seed) % 3 == 0 ? (int)((unsigned)rand_r(seed) % (unsigned)size) : -1;
-        slices[i] =
-            (fsdpc_slice){.full_offset = at, .numel = numel, .shard_offset = shard, .owner = owner};
+        slices[i] = (fsdpc_slice){
+            .unsharded_offset = at, .numel = numel, .shard_offset = shard, .owner = owner};
         at += owner < 0 ? numel * (size_t)size : numel;
         at += (size_t)rand_r(seed) % 70;
         shard += numel + (size_t)rand_r(seed) % 3;
@@ -247,7 +247,7 @@ static size_t random_slices(unsigned *seed, int size, fsdpc_slice *slices, size_
 
 typedef struct reduction {
     fsdpc_slice slices[SLICES];
-    size_t full_numel, shard_numel, offset;
+    size_t unsharded_numel, shard_numel, offset;
     fsdpc_dtype dtype, shard_dtype;
     float scale;
     bool all; /* REDUCE_ALL */
@@ -261,7 +261,7 @@ static void check_shard(rank_context *self, const reduction *r, const void *shar
         const fsdpc_slice *slice = &r->slices[i];
         if (!r->all && slice->owner >= 0 && slice->owner != self->rank)
             continue;
-        size_t first = slice->full_offset;
+        size_t first = slice->unsharded_offset;
         first += slice->owner < 0 && !r->all ? (size_t)self->rank * slice->numel : 0;
         for (size_t j = 0; j < slice->numel; j++) {
             double values[RANKS_MAX];
@@ -293,8 +293,8 @@ static void reduce_once(rank_context *self, fsdpc_buffer *buffer, unsigned *seed
                    .scale = rand_r(seed) & 1 ? 1.0f : 0.25f,
                    .all = rand_r(seed) & 1,
                    .accumulate = rand_r(seed) & 1};
-    r.full_numel = random_slices(seed, self->size, r.slices, &r.shard_numel);
-    fill(buffer->data + r.offset, dtype, self->rank, r.full_numel);
+    r.unsharded_numel = random_slices(seed, self->size, r.slices, &r.shard_numel);
+    fill(buffer->data + r.offset, dtype, self->rank, r.unsharded_numel);
     void *shard = calloc(r.shard_numel + 1, fsdpc_dtype_bytes(r.shard_dtype));
     for (size_t j = 0; j < r.shard_numel; j++)
         put(shard, r.shard_dtype, j, 1);

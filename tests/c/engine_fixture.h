@@ -17,7 +17,7 @@
 #include "engine/clip.h"
 #include "engine/collect.h"
 #include "engine/epoch.h"
-#include "engine/full.h"
+#include "engine/unsharded.h"
 #include "engine/grads.h"
 #include "engine/optim.h"
 #include "engine/root_internal.h"

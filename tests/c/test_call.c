@@ -24,7 +24,7 @@ static bool enter(fsdpc_unit *unit)
 {
     bool first = false;
     CHECK_OK(fsdpc_call_enter(unit, &TRAINING, &first));
-    CHECK_OK(fsdpc_unit_check_full(unit, 0));
+    CHECK_OK(fsdpc_unit_check_unsharded(unit, 0));
     return first;
 }
 
@@ -35,9 +35,9 @@ static void test_nested(void)
     fsdpc_unit *unit = r.units[1];
     CHECK(enter(r.units[0]) && enter(unit) && enter(unit));
     CHECK(leave(unit) == FSDPC_LEFT_INSIDE); /* a method called forward, and goes on */
-    CHECK_OK(fsdpc_unit_check_full(unit, 0));
+    CHECK_OK(fsdpc_unit_check_unsharded(unit, 0));
     CHECK(leave(unit) == FSDPC_LEFT_RESHARD);
-    CHECK_FAILS(fsdpc_unit_check_full(unit, 0), FSDPC_ERR_STATE, "is sharded here");
+    CHECK_FAILS(fsdpc_unit_check_unsharded(unit, 0), FSDPC_ERR_STATE, "is sharded here");
     CHECK(leave(r.units[0]) == FSDPC_LEFT_KEPT);
     rig_close(&r);
 }
@@ -69,17 +69,17 @@ static void test_failed(void)
     CHECK_OK(rig_root(&r));
     enter(r.units[0]), enter(r.units[1]);
     fsdpc_call_failed(r.units[1]); /* caught by the outer forward, which goes on */
-    CHECK_OK(fsdpc_unit_check_full(r.units[0], 0));
+    CHECK_OK(fsdpc_unit_check_unsharded(r.units[0], 0));
     enter(r.units[2]), leave(r.units[2]);
     fsdpc_call_failed(r.units[0]);
-    CHECK_FAILS(fsdpc_unit_check_full(r.units[0], 0), FSDPC_ERR_STATE, "is sharded here");
+    CHECK_FAILS(fsdpc_unit_check_unsharded(r.units[0], 0), FSDPC_ERR_STATE, "is sharded here");
     CHECK_OK(rig_step(&r));
     /* in backward: the count of forwards is right again, and the backward goes on */
     CHECK_OK(rig_forward(&r, true));
     CHECK_OK(fsdpc_call_begin_backward(r.units[0], r.seen));
     enter(r.units[1]);
     fsdpc_call_failed(r.units[1]);
-    CHECK_OK(fsdpc_unit_check_full(r.units[0], 0));
+    CHECK_OK(fsdpc_unit_check_unsharded(r.units[0], 0));
     CHECK_OK(fsdpc_call_end_backward(r.root, FSDPC_OK));
     CHECK_OK(rig_step(&r));
     rig_close(&r);

@@ -59,8 +59,8 @@ static void epochs(rank_context *self)
     fsdpc_param_buffer *param_buffer;
     int size = self->size, version = 0;
     const fsdpc_slice slices[] = {
-        {.full_offset = 0, .numel = ROW, .owner = -1},
-        {.full_offset = (size_t)(ROW * size), .numel = 77, .shard_offset = ROW, .owner = 1},
+        {.unsharded_offset = 0, .numel = ROW, .owner = -1},
+        {.unsharded_offset = (size_t)(ROW * size), .numel = 77, .shard_offset = ROW, .owner = 1},
     };
     size_t numel = (size_t)(ROW * size) + 77;
     EXPECT_OK(self, fsdpc_param_buffer_create(self->comm, 4 * numel, &param_buffer));
@@ -89,13 +89,13 @@ static void epochs(rank_context *self)
         gather(self, param_buffer, slices, 2); /* what was brought is there */
         EXPECT(self, sent_of(self) - before == once && (once > 0) == changes, "%d bytes, then %d",
                (int)once, (int)(sent_of(self) - before));
-        const uint32_t *full = (const uint32_t *)(const void *)param_buffer->read;
+        const uint32_t *unsharded = (const uint32_t *)(const void *)param_buffer->read;
         size_t wrong = 0;
         for (int r = 0; r < size; r++)
             for (int j = 0; j < ROW; j++)
-                wrong += full[r * ROW + j] != value_of(r, version, j);
+                wrong += unsharded[r * ROW + j] != value_of(r, version, j);
         for (int j = 0; j < 77; j++)
-            wrong += full[ROW * size + j] != value_of(9, version, j);
+            wrong += unsharded[ROW * size + j] != value_of(9, version, j);
         EXPECT(self, wrong == 0, "epoch %d: %zu elements are of another version", epoch, wrong);
     }
     fsdpc_param_buffer_destroy(param_buffer);

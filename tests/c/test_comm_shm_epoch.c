@@ -38,11 +38,11 @@ static void run_epoch(rank_context *self, fsdpc_param_buffer *param_buffer, int 
         EXPECT_OK(self, fsdpc_param_buffer_copied_in(param_buffer));
         EXPECT_OK(self, fsdpc_param_buffer_copy_in_wait(param_buffer, "layers.3"));
     }
-    const uint32_t *full = (const uint32_t *)(const void *)param_buffer->read;
+    const uint32_t *unsharded = (const uint32_t *)(const void *)param_buffer->read;
     size_t wrong = 0;
     for (int r = 0; r < self->size; r++)
         for (int j = 0; j < SLICE; j++)
-            wrong += full[r * SLICE + j] != version(r, epoch);
+            wrong += unsharded[r * SLICE + j] != version(r, epoch);
     EXPECT(self, wrong == 0, "epoch %d: %zu elements are of another version", epoch, wrong);
 }
 
@@ -231,7 +231,7 @@ static void operations_differ(rank_context *self)
     reduce.agree_only = which == OP_AGREE_ONLY;
     reduce.what = odd && which == OP_NAME ? "layers.4" : "layers.3";
     slice.numel -= odd && which == OP_BYTES;
-    slice.full_offset += odd && which == OP_SLICES;
+    slice.unsharded_offset += odd && which == OP_SLICES;
     reduce.epoch += odd && which == OP_EPOCH;
     reduce.scale += odd && which == OP_SCALE ? 1.0f : 0.0f;
     fsdpc_coll end = {.kind = FSDPC_COLL_BARRIER, .what = "end"};

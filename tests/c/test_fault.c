@@ -147,7 +147,7 @@ static void test_chain(void)
 }
 
 /* A full table names no more, and loses nothing. */
-static void test_full_table(void)
+static void test_unsharded_table(void)
 {
     static char memory[FSDPC_FAULT_RANGES + 8];
     for (size_t i = 0; i < sizeof memory; i++)
@@ -163,6 +163,6 @@ int main(void)
     test_the_line();
     test_silence();
     test_chain();
-    test_full_table();
+    test_unsharded_table();
     return check_report("test_fault");
 }

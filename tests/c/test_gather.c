@@ -26,10 +26,10 @@ static float value_of(int param, size_t i)
 static fsdpc_status write_all(rig *r)
 {
     for (int p = 0; p < 4; p++) {
-        float full[9 * 64];
+        float unsharded[9 * 64];
         for (size_t i = 0; i < r->units[1]->layout->params[p].numel; i++)
-            full[i] = value_of(p, i);
-        FSDPC_TRY(fsdpc_unit_write(r->units[1], p, full, FSDPC_F32));
+            unsharded[i] = value_of(p, i);
+        FSDPC_TRY(fsdpc_unit_write(r->units[1], p, unsharded, FSDPC_F32));
     }
     return FSDPC_OK;
 }
@@ -38,9 +38,9 @@ static int wrong_values(rig *r)
 {
     int wrong = 0;
     for (int p = 0; p < 4; p++) {
-        const uint16_t *full = fsdpc_unit_full(r->units[1], p);
+        const uint16_t *unsharded = fsdpc_unit_unsharded(r->units[1], p);
         for (size_t i = 0; i < r->units[1]->layout->params[p].numel; i++)
-            wrong += fsdpc_bf16_to_f32(full[i]) != value_of(p, i);
+            wrong += fsdpc_bf16_to_f32(unsharded[i]) != value_of(p, i);
     }
     return wrong;
 }
@@ -55,8 +55,8 @@ static fsdpc_status gather_values(rig *r)
         FSDPC_TRY(fsdpc_pre_forward(r->units[1], false));
         r->result[step] = wrong_values(r);
         FSDPC_TRY(fsdpc_post_forward(r->units[1]));
-        const uint16_t *full = fsdpc_unit_full(r->units[1], 0);
-        r->result[3] += !rig_can_read(full); /* given up */
+        const uint16_t *unsharded = fsdpc_unit_unsharded(r->units[1], 0);
+        r->result[3] += !rig_can_read(unsharded); /* given up */
         FSDPC_TRY(fsdpc_post_forward(r->units[0]));
     }
     return FSDPC_OK;
@@ -90,17 +90,17 @@ static void test_states(void)
     CHECK(unit->state == FSDPC_UNIT_GATHERING);
     CHECK_OK(fsdpc_gather_post(unit, false)); /* nothing more */
     CHECK(rig_count(&r, FSDPC_TRACE_GATHER, 1, 0) == 1);
-    fsdpc_full_drop(unit); /* never used: it may be gathered again all the same */
+    fsdpc_unsharded_drop(unit); /* never used: it may be gathered again all the same */
     CHECK(unit->state == FSDPC_UNIT_SHARDED);
     CHECK_OK(fsdpc_gather_wait(unit, true));
-    CHECK(unit->state == FSDPC_UNIT_FULL && rig_count(&r, FSDPC_TRACE_GATHER, 1, 1) == 1);
+    CHECK(unit->state == FSDPC_UNIT_UNSHARDED && rig_count(&r, FSDPC_TRACE_GATHER, 1, 1) == 1);
     CHECK_OK(fsdpc_gather_wait(unit, false));
     CHECK(rig_count(&r, FSDPC_TRACE_GATHER_DONE, 1, -1) == 1);
     unit->held = 1;
-    fsdpc_full_drop(unit);
-    CHECK(unit->state == FSDPC_UNIT_FULL);
+    fsdpc_unsharded_drop(unit);
+    CHECK(unit->state == FSDPC_UNIT_UNSHARDED);
     unit->held = 0;
-    fsdpc_full_drop(unit);
+    fsdpc_unsharded_drop(unit);
     CHECK(unit->state == FSDPC_UNIT_SHARDED);
     rig_close(&r);
 }

@@ -5,15 +5,15 @@ enum { MAX_SPECS = 12 };
 
 static const fsdpc_layout_options plain = {0}, even = {.band_per_param = true};
 
-/* Elements of padding in the fulls of all groups, over real ones. */
+/* Elements of padding in the unsharded parameters of all groups, over real ones. */
 static double padding_of(const fsdpc_layout *layout)
 {
-    size_t full = 0;
+    size_t unsharded = 0;
     for (int g = 0; g < layout->n_groups; g++)
-        full += layout->groups[g].full_numel;
+        unsharded += layout->groups[g].unsharded_numel;
     if (layout->real_numel == 0)
         return 0;
-    return (double)(full - layout->real_numel) / (double)layout->real_numel;
+    return (double)(unsharded - layout->real_numel) / (double)layout->real_numel;
 }
 
 static size_t gcd(size_t a, size_t b)
@@ -33,11 +33,11 @@ static void check_place(const fsdpc_layout *layout, int param, const char *what)
 {
     const fsdpc_place *place = &layout->params[param];
     const fsdpc_slice *band = band_of(layout, param);
-    size_t row = place->row_numel, at = place->full_offset - band->full_offset;
+    size_t row = place->row_numel, at = place->unsharded_offset - band->unsharded_offset;
     CHECK_NOTE(layout->groups[place->group].dtype == place->dtype, "%s", what);
-    CHECK_NOTE(place->full_offset >= band->full_offset, "%s", what);
-    CHECK_NOTE(band->full_offset % 64 == 0 && band->shard_offset % 64 == 0, "%s", what);
-    CHECK_NOTE(place->full_offset % 64 == 0, "%s", what);
+    CHECK_NOTE(place->unsharded_offset >= band->unsharded_offset, "%s", what);
+    CHECK_NOTE(band->unsharded_offset % 64 == 0 && band->shard_offset % 64 == 0, "%s", what);
+    CHECK_NOTE(place->unsharded_offset % 64 == 0, "%s", what);
     if (band->owner >= 0) {
         CHECK_NOTE(at == 0 && band->numel == place->numel && band->owner < layout->ranks, "%s",
                    what);
@@ -75,8 +75,8 @@ static void check_pieces(const fsdpc_layout *layout, int param, const char *what
         CHECK_NOTE(piece.shard_offset >= band->shard_offset &&
                        piece.shard_offset + piece.numel <= band->shard_offset + band->numel,
                    "%s: rank %d's piece leaves its slice", what, rank);
-        CHECK_NOTE(fsdpc_slice_full(band, rank, piece.shard_offset) ==
-                       place->full_offset + piece.first,
+        CHECK_NOTE(fsdpc_slice_unsharded(band, rank, piece.shard_offset) ==
+                       place->unsharded_offset + piece.first,
                    "%s: rank %d's shard and full disagree", what, rank);
     }
     CHECK_NOTE(next == place->numel, "%s: %zu of %zu elements are owned", what, next, place->numel);
@@ -89,12 +89,12 @@ static void check_apart(const fsdpc_layout *layout, const char *what)
             const fsdpc_place *x = &layout->params[a], *y = &layout->params[b];
             if (a == b || x->group != y->group || x->numel == 0 || y->numel == 0)
                 continue;
-            CHECK_NOTE(x->full_offset + x->numel <= y->full_offset ||
-                           y->full_offset + y->numel <= x->full_offset,
+            CHECK_NOTE(x->unsharded_offset + x->numel <= y->unsharded_offset ||
+                           y->unsharded_offset + y->numel <= x->unsharded_offset,
                        "%s: '%s' and '%s' overlap", what, x->name, y->name);
             /* one order in a band: that of declaration */
             if (a < b && x->band == y->band)
-                CHECK_NOTE(x->full_offset < y->full_offset, "%s", what);
+                CHECK_NOTE(x->unsharded_offset < y->unsharded_offset, "%s", what);
         }
     }
 }
@@ -104,26 +104,28 @@ static void check_bands(const fsdpc_layout *layout, const char *what)
 {
     for (int g = 0; g < layout->n_groups; g++) {
         const fsdpc_group *group = &layout->groups[g];
-        size_t full = 0, shard = 0;
+        size_t unsharded = 0, shard = 0;
         for (size_t b = 0; b < group->n_bands; b++) {
             const fsdpc_slice *band = &group->bands[b];
             size_t ranks = band->owner < 0 ? (size_t)layout->ranks : 1, end = 0, row = 0;
-            CHECK_NOTE(band->full_offset >= full && band->full_offset < full + 64, "%s", what);
+            CHECK_NOTE(band->unsharded_offset >= unsharded &&
+                           band->unsharded_offset < unsharded + 64,
+                       "%s", what);
             CHECK_NOTE(band->shard_offset >= shard && band->shard_offset < shard + 64, "%s", what);
-            full = band->full_offset + ranks * band->numel;
+            unsharded = band->unsharded_offset + ranks * band->numel;
             shard = band->shard_offset + band->numel;
             for (int i = 0; i < layout->n_params; i++) {
                 const fsdpc_place *place = &layout->params[i];
                 if (place->group != g || place->band != (int)b)
                     continue;
-                end = place->full_offset - band->full_offset + place->numel;
+                end = place->unsharded_offset - band->unsharded_offset + place->numel;
                 row = place->row_numel;
             }
             if (band->owner < 0 && end > 0)
                 CHECK_NOTE(ranks * band->numel < end + row + (ranks - 1) * row,
                            "%s: slices of %zu for %zu elements", what, band->numel, end);
         }
-        CHECK_NOTE(group->full_numel == full && group->shard_numel == shard, "%s", what);
+        CHECK_NOTE(group->unsharded_numel == unsharded && group->shard_numel == shard, "%s", what);
     }
 }
 
@@ -132,7 +134,7 @@ static bool same(const fsdpc_layout *a, const fsdpc_layout *b)
     bool equal = a->n_groups == b->n_groups && a->real_numel == b->real_numel;
     for (int i = 0; i < a->n_params; i++) {
         const fsdpc_place *x = &a->params[i], *y = &b->params[i];
-        equal &= x->full_offset == y->full_offset && x->band == y->band &&
+        equal &= x->unsharded_offset == y->unsharded_offset && x->band == y->band &&
                  x->row_numel == y->row_numel && x->leaf_numel == y->leaf_numel;
     }
     for (int g = 0; equal && g < a->n_groups; g++) {

@@ -31,10 +31,10 @@ static fsdpc_status add_unit(rig *r, const scene *s, bool band_per_param)
     options.layout.band_per_param = band_per_param;
     FSDPC_TRY(rig_add(r, &options, specs, N_PARAMS));
     for (int p = 0; p < N_PARAMS; p++) {
-        float full[NUMEL];
+        float unsharded[NUMEL];
         for (size_t i = 0; i < r->units[0]->layout->params[p].numel; i++)
-            full[i] = start_of(p, i);
-        FSDPC_TRY(fsdpc_unit_write(r->units[0], p, full, FSDPC_F32));
+            unsharded[i] = start_of(p, i);
+        FSDPC_TRY(fsdpc_unit_write(r->units[0], p, unsharded, FSDPC_F32));
     }
     return rig_root(r);
 }
@@ -161,7 +161,7 @@ static fsdpc_status compare(rig *r, const scene *s, fsdpc_optim *optim, int step
         int64_t count = 0, expect = 0;
         fsdpc_optim_view views[2] = {{.data = NULL}, {.data = NULL}};
         const void *master = fsdpc_unit_master(unit, p, &piece);
-        const void *full = fsdpc_unit_full(unit, p);
+        const void *unsharded = fsdpc_unit_unsharded(unit, p);
         int n_states = p == 4 ? 0 : fsdpc_optim_states(s->kind, &hypers[groups[p]]);
         if (p != 4) {
             for (int k = 0; k < 2; k++) {
@@ -186,8 +186,8 @@ static fsdpc_status compare(rig *r, const scene *s, fsdpc_optim *optim, int step
             r->result[0] += !(fabs(now - e.p) <= tolerance(s) * (1 + fabs(e.p)));
             if (p == 4)
                 r->result[0] += now != start_of(p, piece.first + i);
-            r->result[1] +=
-                read_as(full, s->param_buffer, piece.first + i) != rounded(now, s->param_buffer);
+            r->result[1] += read_as(unsharded, s->param_buffer, piece.first + i) !=
+                            rounded(now, s->param_buffer);
             const double plain[2] = {e.m, e.v};
             for (int k = 0; k < n_states; k++) {
                 double state = read_as(views[k].data, views[k].dtype, i);
@@ -310,20 +310,21 @@ static fsdpc_status carry_states(rig *r)
     FSDPC_TRY(fsdpc_optim_step(optim));
     for (int p = 0; p < N_PARAMS; p++) {
         for (int k = 0; p != 4 && k < 2; k++) {
-            float full[NUMEL];
+            float unsharded[NUMEL];
             fsdpc_optim_view from, to;
-            FSDPC_TRY(fsdpc_optim_collect(optim, r->units[0], p, k, full));
-            FSDPC_TRY(fsdpc_optim_write(other, r->units[0], p, k, full, FSDPC_F32));
+            FSDPC_TRY(fsdpc_optim_collect(optim, r->units[0], p, k, unsharded));
+            FSDPC_TRY(fsdpc_optim_write(other, r->units[0], p, k, unsharded, FSDPC_F32));
             FSDPC_TRY(fsdpc_optim_state(optim, r->units[0], p, k, false, &from));
             FSDPC_TRY(fsdpc_optim_state(other, r->units[0], p, k, true, &to));
             size_t bytes = from.piece.numel * sizeof(float);
             r->result[0] += from.data == to.data || memcmp(from.data, to.data, bytes) != 0;
-            r->result[1] += bytes > 0 && memcmp(full + from.piece.first, to.data, bytes) != 0;
+            r->result[1] += bytes > 0 && memcmp(unsharded + from.piece.first, to.data, bytes) != 0;
             for (size_t i = 0; i < r->units[0]->layout->params[p].numel; i++) {
                 element e = {.p = start_of(p, i)};
                 plain_step(&e, average(r->world, 0, p, i), &hypers[groups[p]], s->kind);
                 double plain = k ? e.v : e.m;
-                r->result[2] += !(fabs((double)full[i] - plain) <= 1e-2 * (1e-3 + fabs(plain)));
+                r->result[2] +=
+                    !(fabs((double)unsharded[i] - plain) <= 1e-2 * (1e-3 + fabs(plain)));
             }
         }
     }
@@ -351,7 +352,7 @@ static void test_carried(void)
     }
 }
 
-/* Before the first forward there is no parameter buffer: masters step, the first epoch publishes them. */
+/* Before the first forward there is no parameter buffer: masters step, the first epoch copies them in. */
 static void test_rootless(void)
 {
     rig r;
@@ -370,7 +371,7 @@ static void test_rootless(void)
     CHECK(r.units[0]->dirty);
     CHECK_OK(rig_root(&r));
     CHECK_OK(fsdpc_pre_forward(r.units[0], false));
-    CHECK(fabsf(*(float *)fsdpc_unit_full(r.units[0], 0) - 0.999029f) < 1e-6f);
+    CHECK(fabsf(*(float *)fsdpc_unit_unsharded(r.units[0], 0) - 0.999029f) < 1e-6f);
     CHECK_OK(fsdpc_post_forward(r.units[0]));
     fsdpc_optim_destroy(optim);
     rig_close(&r);

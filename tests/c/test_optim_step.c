@@ -83,7 +83,7 @@ static fsdpc_status look(rig *r, fsdpc_optim *optim, uint64_t dice)
 
 static fsdpc_status digest(rig *r, fsdpc_optim *optim)
 {
-    uint32_t masters = 0, fulls = 0, states = 0;
+    uint32_t masters = 0, unsharded = 0, states = 0;
     for (int u = 0; u < UNITS; u++) {
         fsdpc_unit *unit = r->units[u];
         FSDPC_TRY(fsdpc_unshard_begin(unit));
@@ -92,7 +92,8 @@ static fsdpc_status digest(rig *r, fsdpc_optim *optim)
             fsdpc_piece piece;
             fsdpc_optim_view view;
             size_t numel = unit->layout->params[p].numel;
-            fulls = fsdpc_crc32c(fulls, fsdpc_unit_full(unit, p), numel * sizeof(float));
+            unsharded =
+                fsdpc_crc32c(unsharded, fsdpc_unit_unsharded(unit, p), numel * sizeof(float));
             FSDPC_TRY(fsdpc_unit_check_master(unit, p));
             const void *master = fsdpc_unit_master(unit, p, &piece);
             masters = fsdpc_crc32c(masters, master, piece.numel * sizeof(float));
@@ -102,7 +103,7 @@ static fsdpc_status digest(rig *r, fsdpc_optim *optim)
         FSDPC_TRY(fsdpc_reshard(unit));
     }
     r->result[0] = masters;
-    r->result[1] = fulls;
+    r->result[1] = unsharded;
     r->result[2] = states;
     return FSDPC_OK;
 }

@@ -39,7 +39,7 @@ static fsdpc_status epochs(rig *r)
         own_row(r, 1)[0] = 77;
     FSDPC_TRY(fsdpc_pre_forward(r->units[1], false));
     fsdpc_piece last = fsdpc_layout_piece(r->units[1]->layout, 0, r->world - 1);
-    r->result[5] = ((const float *)fsdpc_unit_full(r->units[1], 0))[last.first];
+    r->result[5] = ((const float *)fsdpc_unit_unsharded(r->units[1], 0))[last.first];
     FSDPC_TRY(fsdpc_post_forward(r->units[1]));
     r->result[6] = copied_in(r);
     r->result[7] = (double)r->root->generation;
@@ -63,14 +63,14 @@ static void test_epochs(void)
     }
 }
 
-/* ---- a training run: fulls against masters, with and without aliasing ---- */
+/* ---- a training run: unsharded parameters against masters, with and without aliasing ---- */
 
 typedef struct training {
     bool no_alias;
     uint32_t sums[RIG_RANKS];
 } training;
 
-static uint32_t sum_fulls(const rig *r, uint32_t sum)
+static uint32_t sum_unsharded(const rig *r, uint32_t sum)
 {
     for (int u = 0; u < r->n_units; u++) {
         for (int p = 0; p < 3; p++) {
@@ -95,7 +95,7 @@ static fsdpc_status count_stale(rig *r, int u)
         float whole[400];
         FSDPC_TRY(fsdpc_unit_collect(r->units[u], p, false, whole));
         size_t bytes = r->units[u]->layout->params[p].numel * sizeof(float);
-        r->result[0] += memcmp(whole, fsdpc_unit_full(r->units[u], p), bytes) != 0;
+        r->result[0] += memcmp(whole, fsdpc_unit_unsharded(r->units[u], p), bytes) != 0;
         r->result[1]++;
     }
     return FSDPC_OK;
@@ -140,7 +140,7 @@ static fsdpc_status train(rig *r)
         r->step++;
     }
     if (st == FSDPC_OK)
-        t->sums[r->rank] = sum_fulls(r, 1);
+        t->sums[r->rank] = sum_unsharded(r, 1);
     fsdpc_optim_destroy(optim);
     return st;
 }
@@ -176,16 +176,16 @@ static void test_no_alias(bool protects)
     CHECK_OK(rig_add_units(&r, 2, true));
     CHECK_OK(fsdpc_unit_init_param(r.units[1], 0, FSDPC_INIT_CONSTANT, 3, 0, 0, 0));
     CHECK_OK(rig_root(&r));
-    const float *full = fsdpc_unit_full(r.units[1], 0);
+    const float *unsharded = fsdpc_unit_unsharded(r.units[1], 0);
     for (int step = 0; step < 2; step++) {
-        CHECK(protects ? !rig_can_read(full) : full[0] != full[0]);
+        CHECK(protects ? !rig_can_read(unsharded) : unsharded[0] != unsharded[0]);
         CHECK_OK(fsdpc_pre_forward(r.units[0], true));
-        CHECK(protects ? !rig_can_read(full) : full[0] != full[0]);
+        CHECK(protects ? !rig_can_read(unsharded) : unsharded[0] != unsharded[0]);
         CHECK_OK(fsdpc_pre_forward(r.units[1], true));
-        CHECK(full[0] == 3 && fsdpc_unit_full(r.units[1], 0) == full);
-        CHECK(rig_can_write((void *)(uintptr_t)full) == !protects);
+        CHECK(unsharded[0] == 3 && fsdpc_unit_unsharded(r.units[1], 0) == unsharded);
+        CHECK(rig_can_write((void *)(uintptr_t)unsharded) == !protects);
         CHECK_OK(fsdpc_post_forward(r.units[1]));
-        CHECK(protects ? !rig_can_read(full) : full[0] != full[0]);
+        CHECK(protects ? !rig_can_read(unsharded) : unsharded[0] != unsharded[0]);
         CHECK_OK(fsdpc_post_forward(r.units[0]));
     }
     rig_close(&r);
@@ -320,7 +320,7 @@ static fsdpc_status interrupted(rig *r)
     }
     /* the next call, on all ranks alike */
     FSDPC_KEEP_FIRST(st, rig_forward(r, false));
-    r->result[2] = *(const float *)fsdpc_unit_full(r->units[1], 0);
+    r->result[2] = *(const float *)fsdpc_unit_unsharded(r->units[1], 0);
     FSDPC_KEEP_FIRST(st, rig_step(r));
     FSDPC_KEEP_FIRST(st, fsdpc_optim_step(optim));
     FSDPC_KEEP_FIRST(st, rig_step(r));

@@ -67,8 +67,8 @@ static void test_counts(int world)
     /* the whole of a unit, in bytes, stands in the trace */
     if (world > 1) {
         int at = rig_find(&r, FSDPC_TRACE_GATHER, 1, 0);
-        size_t full = r.units[1]->layout->groups[0].full_numel;
-        CHECK(at >= 0 && fsdpc_trace_at(r.trace, (size_t)at)->bytes == full * sizeof(float));
+        size_t unsharded = r.units[1]->layout->groups[0].unsharded_numel;
+        CHECK(at >= 0 && fsdpc_trace_at(r.trace, (size_t)at)->bytes == unsharded * sizeof(float));
     }
     rig_close(&r);
 }
@@ -160,7 +160,7 @@ static void test_departing(void)
             CHECK(rig_count(&r, FSDPC_TRACE_GATHER, -1, 1) == steps[s].n);
         }
         for (int u = 0; u < 5; u++)
-            CHECK(r.units[u]->state != FSDPC_UNIT_FULL &&
+            CHECK(r.units[u]->state != FSDPC_UNIT_UNSHARDED &&
                   r.units[u]->reduction == FSDPC_REDUCTION_NONE);
     }
     rig_close(&r);
@@ -188,7 +188,7 @@ static void test_rank_dependent(void)
         CHECK(rig_find(&r, FSDPC_TRACE_GATHER, 2, 0) < rig_find(&r, FSDPC_TRACE_GATHER, 1, 0));
         CHECK(rig_count(&r, FSDPC_TRACE_REDUCE, 2, 1) == 1);
         CHECK(rig_find(&r, FSDPC_TRACE_REDUCE, 2, 1) > rig_find(&r, FSDPC_TRACE_REDUCE, 1, 1));
-        CHECK(r.units[2]->state == FSDPC_UNIT_FULL && r.units[2]->grad_live);
+        CHECK(r.units[2]->state == FSDPC_UNIT_UNSHARDED && r.units[2]->grad_live);
     }
     rig_close(&r);
 }
@@ -296,7 +296,7 @@ static void test_recompute(void)
         CHECK_OK(fsdpc_pre_backward(r.units[0], r.seen));
         for (int u = 2; u > 0; u--) { /* checkpointed units: forward again inside backward */
             CHECK_OK(rig_use(&r, u, true));
-            CHECK(r.units[u]->state == FSDPC_UNIT_FULL);
+            CHECK(r.units[u]->state == FSDPC_UNIT_UNSHARDED);
             CHECK_OK(rig_backward_of(&r, u));
         }
         CHECK_OK(rig_give_all(&r, 0));
@@ -398,13 +398,13 @@ static void test_management(void)
     CHECK_OK(rig_root(&r));
     CHECK_OK(fsdpc_unshard_begin(r.units[1]));
     CHECK_OK(fsdpc_unshard_wait(r.units[1]));
-    CHECK(r.units[1]->state == FSDPC_UNIT_FULL && r.units[2]->state == FSDPC_UNIT_SHARDED);
-    CHECK_OK(fsdpc_unit_check_full(r.units[1], 0));
-    CHECK_FAILS(fsdpc_unit_check_full(r.units[2], 0), FSDPC_ERR_STATE, "'w' of unit 'b'");
+    CHECK(r.units[1]->state == FSDPC_UNIT_UNSHARDED && r.units[2]->state == FSDPC_UNIT_SHARDED);
+    CHECK_OK(fsdpc_unit_check_unsharded(r.units[1], 0));
+    CHECK_FAILS(fsdpc_unit_check_unsharded(r.units[2], 0), FSDPC_ERR_STATE, "'w' of unit 'b'");
     fsdpc_trace_reset(r.trace);
     CHECK_OK(rig_step(&r)); /* held through a whole step, gathered no more */
     CHECK(rig_count(&r, FSDPC_TRACE_GATHER, 1, -1) == 0);
-    CHECK(r.units[1]->state == FSDPC_UNIT_FULL);
+    CHECK(r.units[1]->state == FSDPC_UNIT_UNSHARDED);
     r.units[2]->dirty = true;
     CHECK_FAILS(rig_forward(&r, true), FSDPC_ERR_STATE, "unshard()");
     CHECK_OK(fsdpc_reshard(r.units[1]));

@@ -26,8 +26,8 @@ static void test_write(fsdpc_dtype master, fsdpc_dtype given)
             bf16[i] = fsdpc_f32_to_bf16(f32[i]); /* exact */
         }
         for (int p = 0; p < 2; p++) {
-            const void *full = given == FSDPC_F32 ? (const void *)f32 : bf16;
-            CHECK_OK(fsdpc_unit_write(r.units[0], p, full, given));
+            const void *unsharded = given == FSDPC_F32 ? (const void *)f32 : bf16;
+            CHECK_OK(fsdpc_unit_write(r.units[0], p, unsharded, given));
             fsdpc_piece piece;
             const void *mine = fsdpc_unit_master(r.units[0], p, &piece);
             for (size_t i = 0; i < piece.numel; i++) {
@@ -120,10 +120,10 @@ static void test_grad(void)
     void *grad = &r;
     CHECK_OK(fsdpc_unit_grad(r.units[1], 0, false, &piece, &grad));
     CHECK(grad == NULL);
-    CHECK(fsdpc_unit_full(r.units[1], 0) == NULL);
-    CHECK_FAILS(fsdpc_unit_check_full(r.units[1], 2), FSDPC_ERR_STATE, "'bias' of unit 'a'");
+    CHECK(fsdpc_unit_unsharded(r.units[1], 0) == NULL);
+    CHECK_FAILS(fsdpc_unit_check_unsharded(r.units[1], 2), FSDPC_ERR_STATE, "'bias' of unit 'a'");
     CHECK_OK(rig_root(&r));
-    CHECK(fsdpc_unit_full(r.units[1], 0) != NULL);
+    CHECK(fsdpc_unit_unsharded(r.units[1], 0) != NULL);
     CHECK_OK(rig_step(&r));
     float first = rig_gradient(0, 0, 1, 0, 0);
     r.units[1]->pending_scale = 0.5;

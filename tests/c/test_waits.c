@@ -3,7 +3,7 @@
  * A rank is three threads of happening: the driver, its gather stream and its reduce stream, each
  * with a clock of its own.  A table in front of comm_shm's sees every release (arrive, publish,
  * post, the end of an operation) and every wait that succeeds, which joins clocks.  Reads and
- * writes are noted per resource: slices of the parameter buffer, fulls (which a communicator that copies would
+ * writes are noted per resource: slices of the parameter buffer, unsharded parameters (which a communicator that copies would
  * write), reduce buffers, gradient shards.  Two accesses, one a write, that no chain of releases
  * and waits orders are a race, whether or not they met in this run.
  *
@@ -19,7 +19,12 @@
 
 enum { WORLD = 2, UNITS = 4, STREAMS = 3, AGENTS = WORLD * STREAMS, EPOCHS = 64, POSTS = 256 };
 enum { DRIVER, GATHER, REDUCE };
-enum { PARAM_BUFFERS = 0, FULLS = WORLD, BUFFERS = FULLS + WORLD * UNITS, MOST_BUFFERS = 8 };
+enum {
+    PARAM_BUFFERS = 0,
+    UNSHARDED = WORLD,
+    BUFFERS = UNSHARDED + WORLD * UNITS,
+    MOST_BUFFERS = 8
+};
 enum { GRADS = BUFFERS + WORLD * MOST_BUFFERS, WORKS = GRADS + WORLD * UNITS };
 enum { RESOURCES = WORKS + WORLD * UNITS * 2 };
 
@@ -92,7 +97,7 @@ static void remember(void *list, int *n, const char *text)
 
 static const char *name_of(int resource)
 {
-    return resource < FULLS     ? "param buffer"
+    return resource < UNSHARDED ? "param buffer"
            : resource < BUFFERS ? "full"
            : resource < GRADS   ? "buffer"
            : resource < WORKS   ? "gradient"
@@ -230,7 +235,7 @@ static void gather_runs(int rank, job *j)
     join(&now[a], &j->posted);
     for (int p = 0; p < WORLD; p++)
         touch(a, PARAM_BUFFERS + p, false);
-    touch(a, FULLS + rank * UNITS + j->unit, true);
+    touch(a, UNSHARDED + rank * UNITS + j->unit, true);
     touch(a, WORKS + (rank * UNITS + j->unit) * 2, true);
     j->end = release(a);
 }
@@ -312,7 +317,7 @@ static void compute(const rig *r, int unit)
 {
     pthread_mutex_lock(&lock);
     int a = agent(r->rank, DRIVER);
-    touch(a, FULLS + r->rank * UNITS + unit, false);
+    touch(a, UNSHARDED + r->rank * UNITS + unit, false);
     for (int p = 0; p < WORLD; p++)
         touch(a, PARAM_BUFFERS + p, false);
     pthread_mutex_unlock(&lock);

@@ -84,7 +84,7 @@ def test_plan_of_states_in_bf16() -> None:
 @pytest.mark.parametrize("hosts", [2, 4])
 @pytest.mark.parametrize("precision", ["f32", "bf16-bf16"])
 def test_plan_is_the_peak_on_hosts(precision: str, hosts: int) -> None:
-    """Rank by rank, and on each host one copy of the fulls for each shard group there."""
+    """Rank by rank, and on each host one copy of the unsharded parameters for each shard group there."""
     pretend.on_hosts(hosts)
     fsdpc.init()
     lanes = fsdpc.world_size() // hosts

@@ -55,7 +55,7 @@ def test_models_and_scripts(size: int, examples: int) -> None:
 
 
 def test_no_alias_mode_has_the_same_bits() -> None:
-    """With private fulls, which are NaN when given up."""
+    """With private unsharded parameters, which are NaN when given up."""
     search_equal(2, 60, QUICK, FSDPC_NO_ALIAS="1")
 
 

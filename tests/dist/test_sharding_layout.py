@@ -31,7 +31,7 @@ def check_own_rows(model: Any, layout: ShardingLayout) -> None:
     mine: dict[tuple[str, str], Any] = {}
     for name, p, piece in layout.owned(fsdpc.rank()):
         mine[name, p.name] = piece
-    fulls = {id(p): fsdpc.full_tensor(p).numpy() for p in model.parameters()}
+    unsharded = {id(p): fsdpc.full_tensor(p).numpy() for p in model.parameters()}
     names = [name for name, _ in rules.sharded_modules(model)]
     assert names == [unit.name for unit in layout.units]
     for name, m in rules.sharded_modules(model):
@@ -48,7 +48,7 @@ def check_own_rows(model: Any, layout: ShardingLayout) -> None:
             piece = mine.pop((name, path), None)
             assert rows.size == (piece.numel if piece else 0)
             if piece:
-                whole = fulls[id(own[path])].reshape(-1)
+                whole = unsharded[id(own[path])].reshape(-1)
                 part = whole[piece.first : piece.first + piece.numel]
                 assert np.array_equal(rows.reshape(-1), part)
         shard_rank = fsdpc.rank() % layout.mesh[1]

@@ -131,7 +131,7 @@ def mistakes(_: str) -> dict[str, Any]:
     messages["weights"] = attempt(step.replay)
     run.eager()
     run.replay(step)
-    if not ON_GPU:  # no slots there: these fulls are below a granule
+    if not ON_GPU:  # no slots there: these unsharded parameters are below a granule
         with run.model.hold(), fsdpc.no_grad():
             run.model(*run.batch)
         messages["parted"] = attempt(step.replay)

@@ -194,7 +194,7 @@ DEEP = 1500 if ON_GPU else 256
 
 
 class Deep(fsdpc.nn.Module):
-    """Blocks whose fulls are worth taking turns for."""
+    """Blocks whose unsharded parameters are worth taking turns for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ def ways(_: str) -> dict[str, Any]:
 
 
 def memory(_: str) -> dict[str, Any]:
-    """Bytes of fulls as planned and as held, and a digest of the weights, by strategy.
+    """Bytes of unsharded parameters as planned and as held, and a digest of the weights, by strategy.
 
     The last gathers two units ahead, and so has three slots where the first has two.
     """

@@ -64,7 +64,7 @@ def mistakes(nccl: dict[str, str]) -> list[Any]:
 def test_what_one_rank_does_is_named_on_all(mistakes: list[Any], mistake: str, error: str,
                                             of_one: str | None) -> None:
     if ON_GPU and mistake == "parted":
-        pytest.skip("fulls of this size take no turns on a GPU")
+        pytest.skip("unsharded parameters of this size take no turns on a GPU")
     messages = [rank["messages"][mistake] for rank in mistakes]
     assert messages[0].startswith(error), messages
     assert messages[1].startswith(of_one or error), messages

@@ -1,4 +1,4 @@
-"""Writes to fulls, and reads of fulls that were given up: one line says whose they were."""
+"""Writes to unsharded parameters, and reads of unsharded parameters that were given up: one line says whose they were."""
 
 from __future__ import annotations
 

@@ -55,12 +55,12 @@ enum { BANDS = 4 };
 static inline size_t bands(int size, size_t numel, fsdpc_slice *out)
 {
     size_t n = (size_t)size, whole = numel + 3;
-    out[0] = (fsdpc_slice){.full_offset = 0, .numel = numel, .shard_offset = 0, .owner = -1};
+    out[0] = (fsdpc_slice){.unsharded_offset = 0, .numel = numel, .shard_offset = 0, .owner = -1};
     out[1] = (fsdpc_slice){
-        .full_offset = n * numel, .numel = whole, .shard_offset = numel, .owner = size - 1};
-    out[2] =
-        (fsdpc_slice){.full_offset = n * numel + whole, .shard_offset = numel + whole, .owner = -1};
-    out[3] = (fsdpc_slice){.full_offset = n * numel + whole,
+        .unsharded_offset = n * numel, .numel = whole, .shard_offset = numel, .owner = size - 1};
+    out[2] = (fsdpc_slice){
+        .unsharded_offset = n * numel + whole, .shard_offset = numel + whole, .owner = -1};
+    out[3] = (fsdpc_slice){.unsharded_offset = n * numel + whole,
                            .numel = 2 * numel + 1,
                            .shard_offset = numel + whole,
                            .owner = -1};
@@ -71,12 +71,12 @@ static inline int owner_of(const fsdpc_slice *slices, size_t j)
 {
     for (int i = 0; i < BANDS; i++) {
         const fsdpc_slice *s = &slices[i];
-        if (j < s->full_offset)
+        if (j < s->unsharded_offset)
             continue;
-        if (s->owner >= 0 && j < s->full_offset + s->numel)
+        if (s->owner >= 0 && j < s->unsharded_offset + s->numel)
             return s->owner;
-        if (s->owner < 0 && s->numel && (i == BANDS - 1 || j < slices[i + 1].full_offset))
-            return (int)((j - s->full_offset) / s->numel);
+        if (s->owner < 0 && s->numel && (i == BANDS - 1 || j < slices[i + 1].unsharded_offset))
+            return (int)((j - s->unsharded_offset) / s->numel);
     }
     return -1;
 }
@@ -91,10 +91,11 @@ static inline void publish(gpu_rank *r, fsdpc_param_buffer *param_buffer, const 
         const fsdpc_slice *s = &slices[i];
         if (s->owner >= 0 && s->owner != r->self->rank)
             continue;
-        size_t first = s->full_offset + (s->owner < 0 ? (size_t)r->self->rank * s->numel : 0);
+        size_t first = s->unsharded_offset + (s->owner < 0 ? (size_t)r->self->rank * s->numel : 0);
         size_t element = fsdpc_dtype_bytes(dtype);
-        unsigned char *to = param_buffer->moved ? own + s->shard_offset * element
-                                                : param_buffer->write + offset + first * element;
+        unsigned char *to = param_buffer->offsets_only
+                                ? own + s->shard_offset * element
+                                : param_buffer->write + offset + first * element;
         put(r, to, dtype, first, s->numel, turn);
     }
     rank_mark(r);
@@ -106,7 +107,7 @@ static inline void publish(gpu_rank *r, fsdpc_param_buffer *param_buffer, const 
 static inline unsigned char *own_slices(const gpu_rank *r, fsdpc_param_buffer *param_buffer)
 {
     unsigned char *own = NULL;
-    if (param_buffer->moved)
+    if (param_buffer->offsets_only)
         EXPECT_OK(r->self, fsdpc_param_buffer_own(param_buffer, FULL_BYTES, &own));
     return own;
 }
@@ -139,13 +140,14 @@ static inline void gathers(gpu_rank *r)
                                                         .send = own,
                                                         .recv = received,
                                                         .offset = offset}));
-        unsigned char *full =
-            fetch(r, param_buffer->moved ? received : param_buffer->read + offset, numel * element);
+        unsigned char *unsharded =
+            fetch(r, param_buffer->offsets_only ? received : param_buffer->read + offset,
+                  numel * element);
         for (size_t j = 0; j < numel; j++)
-            wrong += element_of(full, j, dtype) != value(owner_of(slices, j), j, turn);
+            wrong += element_of(unsharded, j, dtype) != value(owner_of(slices, j), j, turn);
         EXPECT(self, wrong == 0, "gather of %s, turn %d: %zu of %zu wrong", fsdpc_dtype_name(dtype),
                turn, wrong, numel);
-        free(full);
+        free(unsharded);
     }
     fsdpc_device_free(r->device, received);
     fsdpc_param_buffer_destroy(param_buffer);
@@ -163,7 +165,7 @@ static inline void shard_check(const gpu_rank *r, const fsdpc_coll *op, int turn
         bool all = op->kind == FSDPC_COLL_REDUCE_ALL;
         if (!all && s->owner >= 0 && s->owner != rank)
             continue;
-        size_t first = s->full_offset + (!all && s->owner < 0 ? (size_t)rank * s->numel : 0);
+        size_t first = s->unsharded_offset + (!all && s->owner < 0 ? (size_t)rank * s->numel : 0);
         for (size_t j = 0; j < s->numel; j++) {
             double expected = sum(size, first + j, turn) * op->scale;
             wrong += element_of(shard, s->shard_offset + j, op->shard_dtype) != expected;
@@ -332,10 +334,10 @@ static inline void pipelined(gpu_rank *r)
     rank_context *self = r->self;
     fsdpc_param_buffer *param_buffer;
     fsdpc_buffer *buffers[DEPTH];
-    void *shard, *full;
+    void *shard, *unsharded;
     EXPECT_OK(self, fsdpc_param_buffer_create(r->comm, FULL_BYTES, &param_buffer));
     unsigned char *own = own_slices(r, param_buffer);
-    EXPECT_OK(self, fsdpc_device_alloc(r->device, FSDPC_MEM_OTHER, FULL_BYTES, &full));
+    EXPECT_OK(self, fsdpc_device_alloc(r->device, FSDPC_MEM_OTHER, FULL_BYTES, &unsharded));
     EXPECT_OK(self, fsdpc_device_alloc(r->device, FSDPC_MEM_GRAD, DEPTH * NUMEL * 4, &shard));
     for (int d = 0; d < DEPTH; d++)
         EXPECT_OK(self, fsdpc_buffer_create(r->comm, 4 * NUMEL * RANKS_MAX, &buffers[d]));
@@ -353,7 +355,7 @@ static inline void pipelined(gpu_rank *r)
                              .stream = r->gathers,
                              .param_buffer = param_buffer,
                              .send = own,
-                             .recv = full};
+                             .recv = unsharded};
             EXPECT_OK(self, fsdpc_comm_post(r->comm, &op, &works[2 * d]));
             op.kind = FSDPC_COLL_REDUCE_SCATTER;
             op.buffer = buffers[d];
@@ -375,7 +377,7 @@ static inline void pipelined(gpu_rank *r)
     }
     for (int d = 0; d < DEPTH; d++)
         fsdpc_buffer_destroy(buffers[d]);
-    fsdpc_device_free(r->device, full);
+    fsdpc_device_free(r->device, unsharded);
     fsdpc_device_free(r->device, shard);
     fsdpc_param_buffer_destroy(param_buffer);
 }

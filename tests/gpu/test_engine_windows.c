@@ -7,7 +7,7 @@
  * another unit's weights, or old ones, ends with other numbers.
  */
 #include "base/size.h"
-#include "engine/full.h"
+#include "engine/unsharded.h"
 #include "engine/grads.h"
 #include "engine/optim.h"
 #include "engine/root_internal.h"
@@ -34,7 +34,7 @@ typedef struct model {
     float *activation; /* of a block's size */
     size_t numel;      /* of a block */
     uint64_t seen;
-    void *fulls[UNITS]; /* their addresses at first */
+    void *unsharded[UNITS]; /* their addresses at first */
 } model;
 
 static fsdpc_stream plain_of(const model *m)
@@ -49,7 +49,7 @@ static fsdpc_status use(model *m, int u)
     fsdpc_stream plain = plain_of(m);
     FSDPC_TRY(fsdpc_pre_forward(m->units[u], true));
     const fsdpc_unit_group *group = &m->units[u]->groups[0];
-    FSDPC_TRY(fsdpc_flat_accumulate(m->activation, FSDPC_F32, fsdpc_unit_full(m->units[u], 0),
+    FSDPC_TRY(fsdpc_flat_accumulate(m->activation, FSDPC_F32, fsdpc_unit_unsharded(m->units[u], 0),
                                     group->param_dtype, m->units[u]->layout->params[0].numel,
                                     &plain));
     if (m->script == ONE_IN_ANOTHER && u == 1)
@@ -78,7 +78,7 @@ static fsdpc_status give(model *m, int u)
     FSDPC_TRY(fsdpc_grad_target_of(unit, 0, &target, &dtype, &accumulate));
     FSDPC_TRY((accumulate ? fsdpc_flat_accumulate : fsdpc_flat_cast)(target, dtype, m->activation,
                                                                      FSDPC_F32, numel, &plain));
-    return fsdpc_flat_accumulate(target, dtype, fsdpc_unit_full(unit, 0),
+    return fsdpc_flat_accumulate(target, dtype, fsdpc_unit_unsharded(unit, 0),
                                  unit->groups[0].param_dtype, numel, &plain);
 }
 
@@ -144,7 +144,7 @@ static fsdpc_status model_open(model *m, gpu_rank *r, script how, mode memory, s
     m->units[0]->settings.prefetch = prefetch;
     FSDPC_TRY(fsdpc_root_create(m->units, encloses, UNITS, &m->root));
     for (int u = 0; u < UNITS; u++)
-        m->fulls[u] = fsdpc_unit_full(m->units[u], 0);
+        m->unsharded[u] = fsdpc_unit_unsharded(m->units[u], 0);
     return FSDPC_OK;
 }
 
@@ -183,7 +183,7 @@ static size_t param_buffer_bytes(const model *m)
     return stats.now_bytes[FSDPC_MEM_UNSHARDED];
 }
 
-/* What fulls and published slices take where `slots` slots serve the blocks. */
+/* What unsharded parameters and published slices take where `slots` slots serve the blocks. */
 static size_t expected_bytes(const model *m, size_t slots, size_t own)
 {
     size_t granule = m->r->device->window_granule;
@@ -205,12 +205,13 @@ static void check_memory(const model *m, mode memory, int steps)
         want = expected_bytes(m, SLOTS + parted, 0);
     else if (memory == NO_WINDOWS)
         want = expected_bytes(m, 0, BLOCKS);
-    else /* fulls count as other memory there */
+    else /* unsharded parameters count as other memory there */
         want = expected_bytes(m, 0, 0) - m->units[0]->param_buffer_bytes;
     EXPECT(self, got == want, "script %d, mode %d, step %d: %zu bytes instead of %zu", m->script,
            memory, steps, got, want);
     for (int u = 0; u < UNITS; u++)
-        EXPECT(self, fsdpc_unit_full(m->units[u], 0) == m->fulls[u], "unit %d has moved", u);
+        EXPECT(self, fsdpc_unit_unsharded(m->units[u], 0) == m->unsharded[u], "unit %d has moved",
+               u);
 }
 
 /* The root's memory and every slot, once each, as long as they live. */

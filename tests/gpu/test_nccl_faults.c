@@ -54,15 +54,15 @@ static void full_device(rank_context *self)
     fsdpc_coll values = {
         .kind = FSDPC_COLL_ALL_REDUCE, .what = "losses", .send = shard, .recv = shard, .numel = 64};
     const fsdpc_device_ops *ops = r.device->ops;
-    fsdpc_device_ops full = *ops;
-    full.alloc = no_memory;
+    fsdpc_device_ops unsharded = *ops;
+    unsharded.alloc = no_memory;
     if (guilty)
-        r.device->ops = &full;
+        r.device->ops = &unsharded;
     EXPECT_FAILS(self, fsdpc_comm_run(r.comm, &sums), FSDPC_ERR_NOMEM, "no room in the inn");
     r.device->ops = ops;
     EXPECT_OK(self, fsdpc_comm_run(r.comm, &sums));
     if (guilty)
-        r.device->ops = &full;
+        r.device->ops = &unsharded;
     fsdpc_status status = fsdpc_comm_run(r.comm, &values);
     EXPECT(self, status < 0 && strstr(fsdpc_last_error(), "no room in the inn"), "%s: %s",
            fsdpc_status_text(status), fsdpc_last_error());

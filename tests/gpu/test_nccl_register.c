@@ -12,7 +12,7 @@ enum { NUMEL = 1500, MOST = 4, WINDOWS = 3 };
 
 static const fsdpc_slice bands[] = {
     {.numel = NUMEL, .owner = -1},
-    {.full_offset = MOST * NUMEL, .numel = NUMEL, .shard_offset = NUMEL, .owner = 1}};
+    {.unsharded_offset = MOST * NUMEL, .numel = NUMEL, .shard_offset = NUMEL, .owner = 1}};
 
 /* What a rank has to gather with: two windows onto one slot, and one that is alone. */
 typedef struct stage {

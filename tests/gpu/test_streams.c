@@ -7,7 +7,7 @@
  *
  * A model of a few units, whose blocks take turns in two slots, trains on the GPU over NCCL and on
  * the CPU over shared memory, by the engine that both frontends drive.  Its modules are flat
- * kernels: forward adds fulls to the activations, and each gradient is full + activations + data,
+ * kernels: forward adds unsharded parameters to the activations, and each gradient is full + activations + data,
  * so that a full read too early or too late, a sum taken too early and a step on a stale sum all
  * end up in the weights, whoever steps them, the GPU or the CPU beside it.  Their bits must be the
  * CPU's where sums have the same order (two ranks, or two by two).  On the emulated device streams are threads, each operation begins after a random
@@ -270,7 +270,7 @@ static fsdpc_status use(model *m, int unit)
     for (int p = 0; p < 2; p++) {
         size_t numel = m->units[unit]->layout->params[p].numel;
         FSDPC_TRY(fsdpc_flat_accumulate(m->activations, FSDPC_F32,
-                                        fsdpc_unit_full(m->units[unit], p), FSDPC_BF16, numel,
+                                        fsdpc_unit_unsharded(m->units[unit], p), FSDPC_BF16, numel,
                                         &m->plain));
     }
     return FSDPC_OK;
@@ -305,12 +305,12 @@ static fsdpc_status gradients(model *m, int unit, int step)
         size_t numel = m->units[unit]->layout->params[p].numel;
         const float *data =
             (const float *)m->data + ((size_t)(step * 7 + unit * 3 + p) * 64) % 4096;
-        void *full = fsdpc_unit_full(m->units[unit], p);
+        void *unsharded = fsdpc_unit_unsharded(m->units[unit], p);
         FSDPC_TRY(fsdpc_grad_target_of(m->units[unit], p, &grad, &dtype, &accumulate));
         if (accumulate)
-            FSDPC_TRY(fsdpc_flat_accumulate(grad, dtype, full, FSDPC_BF16, numel, &m->plain));
+            FSDPC_TRY(fsdpc_flat_accumulate(grad, dtype, unsharded, FSDPC_BF16, numel, &m->plain));
         else
-            FSDPC_TRY(fsdpc_flat_cast(grad, dtype, full, FSDPC_BF16, numel, &m->plain));
+            FSDPC_TRY(fsdpc_flat_cast(grad, dtype, unsharded, FSDPC_BF16, numel, &m->plain));
         FSDPC_TRY(fsdpc_flat_accumulate(grad, dtype, m->activations, FSDPC_F32, numel, &m->plain));
         FSDPC_TRY(fsdpc_flat_accumulate(grad, dtype, data, FSDPC_F32, numel, &m->plain));
     }

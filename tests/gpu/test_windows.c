@@ -108,15 +108,15 @@ static void test_replays_see_no_poison(void)
     CHECK_OK(fsdpc_stream_sync(gpu_stream));
     open_windows();
     for (int turn = 0; turn < REPLAYS; turn++) {
-        const fsdpc_window *full = windows[turn % SHARERS];
+        const fsdpc_window *unsharded = windows[turn % SHARERS];
         buffer *from = &weights[turn % 2];
         CHECK_OK(fsdpc_stream_wait(gathers, released));
-        CHECK_OK(fsdpc_device_copy(gpu, full->memory, from->on_gpu, BYTES, gathers));
+        CHECK_OK(fsdpc_device_copy(gpu, unsharded->memory, from->on_gpu, BYTES, gathers));
         CHECK_OK(fsdpc_event_record(gathered, gathers));
         CHECK_OK(fsdpc_stream_wait(computes, gathered));
-        CHECK_OK(fsdpc_flat_accumulate(sum.on_gpu, FSDPC_F32, full->address, FSDPC_F32, NUMEL,
+        CHECK_OK(fsdpc_flat_accumulate(sum.on_gpu, FSDPC_F32, unsharded->address, FSDPC_F32, NUMEL,
                                        computes));
-        CHECK_OK(fsdpc_device_fill(gpu, full->address, 0xff, BYTES, computes));
+        CHECK_OK(fsdpc_device_fill(gpu, unsharded->address, 0xff, BYTES, computes));
         CHECK_OK(fsdpc_event_record(released, computes));
         for (size_t i = 0; i < NUMEL; i++)
             ((float *)sum.on_cpu)[i] += ((const float *)from->on_cpu)[i];

@@ -419,7 +419,7 @@ def same(seen: tuple[int, ...], expected: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def read(m: Machine, world: World, r: int, op: Op) -> Next:
-    """Look at the fulls of this epoch, and keep what the operation keeps."""
+    """Look at the unsharded parameters of this epoch, and keep what the operation keeps."""
     mine = m.mine(world, r, op)
     seen = same(versions_now(m, world, op), promised(m, world, r, op))
     if op.grad:

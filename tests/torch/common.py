@@ -141,10 +141,10 @@ def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 def assert_same_parameters(ours: nn.Module, plain: nn.Module, **tolerance: float) -> None:
     """Every parameter, by name."""
     tolerance = tolerance or {"rtol": RTOL, "atol": ATOL}
-    fulls = full_parameters(ours)
+    unsharded = full_parameters(ours)
     theirs = dict(plain.named_parameters())
-    assert fulls.keys() == theirs.keys()
-    for name, value in fulls.items():
+    assert unsharded.keys() == theirs.keys()
+    for name, value in unsharded.items():
         torch.testing.assert_close(
             value, theirs[name].detach(), **tolerance, msg=lambda m, n=name: f"{n}: {m}"
         )

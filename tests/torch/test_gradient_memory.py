@@ -235,7 +235,7 @@ def test_a_rank_alone_takes_parameters_from_torch(
         return sum(f.untyped_storage().nbytes() for f in firsts)
 
     model(batch(0, 0))
-    firsts = [s.fulls[0] for s in model._fsdpc_state.root.states]  # of each one flat group
+    firsts = [s.unsharded[0] for s in model._fsdpc_state.root.states]  # of each one flat group
     assert model._fsdpc_state.torch_unit.lends_fulls
     assert fsdpc.memory_stats()["unsharded_bytes"] == before
     for block in model.blocks:
@@ -289,7 +289,7 @@ def test_no_memory_is_an_error_where_it_is_needed(
     optim.SGD(model.parameters(), lr=0.0).step()  # weights may change: nothing is held
     loss_of(model, x).backward()
     assert torch.equal(model.last.weight.grad, wanted)
-    assert sum(f.untyped_storage().nbytes() for s in states_of(model) for f in s.fulls) == 0
+    assert sum(f.untyped_storage().nbytes() for s in states_of(model) for f in s.unsharded) == 0
 
 
 @pytest.mark.ranks(1)
@@ -327,7 +327,7 @@ def test_a_rank_alone_computes_with_its_masters_where_no_cast_is_asked(
     for module, is_cast in ((model, False), (model.blocks[0], True), (model.blocks[1], False)):
         state = module._fsdpc_state
         assert state.torch_unit.lends_fulls == is_cast
-        same = [f.data_ptr() == p.data_ptr() for f, p in zip(state.fulls, state.pieces)]
+        same = [f.data_ptr() == p.data_ptr() for f, p in zip(state.unsharded, state.pieces)]
         assert same == [not is_cast] * len(same)
     before = model.last.weight.clone()
     with pytest.raises(RuntimeError, match="changed between forward and backward"):

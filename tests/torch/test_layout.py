@@ -23,7 +23,7 @@ def made(device: str = "cpu") -> nn.Sequential:
 @pytest.mark.parametrize("whole", [False, True])
 def test_the_layout_is_what_pieces_are(whole: bool) -> None:
     model: Any = made()
-    fulls = {name: p.detach().clone() for name, p in model.named_parameters()}
+    unsharded = {name: p.detach().clone() for name, p in model.named_parameters()}
     for child in model:
         fully_shard(child, whole_params=[child.weight] if whole else None)
     fully_shard(model)
@@ -32,7 +32,7 @@ def test_the_layout_is_what_pieces_are(whole: bool) -> None:
     for name, piece in model.named_parameters():
         own = owned.get(name)
         first, numel = (own.first, own.numel) if own else (0, 0)
-        rows = fulls[name].reshape(-1)[first : first + numel]
+        rows = unsharded[name].reshape(-1)[first : first + numel]
         assert torch.equal(piece.detach().as_subclass(torch.Tensor).reshape(-1), rows)
     assert model._repr_html_() == layout._repr_html_()
     if not whole:

@@ -59,7 +59,7 @@ def test_full_parameters_go_when_they_are_cut_up() -> None:
 @pytest.mark.ranks([2, 4])
 @pytest.mark.parametrize("wide", [True, False])
 def test_memory_bounds(wide: bool) -> None:
-    """Forward: shards, and one copy of the fulls on the host. Backward: gradients and buffers."""
+    """Forward: shards, and one copy of the unsharded parameters on the host. Backward: gradients and buffers."""
     ranks = fsdpc.world_size()
     model = build(dim=128, blocks=3)
     numel = sum(p.numel() for p in model.parameters())
@@ -79,13 +79,13 @@ def test_memory_bounds(wide: bool) -> None:
     for _ in range(3):
         fsdpc.reset_peak_memory_stats()
         loss = loss_of(ours, batch(0, fsdpc.rank()).to(dtype))
-        fulls = dtype.itemsize * numel
+        unsharded = dtype.itemsize * numel
         forward = held("master", "unsharded")
-        assert 4 * numel + fulls <= forward <= 1.05 * (4 * numel + fulls) + page
+        assert 4 * numel + unsharded <= forward <= 1.05 * (4 * numel + unsharded) + page
         loss.backward()
         buffers = dtype.itemsize * ranks * (2 * largest + outer)
         backward = held("master", "unsharded", "grad", "reduce")
-        assert backward <= 1.05 * (8 * numel + fulls + buffers) + page
+        assert backward <= 1.05 * (8 * numel + unsharded + buffers) + page
         ours.zero_grad()
         # FSDP2's bounds, where two units and the outer one are at most what the host shares.
         two_units = dtype.itemsize * (2 * largest + outer)

@@ -72,10 +72,10 @@ def test_what_no_unit_sees_is_named(what: str) -> None:
     """Training goes on as before."""
     named, call = REFUSED[what]
     ours, plain, train = trained()
-    fulls = full_parameters(ours)
+    unsharded = full_parameters(ours)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=f"{named}.*\\s.*copy made before fully_shard"):
-            call(ours, fulls, batch(0, fsdpc.rank()))
+            call(ours, unsharded, batch(0, fsdpc.rank()))
     train()
 
 

@@ -1,5 +1,5 @@
 /* plan_root(units, mesh, groups, remote, single, prefetch, n_states, state_dtype, micro_steps): the
- * rows of plan_root.h.  plan_fulls(units, ranks, prefetch, remote): the bytes of fulls, for
+ * rows of plan_root.h.  plan_unsharded(units, ranks, prefetch, remote): the bytes of unsharded parameters, for
  * estimates that have sizes instead of shapes. */
 #include "bind/engine/tier.h"
 
@@ -124,9 +124,9 @@ static PyObject *plan_root(PyObject *module, PyObject *args)
     return rows;
 }
 
-/* ---- plan_fulls ---- */
+/* ---- plan_unsharded ---- */
 
-static PyObject *plan_fulls(PyObject *module, PyObject *args)
+static PyObject *plan_unsharded(PyObject *module, PyObject *args)
 {
     PyObject *list;
     int ranks, prefetch, remote;
@@ -140,12 +140,12 @@ static PyObject *plan_fulls(PyObject *module, PyObject *args)
     fsdpc_slot_want *wants = fsdpc_py_room(n, sizeof *wants);
     bool fine = wants;
     for (Py_ssize_t i = 0; fine && i < n; i++) {
-        Py_ssize_t full, own_slices;
+        Py_ssize_t unsharded, own_slices;
         int alone;
-        fine = PyArg_ParseTuple(PyList_GET_ITEM(list, i), "nnp", &full, &own_slices, &alone);
+        fine = PyArg_ParseTuple(PyList_GET_ITEM(list, i), "nnp", &unsharded, &own_slices, &alone);
         if (!fine)
             break;
-        wants[i] = (fsdpc_slot_want){.bytes = (size_t)full, .alone = alone};
+        wants[i] = (fsdpc_slot_want){.bytes = (size_t)unsharded, .alone = alone};
         bytes += moved ? (size_t)own_slices : 0;
     }
     if (fine)
@@ -158,6 +158,6 @@ static PyObject *plan_fulls(PyObject *module, PyObject *args)
 
 PyMethodDef fsdpc_py_plan_functions[] = {
     FSDPC_PY_FUNCTION(plan_root, plan_root, METH_VARARGS),
-    FSDPC_PY_FUNCTION(plan_fulls, plan_fulls, METH_VARARGS),
+    FSDPC_PY_FUNCTION(plan_unsharded, plan_unsharded, METH_VARARGS),
     {NULL, NULL, 0, NULL},
 };

@@ -2,8 +2,7 @@
  *
  * At creation, the parameters' values move into masters, and the parameters' tensors release their
  * memory: from then on their guard reports that they are sharded. make_root(units, encloses), at
- * the outermost module's first call, gives each tensor the address of its full, which never
- * changes, and a sink.  The sink directs gradients to the reduce buffer.
+ * the outermost module's first call, gives each tensor the address of its unsharded parameter, which never changes, and a sink.  The sink directs gradients to the reduce buffer.
  *
  * Its methods are grouped by subject: bind/engine/call.c, bind/engine/unit_values.c,
  * bind/engine/unit_schedule.c.
@@ -110,10 +109,10 @@ static fsdpc_status sink_target(void *arg, fsdpc_grad_target *out)
     return fsdpc_grad_target_of(p->unit, p->param, &out->data, &out->dtype, &out->accumulate);
 }
 
-static fsdpc_status check_full(void *arg)
+static fsdpc_status check_unsharded(void *arg)
 {
     fsdpc_param_ref *p = arg;
-    return fsdpc_unit_check_full(p->unit, p->param);
+    return fsdpc_unit_check_unsharded(p->unit, p->param);
 }
 
 fsdpc_status fsdpc_py_unit_bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tensor *t)
@@ -124,17 +123,17 @@ fsdpc_status fsdpc_py_unit_bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tens
     if (!storage)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for parameter '%s'",
                           fsdpc_unit_layout(unit)->params[param].name);
-    void *full = fsdpc_unit_full(unit, param);
+    void *unsharded = fsdpc_unit_unsharded(unit, param);
     storage->refs = 1;
-    storage->data = full;
+    storage->data = unsharded;
     storage->bytes = t->numel * fsdpc_dtype_bytes(dtype);
     storage->device = fsdpc_unit_device(unit);
     storage->release = release_storage;
     storage->readonly = true; /* publication writes through a separate mapping */
     storage->owner = fsdpc_unit_ref_acquire(ref);
-    fsdpc_status status = fsdpc_tensor_bind(t, dtype, storage, full);
+    fsdpc_status status = fsdpc_tensor_bind(t, dtype, storage, unsharded);
     fsdpc_storage_release(storage);
-    t->guard = (fsdpc_guard){.check = check_full, .arg = &ref->params[param]};
+    t->guard = (fsdpc_guard){.check = check_unsharded, .arg = &ref->params[param]};
     t->sink = (fsdpc_grad_sink){.target = sink_target, .arg = &ref->params[param]};
     return status;
 }

@@ -222,7 +222,7 @@ static PyObject *get_mesh_shape(PyObject *object, void *Py_UNUSED(unused))
 
 static PyObject *get_state(PyObject *object, void *Py_UNUSED(unused))
 {
-    static const char *const names[] = {"sharded", "gathering", "full"};
+    static const char *const names[] = {"sharded", "gathering", "unsharded"};
     return PyUnicode_FromString(names[fsdpc_unit_where(unit_of(object))]);
 }
 

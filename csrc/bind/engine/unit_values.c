@@ -1,4 +1,4 @@
-/* Unit: access to each parameter: pieces, full values, and the memory of their tensors.
+/* Unit: access to each parameter: pieces, unsharded values, and the memory of their tensors.
  */
 #include "bind/engine.h"
 

@@ -4,7 +4,7 @@
  * begin a unit's backward, and end_backward ends it. bind/torch/show.c determines what modules see
  * meanwhile.
  *
- * A forward inside backward is a recomputation: fulls stay shown until the unit's backward ends.
+ * A forward inside backward is a recomputation: unsharded parameters stay shown until the unit's backward ends.
  */
 #include "bind/torch/unit.h"
 
@@ -20,7 +20,7 @@ static fsdpc_root *root_of(const fsdpc_py_torch_unit *self)
 static int check_usable(const fsdpc_py_torch_unit *self)
 {
     if (!self->bound) {
-        PyErr_SetString(PyExc_RuntimeError, "a TorchUnit is bound to fulls first");
+        PyErr_SetString(PyExc_RuntimeError, "a TorchUnit is bound to unsharded parameters first");
         return -1;
     }
     return fsdpc_py_unit_check_open(self->unit) < 0 ? -1 : fsdpc_torch_join(self);
@@ -199,7 +199,7 @@ static PyObject *torch_unit_hide(PyObject *object, PyObject *gave_up)
     return fsdpc_torch_hide(self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* hold(begin): fulls stay shown after Unit.unshard has gathered them, until they are released. */
+/* hold(begin): unsharded parameters stay shown after Unit.unshard has gathered them, until they are released. */
 static PyObject *torch_unit_hold(PyObject *object, PyObject *arg)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;

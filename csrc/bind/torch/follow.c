@@ -1,9 +1,9 @@
 /* TorchUnit: follows the user's changes between steps.
  *
- * An epoch publishes the masters of all its root's units, whichever unit begins it.  Before an
+ * An epoch copies in the masters of all its root's units, whichever unit begins it.  Before an
  * epoch, all units are therefore followed, not only the one that is called.  If a piece's `.data`
  * was replaced, the piece uses other memory, whose contents are copied into the master (`adopt`).
- * Everything else that reads or writes masters (gathering full values, loading, an optimizer's
+ * Everything else that reads or writes masters (gathering unsharded values, loading, an optimizer's
  * step) follows its own unit.
  */
 #include "bind/torch/unit.h"
@@ -28,7 +28,7 @@ static int follow_piece(const fsdpc_py_torch_unit *self, int i)
 static int follow_writes(fsdpc_py_torch_unit *self)
 {
     fsdpc_unit *unit = fsdpc_torch_unit(self);
-    bool lent = fsdpc_unit_fulls_are_lent(unit), written = false;
+    bool lent = fsdpc_unit_unsharded_is_lent(unit), written = false;
     for (int i = 0; lent && i < self->n_params; i++) {
         fsdpc_torch_param *p = &self->params[i];
         long long before = p->written;
@@ -41,7 +41,7 @@ static int follow_writes(fsdpc_py_torch_unit *self)
 
 int fsdpc_torch_follow_writes(fsdpc_py_torch_unit *self)
 {
-    if (!fsdpc_unit_fulls_are_lent(fsdpc_torch_unit(self)))
+    if (!fsdpc_unit_unsharded_is_lent(fsdpc_torch_unit(self)))
         return 0;
     PyObject *plain = fsdpc_torch_plain_begin(self);
     int done = plain ? follow_writes(self) : -1;

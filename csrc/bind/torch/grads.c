@@ -1,6 +1,6 @@
 /* Gradients between foreign tensors and the engine.
  *
- * In backward, the foreign autograd puts a gradient into a full's `.grad` and calls our hook, which
+ * In backward, the foreign autograd puts a gradient into an unsharded parameter's `.grad` and calls our hook, which
  * casts it into the reduce buffer (later ones are added) and drops it.  The gradient therefore
  * exists once, during one parameter's backward only, unless it is delayed until the shard has
  * memory (bind/torch/lent.c).
@@ -20,7 +20,7 @@
 
 #include "ops/flat_ops.h"
 
-/* Returns the gradient as a dense tensor of the full's dtype: nearly always the gradient itself. */
+/* Returns the gradient as a dense tensor of the unsharded parameter's dtype: nearly always the gradient itself. */
 static PyObject *dense(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *param,
                        PyObject *grad)
 {

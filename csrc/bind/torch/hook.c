@@ -11,14 +11,14 @@ static void free_hook_data(PyObject *capsule)
     PyMem_Free(PyCapsule_GetPointer(capsule, NULL));
 }
 
-static PyObject *hook_call(PyObject *capsule, PyObject *full)
+static PyObject *hook_call(PyObject *capsule, PyObject *unsharded)
 {
     hook_data *hook = PyCapsule_GetPointer(capsule, NULL);
     if (!hook->owner)
         return PyErr_Format(
             PyExc_RuntimeError,
             "a gradient for a model that was deleted: keep the model until backward");
-    PyObject *grad_name = hook->owner->names.grad, *grad = PyObject_GetAttr(full, grad_name);
+    PyObject *grad_name = hook->owner->names.grad, *grad = PyObject_GetAttr(unsharded, grad_name);
     if (!grad)
         return NULL;
     int result = 0;
@@ -27,12 +27,13 @@ static PyObject *hook_call(PyObject *capsule, PyObject *full)
                      ? -1
                      : fsdpc_torch_accept_grad(hook->owner, hook->param, grad);
     Py_DECREF(grad);
-    if (result < 0 || PyObject_SetAttr(full, grad_name, Py_None) < 0)
+    if (result < 0 || PyObject_SetAttr(unsharded, grad_name, Py_None) < 0)
         return NULL;
     Py_RETURN_NONE;
 }
 
-static PyMethodDef hook_def = {"grad_hook", hook_call, METH_O, "Take a full's gradient."};
+static PyMethodDef hook_def = {"grad_hook", hook_call, METH_O,
+                               "Take an unsharded parameter's gradient."};
 
 PyObject *fsdpc_torch_hook_new(fsdpc_py_torch_unit *self, int param)
 {

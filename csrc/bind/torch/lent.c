@@ -14,8 +14,8 @@
  * head and norm when backward begins, that of its embedding when it ends.  With such an allocator,
  * small gradients wait for the last one.
  *
- * On such a device, a single rank also takes fulls from that allocator while their unit is in use
- * (engine/full_lent.c).
+ * On such a device, a single rank also takes unsharded parameters from that allocator while their unit is in use
+ * (engine/unsharded_lent.c).
  *
  * The frontend has an object for each piece of memory. take() returns its address, give() releases
  * it, and `is_kept` tells whether the user has created other tensors over it.
@@ -191,47 +191,47 @@ int fsdpc_torch_drop_grads(fsdpc_py_torch_unit *self)
     return any == 0 ? fsdpc_torch_zero_grad(self, true) : fsdpc_torch_renew(self, true);
 }
 
-/* ---- fulls ---- */
+/* ---- unsharded parameters ---- */
 
-static fsdpc_status take_fulls(void *of)
+static fsdpc_status take_unsharded(void *of)
 {
     fsdpc_py_torch_unit *self = of;
     PyGILState_STATE gil = PyGILState_Ensure();
     fsdpc_status status = FSDPC_OK;
-    if (take(self, self->fulls, fsdpc_unit_place_fulls) < 0)
+    if (take(self, self->unsharded, fsdpc_unit_place_unsharded) < 0)
         status = fsdpc_fail(FSDPC_ERR_CALLBACK, "no memory for the parameters of unit '%s'",
                             fsdpc_unit_name(fsdpc_torch_unit(self)));
     PyGILState_Release(gil);
     return status;
 }
 
-static void give_fulls(void *of)
+static void give_unsharded(void *of)
 {
     fsdpc_py_torch_unit *self = of;
     PyGILState_STATE gil = PyGILState_Ensure();
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback); /* an exception may be the reason for resharding */
-    if (give(self, self->fulls) < 0)
+    if (give(self, self->unsharded) < 0)
         PyErr_WriteUnraisable((PyObject *)self);
     PyErr_Restore(type, value, traceback);
     PyGILState_Release(gil);
 }
 
-void fsdpc_torch_lend_fulls(fsdpc_py_torch_unit *self)
+void fsdpc_torch_lend_unsharded(fsdpc_py_torch_unit *self)
 {
-    const fsdpc_full_room room = {.take = take_fulls, .give = give_fulls, .of = self};
+    const fsdpc_full_room room = {.take = take_unsharded, .give = give_unsharded, .of = self};
     if (self->gives_back)
-        fsdpc_unit_lend_fulls(fsdpc_torch_unit(self), &room);
+        fsdpc_unit_lend_unsharded(fsdpc_torch_unit(self), &room);
 }
 
 static PyObject *get_lends(PyObject *object, void *Py_UNUSED(unused))
 {
     const fsdpc_unit *unit = fsdpc_torch_unit((fsdpc_py_torch_unit *)object);
-    return PyBool_FromLong(fsdpc_unit_fulls_are_lent(unit) && !fsdpc_unit_reads_masters(unit));
+    return PyBool_FromLong(fsdpc_unit_unsharded_is_lent(unit) && !fsdpc_unit_reads_masters(unit));
 }
 
 PyGetSetDef fsdpc_py_torch_lent_getset[] = {
-    FSDPC_PY_ATTRIBUTE(TorchUnit, lends_fulls, get_lends, NULL),
+    FSDPC_PY_ATTRIBUTE(TorchUnit, lends_unsharded, get_lends, NULL),
     {NULL, NULL, NULL, NULL, NULL},
 };
 

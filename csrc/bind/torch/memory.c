@@ -1,13 +1,13 @@
 /* The memory that foreign tensors use: a unit's memory and its parameters' offsets.
  *
  * A frontend slices the flat tensors from unit_memory at the offsets from unit_places: it gets
- * pieces and fulls without copying, and all of a flat group's fulls are views of one tensor.  The
+ * pieces and unsharded parameters without copying, and all of a flat group's unsharded parameters are views of one tensor.  The
  * tensors keep the unit's memory alive, but none of the model's Python objects.  Gradients are in
  * memory owned by the tensors over it (grad_memory, or the foreign library's): bind/torch/lent.c.
  */
 #include "bind/torch/unit.h"
 
-/* unit_places(unit): (group, full_offset, first, numel, shard_offset, master_offset) per
+/* unit_places(unit): (group, unsharded_offset, first, numel, shard_offset, master_offset) per
  * parameter. */
 static PyObject *unit_places(PyObject *module, PyObject *object)
 {
@@ -23,14 +23,14 @@ static PyObject *unit_places(PyObject *module, PyObject *object)
         size_t at = piece.numel ? piece.shard_offset : 0;
         size_t master = piece.numel ? fsdpc_unit_master_offset(unit, i) : 0;
         fsdpc_py_put(&list, i,
-                     Py_BuildValue("(innnnn)", place->group, (Py_ssize_t)place->full_offset,
+                     Py_BuildValue("(innnnn)", place->group, (Py_ssize_t)place->unsharded_offset,
                                    (Py_ssize_t)piece.first, (Py_ssize_t)piece.numel, (Py_ssize_t)at,
                                    (Py_ssize_t)master));
     }
     return list;
 }
 
-/* unit_memory(unit, kind): returns the "master", "grad" or "full" of every flat group that has one,
+/* unit_memory(unit, kind): returns the "master", "grad" or "unsharded" of every flat group that has one,
  * as flat tensors. */
 static PyObject *unit_memory(PyObject *module, PyObject *args)
 {
@@ -42,14 +42,16 @@ static PyObject *unit_memory(PyObject *module, PyObject *args)
     if (!self)
         return NULL;
     const fsdpc_unit *unit = self->ref->unit;
-    bool full = strcmp(kind, "full") == 0, grad = strcmp(kind, "grad") == 0;
+    bool unsharded = strcmp(kind, "unsharded") == 0, grad = strcmp(kind, "grad") == 0;
     int n_groups = grad ? fsdpc_unit_trained_groups(unit) : fsdpc_unit_layout(unit)->n_groups;
     PyObject *list = PyList_New(n_groups);
     for (int g = 0; list && g < n_groups; g++) {
         const fsdpc_unit_flat flat = fsdpc_unit_flat_of(unit, g);
-        fsdpc_dtype dtype = full ? flat.param_dtype : grad ? flat.grad_dtype : flat.dtype;
-        size_t numel = full ? flat.full_numel : grad ? flat.shard_numel : flat.master_numel;
-        void *data = full ? flat.full : grad ? flat.grad : flat.master;
+        fsdpc_dtype dtype = unsharded ? flat.param_dtype : grad ? flat.grad_dtype : flat.dtype;
+        size_t numel = unsharded ? flat.unsharded_numel
+                       : grad    ? flat.shard_numel
+                                 : flat.master_numel;
+        void *data = unsharded ? flat.unsharded : grad ? flat.grad : flat.master;
         fsdpc_py_put(&list, g, fsdpc_py_unit_tensor(module, self->ref, dtype, 1, &numel, data));
     }
     return list;

@@ -1,15 +1,15 @@
 /* TorchUnit: which tensors modules see.
  *
- * The dictionaries of a unit's modules hold the fulls while the unit is in use, and otherwise the
+ * The dictionaries of a unit's modules hold the unsharded parameters while the unit is in use, and otherwise the
  * pieces.  Only dictionaries are written, never the tensors, which are created once.
  *
- * Stale reads.  All fulls of a flat group are views of one base tensor and share its version
- * counter.  Showing fulls sets it to the weights' generation, and resharding sets it to an
- * unreachable value, so the foreign autograd refuses a saved full that has changed since forward.
- * Any other version change means that the user wrote into a full, and no master receives that
+ * Stale reads.  All unsharded parameters of a flat group are views of one base tensor and share its version
+ * counter.  Showing unsharded parameters sets it to the weights' generation, and resharding sets it to an
+ * unreachable value, so the foreign autograd refuses a saved unsharded parameter that has changed since forward.
+ * Any other version change means that the user wrote into an unsharded parameter, and no master receives that
  * write.
  *
- * Trainable or not.  Users set requires_grad on pieces, and fulls copy it whenever they are shown.
+ * Trainable or not.  Users set requires_grad on pieces, and unsharded parameters copy it whenever they are shown.
  * Each forward thus records which parameters are trainable, and each backward computes gradients
  * for the parameters that are trainable when it begins, as in the foreign library.  A frozen
  * forward in between (the reference of a policy with adapters) has no effect.
@@ -89,12 +89,12 @@ static int take_guards(fsdpc_py_torch_unit *self, PyObject *modules)
     return set_guards(self);
 }
 
-/* ---- fulls and pieces ---- */
+/* ---- unsharded parameters and pieces ---- */
 
 static int listen(const fsdpc_py_torch_unit *self, fsdpc_torch_param *p)
 {
-    PyObject *handle =
-        PyObject_CallMethodOneArg(p->full, self->names.register_post_accumulate_grad_hook, p->hook);
+    PyObject *handle = PyObject_CallMethodOneArg(
+        p->unsharded, self->names.register_post_accumulate_grad_hook, p->hook);
     Py_XDECREF(handle);
     p->listening = handle != NULL;
     return handle ? 0 : -1;
@@ -109,20 +109,20 @@ static int requires_grad(const fsdpc_py_torch_unit *self, PyObject *tensor)
 }
 
 /* A forward without gradients freezes nothing: ranks may evaluate differently.  A backward that
- * bypasses the unit's outputs shows no fulls before it needs the flags. */
+ * bypasses the unit's outputs shows no unsharded parameters before it needs the flags. */
 static int follow_trainable(fsdpc_py_torch_unit *self, bool grad)
 {
     PyObject *plain = fsdpc_torch_plain_begin(self);
     int done = plain ? 0 : -1;
     for (int i = 0; i < self->n_params && done == 0; i++) {
         fsdpc_torch_param *p = &self->params[i];
-        int wanted = requires_grad(self, p->piece), is = requires_grad(self, p->full);
+        int wanted = requires_grad(self, p->piece), is = requires_grad(self, p->unsharded);
         done = wanted < 0 || is < 0 ? -1 : 0;
         if (done == 0 && grad)
             done = fsdpc_torch_set_trainable(self, i, wanted == 1);
         if (done == 0 && wanted != is && (grad || wanted))
-            done =
-                PyObject_SetAttr(p->full, self->names.requires_grad, wanted ? Py_True : Py_False);
+            done = PyObject_SetAttr(p->unsharded, self->names.requires_grad,
+                                    wanted ? Py_True : Py_False);
         if (done == 0 && wanted && !p->listening)
             done = listen(self, p);
     }
@@ -130,31 +130,32 @@ static int follow_trainable(fsdpc_py_torch_unit *self, bool grad)
     return done;
 }
 
-int fsdpc_torch_show(fsdpc_py_torch_unit *self, bool full, bool grad)
+int fsdpc_torch_show(fsdpc_py_torch_unit *self, bool unsharded, bool grad)
 {
-    if (full && set_version(self, (long long)fsdpc_unit_generation(fsdpc_torch_unit(self))) < 0)
+    if (unsharded &&
+        set_version(self, (long long)fsdpc_unit_generation(fsdpc_torch_unit(self))) < 0)
         return -1;
-    if (self->shown == full)
+    if (self->shown == unsharded)
         return 0;
-    if (full && follow_trainable(self, grad) < 0)
+    if (unsharded && follow_trainable(self, grad) < 0)
         return -1;
     for (int s = 0; s < self->n_slots; s++) { /* checks all first: an error changes nothing */
         const fsdpc_torch_slot *slot = &self->slots[s];
         const fsdpc_torch_param *param = &self->params[slot->param];
-        if (PyDict_GetItem(slot->dict, slot->name) != (full ? param->piece : param->full))
+        if (PyDict_GetItem(slot->dict, slot->name) != (unsharded ? param->piece : param->unsharded))
             return refuse_replaced(self, slot);
     }
     for (int s = 0; s < self->n_slots; s++) {
         const fsdpc_torch_slot *slot = &self->slots[s];
         const fsdpc_torch_param *param = &self->params[slot->param];
-        if (PyDict_SetItem(slot->dict, slot->name, full ? param->full : param->piece) < 0)
+        if (PyDict_SetItem(slot->dict, slot->name, unsharded ? param->unsharded : param->piece) < 0)
             return -1;
     }
-    self->shown = full;
+    self->shown = unsharded;
     return set_guards(self);
 }
 
-/* Detects whether the user has written into shown fulls.  On read-only memory the processor detects
+/* Detects whether the user has written into shown unsharded parameters.  On read-only memory the processor detects
  * a write; a single rank and GPUs have no such memory. */
 static int find_writes(const fsdpc_py_torch_unit *self)
 {

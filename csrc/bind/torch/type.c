@@ -74,7 +74,7 @@ static PyObject *torch_unit_new(PyTypeObject *type, PyObject *args, PyObject *kw
         self->n_params = n;
         self->n_slots = (int)PyList_GET_SIZE(slots);
         if (init_names(&self->names) && fill(self, slots, pieces) == 0) {
-            fsdpc_torch_lend_fulls(self);
+            fsdpc_torch_lend_unsharded(self);
             return (PyObject *)self;
         }
     }
@@ -82,27 +82,28 @@ static PyObject *torch_unit_new(PyTypeObject *type, PyObject *args, PyObject *kw
     return NULL;
 }
 
-/* bind(fulls, bases, lent, set_version, at_end, mates): `lent` is the memory of `bases`, or
+/* bind(unsharded parameters, bases, lent, set_version, at_end, mates): `lent` is the memory of `bases`, or
  * None. */
 static PyObject *torch_unit_bind(PyObject *object, PyObject *args)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
-    PyObject *fulls, *bases, *lent, *set, *at_end, *mates;
-    if (!PyArg_ParseTuple(args, "O!O!OOOO!", &PyList_Type, &fulls, &PyTuple_Type, &bases, &lent,
+    PyObject *unsharded, *bases, *lent, *set, *at_end, *mates;
+    if (!PyArg_ParseTuple(args, "O!O!OOOO!", &PyList_Type, &unsharded, &PyTuple_Type, &bases, &lent,
                           &set, &at_end, &PyList_Type, &mates))
         return NULL;
-    if (PyList_GET_SIZE(fulls) != self->n_params)
-        return PyErr_Format(PyExc_ValueError, "bind takes a full for each of %d parameters",
+    if (PyList_GET_SIZE(unsharded) != self->n_params)
+        return PyErr_Format(PyExc_ValueError,
+                            "bind takes an unsharded parameter for each of %d parameters",
                             self->n_params);
     for (int i = 0; i < self->n_params; i++) {
         fsdpc_torch_param *p = &self->params[i];
-        Py_XSETREF(p->full, Py_NewRef(PyList_GET_ITEM(fulls, i)));
-        Py_XSETREF(p->dtype, PyObject_GetAttr(p->full, self->names.dtype));
+        Py_XSETREF(p->unsharded, Py_NewRef(PyList_GET_ITEM(unsharded, i)));
+        Py_XSETREF(p->dtype, PyObject_GetAttr(p->unsharded, self->names.dtype));
         if (!p->dtype)
             return NULL;
     }
     Py_XSETREF(self->bases, Py_NewRef(bases));
-    Py_XSETREF(self->fulls, PyList_Check(lent) ? Py_NewRef(lent) : NULL);
+    Py_XSETREF(self->unsharded, PyList_Check(lent) ? Py_NewRef(lent) : NULL);
     Py_XSETREF(self->set_version, Py_NewRef(set));
     Py_XSETREF(self->at_end, Py_NewRef(at_end));
     Py_XSETREF(self->mates, Py_NewRef(mates));
@@ -120,7 +121,7 @@ static int torch_unit_traverse(PyObject *object, visitproc visit, void *arg)
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
     for (int i = 0; i < self->n_params; i++) {
         Py_VISIT(self->params[i].piece);
-        Py_VISIT(self->params[i].full);
+        Py_VISIT(self->params[i].unsharded);
         Py_VISIT(self->params[i].grad);
         Py_VISIT(self->params[i].early);
         Py_VISIT(self->params[i].given);
@@ -138,7 +139,7 @@ static int torch_unit_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(self->at_end);
     Py_VISIT(self->adopt);
     Py_VISIT(self->renew);
-    Py_VISIT(self->fulls);
+    Py_VISIT(self->unsharded);
     Py_VISIT(self->mates);
     Py_VISIT(self->streams);
     Py_VISIT(self->plainly);
@@ -158,7 +159,7 @@ static int torch_unit_clear(PyObject *object)
         if (p->hook)
             fsdpc_torch_hook_part(p->hook);
         Py_CLEAR(p->piece);
-        Py_CLEAR(p->full);
+        Py_CLEAR(p->unsharded);
         Py_CLEAR(p->grad);
         Py_CLEAR(p->early);
         Py_CLEAR(p->given);
@@ -179,8 +180,8 @@ static int torch_unit_clear(PyObject *object)
     Py_CLEAR(self->adopt);
     Py_CLEAR(self->renew);
     if (self->unit)
-        fsdpc_unit_lend_fulls(fsdpc_torch_unit(self), NULL);
-    Py_CLEAR(self->fulls);
+        fsdpc_unit_lend_unsharded(fsdpc_torch_unit(self), NULL);
+    Py_CLEAR(self->unsharded);
     Py_CLEAR(self->mates);
     Py_CLEAR(self->streams);
     Py_CLEAR(self->plainly);

@@ -1,10 +1,9 @@
 /* TorchUnit: the interface, for one unit, of a frontend over foreign tensors (torch).
  *
- * Once per unit, the frontend creates a foreign tensor for every piece and full, over the unit's
+ * Once per unit, the frontend creates a foreign tensor for every piece and unsharded parameter, over the unit's
  * own memory (unit_memory, unit_places).  It also creates one for every piece of the gradient
  * shard, over the foreign library's memory (bind/torch/lent.c).  A TorchUnit keeps these and
- * performs the operations that must be cheap.  It drives the schedule, swaps pieces and fulls in
- * the modules' dictionaries, and takes gradients by pointer.  It keeps the pieces' `.grad`
+ * performs the operations that must be cheap.  It drives the schedule, swaps pieces and unsharded parameters in the modules' dictionaries, and takes gradients by pointer.  It keeps the pieces' `.grad`
  * consistent with the engine's gradient shard.  It knows only a few names of torch's attributes and
  * methods.
  *
@@ -22,23 +21,24 @@
 typedef struct fsdpc_py_torch_unit fsdpc_py_torch_unit;
 
 typedef struct fsdpc_torch_param {
-    PyObject *piece, *full; /* foreign tensors; full: NULL before bind */
-    PyObject *grad;         /* over the rows of the gradient shard */
-    Py_ssize_t refs;        /* of `grad` at creation: any more are the user's */
-    PyObject *early;        /* in a backward: the gradient, while shards have no memory for it */
-    PyObject *given;        /* last value set as `.grad`: grad, or a copy in the piece's dtype */
-    bool aside;             /* in a backward: it was set, and is None for now */
-    PyObject *own;          /* while gradients are handed out: the piece's own, from the graph */
-    PyObject *hook;         /* GradHook, registered once the full is trainable */
-    PyObject *dtype;        /* of the full; foreign dtypes are compared by identity */
-    void *master;           /* address of the piece's memory; NULL: none */
-    bool narrow;            /* the piece's dtype is not the gradient shard's */
-    long long version;      /* of `given` when it was handed out, if it is a copy */
-    long long written;      /* with lent fulls: the piece's version when it was last followed */
-    bool listening;         /* the hook is registered */
+    PyObject *piece, *unsharded; /* foreign tensors; full: NULL before bind */
+    PyObject *grad;              /* over the rows of the gradient shard */
+    Py_ssize_t refs;             /* of `grad` at creation: any more are the user's */
+    PyObject *early;   /* in a backward: the gradient, while shards have no memory for it */
+    PyObject *given;   /* last value set as `.grad`: grad, or a copy in the piece's dtype */
+    bool aside;        /* in a backward: it was set, and is None for now */
+    PyObject *own;     /* while gradients are handed out: the piece's own, from the graph */
+    PyObject *hook;    /* GradHook, registered once the parameter is trainable */
+    PyObject *dtype;   /* of the unsharded parameter; foreign dtypes are compared by identity */
+    void *master;      /* address of the piece's memory; NULL: none */
+    bool narrow;       /* the piece's dtype is not the gradient shard's */
+    long long version; /* of `given` when it was handed out, if it is a copy */
+    long long
+        written; /* with lent unsharded parameters: the piece's version when it was last followed */
+    bool listening; /* the hook is registered */
 } fsdpc_torch_param;
 
-/* A parameter's place in a module: dict[name] is the piece or the full. */
+/* A parameter's place in a module: dict[name] is the piece or the unsharded parameter. */
 typedef struct fsdpc_torch_slot {
     PyObject *dict, *name;
     int param;
@@ -85,19 +85,20 @@ struct fsdpc_py_torch_unit {
     fsdpc_torch_slot *slots;
     fsdpc_torch_guard *guards;
     int n_guards;
-    PyObject *bases;       /* the tensors that fulls are views of */
+    PyObject *bases;       /* the tensors that unsharded parameters are views of */
     PyObject *set_version; /* set_version(bases, versions) */
     PyObject *adopt;       /* adopt(i): copies in the memory that replaced the piece's */
     PyObject *renew;       /* renew(): creates new gradients, because the user keeps the old ones */
-    PyObject *fulls;       /* memory of every flat group's full if it is lent; else NULL */
-    PyObject *mates;       /* all TorchUnits of the root, including this one; NULL before bind */
-    PyObject *at_end;      /* at_end(): schedules finish() for the end of this backward */
-    bool shown;            /* dictionaries hold fulls */
-    long long version;     /* last version set on the bases */
-    bool taken;            /* gradients were taken in this backward */
-    bool held;             /* unshard() holds it: fulls stay shown */
-    int pins;              /* calls of Unit.unshard not yet released */
-    bool lifted;           /* modules may be called: they use private copies */
+    PyObject *
+        unsharded; /* memory of every flat group's unsharded parameters if they are lent; else NULL */
+    PyObject *mates;   /* all TorchUnits of the root, including this one; NULL before bind */
+    PyObject *at_end;  /* at_end(): schedules finish() for the end of this backward */
+    bool shown;        /* dictionaries hold unsharded parameters */
+    long long version; /* last version set on the bases */
+    bool taken;        /* gradients were taken in this backward */
+    bool held;         /* unshard() holds it: unsharded parameters stay shown */
+    int pins;          /* calls of Unit.unshard not yet released */
+    bool lifted;       /* modules may be called: they use private copies */
     bool bound;
     bool gives_back;    /* the foreign library can use memory that we do not need for a while */
     bool away;          /* gradient shards have no memory */
@@ -126,10 +127,10 @@ int fsdpc_torch_join(const fsdpc_py_torch_unit *self);
  */
 int fsdpc_torch_param_arg(const fsdpc_py_torch_unit *self, PyObject *const *args, Py_ssize_t n);
 
-/* Before an epoch publishes masters, follows the user's changes between steps: the pieces' memory
+/* Before an epoch copies masters in, follows the user's changes between steps: the pieces' memory
  * and gradients, for all the root's units.  Does nothing inside an epoch. */
 int fsdpc_torch_follow_root(fsdpc_py_torch_unit *self);
-/* If nothing is published, values cannot be compared; instead, the pieces' versions reveal
+/* If nothing is copied in, values cannot be compared; instead, the pieces' versions reveal
  * writes. */
 int fsdpc_torch_follow_writes(fsdpc_py_torch_unit *self);
 
@@ -167,16 +168,16 @@ int fsdpc_torch_zero_grad(fsdpc_py_torch_unit *self, bool idle);
 int fsdpc_torch_renew(fsdpc_py_torch_unit *self, bool idle);
 /* When a forward begins: drops gradients that no piece holds any longer. */
 int fsdpc_torch_drop_grads(fsdpc_py_torch_unit *self);
-/* Makes fulls use foreign memory, if the foreign library takes memory back. */
-void fsdpc_torch_lend_fulls(fsdpc_py_torch_unit *self);
+/* Makes unsharded parameters use foreign memory, if the foreign library takes memory back. */
+void fsdpc_torch_lend_unsharded(fsdpc_py_torch_unit *self);
 /* Reads a foreign tensor's version counter. */
 int fsdpc_torch_version(const fsdpc_py_torch_unit *self, PyObject *tensor, long long *out);
 
 /* Releases everything that Unit.unshard took. */
 void fsdpc_torch_unpin(fsdpc_py_torch_unit *self);
-/* Puts fulls (with the pieces' current requires_grad) or pieces into the modules' dictionaries.
+/* Puts unsharded parameters (with the pieces' current requires_grad) or pieces into the modules' dictionaries.
  * `grad`: gradients are recorded. */
-int fsdpc_torch_show(fsdpc_py_torch_unit *self, bool full, bool grad);
+int fsdpc_torch_show(fsdpc_py_torch_unit *self, bool unsharded, bool grad);
 /* Called when the schedule may have resharded. */
 int fsdpc_torch_hide(fsdpc_py_torch_unit *self);
 
@@ -190,7 +191,7 @@ int fsdpc_torch_reach_backward(fsdpc_py_torch_unit *self);
 /* Writes a gradient of the running backward into the reduce buffer, or keeps it until there is
  * memory. */
 int fsdpc_torch_accept_grad(fsdpc_py_torch_unit *self, int index, PyObject *grad);
-/* Creates a callable for one parameter's full: takes its `.grad` and drops it. */
+/* Creates a callable for one unsharded parameter: takes its `.grad` and drops it. */
 PyObject *fsdpc_torch_hook_new(fsdpc_py_torch_unit *self, int param);
 /* Detaches the hook, which a graph may keep, from a TorchUnit that is being freed. */
 void fsdpc_torch_hook_part(PyObject *callable);

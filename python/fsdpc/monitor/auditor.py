@@ -158,12 +158,12 @@ class Auditor:
         for one in held:
             if self._native:
                 self._catch(one, one.p)
-            elif fulls := one.p.fsdpc._state.fulls:
-                self._catch(one, fulls[one.index])
+            elif unsharded := one.p.fsdpc._state.unsharded:
+                self._catch(one, unsharded[one.index])
             else:  # created by the first forward
                 state = one.p.fsdpc._state
                 state.when_rooted.append(
-                    lambda one=one, s=state: self._catch(one, s.fulls[one.index])
+                    lambda one=one, s=state: self._catch(one, s.unsharded[one.index])
                 )
 
     def _catch(self, one: _Held, whole: Any) -> None:

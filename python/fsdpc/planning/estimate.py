@@ -135,9 +135,9 @@ def estimate(
     wide = parts["params"] + params * (4 / n_grads + 4 / n_optim) + parts["states"]
     pooled = units if name == "SHARD_OPTIM" else min(_core.pooled_buffers, units)
     full = ceil(params * b / units)
-    fulls = [(full, ceil(full / n_optim), i == 0 or n_params == 1) for i in range(units)]
+    unsharded = [(full, ceil(full / n_optim), i == 0 or n_params == 1) for i in range(units)]
     held = {
-        "unsharded": _core.plan_fulls(fulls, n_optim, 1, device == "cuda"),
+        "unsharded": _core.plan_unsharded(unsharded, n_optim, 1, device == "cuda"),
         "master": params * 4 / n_optim,
         "grad": params * 4 / n_optim,
         "state": params * 4 * states / n_optim,

@@ -46,8 +46,8 @@ def summon_full_params(
     for m in modules:
         if getattr(m, "_fsdpc_summoned", False):
             raise RuntimeError(f"summon_full_params() inside itself, on {type(m).__name__}")
-    fulls = [full_tensor(p) for p in params]
-    for p, full in zip(params, fulls, strict=True):
+    unsharded = [full_tensor(p) for p in params]
+    for p, full in zip(params, unsharded, strict=True):
         p._unit.bind(p._index, full)
     for m in modules:
         m.__dict__["_fsdpc_summoned"] = True
@@ -58,7 +58,7 @@ def summon_full_params(
     finally:
         for m in modules:
             m.__dict__.pop("_fsdpc_summoned", None)
-        for p, full in zip(params, fulls, strict=True):
+        for p, full in zip(params, unsharded, strict=True):
             p._unit.bind(p._index, None)
             if done and writeback:
                 p._unit.write(p._index, full)

@@ -38,7 +38,7 @@ _HOW = {
 
 
 def _units(model: nn.Module) -> dict[int, tuple[UnitState, int]]:
-    """Map the ``id()`` of each piece and full to the parameter's unit and index."""
+    """Map the ``id()`` of each piece and unsharded parameter to the parameter's unit and index."""
     _device.join()
     found: dict[int, tuple[UnitState, int]] = {}
     for state in states_of(model):
@@ -57,7 +57,7 @@ def _units(model: nn.Module) -> dict[int, tuple[UnitState, int]]:
         state.torch_unit.follow()
         for i, piece in enumerate(state.pieces):
             found[id(piece)] = state, i
-        for i, full in enumerate(state.fulls):
+        for i, full in enumerate(state.unsharded):
             found[id(full)] = state, i
     return found
 
@@ -136,7 +136,7 @@ class _Access(StateAccess):
         self.names = {}
         for name, t in _tensors(model).items():
             self.names.setdefault(id(t), name)
-            if id(t) in units:  # optimizers hold the piece even while the module shows the full
+            if id(t) in units:  # optimizers hold the piece even while the module shows the unsharded one
                 state, i = units[id(t)]
                 self.names.setdefault(id(state.pieces[i]), name)
 

@@ -99,18 +99,18 @@ def _check(state: UnitState) -> None:
 def _make_again(state: UnitState, fn: Change) -> None:
     old = state.unit
     missing = set(state.missing)
-    fulls = [
+    unsharded = [
         torch.empty(shape, dtype=dtype, device=_device.home())
         if i in missing
         else full_value(state, i)
         for i, (shape, dtype) in enumerate(zip(state.shapes, state.dtypes, strict=True))
     ]
-    fulls = [fn(full) for full in fulls]
-    dtypes = [full.dtype for full in fulls]
+    unsharded = [fn(full) for full in unsharded]
+    dtypes = [full.dtype for full in unsharded]
     unit = state.recipe.make(dtypes)
     unit.name = old.name
     unit.take_options(old)
-    for i, full in enumerate(fulls):
+    for i, full in enumerate(unsharded):
         if i not in missing:
             unit.write(i, _device.to_engine(full.contiguous()))
     with torch.no_grad():

@@ -30,7 +30,7 @@ def on_cpu() -> bool:
 
 
 def home() -> torch.device:
-    """Return the device of every piece and full."""
+    """Return the device of every piece and unsharded parameter."""
     return torch.device("cpu") if on_cpu() else torch.device("cuda", _core.device_ordinal())
 
 

@@ -74,10 +74,10 @@ class _EndBackward(torch.autograd.Function):
 
 def _check_second(state: UnitState, grads: Any) -> None:
     """In a second backward, raise an error that names a resharded unit; autograd's would not."""
-    seen = [p._version for p in state.fulls]
+    seen = [p._version for p in state.unsharded]
 
     def check(_: Any) -> None:
-        if [p._version for p in state.fulls] != seen:
+        if [p._version for p in state.unsharded] != seen:
             raise RuntimeError(
                 f"a second backward (create_graph) through unit '{state.unit.name}': fsdpc freed "
                 "its unsharded parameters after the first one, and to autograd they were modified "
@@ -162,7 +162,7 @@ def _refuse_transform(module: Any) -> NoReturn:
 
 def _explain(module: Any, state: UnitState, error: BaseException) -> None:
     """If a torch feature replaced parameters, raise an error that names it."""
-    own = {id(p) for p in (*state.pieces, *state.fulls)}
+    own = {id(p) for p in (*state.pieces, *state.unsharded)}
     if all(id(owner.get(key)) in own for owner, key, _ in state.slots):
         return
     frame, name = sys._getframe(2), ""

@@ -63,8 +63,8 @@ def full_values(states: list[UnitState]) -> Iterator[None]:
     states = [s for s in states if not (s.summoned or s.is_running)]
     with on_copies(states, [[_full(s, i) for i in range(len(s.pieces))] for s in states]) as now:
         yield
-        for state, fulls in zip(states, now(), strict=True):
-            _take(state, fulls)
+        for state, unsharded in zip(states, now(), strict=True):
+            _take(state, unsharded)
 
 
 def _full(state: UnitState, index: int) -> nn.Parameter:
@@ -78,10 +78,10 @@ def _full(state: UnitState, index: int) -> nn.Parameter:
     return full
 
 
-def _take(state: UnitState, fulls: list[nn.Parameter]) -> None:
+def _take(state: UnitState, unsharded: list[nn.Parameter]) -> None:
     found = [
         (i, full)
-        for i, full in enumerate(fulls)
+        for i, full in enumerate(unsharded)
         if i not in state.missing or not full.isnan().all()
     ]
     if not state.recipe.synced:

@@ -398,7 +398,7 @@ def fully_shard(
 
 _FRONTEND = rules.Frontend(
     records=lambda: torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1,
-    parameters=lambda module: module._fsdpc_state.fulls,
+    parameters=lambda module: module._fsdpc_state.unsharded,
 )
 
 

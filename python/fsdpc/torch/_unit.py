@@ -1,7 +1,7 @@
-"""A unit over torch parameters: its pieces, its fulls, and the root that joins units.
+"""A unit over torch parameters: its pieces, its unsharded parameters, and the root that joins units.
 
 The engine owns the memory; the tensors here are views of it and are created once. Pieces and their
-gradients are created with the unit, fulls once the root exists. TorchUnit
+gradients are created with the unit, unsharded parameters once the root exists. TorchUnit
 (csrc/bind/torch/unit.h) does the work of each step; this file runs at setup or once per backward.
 """
 
@@ -204,7 +204,7 @@ class UnitState:
             for path, m in readers
             if type(m).forward is not nn.Module.forward
         ]
-        self.fulls: list[nn.Parameter] = []
+        self.unsharded: list[nn.Parameter] = []
         self.known: list[tuple[dict[str, Any], str]] = []  # former places of parameters
         self.when_rooted: list[Callable[[], None]] = []
         self.cast_to: torch.dtype | None = (
@@ -303,26 +303,26 @@ class UnitState:
         """Raise if a parameter was replaced by another object."""
         for owner, key, i in self.slots:
             value = owner.get(key)
-            if value is not self.pieces[i] and (not self.fulls or value is not self.fulls[i]):
+            if value is not self.pieces[i] and (not self.unsharded or value is not self.unsharded[i]):
                 raise RuntimeError(
                     f"parameter '{self.names[i]}' of unit '{self.unit.name}' was replaced by a "
                     f"{type(value).__name__} after fully_shard (by another fully_shard, or a "
                     "parametrization): do that before, or copy into it under no_grad()"
                 )
 
-    def show(self, fulls: Sequence[nn.Parameter] | None) -> None:
+    def show(self, unsharded: Sequence[nn.Parameter] | None) -> None:
         """Put private full copies into modules and make these callable, or put pieces back (None).
 
         Passing the pieces themselves marks them as summoned, and modules cannot be called.
         """
         if not self.summoned:
-            if fulls is None:
+            if unsharded is None:
                 return
             self.check_slots()
         for owner, key, i in self.slots:
-            owner[key] = (fulls or self.pieces)[i]
-        self.summoned = fulls is not None
-        self.torch_unit.lift(self.summoned and fulls is not self.pieces)
+            owner[key] = (unsharded or self.pieces)[i]
+        self.summoned = unsharded is not None
+        self.torch_unit.lift(self.summoned and unsharded is not self.pieces)
 
     def standing(self, copies: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Return the private copies that modules have now; raise if a replacement does not fit."""
@@ -368,7 +368,7 @@ class UnitState:
         self.give_memory(i)
 
     def bind(self, root: Root) -> None:
-        """Create the fulls, once the parameter buffer exists."""
+        """Create the unsharded parameters, once the parameter buffer exists."""
         self.root = root
         with torch.inference_mode(False), torch.no_grad():
             flats = _core.unit_memory(self.unit, "full")
@@ -381,10 +381,10 @@ class UnitState:
                 full = nn.Parameter(values, requires_grad=False)
                 full.__dict__.update(self.attributes[i])
                 target(full, self, i)
-                self.fulls.append(full)
+                self.unsharded.append(full)
             for one in lent or ():
                 one.give()
-        self.torch_unit.bind(self.fulls, bases, lent, set_version, root.at_end, root.torch_units)
+        self.torch_unit.bind(self.unsharded, bases, lent, set_version, root.at_end, root.torch_units)
 
 
 # Optimizers use this to choose list operations; torch registers DTensor the same way.

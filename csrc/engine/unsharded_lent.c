@@ -1,27 +1,24 @@
-/* Fulls of a shard group of one rank, in memory of a frontend whose users may write masters at
+/* Unsharded parameters of a shard group of one rank, in memory of a frontend whose users may write masters at
  * any time.
  *
- * Such a rank is the only reader of its slices, and it would have to compare published slices with
- * the masters before each step.  It therefore publishes nothing.  A full is a cast of the masters,
- * made when the unit begins to use it; its memory is returned after the use.  This is what FSDP2
- * does on one rank.  With publishing, SmolLM3-3B under torch on an H200 always had 5.8 GiB of
- * published parameters, and spent 4.9 of 464 ms comparing them.  If no cast is needed, the masters
- * themselves are the full.
+ * Such a rank is the only reader of its slices, and it would have to compare its slices with
+ * the masters before each step.  It therefore copies nothing in.  Unsharded parameters are a cast of the masters, made when the unit begins to use it; its memory is returned after the use.  This is what FSDP2
+ * does on one rank.  With a copy-in, SmolLM3-3B under torch on an H200 always had 5.8 GiB of copied-in parameters, and spent 4.9 of 464 ms comparing them.  If no cast is needed, the masters themselves are the unsharded parameters.
  *
  * A write between a forward and its backward is an error in the backward, which casts the weights
  * again.  If the frontend does not see the write (for example, through `.data`), the new values are
  * used, as in FSDP2.
  */
-#include "engine/full.h"
+#include "engine/unsharded.h"
 
-bool fsdpc_unit_fulls_are_lent(const fsdpc_unit *unit)
+bool fsdpc_unit_unsharded_is_lent(const fsdpc_unit *unit)
 {
-    return unit->root && unit->root->full == &fsdpc_full_lent;
+    return unit->root && unit->root->unsharded == &fsdpc_unsharded_lent;
 }
 
 bool fsdpc_unit_reads_masters(const fsdpc_unit *unit)
 {
-    if (!fsdpc_unit_fulls_are_lent(unit))
+    if (!fsdpc_unit_unsharded_is_lent(unit))
         return false;
     for (int g = 0; g < unit->layout->n_groups; g++) {
         if (unit->groups[g].param_dtype != unit->groups[g].plan->dtype)
@@ -30,16 +27,17 @@ bool fsdpc_unit_reads_masters(const fsdpc_unit *unit)
     return true;
 }
 
-void fsdpc_unit_place_fulls(fsdpc_unit *unit, void *const *groups)
+void fsdpc_unit_place_unsharded(fsdpc_unit *unit, void *const *groups)
 {
     for (int g = 0; g < unit->layout->n_groups; g++)
-        unit->groups[g].full = unit->groups[g].own_slices = groups[g];
+        unit->groups[g].unsharded = unit->groups[g].own_slices = groups[g];
 }
 
 static fsdpc_status place(fsdpc_unit *unit, fsdpc_unit_group *group)
 {
-    if (fsdpc_unit_reads_masters(unit)) /* on one rank, shard and full have the same layout */
-        group->full = group->own_slices =
+    if (fsdpc_unit_reads_masters(
+            unit)) /* on one rank, shard and unsharded parameters have the same layout */
+        group->unsharded = group->own_slices =
             fsdpc_unit_masters(unit, group, &group->plan->bands[0], 0);
     return FSDPC_OK;
 }
@@ -52,7 +50,7 @@ static fsdpc_status reveal(fsdpc_unit *unit)
     if (!unit->full_room.take)
         return fsdpc_fail(FSDPC_ERR_STATE, "the model of unit '%s' was deleted", unit->name);
     FSDPC_TRY(unit->full_room.take(unit->full_room.of));
-    return fsdpc_full_cast(unit, &bytes);
+    return fsdpc_unsharded_cast(unit, &bytes);
 }
 
 static void hide(fsdpc_unit *unit)
@@ -61,14 +59,14 @@ static void hide(fsdpc_unit *unit)
     if (fsdpc_unit_reads_masters(unit))
         return;
     for (int g = 0; g < unit->layout->n_groups; g++) {
-        taken |= unit->groups[g].full != NULL;
-        unit->groups[g].full = unit->groups[g].own_slices = NULL;
+        taken |= unit->groups[g].unsharded != NULL;
+        unit->groups[g].unsharded = unit->groups[g].own_slices = NULL;
     }
     if (taken && unit->full_room.give)
         unit->full_room.give(unit->full_room.of);
 }
 
-const fsdpc_full_ops fsdpc_full_lent = {
+const fsdpc_unsharded_ops fsdpc_unsharded_lent = {
     .name = "lent",
     .at_use = true,
     .place = place,

@@ -1,7 +1,7 @@
-/* Like full_shared.c, with a parameter buffer in a file: the kernel loads pages when they are read and evicts
+/* Like unsharded_shared.c, with a parameter buffer in a file: the kernel loads pages when they are read and evicts
  * them when memory is short.  A gather prefetches them.
  *
- * Each rank keeps the CRC-32C of its published slices and checks it at every gather, since the
+ * Each rank keeps the CRC-32C of its own slices and checks it at every gather, since the
  * kernel may have reread pages.  All ranks gather every unit, and ranks of a host have the same
  * pages, so together they compare everything.  A rank whose slices have changed fails, and with it
  * the step on all ranks.
@@ -10,7 +10,7 @@
 #include <sys/mman.h>
 
 #include "base/crc32c.h"
-#include "engine/full.h"
+#include "engine/unsharded.h"
 #include "tier/tier.h"
 
 enum { TEXT_BYTES = 512 };
@@ -18,7 +18,8 @@ enum { TEXT_BYTES = 512 };
 static fsdpc_status make_room(fsdpc_unit *unit)
 {
     for (int g = 0; g < unit->layout->n_groups; g++)
-        (void)madvise(unit->groups[g].full, fsdpc_full_bytes(&unit->groups[g]), MADV_WILLNEED);
+        (void)madvise(unit->groups[g].unsharded, fsdpc_unsharded_bytes(&unit->groups[g]),
+                      MADV_WILLNEED);
     return FSDPC_OK; /* if the kernel ignores the hint, it reads pages later */
 }
 
@@ -30,7 +31,8 @@ static uint32_t crc_of(const fsdpc_unit *unit)
         for (size_t i = 0; i < group->plan->n_bands; i++) {
             const fsdpc_slice *band = &group->plan->bands[i];
             if (fsdpc_slice_is_of(band, unit->root->comm->rank))
-                crc = fsdpc_crc32c(crc, fsdpc_full_own_slice(unit, group, band, band->shard_offset),
+                crc = fsdpc_crc32c(crc,
+                                   fsdpc_unsharded_own_slice(unit, group, band, band->shard_offset),
                                    band->numel * fsdpc_dtype_bytes(group->param_dtype));
         }
     }
@@ -46,7 +48,7 @@ static fsdpc_status compare(fsdpc_unit *unit)
 {
     const fsdpc_root *root = unit->root;
     uint32_t crc = crc_of(unit);
-    if (crc == unit->copied_in_crc) /* known, since the first epoch publishes every unit */
+    if (crc == unit->copied_in_crc) /* known, since the first epoch copies in every unit */
         return FSDPC_OK;
     char text[TEXT_BYTES];
     snprintf(text, sizeof text,
@@ -58,8 +60,8 @@ static fsdpc_status compare(fsdpc_unit *unit)
     return fsdpc_fail(FSDPC_ERR_OS, "%s", text);
 }
 
-const fsdpc_full_ops fsdpc_full_file = {.name = "file",
-                                        .place = fsdpc_full_place_in_param_buffer,
-                                        .make_room = make_room,
-                                        .reveal = compare,
-                                        .seal = seal};
+const fsdpc_unsharded_ops fsdpc_unsharded_file = {.name = "file",
+                                                  .place = fsdpc_unsharded_place_in_param_buffer,
+                                                  .make_room = make_room,
+                                                  .reveal = compare,
+                                                  .seal = seal};

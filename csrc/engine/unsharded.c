@@ -1,12 +1,12 @@
-/* Code shared by all ways of making fulls: creation order, watched addresses, dropping. */
-#include "engine/full.h"
+/* Code shared by all ways of making unsharded parameters: creation order, watched addresses, dropping. */
+#include "engine/unsharded.h"
 
 #include "base/fault.h"
 #include "engine/acts.h"
 #include "engine/order.h"
 #include "ops/flat_ops.h"
 
-fsdpc_status fsdpc_full_own_slices(fsdpc_root *root)
+fsdpc_status fsdpc_unsharded_own_slices(fsdpc_root *root)
 {
     size_t bytes = 0;
     unsigned char *at;
@@ -33,26 +33,26 @@ static const char *name_at(const void *owner, const void *address)
         const fsdpc_place *place = &unit->layout->params[p];
         const fsdpc_unit_group *group = &unit->groups[place->group];
         size_t element = fsdpc_dtype_bytes(group->param_dtype);
-        uintptr_t begin = (uintptr_t)group->full + place->full_offset * element;
+        uintptr_t begin = (uintptr_t)group->unsharded + place->unsharded_offset * element;
         if (at >= begin && at - begin < place->numel * element)
             return place->name;
     }
     return NULL; /* padding */
 }
 
-fsdpc_status fsdpc_full_create(fsdpc_root *root, const bool *encloses)
+fsdpc_status fsdpc_unsharded_create(fsdpc_root *root, const bool *encloses)
 {
-    if (root->full->create)
-        FSDPC_TRY(root->full->create(root, encloses));
+    if (root->unsharded->create)
+        FSDPC_TRY(root->unsharded->create(root, encloses));
     for (int i = 0; i < root->n_units; i++) {
         fsdpc_unit *unit = root->units[i];
         for (int g = 0; g < unit->layout->n_groups; g++) {
             fsdpc_unit_group *group = &unit->groups[g];
-            FSDPC_TRY(root->full->place(unit, group));
-            if (!group->full)
+            FSDPC_TRY(root->unsharded->place(unit, group));
+            if (!group->unsharded)
                 continue;
-            fsdpc_fault_watch(&(fsdpc_fault_range){.begin = group->full,
-                                                   .bytes = fsdpc_full_bytes(group),
+            fsdpc_fault_watch(&(fsdpc_fault_range){.begin = group->unsharded,
+                                                   .bytes = fsdpc_unsharded_bytes(group),
                                                    .rank = root->comm->world_rank,
                                                    .unit = unit->name,
                                                    .owner = unit,
@@ -62,17 +62,17 @@ fsdpc_status fsdpc_full_create(fsdpc_root *root, const bool *encloses)
     return FSDPC_OK;
 }
 
-void fsdpc_full_remove(fsdpc_unit *unit)
+void fsdpc_unsharded_remove(fsdpc_unit *unit)
 {
     for (int g = 0; g < unit->layout->n_groups; g++)
-        fsdpc_fault_unwatch(unit->groups[g].full, unit);
-    if (unit->root->full && unit->root->full->remove)
-        unit->root->full->remove(unit);
+        fsdpc_fault_unwatch(unit->groups[g].unsharded, unit);
+    if (unit->root->unsharded && unit->root->unsharded->remove)
+        unit->root->unsharded->remove(unit);
     for (int g = 0; g < unit->layout->n_groups; g++)
-        unit->groups[g].full = unit->groups[g].target = unit->groups[g].own_slices = NULL;
+        unit->groups[g].unsharded = unit->groups[g].target = unit->groups[g].own_slices = NULL;
 }
 
-fsdpc_status fsdpc_full_cast(fsdpc_unit *unit, size_t *bytes_out)
+fsdpc_status fsdpc_unsharded_cast(fsdpc_unit *unit, size_t *bytes_out)
 {
     const fsdpc_root *root = unit->root;
     fsdpc_stream *main = fsdpc_device_main(unit->device);
@@ -85,9 +85,9 @@ fsdpc_status fsdpc_full_cast(fsdpc_unit *unit, size_t *bytes_out)
             if (!fsdpc_slice_is_of(band, root->comm->rank))
                 continue;
             const unsigned char *from = fsdpc_unit_masters(unit, group, band, band->shard_offset);
-            FSDPC_TRY(fsdpc_flat_cast(fsdpc_full_own_slice(unit, group, band, band->shard_offset),
-                                      group->param_dtype, from, group->plan->dtype, band->numel,
-                                      main));
+            FSDPC_TRY(
+                fsdpc_flat_cast(fsdpc_unsharded_own_slice(unit, group, band, band->shard_offset),
+                                group->param_dtype, from, group->plan->dtype, band->numel, main));
             bytes += band->numel * fsdpc_dtype_bytes(group->param_dtype);
         }
     }
@@ -95,7 +95,7 @@ fsdpc_status fsdpc_full_cast(fsdpc_unit *unit, size_t *bytes_out)
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_full_settle(fsdpc_unit *unit)
+fsdpc_status fsdpc_unsharded_settle(fsdpc_unit *unit)
 {
     fsdpc_stream *main = fsdpc_device_main(unit->device);
     for (int g = 0; g < unit->layout->n_groups; g++)
@@ -103,15 +103,15 @@ fsdpc_status fsdpc_full_settle(fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-void fsdpc_full_drop(fsdpc_unit *unit)
+void fsdpc_unsharded_drop(fsdpc_unit *unit)
 {
     if (unit->state == FSDPC_UNIT_SHARDED || unit->held)
         return;
-    bool read = unit->state == FSDPC_UNIT_FULL;
+    bool read = unit->state == FSDPC_UNIT_UNSHARDED;
     unit->state = FSDPC_UNIT_SHARDED;
     fsdpc_root_trace(unit, FSDPC_TRACE_RESHARD, 0, unit->root->in_backward);
-    if (unit->root->full->hide)
-        unit->root->full->hide(unit);
+    if (unit->root->unsharded->hide)
+        unit->root->unsharded->hide(unit);
     if (read)
         fsdpc_order_released(unit);
 }

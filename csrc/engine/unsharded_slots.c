@@ -1,19 +1,18 @@
-/* Fulls that gathers fill by moving bytes, in shared slots or in a unit's own memory (slots.h).
+/* Unsharded parameters that gathers fill by moving bytes, in shared slots or in a unit's own memory (slots.h).
  *
  * A slot records the unit that was last gathered into it.  A gather ahead of demand takes a slot
  * only if that unit is sharded again (sched.c).  A gather on demand may also evict a unit that was
- * gathered but not used, but never a full one.  The gather waits for the last read of the previous
- * unit's full, just as the previous unit's next gather would (order.h).
+ * gathered but not used, but never an unsharded one.  The gather waits for the last read of the previous unit's parameters, just as the previous unit's next gather would (order.h).
  *
- * Two units that share a slot may be full together (held by unshard(), used inside each other's
- * forward, kept full after backward).  The first time that happens, they are separated.  The code
- * waits for this rank's operations, then for the stream that reads fulls, and gives the second unit
+ * Two units that share a slot may be unsharded together (held by unshard(), used inside each other's
+ * forward, kept unsharded after backward).  The first time that happens, they are separated.  The code
+ * waits for this rank's operations, then for the stream that reads unsharded parameters, and gives the second unit
  * its own memory at the same address.  All ranks do this at the same point of the program, so they
  * agree on the result.
  */
 #include <stdlib.h>
 
-#include "engine/full.h"
+#include "engine/unsharded.h"
 #include "engine/order.h"
 #include "engine/reduce.h"
 #include "engine/slots.h"
@@ -45,7 +44,7 @@ static fsdpc_status assign(fsdpc_root *root, const bool *encloses, size_t granul
         for (int i = 0; i < root->n_units; i++) {
             const fsdpc_unit *unit = root->units[i];
             wants[i].bytes = unit->param_buffer_bytes;
-            wants[i].alone = fsdpc_unit_owns_full(&unit->settings, i == 0 || encloses[i]);
+            wants[i].alone = fsdpc_unit_owns_unsharded(&unit->settings, i == 0 || encloses[i]);
         }
         n_slots = fsdpc_slots_assign(wants, root->n_units, root->prefetch + 1, granule);
         root->slot_users = calloc((size_t)n_slots + 1, sizeof(fsdpc_unit *));
@@ -92,17 +91,17 @@ static fsdpc_status create(fsdpc_root *root, const bool *encloses)
     size_t granule;
     FSDPC_TRY(agree_granule(root, &granule));
     FSDPC_TRY(fsdpc_comm_agree(root->comm, assign(root, encloses, granule), "slots"));
-    fsdpc_status status = fsdpc_full_own_slices(root);
+    fsdpc_status status = fsdpc_unsharded_own_slices(root);
     for (int i = 0; status == FSDPC_OK && i < root->n_units; i++)
         status = give_memory(root->units[i], granule);
-    FSDPC_TRY(fsdpc_comm_agree(root->comm, status, "memory for fulls"));
+    FSDPC_TRY(fsdpc_comm_agree(root->comm, status, "memory for unsharded parameters"));
     return attach(root);
 }
 
 static fsdpc_status place(fsdpc_unit *unit, fsdpc_unit_group *group)
 {
-    size_t offset = fsdpc_full_offset(unit, group);
-    group->full = (unit->window ? unit->window->address : unit->room) + offset;
+    size_t offset = fsdpc_unsharded_offset(unit, group);
+    group->unsharded = (unit->window ? unit->window->address : unit->room) + offset;
     group->target = (unit->window ? unit->window->memory : unit->room) + offset;
     return FSDPC_OK;
 }
@@ -139,7 +138,7 @@ static fsdpc_status part(fsdpc_unit *unit)
     fsdpc_root *root = unit->root;
     fsdpc_stream *main = fsdpc_device_main(unit->device);
     for (int i = 0; i < root->n_units; i++)
-        FSDPC_TRY(fsdpc_full_settle(root->units[i]));
+        FSDPC_TRY(fsdpc_unsharded_settle(root->units[i]));
     FSDPC_TRY(fsdpc_reduce_wait_all(root));
     fsdpc_status status = fsdpc_stream_sync(main);
     if (status == FSDPC_OK)
@@ -158,18 +157,18 @@ static fsdpc_status make_room(fsdpc_unit *unit)
     fsdpc_unit **user = &unit->root->slot_users[unit->slot];
     if (*user && *user != unit) {
         if ((*user)->state == FSDPC_UNIT_GATHERING)
-            fsdpc_full_drop(*user); /* unless it is held */
+            fsdpc_unsharded_drop(*user); /* unless it is held */
         if ((*user)->state != FSDPC_UNIT_SHARDED)
             return part(unit);
-        FSDPC_TRY(fsdpc_full_settle(*user));
+        FSDPC_TRY(fsdpc_unsharded_settle(*user));
         FSDPC_TRY(fsdpc_order_gather(*user)); /* the unit is overwritten, as by its own gather */
     }
     *user = unit;
     return FSDPC_OK;
 }
 
-const fsdpc_full_ops fsdpc_full_moved = {
-    .name = "moved",
+const fsdpc_unsharded_ops fsdpc_unsharded_slots = {
+    .name = "slots",
     .create = create,
     .place = place,
     .remove = give_back,
