@@ -46,7 +46,7 @@ def turn(preset: str, steps: int, library: str) -> None:
     from fsdpc import _core
 
     fsdpc.init()
-    link = _core.Link(fsdpc.rank(), fsdpc.world_size(), library) if library else None
+    link = _core.Transport(fsdpc.rank(), fsdpc.world_size(), library) if library else None
     step = fsdpc_step(preset, "fp32")
     seconds = []
     for i in range(WARM + steps):

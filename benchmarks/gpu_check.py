@@ -57,7 +57,7 @@ HAZARDOUS = ("test_attention_kernels", "test_flat_kernels", "test_moments_kernel
 # Ranks with a GPU each: those that need two, and those that try more worlds where there are more.
 # Sanitizers would look at NCCL's kernels and threads there.
 NEED_TWO = ("test_engine_windows", "test_nccl_register")
-MORE_WORLDS = ("test_comm_nccl", "test_streams", "test_transport")
+MORE_WORLDS = ("test_comm_nccl", "test_streams", "test_comm_cuda")
 OVER_NCCL = (*NEED_TWO, *MORE_WORLDS, "test_nccl_faults", "test_nccl_load")
 
 

@@ -27,7 +27,7 @@ import native
 COMMANDS = ("mpicc", "mpicc.openmpi", "mpicc.mpich")
 FAMILIES = ("mpich", "openmpi")
 # Of the core, the plugin compiles in what it calls.
-SHARED_WITH_CORE = ("guest/guest.c", "base/thread.c", "base/wait.c", "comm/link.c")
+SHARED_WITH_CORE = ("guest/guest.c", "base/thread.c", "base/wait.c", "comm/transport.c")
 ASKS = """#include <mpi.h>
 #ifdef OPEN_MPI
 family openmpi

@@ -41,7 +41,7 @@ static PyObject *plugin_library(PyObject *Py_UNUSED(module), PyObject *args)
     if (status == FSDPC_OK)
         status = plugin->comm_library ? plugin->comm_library(library, text, sizeof text)
                                       : fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
-                                                   "plugin '%s' has no transport", plugin->name);
+                                                   "plugin '%s' has no communicator", plugin->name);
     Py_END_ALLOW_THREADS;
     return status == FSDPC_OK ? PyUnicode_FromString(text) : fsdpc_py_raise(status);
 }

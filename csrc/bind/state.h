@@ -29,7 +29,7 @@
     X(tensor)                                                                                      \
     X(handle)                                                                                      \
     X(comm)                                                                                        \
-    X(link)                                                                                        \
+    X(transport)                                                                                   \
     X(tier)                                                                                        \
     X(unit)                                                                                        \
     X(optimizer)                                                                                   \
@@ -152,7 +152,7 @@ typedef struct fsdpc_runtime {
     fsdpc_mem *mem;
     fsdpc_team *team;
     fsdpc_device *device;
-    fsdpc_mem *host_mem; /* with a plugin: host memory for a GPU's transport */
+    fsdpc_mem *host_mem; /* with a plugin: host memory for a GPU's communicator */
     fsdpc_device *host;  /* that memory's device; else NULL */
     fsdpc_stream *compute;
     fsdpc_tape *tape;

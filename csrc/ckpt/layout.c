@@ -119,7 +119,7 @@ static fsdpc_status add_index(fsdpc_ckpt_layout *layout, const char *folder)
 }
 
 fsdpc_status fsdpc_ckpt_lay_out(fsdpc_ckpt_layout *layout, const char *folder,
-                                fsdpc_ckpt_piece *pieces, size_t n_pieces)
+                                fsdpc_ckpt_shard *shards, size_t n_shards)
 {
     layout->files = calloc(layout->n_tensors + layout->n_others + 2, sizeof *layout->files);
     if (!layout->files)
@@ -127,10 +127,10 @@ fsdpc_status fsdpc_ckpt_lay_out(fsdpc_ckpt_layout *layout, const char *folder,
     FSDPC_TRY(add_tensors(layout, folder, "model", 0, layout->n_model));
     size_t n_model_files = layout->n_files;
     FSDPC_TRY(add_tensors(layout, folder, "optimizer", layout->n_model, layout->n_tensors));
-    for (size_t i = 0; i < n_pieces; i++) {
-        size_t own = (size_t)pieces[i].tensor;
+    for (size_t i = 0; i < n_shards; i++) {
+        size_t own = (size_t)shards[i].tensor;
         const fsdpc_st_tensor *t = &layout->tensors[own];
-        FSDPC_TRY(fsdpc_ckpt_place(&pieces[i], file_of(layout, own), t->dtype, t->begin, t->end));
+        FSDPC_TRY(fsdpc_ckpt_place(&shards[i], file_of(layout, own), t->dtype, t->begin, t->end));
     }
     if (n_model_files > 1)
         FSDPC_TRY(add_index(layout, folder));

@@ -8,12 +8,12 @@
  *     manifest.json                        the places and checksums of all these
  *
  * All of it but the checksums depends only on names, dtypes, shapes and max_file_bytes.  Every rank
- * thus lays out the same files and knows where its pieces belong.
+ * thus lays out the same files and knows where its shards belong.
  */
 #ifndef FSDPC_CKPT_LAYOUT_H
 #define FSDPC_CKPT_LAYOUT_H
 
-#include "ckpt/pieces.h"
+#include "ckpt/shards.h"
 
 typedef struct fsdpc_ckpt_layout {
     /* Set by the caller, who keeps them. */
@@ -30,9 +30,9 @@ typedef struct fsdpc_ckpt_layout {
     size_t n_files;
 } fsdpc_ckpt_layout;
 
-/* Lays out the files in `folder`, fills in the tensors' places, and places the pieces. */
+/* Lays out the files in `folder`, fills in the tensors' places, and places the shards. */
 fsdpc_status fsdpc_ckpt_lay_out(fsdpc_ckpt_layout *layout, const char *folder,
-                                fsdpc_ckpt_piece *pieces, size_t n_pieces);
+                                fsdpc_ckpt_shard *shards, size_t n_shards);
 void fsdpc_ckpt_layout_fini(fsdpc_ckpt_layout *layout); /* may be all zeros */
 
 /* Writes the manifest's text, of which the last member is the checksum of all text before it.  The

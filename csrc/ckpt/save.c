@@ -132,8 +132,8 @@ fsdpc_status fsdpc_ckpt_save(const fsdpc_ckpt_plan *plan)
     if (status == FSDPC_OK)
         status = begin(plan);
     FSDPC_TRY_GOTO(status, fsdpc_ckpt_agree(plan, status), remove);
-    status = fsdpc_ckpt_write(&plan->fs, plan->layout.files, plan->layout.n_files, plan->pieces,
-                              plan->n_pieces, crcs);
+    status = fsdpc_ckpt_write(&plan->fs, plan->layout.files, plan->layout.n_files, plan->shards,
+                              plan->n_shards, crcs);
     FSDPC_TRY_GOTO(status, fsdpc_ckpt_agree(plan, status), remove);
     FSDPC_TRY_GOTO(status, combine(plan, crcs), remove);
     status = commit(plan, crcs);

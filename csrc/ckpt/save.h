@@ -1,13 +1,13 @@
-/* A save turns pieces in memory into a committed folder.
+/* A save turns shards in memory into a committed folder.
  *
- * All ranks run it together, each with its own pieces and an otherwise identical plan.  Afterwards
+ * All ranks run it together, each with its own shards and an otherwise identical plan.  Afterwards
  * the folder exists under its final name with a valid manifest, or it does not exist.  Every rank
  * gets the same result: on failure, the error of the lowest rank that failed.
  *
  *     rank 0 makes a temporary folder next to the final one and the files in it, sizes reserved
  *     agree: did it work?
  *     every rank writes its own byte ranges and syncs them to the disk
- *     agree: did it work for all?  the checksums of pieces travel with the answer
+ *     agree: did it work for all?  the checksums of shards travel with the answer
  *     rank 0 writes the manifest, fsync, fsync of the folder, rename without replacing, fsync above
  *     agree: does it exist?
  *
@@ -40,8 +40,8 @@ typedef struct fsdpc_ckpt_plan {
     char *manifest_path;          /* in temp */
     bool overwrite;               /* replaces a folder of this name, which is then removed */
     fsdpc_ckpt_layout layout;     /* in temp; the same on all ranks */
-    fsdpc_ckpt_piece *pieces;     /* this rank's */
-    size_t n_pieces;
+    fsdpc_ckpt_shard *shards;     /* this rank's */
+    size_t n_shards;
 } fsdpc_ckpt_plan;
 
 fsdpc_status fsdpc_ckpt_save(const fsdpc_ckpt_plan *plan);

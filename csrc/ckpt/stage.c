@@ -1,7 +1,7 @@
 /* Copies past the caches, if the processor supports that.
  *
- * The C library's memcpy also streams, but only from tens of megabytes per call, and pieces are
- * smaller.  SSE2 is part of every x86-64; other processors use memcpy.  Pieces begin at multiples
+ * The C library's memcpy also streams, but only from tens of megabytes per call, and shards are
+ * smaller.  SSE2 is part of every x86-64; other processors use memcpy.  Shards begin at multiples
  * of 64 bytes, so whole lines are stored.
  */
 #include "ckpt/stage.h"
@@ -17,18 +17,18 @@
 
 enum { LINE_BYTES = 64 };
 
-static size_t room_of(const fsdpc_ckpt_piece *piece)
+static size_t room_of(const fsdpc_ckpt_shard *shard)
 {
-    return fsdpc_round_up(piece->numel * fsdpc_dtype_bytes(piece->file_dtype), LINE_BYTES);
+    return fsdpc_round_up(shard->numel * fsdpc_dtype_bytes(shard->file_dtype), LINE_BYTES);
 }
 
-fsdpc_status fsdpc_ckpt_stage_bytes(const fsdpc_ckpt_piece *pieces, size_t n_pieces,
+fsdpc_status fsdpc_ckpt_stage_bytes(const fsdpc_ckpt_shard *shards, size_t n_shards,
                                     size_t *bytes_out)
 {
     size_t bytes = 0;
-    for (size_t i = 0; i < n_pieces; i++) {
-        FSDPC_TRY(fsdpc_ckpt_convert_check(pieces[i].file_dtype, pieces[i].memory_dtype));
-        bytes += room_of(&pieces[i]);
+    for (size_t i = 0; i < n_shards; i++) {
+        FSDPC_TRY(fsdpc_ckpt_convert_check(shards[i].file_dtype, shards[i].memory_dtype));
+        bytes += room_of(&shards[i]);
     }
     *bytes_out = bytes;
     return FSDPC_OK;
@@ -54,19 +54,19 @@ static void copy_past_caches(void *dst, const void *src, size_t bytes)
         memcpy((char *)dst + done, (const char *)src + done, bytes - done);
 }
 
-void fsdpc_ckpt_stage(fsdpc_ckpt_piece *pieces, size_t n_pieces, void *memory)
+void fsdpc_ckpt_stage(fsdpc_ckpt_shard *shards, size_t n_shards, void *memory)
 {
     unsigned char *at = memory;
-    for (size_t i = 0; i < n_pieces; i++) {
-        fsdpc_ckpt_piece *piece = &pieces[i];
-        if (piece->file_dtype == piece->memory_dtype)
-            copy_past_caches(at, piece->data, piece->numel * fsdpc_dtype_bytes(piece->file_dtype));
+    for (size_t i = 0; i < n_shards; i++) {
+        fsdpc_ckpt_shard *shard = &shards[i];
+        if (shard->file_dtype == shard->memory_dtype)
+            copy_past_caches(at, shard->data, shard->numel * fsdpc_dtype_bytes(shard->file_dtype));
         else
-            fsdpc_ckpt_convert(at, piece->file_dtype, piece->data, piece->memory_dtype,
-                               piece->numel);
-        piece->data = at;
-        piece->memory_dtype = piece->file_dtype;
-        at += room_of(piece);
+            fsdpc_ckpt_convert(at, shard->file_dtype, shard->data, shard->memory_dtype,
+                               shard->numel);
+        shard->data = at;
+        shard->memory_dtype = shard->file_dtype;
+        at += room_of(shard);
     }
 #ifdef __SSE2__
     _mm_sfence(); /* orders streamed stores before the signal to another thread */

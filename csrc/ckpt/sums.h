@@ -1,7 +1,7 @@
 /* Computes checksums of file contents on several threads, without keeping the data.
  *
  * Threads take spans of a run of bytes in turn.  CRC-32C is linear, so any thread can compute the
- * contribution of a span at any time; pieces.h explains how contributions combine.
+ * contribution of a span at any time; shards.h explains how contributions combine.
  */
 #ifndef FSDPC_CKPT_SUMS_H
 #define FSDPC_CKPT_SUMS_H

@@ -333,7 +333,7 @@ static fsdpc_status op_check(const fsdpc_comm *comm, const fsdpc_coll *op)
         if (!fsdpc_dtype_is_float(op->dtype) || !fsdpc_dtype_is_float(op->shard_dtype))
             return bad_op(op, "reduces floats only");
         if (op->sums && !(comm->ops->splits_sums && op->tree))
-            return bad_op(op, "this transport sums all ranks at once");
+            return bad_op(op, "this communicator sums all ranks at once");
         if (op->sums && (op->n_sums < 1 || op->n_sums > FSDPC_COLL_MAX_SUMS))
             return bad_op(op, "leaves too many sums, or none");
         return slices_check(comm, op);

@@ -7,11 +7,11 @@
  *
  * Parameter buffer and epochs.  A parameter buffer is memory that holds the unsharded parameters of a root's units.  Every rank reads all
  * of it through `read` and writes only its own slices, through `write`, between arriving in an epoch and reporting its copy-in.  An epoch has two parts: arrive (with a note) and wait for all arrivals.
- * If any note is CHANGED, write this rank's slices, report the copy-in, and wait for all ranks' before any read.  The next arrival comes after the end of all gathers: until then a transport may
+ * If any note is CHANGED, write this rank's slices, report the copy-in, and wait for all ranks' before any read.  The next arrival comes after the end of all gathers: until then a communicator may
  * read this rank's slices and write the others.  docs/design/communication.md explains why no
  * simpler order is safe.
  *
- * Transports whose ranks share no memory create `offsets_only` parameter buffers, which have no memory and only define
+ * Communicators whose ranks share no memory create `offsets_only` parameter buffers, which have no memory and only define
  * the offsets of unsharded parameters.  A gather on such a parameter buffer sends this rank's slices from fsdpc_param_buffer_own's
  * memory, laid out like the shard, and receives the unsharded parameters in the caller's memory.
  *
@@ -118,7 +118,7 @@ typedef struct fsdpc_coll {
     uint64_t epoch;
     fsdpc_stream *stream; /* NULL: inline; on a remote device the main stream */
     /* Moves no data: compares the operation with the peers', and is done when all have posted it.
-     * For a transport that moves the bytes itself and uses another communicator to check. */
+     * For a communicator that moves the bytes itself and uses another communicator to check. */
     bool agree_only;
 
     /* GATHER, REDUCE_SCATTER and REDUCE_ALL (which takes all slices, at their unsharded_offset) */
@@ -140,9 +140,10 @@ typedef struct fsdpc_coll {
     bool accumulate;            /* add to the shard instead of overwriting it */
     const fsdpc_coll_sum *sums; /* n_sums sums, which replace `shard` and `accumulate` and together
                                  * cover all ranks; borrowed until the work is done; NULL: one sum
-                                 * over all ranks.  Only if the transport `splits_sums` */
+                                 * over all ranks.  Only if the communicator `splits_sums` */
     int n_sums;
-    bool tree; /* REDUCE_*: sums ranks as the pairwise tree, wide, even if the transport is faster
+    bool
+        tree; /* REDUCE_*: sums ranks as the pairwise tree, wide, even if the communicator is faster
                 * in a different order */
 
     fsdpc_graph *graph; /* REPLAY; numel identifies it to the peers */
@@ -199,7 +200,7 @@ typedef struct fsdpc_comm_ops {
     void (*set_apart)(fsdpc_comm *comm);
 
     /* Parameter buffer and epochs */
-    /* Collective.  One of the two; the second if the transport also supports parameter buffers in files. */
+    /* Collective.  One of the two; the second if the communicator also supports parameter buffers in files. */
     fsdpc_status (*param_buffer_create)(fsdpc_comm *comm, size_t bytes, fsdpc_param_buffer **out);
     fsdpc_status (*param_buffer_create_in)(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
                                            fsdpc_param_buffer **out);
@@ -373,7 +374,7 @@ static inline bool fsdpc_comm_orders(const fsdpc_comm *comm)
 }
 
 /* Runs later work on `stream` after the operation, whose storage is idle on return.  Its slices are
- * no longer read; its name is read until the device has run it.  Waits if the transport cannot
+ * no longer read; its name is read until the device has run it.  Waits if the communicator cannot
  * order streams. */
 fsdpc_status fsdpc_comm_order_streams(fsdpc_work *work, fsdpc_stream *stream); /* if it can */
 static inline fsdpc_status fsdpc_comm_order(fsdpc_work *work, fsdpc_stream *stream)
@@ -546,7 +547,7 @@ static inline fsdpc_status fsdpc_param_buffer_copied_in(fsdpc_param_buffer *para
 }
 
 /* Collective: later gathers write to this memory, which must be a whole window of the device
- * (device.h), so that a transport may prepare it.  Waits for operations posted earlier.  Each rank
+ * (device.h), so that a communicator may prepare it.  Waits for operations posted earlier.  Each rank
  * detaches the memory before freeing it. */
 static inline fsdpc_status fsdpc_param_buffer_attach(fsdpc_param_buffer *param_buffer, void *memory,
                                                      size_t bytes)

@@ -1,16 +1,15 @@
 /* The multi-host communicator.
  *
- * The world is H hosts of L ranks each; rank h * L + l is lane l of host h.  Inside a host
+ * The world is H hosts of L ranks each; rank h * L + l is local rank l of host h.  Inside a host
  * everything works as on a single host: a shared-memory communicator, one copy of the weights,
- * buffers that all its ranks can read.  Between hosts a link carries bytes, from each lane to the
- * same lane on the other hosts.  Data thus leaves a host only once, distributed over its ranks.
+ * buffers that all its ranks can read.  Between hosts a transport carries bytes, from each local rank to the
+ * same local rank on the other hosts.  Data thus leaves a host only once, distributed over its ranks.
  *
- * This code uses the communicator and the link only through their public interfaces.  A wait in one
+ * This code uses the communicator and the transport only through their public interfaces.  A wait in one
  * group also advances the operations of all other groups of this rank, on the host and between
  * hosts.  An arriving message rings the host's bell.
  *
- * A group within one host is a communicator of that host.  Other groups consist of the same lanes
- * on several hosts: whole hosts, or one lane of each (replicas between hosts).
+ * A group within one host is a communicator of that host.  Other groups consist of the same local ranks on several hosts: whole hosts, or one local rank of each (replicas between hosts).
  */
 #include "comm/comm_hosts.h"
 
@@ -23,7 +22,7 @@
 #include "comm/coll_math.h"
 #include "comm/fork_guard.h"
 #include "comm/hosts_internal.h"
-#include "comm/link_null.h"
+#include "comm/transport_null.h"
 
 static const fsdpc_comm_ops hosts_ops;
 
@@ -39,8 +38,9 @@ static void wake(void *host)
 static void wake_host(fsdpc_hosts_world *world)
 {
     fsdpc_comm *host = world->groups ? world->groups->host : NULL;
-    if (world->link->ops->set_wake)
-        world->link->ops->set_wake(world->link, host && host->ops->wake ? wake : NULL, host);
+    if (world->transport->ops->set_wake)
+        world->transport->ops->set_wake(world->transport, host && host->ops->wake ? wake : NULL,
+                                        host);
 }
 
 static void end_watch(fsdpc_hosts_comm *self)
@@ -62,7 +62,7 @@ static void leave_world(fsdpc_hosts_comm *self)
     wake_host(world);
     if (--world->refs > 0)
         return;
-    fsdpc_link_destroy(world->link);
+    fsdpc_transport_destroy(world->transport);
     free(world);
 }
 
@@ -71,14 +71,15 @@ static bool forked(const fsdpc_hosts_comm *self)
     return self->world->fork_count != fsdpc_fork_count();
 }
 
-/* Aborts the link, which until then uses the memory of operations in flight. */
+/* Aborts the transport, which until then uses the memory of operations in flight. */
 static void abandon(fsdpc_hosts_comm *self)
 {
     if (self->pending && !self->base.poison[0])
         (void)fsdpc_hosts_progress(self); /* operations may have ended without being tested */
     if (self->pending)
-        fsdpc_link_abort(self->link, "a group was destroyed with operations in flight; wait for "
-                                     "them, on every rank, before dropping it");
+        fsdpc_transport_abort(self->transport,
+                              "a group was destroyed with operations in flight; wait for "
+                              "them, on every rank, before dropping it");
     fsdpc_hosts_drop(self);
 }
 
@@ -97,7 +98,7 @@ static void hosts_destroy(fsdpc_comm *comm)
     free(self);
 }
 
-/* Takes over `host` on success; peers[h] is the link rank of this lane on host h. */
+/* Takes over `host` on success; peers[h] is the transport rank of this local rank on host h. */
 static fsdpc_status create(const fsdpc_comm_config *config, fsdpc_comm *host,
                            fsdpc_hosts_world *world, const int *peers, fsdpc_hosts_comm **out)
 {
@@ -113,12 +114,12 @@ static fsdpc_status create(const fsdpc_comm_config *config, fsdpc_comm *host,
     memcpy(copy, peers, (size_t)n_hosts * sizeof *copy);
     self->peers = copy;
     self->n_hosts = n_hosts;
-    self->n_lanes = self->base.host_size = host->size;
+    self->local_size = self->base.host_size = host->size;
     self->this_host = config->rank / host->size;
-    self->lane = host->rank;
+    self->local_rank = host->rank;
     self->world = world;
-    self->link = world->link;
-    self->base.world_rank = self->base.log.rank = world->link->rank;
+    self->transport = world->transport;
+    self->base.world_rank = self->base.log.rank = world->transport->rank;
     fsdpc_status status = fsdpc_comm_split(host, 0, host->rank, &self->later);
     if (status != FSDPC_OK) {
         free(self->peers);
@@ -135,15 +136,15 @@ static fsdpc_status create(const fsdpc_comm_config *config, fsdpc_comm *host,
 }
 
 static fsdpc_status shape_check(const fsdpc_comm_config *config, const fsdpc_comm *host,
-                                const fsdpc_link *link)
+                                const fsdpc_transport *transport)
 {
-    int lanes = host->size;
-    if (config->size % lanes || config->rank % lanes != host->rank || link->size != config->size ||
-        link->rank != config->rank)
+    int local_size = host->size;
+    if (config->size % local_size || config->rank % local_size != host->rank ||
+        transport->size != config->size || transport->rank != config->rank)
         return fsdpc_fail(FSDPC_ERR_VALUE,
                           "rank %d of %d cannot be rank %d of %d on its host: every host has as "
                           "many ranks, which follow each other",
-                          config->rank, config->size, host->rank, lanes);
+                          config->rank, config->size, host->rank, local_size);
     if (config->size > FSDPC_COLL_MAX_RANKS)
         return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "%d ranks over several hosts; at most %d",
                           config->size, FSDPC_COLL_MAX_RANKS);
@@ -158,18 +159,18 @@ static fsdpc_status meet(fsdpc_comm *comm)
 }
 
 fsdpc_status fsdpc_comm_hosts_create(const fsdpc_comm_config *config, fsdpc_comm *host,
-                                     fsdpc_link *link, fsdpc_comm **out)
+                                     fsdpc_transport *transport, fsdpc_comm **out)
 {
     fsdpc_hosts_comm *self = NULL;
     fsdpc_hosts_world *world = NULL;
     int peers[FSDPC_COLL_MAX_RANKS];
-    fsdpc_status status = shape_check(config, host, link);
+    fsdpc_status status = shape_check(config, host, transport);
     if (status == FSDPC_OK && !(world = calloc(1, sizeof *world)))
         status = fsdpc_fail_errno("no memory for a world of %d ranks", config->size);
     if (status == FSDPC_OK) {
-        world->link = link;
-        link->timeout_s = config->timeout_s;
-        link->log = (fsdpc_log){.level = config->log.level, .rank = config->rank};
+        world->transport = transport;
+        transport->timeout_s = config->timeout_s;
+        transport->log = (fsdpc_log){.level = config->log.level, .rank = config->rank};
         world->fork_count = fsdpc_fork_count();
         host->carry = fsdpc_hosts_carry_on;
         host->carry_arg = world;
@@ -180,7 +181,7 @@ fsdpc_status fsdpc_comm_hosts_create(const fsdpc_comm_config *config, fsdpc_comm
     if (!self) {
         free(world);
         fsdpc_comm_destroy(host);
-        fsdpc_link_destroy(link);
+        fsdpc_transport_destroy(transport);
         return status;
     }
     status = meet(&self->base);
@@ -194,18 +195,18 @@ fsdpc_status fsdpc_comm_hosts_create(const fsdpc_comm_config *config, fsdpc_comm
 fsdpc_status fsdpc_comm_hosts_watch(fsdpc_comm *comm, const fsdpc_host_watch_config *config)
 {
     fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
-    if (!comm || comm->ops != &hosts_ops || self->group != 0 || self->lane != 0 ||
+    if (!comm || comm->ops != &hosts_ops || self->group != 0 || self->local_rank != 0 ||
         self->world->watch)
         return fsdpc_fail(FSDPC_ERR_VALUE, "a watch is the first rank's of each host, and one");
     return fsdpc_host_watch_start(self->host, config, &self->world->watch);
 }
 
 size_t fsdpc_comm_hosts_room_bytes(fsdpc_coll_kind kind, fsdpc_dtype dtype, size_t buffer_bytes,
-                                   int hosts, int lanes)
+                                   int hosts, int local_size)
 {
     size_t numel = buffer_bytes / fsdpc_dtype_bytes(dtype);
-    size_t share = numel / ((size_t)hosts * (size_t)lanes);
-    fsdpc_hosts_rooms rooms = fsdpc_hosts_rooms_for(kind, dtype, numel, share, hosts, lanes);
+    size_t share = numel / ((size_t)hosts * (size_t)local_size);
+    fsdpc_hosts_rooms rooms = fsdpc_hosts_rooms_for(kind, dtype, numel, share, hosts, local_size);
     return fsdpc_mem_counted(rooms.here) + fsdpc_mem_counted(rooms.there) +
            fsdpc_mem_counted(rooms.all);
 }
@@ -241,14 +242,14 @@ static bool names_a_rank(const char *reason)
 static void hosts_abort(fsdpc_comm *comm, const char *reason)
 {
     fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
-    char text[sizeof comm->poison], mine[FSDPC_LINK_FAREWELL] = "";
+    char text[sizeof comm->poison], mine[FSDPC_TRANSPORT_FAREWELL] = "";
     if (reason && reason[0] && !names_a_rank(reason))
         write_farewell(self, mine, sizeof mine);
     snprintf(text, sizeof text, "%s%s", reason ? reason : "", mine);
     fsdpc_comm_abort_local(comm, reason);
     fsdpc_comm_abort(self->host, text);
     fsdpc_comm_abort(self->later, text);
-    fsdpc_link_abort(self->link, text);
+    fsdpc_transport_abort(self->transport, text);
     fsdpc_hosts_drop(self);
 }
 
@@ -261,14 +262,14 @@ static void hosts_leave(fsdpc_comm *comm)
     end_watch(self);
     if (fsdpc_comm_look(self->host, note, sizeof note) != FSDPC_OK)
         /* Peers that wait for this rank learn what failed, not just that it left. */
-        fsdpc_link_abort(self->link, fsdpc_last_error());
+        fsdpc_transport_abort(self->transport, fsdpc_last_error());
     fsdpc_comm_leave(self->host);
     if (self->group != 0)
         return;
-    fsdpc_link *link = self->link;
-    if (link->farewells)
-        write_farewell(self, link->farewells[link->rank], FSDPC_LINK_FAREWELL);
-    fsdpc_link_leave(link); /* a rank that leaves the first group has left them all */
+    fsdpc_transport *transport = self->transport;
+    if (transport->farewells)
+        write_farewell(self, transport->farewells[transport->rank], FSDPC_TRANSPORT_FAREWELL);
+    fsdpc_transport_leave(transport); /* a rank that leaves the first group has left them all */
 }
 
 static void hosts_set_apart(fsdpc_comm *comm)
@@ -282,7 +283,8 @@ static void hosts_set_apart(fsdpc_comm *comm)
 static fsdpc_status hosts_idle(fsdpc_comm *comm, int64_t max_ns)
 {
     fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
-    FSDPC_TRY(fsdpc_link_health(self->link)); /* checked here because nothing may be in flight */
+    FSDPC_TRY(fsdpc_transport_health(
+        self->transport)); /* checked here because nothing may be in flight */
     return fsdpc_comm_idle(self->host, max_ns);
 }
 
@@ -290,7 +292,7 @@ static fsdpc_status hosts_idle(fsdpc_comm *comm, int64_t max_ns)
 static bool is_named(const fsdpc_hosts_op *op, int i)
 {
     for (int before = 0; before < i; before++)
-        if (op->ops[before].link && op->ops[before].sends == op->ops[i].sends &&
+        if (op->ops[before].transport && op->ops[before].sends == op->ops[i].sends &&
             op->ops[before].peer == op->ops[i].peer)
             return true;
     return false;
@@ -307,7 +309,7 @@ static void hosts_describe(fsdpc_comm *comm, char *text, size_t bytes)
                                                            * late */
         size_t used = strlen(text);
         for (int i = 0; op && i < op->n_ops && used + 1 < bytes; i++) {
-            if (!op->ops[i].link || op->ops[i].sends != sends || is_named(op, i))
+            if (!op->ops[i].transport || op->ops[i].sends != sends || is_named(op, i))
                 continue;
             const char *other = self->host->size > 1 ? ", or a rank there that it waits for" : "";
             int n = snprintf(text + used, bytes - used, "%srank %d on another host%s",
@@ -349,32 +351,35 @@ static int members_of(const fsdpc_hosts_comm *self, const wish *wishes, int *mem
 }
 
 /* Returns how many ranks it has per host; 0: not the same number on each. */
-static int lanes_of(const fsdpc_hosts_comm *self, const int *members, int n)
+static int local_size_of(const fsdpc_hosts_comm *self, const int *members, int n)
 {
-    int lanes = 0;
-    while (lanes < n && members[lanes] / self->n_lanes == members[0] / self->n_lanes)
-        lanes++;
+    int local_size = 0;
+    while (local_size < n &&
+           members[local_size] / self->local_size == members[0] / self->local_size)
+        local_size++;
     for (int i = 0; i < n; i++) {
-        if (n % lanes || members[i] / self->n_lanes != members[i / lanes * lanes] / self->n_lanes ||
-            members[i] % self->n_lanes != members[i % lanes] % self->n_lanes)
+        if (n % local_size ||
+            members[i] / self->local_size !=
+                members[i / local_size * local_size] / self->local_size ||
+            members[i] % self->local_size != members[i % local_size] % self->local_size)
             return 0;
     }
-    return lanes;
+    return local_size;
 }
 
-static fsdpc_status split_over_hosts(fsdpc_hosts_comm *self, const int *members, int n, int lanes,
-                                     fsdpc_comm *host, fsdpc_hosts_comm **out)
+static fsdpc_status split_over_hosts(fsdpc_hosts_comm *self, const int *members, int n,
+                                     int local_size, fsdpc_comm *host, fsdpc_hosts_comm **out)
 {
     fsdpc_comm_config config = fsdpc_comm_config_like(&self->base, 0, n);
-    int peers[FSDPC_COLL_MAX_RANKS], lane = 0;
+    int peers[FSDPC_COLL_MAX_RANKS], local_rank = 0;
     for (int i = 0; i < n; i++) {
         if (members[i] == self->base.rank) {
             config.rank = i;
-            lane = i % lanes;
+            local_rank = i % local_size;
         }
     }
-    for (int h = 0; h < n / lanes; h++)
-        peers[h] = self->peers[members[h * lanes + lane] / self->n_lanes];
+    for (int h = 0; h < n / local_size; h++)
+        peers[h] = self->peers[members[h * local_size + local_rank] / self->local_size];
     return create(&config, host, self->world, peers, out);
 }
 
@@ -382,23 +387,24 @@ static fsdpc_status split_here(fsdpc_hosts_comm *self, const wish *wishes, fsdpc
 {
     int members[FSDPC_COLL_MAX_RANKS], n = members_of(self, wishes, members);
     const wish *mine = &wishes[self->base.rank];
-    int lanes = mine->color < 0 ? 1 : lanes_of(self, members, n);
+    int local_size = mine->color < 0 ? 1 : local_size_of(self, members, n);
     fsdpc_comm *host = NULL;
     /* Collective on the host, even if its ranks ask for different groups. */
     FSDPC_TRY(fsdpc_comm_split(self->host, (int)mine->color, (int)mine->key, &host));
     if (mine->color < 0)
         return FSDPC_OK;
-    if (lanes == n) {
+    if (local_size == n) {
         *out = host;
         return FSDPC_OK;
     }
     fsdpc_hosts_comm *part = NULL;
     fsdpc_status status =
-        lanes > 0 ? split_over_hosts(self, members, n, lanes, host, &part)
-                  : fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
-                               "a group of %d ranks over several hosts: it must lie inside one, or "
-                               "have the same ranks of each (whole hosts, or one of each)",
-                               n);
+        local_size > 0
+            ? split_over_hosts(self, members, n, local_size, host, &part)
+            : fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                         "a group of %d ranks over several hosts: it must lie inside one, or "
+                         "have the same ranks of each (whole hosts, or one of each)",
+                         n);
     if (status != FSDPC_OK) {
         fsdpc_comm_destroy(host);
         return status;
@@ -436,8 +442,8 @@ static fsdpc_status hosts_split(fsdpc_comm *comm, int color, int key, fsdpc_comm
 
 /* ---- Worlds ---- */
 
-static fsdpc_status over_link(const fsdpc_comm_config *config, int hosts, fsdpc_link *link,
-                              fsdpc_comm **out)
+static fsdpc_status over_transport(const fsdpc_comm_config *config, int hosts,
+                                   fsdpc_transport *transport, fsdpc_comm **out)
 {
     fsdpc_comm_config here = *config;
     fsdpc_comm *host = NULL;
@@ -449,8 +455,8 @@ static fsdpc_status over_link(const fsdpc_comm_config *config, int hosts, fsdpc_
     here.first_rank = config->rank - here.rank;
     fsdpc_status status = fsdpc_comm_shm_create(&here, &host);
     if (status == FSDPC_OK)
-        return fsdpc_comm_hosts_create(config, host, link, out);
-    fsdpc_link_destroy(link);
+        return fsdpc_comm_hosts_create(config, host, transport, out);
+    fsdpc_transport_destroy(transport);
     return status;
 }
 
@@ -458,26 +464,26 @@ static fsdpc_status pretended(const fsdpc_comm_config *config, int hosts, fsdpc_
 {
     fsdpc_comm_config here = *config;
     fsdpc_comm *host;
-    fsdpc_link *link;
+    fsdpc_transport *transport;
     if (hosts == 1)
         return fsdpc_comm_null_create(config, out);
     here.size = config->size / hosts;
     here.rank = config->rank % here.size;
     FSDPC_TRY(fsdpc_comm_null_create(&here, &host));
-    fsdpc_status status = fsdpc_link_null_create(config->rank, config->size, &link);
+    fsdpc_status status = fsdpc_transport_null_create(config->rank, config->size, &transport);
     if (status == FSDPC_OK)
-        return fsdpc_comm_hosts_create(config, host, link, out);
+        return fsdpc_comm_hosts_create(config, host, transport, out);
     fsdpc_comm_destroy(host);
     return status;
 }
 
-fsdpc_status fsdpc_comm_world_create(const fsdpc_comm_config *config, int hosts, fsdpc_link *link,
-                                     fsdpc_comm **out)
+fsdpc_status fsdpc_comm_world_create(const fsdpc_comm_config *config, int hosts,
+                                     fsdpc_transport *transport, fsdpc_comm **out)
 {
     if (!config->address)
         return pretended(config, hosts, out);
-    if (link)
-        return over_link(config, hosts, link, out);
+    if (transport)
+        return over_transport(config, hosts, transport, out);
     return config->size == 1 ? fsdpc_comm_self_create(config, out)
                              : fsdpc_comm_shm_create(config, out);
 }

@@ -1,29 +1,29 @@
-/* The multi-host communicator: combines one communicator per host and a link between hosts. */
+/* The multi-host communicator: combines one communicator per host and a transport between hosts. */
 #ifndef FSDPC_COMM_COMM_HOSTS_H
 #define FSDPC_COMM_COMM_HOSTS_H
 
 #include "comm/comm.h"
-#include "comm/link.h"
+#include "comm/transport.h"
 #include "comm/host_watch.h"
 
 /* Collective.  `config` contains the world rank and size; every host has the same number of
- * consecutive ranks.  `host` is this host's communicator (shm, even for one rank), `link` connects
+ * consecutive ranks.  `host` is this host's communicator (shm, even for one rank), `transport` connects
  * all ranks of the world.  The function takes over both, even on failure. */
 fsdpc_status fsdpc_comm_hosts_create(const fsdpc_comm_config *config, fsdpc_comm *host,
-                                     fsdpc_link *link, fsdpc_comm **out);
+                                     fsdpc_transport *transport, fsdpc_comm **out);
 
-/* Connects the ranks of a world: over shared memory on one host, or on several hosts with a link,
- * which the function takes over even on failure.  Without an address, peers and link are simulated,
+/* Connects the ranks of a world: over shared memory on one host, or on several hosts with a transport,
+ * which the function takes over even on failure.  Without an address, peers and transport are simulated,
  * to measure this rank by itself. */
-fsdpc_status fsdpc_comm_world_create(const fsdpc_comm_config *config, int hosts, fsdpc_link *link,
-                                     fsdpc_comm **out);
+fsdpc_status fsdpc_comm_world_create(const fsdpc_comm_config *config, int hosts,
+                                     fsdpc_transport *transport, fsdpc_comm **out);
 
 /* Returns the extra bytes that reducing a buffer needs on each rank for sums in transit, in a
- * multi-host group with this many lanes.  They are kept with the buffer, and counted as REDUCE. */
+ * multi-host group with this many ranks per host.  They are kept with the buffer, and counted as REDUCE. */
 size_t fsdpc_comm_hosts_room_bytes(fsdpc_coll_kind kind, fsdpc_dtype dtype, size_t buffer_bytes,
-                                   int hosts, int lanes);
+                                   int hosts, int local_size);
 
-/* Bytes that a lane sends to its peer on each other host. */
+/* Bytes that a local rank sends to its peer on each other host. */
 typedef struct fsdpc_hosts_messages {
     size_t note;   /* in every epoch */
     size_t header; /* before the data of every operation */

@@ -1,11 +1,11 @@
 /* Exchanges the messages of one operation between hosts.
  *
- * Each rank exchanges messages only with its lane on the other hosts.  Every operation between
+ * Each rank exchanges messages only with its peer, the same local rank, on the other hosts.  Every operation between
  * hosts begins with a header in each direction, and headers are compared before any received data
- * is used.  The host's communicator has compared the operation within the host, so each lane
+ * is used.  The host's communicator has compared the operation within the host, so each local rank
  * represents its host.
  *
- * A tag combines the group, the operation's number and its part, modulo the link's limit.  Far
+ * A tag combines the group, the operation's number and its part, modulo the transport's limit.  Far
  * fewer operations are in flight than there are distinct tags.
  *
  * Storage.  A reduction's transit storage stays with its buffer, its only user.  Its size thus
@@ -24,7 +24,7 @@ enum { GROUPS = 32 };
 
 uint32_t fsdpc_hosts_tag(const fsdpc_hosts_comm *self, uint64_t sequence, int part)
 {
-    uint32_t window = self->link->tags / (GROUPS * FSDPC_HOSTS_PARTS);
+    uint32_t window = self->transport->tags / (GROUPS * FSDPC_HOSTS_PARTS);
     return ((self->group % GROUPS) * window + (uint32_t)(sequence % window)) * FSDPC_HOSTS_PARTS +
            (uint32_t)part;
 }
@@ -110,16 +110,17 @@ fsdpc_status fsdpc_hosts_room_for(fsdpc_hosts_comm *self, fsdpc_mem_kind kind,
 fsdpc_status fsdpc_hosts_send(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, int host, int part,
                               const void *data, size_t bytes)
 {
-    return fsdpc_link_send(self->link, self->peers[host], fsdpc_hosts_tag(self, op->sequence, part),
-                           data, bytes, &op->ops[op->n_ops++]);
+    return fsdpc_transport_send(self->transport, self->peers[host],
+                                fsdpc_hosts_tag(self, op->sequence, part), data, bytes,
+                                &op->ops[op->n_ops++]);
 }
 
 fsdpc_status fsdpc_hosts_receive(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, int host, int part,
                                  void *data, size_t bytes)
 {
-    return fsdpc_link_receive(self->link, self->peers[host],
-                              fsdpc_hosts_tag(self, op->sequence, part), data, bytes,
-                              &op->ops[op->n_ops++]);
+    return fsdpc_transport_receive(self->transport, self->peers[host],
+                                   fsdpc_hosts_tag(self, op->sequence, part), data, bytes,
+                                   &op->ops[op->n_ops++]);
 }
 
 fsdpc_status fsdpc_hosts_begin(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
@@ -180,7 +181,7 @@ fsdpc_status fsdpc_hosts_crossed(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
             FSDPC_TRY(compare(self, op));
             op->compared = true;
         }
-        FSDPC_TRY(fsdpc_link_test(&op->ops[i]));
+        FSDPC_TRY(fsdpc_transport_test(&op->ops[i]));
     }
     if (!op->compared)
         FSDPC_TRY(compare(self, op));

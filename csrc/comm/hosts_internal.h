@@ -12,7 +12,7 @@
 #define FSDPC_COMM_HOSTS_INTERNAL_H
 
 #include "comm/comm.h"
-#include "comm/link.h"
+#include "comm/transport.h"
 #include "comm/host_watch.h"
 
 typedef struct fsdpc_hosts_comm fsdpc_hosts_comm;
@@ -20,14 +20,14 @@ typedef struct fsdpc_hosts_comm fsdpc_hosts_comm;
 /* Shared by all groups that were split from one. */
 typedef struct fsdpc_hosts_world {
     int refs; /* number of groups */
-    fsdpc_link *link;
+    fsdpc_transport *transport;
     fsdpc_hosts_comm *groups;
     uint32_t groups_made, fork_count;
     /* Run by this host's first rank, over the first group's; NULL: none. */
     fsdpc_host_watch *watch;
 } fsdpc_hosts_world;
 
-/* A rank's description of an operation, which it sends to its lane before the data. */
+/* A rank's description of an operation, which it sends to its peer before the data. */
 typedef struct fsdpc_hosts_header {
     uint64_t sequence, bytes, epoch;
     uint32_t kind, dtype, trains, flags;
@@ -61,12 +61,12 @@ typedef struct fsdpc_hosts_op {
     bool compared;
     fsdpc_work host, later;
     fsdpc_hosts_header mine, *theirs; /* from each host */
-    fsdpc_link_op *ops;               /* headers, then data: FSDPC_HOSTS_PARTS per direction and
+    fsdpc_transport_op *ops;          /* headers, then data: FSDPC_HOSTS_PARTS per direction and
                                        * host */
     int n_ops;
     fsdpc_slice *slices;
     size_t n_slices;
-    fsdpc_link_run
+    fsdpc_transport_run
         *rows;         /* for a gather: the rows in the parameter buffer, of each host and slice */
     size_t done_numel; /* for values: elements of earlier rounds */
     fsdpc_hosts_room here, there, all;
@@ -77,10 +77,10 @@ struct fsdpc_hosts_comm {
     fsdpc_comm *host;  /* the ranks of this host, which compare every operation */
     fsdpc_comm *later; /* the same ranks; for second phases of operations, in posting order */
     fsdpc_hosts_world *world;
-    fsdpc_link *link;     /* the world's */
-    int n_hosts, n_lanes; /* lanes: ranks per host */
-    int this_host, lane;
-    int *peers; /* the link rank of this lane on each host */
+    fsdpc_transport *transport; /* the world's */
+    int n_hosts, local_size;    /* ranks per host */
+    int this_host, local_rank;
+    int *peers; /* the transport rank of this local rank on each host */
     uint32_t group;
     uint64_t posted;
     fsdpc_hosts_op *pending, *spare;
@@ -107,7 +107,7 @@ typedef struct fsdpc_hosts_param_buffer {
     bool sent;         /* this host's note was sent */
     fsdpc_epoch_note note;
     fsdpc_hosts_note *notes; /* from each host */
-    fsdpc_link_op *ops;
+    fsdpc_transport_op *ops;
     uint64_t generation; /* number of epochs with changes */
     fsdpc_hosts_rows *rows;
     size_t n_rows, next_rows;
@@ -134,7 +134,7 @@ static inline int fsdpc_hosts_headers(const fsdpc_hosts_comm *self)
 
 /* Posts the headers to and from every host at once. */
 fsdpc_status fsdpc_hosts_begin(fsdpc_hosts_comm *self, fsdpc_hosts_op *op);
-/* Sends (or receives) one message of a part (1 to FSDPC_HOSTS_PARTS - 1) to (or from) this lane on
+/* Sends (or receives) one message of a part (1 to FSDPC_HOSTS_PARTS - 1) to (or from) this local rank on
  * another host. */
 fsdpc_status fsdpc_hosts_send(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, int host, int part,
                               const void *data, size_t bytes);
@@ -162,7 +162,7 @@ fsdpc_status fsdpc_hosts_values_step(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 /* ---- hosts_op.c ---- */
 
 fsdpc_hosts_rooms fsdpc_hosts_rooms_for(fsdpc_coll_kind kind, fsdpc_dtype dtype, size_t numel,
-                                        size_t share, int n_hosts, int n_lanes);
+                                        size_t share, int n_hosts, int local_size);
 fsdpc_status fsdpc_hosts_post(fsdpc_work *work);
 fsdpc_status fsdpc_hosts_test(fsdpc_work *work);
 /* Advances operations in flight in all groups of this rank except those set apart.  A failure is

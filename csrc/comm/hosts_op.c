@@ -1,22 +1,22 @@
 /* Runs an operation over several hosts, from its post to its end.
  *
  * Every operation is posted in program order on the host's communicator, where the host's ranks
- * compare it; data between hosts goes from lane to lane.
+ * compare it; data between hosts goes between equal local ranks.
  *
- *     GATHER          own slices go to the other hosts, theirs into the parameter buffer; done when all lanes
+ *     GATHER          own slices go to the other hosts, theirs into the parameter buffer; done when all local ranks
  *                     of the host have received.  Rows are transferred once after each change
  *     REDUCE_SCATTER  the host sums every rank's slices, wide, and exchanges these sums with the
  *                     other hosts; each rank adds the hosts' sums in host order
- *     REDUCE_ALL      the host sums all slices; each lane exchanges its part of the sums with the
+ *     REDUCE_ALL      the host sums all slices; each local rank exchanges its part of the sums with the
  *                     other hosts and adds theirs, and the host's ranks share the results
  *     values          hosts_values.c
  *     agree_only      headers cross, and nothing else
  *
- * If the link supports runs, rows move directly from parameter buffer to parameter buffer.  That is safe as soon as the
+ * If the transport supports runs, rows move directly from parameter buffer to parameter buffer.  That is safe as soon as the
  * operation is posted.  When a rank continues from an epoch, all reads of the parameter buffer in earlier
  * epochs are over.  It completes its gathers before it arrives in the next epoch.  Its own rows are
- * therefore not written while the link reads them.  Only the owner's lane writes rows of another
- * host's rank, and no rank of this host reads them before the lanes have met.
+ * therefore not written while the transport reads them.  Only the owner's local rank writes rows of another
+ * host's rank, and no rank of this host reads them before the local ranks have met.
  *
  * Sums.  A host's ranks are consecutive.  If their number is a power of two, a pairwise tree over
  * the hosts' sums is the tree over all ranks, with the bits of a single host.  To keep them, sums
@@ -49,14 +49,14 @@ static fsdpc_dtype wide(fsdpc_dtype dtype)
 
 /* ---- Gathers ---- */
 
-/* Finds the rows in the parameter buffer of this lane on a host; returns their bytes. */
+/* Finds the rows in the parameter buffer of this local rank on a host; returns their bytes. */
 static size_t rows_of(const fsdpc_hosts_comm *self, const fsdpc_coll *coll, int host,
-                      fsdpc_link_run *rows)
+                      fsdpc_transport_run *rows)
 {
     size_t element = fsdpc_dtype_bytes(coll->dtype), first, bytes = 0;
     for (size_t i = 0; i < coll->n_slices; i++) {
-        size_t numel =
-            fsdpc_coll_part(coll, &coll->slices[i], host * self->n_lanes + self->lane, &first);
+        size_t numel = fsdpc_coll_part(coll, &coll->slices[i],
+                                       host * self->local_size + self->local_rank, &first);
         rows[i].data = coll->param_buffer->write + coll->offset + first * element;
         rows[i].bytes = numel * element;
         bytes += rows[i].bytes;
@@ -65,22 +65,22 @@ static size_t rows_of(const fsdpc_hosts_comm *self, const fsdpc_coll *coll, int 
 }
 
 /* Sends this rank's rows and receives the others' in place, or through `here` and `there` if the
- * link does not support runs. */
+ * transport does not support runs. */
 static fsdpc_status cross_rows(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
     size_t n = coll->n_slices, sizes[FSDPC_COLL_MAX_RANKS], all = 0, at = 0;
-    fsdpc_link_run *rows = realloc(op->rows, (n * (size_t)self->n_hosts + 1) * sizeof *rows);
+    fsdpc_transport_run *rows = realloc(op->rows, (n * (size_t)self->n_hosts + 1) * sizeof *rows);
     if (!rows)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for %zu slices", n);
     op->rows = rows;
     for (int h = 0; h < self->n_hosts; h++)
         all += sizes[h] = rows_of(self, coll, h, rows + (size_t)h * n);
-    const bool packs = !self->link->takes_runs;
+    const bool packs = !self->transport->takes_runs;
     const size_t n_runs = packs ? 1 : n;
     const uint32_t tag = fsdpc_hosts_tag(self, op->sequence, 1);
-    fsdpc_link_run own = {.bytes = sizes[self->this_host]}, theirs;
-    const fsdpc_link_run *from = rows + (size_t)self->this_host * n;
+    fsdpc_transport_run own = {.bytes = sizes[self->this_host]}, theirs;
+    const fsdpc_transport_run *from = rows + (size_t)self->this_host * n;
     if (packs) {
         FSDPC_TRY(fsdpc_hosts_room_for(self, FSDPC_MEM_OTHER, &op->here, own.bytes));
         FSDPC_TRY(fsdpc_hosts_room_for(self, FSDPC_MEM_OTHER, &op->there, all - own.bytes));
@@ -93,13 +93,13 @@ static fsdpc_status cross_rows(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     for (int h = 0; h < self->n_hosts; h++) {
         if (h == self->this_host)
             continue;
-        theirs = (fsdpc_link_run){packs ? op->there.data + at : NULL, sizes[h]};
+        theirs = (fsdpc_transport_run){packs ? op->there.data + at : NULL, sizes[h]};
         at += sizes[h];
-        FSDPC_TRY(fsdpc_link_post_runs(self->link, false, self->peers[h], tag,
-                                       packs ? &theirs : rows + (size_t)h * n, n_runs,
-                                       &op->ops[op->n_ops++]));
-        FSDPC_TRY(fsdpc_link_post_runs(self->link, true, self->peers[h], tag, from, n_runs,
-                                       &op->ops[op->n_ops++]));
+        FSDPC_TRY(fsdpc_transport_post_runs(self->transport, false, self->peers[h], tag,
+                                            packs ? &theirs : rows + (size_t)h * n, n_runs,
+                                            &op->ops[op->n_ops++]));
+        FSDPC_TRY(fsdpc_transport_post_runs(self->transport, true, self->peers[h], tag, from,
+                                            n_runs, &op->ops[op->n_ops++]));
     }
     return FSDPC_OK;
 }
@@ -109,7 +109,7 @@ static void place_rows(fsdpc_hosts_comm *self, const fsdpc_hosts_op *op)
 {
     const unsigned char *from = op->there.data;
     size_t n = op->work->op.n_slices;
-    for (size_t i = 0; !self->link->takes_runs && i < n * (size_t)self->n_hosts; i++) {
+    for (size_t i = 0; !self->transport->takes_runs && i < n * (size_t)self->n_hosts; i++) {
         if (i / n == (size_t)self->this_host)
             continue;
         memcpy(op->rows[i].data, from, op->rows[i].bytes);
@@ -153,17 +153,17 @@ static fsdpc_status needs_rows(const fsdpc_coll *coll, bool *needs_out)
 
 /* ---- Reductions ---- */
 
-/* Returns the number of elements in a host's sums for this lane on host h. */
+/* Returns the number of elements in a host's sums for this local rank on host h. */
 static size_t sums_for(const fsdpc_hosts_comm *self, const fsdpc_coll *coll, int h)
 {
     size_t first, numel = 0;
-    int rank = h * self->n_lanes + self->lane;
+    int rank = h * self->local_size + self->local_rank;
     for (size_t i = 0; i < coll->n_slices; i++)
         numel += fsdpc_coll_part(coll, &coll->slices[i], rank, &first);
     return numel;
 }
 
-/* Builds the operation on the host: reduces the slices of this lane on every host, with the hosts'
+/* Builds the operation on the host: reduces the slices of this local rank on every host, with the hosts'
  * sums consecutive in `here`. */
 static fsdpc_status slices_of_host(const fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
@@ -178,12 +178,12 @@ static fsdpc_status slices_of_host(const fsdpc_hosts_comm *self, fsdpc_hosts_op 
         for (size_t i = 0; i < coll->n_slices; i++) {
             fsdpc_slice slice = coll->slices[i];
             bool even = !all && slice.owner < 0;
-            if (!all && !even && slice.owner / self->n_lanes != h)
+            if (!all && !even && slice.owner / self->local_size != h)
                 continue;
-            slice.unsharded_offset += even ? (size_t)(h * self->n_lanes) * slice.numel : 0;
-            slice.owner = all || even ? -1 : slice.owner % self->n_lanes;
+            slice.unsharded_offset += even ? (size_t)(h * self->local_size) * slice.numel : 0;
+            slice.owner = all || even ? -1 : slice.owner % self->local_size;
             slice.shard_offset = at;
-            at += all || even || slice.owner == self->lane ? slice.numel : 0;
+            at += all || even || slice.owner == self->local_rank ? slice.numel : 0;
             slices[n++] = slice;
         }
     }
@@ -194,16 +194,16 @@ static fsdpc_status slices_of_host(const fsdpc_hosts_comm *self, fsdpc_hosts_op 
 /* Returns a rank's memory for reducing `numel` elements, if no rank gets more than `share` of
  * them. */
 fsdpc_hosts_rooms fsdpc_hosts_rooms_for(fsdpc_coll_kind kind, fsdpc_dtype dtype, size_t numel,
-                                        size_t share, int n_hosts, int n_lanes)
+                                        size_t share, int n_hosts, int local_size)
 {
     size_t element = fsdpc_dtype_bytes(wide(dtype)), hosts = (size_t)n_hosts;
     if (kind == FSDPC_COLL_REDUCE_SCATTER)
         return (fsdpc_hosts_rooms){.here = share * hosts * element,
                                    .there = share * (hosts - 1) * element};
-    size_t part = fsdpc_ceil_div(numel, (size_t)n_lanes) * element;
+    size_t part = fsdpc_ceil_div(numel, (size_t)local_size) * element;
     return (fsdpc_hosts_rooms){.here = numel * element,
                                .there = part * hosts,
-                               .all = n_lanes > 1 ? part * (size_t)n_lanes : 0};
+                               .all = local_size > 1 ? part * (size_t)local_size : 0};
 }
 
 /* Takes memory for any reduction of the buffer in this dtype, so that it depends only on the
@@ -215,8 +215,8 @@ static fsdpc_status take_rooms(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     size_t share = numel / (size_t)self->base.size;
     for (int h = 0; h < self->n_hosts; h++)
         share = fsdpc_max_size(share, sums_for(self, coll, h));
-    fsdpc_hosts_rooms need =
-        fsdpc_hosts_rooms_for(coll->kind, coll->dtype, numel, share, self->n_hosts, self->n_lanes);
+    fsdpc_hosts_rooms need = fsdpc_hosts_rooms_for(coll->kind, coll->dtype, numel, share,
+                                                   self->n_hosts, self->local_size);
     FSDPC_TRY(fsdpc_hosts_room_for(self, FSDPC_MEM_REDUCE, &op->here, need.here));
     FSDPC_TRY(fsdpc_hosts_room_for(self, FSDPC_MEM_REDUCE, &op->there, need.there));
     return fsdpc_hosts_room_for(self, FSDPC_MEM_REDUCE, &op->all, need.all);
@@ -267,7 +267,7 @@ static fsdpc_status cross_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     return FSDPC_OK;
 }
 
-/* REDUCE_ALL: this lane's part of all sums, cut evenly; the last parts may be short or empty. */
+/* REDUCE_ALL: this rank's part of all sums, cut evenly; the last parts may be short or empty. */
 typedef struct lane_part {
     size_t first, numel;
     size_t bytes; /* size of a full-length part */
@@ -275,8 +275,8 @@ typedef struct lane_part {
 
 static lane_part part_of(const fsdpc_hosts_comm *self, const fsdpc_coll *coll)
 {
-    size_t numel = sums_of_host(self, coll), most = fsdpc_ceil_div(numel, (size_t)self->n_lanes);
-    size_t first = fsdpc_min_size(numel, (size_t)self->lane * most);
+    size_t numel = sums_of_host(self, coll), most = fsdpc_ceil_div(numel, (size_t)self->local_size);
+    size_t first = fsdpc_min_size(numel, (size_t)self->local_rank * most);
     return (lane_part){.first = first,
                        .numel = fsdpc_min_size(most, numel - first),
                        .bytes = most * fsdpc_dtype_bytes(wide(coll->dtype))};
@@ -363,7 +363,7 @@ static fsdpc_status show_parts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
     FSDPC_TRY(add_parts(self, op));
-    if (self->n_lanes == 1)
+    if (self->local_size == 1)
         return FSDPC_OK;
     return fsdpc_comm_post(self->later,
                            &(fsdpc_coll){.kind = FSDPC_COLL_ALL_GATHER,
@@ -378,7 +378,7 @@ static fsdpc_status show_parts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 
 static fsdpc_status finish_all(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
-    const unsigned char *sums = self->n_lanes == 1 ? sum_of_part(self, op) : op->all.data;
+    const unsigned char *sums = self->local_size == 1 ? sum_of_part(self, op) : op->all.data;
     return add_sums(self, op, &sums, 1);
 }
 
@@ -514,7 +514,7 @@ static void break_off(fsdpc_hosts_comm *self, fsdpc_status status)
 static void carry_on(fsdpc_hosts_comm *self)
 {
     bool turn_taken = false;
-    fsdpc_status status = fsdpc_link_health(self->link);
+    fsdpc_status status = fsdpc_transport_health(self->transport);
     if (status != FSDPC_OK) {
         break_off(self, status);
         return;
@@ -540,8 +540,8 @@ static void carry_on(fsdpc_hosts_comm *self)
 void fsdpc_hosts_carry_on(void *arg)
 {
     const fsdpc_hosts_world *world = arg;
-    if (world->link->ops->progress)
-        world->link->ops->progress(world->link);
+    if (world->transport->ops->progress)
+        world->transport->ops->progress(world->transport);
     for (fsdpc_hosts_comm *group = world->groups; group; group = group->next_group) {
         if (!group->base.poison[0] && !group->base.apart)
             carry_on(group);

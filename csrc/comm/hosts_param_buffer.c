@@ -3,8 +3,8 @@
  * A host has one copy of the weights: its ranks share the parameter buffer, and gathers bring other hosts' rows
  * into it.  Ranks thus copy in, read and arrive as on one host.
  *
- * An epoch is one message in each direction.  When all ranks of the host have arrived, each lane
- * sends the host's note to the same lane on the other hosts, and receives theirs.  A rank that
+ * An epoch is one message in each direction.  When all ranks of the host have arrived, each local rank
+ * sends the host's note to the same local rank on the other hosts, and receives theirs.  A rank that
  * continues from an epoch therefore knows that every rank of the world has arrived.  Publishing is
  * local to the host: rows leave it in gathers, which are posted later.
  */
@@ -89,10 +89,11 @@ static fsdpc_status exchange(fsdpc_hosts_comm *self, fsdpc_hosts_param_buffer *p
         uint32_t tag = fsdpc_hosts_tag(self, param_buffer->sequence, 0);
         if (h == self->this_host)
             continue;
-        FSDPC_TRY(fsdpc_link_receive(self->link, self->peers[h], tag, &param_buffer->notes[h],
-                                     sizeof *mine, &param_buffer->ops[2 * h]));
-        FSDPC_TRY(fsdpc_link_send(self->link, self->peers[h], tag, mine, sizeof *mine,
-                                  &param_buffer->ops[2 * h + 1]));
+        FSDPC_TRY(fsdpc_transport_receive(self->transport, self->peers[h], tag,
+                                          &param_buffer->notes[h], sizeof *mine,
+                                          &param_buffer->ops[2 * h]));
+        FSDPC_TRY(fsdpc_transport_send(self->transport, self->peers[h], tag, mine, sizeof *mine,
+                                       &param_buffer->ops[2 * h + 1]));
     }
     param_buffer->sent = true;
     return FSDPC_OK;
@@ -157,7 +158,7 @@ fsdpc_status fsdpc_hosts_epoch_test(fsdpc_param_buffer *base, fsdpc_epoch_note *
         FSDPC_TRY(exchange(self, param_buffer));
     }
     for (int i = 0; i < 2 * self->n_hosts; i++) {
-        fsdpc_status status = fsdpc_link_test(&param_buffer->ops[i]);
+        fsdpc_status status = fsdpc_transport_test(&param_buffer->ops[i]);
         if (status < 0)
             return fsdpc_comm_poison(base->comm, status);
         FSDPC_TRY(status);

@@ -1,14 +1,14 @@
 /* Collectives on values over several hosts: all-reduce, all-gather, broadcast and barrier.
  *
  * They work in rounds, so memory stays small for any number of ranks.  In a round of an all-gather
- * a rank sends its elements to its lane on every host.  The ranks of each host then all-gather the
+ * a rank sends its elements to its peer on every host.  The ranks of each host then all-gather the
  * elements they received, which gives each all of them:
  *
  *     rank (h, l)   sends x(h, l) to (h', l)      has x(0, l), x(1, l), ...
  *     host h        all-gathers these             has x(0, 0), x(1, 0), ..., x(0, 1), ...
  *
  * An all-reduce combines them in rank order, as on one host, and thus gives the same bits.  In a
- * round of a broadcast the root broadcasts its elements on its host, and each lane sends a part to
+ * round of a broadcast the root broadcasts its elements on its host, and each local rank sends a part to
  * the other hosts.
  */
 #include "comm/hosts_internal.h"
@@ -42,15 +42,15 @@ static fsdpc_status show(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, fsdpc_coll_
                                          .send = send,
                                          .recv = recv,
                                          .numel = bytes,
-                                         .root = op->work->op.root % self->n_lanes},
+                                         .root = op->work->op.root % self->local_size},
                            &op->later);
 }
 
-/* Finds the part of a broadcast round that a lane sends; the last parts may be short or empty. */
-static size_t part_of(const fsdpc_hosts_comm *self, size_t bytes, int lane, size_t *at_out)
+/* Finds the part of a broadcast round that a local rank sends; the last parts may be short or empty. */
+static size_t part_of(const fsdpc_hosts_comm *self, size_t bytes, int local_rank, size_t *at_out)
 {
-    size_t part = (bytes + (size_t)self->n_lanes - 1) / (size_t)self->n_lanes;
-    *at_out = fsdpc_min_size(bytes, (size_t)lane * part);
+    size_t part = (bytes + (size_t)self->local_size - 1) / (size_t)self->local_size;
+    *at_out = fsdpc_min_size(bytes, (size_t)local_rank * part);
     return fsdpc_min_size(part, bytes - *at_out);
 }
 
@@ -64,7 +64,7 @@ static fsdpc_status cross_own(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     size_t column = bytes * (size_t)self->n_hosts;
     FSDPC_TRY(fsdpc_hosts_room_for(self, FSDPC_MEM_OTHER, &op->here, column));
     FSDPC_TRY(
-        fsdpc_hosts_room_for(self, FSDPC_MEM_OTHER, &op->all, column * (size_t)self->n_lanes));
+        fsdpc_hosts_room_for(self, FSDPC_MEM_OTHER, &op->all, column * (size_t)self->local_size));
     memcpy(op->here.data + (size_t)self->this_host * bytes, own, bytes);
     for (int h = 0; h < self->n_hosts; h++) {
         unsigned char *to = op->here.data + (size_t)h * bytes;
@@ -84,9 +84,9 @@ static fsdpc_status use_all(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     unsigned char *recv = (unsigned char *)coll->recv + op->done_numel * element;
     const void *srcs[FSDPC_COLL_MAX_RANKS];
     fsdpc_stream stream = {.device = self->base.device, .name = "hosts"};
-    size_t lanes = (size_t)self->n_lanes, hosts = (size_t)self->n_hosts;
-    for (size_t r = 0; r < lanes * hosts; r++) {
-        size_t at = r % lanes * hosts + r / lanes;
+    size_t local_size = (size_t)self->local_size, hosts = (size_t)self->n_hosts;
+    for (size_t r = 0; r < local_size * hosts; r++) {
+        size_t at = r % local_size * hosts + r / local_size;
         srcs[r] = op->all.data + at * numel * element;
         if (coll->kind == FSDPC_COLL_ALL_GATHER)
             memcpy(recv + r * coll->numel * element, srcs[r], numel * element);
@@ -100,7 +100,7 @@ static fsdpc_status use_all(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 
 static bool on_root_host(const fsdpc_hosts_comm *self, const fsdpc_coll *coll)
 {
-    return coll->root / self->n_lanes == self->this_host;
+    return coll->root / self->local_size == self->this_host;
 }
 
 static unsigned char *round_of(const fsdpc_hosts_op *op)
@@ -113,7 +113,7 @@ static fsdpc_status cross_part(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
     size_t at, bytes = round_numel(self, op) * fsdpc_dtype_bytes(coll->dtype);
-    size_t part = part_of(self, bytes, self->lane, &at),
+    size_t part = part_of(self, bytes, self->local_rank, &at),
            most = part_of(self, bytes, 0, &(size_t){0});
     if (on_root_host(self, coll)) {
         for (int h = 0; h < self->n_hosts; h++) {
@@ -123,15 +123,16 @@ static fsdpc_status cross_part(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
         return FSDPC_OK;
     }
     FSDPC_TRY(fsdpc_hosts_room_for(self, FSDPC_MEM_OTHER, &op->here, most));
-    FSDPC_TRY(fsdpc_hosts_room_for(self, FSDPC_MEM_OTHER, &op->all, most * (size_t)self->n_lanes));
-    return fsdpc_hosts_receive(self, op, coll->root / self->n_lanes, 1, op->here.data, part);
+    FSDPC_TRY(
+        fsdpc_hosts_room_for(self, FSDPC_MEM_OTHER, &op->all, most * (size_t)self->local_size));
+    return fsdpc_hosts_receive(self, op, coll->root / self->local_size, 1, op->here.data, part);
 }
 
 static void join_parts(fsdpc_hosts_comm *self, const fsdpc_hosts_op *op)
 {
     size_t bytes = round_numel(self, op) * fsdpc_dtype_bytes(op->work->op.dtype), at;
     size_t most = part_of(self, bytes, 0, &at);
-    for (int l = 0; l < self->n_lanes; l++) {
+    for (int l = 0; l < self->local_size; l++) {
         size_t part = part_of(self, bytes, l, &at);
         memcpy(round_of(op) + at, op->all.data + (size_t)l * most, part);
     }

@@ -117,11 +117,11 @@ void fsdpc_shm_param_buffer_destroy(fsdpc_param_buffer *base)
 {
     fsdpc_shm_param_buffer *param_buffer = (fsdpc_shm_param_buffer *)base;
     fsdpc_shm_comm *self = fsdpc_shm_of(base->comm);
-    fsdpc_shm_param_buffer **link = &self->param_buffers;
-    while (*link && *link != param_buffer)
-        link = &(*link)->next;
-    if (*link)
-        *link = param_buffer->next;
+    fsdpc_shm_param_buffer **transport = &self->param_buffers;
+    while (*transport && *transport != param_buffer)
+        transport = &(*transport)->next;
+    if (*transport)
+        *transport = param_buffer->next;
     count(param_buffer, -(int64_t)base->bytes);
     fsdpc_shm_segment_release(param_buffer->segment);
     fsdpc_tier_release(param_buffer->tier);

@@ -12,7 +12,7 @@
 
 /* Collective over config->control, which may be any communicator of the same ranks over host
  * memory.  On success, ownership passes to the new communicator; otherwise the caller keeps it.
- * config->comm.device is a GPU, which ranks may share if NCCL is 2.30 or newer (transport.c).
+ * config->comm.device is a GPU, which ranks may share if NCCL is 2.30 or newer (comm_cuda.c).
  * Returns FSDPC_ERR_UNSUPPORTED on all ranks if one has no NCCL. */
 fsdpc_status fsdpc_comm_nccl_create(const fsdpc_control_config *config, fsdpc_comm **out);
 

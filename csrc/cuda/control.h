@@ -1,5 +1,5 @@
 /* The NCCL communicator's control: another communicator of the same ranks, over host memory, which
- * the NCCL communicator owns.  It uses shared memory on each host, and a link between hosts.
+ * the NCCL communicator owns.  It uses shared memory on each host, and a transport between hosts.
  *
  * A communicator over a control owns it (comm.h).  Small messages use the control: epochs,
  * agreement on posts, reports of dead and late ranks.  If the control is closed, so is the

@@ -48,7 +48,7 @@ fsdpc_status fsdpc_cuda_step_f64(const fsdpc_step_args *args,
 fsdpc_status fsdpc_cuda_init(const fsdpc_init_args *args, fsdpc_stream *stream);
 
 /* kernels/extremum.cu: max (if `most`) or min of `ranks` contributions in `gathered` (ranks,
- * numel), as in fsdpc_coll_combine; not in a table, only for transports */
+ * numel), as in fsdpc_coll_combine; not in a table, only for communicators */
 fsdpc_status fsdpc_cuda_extremum(bool most, fsdpc_dtype dtype, const void *gathered, int ranks,
                                  size_t numel, void *out, fsdpc_stream *stream);
 

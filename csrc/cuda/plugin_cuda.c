@@ -12,7 +12,7 @@
 #include "cuda/gemm_cublaslt.h"
 #include "guest/guest.h"
 #include "cuda/nccl_load.h"
-#include "cuda/transport.h"
+#include "cuda/comm_cuda.h"
 
 static void describe(char *text, size_t bytes)
 {

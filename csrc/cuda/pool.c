@@ -102,10 +102,10 @@ void fsdpc_cuda_pool_destroy(fsdpc_cuda_pool *pool)
 /* Removes the block with this address from the chain; NULL if none has it. */
 static block *take(block **chain, const void *pointer)
 {
-    for (block **link = chain; *link; link = &(*link)->next) {
-        block *it = *link;
+    for (block **transport = chain; *transport; transport = &(*transport)->next) {
+        block *it = *transport;
         if (it->pointer == pointer) {
-            *link = it->next;
+            *transport = it->next;
             return it;
         }
     }

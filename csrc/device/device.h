@@ -72,7 +72,7 @@ typedef struct fsdpc_window {
     fsdpc_device *device;
     size_t bytes;
     unsigned char *address; /* for kernels: unique and constant */
-    unsigned char *memory;  /* for transports: common to all windows that share the memory */
+    unsigned char *memory;  /* for communicators: common to all windows that share the memory */
 } fsdpc_window;
 
 /* Work for a stream.  `arg` stays valid until the work has run. */
@@ -150,7 +150,7 @@ struct fsdpc_device {
     size_t window_granule;             /* window sizes are multiples of it; 0: no windows */
     const struct fsdpc_flat_ops *flat; /* set by the context, which connects kernels to a device */
     const struct fsdpc_nn_ops *nn;
-    fsdpc_watch watch;  /* set by the transport that runs on it; zero: waits do not check peers */
+    fsdpc_watch watch; /* set by the communicator that runs on it; zero: waits do not check peers */
     fsdpc_stream *main; /* see fsdpc_device_main */
     fsdpc_device *host; /* for a remote device: the host's CPU device, set by the context; else
                          * NULL */

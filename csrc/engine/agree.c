@@ -108,10 +108,10 @@ static fsdpc_status name_difference(fsdpc_root *root)
     for (int u = 0; u < root->n_units; u++) {
         const fsdpc_unit *unit = root->units[u];
         for (int p = 0; p < unit->layout->n_params; p++) {
-            fsdpc_piece piece;
-            const void *rows = fsdpc_unit_master(unit, p, &piece);
+            fsdpc_local_shard local;
+            const void *rows = fsdpc_unit_master(unit, p, &local);
             uint32_t sum = fsdpc_crc32c(
-                0, rows, piece.numel * fsdpc_dtype_bytes(unit->layout->params[p].dtype));
+                0, rows, local.numel * fsdpc_dtype_bytes(unit->layout->params[p].dtype));
             mark m = {.sum = sum, .not_sum = ~sum};
             FSDPC_TRY(highest(root->replicate, (uint8_t *)&m, sizeof m, "weights of replicas"));
             if (!is_equal(&m))

@@ -6,7 +6,7 @@
  * something else learn which parameter changed.
  *
  * A parameter has a gradient on all ranks if any rank used it, and on none otherwise.  Otherwise
- * only some ranks would update their pieces of it, and the pieces would diverge.
+ * only some ranks would update their shards of it, and the shards would diverge.
  *
  * Replicas hold the same weights.  Each backward that sums over them compares 1/128 of the masters,
  * so that 128 backwards compare them all.  If they differ, every rank gets FSDPC_ERR_MISMATCH,

@@ -7,7 +7,7 @@
  *
  * On a remote device neither step waits.  Norms, their values and the clipping factor stay in
  * device memory.  Each unit has a copy of the factor, for the optimizer's kernels.  Ranks combine
- * norms there if their transport supports it.
+ * norms there if their communicator supports it.
  *
  * Some ranks may apply a pending scale first, others later to the sums (if only some have read
  * .grad).  Their contributions to the all-reduce are the same either way.
@@ -49,12 +49,12 @@ static fsdpc_status add_unit(fsdpc_unit *unit, double p, fsdpc_norm *norms, bool
     grad_run run = {0};
     for (int i = 0; i < unit->layout->n_params; i++) {
         const fsdpc_place *place = &unit->layout->params[i];
-        fsdpc_piece piece;
+        fsdpc_local_shard local;
         void *grad;
-        FSDPC_TRY(fsdpc_unit_grad(unit, i, false, &piece, &grad));
-        if (!grad || piece.numel == 0)
+        FSDPC_TRY(fsdpc_unit_grad(unit, i, false, &local, &grad));
+        if (!grad || local.numel == 0)
             continue;
-        grad_run next = {grad, piece.numel, place->leaf_numel,
+        grad_run next = {grad, local.numel, place->leaf_numel,
                          unit->groups[place->group].grad_dtype};
         if (run_goes_on(&run, &next)) {
             run.numel += next.numel;

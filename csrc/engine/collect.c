@@ -1,5 +1,5 @@
 /* Pieces are runs of whole rows in rank order.  If all ranks have the same number of elements, an
- * all-gather puts them where they belong.  Otherwise each rank sends its piece, padded to the
+ * all-gather puts them where they belong.  Otherwise each rank sends its shard, padded to the
  * largest one, part by part through a staging buffer whose size does not depend on the parameter's.
  */
 #include "engine/collect.h"
@@ -29,11 +29,11 @@ static void populate(const fsdpc_device *device, void *out, size_t bytes)
         madvise((void *)begin, (end - begin) / page * page, MADV_POPULATE_WRITE); /* or faults */
 }
 
-static size_t largest_piece(const fsdpc_layout *layout, int param)
+static size_t largest_shard(const fsdpc_layout *layout, int param)
 {
     size_t largest = 0;
     for (int rank = 0; rank < layout->ranks; rank++)
-        largest = fsdpc_max_size(largest, fsdpc_layout_piece(layout, param, rank).numel);
+        largest = fsdpc_max_size(largest, fsdpc_layout_local_shard(layout, param, rank).numel);
     return largest;
 }
 
@@ -64,7 +64,7 @@ static fsdpc_status gather_padded(const fsdpc_unit *unit, int param, fsdpc_coll 
     fsdpc_stream *main = fsdpc_device_main(device);
     const char *mine = op.send;
     size_t element = fsdpc_dtype_bytes(op.dtype), ranks = (size_t)comm->size;
-    size_t own = fsdpc_layout_piece(layout, param, comm->rank).numel;
+    size_t own = fsdpc_layout_local_shard(layout, param, comm->rank).numel;
     size_t part = fsdpc_max_size(STAGING_BYTES / ((ranks + 1) * element), 1);
     part = fsdpc_min_size(part, largest);
     char *staging = NULL;
@@ -84,11 +84,11 @@ static fsdpc_status gather_padded(const fsdpc_unit *unit, int param, fsdpc_coll 
         if (status == FSDPC_OK)
             status = say_collective(fsdpc_comm_run(unit->mesh.shard, &op));
         for (int rank = 0; status == FSDPC_OK && rank < comm->size; rank++) {
-            fsdpc_piece piece = fsdpc_layout_piece(layout, param, rank);
-            if (begin < piece.numel)
-                status = fsdpc_device_copy(device, (char *)out + (piece.first + begin) * element,
+            fsdpc_local_shard local = fsdpc_layout_local_shard(layout, param, rank);
+            if (begin < local.numel)
+                status = fsdpc_device_copy(device, (char *)out + (local.first + begin) * element,
                                            staging + (size_t)rank * op.numel * element,
-                                           fsdpc_min_size(op.numel, piece.numel - begin) * element,
+                                           fsdpc_min_size(op.numel, local.numel - begin) * element,
                                            main);
         }
     }
@@ -99,7 +99,7 @@ static fsdpc_status gather_padded(const fsdpc_unit *unit, int param, fsdpc_coll 
 fsdpc_status fsdpc_unit_collect_rows(const fsdpc_unit *unit, int param, fsdpc_dtype dtype,
                                      const void *mine, void *out)
 {
-    size_t largest = largest_piece(unit->layout, param);
+    size_t largest = largest_shard(unit->layout, param);
     fsdpc_coll op = {.kind = FSDPC_COLL_ALL_GATHER,
                      .unit = unit->id,
                      .what = unit->layout->params[param].name,
@@ -108,7 +108,7 @@ fsdpc_status fsdpc_unit_collect_rows(const fsdpc_unit *unit, int param, fsdpc_dt
                      .recv = out,
                      .numel = largest};
     populate(unit->device, out, unit->layout->params[param].numel * fsdpc_dtype_bytes(dtype));
-    /* With a remote device the piece may be in host memory, and staging brings it to the device. */
+    /* With a remote device the local shard may be in host memory, and staging brings it to the device. */
     if (!unit->device->remote && is_even(unit->layout, param, largest))
         return say_collective(fsdpc_comm_run(unit->mesh.shard, &op));
     return gather_padded(unit, param, op, largest, out);
@@ -124,7 +124,7 @@ fsdpc_status fsdpc_unit_collect(fsdpc_unit *unit, int param, bool grads, void *o
     FSDPC_TRY(grads ? fsdpc_unit_apply_scale(unit) : fsdpc_unit_check_master(unit, param));
     if (grads)
         FSDPC_TRY(fsdpc_grad_file_check(unit, param, false));
-    fsdpc_piece mine;
+    fsdpc_local_shard mine;
     fsdpc_dtype dtype = grads ? unit->groups[place->group].grad_dtype : place->dtype;
     const void *from =
         grads ? fsdpc_unit_grad_rows(unit, param, &mine) : fsdpc_unit_master(unit, param, &mine);

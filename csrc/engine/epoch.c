@@ -14,7 +14,7 @@
  * announcement, so the next epoch first completes the interrupted one, from its `stage` on.  An
  * interrupted optimizer step cannot be completed without its pass, so it closes the communicator.
  *
- * An exception on any rank makes the next epoch a reset for all: every rank drops the record, so
+ * An exception on any rank makes the next epoch a reset for all: every rank drops the execution order, so
  * that all continue from the same state.  If the exception was raised in a backward, ranks also
  * drop unreduced gradients, which may be incomplete.  A forward leaves no gradients, so those of
  * earlier micro-steps are kept.
@@ -153,7 +153,7 @@ static fsdpc_status decide(fsdpc_root *root, const fsdpc_unit *called)
         FSDPC_TRY(keep_stage(
             root, fsdpc_param_buffer_epoch_wait(root->param_buffer, called->name, &all)));
     if (all.bits & FSDPC_EPOCH_RESET)
-        fsdpc_record_clear(&root->record);
+        fsdpc_exec_order_clear(&root->exec_order);
     if (all.bits & FSDPC_EPOCH_DROP)
         fsdpc_fill_drop_failed(root);
     root->needs_reset = root->drops = false;

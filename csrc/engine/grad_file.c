@@ -39,11 +39,11 @@ void fsdpc_grad_file_seal(const fsdpc_unit *unit)
 fsdpc_status fsdpc_grad_file_check(const fsdpc_unit *unit, int param, bool write)
 {
     fsdpc_extent *extent = unit->groups[unit->layout->params[param].group].grad_extent;
-    fsdpc_piece piece = fsdpc_layout_piece(unit->layout, param, fsdpc_unit_rank(unit));
-    if (!extent || piece.numel == 0)
+    fsdpc_local_shard local = fsdpc_layout_local_shard(unit->layout, param, fsdpc_unit_rank(unit));
+    if (!extent || local.numel == 0)
         return FSDPC_OK;
     FSDPC_TRY(fsdpc_pass_leave(extent));
     fsdpc_grad_file_release(unit);
-    return (write ? fsdpc_extent_written : fsdpc_extent_check)(extent, piece.shard_offset,
-                                                               piece.numel);
+    return (write ? fsdpc_extent_written : fsdpc_extent_check)(extent, local.shard_offset,
+                                                               local.numel);
 }

@@ -48,7 +48,7 @@ fsdpc_status fsdpc_unit_apply_scale(fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_unit_grad(fsdpc_unit *unit, int param, bool write, fsdpc_piece *piece_out,
+fsdpc_status fsdpc_unit_grad(fsdpc_unit *unit, int param, bool write, fsdpc_local_shard *local_out,
                              void **out)
 {
     if (!fsdpc_grad_exists(unit, param)) {
@@ -57,7 +57,7 @@ fsdpc_status fsdpc_unit_grad(fsdpc_unit *unit, int param, bool write, fsdpc_piec
     }
     FSDPC_TRY(fsdpc_unit_apply_scale(unit));
     FSDPC_TRY(fsdpc_grad_file_check(unit, param, write));
-    *out = fsdpc_unit_grad_rows(unit, param, piece_out);
+    *out = fsdpc_unit_grad_rows(unit, param, local_out);
     return FSDPC_OK;
 }
 
@@ -127,10 +127,10 @@ fsdpc_status fsdpc_unit_take_grad(fsdpc_unit *unit, int param, bool given)
     if (given || unit->layout->params[param].group >= unit->n_trained)
         return FSDPC_OK;
     FSDPC_TRY(fsdpc_unit_take_write(unit));
-    fsdpc_piece piece;
-    void *rows = fsdpc_unit_grad_rows(unit, param, &piece);
+    fsdpc_local_shard local;
+    void *rows = fsdpc_unit_grad_rows(unit, param, &local);
     fsdpc_dtype dtype = unit->groups[unit->layout->params[param].group].grad_dtype;
-    return fsdpc_device_fill(unit->device, rows, 0, piece.numel * fsdpc_dtype_bytes(dtype),
+    return fsdpc_device_fill(unit->device, rows, 0, local.numel * fsdpc_dtype_bytes(dtype),
                              fsdpc_device_main(unit->device));
 }
 

@@ -14,9 +14,9 @@ bool fsdpc_unit_has_grad(const fsdpc_unit *unit, int param);
 /* Returns whether the shards have contents. */
 bool fsdpc_unit_has_grads(const fsdpc_unit *unit);
 
-/* Gets this rank's piece of a parameter's gradient, with any pending scale applied, or NULL.
+/* Gets this rank's shard of a parameter's gradient, with any pending scale applied, or NULL.
  * `write`: the caller may write to it. */
-fsdpc_status fsdpc_unit_grad(fsdpc_unit *unit, int param, bool write, fsdpc_piece *piece_out,
+fsdpc_status fsdpc_unit_grad(fsdpc_unit *unit, int param, bool write, fsdpc_local_shard *local_out,
                              void **out);
 
 /* Drops gradients, including unreduced ones; all ranks must do the same.  Touches no memory. */

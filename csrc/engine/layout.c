@@ -4,7 +4,7 @@
  * of small ones at large world sizes.  A flat buffer that is cut anywhere splits rows, so that
  * optimizers and checkpoints need a planner.  Parameters with equal rows, placed end to end, can be
  * cut at any row.  The padding of a band is therefore less than one row per rank, regardless of its
- * number of parameters.  A rank's piece of each parameter is a run of whole rows.
+ * number of parameters.  A rank's shard of each parameter is a run of whole rows.
  *
  * Some rows are so long that even a band wastes more than 1 % of the unit and 65,536 elements
  * (fused three-dimensional experts, convolutions over many ranks).  Then the parameters in that
@@ -269,25 +269,26 @@ void fsdpc_layout_destroy(fsdpc_layout *layout)
     free(layout);
 }
 
-fsdpc_piece fsdpc_layout_piece(const fsdpc_layout *layout, int param, int rank)
+fsdpc_local_shard fsdpc_layout_local_shard(const fsdpc_layout *layout, int param, int rank)
 {
     const fsdpc_place *place = &layout->params[param];
     const fsdpc_slice *band = &layout->groups[place->group].bands[place->band];
-    fsdpc_piece piece = {0, 0, band->shard_offset};
+    fsdpc_local_shard local = {0, 0, band->shard_offset};
     if (band->owner >= 0) {
-        piece.numel = band->owner == rank ? place->numel : 0;
-        return piece;
+        local.numel = band->owner == rank ? place->numel : 0;
+        return local;
     }
     size_t slice_begin = band->unsharded_offset + (size_t)rank * band->numel;
     size_t slice_end = slice_begin + band->numel;
     size_t begin = fsdpc_max_size(place->unsharded_offset, slice_begin);
     size_t end = fsdpc_min_size(place->unsharded_offset + place->numel, slice_end);
-    if (begin >= end) { /* an empty piece still reports the element before which it would begin */
-        piece.first = slice_begin > place->unsharded_offset ? place->numel : 0;
-        return piece;
+    if (begin >=
+        end) { /* an empty local shard still reports the element before which it would begin */
+        local.first = slice_begin > place->unsharded_offset ? place->numel : 0;
+        return local;
     }
-    piece.first = begin - place->unsharded_offset;
-    piece.numel = end - begin;
-    piece.shard_offset = band->shard_offset + (begin - slice_begin);
-    return piece;
+    local.first = begin - place->unsharded_offset;
+    local.numel = end - begin;
+    local.shard_offset = band->shard_offset + (begin - slice_begin);
+    return local;
 }

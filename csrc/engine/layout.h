@@ -56,10 +56,10 @@ typedef struct fsdpc_group {
 } fsdpc_group;
 
 /* A rank's part of one parameter: its elements [first, first + numel), whole rows. */
-typedef struct fsdpc_piece {
+typedef struct fsdpc_local_shard {
     size_t first, numel;
     size_t shard_offset; /* in the group's shard; meaningless if numel is 0 */
-} fsdpc_piece;
+} fsdpc_local_shard;
 
 typedef struct fsdpc_layout {
     int ranks;
@@ -87,7 +87,7 @@ void fsdpc_layout_destroy(fsdpc_layout *layout);
  * leaf_numel. */
 size_t fsdpc_layout_leaf(int ndim, const size_t *shape);
 
-fsdpc_piece fsdpc_layout_piece(const fsdpc_layout *layout, int param, int rank);
+fsdpc_local_shard fsdpc_layout_local_shard(const fsdpc_layout *layout, int param, int rank);
 
 /* Returns whether a rank has a slice of a band. */
 static inline bool fsdpc_slice_is_of(const fsdpc_slice *band, int rank)

@@ -240,12 +240,12 @@ static fsdpc_optim_view view_of(const fsdpc_optim *optim, const unit_states *sta
 {
     const fsdpc_layout *layout = states->unit->layout;
     const fsdpc_place *place = &layout->params[param];
-    fsdpc_optim_view view = {.piece =
-                                 fsdpc_layout_piece(layout, param, fsdpc_unit_rank(states->unit)),
-                             .dtype = fsdpc_optim_state_dtype(optim, place->dtype)};
+    fsdpc_optim_view view = {
+        .local = fsdpc_layout_local_shard(layout, param, fsdpc_unit_rank(states->unit)),
+        .dtype = fsdpc_optim_state_dtype(optim, place->dtype)};
     unsigned char *base = states->states[place->group * FSDPC_OPTIM_MAX_STATES + state];
     if (base)
-        view.data = base + view.piece.shard_offset * fsdpc_dtype_bytes(view.dtype);
+        view.data = base + view.local.shard_offset * fsdpc_dtype_bytes(view.dtype);
     return view;
 }
 
@@ -254,12 +254,12 @@ static fsdpc_status open_rows(const unit_states *states, int param, int state, b
 {
     int group = states->unit->layout->params[param].group;
     fsdpc_extent *extent = states->extents[group * FSDPC_OPTIM_MAX_STATES + state];
-    fsdpc_piece piece =
-        fsdpc_layout_piece(states->unit->layout, param, fsdpc_unit_rank(states->unit));
+    fsdpc_local_shard local =
+        fsdpc_layout_local_shard(states->unit->layout, param, fsdpc_unit_rank(states->unit));
     if (!extent)
         return FSDPC_OK;
-    return write ? fsdpc_extent_written(extent, piece.shard_offset, piece.numel)
-                 : fsdpc_extent_check(extent, piece.shard_offset, piece.numel);
+    return write ? fsdpc_extent_written(extent, local.shard_offset, local.numel)
+                 : fsdpc_extent_check(extent, local.shard_offset, local.numel);
 }
 
 fsdpc_status fsdpc_optim_state(fsdpc_optim *optim, const fsdpc_unit *unit, int param, int state,
@@ -305,7 +305,7 @@ fsdpc_status fsdpc_optim_set_step_count(fsdpc_optim *optim, const fsdpc_unit *un
             continue;
         FSDPC_TRY(open_rows(states, param, s, true));
         FSDPC_TRY(fsdpc_device_fill(optim->device, view.data, 0,
-                                    view.piece.numel * fsdpc_dtype_bytes(view.dtype), NULL));
+                                    view.local.numel * fsdpc_dtype_bytes(view.dtype), NULL));
     }
     return FSDPC_OK;
 }
@@ -323,8 +323,8 @@ fsdpc_status fsdpc_optim_write(fsdpc_optim *optim, const fsdpc_unit *unit, int p
                           unit->layout->params[param].name);
     FSDPC_TRY(open_rows(states, param, state, true));
     fsdpc_stream *main = fsdpc_device_main(optim->device);
-    const char *from = (const char *)unsharded + view.piece.first * fsdpc_dtype_bytes(dtype);
-    return fsdpc_flat_cast(view.data, view.dtype, from, dtype, view.piece.numel, main);
+    const char *from = (const char *)unsharded + view.local.first * fsdpc_dtype_bytes(dtype);
+    return fsdpc_flat_cast(view.data, view.dtype, from, dtype, view.local.numel, main);
 }
 
 fsdpc_status fsdpc_optim_collect(fsdpc_optim *optim, const fsdpc_unit *unit, int param, int state,

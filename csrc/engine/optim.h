@@ -59,10 +59,10 @@ fsdpc_status fsdpc_optim_capture_begin(fsdpc_optim *optim, const fsdpc_root *roo
                                        fsdpc_optim_graph **out);
 /* -- states ------------------------------------------------------------------------------------ */
 
-/* This rank's rows of a state, laid out like the master's piece.  `write`: they may be written
+/* This rank's rows of a state, laid out like the master's local shard.  `write`: they may be written
  * until the next step. */
 typedef struct fsdpc_optim_view {
-    fsdpc_piece piece;
+    fsdpc_local_shard local;
     fsdpc_dtype dtype;
     void *data; /* NULL: no step has used this state yet */
 } fsdpc_optim_view;

@@ -133,16 +133,16 @@ static fsdpc_status step_band(const fsdpc_optim *optim, const unit_states *state
         if (place->group != flat_group || place->band != band)
             continue;
         bool ours = states->params[i].stepping;
-        fsdpc_piece piece = fsdpc_layout_piece(unit->layout, i, fsdpc_unit_rank(unit));
+        fsdpc_local_shard local = fsdpc_layout_local_shard(unit->layout, i, fsdpc_unit_rank(unit));
         if (open.param >= 0 && !(ours && joins(optim, states, open.param, i))) {
             FSDPC_TRY(step_run(optim, states, open));
             open.param = -1;
         }
-        if (!ours || piece.numel == 0)
+        if (!ours || local.numel == 0)
             continue;
         if (open.param < 0)
-            open = (run){.param = i, .begin = piece.shard_offset, .first = piece.first};
-        open.end = piece.shard_offset + piece.numel;
+            open = (run){.param = i, .begin = local.shard_offset, .first = local.first};
+        open.end = local.shard_offset + local.numel;
     }
     return open.param >= 0 ? step_run(optim, states, open) : FSDPC_OK;
 }

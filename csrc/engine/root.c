@@ -183,7 +183,7 @@ void fsdpc_root_destroy(fsdpc_root *root)
     }
     fsdpc_param_buffer_destroy(root->param_buffer);
     free(root->slot_users);
-    free(root->record.entries);
+    free(root->exec_order.entries);
     free(root->acts.items);
     free(root->last_acts.items);
     free(root->reducing);
@@ -227,10 +227,10 @@ bool fsdpc_root_set_last_backward(fsdpc_root *root, bool last)
 fsdpc_schedule fsdpc_root_schedule(const fsdpc_root *root)
 {
     const fsdpc_acts *acts = root->acts.whole ? &root->acts : &root->last_acts;
-    if (!root->record.complete)
+    if (!root->exec_order.complete)
         return (fsdpc_schedule){.complete = false};
-    return (fsdpc_schedule){.uses = root->record.entries,
-                            .n_uses = root->record.length,
+    return (fsdpc_schedule){.uses = root->exec_order.entries,
+                            .n_uses = root->exec_order.length,
                             .acts = acts->items,
                             .n_acts = acts->length,
                             .complete = true};

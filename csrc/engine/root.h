@@ -29,10 +29,10 @@ void fsdpc_root_set_prefetch(fsdpc_root *root, int distance);
 bool fsdpc_root_set_last_backward(fsdpc_root *root, bool last);
 
 /* One use of a unit, as recorded for prefetching. */
-typedef struct fsdpc_record_entry {
+typedef struct fsdpc_exec_entry {
     int unit;
     bool backward;
-} fsdpc_record_entry;
+} fsdpc_exec_entry;
 
 /* One action of the engine on a unit, in execution order. */
 typedef struct fsdpc_act {
@@ -43,7 +43,7 @@ typedef struct fsdpc_act {
 
 /* Borrowed from the root until its next step. */
 typedef struct fsdpc_schedule {
-    const fsdpc_record_entry *uses;
+    const fsdpc_exec_entry *uses;
     const fsdpc_act *acts; /* from the last whole step */
     size_t n_uses, n_acts;
     bool complete; /* a whole step was recorded; else the other fields are empty */

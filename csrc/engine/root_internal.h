@@ -18,14 +18,14 @@ typedef enum fsdpc_epoch_stage {
 typedef struct fsdpc_unsharded_ops fsdpc_unsharded_ops; /* unsharded.h */
 
 /* The order in which units were used, for prefetching; see sched.h. */
-typedef struct fsdpc_record {
-    fsdpc_record_entry *entries;
+typedef struct fsdpc_exec_order {
+    fsdpc_exec_entry *entries;
     size_t length, capacity;
     size_t position; /* replaying: the next expected entry */
     bool complete;   /* a whole step was recorded */
-    bool following;  /* this step has matched the record so far */
+    bool following;  /* this step has matched the execution order so far */
     bool ended;      /* a backward ended since the step began */
-} fsdpc_record;
+} fsdpc_exec_order;
 
 /* Acts of one step: a forward with gradients and the backwards that follow it. */
 typedef struct fsdpc_acts {
@@ -34,10 +34,10 @@ typedef struct fsdpc_acts {
     bool whole; /* a backward has ended */
 } fsdpc_acts;
 
-static inline void fsdpc_record_clear(fsdpc_record *record)
+static inline void fsdpc_exec_order_clear(fsdpc_exec_order *exec_order)
 {
-    record->length = record->position = 0;
-    record->complete = record->following = record->ended = false;
+    exec_order->length = exec_order->position = 0;
+    exec_order->complete = exec_order->following = exec_order->ended = false;
 }
 
 struct fsdpc_root {
@@ -93,7 +93,7 @@ struct fsdpc_root {
     uint64_t backwards;    /* number begun */
     bool is_last_backward; /* the end of backward waits for the reductions */
     int prefetch;          /* how many units ahead to gather */
-    fsdpc_record record;
+    fsdpc_exec_order exec_order;
     fsdpc_acts acts, last_acts; /* the acts of this step, and of the last whole one */
     bool notes_acts;            /* a step is running */
 };

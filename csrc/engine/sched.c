@@ -6,11 +6,11 @@
  *     post_backward  reduce, reshard
  *
  * Everything happens on demand: a unit is gathered when it is needed, so any order of calls is
- * correct if all ranks make the same calls.  The record only adds gathers ahead of demand.
+ * correct if all ranks make the same calls.  The execution order only adds gathers ahead of demand.
  *
- * The record.  The first step with gradients records each (unit, phase) in order.  While later
+ * The execution order.  The first step with gradients records each (unit, phase) in order.  While later
  * steps repeat it, the next `prefetch` entries are gathered before the current unit computes.  The
- * first entry that differs cuts the record there, and the remainder of the step is recorded
+ * first entry that differs cuts the execution order there, and the remainder of the step is recorded
  * instead.  A lasting change of branch thus costs one step on demand, and a branch taken once costs
  * two.
  *
@@ -22,8 +22,7 @@
  * posted there, in the order of units.
  *
  * Rank-dependent units (experts that some ranks' data does not select) take part even if they did
- * not run.  All of them are gathered when an epoch begins and stay unsharded until the next; the record
- * omits them.  Their gradients, zeros if there are none, are reduced at the end of backward.
+ * not run.  All of them are gathered when an epoch begins and stay unsharded until the next; the execution order omits them.  Their gradients, zeros if there are none, are reduced at the end of backward.
  *
  * Inside backward a forward is a recomputation (activation checkpointing): no epoch, no reshard.
  */
@@ -44,52 +43,53 @@
 #include "ops/flat_ops.h"
 #include "engine/root_internal.h"
 
-static fsdpc_status append(fsdpc_record *record, fsdpc_record_entry entry)
+static fsdpc_status append(fsdpc_exec_order *exec_order, fsdpc_exec_entry entry)
 {
-    if (record->length == record->capacity) {
-        size_t capacity = record->capacity ? 2 * record->capacity : 64;
-        fsdpc_record_entry *entries = realloc(record->entries, capacity * sizeof entry);
+    if (exec_order->length == exec_order->capacity) {
+        size_t capacity = exec_order->capacity ? 2 * exec_order->capacity : 64;
+        fsdpc_exec_entry *entries = realloc(exec_order->entries, capacity * sizeof entry);
         if (!entries)
             return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the schedule of %zu entries",
                               capacity);
-        record->entries = entries;
-        record->capacity = capacity;
+        exec_order->entries = entries;
+        exec_order->capacity = capacity;
     }
-    record->entries[record->length++] = entry;
-    record->position = record->length;
+    exec_order->entries[exec_order->length++] = entry;
+    exec_order->position = exec_order->length;
     return FSDPC_OK;
 }
 
-static void begin_step(fsdpc_record *record)
+static void begin_step(fsdpc_exec_order *exec_order)
 {
-    if (record->following && record->ended && record->position < record->length)
-        record->length = record->position; /* the last step was shorter: gather no more than it
+    if (exec_order->following && exec_order->ended && exec_order->position < exec_order->length)
+        exec_order->length =
+            exec_order->position; /* the last step was shorter: gather no more than it
                                             * did */
-    record->following = record->complete;
-    if (!record->complete)
-        record->length = 0;
-    record->position = 0;
-    record->ended = false;
+    exec_order->following = exec_order->complete;
+    if (!exec_order->complete)
+        exec_order->length = 0;
+    exec_order->position = 0;
+    exec_order->ended = false;
 }
 
-/* Records that a unit is used now: follows the record or writes it. */
+/* Records that a unit is used now: follows the execution order or writes it. */
 static fsdpc_status note_use(fsdpc_root *root, const fsdpc_unit *unit, bool backward)
 {
-    fsdpc_record *record = &root->record;
+    fsdpc_exec_order *exec_order = &root->exec_order;
     if (unit->settings.rank_dependent)
         return FSDPC_OK;
-    fsdpc_record_entry entry = {.unit = unit->id, .backward = backward};
-    if (record->following) {
-        if (record->position < record->length &&
-            record->entries[record->position].unit == entry.unit &&
-            record->entries[record->position].backward == entry.backward) {
-            record->position++;
+    fsdpc_exec_entry entry = {.unit = unit->id, .backward = backward};
+    if (exec_order->following) {
+        if (exec_order->position < exec_order->length &&
+            exec_order->entries[exec_order->position].unit == entry.unit &&
+            exec_order->entries[exec_order->position].backward == entry.backward) {
+            exec_order->position++;
             return FSDPC_OK;
         }
-        record->following = record->complete = false;
-        record->length = record->position;
+        exec_order->following = exec_order->complete = false;
+        exec_order->length = exec_order->position;
     }
-    return append(record, entry);
+    return append(exec_order, entry);
 }
 
 /* If ranks share a parameter buffer, a gather ahead moves no bytes; if slices are late, it would wait for steps
@@ -100,10 +100,10 @@ static bool comes_too_early(const fsdpc_unit *unit)
     return unit->late && comm->host_size == comm->size;
 }
 
-/* Gathers ahead the units that the user chose, or otherwise those that come next in the record. */
+/* Gathers ahead the units that the user chose, or otherwise those that come next in the execution order. */
 static fsdpc_status gather_ahead(fsdpc_root *root, const fsdpc_unit *unit, bool backward)
 {
-    const fsdpc_record *record = &root->record;
+    const fsdpc_exec_order *exec_order = &root->exec_order;
     if (unit->settings.rank_dependent)
         return FSDPC_OK;
     if (unit->ahead[backward]) {
@@ -114,14 +114,14 @@ static fsdpc_status gather_ahead(fsdpc_root *root, const fsdpc_unit *unit, bool 
         }
         return FSDPC_OK;
     }
-    if (!record->following)
+    if (!exec_order->following)
         return FSDPC_OK;
-    size_t end = record->position + (size_t)root->prefetch;
-    for (size_t i = record->position; i < end && i < record->length; i++) {
-        fsdpc_unit *next = root->units[record->entries[i].unit];
+    size_t end = exec_order->position + (size_t)root->prefetch;
+    for (size_t i = exec_order->position; i < end && i < exec_order->length; i++) {
+        fsdpc_unit *next = root->units[exec_order->entries[i].unit];
         if (!fsdpc_unsharded_has_room(next) || comes_too_early(next))
             break; /* no further than memory allows */
-        FSDPC_TRY(fsdpc_gather_post(next, record->entries[i].backward));
+        FSDPC_TRY(fsdpc_gather_post(next, exec_order->entries[i].backward));
     }
     return FSDPC_OK;
 }
@@ -166,7 +166,7 @@ fsdpc_status fsdpc_pre_forward(fsdpc_unit *unit, bool grad)
     if (outermost && !root->holds) {
         FSDPC_TRY(fsdpc_root_epoch(root, FSDPC_EPOCH_FORWARD, unit, grad ? FSDPC_EPOCH_GRAD : 0));
         if (grad) {
-            begin_step(&root->record);
+            begin_step(&root->exec_order);
             fsdpc_root_begin_acts(root);
         }
         FSDPC_TRY(gather_rank_dependent(root));
@@ -300,14 +300,14 @@ fsdpc_status fsdpc_grad_wait(fsdpc_unit *unit)
 /* Call after recording a whole step: checks that all ranks will replay the same. */
 static fsdpc_status complete_record(fsdpc_root *root)
 {
-    const fsdpc_record *record = &root->record;
+    const fsdpc_exec_order *exec_order = &root->exec_order;
     uint32_t crc = 0;
-    for (size_t i = 0; i < record->length; i++) {
-        int32_t entry[2] = {record->entries[i].unit, record->entries[i].backward};
+    for (size_t i = 0; i < exec_order->length; i++) {
+        int32_t entry[2] = {exec_order->entries[i].unit, exec_order->entries[i].backward};
         crc = fsdpc_crc32c(crc, entry, sizeof entry);
     }
     /* the maximum and, negated, the minimum of both */
-    int64_t length = (int64_t)record->length, marks[4] = {length, crc, -length, -(int64_t)crc};
+    int64_t length = (int64_t)exec_order->length, marks[4] = {length, crc, -length, -(int64_t)crc};
     fsdpc_coll op = {.kind = FSDPC_COLL_ALL_REDUCE,
                      .unit = -1,
                      .what = "schedule",
@@ -322,9 +322,9 @@ static fsdpc_status complete_record(fsdpc_root *root)
         return fsdpc_fail(FSDPC_ERR_MISMATCH,
                           "ranks ran the units of '%s' in different orders: this one recorded %zu "
                           "uses, others %lld to %lld; every rank must take the same branches",
-                          root->units[0]->name, record->length, (long long)-marks[2],
+                          root->units[0]->name, exec_order->length, (long long)-marks[2],
                           (long long)marks[0]);
-    root->record.complete = true;
+    root->exec_order.complete = true;
     return FSDPC_OK;
 }
 
@@ -350,10 +350,10 @@ fsdpc_status fsdpc_backward_end(fsdpc_root *root)
         root->units[i]->fresh = false;
     }
     root->in_backward = false;
-    root->record.ended = true;
+    root->exec_order.ended = true;
     fsdpc_root_end_acts(root);
     fsdpc_status status = FSDPC_OK;
-    if (!root->record.following && root->record.length > 0)
+    if (!root->exec_order.following && root->exec_order.length > 0)
         status = complete_record(root);
     fsdpc_comm_locate(root->comm, "user code", "");
     return status;
@@ -405,7 +405,7 @@ void fsdpc_root_reset(fsdpc_root *root)
     root->forward_depth = 0;
     root->in_backward = root->notes_acts = false;
     root->needs_reset = true;
-    fsdpc_record_clear(&root->record);
+    fsdpc_exec_order_clear(&root->exec_order);
     for (int i = 0; i < root->n_units; i++) {
         fsdpc_unit *unit = root->units[i];
         unit->in_backward = unit->stays = false;

@@ -33,7 +33,7 @@ typedef struct fsdpc_slot_want {
  * one size; memory comes in multiples of `granule`, 0 if memory cannot be shared. */
 int fsdpc_slots_assign(fsdpc_slot_want *wants, int n, int per_class, size_t granule);
 
-/* Returns whether a unit's own memory is also a window, so that a transport can prepare it.  It is
+/* Returns whether a unit's own memory is also a window, so that a communicator can prepare it.  It is
  * if it almost fills its granules. */
 bool fsdpc_slots_is_windowed(size_t bytes, size_t granule);
 

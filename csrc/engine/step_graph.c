@@ -84,7 +84,7 @@ static fsdpc_status check_root(const fsdpc_root *root)
         return fsdpc_fail(FSDPC_ERR_STATE, "a graph of a step inside %s of '%s': call it outside",
                           inside, name);
     if (root->stage != FSDPC_STAGE_IDLE || root->needs_reset || root->n_reducing > 0 ||
-        !root->record.complete)
+        !root->exec_order.complete)
         return fsdpc_fail(FSDPC_ERR_STATE,
                           "the last step of '%s' was not a whole one, recorded from its forward to "
                           "its optimizer's step: run a step or two without a graph first",
@@ -105,11 +105,12 @@ static fsdpc_status check_unit(const fsdpc_unit *unit)
                           "graph of a step does not know: run a step without it first",
                           unit->name);
     if (unit->foreign)
-        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
-                          "a piece of unit '%s' was handed out to be written (p.local), so every "
-                          "step looks for changes, and the host waits for that: graphs of steps "
-                          "take models whose pieces were not handed out",
-                          unit->name);
+        return fsdpc_fail(
+            FSDPC_ERR_UNSUPPORTED,
+            "a local shard of unit '%s' was handed out to be written (p.local), so every "
+            "step looks for changes, and the host waits for that: graphs of steps "
+            "take models whose local shards were not handed out",
+            unit->name);
     if (unit->offload.host || unit->offload.tier)
         return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
                           "unit '%s' has an offload_policy, and the CPU takes part in its steps: "

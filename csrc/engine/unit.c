@@ -1,6 +1,6 @@
 /* Manages a unit's private memory, and copies single parameters into and out of it.
  *
- * Masters are allocated once, with the unit, and never move: optimizers and exported pieces may
+ * Masters are allocated once, with the unit, and never move: optimizers and exported local shards may
  * keep pointers.  So are gradient shards, but they may move while they are empty (place_grads here,
  * and grads.h).  The kernels of flat_ops loop over elements; this file only determines which
  * elements.
@@ -466,38 +466,38 @@ void fsdpc_unit_lend(fsdpc_unit *unit, int change)
 fsdpc_status fsdpc_unit_check_master(const fsdpc_unit *unit, int param)
 {
     const fsdpc_unit_group *group = &unit->groups[unit->layout->params[param].group];
-    fsdpc_piece piece = fsdpc_layout_piece(unit->layout, param, fsdpc_unit_rank(unit));
+    fsdpc_local_shard local = fsdpc_layout_local_shard(unit->layout, param, fsdpc_unit_rank(unit));
     FSDPC_TRY(fsdpc_unit_end_step(unit));
-    if (!group->master_extent || piece.numel == 0 || unit->foreign)
+    if (!group->master_extent || local.numel == 0 || unit->foreign)
         return FSDPC_OK;
-    return fsdpc_extent_check(group->master_extent, piece.shard_offset, piece.numel);
+    return fsdpc_extent_check(group->master_extent, local.shard_offset, local.numel);
 }
 
-void *fsdpc_unit_master(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out)
+void *fsdpc_unit_master(const fsdpc_unit *unit, int param, fsdpc_local_shard *local_out)
 {
     const fsdpc_place *place = &unit->layout->params[param];
     const fsdpc_unit_group *group = &unit->groups[place->group];
-    *piece_out = fsdpc_layout_piece(unit->layout, param, fsdpc_unit_rank(unit));
+    *local_out = fsdpc_layout_local_shard(unit->layout, param, fsdpc_unit_rank(unit));
     return fsdpc_unit_masters(unit, group, &group->plan->bands[place->band],
-                              piece_out->shard_offset);
+                              local_out->shard_offset);
 }
 
 size_t fsdpc_unit_master_offset(const fsdpc_unit *unit, int param)
 {
     const fsdpc_place *place = &unit->layout->params[param];
     const fsdpc_unit_group *group = &unit->groups[place->group];
-    fsdpc_piece piece = fsdpc_layout_piece(unit->layout, param, fsdpc_unit_rank(unit));
-    return group->spread ? place->unsharded_offset + piece.first : piece.shard_offset;
+    fsdpc_local_shard local = fsdpc_layout_local_shard(unit->layout, param, fsdpc_unit_rank(unit));
+    return group->spread ? place->unsharded_offset + local.first : local.shard_offset;
 }
 
-void *fsdpc_unit_grad_rows(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out)
+void *fsdpc_unit_grad_rows(const fsdpc_unit *unit, int param, fsdpc_local_shard *local_out)
 {
     const fsdpc_place *place = &unit->layout->params[param];
     const fsdpc_unit_group *group = &unit->groups[place->group];
-    *piece_out = fsdpc_layout_piece(unit->layout, param, fsdpc_unit_rank(unit));
+    *local_out = fsdpc_layout_local_shard(unit->layout, param, fsdpc_unit_rank(unit));
     if (place->group >= unit->n_trained)
         return NULL;
-    return group->grad + piece_out->shard_offset * fsdpc_dtype_bytes(group->grad_dtype);
+    return group->grad + local_out->shard_offset * fsdpc_dtype_bytes(group->grad_dtype);
 }
 
 fsdpc_status fsdpc_unit_alloc_grad(const fsdpc_unit *unit, int group, void **out)
@@ -537,29 +537,29 @@ fsdpc_status fsdpc_unit_write(fsdpc_unit *unit, int param, const void *value, fs
 {
     const fsdpc_place *place = &unit->layout->params[param];
     fsdpc_stream *main = fsdpc_device_main(unit->device);
-    fsdpc_piece piece;
+    fsdpc_local_shard local;
     FSDPC_TRY(fsdpc_unit_mark_written(unit));
-    void *master = fsdpc_unit_master(unit, param, &piece);
-    const char *from = (const char *)value + piece.first * fsdpc_dtype_bytes(dtype);
-    return fsdpc_flat_cast(master, place->dtype, from, dtype, piece.numel, main);
+    void *master = fsdpc_unit_master(unit, param, &local);
+    const char *from = (const char *)value + local.first * fsdpc_dtype_bytes(dtype);
+    return fsdpc_flat_cast(master, place->dtype, from, dtype, local.numel, main);
 }
 
 fsdpc_status fsdpc_unit_init_param(fsdpc_unit *unit, int param, int kind, double a, double b,
                                    uint64_t seed, uint64_t stream)
 {
     fsdpc_stream *main = fsdpc_device_main(unit->device);
-    fsdpc_piece piece;
+    fsdpc_local_shard local;
     FSDPC_TRY(fsdpc_unit_mark_written(unit));
-    void *master = fsdpc_unit_master(unit, param, &piece);
+    void *master = fsdpc_unit_master(unit, param, &local);
     fsdpc_init_args args = {.dst = master,
                             .dtype = unit->layout->params[param].dtype,
-                            .numel = piece.numel,
+                            .numel = local.numel,
                             .kind = (fsdpc_init_kind)kind,
                             .a = a,
                             .b = b,
                             .seed = seed,
                             .stream = stream,
-                            .first = piece.first};
+                            .first = local.first};
     return fsdpc_flat_init(&args, main);
 }
 

@@ -9,7 +9,7 @@
  * replicas.  If the shard group is one rank, the buffer itself is summed over the replicas.
  *
  * Optimizers, initialisation and loading write masters and mark the unit as written.  Users may
- * write masters through exported pieces; each epoch begins by comparing such a unit with the parameter buffer.
+ * write masters through exported local shards; each epoch begins by comparing such a unit with the parameter buffer.
  * Only the copy-in and gathers write unsharded parameters.  Reductions write gradient shards.
  *
  * Frozen groups have only masters and unsharded parameters.  A group gets gradient shards, and keeps them, once
@@ -91,7 +91,7 @@ fsdpc_status fsdpc_unit_set_trainable(fsdpc_unit *unit, int param, bool trainabl
 /* Returns how many flat groups have gradients; they come first. */
 int fsdpc_unit_trained_groups(const fsdpc_unit *unit);
 /* Sets which units to gather ahead when this unit runs, in forward or in backward.  `units` have
- * the same root; NULL: follow the record. */
+ * the same root; NULL: follow the execution order. */
 fsdpc_status fsdpc_unit_set_ahead(fsdpc_unit *unit, bool backward, fsdpc_unit *const *units, int n);
 
 /* ---- Memory ---- */
@@ -109,17 +109,17 @@ fsdpc_unit_flat fsdpc_unit_flat_of(const fsdpc_unit *unit, int group);
 fsdpc_unit_flat fsdpc_unit_flat_with(const fsdpc_unit *unit, int param); /* the group of this
                                                                           * parameter */
 
-/* Returns this rank's piece of a parameter's master, without marking it.  Call check_master or
+/* Returns this rank's shard of a parameter's master, without marking it.  Call check_master or
  * mark_written first. */
-void *fsdpc_unit_master(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out);
-/* Returns the piece's offset in its flat group's masters, in elements; meaningless for an empty
- * piece. */
+void *fsdpc_unit_master(const fsdpc_unit *unit, int param, fsdpc_local_shard *local_out);
+/* Returns the local shard's offset in its flat group's masters, in elements; meaningless for an empty
+ * local shard. */
 size_t fsdpc_unit_master_offset(const fsdpc_unit *unit, int param);
 /* Call before reading the master: ends a pending step, and verifies data that is in a file. */
 fsdpc_status fsdpc_unit_check_master(const fsdpc_unit *unit, int param);
 
 /* Call mark_written before writing masters.  Call mark_shared before giving a caller a writable
- * piece: each epoch then compares the masters with the parameter buffer.  Both fail if a pending step cannot
+ * local shard: each epoch then compares the masters with the parameter buffer.  Both fail if a pending step cannot
  * end. */
 fsdpc_status fsdpc_unit_mark_written(fsdpc_unit *unit);
 fsdpc_status fsdpc_unit_mark_shared(fsdpc_unit *unit);
@@ -130,7 +130,7 @@ void fsdpc_unit_lend(fsdpc_unit *unit, int change);
 
 /* Returns the address of this rank's gradient rows, whatever they contain; NULL if the group has no
  * gradients. */
-void *fsdpc_unit_grad_rows(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out);
+void *fsdpc_unit_grad_rows(const fsdpc_unit *unit, int param, fsdpc_local_shard *local_out);
 
 /* Allocates zeroed memory for a flat group's gradient shard; the caller frees it. */
 fsdpc_status fsdpc_unit_alloc_grad(const fsdpc_unit *unit, int group, void **out);

@@ -53,7 +53,7 @@ typedef struct fsdpc_unit_group {
     fsdpc_extent *master_extent, *grad_extent; /* extents that contain them; NULL: device memory */
     unsigned char *unsharded;                  /* the memory that modules read; see unsharded.h */
     unsigned char *target; /* where a gather writes it: the same memory, at the address that
-                               * transports use; NULL if a gather moves nothing */
+                               * communicators use; NULL if a gather moves nothing */
     void *own_block;       /* in no-alias mode, the block that contains the unsharded parameters */
     unsigned char
         *own_slices; /* this rank's slices, if they are not in the parameter buffer; else NULL */
@@ -96,7 +96,7 @@ struct fsdpc_unit {
     fsdpc_event *released;  /* order.c; NULL unless its root overlaps streams */
     int held;               /* unshard() calls without their reshard() */
     bool dirty;             /* masters are known to differ from the parameter buffer */
-    bool foreign;           /* masters may differ: a caller has a writable piece */
+    bool foreign;           /* masters may differ: a caller has a writable local shard */
     uint32_t copied_in_crc; /* unsharded_file.c: checksum of this rank's own slices */
 
     /* A pending step.  Written by optim_step.c; `late` by epoch.c and gather.c. */

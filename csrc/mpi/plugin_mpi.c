@@ -10,7 +10,7 @@
 #include <string.h>
 
 #include "guest/guest.h"
-#include "mpi/link_mpi.h"
+#include "mpi/transport_mpi.h"
 
 #if defined(OPEN_MPI)
 #define FAMILY "openmpi"
@@ -43,7 +43,7 @@ static const fsdpc_plugin plugin = {
     .layout = FSDPC_PLUGIN_LAYOUT,
     .name = "mpi",
     .describe = describe,
-    .link_create = fsdpc_link_mpi_create,
+    .transport_create = fsdpc_transport_mpi_create,
 };
 
 __attribute__((visibility("default"))) const fsdpc_plugin *

@@ -1,4 +1,4 @@
-/* Plugins: shared libraries that provide devices, a transport and links to the core.
+/* Plugins: shared libraries that provide devices, a communicator and transports to the core.
  *
  * A plugin (libfsdpc_cuda.so, libfsdpc_mpi_mpich.so) is compiled from the same headers as the core
  * and loaded by path at first use.  It exports one symbol, fsdpc_plugin_open.  The core passes it
@@ -19,7 +19,7 @@
 
 #include "base/log.h"
 #include "comm/comm.h"
-#include "comm/link.h"
+#include "comm/transport.h"
 #include "device/device.h"
 #include "ops/flat_ops.h"
 #include "ops/nn_ops.h"
@@ -29,14 +29,15 @@ enum { FSDPC_PLUGIN_ABI = 12 };
 /* Sizes of the structs that core and plugin exchange; new members go at the end. */
 typedef struct fsdpc_plugin_layout {
     uint32_t abi;
-    uint32_t device_ops, flat_ops, nn_ops, comm_ops, coll, comm_config, link_ops, link_op, link;
+    uint32_t device_ops, flat_ops, nn_ops, comm_ops, coll, comm_config, transport_ops, transport_op,
+        transport;
 } fsdpc_plugin_layout;
 
 #define FSDPC_PLUGIN_LAYOUT                                                                        \
     {                                                                                              \
         FSDPC_PLUGIN_ABI, sizeof(fsdpc_device_ops), sizeof(fsdpc_flat_ops), sizeof(fsdpc_nn_ops),  \
             sizeof(fsdpc_comm_ops), sizeof(fsdpc_coll), sizeof(fsdpc_comm_config),                 \
-            sizeof(fsdpc_link_ops), sizeof(fsdpc_link_op), sizeof(fsdpc_link)                      \
+            sizeof(fsdpc_transport_ops), sizeof(fsdpc_transport_op), sizeof(fsdpc_transport)       \
     }
 
 typedef struct fsdpc_plugin_host {
@@ -77,19 +78,19 @@ typedef struct fsdpc_plugin {
     fsdpc_status (*device_create)(fsdpc_mem *mem, int ordinal, const fsdpc_plugin_option *options,
                                   fsdpc_device **out);
 
-    /* Opens the library that its transport uses and describes it, "NCCL 2.28.9 at /usr/lib/...".
+    /* Opens the library that its communicator uses and describes it, "NCCL 2.28.9 at /usr/lib/...".
      * It tries a copy already in the process, then `path` (may be NULL), then the usual places.
      * Optional: NULL if it needs no library. */
     fsdpc_status (*comm_library)(const char *path, char *text, size_t bytes);
 
-    /* Creates a communicator for ranks on its devices.  Optional: NULL if it has no transport.
-     * `control` is a communicator of the same ranks over host memory; on success the transport owns
+    /* Creates a communicator for ranks on its devices.  Optional: NULL if it has no communicator.
+     * `control` is a communicator of the same ranks over host memory; on success the communicator owns
      * it.  Options are borrowed for the call. */
     fsdpc_status (*comm_create)(const fsdpc_comm_config *config, fsdpc_comm *control,
                                 const fsdpc_plugin_option *options, fsdpc_comm **out);
 
-    /* Creates a link to ranks on other hosts.  Collective; optional: NULL if it has no links. */
-    fsdpc_status (*link_create)(int rank, int size, fsdpc_link **out);
+    /* Creates a transport to ranks on other hosts.  Collective; optional: NULL if it has no transports. */
+    fsdpc_status (*transport_create)(int rank, int size, fsdpc_transport **out);
 } fsdpc_plugin;
 
 typedef const fsdpc_plugin *(*fsdpc_plugin_open_fn)(const fsdpc_plugin_host *host);

@@ -1841,7 +1841,7 @@ def device_ordinal() -> int:
 def listen_for_rank(address: str, rank: int, /) -> int:
     """Open the socket that a launcher passes to a rank."""
 
-class Link:
+class Transport:
     """Messages between hosts, carried by the caller's threads or by the plugin at a path."""
 
     def __init__(self, rank: int, size: int, plugin: str | None = None) -> None: ...
@@ -1859,7 +1859,7 @@ class Link:
         """Tags at or above this value mark a peer's last message."""
     @property
     def failed(self) -> bool:
-        """Whether the link was aborted, by this rank or another."""
+        """Whether the transport was aborted, by this rank or another."""
     def take(self, room: int, seconds: float, /) -> tuple[int, int, memoryview] | None:
         """Return (peer, tag, memory) of the next message to send, valid until its buffer is reused;
         None if there is none yet.  Raises PeerError at the end.
@@ -1886,9 +1886,9 @@ class Tier:
 Offload = tuple[Tier | str | None, bool, bool, bool, bool, float]
 
 class Comm:
-    """A group of ranks that know ``secret``; ``link`` carries bytes between hosts.
+    """A group of ranks that know ``secret``; ``transport`` carries bytes between hosts.
 
-    ``library`` is the preferred NCCL.  Without an address, peers and links are simulated.
+    ``library`` is the preferred NCCL.  Without an address, peers and transports are simulated.
     """
 
     def __init__(
@@ -1902,7 +1902,7 @@ class Comm:
         library: str | None = None,
         secret: str | None = None,
         hosts: int = 1,
-        link: Link | None = None,
+        transport: Transport | None = None,
     ) -> None: ...
     @property
     def rank(self) -> int:
@@ -2193,7 +2193,7 @@ class TorchUnit:
     def has_factor(self) -> bool:
         """Whether clipping has deferred a factor."""
     @property
-    def lends_fulls(self) -> bool:
+    def lends_unsharded(self) -> bool:
         """Whether unsharded parameters are in memory passed to :meth:`bind`."""
     generation: int
     """Generation of the weights; set it to that of the forward being recomputed."""
@@ -2362,7 +2362,7 @@ def safetensors_layout(
 def safetensors_header(path: Any, /) -> list[tuple[str, str, Shape, int, int]]:
     """Return (name, dtype, shape, begin, end) for each tensor in a file."""
 
-def read_pieces(
+def read_shards(
     paths: list[bytes],
     tensors: list[tuple[int, str, int, int]],
     pieces: list[tuple[int, int, Tensor]],
@@ -2375,7 +2375,7 @@ def read_pieces(
 def sum_runs(paths: list[bytes], runs: list[tuple[int, int, int]], /) -> list[int]:
     """Return the checksum of each run (file, offset, bytes)."""
 
-def master_piece(unit: Unit, i: int, write: bool, /) -> tuple[Tensor, int, int, int]:
+def master_shard(unit: Unit, i: int, write: bool, /) -> tuple[Tensor, int, int, int]:
     """Return (flat tensor, first element, replica, replicas) for a parameter's master."""
 
 def crc32c_combine(crc_a: int, crc_b: int, bytes_b: int, /) -> int:

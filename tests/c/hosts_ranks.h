@@ -1,11 +1,11 @@
 /* Running a function as the ranks of several hosts: threads of this process, whose hosts share
- * memory each and whose link is carried by a thread for each rank.
+ * memory each and whose transport is carried by a thread for each rank.
  */
 #ifndef FSDPC_TESTS_HOSTS_RANKS_H
 #define FSDPC_TESTS_HOSTS_RANKS_H
 
 #include "comm/comm_hosts.h"
-#include "comm/link_relay.h"
+#include "comm/transport_relay.h"
 #include "comm_ranks.h"
 
 typedef struct host_rank {
@@ -13,7 +13,7 @@ typedef struct host_rank {
     rank_fn fn;
     fsdpc_comm_config config;
     fsdpc_comm *host;
-    fsdpc_link *link;
+    fsdpc_transport *transport;
     struct host_rank *world;
     pthread_t thread, carrier;
 } host_rank;
@@ -31,14 +31,14 @@ static void *hosts_carry(void *arg)
     host_rank *self = arg;
     fsdpc_status status;
     fsdpc_message message = {0};
-    while ((status = fsdpc_link_relay_take(self->link, LOOK_NS, &message)) >= 0) {
+    while ((status = fsdpc_transport_relay_take(self->transport, LOOK_NS, &message)) >= 0) {
         if (status == FSDPC_IN_PROGRESS)
             continue;
-        fsdpc_link *to = self->world[message.peer].link;
+        fsdpc_transport *to = self->world[message.peer].transport;
         if (self->context.rank == hosts_slow)
             usleep(300000);
         message.peer = self->context.rank;
-        fsdpc_link_relay_deliver(to, &message);
+        fsdpc_transport_relay_deliver(to, &message);
     }
     fsdpc_message_free(&message);
     return NULL;
@@ -49,32 +49,32 @@ static void *hosts_rank_main(void *arg)
     host_rank *self = arg;
     rank_context *context = &self->context;
     EXPECT_OK(context,
-              fsdpc_comm_hosts_create(&self->config, self->host, self->link, &context->comm));
+              fsdpc_comm_hosts_create(&self->config, self->host, self->transport, &context->comm));
     pthread_barrier_wait(&hosts_created);
     if (context->comm)
         self->fn(context);
     return NULL;
 }
 
-static inline void hosts_make_host(host_rank *ranks, int lanes)
+static inline void hosts_make_host(host_rank *ranks, int local_size)
 {
     fsdpc_comm_config configs[RANKS_MAX];
     fsdpc_comm *comms[RANKS_MAX];
-    for (int l = 0; l < lanes; l++) {
+    for (int l = 0; l < local_size; l++) {
         configs[l] = ranks[l].config;
         configs[l].rank = l;
-        configs[l].size = lanes;
+        configs[l].size = local_size;
         configs[l].first_rank = ranks[0].context.rank;
     }
-    CHECK_OK(fsdpc_comm_shm_create_threads(configs, lanes, comms));
-    for (int l = 0; l < lanes; l++)
+    CHECK_OK(fsdpc_comm_shm_create_threads(configs, local_size, comms));
+    for (int l = 0; l < local_size; l++)
         ranks[l].host = comms[l];
 }
 
-static inline void hosts_run(int hosts, int lanes, rank_fn fn, const rank_options *options)
+static inline void hosts_run(int hosts, int local_size, rank_fn fn, const rank_options *options)
 {
     static host_rank ranks[RANKS_MAX];
-    int size = hosts * lanes;
+    int size = hosts * local_size;
     memset(ranks, 0, sizeof ranks);
     CHECK(pthread_barrier_init(&hosts_created, NULL, (unsigned)size) == 0);
     for (int r = 0; r < size; r++) {
@@ -83,23 +83,24 @@ static inline void hosts_run(int hosts, int lanes, rank_fn fn, const rank_option
         ranks[r].world = ranks;
         ranks_open(&ranks[r].context, options);
         ranks[r].config = ranks_config(&ranks[r].context, options);
-        CHECK_OK(fsdpc_link_relay_create(r, size, &ranks[r].link));
-        fsdpc_link_relay_retain(ranks[r].link); /* the carriers' share */
+        CHECK_OK(fsdpc_transport_relay_create(r, size, &ranks[r].transport));
+        fsdpc_transport_relay_retain(ranks[r].transport); /* the carriers' share */
     }
     for (int h = 0; h < hosts; h++)
-        hosts_make_host(&ranks[h * lanes], lanes);
+        hosts_make_host(&ranks[h * local_size], local_size);
     for (int r = 0; r < size; r++)
         CHECK(pthread_create(&ranks[r].carrier, NULL, hosts_carry, &ranks[r]) == 0 &&
               pthread_create(&ranks[r].thread, NULL, hosts_rank_main, &ranks[r]) == 0);
     for (int r = 0; r < size; r++)
         pthread_join(ranks[r].thread, NULL);
     for (int r = 0; r < size; r++)
-        ranks_close(&ranks[r].context); /* its link is closed, so its carrier comes to its end */
+        ranks_close(
+            &ranks[r].context); /* its transport is closed, so its carrier comes to its end */
     for (int r = 0; r < size; r++)
         pthread_join(ranks[r].carrier, NULL);
     pthread_barrier_destroy(&hosts_created);
     for (int r = 0; r < size; r++) {
-        fsdpc_link_destroy(ranks[r].link);
+        fsdpc_transport_destroy(ranks[r].transport);
         check_count += ranks[r].context.checks;
         check_failures += ranks[r].context.failures;
     }

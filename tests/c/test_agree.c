@@ -43,10 +43,10 @@ static fsdpc_status drift(rig *r)
     fsdpc_mesh mesh;
     FSDPC_TRY(open_mesh(r, shards, &mesh));
     FSDPC_TRY(backwards(r, 3, &done));
-    fsdpc_piece piece;
-    unsigned char *rows = fsdpc_unit_master(r->units[1], 0, &piece);
+    fsdpc_local_shard local;
+    unsigned char *rows = fsdpc_unit_master(r->units[1], 0, &local);
     if (r->rank == r->world - 1)
-        rows[piece.numel * 4 - 1] ^= 1;
+        rows[local.numel * 4 - 1] ^= 1;
     fsdpc_status status = backwards(r, BACKWARDS, &done);
     r->result[0] = done;
     r->result[1] = status == FSDPC_ERR_MISMATCH && strstr(fsdpc_last_error(), "'w' of unit 'a'");

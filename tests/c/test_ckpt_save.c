@@ -1,4 +1,4 @@
-/* Saves by several ranks, which are threads here: what is written is read back, by other pieces
+/* Saves by several ranks, which are threads here: what is written is read back, by other shards
  * than wrote it; and whichever call fails on whichever rank, all ranks say so and nothing is left.
  *
  * Two tensors in a file each: `a` is fp32 there and in memory and larger than two chunks, `b` is
@@ -106,11 +106,11 @@ static size_t file_item(int t)
 }
 
 /* Rank r of n holds elements [r * numel / n, (r + 1) * numel / n) of each. */
-static fsdpc_ckpt_piece piece_of(int t, int rank, int world, float *all)
+static fsdpc_ckpt_shard local_of(int t, int rank, int world, float *all)
 {
     size_t begin = numels[t] * (size_t)rank / (size_t)world;
     size_t end = numels[t] * (size_t)(rank + 1) / (size_t)world;
-    return (fsdpc_ckpt_piece){.tensor = t,
+    return (fsdpc_ckpt_shard){.tensor = t,
                               .first = begin,
                               .memory_dtype = FSDPC_F32,
                               .data = all + begin,
@@ -120,11 +120,11 @@ static fsdpc_ckpt_piece piece_of(int t, int rank, int world, float *all)
 static fsdpc_status save_here(saver *self)
 {
     fsdpc_st_tensor tensors[TENSORS];
-    fsdpc_ckpt_piece pieces[TENSORS];
+    fsdpc_ckpt_shard shards[TENSORS];
     fsdpc_st_pair other = {"own", own};
     for (int t = 0; t < TENSORS; t++) {
         tensors[t] = tensor_of(t);
-        pieces[t] = piece_of(t, self->rank, self->world, self->values[t]);
+        shards[t] = local_of(t, self->rank, self->world, self->values[t]);
     }
     fsdpc_ckpt_plan plan = {.rank = self->rank,
                             .size = self->world,
@@ -141,9 +141,9 @@ static fsdpc_status save_here(saver *self)
                                        .max_file_bytes = 1,
                                        .others = &other,
                                        .n_others = 1},
-                            .pieces = pieces,
-                            .n_pieces = TENSORS};
-    fsdpc_status status = fsdpc_ckpt_lay_out(&plan.layout, plan.temp, pieces, TENSORS);
+                            .shards = shards,
+                            .n_shards = TENSORS};
+    fsdpc_status status = fsdpc_ckpt_lay_out(&plan.layout, plan.temp, shards, TENSORS);
     if (status == FSDPC_OK)
         status = fsdpc_ckpt_save(&plan);
     fsdpc_ckpt_layout_fini(&plan.layout);
@@ -243,7 +243,7 @@ static void check_files(const place *p, float *const *values)
     CHECK_NOTE(strcmp((char *)manifest + checksum_at, want) == 0, "%s, want %s", manifest, want);
 }
 
-/* Read by `world` ranks' pieces: the values, and contributions that make the whole checksum. */
+/* Read by `world` ranks' shards: the values, and contributions that make the whole checksum. */
 static void check_reading(const place *p, int world, float *const *values)
 {
     fsdpc_ckpt_file files[TENSORS];
@@ -260,13 +260,13 @@ static void check_reading(const place *p, int world, float *const *values)
         found[t] = calloc(numels[t], sizeof *found[t]);
     }
     for (int rank = 0; rank < world; rank++) {
-        fsdpc_ckpt_piece pieces[TENSORS];
+        fsdpc_ckpt_shard shards[TENSORS];
         for (int t = 0; t < TENSORS; t++) {
-            pieces[t] = piece_of(t, rank, world, found[t]);
-            CHECK_OK(fsdpc_ckpt_place(&pieces[t], t, tensor_of(t).dtype, header_bytes[t],
+            shards[t] = local_of(t, rank, world, found[t]);
+            CHECK_OK(fsdpc_ckpt_place(&shards[t], t, tensor_of(t).dtype, header_bytes[t],
                                       header_bytes[t] + numels[t] * file_item(t)));
         }
-        CHECK_OK(fsdpc_ckpt_read(NULL, files, TENSORS, pieces, TENSORS, crcs));
+        CHECK_OK(fsdpc_ckpt_read(NULL, files, TENSORS, shards, TENSORS, crcs));
     }
     fsdpc_ckpt_run wholes[TENSORS];
     for (int t = 0; t < TENSORS; t++) {
@@ -371,16 +371,16 @@ static void test_a_peer_that_is_gone(void)
 
 static void test_pieces_beyond_their_tensor(void)
 {
-    fsdpc_ckpt_piece piece = {.first = 4, .numel = 3, .memory_dtype = FSDPC_F32};
-    CHECK_FAILS(fsdpc_ckpt_place(&piece, 0, fsdpc_st_dtype_find("F32"), 8, 32), FSDPC_ERR_VALUE,
+    fsdpc_ckpt_shard shard = {.first = 4, .numel = 3, .memory_dtype = FSDPC_F32};
+    CHECK_FAILS(fsdpc_ckpt_place(&shard, 0, fsdpc_st_dtype_find("F32"), 8, 32), FSDPC_ERR_VALUE,
                 "3 elements from 4 on are not in a tensor of 6 elements");
-    piece.memory_dtype = FSDPC_U8; /* 3 bytes */
-    CHECK_OK(fsdpc_ckpt_place(&piece, 0, fsdpc_st_dtype_find("F32"), 8, 32));
-    CHECK(piece.offset == 12 && piece.bytes_behind == 17);
+    shard.memory_dtype = FSDPC_U8; /* 3 bytes */
+    CHECK_OK(fsdpc_ckpt_place(&shard, 0, fsdpc_st_dtype_find("F32"), 8, 32));
+    CHECK(shard.offset == 12 && shard.bytes_behind == 17);
 }
 
-/* What a name leads to is not ours to remove: a link in the place of a left-over is refused. */
-static void test_links_are_not_followed(void)
+/* What a name leads to is not ours to remove: a transport in the place of a left-over is refused. */
+static void test_transports_are_not_followed(void)
 {
     place p, other;
     make_place(&p);
@@ -389,7 +389,7 @@ static void test_links_are_not_followed(void)
     CHECK(symlink(other.parent, p.temp) == 0);
     CHECK_FAILS(fsdpc_fs_remove_tree(NULL, p.temp), FSDPC_ERR_OS, "to remove it");
     CHECK(there(other.folder));
-    CHECK_OK(fsdpc_fs_remove_tree(NULL, p.parent)); /* the link itself goes with its folder */
+    CHECK_OK(fsdpc_fs_remove_tree(NULL, p.parent)); /* the transport itself goes with its folder */
     CHECK(!there(p.parent) && there(other.folder));
     remove_place(&other);
 }
@@ -408,7 +408,7 @@ int main(void)
     test_what_is_there_stays();
     test_a_peer_that_is_gone();
     test_pieces_beyond_their_tensor();
-    test_links_are_not_followed();
+    test_transports_are_not_followed();
     test_folders_that_cannot_be_synced();
     return check_report("test_ckpt_save");
 }

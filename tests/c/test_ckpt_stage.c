@@ -1,4 +1,4 @@
-/* Staged pieces are their originals, in the file's dtype, and nothing around them is touched. */
+/* Staged shards are their originals, in the file's dtype, and nothing around them is touched. */
 #include "ckpt/stage.h"
 
 #include "base/mem.h"
@@ -15,31 +15,31 @@ static void test_copies(fsdpc_dtype to)
     float *source = malloc((numels[PIECES - 1] + 1) * sizeof *source);
     for (size_t i = 0; i <= numels[PIECES - 1]; i++)
         source[i] = (float)i * 1.375f - 100.0f;
-    fsdpc_ckpt_piece pieces[PIECES];
+    fsdpc_ckpt_shard shards[PIECES];
     for (size_t i = 0; i < PIECES; i++)
-        pieces[i] = (fsdpc_ckpt_piece){.memory_dtype = FSDPC_F32,
+        shards[i] = (fsdpc_ckpt_shard){.memory_dtype = FSDPC_F32,
                                        .file_dtype = to,
                                        .data = source + i % 2, /* aligned to 4 bytes alone */
                                        .numel = numels[i]};
     size_t bytes;
-    CHECK_OK(fsdpc_ckpt_stage_bytes(pieces, PIECES, &bytes));
+    CHECK_OK(fsdpc_ckpt_stage_bytes(shards, PIECES, &bytes));
     void *memory;
     CHECK_OK(fsdpc_mem_alloc(mem, FSDPC_MEM_OTHER, bytes + FENCE_BYTES, &memory));
     memset(memory, FENCE, bytes + FENCE_BYTES);
-    fsdpc_ckpt_stage(pieces, PIECES, memory);
+    fsdpc_ckpt_stage(shards, PIECES, memory);
     for (size_t i = 0; i < PIECES; i++) {
         const float *from = source + i % 2;
         size_t wrong = 0;
         for (size_t k = 0; k < numels[i]; k++) {
             uint16_t half = fsdpc_f32_to_bf16(from[k]);
             if (to == FSDPC_F32)
-                wrong += ((const float *)pieces[i].data)[k] != from[k];
+                wrong += ((const float *)shards[i].data)[k] != from[k];
             else
-                wrong += ((const uint16_t *)pieces[i].data)[k] != half;
+                wrong += ((const uint16_t *)shards[i].data)[k] != half;
         }
         CHECK_NOTE(wrong == 0, "%zu of %zu elements", wrong, numels[i]);
-        CHECK(pieces[i].memory_dtype == to && (uintptr_t)pieces[i].data % 64 == 0);
-        CHECK((unsigned char *)pieces[i].data + numels[i] * fsdpc_dtype_bytes(to) <=
+        CHECK(shards[i].memory_dtype == to && (uintptr_t)shards[i].data % 64 == 0);
+        CHECK((unsigned char *)shards[i].data + numels[i] * fsdpc_dtype_bytes(to) <=
               (unsigned char *)memory + bytes);
     }
     for (size_t i = 0; i < FENCE_BYTES; i++)
@@ -51,9 +51,9 @@ static void test_copies(fsdpc_dtype to)
 
 static void test_refused(void)
 {
-    fsdpc_ckpt_piece piece = {.memory_dtype = FSDPC_F32, .file_dtype = FSDPC_I32, .numel = 1};
+    fsdpc_ckpt_shard shard = {.memory_dtype = FSDPC_F32, .file_dtype = FSDPC_I32, .numel = 1};
     size_t bytes;
-    CHECK_FAILS(fsdpc_ckpt_stage_bytes(&piece, 1, &bytes), FSDPC_ERR_DTYPE, "cannot be read as");
+    CHECK_FAILS(fsdpc_ckpt_stage_bytes(&shard, 1, &bytes), FSDPC_ERR_DTYPE, "cannot be read as");
 }
 
 int main(void)

@@ -20,22 +20,22 @@ static fsdpc_status add_units(rig *r, bool band_per_param)
     return rig_root(r);
 }
 
-/* Gradients that are the same function of the whole parameter at any world: written as pieces. */
+/* Gradients that are the same function of the whole parameter at any world: written as local shards. */
 static fsdpc_status set_grads(rig *r, size_t poison, float with)
 {
     for (int u = 0; u < 2; u++) {
         rig_own_grads(r->units[u]);
         for (int p = 0; p < N_PARAMS; p++) {
-            fsdpc_piece piece;
+            fsdpc_local_shard local;
             void *grad;
-            FSDPC_TRY(fsdpc_unit_grad(r->units[u], p, false, &piece, &grad));
+            FSDPC_TRY(fsdpc_unit_grad(r->units[u], p, false, &local, &grad));
             if (!grad)
                 continue; /* frozen */
-            for (size_t i = 0; i < piece.numel; i++) {
-                uint64_t seed = (uint64_t)(u * 10 + p) * 100003u + piece.first + i;
+            for (size_t i = 0; i < local.numel; i++) {
+                uint64_t seed = (uint64_t)(u * 10 + p) * 100003u + local.first + i;
                 float x = (float)(rig_random(&seed) >> 40) * 0x1p-24f;
                 ((float *)grad)[i] = ldexpf(x - 0.5f, (int)(rig_random(&seed) % 60) - 30);
-                if (u == 1 && p == 1 && piece.first + i == poison)
+                if (u == 1 && p == 1 && local.first + i == poison)
                     ((float *)grad)[i] = with;
             }
         }
@@ -125,9 +125,9 @@ static fsdpc_status all_norms(rig *r)
     r->units[0]->grads[4] = FSDPC_GRAD_NONE;
     fsdpc_clip_multiply(&r->units[1], 1, 0x1p-16);
     if (r->rank == 1) { /* this rank alone has looked at its gradients */
-        fsdpc_piece piece;
+        fsdpc_local_shard local;
         void *grad;
-        FSDPC_TRY(fsdpc_unit_grad(r->units[1], 0, false, &piece, &grad));
+        FSDPC_TRY(fsdpc_unit_grad(r->units[1], 0, false, &local, &grad));
     }
     for (int k = 0; k < N_POWERS; k++) {
         fsdpc_norm total = {{{0}, 0, 0}}, again = total, norms[2 * N_PARAMS];
@@ -191,11 +191,11 @@ static fsdpc_status two_groups(rig *r)
         fsdpc_unit_options options = rig_options(r, "u");
         options.mesh.shard = u % 2 ? other : r->comm;
         FSDPC_TRY(rig_add(r, &options, &spec, 1));
-        fsdpc_piece piece;
+        fsdpc_local_shard local;
         void *grad;
         rig_own_grads(r->units[u]);
-        FSDPC_TRY(fsdpc_unit_grad(r->units[u], 0, false, &piece, &grad));
-        for (size_t i = 0; i < piece.numel; i++)
+        FSDPC_TRY(fsdpc_unit_grad(r->units[u], 0, false, &local, &grad));
+        for (size_t i = 0; i < local.numel; i++)
             ((float *)grad)[i] = (float)(u + 1);
     }
     fsdpc_norm total = {{{0}, 0, 0}}, norms[4];
@@ -230,11 +230,11 @@ static fsdpc_status on_a_mesh(rig *r)
     FSDPC_TRY(fsdpc_comm_split(r->comm, r->rank / 2, r->rank, &options.mesh.shard));
     FSDPC_TRY(fsdpc_comm_split(r->comm, r->rank % 2, r->rank, &options.mesh.replicate));
     FSDPC_TRY(rig_add(r, &options, &spec, 1));
-    fsdpc_piece piece;
+    fsdpc_local_shard local;
     void *grad;
     rig_own_grads(r->units[0]);
-    FSDPC_TRY(fsdpc_unit_grad(r->units[0], 0, false, &piece, &grad));
-    for (size_t i = 0; i < piece.numel; i++)
+    FSDPC_TRY(fsdpc_unit_grad(r->units[0], 0, false, &local, &grad));
+    for (size_t i = 0; i < local.numel; i++)
         ((float *)grad)[i] = -3;
     FSDPC_TRY(clip_norm(r->units, 1, &r->result[0]));
     if (r->rank % 2 == 0) /* on both replicas, as an all-reduce would have left it */
@@ -291,8 +291,8 @@ static void test_layouts(void)
         fsdpc_exact_sum sum = {0};
         for (int rank = worlds[w] - 1; rank >= 0; rank--) {
             fsdpc_exact_sum mine = {0};
-            fsdpc_piece piece = fsdpc_layout_piece(layout, 0, rank);
-            CHECK_OK(fsdpc_flat_sumsq(grad + piece.first, FSDPC_F32, piece.numel,
+            fsdpc_local_shard local = fsdpc_layout_local_shard(layout, 0, rank);
+            CHECK_OK(fsdpc_flat_sumsq(grad + local.first, FSDPC_F32, local.numel,
                                       layout->params[0].leaf_numel, &mine, &stream));
             fsdpc_exact_sum_normalize(&mine);
             fsdpc_exact_sum_merge(&sum, &mine);
@@ -314,9 +314,9 @@ static void test_scale(void)
     CHECK_OK(rig_open(&r, 1, false));
     CHECK_OK(add_units(&r, false));
     CHECK_OK(set_grads(&r, SIZE_MAX, 0));
-    fsdpc_piece piece;
+    fsdpc_local_shard local;
     void *grad;
-    CHECK_OK(fsdpc_unit_grad(r.units[1], 2, false, &piece, &grad));
+    CHECK_OK(fsdpc_unit_grad(r.units[1], 2, false, &local, &grad));
     float before = ((float *)grad)[5];
     double norm, again;
     CHECK_OK(clip_norm(r.units, 2, &norm));

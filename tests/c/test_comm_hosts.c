@@ -1,10 +1,10 @@
-/* Several hosts: the collectives that one host has, gathers over a link, bytes counted, errors. */
+/* Several hosts: the collectives that one host has, gathers over a transport, bytes counted, errors. */
 #include "comm_suite.h"
 
 #include "hosts_ranks.h"
 
 static const struct shape {
-    int hosts, lanes;
+    int hosts, local_size;
 } shapes[] = {{2, 1}, {2, 2}, {4, 1}, {3, 2}, {2, 3}};
 
 static void collectives(rank_context *self)
@@ -42,7 +42,7 @@ static void gather(rank_context *self, fsdpc_param_buffer *param_buffer, const f
 
 static uint64_t sent_of(const rank_context *self)
 {
-    return ((const host_rank *)(const void *)self)->link->sent_bytes;
+    return ((const host_rank *)(const void *)self)->transport->sent_bytes;
 }
 
 /* Memory of operations on their way. */
@@ -357,7 +357,7 @@ int main(void)
 {
     rank_options options = {.async = false};
     for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++) {
-        ranks_of_host = shapes[s].lanes;
+        ranks_of_host = shapes[s].local_size;
         hosts_run(shapes[s].hosts, ranks_of_host, collectives, &options);
         hosts_run(shapes[s].hosts, ranks_of_host, epochs, &options);
         hosts_run(shapes[s].hosts, ranks_of_host, held_and_changed, &options);

@@ -108,7 +108,7 @@ static void test_bits(rig *r)
 }
 
 /* Steps `numel` elements in pieces of random length; pieces of all when `cuts` is false. */
-static void step_in_pieces(rig *r, const fsdpc_step_args *whole, bool cuts)
+static void step_in_parts(rig *r, const fsdpc_step_args *whole, bool cuts)
 {
     uint64_t random = whole->numel;
     for (size_t at = 0, take; at < whole->numel; at += take) {
@@ -143,7 +143,7 @@ static void test_dtypes(rig *r, rig *portable, size_t numel)
                 args.copy_in = kind >= 16 ? NULL : s[k].copy_in, args.copy_in_dtype = copy_in;
                 args.kind = kind % 3 ? FSDPC_OPTIM_ADAMW : FSDPC_OPTIM_ADAM;
                 args.grad_scale = 0.25f;
-                step_in_pieces(k ? portable : r, &args, !k);
+                step_in_parts(k ? portable : r, &args, !k);
             }
         size_t param_bytes = numel * fsdpc_dtype_bytes(param);
         CHECK_NOTE(memcmp(s[0].param, s[1].param, param_bytes) == 0, "kind %d, %zu", kind, numel);

@@ -129,7 +129,7 @@ static void test_against_f64(rig *r, const optimizer *o, fsdpc_dtype dtype)
 
 /* -- cuts, paths, dtypes ----------------------------------------------------------------------- */
 
-static void step_in_pieces(rig *r, const fsdpc_step_args *whole, bool cuts)
+static void step_in_parts(rig *r, const fsdpc_step_args *whole, bool cuts)
 {
     uint64_t random = whole->numel;
     for (size_t at = 0, take; at < whole->numel; at += take) {
@@ -165,7 +165,7 @@ static void check_same(rig *r, rig *portable, const optimizer *o, dtypes d, size
             args.copy_in = d.copy_in < 0 ? NULL : s[k].copy_in;
             args.copy_in_dtype = d.copy_in < 0 ? FSDPC_F32 : (fsdpc_dtype)d.copy_in;
             args.grad_scale = 0.25f, args.first = 3;
-            step_in_pieces(k ? portable : r, &args, !k);
+            step_in_parts(k ? portable : r, &args, !k);
         }
     }
     bool same = memcmp(s[0].param, s[1].param, numel * fsdpc_dtype_bytes(d.param)) == 0;

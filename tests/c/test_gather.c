@@ -124,8 +124,8 @@ static void test_compare(void)
     CHECK_OK(fsdpc_gather_copy_in(unit));
     CHECK(equal_to_param_buffer(unit));
     for (int p = 0; p < 3; p++) { /* one bit of any parameter */
-        fsdpc_piece piece;
-        void *master = fsdpc_unit_master(unit, p, &piece);
+        fsdpc_local_shard local;
+        void *master = fsdpc_unit_master(unit, p, &local);
         uint32_t keep;
         memcpy(&keep, master, 4);
         memset(master, 0x55, 4);
@@ -148,8 +148,8 @@ static void test_looking(void)
     CHECK_OK(rig_root(&r));
     CHECK_OK(rig_forward(&r, false));
     fsdpc_unit *unit = r.units[1];
-    fsdpc_piece piece;
-    float *master = fsdpc_unit_master(unit, 0, &piece);
+    fsdpc_local_shard local;
+    float *master = fsdpc_unit_master(unit, 0, &local);
     master[0] += 1;
     unit->foreign = false;
     CHECK_OK(rig_forward(&r, false));

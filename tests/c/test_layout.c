@@ -51,32 +51,32 @@ static void check_place(const fsdpc_layout *layout, int param, const char *what)
                "%s: leaf %zu of a row of %zu may be cut", what, place->leaf_numel, row);
 }
 
-/* Every element has one owner; pieces are runs of whole rows, in rank order. */
-static void check_pieces(const fsdpc_layout *layout, int param, const char *what)
+/* Every element has one owner; local shards are runs of whole rows, in rank order. */
+static void check_local_shards(const fsdpc_layout *layout, int param, const char *what)
 {
     const fsdpc_place *place = &layout->params[param];
     const fsdpc_slice *band = band_of(layout, param);
     size_t next = 0;
     for (int rank = 0; rank < layout->ranks; rank++) {
-        fsdpc_piece piece = fsdpc_layout_piece(layout, param, rank);
-        CHECK_NOTE(piece.first <= place->numel, "%s", what);
-        if (piece.numel == 0)
+        fsdpc_local_shard local = fsdpc_layout_local_shard(layout, param, rank);
+        CHECK_NOTE(local.first <= place->numel, "%s", what);
+        if (local.numel == 0)
             continue;
-        CHECK_NOTE(piece.first == next, "%s: rank %d begins at %zu, not %zu", what, rank,
-                   piece.first, next);
-        next = piece.first + piece.numel;
+        CHECK_NOTE(local.first == next, "%s: rank %d begins at %zu, not %zu", what, rank,
+                   local.first, next);
+        next = local.first + local.numel;
         if (band->owner < 0) {
-            CHECK_NOTE(piece.first % place->row_numel == 0, "%s: cut inside a row", what);
-            CHECK_NOTE(piece.numel % place->row_numel == 0 || next == place->numel,
+            CHECK_NOTE(local.first % place->row_numel == 0, "%s: cut inside a row", what);
+            CHECK_NOTE(local.numel % place->row_numel == 0 || next == place->numel,
                        "%s: cut inside a row", what);
         } else {
-            CHECK_NOTE(rank == band->owner && piece.numel == place->numel, "%s", what);
+            CHECK_NOTE(rank == band->owner && local.numel == place->numel, "%s", what);
         }
-        CHECK_NOTE(piece.shard_offset >= band->shard_offset &&
-                       piece.shard_offset + piece.numel <= band->shard_offset + band->numel,
+        CHECK_NOTE(local.shard_offset >= band->shard_offset &&
+                       local.shard_offset + local.numel <= band->shard_offset + band->numel,
                    "%s: rank %d's piece leaves its slice", what, rank);
-        CHECK_NOTE(fsdpc_slice_unsharded(band, rank, piece.shard_offset) ==
-                       place->unsharded_offset + piece.first,
+        CHECK_NOTE(fsdpc_slice_unsharded(band, rank, local.shard_offset) ==
+                       place->unsharded_offset + local.first,
                    "%s: rank %d's shard and full disagree", what, rank);
     }
     CHECK_NOTE(next == place->numel, "%s: %zu of %zu elements are owned", what, next, place->numel);
@@ -154,10 +154,10 @@ static void check_chunks(const fsdpc_layout *layout, int param, const char *what
     for (int rank = 0; row > 0 && rank < layout->ranks; rank++) {
         size_t begin = (size_t)rank * chunk, end = begin + chunk;
         begin = begin < rows ? begin : rows, end = end < rows ? end : rows;
-        fsdpc_piece piece = fsdpc_layout_piece(layout, param, rank);
-        CHECK_NOTE(piece.first == begin * row && piece.numel == (end - begin) * row,
+        fsdpc_local_shard local = fsdpc_layout_local_shard(layout, param, rank);
+        CHECK_NOTE(local.first == begin * row && local.numel == (end - begin) * row,
                    "%s: rank %d has %zu elements from %zu of %zu rows of %zu", what, rank,
-                   piece.numel, piece.first, rows, row);
+                   local.numel, local.first, rows, row);
     }
 }
 
@@ -171,7 +171,7 @@ static void check_layout(const fsdpc_param_spec *specs, int n, int ranks,
     int next_owner = options->first_owner % ranks;
     for (int i = 0; i < n; i++) {
         check_place(layout, i, what);
-        check_pieces(layout, i, what);
+        check_local_shards(layout, i, what);
         CHECK_NOTE((band_of(layout, i)->owner >= 0) == specs[i].whole, "%s", what);
         if (options->band_per_param && !specs[i].whole)
             check_chunks(layout, i, what);
@@ -228,10 +228,10 @@ static void test_small(void)
     fsdpc_layout *layout;
     CHECK_OK(fsdpc_layout_create(&scalar, 1, 4, &plain, &layout));
     CHECK(layout->params[0].numel == 1);
-    CHECK(fsdpc_layout_piece(layout, 0, 0).numel == 1);
+    CHECK(fsdpc_layout_local_shard(layout, 0, 0).numel == 1);
     for (int rank = 1; rank < 4; rank++)
-        CHECK(fsdpc_layout_piece(layout, 0, rank).numel == 0 &&
-              fsdpc_layout_piece(layout, 0, rank).first == 1);
+        CHECK(fsdpc_layout_local_shard(layout, 0, rank).numel == 0 &&
+              fsdpc_layout_local_shard(layout, 0, rank).first == 1);
     fsdpc_layout_destroy(layout);
 
     fsdpc_param_spec empty[] = {rig_spec("rows", FSDPC_F32, 2, 0, 7, 0),
@@ -240,7 +240,7 @@ static void test_small(void)
     CHECK_OK(fsdpc_layout_create(empty, 3, 3, &plain, &layout));
     CHECK(layout->real_numel == 3);
     for (int rank = 0; rank < 3; rank++)
-        CHECK(fsdpc_layout_piece(layout, 2, rank).numel == 1);
+        CHECK(fsdpc_layout_local_shard(layout, 2, rank).numel == 1);
     fsdpc_layout_destroy(layout);
 
     CHECK_OK(fsdpc_layout_create(NULL, 0, 3, &plain, &layout));
@@ -249,9 +249,9 @@ static void test_small(void)
 
     fsdpc_param_spec uneven = rig_spec("w", FSDPC_F32, 2, 7, 10, 0);
     CHECK_OK(fsdpc_layout_create(&uneven, 1, 3, &plain, &layout)); /* 3 + 3 + 1 rows */
-    CHECK(fsdpc_layout_piece(layout, 0, 0).numel == 30);
-    CHECK(fsdpc_layout_piece(layout, 0, 1).first == 30);
-    CHECK(fsdpc_layout_piece(layout, 0, 2).numel == 10);
+    CHECK(fsdpc_layout_local_shard(layout, 0, 0).numel == 30);
+    CHECK(fsdpc_layout_local_shard(layout, 0, 1).first == 30);
+    CHECK(fsdpc_layout_local_shard(layout, 0, 2).numel == 10);
     fsdpc_layout_destroy(layout);
 }
 
@@ -372,9 +372,9 @@ static void test_one_dimension(void)
     CHECK(band_of(layout, 3)->numel == 50); /* 198 rows */
     const size_t a[] = {10, 0, 0, 0}, column[] = {0, 7, 0, 0}, b[] = {0, 0, 22, 48};
     for (int rank = 0; rank < 4; rank++) {
-        CHECK(fsdpc_layout_piece(layout, 1, rank).numel == a[rank]);
-        CHECK(fsdpc_layout_piece(layout, 2, rank).numel == column[rank]);
-        CHECK(fsdpc_layout_piece(layout, 3, rank).numel == b[rank]);
+        CHECK(fsdpc_layout_local_shard(layout, 1, rank).numel == a[rank]);
+        CHECK(fsdpc_layout_local_shard(layout, 2, rank).numel == column[rank]);
+        CHECK(fsdpc_layout_local_shard(layout, 3, rank).numel == b[rank]);
     }
     fsdpc_layout_destroy(layout);
 }
@@ -392,7 +392,7 @@ static void test_band_per_param(void)
     CHECK(layout->params[2].row_numel == (size_t)28672 * 4096);
     for (int param = 0; param < 2; param++)
         for (int rank = 0; rank < 3; rank++)
-            CHECK(fsdpc_layout_piece(layout, param, rank).numel == (rank < 2 ? 4 : 2));
+            CHECK(fsdpc_layout_local_shard(layout, param, rank).numel == (rank < 2 ? 4 : 2));
     CHECK(band_of(layout, 3)->owner == 0);
     fsdpc_layout_destroy(layout);
 }

@@ -152,15 +152,15 @@ static double average(int world, int step, int param, size_t i)
     return sum / world;
 }
 
-/* Compares this rank's pieces: result[0] parameters, [1] parameter buffer, [2] states, [3] step counts. */
+/* Compares this rank's local shards: result[0] parameters, [1] parameter buffer, [2] states, [3] step counts. */
 static fsdpc_status compare(rig *r, const scene *s, fsdpc_optim *optim, int steps)
 {
     fsdpc_unit *unit = r->units[0];
     for (int p = 0; p < N_PARAMS; p++) {
-        fsdpc_piece piece;
+        fsdpc_local_shard local;
         int64_t count = 0, expect = 0;
         fsdpc_optim_view views[2] = {{.data = NULL}, {.data = NULL}};
-        const void *master = fsdpc_unit_master(unit, p, &piece);
+        const void *master = fsdpc_unit_master(unit, p, &local);
         const void *unsharded = fsdpc_unit_unsharded(unit, p);
         int n_states = p == 4 ? 0 : fsdpc_optim_states(s->kind, &hypers[groups[p]]);
         if (p != 4) {
@@ -173,20 +173,20 @@ static fsdpc_status compare(rig *r, const scene *s, fsdpc_optim *optim, int step
                 expect += steps_in(p, step);
             r->result[3] += count != expect;
         }
-        for (size_t i = 0; i < piece.numel; i++) {
-            element e = {.p = start_of(p, piece.first + i)};
+        for (size_t i = 0; i < local.numel; i++) {
+            element e = {.p = start_of(p, local.first + i)};
             for (int step = 0; step < steps; step++) {
                 if (!steps_in(p, step))
                     continue;
-                plain_step(&e, average(r->world, step, p, piece.first + i) * 0.5,
+                plain_step(&e, average(r->world, step, p, local.first + i) * 0.5,
                            &hypers[groups[p]], s->kind);
                 e.p = s->master == FSDPC_F32 ? e.p : rounded(e.p, s->master);
             }
             double now = read_as(master, s->master, i);
             r->result[0] += !(fabs(now - e.p) <= tolerance(s) * (1 + fabs(e.p)));
             if (p == 4)
-                r->result[0] += now != start_of(p, piece.first + i);
-            r->result[1] += read_as(unsharded, s->param_buffer, piece.first + i) !=
+                r->result[0] += now != start_of(p, local.first + i);
+            r->result[1] += read_as(unsharded, s->param_buffer, local.first + i) !=
                             rounded(now, s->param_buffer);
             const double plain[2] = {e.m, e.v};
             for (int k = 0; k < n_states; k++) {
@@ -316,9 +316,9 @@ static fsdpc_status carry_states(rig *r)
             FSDPC_TRY(fsdpc_optim_write(other, r->units[0], p, k, unsharded, FSDPC_F32));
             FSDPC_TRY(fsdpc_optim_state(optim, r->units[0], p, k, false, &from));
             FSDPC_TRY(fsdpc_optim_state(other, r->units[0], p, k, true, &to));
-            size_t bytes = from.piece.numel * sizeof(float);
+            size_t bytes = from.local.numel * sizeof(float);
             r->result[0] += from.data == to.data || memcmp(from.data, to.data, bytes) != 0;
-            r->result[1] += bytes > 0 && memcmp(unsharded + from.piece.first, to.data, bytes) != 0;
+            r->result[1] += bytes > 0 && memcmp(unsharded + from.local.first, to.data, bytes) != 0;
             for (size_t i = 0; i < r->units[0]->layout->params[p].numel; i++) {
                 element e = {.p = start_of(p, i)};
                 plain_step(&e, average(r->world, 0, p, i), &hypers[groups[p]], s->kind);
@@ -331,7 +331,7 @@ static fsdpc_status carry_states(rig *r)
     FSDPC_TRY(fsdpc_optim_set_step_count(other, r->units[0], 1, 0));
     fsdpc_optim_view view;
     FSDPC_TRY(fsdpc_optim_state(other, r->units[0], 1, 0, false, &view));
-    for (size_t i = 0; i < view.piece.numel; i++)
+    for (size_t i = 0; i < view.local.numel; i++)
         r->result[3] += ((const float *)view.data)[i] != 0;
     fsdpc_optim_destroy(optim);
     fsdpc_optim_destroy(other);

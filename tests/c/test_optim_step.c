@@ -67,7 +67,7 @@ static fsdpc_status look(rig *r, fsdpc_optim *optim, uint64_t dice)
 {
     fsdpc_unit *unit = r->units[dice / 16 % UNITS];
     fsdpc_optim_view view;
-    fsdpc_piece piece;
+    fsdpc_local_shard local;
     void *grad;
     switch ((dice + (uint64_t)r->rank) % 6) {
     case 0:
@@ -75,7 +75,7 @@ static fsdpc_status look(rig *r, fsdpc_optim *optim, uint64_t dice)
     case 1:
         return fsdpc_optim_state(optim, unit, 0, 1, false, &view);
     case 2:
-        return fsdpc_unit_grad(unit, 0, false, &piece, &grad);
+        return fsdpc_unit_grad(unit, 0, false, &local, &grad);
     default:
         return FSDPC_OK;
     }
@@ -89,16 +89,16 @@ static fsdpc_status digest(rig *r, fsdpc_optim *optim)
         FSDPC_TRY(fsdpc_unshard_begin(unit));
         FSDPC_TRY(fsdpc_unshard_wait(unit));
         for (int p = 0; p < 2; p++) {
-            fsdpc_piece piece;
+            fsdpc_local_shard local;
             fsdpc_optim_view view;
             size_t numel = unit->layout->params[p].numel;
             unsharded =
                 fsdpc_crc32c(unsharded, fsdpc_unit_unsharded(unit, p), numel * sizeof(float));
             FSDPC_TRY(fsdpc_unit_check_master(unit, p));
-            const void *master = fsdpc_unit_master(unit, p, &piece);
-            masters = fsdpc_crc32c(masters, master, piece.numel * sizeof(float));
+            const void *master = fsdpc_unit_master(unit, p, &local);
+            masters = fsdpc_crc32c(masters, master, local.numel * sizeof(float));
             FSDPC_TRY(fsdpc_optim_state(optim, unit, p, 1, false, &view));
-            states = fsdpc_crc32c(states, view.data, piece.numel * sizeof(float));
+            states = fsdpc_crc32c(states, view.data, local.numel * sizeof(float));
         }
         FSDPC_TRY(fsdpc_reshard(unit));
     }

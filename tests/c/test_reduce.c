@@ -66,10 +66,10 @@ static void test_own_buffer(void)
                 CHECK(r.units[u]->buffer && r.units[u]->buffer != r.units[v]->buffer);
         CHECK_OK(fsdpc_backward_end(r.root));
         for (int u = 1; u < 5; u++) {
-            fsdpc_piece piece;
+            fsdpc_local_shard local;
             void *grad;
-            CHECK_OK(fsdpc_unit_grad(r.units[u], 0, false, &piece, &grad));
-            CHECK(*(float *)grad == rig_gradient(0, 0, u, 0, piece.first));
+            CHECK_OK(fsdpc_unit_grad(r.units[u], 0, false, &local, &grad));
+            CHECK(*(float *)grad == rig_gradient(0, 0, u, 0, local.first));
         }
     }
     rig_close(&r);
@@ -79,9 +79,9 @@ static void test_own_buffer(void)
 
 static float grad_at(rig *r, int unit, int param)
 {
-    fsdpc_piece piece;
+    fsdpc_local_shard local;
     void *grad = NULL;
-    CHECK_OK(fsdpc_unit_grad(r->units[unit], param, false, &piece, &grad));
+    CHECK_OK(fsdpc_unit_grad(r->units[unit], param, false, &local, &grad));
     return grad ? *(float *)grad : -1e30f;
 }
 
@@ -176,13 +176,13 @@ static fsdpc_status uneven_steps(rig *r)
     r->step--;
     for (int u = 0; u < 6; u++) {
         for (int p = 0; p < 3; p++) {
-            fsdpc_piece piece;
+            fsdpc_local_shard local;
             void *grad;
-            FSDPC_TRY(fsdpc_unit_grad(r->units[u], p, false, &piece, &grad));
-            for (size_t i = 0; i < piece.numel; i++) {
+            FSDPC_TRY(fsdpc_unit_grad(r->units[u], p, false, &local, &grad));
+            for (size_t i = 0; i < local.numel; i++) {
                 float expect = 0; /* exact in any order */
                 for (int q = 0; q < r->world; q++)
-                    expect += rig_gradient(q, r->step, u, p, piece.first + i);
+                    expect += rig_gradient(q, r->step, u, p, local.first + i);
                 float scale = (float)(1.0 / r->world);
                 r->result[0] += ((const float *)grad)[i] != expect * scale;
                 r->result[1] += 1;
@@ -294,9 +294,9 @@ static void test_bf16(void)
     CHECK_OK(rig_add(&r, &options, &spec, 1));
     CHECK_OK(rig_root(&r));
     CHECK_OK(rig_step(&r));
-    fsdpc_piece piece;
+    fsdpc_local_shard local;
     void *grad;
-    CHECK_OK(fsdpc_unit_grad(r.units[0], 0, false, &piece, &grad));
+    CHECK_OK(fsdpc_unit_grad(r.units[0], 0, false, &local, &grad));
     for (size_t i = 0; i < 64; i++)
         CHECK(((float *)grad)[i] ==
               fsdpc_bf16_to_f32(fsdpc_f32_to_bf16(rig_gradient(0, 0, 0, 0, i))));
@@ -361,11 +361,11 @@ static void test_leaving_shard(void)
     CHECK(fsdpc_fill_is_in_shard(unit));
     CHECK_OK(fsdpc_unit_take_begin(unit));
     CHECK(unit->buffer && !fsdpc_fill_is_in_shard(unit));
-    fsdpc_piece piece;
+    fsdpc_local_shard local;
     for (int p = 0; p < unit->layout->n_params; p++) {
         CHECK_OK(fsdpc_unit_take_grad(unit, p, p == 0));
-        float *rows = fsdpc_unit_grad_rows(unit, p, &piece);
-        for (size_t i = 0; i < piece.numel; i++)
+        float *rows = fsdpc_unit_grad_rows(unit, p, &local);
+        for (size_t i = 0; i < local.numel; i++)
             rows[i] = 0.5f;
     }
     CHECK_OK(fsdpc_post_backward(unit));

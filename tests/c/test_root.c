@@ -12,8 +12,8 @@ static int copied_in(const rig *r)
 /* The first element of this rank's own rows of unit u's first parameter. */
 static float *own_row(rig *r, int u)
 {
-    fsdpc_piece piece;
-    return fsdpc_unit_master(r->units[u], 0, &piece);
+    fsdpc_local_shard local;
+    return fsdpc_unit_master(r->units[u], 0, &local);
 }
 
 /* ---- publish only when changed ---- */
@@ -38,7 +38,7 @@ static fsdpc_status epochs(rig *r)
     if (r->rank == r->world - 1)
         own_row(r, 1)[0] = 77;
     FSDPC_TRY(fsdpc_pre_forward(r->units[1], false));
-    fsdpc_piece last = fsdpc_layout_piece(r->units[1]->layout, 0, r->world - 1);
+    fsdpc_local_shard last = fsdpc_layout_local_shard(r->units[1]->layout, 0, r->world - 1);
     r->result[5] = ((const float *)fsdpc_unit_unsharded(r->units[1], 0))[last.first];
     FSDPC_TRY(fsdpc_post_forward(r->units[1]));
     r->result[6] = copied_in(r);
@@ -238,17 +238,17 @@ static fsdpc_status reset_of_one(rig *r)
         r->units[u]->settings.requires_sync = true;
     FSDPC_TRY(rig_step(r));
     for (int u = 0; u < 5; u++) {
-        fsdpc_piece piece;
+        fsdpc_local_shard local;
         void *grad;
-        FSDPC_TRY(fsdpc_unit_grad(r->units[u], 2, false, &piece, &grad));
+        FSDPC_TRY(fsdpc_unit_grad(r->units[u], 2, false, &local, &grad));
         float expect = 0;
         for (int step = *in_backward ? 2 : 1; step <= 2; step++)
             for (int q = 0; q < r->world; q++)
-                expect += rig_gradient(q, step, u, 2, piece.first);
-        r->result[0] += piece.numel > 0 && *(float *)grad != expect / (float)r->world;
+                expect += rig_gradient(q, step, u, 2, local.first);
+        r->result[0] += local.numel > 0 && *(float *)grad != expect / (float)r->world;
     }
     FSDPC_TRY(rig_step(r));
-    r->result[1] = r->root->record.following;
+    r->result[1] = r->root->exec_order.following;
     return FSDPC_OK;
 }
 

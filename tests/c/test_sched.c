@@ -86,7 +86,7 @@ static void test_prefetch(void)
     for (int step = 0; step < 2; step++) {
         fsdpc_trace_reset(r.trace);
         CHECK_OK(rig_step(&r));
-        CHECK(r.root->record.following && r.root->record.complete);
+        CHECK(r.root->exec_order.following && r.root->exec_order.complete);
         for (int u = 1; u < 4; u++) {
             int ahead = rig_find(&r, FSDPC_TRACE_GATHER, u + 1, 0);
             CHECK(ahead >= 0 && ahead < rig_find(&r, FSDPC_TRACE_FORWARD, u, 0));
@@ -150,10 +150,10 @@ static void test_departing(void)
         fsdpc_trace_reset(r.trace);
         CHECK_OK(step_of(&r, steps[s].order, steps[s].n));
         bool same = s > 0 && steps[s].order == steps[s - 1].order;
-        CHECK_NOTE(r.root->record.following == same, "step %zu", s);
-        CHECK(r.root->record.complete);
-        CHECK_NOTE(r.root->record.length == 2 * (size_t)steps[s].n + 2, "step %zu: %zu", s,
-                   r.root->record.length);
+        CHECK_NOTE(r.root->exec_order.following == same, "step %zu", s);
+        CHECK(r.root->exec_order.complete);
+        CHECK_NOTE(r.root->exec_order.length == 2 * (size_t)steps[s].n + 2, "step %zu: %zu", s,
+                   r.root->exec_order.length);
         CHECK(rig_count(&r, FSDPC_TRACE_REDUCE, -1, -1) == steps[s].n + 1);
         if (same) { /* nothing was gathered in vain */
             CHECK(rig_count(&r, FSDPC_TRACE_GATHER, -1, 0) == steps[s].n + 1);
@@ -180,8 +180,8 @@ static void test_rank_dependent(void)
         int n = orders[s][1] == 2 ? 2 : 1;
         fsdpc_trace_reset(r.trace);
         CHECK_OK(step_of(&r, orders[s], n));
-        CHECK_NOTE(r.root->record.following == (s > 0), "step %zu", s);
-        CHECK(r.root->record.length == 4); /* unit 2 is not in it */
+        CHECK_NOTE(r.root->exec_order.following == (s > 0), "step %zu", s);
+        CHECK(r.root->exec_order.length == 4); /* unit 2 is not in it */
         CHECK(rig_count(&r, FSDPC_TRACE_FORWARD, 2, 0) == n - 1);
         CHECK(rig_count(&r, FSDPC_TRACE_GATHER, 2, 0) == 1);
         CHECK(rig_count(&r, FSDPC_TRACE_GATHER, 2, 1) == 0);
@@ -211,7 +211,7 @@ static void test_shortening(void)
     }
     CHECK_OK(rig_step(&r));
     CHECK_OK(rig_step(&r));
-    CHECK(r.root->record.following && r.root->record.length == 6);
+    CHECK(r.root->exec_order.following && r.root->exec_order.length == 6);
     rig_close(&r);
 }
 
@@ -231,19 +231,19 @@ static void test_unit_twice(void)
         CHECK(rig_count(&r, FSDPC_TRACE_REDUCE, 1, -1) == 2);
         CHECK(rig_count(&r, FSDPC_TRACE_REDUCE, 2, -1) == 1);
         for (int u = 1; u < 3; u++) { /* null peers give what we give; two uses add */
-            fsdpc_piece piece;
+            fsdpc_local_shard local;
             void *grad;
-            CHECK_OK(fsdpc_unit_grad(r.units[u], 0, false, &piece, &grad));
-            float expect = rig_gradient(0, 0, u, 0, piece.first) * (u == 1 ? 2 : 1);
+            CHECK_OK(fsdpc_unit_grad(r.units[u], 0, false, &local, &grad));
+            float expect = rig_gradient(0, 0, u, 0, local.first) * (u == 1 ? 2 : 1);
             CHECK_NOTE(*(float *)grad == expect, "%g %g", *(float *)grad, expect);
         }
     }
-    CHECK(r.root->record.following);
+    CHECK(r.root->exec_order.following);
     /* twice in a row, both FULL at once, one backward each */
     const int in_a_row[] = {2, 1, 1};
     CHECK_OK(step_of(&r, in_a_row, 3));
     CHECK_OK(step_of(&r, in_a_row, 3));
-    CHECK(r.root->record.following);
+    CHECK(r.root->exec_order.following);
     rig_close(&r);
 }
 
@@ -265,12 +265,12 @@ static void test_orders(void)
         r.seen = first;
         CHECK_OK(rig_backward(&r));
         for (int u = 0; u < 3; u++) {
-            fsdpc_piece piece;
+            fsdpc_local_shard local;
             void *grad;
-            CHECK_OK(fsdpc_unit_grad(r.units[u], 1, false, &piece, &grad));
-            CHECK(*(float *)grad == 2 * rig_gradient(0, 0, u, 1, piece.first));
+            CHECK_OK(fsdpc_unit_grad(r.units[u], 1, false, &local, &grad));
+            CHECK(*(float *)grad == 2 * rig_gradient(0, 0, u, 1, local.first));
         }
-        CHECK(r.root->record.following == (step > 0));
+        CHECK(r.root->exec_order.following == (step > 0));
     }
     CHECK_OK(rig_forward(&r, true));
     CHECK_OK(rig_forward(&r, true));
@@ -280,7 +280,7 @@ static void test_orders(void)
     CHECK_OK(rig_backward(&r));
     CHECK_OK(rig_step(&r));
     CHECK_OK(rig_step(&r));
-    CHECK(r.root->record.following);
+    CHECK(r.root->exec_order.following);
     rig_close(&r);
 }
 
@@ -305,7 +305,7 @@ static void test_recompute(void)
         CHECK(rig_count(&r, FSDPC_TRACE_GATHER, -1, 1) == 2);
         CHECK(rig_count(&r, FSDPC_TRACE_REDUCE, -1, -1) == 3);
     }
-    CHECK(r.root->record.following);
+    CHECK(r.root->exec_order.following);
     rig_close(&r);
 }
 
@@ -343,13 +343,13 @@ static void test_reset(void)
     r.step = 7;
     CHECK_OK(rig_step(&r));
     for (int u = 0; u < 4; u++) { /* nothing of the broken step is left */
-        fsdpc_piece piece;
+        fsdpc_local_shard local;
         void *grad;
-        CHECK_OK(fsdpc_unit_grad(r.units[u], 0, false, &piece, &grad));
-        CHECK(grad && *(float *)grad == rig_gradient(0, 7, u, 0, piece.first));
+        CHECK_OK(fsdpc_unit_grad(r.units[u], 0, false, &local, &grad));
+        CHECK(grad && *(float *)grad == rig_gradient(0, 7, u, 0, local.first));
     }
     CHECK_OK(rig_step(&r));
-    CHECK(r.root->record.following);
+    CHECK(r.root->exec_order.following);
     rig_close(&r);
 }
 
@@ -475,12 +475,12 @@ static void test_late_gradients(void)
         CHECK_OK(fsdpc_backward_end(r.root));
         CHECK(rig_count(&r, FSDPC_TRACE_REDUCE, 2, -1) == 2);
         CHECK(!r.units[2]->buffer && r.units[2]->reduction == FSDPC_REDUCTION_NONE);
-        fsdpc_piece piece;
+        fsdpc_local_shard local;
         void *grad;
-        CHECK_OK(fsdpc_unit_grad(r.units[2], 1, false, &piece, &grad));
-        CHECK(*(float *)grad == 2 * rig_gradient(0, 0, 2, 1, piece.first));
-        CHECK_OK(fsdpc_unit_grad(r.units[2], 0, false, &piece, &grad));
-        CHECK(*(float *)grad == rig_gradient(0, 0, 2, 0, piece.first));
+        CHECK_OK(fsdpc_unit_grad(r.units[2], 1, false, &local, &grad));
+        CHECK(*(float *)grad == 2 * rig_gradient(0, 0, 2, 1, local.first));
+        CHECK_OK(fsdpc_unit_grad(r.units[2], 0, false, &local, &grad));
+        CHECK(*(float *)grad == rig_gradient(0, 0, 2, 0, local.first));
     }
     rig_close(&r);
 }

@@ -1,4 +1,4 @@
-/* A unit's private memory: masters by piece, initial values, whole values, gradients on request. */
+/* A unit's private memory: masters by local shard, initial values, whole values, gradients on request. */
 #include "engine_fixture.h"
 
 static float value_of(size_t i)
@@ -6,7 +6,7 @@ static float value_of(size_t i)
     return (float)i * 0.25f - 3;
 }
 
-/* Every rank's view on one process: piece by piece what was written. */
+/* Every rank's view on one process: local shard by local shard what was written. */
 static void test_write(fsdpc_dtype master, fsdpc_dtype given)
 {
     for (int rank = 0; rank < 3; rank++) {
@@ -28,12 +28,12 @@ static void test_write(fsdpc_dtype master, fsdpc_dtype given)
         for (int p = 0; p < 2; p++) {
             const void *unsharded = given == FSDPC_F32 ? (const void *)f32 : bf16;
             CHECK_OK(fsdpc_unit_write(r.units[0], p, unsharded, given));
-            fsdpc_piece piece;
-            const void *mine = fsdpc_unit_master(r.units[0], p, &piece);
-            for (size_t i = 0; i < piece.numel; i++) {
+            fsdpc_local_shard local;
+            const void *mine = fsdpc_unit_master(r.units[0], p, &local);
+            for (size_t i = 0; i < local.numel; i++) {
                 float got = master == FSDPC_F32 ? ((const float *)mine)[i]
                                                 : fsdpc_bf16_to_f32(((const uint16_t *)mine)[i]);
-                CHECK(got == value_of(piece.first + i));
+                CHECK(got == value_of(local.first + i));
             }
         }
         CHECK(r.units[0]->dirty);
@@ -116,9 +116,9 @@ static void test_grad(void)
     rig r;
     CHECK_OK(rig_open(&r, 2, false));
     CHECK_OK(rig_add_units(&r, 2, false));
-    fsdpc_piece piece;
+    fsdpc_local_shard local;
     void *grad = &r;
-    CHECK_OK(fsdpc_unit_grad(r.units[1], 0, false, &piece, &grad));
+    CHECK_OK(fsdpc_unit_grad(r.units[1], 0, false, &local, &grad));
     CHECK(grad == NULL);
     CHECK(fsdpc_unit_unsharded(r.units[1], 0) == NULL);
     CHECK_FAILS(fsdpc_unit_check_unsharded(r.units[1], 2), FSDPC_ERR_STATE, "'bias' of unit 'a'");
@@ -127,18 +127,18 @@ static void test_grad(void)
     CHECK_OK(rig_step(&r));
     float first = rig_gradient(0, 0, 1, 0, 0);
     r.units[1]->pending_scale = 0.5;
-    CHECK_OK(fsdpc_unit_grad(r.units[1], 0, false, &piece, &grad));
+    CHECK_OK(fsdpc_unit_grad(r.units[1], 0, false, &local, &grad));
     CHECK(*(float *)grad == first * 0.5f && r.units[1]->pending_scale == 1);
-    CHECK_OK(fsdpc_unit_grad(r.units[1], 0, false, &piece, &grad)); /* once */
+    CHECK_OK(fsdpc_unit_grad(r.units[1], 0, false, &local, &grad)); /* once */
     CHECK(*(float *)grad == first * 0.5f);
     CHECK_OK(fsdpc_unit_set_trainable(r.units[1], 0, false)); /* it keeps what it has */
-    CHECK_OK(fsdpc_unit_grad(r.units[1], 0, false, &piece, &grad));
+    CHECK_OK(fsdpc_unit_grad(r.units[1], 0, false, &local, &grad));
     CHECK(*(float *)grad == first * 0.5f);
     CHECK_OK(fsdpc_unit_set_trainable(r.units[1], 0, true));
     r.units[1]->pending_scale = 0.5;
     fsdpc_unit_zero_grad(r.units[1]);
     CHECK(r.units[1]->pending_scale == 1);
-    CHECK_OK(fsdpc_unit_grad(r.units[1], 0, false, &piece, &grad));
+    CHECK_OK(fsdpc_unit_grad(r.units[1], 0, false, &local, &grad));
     CHECK(grad == NULL);
     float out[384];
     CHECK_FAILS(fsdpc_unit_collect(r.units[1], 0, true, out), FSDPC_ERR_STATE, "no gradient");

@@ -114,7 +114,7 @@ def test_replicas_that_drifted_are_named() -> None:
     for step in range(3):
         backward(model, step)
         if step == 2 and fsdpc.rank() == 1:
-            rows, *_ = _core.master_piece(
+            rows, *_ = _core.master_shard(
                 model.first.linear.bias._unit, model.first.linear.bias._index, True
             )
             rows.numpy()[1] += 1e-6

@@ -87,7 +87,7 @@ def test_plan_is_the_peak_on_hosts(precision: str, hosts: int) -> None:
     """Rank by rank, and on each host one copy of the unsharded parameters for each shard group there."""
     pretend.on_hosts(hosts)
     fsdpc.init()
-    lanes = fsdpc.world_size() // hosts
+    local_size = fsdpc.world_size() // hosts
     for name, options in variants().items():
         peaks, model = run(options, *PRECISIONS[precision])
         plan = fsdpc.memory_plan(model, options.get("mesh"), strategy=options.get("strategy"))
@@ -96,9 +96,9 @@ def test_plan_is_the_peak_on_hosts(precision: str, hosts: int) -> None:
             assert peaks[category] == getattr(plan, category), (name, category)
         shards = model._fsdpc_unit.mesh_shape[1]
         unsharded = fsdpc.all_gather(peaks["unsharded"])
-        for first in range(0, fsdpc.world_size(), lanes):
-            copies = lanes // min(shards, lanes)
-            assert sum(unsharded[first : first + lanes]) == copies * plan.unsharded, name
+        for first in range(0, fsdpc.world_size(), local_size):
+            copies = local_size // min(shards, local_size)
+            assert sum(unsharded[first : first + local_size]) == copies * plan.unsharded, name
         del model
     fsdpc.shutdown()
 
@@ -147,19 +147,19 @@ def test_hosts_cost_what_the_docs_say() -> None:
     layer = nn.Linear(1024, 1024, bias=False)
     half = fsdpc.MixedPrecisionPolicy(param_dtype=fsdpc.bfloat16)
     r = 4 * 1024 * 1024
-    for h, lanes in ((2, 1), (2, 4), (8, 4)):
-        ranks = h * lanes
+    for h, local_size in ((2, 1), (2, 4), (8, 4)):
+        ranks = h * local_size
 
         def beside(mesh: Any, policy: Any = None, h: int = h) -> int:
             plan = fsdpc.memory_plan(layer, mesh, mp_policy=policy)
             assert plan.for_hosts(h).for_device("cuda") == plan.for_device("cuda").for_hosts(h)
             return plan.for_hosts(h).reduce - plan.reduce
 
-        assert beside((1, ranks)) == beside((1, ranks), half) == r // lanes * (2 * h - 1) // h
-        of_replicas = r * (1 + h) if lanes == 1 else r * 2 + r // lanes * h
+        assert beside((1, ranks)) == beside((1, ranks), half) == r // local_size * (2 * h - 1) // h
+        of_replicas = r * (1 + h) if local_size == 1 else r * 2 + r // local_size * h
         assert beside((ranks, 1)) == beside((ranks, 1), half) == of_replicas
-        if lanes > 1:  # shards inside a host: partials alone cross
-            assert beside((h, lanes)) == r // lanes * (1 + h)
+        if local_size > 1:  # shards inside a host: partials alone cross
+            assert beside((h, local_size)) == r // local_size * (1 + h)
     with fsdpc.deferred_init():
         model = Llama(fsdpc.models.preset("7B"))
     for strategy, gibs in (("FULL_SHARD", ("1.24", "2.17")), ("NO_SHARD", ("1.24", "7.45"))):

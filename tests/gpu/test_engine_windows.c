@@ -164,12 +164,12 @@ static uint64_t bits_of(const model *m)
 {
     uint64_t sum = 0;
     for (int u = 0; u <= UNITS; u++) {
-        fsdpc_piece piece = {.numel = m->numel};
+        fsdpc_local_shard local = {.numel = m->numel};
         const void *from =
-            u < UNITS ? fsdpc_unit_master(m->units[u], 0, &piece) : (void *)m->activation;
-        uint32_t *host = malloc(piece.numel * 4 + 4);
-        EXPECT_OK(m->r->self, fsdpc_device_copy(m->r->device, host, from, piece.numel * 4, NULL));
-        for (size_t i = 0; i < piece.numel; i++)
+            u < UNITS ? fsdpc_unit_master(m->units[u], 0, &local) : (void *)m->activation;
+        uint32_t *host = malloc(local.numel * 4 + 4);
+        EXPECT_OK(m->r->self, fsdpc_device_copy(m->r->device, host, from, local.numel * 4, NULL));
+        for (size_t i = 0; i < local.numel; i++)
             sum = (sum ^ host[i]) * 0x100000001b3u;
         free(host);
     }

@@ -177,9 +177,9 @@ static long slice_version(const fsdpc_unit *unit, int rank)
     long version = -1;
     for (int p = 0; p < unit->layout->n_params; p++) {
         const float *unsharded = fsdpc_unit_unsharded(unit, p);
-        fsdpc_piece piece = fsdpc_layout_piece(unit->layout, p, rank);
-        for (size_t i = 0; i < piece.numel; i++) {
-            long here = (long)unsharded[piece.first + i];
+        fsdpc_local_shard local = fsdpc_layout_local_shard(unit->layout, p, rank);
+        for (size_t i = 0; i < local.numel; i++) {
+            long here = (long)unsharded[local.first + i];
             if (version >= 0 && here != version)
                 return 0;
             version = here;
@@ -266,13 +266,13 @@ static void fill_unit(recorder *rec, model *m, int u, bool param_buffer_too)
 {
     for (int p = 0; p < m->units[u]->layout->n_params; p++) {
         const fsdpc_unit_group *group = &m->units[u]->groups[0];
-        fsdpc_piece piece = fsdpc_layout_piece(m->units[u]->layout, p, rec->r->rank);
-        fill(rec, (float *)(void *)group->master + piece.shard_offset, piece.numel, m->version);
-        size_t at = m->units[u]->layout->params[p].unsharded_offset + piece.first;
+        fsdpc_local_shard local = fsdpc_layout_local_shard(m->units[u]->layout, p, rec->r->rank);
+        fill(rec, (float *)(void *)group->master + local.shard_offset, local.numel, m->version);
+        size_t at = m->units[u]->layout->params[p].unsharded_offset + local.first;
         if (param_buffer_too)
             fill(rec,
                  (float *)(void *)(m->root->param_buffer->write + group->param_buffer_offset) + at,
-                 piece.numel, m->version);
+                 local.numel, m->version);
     }
 }
 

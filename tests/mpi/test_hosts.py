@@ -15,7 +15,7 @@ import pytest
 
 from tests.needs import need_mpi
 
-from .test_link_mpi import COMPILERS, OPTIONS, mpi_build
+from .test_transport_mpi import COMPILERS, OPTIONS, mpi_build
 
 PROGRAM = Path(__file__).with_name("train.py")
 TIMEOUT_S = 120

@@ -18,7 +18,7 @@ import fsdpc
 from fsdpc.distributed import hosts as fsdpc_hosts
 from tests.needs import need_mpi
 
-from .test_link_mpi import COMPILERS, ROOT, mpi_build
+from .test_transport_mpi import COMPILERS, ROOT, mpi_build
 from .test_two_hosts import LEAST_BYTES, PACKAGE, PROGRAM, TIMEOUT_S, sums_of, two_hosts
 
 TRAIN = ["--ranks", "4", "--steps", "2", "--batch", "1", "--seq", "48", "--eval-bytes", "0"]

@@ -13,7 +13,7 @@ import pytest
 
 from tests.needs import need_hosts, need_mpi
 
-from .test_link_mpi import COMPILERS, ROOT, mpi_build
+from .test_transport_mpi import COMPILERS, ROOT, mpi_build
 
 sys.path.insert(0, str(ROOT / "tools"))
 import two_hosts  # noqa: E402

@@ -236,7 +236,7 @@ def test_a_rank_alone_takes_parameters_from_torch(
 
     model(batch(0, 0))
     firsts = [s.unsharded[0] for s in model._fsdpc_state.root.states]  # of each one flat group
-    assert model._fsdpc_state.torch_unit.lends_fulls
+    assert model._fsdpc_state.torch_unit.lends_unsharded
     assert fsdpc.memory_stats()["unsharded_bytes"] == before
     for block in model.blocks:
         block.register_forward_hook(lambda *_: inside.append(full_bytes()))
@@ -326,7 +326,7 @@ def test_a_rank_alone_computes_with_its_masters_where_no_cast_is_asked(
     assert ours == usual
     for module, is_cast in ((model, False), (model.blocks[0], True), (model.blocks[1], False)):
         state = module._fsdpc_state
-        assert state.torch_unit.lends_fulls == is_cast
+        assert state.torch_unit.lends_unsharded == is_cast
         same = [f.data_ptr() == p.data_ptr() for f, p in zip(state.unsharded, state.pieces)]
         assert same == [not is_cast] * len(same)
     before = model.last.weight.clone()

@@ -1,6 +1,6 @@
 /* Safetensors headers and reading: a thin layer over csrc/ckpt.
  *
- * Headers are passed in and out as lists of tuples.  Pieces are also tuples; their memory belongs to
+ * Headers are passed in and out as lists of tuples.  Shards are also tuples; their memory belongs to
  * tensors, which the caller keeps alive.  All file access runs without the GIL.
  */
 #include "bind/engine/ckpt.h"
@@ -10,7 +10,7 @@
 
 #include "base/crc32c.h"
 #include "base/cpu.h"
-#include "ckpt/pieces.h"
+#include "ckpt/shards.h"
 #include "ckpt/sums.h"
 
 static fsdpc_status call_hook(void *arg, const char *call, const char *path)
@@ -139,9 +139,9 @@ static PyObject *safetensors_header(PyObject *Py_UNUSED(module), PyObject *arg)
     return result;
 }
 
-/* ---- reading pieces ---- */
+/* ---- reading shards ---- */
 
-int fsdpc_py_ckpt_piece(PyObject *item, size_t n_tensors, fsdpc_ckpt_piece *out)
+int fsdpc_py_ckpt_shard(PyObject *item, size_t n_tensors, fsdpc_ckpt_shard *out)
 {
     PyObject *value;
     unsigned long long first;
@@ -161,13 +161,13 @@ int fsdpc_py_ckpt_piece(PyObject *item, size_t n_tensors, fsdpc_ckpt_piece *out)
     return 0;
 }
 
-/* Places a piece by its tensor's (file, dtype, begin, end). */
-static int place_piece(PyObject *tensors, Py_ssize_t n_files, fsdpc_ckpt_piece *piece)
+/* Places a shard by its tensor's (file, dtype, begin, end). */
+static int place_piece(PyObject *tensors, Py_ssize_t n_files, fsdpc_ckpt_shard *shard)
 {
     int file;
     const char *name;
     unsigned long long begin, end;
-    if (!PyArg_ParseTuple(PyList_GET_ITEM(tensors, piece->tensor), "isKK", &file, &name, &begin,
+    if (!PyArg_ParseTuple(PyList_GET_ITEM(tensors, shard->tensor), "isKK", &file, &name, &begin,
                           &end))
         return -1;
     const fsdpc_st_dtype *dtype = fsdpc_st_dtype_find(name);
@@ -175,7 +175,7 @@ static int place_piece(PyObject *tensors, Py_ssize_t n_files, fsdpc_ckpt_piece *
         PyErr_SetString(PyExc_ValueError, "a tensor of no file or dtype");
         return -1;
     }
-    return fsdpc_py_check(fsdpc_ckpt_place(piece, file, dtype, begin, end));
+    return fsdpc_py_check(fsdpc_ckpt_place(shard, file, dtype, begin, end));
 }
 
 static PyObject *words_list(const uint32_t *words, Py_ssize_t n)
@@ -191,28 +191,28 @@ typedef struct reading {
     fsdpc_fs fs;
     const fsdpc_ckpt_file *files;
     size_t n_files;
-    const fsdpc_ckpt_piece *pieces;
-    size_t n_pieces;
+    const fsdpc_ckpt_shard *shards;
+    size_t n_shards;
     uint32_t *crcs; /* NULL if not requested */
 } reading;
 
-static fsdpc_status read_into(const reading *r, const fsdpc_ckpt_piece *pieces)
+static fsdpc_status read_into(const reading *r, const fsdpc_ckpt_shard *shards)
 {
-    return fsdpc_ckpt_read(&r->fs, r->files, r->n_files, pieces, r->n_pieces, r->crcs);
+    return fsdpc_ckpt_read(&r->fs, r->files, r->n_files, shards, r->n_shards, r->crcs);
 }
 
-static fsdpc_status read_remotely(const reading *r, fsdpc_ckpt_piece *mirrored)
+static fsdpc_status read_remotely(const reading *r, fsdpc_ckpt_shard *mirrored)
 {
     fsdpc_py_ckpt_host host = {0};
-    FSDPC_TRY(fsdpc_py_ckpt_mirror(r->runtime, r->pieces, r->n_pieces, false, mirrored, &host));
+    FSDPC_TRY(fsdpc_py_ckpt_mirror(r->runtime, r->shards, r->n_shards, false, mirrored, &host));
     fsdpc_status status = read_into(r, mirrored);
     if (status == FSDPC_OK)
-        status = fsdpc_py_ckpt_copy(r->runtime, r->pieces, mirrored, r->n_pieces);
+        status = fsdpc_py_ckpt_copy(r->runtime, r->shards, mirrored, r->n_shards);
     fsdpc_py_ckpt_unmirror(r->runtime, &host);
     return status;
 }
 
-static PyObject *read_pieces(PyObject *module, PyObject *args)
+static PyObject *read_shards(PyObject *module, PyObject *args)
 {
     PyObject *paths, *tensors, *list, *hook = NULL, *result = NULL;
     int check;
@@ -225,27 +225,27 @@ static PyObject *read_pieces(PyObject *module, PyObject *args)
     Py_ssize_t n_files = PyList_GET_SIZE(paths), n_tensors = PyList_GET_SIZE(tensors);
     Py_ssize_t n = PyList_GET_SIZE(list);
     fsdpc_ckpt_file *files = fsdpc_py_room(n_files, sizeof *files);
-    fsdpc_ckpt_piece *pieces = fsdpc_py_room(2 * n, sizeof *pieces); /* for pieces and mirrors */
+    fsdpc_ckpt_shard *shards = fsdpc_py_room(2 * n, sizeof *shards); /* for shards and mirrors */
     uint32_t *crcs = fsdpc_py_room(n_tensors, sizeof *crcs);
-    if (!files || !pieces || !crcs)
+    if (!files || !shards || !crcs)
         goto free_arrays;
     for (Py_ssize_t i = 0; i < n_files; i++)
         if (!(files[i].path = PyBytes_AsString(PyList_GET_ITEM(paths, i))))
             goto free_arrays;
     for (Py_ssize_t i = 0; i < n; i++)
-        if (fsdpc_py_ckpt_piece(PyList_GET_ITEM(list, i), (size_t)n_tensors, &pieces[i]) < 0 ||
-            place_piece(tensors, n_files, &pieces[i]) < 0)
+        if (fsdpc_py_ckpt_shard(PyList_GET_ITEM(list, i), (size_t)n_tensors, &shards[i]) < 0 ||
+            place_piece(tensors, n_files, &shards[i]) < 0)
             goto free_arrays;
-    reading r = {runtime,   fsdpc_py_fs(hook),  files, (size_t)n_files, pieces,
+    reading r = {runtime,   fsdpc_py_fs(hook),  files, (size_t)n_files, shards,
                  (size_t)n, check ? crcs : NULL};
     fsdpc_status status;
-    FSDPC_PY_WITHOUT_GIL(status = runtime->device->remote ? read_remotely(&r, pieces + n)
-                                                          : read_into(&r, pieces));
+    FSDPC_PY_WITHOUT_GIL(status = runtime->device->remote ? read_remotely(&r, shards + n)
+                                                          : read_into(&r, shards));
     result = status == FSDPC_OK ? words_list(crcs, n_tensors) : fsdpc_py_raise(status);
 
 free_arrays:
     PyMem_Free(files);
-    PyMem_Free(pieces);
+    PyMem_Free(shards);
     PyMem_Free(crcs);
     return result;
 }
@@ -308,7 +308,7 @@ PyMethodDef fsdpc_py_ckpt_functions[] = {
     FSDPC_PY_FUNCTION(crc32c_combine, crc32c_combine, METH_VARARGS),
     FSDPC_PY_FUNCTION(safetensors_layout, safetensors_layout, METH_O),
     FSDPC_PY_FUNCTION(safetensors_header, safetensors_header, METH_O),
-    FSDPC_PY_FUNCTION(read_pieces, read_pieces, METH_VARARGS),
+    FSDPC_PY_FUNCTION(read_shards, read_shards, METH_VARARGS),
     FSDPC_PY_FUNCTION(sum_runs, sum_runs, METH_VARARGS),
     {NULL, NULL, 0, NULL},
 };

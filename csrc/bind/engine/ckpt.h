@@ -5,7 +5,7 @@
 #include "bind/engine.h"
 
 #include "base/fs.h"
-#include "ckpt/pieces.h"
+#include "ckpt/shards.h"
 #include "ckpt/safetensors.h"
 
 /* Returns a Python callable (call, path) as a hook, or an empty hook for None; borrows the
@@ -15,24 +15,24 @@ fsdpc_fs fsdpc_py_fs(PyObject *hook);
 /* Parses a list of (name, dtype, shape), whose strings are borrowed; -1 with an exception. */
 int fsdpc_py_ckpt_tensors(PyObject *list, fsdpc_st_tensor *out);
 
-/* Parses (tensor, first element, Tensor) to a piece without a place; -1 with an exception. */
-int fsdpc_py_ckpt_piece(PyObject *item, size_t n_tensors, fsdpc_ckpt_piece *out);
+/* Parses (tensor, first element, Tensor) to a shard without a place; -1 with an exception. */
+int fsdpc_py_ckpt_shard(PyObject *item, size_t n_tensors, fsdpc_ckpt_shard *out);
 
-/* Host memory for pieces of a remote device. */
+/* Host memory for shards of a remote device. */
 typedef struct fsdpc_py_ckpt_host {
     void *memory;
     bool pinned;
 } fsdpc_py_ckpt_host;
 
-/* Describes the same `n` pieces in host memory (`mirrored`); copies nothing yet.  The caller frees
+/* Describes the same `n` shards in host memory (`mirrored`); copies nothing yet.  The caller frees
  * the block with unmirror.  `repeats`: more mirrors of the same size will follow. */
-fsdpc_status fsdpc_py_ckpt_mirror(fsdpc_runtime *runtime, const fsdpc_ckpt_piece *pieces, size_t n,
-                                  bool repeats, fsdpc_ckpt_piece *mirrored,
+fsdpc_status fsdpc_py_ckpt_mirror(fsdpc_runtime *runtime, const fsdpc_ckpt_shard *shards, size_t n,
+                                  bool repeats, fsdpc_ckpt_shard *mirrored,
                                   fsdpc_py_ckpt_host *out);
 void fsdpc_py_ckpt_unmirror(fsdpc_runtime *runtime,
                             fsdpc_py_ckpt_host *host); /* may be all zeros */
 /* Copies the values of `from` into `to` and waits for the copy. */
-fsdpc_status fsdpc_py_ckpt_copy(fsdpc_runtime *runtime, const fsdpc_ckpt_piece *to,
-                                const fsdpc_ckpt_piece *from, size_t n);
+fsdpc_status fsdpc_py_ckpt_copy(fsdpc_runtime *runtime, const fsdpc_ckpt_shard *to,
+                                const fsdpc_ckpt_shard *from, size_t n);
 
 #endif

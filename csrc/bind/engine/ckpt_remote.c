@@ -1,9 +1,9 @@
-/* Pieces in memory that the host cannot access: they are copied through host memory.
+/* Shards in memory that the host cannot access: they are copied through host memory.
  *
- * csrc/ckpt only knows files and host memory.  On a remote device, a save first copies all pieces
+ * csrc/ckpt only knows files and host memory.  On a remote device, a save first copies all shards
  * to the host and then works on the copy.  A load reads into host memory and copies it to the
  * device once everything has been read.  Each needs host memory equal to the total size of the
- * pieces.
+ * shards.
  *
  * Saves are repeated, and training waits while they copy.  Their host memory is therefore pinned,
  * if enough is available.  Copies into it run at bus speed (55 GB/s on an H200, against 6 GB/s into
@@ -14,9 +14,9 @@
 
 #include "base/size.h"
 
-static size_t piece_bytes(const fsdpc_ckpt_piece *piece)
+static size_t shard_bytes(const fsdpc_ckpt_shard *shard)
 {
-    return piece->data ? piece->numel * fsdpc_dtype_bytes(piece->memory_dtype) : 0;
+    return shard->data ? shard->numel * fsdpc_dtype_bytes(shard->memory_dtype) : 0;
 }
 
 static fsdpc_status mirror_alloc(fsdpc_runtime *runtime, bool repeats, size_t bytes,
@@ -41,29 +41,29 @@ void fsdpc_py_ckpt_unmirror(fsdpc_runtime *runtime, fsdpc_py_ckpt_host *host)
     *host = (fsdpc_py_ckpt_host){0};
 }
 
-fsdpc_status fsdpc_py_ckpt_mirror(fsdpc_runtime *runtime, const fsdpc_ckpt_piece *pieces, size_t n,
-                                  bool repeats, fsdpc_ckpt_piece *mirrored, fsdpc_py_ckpt_host *out)
+fsdpc_status fsdpc_py_ckpt_mirror(fsdpc_runtime *runtime, const fsdpc_ckpt_shard *shards, size_t n,
+                                  bool repeats, fsdpc_ckpt_shard *mirrored, fsdpc_py_ckpt_host *out)
 {
     size_t bytes = 0;
     for (size_t i = 0; i < n; i++)
-        bytes += fsdpc_round_up(piece_bytes(&pieces[i]), 64);
+        bytes += fsdpc_round_up(shard_bytes(&shards[i]), 64);
     FSDPC_TRY(mirror_alloc(runtime, repeats, bytes, out));
     unsigned char *at = out->memory;
     for (size_t i = 0; i < n; i++) {
-        mirrored[i] = pieces[i];
-        if (pieces[i].data)
+        mirrored[i] = shards[i];
+        if (shards[i].data)
             mirrored[i].data = at;
-        at += fsdpc_round_up(piece_bytes(&pieces[i]), 64);
+        at += fsdpc_round_up(shard_bytes(&shards[i]), 64);
     }
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_py_ckpt_copy(fsdpc_runtime *runtime, const fsdpc_ckpt_piece *to,
-                                const fsdpc_ckpt_piece *from, size_t n)
+fsdpc_status fsdpc_py_ckpt_copy(fsdpc_runtime *runtime, const fsdpc_ckpt_shard *to,
+                                const fsdpc_ckpt_shard *from, size_t n)
 {
     for (size_t i = 0; i < n; i++)
         if (from[i].data)
             FSDPC_TRY(fsdpc_device_copy(runtime->device, to[i].data, from[i].data,
-                                        piece_bytes(&from[i]), runtime->compute));
+                                        shard_bytes(&from[i]), runtime->compute));
     return fsdpc_stream_sync(runtime->compute);
 }

@@ -2,10 +2,10 @@
  *
  * The object lays out the files.  It copies paths, and keeps alive the tensors whose memory is saved
  * and the strings that go into the files.  run() saves on the calling thread, without the GIL.
- * start() copies the pieces, in the file's dtype, into a staging buffer from the runtime's counted
+ * start() copies the shards, in the file's dtype, into a staging buffer from the runtime's counted
  * memory, which the next save reuses.  It then hands them to a thread that never takes the GIL
  * (except for a test's hook).  wait() joins the thread and raises its error; after Ctrl-C, the save
- * continues.  Pieces of a remote device were copied to the host when the object was created, and are
+ * continues.  Shards of a remote device were copied to the host when the object was created, and are
  * not copied again.
  *
  * Only the save's thread uses the communicator that Python splits off for such a save.  The
@@ -28,7 +28,7 @@ typedef struct py_save {
     PyObject *comm, *keep, *hook; /* strong; keep: tensors, and the layout's strings */
     fsdpc_runtime *runtime;
     void *staging;
-    fsdpc_py_ckpt_host host; /* holds the pieces if the device is remote */
+    fsdpc_py_ckpt_host host; /* holds the shards if the device is remote */
     pthread_t thread;
     bool started, joined;
     _Atomic int done;
@@ -92,50 +92,50 @@ static int read_pairs(PyObject *dict, fsdpc_st_pair **out, size_t *n_out)
     return *out ? 0 : -1;
 }
 
-static int read_pieces(py_save *self, PyObject *list)
+static int read_shards(py_save *self, PyObject *list)
 {
     Py_ssize_t n = PyList_GET_SIZE(list);
-    self->plan.pieces = fsdpc_py_room(n, sizeof *self->plan.pieces);
-    if (!self->plan.pieces)
+    self->plan.shards = fsdpc_py_room(n, sizeof *self->plan.shards);
+    if (!self->plan.shards)
         return -1;
-    self->plan.n_pieces = (size_t)n;
+    self->plan.n_shards = (size_t)n;
     for (Py_ssize_t i = 0; i < n; i++)
-        if (fsdpc_py_ckpt_piece(PyList_GET_ITEM(list, i), self->plan.layout.n_tensors,
-                                &self->plan.pieces[i]) < 0)
+        if (fsdpc_py_ckpt_shard(PyList_GET_ITEM(list, i), self->plan.layout.n_tensors,
+                                &self->plan.shards[i]) < 0)
             return -1;
     return 0;
 }
 
-/* Replaces the pieces with copies if the host cannot read the originals. */
-static int fetch_pieces(py_save *self)
+/* Replaces the shards with copies if the host cannot read the originals. */
+static int fetch_shards(py_save *self)
 {
     fsdpc_ckpt_plan *plan = &self->plan;
     if (!self->runtime->device->remote)
         return 0;
-    fsdpc_ckpt_piece *mirrored = fsdpc_py_room((Py_ssize_t)plan->n_pieces, sizeof *mirrored);
+    fsdpc_ckpt_shard *mirrored = fsdpc_py_room((Py_ssize_t)plan->n_shards, sizeof *mirrored);
     if (!mirrored)
         return -1;
-    fsdpc_status status = fsdpc_py_ckpt_mirror(self->runtime, plan->pieces, plan->n_pieces, true,
+    fsdpc_status status = fsdpc_py_ckpt_mirror(self->runtime, plan->shards, plan->n_shards, true,
                                                mirrored, &self->host);
     if (status == FSDPC_OK)
-        status = fsdpc_py_ckpt_copy(self->runtime, mirrored, plan->pieces, plan->n_pieces);
-    PyMem_Free(plan->pieces);
-    plan->pieces = mirrored;
+        status = fsdpc_py_ckpt_copy(self->runtime, mirrored, plan->shards, plan->n_shards);
+    PyMem_Free(plan->shards);
+    plan->shards = mirrored;
     return fsdpc_py_check(status);
 }
 
 static PyObject *save_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    FSDPC_PY_KEYWORDS(names, "comm", "paths", "model", "optimizer", "pieces", "members", "files",
+    FSDPC_PY_KEYWORDS(names, "comm", "paths", "model", "optimizer", "shards", "members", "files",
                       "max_file_bytes", "hook", "overwrite");
-    PyObject *comm, *paths[4], *model, *optimizer, *pieces, *members, *files, *hook = NULL;
+    PyObject *comm, *paths[4], *model, *optimizer, *shards, *members, *files, *hook = NULL;
     double max_file_bytes;
     int overwrite = 0;
     fsdpc_py_state *state = fsdpc_py_state_of_type(type);
     if (!state ||
         !PyArg_ParseTupleAndKeywords(
             args, kwargs, "O(OOOO)O!O!O!O!O!d|Op", names, &comm, &paths[0], &paths[1], &paths[2],
-            &paths[3], &PyList_Type, &model, &PyList_Type, &optimizer, &PyList_Type, &pieces,
+            &paths[3], &PyList_Type, &model, &PyList_Type, &optimizer, &PyList_Type, &shards,
             &PyDict_Type, &members, &PyDict_Type, &files, &max_file_bytes, &hook, &overwrite))
         return NULL;
     if (!Py_IS_TYPE(comm, (PyTypeObject *)state->comm_type))
@@ -147,7 +147,7 @@ static PyObject *save_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     self->runtime = runtime;
     self->comm = Py_NewRef(comm);
-    self->keep = Py_BuildValue("(OOOO)", model, optimizer, pieces, members);
+    self->keep = Py_BuildValue("(OOOO)", model, optimizer, shards, members);
     self->hook = Py_NewRef(hook ? hook : Py_None);
     self->plan.rank = open->rank;
     self->plan.size = open->size;
@@ -163,10 +163,10 @@ static PyObject *save_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         read_tensors(self, model, optimizer) < 0 ||
         read_pairs(members, &layout->members, &layout->n_members) < 0 ||
         read_pairs(files, &layout->others, &layout->n_others) < 0 ||
-        read_pieces(self, pieces) < 0 ||
-        fsdpc_py_check(fsdpc_ckpt_lay_out(layout, self->plan.temp, self->plan.pieces,
-                                          self->plan.n_pieces)) < 0 ||
-        fetch_pieces(self) < 0) {
+        read_shards(self, shards) < 0 ||
+        fsdpc_py_check(fsdpc_ckpt_lay_out(layout, self->plan.temp, self->plan.shards,
+                                          self->plan.n_shards)) < 0 ||
+        fetch_shards(self) < 0) {
         Py_DECREF(self);
         return NULL;
     }
@@ -235,9 +235,9 @@ static fsdpc_status stage(py_save *self)
     size_t bytes;
     if (self->host.memory)
         return FSDPC_OK;
-    FSDPC_TRY(fsdpc_ckpt_stage_bytes(plan->pieces, plan->n_pieces, &bytes));
+    FSDPC_TRY(fsdpc_ckpt_stage_bytes(plan->shards, plan->n_shards, &bytes));
     FSDPC_TRY(fsdpc_mem_alloc(self->runtime->mem, FSDPC_MEM_OTHER, bytes, &self->staging));
-    fsdpc_ckpt_stage(plan->pieces, plan->n_pieces, self->staging);
+    fsdpc_ckpt_stage(plan->shards, plan->n_shards, self->staging);
     return FSDPC_OK;
 }
 
@@ -293,7 +293,7 @@ static void save_dealloc(PyObject *object)
     PyMem_Free(self->plan.layout.tensors);
     PyMem_Free(self->plan.layout.members);
     PyMem_Free(self->plan.layout.others);
-    PyMem_Free(self->plan.pieces);
+    PyMem_Free(self->plan.shards);
     free(self->plan.parent);
     free(self->plan.temp);
     free(self->plan.folder);

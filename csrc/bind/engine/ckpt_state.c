@@ -1,25 +1,25 @@
-/* Checkpoint access to the engine: pieces of masters and optimizer states, step counts and random
+/* Checkpoint access to the engine: local shards of masters and optimizer states, step counts and random
  * state.
  *
- * The tensors are flat views of the engine's own memory, so pieces are saved and loaded without a
- * copy.  Requesting a writable piece marks its unit as written, as loading does.  A user may write
- * to `local` at any time, so `local` makes later epochs compare values; a piece does not.
+ * The tensors are flat views of the engine's own memory, so local shards are saved and loaded without a
+ * copy.  Requesting a writable local shard marks its unit as written, as loading does.  A user may write
+ * to `local` at any time, so `local` makes later epochs compare values; a local shard does not.
  */
 #include "bind/engine/ckpt.h"
 
 /* (tensor, first element, replica, number of replicas) */
-static PyObject *piece_tuple(PyObject *module, fsdpc_py_unit *unit, fsdpc_dtype dtype,
-                             const fsdpc_piece *piece, void *data)
+static PyObject *shard_tuple(PyObject *module, fsdpc_py_unit *unit, fsdpc_dtype dtype,
+                             const fsdpc_local_shard *local, void *data)
 {
     const fsdpc_comm *replicate = fsdpc_unit_mesh(unit->ref->unit)->replicate;
-    PyObject *tensor = fsdpc_py_unit_tensor(module, unit->ref, dtype, 1, &piece->numel, data);
+    PyObject *tensor = fsdpc_py_unit_tensor(module, unit->ref, dtype, 1, &local->numel, data);
     if (!tensor)
         return NULL;
-    return Py_BuildValue("Nnii", tensor, (Py_ssize_t)piece->first, replicate ? replicate->rank : 0,
+    return Py_BuildValue("Nnii", tensor, (Py_ssize_t)local->first, replicate ? replicate->rank : 0,
                          replicate ? replicate->size : 1);
 }
 
-static PyObject *master_piece(PyObject *module, PyObject *args)
+static PyObject *master_shard(PyObject *module, PyObject *args)
 {
     PyObject *object;
     int param, write;
@@ -31,9 +31,9 @@ static PyObject *master_piece(PyObject *module, PyObject *args)
     if (fsdpc_py_check(write ? fsdpc_unit_mark_written(unit->ref->unit)
                              : fsdpc_unit_check_master(unit->ref->unit, param)) < 0)
         return NULL;
-    fsdpc_piece piece;
-    void *data = fsdpc_unit_master(unit->ref->unit, param, &piece);
-    return piece_tuple(module, unit, fsdpc_unit_flat_with(unit->ref->unit, param).dtype, &piece,
+    fsdpc_local_shard local;
+    void *data = fsdpc_unit_master(unit->ref->unit, param, &local);
+    return shard_tuple(module, unit, fsdpc_unit_flat_with(unit->ref->unit, param).dtype, &local,
                        data);
 }
 
@@ -57,7 +57,7 @@ static PyObject *set_rng_state(PyObject *module, PyObject *args)
 }
 
 PyMethodDef fsdpc_py_ckpt_state_functions[] = {
-    FSDPC_PY_FUNCTION(master_piece, master_piece, METH_VARARGS),
+    FSDPC_PY_FUNCTION(master_shard, master_shard, METH_VARARGS),
     FSDPC_PY_FUNCTION(rng_state, rng_state, METH_NOARGS),
     FSDPC_PY_FUNCTION(set_rng_state, set_rng_state, METH_VARARGS),
     {NULL, NULL, 0, NULL},

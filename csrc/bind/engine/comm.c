@@ -6,7 +6,7 @@
  * through.
  *
  * With several ranks on GPUs, a communicator over host memory is created first, and the plugin
- * builds its transport on it.
+ * builds its communicator on it.
  *
  * close() leaves the group without waiting for peers.  Every call on a closed communicator raises
  * an error.
@@ -16,7 +16,7 @@
 #include "base/size.h"
 #include "comm/comm_hosts.h"
 #include "comm/rendezvous.h"
-#include "bind/engine/link.h"
+#include "bind/engine/transport.h"
 #include "plugin/plugin.h"
 
 static fsdpc_status check_signals(void *Py_UNUSED(arg))
@@ -50,21 +50,21 @@ fsdpc_comm *fsdpc_py_comm_of(PyObject *object)
 }
 
 static fsdpc_status create(const fsdpc_runtime *runtime, fsdpc_comm_config *config,
-                           fsdpc_link *link, const char *library, fsdpc_py_comm *self)
+                           fsdpc_transport *transport, const char *library, fsdpc_py_comm *self)
 {
     bool by_plugin = runtime->plugin && config->size > 1;
     if (!config->address)
         return fsdpc_comm_world_create(config, self->hosts, NULL, &self->comm);
     if (by_plugin && !runtime->plugin->comm_create) {
-        fsdpc_link_destroy(link);
+        fsdpc_transport_destroy(transport);
         return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
-                          "a world of several ranks on device '%s': the plugin has no transport",
+                          "a world of several ranks on device '%s': the plugin has no communicator",
                           runtime->plugin->name);
     }
     config->device = by_plugin ? runtime->host : runtime->device;
     fsdpc_comm *control;
-    FSDPC_TRY(fsdpc_comm_world_create(config, self->hosts, link, &control));
-    self->over = link ? control : NULL;
+    FSDPC_TRY(fsdpc_comm_world_create(config, self->hosts, transport, &control));
+    self->over = transport ? control : NULL;
     self->comm = by_plugin ? NULL : control;
     if (!by_plugin)
         return FSDPC_OK;
@@ -79,30 +79,30 @@ static fsdpc_status create(const fsdpc_runtime *runtime, fsdpc_comm_config *conf
     return status;
 }
 
-/* Returns the link of a multi-host world; NULL with an exception, or if there is only one host. */
-static fsdpc_link *link_of(PyTypeObject *type, PyObject *object, int size, int hosts,
-                           bool pretended)
+/* Returns the transport of a multi-host world; NULL with an exception, or if there is only one host. */
+static fsdpc_transport *transport_of(PyTypeObject *type, PyObject *object, int size, int hosts,
+                                     bool pretended)
 {
     if (hosts < 1 || size % hosts)
         PyErr_Format(PyExc_ValueError, "%d ranks on %d hosts: every host must have as many", size,
                      hosts);
     else if (hosts > 1 && object == Py_None && !pretended)
-        PyErr_Format(PyExc_ValueError, "ranks on %d hosts need a link", hosts);
+        PyErr_Format(PyExc_ValueError, "ranks on %d hosts need a transport between them", hosts);
     return !PyErr_Occurred() && hosts > 1 && !pretended
-               ? fsdpc_py_link_give(PyType_GetModule(type), object)
+               ? fsdpc_py_transport_give(PyType_GetModule(type), object)
                : NULL;
 }
 
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     FSDPC_PY_KEYWORDS(names, "rank", "size", "address", "socket_fd", "news_fd", "local_rank",
-                      "library", "secret", "hosts", "link");
+                      "library", "secret", "hosts", "transport");
     int rank, size, socket_fd = -1, news_fd = -1, local_rank = 0, hosts = 1;
     const char *address, *library = NULL, *secret = NULL;
-    PyObject *link_object = Py_None;
+    PyObject *transport_object = Py_None;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iiz|iiizziO", names, &rank, &size, &address,
                                      &socket_fd, &news_fd, &local_rank, &library, &secret, &hosts,
-                                     &link_object))
+                                     &transport_object))
         return NULL;
     fsdpc_py_state *state = fsdpc_py_state_of_type(type);
     if (state && !state->runtime.ready)
@@ -110,7 +110,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     fsdpc_runtime *runtime = state ? fsdpc_py_state_runtime(state) : NULL;
     if (!runtime)
         return NULL;
-    fsdpc_link *link = link_of(type, link_object, size, hosts, !address);
+    fsdpc_transport *transport = transport_of(type, transport_object, size, hosts, !address);
     if (PyErr_Occurred())
         return NULL;
     fsdpc_py_comm *self = (fsdpc_py_comm *)type->tp_alloc(type, 0);
@@ -135,7 +135,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                 .late = runtime->played,
                                 .orders = runtime->orders};
     fsdpc_status status;
-    FSDPC_PY_WITHOUT_GIL(status = create(runtime, &config, link, library, self));
+    FSDPC_PY_WITHOUT_GIL(status = create(runtime, &config, transport, library, self));
     if (status != FSDPC_OK) {
         Py_DECREF(self);
         return fsdpc_py_raise(status);

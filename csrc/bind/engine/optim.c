@@ -260,7 +260,7 @@ static PyObject *optimizer_state(PyObject *object, PyObject *args)
     if (!view.data)
         Py_RETURN_NONE;
     size_t shape[FSDPC_MAX_DIMS];
-    int ndim = fsdpc_py_piece_shape(&fsdpc_unit_layout(unit)->params[param], &view.piece, shape);
+    int ndim = fsdpc_py_local_shape(&fsdpc_unit_layout(unit)->params[param], &view.local, shape);
     fsdpc_tensor *t;
     lent_state *lent = fsdpc_py_room(1, sizeof *lent);
     if (!lent)

@@ -75,9 +75,9 @@ static int read_options(PyObject *module, PyObject *args, PyObject **units_out,
     PyObject *state_dtype;
     int remote, single;
     if (!PyArg_ParseTuple(args, "O!(ii)((ii)(ii))ppiiOi", &PyList_Type, units_out, &out->replicate,
-                          &out->shard, &out->shards.hosts, &out->shards.lanes, &out->replicas.hosts,
-                          &out->replicas.lanes, &remote, &single, &out->prefetch, &out->n_states,
-                          &state_dtype, &out->micro_steps) ||
+                          &out->shard, &out->shards.hosts, &out->shards.local_size,
+                          &out->replicas.hosts, &out->replicas.local_size, &remote, &single,
+                          &out->prefetch, &out->n_states, &state_dtype, &out->micro_steps) ||
         fsdpc_py_dtype_parse(state_dtype, &out->state_dtype) < 0)
         return -1;
     out->remote = remote;

@@ -41,14 +41,14 @@ static fsdpc_status hand_out(fsdpc_unit_ref *ref, int param, fsdpc_tensor **out)
 {
     size_t shape[FSDPC_MAX_DIMS];
     fsdpc_shared_grads *block = NULL;
-    fsdpc_piece piece;
+    fsdpc_local_shard local;
     void *data;
     *out = NULL;
-    FSDPC_TRY(fsdpc_unit_grad(ref->unit, param, true, &piece, &data));
+    FSDPC_TRY(fsdpc_unit_grad(ref->unit, param, true, &local, &data));
     if (!data)
         return FSDPC_OK;
     FSDPC_TRY(block_of(ref, &block));
-    int ndim = fsdpc_py_piece_shape(&fsdpc_unit_layout(ref->unit)->params[param], &piece, shape);
+    int ndim = fsdpc_py_local_shape(&fsdpc_unit_layout(ref->unit)->params[param], &local, shape);
     FSDPC_TRY(fsdpc_tensor_wrap(block->device, fsdpc_unit_flat_with(ref->unit, param).grad_dtype,
                                 ndim, shape, data, release_grad, block, out));
     atomic_fetch_add_explicit(&block->refs, 1, memory_order_relaxed);

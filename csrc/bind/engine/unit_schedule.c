@@ -237,7 +237,7 @@ static PyObject *unit_schedule(PyObject *object, PyObject *Py_UNUSED(unused))
     PyObject *uses = PyList_New((Py_ssize_t)schedule.n_uses);
     PyObject *acts = PyList_New((Py_ssize_t)schedule.n_acts);
     for (size_t i = 0; uses && i < schedule.n_uses; i++) {
-        const fsdpc_record_entry *use = &schedule.uses[i];
+        const fsdpc_exec_entry *use = &schedule.uses[i];
         fsdpc_py_put(&uses, (Py_ssize_t)i,
                      Py_BuildValue("(iO)", use->unit, use->backward ? Py_True : Py_False));
     }

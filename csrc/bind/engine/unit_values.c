@@ -1,4 +1,4 @@
-/* Unit: access to each parameter: pieces, unsharded values, and the memory of their tensors.
+/* Unit: access to each parameter: local shards, unsharded values, and the memory of their tensors.
  */
 #include "bind/engine.h"
 
@@ -32,31 +32,31 @@ int fsdpc_py_unit_param_arg(PyObject *object, PyObject *arg)
     return fsdpc_py_unit_check_param((fsdpc_py_unit *)object, param) < 0 ? -1 : param;
 }
 
-int fsdpc_py_piece_shape(const fsdpc_place *place, const fsdpc_piece *piece, size_t *shape)
+int fsdpc_py_local_shape(const fsdpc_place *place, const fsdpc_local_shard *local, size_t *shape)
 {
     size_t row = place->numel && place->ndim > 0 ? place->numel / place->shape[0] : 1;
     memcpy(shape, place->shape, sizeof place->shape);
-    if (place->ndim == 0 && piece->numel == 0) { /* a scalar that another rank owns */
+    if (place->ndim == 0 && local->numel == 0) { /* a scalar that another rank owns */
         shape[0] = 0;
         return 1;
     }
-    if (place->ndim == 0 || piece->numel == place->numel)
+    if (place->ndim == 0 || local->numel == place->numel)
         return place->ndim;
-    if (piece->first % row == 0 && piece->numel % row == 0) {
-        shape[0] = piece->numel / row;
+    if (local->first % row == 0 && local->numel % row == 0) {
+        shape[0] = local->numel / row;
         return place->ndim;
     }
     for (int d = 0; d < place->ndim - 1; d++)
         shape[d] = 1;
-    shape[place->ndim - 1] = piece->numel;
+    shape[place->ndim - 1] = local->numel;
     return place->ndim;
 }
 
-static PyObject *piece_tensor(PyObject *object, int param, const fsdpc_piece *piece,
+static PyObject *local_tensor(PyObject *object, int param, const fsdpc_local_shard *local,
                               fsdpc_dtype dtype, void *data)
 {
     size_t shape[FSDPC_MAX_DIMS];
-    int ndim = fsdpc_py_piece_shape(place_of(object, param), piece, shape);
+    int ndim = fsdpc_py_local_shape(place_of(object, param), local, shape);
     return fsdpc_py_unit_tensor(PyType_GetModule(Py_TYPE(object)), ((fsdpc_py_unit *)object)->ref,
                                 dtype, ndim, shape, data);
 }
@@ -66,12 +66,12 @@ static PyObject *unit_local(PyObject *object, PyObject *arg)
     int param = fsdpc_py_unit_param_arg(object, arg);
     if (param < 0)
         return NULL;
-    fsdpc_piece piece;
+    fsdpc_local_shard local;
     if (fsdpc_py_check(fsdpc_unit_check_master(unit_of(object), param)) < 0 ||
         fsdpc_py_check(fsdpc_unit_mark_shared(unit_of(object))) < 0)
         return NULL;
-    void *data = fsdpc_unit_master(unit_of(object), param, &piece);
-    return piece_tensor(object, param, &piece, place_of(object, param)->dtype, data);
+    void *data = fsdpc_unit_master(unit_of(object), param, &local);
+    return local_tensor(object, param, &local, place_of(object, param)->dtype, data);
 }
 
 /* Parses a method's (param, value) arguments; returns the index, or -1 with an exception. */
@@ -156,14 +156,14 @@ static PyObject *unit_collect(PyObject *object, PyObject *args)
     fsdpc_dtype dtype = grads ? fsdpc_unit_flat_with(unit, param).grad_dtype : place->dtype;
     fsdpc_tensor *rows = NULL;
     if (!PyBool_Check(what)) {
-        const fsdpc_piece piece =
-            fsdpc_layout_piece(fsdpc_unit_layout(unit), param, fsdpc_unit_mesh(unit)->shard->rank);
+        const fsdpc_local_shard local = fsdpc_layout_local_shard(
+            fsdpc_unit_layout(unit), param, fsdpc_unit_mesh(unit)->shard->rank);
         rows = fsdpc_py_tensor_of(what);
         if (!rows)
             return NULL;
-        if (rows->numel != piece.numel)
+        if (rows->numel != local.numel)
             return PyErr_Format(PyExc_ValueError, "%zu elements, and this rank's rows have %zu",
-                                rows->numel, piece.numel);
+                                rows->numel, local.numel);
         dtype = rows->dtype;
     }
     given = given == Py_None ? NULL : given;

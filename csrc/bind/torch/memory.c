@@ -19,7 +19,8 @@ static PyObject *unit_places(PyObject *module, PyObject *object)
     PyObject *list = PyList_New(layout->n_params);
     for (int i = 0; list && i < layout->n_params; i++) {
         const fsdpc_place *place = &layout->params[i];
-        fsdpc_piece piece = fsdpc_layout_piece(layout, i, fsdpc_unit_mesh(unit)->shard->rank);
+        fsdpc_local_shard piece =
+            fsdpc_layout_local_shard(layout, i, fsdpc_unit_mesh(unit)->shard->rank);
         size_t at = piece.numel ? piece.shard_offset : 0;
         size_t master = piece.numel ? fsdpc_unit_master_offset(unit, i) : 0;
         fsdpc_py_put(&list, i,

@@ -20,7 +20,7 @@ static int fill(fsdpc_py_torch_unit *self, PyObject *slots, PyObject *pieces)
     for (int i = 0; i < self->n_params; i++) {
         fsdpc_torch_param *p = &self->params[i];
         const fsdpc_unit_flat flat = fsdpc_unit_flat_with(unit, i);
-        fsdpc_piece piece;
+        fsdpc_local_shard piece;
         void *master = fsdpc_unit_master(unit, i, &piece);
         p->master = piece.numel ? master : NULL;
         p->narrow = flat.dtype != flat.grad_dtype;

@@ -24,7 +24,7 @@ import numpy as np
 from fsdpc import _core
 from fsdpc.checkpoint import config_json, saving
 from fsdpc.checkpoint.manifest import CheckpointError
-from fsdpc.checkpoint.pieces import Piece
+from fsdpc.checkpoint.shards import Shard
 from fsdpc.checkpoint.schema import FILE_DTYPES
 from fsdpc.checkpoint.source import Source, damaged, open_source
 
@@ -80,7 +80,7 @@ def convert(
     -----
     Mapped files (fsdpc checkpoints, safetensors and ``torch.save`` files) need almost no memory,
     whatever their size. An fsdpc checkpoint with checksums is read twice, first to compare them. A
-    DCP folder is read piece by piece into a scratch folder as large as the checkpoint.
+    DCP folder is read shard by shard into a scratch folder as large as the checkpoint.
     ``torch.save`` files from before PyTorch 1.6, and tensors in them that are not contiguous, are
     held in memory.
     """
@@ -91,10 +91,10 @@ def convert(
         if layout in ("dcp", "torch"):
             _write_torch(to, model | {f"optimizer.{n}": t for n, t in optimizer.items()}, layout)
         else:
-            pieces = {"model": _pieces(model), "optimizer": _pieces(optimizer)}
+            shards = {"model": _shards(model), "optimizer": _shards(optimizer)}
             config = path / config_json.NAME
             own = config.read_bytes().decode() if config.is_file() else None
-            saving.save_pieces(to, pieces, content, own)
+            saving.save_pieces(to, shards, content, own)
     return left_out
 
 
@@ -104,9 +104,9 @@ def _scratch(to: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _pieces(tensors: _Tensors) -> list[Piece]:
+def _shards(tensors: _Tensors) -> list[Shard]:
     return [
-        Piece(name, t.shape, 0, prod(t.shape), _core.from_dlpack(t.array), 0, t.dtype)
+        Shard(name, t.shape, 0, prod(t.shape), _core.from_dlpack(t.array), 0, t.dtype)
         for name, t in tensors.items()
     ]
 

@@ -15,7 +15,7 @@ from fsdpc import _core, distributed
 from fsdpc.checkpoint import generators, saving
 from fsdpc.checkpoint.manifest import CheckpointError
 from fsdpc.checkpoint.names import FAMILIES, file_names
-from fsdpc.checkpoint.pieces import Piece, Saved, pieces_of, states_of
+from fsdpc.checkpoint.shards import Shard, Saved, shards_of, states_of
 from fsdpc.checkpoint.schema import FLOATS
 from fsdpc.checkpoint.source import Source, SourceTensor, open_source
 from fsdpc.checkpoint.values import decode
@@ -152,7 +152,7 @@ class _Load:
         self.state = {kind: value for kind, value in state.items() if value is not None}
         self.source: Source = open_source(folder)
         self.report = LoadReport(decode(self.source.content.get("extra")))
-        self.reads: list[tuple[Piece, SourceTensor]] = []
+        self.reads: list[tuple[Shard, SourceTensor]] = []
         self.wrong: list[str] = []
         self.differ: list[tuple[str, str, str]] = []  # name, saved value, value here
         for kind in _MAY_LACK:
@@ -176,30 +176,30 @@ class _Load:
 
     def _fits(self, family: str) -> bool:
         given = dict(self.source.model)
-        mapped = file_names(family, [p.name for p in self.held.pieces], given)
-        found = [(given.get(mapped[piece.name]), piece.shape) for piece in self.held.pieces]
+        mapped = file_names(family, [p.name for p in self.held.shards], given)
+        found = [(given.get(mapped[shard.name]), shard.shape) for shard in self.held.shards]
         return all(t is not None and tuple(t.shape) == shape for t, shape in found)
 
     def _match_model(self, names: Names | None) -> None:
-        held = self.held = pieces_of(self.state["model"], True)
+        held = self.held = shards_of(self.state["model"], True)
         given = dict(self.source.model)
-        mapped = file_names(names, [p.name for p in held.pieces], given)
+        mapped = file_names(names, [p.name for p in held.shards], given)
         used: set[str] = set()
         self.filled: list[str] = []
         aliases_of: dict[str, list[str]] = {}
         for alias, first in held.aliases.items():
             aliases_of.setdefault(first, []).append(alias)
-        for piece in held.pieces:
-            candidates = [mapped[piece.name]]
-            aliases = aliases_of.get(piece.name, ())
+        for shard in held.shards:
+            candidates = [mapped[shard.name]]
+            aliases = aliases_of.get(shard.name, ())
             candidates += [file_names(names, [a], given)[a] for a in aliases]
             found = next((name for name in candidates if name in given), None)
             used.update(candidates)
             if found is None:
-                self.report.missing.append(piece.name)
+                self.report.missing.append(shard.name)
                 continue
-            self.filled.append(piece.name)
-            self._match(piece, given[found])
+            self.filled.append(shard.name)
+            self._match(shard, given[found])
         self.report.unexpected += sorted(set(given) - used)
 
     def _match_optimizer(self) -> None:
@@ -225,27 +225,27 @@ class _Load:
                     f"parameter group {i} of its optimizer: missing {missing}, unexpected "
                     f"{unexpected}"
                 )
-        for piece in own.pieces:
-            if piece.name in given:
-                self._match(piece, given[piece.name])
+        for shard in own.shards:
+            if shard.name in given:
+                self._match(shard, given[shard.name])
             else:
-                self.report.missing.append(piece.name)
-        self.report.unexpected += sorted(set(given) - {p.name for p in own.pieces})
+                self.report.missing.append(shard.name)
+        self.report.unexpected += sorted(set(given) - {p.name for p in own.shards})
 
-    def _match(self, piece: Piece, source: SourceTensor) -> None:
-        if tuple(source.shape) != piece.shape:
-            self.differ.append((piece.name, str(tuple(source.shape)), str(piece.shape)))
-        elif source.dtype != piece.dtype and not {source.dtype, piece.dtype} <= FLOATS:
-            self.differ.append((piece.name, source.dtype, piece.dtype))
+    def _match(self, shard: Shard, source: SourceTensor) -> None:
+        if tuple(source.shape) != shard.shape:
+            self.differ.append((shard.name, str(tuple(source.shape)), str(shard.shape)))
+        elif source.dtype != shard.dtype and not {source.dtype, shard.dtype} <= FLOATS:
+            self.differ.append((shard.name, source.dtype, shard.dtype))
         else:
-            self.reads.append((piece, source))
+            self.reads.append((shard, source))
 
     def read(self) -> list[int]:
-        """Read this rank's pieces and return its part of every checksum."""
+        """Read this rank's shards and return its part of every checksum."""
         paths = self.source.paths()
         number_of = {name: i for i, name in enumerate(paths)}
         folder = self.source.folder
-        return _core.read_pieces(
+        return _core.read_shards(
             [os.fsencode(folder / name) for name in paths],
             [(number_of[t.file], t.dtype, t.begin, t.end) for _, t in self.reads],
             [(i, p.first, p.memory) for i, (p, _) in enumerate(self.reads) if p.numel > 0],
@@ -255,20 +255,20 @@ class _Load:
 
     def verify(self, crcs: list[int]) -> None:
         """Compare the whole tensors' checksums with the manifest's; collective."""
-        replicas = [piece.replica for piece, _ in self.reads]
+        replicas = [shard.replica for shard, _ in self.reads]
         mine = np.array([crcs, replicas], np.int64).reshape(2, -1)
         every = distributed.world().all_gather(_core.tensor(mine)).numpy()
         wrong = []
-        for i, (piece, source) in enumerate(self.reads):
+        for i, (shard, source) in enumerate(self.reads):
             want = source.crc
             if want is None:
                 continue
             for replica in np.unique(every[:, 1, i]):
-                pieces = every[every[:, 1, i] == replica, 0, i]
-                got = int(np.bitwise_xor.reduce(pieces))
+                shards = every[every[:, 1, i] == replica, 0, i]
+                got = int(np.bitwise_xor.reduce(shards))
                 if got != want:
                     file = self.source.folder / source.file
-                    wrong.append(f"'{piece.name}' in {file}: checksum {got:08x}, not {want:08x}")
+                    wrong.append(f"'{shard.name}' in {file}: checksum {got:08x}, not {want:08x}")
                     break
         if wrong:
             raise CheckpointError(
@@ -278,9 +278,9 @@ class _Load:
 
     def spoil(self) -> None:
         """Overwrite all values, so that no corrupt value looks right."""
-        for piece, _ in self.reads:
-            if piece.dtype in FLOATS and piece.numel:
-                piece.memory.fill_(float("nan"))
+        for shard, _ in self.reads:
+            if shard.dtype in FLOATS and shard.numel:
+                shard.memory.fill_(float("nan"))
 
     def apply(self) -> None:
         """Set everything that is not a tensor."""

@@ -1,4 +1,4 @@
-"""Saving: what goes into a checkpoint, and this rank's pieces of it.
+"""Saving: what goes into a checkpoint, and this rank's shards of it.
 
 The C engine lays out the files, the same on all ranks, and each rank writes its own byte ranges.
 """
@@ -17,7 +17,7 @@ import numpy as np
 from fsdpc import _core, distributed
 from fsdpc.checkpoint import config_json, generators, manifest
 from fsdpc.checkpoint.claim import Claim, check_shared, claim_name, remove_remains
-from fsdpc.checkpoint.pieces import Held, Piece, pieces_of, states_of
+from fsdpc.checkpoint.shards import Held, Shard, shards_of, states_of
 from fsdpc.checkpoint.schema import FILE_DTYPES, FLOATS
 from fsdpc.checkpoint.values import encode
 from fsdpc.distributed.agree import agree
@@ -118,7 +118,7 @@ def save(
     max_shard_bytes : float, default 5e9
         Largest file size, unless a single tensor is larger.
     async_ : bool, default False
-        Copy this rank's pieces, return, and write in the background on a thread.
+        Copy this rank's shards, return, and write in the background on a thread.
     overwrite : bool, default False
         Replace an existing checkpoint with this name, which is kept until the new one is on the
         disk.
@@ -142,7 +142,7 @@ def save(
     -----
     The bytes of the tensor files do not depend on the number of ranks, the mesh, the strategy or
     the frontend. Each rank's global random number states of Python, NumPy and torch are saved.
-    Memory: one chunk or, with ``async_``, a copy of this rank's pieces, reused by the next save.
+    Memory: one chunk or, with ``async_``, a copy of this rank's shards, reused by the next save.
     The first async save touches that memory for the first time, which takes seconds on a virtual
     machine whose host supplies memory page by page.
 
@@ -227,7 +227,7 @@ def _refuse_to_replace(folder: Path, overwrite: bool) -> None:
 
 def save_pieces(
     path: str | os.PathLike[str],
-    pieces: Mapping[str, list[Piece]],
+    shards: Mapping[str, list[Shard]],
     content: Mapping[str, Any],
     config: str | None = None,
 ) -> None:
@@ -236,8 +236,8 @@ def save_pieces(
     Parameters
     ----------
     path : path
-    pieces : mapping of "model" and "optimizer" to lists of Piece
-        In a world of one rank, the pieces are whole tensors.
+    shards : mapping of "model" and "optimizer" to lists of Shard
+        In a world of one rank, the shards are whole tensors.
     content : mapping
         Parts of another checkpoint's manifest to copy.
     config : str, optional
@@ -246,7 +246,7 @@ def save_pieces(
     plan = _Plan(os.path.abspath(path), {}, None, 5e9)
     if config is not None:
         plan.files[config_json.NAME] = config
-    for kind, own in pieces.items():
+    for kind, own in shards.items():
         plan._add(kind, own, None)
     plan.describe(content)
     claim = claim_name(Path(plan.folder))
@@ -265,7 +265,7 @@ def _apart() -> _core.Comm:
 
 
 class _Plan:
-    """The tensors and the manifest of a checkpoint, and this rank's pieces."""
+    """The tensors and the manifest of a checkpoint, and this rank's shards."""
 
     def __init__(
         self,
@@ -284,7 +284,7 @@ class _Plan:
             "model": [],
             "optimizer": [],
         }
-        self.pieces: list[tuple[int, Piece]] = []  # each with its tensor's index
+        self.shards: list[tuple[int, Shard]] = []  # each with its tensor's index
         self.files: dict[str, str] = {}  # besides those of tensors
         self.members: dict[str, str] = {}  # of the manifest, as JSON
         self.meshes: list[dict[str, int]] = []
@@ -295,13 +295,13 @@ class _Plan:
             config = config_json.of_model(state["model"])
             if config is not None:
                 self.files[config_json.NAME] = config
-            held = pieces_of(state["model"], False)
+            held = shards_of(state["model"], False)
             aliases = held.aliases
             self._describe_model(state["model"], held)
-            self._add("model", held.pieces, _float_dtype(dtype))
+            self._add("model", held.shards, _float_dtype(dtype))
         if state.get("optimizer") is not None:
             states = states_of(state["optimizer"], state["model"])
-            self._add("optimizer", states.pieces, None)
+            self._add("optimizer", states.shards, None)
             self.describe({"optimizer": {
                 "class": states.access.kind,
                 "param_groups": states.groups,
@@ -320,20 +320,20 @@ class _Plan:
             if state.get(kind) is not None:
                 self.describe({kind: encode(_state_dict(kind, state[kind]))})
 
-    def _add(self, kind: str, pieces: list[Piece], dtype: str | None) -> None:
+    def _add(self, kind: str, shards: list[Shard], dtype: str | None) -> None:
         own = self.tensors[kind]
-        for piece in pieces:
-            if "\0" in piece.name:
-                raise ValueError(f"the name {piece.name!r} has a NUL in it")
-            if not own or own[-1][0] != piece.name:
-                chosen = dtype if dtype and piece.dtype in FLOATS else piece.dtype
-                own.append((piece.name, chosen, piece.shape))
-            self.pieces.append((sum(map(len, self.tensors.values())) - 1, piece))
+        for shard in shards:
+            if "\0" in shard.name:
+                raise ValueError(f"the name {shard.name!r} has a NUL in it")
+            if not own or own[-1][0] != shard.name:
+                chosen = dtype if dtype and shard.dtype in FLOATS else shard.dtype
+                own.append((shard.name, chosen, shard.shape))
+            self.shards.append((sum(map(len, self.tensors.values())) - 1, shard))
 
     def _describe_model(self, model: Any, held: Held) -> None:
         """Add the manifest's informational parts."""
         world = distributed.world_size()
-        replicas = {_core.master_piece(unit, 0, False)[3] for unit, _ in held.units if unit.params}
+        replicas = {_core.master_shard(unit, 0, False)[3] for unit, _ in held.units if unit.params}
         self.meshes = [{"replicate": n, "shard": world // n} for n in sorted(replicas)]
         self.describe({
             "model_class": type(model).__name__,
@@ -355,12 +355,12 @@ class _Plan:
         """Raise if replicas of a unit have diverged; collective."""
         if all(mesh["replicate"] == 1 for mesh in self.meshes):
             return
-        own = [piece for _, piece in self.pieces if piece.unit]
+        own = [shard for _, shard in self.shards if shard.unit]
         crcs = [_core.crc32c(0, p.memory.numpy().view(np.uint8)) if p.numel else 0 for p in own]
         mine = [(p.first, p.numel, crc) for p, crc in zip(own, crcs, strict=True)]
         world = distributed.world()
         every = world.all_gather(_core.tensor(np.array(mine, np.int64).reshape(-1, 3))).numpy()
-        for piece, rows in zip(own, every.reshape(world.size, -1, 3).swapaxes(0, 1), strict=True):
+        for shard, rows in zip(own, every.reshape(world.size, -1, 3).swapaxes(0, 1), strict=True):
             known: dict[tuple[int, int], tuple[int, int]] = {}
             found = []
             for rank, (first, numel, crc) in enumerate(rows.tolist()):
@@ -369,7 +369,7 @@ class _Plan:
                     found.append(f"rank {rank} and its replica, rank {other}")
             if found:
                 raise _core.MismatchError(
-                    f"replicas drifted apart: '{piece.name}' of unit '{piece.unit}' has other "
+                    f"replicas drifted apart: '{shard.name}' of unit '{shard.unit}' has other "
                     f"values on {', '.join(found)}: its values or the optimizer's options were "
                     "changed on one rank alone; change them on every rank, and load the last "
                     "checkpoint"
@@ -384,7 +384,7 @@ class _Plan:
             (parent, temp, self.folder, os.path.join(temp, manifest.NAME)),
             self.tensors["model"],
             self.tensors["optimizer"],
-            [(i, p.first, p.memory) for i, p in self.pieces if p.replica == 0 and p.numel > 0],
+            [(i, p.first, p.memory) for i, p in self.shards if p.replica == 0 and p.numel > 0],
             dict(sorted(self.members.items())),
             self.files,
             self.max_shard_bytes,

@@ -426,7 +426,7 @@ class Trainer:
         """Return the CRC-32C of all parameters as fp32, combined from the ranks' rows."""
         crc = 0
         for _, p in sorted(self.model.named_parameters()):
-            rows, first, replica, _ = _core.master_piece(p._unit, p._index, False)
+            rows, first, replica, _ = _core.master_shard(p._unit, p._index, False)
             own = _core.crc32c(0, rows.to(_core.float32).bits())
             found = distributed.all_gather(np.array([replica, first, rows.numel(), own], np.int64))
             for copy, _, numel, part in sorted(map(tuple, found.tolist())):

@@ -1,4 +1,4 @@
-"""Threads that carry a link's messages (``_core.Link``) and end with the world."""
+"""Threads that carry a transport's messages (``_core.Transport``) and end with the world."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Work = Callable[[], None]
 leaving: list[Work] = []  # to wait for after all groups are left
 
 
-def start(link: _core.Link, rank: int, works: list[Work], close: Work = lambda: None) -> None:
-    """Run each of these on a thread until the link ends; call ``close`` after the world is left.
+def start(transport: _core.Transport, rank: int, works: list[Work], close: Work = lambda: None) -> None:
+    """Run each of these on a thread until the transport ends; call ``close`` after the world is left.
 
-    If one of these raises, the link ends.
+    If one of these raises, the transport ends.
     """
 
     def guarded(work: Work) -> None:
         try:
             work()
         except _core.PeerError:
-            pass  # the link has ended
-        except Exception as error:  # noqa: BLE001 - whatever the carrier raises ends the link
+            pass  # the transport has ended
+        except Exception as error:  # noqa: BLE001 - whatever the carrier raises ends the transport
             time.sleep(GRACE_S)
-            link.abort(f"rank {rank} lost its connection to other hosts: {error}")
+            transport.abort(f"rank {rank} lost its connection to other hosts: {error}")
 
     threads = [
         threading.Thread(target=guarded, args=(work,), name="fsdpc carrier", daemon=True)
@@ -42,9 +42,9 @@ def start(link: _core.Link, rank: int, works: list[Work], close: Work = lambda: 
     def leave() -> None:
         # Before the process ends, all data must be sent, and no thread may be inside torch, because
         # such a thread does not survive the end of Python.
-        link.close()
+        transport.close()
         for thread in threads:
-            thread.join(GRACE_S if link.failed else LEAVE_S)
+            thread.join(GRACE_S if transport.failed else LEAVE_S)
         close()
 
     leaving.append(leave)

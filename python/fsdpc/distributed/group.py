@@ -79,7 +79,7 @@ def init(
     TimeoutError
         A rank did not arrive within ``FSDPC_TIMEOUT_S``; the message names it.
     NotImplementedError
-        Ranks are on several hosts without a link between them.  Or several ranks are on GPUs and
+        Ranks are on several hosts without a transport between them.  Or several ranks are on GPUs and
         NCCL was not found (the message lists where it was searched), or ranks share a GPU and NCCL
         is older than 2.30.
 
@@ -135,7 +135,7 @@ def _meet(rank: int, world_size: int, hosts: int) -> _core.Comm:
         library=os.environ.get("FSDPC_NCCL_LIB") or None,
         secret=secret,
         hosts=hosts,
-        link=_link(rank, world_size, hosts) if hosts > 1 else None,
+        transport=_transport(rank, world_size, hosts) if hosts > 1 else None,
     )
     if hosts > 1:
         watch.start(comm, hosts)
@@ -158,8 +158,8 @@ def _hosts(rank: int, world_size: int, local_rank: int, local_size: int) -> int:
     return world_size // local_size
 
 
-def _link(rank: int, world_size: int, hosts: int) -> _core.Link:
-    """Return the link between hosts, over the MPI whose launcher started the ranks."""
+def _transport(rank: int, world_size: int, hosts: int) -> _core.Transport:
+    """Return the transport between hosts, over the MPI whose launcher started the ranks."""
     if environment.pretended_host is not None:
         from fsdpc.distributed import pretend
 
@@ -168,7 +168,7 @@ def _link(rank: int, world_size: int, hosts: int) -> _core.Link:
     paths = [Path(_core.__file__).with_name(f"libfsdpc_mpi_{name}.so") for name in families]
     for path in paths:
         if path.exists():
-            return _core.Link(rank, world_size, str(path))
+            return _core.Transport(rank, world_size, str(path))
     missing = "nothing here carries bytes between them"
     if paths:
         missing = f"there is no {' or '.join(path.name for path in paths)}"

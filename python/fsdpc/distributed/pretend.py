@@ -2,7 +2,7 @@
 
 Only :mod:`fsdpc.testing` uses this. A rank reports a made-up host identifier, and Python threads
 carry the bytes between hosts over Unix sockets that connect all ranks. The speed is therefore not
-that of real links. To the engine it is a link like any other.
+that of real networks. To the engine it is a transport like any other.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ def on_hosts(hosts: int) -> None:
     environment.pretended_host = rank // here
 
 
-def carry(rank: int, size: int, address: str) -> _core.Link:
-    """Create a link between the ranks that share this ``address``; collective."""
+def carry(rank: int, size: int, address: str) -> _core.Transport:
+    """Create a transport between the ranks that share this ``address``; collective."""
     peers = _meet(rank, size, f"\0fsdpc-pretend-{os.geteuid()}-{address}-")
-    link = _core.Link(rank, size)
+    transport = _core.Transport(rank, size)
 
     def close() -> None:
         for connection in peers.values():
             connection.close()
 
-    works = [lambda: _send(link, peers), lambda: _receive(link, peers)]
-    carriers.start(link, rank, works, close)
-    return link
+    works = [lambda: _send(transport, peers), lambda: _receive(transport, peers)]
+    carriers.start(transport, rank, works, close)
+    return transport
 
 
 def _meet(rank: int, size: int, name: str) -> dict[int, socket.socket]:
@@ -86,10 +86,10 @@ def _fill(connection: socket.socket, view: memoryview) -> None:
         view = view[count:]
 
 
-def _send(link: _core.Link, peers: dict[int, socket.socket]) -> None:
+def _send(transport: _core.Transport, peers: dict[int, socket.socket]) -> None:
     try:
         while True:
-            message = link.take(0, carriers.LOOK_S)
+            message = transport.take(0, carriers.LOOK_S)
             if message is not None:
                 peer, tag, data = message
                 peers[peer].sendall(HEAD.pack(tag, len(data)))
@@ -104,7 +104,7 @@ def _send(link: _core.Link, peers: dict[int, socket.socket]) -> None:
         raise
 
 
-def _receive(link: _core.Link, peers: dict[int, socket.socket]) -> None:
+def _receive(transport: _core.Transport, peers: dict[int, socket.socket]) -> None:
     with selectors.DefaultSelector() as ready:
         for peer, connection in peers.items():
             ready.register(connection, selectors.EVENT_READ, peer)
@@ -117,6 +117,6 @@ def _receive(link: _core.Link, peers: dict[int, socket.socket]) -> None:
                     ready.unregister(connection)
                     continue
                 tag, size = HEAD.unpack(head)
-                _fill(connection, link.room(0, size))
-                if not link.deliver(0, peer, tag):
+                _fill(connection, transport.room(0, size))
+                if not transport.deliver(0, peer, tag):
                     return

@@ -234,7 +234,7 @@ class Auditor:
 
     def _owners(self, one: _Held, at: tuple[int, ...]) -> str:
         """Return the ranks that have an element's row."""
-        rows, first, _, _ = _core.master_piece(one.unit, one.index, False)
+        rows, first, _, _ = _core.master_shard(one.unit, one.index, False)
         _, _, shape = one.unit.params[one.index]
         flat = int(np.ravel_multi_index(at, shape)) if shape else 0
         has = first <= flat < first + rows.numel()
@@ -246,7 +246,7 @@ class Auditor:
         held = [one for unit in self._units for one in unit]
         marks = np.zeros((len(held), 3), np.int64)
         for mark, one in zip(marks, held, strict=True):
-            rows, first, _, _ = _core.master_piece(one.unit, one.index, False)
+            rows, first, _, _ = _core.master_shard(one.unit, one.index, False)
             mark[:] = first, rows.numel(), _core.crc32c(0, rows.bits())
         ranks = distributed.all_gather(marks)
         for i, one in enumerate(held):

@@ -66,7 +66,7 @@ class Recipe(NamedTuple):
         unit.init(index, *self[:5])
         if self.zero_row is None:
             return
-        rows, first, _, _ = _core.master_piece(unit, index, True)
+        rows, first, _, _ = _core.master_shard(unit, index, True)
         dim = unit.params[index][2][1]
         at = self.zero_row * dim - first
         if 0 <= at < rows.numel():

@@ -53,39 +53,39 @@ class Network:
         """Return the load of a "gather", "reduce" or "all_reduce" of ``full`` bytes."""
         if self.is_ring:
             return self._ring(kind, group, full)
-        hosts, lanes, per_host = group
+        hosts, local_size, per_host = group
         wide = full / element * max(4, element)  # sums are sent in fp32
         crossing = {"gather": full / hosts, "reduce": wide / hosts, "all_reduce": wide}[kind]
-        inside = {"gather": 0.0, "reduce": lanes * full, "all_reduce": lanes * lanes * full}[kind]
-        if lanes == 1:
+        inside = {"gather": 0.0, "reduce": local_size * full, "all_reduce": local_size * local_size * full}[kind]
+        if local_size == 1:
             inside = 0.0
         elif kind == "all_reduce" and hosts > 1:
-            inside += lanes * wide
+            inside += local_size * wide
         return self._crossing(group, crossing, inside)
 
     def _crossing(
         self, group: HostGroup, bytes_to_each: float, inside: float = 0.0, header: bool = True
     ) -> Load:
         """Return the load if every host sends this many bytes to each other host."""
-        hosts, lanes, per_host = group
+        hosts, local_size, per_host = group
         messages = (1 + header) * (hosts - 1)
-        headers = lanes * self.messages["header"] if header else 0
+        headers = local_size * self.messages["header"] if header else 0
         between = (hosts - 1) * (bytes_to_each + headers) * per_host
-        seconds = inside / lanes / self.o.local_bandwidth
+        seconds = inside / local_size / self.o.local_bandwidth
         seconds += max(between / self.bandwidth, messages * self.o.message)
         return Load(
             between, inside * per_host, messages, self.latency if hosts > 1 else 0.0, seconds,
-            core=2 * between / (lanes * per_host) / self.o.core_bandwidth,
+            core=2 * between / (local_size * per_host) / self.o.core_bandwidth,
         )  # fmt: skip
 
     def _ring(self, kind: str, group: HostGroup, full: float) -> Load:
-        hosts, lanes, per_host = group
-        ranks = hosts * lanes
+        hosts, local_size, per_host = group
+        ranks = hosts * local_size
         rounds = 2 if kind == "all_reduce" else 1
         share = rounds * full * (ranks - 1) / ranks  # that every rank forwards
         between = share * per_host if hosts > 1 else 0.0
-        inside = share * per_host * (lanes if hosts == 1 else lanes - 1) if lanes > 1 else 0.0
-        local = share / self.o.local_bandwidth if lanes > 1 else 0.0
+        inside = share * per_host * (local_size if hosts == 1 else local_size - 1) if local_size > 1 else 0.0
+        local = share / self.o.local_bandwidth if local_size > 1 else 0.0
         hops = (hosts - 1) * self.latency + (ranks - hosts) * self.o.local_latency
         messages = rounds * (ranks - 1) if hosts > 1 else 0
         return Load(
@@ -93,10 +93,10 @@ class Network:
         )
 
     def values(self, group: HostGroup, message: str, header: bool = True) -> Load:
-        """Return the load of a note or agreement, sent by each rank to its lane on each host."""
+        """Return the load of a note or agreement, sent by each rank to its local rank on each host."""
         if self.is_ring:  # the clock for GPUs does not count these
             return Load(0.0, 0.0, 0, 0.0, 0.0)
-        return self._crossing(group, group.lanes * self.messages[message], header=header)
+        return self._crossing(group, group.local_size * self.messages[message], header=header)
 
 
 # ---- the clock ----
@@ -151,7 +151,7 @@ class Clock:
         self.flops: float = flops
         self.shards: HostGroup = groups[0]
         self.replicas: HostGroup = groups[1]
-        self.n_shards: int = self.shards.hosts * self.shards.lanes
+        self.n_shards: int = self.shards.hosts * self.shards.local_size
         self.now: float = 0.0
         kinds = ("gather", "reduce", "sum")
         self.streams: dict[str, deque[Operation]] = {kind: deque() for kind in kinds}

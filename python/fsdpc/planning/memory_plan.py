@@ -31,21 +31,21 @@ class HostGroup(NamedTuple):
     """The ranks in one operation: number of hosts, ranks per host, and such groups per host."""
 
     hosts: int
-    lanes: int
+    local_size: int
     per_host: int
 
 
-def groups_on_hosts(mesh: tuple[int, int], hosts: int, lanes: int) -> tuple[HostGroup, HostGroup]:
-    """Return the shard group and the replicas, on hosts with ``lanes`` ranks each."""
+def groups_on_hosts(mesh: tuple[int, int], hosts: int, local_size: int) -> tuple[HostGroup, HostGroup]:
+    """Return the shard group and the replicas, on hosts with ``local ranks`` ranks each."""
     shard = mesh[1]
-    if shard <= lanes and lanes % shard == 0:
-        return HostGroup(1, shard, lanes // shard), HostGroup(hosts, lanes // shard, shard)
-    if shard % lanes:
+    if shard <= local_size and local_size % shard == 0:
+        return HostGroup(1, shard, local_size // shard), HostGroup(hosts, local_size // shard, shard)
+    if shard % local_size:
         raise ValueError(
-            f"mesh {mesh} on hosts of {lanes} ranks: {shard} ranks that share shards must lie "
+            f"mesh {mesh} on hosts of {local_size} ranks: {shard} ranks that share shards must lie "
             "inside a host, or be whole hosts"
         )
-    return HostGroup(shard // lanes, lanes, 1), HostGroup(mesh[0], 1, lanes)
+    return HostGroup(shard // local_size, local_size, 1), HostGroup(mesh[0], 1, local_size)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -311,7 +311,7 @@ def simulate(
         f"{units}, batch {'x'.join(map(str, shape))} a rank"
     )
     memory = replace(memory, activation=record.memory["activation"])
-    sharing_ranks = groups[0].lanes if device == "cpu" else 1
+    sharing_ranks = groups[0].local_size if device == "cpu" else 1
     return Simulation(
         title=title,
         step=clock.now + optimizer,

@@ -175,8 +175,8 @@ class Way:
             mp_policy=given.get("mp_policy"), plan=given.get("plan"),
             optimizer=given.get("optimizer", "adamw"), state_dtype=given.get("state_dtype"),
         ).for_device(case.device).for_hosts(case.hosts)  # fmt: skip
-        lanes = groups_on_hosts(sharding.mesh, case.hosts, case.per_host)[0].lanes
-        self.shared: int = lanes if case.device == "cpu" else 1  # ranks on a host share one parameter buffer
+        local_size = groups_on_hosts(sharding.mesh, case.hosts, case.per_host)[0].local_size
+        self.shared: int = local_size if case.device == "cpu" else 1  # ranks on a host share one parameter buffer
         self.engine: float = self.held.total - self.held.unsharded + self.held.unsharded / self.shared
 
     def choice(self, which: Any, micro: int, activation: int) -> Choice:

@@ -18,14 +18,14 @@ from torch import nn
 
 from fsdpc import _core, distributed
 from fsdpc.checkpoint import generators
-from fsdpc.checkpoint.pieces import (
+from fsdpc.checkpoint.shards import (
     Held,
-    Piece,
+    Shard,
     StateAccess,
     access_of,
-    master_piece,
-    pieces_of,
-    plain_piece,
+    master_shard,
+    shards_of,
+    plain_shard,
 )
 from fsdpc.torch import _device
 from fsdpc.torch._unit import PieceInfo, UnitState, states_of
@@ -75,12 +75,12 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return named
 
 
-@pieces_of.register
+@shards_of.register
 def _(model: nn.Module, write: bool) -> Held:
     units = _units(model)
     named = _tensors(model)
     first_names: dict[int, str] = {}
-    pieces: list[Piece] = []
+    pieces: list[Shard] = []
     aliases: dict[str, str] = {}
     for name, t in named.items():
         if id(t) in first_names:
@@ -90,7 +90,7 @@ def _(model: nn.Module, write: bool) -> Held:
         if id(t) in units:
             pieces.append(_piece(name, *units[id(t)], write))
         else:
-            pieces.append(plain_piece(name, _memory(name, t)))
+            pieces.append(plain_shard(name, _memory(name, t)))
 
     def loaded(names: Collection[str]) -> None:
         for name in names:
@@ -103,13 +103,13 @@ def _(model: nn.Module, write: bool) -> Held:
     return Held(pieces, aliases, sharded, loaded)
 
 
-def _piece(name: str, state: UnitState, i: int, write: bool) -> Piece:
+def _piece(name: str, state: UnitState, i: int, write: bool) -> Shard:
     if i in state.missing and not write:
         raise RuntimeError(
             f"parameter '{name}' was on the meta device and has no values to save yet: load "
             "them, or initialise them inside summon_full_params()"
         )
-    return master_piece(name, state.shapes[i], state.unit, i, write)
+    return master_shard(name, state.shapes[i], state.unit, i, write)
 
 
 def _memory(name: str, t: torch.Tensor) -> _core.Tensor:
@@ -144,7 +144,7 @@ class _Access(StateAccess):
         info = getattr(p, "fsdpc", None)
         if not isinstance(info, PieceInfo):
             return tuple(p.shape), 0, distributed.rank()
-        _, first, replica, _ = _core.master_piece(info.unit, info._index, False)
+        _, first, replica, _ = _core.master_shard(info.unit, info._index, False)
         return tuple(info.shape), first, replica
 
     def options(self, group: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from fsdpc.distributed import watch
 from fsdpc.distributed.environment import count_hosts, this_host
 from fsdpc.sharding.mesh import DeviceMesh
 from fsdpc.torch import _device
-from fsdpc.torch._link import carry
+from fsdpc.torch._transport import carry
 
 
 def join() -> _core.Comm:
@@ -137,7 +137,7 @@ def _meet(group: Any) -> _core.Comm:
         library=os.environ.get("FSDPC_NCCL_LIB") or None,
         secret=secret,
         hosts=hosts,
-        link=carry(group) if hosts > 1 else None,
+        transport=carry(group) if hosts > 1 else None,
     )
     ranks._met.append(comm)
     if hosts > 1:

@@ -372,7 +372,7 @@ class UnitState:
         self.root = root
         with torch.inference_mode(False), torch.no_grad():
             flats = _core.unit_memory(self.unit, "full")
-            lends = self.torch_unit.lends_fulls
+            lends = self.torch_unit.lends_unsharded
             bases = tuple((_device.like if lends else _device.to_torch)(m) for m in flats)
             lent = [_device.Lent(base) for base in bases] if lends else None
             for i, shape in enumerate(self.shapes):

@@ -1,13 +1,13 @@
-/* A link over MPI, in processes that mpiexec starts: test_link_mpi PLUGIN MODE.
+/* A transport over MPI, in processes that mpiexec starts: test_transport_mpi PLUGIN MODE.
  *
  *     suite   messages of many sizes, their order, wrong sizes, waking, what waiting costs
  *     abort   the last rank aborts; all others fail with its reason
  *     late    rank 0 leaves at once, the others a second later: a clean end
  *     orphan  the last rank leaves, and all others learn that nothing will come from it
- *     leave   the last rank returns from main without destroying its link
- *     fail    the last rank exits with status 3 after destroying its link
+ *     leave   the last rank returns from main without destroying its transport
+ *     fail    the last rank exits with status 3 after destroying its transport
  *     stuck   as late, with a deadline of a second for MPI_Finalize
- *     again   a second link in a process is refused
+ *     again   a second transport in a process is refused
  *     names   shared memory that is named as MPICH 5 names its own has lost its name
  *     speed   latency, bandwidth, and what a computing thread loses; prints rows
  */
@@ -25,7 +25,7 @@ enum { PIECE = 60 << 10, MIB = 1 << 20, GUARD = 64, OPS = 64 };
 
 static const int64_t SECOND = 1000000000;
 
-static fsdpc_link *mpi;
+static fsdpc_transport *mpi;
 static _Atomic uint32_t bell;
 
 static void ring(void *arg)
@@ -42,15 +42,15 @@ static int variable(const char *first, const char *second)
 }
 
 static fsdpc_status post(bool sends, int peer, uint32_t tag, void *data, size_t bytes,
-                         fsdpc_link_op *op)
+                         fsdpc_transport_op *op)
 {
-    *op = (fsdpc_link_op){
-        .link = mpi, .sends = sends, .peer = peer, .tag = tag, .data = data, .bytes = bytes};
+    *op = (fsdpc_transport_op){
+        .transport = mpi, .sends = sends, .peer = peer, .tag = tag, .data = data, .bytes = bytes};
     return mpi->ops->post(op);
 }
 
 /* Sleeps on the bell alone, so an end without `wake` shows. */
-static fsdpc_status wait_for(fsdpc_link_op *op)
+static fsdpc_status wait_for(fsdpc_transport_op *op)
 {
     int64_t end = fsdpc_clock_ns() + 60 * SECOND;
     for (;;) {
@@ -90,7 +90,7 @@ static bool holds(const unsigned char *data, int from, int to, uint32_t tag, siz
 static void exchange(size_t bytes, uint32_t tag, bool receives_first)
 {
     int n = mpi->size, me = mpi->rank;
-    fsdpc_link_op sends[OPS], receives[OPS];
+    fsdpc_transport_op sends[OPS], receives[OPS];
     unsigned char *out[OPS], *in[OPS];
     for (int peer = 0; peer < n; peer++) {
         out[peer] = filled(me, peer, tag, bytes);
@@ -127,7 +127,7 @@ static void test_order(void)
 {
     enum { N = 20 };
     int next = (mpi->rank + 1) % mpi->size, before = (mpi->rank + mpi->size - 1) % mpi->size;
-    fsdpc_link_op sends[N], receives[N];
+    fsdpc_transport_op sends[N], receives[N];
     unsigned char *out[N], *in[N];
     for (int i = 0; i < N; i++) {
         size_t bytes = i % 3 ? 3 + (size_t)i : 5 * PIECE + (size_t)i;
@@ -154,7 +154,7 @@ static void test_wrong_sizes(void)
         {12, 8},   {8, 12}, {0, 1}, {PIECE, PIECE + 1}, {PIECE + 1, 1}, {2 * PIECE, PIECE},
         {3, PIECE}};
     for (uint32_t i = 0; i < sizeof pairs / sizeof *pairs; i++) {
-        fsdpc_link_op op;
+        fsdpc_transport_op op;
         if (mpi->rank == 0) {
             unsigned char *out = filled(0, 1, i, pairs[i][0]);
             CHECK_OK(post(true, 1, 100 + i, out, pairs[i][0], &op));
@@ -185,7 +185,7 @@ static int64_t process_ns(clockid_t clock)
 /* Processor time of all threads but this one, over the time that passed, while a receive waits. */
 static double cost_of_waiting(int64_t ns)
 {
-    fsdpc_link_op receive, send;
+    fsdpc_transport_op receive, send;
     int next = (mpi->rank + 1) % mpi->size, before = (mpi->rank + mpi->size - 1) % mpi->size;
     exchange(1, 300, true);
     int64_t began = fsdpc_clock_ns();
@@ -218,7 +218,7 @@ static void suite(void)
 static void aborts(void)
 {
     unsigned char byte, *big = malloc(8 * MIB);
-    fsdpc_link_op waits, half;
+    fsdpc_transport_op waits, half;
     int last = mpi->size - 1;
     CHECK_OK(post(false, last, 1, &byte, 1, &waits));
     CHECK_OK(post(false, last, 2, big, 8 * MIB, &half));
@@ -254,7 +254,7 @@ static double compute_s(void)
 static double computing(bool waits)
 {
     double times[5];
-    fsdpc_link_op receive, send;
+    fsdpc_transport_op receive, send;
     int next = (mpi->rank + 1) % mpi->size, before = (mpi->rank + mpi->size - 1) % mpi->size;
     for (int i = 0; i < 5; i++) {
         exchange(1, 400, true);
@@ -283,7 +283,7 @@ static double exchanging(size_t bytes, int times, bool both)
     for (int i = 0; i < times; i++) {
         exchange(1, 500, true);
         int64_t began = fsdpc_clock_ns();
-        fsdpc_link_op send, receive;
+        fsdpc_transport_op send, receive;
         for (int k = 0; k < (bytes < MIB ? 100 : 1); k++) {
             bool first = both || mpi->rank % 2 == 0;
             CHECK_OK(post(false, peer, 501, in, bytes, &receive));
@@ -321,14 +321,14 @@ static void speed(void)
 static void orphans(void)
 {
     static unsigned char data[3 * MIB];
-    fsdpc_link_op op = {0};
+    fsdpc_transport_op op = {0};
     int last = mpi->size - 1;
     if (mpi->rank == last) {
         for (int peer = 0; peer < last; peer++) {
             CHECK_OK(post(true, peer, 601, data, sizeof data, &op));
             CHECK_OK(wait_for(&op));
         }
-        snprintf(mpi->farewells[last], FSDPC_LINK_FAREWELL, "; it was in a test");
+        snprintf(mpi->farewells[last], FSDPC_TRANSPORT_FAREWELL, "; it was in a test");
         mpi->ops->leave(mpi);
         return;
     }
@@ -341,7 +341,7 @@ static void orphans(void)
         CHECK_OK(post(false, last, 601, data, sizeof data, &op));
     }
     CHECK_FAILS(wait_for(&op), FSDPC_ERR_PEER, "left (it shut its communicator down) while rank");
-    CHECK_OK(fsdpc_link_health(mpi));
+    CHECK_OK(fsdpc_transport_health(mpi));
 }
 
 /* Maps shared memory as MPICH 5 does in MPI_Init, and returns its name. */
@@ -365,7 +365,7 @@ int main(int argc, char **argv)
     const fsdpc_plugin *plugin = NULL;
     fsdpc_status status = fsdpc_plugin_load(argc > 1 ? argv[1] : "none", &plugin);
     if (status == FSDPC_OK)
-        status = plugin->link_create(rank, size, &mpi);
+        status = plugin->transport_create(rank, size, &mpi);
     if (status != FSDPC_OK) {
         printf("refused: %s\n", fsdpc_last_error());
         return 2;
@@ -391,13 +391,13 @@ int main(int argc, char **argv)
     if ((strcmp(mode, "late") == 0 || strcmp(mode, "stuck") == 0) && me != 0)
         pause_ms(1000);
     if (strcmp(mode, "leave") == 0 && me == last)
-        return check_report("test_link_mpi");
-    fsdpc_link_destroy(mpi);
+        return check_report("test_transport_mpi");
+    fsdpc_transport_destroy(mpi);
     if (strcmp(mode, "again") == 0) {
         pause_ms(500);
-        CHECK_FAILS(plugin->link_create(rank, size, &mpi), FSDPC_ERR_STATE, "MPI ");
+        CHECK_FAILS(plugin->transport_create(rank, size, &mpi), FSDPC_ERR_STATE, "MPI ");
     }
-    int failed = check_report("test_link_mpi");
+    int failed = check_report("test_transport_mpi");
     fflush(stdout);
     if (strcmp(mode, "abort") == 0) /* launchers kill the others when one has ended so */
         pause_ms(2000);

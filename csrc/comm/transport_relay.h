@@ -1,5 +1,5 @@
-/* A link whose messages the user's threads carry, for example over a torch process group
- * (python/fsdpc/torch/_link.py).
+/* A transport whose messages the user's threads carry, for example over a torch process group
+ * (python/fsdpc/torch/_transport.py).
  *
  * Sends wait in the outbox until a carrier takes them.  A message that a carrier delivers goes to
  * its waiting receive, or is kept until one is posted.  Carriers have copies in their own memory:
@@ -7,10 +7,10 @@
  *
  * There may be any number of carrier threads.  They must carry the messages of one peer in order.
  */
-#ifndef FSDPC_COMM_LINK_RELAY_H
-#define FSDPC_COMM_LINK_RELAY_H
+#ifndef FSDPC_COMM_TRANSPORT_RELAY_H
+#define FSDPC_COMM_TRANSPORT_RELAY_H
 
-#include "comm/link.h"
+#include "comm/transport.h"
 
 /* A message that a carrier holds, zeroed before its first use; its memory is reused. */
 typedef struct fsdpc_message {
@@ -21,21 +21,22 @@ typedef struct fsdpc_message {
     unsigned char *data;
 } fsdpc_message;
 
-fsdpc_status fsdpc_link_relay_create(int rank, int size, fsdpc_link **out);
-/* For carriers, which may outlive the link's user; each retain requires one more destroy. */
-void fsdpc_link_relay_retain(fsdpc_link *link);
+fsdpc_status fsdpc_transport_relay_create(int rank, int size, fsdpc_transport **out);
+/* For carriers, which may outlive the transport's user; each retain requires one more destroy. */
+void fsdpc_transport_relay_retain(fsdpc_transport *transport);
 
 /* Ensures capacity for this many bytes; discards the contents. */
 fsdpc_status fsdpc_message_reserve(fsdpc_message *message, size_t bytes);
 void fsdpc_message_free(fsdpc_message *message); /* frees its memory */
 
 /* Takes the oldest message from the outbox, waiting for at most max_ns.  FSDPC_IN_PROGRESS: none
- * yet.  FSDPC_ERR_PEER: the link was aborted or closed. */
-fsdpc_status fsdpc_link_relay_take(fsdpc_link *link, int64_t max_ns, fsdpc_message *message);
+ * yet.  FSDPC_ERR_PEER: the transport was aborted or closed. */
+fsdpc_status fsdpc_transport_relay_take(fsdpc_transport *transport, int64_t max_ns,
+                                        fsdpc_message *message);
 /* Delivers a message; the relay may keep its memory.  False: no more messages will come from any
  * peer. */
-bool fsdpc_link_relay_deliver(fsdpc_link *link, fsdpc_message *message);
+bool fsdpc_transport_relay_deliver(fsdpc_transport *transport, fsdpc_message *message);
 /* Ends sending: carriers get the remaining messages, then the end. */
-void fsdpc_link_relay_close(fsdpc_link *link);
+void fsdpc_transport_relay_close(fsdpc_transport *transport);
 
 #endif

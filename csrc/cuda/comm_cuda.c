@@ -4,7 +4,7 @@
  * init.  This file sets it if ranks share a GPU.  With an older NCCL every rank fails, and the
  * message names the ranks and the GPU.
  */
-#include "cuda/transport.h"
+#include "cuda/comm_cuda.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -1,6 +1,6 @@
 /* Connects ranks on GPUs: the function in the plugin's table that creates a communicator. */
-#ifndef FSDPC_CUDA_TRANSPORT_H
-#define FSDPC_CUDA_TRANSPORT_H
+#ifndef FSDPC_CUDA_COMM_CUDA_H
+#define FSDPC_CUDA_COMM_CUDA_H
 
 #include "cuda/control.h"
 

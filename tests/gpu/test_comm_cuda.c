@@ -1,5 +1,5 @@
 /* How ranks on GPUs join: whether those that share a GPU may, and what all learn if not. */
-#include "cuda/transport.h"
+#include "cuda/comm_cuda.h"
 
 #include "nccl_rig.h"
 
@@ -50,7 +50,7 @@ int main(void)
 {
     int most;
     if (!rig_find(&most))
-        return rig_missing("test_transport");
+        return rig_missing("test_comm_cuda");
 #if defined(FSDPC_EMU)
     fake_open();
     set_nccl_version(22809);
@@ -64,5 +64,5 @@ int main(void)
 #if defined(FSDPC_EMU)
     fake_check();
 #endif
-    return check_report("test_transport");
+    return check_report("test_comm_cuda");
 }

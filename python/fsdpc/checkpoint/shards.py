@@ -1,7 +1,7 @@
-"""A rank's part of a model and an optimizer, as pieces of named tensors.
+"""A rank's part of a model and an optimizer, as shards of named tensors.
 
 This is all that saving and loading know about frontends: another frontend registers its functions
-with ``pieces_of.register`` and ``access_of.register``.
+with ``shards_of.register`` and ``access_of.register``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fsdpc.optim.optimizer import Optimizer
 
 
 @dataclass(frozen=True)
-class Piece:
+class Shard:
     """Consecutive elements of one tensor, and the memory that contains them.
 
     Parameters
@@ -57,33 +57,33 @@ class Piece:
 
 
 def _nothing(names: Collection[str]) -> None:
-    """The default callback after a model's pieces were read."""
+    """The default callback after a model's shards were read."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A model's pieces, and additional names of its tied parameters.
+    """A model's shards, and additional names of its tied parameters.
 
     Parameters
     ----------
-    pieces : list of Piece
+    shards : list of Shard
     aliases : dict of str to str
-        Maps each additional name to the piece's name.
+        Maps each additional name to the shard's name.
     units : list of (Unit, str)
         A sharded model's units, each with its strategy's name; informational only.
     loaded : callable
-        Called with the pieces' names after all were read and verified.
+        Called with the shards' names after all were read and verified.
     """
 
-    pieces: list[Piece]
+    shards: list[Shard]
     aliases: dict[str, str]
     units: list[tuple[_core.Unit, str]]
     loaded: Callable[[Collection[str]], None] = _nothing
 
 
 @singledispatch
-def pieces_of(model: Any, write: bool) -> Held:
-    """Return this rank's pieces of a model's parameters and buffers.
+def shards_of(model: Any, write: bool) -> Held:
+    """Return this rank's shards of a model's parameters and buffers.
 
     Parameters
     ----------
@@ -98,23 +98,23 @@ def pieces_of(model: Any, write: bool) -> Held:
     )
 
 
-@pieces_of.register
+@shards_of.register
 def _(model: Module, write: bool) -> Held:
     first_names: dict[int, str] = {}
     sharded = {id(m._fsdpc_unit): m for m in model.modules() if hasattr(m, "_fsdpc_unit")}
     held = Held([], {}, [(m._fsdpc_unit, m._fsdpc_strategy) for m in sharded.values()])
     for name, t in model._persistent():
         if not isinstance(t, Parameter):
-            held.pieces.append(plain_piece(name, t))
+            held.shards.append(plain_shard(name, t))
         elif id(t) in first_names:
             held.aliases[name] = first_names[id(t)]
         else:
             first_names[id(t)] = name
-            held.pieces.append(_parameter(name, t, write))
+            held.shards.append(_parameter(name, t, write))
     return held
 
 
-def _parameter(name: str, p: Any, write: bool) -> Piece:
+def _parameter(name: str, p: Any, write: bool) -> Shard:
     if p._unit is None:
         if p.is_deferred:
             if not write:
@@ -123,22 +123,22 @@ def _parameter(name: str, p: Any, write: bool) -> Piece:
                     "fully_shard() or materialize() on the model first"
                 )
             p.materialize_()
-        return plain_piece(name, p.detach())
-    return master_piece(name, p.shape, p._unit, p._index, write)
+        return plain_shard(name, p.detach())
+    return master_shard(name, p.shape, p._unit, p._index, write)
 
 
-def master_piece(
+def master_shard(
     name: str, shape: Sequence[int], unit: _core.Unit, index: int, write: bool
-) -> Piece:
+) -> Shard:
     """Return this rank's rows of a unit's parameter with this full shape."""
-    memory, first, replica, _ = _core.master_piece(unit, index, write)
-    return Piece(name, tuple(shape), first, memory.numel(), memory, replica, unit=unit.name)
+    memory, first, replica, _ = _core.master_shard(unit, index, write)
+    return Shard(name, tuple(shape), first, memory.numel(), memory, replica, unit=unit.name)
 
 
-def plain_piece(name: str, tensor: Tensor) -> Piece:
-    """Return the piece for a tensor that every rank has in full; rank 0 writes its copy."""
+def plain_shard(name: str, tensor: Tensor) -> Shard:
+    """Return the shard for a tensor that every rank has in full; rank 0 writes its copy."""
     count = tensor.numel()
-    return Piece(name, tuple(tensor.shape), 0, count, tensor, distributed.rank())
+    return Shard(name, tuple(tensor.shape), 0, count, tensor, distributed.rank())
 
 
 class Saved:
@@ -194,7 +194,7 @@ class StateAccess:
         """Return a parameter's whole shape, this rank's first element, and its copy's index."""
         if p._unit is None:
             return tuple(p.shape), 0, distributed.rank()
-        _, first, replica, _ = _core.master_piece(p._unit, p._index, False)
+        _, first, replica, _ = _core.master_shard(p._unit, p._index, False)
         return tuple(p.shape), first, replica
 
     def options(self, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,14 +244,14 @@ access_of.register(Optimizer, StateAccess)
 class States:
     """An optimizer's states for the parameters that have stepped, and its other data."""
 
-    pieces: list[Piece]  # named "<parameter>.<state>"
+    shards: list[Shard]  # named "<parameter>.<state>"
     steps: dict[str, int]
     groups: list[dict[str, Any]]
     access: StateAccess
 
 
 def states_of(optimizer: Any, model: Any, saved: Saved | None = None) -> States:
-    """Return this rank's pieces of an optimizer's states.
+    """Return this rank's shards of an optimizer's states.
 
     Parameters
     ----------
@@ -277,15 +277,15 @@ def states_of(optimizer: Any, model: Any, saved: Saved | None = None) -> States:
             steps = access.steps(p) if saved is None else saved.steps.get(name, 0)
             found.steps[name] = steps
             if steps > 0:
-                found.pieces.extend(_states(access, p, name, saved))
+                found.shards.extend(_states(access, p, name, saved))
         found.groups.append({**access.options(group), "params": params})
     return found
 
 
-def _states(access: StateAccess, p: Any, name: str, saved: Saved | None) -> list[Piece]:
+def _states(access: StateAccess, p: Any, name: str, saved: Saved | None) -> list[Shard]:
     wanted = None if saved is None else saved.states.get(name, [])
     shape, first, replica = access.place(p)
     return [
-        Piece(f"{name}.{state}", shape, first, memory.numel(), memory, replica)
+        Shard(f"{name}.{state}", shape, first, memory.numel(), memory, replica)
         for state, memory in access.views(p, wanted).items()
     ]

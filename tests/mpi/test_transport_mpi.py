@@ -35,7 +35,7 @@ Start = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.fixture(scope="session")
 def program() -> Path:
     """The C program, which opens the plugin as the extension does."""
-    return ctest.build("plain", [ROOT / "tests" / "mpi" / "test_link_mpi.c"])[0]
+    return ctest.build("plain", [ROOT / "tests" / "mpi" / "test_transport_mpi.c"])[0]
 
 
 @pytest.fixture(scope="session", params=mpi_build.FAMILIES)

@@ -1,18 +1,18 @@
-/* Moves pieces of tensors between memory and files.
+/* Moves shards of tensors between memory and files.
  *
- * A piece is a run of elements of one tensor: the part that one rank holds.  It has a place in
- * memory and a place in a file, each with a dtype.  csrc/bind creates pieces; this code knows
+ * A shard is a run of elements of one tensor: the part that one rank holds.  It has a place in
+ * memory and a place in a file, each with a dtype.  csrc/bind creates shards; this code knows
  * nothing about units or ranks.
  *
- * Checksums.  CRC-32C is linear.  If each piece's CRC is shifted over the bytes behind the piece,
+ * Checksums.  CRC-32C is linear.  If each shard's CRC is shifted over the bytes behind the shard,
  * the exclusive or of the results is the tensor's CRC.  Each rank therefore contributes one word
- * per tensor (0 if it has no piece), and the xor of all ranks' words is the tensor's CRC.  It
+ * per tensor (0 if it has no shard), and the xor of all ranks' words is the tensor's CRC.  It
  * covers the file's bytes, summed chunk by chunk while they are in the cache.
  *
- * Memory: one chunk, for pieces of any size.
+ * Memory: one chunk, for shards of any size.
  */
-#ifndef FSDPC_CKPT_PIECES_H
-#define FSDPC_CKPT_PIECES_H
+#ifndef FSDPC_CKPT_SHARDS_H
+#define FSDPC_CKPT_SHARDS_H
 
 #include "base/fs.h"
 #include "ckpt/safetensors.h"
@@ -29,7 +29,7 @@ typedef struct fsdpc_ckpt_file {
     size_t tensor, n_tensors; /* its first tensor and their number */
 } fsdpc_ckpt_file;
 
-typedef struct fsdpc_ckpt_piece {
+typedef struct fsdpc_ckpt_shard {
     int tensor;
     uint64_t first; /* element of the tensor, or byte if the memory is bytes */
     size_t numel;
@@ -40,21 +40,21 @@ typedef struct fsdpc_ckpt_piece {
     int file;
     fsdpc_dtype file_dtype;
     uint64_t offset;       /* bytes into the file */
-    uint64_t bytes_behind; /* bytes of this tensor in the file after the piece */
-} fsdpc_ckpt_piece;
+    uint64_t bytes_behind; /* bytes of this tensor in the file after the shard */
+} fsdpc_ckpt_shard;
 
-/* Sets the place in a file of a piece whose tensor is at the bytes [begin, end).  Memory of bytes
+/* Sets the place in a file of a shard whose tensor is at the bytes [begin, end).  Memory of bytes
  * (U8) holds the file's bytes, whatever the tensor's dtype. */
-fsdpc_status fsdpc_ckpt_place(fsdpc_ckpt_piece *piece, int file, const fsdpc_st_dtype *dtype,
+fsdpc_status fsdpc_ckpt_place(fsdpc_ckpt_shard *shard, int file, const fsdpc_st_dtype *dtype,
                               uint64_t begin, uint64_t end);
 
-/* Writes the pieces, grouped by file (in the order given), and syncs each file to the disk.
+/* Writes the shards, grouped by file (in the order given), and syncs each file to the disk.
  * Contributions are xor-ed into crcs_io[tensor]. */
 fsdpc_status fsdpc_ckpt_write(const fsdpc_fs *fs, const fsdpc_ckpt_file *files, size_t n_files,
-                              const fsdpc_ckpt_piece *pieces, size_t n_pieces, uint32_t *crcs_io);
+                              const fsdpc_ckpt_shard *shards, size_t n_shards, uint32_t *crcs_io);
 
-/* Reads the pieces the same way; crcs_io may be NULL. */
+/* Reads the shards the same way; crcs_io may be NULL. */
 fsdpc_status fsdpc_ckpt_read(const fsdpc_fs *fs, const fsdpc_ckpt_file *files, size_t n_files,
-                             const fsdpc_ckpt_piece *pieces, size_t n_pieces, uint32_t *crcs_io);
+                             const fsdpc_ckpt_shard *shards, size_t n_shards, uint32_t *crcs_io);
 
 #endif

@@ -17,7 +17,7 @@
  * peer's last message.  A carrier that has delivered all peers' last messages is therefore done,
  * and no carrier sleeps in a receive that never ends.
  */
-#include "comm/link_relay.h"
+#include "comm/transport_relay.h"
 
 #include <pthread.h>
 #include <stdio.h>
@@ -30,7 +30,7 @@
 enum { SMALL = 4096, KEPT = 1 };
 
 typedef struct list {
-    fsdpc_link_op *first, **end;
+    fsdpc_transport_op *first, **end;
 } list;
 
 static const uint32_t NEWS = UINT32_MAX;      /* tag of an abort's reason */
@@ -38,7 +38,7 @@ static const uint32_t LEFT = UINT32_MAX - 1;  /* tag of the last message */
 static const uint32_t HEARD = UINT32_MAX - 2; /* tag of the answer to either */
 
 typedef struct relay {
-    fsdpc_link base;
+    fsdpc_transport base;
     bool *met;   /* peers with which this rank posted operations; begins the memory of all three */
     bool *told;  /* peers whose last message is on its way to them */
     bool *heard; /* peers whose last message has come */
@@ -46,17 +46,17 @@ typedef struct relay {
     pthread_cond_t news; /* for carriers */
     list outbox, early, receives;
     bool closed;
-    _Atomic int refs; /* the link's user, and its carriers */
+    _Atomic int refs; /* the transport's user, and its carriers */
 } relay;
 
-static const fsdpc_link_ops relay_ops;
+static const fsdpc_transport_ops relay_ops;
 
 static bool failed(const relay *self)
 {
     return atomic_load_explicit(&self->base.failed, memory_order_acquire);
 }
 
-static void push(list *l, fsdpc_link_op *op)
+static void push(list *l, fsdpc_transport_op *op)
 {
     op->next = NULL;
     *l->end = op;
@@ -64,9 +64,9 @@ static void push(list *l, fsdpc_link_op *op)
 }
 
 /* Removes the operation at this position of a list. */
-static fsdpc_link_op *take_out(list *l, fsdpc_link_op **at)
+static fsdpc_transport_op *take_out(list *l, fsdpc_transport_op **at)
 {
-    fsdpc_link_op *op = *at;
+    fsdpc_transport_op *op = *at;
     *at = op->next;
     if (!*at)
         l->end = at;
@@ -74,16 +74,16 @@ static fsdpc_link_op *take_out(list *l, fsdpc_link_op **at)
 }
 
 /* Removes the oldest operation with this peer and tag; NULL: none. */
-static fsdpc_link_op *pull(list *l, int peer, uint32_t tag)
+static fsdpc_transport_op *pull(list *l, int peer, uint32_t tag)
 {
-    for (fsdpc_link_op **at = &l->first; *at; at = &(*at)->next) {
+    for (fsdpc_transport_op **at = &l->first; *at; at = &(*at)->next) {
         if ((*at)->peer == peer && (*at)->tag == tag)
             return take_out(l, at);
     }
     return NULL;
 }
 
-static void end_op(fsdpc_link_op *op, fsdpc_status status)
+static void end_op(fsdpc_transport_op *op, fsdpc_status status)
 {
     op->status = status;
     /* release: comes after the bytes; acquire in test. */
@@ -113,9 +113,9 @@ void fsdpc_message_free(fsdpc_message *message)
 }
 
 /* Copies between an operation's memory and a carrier's: to the carrier's for a send. */
-static void copy(const fsdpc_link_op *op, unsigned char *room)
+static void copy(const fsdpc_transport_op *op, unsigned char *room)
 {
-    const fsdpc_link_run whole = {op->data, op->bytes}, *runs = op->runs ? op->runs : &whole;
+    const fsdpc_transport_run whole = {op->data, op->bytes}, *runs = op->runs ? op->runs : &whole;
     for (size_t i = 0; i < (op->runs ? op->n_runs : 1); room += runs[i++].bytes) {
         if (runs[i].bytes > 0)
             memcpy(op->sends ? room : runs[i].data, op->sends ? runs[i].data : room, runs[i].bytes);
@@ -124,12 +124,12 @@ static void copy(const fsdpc_link_op *op, unsigned char *room)
 
 /* Creates an operation that the relay owns and that takes over a carrier's memory; NULL: no
  * memory. */
-static fsdpc_link_op *keep(const fsdpc_message *message)
+static fsdpc_transport_op *keep(const fsdpc_message *message)
 {
-    fsdpc_link_op *op = calloc(1, sizeof *op);
+    fsdpc_transport_op *op = calloc(1, sizeof *op);
     if (!op)
         return NULL;
-    *op = (fsdpc_link_op){.sends = true, .peer = message->peer, .tag = message->tag};
+    *op = (fsdpc_transport_op){.sends = true, .peer = message->peer, .tag = message->tag};
     op->data = message->data;
     op->bytes = message->bytes;
     op->request = KEPT;
@@ -137,19 +137,19 @@ static fsdpc_link_op *keep(const fsdpc_message *message)
 }
 
 /* Does the same with a copy of a send's bytes. */
-static fsdpc_link_op *keep_copy(const fsdpc_link_op *send)
+static fsdpc_transport_op *keep_copy(const fsdpc_transport_op *send)
 {
     fsdpc_message copied = {.peer = send->peer, .tag = send->tag, .bytes = send->bytes};
     if (fsdpc_message_reserve(&copied, send->bytes) != FSDPC_OK)
         return NULL;
     copy(send, copied.data);
-    fsdpc_link_op *op = keep(&copied);
+    fsdpc_transport_op *op = keep(&copied);
     if (!op)
         fsdpc_message_free(&copied);
     return op;
 }
 
-static void drop(fsdpc_link_op *op)
+static void drop(fsdpc_transport_op *op)
 {
     free(op->data);
     free(op);
@@ -161,14 +161,14 @@ static void drop_all(list *l)
         drop(take_out(l, &l->first));
 }
 
-static void wake(const fsdpc_link *link)
+static void wake(const fsdpc_transport *transport)
 {
-    if (link->wake)
-        link->wake(link->wake_arg);
+    if (transport->wake)
+        transport->wake(transport->wake_arg);
 }
 
 /* Copies a message to its receive. */
-static void receive(fsdpc_link_op *op, unsigned char *data, size_t bytes)
+static void receive(fsdpc_transport_op *op, unsigned char *data, size_t bytes)
 {
     op->moved = bytes;
     if (bytes == op->bytes)
@@ -176,12 +176,12 @@ static void receive(fsdpc_link_op *op, unsigned char *data, size_t bytes)
     end_op(op, bytes == op->bytes ? FSDPC_OK : FSDPC_ERR_MISMATCH);
 }
 
-/* ---- The link's side ---- */
+/* ---- The transport's side ---- */
 
-static fsdpc_status post(fsdpc_link_op *op)
+static fsdpc_status post(fsdpc_transport_op *op)
 {
-    relay *self = (relay *)op->link;
-    fsdpc_link_op *sent = op, *early;
+    relay *self = (relay *)op->transport;
+    fsdpc_transport_op *sent = op, *early;
     const bool sends = op->sends;
     if (sends && op->bytes <= SMALL && !(sent = keep_copy(op)))
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a message to another host");
@@ -206,29 +206,29 @@ static fsdpc_status post(fsdpc_link_op *op)
         push(&self->receives, op);
     }
     pthread_mutex_unlock(&self->lock);
-    return over ? fsdpc_fail(FSDPC_ERR_PEER, "the link to other hosts is closed: %s",
+    return over ? fsdpc_fail(FSDPC_ERR_PEER, "the transport to other hosts is closed: %s",
                              self->base.poison[0] ? self->base.poison : "this rank has left")
                 : FSDPC_OK;
 }
 
-static fsdpc_status test(fsdpc_link_op *op)
+static fsdpc_status test(fsdpc_transport_op *op)
 {
     if (atomic_load_explicit(&op->state, memory_order_acquire) != 0)
         return FSDPC_IN_PROGRESS;
     if (op->status == FSDPC_ERR_MISMATCH)
         return fsdpc_fail(FSDPC_ERR_MISMATCH,
                           "a message of %zu bytes came from rank %d where rank %d expects %zu",
-                          op->moved, op->peer, op->link->rank, op->bytes);
+                          op->moved, op->peer, op->transport->rank, op->bytes);
     if (op->status == FSDPC_OK)
         return FSDPC_OK;
-    FSDPC_TRY(fsdpc_link_health(op->link));
-    return fsdpc_link_left(op);
+    FSDPC_TRY(fsdpc_transport_health(op->transport));
+    return fsdpc_transport_left(op);
 }
 
 /* Fails and removes the user's operations with one rank, or with all (-1). */
 static void give_up(list *l, int peer)
 {
-    for (fsdpc_link_op **at = &l->first; *at;) {
+    for (fsdpc_transport_op **at = &l->first; *at;) {
         if ((*at)->request != KEPT && (peer < 0 || (*at)->peer == peer))
             end_op(take_out(l, at), FSDPC_ERR_PEER);
         else
@@ -239,7 +239,7 @@ static void give_up(list *l, int peer)
 /* Sends a peer its last message, unless it was already sent. */
 static void tell(relay *self, int peer, uint32_t tag, const char *text)
 {
-    fsdpc_link_op send = {.sends = true, .peer = peer, .tag = tag}, *last;
+    fsdpc_transport_op send = {.sends = true, .peer = peer, .tag = tag}, *last;
     send.data = (unsigned char *)text;
     send.bytes = strlen(text);
     if (!self->met[peer] || self->told[peer] || !(last = keep_copy(&send)))
@@ -254,12 +254,12 @@ static void tell_peers(relay *self, uint32_t tag, const char *text)
         tell(self, peer, tag, text);
 }
 
-static void leave_relay(fsdpc_link *link)
+static void leave_relay(fsdpc_transport *transport)
 {
-    relay *self = (relay *)link;
+    relay *self = (relay *)transport;
     pthread_mutex_lock(&self->lock);
     if (!self->closed && !failed(self))
-        tell_peers(self, LEFT, link->farewells[link->rank]);
+        tell_peers(self, LEFT, transport->farewells[transport->rank]);
     self->closed = true;
     pthread_cond_broadcast(&self->news);
     pthread_mutex_unlock(&self->lock);
@@ -267,46 +267,47 @@ static void leave_relay(fsdpc_link *link)
 
 static void fail(relay *self, const char *reason)
 {
-    fsdpc_link *link = &self->base;
+    fsdpc_transport *transport = &self->base;
     if (!failed(self)) {
-        snprintf(link->poison, sizeof link->poison, "%s", reason && reason[0] ? reason : "aborted");
-        atomic_store_explicit(&link->failed, true, memory_order_release);
-        tell_peers(self, NEWS, link->poison);
+        snprintf(transport->poison, sizeof transport->poison, "%s",
+                 reason && reason[0] ? reason : "aborted");
+        atomic_store_explicit(&transport->failed, true, memory_order_release);
+        tell_peers(self, NEWS, transport->poison);
     }
     give_up(&self->outbox, -1);
     give_up(&self->receives, -1);
     drop_all(&self->early);
     pthread_cond_broadcast(&self->news);
-    wake(link);
+    wake(transport);
 }
 
-static void abort_relay(fsdpc_link *link, const char *reason)
+static void abort_relay(fsdpc_transport *transport, const char *reason)
 {
-    relay *self = (relay *)link;
+    relay *self = (relay *)transport;
     pthread_mutex_lock(&self->lock);
     fail(self, reason);
     pthread_mutex_unlock(&self->lock);
 }
 
-static void set_wake(fsdpc_link *link, void (*wakes)(void *arg), void *arg)
+static void set_wake(fsdpc_transport *transport, void (*wakes)(void *arg), void *arg)
 {
-    relay *self = (relay *)link;
+    relay *self = (relay *)transport;
     pthread_mutex_lock(&self->lock);
-    link->wake = wakes;
-    link->wake_arg = arg;
+    transport->wake = wakes;
+    transport->wake_arg = arg;
     pthread_mutex_unlock(&self->lock);
 }
 
-static void describe(const fsdpc_link *link, char *text, size_t bytes)
+static void describe(const fsdpc_transport *transport, char *text, size_t bytes)
 {
-    snprintf(text, bytes, "messages of rank %d of %d are carried by its program", link->rank,
-             link->size);
+    snprintf(text, bytes, "messages of rank %d of %d are carried by its program", transport->rank,
+             transport->size);
 }
 
-static void destroy(fsdpc_link *link)
+static void destroy(fsdpc_transport *transport)
 {
-    relay *self = (relay *)link;
-    set_wake(link, NULL, NULL);
+    relay *self = (relay *)transport;
+    set_wake(transport, NULL, NULL);
     pthread_mutex_lock(&self->lock);
     self->closed = true;
     give_up(&self->outbox, -1);
@@ -337,16 +338,16 @@ static struct timespec later(int64_t ns)
     return until;
 }
 
-void fsdpc_link_relay_retain(fsdpc_link *link)
+void fsdpc_transport_relay_retain(fsdpc_transport *transport)
 {
-    atomic_fetch_add_explicit(&((relay *)link)->refs, 1, memory_order_relaxed);
+    atomic_fetch_add_explicit(&((relay *)transport)->refs, 1, memory_order_relaxed);
 }
 
 /* Passes the outbox's first message to a carrier; the caller holds the lock. */
 static fsdpc_status hand_over(relay *self, fsdpc_message *out)
 {
     FSDPC_TRY(fsdpc_message_reserve(out, self->outbox.first->bytes));
-    fsdpc_link_op *op = take_out(&self->outbox, &self->outbox.first);
+    fsdpc_transport_op *op = take_out(&self->outbox, &self->outbox.first);
     out->peer = op->peer;
     out->tag = op->tag;
     out->bytes = op->bytes;
@@ -360,9 +361,10 @@ static fsdpc_status hand_over(relay *self, fsdpc_message *out)
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_link_relay_take(fsdpc_link *link, int64_t max_ns, fsdpc_message *message)
+fsdpc_status fsdpc_transport_relay_take(fsdpc_transport *transport, int64_t max_ns,
+                                        fsdpc_message *message)
 {
-    relay *self = (relay *)link;
+    relay *self = (relay *)transport;
     const struct timespec until = later(max_ns);
     int waited = 0;
     pthread_mutex_lock(&self->lock);
@@ -372,7 +374,7 @@ fsdpc_status fsdpc_link_relay_take(fsdpc_link *link, int64_t max_ns, fsdpc_messa
     if (self->outbox.first)
         status = hand_over(self, message);
     else if (self->closed || failed(self))
-        status = fsdpc_fail(FSDPC_ERR_PEER, "the link to other hosts is closed");
+        status = fsdpc_fail(FSDPC_ERR_PEER, "the transport to other hosts is closed");
     pthread_mutex_unlock(&self->lock);
     return status;
 }
@@ -380,8 +382,8 @@ fsdpc_status fsdpc_link_relay_take(fsdpc_link *link, int64_t max_ns, fsdpc_messa
 static void hear_reason(relay *self, const fsdpc_message *message)
 {
     char text[sizeof self->base.poison];
-    fsdpc_link_name_reason(message->peer, (const char *)message->data, message->bytes, text,
-                           sizeof text);
+    fsdpc_transport_name_reason(message->peer, (const char *)message->data, message->bytes, text,
+                                sizeof text);
     fail(self, text);
 }
 
@@ -398,7 +400,7 @@ static bool hear_last(relay *self, const fsdpc_message *message)
         hear_reason(self, message);
     } else {
         if (message->tag == LEFT)
-            snprintf(self->base.farewells[message->peer], FSDPC_LINK_FAREWELL, "%.*s",
+            snprintf(self->base.farewells[message->peer], FSDPC_TRANSPORT_FAREWELL, "%.*s",
                      (int)message->bytes, (const char *)message->data);
         give_up(&self->receives, message->peer);
         wake(&self->base);
@@ -411,9 +413,9 @@ static bool hear_last(relay *self, const fsdpc_message *message)
 }
 
 /* Keeps a message without a receive: copies a small message, takes over a large one's memory. */
-static fsdpc_link_op *keep_early(fsdpc_message *message)
+static fsdpc_transport_op *keep_early(fsdpc_message *message)
 {
-    fsdpc_link_op small = {.sends = true, .peer = message->peer, .tag = message->tag}, *early;
+    fsdpc_transport_op small = {.sends = true, .peer = message->peer, .tag = message->tag}, *early;
     small.data = message->data;
     small.bytes = message->bytes;
     if (message->bytes <= SMALL)
@@ -423,16 +425,16 @@ static fsdpc_link_op *keep_early(fsdpc_message *message)
     return early;
 }
 
-bool fsdpc_link_relay_deliver(fsdpc_link *link, fsdpc_message *message)
+bool fsdpc_transport_relay_deliver(fsdpc_transport *transport, fsdpc_message *message)
 {
-    relay *self = (relay *)link;
+    relay *self = (relay *)transport;
     if (message->tag >= HEARD)
         return hear_last(self, message);
     pthread_mutex_lock(&self->lock);
-    fsdpc_link_op *op = pull(&self->receives, message->peer, message->tag), *early;
+    fsdpc_transport_op *op = pull(&self->receives, message->peer, message->tag), *early;
     if (op) {
         receive(op, message->data, message->bytes);
-        wake(link);
+        wake(transport);
     } else if (!failed(self) && (early = keep_early(message))) {
         push(&self->early, early);
     } else {
@@ -443,9 +445,9 @@ bool fsdpc_link_relay_deliver(fsdpc_link *link, fsdpc_message *message)
     return true;
 }
 
-void fsdpc_link_relay_close(fsdpc_link *link)
+void fsdpc_transport_relay_close(fsdpc_transport *transport)
 {
-    relay *self = (relay *)link;
+    relay *self = (relay *)transport;
     pthread_mutex_lock(&self->lock);
     self->closed = true;
     pthread_cond_broadcast(&self->news);
@@ -454,7 +456,7 @@ void fsdpc_link_relay_close(fsdpc_link *link)
 
 /* ---- The table ---- */
 
-static const fsdpc_link_ops relay_ops = {
+static const fsdpc_transport_ops relay_ops = {
     .name = "relay",
     .destroy = destroy,
     .post = post,
@@ -465,18 +467,18 @@ static const fsdpc_link_ops relay_ops = {
     .describe = describe,
 };
 
-fsdpc_status fsdpc_link_relay_create(int rank, int size, fsdpc_link **out)
+fsdpc_status fsdpc_transport_relay_create(int rank, int size, fsdpc_transport **out)
 {
     relay *self = calloc(1, sizeof *self);
     bool *met = calloc(3 * (size_t)size, 1);
-    void *farewells = calloc((size_t)size, FSDPC_LINK_FAREWELL);
+    void *farewells = calloc((size_t)size, FSDPC_TRANSPORT_FAREWELL);
     if (!self || !met || !farewells) {
         free(self);
         free(met);
         free(farewells);
-        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a link of %d ranks", size);
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a transport of %d ranks", size);
     }
-    self->base = (fsdpc_link){
+    self->base = (fsdpc_transport){
         .ops = &relay_ops, .rank = rank, .size = size, .takes_runs = true, .tags = HEARD};
     self->base.farewells = farewells;
     self->met = met;

@@ -1,6 +1,6 @@
 """Bytes between hosts over torch's process groups.
 
-The engine's link (``_core.Link``) stores messages, and three threads carry them. One sends this
+The engine's transport (``_core.Transport``) stores messages, and three threads carry them. One sends this
 rank's messages. One receives frames from any rank and posts receives for their messages. The third
 waits for those receives and delivers the messages. (They call the groups' methods, which
 ``torch.distributed.send`` and ``recv`` wrap; this takes a fifth less time.) Each message has a
@@ -31,17 +31,17 @@ INLINE = FRAME - HEAD.size
 FOR_EVER = timedelta(days=3650)  # traffic may pause between steps; the engine enforces deadlines
 
 
-def carry(group: Any) -> _core.Link:
-    """Create a link between a process group's ranks, over groups of its own; collective."""
+def carry(group: Any) -> _core.Transport:
+    """Create a transport between a process group's ranks, over groups of its own; collective."""
     ranks = dist.get_process_group_ranks(group)
-    link = _core.Link(dist.get_rank(group), len(ranks))
+    transport = _core.Transport(dist.get_rank(group), len(ranks))
     # Gloo, because messages are in host memory, whatever backend the given group uses.
     options: dict[str, Any] = {"timeout": FOR_EVER, "backend": "gloo"}
-    carrier = _Carrier(link, *(
+    carrier = _Carrier(transport, *(
         dist.new_group(ranks, use_local_synchronization=True, **options) for _ in range(3)
     ))  # fmt: skip
-    carriers.start(link, dist.get_rank(), [carrier.send, carrier.frames, carrier.bodies])
-    return link
+    carriers.start(transport, dist.get_rank(), [carrier.send, carrier.frames, carrier.bodies])
+    return transport
 
 
 def _wait(works: list[Any]) -> None:
@@ -50,15 +50,15 @@ def _wait(works: list[Any]) -> None:
 
 
 class _Carrier:
-    """The functions of a link's threads."""
+    """The functions of a transport's threads."""
 
-    def __init__(self, link: _core.Link, frames: Any, up: Any, down: Any) -> None:
-        self._link = link
+    def __init__(self, transport: _core.Transport, frames: Any, up: Any, down: Any) -> None:
+        self._transport = transport
         self._frames, self._up, self._down = frames, up, down
         self._posted: queue.SimpleQueue[tuple[int, int, int, Any] | None] = queue.SimpleQueue()
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._goes_on: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        for room in range(link.rooms):
+        for room in range(transport.rooms):
             self._free.put(room)
 
     def _group_to(self, higher: bool) -> Any:
@@ -66,12 +66,12 @@ class _Carrier:
 
     def send(self) -> None:
         """Send the messages that the engine posts; wait for the oldest if there are several."""
-        under_way: list[list[Any]] = [[] for _ in range(self._link.rooms)]
+        under_way: list[list[Any]] = [[] for _ in range(self._transport.rooms)]
         room = 0
         try:
             while True:
                 _wait(under_way[room])
-                message = self._link.take(room, carriers.LOOK_S)
+                message = self._transport.take(room, carriers.LOOK_S)
                 if message is None:
                     continue
                 peer, tag, data = message
@@ -82,10 +82,10 @@ class _Carrier:
                     frame[HEAD.size : HEAD.size + len(data)] = data
                 works = [self._frames.send([torch.frombuffer(frame, dtype=torch.uint8)], peer, 0)]
                 if not inline:
-                    group = self._group_to(peer > self._link.rank)
+                    group = self._group_to(peer > self._transport.rank)
                     works.append(group.send([torch.frombuffer(data, dtype=torch.uint8)], peer, 0))
                 under_way[room] = works
-                room = (room + 1) % self._link.rooms
+                room = (room + 1) % self._transport.rooms
         except _core.PeerError:  # all posted messages have been sent
             for works in under_way:
                 _wait(works)
@@ -103,14 +103,14 @@ class _Carrier:
                 peer = work._source_rank()
                 tag, size = HEAD.unpack_from(head)
                 room, body = self._free.get(), None
-                view = self._link.room(room, size)
+                view = self._transport.room(room, size)
                 if size <= INLINE:
                     view[:] = head[HEAD.size : HEAD.size + size]
                 else:
-                    group = self._group_to(peer < self._link.rank)
+                    group = self._group_to(peer < self._transport.rank)
                     body = group.recv([torch.frombuffer(view, dtype=torch.uint8)], peer, 0)
                 self._posted.put((room, peer, tag, body))
-                if tag >= self._link.tags:
+                if tag >= self._transport.tags:
                     goes_on = self._goes_on.get()
         finally:
             self._posted.put(None)
@@ -122,9 +122,9 @@ class _Carrier:
                 room, peer, tag, body = message
                 if body is not None:
                     body.wait()
-                goes_on = self._link.deliver(room, peer, tag)
+                goes_on = self._transport.deliver(room, peer, tag)
                 self._free.put(room)
-                if tag >= self._link.tags:
+                if tag >= self._transport.tags:
                     self._goes_on.put(goes_on)
         finally:  # after an error, the other thread must not wait for this one
             self._goes_on.put(False)

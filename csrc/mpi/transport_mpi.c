@@ -1,0 +1,225 @@
+/* The caller's half of a transport over MPI: posts, tests, aborts, and the end of the process.
+ *
+ * Nothing here calls MPI except to get its version.  A post pushes the operation onto a lock-free
+ * list and wakes the transport's thread if it sleeps.
+ *
+ * Aborts.  The thread tells the peers and then makes no more MPI calls.  Only this keeps MPI from
+ * writing to the memory of receives, since MPI cannot cancel a matched receive.  An abort therefore
+ * waits until the thread has stopped.  (A network adapter may still write data that a peer had
+ * begun to put.)
+ *
+ * The end.  MPI_Finalize waits for all processes, and a launcher treats a process that exits
+ * without it as failed.  A clean destroy therefore returns at once, and the thread continues: it
+ * meets the other processes in a barrier that it polls, then calls MPI_Finalize.  If the process
+ * exits with status 0 meanwhile, the exit waits for the thread, as in any MPI program.  It waits as
+ * long as the other processes run.  Once all have met, MPI_Finalize has a deadline.  After the
+ * deadline the process ends at once, with its status and a warning, because MPI's exit handlers may
+ * hang too.
+ *
+ * MPICH over UCX flushes connections in MPI_Finalize: it sends a request to each peer that it has
+ * sent to.  Once these answer, it waits for the launcher and answers no more requests, so a later
+ * request from a peer hangs.  Each process therefore finally sends a message to every other, so
+ * that all send and receive requests.  It then waits a moment between the barrier and MPI_Finalize,
+ * so that the others also leave the barrier.  Every process that answers is then in MPI_Finalize,
+ * and has already sent its requests.
+ *
+ * After an abort, with operations in flight, or with a nonzero exit status, the process does not
+ * wait.  Launchers end a run when a process fails; Open MPI's also does so when a process exits
+ * without MPI_Finalize.
+ *
+ * The thread and the exit handler use the transport's memory until the process ends, so it is never
+ * freed.  MPI starts once per process, so this leak happens only once.
+ */
+#include "mpi/transport_mpi.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "base/thread.h"
+#include "base/wait.h"
+
+static const int64_t STOP_NS = 2000000000; /* a thread that stays in MPI longer than this is
+                                            * abandoned */
+static const double NO_DEADLINE = 1e9;     /* until a communicator sets one */
+
+static uint32_t phase_of(fsdpc_mpi_transport *transport)
+{
+    return atomic_load_explicit(&transport->phase, memory_order_acquire);
+}
+
+static void wake_thread(fsdpc_mpi_transport *transport)
+{
+    if (atomic_exchange(&transport->asleep, 0) == 1)
+        fsdpc_futex_wake(&transport->asleep);
+}
+
+/* Waits for at most max_ns until the thread has left a phase. */
+static void await_phase(fsdpc_mpi_transport *transport, uint32_t left, int64_t max_ns)
+{
+    int64_t end = fsdpc_clock_ns() + max_ns;
+    for (int64_t now; phase_of(transport) == left && (now = fsdpc_clock_ns()) < end;)
+        fsdpc_futex_wait(&transport->phase, left, end - now);
+}
+
+static void set_wake(fsdpc_transport *base, void (*wake)(void *arg), void *arg)
+{
+    fsdpc_mpi_transport *transport = (fsdpc_mpi_transport *)base;
+    pthread_mutex_lock(&transport->waking);
+    base->wake = wake;
+    base->wake_arg = arg;
+    pthread_mutex_unlock(&transport->waking);
+}
+
+static fsdpc_status mpi_post(fsdpc_transport_op *op)
+{
+    fsdpc_mpi_transport *transport = (fsdpc_mpi_transport *)op->transport;
+    FSDPC_TRY(fsdpc_transport_health(op->transport));
+    op->status = FSDPC_OK;
+    op->moved = 0;
+    op->request = 0;
+    atomic_store_explicit(&op->state, 1, memory_order_relaxed);
+    op->next = atomic_load_explicit(&transport->queue, memory_order_relaxed);
+    /* Must come before reading `asleep`, which the thread sets before its last look at the
+     * queue. */
+    while (!atomic_compare_exchange_weak(&transport->queue, &op->next, op))
+        ;
+    wake_thread(transport);
+    return FSDPC_OK;
+}
+
+static fsdpc_status mpi_test(fsdpc_transport_op *op)
+{
+    if (atomic_load_explicit(&op->state, memory_order_acquire) != 0) {
+        FSDPC_TRY(fsdpc_transport_health(op->transport));
+        return FSDPC_IN_PROGRESS;
+    }
+    if (op->status == FSDPC_ERR_MISMATCH)
+        return fsdpc_fail(op->status,
+                          "rank %d sent a message of another size than the %zu bytes that rank %d "
+                          "expects (tag %u)",
+                          op->peer, op->bytes, op->transport->rank, op->tag);
+    return op->status == FSDPC_ERR_PEER ? fsdpc_transport_left(op) : op->status;
+}
+
+static void mpi_leave(fsdpc_transport *base)
+{
+    fsdpc_mpi_transport *transport = (fsdpc_mpi_transport *)base;
+    atomic_store(&transport->leaving, true);
+    wake_thread(transport);
+}
+
+static void tell_thread(fsdpc_mpi_transport *transport, enum fsdpc_mpi_wanted wanted)
+{
+    atomic_store(&transport->wanted, wanted);
+    wake_thread(transport);
+    await_phase(transport, FSDPC_MPI_RUNNING, STOP_NS);
+}
+
+static void mpi_abort(fsdpc_transport *base, const char *reason)
+{
+    fsdpc_mpi_transport *transport = (fsdpc_mpi_transport *)base;
+    if (fsdpc_transport_health(base) != FSDPC_OK)
+        return;
+    const char *why = *reason ? reason : "aborted";
+    fsdpc_transport_name_reason(base->rank, why, strlen(why), transport->asked,
+                                sizeof transport->asked);
+    tell_thread(transport, FSDPC_MPI_ABORT);
+    fsdpc_mpi_fail(transport, transport->asked); /* if the thread could not do it */
+}
+
+static void mpi_destroy(fsdpc_transport *base)
+{
+    fsdpc_mpi_transport *transport = (fsdpc_mpi_transport *)base;
+    set_wake(base, NULL, NULL);
+    tell_thread(transport, FSDPC_MPI_END);
+    if (phase_of(transport) == FSDPC_MPI_STOPPED)
+        pthread_join(transport->thread, NULL);
+    else
+        pthread_detach(transport->thread);
+}
+
+static void mpi_describe(const fsdpc_transport *base, char *text, size_t bytes)
+{
+    char version[128];
+    fsdpc_mpi_version(version, sizeof version);
+    snprintf(text, bytes, "MPI between %d processes, %s", base->size, version);
+}
+
+void fsdpc_mpi_version(char *text, size_t bytes)
+{
+    char whole[8192]; /* large enough for both families, since the other one's library may be
+                       * loaded */
+    int length;
+    MPI_Get_library_version(whole, &length);
+    whole[strcspn(whole, "\n")] = '\0';
+    for (char *at = whole; (at = strchr(at, '\t'));)
+        *at = ' ';
+    snprintf(text, bytes, "%.100s", whole);
+}
+
+/* See the top of the file: a successful exit waits for the thread to end MPI. */
+static void at_exit(int exit_status, void *arg)
+{
+    fsdpc_mpi_transport *transport = arg;
+    if (exit_status != 0 || getpid() != transport->pid)
+        return;
+    while (phase_of(transport) == FSDPC_MPI_ENDING)
+        await_phase(transport, FSDPC_MPI_ENDING, STOP_NS);
+    await_phase(transport, FSDPC_MPI_LAST, (int64_t)(transport->base.timeout_s * 1e9));
+    if (phase_of(transport) != FSDPC_MPI_LAST)
+        return;
+    FSDPC_WARN(&transport->base.log,
+               "all ranks have ended, and MPI_Finalize has not returned within %g s "
+               "(FSDPC_TIMEOUT_S): this process ends without it, which the launcher may call a "
+               "failure",
+               transport->base.timeout_s);
+    fflush(NULL);
+    _exit(exit_status);
+}
+
+static const fsdpc_transport_ops mpi_ops = {
+    .name = "mpi",
+    .destroy = mpi_destroy,
+    .post = mpi_post,
+    .test = mpi_test,
+    .abort = mpi_abort,
+    .leave = mpi_leave,
+    .set_wake = set_wake,
+    .describe = mpi_describe,
+};
+
+fsdpc_status fsdpc_transport_mpi_create(int rank, int size, fsdpc_transport **out)
+{
+    fsdpc_mpi_transport *transport = calloc(1, sizeof *transport);
+    if (!transport)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a transport");
+    transport->base =
+        (fsdpc_transport){.ops = &mpi_ops, .rank = rank, .size = size, .timeout_s = NO_DEADLINE};
+    transport->pid = getpid();
+    transport->met = calloc((size_t)size, sizeof *transport->met);
+    transport->gone = calloc((size_t)size, sizeof *transport->gone);
+    transport->base.farewells = calloc((size_t)size, sizeof *transport->base.farewells);
+    pthread_mutex_init(&transport->waking, NULL);
+    fsdpc_status status =
+        transport->met && transport->gone && transport->base.farewells
+            ? fsdpc_thread_start("fsdpc-mpi", fsdpc_mpi_thread, transport, &transport->thread)
+            : fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a transport of %d ranks", size);
+    if (status != FSDPC_OK) {
+        free(transport->base.farewells);
+        free(transport->gone);
+        free(transport->met);
+        free(transport);
+        return status;
+    }
+    while (phase_of(transport) == FSDPC_MPI_STARTING)
+        await_phase(transport, FSDPC_MPI_STARTING, STOP_NS);
+    if (transport->status != FSDPC_OK) { /* the memory is kept, since MPI may refer to it */
+        pthread_join(transport->thread, NULL);
+        return fsdpc_fail(transport->status, "%s", transport->reason);
+    }
+    on_exit(at_exit, transport);
+    *out = &transport->base;
+    return FSDPC_OK;
+}

@@ -1,0 +1,84 @@
+/* A transport over MPI: declarations that its two halves share.
+ *
+ * The posting thread calls transport_mpi.c, which posts and tests. mpi_thread.c is the transport's thread,
+ * the only one that calls MPI.  Operations go to it through `queue`, and results come back in their
+ * `state`.  `wanted` (written by the posting thread) and `phase` (written by the transport's thread)
+ * control the lifetime of the transport.
+ */
+#ifndef FSDPC_MPI_TRANSPORT_MPI_H
+#define FSDPC_MPI_TRANSPORT_MPI_H
+
+#include <mpi.h>
+#include <pthread.h>
+#include <sys/types.h>
+
+#include "comm/transport.h"
+
+enum fsdpc_mpi_phase {
+    FSDPC_MPI_STARTING,
+    FSDPC_MPI_RUNNING,
+    FSDPC_MPI_STOPPED, /* makes no more MPI calls; `reason` says why */
+    FSDPC_MPI_ENDING,  /* agrees with its peers on the end */
+    FSDPC_MPI_LAST,    /* in MPI_Finalize */
+    FSDPC_MPI_ENDED,
+};
+
+enum fsdpc_mpi_wanted { FSDPC_MPI_RUN, FSDPC_MPI_ABORT, FSDPC_MPI_END };
+
+/* The operation that one MPI request belongs to. */
+typedef struct fsdpc_mpi_segment {
+    fsdpc_transport_op *op; /* NULL: the receive for news */
+    int bytes;
+} fsdpc_mpi_segment;
+
+typedef struct fsdpc_mpi_transport {
+    fsdpc_transport base;
+    pid_t pid; /* forked children do not have the thread */
+    pthread_t thread;
+    pthread_mutex_t waking; /* guards the choice of `wake` */
+
+    /* From the posting thread to ours.  Release and acquire on each make earlier writes visible. */
+    _Atomic(fsdpc_transport_op *) queue; /* newest first */
+    _Atomic uint32_t asleep; /* 1 while our thread sleeps on it; the thread that sets it to 0
+                                     * wakes ours */
+    _Atomic uint32_t wanted;
+    _Atomic bool leaving; /* no more posts will come */
+    char asked[256];      /* for ABORT: the reason */
+    _Atomic bool failing; /* taken by the thread that writes the transport's poison */
+
+    /* From our thread to the posting thread. */
+    _Atomic uint32_t phase;
+    fsdpc_status status; /* the result of STARTING */
+    char reason[256];
+
+    /* Only for our thread. */
+    bool ours;                   /* we started MPI, so we end it */
+    bool left;                   /* the peers have been told that we left */
+    bool ended;                  /* an operation has ended since the last wake */
+    bool *met;                   /* peers that an operation was posted for */
+    bool *gone;                  /* peers whose farewell has arrived */
+    MPI_Comm comm, news;         /* for messages; for abort reasons and the end */
+    char heard[256];             /* buffer for a peer's abort reason */
+    fsdpc_transport_op *backlog; /* operations with segments left to post, oldest first */
+    size_t n, capacity;          /* of the following arrays; entry 0 is the receive for news */
+    MPI_Request *requests;
+    fsdpc_mpi_segment *segments;
+    int *indices;
+    MPI_Status *statuses;
+} fsdpc_mpi_transport;
+
+/* Collective over all MPI processes, of which there must be `size`; waits for all of them. */
+fsdpc_status fsdpc_transport_mpi_create(int rank, int size, fsdpc_transport **out);
+
+/* Marks the transport as failed; keeps the first reason. */
+void fsdpc_mpi_fail(fsdpc_mpi_transport *transport, const char *reason);
+/* Calls `wake`, if set. */
+void fsdpc_mpi_wake(fsdpc_mpi_transport *transport);
+
+/* Gets the first line of MPI's library version: "Open MPI v4.1.4, package: ...". */
+void fsdpc_mpi_version(char *text, size_t bytes);
+
+/* The thread's function: starts MPI, carries operations while `wanted` is RUN, then ends MPI. */
+void *fsdpc_mpi_thread(void *transport);
+
+#endif
