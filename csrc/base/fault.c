@@ -155,7 +155,7 @@ static void install(void)
     sigaction(SIGBUS, &ours, &previous_bus);
 }
 
-void fsdpc_fault_watch(const fsdpc_fault_range *range)
+void fsdpc_fault_announce(const fsdpc_fault_range *range)
 {
     if (!range->begin || range->bytes == 0)
         return;
@@ -173,7 +173,7 @@ void fsdpc_fault_watch(const fsdpc_fault_range *range)
     }
 }
 
-void fsdpc_fault_unwatch(const void *begin, const void *owner)
+void fsdpc_fault_withdraw(const void *begin, const void *owner)
 {
     int used = atomic_load_explicit(&slots_used, memory_order_acquire);
     for (int i = 0; begin && i < used; i++) {

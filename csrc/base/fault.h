@@ -29,7 +29,7 @@ typedef struct fsdpc_fault_range {
 
 enum { FSDPC_FAULT_RANGES = 4096 }; /* faults in further ranges are not named */
 
-void fsdpc_fault_watch(const fsdpc_fault_range *range);
-void fsdpc_fault_unwatch(const void *begin, const void *owner);
+void fsdpc_fault_announce(const fsdpc_fault_range *range);
+void fsdpc_fault_withdraw(const void *begin, const void *owner);
 
 #endif

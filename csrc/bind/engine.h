@@ -50,7 +50,7 @@ struct fsdpc_unit_ref {
     PyObject *comms[2];             /* strong: shard, replicate or NULL */
     PyObject *tier;                 /* strong: the offload tier; NULL: not offloaded */
     fsdpc_shared_grads *handed_out; /* NULL: none yet */
-    PyObject *lent; /* strong: foreign tensors holding gradient shards; NULL: its own memory */
+    PyObject *foreign; /* strong: foreign tensors holding gradient shards; NULL: its own memory */
 };
 
 typedef struct fsdpc_py_comm {

@@ -73,7 +73,7 @@ int fsdpc_py_check(fsdpc_status status)
     return status == FSDPC_OK ? 0 : (fsdpc_py_raise(status), -1);
 }
 
-void *fsdpc_py_room(Py_ssize_t n, size_t element_bytes)
+void *fsdpc_py_array(Py_ssize_t n, size_t element_bytes)
 {
     void *room = PyMem_Calloc((size_t)n + 1, element_bytes);
     return room ? room : PyErr_NoMemory();

@@ -18,7 +18,7 @@ PyObject *fsdpc_py_none(fsdpc_status status);
 int fsdpc_py_check(fsdpc_status status);
 
 /* Returns zeroed memory for n + 1 elements, freed with PyMem_Free; NULL with MemoryError. */
-void *fsdpc_py_room(Py_ssize_t n, size_t element_bytes);
+void *fsdpc_py_array(Py_ssize_t n, size_t element_bytes);
 
 /* Ends a dealloc: frees the object and releases its reference to its type. */
 void fsdpc_py_free(PyObject *object);

@@ -17,7 +17,7 @@ typedef struct fsdpc_py_import {
     fsdpc_py_state *state;
     struct fsdpc_py_import *next, **at; /* at: the pointer to it */
     fsdpc_storage *storage;
-    fsdpc_py_lent lent;
+    fsdpc_py_lender lender;
 } import;
 
 void fsdpc_py_imports_init(fsdpc_py_imports *imports)
@@ -71,7 +71,7 @@ static void release(fsdpc_storage *storage)
         PyObject *type, *value, *trace; /* the error being handled when the tensor was dropped */
         PyGILState_STATE gil = PyGILState_Ensure();
         PyErr_Fetch(&type, &value, &trace);
-        it->lent.give_back(it->lent.owner);
+        it->lender.give_back(it->lender.owner);
         PyErr_Restore(type, value, trace);
         PyGILState_Release(gil);
     }
@@ -81,7 +81,7 @@ static void release(fsdpc_storage *storage)
 /* ---- In ---- */
 
 fsdpc_status fsdpc_py_import(fsdpc_py_state *state, fsdpc_dtype dtype, int ndim,
-                             const size_t *shape, void *data, fsdpc_py_lent lent,
+                             const size_t *shape, void *data, fsdpc_py_lender lender,
                              fsdpc_tensor **out)
 {
     fsdpc_py_imports *imports = &state->imports;
@@ -100,7 +100,7 @@ fsdpc_status fsdpc_py_import(fsdpc_py_state *state, fsdpc_dtype dtype, int ndim,
                    .next = imports->first,
                    .at = &imports->first,
                    .storage = t->storage,
-                   .lent = lent};
+                   .lender = lender};
     if (it->next)
         it->next->at = &it->next;
     imports->first = it;
@@ -111,13 +111,13 @@ fsdpc_status fsdpc_py_import(fsdpc_py_state *state, fsdpc_dtype dtype, int ndim,
 
 /* ---- Holds ---- */
 
-fsdpc_status fsdpc_py_imports_hold(fsdpc_py_imports *imports, fsdpc_py_held *out)
+fsdpc_status fsdpc_py_imports_keep(fsdpc_py_imports *imports, fsdpc_py_kept *out)
 {
     size_t count = 0;
     pthread_mutex_lock(&imports->lock);
     for (const import *it = imports->first; it; it = it->next)
         count++;
-    fsdpc_py_held held = {.storages = malloc((count + 1) * sizeof *held.storages)};
+    fsdpc_py_kept held = {.storages = malloc((count + 1) * sizeof *held.storages)};
     for (const import *it = imports->first; it && held.storages; it = it->next)
         if (fsdpc_storage_try_acquire(it->storage)) /* otherwise it is being freed */
             held.storages[held.count++] = it->storage;
@@ -128,10 +128,10 @@ fsdpc_status fsdpc_py_imports_hold(fsdpc_py_imports *imports, fsdpc_py_held *out
     return FSDPC_OK;
 }
 
-void fsdpc_py_held_release(fsdpc_py_held *held)
+void fsdpc_py_held_release(fsdpc_py_kept *held)
 {
     for (size_t i = 0; i < held->count; i++)
         fsdpc_storage_release(held->storages[i]);
     free(held->storages);
-    *held = (fsdpc_py_held){0};
+    *held = (fsdpc_py_kept){0};
 }

@@ -27,25 +27,25 @@ struct fsdpc_py_state; /* bind/state.h, which embeds them */
 void fsdpc_py_imports_init(fsdpc_py_imports *imports);
 
 /* Memory to return to a library, and the function that returns it: called once, with the GIL. */
-typedef struct fsdpc_py_lent {
+typedef struct fsdpc_py_lender {
     void *owner;
     void (*give_back)(void *owner);
-} fsdpc_py_lent;
+} fsdpc_py_lender;
 
 /* Creates a tensor over `data`, which the runtime's device can access.  On error, nothing is
  * returned to the library.
  */
 fsdpc_status fsdpc_py_import(struct fsdpc_py_state *state, fsdpc_dtype dtype, int ndim,
-                             const size_t *shape, void *data, fsdpc_py_lent lent,
+                             const size_t *shape, void *data, fsdpc_py_lender lender,
                              fsdpc_tensor **out);
 
 /* All imported memory that tensors use now; zero: nothing is held. */
-typedef struct fsdpc_py_held {
+typedef struct fsdpc_py_kept {
     fsdpc_storage **storages;
     size_t count;
-} fsdpc_py_held;
+} fsdpc_py_kept;
 
-fsdpc_status fsdpc_py_imports_hold(fsdpc_py_imports *imports, fsdpc_py_held *out);
-void fsdpc_py_held_release(fsdpc_py_held *held);
+fsdpc_status fsdpc_py_imports_keep(fsdpc_py_imports *imports, fsdpc_py_kept *out);
+void fsdpc_py_held_release(fsdpc_py_kept *held);
 
 #endif

@@ -54,7 +54,7 @@
     X(unit, unit_schedule)                                                                         \
     X(torch_unit, torch_call)                                                                      \
     X(torch_unit, torch_follow)                                                                    \
-    X(torch_unit, torch_lent)                                                                      \
+    X(torch_unit, torch_allocator)                                                                 \
     X(torch_unit, torch_grads)                                                                     \
     X(torch_unit, torch_product)                                                                   \
     X(torch_unit, torch_show)
@@ -64,7 +64,7 @@
     X(unit, unit_value)                                                                            \
     X(unit, unit_schedule)                                                                         \
     X(torch_unit, torch_call)                                                                      \
-    X(torch_unit, torch_lent)
+    X(torch_unit, torch_allocator)
 
 /* X(part): fsdpc_py_part_functions, functions of the module. */
 #define FSDPC_PY_FUNCTIONS(X)                                                                      \

@@ -174,8 +174,9 @@ enum fsdpc_epoch_bits {
     FSDPC_EPOCH_GRAD = 8,     /* a forward with gradients */
     FSDPC_EPOCH_STEP = 16,    /* begun by an optimizer */
     FSDPC_EPOCH_REFUSED = 32, /* this rank cannot take part, so no rank continues */
-    FSDPC_EPOCH_LATE = 64,    /* slices are copied in before their next gather, not in this epoch */
-    FSDPC_EPOCH_DROP = 128,   /* its backward failed: unreduced gradients are dropped */
+    FSDPC_EPOCH_COPY_IN_LATER =
+        64,                 /* slices are copied in before their next gather, not in this epoch */
+    FSDPC_EPOCH_DROP = 128, /* its backward failed: unreduced gradients are dropped */
 };
 
 typedef struct fsdpc_epoch_note {
@@ -250,7 +251,7 @@ typedef struct fsdpc_comm_ops {
     /* Sets the call in which this rank is about to sleep, "" when it continues; peers report it
      * too.  Optional. */
     void (*waits)(fsdpc_comm *comm, const char *what);
-    /* For a watch of the ranks, on any thread: reports how ranks failed or died, if any did, and in
+    /* For a peer check, on any thread: reports how ranks failed or died, if any did, and in
      * `note` which ranks are stopped, or "".  The other function makes all ranks fail.  Optional,
      * both or none. */
     fsdpc_status (*look)(fsdpc_comm *comm, char *note, size_t bytes);
@@ -321,7 +322,7 @@ typedef struct fsdpc_comm_config {
     int socket_fd; /* shm: this rank's listening socket (rendezvous.h), to be taken over, or <= 0 */
     int news_fd;   /* shm: file in which a launcher reports ended ranks (rendezvous.h), or <= 0 */
     bool spin;     /* shm: at least as many cores as ranks, so waits may spin first */
-    bool late;     /* null: an operation is done only once the caller waits for it */
+    bool lazy;     /* null: an operation is done only once the caller waits for it */
     bool orders;   /* null: streams are ordered after operations, as on GPUs */
 } fsdpc_comm_config;
 

@@ -20,8 +20,8 @@ fsdpc_status fsdpc_comm_world_create(const fsdpc_comm_config *config, int hosts,
 
 /* Returns the extra bytes that reducing a buffer needs on each rank for sums in transit, in a
  * multi-host group with this many ranks per host.  They are kept with the buffer, and counted as REDUCE. */
-size_t fsdpc_comm_hosts_room_bytes(fsdpc_coll_kind kind, fsdpc_dtype dtype, size_t buffer_bytes,
-                                   int hosts, int local_size);
+size_t fsdpc_comm_hosts_staging_bytes(fsdpc_coll_kind kind, fsdpc_dtype dtype, size_t buffer_bytes,
+                                      int hosts, int local_size);
 
 /* Bytes that a local rank sends to its peer on each other host. */
 typedef struct fsdpc_hosts_messages {

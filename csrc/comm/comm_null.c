@@ -3,7 +3,7 @@
  *
  * It exists to run schedules in one process, in tests and simulations.  It records its calls in
  * order: a "post" when an operation is posted, a "done" when its owner first finds it done.  Waits
- * return at once.  With `late` an operation is done only after a wait, so the records and the
+ * return at once.  With `lazy` an operation is done only after a wait, so the records and the
  * engine's trace show where the program needs it.  All peers appear to have the same values.
  * Gathers do not touch the parameter buffer.  A sum over n ranks is n times this rank's contribution, computed
  * by the kernels of the config's device (which device_null makes empty).
@@ -22,7 +22,7 @@ typedef struct null_comm {
     fsdpc_comm base;
     fsdpc_comm_record *records;
     size_t n_records, capacity;
-    bool late, waits; /* waits: a wait has begun since an operation was last done */
+    bool lazy, waits; /* waits: a wait has begun since an operation was last done */
 } null_comm;
 
 typedef struct null_param_buffer {
@@ -89,7 +89,7 @@ static fsdpc_status null_split(fsdpc_comm *comm, int color, int key, fsdpc_comm 
         return fsdpc_fail_errno("no memory for a communicator");
     part->base = *comm;
     part->base.waited_ns = 0;
-    part->late = ((null_comm *)comm)->late;
+    part->lazy = ((null_comm *)comm)->lazy;
     *out = &part->base;
     return FSDPC_OK;
 }
@@ -232,7 +232,7 @@ static fsdpc_status null_test(fsdpc_work *work)
 {
     null_comm *self = (null_comm *)work->comm;
     FSDPC_TRY(fsdpc_comm_health(work->comm));
-    if (self->late && !self->waits)
+    if (self->lazy && !self->waits)
         return FSDPC_IN_PROGRESS;
     self->waits = false;
     return record(work->comm, "done", &work->op, work->op.epoch,
@@ -276,7 +276,7 @@ fsdpc_status fsdpc_comm_null_create(const fsdpc_comm_config *config, fsdpc_comm 
     if (!self)
         return fsdpc_fail_errno("no memory for a communicator");
     fsdpc_comm_init(&self->base, config->orders ? &ordering_ops : &null_ops, config);
-    self->late = config->late;
+    self->lazy = config->lazy;
     *out = &self->base;
     return FSDPC_OK;
 }

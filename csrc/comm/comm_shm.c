@@ -237,7 +237,7 @@ static fsdpc_status shm_split(fsdpc_comm *comm, int color, int key, fsdpc_comm *
     fsdpc_comm *part = NULL;
     fsdpc_status status =
         color < 0 ? FSDPC_OK : part_create(self, (const int64_t(*)[2])wishes, &part);
-    self->late.kind = FSDPC_SHM_LATE_NOBODY;
+    self->awaited.kind = FSDPC_SHM_AWAITS_NOBODY;
     status = fsdpc_comm_agree(comm, status, "split");
     if (status != FSDPC_OK) {
         fsdpc_comm_destroy(part);

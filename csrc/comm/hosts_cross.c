@@ -65,19 +65,19 @@ void fsdpc_hosts_op_return(fsdpc_hosts_op *op)
     *at = op;
 }
 
-static void room_free(fsdpc_hosts_comm *self, fsdpc_hosts_room *room)
+static void staging_free(fsdpc_hosts_comm *self, fsdpc_hosts_staging *staging)
 {
-    fsdpc_device_free(self->base.device, room->data);
-    *room = (fsdpc_hosts_room){0};
+    fsdpc_device_free(self->base.device, staging->data);
+    *staging = (fsdpc_hosts_staging){0};
 }
 
 void fsdpc_hosts_op_free(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     if (!op)
         return;
-    room_free(self, &op->here);
-    room_free(self, &op->there);
-    room_free(self, &op->all);
+    staging_free(self, &op->here);
+    staging_free(self, &op->there);
+    staging_free(self, &op->all);
     free(op->slices);
     free(op->rows);
     free(op->theirs);
@@ -93,15 +93,15 @@ void fsdpc_hosts_ops_free(fsdpc_hosts_comm *self, fsdpc_hosts_op **home)
     }
 }
 
-fsdpc_status fsdpc_hosts_room_for(fsdpc_hosts_comm *self, fsdpc_mem_kind kind,
-                                  fsdpc_hosts_room *room, size_t bytes)
+fsdpc_status fsdpc_hosts_staging_for(fsdpc_hosts_comm *self, fsdpc_mem_kind kind,
+                                     fsdpc_hosts_staging *staging, size_t bytes)
 {
     void *data;
-    if (room->bytes >= bytes)
+    if (staging->bytes >= bytes)
         return FSDPC_OK;
-    room_free(self, room);
+    staging_free(self, staging);
     FSDPC_TRY(fsdpc_device_alloc(self->base.device, kind, bytes, &data));
-    *room = (fsdpc_hosts_room){.data = data, .bytes = bytes};
+    *staging = (fsdpc_hosts_staging){.data = data, .bytes = bytes};
     return FSDPC_OK;
 }
 

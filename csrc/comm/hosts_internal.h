@@ -39,15 +39,15 @@ enum { FSDPC_HOSTS_PARTS = 4 }; /* messages per operation and peer, each with it
 
 /* Memory that an operation needs in transit, kept for the next operation.  It counts as REDUCE for
  * reductions, otherwise as OTHER. */
-typedef struct fsdpc_hosts_room {
+typedef struct fsdpc_hosts_staging {
     unsigned char *data;
     size_t bytes;
-} fsdpc_hosts_room;
+} fsdpc_hosts_staging;
 
 /* Bytes that a reduction needs of each kind. */
-typedef struct fsdpc_hosts_rooms {
+typedef struct fsdpc_hosts_staging_bytes {
     size_t here, there, all;
-} fsdpc_hosts_rooms;
+} fsdpc_hosts_staging_bytes;
 
 typedef struct fsdpc_hosts_op {
     struct fsdpc_hosts_op *next;  /* in flight, in posting order; or spare */
@@ -69,7 +69,7 @@ typedef struct fsdpc_hosts_op {
     fsdpc_transport_run
         *rows;         /* for a gather: the rows in the parameter buffer, of each host and slice */
     size_t done_numel; /* for values: elements of earlier rounds */
-    fsdpc_hosts_room here, there, all;
+    fsdpc_hosts_staging here, there, all;
 } fsdpc_hosts_op;
 
 struct fsdpc_hosts_comm {
@@ -146,8 +146,8 @@ fsdpc_status fsdpc_hosts_crossed(fsdpc_hosts_comm *self, fsdpc_hosts_op *op);
 /* Returns the tag for a part of the operation or epoch with this number. */
 uint32_t fsdpc_hosts_tag(const fsdpc_hosts_comm *self, uint64_t sequence, int part);
 /* Ensures memory for at least this many bytes. */
-fsdpc_status fsdpc_hosts_room_for(fsdpc_hosts_comm *self, fsdpc_mem_kind kind,
-                                  fsdpc_hosts_room *room, size_t bytes);
+fsdpc_status fsdpc_hosts_staging_for(fsdpc_hosts_comm *self, fsdpc_mem_kind kind,
+                                     fsdpc_hosts_staging *staging, size_t bytes);
 /* Takes the first spare operation or creates one; the other function returns it. */
 fsdpc_status fsdpc_hosts_op_take(fsdpc_hosts_comm *self, fsdpc_hosts_op **home,
                                  fsdpc_hosts_op **out);
@@ -161,8 +161,9 @@ fsdpc_status fsdpc_hosts_values_step(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 
 /* ---- hosts_op.c ---- */
 
-fsdpc_hosts_rooms fsdpc_hosts_rooms_for(fsdpc_coll_kind kind, fsdpc_dtype dtype, size_t numel,
-                                        size_t share, int n_hosts, int local_size);
+fsdpc_hosts_staging_bytes fsdpc_hosts_staging_bytes_for(fsdpc_coll_kind kind, fsdpc_dtype dtype,
+                                                        size_t numel, size_t share, int n_hosts,
+                                                        int local_size);
 fsdpc_status fsdpc_hosts_post(fsdpc_work *work);
 fsdpc_status fsdpc_hosts_test(fsdpc_work *work);
 /* Advances operations in flight in all groups of this rank except those set apart.  A failure is

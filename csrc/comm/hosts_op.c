@@ -3,11 +3,12 @@
  * Every operation is posted in program order on the host's communicator, where the host's ranks
  * compare it; data between hosts goes between equal local ranks.
  *
- *     GATHER          own slices go to the other hosts, theirs into the parameter buffer; done when all local ranks
- *                     of the host have received.  Rows are transferred once after each change
+ *     GATHER          own slices go to the other hosts, theirs into the parameter buffer; done
+ *                     when all ranks of the host have received.  Rows are transferred once after
+ *                     each change
  *     REDUCE_SCATTER  the host sums every rank's slices, wide, and exchanges these sums with the
  *                     other hosts; each rank adds the hosts' sums in host order
- *     REDUCE_ALL      the host sums all slices; each local rank exchanges its part of the sums with the
+ *     REDUCE_ALL      the host sums all slices; each rank exchanges its part of the sums with the
  *                     other hosts and adds theirs, and the host's ranks share the results
  *     values          hosts_values.c
  *     agree_only      headers cross, and nothing else
@@ -82,8 +83,8 @@ static fsdpc_status cross_rows(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     fsdpc_transport_run own = {.bytes = sizes[self->this_host]}, theirs;
     const fsdpc_transport_run *from = rows + (size_t)self->this_host * n;
     if (packs) {
-        FSDPC_TRY(fsdpc_hosts_room_for(self, FSDPC_MEM_OTHER, &op->here, own.bytes));
-        FSDPC_TRY(fsdpc_hosts_room_for(self, FSDPC_MEM_OTHER, &op->there, all - own.bytes));
+        FSDPC_TRY(fsdpc_hosts_staging_for(self, FSDPC_MEM_OTHER, &op->here, own.bytes));
+        FSDPC_TRY(fsdpc_hosts_staging_for(self, FSDPC_MEM_OTHER, &op->there, all - own.bytes));
         own.data = op->here.data;
         for (size_t i = 0; i < n; at += from[i++].bytes)
             memcpy(own.data + at, from[i].data, from[i].bytes);
@@ -193,33 +194,34 @@ static fsdpc_status slices_of_host(const fsdpc_hosts_comm *self, fsdpc_hosts_op 
 
 /* Returns a rank's memory for reducing `numel` elements, if no rank gets more than `share` of
  * them. */
-fsdpc_hosts_rooms fsdpc_hosts_rooms_for(fsdpc_coll_kind kind, fsdpc_dtype dtype, size_t numel,
-                                        size_t share, int n_hosts, int local_size)
+fsdpc_hosts_staging_bytes fsdpc_hosts_staging_bytes_for(fsdpc_coll_kind kind, fsdpc_dtype dtype,
+                                                        size_t numel, size_t share, int n_hosts,
+                                                        int local_size)
 {
     size_t element = fsdpc_dtype_bytes(wide(dtype)), hosts = (size_t)n_hosts;
     if (kind == FSDPC_COLL_REDUCE_SCATTER)
-        return (fsdpc_hosts_rooms){.here = share * hosts * element,
-                                   .there = share * (hosts - 1) * element};
+        return (fsdpc_hosts_staging_bytes){.here = share * hosts * element,
+                                           .there = share * (hosts - 1) * element};
     size_t part = fsdpc_ceil_div(numel, (size_t)local_size) * element;
-    return (fsdpc_hosts_rooms){.here = numel * element,
-                               .there = part * hosts,
-                               .all = local_size > 1 ? part * (size_t)local_size : 0};
+    return (fsdpc_hosts_staging_bytes){.here = numel * element,
+                                       .there = part * hosts,
+                                       .all = local_size > 1 ? part * (size_t)local_size : 0};
 }
 
 /* Takes memory for any reduction of the buffer in this dtype, so that it depends only on the
  * buffer.  It is larger if one rank has more than its share because of whole parameters. */
-static fsdpc_status take_rooms(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
+static fsdpc_status take_staging(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
     size_t numel = coll->buffer->bytes / fsdpc_dtype_bytes(coll->dtype);
     size_t share = numel / (size_t)self->base.size;
     for (int h = 0; h < self->n_hosts; h++)
         share = fsdpc_max_size(share, sums_for(self, coll, h));
-    fsdpc_hosts_rooms need = fsdpc_hosts_rooms_for(coll->kind, coll->dtype, numel, share,
-                                                   self->n_hosts, self->local_size);
-    FSDPC_TRY(fsdpc_hosts_room_for(self, FSDPC_MEM_REDUCE, &op->here, need.here));
-    FSDPC_TRY(fsdpc_hosts_room_for(self, FSDPC_MEM_REDUCE, &op->there, need.there));
-    return fsdpc_hosts_room_for(self, FSDPC_MEM_REDUCE, &op->all, need.all);
+    fsdpc_hosts_staging_bytes need = fsdpc_hosts_staging_bytes_for(
+        coll->kind, coll->dtype, numel, share, self->n_hosts, self->local_size);
+    FSDPC_TRY(fsdpc_hosts_staging_for(self, FSDPC_MEM_REDUCE, &op->here, need.here));
+    FSDPC_TRY(fsdpc_hosts_staging_for(self, FSDPC_MEM_REDUCE, &op->there, need.there));
+    return fsdpc_hosts_staging_for(self, FSDPC_MEM_REDUCE, &op->all, need.all);
 }
 
 static size_t sums_of_host(const fsdpc_hosts_comm *self, const fsdpc_coll *coll)
@@ -237,7 +239,7 @@ static fsdpc_status post_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     const fsdpc_coll *coll = &op->work->op;
     fsdpc_dtype dtype = wide(coll->dtype);
     FSDPC_TRY(slices_of_host(self, op));
-    FSDPC_TRY(take_rooms(self, op));
+    FSDPC_TRY(take_staging(self, op));
     fsdpc_coll sums = *coll;
     sums.stream = NULL;
     sums.slices = op->slices;

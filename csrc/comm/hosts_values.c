@@ -62,9 +62,9 @@ static fsdpc_status cross_own(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     size_t element = fsdpc_dtype_bytes(coll->dtype), bytes = round_numel(self, op) * element;
     const unsigned char *own = (const unsigned char *)coll->send + op->done_numel * element;
     size_t column = bytes * (size_t)self->n_hosts;
-    FSDPC_TRY(fsdpc_hosts_room_for(self, FSDPC_MEM_OTHER, &op->here, column));
-    FSDPC_TRY(
-        fsdpc_hosts_room_for(self, FSDPC_MEM_OTHER, &op->all, column * (size_t)self->local_size));
+    FSDPC_TRY(fsdpc_hosts_staging_for(self, FSDPC_MEM_OTHER, &op->here, column));
+    FSDPC_TRY(fsdpc_hosts_staging_for(self, FSDPC_MEM_OTHER, &op->all,
+                                      column * (size_t)self->local_size));
     memcpy(op->here.data + (size_t)self->this_host * bytes, own, bytes);
     for (int h = 0; h < self->n_hosts; h++) {
         unsigned char *to = op->here.data + (size_t)h * bytes;
@@ -122,9 +122,9 @@ static fsdpc_status cross_part(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
         }
         return FSDPC_OK;
     }
-    FSDPC_TRY(fsdpc_hosts_room_for(self, FSDPC_MEM_OTHER, &op->here, most));
+    FSDPC_TRY(fsdpc_hosts_staging_for(self, FSDPC_MEM_OTHER, &op->here, most));
     FSDPC_TRY(
-        fsdpc_hosts_room_for(self, FSDPC_MEM_OTHER, &op->all, most * (size_t)self->local_size));
+        fsdpc_hosts_staging_for(self, FSDPC_MEM_OTHER, &op->all, most * (size_t)self->local_size));
     return fsdpc_hosts_receive(self, op, coll->root / self->local_size, 1, op->here.data, part);
 }
 

@@ -119,8 +119,8 @@ fsdpc_status fsdpc_shm_buffer_idle(fsdpc_buffer *base)
          * reads. */
         if (atomic_load_explicit(&buffer->words[p]->read, memory_order_acquire) < buffer->posts) {
             FSDPC_TRY(fsdpc_shm_progress(self)); /* the peer may need our part to finish */
-            self->late = (fsdpc_shm_late){
-                .kind = FSDPC_SHM_LATE_READ, .object = buffer, .target = buffer->posts};
+            self->awaited = (fsdpc_shm_awaited){
+                .kind = FSDPC_SHM_AWAITS_READ, .object = buffer, .target = buffer->posts};
             return FSDPC_IN_PROGRESS;
         }
     }

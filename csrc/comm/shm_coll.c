@@ -43,9 +43,9 @@ static bool reads_buffers(const fsdpc_coll *op)
 
 /* ---- Agreement ---- */
 
-static bool on_driver(const fsdpc_shm_comm *self, const fsdpc_shm_late *late)
+static bool on_driver(const fsdpc_shm_comm *self, const fsdpc_shm_awaited *awaited)
 {
-    return late == &self->late;
+    return awaited == &self->awaited;
 }
 
 static fsdpc_status mismatch(fsdpc_shm_comm *self, int peer, uint64_t sequence, bool driver)
@@ -76,7 +76,7 @@ static fsdpc_status abandoned_check(fsdpc_shm_comm *self, int peer, uint64_t seq
 
 /* Checks whether all ranks have posted this operation, and the same one.  Compares those that have,
  * even while others are missing, because these may be waiting for a mismatched operation. */
-static fsdpc_status agreed(fsdpc_shm_comm *self, uint64_t sequence, fsdpc_shm_late *late)
+static fsdpc_status agreed(fsdpc_shm_comm *self, uint64_t sequence, fsdpc_shm_awaited *awaited)
 {
     bool all = true;
     for (int p = 0; p < self->base.size; p++) {
@@ -86,18 +86,18 @@ static fsdpc_status agreed(fsdpc_shm_comm *self, uint64_t sequence, fsdpc_shm_la
         /* acquire: pairs with the release in ring_post; makes the peer's earlier writes visible. */
         if (atomic_load_explicit(&peer->posted, memory_order_acquire) <= sequence) {
             all = false;
-            if (on_driver(self, late)) {
+            if (on_driver(self, awaited)) {
                 fsdpc_status status = abandoned_check(self, p, sequence);
                 if (status < 0)
                     return status;
             }
         } else if (!fsdpc_shm_ring_same(self->mine, peer, sequence)) {
-            return mismatch(self, p, sequence, on_driver(self, late));
+            return mismatch(self, p, sequence, on_driver(self, awaited));
         }
     }
     if (all)
         return FSDPC_OK;
-    *late = (fsdpc_shm_late){.kind = FSDPC_SHM_LATE_POSTED, .target = sequence + 1};
+    *awaited = (fsdpc_shm_awaited){.kind = FSDPC_SHM_AWAITS_POSTED, .target = sequence + 1};
     return FSDPC_IN_PROGRESS;
 }
 
@@ -117,10 +117,10 @@ static fsdpc_status compare_early(fsdpc_shm_comm *self, uint64_t sequence)
 /* ---- Steps of the state machines; IN_PROGRESS: poll again ---- */
 
 static fsdpc_status reduce_step(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_stream *stream,
-                                fsdpc_shm_late *late)
+                                fsdpc_shm_awaited *awaited)
 {
     fsdpc_shm_buffer *buffer = (fsdpc_shm_buffer *)work->op.buffer;
-    FSDPC_TRY(agreed(self, work->sequence, late));
+    FSDPC_TRY(agreed(self, work->sequence, awaited));
     FSDPC_TRY(fsdpc_coll_reduce_slices(&work->op, self->base.rank, self->base.size, buffer->datas,
                                        stream));
     /* A count, because operations of one filling may complete in any order.  release: our reads of
@@ -135,8 +135,9 @@ static void stage(fsdpc_shm_comm *self, const fsdpc_coll *op, size_t numel)
     size_t element = fsdpc_dtype_bytes(op->dtype);
     const void *from = op->kind == FSDPC_COLL_BROADCAST ? op->recv : op->send;
     if (op->kind != FSDPC_COLL_BROADCAST || op->root == self->base.rank)
-        memcpy(fsdpc_shm_control_stage(self->control, self->base.size, self->base.rank, self->step),
-               (const unsigned char *)from + self->staged_numel * element, numel * element);
+        memcpy(
+            fsdpc_shm_control_staging(self->control, self->base.size, self->base.rank, self->step),
+            (const unsigned char *)from + self->staged_numel * element, numel * element);
     self->step++;
     /* release: the chunk is complete; acquire in all_staged. */
     atomic_store_explicit(&self->mine->step, self->step, memory_order_release);
@@ -144,27 +145,27 @@ static void stage(fsdpc_shm_comm *self, const fsdpc_coll *op, size_t numel)
     self->staged = true;
 }
 
-static fsdpc_status all_staged(fsdpc_shm_comm *self, fsdpc_shm_late *late)
+static fsdpc_status all_staged(fsdpc_shm_comm *self, fsdpc_shm_awaited *awaited)
 {
     for (int p = 0; p < self->base.size; p++) {
         const _Atomic uint64_t *step = &self->control->slots[p].step;
         if (atomic_load_explicit(step, memory_order_acquire) < self->step) {
-            *late = (fsdpc_shm_late){.kind = FSDPC_SHM_LATE_STEP, .target = self->step};
+            *awaited = (fsdpc_shm_awaited){.kind = FSDPC_SHM_AWAITS_STEP, .target = self->step};
             return FSDPC_IN_PROGRESS;
         }
     }
     return FSDPC_OK;
 }
 
-static fsdpc_status use_stages(fsdpc_shm_comm *self, const fsdpc_coll *op, size_t numel,
-                               fsdpc_stream *stream)
+static fsdpc_status use_staging(fsdpc_shm_comm *self, const fsdpc_coll *op, size_t numel,
+                                fsdpc_stream *stream)
 {
     const void *stages[FSDPC_COLL_MAX_RANKS];
     int size = self->base.size;
     size_t element = fsdpc_dtype_bytes(op->dtype), bytes = numel * element;
     unsigned char *to = (unsigned char *)op->recv + self->staged_numel * element;
     for (int p = 0; p < size; p++)
-        stages[p] = fsdpc_shm_control_stage(self->control, size, p, self->step - 1);
+        stages[p] = fsdpc_shm_control_staging(self->control, size, p, self->step - 1);
     switch (op->kind) {
     case FSDPC_COLL_ALL_REDUCE:
         return fsdpc_coll_combine(op->op, op->dtype, stages, size, numel, to, stream);
@@ -180,7 +181,7 @@ static fsdpc_status use_stages(fsdpc_shm_comm *self, const fsdpc_coll *op, size_
 }
 
 static fsdpc_status staged_step(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_stream *stream,
-                                fsdpc_shm_late *late)
+                                fsdpc_shm_awaited *awaited)
 {
     const fsdpc_coll *op = &work->op;
     /* acquire: pairs with the release below, which makes the fields of the turn visible. */
@@ -188,15 +189,15 @@ static fsdpc_status staged_step(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_st
         return FSDPC_IN_PROGRESS;
     size_t chunk = FSDPC_SHM_CHUNK / fsdpc_dtype_bytes(op->dtype);
     if (op->numel == 0)
-        FSDPC_TRY(agreed(self, work->sequence, late));
+        FSDPC_TRY(agreed(self, work->sequence, awaited));
     while (self->staged_numel < op->numel) {
         size_t numel = fsdpc_min_size(chunk, op->numel - self->staged_numel);
         if (!self->staged)
             stage(self, op, numel);
         if (self->staged_numel == 0)
-            FSDPC_TRY(agreed(self, work->sequence, late));
-        FSDPC_TRY(all_staged(self, late));
-        FSDPC_TRY(use_stages(self, op, numel, stream));
+            FSDPC_TRY(agreed(self, work->sequence, awaited));
+        FSDPC_TRY(all_staged(self, awaited));
+        FSDPC_TRY(use_staging(self, op, numel, stream));
         self->staged_numel += numel;
         self->staged = false;
     }
@@ -206,13 +207,13 @@ static fsdpc_status staged_step(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_st
 }
 
 static fsdpc_status work_step(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_stream *stream,
-                              fsdpc_shm_late *late)
+                              fsdpc_shm_awaited *awaited)
 {
     if (reads_buffers(&work->op))
-        return reduce_step(self, work, stream, late);
+        return reduce_step(self, work, stream, awaited);
     if (is_staged(&work->op))
-        return staged_step(self, work, stream, late);
-    return agreed(self, work->sequence, late);
+        return staged_step(self, work, stream, awaited);
+    return agreed(self, work->sequence, awaited);
 }
 
 /* ---- On a stream's thread ---- */
@@ -220,18 +221,18 @@ static fsdpc_status work_step(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_stre
 static fsdpc_status worker_wait(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_stream *stream)
 {
     enum { SPINS = 2000, SLEEP_NS = 100000000 };
-    fsdpc_shm_late late = {0};
+    fsdpc_shm_awaited awaited = {0};
     fsdpc_shm_nap nap = {0};
     int64_t deadline = fsdpc_clock_ns() + (int64_t)(self->base.timeout_s * 1e9);
-    fsdpc_status status = work_step(self, work, stream, &late);
+    fsdpc_status status = work_step(self, work, stream, &awaited);
     for (int n = 0; self->base.spin && n < SPINS && status == FSDPC_IN_PROGRESS; n++) {
         fsdpc_cpu_relax();
-        status = work_step(self, work, stream, &late);
+        status = work_step(self, work, stream, &awaited);
     }
     while (status == FSDPC_IN_PROGRESS) {
         fsdpc_shm_nap_take(self->bell, &nap, SLEEP_NS);
         fsdpc_status peers = fsdpc_shm_peers_check(self);
-        status = work_step(self, work, stream, &late);
+        status = work_step(self, work, stream, &awaited);
         if (status != FSDPC_IN_PROGRESS)
             break;
         if (fsdpc_shm_poisoned(self->control))
@@ -290,7 +291,7 @@ static fsdpc_status carry_on_group(fsdpc_shm_comm *self)
     for (fsdpc_work *work = self->pending; work; work = next) {
         next = work->impl;
         fsdpc_stream *stream = work->op.stream ? work->op.stream : &self->inline_stream;
-        fsdpc_status status = work_step(self, work, stream, &self->late);
+        fsdpc_status status = work_step(self, work, stream, &self->awaited);
         if (status < 0)
             return failed(self, work, status);
         if (status == FSDPC_IN_PROGRESS) {
@@ -364,7 +365,7 @@ fsdpc_status fsdpc_shm_post(fsdpc_work *work)
     self->chain = fsdpc_shm_ring_post(self->mine, work->sequence, self->chain, op,
                                       fsdpc_coll_bytes(op, self->base.size), object_of(op));
     fsdpc_shm_wake(self->bell);
-    if (op->kind == FSDPC_COLL_GATHER && !op->agree_only && !op->late)
+    if (op->kind == FSDPC_COLL_GATHER && !op->agree_only && !op->after_copy_in)
         return compare_early(self, work->sequence);
 
     atomic_store_explicit(&work->state, 1, memory_order_relaxed);

@@ -17,8 +17,8 @@ size_t fsdpc_shm_control_bytes(int size)
     return slots_bytes(size) + (size_t)size * 2 * FSDPC_SHM_CHUNK;
 }
 
-unsigned char *fsdpc_shm_control_stage(fsdpc_shm_control *control, int size, int rank,
-                                       uint64_t step)
+unsigned char *fsdpc_shm_control_staging(fsdpc_shm_control *control, int size, int rank,
+                                         uint64_t step)
 {
     return (unsigned char *)control + slots_bytes(size) +
            ((size_t)rank * 2 + (step & 1)) * FSDPC_SHM_CHUNK;

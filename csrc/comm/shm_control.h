@@ -55,8 +55,8 @@ typedef struct fsdpc_shm_control {
 
 size_t fsdpc_shm_control_bytes(int size);
 /* Returns the memory that rank `rank` uses as its staging area for step `step`. */
-unsigned char *fsdpc_shm_control_stage(fsdpc_shm_control *control, int size, int rank,
-                                       uint64_t step);
+unsigned char *fsdpc_shm_control_staging(fsdpc_shm_control *control, int size, int rank,
+                                         uint64_t step);
 
 void fsdpc_shm_ring_bell(fsdpc_shm_control *control); /* unconditionally */
 

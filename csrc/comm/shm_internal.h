@@ -49,19 +49,19 @@ typedef struct fsdpc_shm_buffer {
 } fsdpc_shm_buffer;
 
 /* What the last unsuccessful poll was waiting for, so that messages can name late ranks. */
-typedef struct fsdpc_shm_late {
+typedef struct fsdpc_shm_awaited {
     enum {
-        FSDPC_SHM_LATE_NOBODY,
-        FSDPC_SHM_LATE_POSTED,
-        FSDPC_SHM_LATE_STEP,
-        FSDPC_SHM_LATE_ARRIVED,
-        FSDPC_SHM_LATE_PUBLISHED,
-        FSDPC_SHM_LATE_READ,
-        FSDPC_SHM_LATE_RANK, /* target: the late group rank */
+        FSDPC_SHM_AWAITS_NOBODY,
+        FSDPC_SHM_AWAITS_POSTED,
+        FSDPC_SHM_AWAITS_STEP,
+        FSDPC_SHM_AWAITS_ARRIVED,
+        FSDPC_SHM_AWAITS_PUBLISHED,
+        FSDPC_SHM_AWAITS_READ,
+        FSDPC_SHM_AWAITS_RANK, /* target: the late group rank */
     } kind;
     const void *object; /* the parameter buffer or reduce buffer */
     uint64_t target;    /* ranks below it are late */
-} fsdpc_shm_late;
+} fsdpc_shm_awaited;
 
 typedef struct fsdpc_shm_comm {
     fsdpc_comm base;
@@ -93,7 +93,7 @@ typedef struct fsdpc_shm_comm {
     bool staged;
 
     fsdpc_shm_nap nap;
-    fsdpc_shm_late late;
+    fsdpc_shm_awaited awaited;
     int64_t checked_ns;
 } fsdpc_shm_comm;
 

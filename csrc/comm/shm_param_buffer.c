@@ -132,10 +132,11 @@ void fsdpc_shm_param_buffer_destroy(fsdpc_param_buffer *base)
 
 static fsdpc_status still_waiting(fsdpc_shm_comm *self)
 {
-    fsdpc_shm_late late = self->late; /* operations that advance meanwhile may wait for other
+    fsdpc_shm_awaited awaited =
+        self->awaited; /* operations that advance meanwhile may wait for other
                                        * ranks */
     FSDPC_TRY(fsdpc_shm_progress(self));
-    self->late = late;
+    self->awaited = awaited;
     return FSDPC_IN_PROGRESS;
 }
 
@@ -250,8 +251,8 @@ fsdpc_status fsdpc_shm_epoch_test(fsdpc_param_buffer *base, fsdpc_epoch_note *al
     for (int p = 0; p < self->base.size; p++) {
         if (load(&param_buffer->words[p].arrived) < epoch) {
             FSDPC_TRY(crossed_check(param_buffer, p, epoch));
-            self->late = (fsdpc_shm_late){
-                .kind = FSDPC_SHM_LATE_ARRIVED, .object = param_buffer, .target = epoch};
+            self->awaited = (fsdpc_shm_awaited){
+                .kind = FSDPC_SHM_AWAITS_ARRIVED, .object = param_buffer, .target = epoch};
             return still_waiting(self);
         }
     }
@@ -306,8 +307,8 @@ fsdpc_status fsdpc_shm_epoch_copy_in_test(fsdpc_param_buffer *base)
         uint64_t arrived = load(&param_buffer->words[p].arrived);
         if (arrived > epoch && load(&param_buffer->words[p].copied_in) < epoch)
             return abandoned(self, p, epoch, arrived);
-        self->late = (fsdpc_shm_late){
-            .kind = FSDPC_SHM_LATE_PUBLISHED, .object = param_buffer, .target = epoch};
+        self->awaited = (fsdpc_shm_awaited){
+            .kind = FSDPC_SHM_AWAITS_PUBLISHED, .object = param_buffer, .target = epoch};
         return still_waiting(self);
     }
     return FSDPC_OK;

@@ -156,24 +156,24 @@ void fsdpc_shm_be_told(fsdpc_comm *comm, fsdpc_status status, const char *text)
 
 bool fsdpc_shm_is_late(const fsdpc_shm_comm *self, int p)
 {
-    const fsdpc_shm_late *late = &self->late;
+    const fsdpc_shm_awaited *awaited = &self->awaited;
     const fsdpc_shm_slot *slot = &self->control->slots[p];
-    const fsdpc_shm_param_buffer *param_buffer = late->object;
-    const fsdpc_shm_buffer *buffer = late->object;
-    switch (late->kind) {
-    case FSDPC_SHM_LATE_POSTED:
-        return atomic_load(&slot->posted) < late->target;
-    case FSDPC_SHM_LATE_STEP:
-        return atomic_load(&slot->step) < late->target;
-    case FSDPC_SHM_LATE_ARRIVED:
-        return atomic_load(&param_buffer->words[p].arrived) < late->target;
-    case FSDPC_SHM_LATE_PUBLISHED:
-        return atomic_load(&param_buffer->words[p].copied_in) < late->target;
-    case FSDPC_SHM_LATE_READ:
-        return atomic_load(&buffer->words[p]->read) < late->target;
-    case FSDPC_SHM_LATE_RANK:
-        return (uint64_t)p == late->target;
-    case FSDPC_SHM_LATE_NOBODY:
+    const fsdpc_shm_param_buffer *param_buffer = awaited->object;
+    const fsdpc_shm_buffer *buffer = awaited->object;
+    switch (awaited->kind) {
+    case FSDPC_SHM_AWAITS_POSTED:
+        return atomic_load(&slot->posted) < awaited->target;
+    case FSDPC_SHM_AWAITS_STEP:
+        return atomic_load(&slot->step) < awaited->target;
+    case FSDPC_SHM_AWAITS_ARRIVED:
+        return atomic_load(&param_buffer->words[p].arrived) < awaited->target;
+    case FSDPC_SHM_AWAITS_PUBLISHED:
+        return atomic_load(&param_buffer->words[p].copied_in) < awaited->target;
+    case FSDPC_SHM_AWAITS_READ:
+        return atomic_load(&buffer->words[p]->read) < awaited->target;
+    case FSDPC_SHM_AWAITS_RANK:
+        return (uint64_t)p == awaited->target;
+    case FSDPC_SHM_AWAITS_NOBODY:
         break;
     }
     return false;
@@ -251,14 +251,14 @@ fsdpc_status fsdpc_shm_give_all(fsdpc_shm_comm *self, uint64_t tag, fsdpc_shm_se
 
 fsdpc_status fsdpc_shm_given_all(fsdpc_shm_comm *self)
 {
-    self->late.kind = FSDPC_SHM_LATE_NOBODY;
+    self->awaited.kind = FSDPC_SHM_AWAITS_NOBODY;
     return fsdpc_shm_world_given(self->world, &self->base, self->base.size - 1);
 }
 
 fsdpc_status fsdpc_shm_take_from(fsdpc_shm_comm *self, int from, uint64_t tag, size_t bytes,
                                  fsdpc_shm_segment **out)
 {
-    self->late = (fsdpc_shm_late){.kind = FSDPC_SHM_LATE_RANK, .target = (uint64_t)from};
+    self->awaited = (fsdpc_shm_awaited){.kind = FSDPC_SHM_AWAITS_RANK, .target = (uint64_t)from};
     FSDPC_TRY(fsdpc_shm_world_take(self->world, &self->base, self->members[from], tag, bytes, out));
     fsdpc_shm_ring_bell(self->bell);
     return FSDPC_OK;

@@ -94,14 +94,14 @@ static void end_op(fsdpc_transport_op *op, fsdpc_status status)
 
 fsdpc_status fsdpc_message_reserve(fsdpc_message *message, size_t bytes)
 {
-    if (message->data && message->room >= bytes)
+    if (message->data && message->capacity >= bytes)
         return FSDPC_OK;
     fsdpc_message_free(message);
     message->data = malloc(bytes);
     if (!message->data)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a message of %zu bytes to another host",
                           bytes);
-    message->room = bytes;
+    message->capacity = bytes;
     return FSDPC_OK;
 }
 
@@ -109,7 +109,7 @@ void fsdpc_message_free(fsdpc_message *message)
 {
     free(message->data);
     message->data = NULL;
-    message->room = 0;
+    message->capacity = 0;
 }
 
 /* Copies between an operation's memory and a carrier's: to the carrier's for a send. */

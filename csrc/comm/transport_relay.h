@@ -17,7 +17,7 @@ typedef struct fsdpc_message {
     int peer; /* destination or source */
     uint32_t tag;
     size_t bytes;
-    size_t room; /* capacity of data, which comes from malloc */
+    size_t capacity; /* capacity of data, which comes from malloc */
     unsigned char *data;
 } fsdpc_message;
 

@@ -93,8 +93,8 @@ static void nccl_destroy(fsdpc_comm *comm)
     while (*at != self)
         at = &(*at)->next_group;
     *at = self->next_group;
-    if (comm->device->watch.arg == self)
-        comm->device->watch = (fsdpc_watch){0};
+    if (comm->device->peer_check.arg == self)
+        comm->device->peer_check = (fsdpc_peer_check){0};
     if (!fsdpc_nccl_is_forked(self)) {
         if (!comm->poison[0])
             fsdpc_nccl_ops_finish(self);
@@ -243,10 +243,10 @@ static bool gpu_is_busy(const fsdpc_comm_nccl *self)
     for (const fsdpc_comm_nccl *group = self->world->groups; group; group = group->next_group) {
         if (group->base.apart != self->base.apart)
             continue;
-        if (group->beginning || group->watching)
+        if (group->beginning || group->host_waits)
             return true;
         for (const fsdpc_nccl_op *op = group->in_flight; op; op = op->next)
-            if (op->work && op->stage != FSDPC_NCCL_DONE)
+            if (op->work && op->progress != FSDPC_NCCL_DONE)
                 return true;
     }
     return false;
@@ -257,7 +257,7 @@ static bool gpu_needs_peers(const fsdpc_comm_nccl *self)
 {
     for (const fsdpc_comm_nccl *group = self->world->groups; group; group = group->next_group)
         for (const fsdpc_nccl_op *op = group->in_flight; op; op = op->next)
-            if (op->stage != FSDPC_NCCL_DONE)
+            if (op->progress != FSDPC_NCCL_DONE)
                 return true;
     return false;
 }
@@ -268,7 +268,7 @@ static bool gpu_needs_peers(const fsdpc_comm_nccl *self)
 static bool goes_on_alone(fsdpc_comm_nccl *self)
 {
     if (!gpu_needs_peers(self))
-        return self->watching;
+        return self->host_waits;
     for (const fsdpc_comm_nccl *group = self->world->groups; group; group = group->next_group)
         for (const fsdpc_nccl_op *op = group->in_flight; op; op = op->next)
             if (op->agreement.comm)
@@ -332,17 +332,17 @@ static fsdpc_status wait_for_rest(const fsdpc_comm_nccl *self, fsdpc_status (*po
     return status == FSDPC_IN_PROGRESS ? fsdpc_comm_health(&self->base) : status;
 }
 
-static fsdpc_status watch_wait(void *arg, fsdpc_status (*poll)(void *poll_arg), void *poll_arg)
+static fsdpc_status checked_wait(void *arg, fsdpc_status (*poll)(void *poll_arg), void *poll_arg)
 {
     fsdpc_comm_nccl *self = arg;
     if (self->base.poison[0])
         return wait_for_rest(self, poll, poll_arg);
     watched w = {self, poll, poll_arg};
-    bool outer = self->watching;
-    self->watching = true;
+    bool outer = self->host_waits;
+    self->host_waits = true;
     fsdpc_status status =
         fsdpc_comm_wait_for(&self->base, poll_watched, &w, "what the GPU was given", NULL);
-    self->watching = outer;
+    self->host_waits = outer;
     return status;
 }
 
@@ -394,8 +394,8 @@ fsdpc_status fsdpc_comm_nccl_create(const fsdpc_control_config *config, fsdpc_co
         world_release(world); /* self holds its own reference */
     if (status == FSDPC_OK) {
         fsdpc_device *device = config->comm.device;
-        if (!device->watch.wait_for)
-            device->watch = (fsdpc_watch){watch_wait, self};
+        if (!device->peer_check.wait_for)
+            device->peer_check = (fsdpc_peer_check){checked_wait, self};
         *out = &self->base;
         return FSDPC_OK;
     }

@@ -6,7 +6,7 @@
  * error (queue.h).  Events carry no timing, so recording one is cheap, and waiting for one does not
  * involve the host.
  *
- * If the device has a watch, only wait.h waits for a stream.  Copies into ordinary memory, during
+ * If the device has a peer check, only wait.h waits for a stream.  Copies into ordinary memory, during
  * which CUDA itself waits for the stream, therefore come after such a wait.
  */
 #include "cuda/device_cuda.h"
@@ -233,7 +233,7 @@ static fsdpc_status cuda_copy(fsdpc_device *device, void *to, const void *from, 
     if (device->capturing)
         return fsdpc_cuda_capture_copy(device, to, from, bytes, stream ? own->queue.raw : NULL);
     bool waits = false;
-    if (device->watch.wait_for || fsdpc_cuda_is_lost(device))
+    if (device->peer_check.wait_for || fsdpc_cuda_is_lost(device))
         FSDPC_TRY(copy_waits(to, from, bytes, &waits));
     if (waits)
         FSDPC_TRY(fsdpc_cuda_wait_stream(own));

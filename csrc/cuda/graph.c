@@ -32,7 +32,7 @@ typedef struct fsdpc_cuda_graph {
     cudaStream_t origin; /* the main stream of the capture */
     cudaStream_t before; /* the main stream before and after it */
     cudaGraphExec_t exec;
-    fsdpc_cuda_hold *hold;
+    fsdpc_cuda_keep *keep;
     unsigned char *constants; /* pinned */
     size_t n_constants;
     bool lost;                        /* abandoned during the capture */
@@ -55,7 +55,7 @@ static void graph_free(fsdpc_cuda_graph *graph)
         *at = graph->next;
     if (graph->exec)
         (void)cudaGraphExecDestroy(graph->exec);
-    fsdpc_cuda_pool_hold_release(((fsdpc_cuda_device *)graph->head.device)->pool, graph->hold);
+    fsdpc_cuda_pool_keep_release(((fsdpc_cuda_device *)graph->head.device)->pool, graph->keep);
     if (!fsdpc_cuda_is_lost(graph->head.device))
         fsdpc_cuda_pinned_free(graph->constants);
     free(graph);
@@ -95,12 +95,12 @@ fsdpc_status fsdpc_cuda_capture_begin(fsdpc_device *base)
     fsdpc_status status = fsdpc_cuda_pinned_alloc(MAX_CONSTANTS * CONSTANT_BYTES, &constants);
     if (status == FSDPC_OK) {
         graph->constants = constants;
-        status = fsdpc_cuda_pool_hold_begin(device->pool, &graph->hold);
+        status = fsdpc_cuda_pool_keep_begin(device->pool, &graph->keep);
     }
     if (status == FSDPC_OK) {
         status = begin_capture(graph);
         if (status != FSDPC_OK)
-            fsdpc_cuda_pool_hold_end(device->pool);
+            fsdpc_cuda_pool_keep_end(device->pool);
     }
     if (status != FSDPC_OK) {
         graph_free(graph);
@@ -129,7 +129,7 @@ fsdpc_status fsdpc_cuda_capture_end(fsdpc_device *base, fsdpc_graph **out)
     cudaGraph_t captured = NULL;
     fsdpc_status status = graph->lost ? given_up() : end_capture(graph, &captured);
     FSDPC_KEEP_FIRST(status, fsdpc_device_adopt(base, (uintptr_t)graph->before));
-    fsdpc_cuda_pool_hold_end(device->pool);
+    fsdpc_cuda_pool_keep_end(device->pool);
     if (status == FSDPC_OK && out)
         status = fsdpc_cuda_check(cudaGraphInstantiate(&graph->exec, captured, 0),
                                   "make a graph of a capture");

@@ -55,10 +55,10 @@ static fsdpc_status wait_for_room(fsdpc_comm_nccl *self)
     if (ahead < AHEAD_MAX)
         return FSDPC_OK;
     room r = {self, self->in_flight};
-    self->watching = true;
+    self->host_waits = true;
     fsdpc_status status = fsdpc_comm_wait_for(
         &self->base, poll_room, &r, fsdpc_coll_name(r.oldest->coll.kind), r.oldest->coll.what);
-    self->watching = false;
+    self->host_waits = false;
     return status;
 }
 

@@ -92,7 +92,7 @@ void fsdpc_nccl_work_end(fsdpc_work *work, fsdpc_status status)
 
 bool fsdpc_nccl_is_launched(const fsdpc_nccl_op *op)
 {
-    return op->stage != FSDPC_NCCL_QUEUED && op->stage != FSDPC_NCCL_LAUNCHING;
+    return op->progress != FSDPC_NCCL_QUEUED && op->progress != FSDPC_NCCL_LAUNCHING;
 }
 
 static fsdpc_nccl_turns *turns_of(fsdpc_comm_nccl *self)
@@ -165,7 +165,7 @@ static fsdpc_status launch(fsdpc_comm_nccl *self, fsdpc_nccl_op *op)
                           "%s of '%s' was captured and would run outside of its graph",
                           fsdpc_coll_name(coll->kind), coll->what ? coll->what : "");
     if (coll->kind == FSDPC_COLL_REPLAY) {
-        op->stage = FSDPC_NCCL_LAUNCHING;
+        op->progress = FSDPC_NCCL_LAUNCHING;
         return fsdpc_graph_launch(coll->graph);
     }
     const fsdpc_nccl_call c = {
@@ -189,7 +189,7 @@ static fsdpc_status launch(fsdpc_comm_nccl *self, fsdpc_nccl_op *op)
     if (op->contributions)
         FSDPC_TRY(fsdpc_nccl_join_begin(self, op, c.stream));
     fsdpc_nccl_result result = fsdpc_nccl_call_op(&c);
-    op->stage = FSDPC_NCCL_LAUNCHING;
+    op->progress = FSDPC_NCCL_LAUNCHING;
     return fsdpc_nccl_is_accepted(result) ? FSDPC_OK : fsdpc_nccl_check(c.nccl, result, "take it");
 }
 
@@ -205,7 +205,7 @@ static fsdpc_status follow(fsdpc_comm_nccl *self, fsdpc_nccl_op *op)
         FSDPC_TRY(fsdpc_coll_reduce_slices(
             coll, self->base.rank, 1, (const unsigned char *const[]){coll->buffer->data}, stream));
     FSDPC_CUDA_TRY(cudaEventRecord(op->done, raw_stream(self, coll)), "record an event");
-    op->stage = FSDPC_NCCL_RUNNING;
+    op->progress = FSDPC_NCCL_RUNNING;
     return FSDPC_OK;
 }
 
@@ -217,7 +217,7 @@ static fsdpc_status test_done(fsdpc_nccl_op *op)
         return FSDPC_IN_PROGRESS;
     }
     FSDPC_CUDA_TRY(error, "run it");
-    op->stage = FSDPC_NCCL_DONE;
+    op->progress = FSDPC_NCCL_DONE;
     return FSDPC_OK;
 }
 
@@ -226,7 +226,7 @@ static fsdpc_status captured(const fsdpc_comm_nccl *self, fsdpc_nccl_op *op)
 {
     if (!op->captured || (op->work && fsdpc_nccl_is_capturing(self)))
         return FSDPC_IN_PROGRESS;
-    op->stage = FSDPC_NCCL_DONE;
+    op->progress = FSDPC_NCCL_DONE;
     return FSDPC_OK;
 }
 
@@ -247,9 +247,9 @@ static fsdpc_status running(const fsdpc_comm_nccl *self, const fsdpc_nccl_op *op
 static fsdpc_status gpu_step(fsdpc_comm_nccl *self, fsdpc_nccl_op *op, bool *busy)
 {
     fsdpc_nccl_turns *turns = turns_of(self);
-    if (op->stage == FSDPC_NCCL_QUEUED && op->turn == turns->launched)
+    if (op->progress == FSDPC_NCCL_QUEUED && op->turn == turns->launched)
         FSDPC_TRY(launch(self, op));
-    if (op->stage == FSDPC_NCCL_LAUNCHING) {
+    if (op->progress == FSDPC_NCCL_LAUNCHING) {
         fsdpc_status status = fsdpc_nccl_channel_state(self, op->channel, "launch it");
         if (status == FSDPC_OK)
             status = follow(self, op);
@@ -257,9 +257,9 @@ static fsdpc_status gpu_step(fsdpc_comm_nccl *self, fsdpc_nccl_op *op, bool *bus
             return status;
         turns->launched += fsdpc_nccl_is_launched(op);
     }
-    if (op->stage == FSDPC_NCCL_RUNNING && (op->captured || fsdpc_nccl_is_capturing(self)))
+    if (op->progress == FSDPC_NCCL_RUNNING && (op->captured || fsdpc_nccl_is_capturing(self)))
         return captured(self, op);
-    if (op->stage == FSDPC_NCCL_RUNNING && !busy[op->channel]) {
+    if (op->progress == FSDPC_NCCL_RUNNING && !busy[op->channel]) {
         /* The channel may be busy with a later operation, which is irrelevant here. */
         fsdpc_status status = running(self, op);
         if (status >= 0)
@@ -267,7 +267,7 @@ static fsdpc_status gpu_step(fsdpc_comm_nccl *self, fsdpc_nccl_op *op, bool *bus
         busy[op->channel] = status == FSDPC_IN_PROGRESS;
         return status;
     }
-    return op->stage == FSDPC_NCCL_DONE ? FSDPC_OK : FSDPC_IN_PROGRESS;
+    return op->progress == FSDPC_NCCL_DONE ? FSDPC_OK : FSDPC_IN_PROGRESS;
 }
 
 /* When NCCL reports that a peer is gone, the control may know which and why, perhaps a little

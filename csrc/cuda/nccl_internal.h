@@ -32,12 +32,12 @@ typedef enum fsdpc_nccl_channel {
     FSDPC_NCCL_CHANNELS,
 } fsdpc_nccl_channel;
 
-typedef enum fsdpc_nccl_stage {
+typedef enum fsdpc_nccl_progress {
     FSDPC_NCCL_DONE,      /* the GPU has no (more) work for it */
     FSDPC_NCCL_QUEUED,    /* waiting for its turn */
     FSDPC_NCCL_LAUNCHING, /* NCCL has not put it on the stream yet */
     FSDPC_NCCL_RUNNING,   /* on the stream, with an event after it */
-} fsdpc_nccl_stage;
+} fsdpc_nccl_progress;
 
 /* A posted operation; its storage is reused. */
 typedef struct fsdpc_nccl_op {
@@ -45,7 +45,7 @@ typedef struct fsdpc_nccl_op {
     fsdpc_coll coll;
     fsdpc_work *work;     /* the caller's, whose impl points here; NULL: it was ordered */
     fsdpc_work agreement; /* on the control: confirms equal posts; carries host values */
-    fsdpc_nccl_stage stage;
+    fsdpc_nccl_progress progress;
     fsdpc_nccl_channel channel;
     uint64_t turn;     /* on_gpu: its position among all posts of the thread */
     int64_t posted_ns; /* time of the post */
@@ -92,7 +92,7 @@ typedef struct fsdpc_comm_nccl {
     struct fsdpc_comm_nccl *next_group;
     fsdpc_nccl_comm channels[FSDPC_NCCL_CHANNELS];
     bool beginning;           /* a channel is being created */
-    bool watching;            /* the host waits for the device */
+    bool host_waits;          /* the host waits for the device */
     fsdpc_nccl_turns turns;   /* its own, if set apart */
     fsdpc_nccl_op *in_flight; /* in posting order */
     fsdpc_nccl_op *spare;

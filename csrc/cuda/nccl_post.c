@@ -124,11 +124,11 @@ static fsdpc_status contributions_open(fsdpc_comm_nccl *self, fsdpc_nccl_op *op)
 {
     if (fsdpc_nccl_staging_is_short(self, &op->coll)) {
         if (self->staging.at) {
-            bool outer = self->watching;
-            self->watching = true;
+            bool outer = self->host_waits;
+            self->host_waits = true;
             fsdpc_status status = fsdpc_comm_wait_for(&self->base, poll_unused, self,
                                                       "more staging memory", op->coll.what);
-            self->watching = outer;
+            self->host_waits = outer;
             FSDPC_TRY(status);
         }
         FSDPC_TRY(fsdpc_nccl_launched(self));
@@ -160,7 +160,7 @@ fsdpc_status fsdpc_nccl_post(fsdpc_work *work)
     op->on_gpu = for_gpu;
     op->captured = fsdpc_nccl_is_capturing(self);
     op->posted_ns = fsdpc_clock_ns();
-    op->stage = for_gpu ? FSDPC_NCCL_QUEUED : FSDPC_NCCL_DONE;
+    op->progress = for_gpu ? FSDPC_NCCL_QUEUED : FSDPC_NCCL_DONE;
     fsdpc_status status =
         for_gpu && fsdpc_nccl_is_joined(&op->coll) ? contributions_open(self, op) : FSDPC_OK;
     if (status == FSDPC_OK)
@@ -208,7 +208,7 @@ fsdpc_status fsdpc_nccl_order(fsdpc_work *work, fsdpc_stream *stream)
     if (status != FSDPC_IN_PROGRESS)
         return status == FSDPC_OK ? outcome(work) : status;
     fsdpc_nccl_op *op = work->impl;
-    if (op->stage == FSDPC_NCCL_RUNNING)
+    if (op->progress == FSDPC_NCCL_RUNNING)
         FSDPC_CUDA_TRY(cudaStreamWaitEvent(fsdpc_cuda_queue_of(stream)->raw, op->done, 0),
                        "wait for an event");
     else if (!fsdpc_nccl_is_launched(op) || !op->on_gpu)

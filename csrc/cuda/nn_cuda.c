@@ -45,7 +45,7 @@ FLOAT_SLOT(swiglu, fsdpc_swiglu_args, "swiglu")
 FLOAT_SLOT(swiglu_backward, fsdpc_swiglu_args, "swiglu")
 
 /* On a GPU, functional.conv2d and pooling are composed from other operations. */
-static fsdpc_status no_windows(void)
+static fsdpc_status no_patches(void)
 {
     return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
                       "windows of images in one kernel on a GPU; fsdpc.functional composes them");
@@ -54,14 +54,14 @@ static fsdpc_status no_windows(void)
 static fsdpc_status pool(const fsdpc_pool_args *args, fsdpc_stream *stream)
 {
     (void)args, (void)stream;
-    return no_windows();
+    return no_patches();
 }
 
 static fsdpc_status check_gemm(const fsdpc_gemm_args *g)
 {
     FSDPC_TRY(check_float(g->dtype, "a matrix product"));
     if (g->windows)
-        return no_windows();
+        return no_patches();
     if (g->c_dtype != g->dtype && g->c_dtype != FSDPC_F32)
         return fsdpc_fail(
             FSDPC_ERR_DTYPE, "a matrix product of %s cannot be written as %s: use %s or float32",

@@ -30,11 +30,11 @@ typedef struct block {
     void *pointer;
     size_t class_bytes, counted_bytes;
     fsdpc_mem_kind kind;
-    int holds;
+    int keeps;
     bool parked;
 } block;
 
-struct fsdpc_cuda_hold {
+struct fsdpc_cuda_keep {
     block **blocks;
     size_t count, capacity;
 };
@@ -45,7 +45,7 @@ struct fsdpc_cuda_pool {
     pthread_mutex_t lock;
     block *live[BUCKETS], *spare[BUCKETS];
     size_t held_bytes[FSDPC_MEM_COUNT]; /* as counted */
-    fsdpc_cuda_hold *making;            /* NULL: no capture is in progress */
+    fsdpc_cuda_keep *making;            /* NULL: no capture is in progress */
     block *capture_spare[BUCKETS];      /* freed during the capture, without another hold */
 };
 
@@ -221,18 +221,18 @@ static void park(fsdpc_cuda_pool *pool, block *it)
     count(pool, FSDPC_MEM_OTHER, (int64_t)it->counted_bytes);
 }
 
-static fsdpc_status add_hold(fsdpc_cuda_hold *hold, block *it)
+static fsdpc_status add_kept(fsdpc_cuda_keep *keep, block *it)
 {
-    if (hold->count == hold->capacity) {
-        size_t capacity = hold->capacity ? 2 * hold->capacity : 256;
-        block **blocks = realloc(hold->blocks, capacity * sizeof *blocks);
+    if (keep->count == keep->capacity) {
+        size_t capacity = keep->capacity ? 2 * keep->capacity : 256;
+        block **blocks = realloc(keep->blocks, capacity * sizeof *blocks);
         if (!blocks)
             return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to note what a graph uses");
-        hold->blocks = blocks;
-        hold->capacity = capacity;
+        keep->blocks = blocks;
+        keep->capacity = capacity;
     }
-    hold->blocks[hold->count++] = it;
-    it->holds++;
+    keep->blocks[keep->count++] = it;
+    it->keeps++;
     return FSDPC_OK;
 }
 
@@ -249,7 +249,7 @@ static fsdpc_status take_for_capture(fsdpc_cuda_pool *pool, size_t class_bytes, 
                           "a captured step asks for %zu bytes of device memory that no step before "
                           "it did: run a step or two of these shapes before capturing one",
                           class_bytes);
-    fsdpc_status status = add_hold(pool->making, it);
+    fsdpc_status status = add_kept(pool->making, it);
     if (status != FSDPC_OK) {
         push(&pool->spare[bucket], it);
         return status;
@@ -285,9 +285,9 @@ void fsdpc_cuda_pool_free(fsdpc_cuda_pool *pool, void *pointer)
     block *it = take(&pool->live[bucket_of((uintptr_t)pointer)], pointer);
     if (it) {
         count(pool, it->kind, -(int64_t)it->counted_bytes);
-        if (it->holds == 0)
+        if (it->keeps == 0)
             push(&pool->spare[bucket_of(it->class_bytes)], it);
-        else if (pool->making && it->holds == 1)
+        else if (pool->making && it->keeps == 1)
             push(&pool->capture_spare[bucket_of(it->class_bytes)], it);
         else
             park(pool, it);
@@ -297,29 +297,29 @@ void fsdpc_cuda_pool_free(fsdpc_cuda_pool *pool, void *pointer)
 
 /* -- holds ------------------------------------------------------------------------------------- */
 
-fsdpc_status fsdpc_cuda_pool_hold_begin(fsdpc_cuda_pool *pool, fsdpc_cuda_hold **out)
+fsdpc_status fsdpc_cuda_pool_keep_begin(fsdpc_cuda_pool *pool, fsdpc_cuda_keep **out)
 {
-    fsdpc_cuda_hold *hold = calloc(1, sizeof *hold);
-    if (!hold)
+    fsdpc_cuda_keep *keep = calloc(1, sizeof *keep);
+    if (!keep)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to note what a graph uses");
     fsdpc_status status = FSDPC_OK;
     pthread_mutex_lock(&pool->lock);
     for (size_t b = 0; b < BUCKETS; b++) {
         for (block *it = pool->live[b]; it && status == FSDPC_OK; it = it->next)
-            status = it->parked ? FSDPC_OK : add_hold(hold, it);
+            status = it->parked ? FSDPC_OK : add_kept(keep, it);
     }
     if (status == FSDPC_OK)
-        pool->making = hold;
+        pool->making = keep;
     pthread_mutex_unlock(&pool->lock);
     if (status != FSDPC_OK) {
-        fsdpc_cuda_pool_hold_release(pool, hold);
+        fsdpc_cuda_pool_keep_release(pool, keep);
         return status;
     }
-    *out = hold;
+    *out = keep;
     return FSDPC_OK;
 }
 
-void fsdpc_cuda_pool_hold_end(fsdpc_cuda_pool *pool)
+void fsdpc_cuda_pool_keep_end(fsdpc_cuda_pool *pool)
 {
     pthread_mutex_lock(&pool->lock);
     pool->making = NULL;
@@ -333,14 +333,14 @@ void fsdpc_cuda_pool_hold_end(fsdpc_cuda_pool *pool)
     pthread_mutex_unlock(&pool->lock);
 }
 
-void fsdpc_cuda_pool_hold_release(fsdpc_cuda_pool *pool, fsdpc_cuda_hold *hold)
+void fsdpc_cuda_pool_keep_release(fsdpc_cuda_pool *pool, fsdpc_cuda_keep *keep)
 {
-    if (!hold)
+    if (!keep)
         return;
     pthread_mutex_lock(&pool->lock);
-    for (size_t i = 0; i < hold->count; i++) {
-        block *it = hold->blocks[i];
-        if (--it->holds > 0 || !it->parked)
+    for (size_t i = 0; i < keep->count; i++) {
+        block *it = keep->blocks[i];
+        if (--it->keeps > 0 || !it->parked)
             continue;
         it->parked = false;
         (void)take(&pool->live[bucket_of((uintptr_t)it->pointer)], it->pointer);
@@ -348,8 +348,8 @@ void fsdpc_cuda_pool_hold_release(fsdpc_cuda_pool *pool, fsdpc_cuda_hold *hold)
         count(pool, FSDPC_MEM_OTHER, -(int64_t)it->counted_bytes);
     }
     pthread_mutex_unlock(&pool->lock);
-    free(hold->blocks);
-    free(hold);
+    free(keep->blocks);
+    free(keep);
 }
 
 fsdpc_status fsdpc_cuda_pinned_alloc(size_t bytes, void **out)

@@ -24,7 +24,7 @@
 #include "device/device.h"
 
 typedef struct fsdpc_cuda_pool fsdpc_cuda_pool;
-typedef struct fsdpc_cuda_hold fsdpc_cuda_hold;
+typedef struct fsdpc_cuda_keep fsdpc_cuda_keep;
 
 /* `mem` does the counting; borrowed. */
 fsdpc_status fsdpc_cuda_pool_create(fsdpc_mem *mem, bool pinned, fsdpc_cuda_pool **out);
@@ -40,9 +40,9 @@ fsdpc_status fsdpc_cuda_pool_trim(fsdpc_cuda_pool *pool, fsdpc_status (*wait)(fs
                                   fsdpc_device *device);
 
 /* Only one hold may be open at a time. */
-fsdpc_status fsdpc_cuda_pool_hold_begin(fsdpc_cuda_pool *pool, fsdpc_cuda_hold **out);
-void fsdpc_cuda_pool_hold_end(fsdpc_cuda_pool *pool);
-void fsdpc_cuda_pool_hold_release(fsdpc_cuda_pool *pool, fsdpc_cuda_hold *hold); /* NULL is fine */
+fsdpc_status fsdpc_cuda_pool_keep_begin(fsdpc_cuda_pool *pool, fsdpc_cuda_keep **out);
+void fsdpc_cuda_pool_keep_end(fsdpc_cuda_pool *pool);
+void fsdpc_cuda_pool_keep_release(fsdpc_cuda_pool *pool, fsdpc_cuda_keep *keep); /* NULL is fine */
 
 /* Host memory outside any pool, which the device can read, write, and copy without staging. */
 fsdpc_status fsdpc_cuda_pinned_alloc(size_t bytes, void **out);

@@ -1,7 +1,7 @@
 /* Bounded waits for a GPU.
  *
- * A collective with a dead peer never finishes.  If the device has a watch, a wait therefore polls
- * an event through it.  Without a watch, CUDA itself waits.
+ * A collective with a dead peer never finishes.  If the device has a peer check, a wait therefore polls
+ * an event through it.  Without one, CUDA itself waits.
  */
 #include "cuda/wait.h"
 
@@ -51,16 +51,16 @@ static fsdpc_status has_run(fsdpc_cuda_stream *stream)
 
 fsdpc_status fsdpc_cuda_wait_stream(fsdpc_cuda_stream *stream)
 {
-    const fsdpc_watch *watch = &stream->head.device->watch;
+    const fsdpc_peer_check *peer_check = &stream->head.device->peer_check;
     bool lost = fsdpc_cuda_is_lost(stream->head.device);
-    if (!watch->wait_for && !lost)
+    if (!peer_check->wait_for && !lost)
         return fsdpc_cuda_check(cudaStreamSynchronize(stream->queue.raw),
                                 "run what a stream holds");
     if (!stream->synced)
         FSDPC_CUDA_TRY(cudaEventCreateWithFlags(&stream->synced, cudaEventDisableTiming),
                        "create an event");
     FSDPC_CUDA_TRY(cudaEventRecord(stream->synced, stream->queue.raw), "record an event");
-    return lost ? has_run(stream) : watch->wait_for(watch->arg, poll_synced, stream);
+    return lost ? has_run(stream) : peer_check->wait_for(peer_check->arg, poll_synced, stream);
 }
 
 fsdpc_status fsdpc_cuda_wait(fsdpc_device *device)

@@ -130,10 +130,10 @@ typedef struct fsdpc_device_ops {
 
 /* Waits, on the host, for a remote device whose work may depend on dead ranks.  It polls until the
  * result is not IN_PROGRESS, or until the deadline, an interrupt or a failure. */
-typedef struct fsdpc_watch {
+typedef struct fsdpc_peer_check {
     fsdpc_status (*wait_for)(void *arg, fsdpc_status (*poll)(void *poll_arg), void *poll_arg);
     void *arg;
-} fsdpc_watch;
+} fsdpc_peer_check;
 
 struct fsdpc_flat_ops; /* csrc/ops/flat_ops.h */
 struct fsdpc_nn_ops;   /* csrc/ops/nn_ops.h */
@@ -150,7 +150,8 @@ struct fsdpc_device {
     size_t window_granule;             /* window sizes are multiples of it; 0: no windows */
     const struct fsdpc_flat_ops *flat; /* set by the context, which connects kernels to a device */
     const struct fsdpc_nn_ops *nn;
-    fsdpc_watch watch; /* set by the communicator that runs on it; zero: waits do not check peers */
+    fsdpc_peer_check
+        peer_check; /* set by the communicator that runs on it; zero: waits do not check peers */
     fsdpc_stream *main; /* see fsdpc_device_main */
     fsdpc_device *host; /* for a remote device: the host's CPU device, set by the context; else
                          * NULL */

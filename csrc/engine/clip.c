@@ -74,15 +74,15 @@ static fsdpc_status add_unit_scaled(fsdpc_unit *unit, double p, fsdpc_norm *norm
     fsdpc_stream *main = fsdpc_device_main(unit->device);
     size_t n = each ? (size_t)unit->layout->n_params : 1;
     double pending = unit->pending_scale;
-    fsdpc_norm_room raw;
-    fsdpc_status status = fsdpc_norm_room_init(&raw, unit->device, n);
+    fsdpc_norm_scratch raw;
+    fsdpc_status status = fsdpc_norm_scratch_init(&raw, unit->device, n);
     unit->pending_scale = 1; /* so reading applies no scale */
     if (status == FSDPC_OK)
         status = add_unit(unit, p, raw.at, each);
     for (size_t i = 0; status == FSDPC_OK && i < n; i++)
         status = fsdpc_norm_join(&norms[i], &raw.at[i], p, pending, main);
     unit->pending_scale = pending;
-    fsdpc_norm_room_fini(&raw);
+    fsdpc_norm_scratch_fini(&raw);
     return status;
 }
 
@@ -143,12 +143,12 @@ fsdpc_status fsdpc_clip_norms(fsdpc_unit *const *units, int n_units, double p, f
             seen = units[j]->mesh.shard == comm;
         if (seen)
             continue;
-        fsdpc_norm_room norms;
+        fsdpc_norm_scratch norms;
         fsdpc_status status =
-            fsdpc_norm_room_init(&norms, units[0]->device, params_out ? n_params : 1);
+            fsdpc_norm_scratch_init(&norms, units[0]->device, params_out ? n_params : 1);
         if (status == FSDPC_OK)
             status = group_total(units, n_units, comm, p, norms.at, total_io, params_out);
-        fsdpc_norm_room_fini(&norms);
+        fsdpc_norm_scratch_fini(&norms);
         FSDPC_TRY(status);
     }
     return FSDPC_OK;

@@ -7,7 +7,7 @@
  * An optimizer's epoch always changes masters.  It copies in without waiting for the others.  The next reader begins another epoch, in which a rank arrives only after it has copied in here.  Waiting for that arrival is therefore enough.
  *
  * Its slices may come even later, if a unit's step is pending until the unit is needed.  This epoch
- * then informs all ranks that slices are late.  The next gather of each unit is complete only when
+ * then informs all ranks that slices are copied in later.  The next gather of each unit is complete only when
  * all ranks have posted it, which each does after writing its slices.
  *
  * An interrupt may end a wait between the arrival and the end of an epoch.  The peers rely on the
@@ -118,8 +118,9 @@ static fsdpc_status announce(fsdpc_root *root, fsdpc_epoch_kind kind, const fsdp
     for (int i = 0; i < root->n_units; i++) {
         if (root->units[i]->held)
             bits |= FSDPC_EPOCH_HELD;
-        if ((root->units[i]->puts_off || root->units[i]->late) && kind == FSDPC_EPOCH_OPTIM)
-            bits |= FSDPC_EPOCH_LATE;
+        if ((root->units[i]->puts_off || root->units[i]->copy_in_later) &&
+            kind == FSDPC_EPOCH_OPTIM)
+            bits |= FSDPC_EPOCH_COPY_IN_LATER;
     }
     if (root->needs_reset)
         bits |= root->drops ? FSDPC_EPOCH_RESET | FSDPC_EPOCH_DROP : FSDPC_EPOCH_RESET;
@@ -132,16 +133,16 @@ static fsdpc_status announce(fsdpc_root *root, fsdpc_epoch_kind kind, const fsdp
     if (!root->captured)
         FSDPC_TRY(fsdpc_param_buffer_arrive(root->param_buffer, &root->note));
     fsdpc_trace_add(root->trace, FSDPC_TRACE_EPOCH, called->id, 0, root->param_buffer->epoch, 0);
-    root->stage = FSDPC_STAGE_ARRIVED;
+    root->epoch_progress = FSDPC_EPOCH_AT_ARRIVED;
     return FSDPC_OK;
 }
 
 /* Keeps the stage after an interrupted wait, which may be resumed; any other error ends the
  * epoch. */
-static fsdpc_status keep_stage(fsdpc_root *root, fsdpc_status status)
+static fsdpc_status keep_progress(fsdpc_root *root, fsdpc_status status)
 {
     if (status != FSDPC_OK && status != FSDPC_ERR_INTERRUPT)
-        root->stage = FSDPC_STAGE_IDLE;
+        root->epoch_progress = FSDPC_EPOCH_AT_IDLE;
     return status;
 }
 
@@ -150,21 +151,22 @@ static fsdpc_status decide(fsdpc_root *root, const fsdpc_unit *called)
 {
     fsdpc_epoch_note all = root->note;
     if (!root->captured)
-        FSDPC_TRY(keep_stage(
+        FSDPC_TRY(keep_progress(
             root, fsdpc_param_buffer_epoch_wait(root->param_buffer, called->name, &all)));
     if (all.bits & FSDPC_EPOCH_RESET)
         fsdpc_exec_order_clear(&root->exec_order);
     if (all.bits & FSDPC_EPOCH_DROP)
         fsdpc_fill_drop_failed(root);
     root->needs_reset = root->drops = false;
-    root->stage = all.bits & FSDPC_EPOCH_CHANGED ? FSDPC_STAGE_WRITING : FSDPC_STAGE_IDLE;
-    if (root->stage != FSDPC_STAGE_WRITING)
+    root->epoch_progress =
+        all.bits & FSDPC_EPOCH_CHANGED ? FSDPC_EPOCH_AT_WRITING : FSDPC_EPOCH_AT_IDLE;
+    if (root->epoch_progress != FSDPC_EPOCH_AT_WRITING)
         return FSDPC_OK;
     root->generation++;
     for (int i = 0; i < root->n_units; i++) {
         fsdpc_unsharded_drop(root->units[i]);
         if (root->note.kind == FSDPC_EPOCH_OPTIM)
-            root->units[i]->late = all.bits & FSDPC_EPOCH_LATE;
+            root->units[i]->copy_in_later = all.bits & FSDPC_EPOCH_COPY_IN_LATER;
     }
     return FSDPC_OK;
 }
@@ -182,19 +184,19 @@ static fsdpc_status copy_in_dirty(fsdpc_root *root)
 /* Advances an epoch from its current stage to its end. */
 static fsdpc_status complete(fsdpc_root *root, const fsdpc_unit *called)
 {
-    if (root->stage == FSDPC_STAGE_ARRIVED)
+    if (root->epoch_progress == FSDPC_EPOCH_AT_ARRIVED)
         FSDPC_TRY(decide(root, called));
-    if (root->stage == FSDPC_STAGE_WRITING) {
+    if (root->epoch_progress == FSDPC_EPOCH_AT_WRITING) {
         FSDPC_TRY(copy_in_dirty(root));
         FSDPC_TRY(fsdpc_order_copied_in(root));
         if (!root->captured)
             FSDPC_TRY(fsdpc_param_buffer_copied_in(root->param_buffer));
-        root->stage = root->captured ? FSDPC_STAGE_IDLE : FSDPC_STAGE_PUBLISHED;
+        root->epoch_progress = root->captured ? FSDPC_EPOCH_AT_IDLE : FSDPC_EPOCH_AT_COPIED_IN;
     }
-    if (root->stage == FSDPC_STAGE_PUBLISHED)
+    if (root->epoch_progress == FSDPC_EPOCH_AT_COPIED_IN)
         FSDPC_TRY(
-            keep_stage(root, fsdpc_param_buffer_copy_in_wait(root->param_buffer, called->name)));
-    root->stage = FSDPC_STAGE_IDLE;
+            keep_progress(root, fsdpc_param_buffer_copy_in_wait(root->param_buffer, called->name)));
+    root->epoch_progress = FSDPC_EPOCH_AT_IDLE;
     return FSDPC_OK;
 }
 
@@ -267,9 +269,9 @@ fsdpc_status fsdpc_root_write_begin(fsdpc_root *root)
 fsdpc_status fsdpc_root_write_end(fsdpc_root *root)
 {
     fsdpc_comm_locate(root->comm, "user code", "");
-    if (root->stage != FSDPC_STAGE_WRITING) /* begin failed */
+    if (root->epoch_progress != FSDPC_EPOCH_AT_WRITING) /* begin failed */
         return FSDPC_OK;
-    root->stage = FSDPC_STAGE_IDLE;
+    root->epoch_progress = FSDPC_EPOCH_AT_IDLE;
     fsdpc_status status = fsdpc_order_copied_in(root);
     if (!root->captured)
         FSDPC_KEEP_FIRST(status, fsdpc_param_buffer_copied_in(root->param_buffer));
@@ -296,7 +298,7 @@ fsdpc_status fsdpc_root_agree(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_sta
     FSDPC_TRY(announce(root, kind, root->units[0], status == FSDPC_OK ? 0 : FSDPC_EPOCH_REFUSED));
     fsdpc_status met =
         fsdpc_param_buffer_epoch_wait(root->param_buffer, root->units[0]->name, &all);
-    root->stage = FSDPC_STAGE_IDLE;
+    root->epoch_progress = FSDPC_EPOCH_AT_IDLE;
     if (met == FSDPC_ERR_INTERRUPT)
         close_half_step(root, what);
     FSDPC_TRY(met);

@@ -3,7 +3,7 @@
  *
  * Copy-in writes this rank's slices of the unsharded parameters from its masters, by a cast or a copy.  It is
  * legal only after all ranks have arrived in an epoch and before this rank reports its copy-in (epoch.h).  A
- * rank may write late slices until it posts the next gather, which then waits for all ranks' late
+ * rank may copy in such slices until it posts the next gather, which then waits for all ranks' late
  * slices.
  */
 #include "engine/gather.h"
@@ -30,7 +30,7 @@ static fsdpc_status post_group(fsdpc_unit *unit, fsdpc_unit_group *group)
                      .recv = group->target,
                      .param_buffer = root->param_buffer,
                      .offset = group->param_buffer_offset,
-                     .late = unit->late};
+                     .after_copy_in = unit->copy_in_later};
     return fsdpc_comm_post(root->comm, &op, &group->gather);
 }
 
@@ -52,7 +52,7 @@ fsdpc_status fsdpc_gather_post(fsdpc_unit *unit, bool in_backward)
         }
         fsdpc_root_trace(unit, FSDPC_TRACE_GATHER, bytes, in_backward);
     }
-    unit->late = false;
+    unit->copy_in_later = false;
     unit->state = FSDPC_UNIT_GATHERING;
     return FSDPC_OK;
 }

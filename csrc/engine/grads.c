@@ -81,7 +81,7 @@ bool fsdpc_unit_grads_rest(const fsdpc_unit *unit)
 
 static bool can_part(const fsdpc_unit *unit)
 {
-    return fsdpc_unit_grads_rest(unit) && !unit->grads_lent && !unit->offload.gradients &&
+    return fsdpc_unit_grads_rest(unit) && !unit->grads_in_frontend && !unit->offload.gradients &&
            !(unit->root && unit->root->captures > 0);
 }
 

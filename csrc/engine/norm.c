@@ -24,32 +24,32 @@ fsdpc_status fsdpc_norm_check(double p)
 
 /* -- memory ------------------------------------------------------------------------------------ */
 
-fsdpc_status fsdpc_norm_room_init(fsdpc_norm_room *room, fsdpc_device *device, size_t n)
+fsdpc_status fsdpc_norm_scratch_init(fsdpc_norm_scratch *scratch, fsdpc_device *device, size_t n)
 {
-    *room = (fsdpc_norm_room){.device = device};
+    *scratch = (fsdpc_norm_scratch){.device = device};
     if (!device->remote && n <= 1) {
-        room->at = &room->here;
+        scratch->at = &scratch->here;
         return FSDPC_OK;
     }
     if (!device->remote) {
-        room->at = calloc(n, sizeof *room->at);
-        return room->at
+        scratch->at = calloc(n, sizeof *scratch->at);
+        return scratch->at
                    ? FSDPC_OK
                    : fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the norms of %zu parameters", n);
     }
     fsdpc_stream *main = fsdpc_device_main(device);
     void *memory = NULL;
-    FSDPC_TRY(fsdpc_device_alloc(device, FSDPC_MEM_OTHER, n * sizeof *room->at, &memory));
-    room->at = memory;
-    return fsdpc_device_fill(device, memory, 0, n * sizeof *room->at, main);
+    FSDPC_TRY(fsdpc_device_alloc(device, FSDPC_MEM_OTHER, n * sizeof *scratch->at, &memory));
+    scratch->at = memory;
+    return fsdpc_device_fill(device, memory, 0, n * sizeof *scratch->at, main);
 }
 
-void fsdpc_norm_room_fini(fsdpc_norm_room *room)
+void fsdpc_norm_scratch_fini(fsdpc_norm_scratch *scratch)
 {
-    if (room->device->remote)
-        fsdpc_device_free(room->device, room->at);
-    else if (room->at != &room->here)
-        free(room->at);
+    if (scratch->device->remote)
+        fsdpc_device_free(scratch->device, scratch->at);
+    else if (scratch->at != &scratch->here)
+        free(scratch->at);
 }
 
 /* -- on a stream

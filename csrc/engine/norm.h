@@ -24,14 +24,14 @@ fsdpc_status fsdpc_norm_check(double p);
 
 /* Norms in a device's memory.  A single norm on the host is inside the struct, which must not
  * move. */
-typedef struct fsdpc_norm_room {
+typedef struct fsdpc_norm_scratch {
     fsdpc_device *device;
     fsdpc_norm here, *at;
-} fsdpc_norm_room;
+} fsdpc_norm_scratch;
 
 /* Creates n norms, all zero. */
-fsdpc_status fsdpc_norm_room_init(fsdpc_norm_room *room, fsdpc_device *device, size_t n);
-void fsdpc_norm_room_fini(fsdpc_norm_room *room);
+fsdpc_status fsdpc_norm_scratch_init(fsdpc_norm_scratch *scratch, fsdpc_device *device, size_t n);
+void fsdpc_norm_scratch_fini(fsdpc_norm_scratch *scratch);
 
 /* -- on a stream ------------------------------------------------------------------------------- */
 

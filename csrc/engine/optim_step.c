@@ -15,7 +15,7 @@
  * Pending steps.  The call decides what to step (parameters, scales, counts), opens an epoch and
  * steps the units in memory.  Units in a file wait.  The tier's threads read ahead while the
  * program continues, and the unit's next gather steps it, in the order of the pass.  The slices are
- * then late, so that gather is complete when all ranks have posted it (epoch.h).  This thread does
+ * then copied in later, so that gather is complete when all ranks have posted it (epoch.h).  This thread does
  * all the work without its peers, so it may do it at any time.  Code that uses masters or states
  * first ends the whole step: stepped values are then in the file, not in the ring.
  *

@@ -1,13 +1,13 @@
 /* The event between each pair of accesses:
  *
- *     own slices of the parameter buffer   main writes (copied_in) -> gathers read
+ *     own slices               main writes (copied_in) -> gathers read
  *     unsharded parameters     the gather writes -> main reads (released) -> the next gather writes
  *     a reduce buffer          main fills (filled) -> the reduction reads -> main fills again
  *     a gradient shard         main reads (filled) -> the reduction writes -> main reads
  *     a partial                the first stage writes -> the second reads -> (via main and
  *                              `filled`) the next first stage writes
  *     a CPU step's input       main computes (computed) -> a copy brings (arrived) -> host reads
- *     masters of a CPU step    main publishes (computed) -> (arrived) the host writes
+ *     masters of a CPU step    main copies in (computed) -> (arrived) the host writes
  *
  * Arrows that begin at main are events of this file.  The communicator handles arrows that begin at
  * a collective, since it knows when an operation is on its stream (fsdpc_comm_order).  Main waits

@@ -175,7 +175,7 @@ static size_t transit_bytes(const planner *p, int stage, int unit, int g, size_t
     fsdpc_plan_hosts group = over_replicas ? p->options->replicas : p->options->shards;
     if (group.hosts == 1 || g >= sizes->n_trained || sizes->buffer[FIRST] == 0)
         return 0;
-    return fsdpc_comm_hosts_room_bytes(
+    return fsdpc_comm_hosts_staging_bytes(
         over_replicas ? FSDPC_COLL_REDUCE_ALL : FSDPC_COLL_REDUCE_SCATTER, sizes->dtypes[stage][g],
         buffer_bytes, group.hosts, group.lanes);
 }

@@ -68,7 +68,7 @@ static bool is_lent(const fsdpc_root *root)
 {
     for (int i = 0; i < root->n_units; i++) {
         const fsdpc_unit *unit = root->units[i];
-        if (!unit->full_room.take || unit->no_alias || unit->offload.params ||
+        if (!unit->frontend_memory.take || unit->no_alias || unit->offload.params ||
             unit->offload.masters)
             return false;
     }
@@ -103,7 +103,7 @@ fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, i
     bool lent = is_lent(root);
     FSDPC_TRY_GOTO(status, create_param_buffer(root, lent ? 0 : param_buffer_bytes), destroy);
     root->param_buffer->kind_text = fsdpc_epoch_text;
-    root->unsharded = lent                               ? &fsdpc_unsharded_lent
+    root->unsharded = lent                               ? &fsdpc_unsharded_frontend
                       : units[0]->no_alias               ? &fsdpc_unsharded_private
                       : root->param_buffer->offsets_only ? &fsdpc_unsharded_slots
                       : units[0]->offload.params         ? &fsdpc_unsharded_file

@@ -7,13 +7,13 @@
 
 /* How far the last epoch got.  Ctrl-C may interrupt any stage's wait.  The next epoch then first
  * completes this one as announced, since the peers rely on it. */
-typedef enum fsdpc_epoch_stage {
-    FSDPC_STAGE_IDLE,
-    FSDPC_STAGE_ARRIVED,   /* announced; waits for all arrivals */
-    FSDPC_STAGE_WRITING,   /* a rank has changed masters: no rank reads, and each writes its
+typedef enum fsdpc_epoch_progress {
+    FSDPC_EPOCH_AT_IDLE,
+    FSDPC_EPOCH_AT_ARRIVED,   /* announced; waits for all arrivals */
+    FSDPC_EPOCH_AT_WRITING,   /* a rank has changed masters: no rank reads, and each writes its
                             * slices */
-    FSDPC_STAGE_PUBLISHED, /* waits for all publications */
-} fsdpc_epoch_stage;
+    FSDPC_EPOCH_AT_COPIED_IN, /* waits for all publications */
+} fsdpc_epoch_progress;
 
 typedef struct fsdpc_unsharded_ops fsdpc_unsharded_ops; /* unsharded.h */
 
@@ -72,7 +72,7 @@ struct fsdpc_root {
     uint64_t steps;      /* optimizer steps taken */
     uint64_t compared;   /* agree.h: bytes of masters before the next slice to compare with
                           * replicas */
-    fsdpc_epoch_stage stage;
+    fsdpc_epoch_progress epoch_progress;
     fsdpc_epoch_note note; /* this rank's last announcement */
     bool *equal;           /* epoch.c, per unit: whether masters equal the parameter buffer */
     int holds;             /* hold() is in force */

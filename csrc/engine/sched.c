@@ -92,12 +92,12 @@ static fsdpc_status note_use(fsdpc_root *root, const fsdpc_unit *unit, bool back
     return append(exec_order, entry);
 }
 
-/* If ranks share a parameter buffer, a gather ahead moves no bytes; if slices are late, it would wait for steps
+/* If ranks share a parameter buffer, a gather ahead moves no bytes; if slices are copied in later, it would wait for steps
  * that can overlap with compute. */
 static bool comes_too_early(const fsdpc_unit *unit)
 {
     const fsdpc_comm *comm = unit->root->comm;
-    return unit->late && comm->host_size == comm->size;
+    return unit->copy_in_later && comm->host_size == comm->size;
 }
 
 /* Gathers ahead the units that the user chose, or otherwise those that come next in the execution order. */
@@ -201,7 +201,7 @@ fsdpc_status fsdpc_pre_backward(fsdpc_unit *unit, uint64_t generation)
 {
     fsdpc_root *root = unit->root;
     FSDPC_TRY(fsdpc_unit_check_generation(unit, generation));
-    if (root->stage != FSDPC_STAGE_IDLE)
+    if (root->epoch_progress != FSDPC_EPOCH_AT_IDLE)
         return fsdpc_fail(FSDPC_ERR_STATE,
                           "the backward of unit '%s' after a forward was interrupted while weights "
                           "were being copied in: run forward again",

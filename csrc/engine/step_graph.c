@@ -83,7 +83,7 @@ static fsdpc_status check_root(const fsdpc_root *root)
     if (inside)
         return fsdpc_fail(FSDPC_ERR_STATE, "a graph of a step inside %s of '%s': call it outside",
                           inside, name);
-    if (root->stage != FSDPC_STAGE_IDLE || root->needs_reset || root->n_reducing > 0 ||
+    if (root->epoch_progress != FSDPC_EPOCH_AT_IDLE || root->needs_reset || root->n_reducing > 0 ||
         !root->exec_order.complete)
         return fsdpc_fail(FSDPC_ERR_STATE,
                           "the last step of '%s' was not a whole one, recorded from its forward to "

@@ -129,7 +129,7 @@ void fsdpc_unit_drop_copies(fsdpc_unit *unit)
 static fsdpc_status add_grads(fsdpc_unit *unit, const fsdpc_group_plan *sizes)
 {
     fsdpc_unit_group *group = &unit->groups[unit->n_trained];
-    if (!unit->grads_lent) {
+    if (!unit->grads_in_frontend) {
         FSDPC_TRY(fsdpc_unit_create_array(unit, group->plan, unit->offload.gradients,
                                           FSDPC_MEM_GRAD, "grad", group->grad_dtype,
                                           &group->grad_extent, (void **)&group->grad));
@@ -238,7 +238,7 @@ void fsdpc_unit_destroy(fsdpc_unit *unit)
         free(unit->groups[g].sums);
         if (unit->groups[g].plan)
             destroy_master(unit, &unit->groups[g]);
-        if (!unit->grads_lent)
+        if (!unit->grads_in_frontend)
             fsdpc_unit_destroy_array(unit, unit->groups[g].grad_extent, unit->groups[g].grad);
     }
     for (int i = 0; i < FSDPC_MICRO_LEVELS; i++)
@@ -456,11 +456,11 @@ fsdpc_status fsdpc_unit_mark_shared(fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-void fsdpc_unit_lend(fsdpc_unit *unit, int change)
+void fsdpc_unit_export(fsdpc_unit *unit, int change)
 {
     /* relaxed: a step reads this on the thread that hands tensors out; missing one that is being
      * released is harmless */
-    atomic_fetch_add_explicit(&unit->lent, change, memory_order_relaxed);
+    atomic_fetch_add_explicit(&unit->exports, change, memory_order_relaxed);
 }
 
 fsdpc_status fsdpc_unit_check_master(const fsdpc_unit *unit, int param)
@@ -511,17 +511,17 @@ fsdpc_status fsdpc_unit_alloc_grad(const fsdpc_unit *unit, int group, void **out
 void fsdpc_unit_place_grads(fsdpc_unit *unit, void *const *groups)
 {
     for (int g = 0; g < unit->n_trained; g++) {
-        if (!unit->grads_lent)
+        if (!unit->grads_in_frontend)
             fsdpc_unit_destroy_array(unit, unit->groups[g].grad_extent, unit->groups[g].grad);
         unit->groups[g].grad = groups ? groups[g] : NULL;
     }
-    unit->grads_lent = true;
+    unit->grads_in_frontend = true;
     unit->grads_away = !groups;
 }
 
-void fsdpc_unit_lend_unsharded(fsdpc_unit *unit, const fsdpc_full_room *room)
+void fsdpc_unit_set_frontend_memory(fsdpc_unit *unit, const fsdpc_frontend_memory *room)
 {
-    unit->full_room = room ? *room : (fsdpc_full_room){0};
+    unit->frontend_memory = room ? *room : (fsdpc_frontend_memory){0};
 }
 
 void *fsdpc_unit_unsharded(const fsdpc_unit *unit, int param)

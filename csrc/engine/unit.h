@@ -126,7 +126,7 @@ fsdpc_status fsdpc_unit_mark_shared(fsdpc_unit *unit);
 
 /* Counts tensors on the unit's gradient shards or states: 1 for a new one, -1 for one that is gone.
  * Any thread may call it.  While any exist, no step defers the unit. */
-void fsdpc_unit_lend(fsdpc_unit *unit, int change);
+void fsdpc_unit_export(fsdpc_unit *unit, int change);
 
 /* Returns the address of this rank's gradient rows, whatever they contain; NULL if the group has no
  * gradients. */
@@ -142,16 +142,16 @@ void fsdpc_unit_place_grads(fsdpc_unit *unit, void *const *groups);
 
 /* A frontend's memory for unsharded parameters.  `take` calls place_unsharded with an address for each flat group;
  * the addresses are valid until `give`.  Both may run on any thread. */
-typedef struct fsdpc_full_room {
+typedef struct fsdpc_frontend_memory {
     fsdpc_status (*take)(void *of);
     void (*give)(void *of);
     void *of;
-} fsdpc_full_room;
+} fsdpc_frontend_memory;
 
 /* Call before there is a root.  If the shard group is one rank, its unsharded parameters will be in this memory
- * (unsharded_lent.c).  NULL: withdraws the memory, and none of those unsharded parameters is used again. */
-void fsdpc_unit_lend_unsharded(fsdpc_unit *unit, const fsdpc_full_room *room);
-bool fsdpc_unit_unsharded_is_lent(const fsdpc_unit *unit); /* it has a root, and they are */
+ * (unsharded_frontend.c).  NULL: withdraws the memory, and none of those unsharded parameters is used again. */
+void fsdpc_unit_set_frontend_memory(fsdpc_unit *unit, const fsdpc_frontend_memory *room);
+bool fsdpc_unit_unsharded_in_frontend(const fsdpc_unit *unit); /* it has a root, and they are */
 bool fsdpc_unit_reads_masters(
     const fsdpc_unit *unit); /* and its unsharded parameters are the masters: no cast is
                                                          * needed */
@@ -162,7 +162,7 @@ void fsdpc_unit_place_unsharded(fsdpc_unit *unit, void *const *groups);
 bool fsdpc_unit_stays_open(const fsdpc_unit *unit);
 
 /* Returns the whole parameter as modules read it; NULL before the root exists.  Its address is
- * fixed unless unsharded parameters are lent. */
+ * fixed unless a frontend provides their memory. */
 void *fsdpc_unit_unsharded(const fsdpc_unit *unit, int param);
 
 /* Writes this rank's rows of `value` (the whole tensor, any float dtype) into the master. */

@@ -83,11 +83,11 @@ struct fsdpc_unit {
     fsdpc_unit **ahead[2]; /* gathered ahead of forward [0] and backward [1]; NULL: as recorded */
     int n_ahead[2];
 
-    /* Memory if gathers move bytes, written by unsharded_slots.c; if unsharded parameters are lent, by unit.c. */
-    int slot;                  /* -1: it shares with no unit */
-    fsdpc_window *window;      /* the memory that it shares, or shared */
-    unsigned char *room;       /* the unit's own memory */
-    fsdpc_full_room full_room; /* take is NULL: none */
+    /* Memory if gathers move bytes, written by unsharded_slots.c; if a frontend provides the memory, by unit.c. */
+    int slot;                              /* -1: it shares with no unit */
+    fsdpc_window *window;                  /* the memory that it shares, or shared */
+    unsigned char *room;                   /* the unit's own memory */
+    fsdpc_frontend_memory frontend_memory; /* take is NULL: none */
 
     /* Gather.  Written by gather.c, unsharded.c and sched.c; code that changes masters sets `dirty` and
      * `foreign`.
@@ -99,12 +99,12 @@ struct fsdpc_unit {
     bool foreign;           /* masters may differ: a caller has a writable local shard */
     uint32_t copied_in_crc; /* unsharded_file.c: checksum of this rank's own slices */
 
-    /* A pending step.  Written by optim_step.c; `late` by epoch.c and gather.c. */
+    /* A pending step.  Written by optim_step.c; `copy_in_later` by epoch.c and gather.c. */
     fsdpc_pending *pending; /* NULL: none */
     bool puts_off;          /* the step that is about to begin will be pending on this rank */
-    bool late;              /* until the next gather: slices may be copied in after the step's
+    bool copy_in_later;     /* until the next gather: slices may be copied in after the step's
                              * epoch */
-    _Atomic int lent;       /* tensors on its gradients and states, which keep its steps from being
+    _Atomic int exports;    /* tensors on its gradients and states, which keep its steps from being
                              * deferred */
 
     /* Calls.  Written by sched.c and call.c. */
@@ -136,7 +136,7 @@ struct fsdpc_unit {
 
     /* Accumulate.  Written by reduce.c, grads.c, micro.c and clip.c. */
     bool grad_live;
-    bool grads_lent;                         /* the shards are in the caller's memory, */
+    bool grads_in_frontend;                  /* the shards are in the caller's memory, */
     bool grads_away;                         /* or have no memory while they are empty */
     uint8_t *grads;                          /* per parameter, the state of its reduced gradient:
                                               * fsdpc_grad_state */
@@ -163,7 +163,7 @@ static inline bool fsdpc_grad_exists(const fsdpc_unit *unit, int param)
  * change at any time. */
 static inline bool fsdpc_unit_is_shared(const fsdpc_unit *unit)
 {
-    return unit->foreign || atomic_load_explicit(&unit->lent, memory_order_relaxed) > 0;
+    return unit->foreign || atomic_load_explicit(&unit->exports, memory_order_relaxed) > 0;
 }
 
 /* Returns whether a factor is pending on its gradients. */

@@ -51,12 +51,12 @@ fsdpc_status fsdpc_unsharded_create(fsdpc_root *root, const bool *encloses)
             FSDPC_TRY(root->unsharded->place(unit, group));
             if (!group->unsharded)
                 continue;
-            fsdpc_fault_watch(&(fsdpc_fault_range){.begin = group->unsharded,
-                                                   .bytes = fsdpc_unsharded_bytes(group),
-                                                   .rank = root->comm->world_rank,
-                                                   .unit = unit->name,
-                                                   .owner = unit,
-                                                   .name = name_at});
+            fsdpc_fault_announce(&(fsdpc_fault_range){.begin = group->unsharded,
+                                                      .bytes = fsdpc_unsharded_bytes(group),
+                                                      .rank = root->comm->world_rank,
+                                                      .unit = unit->name,
+                                                      .owner = unit,
+                                                      .name = name_at});
         }
     }
     return FSDPC_OK;
@@ -65,7 +65,7 @@ fsdpc_status fsdpc_unsharded_create(fsdpc_root *root, const bool *encloses)
 void fsdpc_unsharded_remove(fsdpc_unit *unit)
 {
     for (int g = 0; g < unit->layout->n_groups; g++)
-        fsdpc_fault_unwatch(unit->groups[g].unsharded, unit);
+        fsdpc_fault_withdraw(unit->groups[g].unsharded, unit);
     if (unit->root->unsharded && unit->root->unsharded->remove)
         unit->root->unsharded->remove(unit);
     for (int g = 0; g < unit->layout->n_groups; g++)

@@ -2,16 +2,16 @@
  *
  * A root chooses one way for all its units, once, as a table of functions:
  *
- *     fsdpc_unsharded_shared    ranks share a parameter buffer that holds all of them; a gather copies nothing
+ *     fsdpc_unsharded_shared    ranks share a parameter buffer; a gather copies nothing
  *     fsdpc_unsharded_file      the same parameter buffer, in a file on a disk
  *     fsdpc_unsharded_slots     a gather moves bytes into slots that units share (slots.h)
  *     fsdpc_unsharded_lent      a shard group of one rank casts its masters into memory of a
- *                          frontend
+ *                               frontend
  *     fsdpc_unsharded_private   no-alias mode: the unit's own pages, unreadable while it is SHARDED
  *
  * A new way is a new table.  The simplest, unsharded_shared.c, is the template.
  *
- * The address of an unsharded parameter is fixed from place to remove, unless it is lent. place and remove announce
+ * The address of an unsharded parameter is fixed from place to remove, unless a frontend provides its memory. place and remove announce
  * it to base/fault.h, so that the report of a bad write, or of a read after reshard, names rank,
  * unit and parameter.
  *
@@ -47,7 +47,7 @@ struct fsdpc_unsharded_ops {
 };
 
 extern const fsdpc_unsharded_ops fsdpc_unsharded_shared, fsdpc_unsharded_file,
-    fsdpc_unsharded_slots, fsdpc_unsharded_private, fsdpc_unsharded_lent;
+    fsdpc_unsharded_slots, fsdpc_unsharded_private, fsdpc_unsharded_frontend;
 
 /* A `place` function for unsharded parameters that modules read in the parameter buffer. */
 fsdpc_status fsdpc_unsharded_place_in_param_buffer(fsdpc_unit *unit, fsdpc_unit_group *group);

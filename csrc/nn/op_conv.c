@@ -1,14 +1,14 @@
-/* Convolutions: matrix products of weights or gradients with image windows.
+/* Convolutions: matrix products of weights or gradients with image patches.
  *
- * The windows are not stored: the product kernel creates the block of them that it packs next
- * (ops/gemm_windows.h).  With K = channels x kernel per group and P = windows per image,
+ * The patches are not stored: the product kernel creates the block of them that it packs next
+ * (ops/gemm_patches.h).  With K = channels x kernel per group and P = patches per image,
  *
- *     y  (out, P)       = weight (out, K) . windows of x (K, P) + bias
- *     dweight (out, K) += dy (out, P) . windows of x, transposed; image by image, in fp32
- *     dx (channels, ..) = weight, channels first . windows of dy
+ *     y  (out, P)       = weight (out, K) . patches of x (K, P) + bias
+ *     dweight (out, K) += dy (out, P) . patches of x, transposed; image by image, in fp32
+ *     dx (channels, ..) = weight, channels first . patches of dy
  *
  * Only every stride / gcd(stride, dilation)-th kernel element contributes to element r + stride u
- * of dx. dx therefore consists of stride x stride phases r, each an image whose windows in dy are
+ * of dx. dx therefore consists of stride x stride phases r, each an image whose patches in dy are
  * one apart and reversed.  With a stride of one the only phase is dx itself.
  */
 #include "nn/op.h"
@@ -19,10 +19,10 @@
 
 enum { SAVED_X, SAVED_WEIGHT };
 
-static fsdpc_windows windows_of(const fsdpc_conv_options *o, const fsdpc_tensor *x,
+static fsdpc_patches windows_of(const fsdpc_conv_options *o, const fsdpc_tensor *x,
                                 const fsdpc_tensor *w, const size_t places[2])
 {
-    fsdpc_windows it = {.channels = w->shape[1]};
+    fsdpc_patches it = {.channels = w->shape[1]};
     for (int d = 0; d < 2; d++) {
         it.image[d] = x->shape[2 + d];
         it.kernel[d] = w->shape[2 + d];
@@ -62,7 +62,7 @@ static fsdpc_status multiply_groups(fsdpc_tape *tape, fsdpc_gemm_args args, size
 typedef struct phase {
     size_t first, step, taps; /* kernel elements that contribute */
     size_t count;             /* number of elements */
-    ptrdiff_t origin, spread; /* of their windows in dy */
+    ptrdiff_t origin, spread; /* of their patches in dy */
 } phase;
 
 static phase phase_of(size_t r, size_t stride, size_t dilation, size_t before, size_t kernel,
@@ -114,22 +114,22 @@ static fsdpc_status run_phase(fsdpc_tape *tape, const fsdpc_conv_options *o, con
     size_t groups = o->groups, out = dy->shape[1] / groups;
     size_t plane = dy->shape[2] * dy->shape[3];
     phase p[2];
-    fsdpc_windows windows = {.channels = out};
+    fsdpc_patches patches = {.channels = out};
     for (int d = 0; d < 2; d++) {
         p[d] = phase_of(r[d], o->stride[d], o->dilation[d], o->padding[d][0], w->shape[2 + d],
                         dx->shape[2 + d]);
-        windows.image[d] = dy->shape[2 + d];
-        windows.kernel[d] = p[d].taps;
-        windows.places[d] = p[d].count;
-        windows.step[d] = 1;
-        windows.spread[d] = p[d].spread;
-        windows.origin[d] = p[d].origin;
+        patches.image[d] = dy->shape[2 + d];
+        patches.kernel[d] = p[d].taps;
+        patches.places[d] = p[d].count;
+        patches.step[d] = 1;
+        patches.spread[d] = p[d].spread;
+        patches.origin[d] = p[d].origin;
     }
     FSDPC_TRY(turn_weight(tape, w, groups, p, memory->weight->data));
     fsdpc_tensor *image = memory->image ? memory->image : dx;
     fsdpc_gemm_args args = {.m = w->shape[1],
-                            .n = fsdpc_windows_cols(&windows),
-                            .k = fsdpc_windows_rows(&windows),
+                            .n = fsdpc_patches_cols(&patches),
+                            .k = fsdpc_patches_rows(&patches),
                             .dtype = dy->dtype,
                             .c_dtype = dy->dtype,
                             .a = memory->weight->data,
@@ -137,7 +137,7 @@ static fsdpc_status run_phase(fsdpc_tape *tape, const fsdpc_conv_options *o, con
                             .c = image->data,
                             .batch = dy->shape[0],
                             .stride_b = dy->shape[1] * plane,
-                            .windows = &windows};
+                            .patches = &patches};
     args.lda = args.k;
     args.ldc = args.n;
     args.stride_c = dx->shape[1] * args.n;
@@ -193,22 +193,22 @@ static fsdpc_status weight_into(fsdpc_tape *tape, const fsdpc_conv_options *o,
 {
     size_t part = dy->shape[1] / o->groups;
     const fsdpc_tensor weight = {.shape = {shape[0], shape[1], shape[2], shape[3]}};
-    fsdpc_windows windows = windows_of(o, x, &weight, dy->shape + 2);
+    fsdpc_patches patches = windows_of(o, x, &weight, dy->shape + 2);
     args.m = part;
-    args.n = args.ldc = fsdpc_windows_rows(&windows);
-    args.k = args.lda = fsdpc_windows_cols(&windows);
+    args.n = args.ldc = fsdpc_patches_rows(&patches);
+    args.k = args.lda = fsdpc_patches_cols(&patches);
     args.dtype = dy->dtype;
     args.a = dy->data;
     args.b = x->data;
     args.trans_b = true;
-    args.windows = &windows;
+    args.patches = &patches;
     args.stride_a = dy->shape[1] * args.k;
     args.stride_b = x->shape[1] * x->shape[2] * x->shape[3];
     size_t a = part * args.k, b = shape[1] * x->shape[2] * x->shape[3], c = args.m * args.n;
     if (!args.accumulate) { /* from the first image, or from zeros */
         fsdpc_gemm_args first = args;
         if (!x->shape[0]) {
-            windows.places[0] = 0;
+            patches.places[0] = 0;
             first.k = 0;
         }
         FSDPC_TRY(multiply_groups(tape, first, o->groups, a, b, c));
@@ -304,11 +304,11 @@ fsdpc_status fsdpc_op_conv2d(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *we
                                   o->padding[d], o->dilation[d], &shape[2 + d]));
     fsdpc_tensor *inputs[] = {x, weight, bias}, *y;
     FSDPC_TRY(fsdpc_tensor_create(tape->device, x->dtype, 4, shape, &y));
-    fsdpc_windows windows = windows_of(o, x, weight, shape + 2);
+    fsdpc_patches patches = windows_of(o, x, weight, shape + 2);
     size_t plane = x->shape[2] * x->shape[3];
     fsdpc_gemm_args args = {.m = shape[1] / o->groups,
-                            .n = fsdpc_windows_cols(&windows),
-                            .k = fsdpc_windows_rows(&windows),
+                            .n = fsdpc_patches_cols(&patches),
+                            .k = fsdpc_patches_rows(&patches),
                             .dtype = x->dtype,
                             .c_dtype = x->dtype,
                             .a = weight->data,
@@ -317,7 +317,7 @@ fsdpc_status fsdpc_op_conv2d(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *we
                             .bias = bias ? bias->data : NULL,
                             .batch = x->shape[0],
                             .stride_b = x->shape[1] * plane,
-                            .windows = &windows};
+                            .patches = &patches};
     args.lda = args.k;
     args.ldc = args.n;
     args.stride_c = shape[1] * args.n;

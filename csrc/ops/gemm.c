@@ -20,7 +20,7 @@
  * memory for B's block and the sums.  C is split over columns first, because splitting rows makes
  * threads pack the same columns twice.  In a batch, each small product uses one thread.
  *
- * If B' consists of image windows, each thread computes WINDOWS_BYTES of them before it packs them.
+ * If B' consists of image patches, each thread computes WINDOWS_BYTES of them before it packs them.
  *
  * Products with at most four rows or columns use gemm_skinny.h.  A call's workspace is one block of
  * counted memory (category "other"): at most SLAB_BYTES for A (or one panel, if k is large) and
@@ -43,13 +43,13 @@ enum {
     INLINE_WORK = 1 << 18, /* multiplications below which threads cost more than they gain */
     BATCH_BYTES = 1 << 20, /* max workspace for concurrent products of a batch */
     SKINNY_INLINE_WORK = 1 << 16,
-    WINDOWS_BYTES = 128 << 10 /* size of a block of windows, computed before it is packed */
+    WINDOWS_BYTES = 128 << 10 /* size of a block of patches, computed before it is packed */
 };
 
 typedef struct product {
     size_t m, n, k;
     fsdpc_gemm_operand a, b;
-    const fsdpc_windows *windows; /* B' is its windows, b.data an image; or NULL */
+    const fsdpc_patches *patches; /* B' is its patches, b.data an image; or NULL */
     fsdpc_gemm_target c;          /* the whole matrix; rows and cols unused */
 } product;
 
@@ -65,7 +65,7 @@ typedef struct plan {
     size_t tile_bytes;                   /* sums of one tile */
     size_t slab_bytes;                   /* packed A */
     size_t b_bytes, sums_bytes, a_bytes; /* per thread; a: one panel, without a slab */
-    size_t window_panels, windows_bytes; /* computed at a time, per thread; 0 if B is a matrix */
+    size_t patch_panels, patches_bytes;  /* computed at a time, per thread; 0 if B is a matrix */
 } plan;
 
 /* -- choice ------------------------------------------------------------------------------------ */
@@ -112,7 +112,7 @@ static plan plan_make(const fsdpc_gemm_path *path, const fsdpc_gemm_args *args, 
     if ((double)m * (double)n * (double)k < INLINE_WORK)
         p.threads = 1;
     size_t team = (size_t)p.threads;
-    bool few = m <= FEW_ROWS && !args->windows;
+    bool few = m <= FEW_ROWS && !args->patches;
 
     p.kc = fsdpc_round_up(even_block(k, few ? FEW_KC : path->kc, 1), 32);
     size_t blocks = fsdpc_max_size(fsdpc_ceil_div(k, p.kc), 1);
@@ -143,18 +143,18 @@ static plan plan_make(const fsdpc_gemm_path *path, const fsdpc_gemm_args *args, 
     size_t tiles = p.passes > 1 ? p.row_panels * p.col_panels : p.blocks > 1 ? p.col_panels : 2;
     p.sums_bytes = tiles * p.tile_bytes;
     p.a_bytes = p.slab ? 0 : p.a_panel_bytes;
-    if (args->windows) {
+    if (args->patches) {
         size_t panel_bytes = p.kc * path->nr * fsdpc_dtype_bytes(args->dtype);
-        p.window_panels = fsdpc_max_size(WINDOWS_BYTES / panel_bytes, 1);
-        p.window_panels = fsdpc_min_size(p.window_panels, p.col_panels);
-        p.windows_bytes = fsdpc_round_up(p.window_panels * panel_bytes, 64);
+        p.patch_panels = fsdpc_max_size(WINDOWS_BYTES / panel_bytes, 1);
+        p.patch_panels = fsdpc_min_size(p.patch_panels, p.col_panels);
+        p.patches_bytes = fsdpc_round_up(p.patch_panels * panel_bytes, 64);
     }
     return p;
 }
 
 static size_t thread_bytes(const plan *p)
 {
-    return p->b_bytes + p->sums_bytes + p->a_bytes + p->windows_bytes;
+    return p->b_bytes + p->sums_bytes + p->a_bytes + p->patches_bytes;
 }
 
 static size_t plan_bytes(const plan *p)
@@ -213,7 +213,7 @@ static void pack_slab_part(void *arg, size_t part)
 /* One thread working on one block of C. */
 typedef struct worker {
     const job *job;
-    char *b, *sums, *a, *windows;                          /* its own memory; a: without a slab */
+    char *b, *sums, *a, *patches;                          /* its own memory; a: without a slab */
     size_t first_panel, last_panel, first_col, col_panels; /* the block */
     fsdpc_gemm_target pending;                             /* a tile to finish */
     const char *pending_sums;                              /* NULL: none */
@@ -314,7 +314,7 @@ static void pack_b(worker *w, char *to, size_t block)
     const fsdpc_gemm_path *path = p->path;
     const product *it = w->job->product;
     size_t k = block * p->kc, k_count = k_count_of(w->job, block), nr = path->nr;
-    if (!it->windows) {
+    if (!it->patches) {
         for (size_t q = 0; q < w->col_panels; q++, to += p->b_panel_bytes) {
             size_t col = w->first_col + q * nr;
             path->pack_b(to, &it->b, col, fsdpc_min_size(it->n - col, nr), k, k_count);
@@ -323,15 +323,15 @@ static void pack_b(worker *w, char *to, size_t block)
     }
     size_t end = fsdpc_min_size(w->first_col + w->col_panels * nr, it->n);
     for (size_t col = w->first_col, n; col < end; col += n) {
-        n = fsdpc_min_size(end - col, p->window_panels * nr);
+        n = fsdpc_min_size(end - col, p->patch_panels * nr);
         fsdpc_gemm_operand made = it->b;
-        made.data = w->windows;
+        made.data = w->patches;
         made.lines = n;
         made.ld = made.along_k ? k_count : n;
-        fsdpc_windows_tile tile = made.along_k ? (fsdpc_windows_tile){col, n, k, k_count}
-                                               : (fsdpc_windows_tile){k, k_count, col, n};
-        fsdpc_windows_copy(it->windows, it->b.data, fsdpc_dtype_bytes(it->b.dtype), &tile,
-                           w->windows);
+        fsdpc_patches_tile tile = made.along_k ? (fsdpc_patches_tile){col, n, k, k_count}
+                                               : (fsdpc_patches_tile){k, k_count, col, n};
+        fsdpc_patches_copy(it->patches, it->b.data, fsdpc_dtype_bytes(it->b.dtype), &tile,
+                           w->patches);
         for (size_t at = 0; at < n; at += nr, to += p->b_panel_bytes)
             path->pack_b(to, &made, at, fsdpc_min_size(n - at, nr), 0, k_count);
     }
@@ -366,7 +366,7 @@ static void compute_part(void *arg, size_t part)
     w.b = j->workspace + p->slab_bytes + part * thread_bytes(p);
     w.sums = w.b + p->b_bytes;
     w.a = w.sums + p->sums_bytes;
-    w.windows = w.a + p->a_bytes;
+    w.patches = w.a + p->a_bytes;
     size_t row_blocks = fsdpc_ceil_div(j->panels, p->row_panels);
     size_t col_blocks = fsdpc_ceil_div(p->b_panels, p->col_panels);
 
@@ -417,7 +417,7 @@ static void skinny_part(void *arg, size_t part)
 
 static bool is_skinny(const fsdpc_gemm_path *path, const fsdpc_gemm_args *args)
 {
-    return path->skinny && !args->windows && fsdpc_min_size(args->m, args->n) <= FSDPC_GEMM_SKINNY;
+    return path->skinny && !args->patches && fsdpc_min_size(args->m, args->n) <= FSDPC_GEMM_SKINNY;
 }
 
 static size_t skinny_bytes(size_t m, size_t n, size_t k)
@@ -492,14 +492,14 @@ static product product_of(const fsdpc_gemm_args *args, size_t index)
               .lines = args->n,
               .along_k = args->trans_b,
               .dtype = args->dtype,
-              .streams = args->m <= FEW_ROWS && !args->windows},
-        .windows = args->windows,
+              .streams = args->m <= FEW_ROWS && !args->patches},
+        .patches = args->patches,
         .c = {.c = (char *)args->c + index * args->stride_c * c_bytes,
               .ldc = args->ldc,
               .dtype = args->c_dtype,
               .bias = args->bias,
               .bias_dtype = args->dtype,
-              .bias_by_row = args->windows,
+              .bias_by_row = args->patches,
               .accumulate = args->accumulate},
     };
 }
@@ -536,13 +536,13 @@ static fsdpc_status check(const fsdpc_gemm_args *args)
                           fsdpc_dtype_name(args->dtype));
     size_t a_rows = args->trans_a ? args->k : args->m, a_cols = args->trans_a ? args->m : args->k;
     size_t b_rows = args->trans_b ? args->n : args->k, b_cols = args->trans_b ? args->k : args->n;
-    if (args->windows && (fsdpc_windows_rows(args->windows) != b_rows ||
-                          fsdpc_windows_cols(args->windows) != b_cols))
+    if (args->patches && (fsdpc_patches_rows(args->patches) != b_rows ||
+                          fsdpc_patches_cols(args->patches) != b_cols))
         return fsdpc_fail(FSDPC_ERR_SHAPE, "windows are (%zu, %zu), B is (%zu, %zu)",
-                          fsdpc_windows_rows(args->windows), fsdpc_windows_cols(args->windows),
+                          fsdpc_patches_rows(args->patches), fsdpc_patches_cols(args->patches),
                           b_rows, b_cols);
     if ((a_rows > 1 && args->lda < a_cols) ||
-        (b_rows > 1 && args->ldb < b_cols && !args->windows) ||
+        (b_rows > 1 && args->ldb < b_cols && !args->patches) ||
         (args->m > 1 && args->ldc < args->n))
         return fsdpc_fail(
             FSDPC_ERR_SHAPE,
@@ -561,7 +561,7 @@ fsdpc_status fsdpc_gemm_cpu(const fsdpc_gemm_args *args, fsdpc_stream *stream)
     /* A batch that shares B and whose rows are consecutive is one product. */
     fsdpc_gemm_args folded = *args;
     folded.batch = fsdpc_max_size(args->batch, 1);
-    if (folded.batch > 1 && !args->trans_a && args->stride_b == 0 && !args->windows &&
+    if (folded.batch > 1 && !args->trans_a && args->stride_b == 0 && !args->patches &&
         args->stride_a == args->m * args->lda && args->stride_c == args->m * args->ldc) {
         FSDPC_TRY(fsdpc_mul_size(args->m, folded.batch, &folded.m));
         folded.batch = 1;

@@ -9,7 +9,7 @@
 #define FSDPC_OPS_GEMM_H
 
 #include "device/device.h"
-#include "ops/gemm_windows.h"
+#include "ops/gemm_patches.h"
 
 typedef struct fsdpc_gemm_args {
     size_t m, n, k;
@@ -26,9 +26,9 @@ typedef struct fsdpc_gemm_args {
     const void *bias; /* (n) of dtype, added to every row before the rounding; NULL: none */
     size_t batch;     /* number of products; 0 counts as 1 */
     size_t stride_a, stride_b, stride_c; /* elements between the matrices of a batch; 0 repeats */
-    /* On CPUs, B may consist of the windows of an image at `b`, (k, n) or, with trans_b, (n, k);
+    /* On CPUs, B may consist of the patches of an image at `b`, (k, n) or, with trans_b, (n, k);
      * ldb is then unused.  NULL: a matrix.  `bias` is then (m), added to every column. */
-    const fsdpc_windows *windows;
+    const fsdpc_patches *patches;
 } fsdpc_gemm_args;
 
 fsdpc_status fsdpc_gemm_cpu(const fsdpc_gemm_args *args, fsdpc_stream *stream);

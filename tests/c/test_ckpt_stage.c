@@ -1,5 +1,5 @@
 /* Staged shards are their originals, in the file's dtype, and nothing around them is touched. */
-#include "ckpt/stage.h"
+#include "ckpt/staging.h"
 
 #include "base/mem.h"
 #include "check.h"
@@ -22,11 +22,11 @@ static void test_copies(fsdpc_dtype to)
                                        .data = source + i % 2, /* aligned to 4 bytes alone */
                                        .numel = numels[i]};
     size_t bytes;
-    CHECK_OK(fsdpc_ckpt_stage_bytes(shards, PIECES, &bytes));
+    CHECK_OK(fsdpc_ckpt_staging_bytes(shards, PIECES, &bytes));
     void *memory;
     CHECK_OK(fsdpc_mem_alloc(mem, FSDPC_MEM_OTHER, bytes + FENCE_BYTES, &memory));
     memset(memory, FENCE, bytes + FENCE_BYTES);
-    fsdpc_ckpt_stage(shards, PIECES, memory);
+    fsdpc_ckpt_staging(shards, PIECES, memory);
     for (size_t i = 0; i < PIECES; i++) {
         const float *from = source + i % 2;
         size_t wrong = 0;
@@ -53,7 +53,7 @@ static void test_refused(void)
 {
     fsdpc_ckpt_shard shard = {.memory_dtype = FSDPC_F32, .file_dtype = FSDPC_I32, .numel = 1};
     size_t bytes;
-    CHECK_FAILS(fsdpc_ckpt_stage_bytes(&shard, 1, &bytes), FSDPC_ERR_DTYPE, "cannot be read as");
+    CHECK_FAILS(fsdpc_ckpt_staging_bytes(&shard, 1, &bytes), FSDPC_ERR_DTYPE, "cannot be read as");
 }
 
 int main(void)

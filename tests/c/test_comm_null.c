@@ -111,7 +111,7 @@ static void test_patience(bool orders)
     CHECK_OK(fsdpc_device_null_create(mem, true, &device));
     device->flat = fsdpc_flat_ops_null();
     fsdpc_comm_config config = {
-        .size = 16384, .device = device, .timeout_s = 60, .late = true, .orders = orders};
+        .size = 16384, .device = device, .timeout_s = 60, .lazy = true, .orders = orders};
     CHECK_OK(fsdpc_comm_null_create(&config, &comm));
     CHECK(fsdpc_comm_orders(comm) == orders);
     fsdpc_buffer *buffer;

@@ -146,7 +146,7 @@ static void late_gathers_meet(rank_context *self)
                          .param_buffer = param_buffer,
                          .slices = &slice,
                          .n_slices = 1,
-                         .late = true};
+                         .after_copy_in = true};
     for (int round = 1; round < 20; round++) {
         EXPECT_OK(self, fsdpc_comm_run(self->comm, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER}));
         for (int i = 0; self->rank > 0 && i < 200; i++)

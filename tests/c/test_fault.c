@@ -49,14 +49,14 @@ static void child(deed what, others who, size_t offset)
         struct sigaction early = {.sa_sigaction = early_handler, .sa_flags = SA_SIGINFO};
         sigaction(SIGSEGV, &early, NULL);
     }
-    fsdpc_fault_watch(&(fsdpc_fault_range){
+    fsdpc_fault_announce(&(fsdpc_fault_range){
         .begin = page, .bytes = 256, .rank = 13, .unit = "Net.0", .owner = page, .name = name_of});
     if (who == LATE) {
         struct sigaction late = {.sa_handler = late_handler, .sa_flags = SA_NODEFER};
         sigaction(SIGSEGV, &late, &before_late);
     }
     if (what == WRITE_AFTER_UNWATCH)
-        fsdpc_fault_unwatch(page, page);
+        fsdpc_fault_withdraw(page, page);
     if (what == RAISE)
         raise(SIGSEGV);
     else if (what == READ)
@@ -151,9 +151,10 @@ static void test_unsharded_table(void)
 {
     static char memory[FSDPC_FAULT_RANGES + 8];
     for (size_t i = 0; i < sizeof memory; i++)
-        fsdpc_fault_watch(&(fsdpc_fault_range){.begin = memory + i, .bytes = 1, .owner = memory});
+        fsdpc_fault_announce(
+            &(fsdpc_fault_range){.begin = memory + i, .bytes = 1, .owner = memory});
     for (size_t i = 0; i < sizeof memory; i++)
-        fsdpc_fault_unwatch(memory + i, memory);
+        fsdpc_fault_withdraw(memory + i, memory);
     int ending;
     CHECK(lines_of(die(WRITE, NOBODY, 0, &ending)) == 1);
 }

@@ -1,24 +1,24 @@
-/* Products with windows of images have the bits of products with the same numbers as a matrix, on
+/* Products with patches of images have the bits of products with the same numbers as a matrix, on
  * every instruction set, whatever the blocks; and tiles of few rows have the bits of others. */
 #include "nn_rig.h"
 #include "ops/gemm.h"
 
-static const fsdpc_windows cases[] = {
+static const fsdpc_patches cases[] = {
     {1, {1, 1}, {1, 1}, {1, 1}, {1, 1}, {1, 1}, {0, 0}},
     {3, {5, 9}, {3, 2}, {5, 8}, {1, 1}, {1, 1}, {-1, 0}},
     {2, {7, 40}, {3, 3}, {4, 21}, {2, 2}, {1, 2}, {-1, -3}},
     {2, {6, 11}, {2, 3}, {6, 12}, {1, 1}, {-1, -2}, {1, 3}}, /* turned around, as gradients */
-    {4, {3, 3}, {2, 2}, {9, 9}, {1, 1}, {3, 3}, {-5, -7}},   /* windows of zeros alone */
+    {4, {3, 3}, {2, 2}, {9, 9}, {1, 1}, {3, 3}, {-5, -7}},   /* patches of zeros alone */
     {1, {1, 700}, {1, 5}, {1, 233}, {1, 3}, {1, 1}, {0, -2}},
     {100, {20, 20}, {3, 3}, {20, 20}, {1, 1}, {1, 1}, {-1, -1}}, /* several blocks of all */
     {3, {4, 4}, {0, 2}, {4, 4}, {1, 1}, {1, 1}, {0, 0}},
 };
 
 /* The matrix, by its definition. */
-static buffer matrix_of(const fsdpc_windows *w, const buffer *image, size_t first)
+static buffer matrix_of(const fsdpc_patches *w, const buffer *image, size_t first)
 {
-    size_t cols = fsdpc_windows_cols(w), at = 0;
-    buffer matrix = buffer_make(image->dtype, fsdpc_windows_rows(w) * cols);
+    size_t cols = fsdpc_patches_cols(w), at = 0;
+    buffer matrix = buffer_make(image->dtype, fsdpc_patches_rows(w) * cols);
     for (size_t c = 0; c < w->channels; c++)
         for (size_t i = 0; i < w->kernel[0]; i++)
             for (size_t j = 0; j < w->kernel[1]; j++)
@@ -35,11 +35,11 @@ static buffer matrix_of(const fsdpc_windows *w, const buffer *image, size_t firs
     return matrix;
 }
 
-static void try_product(nn_rig *rig, const fsdpc_windows *w, fsdpc_dtype dtype, size_t m,
+static void try_product(nn_rig *rig, const fsdpc_patches *w, fsdpc_dtype dtype, size_t m,
                         bool trans_b)
 {
     enum { BATCH = 2 };
-    size_t rows = fsdpc_windows_rows(w), cols = fsdpc_windows_cols(w);
+    size_t rows = fsdpc_patches_rows(w), cols = fsdpc_patches_cols(w);
     fsdpc_gemm_args args = {.m = m, .dtype = dtype, .c_dtype = dtype, .trans_b = trans_b};
     args.n = args.ldc = trans_b ? rows : cols;
     args.k = args.lda = trans_b ? cols : rows;
@@ -54,13 +54,13 @@ static void try_product(nn_rig *rig, const fsdpc_windows *w, fsdpc_dtype dtype, 
     args.batch = BATCH;
     args.stride_b = numel;
     args.stride_c = c_numel;
-    args.windows = w;
+    args.patches = w;
     bool with_bias = !trans_b && (dtype == FSDPC_F32 || dtype == FSDPC_F64);
     args.bias = with_bias ? bias.data : NULL;
     CHECK_OK(rig->ops->gemm(&args, rig->stream));
     buffer_check(rig, &c, "windows");
     args.bias = NULL;
-    args.windows = NULL;
+    args.patches = NULL;
     args.batch = 0;
     args.c = want.data;
     args.ldb = cols;
@@ -121,9 +121,9 @@ static void test_few_rows(nn_rig *rig)
 static void test_refusal(nn_rig *rig)
 {
     float x[32] = {0};
-    const fsdpc_windows w = {1, {2, 2}, {1, 1}, {2, 2}, {1, 1}, {1, 1}, {0, 0}};
+    const fsdpc_patches w = {1, {2, 2}, {1, 1}, {2, 2}, {1, 1}, {1, 1}, {0, 0}};
     fsdpc_gemm_args args = {
-        .m = 1, .n = 4, .k = 2, .a = x, .lda = 2, .b = x + 8, .c = x + 16, .ldc = 4, .windows = &w};
+        .m = 1, .n = 4, .k = 2, .a = x, .lda = 2, .b = x + 8, .c = x + 16, .ldc = 4, .patches = &w};
     CHECK_FAILS(rig->ops->gemm(&args, rig->stream), FSDPC_ERR_SHAPE, "(1, 4), B is (2, 4)");
 }
 
@@ -134,7 +134,7 @@ static void suite(nn_rig *rig)
         for (int d = 0; d < 4; d++)
             for (int trans_b = 0; trans_b < 2; trans_b++) {
                 /* up to four rows or columns have kernels of their own, which add in other orders */
-                size_t n = trans_b ? fsdpc_windows_rows(&cases[i]) : fsdpc_windows_cols(&cases[i]);
+                size_t n = trans_b ? fsdpc_patches_rows(&cases[i]) : fsdpc_patches_cols(&cases[i]);
                 for (int m = 0; m < 3 && (n > 4 || n == 0); m++)
                     try_product(rig, &cases[i], float_dtypes[d], counts[m], trans_b);
             }
@@ -145,5 +145,5 @@ static void suite(nn_rig *rig)
 int main(void)
 {
     nn_rig_up_to(fsdpc_isa_best(), suite);
-    return check_report("gemm_windows");
+    return check_report("gemm_patches");
 }

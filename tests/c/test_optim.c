@@ -293,7 +293,7 @@ static void test_refused(void)
     CHECK_OK(fsdpc_optim_set_hyper(optim, 0, &hypers[0]));
     CHECK_OK(fsdpc_optim_step(optim));
     CHECK(r.root->param_buffer->epoch == epoch + 1 && r.root->steps == 1);
-    CHECK(r.root->stage == FSDPC_STAGE_IDLE);
+    CHECK(r.root->epoch_progress == FSDPC_EPOCH_AT_IDLE);
     fsdpc_optim_destroy(optim);
     rig_close(&r);
 }

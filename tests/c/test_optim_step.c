@@ -177,7 +177,7 @@ static void test_in_turn(void)
     CHECK_OK(rig_step(&r));
     CHECK_OK(fsdpc_optim_step(optim));
     for (int u = 0; u < UNITS; u++)
-        CHECK(r.units[u]->pending && r.units[u]->late);
+        CHECK(r.units[u]->pending && r.units[u]->copy_in_later);
     for (int u = 0; u < UNITS; u++)
         fsdpc_unit_zero_grad(r.units[u]);
     CHECK(rig_count(&r, FSDPC_TRACE_OPTIM, -1, -1) == 1);
@@ -187,7 +187,7 @@ static void test_in_turn(void)
             CHECK_OK(fsdpc_pre_forward(r.units[u], true));
         CHECK(rig_count(&r, FSDPC_TRACE_OPTIM, u, -1) == 1);
         CHECK(rig_count(&r, FSDPC_TRACE_OPTIM, -1, -1) == 2 + u);
-        CHECK(!r.units[u]->late);
+        CHECK(!r.units[u]->copy_in_later);
     }
     for (int u = UNITS - 1; u >= 0; u--)
         CHECK_OK(fsdpc_post_forward(r.units[u]));
@@ -195,12 +195,12 @@ static void test_in_turn(void)
     CHECK_OK(fsdpc_unit_check_master(r.units[4], 0));
     for (int u = 0; u < UNITS; u++)
         CHECK(!r.units[u]->pending);
-    fsdpc_unit_lend(r.units[2], 1); /* somebody holds a gradient of it */
+    fsdpc_unit_export(r.units[2], 1); /* somebody holds a gradient of it */
     r.seen = r.root->generation;
     CHECK_OK(rig_backward(&r));
     CHECK_OK(fsdpc_optim_step(optim));
     CHECK(!r.units[2]->pending && r.units[1]->pending);
-    fsdpc_unit_lend(r.units[2], -1);
+    fsdpc_unit_export(r.units[2], -1);
     fsdpc_root_destroy(r.root); /* what is left is stepped without a parameter buffer */
     r.root = NULL;
     fsdpc_optim_destroy(optim);

@@ -161,7 +161,7 @@ static void test_rooms_are_used_again(void)
     message.bytes = 3;
     CHECK(fsdpc_transport_relay_deliver(transport, &message) && message.data == room);
     CHECK(bring(transport, 3, 2, &message));
-    CHECK(!message.data && message.room == 0); /* it waits in the room that it came in */
+    CHECK(!message.data && message.capacity == 0); /* it waits in the room that it came in */
     CHECK_OK(fsdpc_transport_receive(transport, 1, 3, data, LARGE, &op));
     CHECK(fsdpc_transport_test(&op) == FSDPC_OK && data[0] == 2 && data[LARGE - 1] == 2);
     CHECK(bring(transport, 4, 3, &message));

@@ -23,7 +23,7 @@ struct fake_known {
 };
 
 static _Atomic int windows, buffers, in_place, elsewhere;
-static _Atomic bool no_windows;
+static _Atomic bool no_patches;
 
 #define X(result, name, parameters) EXPORT result name parameters;
 FSDPC_NCCL_OPTIONAL(X)
@@ -39,7 +39,7 @@ void fake_nccl_registered(fake_nccl_memory *out)
 
 void fake_nccl_hide_windows(int yes)
 {
-    atomic_store(&no_windows, yes);
+    atomic_store(&no_patches, yes);
 }
 
 static bool is_home(const void *memory, size_t bytes)
@@ -74,7 +74,7 @@ fsdpc_nccl_result ncclCommWindowRegister(fsdpc_nccl_comm comm, void *memory, siz
     if (flags != FSDPC_NCCL_WIN_COLL_SYMMETRIC || (uintptr_t)memory % PAGE != 0 ||
         !is_home(memory, bytes))
         return fake_complain("a window of memory that is not a slot's own");
-    if (atomic_load(&no_windows))
+    if (atomic_load(&no_patches))
         return FSDPC_NCCL_SUCCESS;
     size_t none = 0;
     _Atomic size_t *agreed = &comm->all->window_bytes[comm->windows++ % WINDOWS_MAX];

@@ -332,13 +332,13 @@ static fsdpc_status backward(model *m, int step)
 /* In the device's memory; the host waits for nothing. */
 static fsdpc_status clip_ahead(model *m)
 {
-    fsdpc_norm_room total;
-    fsdpc_status status = fsdpc_norm_room_init(&total, m->device, 1);
+    fsdpc_norm_scratch total;
+    fsdpc_status status = fsdpc_norm_scratch_init(&total, m->device, 1);
     if (status == FSDPC_OK)
         status = fsdpc_clip_norms(m->units, UNITS, 2, total.at, NULL);
     if (status == FSDPC_OK)
         status = fsdpc_norm_put(total.at, 2, m->norm, &m->plain);
-    fsdpc_norm_room_fini(&total);
+    fsdpc_norm_scratch_fini(&total);
     FSDPC_TRY(status);
     return fsdpc_clip_scale_remote(m->units, UNITS, m->norm, 1.0, &m->plain);
 }

@@ -49,7 +49,7 @@ ORDER = {
     """,
     "engine": """
         layout slots norm plan unit unit_internal root_internal acts grad_file micro order fill full
-        unsharded_shared unsharded_file unsharded_lent grads collect clip agree reduce unsharded_slots unsharded_private
+        unsharded_shared unsharded_file unsharded_frontend grads collect clip agree reduce unsharded_slots unsharded_private
         gather epoch root plan_root optim_internal optim_graph optim_host optim optim_step sched
         call step_graph
     """,

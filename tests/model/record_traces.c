@@ -155,7 +155,7 @@ static fsdpc_status post(fsdpc_work *work)
     rec->reducing = rec->reducing || work->op.kind == FSDPC_COLL_REDUCE_SCATTER;
     delay(rec);
     int64_t begin = fsdpc_clock_ns();
-    work->op.late = work->op.late && !skip_late;
+    work->op.after_copy_in = work->op.after_copy_in && !skip_late;
     FSDPC_TRY(real_ops->post(work));
     if (counts)
         note(rec, "post", begin);

@@ -96,7 +96,7 @@ static PyObject *safetensors_layout(PyObject *Py_UNUSED(module), PyObject *list)
     if (!PyList_Check(list))
         return PyErr_Format(PyExc_TypeError, "a list of tensors is laid out");
     size_t n = (size_t)PyList_GET_SIZE(list), header_bytes;
-    fsdpc_st_tensor *tensors = fsdpc_py_room((Py_ssize_t)n, sizeof *tensors);
+    fsdpc_st_tensor *tensors = fsdpc_py_array((Py_ssize_t)n, sizeof *tensors);
     PyObject *result = NULL;
     char *header;
     if (tensors && fsdpc_py_ckpt_tensors(list, tensors) == 0 &&
@@ -224,9 +224,9 @@ static PyObject *read_shards(PyObject *module, PyObject *args)
         return NULL;
     Py_ssize_t n_files = PyList_GET_SIZE(paths), n_tensors = PyList_GET_SIZE(tensors);
     Py_ssize_t n = PyList_GET_SIZE(list);
-    fsdpc_ckpt_file *files = fsdpc_py_room(n_files, sizeof *files);
-    fsdpc_ckpt_shard *shards = fsdpc_py_room(2 * n, sizeof *shards); /* for shards and mirrors */
-    uint32_t *crcs = fsdpc_py_room(n_tensors, sizeof *crcs);
+    fsdpc_ckpt_file *files = fsdpc_py_array(n_files, sizeof *files);
+    fsdpc_ckpt_shard *shards = fsdpc_py_array(2 * n, sizeof *shards); /* for shards and mirrors */
+    uint32_t *crcs = fsdpc_py_array(n_tensors, sizeof *crcs);
     if (!files || !shards || !crcs)
         goto free_arrays;
     for (Py_ssize_t i = 0; i < n_files; i++)
@@ -276,8 +276,8 @@ static PyObject *sum_runs(PyObject *Py_UNUSED(module), PyObject *args)
     if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &paths, &PyList_Type, &list))
         return NULL;
     Py_ssize_t n = PyList_GET_SIZE(list);
-    fsdpc_ckpt_run *runs = fsdpc_py_room(n, sizeof *runs);
-    uint32_t *crcs = fsdpc_py_room(n, sizeof *crcs);
+    fsdpc_ckpt_run *runs = fsdpc_py_array(n, sizeof *runs);
+    uint32_t *crcs = fsdpc_py_array(n, sizeof *crcs);
     if (!runs || !crcs)
         goto free_arrays;
     for (Py_ssize_t i = 0; i < n; i++)

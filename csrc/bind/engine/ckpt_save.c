@@ -21,7 +21,7 @@
 
 #include "base/thread.h"
 #include "ckpt/save.h"
-#include "ckpt/stage.h"
+#include "ckpt/staging.h"
 
 typedef struct py_save {
     PyObject_HEAD fsdpc_ckpt_plan plan;
@@ -72,7 +72,7 @@ static int read_tensors(py_save *self, PyObject *model, PyObject *optimizer)
 {
     fsdpc_ckpt_layout *layout = &self->plan.layout;
     Py_ssize_t n_model = PyList_GET_SIZE(model), n = n_model + PyList_GET_SIZE(optimizer);
-    layout->tensors = fsdpc_py_room(n, sizeof *layout->tensors);
+    layout->tensors = fsdpc_py_array(n, sizeof *layout->tensors);
     layout->n_model = (size_t)n_model;
     layout->n_tensors = (size_t)n;
     return layout->tensors && fsdpc_py_ckpt_tensors(model, layout->tensors) == 0
@@ -84,7 +84,7 @@ static int read_tensors(py_save *self, PyObject *model, PyObject *optimizer)
 static int read_pairs(PyObject *dict, fsdpc_st_pair **out, size_t *n_out)
 {
     PyObject *key, *value;
-    fsdpc_st_pair *pair = *out = fsdpc_py_room(PyDict_GET_SIZE(dict), sizeof *pair);
+    fsdpc_st_pair *pair = *out = fsdpc_py_array(PyDict_GET_SIZE(dict), sizeof *pair);
     *n_out = (size_t)PyDict_GET_SIZE(dict);
     for (Py_ssize_t at = 0; pair && PyDict_Next(dict, &at, &key, &value); pair++)
         if (!PyArg_Parse(key, "s", &pair->key) || !PyArg_Parse(value, "s", &pair->value))
@@ -95,7 +95,7 @@ static int read_pairs(PyObject *dict, fsdpc_st_pair **out, size_t *n_out)
 static int read_shards(py_save *self, PyObject *list)
 {
     Py_ssize_t n = PyList_GET_SIZE(list);
-    self->plan.shards = fsdpc_py_room(n, sizeof *self->plan.shards);
+    self->plan.shards = fsdpc_py_array(n, sizeof *self->plan.shards);
     if (!self->plan.shards)
         return -1;
     self->plan.n_shards = (size_t)n;
@@ -112,7 +112,7 @@ static int fetch_shards(py_save *self)
     fsdpc_ckpt_plan *plan = &self->plan;
     if (!self->runtime->device->remote)
         return 0;
-    fsdpc_ckpt_shard *mirrored = fsdpc_py_room((Py_ssize_t)plan->n_shards, sizeof *mirrored);
+    fsdpc_ckpt_shard *mirrored = fsdpc_py_array((Py_ssize_t)plan->n_shards, sizeof *mirrored);
     if (!mirrored)
         return -1;
     fsdpc_status status = fsdpc_py_ckpt_mirror(self->runtime, plan->shards, plan->n_shards, true,
@@ -235,9 +235,9 @@ static fsdpc_status stage(py_save *self)
     size_t bytes;
     if (self->host.memory)
         return FSDPC_OK;
-    FSDPC_TRY(fsdpc_ckpt_stage_bytes(plan->shards, plan->n_shards, &bytes));
+    FSDPC_TRY(fsdpc_ckpt_staging_bytes(plan->shards, plan->n_shards, &bytes));
     FSDPC_TRY(fsdpc_mem_alloc(self->runtime->mem, FSDPC_MEM_OTHER, bytes, &self->staging));
-    fsdpc_ckpt_stage(plan->shards, plan->n_shards, self->staging);
+    fsdpc_ckpt_staging(plan->shards, plan->n_shards, self->staging);
     return FSDPC_OK;
 }
 

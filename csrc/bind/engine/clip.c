@@ -28,7 +28,7 @@ static void free_gradients(gradients *g)
 static int read_plain(PyObject *list, gradients *g)
 {
     g->n_plain = (size_t)PyList_GET_SIZE(list);
-    g->plain = fsdpc_py_room(PyList_GET_SIZE(list), sizeof *g->plain);
+    g->plain = fsdpc_py_array(PyList_GET_SIZE(list), sizeof *g->plain);
     if (!g->plain)
         return -1;
     for (size_t i = 0; i < g->n_plain; i++) {
@@ -46,7 +46,7 @@ static int read_gradients(PyObject *module, PyObject *units, PyObject *plain, gr
     if (!g->runtime || read_plain(plain, g) < 0)
         goto failed;
     g->n_units = (int)PyList_GET_SIZE(units);
-    g->units = fsdpc_py_room(g->n_units, sizeof(fsdpc_unit *));
+    g->units = fsdpc_py_array(g->n_units, sizeof(fsdpc_unit *));
     if (!g->units)
         goto failed;
     for (int i = 0; i < g->n_units; i++) {
@@ -95,15 +95,15 @@ static PyObject *grad_norm(PyObject *module, PyObject *args)
     gradients g;
     if (parse(module, args, "O!O!|d", &g, &p, NULL) < 0)
         return NULL;
-    fsdpc_norm_room norm;
+    fsdpc_norm_scratch norm;
     fsdpc_status status;
     Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_norm_room_init(&norm, g.runtime->device, 1);
+    status = fsdpc_norm_scratch_init(&norm, g.runtime->device, 1);
     if (status == FSDPC_OK)
         status = total_norm(&g, p, norm.at);
     if (status == FSDPC_OK)
         status = fsdpc_norm_read(norm.at, p, g.runtime->device, &value);
-    fsdpc_norm_room_fini(&norm);
+    fsdpc_norm_scratch_fini(&norm);
     Py_END_ALLOW_THREADS;
     free_gradients(&g);
     return status == FSDPC_OK ? PyFloat_FromDouble(value) : fsdpc_py_raise(status);
@@ -139,15 +139,15 @@ static PyObject *norms_result(const gradients *g, const fsdpc_norm *norms, doubl
 static fsdpc_status all_norms(const gradients *g, double p, size_t n_params, fsdpc_norm *out)
 {
     size_t n = n_params + g->n_plain;
-    fsdpc_norm_room room; /* the total comes last */
-    fsdpc_status status = fsdpc_norm_room_init(&room, g->runtime->device, n + 1);
+    fsdpc_norm_scratch scratch; /* the total comes last */
+    fsdpc_status status = fsdpc_norm_scratch_init(&scratch, g->runtime->device, n + 1);
     if (status == FSDPC_OK)
-        status = fsdpc_clip_norms(g->units, g->n_units, p, &room.at[n], room.at);
+        status = fsdpc_clip_norms(g->units, g->n_units, p, &scratch.at[n], scratch.at);
     for (size_t i = 0; status == FSDPC_OK && i < g->n_plain; i++)
-        status = add_plain(g, i, p, &room.at[n_params + i]);
+        status = add_plain(g, i, p, &scratch.at[n_params + i]);
     if (status == FSDPC_OK && n > 0)
-        status = fsdpc_norm_fetch(out, room.at, n, g->runtime->device);
-    fsdpc_norm_room_fini(&room);
+        status = fsdpc_norm_fetch(out, scratch.at, n, g->runtime->device);
+    fsdpc_norm_scratch_fini(&scratch);
     return status;
 }
 
@@ -161,7 +161,7 @@ static PyObject *grad_norms(PyObject *module, PyObject *args)
     for (int i = 0; i < g.n_units; i++)
         n_params += (size_t)fsdpc_unit_layout(g.units[i])->n_params;
     size_t n = n_params + g.n_plain;
-    fsdpc_norm *norms = fsdpc_py_room((Py_ssize_t)n, sizeof *norms);
+    fsdpc_norm *norms = fsdpc_py_array((Py_ssize_t)n, sizeof *norms);
     PyObject *result = NULL;
     if (norms) {
         fsdpc_status status;
@@ -178,20 +178,20 @@ static PyObject *grad_norms(PyObject *module, PyObject *args)
 static fsdpc_status rows_norms(const gradients *g, const size_t *leaves, double p, fsdpc_norm *out)
 {
     size_t n = g->n_plain;
-    fsdpc_norm_room room;
+    fsdpc_norm_scratch scratch;
     FSDPC_TRY(fsdpc_norm_check(p));
-    fsdpc_status status = fsdpc_norm_room_init(&room, g->runtime->device, n);
+    fsdpc_status status = fsdpc_norm_scratch_init(&scratch, g->runtime->device, n);
     for (size_t i = 0; status == FSDPC_OK && i < n; i++) {
         const fsdpc_tensor *t = g->plain[i];
-        status = fsdpc_norm_add(&room.at[i], p, t->data, t->dtype, t->numel, leaves[i],
+        status = fsdpc_norm_add(&scratch.at[i], p, t->data, t->dtype, t->numel, leaves[i],
                                 g->runtime->compute);
     }
     if (status == FSDPC_OK)
-        status = fsdpc_norm_all_reduce(room.at, n, p, fsdpc_unit_mesh(g->units[0])->shard,
+        status = fsdpc_norm_all_reduce(scratch.at, n, p, fsdpc_unit_mesh(g->units[0])->shard,
                                        g->runtime->compute);
     if (status == FSDPC_OK)
-        status = fsdpc_norm_fetch(out, room.at, n, g->runtime->device);
-    fsdpc_norm_room_fini(&room);
+        status = fsdpc_norm_fetch(out, scratch.at, n, g->runtime->device);
+    fsdpc_norm_scratch_fini(&scratch);
     return status;
 }
 
@@ -228,8 +228,8 @@ static PyObject *norms_of_rows(PyObject *module, PyObject *args)
         return PyErr_Format(PyExc_ValueError, "norms_of_rows: a unit and an index for each tensor");
     if (read_gradients(module, units, tensors, &g) < 0)
         return NULL;
-    size_t *leaves = fsdpc_py_room(n, sizeof *leaves);
-    fsdpc_norm *norms = fsdpc_py_room(n, sizeof *norms);
+    size_t *leaves = fsdpc_py_array(n, sizeof *leaves);
+    fsdpc_norm *norms = fsdpc_py_array(n, sizeof *norms);
     PyObject *result = NULL;
     if (leaves && norms && read_leaves(&g, indices, leaves) == 0) {
         fsdpc_status status;
@@ -286,15 +286,15 @@ static fsdpc_status clip_by_remote(const gradients *g, const double *norm, doubl
 static fsdpc_status clip_all(const gradients *g, double p, double max_norm, double *norm_out)
 {
     bool remote = g->runtime->device->remote;
-    fsdpc_norm_room norm;
-    fsdpc_status status = fsdpc_norm_room_init(&norm, g->runtime->device, 1);
+    fsdpc_norm_scratch norm;
+    fsdpc_status status = fsdpc_norm_scratch_init(&norm, g->runtime->device, 1);
     if (status == FSDPC_OK)
         status = total_norm(g, p, norm.at);
     if (status == FSDPC_OK && remote)
         status = fsdpc_norm_put(norm.at, p, norm_out, g->runtime->compute);
     else if (status == FSDPC_OK)
         *norm_out = fsdpc_norm_value(norm.at, p);
-    fsdpc_norm_room_fini(&norm);
+    fsdpc_norm_scratch_fini(&norm);
     FSDPC_TRY(status);
     return remote ? clip_by_remote(g, norm_out, max_norm) : clip_by(g, *norm_out, max_norm);
 }

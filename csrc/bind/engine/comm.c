@@ -132,7 +132,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                 .socket_fd = socket_fd,
                                 .news_fd = news_fd,
                                 .spin = fsdpc_usable_cores() >= size / hosts,
-                                .late = runtime->played,
+                                .lazy = runtime->played,
                                 .orders = runtime->orders};
     fsdpc_status status;
     FSDPC_PY_WITHOUT_GIL(status = create(runtime, &config, transport, library, self));
@@ -172,7 +172,7 @@ static PyObject *comm_watch(PyObject *object, PyObject *args)
     if (!runtime || !PyArg_ParseTuple(args, "O!s", &PyList_Type, &list, &host))
         return NULL;
     Py_ssize_t n = PyList_GET_SIZE(list);
-    fsdpc_host_watch_peer *peers = fsdpc_py_room(n, sizeof *peers);
+    fsdpc_host_watch_peer *peers = fsdpc_py_array(n, sizeof *peers);
     if (!peers)
         return NULL;
     for (Py_ssize_t i = 0; i < n; i++) {

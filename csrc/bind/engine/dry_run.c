@@ -145,8 +145,8 @@ static PyObject *dry_run(PyObject *module, PyObject *args)
     fsdpc_py_state *state = PyModule_GetState(module);
     if (!fsdpc_py_state_runtime(state))
         return NULL;
-    stand *stands = fsdpc_py_room(n, sizeof *stands);
-    fsdpc_dtype *dtypes = fsdpc_py_room(n, sizeof *dtypes);
+    stand *stands = fsdpc_py_array(n, sizeof *stands);
+    fsdpc_dtype *dtypes = fsdpc_py_array(n, sizeof *dtypes);
     PyObject *result = NULL;
     if (!stands || !dtypes)
         goto free;

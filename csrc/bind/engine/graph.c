@@ -18,7 +18,7 @@ typedef struct py_graph {
     fsdpc_runtime *runtime;
     uint64_t first_stream, n_streams; /* of the captured step */
     PyObject *units, *optimizer;      /* list of Unit, outermost first */
-    fsdpc_py_held held;
+    fsdpc_py_kept held;
 } py_graph;
 
 /* Returns the outermost of the units, which must be the whole model's; NULL with an exception. */
@@ -74,7 +74,7 @@ static fsdpc_status begin(py_graph *self, fsdpc_py_imports *imports, fsdpc_root 
     if (tape->dropout_key && !self->runtime->device->capturing)
         FSDPC_TRY(send_key(self));
     FSDPC_TRY(fsdpc_step_graph_begin(root, optim, &self->step));
-    fsdpc_status status = fsdpc_py_imports_hold(imports, &self->held);
+    fsdpc_status status = fsdpc_py_imports_keep(imports, &self->held);
     if (status != FSDPC_OK)
         fsdpc_step_graph_abandon(self->step, "no memory to note what the graph uses");
     return status;

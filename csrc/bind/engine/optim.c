@@ -215,19 +215,19 @@ static PyObject *optimizer_step_alone(PyObject *object, PyObject *args)
 /* ---- states ---- */
 
 /* Objects kept alive by a state's tensor: the optimizer, and with it the unit. */
-typedef struct lent_state {
+typedef struct exported_state {
     PyObject *optimizer;
     fsdpc_unit_ref *unit;
-} lent_state;
+} exported_state;
 
 static void release_state(fsdpc_storage *storage)
 {
-    lent_state *lent = storage->owner;
+    exported_state *exported = storage->owner;
     PyGILState_STATE gil = PyGILState_Ensure();
-    fsdpc_unit_lend(lent->unit->unit, -1);
-    fsdpc_unit_ref_release(lent->unit);
-    Py_DECREF(lent->optimizer);
-    PyMem_Free(lent);
+    fsdpc_unit_export(exported->unit->unit, -1);
+    fsdpc_unit_ref_release(exported->unit);
+    Py_DECREF(exported->optimizer);
+    PyMem_Free(exported);
     PyGILState_Release(gil);
 }
 
@@ -262,18 +262,18 @@ static PyObject *optimizer_state(PyObject *object, PyObject *args)
     size_t shape[FSDPC_MAX_DIMS];
     int ndim = fsdpc_py_local_shape(&fsdpc_unit_layout(unit)->params[param], &view.local, shape);
     fsdpc_tensor *t;
-    lent_state *lent = fsdpc_py_room(1, sizeof *lent);
-    if (!lent)
+    exported_state *exported = fsdpc_py_array(1, sizeof *exported);
+    if (!exported)
         return NULL;
-    *lent = (lent_state){object, ((fsdpc_py_unit *)PyTuple_GET_ITEM(args, 0))->ref};
+    *exported = (exported_state){object, ((fsdpc_py_unit *)PyTuple_GET_ITEM(args, 0))->ref};
     status = fsdpc_tensor_wrap(fsdpc_unit_device(unit), view.dtype, ndim, shape, view.data,
-                               release_state, lent, &t);
+                               release_state, exported, &t);
     if (status != FSDPC_OK) {
-        PyMem_Free(lent);
+        PyMem_Free(exported);
         return fsdpc_py_raise(status);
     }
     Py_INCREF(object);
-    fsdpc_unit_lend(fsdpc_unit_ref_acquire(lent->unit)->unit, 1);
+    fsdpc_unit_export(fsdpc_unit_ref_acquire(exported->unit)->unit, 1);
     return fsdpc_py_tensor_wrap(PyType_GetModule(Py_TYPE(object)), t);
 }
 

@@ -60,7 +60,7 @@ static int read_unit(PyObject *module, PyObject *item, fsdpc_plan_unit *unit)
         (options->cast_reduce && fsdpc_py_dtype_parse(reduce_dtype, &options->reduce_dtype) < 0) ||
         fsdpc_py_offload_parse(module, offload, &options->offload) < 0)
         return -1;
-    fsdpc_param_spec *specs = fsdpc_py_room(PyList_GET_SIZE(list), sizeof *specs);
+    fsdpc_param_spec *specs = fsdpc_py_array(PyList_GET_SIZE(list), sizeof *specs);
     unit->specs = specs;
     unit->n_specs = (int)PyList_GET_SIZE(list);
     for (int i = 0; specs && i < unit->n_specs; i++)
@@ -107,7 +107,7 @@ static PyObject *plan_root(PyObject *module, PyObject *args)
     if (read_options(module, args, &list, &options) < 0)
         return NULL;
     Py_ssize_t n = PyList_GET_SIZE(list);
-    fsdpc_plan_unit *units = fsdpc_py_room(n, sizeof *units);
+    fsdpc_plan_unit *units = fsdpc_py_array(n, sizeof *units);
     PyObject *rows = units ? PyList_New(0) : NULL;
     bool fine = rows;
     for (Py_ssize_t i = 0; fine && i < n; i++)
@@ -137,7 +137,7 @@ static PyObject *plan_unsharded(PyObject *module, PyObject *args)
     size_t bytes = 0, granule = 0;
     if (moved && !slot_granule(PyModule_GetState(module), &granule))
         return NULL;
-    fsdpc_slot_want *wants = fsdpc_py_room(n, sizeof *wants);
+    fsdpc_slot_want *wants = fsdpc_py_array(n, sizeof *wants);
     bool fine = wants;
     for (Py_ssize_t i = 0; fine && i < n; i++) {
         Py_ssize_t unsharded, own_slices;

@@ -37,7 +37,7 @@ static void free_unit_ref(fsdpc_unit_ref *ref)
         Py_XDECREF(ref->comms[i]);
     }
     Py_XDECREF(ref->tier);
-    Py_XDECREF(ref->lent);
+    Py_XDECREF(ref->foreign);
     PyGILState_Release(gil);
     PyMem_RawFree(ref->params);
     PyMem_RawFree(ref);
@@ -66,10 +66,10 @@ static void release_storage(fsdpc_storage *storage)
     fsdpc_unit_ref_release(storage->owner);
 }
 
-static void release_lent(fsdpc_storage *storage)
+static void release_export(fsdpc_storage *storage)
 {
     fsdpc_unit_ref *ref = storage->owner;
-    fsdpc_unit_lend(ref->unit, -1);
+    fsdpc_unit_export(ref->unit, -1);
     fsdpc_unit_ref_release(ref);
 }
 
@@ -78,11 +78,11 @@ PyObject *fsdpc_py_unit_tensor(PyObject *module, fsdpc_unit_ref *ref, fsdpc_dtyp
 {
     fsdpc_tensor *t;
     fsdpc_status status = fsdpc_tensor_wrap(fsdpc_unit_device(ref->unit), dtype, ndim, shape, data,
-                                            release_lent, ref, &t);
+                                            release_export, ref, &t);
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
     fsdpc_unit_ref_acquire(ref);
-    fsdpc_unit_lend(ref->unit, 1);
+    fsdpc_unit_export(ref->unit, 1);
     return fsdpc_py_tensor_wrap(module, t);
 }
 
@@ -228,7 +228,7 @@ static int init_unit(fsdpc_py_unit *self, const char *name, PyObject *names, PyO
     if (parse_optional_dtype(param_dtype, &options.cast_params, &options.param_dtype) < 0 ||
         parse_optional_dtype(reduce_dtype, &options.cast_reduce, &options.reduce_dtype) < 0)
         return -1;
-    fsdpc_param_spec *specs = fsdpc_py_room(n, sizeof *specs);
+    fsdpc_param_spec *specs = fsdpc_py_array(n, sizeof *specs);
     int result = specs ? read_specs(names, whole, self, specs) : -1;
     if (result == 0)
         result = fsdpc_py_check(make_ref(self, specs, (int)n, &options));
@@ -248,7 +248,7 @@ static int init_unit(fsdpc_py_unit *self, const char *name, PyObject *names, PyO
 static int take_params(fsdpc_py_unit *self, PyObject *params)
 {
     Py_ssize_t n = PyList_GET_SIZE(params);
-    self->params = fsdpc_py_room(n, sizeof(fsdpc_tensor *));
+    self->params = fsdpc_py_array(n, sizeof(fsdpc_tensor *));
     if (!self->params)
         return -1;
     for (; self->n_params < n; self->n_params++) {

@@ -13,7 +13,7 @@ static void release_grad(fsdpc_storage *storage)
 {
     fsdpc_shared_grads *block = storage->owner;
     fsdpc_unit_ref *ref = block->ref;
-    fsdpc_unit_lend(ref->unit, -1);
+    fsdpc_unit_export(ref->unit, -1);
     fsdpc_py_shared_grads_release(block);
     fsdpc_unit_ref_release(ref);
 }
@@ -53,7 +53,7 @@ static fsdpc_status hand_out(fsdpc_unit_ref *ref, int param, fsdpc_tensor **out)
                                 ndim, shape, data, release_grad, block, out));
     atomic_fetch_add_explicit(&block->refs, 1, memory_order_relaxed);
     fsdpc_unit_ref_acquire(ref);
-    fsdpc_unit_lend(ref->unit, 1);
+    fsdpc_unit_export(ref->unit, 1);
     return FSDPC_OK;
 }
 

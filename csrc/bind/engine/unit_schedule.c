@@ -163,7 +163,7 @@ static PyObject *unit_set_ahead(PyObject *object, PyObject *args)
     if (!PyArg_ParseTuple(args, "pO!", &backward, &PyList_Type, &list))
         return NULL;
     Py_ssize_t n = PyList_GET_SIZE(list);
-    fsdpc_unit **ahead = fsdpc_py_room(n, sizeof *ahead);
+    fsdpc_unit **ahead = fsdpc_py_array(n, sizeof *ahead);
     if (!ahead)
         return NULL;
     bool fine = true;

@@ -318,7 +318,7 @@ static int check_home(const fsdpc_device *device, int type, int ordinal)
 
 /* Creates a tensor over `d`.  Sets *taken_out if the tensor now owns the managed tensor, `lent`. */
 static fsdpc_tensor *import_tensor(fsdpc_py_state *state, const dl_tensor *d, bool readonly,
-                                   fsdpc_py_lent lent, bool *taken_out)
+                                   fsdpc_py_lender lender, bool *taken_out)
 {
     fsdpc_runtime *runtime = &state->runtime;
     size_t shape[FSDPC_MAX_DIMS];
@@ -338,7 +338,7 @@ static fsdpc_tensor *import_tensor(fsdpc_py_state *state, const dl_tensor *d, bo
     fsdpc_status status;
     if (is_dense(d) && !readonly) {
         status = fsdpc_py_import(state, (fsdpc_dtype)dtype, d->ndim, shape,
-                                 (char *)d->data + d->byte_offset, lent, &t);
+                                 (char *)d->data + d->byte_offset, lender, &t);
         *taken_out = status == FSDPC_OK;
     } else {
         status = copy_strided(runtime, d, (fsdpc_dtype)dtype, shape, &t);
@@ -358,7 +358,7 @@ static fsdpc_tensor *import_capsule(fsdpc_py_state *state, PyObject *capsule)
             return (fsdpc_tensor *)PyErr_Format(PyExc_BufferError, "from_dlpack: DLPack %u",
                                                 managed->version.major);
         t = import_tensor(state, &managed->tensor, managed->flags & DL_READ_ONLY,
-                          (fsdpc_py_lent){managed, give_back_versioned}, &taken);
+                          (fsdpc_py_lender){managed, give_back_versioned}, &taken);
         if (taken)
             PyCapsule_SetName(capsule, "used_dltensor_versioned");
         return t;
@@ -366,7 +366,7 @@ static fsdpc_tensor *import_capsule(fsdpc_py_state *state, PyObject *capsule)
     dl_managed *managed = PyCapsule_GetPointer(capsule, "dltensor");
     if (!managed)
         return NULL;
-    t = import_tensor(state, &managed->tensor, false, (fsdpc_py_lent){managed, give_back_plain},
+    t = import_tensor(state, &managed->tensor, false, (fsdpc_py_lender){managed, give_back_plain},
                       &taken);
     if (taken)
         PyCapsule_SetName(capsule, "used_dltensor");

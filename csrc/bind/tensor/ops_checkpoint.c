@@ -220,7 +220,7 @@ static PyObject *join(checkpoint *c, PyObject *result)
 {
     fsdpc_py_state *state = c->state;
     int n_in = (int)PyTuple_GET_SIZE(c->values), n_out = (int)result_size(result);
-    fsdpc_tensor **inputs = fsdpc_py_room((Py_ssize_t)n_in + n_out, sizeof *inputs);
+    fsdpc_tensor **inputs = fsdpc_py_array((Py_ssize_t)n_in + n_out, sizeof *inputs);
     PyObject *joined = NULL;
     if (!inputs) {
         checkpoint_release(c);
@@ -256,7 +256,7 @@ PyObject *fsdpc_py_checkpoint(FSDPC_PY_FASTCALL(module))
     fsdpc_tape *tape = runtime->tape;
     if (!tape->grad_enabled)
         return PyObject_Vectorcall(args[0], args + 1, (size_t)nargs - 1, keywords);
-    checkpoint *c = fsdpc_py_room(0, sizeof *c);
+    checkpoint *c = fsdpc_py_array(0, sizeof *c);
     Py_ssize_t n = nargs - 1 + (keywords ? PyTuple_GET_SIZE(keywords) : 0);
     PyObject *result = NULL;
     if (!c)

@@ -110,7 +110,7 @@ static int tensors_of(PyObject *sequence, fsdpc_tensor ***out, PyObject **fast_o
     if (!fast)
         return -1;
     Py_ssize_t n = PySequence_Fast_GET_SIZE(fast);
-    fsdpc_tensor **list = fsdpc_py_room(n, sizeof *list);
+    fsdpc_tensor **list = fsdpc_py_array(n, sizeof *list);
     bool fine = list;
     for (Py_ssize_t i = 0; fine && i < n; i++)
         fine = fsdpc_py_arg_tensor(PySequence_Fast_GET_ITEM(fast, i), &list[i]) == 0;
@@ -246,8 +246,8 @@ FSDPC_PY_FUNCTION_OP(custom)
             goto release;
         }
     }
-    custom *c = fsdpc_py_room(0, sizeof *c);
-    fsdpc_tensor **fresh = fsdpc_py_room(n_out, sizeof *fresh);
+    custom *c = fsdpc_py_array(0, sizeof *c);
+    fsdpc_tensor **fresh = fsdpc_py_array(n_out, sizeof *fresh);
     if (!c || !fresh) {
         PyMem_Free(c);
         PyMem_Free(fresh);

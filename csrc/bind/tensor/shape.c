@@ -174,7 +174,7 @@ static PyObject *concat(fsdpc_py_state *state, PyObject *tensors, int dim, bool 
     if (!fast)
         return NULL;
     Py_ssize_t n = PySequence_Fast_GET_SIZE(fast);
-    fsdpc_tensor **xs = fsdpc_py_room(n, sizeof *xs), *y = NULL;
+    fsdpc_tensor **xs = fsdpc_py_array(n, sizeof *xs), *y = NULL;
     if (xs && collect(r, fast, dim, stack, xs) == 0) {
         size_t work = 0;
         for (Py_ssize_t i = 0; i < n; i++)

@@ -163,7 +163,7 @@ static PyObject *torch_unit_finish(PyObject *object, PyObject *Py_UNUSED(unused)
 static PyObject *torch_unit_catch_up(PyObject *object, PyObject *Py_UNUSED(unused))
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
-    if (fsdpc_torch_join(self) < 0 || catch_up(self) < 0 || fsdpc_torch_lend(self) < 0)
+    if (fsdpc_torch_join(self) < 0 || catch_up(self) < 0 || fsdpc_torch_provide_grads(self) < 0)
         return NULL;
     Py_RETURN_NONE;
 }

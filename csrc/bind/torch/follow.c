@@ -28,8 +28,8 @@ static int follow_piece(const fsdpc_py_torch_unit *self, int i)
 static int follow_writes(fsdpc_py_torch_unit *self)
 {
     fsdpc_unit *unit = fsdpc_torch_unit(self);
-    bool lent = fsdpc_unit_unsharded_is_lent(unit), written = false;
-    for (int i = 0; lent && i < self->n_params; i++) {
+    bool foreign = fsdpc_unit_unsharded_in_frontend(unit), written = false;
+    for (int i = 0; foreign && i < self->n_params; i++) {
         fsdpc_torch_param *p = &self->params[i];
         long long before = p->written;
         if (fsdpc_torch_version(self, p->piece, &p->written) < 0)
@@ -41,7 +41,7 @@ static int follow_writes(fsdpc_py_torch_unit *self)
 
 int fsdpc_torch_follow_writes(fsdpc_py_torch_unit *self)
 {
-    if (!fsdpc_unit_unsharded_is_lent(fsdpc_torch_unit(self)))
+    if (!fsdpc_unit_unsharded_in_frontend(fsdpc_torch_unit(self)))
         return 0;
     PyObject *plain = fsdpc_torch_plain_begin(self);
     int done = plain ? follow_writes(self) : -1;

@@ -3,7 +3,7 @@
  * In backward, the foreign autograd puts a gradient into an unsharded parameter's `.grad` and calls our hook, which
  * casts it into the reduce buffer (later ones are added) and drops it.  The gradient therefore
  * exists once, during one parameter's backward only, unless it is delayed until the shard has
- * memory (bind/torch/lent.c).
+ * memory (bind/torch/allocator.c).
  *
  * Between backwards, the `.grad` of a piece belongs to the user.  We hand out a tensor over the
  * gradient shard itself, so the engine sees an in-place scale directly.  It does not see a gradient
@@ -75,7 +75,7 @@ int fsdpc_torch_add_early(fsdpc_py_torch_unit *self)
         return 0;
     fsdpc_device *device = fsdpc_unit_device(fsdpc_torch_unit(self));
     uintptr_t now = fsdpc_device_handle(device);
-    int done = fsdpc_torch_lend(self);
+    int done = fsdpc_torch_provide_grads(self);
     if (done == 0)
         done = fsdpc_py_check(fsdpc_device_adopt(device, self->early_stream));
     for (int i = 0; done == 0 && i < self->n_params; i++) {
@@ -110,7 +110,7 @@ int fsdpc_torch_accept_grad(fsdpc_py_torch_unit *self, int index, PyObject *grad
         self->early_stream = stream;
         return 0;
     }
-    int done = fsdpc_torch_lend(self) < 0 || fsdpc_torch_add_early(self) < 0
+    int done = fsdpc_torch_provide_grads(self) < 0 || fsdpc_torch_add_early(self) < 0
                    ? -1
                    : add(self, index, plain);
     Py_DECREF(plain);
@@ -226,7 +226,7 @@ int fsdpc_torch_take_grads(fsdpc_py_torch_unit *self)
     if (!any)
         return was_live ? fsdpc_torch_zero_grad(self, false) : fsdpc_torch_renew(self, false);
     if ((!was_live && fsdpc_torch_renew(self, false) < 0) || make_room(self) < 0 ||
-        fsdpc_torch_lend(self) < 0)
+        fsdpc_torch_provide_grads(self) < 0)
         return -1;
     fsdpc_status status = fsdpc_unit_take_begin(unit);
     if (fsdpc_py_check(status) < 0)

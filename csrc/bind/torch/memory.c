@@ -3,7 +3,7 @@
  * A frontend slices the flat tensors from unit_memory at the offsets from unit_places: it gets
  * pieces and unsharded parameters without copying, and all of a flat group's unsharded parameters are views of one tensor.  The
  * tensors keep the unit's memory alive, but none of the model's Python objects.  Gradients are in
- * memory owned by the tensors over it (grad_memory, or the foreign library's): bind/torch/lent.c.
+ * memory owned by the tensors over it (grad_memory, or the foreign library's): bind/torch/allocator.c.
  */
 #include "bind/torch/unit.h"
 

@@ -83,7 +83,7 @@ static PyObject *add_product_method(PyObject *object, PyObject *args)
     fsdpc_dtype dtype = flat.param_dtype, to = flat.reduce_dtype;
     if (to != dtype && to != FSDPC_F32) /* gemm.h: no other output dtype can be written */
         Py_RETURN_FALSE;
-    if (fsdpc_torch_reach_backward(self) < 0 || fsdpc_torch_lend(self) < 0 ||
+    if (fsdpc_torch_reach_backward(self) < 0 || fsdpc_torch_provide_grads(self) < 0 ||
         fsdpc_torch_add_early(self) < 0)
         return NULL;
     product p = {dense_args(n_out, n_in, rows, true, false, dtype), fsdpc_unit_device(unit)};

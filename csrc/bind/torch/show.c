@@ -74,7 +74,7 @@ static int take_guards(fsdpc_py_torch_unit *self, PyObject *modules)
 {
     if (!PyList_Check(modules) || self->guards)
         return PyErr_SetString(PyExc_TypeError, "guard takes a list, once"), -1;
-    self->guards = fsdpc_py_room(PyList_GET_SIZE(modules), sizeof *self->guards);
+    self->guards = fsdpc_py_array(PyList_GET_SIZE(modules), sizeof *self->guards);
     if (!self->guards)
         return -1;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(modules); i++) {

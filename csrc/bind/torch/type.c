@@ -68,13 +68,13 @@ static PyObject *torch_unit_new(PyTypeObject *type, PyObject *args, PyObject *kw
     self->streams = streams == Py_None ? NULL : Py_NewRef(streams);
     self->plainly = Py_NewRef(plainly);
     self->grad_of = Py_NewRef(grad_of);
-    self->params = fsdpc_py_room(n, sizeof *self->params);
-    self->slots = fsdpc_py_room(PyList_GET_SIZE(slots), sizeof *self->slots);
+    self->params = fsdpc_py_array(n, sizeof *self->params);
+    self->slots = fsdpc_py_array(PyList_GET_SIZE(slots), sizeof *self->slots);
     if (self->params && self->slots) {
         self->n_params = n;
         self->n_slots = (int)PyList_GET_SIZE(slots);
         if (init_names(&self->names) && fill(self, slots, pieces) == 0) {
-            fsdpc_torch_lend_unsharded(self);
+            fsdpc_torch_provide_unsharded(self);
             return (PyObject *)self;
         }
     }
@@ -87,9 +87,9 @@ static PyObject *torch_unit_new(PyTypeObject *type, PyObject *args, PyObject *kw
 static PyObject *torch_unit_bind(PyObject *object, PyObject *args)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
-    PyObject *unsharded, *bases, *lent, *set, *at_end, *mates;
-    if (!PyArg_ParseTuple(args, "O!O!OOOO!", &PyList_Type, &unsharded, &PyTuple_Type, &bases, &lent,
-                          &set, &at_end, &PyList_Type, &mates))
+    PyObject *unsharded, *bases, *foreign, *set, *at_end, *mates;
+    if (!PyArg_ParseTuple(args, "O!O!OOOO!", &PyList_Type, &unsharded, &PyTuple_Type, &bases,
+                          &foreign, &set, &at_end, &PyList_Type, &mates))
         return NULL;
     if (PyList_GET_SIZE(unsharded) != self->n_params)
         return PyErr_Format(PyExc_ValueError,
@@ -103,7 +103,7 @@ static PyObject *torch_unit_bind(PyObject *object, PyObject *args)
             return NULL;
     }
     Py_XSETREF(self->bases, Py_NewRef(bases));
-    Py_XSETREF(self->unsharded, PyList_Check(lent) ? Py_NewRef(lent) : NULL);
+    Py_XSETREF(self->unsharded, PyList_Check(foreign) ? Py_NewRef(foreign) : NULL);
     Py_XSETREF(self->set_version, Py_NewRef(set));
     Py_XSETREF(self->at_end, Py_NewRef(at_end));
     Py_XSETREF(self->mates, Py_NewRef(mates));
@@ -180,7 +180,7 @@ static int torch_unit_clear(PyObject *object)
     Py_CLEAR(self->adopt);
     Py_CLEAR(self->renew);
     if (self->unit)
-        fsdpc_unit_lend_unsharded(fsdpc_torch_unit(self), NULL);
+        fsdpc_unit_set_frontend_memory(fsdpc_torch_unit(self), NULL);
     Py_CLEAR(self->unsharded);
     Py_CLEAR(self->mates);
     Py_CLEAR(self->streams);

@@ -2,7 +2,7 @@
  *
  * Once per unit, the frontend creates a foreign tensor for every piece and unsharded parameter, over the unit's
  * own memory (unit_memory, unit_places).  It also creates one for every piece of the gradient
- * shard, over the foreign library's memory (bind/torch/lent.c).  A TorchUnit keeps these and
+ * shard, over the foreign library's memory (bind/torch/allocator.c).  A TorchUnit keeps these and
  * performs the operations that must be cheap.  It drives the schedule, swaps pieces and unsharded parameters in the modules' dictionaries, and takes gradients by pointer.  It keeps the pieces' `.grad`
  * consistent with the engine's gradient shard.  It knows only a few names of torch's attributes and
  * methods.
@@ -34,7 +34,7 @@ typedef struct fsdpc_torch_param {
     bool narrow;       /* the piece's dtype is not the gradient shard's */
     long long version; /* of `given` when it was handed out, if it is a copy */
     long long
-        written; /* with lent unsharded parameters: the piece's version when it was last followed */
+        written; /* with unsharded parameters in foreign memory: the piece's version when it was last followed */
     bool listening; /* the hook is registered */
 } fsdpc_torch_param;
 
@@ -90,7 +90,7 @@ struct fsdpc_py_torch_unit {
     PyObject *adopt;       /* adopt(i): copies in the memory that replaced the piece's */
     PyObject *renew;       /* renew(): creates new gradients, because the user keeps the old ones */
     PyObject *
-        unsharded; /* memory of every flat group's unsharded parameters if they are lent; else NULL */
+        unsharded; /* memory of every flat group's unsharded parameters if it is foreign memory; else NULL */
     PyObject *mates;   /* all TorchUnits of the root, including this one; NULL before bind */
     PyObject *at_end;  /* at_end(): schedules finish() for the end of this backward */
     bool shown;        /* dictionaries hold unsharded parameters */
@@ -154,7 +154,7 @@ int fsdpc_torch_restore_grads(fsdpc_py_torch_unit *self);
 /* As in engine/unit.h; gradients of formerly frozen parameters get tensors. */
 int fsdpc_torch_set_trainable(fsdpc_py_torch_unit *self, int param, bool trainable);
 /* Provides memory for the gradient shards. */
-int fsdpc_torch_lend(fsdpc_py_torch_unit *self);
+int fsdpc_torch_provide_grads(fsdpc_py_torch_unit *self);
 /* Returns whether a gradient of `bytes` bytes should wait for that memory. */
 bool fsdpc_torch_can_wait(const fsdpc_py_torch_unit *self, size_t bytes);
 /* Writes the waiting gradients, before any other is written and when the unit's backward ends. */
@@ -169,7 +169,7 @@ int fsdpc_torch_renew(fsdpc_py_torch_unit *self, bool idle);
 /* When a forward begins: drops gradients that no piece holds any longer. */
 int fsdpc_torch_drop_grads(fsdpc_py_torch_unit *self);
 /* Makes unsharded parameters use foreign memory, if the foreign library takes memory back. */
-void fsdpc_torch_lend_unsharded(fsdpc_py_torch_unit *self);
+void fsdpc_torch_provide_unsharded(fsdpc_py_torch_unit *self);
 /* Reads a foreign tensor's version counter. */
 int fsdpc_torch_version(const fsdpc_py_torch_unit *self, PyObject *tensor, long long *out);
 

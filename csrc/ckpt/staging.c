@@ -4,7 +4,7 @@
  * smaller.  SSE2 is part of every x86-64; other processors use memcpy.  Shards begin at multiples
  * of 64 bytes, so whole lines are stored.
  */
-#include "ckpt/stage.h"
+#include "ckpt/staging.h"
 
 #include <string.h>
 
@@ -22,8 +22,8 @@ static size_t room_of(const fsdpc_ckpt_shard *shard)
     return fsdpc_round_up(shard->numel * fsdpc_dtype_bytes(shard->file_dtype), LINE_BYTES);
 }
 
-fsdpc_status fsdpc_ckpt_stage_bytes(const fsdpc_ckpt_shard *shards, size_t n_shards,
-                                    size_t *bytes_out)
+fsdpc_status fsdpc_ckpt_staging_bytes(const fsdpc_ckpt_shard *shards, size_t n_shards,
+                                      size_t *bytes_out)
 {
     size_t bytes = 0;
     for (size_t i = 0; i < n_shards; i++) {
@@ -54,7 +54,7 @@ static void copy_past_caches(void *dst, const void *src, size_t bytes)
         memcpy((char *)dst + done, (const char *)src + done, bytes - done);
 }
 
-void fsdpc_ckpt_stage(fsdpc_ckpt_shard *shards, size_t n_shards, void *memory)
+void fsdpc_ckpt_staging(fsdpc_ckpt_shard *shards, size_t n_shards, void *memory)
 {
     unsigned char *at = memory;
     for (size_t i = 0; i < n_shards; i++) {

@@ -15,7 +15,7 @@
  * small gradients wait for the last one.
  *
  * On such a device, a single rank also takes unsharded parameters from that allocator while their unit is in use
- * (engine/unsharded_lent.c).
+ * (engine/unsharded_frontend.c).
  *
  * The frontend has an object for each piece of memory. take() returns its address, give() releases
  * it, and `is_kept` tells whether the user has created other tensors over it.
@@ -23,13 +23,13 @@
 #include "bind/torch/unit.h"
 
 /* Takes memory for every flat group, and tells the engine its addresses. */
-static int take(fsdpc_py_torch_unit *self, PyObject *lent,
+static int take(fsdpc_py_torch_unit *self, PyObject *foreign,
                 void (*place)(fsdpc_unit *unit, void *const *groups))
 {
-    Py_ssize_t n = PyList_GET_SIZE(lent);
-    void **groups = fsdpc_py_room(n, sizeof *groups);
+    Py_ssize_t n = PyList_GET_SIZE(foreign);
+    void **groups = fsdpc_py_array(n, sizeof *groups);
     for (Py_ssize_t g = 0; groups && g < n && !PyErr_Occurred(); g++) {
-        PyObject *number = PyObject_CallMethodNoArgs(PyList_GET_ITEM(lent, g), self->names.take);
+        PyObject *number = PyObject_CallMethodNoArgs(PyList_GET_ITEM(foreign, g), self->names.take);
         groups[g] = number ? PyLong_AsVoidPtr(number) : NULL;
         Py_XDECREF(number);
     }
@@ -39,10 +39,10 @@ static int take(fsdpc_py_torch_unit *self, PyObject *lent,
     return PyErr_Occurred() ? -1 : 0;
 }
 
-static int give(const fsdpc_py_torch_unit *self, PyObject *lent)
+static int give(const fsdpc_py_torch_unit *self, PyObject *foreign)
 {
-    for (Py_ssize_t g = 0; g < PyList_GET_SIZE(lent); g++) {
-        PyObject *done = PyObject_CallMethodNoArgs(PyList_GET_ITEM(lent, g), self->names.give);
+    for (Py_ssize_t g = 0; g < PyList_GET_SIZE(foreign); g++) {
+        PyObject *done = PyObject_CallMethodNoArgs(PyList_GET_ITEM(foreign, g), self->names.give);
         Py_XDECREF(done);
         if (!done)
             return -1;
@@ -63,7 +63,7 @@ static int give_grads(fsdpc_py_torch_unit *self)
 {
     fsdpc_unit_place_grads(fsdpc_torch_unit(self), NULL);
     self->away = true;
-    return give(self, self->unit->ref->lent);
+    return give(self, self->unit->ref->foreign);
 }
 
 /* place(grads, lent): passes the gradients' tensors, which only this list refers to, and the memory
@@ -72,12 +72,12 @@ static int give_grads(fsdpc_py_torch_unit *self)
 static PyObject *place_method(PyObject *object, PyObject *args)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
-    PyObject *grads, *lent;
-    if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &grads, &lent))
+    PyObject *grads, *foreign;
+    if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &grads, &foreign))
         return NULL;
     int n_groups = fsdpc_unit_trained_groups(fsdpc_torch_unit(self));
     if (PyList_GET_SIZE(grads) != self->n_params ||
-        (lent != Py_None && (!PyList_Check(lent) || PyList_GET_SIZE(lent) != n_groups)))
+        (foreign != Py_None && (!PyList_Check(foreign) || PyList_GET_SIZE(foreign) != n_groups)))
         return PyErr_Format(PyExc_ValueError,
                             "place: gradients of %d parameters, and memory of %d flat groups",
                             self->n_params, n_groups);
@@ -88,14 +88,14 @@ static PyObject *place_method(PyObject *object, PyObject *args)
     }
     for (int i = 0; i < self->n_params; i++)
         self->params[i].refs = Py_REFCNT(self->params[i].grad) - 1; /* without the list */
-    if (lent == Py_None)
+    if (foreign == Py_None)
         Py_RETURN_NONE;
     bool away = can_give(self);
-    if (!away && take(self, lent, fsdpc_unit_place_grads) < 0)
+    if (!away && take(self, foreign, fsdpc_unit_place_grads) < 0)
         return NULL;
     /* The unit keeps the memory: if a model is dropped, a reduction in flight still writes
      * there. */
-    Py_XSETREF(self->unit->ref->lent, Py_NewRef(lent));
+    Py_XSETREF(self->unit->ref->foreign, Py_NewRef(foreign));
     if (away && give_grads(self) < 0)
         return NULL;
     Py_RETURN_NONE;
@@ -114,11 +114,11 @@ int fsdpc_torch_set_trainable(fsdpc_py_torch_unit *self, int param, bool trainab
     return done ? 0 : -1;
 }
 
-int fsdpc_torch_lend(fsdpc_py_torch_unit *self)
+int fsdpc_torch_provide_grads(fsdpc_py_torch_unit *self)
 {
     if (!self->away)
         return 0;
-    self->away = take(self, self->unit->ref->lent, fsdpc_unit_place_grads) < 0;
+    self->away = take(self, self->unit->ref->foreign, fsdpc_unit_place_grads) < 0;
     return self->away ? -1 : 0;
 }
 
@@ -139,7 +139,7 @@ bool fsdpc_torch_can_wait(const fsdpc_py_torch_unit *self, size_t bytes)
 
 /* Returns whether the user holds references to a gradient or tensors over its memory; -1 with an
  * exception. */
-static int are_kept(fsdpc_py_torch_unit *self, PyObject *lent)
+static int are_kept(fsdpc_py_torch_unit *self, PyObject *foreign)
 {
     int kept = 0;
     for (int i = 0; i < self->n_params; i++) {
@@ -148,8 +148,8 @@ static int are_kept(fsdpc_py_torch_unit *self, PyObject *lent)
             Py_SETREF(p->given, Py_NewRef(p->grad));
         kept |= Py_REFCNT(p->grad) > p->refs;
     }
-    for (Py_ssize_t g = 0; g < PyList_GET_SIZE(lent) && !kept; g++) {
-        PyObject *flag = PyObject_GetAttr(PyList_GET_ITEM(lent, g), self->names.is_kept);
+    for (Py_ssize_t g = 0; g < PyList_GET_SIZE(foreign) && !kept; g++) {
+        PyObject *flag = PyObject_GetAttr(PyList_GET_ITEM(foreign, g), self->names.is_kept);
         kept = flag ? flag == Py_True : -1;
         Py_XDECREF(flag);
     }
@@ -158,10 +158,10 @@ static int are_kept(fsdpc_py_torch_unit *self, PyObject *lent)
 
 int fsdpc_torch_renew(fsdpc_py_torch_unit *self, bool idle)
 {
-    PyObject *lent = self->unit->ref->lent;
-    if (!lent || self->away || !fsdpc_unit_grads_rest(fsdpc_torch_unit(self)))
+    PyObject *foreign = self->unit->ref->foreign;
+    if (!foreign || self->away || !fsdpc_unit_grads_rest(fsdpc_torch_unit(self)))
         return 0;
-    int kept = are_kept(self, lent);
+    int kept = are_kept(self, foreign);
     if (kept == 0 && idle && can_give(self))
         return give_grads(self);
     if (kept <= 0)
@@ -174,8 +174,8 @@ int fsdpc_torch_renew(fsdpc_py_torch_unit *self, bool idle)
 int fsdpc_torch_zero_grad(fsdpc_py_torch_unit *self, bool idle)
 {
     fsdpc_unit *unit = fsdpc_torch_unit(self);
-    PyObject *lent = self->unit->ref->lent;
-    int kept = lent && fsdpc_unit_has_factor(unit) ? are_kept(self, lent) : 0;
+    PyObject *foreign = self->unit->ref->foreign;
+    int kept = foreign && fsdpc_unit_has_factor(unit) ? are_kept(self, foreign) : 0;
     if (kept < 0 || (kept && fsdpc_py_check(fsdpc_unit_apply_scale(unit)) < 0))
         return -1;
     fsdpc_unit_zero_grad(unit);
@@ -217,25 +217,26 @@ static void give_unsharded(void *of)
     PyGILState_Release(gil);
 }
 
-void fsdpc_torch_lend_unsharded(fsdpc_py_torch_unit *self)
+void fsdpc_torch_provide_unsharded(fsdpc_py_torch_unit *self)
 {
-    const fsdpc_full_room room = {.take = take_unsharded, .give = give_unsharded, .of = self};
+    const fsdpc_frontend_memory room = {.take = take_unsharded, .give = give_unsharded, .of = self};
     if (self->gives_back)
-        fsdpc_unit_lend_unsharded(fsdpc_torch_unit(self), &room);
+        fsdpc_unit_set_frontend_memory(fsdpc_torch_unit(self), &room);
 }
 
 static PyObject *get_lends(PyObject *object, void *Py_UNUSED(unused))
 {
     const fsdpc_unit *unit = fsdpc_torch_unit((fsdpc_py_torch_unit *)object);
-    return PyBool_FromLong(fsdpc_unit_unsharded_is_lent(unit) && !fsdpc_unit_reads_masters(unit));
+    return PyBool_FromLong(fsdpc_unit_unsharded_in_frontend(unit) &&
+                           !fsdpc_unit_reads_masters(unit));
 }
 
-PyGetSetDef fsdpc_py_torch_lent_getset[] = {
+PyGetSetDef fsdpc_py_torch_allocator_getset[] = {
     FSDPC_PY_ATTRIBUTE(TorchUnit, lends_unsharded, get_lends, NULL),
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-PyMethodDef fsdpc_py_torch_lent_methods[] = {
+PyMethodDef fsdpc_py_torch_allocator_methods[] = {
     FSDPC_PY_METHOD(TorchUnit, place, place_method, METH_VARARGS),
     {NULL, NULL, 0, NULL},
 };

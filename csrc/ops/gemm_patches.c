@@ -1,10 +1,10 @@
-/* Image windows as rows and columns: see ops/gemm_windows.h.
+/* Image patches as rows and columns: see ops/gemm_patches.h.
  *
- * A row of the matrix consists of a few runs.  A run covers one row of windows, which reads one row
+ * A row of the matrix consists of a few runs.  A run covers one row of patches, which reads one row
  * of the image.  A run is zeros, then elements `step` apart, then zeros again; with a step of one,
  * it is a copy.
  */
-#include "ops/gemm_windows.h"
+#include "ops/gemm_patches.h"
 
 #include <stdint.h>
 #include <string.h>
@@ -27,9 +27,9 @@ static inline void pick(char *to, const char *from, size_t n, size_t from_bytes,
         memcpy(to + i * element_bytes, from + i * from_bytes, element_bytes);
 }
 
-/* Copies places [0, n) of a row of windows, the first of which reads column `at` of the image's
+/* Copies places [0, n) of a row of patches, the first of which reads column `at` of the image's
  * row. */
-static void copy_run(const fsdpc_windows *w, const char *row, ptrdiff_t at, size_t n,
+static void copy_run(const fsdpc_patches *w, const char *row, ptrdiff_t at, size_t n,
                      size_t element_bytes, char *to)
 {
     ptrdiff_t step = w->step[1];
@@ -57,13 +57,13 @@ static void copy_run(const fsdpc_windows *w, const char *row, ptrdiff_t at, size
         pick(to, row, inside, from_bytes, 8);
 }
 
-void fsdpc_windows_copy(const fsdpc_windows *w, const void *image, size_t element_bytes,
-                        const fsdpc_windows_tile *tile, void *to)
+void fsdpc_patches_copy(const fsdpc_patches *w, const void *image, size_t element_bytes,
+                        const fsdpc_patches_tile *tile, void *to)
 {
-    size_t plane = w->image[0] * w->image[1], window = w->kernel[0] * w->kernel[1];
+    size_t plane = w->image[0] * w->image[1], patch = w->kernel[0] * w->kernel[1];
     if (!tile->rows || !tile->cols)
         return;
-    size_t c = tile->row / window, i = tile->row % window / w->kernel[1];
+    size_t c = tile->row / patch, i = tile->row % patch / w->kernel[1];
     size_t j = tile->row % w->kernel[1];
     size_t first_y = tile->col / w->places[1], first_x = tile->col % w->places[1];
     char *out = to;

@@ -11,14 +11,14 @@
  */
 #include "engine/unsharded.h"
 
-bool fsdpc_unit_unsharded_is_lent(const fsdpc_unit *unit)
+bool fsdpc_unit_unsharded_in_frontend(const fsdpc_unit *unit)
 {
-    return unit->root && unit->root->unsharded == &fsdpc_unsharded_lent;
+    return unit->root && unit->root->unsharded == &fsdpc_unsharded_frontend;
 }
 
 bool fsdpc_unit_reads_masters(const fsdpc_unit *unit)
 {
-    if (!fsdpc_unit_unsharded_is_lent(unit))
+    if (!fsdpc_unit_unsharded_in_frontend(unit))
         return false;
     for (int g = 0; g < unit->layout->n_groups; g++) {
         if (unit->groups[g].param_dtype != unit->groups[g].plan->dtype)
@@ -47,9 +47,9 @@ static fsdpc_status reveal(fsdpc_unit *unit)
     size_t bytes;
     if (fsdpc_unit_reads_masters(unit))
         return fsdpc_unit_end_step(unit);
-    if (!unit->full_room.take)
+    if (!unit->frontend_memory.take)
         return fsdpc_fail(FSDPC_ERR_STATE, "the model of unit '%s' was deleted", unit->name);
-    FSDPC_TRY(unit->full_room.take(unit->full_room.of));
+    FSDPC_TRY(unit->frontend_memory.take(unit->frontend_memory.of));
     return fsdpc_unsharded_cast(unit, &bytes);
 }
 
@@ -62,12 +62,12 @@ static void hide(fsdpc_unit *unit)
         taken |= unit->groups[g].unsharded != NULL;
         unit->groups[g].unsharded = unit->groups[g].own_slices = NULL;
     }
-    if (taken && unit->full_room.give)
-        unit->full_room.give(unit->full_room.of);
+    if (taken && unit->frontend_memory.give)
+        unit->frontend_memory.give(unit->frontend_memory.of);
 }
 
-const fsdpc_unsharded_ops fsdpc_unsharded_lent = {
-    .name = "lent",
+const fsdpc_unsharded_ops fsdpc_unsharded_frontend = {
+    .name = "frontend",
     .at_use = true,
     .place = place,
     .remove = hide,
