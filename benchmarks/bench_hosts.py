@@ -179,7 +179,7 @@ def epoch_turn() -> dict[str, Any]:
 
     import fsdpc
     from fsdpc import nn
-    from fsdpc.torch import _link, _mesh
+    from fsdpc.torch import _transport, _mesh
 
     rank = int(os.environ["RANK"])
     dist.init_process_group(
@@ -189,7 +189,7 @@ def epoch_turn() -> dict[str, Any]:
     world = _mesh.join()
     plain, sharded = nn.Linear(8, 8), nn.Linear(8, 8)
     fsdpc.fully_shard(sharded)
-    x, frame = fsdpc.tensor([[1.0] * 8]), torch.empty(_link.FRAME, dtype=torch.uint8)
+    x, frame = fsdpc.tensor([[1.0] * 8]), torch.empty(_transport.FRAME, dtype=torch.uint8)
 
     def us(run: Callable[[], object], times: int = 400) -> float:
         """The median of many."""

@@ -163,8 +163,9 @@ def aligned(n: int, dtype: Any) -> torch.Tensor:
 class Arrays:
     """What all steps work on, as torch's tensors over fsdpc's memory, and fsdpc's step.
 
-    With a parameter buffer fsdpc steps a unit that computes in bf16. A unit of which a master was lent is
-    compared with its parameter buffer at each step, so there the others have a parameter of their own.
+    With a parameter buffer fsdpc steps a unit that computes in bf16. A unit of which a master was
+    lent is compared with its parameter buffer at each step, so there the others have a parameter of
+    their own.
     """
 
     def __init__(self, n: int, wire: bool) -> None:
@@ -190,7 +191,7 @@ class Arrays:
         library.stream_step(*at, ctypes.c_size_t(self.param.numel()), ahead)
 
     def torch_step(self, make: Callable[[Any], Any], step: object) -> Callable[[], None]:
-        """A step of an optimizer of torch's kind, which leaves the parameter buffer to a second pass."""
+        """A step of an optimizer of torch's kind; the copy-in is a second pass."""
         p = torch.nn.Parameter(self.param)
         p.grad = self.grad
         optimizer = make([p])

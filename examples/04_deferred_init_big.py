@@ -44,10 +44,11 @@ fsdpc.fully_shard(model, mp_policy=policy)
 whole = 4 * model.num_parameters() / 2**20
 print(f"this rank's masters: {mebibytes('master'):.1f} of {whole:.1f} MiB")
 
-# The parameter buffer, shared by all ranks of the host, is created at the first forward; rank 0 counts it.
+# The parameter buffer, shared by all ranks of the host, is created at the first forward; rank 0
+# counts it.
 with fsdpc.no_grad():
     logits = model(np.zeros((1, 16), np.int64))
-print(f"the bfloat16 copy that all ranks read: {mebibytes('unsharded'):.1f} MiB, logits {logits.shape}")
+print(f"the bfloat16 copy all ranks read: {mebibytes('unsharded'):.1f} MiB, logits {logits.shape}")
 
 p = model.lm_head.weight
 print(f"{p.shape} parameter, of which this rank owns {p.local.shape}")

@@ -1,10 +1,11 @@
 /* Optimizer steps in one pass, including copy-in; twin of
  * csrc/ops/flat_step_body.h.
  *
- * Adam over fp32 or bf16 parameters, gradients and parameter buffers with fp32 states has specialised kernels:
- * 28 bytes per element with fp32 masters, bf16 gradients and parameter buffer.  SGD, momentum and Lion over
- * fp32 parameters also have specialised kernels.  All other cases use one kernel per rule, which
- * selects dtypes at run time.  The parameter buffer gets the cast of the stored parameter.
+ * Adam over fp32 or bf16 parameters, gradients and parameter buffers with fp32 states has
+ * specialised kernels: 28 bytes per element with fp32 masters, bf16 gradients and parameter buffer.
+ * SGD, momentum and Lion over fp32 parameters also have specialised kernels.  All other cases use
+ * one kernel per rule, which selects dtypes at run time.  The parameter buffer gets the cast of the
+ * stored parameter.
  *
  * BF16 states are rounded stochastically, by the element's word of base/random.h: its low half for
  * the first state, its high half for the others, as on the CPU.

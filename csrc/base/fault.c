@@ -99,7 +99,7 @@ static void describe(const slot *found, uintptr_t address, int signum, deed how)
         [DEED_UNKNOWN] =
             "unsharded parameters are read-only, and exist between unshard and reshard only",
         [DEED_READ] =
-            ("which is sharded: its unsharded parameters exist only inside the unit's forward and "
+            ("which is sharded: its unsharded value exists only inside the unit's forward and "
              "backward, or between unshard() and reshard()"),
         [DEED_WRITE] =
             "whose unsharded parameters are read-only: change its own rows (.local), or a copy"};

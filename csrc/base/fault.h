@@ -1,9 +1,10 @@
 /* Reports faults in named memory: one line on stderr before the process dies.
  *
- * Some memory must not be written (unsharded parameters) or not be touched at all (in no-alias mode, resharded
- * unsharded parameters), and is mapped accordingly.  Its owner announces the range here.  When a thread faults
- * inside a range, the handler writes rank, unit and parameter.  It then passes the fault on to the
- * previous handler: Python's faulthandler, a sanitizer, or the default action.
+ * Some memory must not be written (unsharded parameters) or not be touched at all (in no-alias
+ * mode, resharded unsharded parameters), and is mapped accordingly.  Its owner announces the range
+ * here.  When a thread faults inside a range, the handler writes rank, unit and parameter.  It then
+ * passes the fault on to the previous handler: Python's faulthandler, a sanitizer, or the default
+ * action.
  *
  * The first range installs the handler for SIGSEGV and SIGBUS, and nothing removes it.  Any thread
  * may announce and withdraw ranges.  Nothing here costs anything until a fault.

@@ -1,5 +1,5 @@
-/* The JSON cursor, and the text that grows: a put is formatted into the room that is left, and again
- * after the text has grown if that was not enough.
+/* The JSON cursor, and the text that grows: a put is formatted into the room that is left, and
+ * again after the text has grown if that was not enough.
  *
  * UTF-8 is checked as in RFC 3629: no overlong forms, no surrogates, nothing above U+10FFFF.
  * Strings are copied run by run; only bytes above 127 and backslashes are examined individually.

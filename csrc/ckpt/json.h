@@ -35,8 +35,8 @@ fsdpc_status fsdpc_json_end(fsdpc_json *json);
 /* Reports an error at the cursor: "file: byte 17 of the header: expected ..., got '-'". */
 fsdpc_status fsdpc_json_fail(const fsdpc_json *json, const char *expected);
 
-/* Text that grows while JSON is written into it; all zeros is empty.  Without memory it drops what is
- * put, and fsdpc_json_text_end reports that. */
+/* Text that grows while JSON is written into it; all zeros is empty.  Without memory it drops what
+ * is put, and fsdpc_json_text_end reports that. */
 typedef struct fsdpc_json_text {
     char *data; /* NUL-terminated after the first put; the owner frees it */
     size_t bytes, capacity;

@@ -87,8 +87,8 @@ fsdpc_status fsdpc_st_header_bytes(const void *data, uint64_t file_bytes, const 
 fsdpc_status fsdpc_st_load(const char *path, fsdpc_st_header *out);
 
 /* Lays out a file: fills in each tensor's begin and end (keeping the array's order) and creates the
- * header, including its length and the metadata `{"format": "pt"}`, without which transformers
- * rejects a file.  The caller frees it. */
+ * header, including its length and the metadata `{"format": "pt"}`.  transformers rejects a file
+ * without it.  The caller frees it. */
 fsdpc_status fsdpc_st_layout(fsdpc_st_tensor *tensors, size_t n_tensors, char **header_out,
                              size_t *header_bytes_out);
 

@@ -10,7 +10,9 @@
 fsdpc_status fsdpc_coll_combine(fsdpc_red red, fsdpc_dtype dtype, const void *const *srcs,
                                 int n_srcs, size_t numel, void *out, fsdpc_stream *stream);
 
-/* Returns the number of elements in rank `rank`'s part of a slice; *first_out is its offset among the unsharded parameters.  A REDUCE_ALL's part is the whole slice; if another rank owns the slice, there is none. */
+/* Returns the number of elements in rank `rank`'s part of a slice; *first_out is its offset among
+ * the unsharded parameters.  A REDUCE_ALL's part is the whole slice; if another rank owns the
+ * slice, there is none. */
 size_t fsdpc_coll_part(const fsdpc_coll *op, const fsdpc_slice *slice, int rank, size_t *first_out);
 
 /* Reduces this rank's part of one slice into its shard; srcs[p] points to rank p's contribution.

@@ -560,18 +560,17 @@ static fsdpc_status poll_epoch(void *arg)
 fsdpc_status fsdpc_param_buffer_epoch_wait(fsdpc_param_buffer *param_buffer, const char *unit,
                                            fsdpc_epoch_note *all_out)
 {
+    fsdpc_comm *comm = param_buffer->comm;
     fsdpc_epoch_note all;
     epoch_wait w = {param_buffer, &all};
-    FSDPC_TRY(
-        fsdpc_comm_wait_for(param_buffer->comm, poll_epoch, &w, "the beginning of an epoch", unit));
+    FSDPC_TRY(fsdpc_comm_wait_for(comm, poll_epoch, &w, "the beginning of an epoch", unit));
     *all_out = all;
     if (all.bits & FSDPC_EPOCH_CHANGED)
-        FSDPC_NOTE(&param_buffer->comm->log,
-                   "epoch %llu changes the weights: unit %s, %llu steps taken",
+        FSDPC_NOTE(&comm->log, "epoch %llu changes the weights: unit %s, %llu steps taken",
                    (unsigned long long)param_buffer->epoch, unit ? unit : "none",
                    (unsigned long long)all.steps);
     else
-        FSDPC_DEBUG(&param_buffer->comm->log, "epoch %llu changes nothing: unit %s",
+        FSDPC_DEBUG(&comm->log, "epoch %llu changes nothing: unit %s",
                     (unsigned long long)param_buffer->epoch, unit ? unit : "none");
     return FSDPC_OK;
 }

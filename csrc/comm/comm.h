@@ -5,15 +5,18 @@
  * `null` pretends that every peer has just done the same.  Callers use the inline wrappers below
  * the table.
  *
- * Parameter buffer and epochs.  A parameter buffer is memory that holds the unsharded parameters of a root's units.  Every rank reads all
- * of it through `read` and writes only its own slices, through `write`, between arriving in an epoch and reporting its copy-in.  An epoch has two parts: arrive (with a note) and wait for all arrivals.
- * If any note is CHANGED, write this rank's slices, report the copy-in, and wait for all ranks' before any read.  The next arrival comes after the end of all gathers: until then a communicator may
- * read this rank's slices and write the others.  docs/design/communication.md explains why no
- * simpler order is safe.
+ * Parameter buffer and epochs.  A parameter buffer is memory that holds the unsharded parameters of
+ * a root's units.  Every rank reads all of it through `read` and writes only its own slices,
+ * through `write`, between arriving in an epoch and reporting its copy-in.  An epoch has two parts:
+ * arrive (with a note) and wait for all arrivals. If any note is CHANGED, write this rank's slices,
+ * report the copy-in, and wait for all ranks' before any read.  The next arrival comes after the
+ * end of all gathers: until then a communicator may read this rank's slices and write the others.
+ * docs/design/communication.md explains why no simpler order is safe.
  *
- * Communicators whose ranks share no memory create `offsets_only` parameter buffers, which have no memory and only define
- * the offsets of unsharded parameters.  A gather on such a parameter buffer sends this rank's slices from fsdpc_param_buffer_own's
- * memory, laid out like the shard, and receives the unsharded parameters in the caller's memory.
+ * Communicators whose ranks share no memory create `offsets_only` parameter buffers, which have no
+ * memory and only define the offsets of unsharded parameters.  A gather on such a parameter buffer
+ * sends this rank's slices from fsdpc_param_buffer_own's memory, laid out like the shard, and
+ * receives the unsharded parameters in the caller's memory.
  *
  * Buffers.  A buffer is a rank's private memory, which its peers can read during a reduction.
  * Cycle: fill -> post a reduction on it -> work done -> buffer_idle (all peers have read it) ->
@@ -42,7 +45,8 @@
  * CHANGED together with HELD, and a failed allocation (all ranks get the error).  After an
  * interrupt, wait again or abort.
  *
- * Ownership: parameter buffers and reduce buffers are destroyed before their communicator; destroy never blocks.
+ * Ownership: parameter buffers and reduce buffers are destroyed before their communicator; destroy
+ * never blocks.
  *
  * Threads: one thread drives a communicator and all that were split from it, except those set
  * apart.  Reductions run on the operation's stream: in test/wait if it is inline, independently if
@@ -71,8 +75,8 @@ typedef struct fsdpc_slice {
     size_t unsharded_offset; /* its offset among the unsharded parameters */
     size_t numel;            /* elements in ONE rank's slice, or in the whole parameter */
     size_t shard_offset;     /* offset of this rank's slice in its shard */
-    int owner; /* -1: cut evenly, rank r's slice is at unsharded_offset + r * numel; else this rank has
-                * it whole */
+    int owner; /* -1: cut evenly, rank r's slice is at unsharded_offset + r * numel; else this rank
+                * has it whole */
 } fsdpc_slice;
 
 /* X(name, text) */
@@ -126,13 +130,13 @@ typedef struct fsdpc_coll {
     size_t n_slices;
     fsdpc_param_buffer *param_buffer; /* GATHER */
     fsdpc_buffer *buffer; /* REDUCE_*: source; one dtype, unsharded gradients at byte `offset` */
-    size_t
-        offset; /* bytes into the parameter buffer or reduce buffer where the unsharded parameters begin */
-    bool late;         /* GATHER: ranks may have written their slices just before they posted, so
+    size_t offset;        /* bytes into the parameter buffer or reduce buffer where the unsharded
+                             parameters begin */
+    bool after_copy_in;   /* GATHER: ranks may have written their slices just before they posted, so
                              it is done when all have; the same on all ranks */
-    uint32_t trains;   /* hash of the caller's trainable parameters, or 0; only compared */
-    bool same_filling; /* REDUCE_*: the buffer has already been posted since it was filled */
-    void *shard;       /* REDUCE_*: where the slices go, at their shard_offset */
+    uint32_t trains;      /* hash of the caller's trainable parameters, or 0; only compared */
+    bool same_filling;    /* REDUCE_*: the buffer has already been posted since it was filled */
+    void *shard;          /* REDUCE_*: where the slices go, at their shard_offset */
     fsdpc_dtype shard_dtype;
     double scale;               /* applied once to the sum, in fp32 unless dtype is F64 */
     fsdpc_dtype round_dtype;    /* dtype through which the scaled sum is rounded; see
@@ -142,14 +146,14 @@ typedef struct fsdpc_coll {
                                  * cover all ranks; borrowed until the work is done; NULL: one sum
                                  * over all ranks.  Only if the communicator `splits_sums` */
     int n_sums;
-    bool
-        tree; /* REDUCE_*: sums ranks as the pairwise tree, wide, even if the communicator is faster
-                * in a different order */
+    bool tree; /* REDUCE_*: sums ranks as the pairwise tree, wide, even if the communicator is
+                * faster in a different order */
 
     fsdpc_graph *graph; /* REPLAY; numel identifies it to the peers */
 
     /* ALL_REDUCE, ALL_GATHER, BROADCAST; F32, F64, BF16, F16, I32, I64, U8, BOOL */
-    /* send and recv: also for GATHER on an offsets-only parameter buffer, laid out like the shard and the unsharded parameters */
+    /* send and recv: also for GATHER on an offsets-only parameter buffer, laid out like the shard
+     * and the unsharded parameters */
     fsdpc_red op; /* floats are summed as the pairwise tree of fsdpc_flat_reduce */
     const void *send;
     void *recv; /* may be send */
@@ -201,7 +205,8 @@ typedef struct fsdpc_comm_ops {
     void (*set_apart)(fsdpc_comm *comm);
 
     /* Parameter buffer and epochs */
-    /* Collective.  One of the two; the second if the communicator also supports parameter buffers in files. */
+    /* Collective.  One of the two; the second if the communicator also supports parameter buffers
+     * in files. */
     fsdpc_status (*param_buffer_create)(fsdpc_comm *comm, size_t bytes, fsdpc_param_buffer **out);
     fsdpc_status (*param_buffer_create_in)(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
                                            fsdpc_param_buffer **out);
@@ -341,8 +346,8 @@ fsdpc_status fsdpc_comm_null_create(const fsdpc_comm_config *config, fsdpc_comm 
 /* The calls that the null communicator received, in order; borrowed until its next call.  (The
  * engine writes the trace.) */
 typedef struct fsdpc_comm_record {
-    const char
-        *what; /* "post", "done", "arrive", "copy_in", "param buffer", "buffer", "split", "abort" */
+    /* "post", "done", "arrive", "copy_in", "parameter buffer", "buffer", "split", "abort" */
+    const char *what;
     fsdpc_coll_kind kind; /* for "post" and "done" */
     int unit;             /* -1: none */
     uint64_t epoch;
@@ -391,8 +396,8 @@ fsdpc_status fsdpc_comm_run_ahead(fsdpc_comm *comm, const fsdpc_coll *op, fsdpc_
  * lowest rank that failed.  `what` names the attempt. */
 fsdpc_status fsdpc_comm_agree(fsdpc_comm *comm, fsdpc_status status, const char *what);
 
-/* Collective.  Creates a parameter buffer in memory or, with a tier, in a file in rank 0's tier folder on this
- * host.  The kernel then decides how much of it is in memory. */
+/* Collective.  Creates a parameter buffer in memory or, with a tier, in a file in rank 0's tier
+ * folder on this host.  The kernel then decides how much of it is in memory. */
 fsdpc_status fsdpc_param_buffer_create_in(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
                                           fsdpc_param_buffer **out);
 
@@ -402,13 +407,13 @@ static inline fsdpc_status fsdpc_param_buffer_create(fsdpc_comm *comm, size_t by
     return fsdpc_param_buffer_create_in(comm, bytes, NULL, out);
 }
 
-/* Allocates zeroed memory for this rank's slices of an offsets-only parameter buffer, counted as UNSHARDED or PINNED.  The
- * parameter buffer owns it.  Collective; call once. */
+/* Allocates zeroed memory for this rank's slices of an offsets-only parameter buffer, counted as
+ * UNSHARDED or PINNED.  The parameter buffer owns it.  Collective; call once. */
 fsdpc_status fsdpc_param_buffer_own(fsdpc_param_buffer *param_buffer, size_t bytes,
                                     unsigned char **out);
-/* Maps pages of a parameter buffer with a memfd at `address`, replacing this process's pages.  They keep the
- * parameter buffer's contents, even after it is destroyed.  A page that this process writes becomes a private
- * copy; fsdpc_param_buffer_drop_copies drops the copies. */
+/* Maps pages of a parameter buffer with a memfd at `address`, replacing this process's pages.  They
+ * keep the parameter buffer's contents, even after it is destroyed.  A page that this process
+ * writes becomes a private copy; fsdpc_param_buffer_drop_copies drops the copies. */
 fsdpc_status fsdpc_param_buffer_map_private(const fsdpc_param_buffer *param_buffer, size_t offset,
                                             size_t bytes, void *address);
 void fsdpc_param_buffer_drop_copies(void *address, size_t bytes);
@@ -437,8 +442,8 @@ static inline void fsdpc_comm_set_apart(fsdpc_comm *comm)
 
 const char *fsdpc_coll_name(fsdpc_coll_kind kind);
 
-/* Returns the bytes that an operation covers: all unsharded elements of a gather or reduction, else numel
- * elements. */
+/* Returns the bytes that an operation covers: all unsharded elements of a gather or reduction, else
+ * numel elements. */
 size_t fsdpc_coll_bytes(const fsdpc_coll *op, int size);
 
 /* For implementations: aborts with this thread's last error, keeps the error, and returns
@@ -548,8 +553,8 @@ static inline fsdpc_status fsdpc_param_buffer_copied_in(fsdpc_param_buffer *para
 }
 
 /* Collective: later gathers write to this memory, which must be a whole window of the device
- * (device.h), so that a communicator may prepare it.  Waits for operations posted earlier.  Each rank
- * detaches the memory before freeing it. */
+ * (device.h), so that a communicator may prepare it.  Waits for operations posted earlier.  Each
+ * rank detaches the memory before freeing it. */
 static inline fsdpc_status fsdpc_param_buffer_attach(fsdpc_param_buffer *param_buffer, void *memory,
                                                      size_t bytes)
 {

@@ -2,14 +2,16 @@
  *
  * The world is H hosts of L ranks each; rank h * L + l is local rank l of host h.  Inside a host
  * everything works as on a single host: a shared-memory communicator, one copy of the weights,
- * buffers that all its ranks can read.  Between hosts a transport carries bytes, from each local rank to the
- * same local rank on the other hosts.  Data thus leaves a host only once, distributed over its ranks.
+ * buffers that all its ranks can read.  Between hosts a transport carries bytes, from each local
+ * rank to the same local rank on the other hosts.  Data thus leaves a host only once, distributed
+ * over its ranks.
  *
- * This code uses the communicator and the transport only through their public interfaces.  A wait in one
- * group also advances the operations of all other groups of this rank, on the host and between
- * hosts.  An arriving message rings the host's bell.
+ * This code uses the communicator and the transport only through their public interfaces.  A wait
+ * in one group also advances the operations of all other groups of this rank, on the host and
+ * between hosts.  An arriving message rings the host's bell.
  *
- * A group within one host is a communicator of that host.  Other groups consist of the same local ranks on several hosts: whole hosts, or one local rank of each (replicas between hosts).
+ * A group within one host is a communicator of that host.  Other groups consist of the same local
+ * ranks on several hosts: whole hosts, or one local rank of each (replicas between hosts).
  */
 #include "comm/comm_hosts.h"
 

@@ -7,19 +7,20 @@
 #include "comm/host_watch.h"
 
 /* Collective.  `config` contains the world rank and size; every host has the same number of
- * consecutive ranks.  `host` is this host's communicator (shm, even for one rank), `transport` connects
- * all ranks of the world.  The function takes over both, even on failure. */
+ * consecutive ranks.  `host` is this host's communicator (shm, even for one rank), `transport`
+ * connects all ranks of the world.  The function takes over both, even on failure. */
 fsdpc_status fsdpc_comm_hosts_create(const fsdpc_comm_config *config, fsdpc_comm *host,
                                      fsdpc_transport *transport, fsdpc_comm **out);
 
-/* Connects the ranks of a world: over shared memory on one host, or on several hosts with a transport,
- * which the function takes over even on failure.  Without an address, peers and transport are simulated,
- * to measure this rank by itself. */
+/* Connects the ranks of a world: over shared memory on one host, or on several hosts with a
+ * transport, which the function takes over even on failure.  Without an address, peers and
+ * transport are simulated, to measure this rank by itself. */
 fsdpc_status fsdpc_comm_world_create(const fsdpc_comm_config *config, int hosts,
                                      fsdpc_transport *transport, fsdpc_comm **out);
 
 /* Returns the extra bytes that reducing a buffer needs on each rank for sums in transit, in a
- * multi-host group with this many ranks per host.  They are kept with the buffer, and counted as REDUCE. */
+ * multi-host group with this many ranks per host.  They are kept with the buffer, and counted as
+ * REDUCE. */
 size_t fsdpc_comm_hosts_staging_bytes(fsdpc_coll_kind kind, fsdpc_dtype dtype, size_t buffer_bytes,
                                       int hosts, int local_size);
 

@@ -5,10 +5,11 @@
  * order: a "post" when an operation is posted, a "done" when its owner first finds it done.  Waits
  * return at once.  With `lazy` an operation is done only after a wait, so the records and the
  * engine's trace show where the program needs it.  All peers appear to have the same values.
- * Gathers do not touch the parameter buffer.  A sum over n ranks is n times this rank's contribution, computed
- * by the kernels of the config's device (which device_null makes empty).
+ * Gathers do not touch the parameter buffer.  A sum over n ranks is n times this rank's
+ * contribution, computed by the kernels of the config's device (which device_null makes empty).
  *
- * Parameter buffers and reduce buffers are the device's memory, counted as shm counts them: parameter buffers by rank 0.
+ * Parameter buffers and reduce buffers are the device's memory, counted as shm counts them:
+ * parameter buffers by rank 0.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -100,7 +101,7 @@ static fsdpc_status null_param_buffer_create(fsdpc_comm *comm, size_t bytes,
                                              fsdpc_param_buffer **out)
 {
     FSDPC_TRY(fsdpc_comm_health(comm));
-    FSDPC_TRY(record(comm, "param buffer", NULL, 0, bytes));
+    FSDPC_TRY(record(comm, "parameter buffer", NULL, 0, bytes));
     void *data = NULL;
     fsdpc_mem_kind kind = comm->rank == 0 ? FSDPC_MEM_UNSHARDED : FSDPC_MEM_OTHER;
     FSDPC_TRY(fsdpc_device_alloc_zeroed(comm->device, kind, bytes, &data));

@@ -1,8 +1,8 @@
 /* A world of one: the template for new communicators.
  *
- * Parameter buffers and reduce buffers are private memory, and every epoch is complete as soon as it begins.  For one
- * rank a collective is a copy, or a sum of one term.  The sum still uses the reduce kernel, because
- * scaling and rounding must be the same at every world size.
+ * Parameter buffers and reduce buffers are private memory, and every epoch is complete as soon as
+ * it begins.  For one rank a collective is a copy, or a sum of one term.  The sum still uses the
+ * reduce kernel, because scaling and rounding must be the same at every world size.
  *
  * Post does all the work; only a reduction on an asynchronous stream finishes later, on the stream.
  * Its result reaches the driving thread through work->state (released by the stream's thread after

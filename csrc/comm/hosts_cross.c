@@ -1,9 +1,9 @@
 /* Exchanges the messages of one operation between hosts.
  *
- * Each rank exchanges messages only with its peer, the same local rank, on the other hosts.  Every operation between
- * hosts begins with a header in each direction, and headers are compared before any received data
- * is used.  The host's communicator has compared the operation within the host, so each local rank
- * represents its host.
+ * Each rank exchanges messages only with its peer, the same local rank, on the other hosts.  Every
+ * operation between hosts begins with a header in each direction, and headers are compared before
+ * any received data is used.  The host's communicator has compared the operation within the host,
+ * so each local rank represents its host.
  *
  * A tag combines the group, the operation's number and its part, modulo the transport's limit.  Far
  * fewer operations are in flight than there are distinct tags.

@@ -134,8 +134,8 @@ static inline int fsdpc_hosts_headers(const fsdpc_hosts_comm *self)
 
 /* Posts the headers to and from every host at once. */
 fsdpc_status fsdpc_hosts_begin(fsdpc_hosts_comm *self, fsdpc_hosts_op *op);
-/* Sends (or receives) one message of a part (1 to FSDPC_HOSTS_PARTS - 1) to (or from) this local rank on
- * another host. */
+/* Sends (or receives) one message of a part (1 to FSDPC_HOSTS_PARTS - 1) to (or from) this local
+ * rank on another host. */
 fsdpc_status fsdpc_hosts_send(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, int host, int part,
                               const void *data, size_t bytes);
 fsdpc_status fsdpc_hosts_receive(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, int host, int part,

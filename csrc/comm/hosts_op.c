@@ -13,11 +13,12 @@
  *     values          hosts_values.c
  *     agree_only      headers cross, and nothing else
  *
- * If the transport supports runs, rows move directly from parameter buffer to parameter buffer.  That is safe as soon as the
- * operation is posted.  When a rank continues from an epoch, all reads of the parameter buffer in earlier
- * epochs are over.  It completes its gathers before it arrives in the next epoch.  Its own rows are
- * therefore not written while the transport reads them.  Only the owner's local rank writes rows of another
- * host's rank, and no rank of this host reads them before the local ranks have met.
+ * If the transport supports runs, rows move directly from parameter buffer to parameter buffer.
+ * That is safe as soon as the operation is posted.  When a rank continues from an epoch, all reads
+ * of the parameter buffer in earlier epochs are over.  It completes its gathers before it arrives
+ * in the next epoch.  Its own rows are therefore not written while the transport reads them.  Only
+ * the owner's local rank writes rows of another host's rank, and no rank of this host reads them
+ * before the local ranks have met.
  *
  * Sums.  A host's ranks are consecutive.  If their number is a power of two, a pairwise tree over
  * the hosts' sums is the tree over all ranks, with the bits of a single host.  To keep them, sums
@@ -164,8 +165,8 @@ static size_t sums_for(const fsdpc_hosts_comm *self, const fsdpc_coll *coll, int
     return numel;
 }
 
-/* Builds the operation on the host: reduces the slices of this local rank on every host, with the hosts'
- * sums consecutive in `here`. */
+/* Builds the operation on the host: reduces the slices of this local rank on every host, with the
+ * hosts' sums consecutive in `here`. */
 static fsdpc_status slices_of_host(const fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;

@@ -1,12 +1,12 @@
 /* Parameter buffers, epochs and buffers over several hosts.
  *
- * A host has one copy of the weights: its ranks share the parameter buffer, and gathers bring other hosts' rows
- * into it.  Ranks thus copy in, read and arrive as on one host.
+ * A host has one copy of the weights: its ranks share the parameter buffer, and gathers bring other
+ * hosts' rows into it.  Ranks thus copy in, read and arrive as on one host.
  *
- * An epoch is one message in each direction.  When all ranks of the host have arrived, each local rank
- * sends the host's note to the same local rank on the other hosts, and receives theirs.  A rank that
- * continues from an epoch therefore knows that every rank of the world has arrived.  Publishing is
- * local to the host: rows leave it in gathers, which are posted later.
+ * An epoch is one message in each direction.  When all ranks of the host have arrived, each local
+ * rank sends the host's note to the same local rank on the other hosts, and receives theirs.  A
+ * rank that continues from an epoch therefore knows that every rank of the world has arrived.
+ * Publishing is local to the host: rows leave it in gathers, which are posted later.
  */
 #include "comm/hosts_internal.h"
 

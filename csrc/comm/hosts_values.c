@@ -8,8 +8,8 @@
  *     host h        all-gathers these             has x(0, 0), x(1, 0), ..., x(0, 1), ...
  *
  * An all-reduce combines them in rank order, as on one host, and thus gives the same bits.  In a
- * round of a broadcast the root broadcasts its elements on its host, and each local rank sends a part to
- * the other hosts.
+ * round of a broadcast the root broadcasts its elements on its host, and each local rank sends a
+ * part to the other hosts.
  */
 #include "comm/hosts_internal.h"
 
@@ -46,7 +46,8 @@ static fsdpc_status show(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, fsdpc_coll_
                            &op->later);
 }
 
-/* Finds the part of a broadcast round that a local rank sends; the last parts may be short or empty. */
+/* Finds the part of a broadcast round that a local rank sends; the last parts may be short or
+ * empty. */
 static size_t part_of(const fsdpc_hosts_comm *self, size_t bytes, int local_rank, size_t *at_out)
 {
     size_t part = (bytes + (size_t)self->local_size - 1) / (size_t)self->local_size;

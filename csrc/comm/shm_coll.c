@@ -2,9 +2,9 @@
  *
  * There are three methods.  None of them allocates, or enters the kernel unless a rank sleeps.
  *
- * GATHER copies nothing: the slices have been in the parameter buffer since the epoch's copy-in.  It is
- * complete when posted; it compares fingerprints with peers that have posted it too.  A late gather
- * is complete when all have posted it.
+ * GATHER copies nothing: the slices have been in the parameter buffer since the epoch's copy-in. It
+ * is complete when posted; it compares fingerprints with peers that have posted it too.  A late
+ * gather is complete when all have posted it.
  *
  * REDUCE_SCATTER and REDUCE_ALL read the peers' buffers in place.  A post means that the rank's
  * buffer has been filled; when all have posted, this rank sums its slices and marks them as read.

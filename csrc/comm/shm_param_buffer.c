@@ -132,9 +132,8 @@ void fsdpc_shm_param_buffer_destroy(fsdpc_param_buffer *base)
 
 static fsdpc_status still_waiting(fsdpc_shm_comm *self)
 {
-    fsdpc_shm_awaited awaited =
-        self->awaited; /* operations that advance meanwhile may wait for other
-                                       * ranks */
+    fsdpc_shm_awaited awaited = self->awaited; /* operations that advance meanwhile may wait for
+                                                * other ranks */
     FSDPC_TRY(fsdpc_shm_progress(self));
     self->awaited = awaited;
     return FSDPC_IN_PROGRESS;
@@ -169,8 +168,8 @@ fsdpc_status fsdpc_shm_epoch_arrive(fsdpc_param_buffer *base, const fsdpc_epoch_
     atomic_store_explicit(&words->note[epoch & 1].unit, (uint64_t)(uint32_t)mine->unit,
                           memory_order_relaxed);
     atomic_store_explicit(&words->note[epoch & 1].steps, mine->steps, memory_order_relaxed);
-    /* release: comes after the note and all our reads of unsharded parameters; acquire in epoch_test, after which
-     * peers overwrite what we read. */
+    /* release: comes after the note and all our reads of unsharded parameters; acquire in
+     * epoch_test, after which peers overwrite what we read. */
     atomic_store_explicit(&words->arrived, epoch, memory_order_release);
     fsdpc_shm_wake(self->bell);
     return FSDPC_OK;
@@ -187,8 +186,8 @@ static fsdpc_status abandoned(fsdpc_shm_comm *self, int rank, uint64_t epoch, ui
     return fsdpc_shm_fail(self, FSDPC_ERR_PEER);
 }
 
-/* Detects a rank that has not arrived here but has begun another parameter buffer's epoch that we have not:
- * each would wait for the other.  (Checks again that it has not arrived here first.) */
+/* Detects a rank that has not arrived here but has begun another parameter buffer's epoch that we
+ * have not: each would wait for the other.  (Checks again that it has not arrived here first.) */
 static fsdpc_status crossed_check(const fsdpc_shm_param_buffer *param_buffer, int rank,
                                   uint64_t epoch)
 {

@@ -1,7 +1,8 @@
 /* A transport: moves bytes between ranks of different hosts.
  *
- * Ranks of a host share memory (comm/shm_*.c).  Between hosts a transport moves messages.  A transport knows
- * nothing of parameter buffers, epochs or reductions, which comm_hosts.c builds on it.  Implementations:
+ * Ranks of a host share memory (comm/shm_*.c).  Between hosts a transport moves messages.  A
+ * transport knows nothing of parameter buffers, epochs or reductions, which comm_hosts.c builds on
+ * it.  Implementations:
  *
  *     transport_relay      the program's threads carry the messages, e.g. over a process group of
  *                     torch (python/fsdpc/torch/_transport.py); in tests, ranks are threads
@@ -15,14 +16,14 @@
  * supports runs, either side's memory may consist of several runs.
  *
  * Operations.  fsdpc_transport_op is the caller's storage, zeroed before its first use; a post's
- * allocations do not grow with its bytes.  Storage and memory belong to the transport until test reports
- * that the operation is done.  When a send is done, its memory may be written again, but the peer
- * may not have received it yet.
+ * allocations do not grow with its bytes.  Storage and memory belong to the transport until test
+ * reports that the operation is done.  When a send is done, its memory may be written again, but
+ * the peer may not have received it yet.
  *
  * Threads.  Any thread may post, and each tests its own posts, because groups that are set apart
- * have their own thread.  A transport may also have a thread; it calls `wake` when an operation is done,
- * so that sleeping threads check again.  Transports without a thread move bytes only inside `progress`,
- * which every poll calls, and only one thread may use them.
+ * have their own thread.  A transport may also have a thread; it calls `wake` when an operation is
+ * done, so that sleeping threads check again.  Transports without a thread move bytes only inside
+ * `progress`, which every poll calls, and only one thread may use them.
  *
  * Failure.  After an abort, by this rank or reported by a peer, every operation fails with
  * FSDPC_ERR_PEER and the reason.  The transport then no longer touches the operations' memory.
@@ -79,7 +80,8 @@ typedef struct fsdpc_transport_ops {
      * fail.  NULL: peers wait until their deadline. */
     void (*leave)(fsdpc_transport *transport);
     /* Sets the function that any thread calls when an operation is done; NULL: none.  After the
-     * call returns, the previous function is no longer called.  NULL for transports without a thread. */
+     * call returns, the previous function is no longer called.  NULL for transports without a
+     * thread. */
     void (*set_wake)(fsdpc_transport *transport, void (*wake)(void *arg), void *arg);
     /* Describes the transport's library and its path to the peers, in one line. */
     void (*describe)(const fsdpc_transport *transport, char *text, size_t bytes);
@@ -109,7 +111,8 @@ fsdpc_status fsdpc_transport_send(fsdpc_transport *transport, int peer, uint32_t
                                   const void *data, size_t bytes, fsdpc_transport_op *op);
 fsdpc_status fsdpc_transport_receive(fsdpc_transport *transport, int peer, uint32_t tag, void *data,
                                      size_t bytes, fsdpc_transport_op *op);
-/* Posts a send or receive of memory in runs; a transport without support for runs accepts only one. */
+/* Posts a send or receive of memory in runs; a transport without support for runs accepts only one.
+ */
 fsdpc_status fsdpc_transport_post_runs(fsdpc_transport *transport, bool sends, int peer,
                                        uint32_t tag, const fsdpc_transport_run *runs, size_t n_runs,
                                        fsdpc_transport_op *op);

@@ -1,9 +1,10 @@
 /* The NCCL communicator's lifetime, and the tasks that it delegates to its control.
  *
  * Buffers are memory of one GPU: NCCL moves slices between the ranks' buffers, so no rank reads
- * another's.  With several ranks, parameter buffers have no memory; gathers write to the caller's memory.  A
- * parameter buffer uses the epochs of an empty parameter buffer in the control, which needs only a few words of shared
- * memory.  A buffer is idle as soon as its own operations are done.
+ * another's.  With several ranks, parameter buffers have no memory; gathers write to the caller's
+ * memory.  A parameter buffer uses the epochs of an empty parameter buffer in the control, which
+ * needs only a few words of shared memory.  A buffer is idle as soon as its own operations are
+ * done.
  *
  * Failure.  A failing rank first closes the controls, which tells the peers the reason.  Then it
  * aborts all its channels at once; otherwise kernels that wait for a peer would block their streams

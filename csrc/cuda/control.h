@@ -43,8 +43,8 @@ fsdpc_status fsdpc_control_sizes(fsdpc_comm *comm, const char *what, size_t byte
 fsdpc_status fsdpc_control_memory(fsdpc_comm *comm, const char *what, fsdpc_mem_kind kind,
                                   size_t bytes, void **out);
 
-/* A parameter buffer in GPU memory (without memory if there are several ranks) that uses the epochs of a parameter buffer
- * in the control. */
+/* A parameter buffer in GPU memory (without memory if there are several ranks) that uses the epochs
+ * of a parameter buffer in the control. */
 typedef struct fsdpc_controlled_param_buffer {
     fsdpc_param_buffer base;
     fsdpc_param_buffer *control;

@@ -6,8 +6,8 @@
  * error (queue.h).  Events carry no timing, so recording one is cheap, and waiting for one does not
  * involve the host.
  *
- * If the device has a peer check, only wait.h waits for a stream.  Copies into ordinary memory, during
- * which CUDA itself waits for the stream, therefore come after such a wait.
+ * If the device has a peer check, only wait.h waits for a stream.  Copies into ordinary memory,
+ * during which CUDA itself waits for the stream, therefore come after such a wait.
  */
 #include "cuda/device_cuda.h"
 

@@ -1,7 +1,7 @@
 /* Issues an operation as NCCL calls, in one group: one per slice, or one for values.
  *
- * Gathers write the unsharded parameters; reductions are in place.  A slice that one rank owns entirely is
- * broadcast from that rank, or reduced to it.
+ * Gathers write the unsharded parameters; reductions are in place.  A slice that one rank owns
+ * entirely is broadcast from that rank, or reduced to it.
  */
 #include "base/size.h"
 #include "comm/coll_math.h"

@@ -135,7 +135,8 @@ static inline bool fsdpc_nccl_is_accepted(fsdpc_nccl_result result)
 
 fsdpc_nccl_result fsdpc_nccl_call_op(const fsdpc_nccl_call *c);
 
-/* For an in-place gather: copies this rank's slices to their places among the unsharded parameters. */
+/* For an in-place gather: copies this rank's slices to their places among the unsharded parameters.
+ */
 fsdpc_status fsdpc_nccl_place_own(const fsdpc_nccl_call *c);
 /* For contributions to a reduction: the number of elements that one peer sends, which is also the
  * stride between peers, and the start of those from `peer` to `rank`.  Slices have the same offsets
@@ -188,8 +189,8 @@ void fsdpc_nccl_channels_close(fsdpc_comm_nccl *self);
 
 /* Returns whether NCCL only collects contributions and our kernels join them. */
 bool fsdpc_nccl_is_joined(const fsdpc_coll *coll);
-/* Returns whether the staging memory is too small for `coll`.  Before join_open enlarges the memory,
- * it must not be in use and all posts must have been launched. */
+/* Returns whether the staging memory is too small for `coll`.  Before join_open enlarges the
+ * memory, it must not be in use and all posts must have been launched. */
 bool fsdpc_nccl_staging_is_short(const fsdpc_comm_nccl *self, const fsdpc_coll *coll);
 /* At the post: allocates memory for the contributions; the memory is freed after they were read. */
 fsdpc_status fsdpc_nccl_join_open(fsdpc_comm_nccl *self, fsdpc_nccl_op *op);

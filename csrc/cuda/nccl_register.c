@@ -1,10 +1,10 @@
 /* Registers memory with NCCL before gathers write to it.
  *
  * NCCL gathers into any memory, through its own buffers.  If all ranks have registered a symmetric
- * window together, peers write to it directly.  Slots, and unsharded parameters with a whole device window, are
- * therefore registered once each with the gather communicator, by the address of their first
- * mapping.  NCCL registers the memory behind one driver handle, which it only finds by the first
- * mapping.  Reduce buffers are in the device's pooled memory, for which NCCL cannot create a
+ * window together, peers write to it directly.  Slots, and unsharded parameters with a whole device
+ * window, are therefore registered once each with the gather communicator, by the address of their
+ * first mapping.  NCCL registers the memory behind one driver handle, which it only finds by the
+ * first mapping.  Reduce buffers are in the device's pooled memory, for which NCCL cannot create a
  * window, and are not registered.
  *
  * If NCCL cannot create a window, because GPUs cannot access each other, each rank registers the
@@ -15,7 +15,8 @@
  * agree on the call and on its end, and wait a bounded time for both.  After a failure, they create
  * a new communicator, with nothing registered.
  *
- * A gather into registered memory is in place: this rank's slices are first copied to their places among the unsharded parameters, so both source and destination are registered.
+ * A gather into registered memory is in place: this rank's slices are first copied to their places
+ * among the unsharded parameters, so both source and destination are registered.
  */
 #include <stdlib.h>
 

@@ -1,7 +1,7 @@
 /* Bounded waits for a GPU.
  *
- * A collective with a dead peer never finishes.  If the device has a peer check, a wait therefore polls
- * an event through it.  Without one, CUDA itself waits.
+ * A collective with a dead peer never finishes.  If the device has a peer check, a wait therefore
+ * polls an event through it.  Without one, CUDA itself waits.
  */
 #include "cuda/wait.h"
 

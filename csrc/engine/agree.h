@@ -22,7 +22,8 @@
  * them, so this adds no wait. */
 fsdpc_status fsdpc_backward_agree(fsdpc_root *root);
 
-/* Returns the bytes that it sends for this many parameters, over the shard group or over replicas. */
+/* Returns the bytes that it sends for this many parameters, over the shard group or over replicas.
+ */
 size_t fsdpc_agree_bytes(size_t n_params, bool replicas);
 
 /* Collective on the ranks where something changed. */

@@ -37,7 +37,8 @@ bool fsdpc_call_begins_backward(const fsdpc_unit *unit, const fsdpc_call *call,
 fsdpc_status fsdpc_call_enter(fsdpc_unit *unit, const fsdpc_call *call, bool *first_out);
 
 typedef enum fsdpc_left {
-    FSDPC_LEFT_INSIDE, /* an enclosing forward or backward of the unit still uses the unsharded parameters */
+    FSDPC_LEFT_INSIDE, /* an enclosing forward or backward of the unit still uses the unsharded
+                          parameters */
     FSDPC_LEFT_KEPT, /* unsharded parameters stay for other modules of the unit, or for backward */
     FSDPC_LEFT_RESHARD, /* it was resharded, unless it is held */
 } fsdpc_left;

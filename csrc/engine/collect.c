@@ -108,7 +108,8 @@ fsdpc_status fsdpc_unit_collect_rows(const fsdpc_unit *unit, int param, fsdpc_dt
                      .recv = out,
                      .numel = largest};
     populate(unit->device, out, unit->layout->params[param].numel * fsdpc_dtype_bytes(dtype));
-    /* With a remote device the local shard may be in host memory, and staging brings it to the device. */
+    /* With a remote device the local shard may be in host memory, and staging brings it to the
+     * device. */
     if (!unit->device->remote && is_even(unit->layout, param, largest))
         return say_collective(fsdpc_comm_run(unit->mesh.shard, &op));
     return gather_padded(unit, param, op, largest, out);

@@ -4,20 +4,22 @@
  * that arrives has finished all reads of earlier epochs.  Once all have arrived, no rank reads, and
  * ranks that changed masters may write.  If no rank changed masters, all continue at once.
  *
- * An optimizer's epoch always changes masters.  It copies in without waiting for the others.  The next reader begins another epoch, in which a rank arrives only after it has copied in here.  Waiting for that arrival is therefore enough.
+ * An optimizer's epoch always changes masters.  It copies in without waiting for the others.  The
+ * next reader begins another epoch, in which a rank arrives only after it has copied in here.
+ * Waiting for that arrival is therefore enough.
  *
  * Its slices may come even later, if a unit's step is pending until the unit is needed.  This epoch
- * then informs all ranks that slices are copied in later.  The next gather of each unit is complete only when
- * all ranks have posted it, which each does after writing its slices.
+ * then informs all ranks that slices are copied in later.  The next gather of each unit is complete
+ * only when all ranks have posted it, which each does after writing its slices.
  *
  * An interrupt may end a wait between the arrival and the end of an epoch.  The peers rely on the
  * announcement, so the next epoch first completes the interrupted one, from its `stage` on.  An
  * interrupted optimizer step cannot be completed without its pass, so it closes the communicator.
  *
- * An exception on any rank makes the next epoch a reset for all: every rank drops the execution order, so
- * that all continue from the same state.  If the exception was raised in a backward, ranks also
- * drop unreduced gradients, which may be incomplete.  A forward leaves no gradients, so those of
- * earlier micro-steps are kept.
+ * An exception on any rank makes the next epoch a reset for all: every rank drops the execution
+ * order, so that all continue from the same state.  If the exception was raised in a backward,
+ * ranks also drop unreduced gradients, which may be incomplete.  A forward leaves no gradients, so
+ * those of earlier micro-steps are kept.
  */
 #include "engine/epoch.h"
 
@@ -41,7 +43,8 @@ const char *fsdpc_epoch_text(uint32_t kind)
     return kind < sizeof texts / sizeof *texts ? texts[kind] : "something unknown";
 }
 
-/* Completes gathers: a rank that arrives has finished all its reads.  Units that stay unsharded after backward remain so until weights change. */
+/* Completes gathers: a rank that arrives has finished all its reads.  Units that stay unsharded
+ * after backward remain so until weights change. */
 static fsdpc_status begin_sharded(fsdpc_root *root)
 {
     FSDPC_TRY(fsdpc_reduce_wait_all(root)); /* needed only after an interrupted backward or one that
@@ -57,8 +60,8 @@ static fsdpc_status begin_sharded(fsdpc_root *root)
     return FSDPC_OK;
 }
 
-/* Returns whether masters may differ from the parameter buffer (if there is one), because other code may have
- * written them. */
+/* Returns whether masters may differ from the parameter buffer (if there is one), because other
+ * code may have written them. */
 static bool is_in_doubt(const fsdpc_unit *unit)
 {
     bool copied_in = !unit->root->unsharded->at_use || unit->state == FSDPC_UNIT_UNSHARDED;

@@ -1,5 +1,6 @@
-/* Epochs (docs/design/communication.md).  fsdpc_root_epoch brings the parameter buffer up to date with the
- * masters.  It compares if needed, arrives and waits; if any rank has changed masters, each copies in its own slices.  A change advances `generation`; a backward fails if its forward
+/* Epochs (docs/design/communication.md).  fsdpc_root_epoch brings the parameter buffer up to date
+ * with the masters.  It compares if needed, arrives and waits; if any rank has changed masters,
+ * each copies in its own slices.  A change advances `generation`; a backward fails if its forward
  * saw an older generation.  During a captured step epochs are local to the rank: ranks agree before
  * and after it.
  */
@@ -28,18 +29,20 @@ typedef enum fsdpc_epoch_kind {
 /* Returns the text for errors. */
 const char *fsdpc_epoch_text(uint32_t kind);
 
-/* Collective.  `bits` are added to the note (grad mode); on return the parameter buffer is up to date. */
+/* Collective.  `bits` are added to the note (grad mode); on return the parameter buffer is up to
+ * date. */
 fsdpc_status fsdpc_root_epoch(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_unit *called,
                               uint32_t bits);
 
 /* Collective, over replicas too: an epoch in which no rank writes.  Returns FSDPC_OK if `status` is
- * OK on every rank; then nothing is in flight, and no unit is unsharded unless held.  Otherwise every
- * rank gets one rank's error. */
+ * OK on every rank; then nothing is in flight, and no unit is unsharded unless held.  Otherwise
+ * every rank gets one rank's error. */
 fsdpc_status fsdpc_root_agree(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_status status);
 
-/* An optimizer's epoch.  begin waits until no peer is reading the parameter buffer; the caller then updates
- * masters and its own slices in one pass; end reports the copy-in.  Call end even if begin or the pass
- * failed.  Slices of units with `puts_off` may be written later, until the unit is gathered. */
+/* An optimizer's epoch.  begin waits until no peer is reading the parameter buffer; the caller then
+ * updates masters and its own slices in one pass; end reports the copy-in.  Call end even if begin
+ * or the pass failed.  Slices of units with `puts_off` may be written later, until the unit is
+ * gathered. */
 fsdpc_status fsdpc_root_write_begin(fsdpc_root *root);
 fsdpc_status fsdpc_root_write_end(fsdpc_root *root);
 

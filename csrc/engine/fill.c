@@ -1,10 +1,10 @@
 /* The pool of reduce buffers.
  *
  * Kernels write gradients directly into an open buffer, in the unit's reduce dtype, each parameter
- * at its position among the unsharded parameters.  Posting a reduction is therefore one call over the bands.  Parts
- * that no kernel wrote (unused or frozen parameters) are zeroed first, because the peers read the
- * whole buffer.  Padding is not cleared; it is reduced into the shard's padding, which is never
- * read.
+ * at its position among the unsharded parameters.  Posting a reduction is therefore one call over
+ * the bands.  Parts that no kernel wrote (unused or frozen parameters) are zeroed first, because
+ * the peers read the whole buffer.  Padding is not cleared; it is reduced into the shard's padding,
+ * which is never read.
  *
  * A unit takes the least recently posted pooled buffer that no unit is filling, and waits for its
  * reduction.  A wait for a buffer is thus always a wait for a posted reduction, never for another
@@ -14,10 +14,10 @@
  * which reduction happens to be complete.  For the same reason a buffer, whose creation is
  * collective, is created only while no reduction is in flight.
  *
- * On a single rank the shard has the layout of the unsharded parameters, and a reduction would be a copy.  That
- * copy took 1 % of a LLaMA 1B step on an H200.  Kernels write into the shard instead, unless it
- * already has gradients, or the sums have another dtype, are scaled or are not kept.  A single rank
- * therefore creates a buffer on first use, and most runs never need one.
+ * On a single rank the shard has the layout of the unsharded parameters, and a reduction would be a
+ * copy.  That copy took 1 % of a LLaMA 1B step on an H200.  Kernels write into the shard instead,
+ * unless it already has gradients, or the sums have another dtype, are scaled or are not kept.  A
+ * single rank therefore creates a buffer on first use, and most runs never need one.
  *
  * Partials (meshes with replicas) follow the buffers: each pooled buffer has a pooled partial, and
  * a unit's own buffer has its own partial.  A unit that postpones its all-reduce also has its own

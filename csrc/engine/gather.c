@@ -1,10 +1,11 @@
 /* Gathers a unit with one operation per group, which also checks that all ranks post the same.  If
- * ranks share a parameter buffer, it copies nothing; otherwise it brings the slices of all ranks into the unit's unsharded parameters (unsharded.h).
+ * ranks share a parameter buffer, it copies nothing; otherwise it brings the slices of all ranks
+ * into the unit's unsharded parameters (unsharded.h).
  *
- * Copy-in writes this rank's slices of the unsharded parameters from its masters, by a cast or a copy.  It is
- * legal only after all ranks have arrived in an epoch and before this rank reports its copy-in (epoch.h).  A
- * rank may copy in such slices until it posts the next gather, which then waits for all ranks' late
- * slices.
+ * Copy-in writes this rank's slices of the unsharded parameters from its masters, by a cast or a
+ * copy.  It is legal only after all ranks have arrived in an epoch and before this rank reports its
+ * copy-in (epoch.h).  After an optimizer's step, a rank may copy in until it posts the next gather,
+ * which then waits for all ranks.
  */
 #include "engine/gather.h"
 
@@ -38,8 +39,8 @@ fsdpc_status fsdpc_gather_post(fsdpc_unit *unit, bool in_backward)
 {
     if (unit->state != FSDPC_UNIT_SHARDED)
         return FSDPC_OK;
-    FSDPC_TRY(
-        fsdpc_unsharded_settle(unit)); /* the unit may have been gathered ahead and never used */
+    /* The unit may have been gathered ahead and never used. */
+    FSDPC_TRY(fsdpc_unsharded_settle(unit));
     FSDPC_TRY(fsdpc_unit_advance(unit));
     if (unit->root->comm->size > 1 && unit->layout->n_groups > 0) {
         size_t bytes = 0;

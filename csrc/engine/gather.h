@@ -10,8 +10,8 @@ fsdpc_status fsdpc_gather_wait(fsdpc_unit *unit, bool in_backward); /* -> FULL, 
 /* Writes this rank's slices of a unit's unsharded parameters from its masters. */
 fsdpc_status fsdpc_gather_copy_in(fsdpc_unit *unit);
 
-/* Sets *equal_io to false, in main-stream order, if masters differ from the parameter buffer.  Unless it is in
- * device memory, the device waits. */
+/* Sets *equal_io to false, in main-stream order, if masters differ from the parameter buffer.
+ * Unless it is in device memory, the device waits. */
 fsdpc_status fsdpc_gather_compare(const fsdpc_unit *unit, bool *equal_io);
 
 #endif

@@ -29,8 +29,8 @@ bool fsdpc_unit_has_factor(const fsdpc_unit *unit);
 fsdpc_status fsdpc_unit_apply_scale(fsdpc_unit *unit);
 
 /* Call after zero_grad if other code still reads the shards.  The caller takes over their memory
- * and frees it; the unit gets new, zeroed memory.  Does nothing if the memory is a frontend's, offloaded,
- * about to be written, or known to a captured step by address. */
+ * and frees it; the unit gets new, zeroed memory.  Does nothing if the memory is a frontend's,
+ * offloaded, about to be written, or known to a captured step by address. */
 fsdpc_status fsdpc_unit_part_grads(fsdpc_unit *unit, void **groups_out, bool *parted_out);
 
 /* ---- Gradients that a frontend keeps for its users ---- */

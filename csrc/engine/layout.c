@@ -13,8 +13,8 @@
  * only shapes, so every rank makes the same decision.
  *
  * A 1-D parameter has rows of one element, so its cuts are those of torch.chunk.  Alignment gaps
- * are padding, like the tail of a slice.  Padding is part of shard and unsharded parameters; its contents never
- * reach a parameter.
+ * are padding, like the tail of a slice.  Padding is part of shard and unsharded parameters; its
+ * contents never reach a parameter.
  */
 #include "engine/layout.h"
 

@@ -8,8 +8,9 @@
  * trainable groups come first.  A group's parameters of equal row length form a band.  They are
  * placed end to end in declaration order, each beginning at a multiple of lcm(row, 64) elements.
  * The band's rows are cut into `ranks` equal slices of whole rows.  A parameter that must stay
- * whole has its own band, which one rank owns.  The unsharded parameters of a group are the sequence of its bands; a
- * shard is the sequence of this rank's slices.  Both begin each band at a multiple of 64.
+ * whole has its own band, which one rank owns.  The unsharded parameters of a group are the
+ * sequence of its bands; a shard is the sequence of this rank's slices.  Both begin each band at a
+ * multiple of 64.
  *
  * A row is the elements at one index of dim 0; a row of a 0-D or 1-D parameter is one element.
  */
@@ -95,7 +96,8 @@ static inline bool fsdpc_slice_is_of(const fsdpc_slice *band, int rank)
     return band->owner < 0 || band->owner == rank;
 }
 
-/* Returns the position among the unsharded parameters of element `shard_offset` of a rank's shard, in `band`. */
+/* Returns the position among the unsharded parameters of element `shard_offset` of a rank's shard,
+ * in `band`. */
 static inline size_t fsdpc_slice_unsharded(const fsdpc_slice *band, int rank, size_t shard_offset)
 {
     size_t begin = band->owner < 0 ? band->unsharded_offset + (size_t)rank * band->numel

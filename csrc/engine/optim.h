@@ -2,9 +2,9 @@
  *
  * An optimizer has states as large as its parameters' shards, and a step count for each parameter.
  * A step is one pass over memory, in its own epoch.  It reads the gradient shard (with the scale
- * that clipping left), updates master and states, and writes the parameter buffer.  Parameters of one group
- * share hyper-parameters; neighbours in a shard with the same group and step count are updated as
- * one run.  ops/flat_step.h defines the steps.
+ * that clipping left), updates master and states, and writes the parameter buffer.  Parameters of
+ * one group share hyper-parameters; neighbours in a shard with the same group and step count are
+ * updated as one run.  ops/flat_step.h defines the steps.
  *
  * The first step creates only the states that the hyper-parameters need: none for SGD without
  * momentum, a third one for amsgrad.  They are fp64 for fp64 parameters, else fp32, or bf16 rounded
@@ -59,8 +59,8 @@ fsdpc_status fsdpc_optim_capture_begin(fsdpc_optim *optim, const fsdpc_root *roo
                                        fsdpc_optim_graph **out);
 /* -- states ------------------------------------------------------------------------------------ */
 
-/* This rank's rows of a state, laid out like the master's local shard.  `write`: they may be written
- * until the next step. */
+/* This rank's rows of a state, laid out like the master's local shard.  `write`: they may be
+ * written until the next step. */
 typedef struct fsdpc_optim_view {
     fsdpc_local_shard local;
     fsdpc_dtype dtype;

@@ -2,7 +2,8 @@
  *
  * A captured call knows its slot by address.  The optimizer owns the memory and creates it with its
  * first step.  All its graphs share it: each writes its own slots before it is launched.  Before a
- * launch the host computes the scalars of all slots, as for an eager step, and copies them in one piece.  The capture joined calls into runs by their step counts.  Replays increase all counts
+ * launch the host computes the scalars of all slots, as for an eager step, and copies them in one
+ * piece.  The capture joined calls into runs by their step counts.  Replays increase all counts
  * together, so the runs stay valid unless the user changes single counts, which is an error.
  *
  * There is one slot per parameter, which is always enough.

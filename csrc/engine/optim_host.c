@@ -1,7 +1,7 @@
 /* Per element, 4 bytes of gradient come down, and the master goes up for the device to cast.  The
  * bus carries both directions at once, so casting on the CPU, to send 2 bytes instead of 4, would
- * save no time.  States and masters stay on the host.  If this rank's slices of the parameter buffer are also
- * in host memory, the step writes them in its pass, and gathers bring them up.
+ * save no time.  States and masters stay on the host.  If this rank's slices of the parameter
+ * buffer are also in host memory, the step writes them in its pass, and gathers bring them up.
  *
  *     main      backward, norm, factor ─┬─ (step of A) ── copy-in A ── (step of B) ── copy-in B ──
  *     down                    computed  └─► A's chunks ─► B's chunks ─►

@@ -5,9 +5,9 @@
  * bf16 states a run is one parameter, since the random bits of the rounding depend on the
  * parameter's elements.
  *
- * The same pass writes the parameter buffer.  That is legal because the step first opens an epoch on every
- * root: all ranks have arrived, so none reads.  A unit without a root (no forward has run) has no
- * parameter buffer; its masters are updated, and the first epoch copies them in.
+ * The same pass writes the parameter buffer.  That is legal because the step first opens an epoch
+ * on every root: all ranks have arrived, so none reads.  A unit without a root (no forward has run)
+ * has no parameter buffer; its masters are updated, and the first epoch copies them in.
  *
  * If masters or states are in a file, a step walks through it in a pass (tier/tier.h).  Runs can be
  * cut at the end of a chunk, because an element's step does not depend on its neighbours.
@@ -15,9 +15,9 @@
  * Pending steps.  The call decides what to step (parameters, scales, counts), opens an epoch and
  * steps the units in memory.  Units in a file wait.  The tier's threads read ahead while the
  * program continues, and the unit's next gather steps it, in the order of the pass.  The slices are
- * then copied in later, so that gather is complete when all ranks have posted it (epoch.h).  This thread does
- * all the work without its peers, so it may do it at any time.  Code that uses masters or states
- * first ends the whole step: stepped values are then in the file, not in the ring.
+ * then copied in later, so that gather is complete when all ranks have posted it (epoch.h).  This
+ * thread does all the work without its peers, so it may do it at any time.  Code that uses masters
+ * or states first ends the whole step: stepped values are then in the file, not in the ring.
  *
  * A pending step that fails also fails for all later callers, and aborts the roots' communicators.
  */

@@ -24,7 +24,8 @@ void fsdpc_order_note_released(fsdpc_unit *unit);
 
 /* The functions below do nothing if streams do not overlap. */
 
-/* Call when main has written its own slices of the parameter buffer: later gathers wait for this. */
+/* Call when main has written its own slices of the parameter buffer: later gathers wait for this.
+ */
 static inline fsdpc_status fsdpc_order_copied_in(fsdpc_root *root)
 {
     return root->overlaps ? fsdpc_order_behind(root->device, root->copied_in, root->gather_stream)

@@ -65,7 +65,7 @@ typedef struct fsdpc_group_plan {
 fsdpc_status fsdpc_plan_group(const fsdpc_group *group, const fsdpc_unit_options *options,
                               fsdpc_group_plan *out);
 
-/* Returns the bytes of this rank's slices of a group's full. */
+/* Returns the bytes of this rank's slices of a group. */
 static inline size_t fsdpc_plan_slice_bytes(const fsdpc_group *group, fsdpc_dtype param_dtype)
 {
     return fsdpc_mem_counted(group->shard_numel * fsdpc_dtype_bytes(param_dtype));
@@ -96,8 +96,8 @@ static inline fsdpc_dtype fsdpc_plan_state_dtype(fsdpc_dtype param, fsdpc_dtype 
     return param == FSDPC_F64 ? FSDPC_F64 : state_dtype;
 }
 
-/* Returns whether masters can be pages of a parameter buffer: modules read them as they are, and no step
- * changes them. */
+/* Returns whether masters can be pages of a parameter buffer: modules read them as they are, and no
+ * step changes them. */
 static inline bool fsdpc_plan_shares_masters(const fsdpc_group *group, fsdpc_dtype param_dtype,
                                              const fsdpc_offload *offload)
 {

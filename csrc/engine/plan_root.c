@@ -1,5 +1,5 @@
-/* Plans each unit's own arrays first, then the memory that units share: unsharded parameters, reduce buffers, and
- * memory for sums in transit.
+/* Plans each unit's own arrays first, then the memory that units share: unsharded parameters,
+ * reduce buffers, and memory for sums in transit.
  */
 #include "engine/plan_root.h"
 
@@ -177,7 +177,7 @@ static size_t transit_bytes(const planner *p, int stage, int unit, int g, size_t
         return 0;
     return fsdpc_comm_hosts_staging_bytes(
         over_replicas ? FSDPC_COLL_REDUCE_ALL : FSDPC_COLL_REDUCE_SCATTER, sizes->dtypes[stage][g],
-        buffer_bytes, group.hosts, group.lanes);
+        buffer_bytes, group.hosts, group.local_size);
 }
 
 static fsdpc_status emit_buffers(const planner *p, const char *name, size_t bytes, size_t count,

@@ -1,9 +1,9 @@
 /* The memory that a root of planned units will have on a rank, and the sizes of its messages.
  *
  * Nothing is created: no unit, communicator or device needs to exist.  Each row is memory that the
- * engine will allocate.  Its size comes from the function that the engine allocates it with (plan.h,
- * slots.h, micro.h, comm_hosts.h).  The caller adds rows up.  The sums are the peaks of steps that
- * follow the recorded schedule and keep no gradients over several backwards (no_sync).
+ * engine will allocate.  Its size comes from the function that the engine allocates it with
+ * (plan.h, slots.h, micro.h, comm_hosts.h).  The caller adds rows up.  The sums are the peaks of
+ * steps that follow the recorded schedule and keep no gradients over several backwards (no_sync).
  */
 #ifndef FSDPC_ENGINE_PLAN_ROOT_H
 #define FSDPC_ENGINE_PLAN_ROOT_H
@@ -20,7 +20,7 @@ typedef struct fsdpc_plan_unit {
 
 /* The ranks of one stage of a reduction: hosts, and ranks on each of them. */
 typedef struct fsdpc_plan_hosts {
-    int hosts, lanes;
+    int hosts, local_size;
 } fsdpc_plan_hosts;
 
 typedef struct fsdpc_root_options {

@@ -1,6 +1,6 @@
-/* The parameter buffer contains the unsharded parameters of all units end to end, each group on a page boundary.  If a gather
- * moves bytes, the parameter buffer only defines these offsets (unsharded.h).  Reduce buffers are sized for the
- * largest unit that uses them.
+/* The parameter buffer contains the unsharded parameters of all units end to end, each group on a
+ * page boundary.  If a gather moves bytes, the parameter buffer only defines these offsets
+ * (unsharded.h).  Reduce buffers are sized for the largest unit that uses them.
  */
 #include "engine/root_internal.h"
 
@@ -42,8 +42,8 @@ static fsdpc_status adopt_units(fsdpc_root *root, fsdpc_unit *const *units,
     return FSDPC_OK;
 }
 
-/* Creates the parameter buffer in device memory, in host memory or on a disk, the same for all units.  It
- * contains their unsharded parameters, or this rank's slices of them. */
+/* Creates the parameter buffer in device memory, in host memory or on a disk, the same for all
+ * units.  It contains their unsharded parameters, or this rank's slices of them. */
 static fsdpc_status create_param_buffer(fsdpc_root *root, size_t bytes)
 {
     const fsdpc_unit *first = root->units[0];

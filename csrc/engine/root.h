@@ -1,9 +1,9 @@
 /* A root: the outermost unit with all units inside it, their parameter buffer and reduce buffers.
  *
- * The first forward creates it, collectively.  The parameter buffer is one memory for the unsharded parameters of all units,
- * shared by the ranks of a host.  Units that close during backward share two pooled reduce buffers.
- * Units that stay open have their own: the root, units that enclose others, and units that keep
- * gradients.  With replicas, each buffer is paired with a partial.
+ * The first forward creates it, collectively.  The parameter buffer is one memory for the unsharded
+ * parameters of all units, shared by the ranks of a host.  Units that close during backward share
+ * two pooled reduce buffers. Units that stay open have their own: the root, units that enclose
+ * others, and units that keep gradients.  With replicas, each buffer is paired with a partial.
  */
 #ifndef FSDPC_ENGINE_ROOT_H
 #define FSDPC_ENGINE_ROOT_H

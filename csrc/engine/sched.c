@@ -8,11 +8,11 @@
  * Everything happens on demand: a unit is gathered when it is needed, so any order of calls is
  * correct if all ranks make the same calls.  The execution order only adds gathers ahead of demand.
  *
- * The execution order.  The first step with gradients records each (unit, phase) in order.  While later
- * steps repeat it, the next `prefetch` entries are gathered before the current unit computes.  The
- * first entry that differs cuts the execution order there, and the remainder of the step is recorded
- * instead.  A lasting change of branch thus costs one step on demand, and a branch taken once costs
- * two.
+ * The execution order.  The first step with gradients records each (unit, phase) in order.  While
+ * later steps repeat it, the next `prefetch` entries are gathered before the current unit computes.
+ * The first entry that differs cuts the execution order there, and the remainder of the step is
+ * recorded instead.  A lasting change of branch thus costs one step on demand, and a branch taken
+ * once costs two.
  *
  * Only post_backward releases weights; the arrival of all gradients does not.  A frozen layer after
  * the last trainable one still needs its weight for the gradient of its input.
@@ -22,7 +22,9 @@
  * posted there, in the order of units.
  *
  * Rank-dependent units (experts that some ranks' data does not select) take part even if they did
- * not run.  All of them are gathered when an epoch begins and stay unsharded until the next; the execution order omits them.  Their gradients, zeros if there are none, are reduced at the end of backward.
+ * not run.  All of them are gathered when an epoch begins and stay unsharded until the next; the
+ * execution order omits them.  Their gradients, zeros if there are none, are reduced at the end of
+ * backward.
  *
  * Inside backward a forward is a recomputation (activation checkpointing): no epoch, no reshard.
  */
@@ -62,9 +64,8 @@ static fsdpc_status append(fsdpc_exec_order *exec_order, fsdpc_exec_entry entry)
 static void begin_step(fsdpc_exec_order *exec_order)
 {
     if (exec_order->following && exec_order->ended && exec_order->position < exec_order->length)
-        exec_order->length =
-            exec_order->position; /* the last step was shorter: gather no more than it
-                                            * did */
+        exec_order->length = exec_order->position; /* the last step was shorter: gather no more than
+                                                    * it did */
     exec_order->following = exec_order->complete;
     if (!exec_order->complete)
         exec_order->length = 0;
@@ -92,15 +93,16 @@ static fsdpc_status note_use(fsdpc_root *root, const fsdpc_unit *unit, bool back
     return append(exec_order, entry);
 }
 
-/* If ranks share a parameter buffer, a gather ahead moves no bytes; if slices are copied in later, it would wait for steps
- * that can overlap with compute. */
+/* If ranks share a parameter buffer, a gather ahead moves no bytes; if slices are copied in later,
+ * it would wait for steps that can overlap with compute. */
 static bool comes_too_early(const fsdpc_unit *unit)
 {
     const fsdpc_comm *comm = unit->root->comm;
     return unit->copy_in_later && comm->host_size == comm->size;
 }
 
-/* Gathers ahead the units that the user chose, or otherwise those that come next in the execution order. */
+/* Gathers ahead the units that the user chose, or otherwise those that come next in the execution
+ * order. */
 static fsdpc_status gather_ahead(fsdpc_root *root, const fsdpc_unit *unit, bool backward)
 {
     const fsdpc_exec_order *exec_order = &root->exec_order;

@@ -4,9 +4,9 @@
  *
  * Both frontends call these through call.h, and add gradients.  Only the schedule decides when a
  * unit is gathered, resharded and reduced.  The first step runs on demand and is recorded; later
- * steps follow the execution order and gather `prefetch` units ahead, in forward and in backward.  A step
- * that departs from the execution order falls back to gathering on demand, stays correct, and is recorded
- * again.
+ * steps follow the execution order and gather `prefetch` units ahead, in forward and in backward.
+ * A step that departs from the execution order falls back to gathering on demand, stays correct,
+ * and is recorded again.
  *
  * Reductions are posted in post_backward, or in backward_end for units whose inputs needed no
  * gradient, and completed at later entry points. backward_end waits for all of them, unless

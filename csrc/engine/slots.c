@@ -1,4 +1,5 @@
-/* Decides who shares: units of the same size take turns if that needs less memory than one slot each. */
+/* Decides who shares: units of the same size take turns if that needs less memory than one slot
+ * each. */
 #include "engine/slots.h"
 
 #include "base/size.h"

@@ -8,10 +8,10 @@
  * its own step.
  *
  * A replay repeats the recorded step, so the host must make the same decisions.  The end of the
- * capture and each replay compare pending gradients, settings, and whether weights match the parameter buffer.
- * A difference is an error that names the unit, and nothing is launched.  An error between begin
- * and end abandons the step.  The host's state is restored, gradients made in the step are dropped,
- * and tensors made in it have no contents.
+ * capture and each replay compare pending gradients, settings, and whether weights match the
+ * parameter buffer. A difference is an error that names the unit, and nothing is launched.  An
+ * error between begin and end abandons the step.  The host's state is restored, gradients made in
+ * the step are dropped, and tensors made in it have no contents.
  *
  * All functions are collective if operations are ordered on the device (fsdpc_comm_order);
  * otherwise only a single rank may use them.  An error on one rank is an error on all, except for a

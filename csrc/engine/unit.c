@@ -1,8 +1,8 @@
 /* Manages a unit's private memory, and copies single parameters into and out of it.
  *
- * Masters are allocated once, with the unit, and never move: optimizers and exported local shards may
- * keep pointers.  So are gradient shards, but they may move while they are empty (place_grads here,
- * and grads.h).  The kernels of flat_ops loop over elements; this file only determines which
+ * Masters are allocated once, with the unit, and never move: optimizers and exported local shards
+ * may keep pointers.  So are gradient shards, but they may move while they are empty (place_grads
+ * here, and grads.h).  The kernels of flat_ops loop over elements; this file only determines which
  * elements.
  */
 #include "engine/unit_internal.h"
@@ -39,9 +39,10 @@ void fsdpc_unit_destroy_array(const fsdpc_unit *unit, fsdpc_extent *extent, void
 }
 
 /* Note [spread masters].  If modules of a frozen group read the masters directly, a host needs only
- * one copy, not two.  The masters have address space for all unsharded parameters, but touch only their own
- * rows.  When the parameter buffer exists, its pages replace theirs at the same addresses (unsharded_shared.c).  A
- * write to a master then copies its page first, so peers do not see it before its copy-in. */
+ * one copy, not two.  The masters have address space for all unsharded parameters, but touch only
+ * their own rows.  When the parameter buffer exists, its pages replace theirs at the same addresses
+ * (unsharded_shared.c).  A write to a master then copies its page first, so peers do not see it
+ * before its copy-in. */
 static bool can_spread(const fsdpc_unit *unit, const fsdpc_unit_group *group)
 {
     return fsdpc_plan_shares_masters(group->plan, group->param_dtype, &unit->offload) &&
@@ -165,8 +166,8 @@ static fsdpc_status create_group(fsdpc_unit *unit, int g, const fsdpc_unit_optio
 }
 
 /* With one unit ahead, the network between hosts is idle from the end of one gather until the next
- * is posted.  On CPU ranks unsharded parameters are in the parameter buffer's memory, so a second one is free; a GPU needs a
- * slot for it. */
+ * is posted.  On CPU ranks unsharded parameters are in the parameter buffer's memory, so a second
+ * one is free; a GPU needs a slot for it. */
 static int default_prefetch(const fsdpc_unit *unit)
 {
     const fsdpc_comm *shard = unit->mesh.shard;
@@ -568,8 +569,8 @@ fsdpc_status fsdpc_unit_check_unsharded(fsdpc_unit *unit, int param)
     if (__builtin_expect(unit->state == FSDPC_UNIT_UNSHARDED, 1))
         return FSDPC_OK;
     return fsdpc_fail(FSDPC_ERR_STATE,
-                      "parameter '%s' of unit '%s' is sharded here: its unsharded parameters exist "
-                      "only inside the "
-                      "unit's forward and backward; use .local, full_tensor() or unshard()",
+                      "parameter '%s' of unit '%s' is sharded here: its unsharded value exists "
+                      "only inside the unit's forward and backward; use .local, full_tensor() or "
+                      "unshard()",
                       unit->layout->params[param].name, unit->name);
 }

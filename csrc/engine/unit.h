@@ -1,19 +1,20 @@
 /* A unit: modules whose parameters are gathered, freed and reduced together.
  *
  * A unit owns its layout and this rank's private memory: masters (original dtype) and gradient
- * shards (fp32, or fp64 for fp64 parameters).  Its unsharded parameters are in the parameter buffer of its root, which is found
- * at the first forward; until then a unit has only masters.
+ * shards (fp32, or fp64 for fp64 parameters).  Its unsharded parameters are in the parameter buffer
+ * of its root, which is found at the first forward; until then a unit has only masters.
  *
  * Its gradients go into a reduce buffer and from there into the gradient shard.  On a mesh with
  * replicas the sums of the shard group first go into a `partial`, which is then summed over the
  * replicas.  If the shard group is one rank, the buffer itself is summed over the replicas.
  *
  * Optimizers, initialisation and loading write masters and mark the unit as written.  Users may
- * write masters through exported local shards; each epoch begins by comparing such a unit with the parameter buffer.
- * Only the copy-in and gathers write unsharded parameters.  Reductions write gradient shards.
+ * write masters through exported local shards; each epoch begins by comparing such a unit with the
+ * parameter buffer. Only the copy-in and gathers write unsharded parameters.  Reductions write
+ * gradient shards.
  *
- * Frozen groups have only masters and unsharded parameters.  A group gets gradient shards, and keeps them, once
- * one of its parameters becomes trainable.
+ * Frozen groups have only masters and unsharded parameters.  A group gets gradient shards, and
+ * keeps them, once one of its parameters becomes trainable.
  *
  * Zeroing gradients touches no memory: the unit records which parameters have one.  A parameter has
  * a gradient on every rank if any rank used it, and on none otherwise.  Clipping leaves a pending
@@ -55,7 +56,7 @@ static inline bool fsdpc_unit_owns_buffer(const fsdpc_unit_settings *settings, b
     return encloses || settings->keep_grads || settings->rank_dependent;
 }
 
-/* Its full is in memory of its own (slots.h). */
+/* Its unsharded parameters are in memory of its own (slots.h). */
 static inline bool fsdpc_unit_owns_unsharded(const fsdpc_unit_settings *settings, bool encloses)
 {
     return encloses || settings->rank_dependent || !settings->reshard_after_forward;
@@ -112,15 +113,15 @@ fsdpc_unit_flat fsdpc_unit_flat_with(const fsdpc_unit *unit, int param); /* the 
 /* Returns this rank's shard of a parameter's master, without marking it.  Call check_master or
  * mark_written first. */
 void *fsdpc_unit_master(const fsdpc_unit *unit, int param, fsdpc_local_shard *local_out);
-/* Returns the local shard's offset in its flat group's masters, in elements; meaningless for an empty
- * local shard. */
+/* Returns the local shard's offset in its flat group's masters, in elements; meaningless for an
+ * empty local shard. */
 size_t fsdpc_unit_master_offset(const fsdpc_unit *unit, int param);
 /* Call before reading the master: ends a pending step, and verifies data that is in a file. */
 fsdpc_status fsdpc_unit_check_master(const fsdpc_unit *unit, int param);
 
 /* Call mark_written before writing masters.  Call mark_shared before giving a caller a writable
- * local shard: each epoch then compares the masters with the parameter buffer.  Both fail if a pending step cannot
- * end. */
+ * local shard: each epoch then compares the masters with the parameter buffer.  Both fail if a
+ * pending step cannot end. */
 fsdpc_status fsdpc_unit_mark_written(fsdpc_unit *unit);
 fsdpc_status fsdpc_unit_mark_shared(fsdpc_unit *unit);
 
@@ -140,21 +141,21 @@ fsdpc_status fsdpc_unit_alloc_grad(const fsdpc_unit *unit, int group, void **out
  * policy offloads.  The caller keeps the memory until it calls again or the unit is destroyed. */
 void fsdpc_unit_place_grads(fsdpc_unit *unit, void *const *groups);
 
-/* A frontend's memory for unsharded parameters.  `take` calls place_unsharded with an address for each flat group;
- * the addresses are valid until `give`.  Both may run on any thread. */
+/* A frontend's memory for unsharded parameters.  `take` calls place_unsharded with an address for
+ * each flat group; the addresses are valid until `give`.  Both may run on any thread. */
 typedef struct fsdpc_frontend_memory {
     fsdpc_status (*take)(void *of);
     void (*give)(void *of);
     void *of;
 } fsdpc_frontend_memory;
 
-/* Call before there is a root.  If the shard group is one rank, its unsharded parameters will be in this memory
- * (unsharded_frontend.c).  NULL: withdraws the memory, and none of those unsharded parameters is used again. */
+/* Call before there is a root.  If the shard group is one rank, its unsharded parameters will be in
+ * this memory (unsharded_frontend.c).  NULL: withdraws the memory, and none of those unsharded
+ * parameters is used again. */
 void fsdpc_unit_set_frontend_memory(fsdpc_unit *unit, const fsdpc_frontend_memory *room);
 bool fsdpc_unit_unsharded_in_frontend(const fsdpc_unit *unit); /* it has a root, and they are */
-bool fsdpc_unit_reads_masters(
-    const fsdpc_unit *unit); /* and its unsharded parameters are the masters: no cast is
-                                                         * needed */
+bool fsdpc_unit_reads_masters(const fsdpc_unit *unit); /* and its unsharded parameters are the
+                                                        * masters: no cast is needed */
 void fsdpc_unit_place_unsharded(fsdpc_unit *unit, void *const *groups);
 
 /* Returns whether backwards of other units run between its gradients.  False before the root

@@ -47,7 +47,7 @@ typedef struct fsdpc_unit_group {
     fsdpc_coll_sum *sums;       /* sums that the posted reduction leaves, if it leaves several
                            * (micro.c) */
     unsigned char *master, *grad;
-    bool spread; /* `master` has the layout of the full (unit.c) */
+    bool spread; /* `master` has the layout of the unsharded parameters (unit.c) */
     bool
         in_param_buffer; /* `master` maps the parameter buffer: only pages that differ are copies */
     fsdpc_extent *master_extent, *grad_extent; /* extents that contain them; NULL: device memory */
@@ -83,14 +83,15 @@ struct fsdpc_unit {
     fsdpc_unit **ahead[2]; /* gathered ahead of forward [0] and backward [1]; NULL: as recorded */
     int n_ahead[2];
 
-    /* Memory if gathers move bytes, written by unsharded_slots.c; if a frontend provides the memory, by unit.c. */
+    /* Memory if gathers move bytes, written by unsharded_slots.c; if a frontend provides the
+     * memory, by unit.c. */
     int slot;                              /* -1: it shares with no unit */
     fsdpc_window *window;                  /* the memory that it shares, or shared */
     unsigned char *room;                   /* the unit's own memory */
     fsdpc_frontend_memory frontend_memory; /* take is NULL: none */
 
-    /* Gather.  Written by gather.c, unsharded.c and sched.c; code that changes masters sets `dirty` and
-     * `foreign`.
+    /* Gather.  Written by gather.c, unsharded.c and sched.c; code that changes masters sets `dirty`
+     * and `foreign`.
      */
     fsdpc_unit_state state;
     fsdpc_event *released;  /* order.c; NULL unless its root overlaps streams */
@@ -209,13 +210,14 @@ fsdpc_status fsdpc_unit_create_array(const fsdpc_unit *unit, const fsdpc_group *
                                      fsdpc_dtype dtype, fsdpc_extent **extent_out, void **out);
 void fsdpc_unit_destroy_array(const fsdpc_unit *unit, fsdpc_extent *extent, void *memory);
 
-/* Maps spread masters to the parameter buffer, which has room for the group; does nothing to others. */
+/* Maps spread masters to the parameter buffer, which has room for the group; does nothing to
+ * others. */
 fsdpc_status fsdpc_unit_join_param_buffer(fsdpc_unit *unit, fsdpc_unit_group *group,
                                           const fsdpc_param_buffer *param_buffer);
-void fsdpc_unit_leave_param_buffer(
-    fsdpc_unit *unit); /* the parameter buffer is about to go; masters keep their
-                                               * contents */
-/* Drops private copies of frozen masters that were copied in, since these equal the parameter buffer. */
+void fsdpc_unit_leave_param_buffer(fsdpc_unit *unit); /* the parameter buffer is about to go;
+                                                       * masters keep their contents */
+/* Drops private copies of frozen masters that were copied in, since these equal the parameter
+ * buffer. */
 void fsdpc_unit_drop_copies(fsdpc_unit *unit);
 
 /* Returns the master of this rank's slice of a band, starting at element `at` of the shard.  Only

@@ -1,4 +1,5 @@
-/* Code shared by all ways of making unsharded parameters: creation order, watched addresses, dropping. */
+/* Code shared by all ways of making unsharded parameters: creation order, watched addresses,
+ * dropping. */
 #include "engine/unsharded.h"
 
 #include "base/fault.h"

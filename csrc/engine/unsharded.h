@@ -11,12 +11,12 @@
  *
  * A new way is a new table.  The simplest, unsharded_shared.c, is the template.
  *
- * The address of an unsharded parameter is fixed from place to remove, unless a frontend provides its memory. place and remove announce
- * it to base/fault.h, so that the report of a bad write, or of a read after reshard, names rank,
- * unit and parameter.
+ * The address of an unsharded parameter is fixed from place to remove, unless a frontend provides
+ * its memory. place and remove announce it to base/fault.h, so that the report of a bad write, or
+ * of a read after reshard, names rank, unit and parameter.
  *
  * Publishing writes a rank's own slices, after all ranks have arrived in an epoch and before the
- * rank itself publishes (epoch.h).  Modules read between reveal and drop.
+ * rank reports its copy-in (epoch.h).  Modules read between reveal and drop.
  */
 #ifndef FSDPC_ENGINE_UNSHARDED_H
 #define FSDPC_ENGINE_UNSHARDED_H

@@ -1,5 +1,5 @@
-/* Like unsharded_shared.c, with a parameter buffer in a file: the kernel loads pages when they are read and evicts
- * them when memory is short.  A gather prefetches them.
+/* Like unsharded_shared.c, with a parameter buffer in a file: the kernel loads pages when they are
+ * read and evicts them when memory is short.  A gather prefetches them.
  *
  * Each rank keeps the CRC-32C of its own slices and checks it at every gather, since the
  * kernel may have reread pages.  All ranks gather every unit, and ranks of a host have the same

@@ -1,9 +1,12 @@
-/* Unsharded parameters of a shard group of one rank, in memory of a frontend whose users may write masters at
- * any time.
+/* Unsharded parameters of a shard group of one rank, in memory of a frontend whose users may write
+ * masters at any time.
  *
- * Such a rank is the only reader of its slices, and it would have to compare its slices with
- * the masters before each step.  It therefore copies nothing in.  Unsharded parameters are a cast of the masters, made when the unit begins to use it; its memory is returned after the use.  This is what FSDP2
- * does on one rank.  With a copy-in, SmolLM3-3B under torch on an H200 always had 5.8 GiB of copied-in parameters, and spent 4.9 of 464 ms comparing them.  If no cast is needed, the masters themselves are the unsharded parameters.
+ * Such a rank is the only reader of its slices, and it would have to compare them with the masters
+ * before each step.  It therefore copies nothing in.  Unsharded parameters are a cast of the
+ * masters, made when the unit begins to use them; their memory is returned after the use.  This is
+ * what FSDP2 does on one rank.  With a copy-in, SmolLM3-3B under torch on an H200 always had 5.8
+ * GiB of unsharded parameters, and spent 4.9 of 464 ms comparing them.  If no cast is needed, the
+ * masters themselves are the unsharded parameters.
  *
  * A write between a forward and its backward is an error in the backward, which casts the weights
  * again.  If the frontend does not see the write (for example, through `.data`), the new values are
@@ -35,8 +38,8 @@ void fsdpc_unit_place_unsharded(fsdpc_unit *unit, void *const *groups)
 
 static fsdpc_status place(fsdpc_unit *unit, fsdpc_unit_group *group)
 {
-    if (fsdpc_unit_reads_masters(
-            unit)) /* on one rank, shard and unsharded parameters have the same layout */
+    /* On one rank, shard and unsharded parameters have the same layout. */
+    if (fsdpc_unit_reads_masters(unit))
         group->unsharded = group->own_slices =
             fsdpc_unit_masters(unit, group, &group->plan->bands[0], 0);
     return FSDPC_OK;

@@ -1,4 +1,5 @@
-/* No-alias mode: unsharded parameters in private pages that are readable only while the unit is UNSHARDED.
+/* No-alias mode: unsharded parameters in private pages that are readable only while the unit is
+ * UNSHARDED.
  *
  * This is slower, but a read that comes too early or too late ends the process at once.  The pages
  * belong to an ordinary block that is two pages larger, so that its bytes are counted and protected
@@ -69,7 +70,8 @@ static fsdpc_status reveal(fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-/* If the kernel has no memory to split the mapping, or the device cannot do the fill, the memory stays readable and keeps its contents. */
+/* If the kernel has no memory to split the mapping, or the device cannot do the fill, the memory
+ * stays readable and keeps its contents. */
 static void hide(fsdpc_unit *unit)
 {
     fsdpc_stream *main = fsdpc_device_main(unit->device);

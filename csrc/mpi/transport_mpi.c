@@ -44,48 +44,48 @@ static const int64_t STOP_NS = 2000000000; /* a thread that stays in MPI longer 
                                             * abandoned */
 static const double NO_DEADLINE = 1e9;     /* until a communicator sets one */
 
-static uint32_t phase_of(fsdpc_mpi_transport *transport)
+static uint32_t phase_of(fsdpc_mpi_transport *self)
 {
-    return atomic_load_explicit(&transport->phase, memory_order_acquire);
+    return atomic_load_explicit(&self->phase, memory_order_acquire);
 }
 
-static void wake_thread(fsdpc_mpi_transport *transport)
+static void wake_thread(fsdpc_mpi_transport *self)
 {
-    if (atomic_exchange(&transport->asleep, 0) == 1)
-        fsdpc_futex_wake(&transport->asleep);
+    if (atomic_exchange(&self->asleep, 0) == 1)
+        fsdpc_futex_wake(&self->asleep);
 }
 
 /* Waits for at most max_ns until the thread has left a phase. */
-static void await_phase(fsdpc_mpi_transport *transport, uint32_t left, int64_t max_ns)
+static void await_phase(fsdpc_mpi_transport *self, uint32_t left, int64_t max_ns)
 {
     int64_t end = fsdpc_clock_ns() + max_ns;
-    for (int64_t now; phase_of(transport) == left && (now = fsdpc_clock_ns()) < end;)
-        fsdpc_futex_wait(&transport->phase, left, end - now);
+    for (int64_t now; phase_of(self) == left && (now = fsdpc_clock_ns()) < end;)
+        fsdpc_futex_wait(&self->phase, left, end - now);
 }
 
 static void set_wake(fsdpc_transport *base, void (*wake)(void *arg), void *arg)
 {
-    fsdpc_mpi_transport *transport = (fsdpc_mpi_transport *)base;
-    pthread_mutex_lock(&transport->waking);
+    fsdpc_mpi_transport *self = (fsdpc_mpi_transport *)base;
+    pthread_mutex_lock(&self->waking);
     base->wake = wake;
     base->wake_arg = arg;
-    pthread_mutex_unlock(&transport->waking);
+    pthread_mutex_unlock(&self->waking);
 }
 
 static fsdpc_status mpi_post(fsdpc_transport_op *op)
 {
-    fsdpc_mpi_transport *transport = (fsdpc_mpi_transport *)op->transport;
+    fsdpc_mpi_transport *self = (fsdpc_mpi_transport *)op->transport;
     FSDPC_TRY(fsdpc_transport_health(op->transport));
     op->status = FSDPC_OK;
     op->moved = 0;
     op->request = 0;
     atomic_store_explicit(&op->state, 1, memory_order_relaxed);
-    op->next = atomic_load_explicit(&transport->queue, memory_order_relaxed);
+    op->next = atomic_load_explicit(&self->queue, memory_order_relaxed);
     /* Must come before reading `asleep`, which the thread sets before its last look at the
      * queue. */
-    while (!atomic_compare_exchange_weak(&transport->queue, &op->next, op))
+    while (!atomic_compare_exchange_weak(&self->queue, &op->next, op))
         ;
-    wake_thread(transport);
+    wake_thread(self);
     return FSDPC_OK;
 }
 
@@ -105,39 +105,38 @@ static fsdpc_status mpi_test(fsdpc_transport_op *op)
 
 static void mpi_leave(fsdpc_transport *base)
 {
-    fsdpc_mpi_transport *transport = (fsdpc_mpi_transport *)base;
-    atomic_store(&transport->leaving, true);
-    wake_thread(transport);
+    fsdpc_mpi_transport *self = (fsdpc_mpi_transport *)base;
+    atomic_store(&self->leaving, true);
+    wake_thread(self);
 }
 
-static void tell_thread(fsdpc_mpi_transport *transport, enum fsdpc_mpi_wanted wanted)
+static void tell_thread(fsdpc_mpi_transport *self, enum fsdpc_mpi_wanted wanted)
 {
-    atomic_store(&transport->wanted, wanted);
-    wake_thread(transport);
-    await_phase(transport, FSDPC_MPI_RUNNING, STOP_NS);
+    atomic_store(&self->wanted, wanted);
+    wake_thread(self);
+    await_phase(self, FSDPC_MPI_RUNNING, STOP_NS);
 }
 
 static void mpi_abort(fsdpc_transport *base, const char *reason)
 {
-    fsdpc_mpi_transport *transport = (fsdpc_mpi_transport *)base;
+    fsdpc_mpi_transport *self = (fsdpc_mpi_transport *)base;
     if (fsdpc_transport_health(base) != FSDPC_OK)
         return;
     const char *why = *reason ? reason : "aborted";
-    fsdpc_transport_name_reason(base->rank, why, strlen(why), transport->asked,
-                                sizeof transport->asked);
-    tell_thread(transport, FSDPC_MPI_ABORT);
-    fsdpc_mpi_fail(transport, transport->asked); /* if the thread could not do it */
+    fsdpc_transport_name_reason(base->rank, why, strlen(why), self->asked, sizeof self->asked);
+    tell_thread(self, FSDPC_MPI_ABORT);
+    fsdpc_mpi_fail(self, self->asked); /* if the thread could not do it */
 }
 
 static void mpi_destroy(fsdpc_transport *base)
 {
-    fsdpc_mpi_transport *transport = (fsdpc_mpi_transport *)base;
+    fsdpc_mpi_transport *self = (fsdpc_mpi_transport *)base;
     set_wake(base, NULL, NULL);
-    tell_thread(transport, FSDPC_MPI_END);
-    if (phase_of(transport) == FSDPC_MPI_STOPPED)
-        pthread_join(transport->thread, NULL);
+    tell_thread(self, FSDPC_MPI_END);
+    if (phase_of(self) == FSDPC_MPI_STOPPED)
+        pthread_join(self->thread, NULL);
     else
-        pthread_detach(transport->thread);
+        pthread_detach(self->thread);
 }
 
 static void mpi_describe(const fsdpc_transport *base, char *text, size_t bytes)
@@ -162,19 +161,19 @@ void fsdpc_mpi_version(char *text, size_t bytes)
 /* See the top of the file: a successful exit waits for the thread to end MPI. */
 static void at_exit(int exit_status, void *arg)
 {
-    fsdpc_mpi_transport *transport = arg;
-    if (exit_status != 0 || getpid() != transport->pid)
+    fsdpc_mpi_transport *self = arg;
+    if (exit_status != 0 || getpid() != self->pid)
         return;
-    while (phase_of(transport) == FSDPC_MPI_ENDING)
-        await_phase(transport, FSDPC_MPI_ENDING, STOP_NS);
-    await_phase(transport, FSDPC_MPI_LAST, (int64_t)(transport->base.timeout_s * 1e9));
-    if (phase_of(transport) != FSDPC_MPI_LAST)
+    while (phase_of(self) == FSDPC_MPI_ENDING)
+        await_phase(self, FSDPC_MPI_ENDING, STOP_NS);
+    await_phase(self, FSDPC_MPI_LAST, (int64_t)(self->base.timeout_s * 1e9));
+    if (phase_of(self) != FSDPC_MPI_LAST)
         return;
-    FSDPC_WARN(&transport->base.log,
+    FSDPC_WARN(&self->base.log,
                "all ranks have ended, and MPI_Finalize has not returned within %g s "
                "(FSDPC_TIMEOUT_S): this process ends without it, which the launcher may call a "
                "failure",
-               transport->base.timeout_s);
+               self->base.timeout_s);
     fflush(NULL);
     _exit(exit_status);
 }
@@ -192,34 +191,34 @@ static const fsdpc_transport_ops mpi_ops = {
 
 fsdpc_status fsdpc_transport_mpi_create(int rank, int size, fsdpc_transport **out)
 {
-    fsdpc_mpi_transport *transport = calloc(1, sizeof *transport);
-    if (!transport)
+    fsdpc_mpi_transport *self = calloc(1, sizeof *self);
+    if (!self)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a transport");
-    transport->base =
+    self->base =
         (fsdpc_transport){.ops = &mpi_ops, .rank = rank, .size = size, .timeout_s = NO_DEADLINE};
-    transport->pid = getpid();
-    transport->met = calloc((size_t)size, sizeof *transport->met);
-    transport->gone = calloc((size_t)size, sizeof *transport->gone);
-    transport->base.farewells = calloc((size_t)size, sizeof *transport->base.farewells);
-    pthread_mutex_init(&transport->waking, NULL);
+    self->pid = getpid();
+    self->met = calloc((size_t)size, sizeof *self->met);
+    self->gone = calloc((size_t)size, sizeof *self->gone);
+    self->base.farewells = calloc((size_t)size, sizeof *self->base.farewells);
+    pthread_mutex_init(&self->waking, NULL);
     fsdpc_status status =
-        transport->met && transport->gone && transport->base.farewells
-            ? fsdpc_thread_start("fsdpc-mpi", fsdpc_mpi_thread, transport, &transport->thread)
+        self->met && self->gone && self->base.farewells
+            ? fsdpc_thread_start("fsdpc-mpi", fsdpc_mpi_thread, self, &self->thread)
             : fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a transport of %d ranks", size);
     if (status != FSDPC_OK) {
-        free(transport->base.farewells);
-        free(transport->gone);
-        free(transport->met);
-        free(transport);
+        free(self->base.farewells);
+        free(self->gone);
+        free(self->met);
+        free(self);
         return status;
     }
-    while (phase_of(transport) == FSDPC_MPI_STARTING)
-        await_phase(transport, FSDPC_MPI_STARTING, STOP_NS);
-    if (transport->status != FSDPC_OK) { /* the memory is kept, since MPI may refer to it */
-        pthread_join(transport->thread, NULL);
-        return fsdpc_fail(transport->status, "%s", transport->reason);
+    while (phase_of(self) == FSDPC_MPI_STARTING)
+        await_phase(self, FSDPC_MPI_STARTING, STOP_NS);
+    if (self->status != FSDPC_OK) { /* the memory is kept, since MPI may refer to it */
+        pthread_join(self->thread, NULL);
+        return fsdpc_fail(self->status, "%s", self->reason);
     }
-    on_exit(at_exit, transport);
-    *out = &transport->base;
+    on_exit(at_exit, self);
+    *out = &self->base;
     return FSDPC_OK;
 }

@@ -1,9 +1,9 @@
 /* A transport over MPI: declarations that its two halves share.
  *
- * The posting thread calls transport_mpi.c, which posts and tests. mpi_thread.c is the transport's thread,
- * the only one that calls MPI.  Operations go to it through `queue`, and results come back in their
- * `state`.  `wanted` (written by the posting thread) and `phase` (written by the transport's thread)
- * control the lifetime of the transport.
+ * The posting thread calls transport_mpi.c, which posts and tests. mpi_thread.c is the transport's
+ * thread, the only one that calls MPI.  Operations go to it through `queue`, and results come back
+ * in their `state`.  `wanted` (written by the posting thread) and `phase` (written by the
+ * transport's thread) control the lifetime of the transport.
  */
 #ifndef FSDPC_MPI_TRANSPORT_MPI_H
 #define FSDPC_MPI_TRANSPORT_MPI_H

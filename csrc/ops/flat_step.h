@@ -1,9 +1,9 @@
 /* One step of an optimizer over a contiguous run of a flat shard: arguments of the table's `step`.
  *
  * The step is one pass over memory: it reads the gradient, applies pending clipping and unscaling
- * factors, updates parameter and states, and writes the parameter buffer if there is one.  The definitions are
- * those of torch.optim.AdamW, Adam and SGD, and the paper's for Lion (Chen et al. 2023); with g =
- * grad * grad_scale, negated to maximize:
+ * factors, updates parameter and states, and writes the parameter buffer if there is one.  The
+ * definitions are those of torch.optim.AdamW, Adam and SGD, and the paper's for Lion (Chen et al.
+ * 2023); with g = grad * grad_scale, negated to maximize:
  *
  *     AdamW  p -= lr decay p;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
  *            p -= lr / bias1 * m / (sqrt(v) / sqrt(bias2) + eps)      bias = 1 - b^step
@@ -62,7 +62,7 @@ typedef struct fsdpc_step_args {
     fsdpc_dtype grad_dtype; /* F64 only with F64 parameters */
     void *states[FSDPC_OPTIM_MAX_STATES];
     fsdpc_dtype state_dtype;
-    void *copy_in; /* NULL: nothing to publish */
+    void *copy_in; /* NULL: no copy-in */
     fsdpc_dtype copy_in_dtype;
     size_t numel;
     double grad_scale;           /* F64 parameters use its full precision */

@@ -2,12 +2,12 @@
  * the parameter buffer.
  *
  * Included by flat_cpu_body.h after the rules.  The common case in training has specialised loops
- * (step_run): fp32 states, fp32 or bf16 parameters, and no parameter buffer or one in fp32 or bf16.  All other
- * cases are processed block by block in L1 (step_blocks).  Dtypes other than fp32 are widened into
- * buffers, stepped there, and written back, so a step is still one pass over memory.
+ * (step_run): fp32 states, fp32 or bf16 parameters, and no parameter buffer or one in fp32 or bf16.
+ * All other cases are processed block by block in L1 (step_blocks).  Dtypes other than fp32 are
+ * widened into buffers, stepped there, and written back, so a step is still one pass over memory.
  *
- * The published value is the cast of the stored (rounded) parameter, so `equal` of parameter buffer and master
- * is true directly after the step.
+ * The value that is copied in is the cast of the stored (rounded) parameter, so `equal` of
+ * parameter buffer and master is true directly after the step.
  */
 
 typedef struct step_memory {
@@ -34,7 +34,8 @@ typedef struct step_kind {
     bool stream_copy_in; /* write the parameter buffer past the cache */
 } step_kind;
 
-/* Steps elements i .. i + n - 1 and returns their stored values, which are written to the parameter buffer. */
+/* Steps elements i .. i + n - 1 and returns their stored values, which are written to the parameter
+ * buffer. */
 FSDPC_INLINE fsdpc_vf step_vector(const step_memory *at, const step_scalars *k, size_t i,
                                   step_kind kind, size_t n)
 {
@@ -115,8 +116,8 @@ static bool step_has_run(const fsdpc_step_args *a, step_rule rule)
     }
 }
 
-FSDPC_INLINE void step_publish(const step_part_args *args, size_t begin, size_t end, step_rule rule,
-                               fsdpc_dtype param, fsdpc_dtype grad)
+FSDPC_INLINE void step_copied_in(const step_part_args *args, size_t begin, size_t end,
+                                 step_rule rule, fsdpc_dtype param, fsdpc_dtype grad)
 {
     const fsdpc_step_args *a = args->a;
     const step_memory at = {a->param, a->grad, {a->states[0], a->states[1]}, a->copy_in};
@@ -139,7 +140,7 @@ static void step_run_part(void *arg, size_t begin, size_t end)
     switch (STEP_CASE(args->rule, args->a->param_dtype, args->a->grad_dtype)) {
 #define X(R, P, G)                                                                                 \
     case STEP_CASE(R, FSDPC_##P, FSDPC_##G):                                                       \
-        step_publish(args, begin, end, R, FSDPC_##P, FSDPC_##G);                                   \
+        step_copied_in(args, begin, end, R, FSDPC_##P, FSDPC_##G);                                 \
         break;
         STEP_RUNS(X)
 #undef X

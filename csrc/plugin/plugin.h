@@ -84,12 +84,13 @@ typedef struct fsdpc_plugin {
     fsdpc_status (*comm_library)(const char *path, char *text, size_t bytes);
 
     /* Creates a communicator for ranks on its devices.  Optional: NULL if it has no communicator.
-     * `control` is a communicator of the same ranks over host memory; on success the communicator owns
-     * it.  Options are borrowed for the call. */
+     * `control` is a communicator of the same ranks over host memory; on success the communicator
+     * owns it.  Options are borrowed for the call. */
     fsdpc_status (*comm_create)(const fsdpc_comm_config *config, fsdpc_comm *control,
                                 const fsdpc_plugin_option *options, fsdpc_comm **out);
 
-    /* Creates a transport to ranks on other hosts.  Collective; optional: NULL if it has no transports. */
+    /* Creates a transport to ranks on other hosts.  Collective; optional: NULL if it has no
+     * transports. */
     fsdpc_status (*transport_create)(int rank, int size, fsdpc_transport **out);
 } fsdpc_plugin;
 

@@ -143,7 +143,8 @@ static void *checked_calloc(size_t count, size_t bytes)
     return p;
 }
 
-/* The mask, half of it seen, one row in five hidden whole, and no query's keys 128 and up of others. */
+/* The mask, half of it seen, one row in five hidden whole, and no query's keys 128 and up of
+ * others. */
 static void make_mask(test_data *d, const test_case *c, uint64_t *seed)
 {
     fsdpc_attention_args *x = &d->args;

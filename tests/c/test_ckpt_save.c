@@ -379,7 +379,8 @@ static void test_pieces_beyond_their_tensor(void)
     CHECK(shard.offset == 12 && shard.bytes_behind == 17);
 }
 
-/* What a name leads to is not ours to remove: a transport in the place of a left-over is refused. */
+/* What a name leads to is not ours to remove: a transport in the place of a left-over is refused.
+ */
 static void test_transports_are_not_followed(void)
 {
     place p, other;

@@ -20,7 +20,8 @@ static fsdpc_status add_units(rig *r, bool band_per_param)
     return rig_root(r);
 }
 
-/* Gradients that are the same function of the whole parameter at any world: written as local shards. */
+/* Gradients that are the same function of the whole parameter at any world: written as local
+ * shards. */
 static fsdpc_status set_grads(rig *r, size_t poison, float with)
 {
     for (int u = 0; u < 2; u++) {

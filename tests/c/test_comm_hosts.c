@@ -1,4 +1,5 @@
-/* Several hosts: the collectives that one host has, gathers over a transport, bytes counted, errors. */
+/* Several hosts: the collectives that one host has, gathers over a transport, bytes counted,
+ * errors. */
 #include "comm_suite.h"
 
 #include "hosts_ranks.h"

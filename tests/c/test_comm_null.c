@@ -72,7 +72,7 @@ static void run_rank(int rank, int size)
     CHECK_OK(fsdpc_comm_wait(&reduce));
     CHECK(shard[7] == (float)(size * (100 * rank + 7)));
     check_records(comm,
-                  "parameter buffer -1; buffer -1; arrive 5; publish -1; post reduce_scatter 2; "
+                  "parameter buffer -1; buffer -1; arrive 5; copy_in -1; post reduce_scatter 2; "
                   "post gather 1; done gather 1; done reduce_scatter 2;");
 
     int64_t x = 3, many[8] = {0};

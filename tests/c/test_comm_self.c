@@ -127,7 +127,7 @@ static void test_checks(fixture *f)
     op.dtype = FSDPC_I32;
     CHECK_FAILS(fsdpc_comm_run(f->comm, &op), FSDPC_ERR_VALUE, "floats");
     op.kind = FSDPC_COLL_GATHER;
-    CHECK_FAILS(fsdpc_comm_run(f->comm, &op), FSDPC_ERR_VALUE, "param buffer");
+    CHECK_FAILS(fsdpc_comm_run(f->comm, &op), FSDPC_ERR_VALUE, "parameter buffer");
     op.param_buffer = param_buffer;
     CHECK_OK(fsdpc_comm_run(f->comm, &op));
     op = (fsdpc_coll){.kind = FSDPC_COLL_BROADCAST, .root = 1};

@@ -1,4 +1,5 @@
-/* Epochs of a parameter buffer, and ranks that disagree: in the notes of an epoch, and in what they post. */
+/* Epochs of a parameter buffer, and ranks that disagree: in the notes of an epoch, and in what they
+ * post. */
 #include "comm_ranks.h"
 
 enum { SLICE = 3000, EPOCHS = 60 };
@@ -160,8 +161,8 @@ static void late_gathers_meet(rank_context *self)
     fsdpc_param_buffer_destroy(param_buffer);
 }
 
-/* Two parameter buffers, which the odd rank uses in the other order: without a look at it each would wait for
- * the other until the deadline. */
+/* Two parameter buffers, which the odd rank uses in the other order: without a look at it each
+ * would wait for the other until the deadline. */
 static void orders_differ(rank_context *self)
 {
     bool odd = self->rank == self->size - 1;

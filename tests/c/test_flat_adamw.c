@@ -1,5 +1,6 @@
-/* adamw: twenty steps against fp64, element by element against the definition in fp32, the parameter buffer
- * against a cast, and the same bits for any cut, alignment, number of threads and instruction set.
+/* adamw: twenty steps against fp64, element by element against the definition in fp32, the
+ * parameter buffer against a cast, and the same bits for any cut, alignment, number of threads and
+ * instruction set.
  */
 #include "test_flat_common.h"
 
@@ -125,7 +126,8 @@ static void step_in_parts(rig *r, const fsdpc_step_args *whole, bool cuts)
     }
 }
 
-/* Every dtype, with and without a parameter buffer, on this rig against the portable one in one piece. */
+/* Every dtype, with and without a parameter buffer, on this rig against the portable one in one
+ * piece. */
 static void test_dtypes(rig *r, rig *portable, size_t numel)
 {
     for (int kind = 0; kind < 20; kind++) {

@@ -1,4 +1,5 @@
-/* Gathers: what becomes readable when, publishing into the parameter buffer, and finding foreign writes. */
+/* Gathers: what becomes readable when, publishing into the parameter buffer, and finding foreign
+ * writes. */
 #include "engine_fixture.h"
 
 #include "engine/gather.h"

@@ -133,7 +133,8 @@ static void suite(nn_rig *rig)
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
         for (int d = 0; d < 4; d++)
             for (int trans_b = 0; trans_b < 2; trans_b++) {
-                /* up to four rows or columns have kernels of their own, which add in other orders */
+                /* up to four rows or columns have kernels of their own, which add in other orders
+                 */
                 size_t n = trans_b ? fsdpc_patches_rows(&cases[i]) : fsdpc_patches_cols(&cases[i]);
                 for (int m = 0; m < 3 && (n > 4 || n == 0); m++)
                     try_product(rig, &cases[i], float_dtypes[d], counts[m], trans_b);

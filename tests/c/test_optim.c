@@ -152,7 +152,8 @@ static double average(int world, int step, int param, size_t i)
     return sum / world;
 }
 
-/* Compares this rank's local shards: result[0] parameters, [1] parameter buffer, [2] states, [3] step counts. */
+/* Compares this rank's local shards: result[0] parameters, [1] parameter buffer, [2] states, [3]
+ * step counts. */
 static fsdpc_status compare(rig *r, const scene *s, fsdpc_optim *optim, int steps)
 {
     fsdpc_unit *unit = r->units[0];
@@ -256,7 +257,7 @@ static void test_steps(void)
             double elements = 0;
             rigs_run(rigs, world, even ? run_steps_of_even_chunks : run_steps, &scenes[c]);
             for (int p = 0; p < world; p++) {
-                static const char *const what[] = {"parameters", "param buffer", "states",
+                static const char *const what[] = {"parameters", "parameter buffer", "states",
                                                    "step counts"};
                 for (int k = 0; k < 4; k++)
                     CHECK_NOTE(rigs[p].result[k] == 0, "scene %zu, rank %d of %d: %g wrong %s", c,
@@ -352,7 +353,8 @@ static void test_carried(void)
     }
 }
 
-/* Before the first forward there is no parameter buffer: masters step, the first epoch copies them in. */
+/* Before the first forward there is no parameter buffer: masters step, the first epoch copies them
+ * in. */
 static void test_rootless(void)
 {
     rig r;

@@ -1,5 +1,6 @@
-/* Which units share memory for their unsharded parameters: sizes alone decide.  (That it works out when they are
- * used is tests/gpu/test_engine_windows.c's to show, on a device that has windows.) */
+/* Which units share memory for their unsharded parameters: sizes alone decide.  (That it works out
+ * when they are used is tests/gpu/test_engine_windows.c's to show, on a device that has windows.)
+ */
 #include "check.h"
 #include "engine/slots.h"
 

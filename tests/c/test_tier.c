@@ -176,7 +176,8 @@ static void test_a_flipped_bit_is_found(void)
     fsdpc_tier_release(tier);
 }
 
-/* Each call of each kind fails once, the n-th: the step does, or the next look, and nothing hangs. */
+/* Each call of each kind fails once, the n-th: the step does, or the next look, and nothing hangs.
+ */
 static void test_each_call_fails(const char *call)
 {
     int failed = 0;

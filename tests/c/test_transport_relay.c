@@ -1,6 +1,6 @@
-/* comm/transport_relay: what is taken is what was sent, in order; messages find their receives, early or
- * late; bytes are copied once on each side, and none after an abort; wrong sizes, ends and aborts
- * are said.
+/* comm/transport_relay: what is taken is what was sent, in order; messages find their receives,
+ * early or late; bytes are copied once on each side, and none after an abort; wrong sizes, ends and
+ * aborts are said.
  */
 #include "comm/transport_relay.h"
 

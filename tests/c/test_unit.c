@@ -1,4 +1,5 @@
-/* A unit's private memory: masters by local shard, initial values, whole values, gradients on request. */
+/* A unit's private memory: masters by local shard, initial values, whole values, gradients on
+ * request. */
 #include "engine_fixture.h"
 
 static float value_of(size_t i)

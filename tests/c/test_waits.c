@@ -3,9 +3,10 @@
  * A rank is three threads of happening: the driver, its gather stream and its reduce stream, each
  * with a clock of its own.  A table in front of comm_shm's sees every release (arrive, publish,
  * post, the end of an operation) and every wait that succeeds, which joins clocks.  Reads and
- * writes are noted per resource: slices of the parameter buffer, unsharded parameters (which a communicator that copies would
- * write), reduce buffers, gradient shards.  Two accesses, one a write, that no chain of releases
- * and waits orders are a race, whether or not they met in this run.
+ * writes are noted per resource: slices of the parameter buffer, unsharded parameters (which a
+ * communicator that copies would write), reduce buffers, gradient shards.  Two accesses, one a
+ * write, that no chain of releases and waits orders are a race, whether or not they met in this
+ * run.
  *
  * The whole program first runs with all waits: no race.  Then once for every wait, which still
  * waits but joins nothing, as if it were not there: the races are what it is for, and must be those
@@ -97,7 +98,7 @@ static void remember(void *list, int *n, const char *text)
 
 static const char *name_of(int resource)
 {
-    return resource < UNSHARDED ? "param buffer"
+    return resource < UNSHARDED ? "parameter buffer"
            : resource < BUFFERS ? "full"
            : resource < GRADS   ? "buffer"
            : resource < WORKS   ? "gradient"
@@ -445,12 +446,14 @@ static void run_without(const char *kind, const char *phase)
 static const struct {
     const char *wait, *breaks, *how;
 } reasons[] = {
-    {"arrivals in forward", "param buffer", "slices are written while peers read the last epoch's"},
-    {"arrivals in an optimizer's step", "param buffer", "the same, by the step itself"},
-    {"publications in forward", "param buffer", "slices are read while their owners write them"},
+    {"arrivals in forward", "parameter buffer",
+     "slices are written while peers read the last epoch's"},
+    {"arrivals in an optimizer's step", "parameter buffer", "the same, by the step itself"},
+    {"publications in forward", "parameter buffer",
+     "slices are read while their owners write them"},
     {"gather in forward", "full", "a module reads a full that is still being gathered"},
     {"gather in backward", "full", "the same"},
-    {"gather before an epoch", "param buffer",
+    {"gather before an epoch", "parameter buffer",
      "a gather ahead that nobody used reads what peers write"},
     {"idle buffer in a gradient's target", "buffer", "a peer still reduces what is overwritten"},
     {"idle buffer in a later gradient's target", "buffer", "the same, of a unit used twice"},

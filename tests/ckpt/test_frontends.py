@@ -441,7 +441,7 @@ def test_what_has_no_place_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.ranks([1, 2])
 def test_whatever_stands_in_a_parameters_place(tmp_path: Path) -> None:
-    """Gathered unsharded parameters, replaced data and values just written are seen; private copies are not."""
+    """Unsharded parameters, replaced data and new values are seen; private copies are not."""
     made = Run("sharded").train(0, 1)
     model = made.model
     model(batch(0, 0))

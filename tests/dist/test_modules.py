@@ -32,13 +32,13 @@ def test_unshard_and_reshard_by_hand() -> None:
     handle = block.unshard(async_op=True)
     handle.wait()
     handle.wait()  # a second one is nothing
-    assert block.outer.weight._unit.state == "full"
+    assert block.outer.weight._unit.state == "unsharded"
     np.testing.assert_array_equal(
         block.outer.weight.numpy(), twin.blocks[1].outer.weight.detach().numpy()
     )
     block.unshard()  # counted: given up with the second reshard
     block.reshard()
-    assert block.outer.weight._unit.state == "full"
+    assert block.outer.weight._unit.state == "unsharded"
     block.reshard()
     assert block.outer.weight._unit.state == "sharded"
     train_step(model)
@@ -201,7 +201,7 @@ def test_plans() -> None:
     assert units(model) == sorted([*whole, "blocks.1", *inner])
     assert model.blocks[0].inner.weight.dtype is fsdpc.bfloat16
     assert model.blocks[0].outer.weight.dtype is fsdpc.float32
-    assert model.blocks[1].outer.weight._unit.state == "full"
+    assert model.blocks[1].outer.weight._unit.state == "unsharded"
     with pytest.raises(ValueError, match="unknown options"):
         fsdpc.fully_shard(Net(), plan={"blocks.*": {"colour": 1}})
 

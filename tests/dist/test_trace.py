@@ -1,4 +1,4 @@
-"""What the engine did, counted: gathers, reductions, allocations, one copy of the parameter buffer."""
+"""What the engine did, counted: gathers, reductions, allocations, one parameter buffer."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
  *
  * Chunk by chunk every rank leaves what it sends in the memory that all have mapped, waits for all,
  * computes its own result, and waits again before the next may begin.  Waits look at atomics, so
- * that a rank which is killed holds no lock, and are work of the stream that touches no memory of the
- * device, so that a host which asks for an event is not kept.  Host threads read atomics alone, so
- * that ThreadSanitizer sees no order between host and stream that CUDA would not give.
+ * that a rank which is killed holds no lock, and are work of the stream that touches no memory of
+ * the device, so that a host which asks for an event is not kept.  Host threads read atomics alone,
+ * so that ThreadSanitizer sees no order between host and stream that CUDA would not give.
  *
  * Sends and receives of a group are one chunk, an exchange, in which every rank has a part: what
  * each sends to a peer goes into the mail between the two, one after the other, and is taken out in

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from training import MODELS, build
 
 import fsdpc
-from fsdpc.torch import _link, _mesh
+from fsdpc.torch import _transport, _mesh
 
 
 def number(*names: str) -> int:
@@ -60,7 +60,7 @@ links: list[Any] = []
 
 def noted(group: Any) -> Any:
     """Carry bytes between hosts, and remember by what."""
-    links.append(_link.carry(group))
+    links.append(_transport.carry(group))
     return links[-1]
 
 

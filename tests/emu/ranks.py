@@ -235,7 +235,7 @@ def ways(_: str) -> dict[str, Any]:
 
 
 def memory(_: str) -> dict[str, Any]:
-    """Bytes of unsharded parameters as planned and as held, and a digest of the weights, by strategy.
+    """Unsharded bytes as planned and as held, and a digest of the weights, by strategy.
 
     The last gathers two units ahead, and so has three slots where the first has two.
     """

@@ -327,4 +327,6 @@ def test_a_process_without_a_gpu_plans_what_one_holds(environment_of: Environmen
             there = here.for_device("cuda")
             assert held == planned == {each: getattr(there, each) for each in CATEGORIES}, key
         if world == 2:
-            assert rank["wide FULL_SHARD"][0]["unsharded"] < rank["wide SHARD_GRAD_OP"][0]["unsharded"]
+            held = {name: rank[f"wide {name}"][0]["unsharded"]
+                    for name in ("FULL_SHARD", "SHARD_GRAD_OP")}
+            assert held["FULL_SHARD"] < held["SHARD_GRAD_OP"]

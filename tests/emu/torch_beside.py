@@ -6,8 +6,8 @@ what the engine does elsewhere without order it sees what happens to be done: to
 with delays.
 
 Memory of a GPU's tensors goes back in the order of their stream; here it is kept until the end of
-:meth:`Gpu.stream`, or the process. What torch lends for gradients and unsharded parameters is memory of
-the engine's, filled with NaN when torch has it back.
+:meth:`Gpu.stream`, or the process. What torch lends for gradients and unsharded parameters is
+memory of the engine's, filled with NaN when torch has it back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes to unsharded parameters, and reads of unsharded parameters that were given up: one line says whose they were."""
+"""Bad writes to unsharded parameters, and reads after a reshard: one line names them."""
 
 from __future__ import annotations
 

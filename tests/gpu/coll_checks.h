@@ -103,7 +103,8 @@ static inline void publish(gpu_rank *r, fsdpc_param_buffer *param_buffer, const 
     EXPECT_OK(r->self, fsdpc_param_buffer_copy_in_wait(param_buffer, "root"));
 }
 
-/* Where this rank publishes: the parameter buffer's, or nowhere if the parameter buffer has memory for all. */
+/* Where this rank publishes: the parameter buffer's, or nowhere if the parameter buffer has memory
+ * for all. */
 static inline unsigned char *own_slices(const gpu_rank *r, fsdpc_param_buffer *param_buffer)
 {
     unsigned char *own = NULL;

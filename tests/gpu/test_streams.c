@@ -7,11 +7,12 @@
  *
  * A model of a few units, whose blocks take turns in two slots, trains on the GPU over NCCL and on
  * the CPU over shared memory, by the engine that both frontends drive.  Its modules are flat
- * kernels: forward adds unsharded parameters to the activations, and each gradient is full + activations + data,
- * so that a full read too early or too late, a sum taken too early and a step on a stale sum all
- * end up in the weights, whoever steps them, the GPU or the CPU beside it.  Their bits must be the
- * CPU's where sums have the same order (two ranks, or two by two).  On the emulated device streams are threads, each operation begins after a random
- * delay, and a gather in flight leaves noise in the full.
+ * kernels: forward adds unsharded parameters to the activations, and each gradient is full +
+ * activations + data, so that a full read too early or too late, a sum taken too early and a step
+ * on a stale sum all end up in the weights, whoever steps them, the GPU or the CPU beside it. Their
+ * bits must be the CPU's where sums have the same order (two ranks, or two by two).  On the
+ * emulated device streams are threads, each operation begins after a random delay, and a gather in
+ * flight leaves noise in the full.
  *
  * Waits are left out by tables in front of the device's and the communicator's: an event that is
  * not waited for, an operation that a stream nobody uses is ordered behind.
@@ -140,7 +141,8 @@ static fsdpc_status order(fsdpc_work *work, fsdpc_stream *stream)
     return status;
 }
 
-/* A step by the CPU, whose kernels ThreadSanitizer does not see: what they touch is touched here. */
+/* A step by the CPU, whose kernels ThreadSanitizer does not see: what they touch is touched here.
+ */
 static fsdpc_status step_told(const fsdpc_step_args *args, fsdpc_stream *stream)
 {
     const volatile double *factor = args->grad_scale_at;

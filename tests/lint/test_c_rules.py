@@ -37,21 +37,22 @@ MAY_INCLUDE = {
 ORDER = {
     "comm": """
         comm coll_math fork_guard rendezvous shm_segment shm_world shm_control shm_ring shm_internal
-        shm_peers shm_coll shm_param_buffer shm_buffer comm_self comm_null comm_shm transport transport_null
-        transport_relay host_watch hosts_internal hosts_cross hosts_values hosts_op hosts_param_buffer comm_hosts
+        shm_peers shm_coll shm_param_buffer shm_buffer comm_self comm_null comm_shm transport
+        transport_null transport_relay host_watch hosts_internal hosts_cross hosts_values hosts_op
+        hosts_param_buffer comm_hosts
     """,
     "cuda": """
         guest error driver_abi cublaslt_abi nccl_abi cudnn_plan kernels kernel_tables
         queue driver pool wait attention_cudnn gemm_cublaslt driver_memory graph
         host_result flat_cuda nn_cuda window device_cuda control nccl_env nccl_load nccl_internal
         nccl_call nccl_registry nccl_abort nccl_channel nccl_join nccl_coll nccl_ahead nccl_post
-        nccl_register comm_nccl transport plugin_cuda
+        nccl_register comm_nccl comm_cuda plugin_cuda
     """,
     "engine": """
-        layout slots norm plan unit unit_internal root_internal acts grad_file micro order fill full
-        unsharded_shared unsharded_file unsharded_frontend grads collect clip agree reduce unsharded_slots unsharded_private
-        gather epoch root plan_root optim_internal optim_graph optim_host optim optim_step sched
-        call step_graph
+        layout slots norm plan unit unit_internal root_internal acts grad_file micro order fill
+        unsharded unsharded_shared unsharded_file unsharded_frontend grads collect clip agree reduce
+        unsharded_slots unsharded_private gather epoch root plan_root optim_internal optim_graph
+        optim_host optim optim_step sched call step_graph
     """,
     "nn": """
         hook tensor node frame tape backward scalar ops op op_elementwise op_scalar op_shape
@@ -63,7 +64,7 @@ ORDER = {
 # How many files call each other in circles, in folders that have any; it only goes down.
 KNOWN_CIRCLES = {
     "bind": 2,  # a type's module is found by the definition of the module
-    "bind/tensor": 6,  # NumPy's values are cast by an operation
+    "bind/tensor": 4,  # NumPy's values are cast by an operation
     "ops": 7,  # headers of the table, and the checks behind it
 }
 

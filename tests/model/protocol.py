@@ -7,8 +7,9 @@ step is a function below: it yields the world that follows, or none while the ra
 ``explore.py`` runs every interleaving.
 
 What is left out: the data.  A rank's weights are one number, ``master``, that grows with every
-change; its slice of the parameter buffer shows the number that was written last.  So a full that is read is one
-number a rank, and it is right if each is what that rank announced when it arrived in the epoch.
+change; its slice of the parameter buffer shows the number that was written last. So a full that is
+read is one number a rank, and it is right if each is what that rank announced when it arrived in
+the epoch.
 
 What must never be raises ``Wrong``: a read while somebody writes (torn), a read of other numbers
 than were announced (stale), steps that some ranks took and others did not.  Errors that the

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdpc
 from fsdpc.distributed import environment, pretend
-from fsdpc.torch import MixedPrecisionPolicy, _link
+from fsdpc.torch import MixedPrecisionPolicy, _transport
 
 from .common import batch, build, full_parameters, join_gloo, loss_of, shard
 
@@ -68,7 +68,7 @@ def join_again(hosts: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def noted(group: Any) -> Any:
-    links.append(_link.carry(group))
+    links.append(_transport.carry(group))
     return links[-1]
 
 

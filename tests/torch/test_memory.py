@@ -59,7 +59,7 @@ def test_full_parameters_go_when_they_are_cut_up() -> None:
 @pytest.mark.ranks([2, 4])
 @pytest.mark.parametrize("wide", [True, False])
 def test_memory_bounds(wide: bool) -> None:
-    """Forward: shards, and one copy of the unsharded parameters on the host. Backward: gradients and buffers."""
+    """Forward: shards and one unsharded copy on the host. Backward: gradients and buffers."""
     ranks = fsdpc.world_size()
     model = build(dim=128, blocks=3)
     numel = sum(p.numel() for p in model.parameters())

@@ -1,4 +1,4 @@
-"""Fulls in private memory, out of reach while sharded: the same bits as unsharded parameters on the parameter buffer."""
+"""Unsharded parameters in private memory have the bits of those in the parameter buffer."""
 
 from __future__ import annotations
 

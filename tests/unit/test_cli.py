@@ -101,7 +101,7 @@ def test_estimate_shows_what_a_gpu_would_hold() -> None:
     block = (params - rest) / 80
     unsharded = 2 * (params / 2048 + rest + 2 * block)  # own slices, the root, two blocks at a time
     assert there["unsharded"] == pytest.approx(unsharded, rel=0.1)
-    assert here["unsharded"] == pytest.approx(2 * params, rel=0.1)  # one copy for the ranks of a host
+    assert here["unsharded"] == pytest.approx(2 * params, rel=0.1)  # one copy a host
     assert there["master"] == pytest.approx(4 * params / 2048, rel=0.1)
     assert there["state"] == pytest.approx(8 * params / 2048, rel=0.1)
     assert {key for key in here if here[key] != there[key]} == {"unsharded", "total"}

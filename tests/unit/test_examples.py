@@ -81,7 +81,8 @@ def test_accumulation() -> None:
     assert len(seen) == 2 and seen[1] < seen[0] < 6
     peaks = re.findall(r"^\[(\d)\] peak MiB: unsharded ([\d.]+), master ([\d.]+)", output, re.M)
     assert sorted(rank for rank, _, _ in peaks) == ["0", "1"]
-    assert {unsharded for rank, unsharded, _ in peaks if rank == "1"} == {"0.0"}  # counted once per host
+    counted = {unsharded for rank, unsharded, _ in peaks if rank == "1"}
+    assert counted == {"0.0"}  # once per host
 
 
 def test_own_module_and_loss() -> None:

@@ -5,8 +5,8 @@
  * The marks are boundaries on the tape.  A mark on each output that needs gradients tells the
  * engine that the unit's backward begins; a mark on each input tells it that the backward has
  * ended.  Each mark records the generation of the weights used by this forward, and keeps the unit
- * alive as long as the graph.  bind/walk.h finds the tensors.  Other objects pass through unchanged;
- * it is an error if forward returns one that contains a tensor that needs gradients.
+ * alive as long as the graph.  bind/walk.h finds the tensors.  Other objects pass through
+ * unchanged; it is an error if forward returns one that contains a tensor that needs gradients.
  *
  * engine/call.h decides how a call, or an exception in it, affects the schedule.  It recognises
  * recomputations by the tape's node numbers, which serve as a clock.

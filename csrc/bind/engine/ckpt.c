@@ -1,7 +1,7 @@
 /* Safetensors headers and reading: a thin layer over csrc/ckpt.
  *
- * Headers are passed in and out as lists of tuples.  Shards are also tuples; their memory belongs to
- * tensors, which the caller keeps alive.  All file access runs without the GIL.
+ * Headers are passed in and out as lists of tuples.  Shards are also tuples; their memory belongs
+ * to tensors, which the caller keeps alive.  All file access runs without the GIL.
  */
 #include "bind/engine/ckpt.h"
 

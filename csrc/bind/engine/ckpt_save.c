@@ -1,12 +1,12 @@
 /* Save: the Python object for one running save; a thin layer over csrc/ckpt/save.c.
  *
- * The object lays out the files.  It copies paths, and keeps alive the tensors whose memory is saved
- * and the strings that go into the files.  run() saves on the calling thread, without the GIL.
- * start() copies the shards, in the file's dtype, into a staging buffer from the runtime's counted
- * memory, which the next save reuses.  It then hands them to a thread that never takes the GIL
- * (except for a test's hook).  wait() joins the thread and raises its error; after Ctrl-C, the save
- * continues.  Shards of a remote device were copied to the host when the object was created, and are
- * not copied again.
+ * The object lays out the files.  It copies paths, and keeps alive the tensors whose memory is
+ * saved and the strings that go into the files.  run() saves on the calling thread, without the
+ * GIL. start() copies the shards, in the file's dtype, into a staging buffer from the runtime's
+ * counted memory, which the next save reuses.  It then hands them to a thread that never takes the
+ * GIL (except for a test's hook).  wait() joins the thread and raises its error; after Ctrl-C, the
+ * save continues.  Shards of a remote device were copied to the host when the object was created,
+ * and are not copied again.
  *
  * Only the save's thread uses the communicator that Python splits off for such a save.  The
  * communicator's interrupt callback and trace belong to the main thread and are removed.

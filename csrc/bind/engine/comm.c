@@ -79,7 +79,8 @@ static fsdpc_status create(const fsdpc_runtime *runtime, fsdpc_comm_config *conf
     return status;
 }
 
-/* Returns the transport of a multi-host world; NULL with an exception, or if there is only one host. */
+/* Returns the transport of a multi-host world; NULL with an exception, or if there is only one
+ * host. */
 static fsdpc_transport *transport_of(PyTypeObject *type, PyObject *object, int size, int hosts,
                                      bool pretended)
 {

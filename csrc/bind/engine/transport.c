@@ -3,8 +3,9 @@
  * Python threads carry a relay's messages: one takes outgoing messages, others deliver incoming
  * ones.  They release the GIL while they wait or copy.  They work on views of this object's
  * buffers.  Each direction has several buffers, so several messages can be in flight; a carrier
- * passes the index of its buffer.  Other transports belong to a plugin and carry their own messages.  A
- * multi-host communicator takes over the transport; the relay's object remains for the carriers.
+ * passes the index of its buffer.  Other transports belong to a plugin and carry their own
+ * messages.  A multi-host communicator takes over the transport; the relay's object remains for the
+ * carriers.
  */
 #include "bind/engine/transport.h"
 

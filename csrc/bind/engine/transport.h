@@ -5,8 +5,8 @@
 #include "comm/transport_relay.h"
 #include "bind/state.h"
 
-/* Passes a Transport object's transport, once, to a communicator, which then destroys it; NULL with an
- * exception. */
+/* Passes a Transport object's transport, once, to a communicator, which then destroys it; NULL with
+ * an exception. */
 fsdpc_transport *fsdpc_py_transport_give(PyObject *module, PyObject *object);
 
 #endif

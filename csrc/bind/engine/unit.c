@@ -2,7 +2,8 @@
  *
  * At creation, the parameters' values move into masters, and the parameters' tensors release their
  * memory: from then on their guard reports that they are sharded. make_root(units, encloses), at
- * the outermost module's first call, gives each tensor the address of its unsharded parameter, which never changes, and a sink.  The sink directs gradients to the reduce buffer.
+ * the outermost module's first call, gives each tensor the address of its unsharded parameter,
+ * which never changes, and a sink.  The sink directs gradients to the reduce buffer.
  *
  * Its methods are grouped by subject: bind/engine/call.c, bind/engine/unit_values.c,
  * bind/engine/unit_schedule.c.

@@ -1,6 +1,6 @@
 /* In-place changes to tensors' values, or to the memory that they use.
  *
- * A leaf that requires grad may only be changed inside no_grad(), and a full never; only
+ * A leaf that requires grad may only be changed inside no_grad(), and an unsharded parameter never; only
  * check_inplace decides that.  Values may come from tensors, arrays, lists and numbers; they are
  * broadcast and cast as needed.
  *

@@ -14,8 +14,8 @@
  * head and norm when backward begins, that of its embedding when it ends.  With such an allocator,
  * small gradients wait for the last one.
  *
- * On such a device, a single rank also takes unsharded parameters from that allocator while their unit is in use
- * (engine/unsharded_frontend.c).
+ * On such a device, a single rank also takes unsharded parameters from that allocator while their
+ * unit is in use (engine/unsharded_frontend.c).
  *
  * The frontend has an object for each piece of memory. take() returns its address, give() releases
  * it, and `is_kept` tells whether the user has created other tensors over it.

@@ -4,7 +4,8 @@
  * begin a unit's backward, and end_backward ends it. bind/torch/show.c determines what modules see
  * meanwhile.
  *
- * A forward inside backward is a recomputation: unsharded parameters stay shown until the unit's backward ends.
+ * A forward inside backward is a recomputation: unsharded parameters stay shown until the unit's
+ * backward ends.
  */
 #include "bind/torch/unit.h"
 
@@ -199,7 +200,8 @@ static PyObject *torch_unit_hide(PyObject *object, PyObject *gave_up)
     return fsdpc_torch_hide(self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* hold(begin): unsharded parameters stay shown after Unit.unshard has gathered them, until they are released. */
+/* hold(begin): unsharded parameters stay shown after Unit.unshard has gathered them, until they are
+ * released. */
 static PyObject *torch_unit_hold(PyObject *object, PyObject *arg)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;

@@ -1,9 +1,9 @@
 /* Gradients between foreign tensors and the engine.
  *
- * In backward, the foreign autograd puts a gradient into an unsharded parameter's `.grad` and calls our hook, which
- * casts it into the reduce buffer (later ones are added) and drops it.  The gradient therefore
- * exists once, during one parameter's backward only, unless it is delayed until the shard has
- * memory (bind/torch/allocator.c).
+ * In backward, the foreign autograd puts a gradient into an unsharded parameter's `.grad` and calls
+ * our hook, which casts it into the reduce buffer (later ones are added) and drops it.  The
+ * gradient therefore exists once, during one parameter's backward only, unless it is delayed until
+ * the shard has memory (bind/torch/allocator.c).
  *
  * Between backwards, the `.grad` of a piece belongs to the user.  We hand out a tensor over the
  * gradient shard itself, so the engine sees an in-place scale directly.  It does not see a gradient
@@ -20,7 +20,8 @@
 
 #include "ops/flat_ops.h"
 
-/* Returns the gradient as a dense tensor of the unsharded parameter's dtype: nearly always the gradient itself. */
+/* Returns the gradient as a dense tensor of the unsharded parameter's dtype: nearly always the
+ * gradient itself. */
 static PyObject *dense(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *param,
                        PyObject *grad)
 {

@@ -1,4 +1,5 @@
-/* The hook of a full: takes the gradient that the foreign autograd has put into its `.grad`. */
+/* The hook of an unsharded parameter: takes the gradient that the foreign autograd has put into its
+ * `.grad`. */
 #include "bind/torch/unit.h"
 
 typedef struct hook_data {

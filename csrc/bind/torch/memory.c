@@ -1,9 +1,10 @@
 /* The memory that foreign tensors use: a unit's memory and its parameters' offsets.
  *
  * A frontend slices the flat tensors from unit_memory at the offsets from unit_places: it gets
- * pieces and unsharded parameters without copying, and all of a flat group's unsharded parameters are views of one tensor.  The
- * tensors keep the unit's memory alive, but none of the model's Python objects.  Gradients are in
- * memory owned by the tensors over it (grad_memory, or the foreign library's): bind/torch/allocator.c.
+ * pieces and unsharded parameters without copying, and all of a flat group's unsharded parameters
+ * are views of one tensor.  The tensors keep the unit's memory alive, but none of the model's
+ * Python objects.  Gradients are in memory owned by the tensors over it (grad_memory, or the
+ * foreign library's): bind/torch/allocator.c.
  */
 #include "bind/torch/unit.h"
 
@@ -31,8 +32,8 @@ static PyObject *unit_places(PyObject *module, PyObject *object)
     return list;
 }
 
-/* unit_memory(unit, kind): returns the "master", "grad" or "unsharded" of every flat group that has one,
- * as flat tensors. */
+/* unit_memory(unit, kind): returns the "master", "grad" or "unsharded" of every flat group that has
+ * one, as flat tensors. */
 static PyObject *unit_memory(PyObject *module, PyObject *args)
 {
     PyObject *object;
@@ -44,6 +45,8 @@ static PyObject *unit_memory(PyObject *module, PyObject *args)
         return NULL;
     const fsdpc_unit *unit = self->ref->unit;
     bool unsharded = strcmp(kind, "unsharded") == 0, grad = strcmp(kind, "grad") == 0;
+    if (!unsharded && !grad && strcmp(kind, "master") != 0)
+        return PyErr_Format(PyExc_ValueError, "memory of kind '%s'", kind);
     int n_groups = grad ? fsdpc_unit_trained_groups(unit) : fsdpc_unit_layout(unit)->n_groups;
     PyObject *list = PyList_New(n_groups);
     for (int g = 0; list && g < n_groups; g++) {

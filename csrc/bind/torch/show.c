@@ -1,18 +1,18 @@
 /* TorchUnit: which tensors modules see.
  *
- * The dictionaries of a unit's modules hold the unsharded parameters while the unit is in use, and otherwise the
- * pieces.  Only dictionaries are written, never the tensors, which are created once.
+ * The dictionaries of a unit's modules hold the unsharded parameters while the unit is in use, and
+ * otherwise the pieces.  Only dictionaries are written, never the tensors, which are created once.
  *
- * Stale reads.  All unsharded parameters of a flat group are views of one base tensor and share its version
- * counter.  Showing unsharded parameters sets it to the weights' generation, and resharding sets it to an
- * unreachable value, so the foreign autograd refuses a saved unsharded parameter that has changed since forward.
- * Any other version change means that the user wrote into an unsharded parameter, and no master receives that
- * write.
+ * Stale reads.  All unsharded parameters of a flat group are views of one base tensor and share its
+ * version counter.  Showing unsharded parameters sets it to the weights' generation, and resharding
+ * sets it to an unreachable value, so the foreign autograd refuses a saved unsharded parameter that
+ * has changed since forward. Any other version change means that the user wrote into an unsharded
+ * parameter, and no master receives that write.
  *
- * Trainable or not.  Users set requires_grad on pieces, and unsharded parameters copy it whenever they are shown.
- * Each forward thus records which parameters are trainable, and each backward computes gradients
- * for the parameters that are trainable when it begins, as in the foreign library.  A frozen
- * forward in between (the reference of a policy with adapters) has no effect.
+ * Trainable or not.  Users set requires_grad on pieces, and unsharded parameters copy it whenever
+ * they are shown. Each forward thus records which parameters are trainable, and each backward
+ * computes gradients for the parameters that are trainable when it begins, as in the foreign
+ * library.  A frozen forward in between (the reference of a policy with adapters) has no effect.
  *
  * Pieces must not be read as weights: a submodule that is called outside its unit (a head from a
  * loss function) would compute with this rank's rows only.  While pieces are shown, modules that
@@ -155,8 +155,8 @@ int fsdpc_torch_show(fsdpc_py_torch_unit *self, bool unsharded, bool grad)
     return set_guards(self);
 }
 
-/* Detects whether the user has written into shown unsharded parameters.  On read-only memory the processor detects
- * a write; a single rank and GPUs have no such memory. */
+/* Detects whether the user has written into shown unsharded parameters.  On read-only memory the
+ * processor detects a write; a single rank and GPUs have no such memory. */
 static int find_writes(const fsdpc_py_torch_unit *self)
 {
     for (Py_ssize_t i = 0; self->shown && i < PyTuple_GET_SIZE(self->bases); i++) {

@@ -82,8 +82,8 @@ static PyObject *torch_unit_new(PyTypeObject *type, PyObject *args, PyObject *kw
     return NULL;
 }
 
-/* bind(unsharded parameters, bases, lent, set_version, at_end, mates): `lent` is the memory of `bases`, or
- * None. */
+/* bind(unsharded parameters, bases, lent, set_version, at_end, mates): `lent` is the memory of
+ * `bases`, or None. */
 static PyObject *torch_unit_bind(PyObject *object, PyObject *args)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;

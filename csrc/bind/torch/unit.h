@@ -1,11 +1,12 @@
 /* TorchUnit: the interface, for one unit, of a frontend over foreign tensors (torch).
  *
- * Once per unit, the frontend creates a foreign tensor for every piece and unsharded parameter, over the unit's
- * own memory (unit_memory, unit_places).  It also creates one for every piece of the gradient
- * shard, over the foreign library's memory (bind/torch/allocator.c).  A TorchUnit keeps these and
- * performs the operations that must be cheap.  It drives the schedule, swaps pieces and unsharded parameters in the modules' dictionaries, and takes gradients by pointer.  It keeps the pieces' `.grad`
- * consistent with the engine's gradient shard.  It knows only a few names of torch's attributes and
- * methods.
+ * Once per unit, the frontend creates a foreign tensor for every piece and unsharded parameter,
+ * over the unit's own memory (unit_memory, unit_places).  It also creates one for every piece of
+ * the gradient shard, over the foreign library's memory (bind/torch/allocator.c).  A TorchUnit
+ * keeps these and performs the operations that must be cheap.  It drives the schedule, swaps pieces
+ * and unsharded parameters in the modules' dictionaries, and takes gradients by pointer.  It keeps
+ * the pieces' `.grad` consistent with the engine's gradient shard.  It knows only a few names of
+ * torch's attributes and methods.
  *
  * Gradients.  The `.grad` of a piece belongs to the user.  It is None after zero_grad, the
  * TorchUnit's own tensor over the shard after a backward, or the user's own assignment. take_grads
@@ -21,7 +22,7 @@
 typedef struct fsdpc_py_torch_unit fsdpc_py_torch_unit;
 
 typedef struct fsdpc_torch_param {
-    PyObject *piece, *unsharded; /* foreign tensors; full: NULL before bind */
+    PyObject *piece, *unsharded; /* foreign tensors; unsharded: NULL before bind */
     PyObject *grad;              /* over the rows of the gradient shard */
     Py_ssize_t refs;             /* of `grad` at creation: any more are the user's */
     PyObject *early;   /* in a backward: the gradient, while shards have no memory for it */
@@ -33,9 +34,9 @@ typedef struct fsdpc_torch_param {
     void *master;      /* address of the piece's memory; NULL: none */
     bool narrow;       /* the piece's dtype is not the gradient shard's */
     long long version; /* of `given` when it was handed out, if it is a copy */
-    long long
-        written; /* with unsharded parameters in foreign memory: the piece's version when it was last followed */
-    bool listening; /* the hook is registered */
+    long long written; /* with unsharded parameters in foreign memory: the piece's version when it
+                          was last followed */
+    bool listening;    /* the hook is registered */
 } fsdpc_torch_param;
 
 /* A parameter's place in a module: dict[name] is the piece or the unsharded parameter. */
@@ -89,16 +90,16 @@ struct fsdpc_py_torch_unit {
     PyObject *set_version; /* set_version(bases, versions) */
     PyObject *adopt;       /* adopt(i): copies in the memory that replaced the piece's */
     PyObject *renew;       /* renew(): creates new gradients, because the user keeps the old ones */
-    PyObject *
-        unsharded; /* memory of every flat group's unsharded parameters if it is foreign memory; else NULL */
-    PyObject *mates;   /* all TorchUnits of the root, including this one; NULL before bind */
-    PyObject *at_end;  /* at_end(): schedules finish() for the end of this backward */
-    bool shown;        /* dictionaries hold unsharded parameters */
-    long long version; /* last version set on the bases */
-    bool taken;        /* gradients were taken in this backward */
-    bool held;         /* unshard() holds it: unsharded parameters stay shown */
-    int pins;          /* calls of Unit.unshard not yet released */
-    bool lifted;       /* modules may be called: they use private copies */
+    PyObject *unsharded;   /* memory of every flat group's unsharded parameters if it is foreign
+                              memory; else NULL */
+    PyObject *mates;       /* all TorchUnits of the root, including this one; NULL before bind */
+    PyObject *at_end;      /* at_end(): schedules finish() for the end of this backward */
+    bool shown;            /* dictionaries hold unsharded parameters */
+    long long version;     /* last version set on the bases */
+    bool taken;            /* gradients were taken in this backward */
+    bool held;             /* unshard() holds it: unsharded parameters stay shown */
+    int pins;              /* calls of Unit.unshard not yet released */
+    bool lifted;           /* modules may be called: they use private copies */
     bool bound;
     bool gives_back;    /* the foreign library can use memory that we do not need for a while */
     bool away;          /* gradient shards have no memory */
@@ -175,8 +176,8 @@ int fsdpc_torch_version(const fsdpc_py_torch_unit *self, PyObject *tensor, long 
 
 /* Releases everything that Unit.unshard took. */
 void fsdpc_torch_unpin(fsdpc_py_torch_unit *self);
-/* Puts unsharded parameters (with the pieces' current requires_grad) or pieces into the modules' dictionaries.
- * `grad`: gradients are recorded. */
+/* Puts unsharded parameters (with the pieces' current requires_grad) or pieces into the modules'
+ * dictionaries. `grad`: gradients are recorded. */
 int fsdpc_torch_show(fsdpc_py_torch_unit *self, bool unsharded, bool grad);
 /* Called when the schedule may have resharded. */
 int fsdpc_torch_hide(fsdpc_py_torch_unit *self);

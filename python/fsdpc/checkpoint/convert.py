@@ -24,8 +24,8 @@ import numpy as np
 from fsdpc import _core
 from fsdpc.checkpoint import config_json, saving
 from fsdpc.checkpoint.manifest import CheckpointError
-from fsdpc.checkpoint.shards import Shard
 from fsdpc.checkpoint.schema import FILE_DTYPES
+from fsdpc.checkpoint.shards import Shard
 from fsdpc.checkpoint.source import Source, damaged, open_source
 
 _KEPT = ("optimizer", "scheduler", "scaler", "data", "rng", "aliases", "extra", "world",

@@ -15,8 +15,8 @@ from fsdpc import _core, distributed
 from fsdpc.checkpoint import generators, saving
 from fsdpc.checkpoint.manifest import CheckpointError
 from fsdpc.checkpoint.names import FAMILIES, file_names
-from fsdpc.checkpoint.shards import Shard, Saved, shards_of, states_of
 from fsdpc.checkpoint.schema import FLOATS
+from fsdpc.checkpoint.shards import Saved, Shard, shards_of, states_of
 from fsdpc.checkpoint.source import Source, SourceTensor, open_source
 from fsdpc.checkpoint.values import decode
 from fsdpc.display import html

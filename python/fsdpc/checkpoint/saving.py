@@ -17,8 +17,8 @@ import numpy as np
 from fsdpc import _core, distributed
 from fsdpc.checkpoint import config_json, generators, manifest
 from fsdpc.checkpoint.claim import Claim, check_shared, claim_name, remove_remains
-from fsdpc.checkpoint.shards import Held, Shard, shards_of, states_of
 from fsdpc.checkpoint.schema import FILE_DTYPES, FLOATS
+from fsdpc.checkpoint.shards import Held, Shard, shards_of, states_of
 from fsdpc.checkpoint.values import encode
 from fsdpc.distributed.agree import agree
 

@@ -17,8 +17,10 @@ Work = Callable[[], None]
 leaving: list[Work] = []  # to wait for after all groups are left
 
 
-def start(transport: _core.Transport, rank: int, works: list[Work], close: Work = lambda: None) -> None:
-    """Run each of these on a thread until the transport ends; call ``close`` after the world is left.
+def start(
+    transport: _core.Transport, rank: int, works: list[Work], close: Work = lambda: None
+) -> None:
+    """Run each on a thread until the transport ends; call ``close`` after the world is left.
 
     If one of these raises, the transport ends.
     """

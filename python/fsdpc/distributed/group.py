@@ -79,9 +79,9 @@ def init(
     TimeoutError
         A rank did not arrive within ``FSDPC_TIMEOUT_S``; the message names it.
     NotImplementedError
-        Ranks are on several hosts without a transport between them.  Or several ranks are on GPUs and
-        NCCL was not found (the message lists where it was searched), or ranks share a GPU and NCCL
-        is older than 2.30.
+        Ranks are on several hosts without a transport between them. Or several ranks are on GPUs
+        and NCCL was not found (the message lists where it was searched), or ranks share a GPU and
+        NCCL is older than 2.30.
 
     Examples
     --------

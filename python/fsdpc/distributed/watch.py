@@ -1,8 +1,9 @@
 """The watch between hosts: how each host's first rank connects.
 
 Rank 0 listens only while the ranks meet. The first rank of every other host connects to it. Both
-prove that they know a key, which the ranks received over the transport and which is not in any argument,
-environment or file. The engine's thread then owns the connections (csrc/comm/host_watch.h).
+prove that they know a key, which the ranks received over the transport and which is not in any
+argument, environment or file. The engine's thread then owns the connections
+(csrc/comm/host_watch.h).
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ class Network:
         hosts, local_size, per_host = group
         wide = full / element * max(4, element)  # sums are sent in fp32
         crossing = {"gather": full / hosts, "reduce": wide / hosts, "all_reduce": wide}[kind]
-        inside = {"gather": 0.0, "reduce": local_size * full, "all_reduce": local_size * local_size * full}[kind]
+        inside = {"gather": 0.0, "reduce": local_size * full,
+                  "all_reduce": local_size * local_size * full}[kind]
         if local_size == 1:
             inside = 0.0
         elif kind == "all_reduce" and hosts > 1:
@@ -84,7 +85,8 @@ class Network:
         rounds = 2 if kind == "all_reduce" else 1
         share = rounds * full * (ranks - 1) / ranks  # that every rank forwards
         between = share * per_host if hosts > 1 else 0.0
-        inside = share * per_host * (local_size if hosts == 1 else local_size - 1) if local_size > 1 else 0.0
+        copies = local_size if hosts == 1 else local_size - 1
+        inside = share * per_host * copies if local_size > 1 else 0.0
         local = share / self.o.local_bandwidth if local_size > 1 else 0.0
         hops = (hosts - 1) * self.latency + (ranks - hosts) * self.o.local_latency
         messages = rounds * (ranks - 1) if hosts > 1 else 0
@@ -93,7 +95,7 @@ class Network:
         )
 
     def values(self, group: HostGroup, message: str, header: bool = True) -> Load:
-        """Return the load of a note or agreement, sent by each rank to its local rank on each host."""
+        """Return the load of a note or agreement, which each rank sends to one on each host."""
         if self.is_ring:  # the clock for GPUs does not count these
             return Load(0.0, 0.0, 0, 0.0, 0.0)
         return self._crossing(group, group.local_size * self.messages[message], header=header)

@@ -20,11 +20,11 @@ class Estimate:
     ``parts`` follows the arithmetic of the ZeRO paper: parameters and gradients in the compute
     dtype and fp32 states, each either whole or divided by the world size; ``published`` is their
     sum. ``mixed`` is the usual count in publications for mixed precision: fp32 gradients, and fp32
-    masters sharded like the states. ``held`` is this engine's memory: the parameter buffer, masters, fp32
-    gradients and states, and reduce buffers. On CPUs the parameter buffer is one copy per host, counted in full
-    here. On a GPU it is the rank's own slices and the units that are unsharded at the same time.
-    ``sent`` is the bytes that a rank sends over links per step; ranks on the same host gather
-    without copies.
+    masters sharded like the states. ``held`` is this engine's memory: the parameter buffer,
+    masters, fp32 gradients and states, and reduce buffers. On CPUs the parameter buffer is one copy
+    per host, counted in full here. On a GPU it is the rank's own slices and the units that are
+    unsharded at the same time. ``sent`` is the bytes that a rank sends over links per step; ranks
+    on the same host gather without copies.
     """
 
     strategy: str

@@ -35,11 +35,14 @@ class HostGroup(NamedTuple):
     per_host: int
 
 
-def groups_on_hosts(mesh: tuple[int, int], hosts: int, local_size: int) -> tuple[HostGroup, HostGroup]:
+def groups_on_hosts(
+    mesh: tuple[int, int], hosts: int, local_size: int
+) -> tuple[HostGroup, HostGroup]:
     """Return the shard group and the replicas, on hosts with ``local ranks`` ranks each."""
     shard = mesh[1]
     if shard <= local_size and local_size % shard == 0:
-        return HostGroup(1, shard, local_size // shard), HostGroup(hosts, local_size // shard, shard)
+        columns = local_size // shard
+        return HostGroup(1, shard, columns), HostGroup(hosts, columns, shard)
     if shard % local_size:
         raise ValueError(
             f"mesh {mesh} on hosts of {local_size} ranks: {shard} ranks that share shards must lie "
@@ -54,11 +57,11 @@ class MemoryPlan:
 
     ``unsharded`` is the gathered parameters in the compute dtype. On CPUs it is one copy per host,
     shared by the ranks of a shard group; all other categories are per rank. On ``device`` "cuda"
-    the parameter buffer is per rank too: the rank's slices of all units, plus memory for the units that are
-    unsharded at the same time. On CPUs on several ``hosts``, ``reduce`` includes memory for sums in
-    transit between hosts; in deterministic mode over NCCL, it includes memory for the peers'
-    contributions to a sum. ``staging`` is memory for transfers to and from a disk. ``file`` is on
-    the disk and ``pinned`` in host memory next to a GPU; neither counts in the total.
+    the parameter buffer is per rank too: the rank's slices of all units, plus memory for the units
+    that are unsharded at the same time. On CPUs on several ``hosts``, ``reduce`` includes memory
+    for sums in transit between hosts; in deterministic mode over NCCL, it includes memory for the
+    peers' contributions to a sum. ``staging`` is memory for transfers to and from a disk. ``file``
+    is on the disk and ``pinned`` in host memory next to a GPU; neither counts in the total.
     ``activation`` is the peak of forward and backward, if a batch was given. ``units`` lists the
     modules that are units. The plan prints as a table; in a notebook it shows a picture.
 

@@ -188,8 +188,8 @@ class Simulation:
             f"rank, {size(self.sent_inside)} inside it",
             "memory": f"{size(sum(parts.values()))} a rank: "
             + ", ".join(f"{name} {size(n)}" for name, n in parts.items())
-            + (f"; unsharded {size(plan.unsharded)}, which {self.sharing_ranks} ranks of a host share"
-               if shared else "")
+            + (f"; unsharded {size(plan.unsharded)}, "
+               f"which {self.sharing_ranks} ranks of a host share" if shared else "")
             + "".join(f"; {name} {size(n)}" for name, n in beside.items() if n),
             "padding": f"{100 * self.padding:.3g} % of the parameters",
             "products": f"{self.flops / 1e12:.4g} TFLOP a rank",

@@ -57,8 +57,8 @@ class Timeline:
     """Rank 0's step, in seconds and bytes; shown as a picture in notebooks.
 
     ``held`` is the bytes, by class, that are constant during the step; ``sharing_ranks`` ranks on a
-    host share the parameter buffer. ``limit``, in bytes per rank including its share of the parameter buffer, is drawn as a
-    line.
+    host share the parameter buffer. ``limit``, in bytes per rank including its share of the
+    parameter buffer, is drawn as a line.
     """
 
     title: str

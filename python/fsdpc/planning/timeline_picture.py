@@ -56,7 +56,7 @@ def cells(row: Row) -> tuple[str, str, str, str]:
 
 
 def _line(each: Timeline) -> float:
-    """Return the limit for a picture that includes the whole parameter buffer, or 0 if there is no limit."""
+    """Return the limit for a picture with the whole parameter buffer; 0: there is no limit."""
     return each.limit + each.shared if each.limit else 0.0
 
 
@@ -71,7 +71,7 @@ def _milliseconds(seconds: float) -> str:
 def _one(each: Timeline, top: float, step: float, most: float, letter: str) -> list[str]:
     scale = (RIGHT - LEFT) / step
     said = f"a step takes {_milliseconds(each.step)}, and a rank holds at most {size(each.peak)}"
-    said += f", with the parameter buffer that {each.sharing_ranks} ranks share" if each.shared else ""
+    said += f", with the buffer that {each.sharing_ranks} ranks share" if each.shared else ""
     parts = [text(16, top + 16, letter + short(each.title, WIDTH - 40), "h", each.title),
              text(16, top + 34, f"{said} ({each.peak:,} bytes)", "f")]  # fmt: skip
     y = top + 48
@@ -197,7 +197,7 @@ def _gathered(each: Timeline, bottom: float, scale: float, tall: float) -> list[
     for g in each.gathered:
         points.append(f"H{LEFT + g.begin * scale:.1f}V{bottom - g.bytes * tall:.1f}")
     points.append(f"H{LEFT + each.step * scale:.1f}V{bottom:.1f}z")
-    return [path("".join(points), "r0", "whole parameters that are in use, of the parameter buffer")]
+    return [path("".join(points), "r0", "unsharded parameters in use")]
 
 
 def _steps(each: Timeline, scale: float) -> Iterator[tuple[float, float, int]]:

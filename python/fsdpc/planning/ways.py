@@ -176,8 +176,9 @@ class Way:
             optimizer=given.get("optimizer", "adamw"), state_dtype=given.get("state_dtype"),
         ).for_device(case.device).for_hosts(case.hosts)  # fmt: skip
         local_size = groups_on_hosts(sharding.mesh, case.hosts, case.per_host)[0].local_size
-        self.shared: int = local_size if case.device == "cpu" else 1  # ranks on a host share one parameter buffer
-        self.engine: float = self.held.total - self.held.unsharded + self.held.unsharded / self.shared
+        self.shared: int = local_size if case.device == "cpu" else 1  # on a host
+        whole = self.held.unsharded
+        self.engine: float = self.held.total - whole + whole / self.shared
 
     def choice(self, which: Any, micro: int, activation: int) -> Choice:
         """Return the choice, simulated if it fits."""

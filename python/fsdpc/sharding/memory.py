@@ -12,13 +12,13 @@ def memory_stats() -> dict[str, int]:
     Returns
     -------
     dict of str to int
-        ``<category>_bytes`` and ``<category>_peak_bytes`` for unsharded (one copy, counted on the host's
-        first rank), master, grad, state, reduce, staging (in transit to and from a disk), pinned
-        (host memory next to a GPU: offloaded, or in transit), activation and other. ``total_bytes``
-        and ``total_peak_bytes`` exclude pinned. ``cached_bytes`` is free host memory kept for
-        reuse. ``system_allocs`` counts allocations from the system or CUDA, which stop growing in a
-        steady state. ``disk_file_bytes``, ``disk_read_bytes`` and ``disk_written_bytes`` refer to
-        the files of :class:`OffloadPolicy`.
+        ``<category>_bytes`` and ``<category>_peak_bytes`` for unsharded (one copy, counted on the
+        host's first rank), master, grad, state, reduce, staging (in transit to and from a disk),
+        pinned (host memory next to a GPU: offloaded, or in transit), activation and other.
+        ``total_bytes`` and ``total_peak_bytes`` exclude pinned. ``cached_bytes`` is free host
+        memory kept for reuse. ``system_allocs`` counts allocations from the system or CUDA, which
+        stop growing in a steady state. ``disk_file_bytes``, ``disk_read_bytes`` and
+        ``disk_written_bytes`` refer to the files of :class:`OffloadPolicy`.
 
     Examples
     --------

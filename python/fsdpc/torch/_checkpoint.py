@@ -24,8 +24,8 @@ from fsdpc.checkpoint.shards import (
     StateAccess,
     access_of,
     master_shard,
-    shards_of,
     plain_shard,
+    shards_of,
 )
 from fsdpc.torch import _device
 from fsdpc.torch._unit import PieceInfo, UnitState, states_of
@@ -136,7 +136,7 @@ class _Access(StateAccess):
         self.names = {}
         for name, t in _tensors(model).items():
             self.names.setdefault(id(t), name)
-            if id(t) in units:  # optimizers hold the piece even while the module shows the unsharded one
+            if id(t) in units:  # an optimizer holds the piece at any time
                 state, i = units[id(t)]
                 self.names.setdefault(id(state.pieces[i]), name)
 

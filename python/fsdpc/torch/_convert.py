@@ -1,8 +1,9 @@
 """Apply ``.to()``, ``.double()`` and other ``nn.Module._apply`` calls to pieces.
 
 Changing the dtype changes the layout, so the unit is rebuilt: each parameter is gathered and
-converted. This is possible only before the first forward, when units begin to share a parameter buffer, and
-only if no optimizer steps the unit's memory. All other changes are written to the pieces.
+converted. This is possible only before the first forward, when units begin to share a parameter
+buffer, and only if no optimizer steps the unit's memory. All other changes are written to the
+pieces.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Bytes between hosts over torch's process groups.
 
-The engine's transport (``_core.Transport``) stores messages, and three threads carry them. One sends this
-rank's messages. One receives frames from any rank and posts receives for their messages. The third
-waits for those receives and delivers the messages. (They call the groups' methods, which
+The engine's transport (``_core.Transport``) stores messages, and three threads carry them. One
+sends this rank's messages. One receives frames from any rank and posts receives for their messages.
+The third waits for those receives and delivers the messages. (They call the groups' methods, which
 ``torch.distributed.send`` and ``recv`` wrap; this takes a fifth less time.) Each message has a
 fixed-size frame, which can contain a whole small message, so an epoch note is a single send.
 

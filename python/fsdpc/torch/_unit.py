@@ -1,4 +1,4 @@
-"""A unit over torch parameters: its pieces, its unsharded parameters, and the root that joins units.
+"""A unit over torch parameters: pieces, unsharded parameters, and the root that joins units.
 
 The engine owns the memory; the tensors here are views of it and are created once. Pieces and their
 gradients are created with the unit, unsharded parameters once the root exists. TorchUnit
@@ -303,7 +303,8 @@ class UnitState:
         """Raise if a parameter was replaced by another object."""
         for owner, key, i in self.slots:
             value = owner.get(key)
-            if value is not self.pieces[i] and (not self.unsharded or value is not self.unsharded[i]):
+            own = (self.pieces[i], *self.unsharded[i : i + 1])
+            if all(value is not p for p in own):
                 raise RuntimeError(
                     f"parameter '{self.names[i]}' of unit '{self.unit.name}' was replaced by a "
                     f"{type(value).__name__} after fully_shard (by another fully_shard, or a "
@@ -371,7 +372,7 @@ class UnitState:
         """Create the unsharded parameters, once the parameter buffer exists."""
         self.root = root
         with torch.inference_mode(False), torch.no_grad():
-            flats = _core.unit_memory(self.unit, "full")
+            flats = _core.unit_memory(self.unit, "unsharded")
             lends = self.torch_unit.lends_unsharded
             bases = tuple((_device.like if lends else _device.to_torch)(m) for m in flats)
             lent = [_device.Lent(base) for base in bases] if lends else None
@@ -384,7 +385,8 @@ class UnitState:
                 self.unsharded.append(full)
             for one in lent or ():
                 one.give()
-        self.torch_unit.bind(self.unsharded, bases, lent, set_version, root.at_end, root.torch_units)
+        at_end, units = root.at_end, root.torch_units
+        self.torch_unit.bind(self.unsharded, bases, lent, set_version, at_end, units)
 
 
 # Optimizers use this to choose list operations; torch registers DTensor the same way.

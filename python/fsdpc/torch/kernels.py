@@ -107,7 +107,7 @@ def _fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> b
 
 
 def target(full: nn.Parameter, state: Any, index: int) -> None:
-    """Set the target of an unsharded parameter's gradient: parameter ``index`` in the unit state."""
+    """Set the target of an unsharded parameter's gradient: parameter ``index`` of the unit."""
     full._fsdpc_target = (weakref.ref(state), index)  # type: ignore[attr-defined]
 
 
