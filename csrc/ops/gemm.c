@@ -243,7 +243,8 @@ static fsdpc_gemm_target target_of(const worker *w, size_t panel, size_t q)
 
 /* Multiplies a panel of A with those of B, for one block of k.  A tile is finished after the next
  * one has started: by then its sums are complete, and the processor overlaps the two. */
-static void multiply_row(worker *w, char *a, size_t panel, size_t block, fsdpc_gemm_beside *beside)
+static void multiply_row(worker *w, char *a, size_t panel, size_t block,
+                         fsdpc_gemm_prefetch *prefetch)
 {
     const plan *p = w->job->plan;
     const fsdpc_gemm_path *path = p->path;
@@ -256,13 +257,13 @@ static void multiply_row(worker *w, char *a, size_t panel, size_t block, fsdpc_g
     for (size_t q = 0; q < w->col_panels; q++, b += p->b_panel_bytes) {
         char *to = sums + (kept ? q : q % 2) * p->tile_bytes;
         fsdpc_gemm_target target = target_of(w, panel, q);
-        beside->c = target.c;
-        beside->c_rows = last ? target.rows : 0;
-        beside->c_step = target.ldc * fsdpc_dtype_bytes(target.dtype);
+        prefetch->c = target.c;
+        prefetch->c_rows = last ? target.rows : 0;
+        prefetch->c_step = target.ldc * fsdpc_dtype_bytes(target.dtype);
         if (w->pending_sums == to)
             finish_pending(w);
-        path->tile(to, a, b, k_count, block > 0, beside);
-        beside->a = NULL;
+        path->tile(to, a, b, k_count, block > 0, prefetch);
+        prefetch->a = NULL;
         finish_pending(w);
         if (last) {
             w->pending = target;
@@ -273,13 +274,13 @@ static void multiply_row(worker *w, char *a, size_t panel, size_t block, fsdpc_g
 
 /* Returns prefetch hints for a step's tiles (a panel of A and a block of k): this step's A, if the
  * tiles must pack it, and the next step's. */
-static fsdpc_gemm_beside beside_of(worker *w, const char *a, size_t panel, size_t block)
+static fsdpc_gemm_prefetch prefetch_of(worker *w, const char *a, size_t panel, size_t block)
 {
     const job *j = w->job;
     const plan *p = j->plan;
     const fsdpc_gemm_operand *from = &j->product->a;
     size_t k_count = k_count_of(j, block), mr = p->path->mr;
-    fsdpc_gemm_beside it = {.row = a, .next = a};
+    fsdpc_gemm_prefetch it = {.row = a, .next = a};
     if (p->slab) {
         it.row = it.next = a + p->a_panel_bytes;
         it.row_bytes = p->a_panel_bytes;
@@ -348,10 +349,10 @@ static void compute_block(worker *w)
         for (size_t panel = w->first_panel; panel < w->last_panel; panel++)
             for (size_t block = first; block < end; block++) {
                 char *a = p->slab ? a_panel(j, block, panel) : w->a;
-                fsdpc_gemm_beside beside = beside_of(w, a, panel, block);
-                if (!p->slab && !beside.a)
+                fsdpc_gemm_prefetch prefetch = prefetch_of(w, a, panel, block);
+                if (!p->slab && !prefetch.a)
                     pack_a(j, a, block, panel);
-                multiply_row(w, a, panel, block, &beside);
+                multiply_row(w, a, panel, block, &prefetch);
             }
     }
     finish_pending(w);

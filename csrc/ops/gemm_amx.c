@@ -67,39 +67,39 @@ FSDPC_INLINE void load_a(char *panel, const char **from, size_t bytes, bool pack
     }
 }
 
-FSDPC_INLINE void prefetch_next(fsdpc_gemm_beside *beside, const char **next)
+FSDPC_INLINE void prefetch_next(fsdpc_gemm_prefetch *prefetch, const char **next)
 {
-    for (size_t i = 0; i < beside->rate; i++)
+    for (size_t i = 0; i < prefetch->rate; i++)
         _mm_prefetch(*next + 64 * i, _MM_HINT_T1);
-    *next += 64 * beside->rate;
-    if (*next >= beside->row + beside->row_bytes)
-        *next = beside->row += beside->row_step;
+    *next += 64 * prefetch->rate;
+    if (*next >= prefetch->row + prefetch->row_bytes)
+        *next = prefetch->row += prefetch->row_step;
 }
 
-FSDPC_INLINE void multiply(char *pa, const char *pb, size_t k_count, fsdpc_gemm_beside *beside,
+FSDPC_INLINE void multiply(char *pa, const char *pb, size_t k_count, fsdpc_gemm_prefetch *prefetch,
                            bool packs)
 {
-    const char *from = beside->a, *next = beside->next, *c = beside->c;
-    size_t c_rows = beside->c_rows;
+    const char *from = prefetch->a, *next = prefetch->next, *c = prefetch->c;
+    size_t c_rows = prefetch->c_rows;
     for (size_t k = 0; k < k_count; k += BLOCK_K) {
         _tile_stream_loadd(6, pb, 64);
-        load_a(pa, &from, beside->a_bytes, packs);
+        load_a(pa, &from, prefetch->a_bytes, packs);
         _tile_stream_loadd(7, pb + TILE_BYTES, 64);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(1, 4, 7);
         _tile_dpbf16ps(3, 5, 7);
-        prefetch_next(beside, &next);
-        for (size_t i = 0; i < 2 && c_rows; i++, c_rows--, c += beside->c_step)
+        prefetch_next(prefetch, &next);
+        for (size_t i = 0; i < 2 && c_rows; i++, c_rows--, c += prefetch->c_step)
             _mm_prefetch(c, _MM_HINT_T1);
         pa += 2 * TILE_BYTES;
         pb += 2 * TILE_BYTES;
     }
-    beside->next = next;
+    prefetch->next = next;
 }
 
 static void tile(void *sums, void *a, const void *b, size_t k_count, bool resume,
-                 fsdpc_gemm_beside *beside)
+                 fsdpc_gemm_prefetch *prefetch)
 {
     char *c = sums;
     const size_t row = NR * sizeof(float);
@@ -114,10 +114,10 @@ static void tile(void *sums, void *a, const void *b, size_t k_count, bool resume
         _tile_zero(2);
         _tile_zero(3);
     }
-    if (beside->a)
-        multiply(a, b, k_count, beside, true);
+    if (prefetch->a)
+        multiply(a, b, k_count, prefetch, true);
     else
-        multiply(a, b, k_count, beside, false);
+        multiply(a, b, k_count, prefetch, false);
     _tile_stored(0, c, row);
     _tile_stored(1, c + 64, row);
     _tile_stored(2, c + 16 * row, row);

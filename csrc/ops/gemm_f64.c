@@ -35,9 +35,9 @@ static void pack_b(void *panel, const fsdpc_gemm_operand *b, size_t first, size_
 }
 
 static void tile(void *sums, void *a, const void *b, size_t k_count, bool resume,
-                 fsdpc_gemm_beside *beside)
+                 fsdpc_gemm_prefetch *prefetch)
 {
-    (void)beside;
+    (void)prefetch;
     const double *pa = a, *pb = b;
     for (int half = 0; half < NR; half += 4) { /* eight sums at a time fit sixteen registers */
         f64x2 sum[MR][2] = {{{0}}};

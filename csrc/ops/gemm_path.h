@@ -46,7 +46,7 @@ typedef struct fsdpc_gemm_target {
 
 /* Work done along with a tile: packing A and prefetching, because the multipliers leave other parts
  * of the processor idle.  All fields except `a` are hints.  The tile advances `row` and `next`. */
-typedef struct fsdpc_gemm_beside {
+typedef struct fsdpc_gemm_prefetch {
     /* A as stored along k, `a_bytes` between its rows, for the tile to pack.  NULL: already
      * packed. */
     const char *a;
@@ -60,7 +60,7 @@ typedef struct fsdpc_gemm_beside {
     /* The tile of C that receives the sums: rows, `c_step` bytes apart. */
     const char *c;
     size_t c_rows, c_step;
-} fsdpc_gemm_beside;
+} fsdpc_gemm_prefetch;
 
 enum { FSDPC_GEMM_SKINNY = 4 }; /* rows (or columns) up to which a product is skinny */
 
@@ -93,7 +93,7 @@ typedef struct fsdpc_gemm_path {
     void (*pack_b)(void *panel, const fsdpc_gemm_operand *b, size_t first, size_t count,
                    size_t k_first, size_t k_count);
     void (*tile)(void *sums, void *a, const void *b, size_t k_count, bool resume,
-                 fsdpc_gemm_beside *beside);
+                 fsdpc_gemm_prefetch *prefetch);
     void (*finish)(const fsdpc_gemm_target *target, const void *sums);
 
     /* Computes columns [first, first + count) of a skinny product; NULL: not supported by the

@@ -14,7 +14,7 @@
  * stack on entry and exit.
  */
 static void tile(void *sums, void *a, const void *b, size_t k_count, bool resume,
-                 fsdpc_gemm_beside *beside)
+                 fsdpc_gemm_prefetch *prefetch)
 {
     _Static_assert((int)NR == 2 * (int)FSDPC_LANES, "a row of sums is two vectors");
     float *c = sums;
@@ -33,7 +33,7 @@ static void tile(void *sums, void *a, const void *b, size_t k_count, bool resume
     for (size_t k = 0; k < k_count; k += K_STEP, pa += MR, pb += NR) {
 #ifdef AHEAD_BYTES
         if (k % (64 / AHEAD_BYTES) == 0)
-            __builtin_prefetch(beside->next + k * AHEAD_BYTES, 0, 2);
+            __builtin_prefetch(prefetch->next + k * AHEAD_BYTES, 0, 2);
 #endif
         tile_vec b0 = tile_load(pb), b1 = tile_load(pb + FSDPC_LANES);
 #define X(i)                                                                                       \
@@ -46,9 +46,9 @@ static void tile(void *sums, void *a, const void *b, size_t k_count, bool resume
 #undef X
     }
 #ifdef AHEAD_BYTES
-    beside->next += k_count * AHEAD_BYTES;
+    prefetch->next += k_count * AHEAD_BYTES;
 #else
-    (void)beside;
+    (void)prefetch;
 #endif
 #define X(i)                                                                                       \
     fsdpc_vf_store(c + (i)*NR, low##i);                                                            \

@@ -17,14 +17,14 @@ OPENS = r"(?:^|[.;:] |/?\*\*? |# |\"\"\")"
 
 #: habit -> (pattern, how often it may occur in csrc, kernels, python and docs)
 HABITS = {
-    "a clause of place for a condition": (rf"\bwhere ({WHERE})\b", 31),
-    '"alone" for only': (r"\balone\b", 57),
-    '"beside" for besides, with, next to': (r"\bbeside\b", 84),
-    '"is no X" for is not an X': (r"\b(is|are|was|were) no (?!longer|more)[a-z]", 52),
-    "no actor": (r"\b([Ss]omebody|[Nn]obody|[Ww]hoever)\b", 4),
-    "things that stand or lie": (r"\b(stands?|lies?)\b(?! for)", 51),
+    "a clause of place for a condition": (rf"\bwhere ({WHERE})\b", 30),
+    '"alone" for only': (r"\balone\b", 48),
+    '"beside" for besides, with, next to': (r"\bbeside\b", 44),
+    '"is no X" for is not an X': (r"\b(is|are|was|were) no (?!longer|more)[a-z]", 51),
+    "no actor": (r"\b([Ss]omebody|[Nn]obody|[Ww]hoever)\b", 3),
+    "things that stand or lie": (r"\b(stands?|lies?)\b(?! for)", 37),
     "a fragment that opens with Of": (OPENS + r"Of (a|an|one|the|those|each|every)\b", 2),
-    "a sentence that opens with So": (r"(?:^|[.] |\* |# )So [a-z]", 1),
+    "a sentence that opens with So": (r"(?:^|[.] |\* |# )So [a-z]", 0),
 }
 
 
