@@ -60,7 +60,7 @@ static fsdpc_status pool(const fsdpc_pool_args *args, fsdpc_stream *stream)
 static fsdpc_status check_gemm(const fsdpc_gemm_args *g)
 {
     FSDPC_TRY(check_float(g->dtype, "a matrix product"));
-    if (g->windows)
+    if (g->patches)
         return no_patches();
     if (g->c_dtype != g->dtype && g->c_dtype != FSDPC_F32)
         return fsdpc_fail(

@@ -10,7 +10,7 @@ static void check_turns(gpu_rank *r)
     const fsdpc_nccl_world *world = fsdpc_nccl_of(r->comm)->world;
     for (const fsdpc_comm_nccl *group = world->groups; group; group = group->next_group) {
         for (const fsdpc_nccl_op *it = group->in_flight; it; it = it->next) {
-            bool handed = it->stage != FSDPC_NCCL_QUEUED;
+            bool handed = it->progress != FSDPC_NCCL_QUEUED;
             EXPECT(r->self, !it->on_gpu || !handed || it->turn <= world->turns.launched,
                    "operation %llu is with NCCL, and %llu is not", (unsigned long long)it->turn,
                    (unsigned long long)world->turns.launched);

@@ -261,10 +261,10 @@ static void test_free_memory_makes_room(void)
           cudaSuccess);
     CHECK_OK(fsdpc_device_copy(gpu, y.on_gpu, x, BYTES, gpu_stream));
     fsdpc_device_free(gpu, x);
-    gpu->watch.wait_for = rig_no_wait;
+    gpu->peer_check.wait_for = rig_no_wait;
     CHECK_FAILS(fsdpc_device_alloc(gpu, FSDPC_MEM_OTHER, BYTES / 4 * 5, &z), FSDPC_ERR_TIMEOUT,
                 "a peer is gone");
-    gpu->watch.wait_for = NULL;
+    gpu->peer_check.wait_for = NULL;
     CHECK_OK(fsdpc_device_alloc(gpu, FSDPC_MEM_OTHER, BYTES / 4 * 5, &z));
     check_same_bits(&y, "a copy out of memory that made room");
     CHECK_FAILS(fsdpc_device_alloc(gpu, FSDPC_MEM_OTHER, BYTES, &x), FSDPC_ERR_NOMEM, "are free");

@@ -100,7 +100,7 @@ static fsdpc_status wait_unless_left_out(wait_kind kind, fsdpc_stream *stream, f
 static fsdpc_status stream_wait(fsdpc_stream *stream, fsdpc_event *event)
 {
     const fsdpc_root *root = here->root;
-    if (event == root->own_slices || event == root->filled)
+    if (event == root->copied_in || event == root->filled)
         return wait_unless_left_out(event == root->filled ? FILLED : PUBLISHED, stream, event);
     for (int u = 0; u < UNITS; u++) {
         if (event == here->units[u]->released) {

@@ -179,9 +179,9 @@ static void test_windows_in_use_stay(void)
     buffer_send(&y);
     open_windows();
     put(windows[0]->address, 7);
-    gpu->watch.wait_for = rig_no_wait;
+    gpu->peer_check.wait_for = rig_no_wait;
     CHECK_FAILS(fsdpc_window_destroy(windows[1]), FSDPC_ERR_TIMEOUT, "a peer is gone");
-    gpu->watch.wait_for = NULL;
+    gpu->peer_check.wait_for = NULL;
     CHECK_OK(fsdpc_capture_begin(gpu));
     CHECK_OK(fsdpc_device_copy(gpu, y.on_gpu, windows[1]->address, BYTES, gpu_stream));
     CHECK_FAILS(fsdpc_window_destroy(windows[1]), FSDPC_ERR_STATE, "inside a captured step");
