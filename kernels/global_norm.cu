@@ -1,5 +1,5 @@
-/* The steps from sums of powers to clipping factors: combining norms, computing their value and
- * clipping, by the CPU's own rules.
+/* The steps from sums of powers to clipping factors: combining norms, computing their values and
+ * clipping, by the same rules as on the CPU.
  *
  * A single thread suffices: a few hundred operations on 560 bytes, between kernels that read whole
  * shards.

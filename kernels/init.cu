@@ -54,7 +54,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS) init_kernel(T *dst, init
     }
 }
 
-/* Returns the dtype's largest number below b. */
+/* Returns the largest value below b that the dtype can represent. */
 static double below(double b, fsdpc_dtype dtype)
 {
     uint64_t bits = 0;

@@ -1,7 +1,7 @@
 /* Lays out files and writes the texts that tell where tensors are.
  *
- * A file has consecutive tensors of the list, as many as fit.  The index and the manifest have the
- * bytes that Python's json module would write, which is how earlier versions wrote them.
+ * Each file holds as many consecutive tensors of the list as fit.  The index and the manifest have
+ * the bytes that Python's json module would write, which is how earlier versions wrote them.
  */
 #include "ckpt/layout.h"
 

@@ -1,7 +1,7 @@
 /* Runs an operation over several hosts, from its post to its end.
  *
  * Every operation is posted in program order on the host's communicator, where the host's ranks
- * compare it; data between hosts goes between equal local ranks.
+ * compare it; data moves between ranks with the same local rank.
  *
  *     GATHER          own slices go to the other hosts, theirs into the parameter buffer; done
  *                     when all ranks of the host have received.  Rows are transferred once after

@@ -3,9 +3,9 @@
  * Copies.  A message is copied once on each side.  The sender's side copies it from the send's
  * memory into the carrier's, which ends the send.  The receiver's side copies it from a carrier's
  * memory into the receive's.  Small sends are copied, and done, when they are posted.  A large
- * message that comes before its receive keeps its memory, and the carrier allocates new memory.
- * Copies happen under the lock, since memory is much faster than a network.  No thread can thus
- * access an operation's memory after an abort.
+ * message that arrives before its receive is posted keeps its buffer, and the carrier allocates a
+ * new one. Copies happen under the lock, since memory is much faster than a network.  No thread can
+ * thus access an operation's memory after an abort.
  *
  * Closing keeps the outbox; an abort keeps sends that are done, since peers rely on them, and drops
  * the others.  Carriers get the remaining messages, and then the end.  After these, an abort sends

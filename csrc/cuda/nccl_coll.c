@@ -22,10 +22,10 @@
  * as one operation, and is in flight like any other.
  *
  * Sums are ncclSum, in NCCL's order and the operation's dtype, in place in the buffer.  The
- * engine's part follows on the same stream.  It uses the kernel that sums over ranks elsewhere,
- * here with one rank.  The kernel scales this rank's slices in fp32, rounds them through the reduce
- * dtype, and writes or adds them to the shard.  The sum is thus not the pairwise tree of comm_shm.
- * If a tree is required, and for float values, our own kernels compute the sums (nccl_join.c).
+ * engine's part follows on the same stream.  It reuses the kernel that sums over ranks, here with a
+ * single rank.  The kernel scales this rank's slices in fp32, rounds them through the reduce dtype,
+ * and writes or adds them to the shard.  The sum is thus not the pairwise tree of comm_shm. If a
+ * tree is required, and for float values, our own kernels compute the sums (nccl_join.c).
  *
  * While a rank waits, it advances the operations of all its groups, because peers may wait for
  * those.

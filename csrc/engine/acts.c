@@ -1,5 +1,5 @@
-/* Records a step's acts from its forward to its last backward; keeps those of the last whole step
- * as well.
+/* Records a step's acts from its forward to its last backward, and keeps those of the last complete
+ * step.
  */
 #include "engine/acts.h"
 

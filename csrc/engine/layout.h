@@ -8,8 +8,8 @@
  * trainable groups come first.  A group's parameters of equal row length form a band.  They are
  * placed end to end in declaration order, each beginning at a multiple of lcm(row, 64) elements.
  * The band's rows are cut into `ranks` equal slices of whole rows.  A parameter that must stay
- * whole has its own band, which one rank owns.  The unsharded parameters of a group are the
- * sequence of its bands; a shard is the sequence of this rank's slices.  Both begin each band at a
+ * whole has its own band, which one rank owns.  A group's unsharded parameters are its bands laid
+ * end to end; a shard is this rank's slices of them, in the same order.  Both begin each band at a
  * multiple of 64.
  *
  * A row is the elements at one index of dim 0; a row of a 0-D or 1-D parameter is one element.

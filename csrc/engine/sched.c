@@ -11,8 +11,8 @@
  * The execution order.  The first step with gradients records each (unit, phase) in order.  While
  * later steps repeat it, the next `prefetch` entries are gathered before the current unit computes.
  * The first entry that differs cuts the execution order there, and the remainder of the step is
- * recorded instead.  A lasting change of branch thus costs one step on demand, and a branch taken
- * once costs two.
+ * recorded instead.  Switching branches permanently thus costs one on-demand step; taking a branch
+ * just once costs two.
  *
  * Only post_backward releases weights; the arrival of all gradients does not.  A frozen layer after
  * the last trainable one still needs its weight for the gradient of its input.

@@ -1,9 +1,9 @@
 /* absmax and clamp: the largest magnitude, and clamping by magnitude.
  *
  * Included by flat_cpu_body.h.  Magnitudes are compared as integers, using the bits without the
- * sign.  Non-negative floats have the same order as their bits, and a NaN is above infinity, so a
- * maximum keeps it without a test.  The order does not matter for a maximum, so threads and paths
- * agree. clamp compares as floats: a NaN is neither above nor below, and stays unchanged.
+ * sign.  Non-negative floats sort like their bit patterns, and NaN sorts above infinity, so a
+ * maximum propagates NaN without a check.  The order does not matter for a maximum, so threads and
+ * paths agree. clamp compares as floats: a NaN is neither above nor below, and stays unchanged.
  */
 
 /* Bit patterns as wide as the registers; a comparison selects the maximum per lane. */

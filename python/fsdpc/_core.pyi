@@ -263,7 +263,7 @@ class Tensor:
         """
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """Return an array over the same memory; from a GPU, a copy.
+        """Return an array that shares the memory, or a copy if the tensor is on a GPU.
 
         bfloat16 becomes ml_dtypes' type if that is installed, otherwise a float32 copy. Raises
         RuntimeError if the tensor requires grad: ``detach()`` it first.

@@ -43,7 +43,7 @@ PLAIN = set("""
     tensor text thread tile tiles torch trace transport tree type unary value vec vector version
     view wait walk window windows work world write
     chunk left message micro phase segment stage tape team wanted words
-    allocator bytes kept patches progress record scratch
+    allocator bytes kept patches prefetch progress record scratch
 """.split())
 
 # A number in a page -> the file and the constant (or default of a variable) that it stands for.

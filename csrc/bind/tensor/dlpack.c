@@ -316,7 +316,7 @@ static int check_home(const fsdpc_device *device, int type, int ordinal)
     return -1;
 }
 
-/* Creates a tensor over `d`.  Sets *taken_out if the tensor now owns the managed tensor, `lender`. */
+/* Creates a tensor over `d`.  Sets *taken_out if the tensor now owns `lender`. */
 static fsdpc_tensor *import_tensor(fsdpc_py_state *state, const dl_tensor *d, bool readonly,
                                    fsdpc_py_lender lender, bool *taken_out)
 {

@@ -1,8 +1,8 @@
 /* In-place changes to tensors' values, or to the memory that they use.
  *
- * A leaf that requires grad may only be changed inside no_grad(), and an unsharded parameter never; only
- * check_inplace decides that.  Values may come from tensors, arrays, lists and numbers; they are
- * broadcast and cast as needed.
+ * A leaf that requires grad may only be changed inside no_grad(), and an unsharded parameter never;
+ * only check_inplace decides that.  Values may come from tensors, arrays, lists and numbers; they
+ * are broadcast and cast as needed.
  *
  * If gradients flow into or through a write, the write is recorded (nn/op_write.c), and the Python
  * object switches to the tensor with the new node.  Other tensors over the memory would keep their

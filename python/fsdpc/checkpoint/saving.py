@@ -76,7 +76,7 @@ class SaveHandle:
 
 @dataclass
 class _Flight:
-    """The save in progress, and the communicator reserved for saves on a thread."""
+    """The save in progress, and the communicator reserved for background saves."""
 
     handle: SaveHandle | None = None
     world: _core.Comm | None = None

@@ -82,7 +82,7 @@ def find_files(paths: PathLike | Sequence[PathLike], suffixes: tuple[str, ...]) 
     return files
 
 
-# Signatures of binary files, and their types.
+# Signatures of binary files and the types they identify.
 _MAGIC = (
     (b"\x93NUMPY", "a NumPy array"),
     (b"PK\x03\x04", "a zip archive (.npz, .pt, .docx)"),

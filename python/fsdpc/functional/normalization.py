@@ -110,8 +110,9 @@ def counted_batch_norm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute :func:`batch_norm` with the batch's own statistics, and also return those.
 
-    The statistics are mean and variance, without gradients, and the number of elements per channel,
-    of shape (1). With ``over_ranks``, forward makes two small sums over ranks, backward one.
+    The statistics are the mean and the variance, without gradients, and the per-channel element
+    count, which has shape (1). With ``over_ranks``, forward makes two small sums over ranks,
+    backward one.
     """
     _check_batch(x, over_ranks)
     if not over_ranks and math.prod(x.shape) == x.shape[1]:

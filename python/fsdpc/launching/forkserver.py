@@ -1,9 +1,9 @@
 """A process without threads that forks ranks for tests.
 
-A pytest process soon has threads that do not survive a fork: its own engine at world size 1 and
-torch's OpenMP pool. The server is therefore forked after collection, before any test runs. By then
-all modules are imported and all test functions are known, so none need to be pickled. Requests
-arrive over an inherited socket, and the server answers with the outcome.
+A pytest process soon acquires threads that do not survive a fork: those of its own engine at world
+size 1 and of torch's OpenMP pool. The server is therefore forked after collection, before any test
+runs. By then all modules are imported and all test functions are known, so none need to be pickled.
+Requests arrive over an inherited socket, and the server answers with the outcome.
 
 The server leads a separate process group and is tied to pytest as ranks are to a launcher (see Note
 [leash] in process.py). The server and its ranks therefore end with pytest.

@@ -143,7 +143,7 @@ class Head(nn.Linear):
     """The output layer; its loss keeps one chunk of logits at a time."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return logits, or the mean loss, computed here as the layer may be a separate unit."""
+        """Return logits, or the mean loss: computed here, as the layer may be a separate unit."""
         return logits_or_loss(x, self.weight, targets)
 
 
