@@ -70,7 +70,7 @@ WAITS = "RuntimeError: the host asks for a value of the GPU inside a captured st
     ("entered twice", "RuntimeError: this step was captured already"),
     ("never entered", "RuntimeError: replay() of a step that was not captured"),
     ("not sharded", "TypeError: graph_step() takes a sharded model, got Linear: call"),
-    ("handed out", "NotImplementedError: a piece of unit 'Perceptron' was handed out"),
+    ("handed out", "NotImplementedError: a local shard of unit 'Perceptron' was handed out"),
 ])
 def test_what_a_graph_cannot_hold_is_named(refusals: dict[str, Any], mistake: str,
                                            error: str) -> None:

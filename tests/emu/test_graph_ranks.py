@@ -56,10 +56,10 @@ def mistakes(nccl: dict[str, str]) -> list[Any]:
     ("exchange", "NotImplementedError: barrier of 'barrier': ranks wait for each other", None),
     ("weights", "RuntimeError: rank 1: the weights of unit 'Perceptron' were written since its",
      "RuntimeError: the weights of unit 'Perceptron' were written since its"),
-    ("parted", "RuntimeError: unit 'hidden.2' was given memory of its own for its full",
-     "RuntimeError: rank 0: unit 'hidden.2' was given memory of its own for its full"),
-    ("handed out", "NotImplementedError: rank 1: a piece of unit 'hidden.0' was handed out",
-     "NotImplementedError: a piece of unit 'hidden.0' was handed out"),
+    ("parted", "RuntimeError: unit 'hidden.2' was given memory of its own for its unsharded",
+     "RuntimeError: rank 0: unit 'hidden.2' was given memory of its own for its unsharded"),
+    ("handed out", "NotImplementedError: rank 1: a local shard of unit 'hidden.0' was handed out",
+     "NotImplementedError: a local shard of unit 'hidden.0' was handed out"),
 ])
 def test_what_one_rank_does_is_named_on_all(mistakes: list[Any], mistake: str, error: str,
                                             of_one: str | None) -> None:
