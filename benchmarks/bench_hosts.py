@@ -179,7 +179,7 @@ def epoch_turn() -> dict[str, Any]:
 
     import fsdpc
     from fsdpc import nn
-    from fsdpc.torch import _transport, _mesh
+    from fsdpc.torch import _mesh, _transport
 
     rank = int(os.environ["RANK"])
     dist.init_process_group(

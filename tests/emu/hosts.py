@@ -26,7 +26,7 @@ import torch.distributed as dist
 from training import MODELS, build
 
 import fsdpc
-from fsdpc.torch import _transport, _mesh
+from fsdpc.torch import _mesh, _transport
 
 
 def number(*names: str) -> int:
