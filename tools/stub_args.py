@@ -182,6 +182,7 @@ def texts(stub: str) -> tuple[str, str]:
     header = head + "#ifndef FSDPC_STUB_ARGS_H\n#define FSDPC_STUB_ARGS_H\n"
     header += '#include "bind/tensor/ops.h"\n'
     source = head + '#include "bind/stub_args.h"\n\n#include <stddef.h>\n'
+    source += f'_Static_assert(FSDPC_PY_MAX_PARAMS >= {MOST}, "see tools/stub_args.py");\n'
     listed: dict[str, str] = {}
     for section, name, also in operations(stub, tree):
         row = f" \\\n    {'M' if also else 'F'}({name})"

@@ -298,8 +298,8 @@ struct fsdpc_param_buffer {
     int memfd; /* contains its memory, from the first byte, for its lifetime; 0: other memory */
     const unsigned char *read;
     unsigned char *write;
-    bool pinned;        /* moved: fsdpc_param_buffer_own returns host memory; set before the call */
-    unsigned char *own; /* moved: this rank's slices, after fsdpc_param_buffer_own */
+    bool pinned; /* offsets_only: fsdpc_param_buffer_own returns host memory; set before the call */
+    unsigned char *own; /* offsets_only: this rank's slices, after fsdpc_param_buffer_own */
     uint64_t epoch;     /* the last one in which this rank arrived; 0: none yet */
     /* Describes a note's kind, for messages; NULL: messages show its number. */
     const char *(*kind_text)(uint32_t kind);

@@ -128,7 +128,7 @@ static fsdpc_status plan_param_buffer(const planner *p)
                 in_file ? FSDPC_PLAN_FILE : FSDPC_PLAN_MEMORY);
 }
 
-static fsdpc_status plan_moved(const planner *p, fsdpc_slot_want *wants)
+static fsdpc_status plan_slots(const planner *p, fsdpc_slot_want *wants)
 {
     for (int i = 0; i < p->n; i++) {
         const fsdpc_plan_unit *unit = &p->units[i];
@@ -154,7 +154,7 @@ static fsdpc_status plan_unsharded(const planner *p)
     fsdpc_slot_want *wants = calloc((size_t)p->n + 1, sizeof *wants);
     if (!wants)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a plan of %d units", p->n);
-    fsdpc_status status = plan_moved(p, wants);
+    fsdpc_status status = plan_slots(p, wants);
     free(wants);
     return status;
 }

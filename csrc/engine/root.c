@@ -64,7 +64,7 @@ static fsdpc_status create_param_buffer(fsdpc_root *root, size_t bytes)
 }
 
 /* Returns whether unsharded parameters will be in a frontend's memory. */
-static bool is_lent(const fsdpc_root *root)
+static bool frontend_has_memory(const fsdpc_root *root)
 {
     for (int i = 0; i < root->n_units; i++) {
         const fsdpc_unit *unit = root->units[i];
@@ -100,10 +100,11 @@ fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, i
     }
     size_t param_buffer_bytes = 0;
     FSDPC_TRY_GOTO(status, adopt_units(root, units, &param_buffer_bytes), destroy);
-    bool lent = is_lent(root);
-    FSDPC_TRY_GOTO(status, create_param_buffer(root, lent ? 0 : param_buffer_bytes), destroy);
+    bool in_frontend = frontend_has_memory(root);
+    FSDPC_TRY_GOTO(status, create_param_buffer(root, in_frontend ? 0 : param_buffer_bytes),
+                   destroy);
     root->param_buffer->kind_text = fsdpc_epoch_text;
-    root->unsharded = lent                               ? &fsdpc_unsharded_frontend
+    root->unsharded = in_frontend                        ? &fsdpc_unsharded_frontend
                       : units[0]->no_alias               ? &fsdpc_unsharded_private
                       : root->param_buffer->offsets_only ? &fsdpc_unsharded_slots
                       : units[0]->offload.params         ? &fsdpc_unsharded_file

@@ -1,9 +1,9 @@
 /* The thread that calls MPI.
  *
- * Messages.  A message travels in segments of PIECE bytes and ends with a shorter one, which may be
- * empty.  If two ranks post different sizes, some pair of segments therefore differs in size.  MPI
- * sends a segment of this size at once.  For a larger segment it would first ask the peer, whose
- * thread sleeps; that made steps over 1 Gbit/s take 1.3 times as long.  UCX, MPICH's usual
+ * Messages.  A message travels in segments of SEGMENT bytes and ends with a shorter one, which may
+ * be empty.  If two ranks post different sizes, some pair of segments therefore differs in size.
+ * MPI sends a segment of this size at once.  For a larger segment it would first ask the peer,
+ * whose thread sleeps; that made steps over 1 Gbit/s take 1.3 times as long.  UCX, MPICH's usual
  * transport, would also ask for smaller segments, so we raise its threshold unless UCX_RNDV_THRESH
  * is set.  At most WINDOW segments of a message are in flight.  MPI keeps segments with the same
  * pair and tag in order.  A message waits until all segments of earlier messages with its pair, tag

@@ -1852,7 +1852,7 @@ class Transport:
     def rank(self) -> int:
         """This rank."""
     @property
-    def rooms(self) -> int:
+    def buffers(self) -> int:
         """Number of message buffers per direction."""
     @property
     def tags(self) -> int:
@@ -1860,14 +1860,14 @@ class Transport:
     @property
     def failed(self) -> bool:
         """Whether the transport was aborted, by this rank or another."""
-    def take(self, room: int, seconds: float, /) -> tuple[int, int, memoryview] | None:
+    def take(self, buffer: int, seconds: float, /) -> tuple[int, int, memoryview] | None:
         """Return (peer, tag, memory) of the next message to send, valid until its buffer is reused;
         None if there is none yet.  Raises PeerError at the end.
         """
 
-    def room(self, room: int, size: int, /) -> memoryview:
+    def buffer(self, buffer: int, size: int, /) -> memoryview:
         """Return the memory for the next message to receive, valid until it is delivered."""
-    def deliver(self, room: int, peer: int, tag: int, /) -> bool:
+    def deliver(self, buffer: int, peer: int, tag: int, /) -> bool:
         """Deliver the message in the buffer; return False if no more will come."""
     def abort(self, reason: str, /) -> None:
         """Make every operation fail with this reason."""

@@ -195,7 +195,7 @@ static void test_in_turn(void)
     CHECK_OK(fsdpc_unit_check_master(r.units[4], 0));
     for (int u = 0; u < UNITS; u++)
         CHECK(!r.units[u]->pending);
-    fsdpc_unit_export(r.units[2], 1); /* somebody holds a gradient of it */
+    fsdpc_unit_export(r.units[2], 1); /* a caller holds a gradient of it */
     r.seen = r.root->generation;
     CHECK_OK(rig_backward(&r));
     CHECK_OK(fsdpc_optim_step(optim));

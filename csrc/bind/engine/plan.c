@@ -133,9 +133,9 @@ static PyObject *plan_unsharded(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "O!iip", &PyList_Type, &list, &ranks, &prefetch, &remote))
         return NULL;
     Py_ssize_t n = PyList_GET_SIZE(list);
-    bool moved = remote && ranks > 1; /* otherwise they are read in place */
+    bool moves = remote && ranks > 1; /* otherwise they are read in place */
     size_t bytes = 0, granule = 0;
-    if (moved && !slot_granule(PyModule_GetState(module), &granule))
+    if (moves && !slot_granule(PyModule_GetState(module), &granule))
         return NULL;
     fsdpc_slot_want *wants = fsdpc_py_array(n, sizeof *wants);
     bool fine = wants;
@@ -146,7 +146,7 @@ static PyObject *plan_unsharded(PyObject *module, PyObject *args)
         if (!fine)
             break;
         wants[i] = (fsdpc_slot_want){.bytes = (size_t)unsharded, .alone = alone};
-        bytes += moved ? (size_t)own_slices : 0;
+        bytes += moves ? (size_t)own_slices : 0;
     }
     if (fine)
         fsdpc_slots_assign(wants, (int)n, prefetch + 1, granule);

@@ -11,13 +11,13 @@
 
 #include "plugin/plugin.h"
 
-enum { ROOMS = 4 };
+enum { BUFFERS = 4 };
 
 typedef struct py_transport {
     PyObject_HEAD fsdpc_transport *transport;
     bool relay;
-    bool given;                             /* to a communicator */
-    fsdpc_message sent[ROOMS], came[ROOMS]; /* with the carriers */
+    bool given;                                 /* to a communicator */
+    fsdpc_message sent[BUFFERS], came[BUFFERS]; /* with the carriers */
 } py_transport;
 
 static fsdpc_status create(const char *path, int rank, int size, fsdpc_transport **out)
@@ -59,7 +59,7 @@ static void transport_dealloc(PyObject *object)
     py_transport *self = (py_transport *)object;
     if (self->relay || !self->given)
         fsdpc_transport_destroy(self->transport);
-    for (int i = 0; i < ROOMS; i++) {
+    for (int i = 0; i < BUFFERS; i++) {
         fsdpc_message_free(&self->sent[i]);
         fsdpc_message_free(&self->came[i]);
     }
@@ -99,11 +99,11 @@ static PyObject *view_of(const fsdpc_message *message)
 }
 
 /* Returns the buffer with this index; NULL if there is none. */
-static fsdpc_message *room_of(fsdpc_message *rooms, int number)
+static fsdpc_message *buffer_of(fsdpc_message *buffers, int number)
 {
-    if (number >= 0 && number < ROOMS)
-        return &rooms[number];
-    PyErr_Format(PyExc_IndexError, "room %d of %d", number, ROOMS);
+    if (number >= 0 && number < BUFFERS)
+        return &buffers[number];
+    PyErr_Format(PyExc_IndexError, "buffer %d of %d", number, BUFFERS);
     return NULL;
 }
 
@@ -114,7 +114,7 @@ static PyObject *transport_take(PyObject *object, PyObject *args)
     int number;
     if (!transport || !PyArg_ParseTuple(args, "id", &number, &seconds))
         return NULL;
-    fsdpc_message *message = room_of(((py_transport *)object)->sent, number);
+    fsdpc_message *message = buffer_of(((py_transport *)object)->sent, number);
     if (!message)
         return NULL;
     fsdpc_status status;
@@ -127,13 +127,13 @@ static PyObject *transport_take(PyObject *object, PyObject *args)
     return Py_BuildValue("iIN", message->peer, (unsigned)message->tag, view_of(message));
 }
 
-static PyObject *transport_room(PyObject *object, PyObject *args)
+static PyObject *transport_buffer(PyObject *object, PyObject *args)
 {
     int number;
     Py_ssize_t bytes;
     if (!relay_of(object) || !PyArg_ParseTuple(args, "in", &number, &bytes))
         return NULL;
-    fsdpc_message *message = room_of(((py_transport *)object)->came, number);
+    fsdpc_message *message = buffer_of(((py_transport *)object)->came, number);
     if (!message)
         return NULL;
     if (bytes < 0)
@@ -150,7 +150,7 @@ static PyObject *transport_deliver(PyObject *object, PyObject *args)
     unsigned tag;
     if (!transport || !PyArg_ParseTuple(args, "iiI", &number, &peer, &tag))
         return NULL;
-    fsdpc_message *message = room_of(((py_transport *)object)->came, number);
+    fsdpc_message *message = buffer_of(((py_transport *)object)->came, number);
     if (!message)
         return NULL;
     if (peer < 0 || peer >= transport->size)
@@ -187,13 +187,13 @@ FSDPC_PY_GETTER(get_sent_bytes,
 FSDPC_PY_GETTER(get_failed,
                 PyBool_FromLong(fsdpc_transport_health(((py_transport *)object)->transport) !=
                                 FSDPC_OK))
-FSDPC_PY_GETTER(get_rooms, PyLong_FromLong(ROOMS))
+FSDPC_PY_GETTER(get_buffers, PyLong_FromLong(BUFFERS))
 FSDPC_PY_GETTER(get_rank, PyLong_FromLong(((py_transport *)object)->transport->rank))
 FSDPC_PY_GETTER(get_tags, PyLong_FromUnsignedLong(((py_transport *)object)->transport->tags))
 
 static PyMethodDef transport_methods[] = {
     FSDPC_PY_METHOD(Transport, take, transport_take, METH_VARARGS),
-    FSDPC_PY_METHOD(Transport, room, transport_room, METH_VARARGS),
+    FSDPC_PY_METHOD(Transport, buffer, transport_buffer, METH_VARARGS),
     FSDPC_PY_METHOD(Transport, deliver, transport_deliver, METH_VARARGS),
     FSDPC_PY_METHOD(Transport, abort, transport_abort, METH_O),
     FSDPC_PY_METHOD(Transport, close, transport_close, METH_NOARGS),
@@ -203,7 +203,7 @@ static PyMethodDef transport_methods[] = {
 static PyGetSetDef transport_getset[] = {
     FSDPC_PY_ATTRIBUTE(Transport, sent_bytes, get_sent_bytes, NULL),
     FSDPC_PY_ATTRIBUTE(Transport, rank, get_rank, NULL),
-    FSDPC_PY_ATTRIBUTE(Transport, rooms, get_rooms, NULL),
+    FSDPC_PY_ATTRIBUTE(Transport, buffers, get_buffers, NULL),
     FSDPC_PY_ATTRIBUTE(Transport, tags, get_tags, NULL),
     FSDPC_PY_ATTRIBUTE(Transport, failed, get_failed, NULL),
     {NULL, NULL, NULL, NULL, NULL},

@@ -66,9 +66,9 @@ static int give_grads(fsdpc_py_torch_unit *self)
     return give(self, self->unit->ref->foreign);
 }
 
-/* place(grads, lent): passes the gradients' tensors, which only this list refers to, and the memory
- * of each flat group that contains them; None: the engine's memory.  Gradients of frozen groups are
- * empty. */
+/* place(grads, foreign): passes the gradients' tensors, which only this list refers to, and the
+ * memory of each flat group that contains them; None: the engine's memory.  Gradients of frozen
+ * groups are empty. */
 static PyObject *place_method(PyObject *object, PyObject *args)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;

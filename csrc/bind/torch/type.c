@@ -82,7 +82,7 @@ static PyObject *torch_unit_new(PyTypeObject *type, PyObject *args, PyObject *kw
     return NULL;
 }
 
-/* bind(unsharded parameters, bases, lent, set_version, at_end, mates): `lent` is the memory of
+/* bind(unsharded, bases, foreign, set_version, at_end, mates): `foreign` is the memory of
  * `bases`, or None. */
 static PyObject *torch_unit_bind(PyObject *object, PyObject *args)
 {

@@ -117,6 +117,6 @@ def _receive(transport: _core.Transport, peers: dict[int, socket.socket]) -> Non
                     ready.unregister(connection)
                     continue
                 tag, size = HEAD.unpack(head)
-                _fill(connection, transport.room(0, size))
+                _fill(connection, transport.buffer(0, size))
                 if not transport.deliver(0, peer, tag):
                     return

@@ -56,7 +56,7 @@ def cells(row: Row) -> tuple[str, str, str, str]:
 
 
 def _line(each: Timeline) -> float:
-    """Return the limit for a picture with the whole parameter buffer; 0: there is no limit."""
+    """Return the limit for a picture with the whole parameter buffer, or 0 without a limit."""
     return each.limit + each.shared if each.limit else 0.0
 
 

@@ -58,20 +58,20 @@ class _Carrier:
         self._posted: queue.SimpleQueue[tuple[int, int, int, Any] | None] = queue.SimpleQueue()
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._goes_on: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        for room in range(transport.rooms):
-            self._free.put(room)
+        for buffer in range(transport.buffers):
+            self._free.put(buffer)
 
     def _group_to(self, higher: bool) -> Any:
         return self._up if higher else self._down
 
     def send(self) -> None:
         """Send the messages that the engine posts; wait for the oldest if there are several."""
-        under_way: list[list[Any]] = [[] for _ in range(self._transport.rooms)]
-        room = 0
+        under_way: list[list[Any]] = [[] for _ in range(self._transport.buffers)]
+        buffer = 0
         try:
             while True:
-                _wait(under_way[room])
-                message = self._transport.take(room, carriers.LOOK_S)
+                _wait(under_way[buffer])
+                message = self._transport.take(buffer, carriers.LOOK_S)
                 if message is None:
                     continue
                 peer, tag, data = message
@@ -84,8 +84,8 @@ class _Carrier:
                 if not inline:
                     group = self._group_to(peer > self._transport.rank)
                     works.append(group.send([torch.frombuffer(data, dtype=torch.uint8)], peer, 0))
-                under_way[room] = works
-                room = (room + 1) % self._transport.rooms
+                under_way[buffer] = works
+                buffer = (buffer + 1) % self._transport.buffers
         except _core.PeerError:  # all posted messages have been sent
             for works in under_way:
                 _wait(works)
@@ -102,14 +102,14 @@ class _Carrier:
                 work.wait()
                 peer = work._source_rank()
                 tag, size = HEAD.unpack_from(head)
-                room, body = self._free.get(), None
-                view = self._transport.room(room, size)
+                buffer, body = self._free.get(), None
+                view = self._transport.buffer(buffer, size)
                 if size <= INLINE:
                     view[:] = head[HEAD.size : HEAD.size + size]
                 else:
                     group = self._group_to(peer < self._transport.rank)
                     body = group.recv([torch.frombuffer(view, dtype=torch.uint8)], peer, 0)
-                self._posted.put((room, peer, tag, body))
+                self._posted.put((buffer, peer, tag, body))
                 if tag >= self._transport.tags:
                     goes_on = self._goes_on.get()
         finally:
@@ -119,11 +119,11 @@ class _Carrier:
         """Deliver messages in the order of their frames."""
         try:
             while (message := self._posted.get()) is not None:
-                room, peer, tag, body = message
+                buffer, peer, tag, body = message
                 if body is not None:
                     body.wait()
-                goes_on = self._transport.deliver(room, peer, tag)
-                self._free.put(room)
+                goes_on = self._transport.deliver(buffer, peer, tag)
+                self._free.put(buffer)
                 if tag >= self._transport.tags:
                     self._goes_on.put(goes_on)
         finally:  # after an error, the other thread must not wait for this one

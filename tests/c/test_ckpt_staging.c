@@ -4,30 +4,30 @@
 #include "base/mem.h"
 #include "check.h"
 
-enum { PIECES = 9, FENCE_BYTES = 256, FENCE = 0xab };
+enum { SHARDS = 9, FENCE_BYTES = 256, FENCE = 0xab };
 
-static const size_t numels[PIECES] = {0, 1, 15, 16, 17, 63, 64, 1000, 70001};
+static const size_t numels[SHARDS] = {0, 1, 15, 16, 17, 63, 64, 1000, 70001};
 
 static void test_copies(fsdpc_dtype to)
 {
     fsdpc_mem *mem;
     CHECK_OK(fsdpc_mem_create(&mem));
-    float *source = malloc((numels[PIECES - 1] + 1) * sizeof *source);
-    for (size_t i = 0; i <= numels[PIECES - 1]; i++)
+    float *source = malloc((numels[SHARDS - 1] + 1) * sizeof *source);
+    for (size_t i = 0; i <= numels[SHARDS - 1]; i++)
         source[i] = (float)i * 1.375f - 100.0f;
-    fsdpc_ckpt_shard shards[PIECES];
-    for (size_t i = 0; i < PIECES; i++)
+    fsdpc_ckpt_shard shards[SHARDS];
+    for (size_t i = 0; i < SHARDS; i++)
         shards[i] = (fsdpc_ckpt_shard){.memory_dtype = FSDPC_F32,
                                        .file_dtype = to,
                                        .data = source + i % 2, /* aligned to 4 bytes alone */
                                        .numel = numels[i]};
     size_t bytes;
-    CHECK_OK(fsdpc_ckpt_staging_bytes(shards, PIECES, &bytes));
+    CHECK_OK(fsdpc_ckpt_staging_bytes(shards, SHARDS, &bytes));
     void *memory;
     CHECK_OK(fsdpc_mem_alloc(mem, FSDPC_MEM_OTHER, bytes + FENCE_BYTES, &memory));
     memset(memory, FENCE, bytes + FENCE_BYTES);
-    fsdpc_ckpt_staging(shards, PIECES, memory);
-    for (size_t i = 0; i < PIECES; i++) {
+    fsdpc_ckpt_staging(shards, SHARDS, memory);
+    for (size_t i = 0; i < SHARDS; i++) {
         const float *from = source + i % 2;
         size_t wrong = 0;
         for (size_t k = 0; k < numels[i]; k++) {
@@ -61,5 +61,5 @@ int main(void)
     test_copies(FSDPC_F32);
     test_copies(FSDPC_BF16);
     test_refused();
-    return check_report("test_ckpt_stage");
+    return check_report("test_ckpt_staging");
 }
