@@ -46,6 +46,7 @@ def test_a_consumer_sees_what_was_computed(environment: dict[str, str]) -> None:
 values = np.arange(1000, dtype=np.float32)
 for stream, read in ((cuda.stream(), "new"), (1, "new"), (None, "new"), (-1, "old")):
     t = fsdpc.tensor(values)
+    cuda.synchronize(_core.stream_handle())
     held = cuda.block(_core.stream_handle())
     t += 1
     capsule = t.__dlpack__(stream=stream, max_version=(1, 0))
