@@ -1,7 +1,7 @@
 """Build the extension ``fsdpc._core`` from csrc; everything else stands in pyproject.toml.
 
 setuptools would compile one file after the other, all with the same flags, and all of them again
-whenever one changed.  The kernels need flags of their own for each instruction set, so the
+whenever one changed. The kernels need flags of their own for each instruction set, so the
 compiling is done by tools/native.py and only the placing of the result is left to setuptools.
 
 Beside the extension go the plugin for GPUs, by tools/cuda_build.py, if FSDPC_CUDA=1, and, by

@@ -3,14 +3,14 @@
     python benchmarks/bench_gpu.py [--shapes 125M 1B SmolLM3-3B] [--engines native fsdp2 ...]
 
 World 1, bf16 parameters and fp32 reductions; a step is forward, backward, clipping at 1.0 and AdamW
-over sequences of random words.  "native" is fsdpc's own LLaMA, "door" transformers' under
+over sequences of random words. "native" is fsdpc's own LLaMA, "door" transformers' under
 fsdpc.torch, "fsdp2" the same under torch's FSDP2, "torch" the same under autocast alone; "+compile"
 compiles each block, "+graph" replays one graph of the whole step, "+cudnn0" and "+cudnn1" set
 FSDPC_CUDNN: attention by our kernels, or by cuDNN with a backward in a fixed order.
 "native+ranks2" is two ranks that share the GPU, with half of the rows each.
 
 Each engine runs in a process of its own: warm steps, then several stretches of steps with one wait
-for the GPU at the end of each; the median stretch counts.  An engine that fails, or takes longer
+for the GPU at the end of each; the median stretch counts. An engine that fails, or takes longer
 than it may, keeps its row, with the reason.
 
 MFU is over --peak (an H100's 989 TFLOP/s of dense bf16) and over what a product of torch's reaches

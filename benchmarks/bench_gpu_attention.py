@@ -2,9 +2,9 @@
 
     python benchmarks/bench_gpu_attention.py [--tokens 8192] [--heads 16] [--dims 128 64]
 
-bf16, causal, one sequence.  Every way runs in a process of its own, as $FSDPC_CUDNN is read when it
+bf16, causal, one sequence. Every way runs in a process of its own, as $FSDPC_CUDNN is read when it
 starts: 0 is our kernels, 1 cuDNN with a backward that adds up in a fixed order, 2 cuDNN with the
-backward that is fast.  A row is the median of stretches, each with one wait at its end; FLOPs are
+backward that is fast. A row is the median of stretches, each with one wait at its end; FLOPs are
 4 T^2 H D / 2 forward and 2.5 times as many backward.
 """
 

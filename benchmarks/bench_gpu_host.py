@@ -2,10 +2,10 @@
 
     python benchmarks/bench_gpu_host.py [--units 8 72] [--device cuda]
 
-World 1.  A model is a chain of equal Linear(64, 64), each a unit; a step is forward, backward,
-clipping at 1.0 and AdamW over 8 rows.  The GPU has next to nothing to do, so a step takes what the
-host takes for it.  The slope between two numbers of units is what one more unit costs; less plain
-torch's slope, which has the same operations, it is what sharding costs.  fsdpc's own tensors have
+World 1. A model is a chain of equal Linear(64, 64), each a unit; a step is forward, backward,
+clipping at 1.0 and AdamW over 8 rows. The GPU has next to nothing to do, so a step takes what the
+host takes for it. The slope between two numbers of units is what one more unit costs; less plain
+torch's slope, which has the same operations, it is what sharding costs. fsdpc's own tensors have
 no such twin: their whole slope stands beside plain torch's.
 """
 

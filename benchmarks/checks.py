@@ -1,10 +1,10 @@
 """Checks: commands that show something by how they end, each within a limit of time.
 
 A check runs in a session of its own, so that nothing it starts outlives it: once it has ended or
-was cut off, its whole process group is killed.  What it prints goes to files, not pipes, which a
+was cut off, its whole process group is killed. What it prints goes to files, not pipes, which a
 process that escaped could hold open.
 
-How a check ended is a state and a detail.  To end with 0 is not enough to have held: a test that
+How a check ended is a state and a detail. To end with 0 is not enough to have held: a test that
 found nothing to test says so, and so does one that skipped.
 """
 
@@ -119,7 +119,7 @@ class Running:
             self.problem = f"cannot be started: {error}"
 
     def look(self) -> Outcome | None:
-        """How it ended; None while it goes on.  Cuts it off when its time is over."""
+        """How it ended; None while it goes on. Cuts it off when its time is over."""
         if self.process is not None and self.process.poll() is None:
             if time.monotonic() - self.begun < self.limit_s:
                 return None
@@ -161,7 +161,7 @@ def run_all(checks: Sequence[Check], rest_s: Callable[[], float],
             at_once: int = 1) -> Iterator[Outcome]:  # fmt: skip
     """Run checks, so many at once; yield each as it ends.
 
-    `rest_s` says how many seconds there are for all that is still to run.  What has not begun by
+    `rest_s` says how many seconds there are for all that is still to run. What has not begun by
     their end is not run; what has is cut off, and all of it is if the iteration is given up.
     """
     waiting, live = deque(checks), []

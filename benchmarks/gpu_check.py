@@ -11,13 +11,13 @@ Stages, in this order:
     pytest        tests/gpu
     sanitizers    the C tests again under compute-sanitizer, where the toolkit has one
 
---only and --skip take stages, and parts of checks' names.  The build is fast where nothing changed,
-and `--skip build` takes what is there.  Time counts from the start, the build too.  Each check has
+--only and --skip take stages, and parts of checks' names. The build is fast where nothing changed,
+and `--skip build` takes what is there. Time counts from the start, the build too. Each check has
 a limit of its own; one that does not fit into what is left is told as not run, and is a failure.
 
 What is printed, and more, is appended to gpu_check.log and gpu_check.jsonl in the folder of --out,
-as checks end.  Ends with 0 if every check held, as far as this machine can have it; 1 if one did
-not, or tested nothing; 2 where none could be run.  On a machine without a GPU `--archs 90` shows
+as checks end. Ends with 0 if every check held, as far as this machine can have it; 1 if one did
+not, or tested nothing; 2 where none could be run. On a machine without a GPU `--archs 90` shows
 that everything compiles, and `--emulate` runs the C tests on the emulated device.
 """
 

@@ -2,8 +2,8 @@
 
     fsdpc run --ranks 2 examples/02_bf16_accumulate.py [STEPS]
 
-Every optimizer step sums the gradients of `ACCUMULATE` micro-steps.  Compute and the gathered
-parameters are bfloat16.  The optimizer's masters and states, and the sums over ranks and
+Every optimizer step sums the gradients of `ACCUMULATE` micro-steps. Compute and the gathered
+parameters are bfloat16. The optimizer's masters and states, and the sums over ranks and
 micro-steps, stay float32.
 """
 
@@ -25,7 +25,7 @@ fsdpc.manual_seed(0)
 with fsdpc.deferred_init():
     model = Llama(preset("2M"))
 
-# Blocks keep only their inputs and run forward again in backward.  The results do not change.
+# Blocks keep only their inputs and run forward again in backward. The results do not change.
 # 2 selects every second block, 0.5 half of them, a function those for which it returns True.
 fsdpc.checkpoint_activations(model.blocks(), "all")
 

@@ -2,7 +2,7 @@
 
     fsdpc run --ranks 2 examples/03_own_module_and_loss.py [STEPS]
 
-The model predicts the next byte from the last eight.  Its loss is cross entropy with label
+The model predicts the next byte from the last eight. Its loss is cross entropy with label
 smoothing, written out, so that only the layers are ready-made.
 """
 

@@ -35,7 +35,7 @@ if fsdpc.rank() == 0:
     print(f"a model of {huge.num_parameters():,} parameters in {mebibytes('total'):.1f} MiB")
 del huge
 
-# Sharding gives each rank memory for its own rows and fills them.  The values depend only on the
+# Sharding gives each rank memory for its own rows and fills them. The values depend only on the
 # seed and the element, so any number of ranks creates the same model.
 policy = fsdpc.MixedPrecisionPolicy(param_dtype=fsdpc.bfloat16, reduce_dtype=fsdpc.float32)
 for block in model.blocks():

@@ -41,7 +41,7 @@ training, held_out = whole.split(64_000)
 def evaluate() -> float:
     """Return the mean loss, in nats per byte, over the held-out data.
 
-    Each rank takes every world-th batch.  A rank that runs out of batches repeats the first one and
+    Each rank takes every world-th batch. A rank that runs out of batches repeats the first one and
     does not count it, so that all ranks run the same number of forwards.
     """
     batches = [range(i, min(i + BATCH, len(held_out))) for i in range(0, len(held_out), BATCH)]

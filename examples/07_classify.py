@@ -2,8 +2,8 @@
 
     fsdpc run --ranks 2 examples/07_classify.py [STEPS]
 
-The points of three classes are on arms of a spiral.  Each rank draws its own batches.  The model
-has batch normalisation over the batches of all ranks.  At the end every rank classifies its part of
+The points of three classes are on arms of a spiral. Each rank draws its own batches. The model
+has batch normalisation over the batches of all ranks. At the end every rank classifies its part of
 the held-out points, and the ranks sum their numbers of correct answers.
 """
 

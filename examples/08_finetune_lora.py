@@ -4,7 +4,7 @@
     fsdpc run --ranks 2 examples/08_finetune_lora.py --model FOLDER --data FILE --prompt TEXT
 
 Without --model the script first trains a small byte model that lists the days of the week, and
-saves it in transformers' format.  Fine-tuning reverses their order.  FOLDER is any model listed in
+saves it in transformers' format. Fine-tuning reverses their order. FOLDER is any model listed in
 docs/models.md; if it has a tokenizer.json, pip install tokenizers.
 """
 

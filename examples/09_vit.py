@@ -2,8 +2,8 @@
 
     fsdpc run --ranks 2 examples/09_vit.py [STEPS] [STRATEGY]
 
-Images (1, 16, 16) show stripes in one of four directions, of any width and position, with noise.  A
-convolution turns each patch of 4 x 4 into a token.  STRATEGY is FULL_SHARD by default; NO_SHARD is
+Images (1, 16, 16) show stripes in one of four directions, of any width and position, with noise. A
+convolution turns each patch of 4 x 4 into a token. STRATEGY is FULL_SHARD by default; NO_SHARD is
 plain data parallelism and prints the same losses.
 """
 

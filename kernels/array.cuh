@@ -1,9 +1,9 @@
 /* Arrays whose dtype is known at compile time or only at run time.
  *
- * A kernel over several arrays may be used with many dtype combinations.  The few combinations that
- * are common in training are compiled separately, with typed<T>.  The others share one kernel, with
- * untyped, whose branches are the same in all threads and cost little compared to its memory
- * accesses.
+ * A kernel that uses several arrays can be called with many combinations of dtypes. The few
+ * combinations that are common in training are compiled separately, using typed<T>. All other
+ * combinations share one kernel that uses untyped, whose branches are the same in all threads and
+ * cost little compared to its memory accesses.
  */
 #ifndef FSDPC_KERNELS_ARRAY_CUH
 #define FSDPC_KERNELS_ARRAY_CUH
@@ -18,7 +18,7 @@ template <typename T> struct typed {
     {
         return load_wide<N, W>((const T *)base + i);
     }
-    /* Rounds once, and returns the stored values. */
+    /* Rounds each value once and returns the stored values. */
     template <int N, typename W>
     __device__ __forceinline__ vec<W, N> store(size_t i, const vec<W, N> &values) const
     {

@@ -1,9 +1,9 @@
 /* Row-by-row attention, and the choice between it and the blocked kernels; twin of
  * csrc/ops/attention.c.
  *
- * A warp handles a query (or, for dK and dV, a key) and visits the keys (or queries) 32 at a time.
- * Each lane computes the score of one of them.  Then the warp sums the 32 rows, with a lane for
- * every 32nd element.  Sums do not use atomics, so results are the same in every run.
+ * A warp handles one query (or, for dK and dV, one key) and visits the keys (or queries) 32 at a
+ * time. Each lane computes one of the 32 scores. The warp then sums the 32 rows; each lane handles
+ * every 32nd element. Sums do not use atomics, so results are the same in every run.
  *
  * Wide rows are processed in passes of 256 elements, which recompute the scores.
  */
@@ -50,7 +50,7 @@ __device__ __forceinline__ void store_row(T *row, const wide<T> (&sum)[ROW_ELEME
     }
 }
 
-/* Splits a row index into (b, h, t), in lse's order. */
+/* A row index split into (b, h, t), in the order of lse. */
 struct row_place {
     size_t b, t, h;
 };
@@ -134,7 +134,8 @@ template <typename W> struct pair_grads {
     W p, ds;
 };
 
-/* For a query row and a key row: the probability, and the gradient of the score before scaling. */
+/* Returns the probability for a query row and a key row, and the gradient of their score before
+ * scaling. */
 template <typename T>
 __device__ __forceinline__ pair_grads<wide<T>> pair_of(const fsdpc_attention_args &a,
                                                        const row_place &query, size_t j, size_t kv,

@@ -1,9 +1,10 @@
-/* Shared by the attention kernels: addresses, the causal mask, and entry points of both families.
+/* Declarations shared by the attention kernels: addresses, the causal mask, and the entry points of
+ * both families.
  *
  * attention_tiles.cu and attention_tiles_backward.cu multiply blocks of 64 queries by blocks of 64
- * keys on tensor cores.  They support bf16 and fp16 heads of at most 128 elements whose rows are
- * 16-byte aligned. attention.cu handles all other cases, one warp per row, in the dtype's wide
- * type.
+ * keys on tensor cores. These kernels support bf16 and fp16 heads of at most 128 elements whose
+ * rows are 16-byte aligned. attention.cu handles all other cases, one warp per row, in the dtype's
+ * wide type.
  */
 #ifndef FSDPC_KERNELS_ATTENTION_CUH
 #define FSDPC_KERNELS_ATTENTION_CUH
@@ -17,7 +18,7 @@ __host__ __device__ __forceinline__ T *row_of(const void *base, const size_t (&s
     return (T *)base + b * stride[0] + t * stride[1] + h * stride[2];
 }
 
-/* Returns the number of keys that query t sees, counted from the first key. */
+/* Returns how many keys, starting from the first, query t sees. */
 __device__ __forceinline__ size_t visible_keys(const fsdpc_attention_args &a, size_t t)
 {
     if (!a.causal)
@@ -27,7 +28,7 @@ __device__ __forceinline__ size_t visible_keys(const fsdpc_attention_args &a, si
     return end < a.tokens_k ? end : a.tokens_k;
 }
 
-/* Returns the first query that sees key j; tokens_q or more if none does. */
+/* Returns the first query that sees key j, or at least tokens_q if none does. */
 __device__ __forceinline__ size_t first_query(const fsdpc_attention_args &a, size_t j)
 {
     if (!a.causal || j + a.tokens_q < a.tokens_k)
@@ -35,8 +36,8 @@ __device__ __forceinline__ size_t first_query(const fsdpc_attention_args &a, siz
     return j + a.tokens_q - a.tokens_k;
 }
 
-/* Per-query data that backward needs besides lse: delta = dot(dout, out) and, for F64, a
- * log-sum-exp with more digits than lse; (B, H, Tq) each. */
+/* Per-query data, each (B, H, Tq), that backward needs besides lse: delta = dot(dout, out) and, for
+ * F64, a more precise log-sum-exp. */
 template <typename W> struct attention_rows {
     W *delta, *lse;
 };

@@ -1,11 +1,10 @@
 /* Blocked attention on tensor cores, forward (FlashAttention-2: Dao 2023).
  *
- * A block handles 64 queries of one head, a warp 16 of them, and visits the keys 64 at a time.
- * Scores, maximum, exponents and the unnormalised output stay in registers.  The next keys and
- * values are copied to shared memory while the current ones are multiplied.  P is rounded to the
- * dtype before it is multiplied; everything else is fp32.  Blocks of keys that a causal mask hides
- * are skipped.  Query blocks that see the most keys come first, so that the last blocks to run are
- * short.
+ * A block handles 64 queries of one head, 16 per warp, and visits the keys 64 at a time. Scores,
+ * maxima, exponentials and the unnormalised output stay in registers. The next keys and values are
+ * copied to shared memory while the current ones are multiplied. P is rounded to the dtype before
+ * it is multiplied; everything else is computed in fp32. Key blocks that the causal mask hides are
+ * skipped. Query blocks that see the most keys run first, so that the last blocks to run are short.
  */
 #include "attention_tiles.cuh"
 
@@ -14,13 +13,13 @@ template <typename T, int DIM> struct forward_memory {
     T k[2][tile_shape<DIM>::ELEMENTS], v[2][tile_shape<DIM>::ELEMENTS];
 };
 
-/* The state of a warp's rows g and g + 8, equal in all lanes of a quad. */
+/* The state of a warp's rows g and g + 8; all lanes of a quad have the same values. */
 struct row_softmax {
     float top[2], sum[2]; /* base 2; sum is this lane's part */
 };
 
 /* Replaces scores with exponentials relative to the rows' maxima; rows g and g + 8 see the tile's
- * first `seen` keys.  Returns the factors by which the rows' earlier sums are scaled. */
+ * first `seen` keys. Returns the factors by which to scale the rows' earlier sums. */
 __device__ __forceinline__ void softmax_step(row_softmax *state, float (&s)[TILE_ROWS / 8][4],
                                              float scale, const int (&seen)[2], float (&shrink)[2])
 {

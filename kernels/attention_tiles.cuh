@@ -1,8 +1,8 @@
-/* Attention tiles: 64 rows of 16-bit elements in shared memory, and their products.
+/* Attention tiles, which are 64 rows of 16-bit elements in shared memory, and their products.
  *
- * Rows are PITCH = DIM + 8 elements apart, so that a matrix's eight rows are in different banks.
- * Rows beyond the tokens, and elements beyond the head's dim, are zeros, which add nothing to any
- * product.  A warp owns 16 rows of the left operand.
+ * Rows are PITCH = DIM + 8 elements apart, so that the eight rows of a matrix are in different
+ * banks. Rows beyond the last token and elements beyond the head's dimension are zero, so they add
+ * nothing to any product. A warp owns 16 rows of the left operand.
  */
 #ifndef FSDPC_KERNELS_ATTENTION_TILES_CUH
 #define FSDPC_KERNELS_ATTENTION_TILES_CUH
@@ -87,7 +87,7 @@ __device__ __forceinline__ void registers_by_rows(float (&c)[DIM / 8][4],
     }
 }
 
-/* Stores a warp's 16 rows, scaled: rows g and g + 8 by scale[0] and scale[1]. */
+/* Stores a warp's 16 rows, scaling row g by scale[0] and row g + 8 by scale[1]. */
 template <typename T, int DIM>
 __device__ __forceinline__ void rows_store(T *head, size_t stride, size_t first, size_t tokens,
                                            size_t dim, const float (&c)[DIM / 8][4],

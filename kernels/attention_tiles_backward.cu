@@ -1,18 +1,18 @@
-/* Blocked attention on tensor cores, backward, without atomics.
+/* The backward pass of blocked attention on tensor cores, without atomics.
  *
  * In both kernels, each sum has a single writer, so results are the same in every run. dQ: a block
  * handles 64 queries and visits the keys. dK and dV: a block handles 64 keys of a key-value head
- * and visits the queries of all heads of its group in order.  It computes the transposed scores, so
- * that P^T and dS^T are in registers as left operands.  Scores and dP are thus computed twice,
- * which takes two of the seven products.
+ * and visits the queries of all heads of its group in order. The dK and dV kernel computes
+ * transposed scores, so that P^T and dS^T are in registers as left operands. Scores and dP are
+ * therefore computed twice, which accounts for two of the seven products.
  *
  * P = exp(scale s - lse);  dS = P (dP - delta), rounded to the dtype before it is multiplied; scale
  * is applied to the finished sums.
  */
 #include "attention_tiles.cuh"
 
-/* A query's lse and delta in the form that the kernels use: base 2, and +inf for rows that see no
- * keys or do not exist, which makes P zero. */
+/* The lse (base 2) and delta of each query; lse is +inf for rows that see no keys or do not exist,
+ * which makes P zero. */
 struct query_rows {
     float lse[TILE_ROWS], delta[TILE_ROWS];
 };
@@ -91,7 +91,7 @@ static __global__ void __launch_bounds__(TILE_THREADS)
 
 /* -- dK and dV --------------------------------------------------------------------------------- */
 
-/* Wide heads use shorter tiles of queries: two sums of 16 by DIM take most registers. */
+/* Wide heads use shorter query tiles, because two 16 by DIM sums occupy most registers. */
 template <int DIM> struct dkv_shape {
     enum { QUERIES = DIM > 64 ? 32 : 64 };
 };
@@ -103,8 +103,8 @@ template <typename T, int DIM> struct dkv_memory {
     query_rows rows;
 };
 
-/* Adds the contribution of a tile of one head's queries to a warp's 16 keys.  Keys g and g + 8 are
- * hidden from the tile's first `hidden` queries. */
+/* Adds the contribution of one head's query tile to a warp's 16 keys. Keys g and g + 8 are hidden
+ * from the tile's first `hidden` queries. */
 template <typename T, int DIM>
 __device__ __forceinline__ void dkv_step(const fsdpc_attention_args &a, dkv_memory<T, DIM> *memory,
                                          const int (&hidden)[2], float (&dk)[DIM / 8][4],

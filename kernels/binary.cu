@@ -55,7 +55,8 @@ __device__ __forceinline__ uint8_t comparable(uint8_t x)
     return x;
 }
 
-/* Loads N elements starting at `at`; step 0 repeats one.  N > 1 requires a step of 0 or 1. */
+/* Loads N elements starting at `at`; a step of 0 repeats one element. N > 1 requires a step of 0 or
+ * 1. */
 template <int N, typename T>
 __device__ __forceinline__ vec<wide<T>, N> operand(const T *x, size_t at, size_t col, size_t step)
 {
@@ -185,7 +186,8 @@ static fsdpc_status compare(const fsdpc_binary_args *args, const box &shape, siz
     return FSDPC_ERR_DTYPE;
 }
 
-/* U is the unsigned integer of the dtype's size; `other` contains the bits of its zero. */
+/* U is the unsigned integer type of the dtype's size; `other` contains the bits of the zero to
+ * store. */
 template <typename U>
 static fsdpc_status mask(const fsdpc_binary_args *args, const box &shape, size_t numel, U other,
                          const fsdpc_cuda_queue *queue)

@@ -1,6 +1,6 @@
 /* Strided boxes: up to eight dimensions shared by two operands, collapsed on the host.
  *
- * Twins of nn_box in csrc/ops/nn_internal.h.  A box is passed to the kernel by value.
+ * Twins of nn_box in csrc/ops/nn_internal.h. A box is passed to the kernel by value.
  */
 #ifndef FSDPC_KERNELS_BOX_CUH
 #define FSDPC_KERNELS_BOX_CUH
@@ -25,7 +25,8 @@ static inline size_t box_numel(const box &b)
     return numel;
 }
 
-/* Drops dimensions of size one and merges neighbours that both operands step through evenly. */
+/* Drops dimensions of size one and merges neighbouring dimensions that both operands traverse
+ * evenly. */
 static inline void box_collapse(box *b)
 {
     int kept = 0;
@@ -47,8 +48,8 @@ static inline void box_collapse(box *b)
     b->ndim = kept;
 }
 
-/* Returns the start of row `row`, an index over all but the last `inner` dimensions, in each
- * operand. 32-bit division is several times faster, and sufficient for most rows. */
+/* Returns where row `row` starts in each operand; `row` indexes all but the last `inner`
+ * dimensions. 32-bit division is several times faster, and sufficient for most rows. */
 __device__ __forceinline__ box_offsets box_row(const box &b, int inner, size_t row)
 {
     box_offsets offsets = {{0, 0}};

@@ -1,6 +1,6 @@
 /* Casts and additions from one flat buffer to another; twins of csrc/ops/flat_cast_body.h.
  *
- * A thread handles the elements of one 16-byte store (map.cuh).  A sum is computed in fp32, or in
+ * Each thread handles the elements of one 16-byte store (map.cuh). A sum is computed in fp32, or in
  * fp64 if either side is fp64, and rounded once.
  */
 #include "map.cuh"

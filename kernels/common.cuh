@@ -1,4 +1,4 @@
-/* Included first by every kernel file: launching, geometry and errors.
+/* Launching, geometry and errors; every kernel file includes this header first.
  *
  * FSDPC_LAUNCH hides the <<<>>> syntax, so that tests/emu can compile the same source for the CPU.
  * A launcher ends in `return launched("name")`, which only checks the launch itself: errors of a
@@ -25,7 +25,7 @@ extern "C" {
 #else
 #define FSDPC_LAUNCH(kernel, grid, block, shared, queue, ...)                                      \
     kernel<<<(unsigned)(grid), (unsigned)(block), (shared), (queue)->raw>>>(__VA_ARGS__)
-/* Shared memory that a launch allocates in addition to the memory that kernels declare. */
+/* Shared memory that a launch allocates in addition to what the kernels declare. */
 #define FSDPC_DYNAMIC_SHARED(type, name)                                                           \
     extern __shared__ __align__(16) unsigned char name##_[];                                       \
     type *name = reinterpret_cast<type *>(name##_)
@@ -42,7 +42,7 @@ static inline fsdpc_status launched(const char *what)
                       cudaGetErrorString(error));
 }
 
-/* Allows a kernel's blocks to use more shared memory than the default 48 KiB. */
+/* Allows a kernel's blocks to use more than the default 48 KiB of shared memory. */
 template <typename Kernel>
 static inline fsdpc_status allow_shared(Kernel *kernel, size_t bytes, const fsdpc_cuda_queue *queue)
 {
@@ -58,9 +58,9 @@ static inline fsdpc_status allow_shared(Kernel *kernel, size_t bytes, const fsdp
     return FSDPC_OK;
 }
 
-/* Returns the number of blocks for `items`, one per thread, in a grid-stride loop.  They fill the
- * device several times over, so that the last wave is short, but are few enough that their launch
- * cost is negligible.
+/* Returns the number of blocks for a grid-stride loop over `items`, one per thread. The blocks fill
+ * the device several times over, so that the last wave is short, but are few enough to launch
+ * cheaply.
  */
 static inline unsigned grid_of(const fsdpc_cuda_queue *queue, size_t items, size_t block_items)
 {
@@ -78,7 +78,7 @@ __device__ __forceinline__ size_t grid_threads()
     return (size_t)gridDim.x * blockDim.x;
 }
 
-/* Records the first fault; `at` and `end` are for the message. */
+/* Records a fault if it is the first one; `at` and `end` are used in the message. */
 __device__ __forceinline__ void report_fault(fsdpc_cuda_fault *fault, unsigned kind,
                                              long long value, size_t at, size_t end)
 {

@@ -1,6 +1,6 @@
 /* Copies over strided boxes: casts, slices, transposes; twin of csrc/ops/nn_copy_body.h.
  *
- * Dimensions are ordered by the destination's strides and collapsed.  Then one of these forms is
+ * Dimensions are ordered by the destination's strides and collapsed. Then one of these forms is
  * used:
  *
  *     rows    both sides dense along the innermost dimension, no cast: chunks of up to 16 bytes
@@ -43,7 +43,7 @@ __device__ __forceinline__ any_value any_load(const void *base, size_t i, fsdpc_
     }
 }
 
-/* Truncates; values out of range become the nearest limit, NaN becomes 0. */
+/* Truncates; out-of-range values become the nearest limit, and NaN becomes 0. */
 __device__ __forceinline__ long long truncate(double x, double low, double high)
 {
     if (!(x > low))
@@ -120,7 +120,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
     }
 }
 
-/* Returns the size in bytes of the widest chunk that divides all lengths, strides and addresses. */
+/* Returns the size in bytes of the widest chunk that divides every length, stride and address. */
 static size_t chunk_bytes(const fsdpc_copy_args *args, const void *src, const box &b,
                           size_t element)
 {
@@ -157,7 +157,7 @@ static fsdpc_status rows_launch(const fsdpc_copy_args *args, const void *src, bo
 
 /* -- tiles ------------------------------------------------------------------------------------- */
 
-/* The last two dimensions are (rows, cols): dst dense along cols, src along rows. */
+/* The last two dimensions are (rows, cols); dst is dense along cols, and src along rows. */
 template <typename T>
 static __global__ void __launch_bounds__(TILE *TILE_ROWS)
     copy_tiles_kernel(T *dst, const T *src, box shape, size_t tiles)
@@ -181,7 +181,8 @@ static __global__ void __launch_bounds__(TILE *TILE_ROWS)
     }
 }
 
-/* Makes the source-dense dimension the second to last; false if there is none. */
+/* Makes the dimension along which the source is dense the second to last, or returns false if there
+ * is none. */
 static bool turn(box *b)
 {
     int dense = -1;

@@ -1,11 +1,11 @@
 /* Cross entropy over rows of logits; twin of csrc/ops/nn_cross_entropy_body.h.
  *
  * Forward reads the logits once: every thread computes a maximum and a sum of exponentials relative
- * to it, and the block combines these pairs.  One block computes the mean over rows, in fp64, in an
- * order that only depends on the number of rows.  Backward is one pass and may overwrite the
- * logits: a thread only writes elements that it has read, including the target's.
+ * to it, and the block combines these pairs. One block computes the mean over rows in fp64, in an
+ * order that depends only on the number of rows. Backward makes one pass and may overwrite the
+ * logits, because a thread writes only elements that it has read, including the target's.
  *
- * A target out of range is reported as a fault and counts as ignored.
+ * An out-of-range target is reported as a fault and ignored.
  */
 #include "map.cuh"
 #include "rows.cuh"
@@ -16,20 +16,20 @@ __device__ __forceinline__ long long target_of(const fsdpc_cross_entropy_args &a
                                    : (long long)((const int64_t *)a.targets)[row];
 }
 
-/* Returns whether the row's target counts. */
+/* Returns whether the row contributes to the loss. */
 __device__ __forceinline__ bool is_counted(const fsdpc_cross_entropy_args &a, long long target)
 {
     return target != a.ignore_index && (unsigned long long)target < a.cols;
 }
 
-/* Returns exp(x - top), where top is the maximum so far: 0 for -inf before any finite value, as on
- * the CPU, and NaN for NaN. */
+/* Returns exp(x - top), where top is the maximum so far. As on the CPU, -inf gives 0 even before
+ * the first finite value; NaN gives NaN. */
 template <typename W> __device__ __forceinline__ W exp_below(W x, W top)
 {
     return exp(x - (top > (W)-INFINITY ? top : (W)0));
 }
 
-/* Returns the log-sum-exp of the block's row at x, in all threads. */
+/* Returns the log-sum-exp of the block's row at x to all threads. */
 template <typename T, int N> __device__ __forceinline__ wide<T> row_lse(const T *x, size_t cols)
 {
     typedef wide<T> W;
@@ -97,7 +97,7 @@ static __global__ void __launch_bounds__(1024) cross_entropy_mean_kernel(fsdpc_c
     }
 }
 
-/* Returns the factor from the mean's gradient to each row's. */
+/* Returns the gradient of each row's loss, given that of the mean. */
 __device__ __forceinline__ double loss_scale(const fsdpc_loss_sum *sum, const float *dloss)
 {
     return sum->count ? (double)*dloss / (double)sum->count : 0.0;

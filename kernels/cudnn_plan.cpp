@@ -1,12 +1,12 @@
 /* Attention as cuDNN graphs; fills in csrc/cuda/cudnn_plan.h's table.
  *
- * All of the plugin's other host code is C.  Graphs are described with cudnn_frontend, which is C++
- * and header-only.  This file only contains code that needs it; csrc/cuda/attention_cudnn.c caches
- * plans and allocates their workspace.  No exception leaves this file.
+ * All of the plugin's other host code is C. Graphs are described with cudnn_frontend, which is C++
+ * and header-only. This file only contains code that needs it; csrc/cuda/attention_cudnn.c caches
+ * plans and allocates their workspace. No exception leaves this file.
  *
  * Forward keeps cuDNN's `stats`, (B, H, Tq, 1): the natural log of the sum of exponentials of
- * scaled scores.  Our kernels store the same, so either backward can follow either forward.  The
- * causal mask is aligned to the last query and key.  Backward requests the deterministic algorithm
+ * scaled scores. Our kernels store the same, so either backward can follow either forward. The
+ * causal mask is aligned to the last query and key. Backward requests the deterministic algorithm
  * unless it may sum in any order.
  *
  * cuDNN is opened by name, never linked, as is the CUDA runtime that the frontend calls.

@@ -1,8 +1,8 @@
 /* Cumulative sums; twin of csrc/ops/nn_cumsum.c.
  *
- * Along the innermost dimension, a block handles a row, in tiles of BLOCK_THREADS elements: it sums
- * within the tile by doubling distances, then adds the sum of earlier tiles.  Along any other
- * dimension, each thread handles a line, and neighbouring threads handle neighbouring lines.  Sums
+ * Along the innermost dimension, a block handles a row in tiles of BLOCK_THREADS elements. It sums
+ * within each tile by doubling distances, then adds the sum of the earlier tiles. Along any other
+ * dimension, each thread handles one line, and neighbouring threads handle neighbouring lines. Sums
  * are computed in double (integers wrap) and rounded once; they do not depend on the grid.
  */
 #include "dtype.cuh"

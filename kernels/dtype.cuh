@@ -1,10 +1,10 @@
 /* Element types on the device: storage, conversions, and vector loads and stores.
  *
- * Conversions use the integer code of csrc/base/dtype.h, so every bit agrees with the CPU,
- * including NaN payloads and subnormals.  (The hardware's conversions produce a different NaN.)
- * Vectors without a NaN are rounded by the hardware, with an eighth of the instructions.  Integer
- * conversions had limited the norm kernels by instructions instead of memory.  Kernels compute in
- * wide<T>: double for double, float otherwise.
+ * Conversions use the integer code of csrc/base/dtype.h, so results match the CPU bit for bit,
+ * including NaN payloads and subnormals. (The hardware's conversions produce a different NaN.)
+ * Vectors without a NaN are rounded by the hardware, with an eighth of the instructions. With
+ * integer conversions, the norm kernels were limited by instructions rather than by memory. Kernels
+ * compute in wide<T>: double for double, float otherwise.
  */
 #ifndef FSDPC_KERNELS_DTYPE_CUH
 #define FSDPC_KERNELS_DTYPE_CUH
@@ -58,7 +58,7 @@ __device__ __forceinline__ uint16_t f32_to_f16(float x)
     return (uint16_t)(sign | half);
 }
 
-/* Converts fp64 to fp32, rounded to odd, so that a second rounding gives the same result as a
+/* Converts fp64 to fp32 with rounding to odd, so that a second rounding gives the same result as a
  * single one. */
 __device__ __forceinline__ float f64_to_f32_odd(double x)
 {
@@ -141,7 +141,7 @@ template <typename T, int N> struct vec {
     T at[N];
 };
 
-/* The unit of memory access for BYTES bytes: as wide as possible, at most 16. */
+/* The memory access unit for BYTES bytes: as wide as possible, up to 16 bytes. */
 template <int BYTES> struct chunk_of {
     typedef uint4 type;
 };
@@ -158,7 +158,7 @@ template <> struct chunk_of<1> {
     typedef uint8_t type;
 };
 
-/* Loads N elements from an address aligned to N elements (or to 16 bytes, if that is less). */
+/* Loads N elements from an address aligned to N elements or to 16 bytes, whichever is less. */
 template <int N, typename T> __device__ __forceinline__ vec<T, N> load(const T *from)
 {
     typedef typename chunk_of<N * sizeof(T)>::type chunk;
@@ -199,7 +199,7 @@ __device__ __forceinline__ vec<W, N> load_wide(const T *from)
     return wider;
 }
 
-/* Rounds two floats, neither a NaN; the first is in the lower half. */
+/* Rounds two floats that are not NaN; the first is in the lower half of the result. */
 template <typename T> __device__ __forceinline__ uint32_t narrow_pair(float first, float second)
 {
     uint32_t both = 0;

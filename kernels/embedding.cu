@@ -1,9 +1,9 @@
 /* Embedding rows, forward and backward; twin of csrc/ops/nn_embedding_body.h.
  *
- * Backward sorts positions stably by id (sort.cuh), and finds where each table row's positions
- * begin.  Then one block per table row adds its positions in order, in fp32, and rounds once: the
- * same bits as on the CPU, for any grid.  An id out of range is reported as a fault; forward writes
- * zeros for it and backward skips it (it is sorted after the last row).
+ * Backward sorts the positions stably by id (sort.cuh) and finds where each table row's positions
+ * begin. One block per table row then adds its positions in order, in fp32, and rounds once: the
+ * same bits as on the CPU, for any grid. An out-of-range id is reported as a fault. Forward writes
+ * zeros for it; backward sorts it after the last row and skips it.
  */
 #include "rows.cuh"
 #include "sort.cuh"
@@ -14,7 +14,7 @@ __device__ __forceinline__ long long id_at(const fsdpc_embedding_args &a, size_t
                                    : (long long)((const int64_t *)a.ids)[i];
 }
 
-/* Chunks are as wide as possible while dividing a row evenly. */
+/* Uses the widest chunks that divide a row evenly. */
 template <typename Chunk>
 static __global__ void __launch_bounds__(BLOCK_THREADS)
     embedding_kernel(fsdpc_embedding_args a, size_t row_chunks, fsdpc_cuda_fault *fault)

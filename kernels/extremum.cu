@@ -1,7 +1,7 @@
-/* Maxima and minima over ranks' consecutive contributions; the twin is fsdpc_coll_combine.
+/* Maxima and minima over the ranks' consecutive contributions; the twin is fsdpc_coll_combine.
  *
- * Bits are preserved: of equal numbers the first is kept, of several NaNs the last, and a NaN wins
- * over every number.
+ * The result is an unmodified input: the first of equal numbers, the last of several NaNs, and a
+ * NaN rather than a number.
  */
 #include "map.cuh"
 

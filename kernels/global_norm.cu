@@ -1,8 +1,8 @@
-/* The steps from sums of powers to clipping factors: combining norms, computing their values and
- * clipping, by the same rules as on the CPU.
+/* Computes clipping factors from sums of powers: combines norms, computes their values and clips,
+ * by the same rules as on the CPU.
  *
- * A single thread suffices: a few hundred operations on 560 bytes, between kernels that read whole
- * shards.
+ * A single thread suffices for a few hundred operations on 560 bytes, between kernels that read
+ * whole shards.
  */
 #include "common.cuh"
 

@@ -1,8 +1,9 @@
-/* Constant, normal and uniform values from absolute indices; twin of csrc/ops/flat_init_body.h.
+/* Constant, normal and uniform initial values, computed from absolute indices; twin of
+ * csrc/ops/flat_init_body.h.
  *
- * The logarithm, sine and cosine are the CPU's own; compiled with -fmad=false they give its bits.
- * A thread computes one Philox block, which is four elements of the stream.  Initialisation runs
- * only once, so elements are stored one by one.
+ * The logarithm, sine and cosine share the CPU's source and, compiled with -fmad=false, give the
+ * same bits. Each thread computes one Philox block, which is four elements of the stream.
+ * Initialisation runs only once, so elements are stored one by one.
  */
 #include "dtype.cuh"
 #include "random.cuh"

@@ -2,21 +2,22 @@
  *
  * An operation is a struct of plain values with an enum WIDTH and
  *     template <int N> __device__ void run(size_t i) const;
- * which handles elements i .. i + N - 1, where N is WIDTH or 1.  Both must compute the same result
- * for an element: the division into vectors and edges depends on addresses, but results must not.
+ * which handles elements i .. i + N - 1, where N is WIDTH or 1. Both variants must compute the same
+ * result for an element: the division into vectors and edges depends on addresses, but results must
+ * not.
  *
  * Values that each thread needs to compute only once, before the loop, are returned by
  *     __device__ K begin() const;
- * and passed to every run<N>(i, k).  Inside the loop they would be read again for each vector,
- * because a store might have changed them, and elements would wait for them.
+ * and passed to every run<N>(i, k). Inside the loop, each vector would have to reload them and
+ * wait, because a store might have changed them.
  *
- * WIDTH is 16 bytes of the widest type that is stored.  With a larger WIDTH, a thread's store would
- * be split into several of 16 bytes, which are not adjacent to those of neighbouring threads.  Each
- * would fill at most half a 32-byte sector.  (Loads may be wider: the second finds the remainder of
- * the first load's sector in L1.)
+ * WIDTH is the number of elements in 16 bytes of the widest type that is stored. With a larger
+ * WIDTH, a thread's store would be split into several 16-byte stores, which are not adjacent to
+ * those of neighbouring threads. Each of these would fill at most half of a 32-byte sector. (Loads
+ * may be wider: the second finds the remainder of the first load's sector in L1.)
  *
- * If skipping the same few elements aligns all buffers, they are read in vectors between two edges.
- * Other buffers are read one element at a time, which is still coalesced.
+ * If skipping the same few elements aligns all buffers, the elements between the two edges are read
+ * in vectors. Other buffers are read one element at a time, which is still coalesced.
  */
 #ifndef FSDPC_KERNELS_MAP_CUH
 #define FSDPC_KERNELS_MAP_CUH

@@ -1,4 +1,4 @@
-/* A warp's view of tensor cores: loading 8 by 8 matrices, multiplying 16 by 8 by 16, and
+/* Tensor core operations of a warp: loading 8 by 8 matrices, 16 by 8 by 16 products, and
  * asynchronous copies into shared memory.
  *
  * A fragment's layout, with g = lane / 4 and t = lane % 4 (PTX's names):
@@ -58,7 +58,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/* Packs two rounded floats; the first is in the low half. */
+/* Rounds two floats and packs them; the first is in the low half. */
 __device__ __forceinline__ uint32_t pack_pair(float low, float high, bf16)
 {
     uint32_t pair;
@@ -73,8 +73,8 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high, f16)
     return pair;
 }
 
-/* Copies 16 bytes from global to shared memory, or writes zeros; complete when copies_wait
- * returns. */
+/* Copies 16 bytes from global to shared memory, or writes zeros; the copy is complete when
+ * copies_wait returns. */
 __device__ __forceinline__ void copy_16(void *shared, const void *global, bool valid)
 {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
@@ -87,7 +87,7 @@ __device__ __forceinline__ void copies_commit()
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-/* Waits until at most LEFT of this thread's latest groups are in flight. */
+/* Waits until at most LEFT of this thread's most recent copy groups are in flight. */
 template <int LEFT> __device__ __forceinline__ void copies_wait()
 {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");

@@ -1,11 +1,12 @@
 /* Row moments, row sums of gradients, and affine maps of rows; twin of csrc/ops/nn_moments_body.h.
  *
- * A block handles a row: its mean, and then, from cache, the squared distances from that mean.  The
- * sum of the distances is the rounding error of the mean, and corrects both.
+ * Each block handles one row: it computes the mean and then, from cache, the squared deviations
+ * from the mean. The sum of the deviations gives the mean's rounding error and is used to correct
+ * both results.
  */
 #include "rows.cuh"
 
-/* Sums x - shift and its square over the block's row or, with dy, dy and dy * (x - shift). */
+/* Sums x - shift and its square over the block's row or, with dy, sums dy and dy * (x - shift). */
 template <typename T, int N>
 __device__ __forceinline__ void moment_sums(const T *x, const T *dy, size_t cols, wide<T> shift,
                                             wide<T> *first_out, wide<T> *second_out)

@@ -1,25 +1,26 @@
 /* RMSNorm and LayerNorm over rows, forward and backward; twin of csrc/ops/nn_norm_body.h.
  *
- * A block handles one row at a time.  Rows that consist of whole vectors and are not too long are
- * read once.  A thread holds its part of a row in registers while the block sums, and meanwhile
- * loads its part of the next row.  Other rows are read again for each use, one element at a time.
+ * A block handles one row at a time. Rows that consist of whole vectors and are not too long are
+ * read only once. Each thread holds its part of a row in registers while the block sums, and
+ * meanwhile loads its part of the next row. Other rows are read again for each use, one element at
+ * a time.
  *
- * dweight and dbias sum over rows, in chunks whose number only depends on the shape.  For held
- * rows, a block processes a chunk, and each thread sums its columns in registers while computing
- * dx.  For other rows a second kernel reads x and dy again, 32 columns of a chunk per block.  A
- * last kernel adds the chunks in a fixed order.
+ * dweight and dbias sum over rows, in chunks whose number only depends on the shape. For rows held
+ * in registers, each block processes one chunk, and each thread sums its columns in registers while
+ * computing dx. For other rows, a second kernel reads x and dy again, with one block for every 32
+ * columns of a chunk. A last kernel adds the chunks in a fixed order.
  */
 #include "rows.cuh"
 
 enum { NORM_COLS = 32, NORM_ROWS = 8, NORM_CHUNK = 8, NORM_CHUNKS_MAX = 512 };
 
-/* Row statistics for backward: forward's, or, for F64, recomputed ones. */
+/* Row statistics for backward, either stored by forward or, for F64, recomputed. */
 template <typename W> struct norm_rows {
     const W *mean, *rstd;
 };
 
-/* The destination of backward's sums over chunks of rows: `chunks` rows for dweight, then `chunks`
- * for dbias. */
+/* Where backward stores its sums over chunks of rows: `chunks` rows for dweight, then `chunks` for
+ * dbias. */
 template <typename W> struct norm_sums {
     W *at; /* NULL: not needed */
     size_t chunk_rows, chunks;
@@ -68,7 +69,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS) norm_held_kernel(fsdpc_n
     }
 }
 
-/* Computes dx for a chunk of rows, and the chunk's sums of dweight and dbias. */
+/* Computes dx for a chunk of rows, and the chunk's sums for dweight and dbias. */
 template <typename T, int HELD, bool BIAS>
 static __global__ void __launch_bounds__(BLOCK_THREADS)
     norm_held_backward_kernel(fsdpc_norm_args a, norm_rows<wide<T>> rows, norm_sums<wide<T>> sums)
@@ -122,7 +123,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
 
 /* -- other rows -------------------------------------------------------------------------------- */
 
-/* For the block's row at x. */
+/* Computes the statistics of the block's row at x. */
 template <typename T>
 __device__ __forceinline__ void norm_statistics(const fsdpc_norm_args &a, const T *x,
                                                 wide<T> *mean_out, wide<T> *rstd_out)
@@ -203,7 +204,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
     }
 }
 
-/* Computes a chunk's sums of 32 columns. */
+/* Computes a chunk's sums for 32 columns. */
 template <typename T>
 static __global__ void __launch_bounds__(NORM_COLS *NORM_ROWS)
     norm_columns_kernel(fsdpc_norm_args a, norm_rows<wide<T>> rows, norm_sums<wide<T>> sums)
@@ -361,7 +362,7 @@ static fsdpc_status backward_launch(const fsdpc_norm_args *a, const norm_rows<wi
     return launched("a norm's backward");
 }
 
-/* F64 needs F64 statistics, which the arguments cannot store. */
+/* Recomputes the statistics in F64, which the arguments cannot store. */
 static fsdpc_status backward_f64(const fsdpc_norm_args *a, fsdpc_stream *stream)
 {
     void *memory;

@@ -1,7 +1,8 @@
 /* Sums and maxima over a warp and over a block, in a fixed order.
  *
- * Shuffles fold lane l with l xor 16, 8, 4, 2, 1, so every lane gets the same bits; a block folds
- * its warps' results in the same way.  Results do not depend on the order in which warps arrive.
+ * Shuffles combine lane l with l xor 16, 8, 4, 2 and 1, so every lane gets the same bits. A block
+ * combines its warps' results in the same way. Results do not depend on the order in which warps
+ * arrive.
  */
 #ifndef FSDPC_KERNELS_REDUCE_CUH
 #define FSDPC_KERNELS_REDUCE_CUH
@@ -37,7 +38,7 @@ template <typename T> __device__ __forceinline__ T warp_sum(T x)
     return warp_fold<add_values>(x);
 }
 
-/* Returns the result to all threads.  `neutral` replaces missing warps. blockDim.x must be a
+/* Returns the result to all threads. `neutral` replaces missing warps. blockDim.x must be a
  * multiple of 32, and all threads of the block must call this function. */
 template <typename Fold, typename T> __device__ __forceinline__ T block_fold(T x, T neutral)
 {

@@ -1,6 +1,6 @@
 /* Rotary position embedding; twin of the rotary part of csrc/ops/nn_embedding_body.h.
  *
- * A thread rotates N pairs, (x[i], x[i + D/2]), by their token's angle; it only writes elements
+ * Each thread rotates N pairs, (x[i], x[i + D/2]), by their token's angle. It writes only elements
  * that it has read, so y may be x.
  */
 #include "rows.cuh"

@@ -22,7 +22,7 @@ static inline unsigned row_grid(const fsdpc_cuda_queue *queue, size_t rows)
     return (unsigned)fsdpc_min_size(rows, (size_t)queue->multiprocessors * 64);
 }
 
-/* Returns whether rows of `cols` elements of T, at these addresses (NULL: not used), can be read in
+/* Returns whether rows of `cols` elements of T, at these addresses (NULL if unused), can be read in
  * 16-byte vectors. */
 template <typename T, int COUNT>
 static bool rows_align(size_t cols, const void *const (&bases)[COUNT])
@@ -33,8 +33,8 @@ static bool rows_align(size_t cols, const void *const (&bases)[COUNT])
     return all % 16 == 0;
 }
 
-/* A thread's part of a row of whole vectors, unconverted, so that it takes few registers.  Elements
- * are `fill` if the row does not exist, and zero beyond its end. */
+/* A thread's part of a row of whole vectors, left unconverted to save registers. Elements beyond
+ * the row's end are zero; if the row does not exist, all elements are `fill`. */
 template <typename T, int HELD> struct held_row {
     enum { N = 16 / sizeof(T), COUNT = HELD };
     union vector {
@@ -85,8 +85,8 @@ template <typename T, int HELD> struct held_row {
 
 #define FSDPC_FOR_HELD(held, j) _Pragma("unroll") for (int j = 0; j < held::COUNT; j++)
 
-/* Returns the number of vectors, 2 or 4, of such rows that each of row_threads() threads holds; 0
- * if the rows are too long or not aligned. */
+/* Returns how many vectors of such a row, 2 or 4, each of row_threads() threads holds, or 0 if the
+ * rows are too long or unaligned. */
 template <typename T, int COUNT>
 static int rows_held(size_t cols, const void *const (&bases)[COUNT])
 {

@@ -1,9 +1,9 @@
-/* Scaling with a check for NaN and infinity, and comparing; twins of csrc/ops/flat_cast_body.h.
+/* Scaling with a check for NaN and infinity, and comparison; twins of csrc/ops/flat_cast_body.h.
  *
- * Both report through one word that any thread may set to the same value, so the order does not
- * matter.  `equal` compares bits after casting.  A thread reads the word once, when it starts, so
- * that most blocks have nothing to do after a difference is found.  It does not read the word
- * again, because vectors would wait for it.
+ * Both report through one word. All threads that set it write the same value, so the order does not
+ * matter. `equal` compares bits after casting. A thread reads the word once, when it starts, so
+ * most blocks have nothing to do after a difference is found. It does not read the word again,
+ * because its vector accesses would have to wait for it.
  */
 #include "map.cuh"
 
@@ -48,7 +48,7 @@ __device__ __forceinline__ bool same_bits(double a, double b)
     return __double_as_longlong(a) == __double_as_longlong(b);
 }
 
-/* Converts src to D; bits are unchanged if no cast is needed. */
+/* Converts src to D; if no cast is needed, the bits are unchanged. */
 template <typename D, typename S> struct cast_bits {
     static __device__ __forceinline__ D of(S x)
     {

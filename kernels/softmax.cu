@@ -1,7 +1,7 @@
 /* Softmax and log-softmax over rows; twin of csrc/ops/nn_softmax_body.h.
  *
- * Three passes over a row that stays in cache compute the maximum, the sum of exponentials, and the
- * result; the logarithm of the sum takes two.
+ * Softmax makes three passes over a row that stays in cache, for the maximum, the sum of
+ * exponentials and the result; logsumexp makes two.
  */
 #include "rows.cuh"
 

@@ -1,11 +1,11 @@
-/* A stable sort of positions by id: least significant digits first, eight bits at a time.
+/* A stable radix sort of positions by id, least significant digit first, eight bits at a time.
  *
- * Stable means that positions of equal ids keep their order, so a sum over them is the same in
- * every run.  A pass counts each block's digits and accumulates the counts in the order (digit,
- * block); every block then places its items after those of earlier blocks.  Within a block, an
- * item's place follows from the items of its digit in earlier warps and earlier lanes, so atomics
- * never decide the order.  The number of passes is the number of bytes of the largest id: three for
- * a vocabulary of 128,256.
+ * Because positions with equal ids keep their order, a sum over them is the same in every run. Each
+ * pass counts the digits in every block and accumulates the counts in (digit, block) order; every
+ * block then places its items after those of earlier blocks. Within a block, an item's place
+ * depends only on the items with the same digit in earlier warps and lanes, so atomics never decide
+ * the order. The number of passes equals the number of bytes in the largest id: three for a
+ * vocabulary of 128,256.
  */
 #ifndef FSDPC_KERNELS_SORT_CUH
 #define FSDPC_KERNELS_SORT_CUH
@@ -41,7 +41,7 @@ static __global__ void __launch_bounds__(SORT_THREADS)
     counts[threadIdx.x * gridDim.x + blockIdx.x] = here[threadIdx.x];
 }
 
-/* Replaces each value with the sum of those before it.  One block of 1024. */
+/* Replaces each value with the sum of the values before it. One block of 1024. */
 static __global__ void __launch_bounds__(1024) scan_kernel(unsigned *values, size_t numel)
 {
     __shared__ unsigned warps[WARP];
@@ -110,8 +110,8 @@ static inline size_t sort_counters(size_t numel)
     return RADIX * fsdpc_ceil_div(numel, SORT_TILE);
 }
 
-/* Sorts `items` by id, with `other`, of the same length, as a second buffer; returns the buffer
- * with the result. */
+/* Sorts `items` by id, using `other` of the same length as a second buffer; returns the buffer that
+ * contains the result. */
 static inline sort_item *sort_launch(sort_item *items, sort_item *other, size_t numel,
                                      size_t id_end, unsigned *counters,
                                      const fsdpc_cuda_queue *queue)

@@ -1,14 +1,13 @@
-/* Optimizer steps in one pass, including copy-in; twin of
- * csrc/ops/flat_step_body.h.
+/* Single-pass optimizer steps, including copy-in; twin of csrc/ops/flat_step_body.h.
  *
- * Adam over fp32 or bf16 parameters, gradients and parameter buffers with fp32 states has
- * specialised kernels: 28 bytes per element with fp32 masters, bf16 gradients and parameter buffer.
- * SGD, momentum and Lion over fp32 parameters also have specialised kernels.  All other cases use
- * one kernel per rule, which selects dtypes at run time.  The parameter buffer gets the cast of the
- * stored parameter.
+ * Adam with fp32 states has specialised kernels for fp32 and bf16 parameters, gradients and
+ * parameter buffers. They move 28 bytes per element with fp32 masters and bf16 gradients and
+ * parameter buffer. SGD, momentum and Lion over fp32 parameters also have specialised kernels. All
+ * other cases use one kernel per rule, which selects dtypes at run time. The stored parameter is
+ * cast into the parameter buffer.
  *
- * BF16 states are rounded stochastically, by the element's word of base/random.h: its low half for
- * the first state, its high half for the others, as on the CPU.
+ * BF16 states are rounded stochastically with the element's word from base/random.h. As on the CPU,
+ * the first state uses the word's low half and the others its high half.
  */
 #include "array.cuh"
 #include "map.cuh"

@@ -1,11 +1,12 @@
 /* Sums over some dimensions; twin of csrc/ops/nn_sum_body.h.
  *
- * x is dense, so neighbouring dimensions that are both kept or both reduced are merged first.  The
- * first pass divides every output's terms into chunks, whose length only depends on the shape.  A
- * team of threads sums a chunk in fp32 (F64: fp64) in a fixed order.  The second pass adds the
- * chunks' sums, in fp64, in order.  If the innermost dimension is reduced, a team is a warp or a
- * block along it; if it is kept, a block is 32 neighbouring outputs by 8 rows.  The result does not
- * depend on the grid.  Integers are summed exactly modulo 2^64, as unsigned integers.
+ * x is dense, so neighbouring dimensions that are both kept or both reduced are merged first. The
+ * first pass divides each output's terms into chunks whose length depends only on the shape. A team
+ * of threads sums each chunk in fp32 (fp64 for F64) in a fixed order. The second pass adds the
+ * chunks' sums in order, in fp64. If the innermost dimension is reduced, a team is a warp or a
+ * block along it. If it is kept, a block is 32 neighbouring outputs by 8 rows of threads. The
+ * result does not depend on the grid. Integers are summed exactly modulo 2^64, as unsigned
+ * integers.
  */
 #include <type_traits>
 
@@ -51,7 +52,7 @@ __device__ __forceinline__ size_t term_offset(const sum_plan &p, bool inner_kept
     return box_row(p.reduced, 0, fold).at[0] + (t - fold * p.inner);
 }
 
-/* Uses a team of TEAM threads, a warp or the block, per (output, chunk). */
+/* Each team of TEAM threads, a warp or the whole block, sums one (output, chunk) pair. */
 template <typename T, int TEAM>
 static __global__ void __launch_bounds__(BLOCK_THREADS)
     sum_inner_kernel(part<T> *partial, const T *x, sum_plan p)
@@ -74,7 +75,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
     }
 }
 
-/* Uses one block per (32 outputs, chunk). */
+/* Each block sums one chunk of 32 outputs. */
 template <typename T>
 static __global__ void __launch_bounds__(SUM_COLS *SUM_ROWS)
     sum_rows_kernel(part<T> *partial, const T *x, sum_plan p)

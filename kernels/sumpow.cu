@@ -1,24 +1,24 @@
 /* Adds sums of squares, or of powers of magnitudes, over whole leaves to an exact accumulator; twin
  * of csrc/ops/flat_sumsq_body.h.
  *
- * A leaf's summation order is part of the result: sixteen fp64 partial sums, element i into partial
- * i mod 16, folded j with j + 8, 4, 2, 1.  Here 16 / V lanes share a leaf, where V is the number of
- * elements in 16 bytes.  Lane q holds partials q V .. q V + V - 1, loads 16 bytes where the CPU
- * loads a vector, and the lanes fold by shuffles.  A warp thus reads whole sectors, and each
- * element once.  Nearly all leaves have 64 elements; for these, squares have a separate loop.  It
- * loads a leaf while it adds the previous one: four times 16 bytes per lane, 48 KiB per SM with
- * three blocks.
+ * A leaf's summation order is part of the result. Element i is added to fp64 partial sum i mod 16;
+ * the sixteen sums are folded, j with j + 8, 4, 2 and 1. Here 16 / V lanes share a leaf, where V is
+ * the number of elements in 16 bytes. Lane q holds partials q V .. q V + V - 1, loads 16 bytes
+ * where the CPU loads a vector, and the lanes fold by shuffles. A warp therefore reads whole
+ * sectors, and each element only once. Nearly all leaves have 64 elements, and squares have a
+ * separate loop for them. That loop loads a leaf while it adds the previous one, with four 16-byte
+ * loads per lane: 48 KiB per SM with three blocks.
  *
- * The accumulator (csrc/ops/exact_sum.h) consists of integers, so the order of additions, and thus
- * blocks and atomics, cannot change it.  Atomics for every leaf would be too slow, but nearby
- * leaves have similar magnitudes.  A thread therefore keeps a window of four digits in registers
- * and adds its leaves there.  It flushes the window when a leaf falls outside it, and at the end.
- * A block collects its threads' windows in shared memory, carries all digits once, in parallel, and
- * adds them to the result.  By the accumulator's rule, this counts as at most two additions of a
- * normalised sum.
+ * The accumulator (csrc/ops/exact_sum.h) consists of integers, so the order of additions, blocks
+ * and atomics cannot change it. An atomic for every leaf would be too slow, but nearby leaves have
+ * similar magnitudes. Each thread therefore keeps a window of four digits in registers and adds its
+ * leaves to it. It flushes the window when a leaf falls outside it, and at the end. A block
+ * collects its threads' windows in shared memory, propagates all carries once, in parallel, and
+ * adds the digits to the result. This counts as at most two additions of a normalised sum toward
+ * the accumulator's limit.
  *
- * Squares and integer powers have the same bits as on the CPU.  Other powers use CUDA's pow, whose
- * error is at most 2 ulp; the C library's is at most 1.
+ * Squares and integer powers give the same bits as on the CPU. Other powers use CUDA's pow, whose
+ * error is at most 2 ulp, compared to 1 ulp for the C library's.
  */
 #include "dtype.cuh"
 #include "reduce.cuh"
@@ -26,12 +26,12 @@
 enum { PARTIALS = 16, WINDOW = 4, DIGITS = FSDPC_EXACT_SUM_DIGITS, WORDS = DIGITS + 2 };
 enum { LEAF = 64, STEPS = LEAF / PARTIALS };
 
-/* How leaves are read: any leaf by elements or by vectors, or leaves of LEAF elements ahead of
- * use. */
+/* How leaves are read: by elements or vectors for any leaf, or prefetched for leaves of LEAF
+ * elements. */
 enum leaf_form { BY_ELEMENTS, BY_VECTORS, BY_LEAVES };
 
-/* The number of concurrent blocks per SM, with 80 registers per thread, so that the loop does not
- * spill.  The grid is not larger, because each block ends with atomics. */
+/* The number of concurrent blocks per SM; each thread then has 80 registers, so the loop does not
+ * spill. The grid is not larger, because each block ends with atomics. */
 enum { SM_BLOCKS = 3 };
 
 /* atomicAdd has no signed 64-bit form, which two's complement makes unnecessary. */
@@ -99,9 +99,9 @@ struct digit_window {
     }
 };
 
-/* add<T>: returns partial plus the term of value, a T.  Squares of numbers with at most 24 bits are
- * exact in fp64, so fusing their addition changes no bit; squares of fp64 numbers are rounded
- * before they are added. */
+/* add<T>: returns partial plus the term of value, a T. Squares of numbers with at most 24 bits are
+ * exact in fp64, so fusing the addition changes no bit. Squares of fp64 numbers are rounded before
+ * they are added. */
 struct square_term {
     enum { AHEAD = 1 }; /* computation only waits for memory */
 
@@ -159,7 +159,7 @@ __device__ __forceinline__ void leaf_partials(double (&partial)[V], const T *x, 
     }
 }
 
-/* Returns the sum of the sixteen partial sums, in every lane of the leaf. */
+/* Returns the sum of the sixteen partial sums to every lane of the leaf. */
 template <int V> __device__ __forceinline__ double fold_partials(double (&partial)[V])
 {
 #pragma unroll
@@ -181,7 +181,8 @@ struct leaf_plan {
     size_t numel, leaf, leaves, rounds; /* BY_LEAVES: counts whole leaves only */
 };
 
-/* Returns digit d of a block's words, plus the carry of digit d - 1: less than 2^32 + 2^31. */
+/* Returns digit d of a block's words plus the carry from digit d - 1; the result is less than 2^32
+ * + 2^31. */
 __device__ __forceinline__ int64_t carried(const int64_t *words, int d)
 {
     if (d >= DIGITS) /* counts */
@@ -190,7 +191,8 @@ __device__ __forceinline__ int64_t carried(const int64_t *words, int d)
     return own + (d > 0 ? words[d - 1] >> 32 : 0);
 }
 
-/* A team of LANES lanes handles LANES leaves at a time, so that each lane adds one leaf's sum. */
+/* Each team of LANES lanes handles LANES leaves at a time, so that each lane adds the sum of one
+ * leaf. */
 template <typename T> struct leaf_team {
     enum { V = 16 / sizeof(T), LANES = PARTIALS / V };
     int q;              /* the lane's index in the team */
@@ -227,8 +229,8 @@ __device__ __forceinline__ void add_leaves(digit_window &window, const T *x, con
     }
 }
 
-/* A lane handles STEPS vectors of a leaf of LEAF elements.  As soon as one is added, the same
- * vector of the lane's next leaf is loaded into its registers. */
+/* A lane handles STEPS vectors of a leaf of LEAF elements. As soon as a vector has been added, the
+ * same vector of the lane's next leaf is loaded into its registers. */
 template <typename T, typename Term>
 __device__ __forceinline__ void add_leaves_ahead(digit_window &window, const T *x, const Term &term,
                                                  const leaf_plan &p, int64_t *words)

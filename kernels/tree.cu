@@ -1,10 +1,10 @@
 /* The tree sum over ranks; twin of csrc/ops/flat_reduce_body.h.
  *
- * The sources' addresses are a kernel argument, so no copy is needed before the launch.  Up to
- * eight sources, and the values they are added to, are all loaded before any is used.  More sources
- * use the CPU's binary counter, whose few partial sums the compiler keeps in local memory.  Partial
- * sums are in the wider of fp32 and the sources' dtype; the scaled sum is rounded once through that
- * dtype, then to out's.
+ * The sources' addresses are passed as a kernel argument, so no copy is needed before the launch.
+ * Up to eight sources are loaded, together with the values they are added to, before any is used.
+ * For more sources, the kernel uses the CPU's binary counter, whose few partial sums the compiler
+ * keeps in local memory. Partial sums have the wider of fp32 and the sources' dtype. The scaled sum
+ * is rounded once through round_dtype and then cast to out's dtype.
  */
 #include "map.cuh"
 
@@ -15,7 +15,7 @@ template <int SOURCES> struct tree_sources {
     int n;
 };
 
-/* The values to add, all loaded before any is used. */
+/* The values to add, all of which are loaded before any is used. */
 template <int N, typename T> struct tree_leaves {
     vec<T, N> at[FEW_SOURCES];
 
@@ -27,8 +27,8 @@ template <int N, typename T> struct tree_leaves {
     }
 };
 
-/* Sums sources starting at FIRST in a subtree 2^LEVEL wide; missing nodes on the right are
- * skipped. */
+/* Sums the sources in a subtree 2^LEVEL wide that starts at FIRST, skipping missing nodes on the
+ * right. */
 template <int LEVEL, int FIRST, int N, typename T> struct subtree {
     static __device__ __forceinline__ vec<wide<T>, N> sum(const tree_leaves<N, T> &leaves, int n)
     {

@@ -1,9 +1,9 @@
 /* Unary functions, forward and backward; twin of csrc/ops/nn_unary_body.h.
  *
- * The CPU computes exponentials by our own polynomials; here CUDA's functions are used, with an
- * error of at most 2 ulp.  Results thus agree to a few ulp of fp32 before rounding to the dtype,
- * not to the bit.  There is one kernel per function, direction and dtype: they are small, and a
- * function that is known at compile time needs no branches.
+ * The CPU computes exponentials with our own polynomials; the GPU uses CUDA's functions, whose
+ * error is at most 2 ulp. Before rounding to the dtype, results therefore agree to within a few
+ * fp32 ulp, but not bit for bit. There is one kernel per function, direction and dtype: kernels are
+ * small, and a function known at compile time needs no branches.
  */
 #include "map.cuh"
 

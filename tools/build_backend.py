@@ -1,6 +1,6 @@
 """The build backend: setuptools', which also asks for a CUDA toolkit where one is demanded.
 
-FSDPC_CUDA=1 says that the plugin for GPUs must be built.  Where no nvcc is found, pip's nvidia
+FSDPC_CUDA=1 says that the plugin for GPUs must be built. Where no nvcc is found, pip's nvidia
 packages bring one into the isolated environment of the build, and are gone with it.
 """
 

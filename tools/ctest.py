@@ -2,8 +2,8 @@
 
     python tools/ctest.py plain|asan|tsan|bench [--build] [name ...]
 
-Every test is a program of its own, linked with all of csrc but csrc/bind.  A name keeps the tests
-whose file name contains it.  Sanitized tests run in no-alias mode where threads stand for ranks,
+Every test is a program of its own, linked with all of csrc but csrc/bind. A name keeps the tests
+whose file name contains it. Sanitized tests run in no-alias mode where threads stand for ranks,
 since sanitizers know virtual addresses only: what is written through one mapping of a shared page
 and read through another they cannot match.
 """

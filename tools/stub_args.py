@@ -1,7 +1,7 @@
 """Make the C structs that hold parsed arguments, and the tables that parse them, from the stub.
 
 ``python/fsdpc/_core.pyi`` is the table of operations: a function there has its name, its arguments
-with types and defaults, and its docstring (tools/stub_docs.py).  The build writes for a function
+with types and defaults, and its docstring (tools/stub_docs.py). The build writes for a function
 ``softmax`` and a method ``Tensor.flatten``, in ``bind/stub_args.h``:
 
 - ``fsdpc_args_softmax``, ``fsdpc_args_Tensor_flatten``: a struct with a member for each argument,
@@ -29,7 +29,7 @@ MOST = 8  # FSDPC_PY_MAX_PARAMS
 SECTION = re.compile(r"# ---- (.*) ----")
 METHOD = "  # method"
 
-# Type in the stub: the kind, of enum fsdpc_py_kind, and the member of the struct.  Other types are
+# Type in the stub: the kind, of enum fsdpc_py_kind, and the member of the struct. Other types are
 # passed as objects.
 KINDS = {
     "Tensor": ("TENSOR", "fsdpc_tensor *{}"),

@@ -1,7 +1,7 @@
 """Make the docstrings of the extension, with signatures that ``inspect`` reads, from its stub.
 
 ``python/fsdpc/_core.pyi`` is the only place where a function of the extension has its signature,
-its types and its documentation.  The build writes them as C strings, ``fsdpc_doc_NAME`` for a
+its types and its documentation. The build writes them as C strings, ``fsdpc_doc_NAME`` for a
 function or class and ``fsdpc_doc_TYPE_NAME`` for a method or attribute, and the tables of csrc/bind
 name these: what the stub does not declare does not compile.
 

@@ -1,7 +1,7 @@
 """Two hosts on this machine: network namespaces, joined by a pair of veth devices.
 
 Each has a network, a /sys that shows it, and a host name of its own, and shares everything else:
-processes, memory, files.  UCX, below MPICH, is told to take the wire.  Making them needs root and
+processes, memory, files. UCX, below MPICH, is told to take the wire. Making them needs root and
 iproute2; :func:`missing` says what is not there.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 # Put before a command that is to see the devices of its host in /sys, as UCX does.
 OWN_SYS = ["unshare", "-m", "sh", "-c", 'mount -t sysfs sys /sys && exec "$@"', "sh"]
-# UCX, below MPICH, would take shared memory.  Ranks on both hosts may get the settings of one.
+# UCX, below MPICH, would take shared memory. Ranks on both hosts may get the settings of one.
 UCX = ["UCX_TLS=tcp,self", "UCX_NET_DEVICES=v0,v1"]
 # What mpirun starts instead of ssh: [options] ADDRESS COMMAND...
 AGENT = """#!/bin/sh

@@ -1,6 +1,6 @@
 /* What the shared-memory communicator costs: ranks are processes, times are of rank 0.
  *
- * Prints, for each operation and size, the best and the median of many runs.  The baseline for the
+ * Prints, for each operation and size, the best and the median of many runs. The baseline for the
  * copying sizes is one core's memcpy of as many bytes, measured in the same run.
  *
  *     bench_comm [ranks]

@@ -3,9 +3,9 @@
  *     bench_gemm [threads [isa]]
  *
  * For every form a layer uses (y = x W^T, dx = dy W, dW += dy^T x with fp32 gradients) it prints
- * best and median GFLOP/s and the best's share of the peak.  The peak is the best of a loop of the
+ * best and median GFLOP/s and the best's share of the peak. The peak is the best of a loop of the
  * instruction the path lives on, with registers alone, measured before and after every row, since
- * clocks wander; threads multiply it.  Operands are random: AMX is a fifth faster on zeros.  Times
+ * clocks wander; threads multiply it. Operands are random: AMX is a fifth faster on zeros. Times
  * are of the calling thread's processor time with one thread, so that other processes disturb less,
  * and wall time with more.
  */

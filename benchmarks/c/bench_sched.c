@@ -2,7 +2,7 @@
  * world 8, so that nothing is computed or communicated.
  *
  * A step of a unit is gather, reshard, gather, a target and a mark for each gradient, reduction,
- * reshard.  Prints microseconds a unit and step for units of few and many parameters, against the
+ * reshard. Prints microseconds a unit and step for units of few and many parameters, against the
  * budget of 10 us + 0.3 us a parameter, and for models of 1 to 1000 units.
  */
 #include "engine_fixture.h"

@@ -4,14 +4,14 @@
  * As STREAM's triad, a += q b, but over the arrays of a step: parameter, gradient and two states
  * are read, all but the gradient are written where they were read, and the parameter buffer, if
  * any, gets the upper halves of the parameters (bf16 without rounding) by stores that go past the
- * cache.  There is no division and no root, so the time is memory's.  An element's loads come
+ * cache. There is no division and no root, so the time is memory's. An element's loads come
  * before its stores, which took a tenth off the time on a Zen 3.
  *
  * `ahead` asks for the lines 2 KiB further on, as csrc/ops/flat_stream_body.h does; whether that
  * helps differs from machine to machine, so the faster of the two is the baseline.
  *
  * bench_optim.py compiles this file alone, with -O3 -march=native -fopenmp; OMP_NUM_THREADS is the
- * number of threads.  The length is a multiple of CHUNK, and arrays are aligned to 64 bytes.
+ * number of threads. The length is a multiple of CHUNK, and arrays are aligned to 64 bytes.
  */
 #include <omp.h>
 #include <stdbool.h>

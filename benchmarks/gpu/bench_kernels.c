@@ -1,8 +1,8 @@
 /* How near the GPU's kernels come to what the device can do.
  *
  * Flat kernels: bytes that must be read and written, over the time, as a share of the rate of a
- * device-to-device copy measured in the same run.  Attention: FLOPs by the usual count (4 T^2 d a
- * head forward, 2.5 times that backward, half if causal) over the time.  So are those of products.
+ * device-to-device copy measured in the same run. Attention: FLOPs by the usual count (4 T^2 d a
+ * head forward, 2.5 times that backward, half if causal) over the time. So are those of products.
  * Random data, several times the L2's size, in two lengths; the best and the median of many, by the
  * device's clock.
  */

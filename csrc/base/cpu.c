@@ -1,20 +1,20 @@
-/* Finds which kernels this processor supports, and how many cores are ours.
+/* Detects which kernels this processor supports and how many cores this process may use.
  *
- * The instruction set is read from cpuid on each call (once per context), never cached in a global.
- * AMX needs more than cpuid: the kernel must grant the process its 8 KiB of tile state
- * (arch_prctl).  The kernel refuses if any thread has too small a signal stack; the next lower path
- * is then the best.
+ * Each call reads the instruction set from cpuid (once per context), so no global caches it. AMX
+ * needs more than cpuid: the kernel must grant the process its 8 KiB of tile state (arch_prctl).
+ * The kernel refuses if any thread's signal stack is too small, in which case the next lower path
+ * is the best one.
  *
- * "auto" chooses the best path, with one exception.  On AMD cores vdpbf16ps is worthwhile: it does
- * twice the flops of fp32 FMA.  Intel cores run it at a quarter of FMA's rate, which is half the
- * flops.  On Intel cores without tiles, bf16 products through the fp32 kernels take 0.62 times as
- * long, and attention 0.65 times.  (512 and 1024 cubed, T = 1024, one core of a Xeon with AMX.)
- * "auto" therefore means avx512 there.  It goes by vendor, because a measurement would depend on
- * other processes.
+ * "auto" chooses the best path, with one exception. On AMD cores vdpbf16ps is worthwhile, because
+ * it has twice the throughput of fp32 FMA in flops. Intel cores issue it at a quarter of FMA's
+ * rate, which halves the flops. On Intel cores without tiles, the fp32 kernels take only 0.62 times
+ * as long for bf16 products, and 0.65 times as long for attention. (512 and 1024 cubed, T = 1024,
+ * one core of a Xeon with AMX.) "auto" therefore means avx512 there. The choice depends on the
+ * vendor, because a measurement would be disturbed by other processes.
  *
  * The core count is the minimum of the affinity mask and the CPU quotas of this process's control
- * groups, v2 and v1.  The process's own group and all its visible ancestors count.  A quota of 2.5
- * CPUs counts as 2: when threads spin past a quota, all are stopped together.
+ * groups, v2 and v1. The process's own group and all its visible ancestors are included. A quota of
+ * 2.5 CPUs counts as 2: when threads spin past a quota, all are stopped together.
  */
 #include "base/cpu.h"
 
@@ -118,7 +118,8 @@ fsdpc_status fsdpc_isa_parse(const char *name, fsdpc_isa *out)
                       name);
 }
 
-/* Reads one or two numbers; returns the number found, which is 0 for "max" or a missing file. */
+/* Reads one or two numbers and returns how many were found, which is 0 for "max" or a missing
+ * file. */
 static int read_numbers(const char *folder, const char *path, const char *file, long long out[2])
 {
     char name[PATH_MAX];
@@ -150,7 +151,7 @@ static int quota_of(const char *folder, const char *path, bool v2)
     return cores < 1 ? 1 : cores > INT_MAX ? INT_MAX : (int)cores;
 }
 
-/* Returns the tightest quota from `path` up to the hierarchy's root.  Modifies `path`. */
+/* Returns the tightest quota from `path` up to the hierarchy's root. Modifies `path`. */
 static int tightest_quota(const char *folder, char *path, bool v2)
 {
     int cores = INT_MAX;

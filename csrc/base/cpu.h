@@ -1,7 +1,7 @@
 /* Detects at run time what this processor supports.
  *
- * Kernels come in paths, each a superset of the previous one.  The path is chosen once per context:
- * the fastest that this processor supports, or the one that FSDPC_ISA names (an error if
+ * There are several kernel paths, each a superset of the previous one. Each context selects one
+ * path: the fastest that this processor supports, or the one named by FSDPC_ISA (an error if
  * unsupported).
  */
 #ifndef FSDPC_BASE_CPU_H
@@ -28,7 +28,8 @@ fsdpc_isa fsdpc_isa_best(void); /* the last path in the table that this processo
 const char *fsdpc_isa_name(fsdpc_isa isa);
 fsdpc_status fsdpc_isa_parse(const char *name, fsdpc_isa *out); /* "auto": the fastest */
 
-/* Returns the cores that this process may use, by affinity and cgroup quota; at least 1. */
+/* Returns the number of cores that this process may use, given its affinity and cgroup quota; at
+ * least 1. */
 int fsdpc_usable_cores(void);
 
 #endif

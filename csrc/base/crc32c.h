@@ -1,15 +1,15 @@
-/* CRC-32C (Castagnoli), and a function that combines the sums of separate pieces. */
+/* CRC-32C (Castagnoli), and a function that combines the checksums of separate pieces. */
 #ifndef FSDPC_BASE_CRC32C_H
 #define FSDPC_BASE_CRC32C_H
 
 #include <stddef.h>
 #include <stdint.h>
 
-/* Continues `crc` (0 to begin) over `bytes` more bytes.  Uses the processor's CRC instruction if it
- * has one; all paths give the same bits. */
+/* Extends `crc` (initially 0) by `bytes` more bytes. Uses the processor's CRC instruction if
+ * available; every path returns the same bits. */
 uint32_t fsdpc_crc32c(uint32_t crc, const void *data, size_t bytes);
 
-/* Does the same without the instruction: the tests' reference for the fast form. */
+/* Does the same without the instruction; tests use it as the reference for the fast version. */
 uint32_t fsdpc_crc32c_portable(uint32_t crc, const void *data, size_t bytes);
 
 /* Returns the CRC of A followed by B, from crc(A), crc(B) and the length of B. */

@@ -1,4 +1,4 @@
-/* Names and sizes of the element types, all from one table. */
+/* Names and sizes of the element types, generated from one table. */
 #include "base/dtype.h"
 
 static const size_t bytes_of[] = {

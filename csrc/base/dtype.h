@@ -1,8 +1,8 @@
 /* Element types, and conversions of single elements.
  *
- * Conversions to bf16 and fp16 round to nearest even in integer arithmetic, keep NaN a NaN and keep
- * subnormals.  Every path (portable, SIMD, CUDA) therefore gives the same bits.  Kernels that
- * convert many elements have their own vector versions (csrc/ops), tested against these.
+ * Conversions to bf16 and fp16 use integer arithmetic, round to nearest even, and preserve NaNs and
+ * subnormals. Every path (portable, SIMD, CUDA) therefore gives the same bits. Kernels that convert
+ * many elements have their own vector versions (csrc/ops), tested against these.
  */
 #ifndef FSDPC_BASE_DTYPE_H
 #define FSDPC_BASE_DTYPE_H

@@ -1,10 +1,9 @@
-/* Reads the environment from one table.
+/* Reads the environment into the fields of one table.
  *
- * It makes two passes.  First, every FSDPC_ name in the environment must be known, because a
- * misspelt setting that is silently ignored can cost a user a day.  Then every field is parsed and
- * checked against its range.  A variable that is set but empty counts as not set, which is what
- * `VAR= command` means.  Numbers are always read in the C locale, because "0.5" must not depend on
- * the user's language.
+ * It makes two passes. First, it rejects unknown FSDPC_ names, because a misspelt setting that is
+ * silently ignored can cost a user a day. Then it parses each field and checks its range. A
+ * variable that is set but empty counts as not set, which is what `VAR= command` means. Numbers are
+ * always read in the C locale, because "0.5" must not depend on the user's language.
  */
 #include "base/env.h"
 
@@ -33,8 +32,8 @@ static size_t min3(size_t a, size_t b, size_t c)
     return ab < c ? ab : c;
 }
 
-/* Returns the number of edits (insert, drop or replace a letter) that turn one name into the
- * other. */
+/* Returns the edit distance between two names: the number of letters to insert, delete or
+ * replace. */
 static size_t edit_distance(const char *a, size_t a_length, const char *b)
 {
     size_t b_length = strlen(b);

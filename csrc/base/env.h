@@ -1,7 +1,7 @@
 /* Environment variables: one table, read once per context.
  *
  * This table and docs/environment.md list every variable that the library reads (a lint compares
- * the two).  A variable that is set but empty counts as not set.  A value that does not parse, or
+ * the two). A variable that is set but empty counts as not set. A value that does not parse, or
  * an unknown variable that starts with FSDPC_, is an error that names the variable and the accepted
  * values.
  */
@@ -46,7 +46,7 @@ typedef struct fsdpc_env {
 #undef X
 } fsdpc_env;
 
-/* Variables of the launcher, Python, the build or the tests, which the check must not refuse. */
+/* Variables of the launcher, Python, the build or the tests, which the check must accept. */
 #define FSDPC_ENV_FOREIGN                                                                          \
     "FSDPC_CUDA", "FSDPC_CUDA_ARCHS", "FSDPC_CUDA_PLUGIN", "FSDPC_MPI", "FSDPC_WERROR",            \
         "FSDPC_NCCL_LIB", "FSDPC_RANK_SOCKET", "FSDPC_RUN_ID", "FSDPC_LAUNCHER_PID",               \

@@ -1,15 +1,15 @@
 /* The table of named ranges, and the handler that looks up a fault in it.
  *
- * A signal handler cannot receive an argument, so the table is one of the documented globals.  It
- * has a fixed size and no lock: `taken` claims an entry, which is valid while its `begin` is not 0.
- * The handler only loads and calls write(2); it formats the line by hand.
+ * A signal handler cannot receive an argument, so the table is one of the documented globals. The
+ * table has a fixed size and no lock: `taken` claims an entry, which is valid while its `begin` is
+ * nonzero. The handler only loads memory and calls write(2); it formats the line itself.
  *
- * Note [chain].  Python's faulthandler prints its stacks, restores the previous handler and raises
- * the signal again.  If the previous handler is ours, the siginfo no longer contains the address,
- * because the signal was raised.  The machine context still shows the thread's last fault.  If ours
- * was installed later, it runs before faulthandler.  If no handler was installed, ours restores the
- * default action: returning then repeats the fault, which ends the process with the signal that its
- * parent expects.
+ * Note [chain]. Python's faulthandler prints its stacks, restores the previous handler and raises
+ * the signal again. If the previous handler is ours, the siginfo no longer contains the address,
+ * because faulthandler raised the signal. The machine context still contains the address of the
+ * thread's last fault. If ours was installed later, it runs before faulthandler. If there was no
+ * previous handler, ours restores the default action: on return, the fault repeats and ends the
+ * process with the signal that its parent expects.
  */
 #include "base/fault.h"
 
@@ -61,7 +61,8 @@ static void add_number(line *out, int number)
     add_text(out, digits + at);
 }
 
-/* Finds the address of this thread's last fault, and the kind of access; see Note [chain]. */
+/* Finds the address of this thread's last fault and whether it was a read or a write; see Note
+ * [chain]. */
 static uintptr_t fault_of(const siginfo_t *info, const void *context, deed *deed_out)
 {
     uintptr_t address = info->si_code > 0 ? (uintptr_t)info->si_addr : 0;

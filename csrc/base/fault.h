@@ -1,21 +1,20 @@
-/* Reports faults in named memory: one line on stderr before the process dies.
+/* Reports a fault in named memory with one line on stderr before the process dies.
  *
- * Some memory must not be written (unsharded parameters) or not be touched at all (in no-alias
- * mode, resharded unsharded parameters), and is mapped accordingly.  Its owner announces the range
- * here.  When a thread faults inside a range, the handler writes rank, unit and parameter.  It then
- * passes the fault on to the previous handler: Python's faulthandler, a sanitizer, or the default
- * action.
+ * Some memory is mapped read-only (unsharded parameters) or inaccessible (in no-alias mode,
+ * resharded unsharded parameters). The owner of such memory announces the range here. When a thread
+ * faults inside a range, the handler writes rank, unit and parameter. It then passes the fault on
+ * to the previous handler: Python's faulthandler, a sanitizer, or the default action.
  *
- * The first range installs the handler for SIGSEGV and SIGBUS, and nothing removes it.  Any thread
- * may announce and withdraw ranges.  Nothing here costs anything until a fault.
+ * The first announced range installs the handler for SIGSEGV and SIGBUS, and it is never removed.
+ * Any thread may announce and withdraw ranges. Nothing here has a cost until a fault occurs.
  */
 #ifndef FSDPC_BASE_FAULT_H
 #define FSDPC_BASE_FAULT_H
 
 #include <stddef.h>
 
-/* Names the object at `address`, for the line.  Runs inside a signal handler, so it may read memory
- * but must not call functions.
+/* Returns the name of the object at `address`, for the message. Runs inside a signal handler, so it
+ * may read memory but must not call functions.
  */
 typedef const char *(*fsdpc_fault_name_fn)(const void *owner, const void *address);
 

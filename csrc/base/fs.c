@@ -1,9 +1,9 @@
-/* File-system calls with a hook in front of each.
+/* File-system calls, each preceded by a hook.
  *
  * Creating a file reserves its blocks, so that a full disk is detected before any data is written.
- * If a file system cannot reserve blocks (some network file systems), only the size is set, and a
- * full disk is detected by the write.  If renameat2 does not support RENAME_NOREPLACE, a plain file
- * is linked instead; for a folder, the code first checks that the target does not exist.
+ * If the file system cannot reserve blocks, as with some network file systems, only the size is set
+ * and a full disk is detected on write. If renameat2 does not support RENAME_NOREPLACE, a plain
+ * file is linked instead; for a folder, the code first checks that the target does not exist.
  */
 #include "base/fs.h"
 

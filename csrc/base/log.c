@@ -1,8 +1,8 @@
-/* Formats a line on the stack and writes it in one piece.
+/* Formats a line on the stack and writes it with one call.
  *
- * It allocates no memory and takes no lock.  A write of at most PIPE_BUF (4096) bytes to a pipe is
- * atomic, so ranks that share a launcher's pipe do not mix their lines.  Bytes that stderr does not
- * accept are dropped, since a failing log must not fail the program.
+ * It allocates no memory and takes no lock. A write of at most PIPE_BUF (4096) bytes to a pipe is
+ * atomic, so ranks that share a launcher's pipe never interleave within a line. Bytes that stderr
+ * does not accept are dropped, since a failing log must not fail the program.
  */
 #include "base/log.h"
 

@@ -1,11 +1,12 @@
-/* The log: a few lines for users, never a substitute for an error.
+/* The log contains a few lines for users and never replaces an error.
  *
  * A log belongs to a context and is plain data: a level (from FSDPC_LOG), the rank it logs for and
- * a sink.  Without a sink a line goes to stderr in one write, so that lines of several ranks never
- * mix.  Python installs a sink that passes lines to its logging module.
+ * a sink. Without a sink, each line goes to stderr in one write, so lines from different ranks
+ * never mix. Python installs a sink that passes lines to its logging module.
  *
- * Rules: any thread may write; the fields change only while no thread does.  A NULL log is silent.
- * Code that fails calls fsdpc_fail() and logs nothing: the code that handles the error decides.
+ * Any thread may write to a log, but its fields may change only while no thread is writing. A NULL
+ * log is silent. Code that fails calls fsdpc_fail() and logs nothing: the code that handles the
+ * error decides.
  */
 #ifndef FSDPC_BASE_LOG_H
 #define FSDPC_BASE_LOG_H
@@ -39,7 +40,7 @@ void fsdpc_log_write(const fsdpc_log *log, fsdpc_log_level level, const char *fo
 
 const char *fsdpc_log_level_name(fsdpc_log_level level);
 
-/* These evaluate their arguments only if the level includes the line. */
+/* These macros evaluate their arguments only if the level is enabled. */
 #define FSDPC_LOG_AT(log, level_, ...)                                                             \
     do {                                                                                           \
         const fsdpc_log *log_at_ = (log);                                                          \

@@ -1,21 +1,22 @@
 /* Counted memory: size classes with free lists on top of the system's allocator.
  *
  * Every block has a 64-byte header right before it with the requested size, the category and the
- * size class.  Classes are multiples of 64 bytes up to 512, then eight steps per power of two.  A
- * block is therefore at most an eighth larger than the request.  Freed blocks go to the list of
- * their class, last in, first out (the warmest first), and leave it only through reuse, trim or
- * destroy.
+ * size class. Classes are multiples of 64 bytes up to 512, then eight steps per power of two. A
+ * block is therefore at most an eighth larger than the request. A freed block goes to the free list
+ * of its class, which is last-in, first-out (warmest first), and leaves it only through reuse, trim
+ * or destroy.
  *
- * Below 4 MiB blocks come from aligned_alloc.  Each larger one is a separate mapping, 2 MiB
- * aligned, with huge pages requested and the header in a separate page in front.  Mappings are
- * excluded from core dumps, because a dying rank must not write a hundred GB.  Such a class's slack
- * is never touched, so it costs only address space.
+ * Blocks below 4 MiB come from aligned_alloc. Each larger block is a separate mapping aligned to 2
+ * MiB, with huge pages requested and the header in a separate page before it. Mappings are excluded
+ * from core dumps, so a crashing rank does not write 100 GB to disk. The slack of a mapped block is
+ * never touched, so it costs only address space.
  *
- * The counters use the requested bytes, rounded up to 64, not the class size: memory_plan() can
- * compute these without knowing the classes.  One mutex guards lists and counts.
+ * The counters use the requested bytes, rounded up to 64, instead of the class size, so
+ * memory_plan() can compute them without knowing the classes. One mutex guards the free lists and
+ * the counters.
  *
- * AddressSanitizer builds poison cached blocks and the slack after a block.  They thus detect use
- * after free and overruns although the memory was never returned to the system.
+ * AddressSanitizer builds poison cached blocks and the slack after a block. They therefore detect
+ * use-after-free and overruns even though the memory was never returned to the system.
  */
 #include "base/mem.h"
 

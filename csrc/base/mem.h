@@ -1,15 +1,15 @@
 /* Counted memory.
  *
  * All memory of the engine and the tensors is allocated here and counted by category, so that
- * memory_stats() and memory_plan() report the same bytes.  One fsdpc_mem belongs to a context and
+ * memory_stats() and memory_plan() report the same bytes. One fsdpc_mem belongs to a context and
  * is safe to use from any thread.
  *
  * fsdpc_mem_alloc returns 64-byte aligned memory; blocks of 4 MiB or more are 2 MiB aligned, with
- * huge pages requested.  Freed blocks are kept in lists by size class and reused: in steady state a
- * training step requests no memory from the system, as `system_allocs` shows.
+ * huge pages requested. Freed blocks are kept in free lists by size class and reused: in steady
+ * state, a training step requests no memory from the system, as `system_allocs` shows.
  *
- * The counters count requested bytes, rounded up to 64 (0 counts 0), without the header and the
- * slack of a size class.  The contents of a new block are undefined.
+ * The counters include the requested bytes, rounded up to 64 (0 counts as 0), but not the header or
+ * the slack of the size class. The contents of a new block are undefined.
  */
 #ifndef FSDPC_BASE_MEM_H
 #define FSDPC_BASE_MEM_H
@@ -40,7 +40,7 @@ typedef enum fsdpc_mem_kind {
 
 enum { FSDPC_MEM_ALIGN = 64 };
 
-/* Returns what the counters count for a block of this size. */
+/* Returns the bytes that the counters add for a block of this size. */
 static inline size_t fsdpc_mem_counted(size_t bytes)
 {
     return fsdpc_round_up(bytes, FSDPC_MEM_ALIGN);
@@ -67,16 +67,16 @@ void fsdpc_mem_free(fsdpc_mem *mem, void *pointer); /* NULL is fine */
 
 /* Counts memory from elsewhere (mappings); a negative `bytes` subtracts. */
 void fsdpc_mem_count(fsdpc_mem *mem, fsdpc_mem_kind kind, int64_t bytes);
-/* Counts one memory request that another pool made to its system (a device). */
+/* Counts one memory request that another pool (a device's) made to its system. */
 void fsdpc_mem_count_system_alloc(fsdpc_mem *mem);
 
 void fsdpc_mem_stats_read(fsdpc_mem *mem, fsdpc_mem_stats *out);
 void fsdpc_mem_peak_reset(fsdpc_mem *mem);
 void fsdpc_mem_trim(fsdpc_mem *mem); /* returns cached blocks to the system */
 
-/* Lets malloc keep up to 64 MiB of free memory at the end of its heap, and take blocks of up to 32
- * MiB from there.  glibc does so itself once a block of that size is freed, but not if the user set
- * MALLOC_TRIM_THRESHOLD_ or the like. */
+/* Lets malloc keep up to 64 MiB of free memory at the top of its heap and serve blocks of up to 32
+ * MiB from the heap. glibc does so itself once a block of that size is freed, but not if the user
+ * set MALLOC_TRIM_THRESHOLD_ or the like. */
 void fsdpc_mem_keep_heap(void);
 
 static inline const char *fsdpc_mem_kind_name(fsdpc_mem_kind kind)

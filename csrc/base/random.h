@@ -1,6 +1,6 @@
 /* Counter-based random numbers (Philox 4x32-10, Salmon et al., SC 2011).
  *
- * Element i of stream (seed, stream) is a pure function of (seed, stream, i).  Any rank can
+ * Element i of stream (seed, stream) is a pure function of (seed, stream, i). Any rank can
  * therefore compute any slice of a parameter's initial values, and dropout gives the same mask in
  * forward and recompute.
  */
@@ -31,7 +31,7 @@ static inline fsdpc_philox fsdpc_philox_block(uint64_t seed, uint64_t stream, ui
     return (fsdpc_philox){{c0, c1, c2, c3}};
 }
 
-/* Returns a value in [0, 1) with 24 bits. */
+/* Returns a value in [0, 1) with 24 random bits. */
 static inline float fsdpc_uniform_from_bits(uint32_t x)
 {
     return (float)(x >> 8) * 0x1p-24f;

@@ -1,8 +1,8 @@
 /* The per-thread error text.
  *
  * One thread-local buffer holds the message of the last failure; it is one of the library's three
- * documented mutable globals (docs/design.md).  It is never allocated or freed, so reporting "out
- * of memory" cannot itself run out of memory.  A message that does not fit is cut and ends in
+ * documented mutable globals (docs/design.md). It is never allocated or freed, so reporting "out
+ * of memory" cannot itself run out of memory. A message that does not fit is cut and ends in
  * "...".
  */
 #include "base/status.h"

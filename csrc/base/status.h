@@ -1,12 +1,12 @@
-/* Status codes, and the calling thread's error text.
+/* Status codes, and the calling thread's error message.
  *
  * Every function that can fail returns fsdpc_status: 0 is success, negative values are errors, and
- * FSDPC_IN_PROGRESS is the one positive value ("not yet, ask again").  The function that detects an
- * error reports it once, with fsdpc_fail(); all callers above pass the code on with FSDPC_TRY and
- * add nothing.  Outputs are written only on success.
+ * FSDPC_IN_PROGRESS is the one positive value ("not yet, ask again"). The function that detects an
+ * error reports it once, with fsdpc_fail(); its callers propagate the code with FSDPC_TRY and add
+ * nothing. Outputs are written only on success.
  *
- * Rules: the text belongs to the calling thread and stays until its next fsdpc_fail().  A message
- * names the wrong values and ends with a remedy.
+ * The message belongs to the calling thread and is valid until its next fsdpc_fail(). A message
+ * contains the invalid values and ends with a remedy.
  */
 #ifndef FSDPC_BASE_STATUS_H
 #define FSDPC_BASE_STATUS_H

@@ -1,26 +1,26 @@
-/* A team of threads takes the parts of a run through one ticket word.
+/* A team of threads claims the parts of a run through one ticket word.
  *
- * A run publishes its function in the team and then its ticket: generation in the high half, parts
- * not yet taken in the low half.  Caller and workers take parts by compare-and-swap on that word.
- * A worker that slept through a run, or wakes in the middle of a later one, can thus never take a
- * part of the wrong run.  The caller waits only for parts that were taken, which `done` counts,
- * never for a worker that took none.
+ * A run publishes its function in the team and then its ticket: the generation in the high half,
+ * and the number of unclaimed parts in the low half. The caller and the workers claim parts by
+ * compare-and-swap on that word. A worker that sleeps through a run, or wakes during a later one,
+ * can therefore never claim a part of the wrong run. The caller waits only for claimed parts, which
+ * `done` counts, and never for a worker that claimed none.
  *
- * Idle workers spin for some microseconds, since a step's kernels follow each other closely, and
- * then sleep on a futex.  With more threads than cores they sleep at once.  When no parts are left,
- * the caller spins in the same way before it sleeps on `done`.
+ * Idle workers spin for a few microseconds before they sleep on a futex, because a step's kernels
+ * follow each other closely. If there are more threads than cores, they sleep at once. When no
+ * parts are left, the caller spins in the same way before it sleeps on `done`.
  *
  * `running` admits one run; a caller that finds it taken (a nested call, another thread) executes
- * its parts inline.  A forked child has no workers.  That costs it only speed, since the caller
- * does not wait for absent workers.  If the fork happened during another thread's run, `running`
- * stays set in the child and all its work is inline.  Only destroy needs to know which process owns
- * the threads.
+ * its parts inline. A forked child has no workers. This costs only speed, because the caller does
+ * not wait for absent workers. If the fork happens during another thread's run, `running` stays set
+ * in the child, and all of the child's work is inline. Only destroy needs to know which process
+ * owns the threads.
  *
- * Note [fields of a run].  fn, arg and parts are atomics only because a late worker may read them
- * while the next run writes them.  The worker uses the values only if its compare-and-swap then
- * succeeds.  That proves that the run they belong to had parts left, so the next run had not begun
- * to write.  Its caller first sees every part of this run in `done`, which is counted after the
- * swap.
+ * Note [fields of a run]. fn, arg and parts are atomics only because a late worker may read them
+ * while the next run writes them. The worker uses the values only if its compare-and-swap then
+ * succeeds. Success proves that the run they belong to still had unclaimed parts, so the next run
+ * had not begun to write. The next run's caller first waits until `done`, which is incremented
+ * after the swap, includes every part of this run.
  */
 #include "base/team.h"
 
@@ -41,7 +41,7 @@
 enum { CACHE_LINE = 64, SPIN_NS = 20000, SPINS_PER_LOOK = 16, MAX_THREADS = 4096 };
 
 struct fsdpc_team {
-    /* One cache line that every part touches, and one that only runs and sleepers touch. */
+    /* The first cache line is touched by every part, the second only by runs and sleepers. */
     _Alignas(CACHE_LINE) _Atomic uint64_t ticket; /* generation << 32 | parts left */
     _Atomic uint32_t done; /* parts finished in this run; futex of the caller */
     _Atomic uint32_t caller_sleeps;
@@ -60,8 +60,8 @@ struct fsdpc_team {
     pthread_t *workers; /* threads - 1 */
 };
 
-/* Private futexes: only threads of this process sleep here, and the kernel looks them up faster
- * than the shared ones of wait.h. */
+/* These futexes are private: only threads of this process sleep here, and the kernel looks them up
+ * faster than the shared ones in wait.h. */
 static void sleep_on(_Atomic uint32_t *word, uint32_t expected)
 {
     syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, expected, NULL, NULL, 0);
@@ -94,7 +94,7 @@ static bool spin_until_changed(const fsdpc_team *team, _Atomic uint32_t *word, u
     }
 }
 
-/* Takes and executes parts until none are left in the current run. */
+/* Claims and executes parts until none are left in the current run. */
 static void work(fsdpc_team *team)
 {
     /* acquire: pairs with the ticket's release in run_shared, which makes that run's fields

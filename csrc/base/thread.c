@@ -1,7 +1,7 @@
-/* Creates threads that have a name and block signals.
+/* Creates named threads that block signals.
  *
  * The mask is set in the creating thread around pthread_create, because a new thread inherits it.
- * If the new thread set the mask itself, a signal could arrive first.  The caller's mask is then
+ * If the new thread set the mask itself, a signal could arrive first. The caller's mask is then
  * restored.
  */
 #include "base/thread.h"

@@ -1,8 +1,8 @@
 /* The trace ring: the engine's actions, in order.
  *
- * Tests check it, `fsdpc.schedule` and the profiler read it, and a hang report prints its end.
- * Each context has one ring, and the thread that drives the engine writes its events.  It includes
- * the host's waits only while a profile is being recorded.
+ * Tests check it, `fsdpc.schedule` and the profiler read it, and a hang report prints the most
+ * recent events. Each context has one ring, and the thread that drives the engine writes its
+ * events. The ring contains the host's waits only while a profile is being recorded.
  */
 #ifndef FSDPC_BASE_TRACE_H
 #define FSDPC_BASE_TRACE_H
@@ -53,11 +53,12 @@ typedef struct fsdpc_trace fsdpc_trace;
 
 fsdpc_status fsdpc_trace_create(size_t capacity, fsdpc_trace **out);
 void fsdpc_trace_destroy(fsdpc_trace *trace);
-/* Stamps events with the value at `clock` (borrowed) instead of nanoseconds. */
+/* Timestamps events with the value at `clock` (borrowed) instead of nanoseconds. */
 void fsdpc_trace_set_clock(fsdpc_trace *trace, const int64_t *clock);
 void fsdpc_trace_add(fsdpc_trace *trace, fsdpc_trace_kind kind, int unit, uint64_t bytes,
                      uint64_t epoch, int in_backward); /* NULL trace: does nothing */
-/* Changes the capacity to `capacity` events, keeping the newest; `waits`: also records waits. */
+/* Changes the capacity to `capacity` events, keeping the newest; if `waits` is true, waits are
+ * recorded too. */
 fsdpc_status fsdpc_trace_resize(fsdpc_trace *trace, size_t capacity, bool waits);
 size_t fsdpc_trace_capacity(const fsdpc_trace *trace);
 /* Records a wait if waits are being recorded. */

@@ -15,8 +15,8 @@
 
 int64_t fsdpc_clock_ns(void); /* monotonic */
 
-/* Returns FSDPC_OK, or an error (FSDPC_ERR_INTERRUPT) that ends the wait.  No lock is held during
- * the call. */
+/* Returns FSDPC_OK to continue, or an error (FSDPC_ERR_INTERRUPT) to end the wait. It is called
+ * without any lock held. */
 typedef fsdpc_status (*fsdpc_interrupt_fn)(void *arg);
 
 typedef struct fsdpc_interrupt {
@@ -30,7 +30,7 @@ static inline fsdpc_status fsdpc_interrupt_check(const fsdpc_interrupt *interrup
 }
 
 #if !defined(__cplusplus) /* kernels are C++ and include this header through device.h */
-/* Sleeps while *word == expected, for at most max_ns; may wake spuriously.  Works across
+/* Sleeps while *word == expected, for at most max_ns; may wake spuriously. Works across
  * processes. */
 void fsdpc_futex_wait(_Atomic uint32_t *word, uint32_t expected, int64_t max_ns);
 void fsdpc_futex_wake(_Atomic uint32_t *word);

@@ -1,4 +1,4 @@
-/* The engine's Python functions, apart from its types: trace and checksums. */
+/* The engine's Python functions that do not belong to a type: trace and checksums. */
 #include "bind/torch/unit.h"
 
 #include "base/crc32c.h"

@@ -1,11 +1,11 @@
-/* The engine's Python types: Comm, Unit, Optimizer, and functions over them.
+/* The engine's Python types Comm, Unit and Optimizer, and functions on them.
  *
- * Lifetimes.  A tensor over a unit's memory (an unsharded parameter, an exported local shard) may
- * outlive all of the model's Python objects.  C therefore counts references to units and roots
- * (fsdpc_unit_ref, fsdpc_root_ref).  A unit lives while a Unit object, a tensor over it or a
- * boundary on the tape refers to it.  A root's units are freed together, when the last reference is
- * released. References hold the communicator's Python object.  No reference leads back to a Unit,
- * so the garbage collector sees every cycle.
+ * Lifetimes. A tensor over a unit's memory (an unsharded parameter, an exported local shard) may
+ * outlive all of the model's Python objects. C therefore counts references to units and roots
+ * (fsdpc_unit_ref, fsdpc_root_ref). A unit lives while a Unit object, a tensor over it or a
+ * boundary on the tape refers to it. A root's units are freed together, when the last reference is
+ * released. A reference also keeps the communicator's Python object alive. No reference leads back
+ * to a Unit, so the garbage collector sees every cycle.
  */
 #ifndef FSDPC_BIND_ENGINE_H
 #define FSDPC_BIND_ENGINE_H
@@ -102,8 +102,8 @@ void fsdpc_py_shared_grads_release(fsdpc_shared_grads *block);
 /* Binds the parameter's tensor to the unit; the tensor has no memory until the root is known. */
 fsdpc_status fsdpc_py_unit_bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tensor *t);
 
-/* Returns the number of dimensions and the shape of a local shard: the parameter's, with fewer
- * rows.  A local shard that splits rows has shape (1, ..., n). */
+/* Returns the number of dimensions and the shape of a local shard, which is the parameter's shape
+ * with fewer rows. If the shard splits rows, its shape is (1, ..., n). */
 int fsdpc_py_local_shape(const fsdpc_place *place, const fsdpc_local_shard *local, size_t *shape);
 
 #endif

@@ -1,5 +1,5 @@
-/* One table (base/status.h) maps each code to an exception.  Two exceptions are not Python's own;
- * they belong to the module and are looked up when needed, which avoids static pointers.
+/* One table (base/status.h) maps each code to an exception. Two of the exceptions are defined by
+ * the module and looked up when needed, which avoids static pointers.
  */
 #include "bind/error.h"
 
@@ -18,7 +18,7 @@ static PyObject *own_exception(const char *name)
     return Py_NewRef(PyExc_RuntimeError);
 }
 
-/* Named by the table's third column; the module's own exceptions are looked up. */
+/* The table's third column names the exception; the module's own exceptions are looked up. */
 #define PyExc_PeerError NULL
 #define PyExc_MismatchError NULL
 

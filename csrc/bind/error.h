@@ -1,4 +1,4 @@
-/* Converts statuses to Python exceptions; no other file does. */
+/* Converts statuses to Python exceptions; only this file does so. */
 #ifndef FSDPC_BIND_ERROR_H
 #define FSDPC_BIND_ERROR_H
 
@@ -7,7 +7,7 @@
 
 #include "base/status.h"
 
-/* Sets a failure's exception, with this thread's message, and returns NULL.  FSDPC_ERR_CALLBACK
+/* Sets a failure's exception, with this thread's message, and returns NULL. FSDPC_ERR_CALLBACK
  * keeps the exception that the callback raised. */
 PyObject *fsdpc_py_raise(fsdpc_status status);
 

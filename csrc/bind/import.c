@@ -1,9 +1,9 @@
-/* A list of storages over foreign memory; each is removed before its memory is returned to its
- * owner.
+/* Keeps a list of storages over foreign memory and removes each before its memory is returned to
+ * its owner.
  *
- * Waiting uses an event, not a sync, so errors of submitted work remain for the next sync.  If the
- * device has a watch, the wait polls as the watch does, because work on the stream may wait for a
- * peer.  That work may also need the GIL to make progress.
+ * The wait uses an event instead of a sync, so errors in submitted work are left for the next sync
+ * to report. If the device has a watch, the wait polls in the same way, because work on the stream
+ * may be waiting for a peer. That work may also need the GIL to make progress.
  */
 #include "bind/state.h" /* Python.h first */
 

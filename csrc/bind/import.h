@@ -1,11 +1,12 @@
-/* Other libraries' memory that tensors use (DLPack), and when it is returned.
+/* Other libraries' memory that tensors use (through DLPack), and when it is returned.
  *
- * A library may reuse its memory as soon as it gets it back, so we first wait until our main stream
- * has finished with it.  If that wait is impossible (Ctrl-C, a lost peer), the library never gets
- * the memory back.  That is reported in the log, because dropping a tensor must not raise.
+ * A library may reuse its memory as soon as we return it, so we first wait until our main stream
+ * has finished with it. If that wait is impossible (after Ctrl-C or the loss of a peer), the memory
+ * is never returned. The log reports that instead of an exception, because dropping a tensor must
+ * not raise.
  *
- * A captured step continues to use its tensors' memory, so a capture holds all imported memory.  No
- * memory is imported during a capture (from_dlpack refuses).
+ * A captured step continues to use the memory of its tensors, so a capture keeps all imported
+ * memory. No memory can be imported during a capture (from_dlpack refuses).
  *
  * Any thread may drop a tensor, with or without the GIL.
  */
@@ -32,14 +33,14 @@ typedef struct fsdpc_py_lender {
     void (*give_back)(void *owner);
 } fsdpc_py_lender;
 
-/* Creates a tensor over `data`, which the runtime's device can access.  On error, nothing is
+/* Creates a tensor over `data`, which the runtime's device can access. On error, nothing is
  * returned to the library.
  */
 fsdpc_status fsdpc_py_import(struct fsdpc_py_state *state, fsdpc_dtype dtype, int ndim,
                              const size_t *shape, void *data, fsdpc_py_lender lender,
                              fsdpc_tensor **out);
 
-/* All imported memory that tensors use now; zero: nothing is held. */
+/* All imported memory that tensors currently use; zero-initialised, it holds nothing. */
 typedef struct fsdpc_py_kept {
     fsdpc_storage **storages;
     size_t count;

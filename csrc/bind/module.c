@@ -1,9 +1,9 @@
-/* The extension module fsdpc._core: combines the other files of this folder, using the tables at
- * the top of bind/state.h.
+/* The extension module fsdpc._core, which combines the other files in this folder through the
+ * tables at the top of bind/state.h.
  *
  * Importing only creates types and functions: it starts no thread, opens no socket and allocates no
- * tensor memory.  The runtime is created with the first tensor.  State is per module (multi-phase
- * initialisation), types are heap types, and no Python object is static.
+ * tensor memory. The runtime is created with the first tensor. State is per module (multi-phase
+ * initialisation), types are heap types, and there are no static Python objects.
  */
 #include "bind/state.h"
 
@@ -69,7 +69,7 @@ static int module_exec(PyObject *module)
 #undef X
     if (fsdpc_py_error_setup(module) < 0 || fsdpc_py_dtype_setup(module) < 0)
         return -1;
-    /* NumPy's operators then leave expressions that contain a tensor to the tensor. */
+    /* NumPy's operators then defer to the tensor in any expression that contains one. */
     if (PyObject_SetAttrString(state->tensor_type, "__array_ufunc__", Py_None) < 0)
         return -1;
     return PyModule_AddIntConstant(module, "pooled_buffers", FSDPC_POOLED_BUFFERS);

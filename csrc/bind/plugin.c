@@ -1,5 +1,5 @@
-/* Plugins in Python: opening a plugin, describing its build and its devices, and selecting it as
- * the provider of this process's device. */
+/* Python's interface to plugins: opens a plugin, describes its build and its devices, and selects
+ * it as the provider of this process's device. */
 #include "bind/state.h"
 
 #include "plugin/plugin.h"

@@ -1,13 +1,13 @@
 /* Creates and configures the runtime.
  *
- * Number of threads per rank: FSDPC_THREADS, else OMP_NUM_THREADS, else usable cores /
- * LOCAL_WORLD_SIZE, at least 1.  Worker streams may use cores that the ranks of this host leave
- * free; otherwise every stream of the device runs inline.
+ * The number of threads per rank is FSDPC_THREADS, else OMP_NUM_THREADS, else usable cores /
+ * LOCAL_WORLD_SIZE, and at least 1. Worker streams may use the cores that this host's ranks leave
+ * free; if there are none, every stream of the device runs inline.
  *
  * The device is the CPU unless another was selected before the runtime was created (bind/plugin.c).
  * All tensors are in its memory, and all operations run on its main stream in the order they are
- * called.  With several GPUs, a rank uses the GPU with its local rank as index, modulo the number
- * of GPUs.
+ * called. With several GPUs, a rank uses the GPU whose index is its local rank modulo the number of
+ * GPUs.
  */
 #include "bind/tensor/ops.h"
 
@@ -21,8 +21,8 @@
 
 fsdpc_py_state *fsdpc_py_state_of_type(PyTypeObject *type)
 {
-    /* PyType_GetModuleByDef does this in Python 3.11 and later; a subclass defined in Python has no
-     * module. */
+    /* Python 3.11 and later have PyType_GetModuleByDef for this; a subclass defined in Python has
+     * no module. */
     for (PyTypeObject *t = type; t; t = t->tp_base) {
         if (!PyType_HasFeature(t, Py_TPFLAGS_HEAPTYPE))
             break;
@@ -34,7 +34,8 @@ fsdpc_py_state *fsdpc_py_state_of_type(PyTypeObject *type)
     return NULL;
 }
 
-/* Returns a positive integer from the environment ("4,2": the first); 0 if unset or malformed. */
+/* Returns a positive integer from the environment (for "4,2", the first); 0 if unset or
+ * malformed. */
 static int env_positive(const char *name)
 {
     const char *text = getenv(name);
@@ -181,7 +182,7 @@ static PyObject *set_ordered(PyObject *module, PyObject *arg)
     Py_RETURN_NONE;
 }
 
-/* Does not create the runtime, which reads the number. */
+/* Does not create the runtime, which reads the number on creation. */
 static PyObject *set_num_threads(FSDPC_PY_FASTCALL(module))
 {
     fsdpc_runtime *runtime = &((fsdpc_py_state *)PyModule_GetState(module))->runtime;

@@ -1,13 +1,13 @@
 /* The module's state, and the runtime that tensors, operations and the engine share.
  *
  * The runtime (memory, threads, device, compute stream, tape, trace) is created at the first use of
- * a tensor, never at import.  Types belong to the module, so an object's type leads to the state;
- * tensors keep a pointer to the state (their type keeps the module alive).
+ * a tensor, never at import. Types belong to the module, so the state can be reached from an
+ * object's type; tensors also keep a pointer to it (their type keeps the module alive).
  *
- * The GIL.  Operations that do more than about 20 us of work, and all of backward, run without it.
- * Backward therefore calls sinks, guards, boundary functions and tape ends WITHOUT the GIL, and
- * they take it themselves (PyGILState_Ensure) before they touch Python.  A function that fails with
- * a Python exception leaves it set and returns FSDPC_ERR_CALLBACK.
+ * The GIL. Operations that do more than about 20 us of work, and all of backward, run without it.
+ * Backward therefore calls sinks, guards, boundary functions and tape ends WITHOUT the GIL, which
+ * they must acquire (PyGILState_Ensure) before they touch Python. A function that fails with a
+ * Python exception leaves it set and returns FSDPC_ERR_CALLBACK.
  */
 #ifndef FSDPC_BIND_STATE_H
 #define FSDPC_BIND_STATE_H
@@ -37,8 +37,8 @@
     X(graph)                                                                                       \
     X(torch_unit)
 
-/* X(type, part): fsdpc_py_part_methods, methods that are not in their type's file but next to
- * related code. */
+/* X(type, part): fsdpc_py_part_methods, methods that are defined next to related code instead of in
+ * their type's file. */
 #define FSDPC_PY_METHODS(X)                                                                        \
     X(tensor, hook)                                                                                \
     X(tensor, shape)                                                                               \
@@ -117,7 +117,7 @@ enum { FSDPC_PY_FAST = METH_FASTCALL | METH_KEYWORDS };
 /* Argument names in the form that PyArg_ParseTupleAndKeywords accepts. */
 #define FSDPC_PY_KEYWORDS(names, ...) static char *names[] = {__VA_ARGS__, NULL}
 
-/* A Python type, `name_`, and its spec. */
+/* A Python type named `name_`, and its spec. */
 #define FSDPC_PY_TYPE(type, name_, object, more_flags, slots_)                                     \
     PyType_Spec fsdpc_py_##type##_spec = {.name = "fsdpc._core." #name_,                           \
                                           .basicsize = sizeof(object),                             \
@@ -202,14 +202,15 @@ fsdpc_runtime *fsdpc_py_runtime_of_type(PyTypeObject *type);
 int fsdpc_py_take_stream(fsdpc_runtime *runtime, uint64_t *stream_out);
 void fsdpc_py_runtime_destroy(fsdpc_runtime *runtime);
 
-/* Returns a Python object's tensor, borrowed.  For any other object, _of raises TypeError and
- * returns NULL, and _peek only returns NULL. */
+/* Returns a Python object's tensor as a borrowed reference. If the object is not a tensor, _of
+ * raises TypeError and returns NULL, and _peek only returns NULL. */
 fsdpc_tensor *fsdpc_py_tensor_of(PyObject *object);
 fsdpc_tensor *fsdpc_py_tensor_peek(PyObject *module, PyObject *object);
-/* Returns a new Tensor; takes over the reference, even on failure. */
+/* Returns a new Tensor; takes over the reference to `t`, even on failure. */
 PyObject *fsdpc_py_tensor_wrap(PyObject *module, fsdpc_tensor *t);
 PyObject *fsdpc_py_tensor_new(fsdpc_py_state *state, fsdpc_tensor *t);
-/* The same, or the exception if `status` is a failure; `t` may then be NULL. */
+/* Does the same, or returns NULL with an exception if `status` is a failure; `t` may then be
+ * NULL. */
 PyObject *fsdpc_py_result(fsdpc_py_state *state, fsdpc_status status, fsdpc_tensor *t);
 
 /* Accepts a dtype object, a name, a NumPy dtype or scalar type, or Python's float, int, bool. */
@@ -217,11 +218,11 @@ int fsdpc_py_dtype_parse(PyObject *object, fsdpc_dtype *out);
 /* NULL and None leave *inout unchanged. */
 int fsdpc_py_dtype_optional(PyObject *object, fsdpc_dtype *inout);
 
-/* Parses the kind "constant", "normal" or "uniform"; NULL selects the default.  Returns -1 with an
+/* Parses the kind "constant", "normal" or "uniform"; NULL selects the default. Returns -1 with an
  * exception. */
 int fsdpc_py_init_kind(const char *text, fsdpc_init_kind *out);
 
-/* Copies a tensor's bytes to host memory; waits for its computation without the GIL. */
+/* Copies a tensor's bytes to host memory, waiting without the GIL until they have been computed. */
 fsdpc_status fsdpc_py_tensor_read(const fsdpc_tensor *t, void *out);
 /* Returns FSDPC_ERR_UNSUPPORTED if the host cannot access the device's memory; `what` begins the
  * message.

@@ -60,7 +60,7 @@ static PyObject *rebuild_values(fsdpc_py_walk *walk, PyObject *dict)
     return made;
 }
 
-/* Rebuilds the object's contents, a list or a dict, and then the object. */
+/* Rebuilds the object's contents, which are a list or a dict, and then the object. */
 static PyObject *rebuild_contents(fsdpc_py_walk *walk, PyObject *object)
 {
     PyObject *structures = PyImport_ImportModule("fsdpc.nn._structures");

@@ -1,8 +1,8 @@
-/* The walk through what a module takes or returns, for both frontends.
+/* Traverses the arguments and results of a module, for both frontends.
  *
- * Tuples, lists, dicts and dataclasses are searched at any depth, also named tuples and other
- * subclasses.  One whose tensors change is rebuilt; one that stays the same is passed on.  A
- * structure that contains itself may not change.
+ * Tuples, lists, dicts and dataclasses are searched at any depth, including named tuples and other
+ * subclasses. A structure whose tensors change is rebuilt; one without changes is passed on as it
+ * is. A structure that contains itself must not change.
  */
 #ifndef FSDPC_BIND_WALK_H
 #define FSDPC_BIND_WALK_H
@@ -11,9 +11,10 @@
 
 typedef struct fsdpc_py_walk fsdpc_py_walk;
 struct fsdpc_py_walk {
-    /* Returns a tensor's replacement, or the tensor.  NULL without an exception: not a tensor. */
+    /* Returns the tensor's replacement, or the tensor itself. Returns NULL without an exception if
+     * the object is not a tensor. */
     PyObject *(*tensor)(fsdpc_py_walk *walk, PyObject *object);
-    /* Checks an object that is not searched; -1 with an exception.  May be NULL. */
+    /* Checks an object that is not searched; returns -1 with an exception. May be NULL. */
     int (*other)(fsdpc_py_walk *walk, PyObject *object);
     struct fsdpc_py_around *around; /* the enclosing structures; NULL at the outset */
 };

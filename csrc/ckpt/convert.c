@@ -1,8 +1,8 @@
-/* Converts many elements: fp32 to and from 16-bit floats directly, all other pairs through blocks
- * of doubles, which represent every value exactly.
+/* Converts arrays of elements: directly between fp32 and 16-bit floats, otherwise through blocks of
+ * doubles, which represent every value exactly.
  *
- * Converting fp64 to a 16-bit float through fp32 would round twice.  The first rounding is
- * therefore to odd (a sticky last bit), so that only the second rounding counts.
+ * Converting fp64 to a 16-bit float through fp32 would round twice. The first rounding is therefore
+ * to odd (with a sticky last bit), so only the second one affects the result.
  */
 #include "ckpt/convert.h"
 

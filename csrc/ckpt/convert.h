@@ -1,8 +1,8 @@
 /* Converts elements from one dtype to another, on the way to or from a file.
  *
- * Plain loops over base/dtype.h's conversions (round to nearest even, NaN stays NaN, subnormals
- * kept), so a writing thread needs neither a device nor its team.  Any pair of float types works;
- * integers and bools cannot be converted.
+ * These are plain loops over the conversions in base/dtype.h (round to nearest even, NaNs and
+ * subnormals preserved), so a writing thread needs neither a device nor its team. Any pair of float
+ * types works; integers and bools cannot be converted.
  */
 #ifndef FSDPC_CKPT_CONVERT_H
 #define FSDPC_CKPT_CONVERT_H

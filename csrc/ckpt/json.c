@@ -1,8 +1,9 @@
-/* The JSON cursor, and the text that grows: a put is formatted into the room that is left, and
- * again after the text has grown if that was not enough.
+/* The JSON cursor and the growing text: a put formats into the remaining space and, if that is too
+ * small, again after the text has grown.
  *
- * UTF-8 is checked as in RFC 3629: no overlong forms, no surrogates, nothing above U+10FFFF.
- * Strings are copied run by run; only bytes above 127 and backslashes are examined individually.
+ * UTF-8 is validated as in RFC 3629: overlong forms, surrogates and code points above U+10FFFF are
+ * rejected. Strings are copied in runs; only backslashes and bytes above 127 are examined
+ * individually.
  */
 #include "ckpt/json.h"
 
@@ -126,7 +127,7 @@ static fsdpc_status four_digits(fsdpc_json *json, uint32_t *out)
     return FSDPC_OK;
 }
 
-/* Reads one code point after "\u", from two escapes if it is a surrogate pair. */
+/* Reads one code point after "\u"; a surrogate pair takes two escapes. */
 static fsdpc_status unicode_escape(fsdpc_json *json, uint32_t *out)
 {
     uint32_t code = 0, low = 0;

@@ -1,7 +1,7 @@
-/* Lays out files and writes the texts that tell where tensors are.
+/* Lays out the files and writes the texts that describe where tensors are stored.
  *
- * Each file holds as many consecutive tensors of the list as fit.  The index and the manifest have
- * the bytes that Python's json module would write, which is how earlier versions wrote them.
+ * Each file holds as many consecutive tensors from the list as fit. The index and the manifest are
+ * byte-identical to the output of Python's json module, which earlier versions used to write them.
  */
 #include "ckpt/layout.h"
 
@@ -11,7 +11,7 @@
 
 #include "base/crc32c.h"
 
-/* Adds a file, which takes over the header and has the tensors [begin, end). */
+/* Adds a file for the tensors [begin, end); the file takes ownership of the header. */
 static fsdpc_status add_file(fsdpc_ckpt_layout *layout, const char *folder, const char *name,
                              char *header, size_t header_bytes, size_t begin, size_t end)
 {
@@ -37,7 +37,7 @@ static fsdpc_status add_file(fsdpc_ckpt_layout *layout, const char *folder, cons
     return FSDPC_OK;
 }
 
-/* Returns the end of the tensors that go into a file with tensor `begin`. */
+/* Returns the end of the range of tensors that fit into a file starting with tensor `begin`. */
 static size_t file_end(const fsdpc_ckpt_layout *layout, size_t begin, size_t end)
 {
     double filled = 0;
@@ -75,7 +75,7 @@ static fsdpc_status add_tensors(fsdpc_ckpt_layout *layout, const char *folder, c
     return FSDPC_OK;
 }
 
-/* Returns the number of a tensor's file; those of tensors come first, in order. */
+/* Returns the index of the file that holds a tensor; files with tensors come first, in order. */
 static int file_of(const fsdpc_ckpt_layout *layout, size_t tensor)
 {
     int f = 0;
@@ -89,7 +89,7 @@ static int by_key(const void *a, const void *b)
     return strcmp(((const fsdpc_st_pair *)a)->key, ((const fsdpc_st_pair *)b)->key);
 }
 
-/* Adds transformers' index of the model's files. */
+/* Adds the index of the model's files, in transformers' format. */
 static fsdpc_status add_index(fsdpc_ckpt_layout *layout, const char *folder)
 {
     fsdpc_json_text text = {0};

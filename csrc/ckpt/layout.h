@@ -7,8 +7,8 @@
  *     other files, such as config.json
  *     manifest.json                        the places and checksums of all these
  *
- * All of it but the checksums depends only on names, dtypes, shapes and max_file_bytes.  Every rank
- * thus lays out the same files and knows where its shards belong.
+ * Apart from the checksums, the layout depends only on names, dtypes, shapes and max_file_bytes.
+ * Every rank therefore lays out the same files and knows where its shards belong.
  */
 #ifndef FSDPC_CKPT_LAYOUT_H
 #define FSDPC_CKPT_LAYOUT_H
@@ -16,7 +16,7 @@
 #include "ckpt/shards.h"
 
 typedef struct fsdpc_ckpt_layout {
-    /* Set by the caller, who keeps them. */
+    /* These fields are set and owned by the caller. */
     fsdpc_st_tensor *tensors; /* the model's, then the optimizer's */
     size_t n_tensors, n_model;
     double max_file_bytes;  /* files of several tensors have at most this much data */
@@ -35,8 +35,8 @@ fsdpc_status fsdpc_ckpt_lay_out(fsdpc_ckpt_layout *layout, const char *folder,
                                 fsdpc_ckpt_shard *shards, size_t n_shards);
 void fsdpc_ckpt_layout_fini(fsdpc_ckpt_layout *layout); /* may be all zeros */
 
-/* Writes the manifest's text, of which the last member is the checksum of all text before it.  The
- * caller frees it. */
+/* Writes the manifest, whose last member is the checksum of all preceding text. The caller frees
+ * it. */
 fsdpc_status fsdpc_ckpt_manifest(const fsdpc_ckpt_layout *layout, const uint32_t *crcs,
                                  fsdpc_json_text *out);
 

@@ -2,15 +2,15 @@
  *
  *     8 bytes, little endian: header length | header, JSON | tensor data
  *
- * The reader rejects everything else: duplicate or unknown keys, unknown dtypes, numbers that are
- * fractional, negative or too large, invalid UTF-8.  It rejects shapes whose bytes do not match
- * their offsets, and tensors that overlap or leave holes.  It rejects a header above 100,000,000
- * bytes, and data beyond the end of the file.  Names may be any text.  The reader checks every size
- * against the file's before it allocates.
+ * The reader rejects everything else, such as duplicate or unknown keys, unknown dtypes, invalid
+ * UTF-8, and numbers that are fractional, negative or too large. It rejects shapes whose bytes do
+ * not match their offsets, and tensors that overlap or leave holes. It rejects a header above
+ * 100,000,000 bytes, and data beyond the end of the file. Names may be any text. The reader checks
+ * every size against the file's before it allocates.
  *
  * The layout of a new file depends only on names, dtypes and shapes, so every rank computes all of
- * it.  Tensors are in order of descending element size, then name (by bytes), without gaps; the
- * header is padded with spaces to a multiple of 8.
+ * it. Tensors are sorted by descending element size, then by name (bytewise), without gaps; the
+ * header is padded with spaces to a multiple of 8 bytes.
  */
 #ifndef FSDPC_CKPT_SAFETENSORS_H
 #define FSDPC_CKPT_SAFETENSORS_H
@@ -73,8 +73,8 @@ typedef struct fsdpc_st_header {
     char *text;          /* storage for the strings */
 } fsdpc_st_header;
 
-/* Parses the header of a file of `file_bytes` bytes.  `data` contains the first `bytes` of them, at
- * least the whole header.  `what` names the file in messages. */
+/* Parses the header of a file of `file_bytes` bytes. `data` contains the first `bytes` of them, at
+ * least the whole header. `what` names the file in messages. */
 fsdpc_status fsdpc_st_parse(const void *data, size_t bytes, uint64_t file_bytes, const char *what,
                             fsdpc_st_header *out);
 void fsdpc_st_header_fini(fsdpc_st_header *header);
@@ -87,12 +87,12 @@ fsdpc_status fsdpc_st_header_bytes(const void *data, uint64_t file_bytes, const 
 fsdpc_status fsdpc_st_load(const char *path, fsdpc_st_header *out);
 
 /* Lays out a file: fills in each tensor's begin and end (keeping the array's order) and creates the
- * header, including its length and the metadata `{"format": "pt"}`.  transformers rejects a file
- * without it.  The caller frees it. */
+ * header, including its length and the metadata `{"format": "pt"}`. transformers rejects a file
+ * without it. The caller frees it. */
 fsdpc_status fsdpc_st_layout(fsdpc_st_tensor *tensors, size_t n_tensors, char **header_out,
                              size_t *header_bytes_out);
 
-/* Puts `"name":{"dtype":"F32","shape":[2,3],`, the begin of a tensor's entry in a header and in a
+/* Writes `"name":{"dtype":"F32","shape":[2,3],`, which begins a tensor's entry in a header or a
  * manifest. */
 void fsdpc_st_put_entry(const fsdpc_st_tensor *tensor, bool ascii, fsdpc_json_text *out);
 

@@ -1,9 +1,9 @@
 /* The layout of a safetensors file.
  *
  * Order and bytes depend only on names, dtypes and shapes, so every rank creates the same header
- * and knows every offset without communication.  Keys and separators are those of the reference
- * library.  If its order is the same (only one dtype per size), the files are identical byte for
- * byte.
+ * and knows every offset without communication. Keys and separators are those of the reference
+ * library. If the order is also the same, as with only one dtype per element size, the files are
+ * byte-identical.
  */
 #include "ckpt/safetensors.h"
 

@@ -1,9 +1,9 @@
 /* The reader of safetensors headers.
  *
- * One pass over the text fills arrays that grow with the entries.  The header bounds their size,
- * since each entry needs at least 40 bytes of it.  Strings are stored in one buffer as long as the
- * header.  Sorting names then finds duplicates, and sorting offsets finds overlaps and holes, so a
- * header of a million tensors costs only two sorts.
+ * A single pass over the text fills arrays that grow as entries are read. The header's length
+ * bounds their size, because each entry takes at least 40 bytes of it. Strings are stored in a
+ * single buffer as long as the header. Sorting by name then finds duplicates, and sorting by offset
+ * finds overlaps and gaps, so a header with a million tensors needs only two sorts.
  */
 #include "ckpt/safetensors.h"
 

@@ -1,13 +1,13 @@
 /* A save turns shards in memory into a committed folder.
  *
- * All ranks run it together, each with its own shards and an otherwise identical plan.  Afterwards
- * the folder exists under its final name with a valid manifest, or it does not exist.  Every rank
- * gets the same result: on failure, the error of the lowest rank that failed.
+ * All ranks run it together, with their own shards and otherwise identical plans. Afterwards the
+ * folder either exists under its final name with a valid manifest or does not exist. Every rank
+ * gets the same result, which on failure is the error of the lowest rank that failed.
  *
  *     rank 0 makes a temporary folder next to the final one and the files in it, sizes reserved
  *     agree: did it work?
  *     every rank writes its own byte ranges and syncs them to the disk
- *     agree: did it work for all?  the checksums of shards travel with the answer
+ *     agree: did it work for all? the checksums of shards travel with the answer
  *     rank 0 writes the manifest, fsync, fsync of the folder, rename without replacing, fsync above
  *     agree: does it exist?
  *
@@ -16,11 +16,11 @@
  *
  * The caller ensures that only one save of a folder runs at a time, across all processes.
  *
- * A killed save leaves a temporary folder.  The next save of the same name, or the parent folder's
+ * A killed save leaves a temporary folder. The next save of the same name, or the parent folder's
  * checkpoint manager, removes it.
  *
- * Ranks agree through one function, an all-gather of a few bytes; only that function can wait for
- * other ranks.  The save uses no Python objects and may run on any thread.
+ * Ranks agree through a single function, an all-gather of a few bytes, which is the only function
+ * that can wait for other ranks. The save uses no Python objects and may run on any thread.
  */
 #ifndef FSDPC_CKPT_SAVE_H
 #define FSDPC_CKPT_SAVE_H
@@ -46,8 +46,8 @@ typedef struct fsdpc_ckpt_plan {
 
 fsdpc_status fsdpc_ckpt_save(const fsdpc_ckpt_plan *plan);
 
-/* Returns the same result on every rank: FSDPC_OK if `status` is OK on all, else the error of the
- * lowest rank that failed, with its text. */
+/* Returns the same result on every rank: FSDPC_OK if every rank's `status` is OK, else the error of
+ * the lowest rank that failed, with its message. */
 fsdpc_status fsdpc_ckpt_agree(const fsdpc_ckpt_plan *plan, fsdpc_status status);
 
 #endif

@@ -1,7 +1,7 @@
-/* Moves shards to files and back, one chunk at a time.
+/* Moves shards between memory and files, one chunk at a time.
  *
- * A chunk is converted if dtypes differ, checksummed, and passed to the kernel, all while it is in
- * the cache.  Reads go straight into the shard's memory if no conversion is needed.  Every few
+ * While a chunk is in the cache, it is converted if the dtypes differ, checksummed, and passed to
+ * the kernel. If no conversion is needed, reads go directly into the shard's memory. Every few
  * chunks the kernel is asked to begin writing to the disk, so the final fsync has little left to
  * do.
  */

@@ -1,15 +1,16 @@
-/* Moves shards of tensors between memory and files.
+/* Moves tensor shards between memory and files.
  *
- * A shard is a run of elements of one tensor: the part that one rank holds.  It has a place in
- * memory and a place in a file, each with a dtype.  csrc/bind creates shards; this code knows
- * nothing about units or ranks.
+ * A shard is a contiguous range of elements of one tensor: the part that one rank holds. It has a
+ * location in memory and one in a file, each with a dtype. csrc/bind creates shards; this code
+ * knows nothing about units or ranks.
  *
- * Checksums.  CRC-32C is linear.  If each shard's CRC is shifted over the bytes behind the shard,
- * the exclusive or of the results is the tensor's CRC.  Each rank therefore contributes one word
- * per tensor (0 if it has no shard), and the xor of all ranks' words is the tensor's CRC.  It
- * covers the file's bytes, summed chunk by chunk while they are in the cache.
+ * Checksums. CRC-32C is linear. If each shard's CRC is shifted by the bytes that follow the shard,
+ * the exclusive or of the results is the tensor's CRC. Each rank therefore contributes one 32-bit
+ * value per tensor (0 if it has no shard), and the exclusive or of all ranks' values is the
+ * tensor's CRC. The CRC covers the file's bytes and is computed chunk by chunk while they are in
+ * the cache.
  *
- * Memory: one chunk, for shards of any size.
+ * Memory use is one chunk, whatever the size of the shards.
  */
 #ifndef FSDPC_CKPT_SHARDS_H
 #define FSDPC_CKPT_SHARDS_H
@@ -17,7 +18,7 @@
 #include "base/fs.h"
 #include "ckpt/safetensors.h"
 
-/* Small enough for data that the kernel has just read to be still in the core's own cache. */
+/* The chunk size keeps data that the kernel has just read in the core's own cache. */
 enum { FSDPC_CKPT_CHUNK_BYTES = 1 << 20 };
 
 typedef struct fsdpc_ckpt_file {
@@ -43,13 +44,13 @@ typedef struct fsdpc_ckpt_shard {
     uint64_t bytes_behind; /* bytes of this tensor in the file after the shard */
 } fsdpc_ckpt_shard;
 
-/* Sets the place in a file of a shard whose tensor is at the bytes [begin, end).  Memory of bytes
- * (U8) holds the file's bytes, whatever the tensor's dtype. */
+/* Sets the location in a file of a shard whose tensor occupies the bytes [begin, end). If the
+ * memory dtype is U8, the memory holds the file's bytes, whatever the tensor's dtype. */
 fsdpc_status fsdpc_ckpt_place(fsdpc_ckpt_shard *shard, int file, const fsdpc_st_dtype *dtype,
                               uint64_t begin, uint64_t end);
 
-/* Writes the shards, grouped by file (in the order given), and syncs each file to the disk.
- * Contributions are xor-ed into crcs_io[tensor]. */
+/* Writes the shards, file by file in the given order, and syncs each file to disk. Contributions
+ * are xor-ed into crcs_io[tensor]. */
 fsdpc_status fsdpc_ckpt_write(const fsdpc_fs *fs, const fsdpc_ckpt_file *files, size_t n_files,
                               const fsdpc_ckpt_shard *shards, size_t n_shards, uint32_t *crcs_io);
 

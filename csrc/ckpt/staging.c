@@ -1,8 +1,8 @@
-/* Copies past the caches, if the processor supports that.
+/* Copies data around the caches if the processor supports non-temporal stores.
  *
- * The C library's memcpy also streams, but only from tens of megabytes per call, and shards are
- * smaller.  SSE2 is part of every x86-64; other processors use memcpy.  Shards begin at multiples
- * of 64 bytes, so whole lines are stored.
+ * The C library's memcpy also bypasses the caches, but only for calls of tens of megabytes, and
+ * shards are smaller. Every x86-64 processor has SSE2; other processors use memcpy. Shards begin at
+ * multiples of 64 bytes, so whole lines are stored.
  */
 #include "ckpt/staging.h"
 

@@ -1,9 +1,9 @@
 /* The staging copy for saves on a background thread.
  *
- * The copy has the layout of the file, and the shards then point to it.  Once it is done, the owner
- * may overwrite the originals.  Such a save blocks its caller only for the copy.  It bypasses the
- * caches, because the copy is not read soon, and a store that does not fetch its cache line first
- * saves a third of the traffic.
+ * The copy has the same layout as the file, and afterwards the shards point to it. When the copy is
+ * complete, the owner may overwrite the originals. Such a save blocks its caller only for the copy.
+ * The copy bypasses the caches because it is not read soon, and because a store that does not fetch
+ * its cache line first saves a third of the traffic.
  */
 #ifndef FSDPC_CKPT_STAGING_H
 #define FSDPC_CKPT_STAGING_H
@@ -15,7 +15,8 @@
 fsdpc_status fsdpc_ckpt_staging_bytes(const fsdpc_ckpt_shard *shards, size_t n_shards,
                                       size_t *bytes_out);
 
-/* Copies the shards to `memory`, which is 64-byte aligned, and makes them point there. */
+/* Copies the shards to `memory`, which must be 64-byte aligned, and makes them point to the
+ * copies. */
 void fsdpc_ckpt_staging(fsdpc_ckpt_shard *shards, size_t n_shards, void *memory);
 
 #endif

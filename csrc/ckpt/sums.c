@@ -1,11 +1,11 @@
 /* Computes checksums on several threads.
  *
- * One core sums about as fast as it copies from the page cache.  A single thread would therefore
- * check files at little more than half the speed of a plain reader.  Disks also benefit from
- * several concurrent reads.  Spans are long enough for the kernel to read ahead in each.  They also
- * make the lock's cost (on the cursor, the sums and the first error) negligible.  A chunk of a span
- * is summed while it is in the core's own cache.  Every thread opens the files itself, because the
- * kernel reads ahead per open file.
+ * One core computes checksums about as fast as it copies from the page cache. A single thread would
+ * therefore check files at little more than half the speed of a plain reader. Disks also benefit
+ * from several concurrent reads. Spans are long enough for the kernel to read ahead in each. They
+ * are also long enough to make the cost of the lock (on the cursor, the sums and the first error)
+ * negligible. A chunk of a span is summed while it is in the core's own cache. Every thread opens
+ * the files itself, because the kernel reads ahead per open file.
  */
 #include "ckpt/sums.h"
 

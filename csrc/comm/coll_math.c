@@ -1,14 +1,15 @@
 /* Computes sums, extrema and slices of reductions.
  *
- * Float sums use the device's reduce kernel, whose order is fixed (a pairwise tree over ranks).
- * Every rank thus gets the same bits from the same contributions.  Other operations are small
- * (counts, flags, maxima of a few elements) and use plain loops that the compiler vectorises.
+ * Float sums use the device's reduce kernel, which sums in a fixed order (a pairwise tree over
+ * ranks). Every rank therefore gets the same bits from the same contributions. All other reductions
+ * are small (counts, flags, maxima of a few elements) and use plain loops that the compiler
+ * vectorises.
  */
 #include "comm/coll_math.h"
 
 #include "ops/flat_ops.h"
 
-/* Joins `x` into `best`; both have the given type. */
+/* Combines `x` with `best`; both have the given type. */
 #define FOLD(type, join)                                                                           \
     for (size_t j = 0; j < numel; j++) {                                                           \
         type best = ((const type *)srcs[0])[j];                                                    \
@@ -21,8 +22,8 @@
     break
 
 #define SAME(x) (x)
-/* A NaN contribution replaces the best; a NaN that is already the best stays, since no comparison
- * with it is true. */
+/* A NaN contribution replaces the best value; a NaN that is already the best value stays, because
+ * no comparison with it is true. */
 #define FOLD_EXTREMUM(type, wide, better)                                                          \
     FOLD(type, (wide(x) better wide(best) || wide(x) != wide(x)) ? x : best)
 
@@ -106,7 +107,7 @@ size_t fsdpc_coll_part(const fsdpc_coll *op, const fsdpc_slice *slice, int rank,
     return all || even || slice->owner == rank ? slice->numel : 0;
 }
 
-/* Adds the result of one sum to another. */
+/* Adds the result of another sum to this one. */
 static fsdpc_status join_sums(const fsdpc_coll *op, const fsdpc_slice *slice,
                               const fsdpc_coll_sum *sum, fsdpc_stream *stream)
 {

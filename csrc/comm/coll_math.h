@@ -5,14 +5,14 @@
 #include "base/mem.h"
 #include "comm/comm.h"
 
-/* Computes out[j] = red over srcs[p][j].  Floats are summed by fsdpc_flat_reduce's tree, integers
- * wrap, a sum of BOOL is "any"; MAX and MIN return NaN if any contribution is NaN. */
+/* Computes out[j] = red over srcs[p][j]. Floats are summed by fsdpc_flat_reduce's tree, integers
+ * wrap around, and a sum of BOOL is "any"; MAX and MIN return NaN if any contribution is NaN. */
 fsdpc_status fsdpc_coll_combine(fsdpc_red red, fsdpc_dtype dtype, const void *const *srcs,
                                 int n_srcs, size_t numel, void *out, fsdpc_stream *stream);
 
-/* Returns the number of elements in rank `rank`'s part of a slice; *first_out is its offset among
- * the unsharded parameters.  A REDUCE_ALL's part is the whole slice; if another rank owns the
- * slice, there is none. */
+/* Returns the number of elements in a rank's part of a slice and, in *first_out, the part's offset
+ * among the unsharded parameters. In a REDUCE_ALL, the part is the whole slice; if another rank
+ * owns the slice, the part is empty. */
 size_t fsdpc_coll_part(const fsdpc_coll *op, const fsdpc_slice *slice, int rank, size_t *first_out);
 
 /* Reduces this rank's part of one slice into its shard; srcs[p] points to rank p's contribution.
@@ -20,13 +20,13 @@ size_t fsdpc_coll_part(const fsdpc_coll *op, const fsdpc_slice *slice, int rank,
 fsdpc_status fsdpc_coll_reduce_part(const fsdpc_coll *op, const fsdpc_slice *slice,
                                     const void *const *srcs, int n_srcs, fsdpc_stream *stream);
 
-/* Computes the sums of rank `rank` in a REDUCE_SCATTER or REDUCE_ALL; datas[p] points to rank p's
- * buffer. */
+/* Computes a rank's sums in a REDUCE_SCATTER or REDUCE_ALL; datas[p] points to the buffer of rank
+ * p. */
 fsdpc_status fsdpc_coll_reduce_slices(const fsdpc_coll *op, int rank, int size,
                                       const unsigned char *const *datas, fsdpc_stream *stream);
 
-/* Returns the bytes that one peer's contribution to a shard of this length takes, if contributions
- * are received before they are summed. */
+/* Returns the number of bytes that one peer's contribution to a shard of this length occupies, if
+ * contributions are received before they are summed. */
 static inline size_t fsdpc_coll_contribution_bytes(size_t shard_numel, fsdpc_dtype dtype)
 {
     return fsdpc_mem_counted(shard_numel * fsdpc_dtype_bytes(dtype));

@@ -1,15 +1,15 @@
 /* Code shared by all communicators: checks, waiting, and results of posted operations.
  *
- * All waits use one polling function.  While the result is IN_PROGRESS it first spins (only if
- * there is a core for every rank), then sleeps in the implementation's `idle`, for at most 100 ms
- * at a time.  Between sleeps it checks the time.  The deadline poisons the communicator, the notice
- * reports the late ranks and this rank's last operation, and the interrupt callback may end the
- * wait.
+ * All waits use one polling function. While the result is IN_PROGRESS, it first spins (only if
+ * every rank has a core), and then sleeps in the implementation's `idle` for at most 100 ms at a
+ * time. Between sleeps it checks the time. At the deadline it poisons the communicator; the notice
+ * reports the late ranks and this rank's last operation; the interrupt callback may end the wait.
  *
- * If `idle` reports a peer as gone, that is not yet a failure: the peer may have done its part
- * before it left.  The wait polls once more, and fails only if the operation is still unfinished.
+ * If `idle` reports that a peer is gone, the operation has not yet failed, because the peer may
+ * have done its part before it left. The wait polls once more, and fails only if the operation is
+ * still unfinished.
  *
- * An interrupt leaves the operation in flight, because the peers rely on it.  fsdpc_comm_run aborts
+ * An interrupt leaves the operation in flight, because the peers rely on it. fsdpc_comm_run aborts
  * instead, since its storage ends with the call.
  */
 #include "comm/comm.h"
@@ -161,7 +161,7 @@ static int64_t earlier(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* Reports this rank's last actions.  The waiting thread itself writes the trace. */
+/* Reports this rank's last actions. The waiting thread itself writes the trace. */
 static void notice_tail(const waiting *w)
 {
     char tail[LATE_BYTES - 64], text[LATE_BYTES];
@@ -193,8 +193,8 @@ static fsdpc_status timed_out(const waiting *w)
     return fsdpc_comm_poison(w->comm, FSDPC_ERR_TIMEOUT);
 }
 
-/* Reports that a peer is gone, and what this rank was waiting for.  If Ctrl-C ended all ranks,
- * reports the interrupt instead, even if the peer was quicker. */
+/* Reports that a peer is gone, and what this rank was waiting for. If Ctrl-C has ended all ranks,
+ * reports the interrupt instead, even if the peer ended first. */
 static fsdpc_status given_up(const waiting *w, fsdpc_status status)
 {
     char text[LATE_BYTES];
@@ -428,7 +428,7 @@ fsdpc_status fsdpc_comm_order_streams(fsdpc_work *work, fsdpc_stream *stream)
                     work->op.unit);
 }
 
-/* Ends a work whose storage is about to go, even if it is in flight. */
+/* Ends an operation, even one in flight, whose storage is about to be freed. */
 static fsdpc_status end_run(fsdpc_work *work, fsdpc_status status)
 {
     fsdpc_stream *stream = work->op.stream;

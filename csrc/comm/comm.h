@@ -1,56 +1,56 @@
 /* A communicator: the ranks of a group, the memory they share, and their collectives.
  *
- * These implementations fill in the table: `self` (a world of one, the template), `null` (records
- * its calls), `shm` (one host, over shared memory), `hosts` (several hosts), and plugins' own.
- * `null` pretends that every peer has just done the same.  Callers use the inline wrappers below
- * the table.
+ * The table is implemented by `self` (a world of one, the template), `null` (records its calls),
+ * `shm` (one host, over shared memory), `hosts` (several hosts), and plugins. `null` pretends that
+ * every peer has just done the same. Callers use the inline wrappers below the table.
  *
- * Parameter buffer and epochs.  A parameter buffer is memory that holds the unsharded parameters of
- * a root's units.  Every rank reads all of it through `read` and writes only its own slices,
- * through `write`, between arriving in an epoch and reporting its copy-in.  An epoch has two parts:
- * arrive (with a note) and wait for all arrivals. If any note is CHANGED, write this rank's slices,
- * report the copy-in, and wait for all ranks' before any read.  The next arrival comes after the
- * end of all gathers: until then a communicator may read this rank's slices and write the others.
- * docs/design/communication.md explains why no simpler order is safe.
+ * Parameter buffer and epochs. A parameter buffer is memory that holds the unsharded parameters of
+ * a root's units. Every rank reads the whole buffer through `read` and writes only its own slices,
+ * through `write`, between arriving in an epoch and reporting its copy-in. An epoch has two parts:
+ * arriving with a note, and waiting for all arrivals. If any note is CHANGED, each rank writes its
+ * slices, reports its copy-in, and waits for every rank's report before it reads. The next arrival
+ * must follow the end of all gathers: until then, a communicator may read this rank's slices and
+ * write the others. docs/design/communication.md explains why no simpler order is safe.
  *
  * Communicators whose ranks share no memory create `offsets_only` parameter buffers, which have no
- * memory and only define the offsets of unsharded parameters.  A gather on such a parameter buffer
- * sends this rank's slices from fsdpc_param_buffer_own's memory, laid out like the shard, and
- * receives the unsharded parameters in the caller's memory.
+ * memory and only define the offsets of unsharded parameters. A gather on such a buffer sends this
+ * rank's slices from fsdpc_param_buffer_own's memory, laid out like the shard, and receives the
+ * unsharded parameters in the caller's memory.
  *
- * Buffers.  A buffer is a rank's private memory, which its peers can read during a reduction.
- * Cycle: fill -> post a reduction on it -> work done -> buffer_idle (all peers have read it) ->
- * fill again.  One filling may be posted in several operations, for instance one per dtype; all but
- * the first set `same_filling`.
+ * Buffers. A buffer is private memory of one rank that its peers can read during a reduction.
+ * Its cycle is: fill -> post a reduction on it -> work done -> buffer_idle (all peers have read it)
+ * -> fill again. The contents of a buffer may be posted in several operations, for instance one per
+ * dtype; all but the first must set `same_filling`.
  *
- * Collectives are posted, tested and waited for.  fsdpc_work is the caller's storage: a post
- * allocates no memory.  Every rank of the group posts the same operations in the same order.  Each
- * operation has a fingerprint that peers check.  A difference is an error on every rank, raised
- * before any wrong number is used, and names both ranks' unit and operation.
+ * Collectives are posted, tested and waited for. fsdpc_work is the caller's storage: a post
+ * allocates no memory. Every rank of the group posts the same operations in the same order. Each
+ * operation has a fingerprint, which the peers check. A mismatch is an error on every rank that
+ * names both ranks' unit and operation, and is raised before any wrong value is used.
  *
  * On a remote device an operation runs in its stream's order, independently of all other work.
- * Before a post, the caller orders the stream, with events, after other work on the memory that the
- * operation reads or overwrites.  The host need not wait for the operation: fsdpc_comm_order makes
- * another stream wait, and the host continues, a bounded number of operations ahead of the device.
- * The next call that waits for anything, including a sync of the device (fsdpc_device.watch),
- * reports a later failure.
+ * Before a post, the caller must use events to order the stream after other work on the memory that
+ * the operation reads or overwrites. The host need not wait for the operation: fsdpc_comm_order
+ * makes another stream wait, while the host runs ahead of the device by a bounded number of
+ * operations. A later failure is reported by the next call that waits for anything, including a
+ * sync of the device (fsdpc_device.watch).
  *
  * While the device captures (device.h), operations posted on it are also captured, and not
- * compared.  Ranks compare their hash, `captured`, when the capture ends.  Nothing may wait in a
- * capture, so host values are refused.  To launch a graph that contains operations, post a REPLAY.
+ * compared. Instead, ranks compare their hashes, `captured`, when the capture ends. A capture
+ * cannot wait, so operations on host values are refused. To launch a graph that contains
+ * operations, post a REPLAY.
  *
- * Failure.  Every wait has a deadline, calls the interrupt callback at least every 100 ms and
- * watches the peers.  After a failure the communicator is poisoned: every later call fails with the
- * reason.  Three outcomes do not poison: an interrupt (it ends the wait, not the operation),
- * CHANGED together with HELD, and a failed allocation (all ranks get the error).  After an
- * interrupt, wait again or abort.
+ * Failure. Every wait has a deadline, calls the interrupt callback at least every 100 ms and
+ * watches the peers. After a failure the communicator is poisoned: every later call fails with the
+ * reason. Three outcomes do not poison it: an interrupt (which ends the wait, not the operation),
+ * CHANGED together with HELD, and a failed allocation (reported to all ranks). After an interrupt,
+ * the caller waits again or aborts.
  *
  * Ownership: parameter buffers and reduce buffers are destroyed before their communicator; destroy
  * never blocks.
  *
- * Threads: one thread drives a communicator and all that were split from it, except those set
- * apart.  Reductions run on the operation's stream: in test/wait if it is inline, independently if
- * it is asynchronous.
+ * Threads: one thread drives a communicator and all communicators split from it, except those that
+ * were set apart. Reductions run on the operation's stream: during test or wait if the stream is
+ * inline, independently if it is asynchronous.
  */
 #ifndef FSDPC_COMM_COMM_H
 #define FSDPC_COMM_COMM_H
@@ -104,7 +104,7 @@ static inline bool fsdpc_coll_reduces(fsdpc_coll_kind kind)
 
 typedef enum fsdpc_red { FSDPC_RED_SUM, FSDPC_RED_MAX, FSDPC_RED_MIN } fsdpc_red;
 
-/* One of the sums that a reduction leaves, in the order of computation. */
+/* One of the sums that a reduction computes, in order. */
 typedef struct fsdpc_coll_sum {
     int n_ranks;      /* sums the next n_ranks ranks' contributions, scaled and rounded, */
     const void *from; /* or, if n_ranks is 0, copies the result of another sum from here */
@@ -121,8 +121,9 @@ typedef struct fsdpc_coll {
     fsdpc_dtype dtype;
     uint64_t epoch;
     fsdpc_stream *stream; /* NULL: inline; on a remote device the main stream */
-    /* Moves no data: compares the operation with the peers', and is done when all have posted it.
-     * For a communicator that moves the bytes itself and uses another communicator to check. */
+    /* Moves no data, but compares the operation with the peers' and is done when every rank has
+     * posted it. It is for a communicator that moves the bytes itself and uses another communicator
+     * for the check. */
     bool agree_only;
 
     /* GATHER, REDUCE_SCATTER and REDUCE_ALL (which takes all slices, at their unsharded_offset) */
@@ -144,7 +145,7 @@ typedef struct fsdpc_coll {
     bool accumulate;            /* add to the shard instead of overwriting it */
     const fsdpc_coll_sum *sums; /* n_sums sums, which replace `shard` and `accumulate` and together
                                  * cover all ranks; borrowed until the work is done; NULL: one sum
-                                 * over all ranks.  Only if the communicator `splits_sums` */
+                                 * over all ranks. Only if the communicator `splits_sums` */
     int n_sums;
     bool tree; /* REDUCE_*: sums ranks as the pairwise tree, wide, even if the communicator is
                 * faster in a different order */
@@ -201,17 +202,18 @@ typedef struct fsdpc_comm_ops {
     /* Tells the peers that this rank no longer takes part; memory stays until destroy.
      * Optional. */
     void (*leave)(fsdpc_comm *comm);
-    /* Sets apart the communicators that this one uses.  Optional: it uses only its control. */
+    /* Sets apart the communicators that this one uses. If it is NULL, the communicator uses only
+     * its control. */
     void (*set_apart)(fsdpc_comm *comm);
 
     /* Parameter buffer and epochs */
-    /* Collective.  One of the two; the second if the communicator also supports parameter buffers
-     * in files. */
+    /* Collective. Implementations define one of the two: the second if they also support parameter
+     * buffers in files. */
     fsdpc_status (*param_buffer_create)(fsdpc_comm *comm, size_t bytes, fsdpc_param_buffer **out);
     fsdpc_status (*param_buffer_create_in)(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
                                            fsdpc_param_buffer **out);
     void (*param_buffer_destroy)(fsdpc_param_buffer *param_buffer);
-    /* See fsdpc_param_buffer_own.  Optional: the device's memory. */
+    /* See fsdpc_param_buffer_own. Optional: the device's memory. */
     fsdpc_status (*param_buffer_own)(fsdpc_param_buffer *param_buffer, size_t bytes,
                                      unsigned char **out); /* collective */
     fsdpc_status (*epoch_arrive)(fsdpc_param_buffer *param_buffer, const fsdpc_epoch_note *mine);
@@ -219,7 +221,7 @@ typedef struct fsdpc_comm_ops {
                                fsdpc_epoch_note *all_out); /* bits are or-ed */
     fsdpc_status (*epoch_copied_in)(fsdpc_param_buffer *param_buffer);
     fsdpc_status (*epoch_copy_in_test)(fsdpc_param_buffer *param_buffer);
-    /* See fsdpc_param_buffer_attach.  Optional, both or none. */
+    /* See fsdpc_param_buffer_attach. Optional, both or none. */
     fsdpc_status (*param_buffer_attach)(fsdpc_param_buffer *param_buffer, void *memory,
                                         size_t bytes); /* collective */
     void (*param_buffer_detach)(fsdpc_param_buffer *param_buffer, void *memory);
@@ -235,34 +237,34 @@ typedef struct fsdpc_comm_ops {
     /* Collectives */
     fsdpc_status (*post)(fsdpc_work *work); /* work->op is set */
     fsdpc_status (*test)(fsdpc_work *work);
-    /* See fsdpc_comm_order; FSDPC_IN_PROGRESS while the operation is not on its own stream yet.
-     * Optional: by default, waits for the operation. */
+    /* See fsdpc_comm_order; returns FSDPC_IN_PROGRESS until the operation is on its own stream.
+     * Optional: the default waits for the operation. */
     fsdpc_status (*order)(fsdpc_work *work, fsdpc_stream *stream);
 
     /* Waiting: sleeps until something may have changed, for at most max_ns, and detects dead peers.
      * The first call may return at once so that the caller polls again; max_ns 0 ends the wait.
-     * Optional: by default, yields the processor. */
+     * Optional: the default yields the processor. */
     fsdpc_status (*idle)(fsdpc_comm *comm, int64_t max_ns);
-    /* Wakes this rank's threads that sleep in idle; any thread may call it.  Optional: no thread
+    /* Wakes this rank's threads that sleep in idle; any thread may call it. Optional: no thread
      * sleeps there. */
     void (*wake)(fsdpc_comm *comm);
-    /* Names late ranks and their positions, for messages.  Optional: by default, "". */
+    /* Lists the late ranks and their positions, for messages. Optional: by default, "". */
     void (*describe)(fsdpc_comm *comm, char *text, size_t bytes);
-    /* Sets this rank's position, reported in messages from peers that are waiting for it.
+    /* Sets this rank's position, which peers report in messages when they wait for this rank.
      * Optional. */
     void (*locate)(fsdpc_comm *comm, const char *phase, const char *unit);
-    /* Returns the position as text, "in forward of 'layers.3'", or "".  Optional. */
+    /* Returns the position as text, "in forward of 'layers.3'", or "". Optional. */
     void (*where)(const fsdpc_comm *comm, char *text, size_t bytes);
-    /* Sets the call in which this rank is about to sleep, "" when it continues; peers report it
-     * too.  Optional. */
+    /* Sets the name of the call in which this rank is about to sleep, or "" when it continues;
+     * peers report this too. Optional. */
     void (*waits)(fsdpc_comm *comm, const char *what);
-    /* For a peer check, on any thread: reports how ranks failed or died, if any did, and in
-     * `note` which ranks are stopped, or "".  The other function makes all ranks fail.  Optional,
-     * both or none. */
+    /* For a peer check on any thread: reports how ranks failed or died, if any did, and sets `note`
+     * to the ranks that are stopped, or "". The other function makes all ranks fail. Optional, both
+     * or none. */
     fsdpc_status (*look)(fsdpc_comm *comm, char *note, size_t bytes);
     void (*tell)(fsdpc_comm *comm, fsdpc_status status, const char *text);
-    /* Returns a descriptor, owned by the communicator, that becomes readable when a rank's process
-     * has ended; -1: none.  Optional. */
+    /* Returns a descriptor, owned by the communicator, that becomes readable when the rank's
+     * process ends, or -1 if there is none. Optional. */
     int (*end_fd)(fsdpc_comm *comm, int rank);
 } fsdpc_comm_ops;
 
@@ -301,7 +303,7 @@ struct fsdpc_param_buffer {
     bool pinned; /* offsets_only: fsdpc_param_buffer_own returns host memory; set before the call */
     unsigned char *own; /* offsets_only: this rank's slices, after fsdpc_param_buffer_own */
     uint64_t epoch;     /* the last one in which this rank arrived; 0: none yet */
-    /* Describes a note's kind, for messages; NULL: messages show its number. */
+    /* Returns a description of a note's kind for messages; if NULL, messages show its number. */
     const char *(*kind_text)(uint32_t kind);
 };
 
@@ -338,12 +340,12 @@ fsdpc_status fsdpc_comm_shm_create(const fsdpc_comm_config *config,
 fsdpc_status fsdpc_comm_shm_create_threads(const fsdpc_comm_config *configs, int size,
                                            fsdpc_comm **outs);
 
-/* Simulates any rank of any world size in one process.  A split returns a group of the same rank
- * and size, as if every peer had passed the same colour.  With more than 256 ranks nothing is
+/* Simulates any rank of any world size in one process. A split returns a group of the same rank
+ * and size, as if every peer had passed the same colour. With more than 256 ranks nothing is
  * summed. */
 fsdpc_status fsdpc_comm_null_create(const fsdpc_comm_config *config, fsdpc_comm **out);
 
-/* The calls that the null communicator received, in order; borrowed until its next call.  (The
+/* The calls that the null communicator received, in order; borrowed until its next call. (The
  * engine writes the trace.) */
 typedef struct fsdpc_comm_record {
     /* "post", "done", "arrive", "copy_in", "parameter buffer", "buffer", "split", "abort" */
@@ -362,9 +364,9 @@ void fsdpc_comm_init(fsdpc_comm *comm, const fsdpc_comm_ops *ops, const fsdpc_co
 /* Returns the config of a group that is split from `comm`. */
 fsdpc_comm_config fsdpc_comm_config_like(const fsdpc_comm *comm, int rank, int size);
 
-/* Polls until the result is not IN_PROGRESS; handles deadline, interrupt, notice and peers.
- * Messages name the operation `what` (static text, which the trace may keep) and the unit `unit`
- * (may be NULL). */
+/* Polls until the result is not IN_PROGRESS, handling the deadline, interrupts, notices and lost
+ * peers. Messages contain the operation's name `what` (static text, which the trace may keep) and
+ * the unit's name `unit` (may be NULL). */
 fsdpc_status fsdpc_comm_wait_for(fsdpc_comm *comm, fsdpc_status (*poll)(void *arg), void *arg,
                                  const char *what, const char *unit);
 
@@ -373,15 +375,15 @@ fsdpc_status fsdpc_comm_test(fsdpc_work *work);                      /* idle wor
 fsdpc_status fsdpc_comm_wait(fsdpc_work *work);                      /* idle work is done */
 fsdpc_status fsdpc_comm_run(fsdpc_comm *comm, const fsdpc_coll *op); /* post and wait */
 
-/* Returns whether streams can be ordered after operations without a wait. */
+/* Returns whether streams can be ordered after operations without making the host wait. */
 static inline bool fsdpc_comm_orders(const fsdpc_comm *comm)
 {
     return comm->ops->order != NULL;
 }
 
-/* Runs later work on `stream` after the operation, whose storage is idle on return.  Its slices are
- * no longer read; its name is read until the device has run it.  Waits if the communicator cannot
- * order streams. */
+/* Makes later work on `stream` run after the operation, whose storage is idle on return. The
+ * operation's slices are no longer read after the call, but its name is read until the device has
+ * run it. Waits for the operation if the communicator cannot order streams. */
 fsdpc_status fsdpc_comm_order_streams(fsdpc_work *work, fsdpc_stream *stream); /* if it can */
 static inline fsdpc_status fsdpc_comm_order(fsdpc_work *work, fsdpc_stream *stream)
 {
@@ -392,12 +394,12 @@ static inline fsdpc_status fsdpc_comm_order(fsdpc_work *work, fsdpc_stream *stre
 /* Posts the operation and orders `stream`, whose memory it uses, after it. */
 fsdpc_status fsdpc_comm_run_ahead(fsdpc_comm *comm, const fsdpc_coll *op, fsdpc_stream *stream);
 
-/* Collective: FSDPC_OK if `status` is OK on every rank, else every rank gets the error of the
- * lowest rank that failed.  `what` names the attempt. */
+/* Collective: returns FSDPC_OK if `status` is OK on every rank; otherwise, every rank gets the
+ * error of the lowest rank that failed. `what` names the attempt. */
 fsdpc_status fsdpc_comm_agree(fsdpc_comm *comm, fsdpc_status status, const char *what);
 
-/* Collective.  Creates a parameter buffer in memory or, with a tier, in a file in rank 0's tier
- * folder on this host.  The kernel then decides how much of it is in memory. */
+/* Collective. Creates a parameter buffer in memory or, with a tier, in a file in rank 0's tier
+ * folder on this host. For a file, the kernel decides how much of it is kept in memory. */
 fsdpc_status fsdpc_param_buffer_create_in(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
                                           fsdpc_param_buffer **out);
 
@@ -407,13 +409,14 @@ static inline fsdpc_status fsdpc_param_buffer_create(fsdpc_comm *comm, size_t by
     return fsdpc_param_buffer_create_in(comm, bytes, NULL, out);
 }
 
-/* Allocates zeroed memory for this rank's slices of an offsets-only parameter buffer, counted as
- * UNSHARDED or PINNED.  The parameter buffer owns it.  Collective; call once. */
+/* Allocates zeroed memory, counted as UNSHARDED or PINNED, for this rank's slices of an
+ * offsets-only parameter buffer. The parameter buffer owns it. Collective; call once. */
 fsdpc_status fsdpc_param_buffer_own(fsdpc_param_buffer *param_buffer, size_t bytes,
                                     unsigned char **out);
-/* Maps pages of a parameter buffer with a memfd at `address`, replacing this process's pages.  They
- * keep the parameter buffer's contents, even after it is destroyed.  A page that this process
- * writes becomes a private copy; fsdpc_param_buffer_drop_copies drops the copies. */
+/* Maps pages of a memfd-backed parameter buffer at `address`, replacing this process's pages there.
+ * The mapped pages keep the parameter buffer's contents even after it is destroyed. If this process
+ * writes to a page, the page becomes a private copy; fsdpc_param_buffer_drop_copies drops such
+ * copies. */
 fsdpc_status fsdpc_param_buffer_map_private(const fsdpc_param_buffer *param_buffer, size_t offset,
                                             size_t bytes, void *address);
 void fsdpc_param_buffer_drop_copies(void *address, size_t bytes);
@@ -424,9 +427,10 @@ fsdpc_status fsdpc_param_buffer_epoch_wait(fsdpc_param_buffer *param_buffer, con
 fsdpc_status fsdpc_param_buffer_copy_in_wait(fsdpc_param_buffer *param_buffer, const char *unit);
 fsdpc_status fsdpc_buffer_idle_wait(fsdpc_buffer *buffer, const char *unit);
 
-/* Hands over a communicator that was split off to a separate thread.  It no longer advances in
- * other threads' waits, nor they in its waits, and it does not use the other thread's callbacks and
- * trace.  All its ranks call this, before its first operation, on the thread that split it off. */
+/* Hands a communicator that was split off over to a separate thread. Waits in other threads no
+ * longer advance it, nor do its waits advance theirs, and it stops using the other thread's
+ * callbacks and trace. All ranks of the communicator must call this before its first operation, on
+ * the thread that split it off. */
 static inline void fsdpc_comm_set_apart(fsdpc_comm *comm)
 {
     comm->apart = true;
@@ -451,7 +455,7 @@ size_t fsdpc_coll_bytes(const fsdpc_coll *op, int size);
 fsdpc_status fsdpc_comm_poison(fsdpc_comm *comm, fsdpc_status status);
 /* Returns FSDPC_ERR_POISONED with the reason if the communicator is poisoned, else FSDPC_OK. */
 fsdpc_status fsdpc_comm_health(const fsdpc_comm *comm);
-/* The default for `abort`: keeps the first reason. */
+/* The default for `abort`, which keeps the first reason. */
 void fsdpc_comm_abort_local(fsdpc_comm *comm, const char *reason);
 
 static inline void fsdpc_comm_destroy(fsdpc_comm *comm)
@@ -553,8 +557,8 @@ static inline fsdpc_status fsdpc_param_buffer_copied_in(fsdpc_param_buffer *para
 }
 
 /* Collective: later gathers write to this memory, which must be a whole window of the device
- * (device.h), so that a communicator may prepare it.  Waits for operations posted earlier.  Each
- * rank detaches the memory before freeing it. */
+ * (device.h), so the communicator may prepare it in advance. Waits for operations posted earlier.
+ * Each rank detaches the memory before freeing it. */
 static inline fsdpc_status fsdpc_param_buffer_attach(fsdpc_param_buffer *param_buffer, void *memory,
                                                      size_t bytes)
 {

@@ -1,17 +1,18 @@
 /* The multi-host communicator.
  *
- * The world is H hosts of L ranks each; rank h * L + l is local rank l of host h.  Inside a host
- * everything works as on a single host: a shared-memory communicator, one copy of the weights,
- * buffers that all its ranks can read.  Between hosts a transport carries bytes, from each local
- * rank to the same local rank on the other hosts.  Data thus leaves a host only once, distributed
+ * The world is H hosts of L ranks each; rank h * L + l is local rank l of host h. Within a host,
+ * everything works as in a single-host run: a shared-memory communicator, one copy of the weights,
+ * and buffers that all its ranks can read. Between hosts, a transport carries bytes from each local
+ * rank to the same local rank on the other hosts. Data therefore leaves a host only once, spread
  * over its ranks.
  *
- * This code uses the communicator and the transport only through their public interfaces.  A wait
- * in one group also advances the operations of all other groups of this rank, on the host and
- * between hosts.  An arriving message rings the host's bell.
+ * This code uses the communicator and the transport only through their public interfaces. A wait in
+ * one group also advances the operations of this rank's other groups, both on the host and between
+ * hosts. An arriving message rings the host's bell to wake sleeping ranks.
  *
- * A group within one host is a communicator of that host.  Other groups consist of the same local
- * ranks on several hosts: whole hosts, or one local rank of each (replicas between hosts).
+ * A group confined to one host is simply a communicator of that host. Any other group contains the
+ * same local ranks on several hosts: either whole hosts, or one local rank from each (replicas
+ * between hosts).
  */
 #include "comm/comm_hosts.h"
 
@@ -36,7 +37,7 @@ static void wake(void *host)
     comm->ops->wake(comm);
 }
 
-/* Rings a host communicator's bell, to report a message. */
+/* Rings a host communicator's bell to report an arriving message. */
 static void wake_host(fsdpc_hosts_world *world)
 {
     fsdpc_comm *host = world->groups ? world->groups->host : NULL;
@@ -73,7 +74,7 @@ static bool forked(const fsdpc_hosts_comm *self)
     return self->world->fork_count != fsdpc_fork_count();
 }
 
-/* Aborts the transport, which until then uses the memory of operations in flight. */
+/* Aborts the transport, which may use the memory of operations in flight until then. */
 static void abandon(fsdpc_hosts_comm *self)
 {
     if (self->pending && !self->base.poison[0])
@@ -100,7 +101,8 @@ static void hosts_destroy(fsdpc_comm *comm)
     free(self);
 }
 
-/* Takes over `host` on success; peers[h] is the transport rank of this local rank on host h. */
+/* Takes ownership of `host` on success; peers[h] is the transport rank of this local rank on host
+ * h. */
 static fsdpc_status create(const fsdpc_comm_config *config, fsdpc_comm *host,
                            fsdpc_hosts_world *world, const int *peers, fsdpc_hosts_comm **out)
 {
@@ -153,7 +155,7 @@ static fsdpc_status shape_check(const fsdpc_comm_config *config, const fsdpc_com
     return FSDPC_OK;
 }
 
-/* Lets no rank continue before all have arrived and agree on the world. */
+/* Blocks until all ranks have arrived and agree on the world. */
 static fsdpc_status meet(fsdpc_comm *comm)
 {
     return fsdpc_comm_run(comm,
@@ -220,7 +222,7 @@ fsdpc_hosts_messages fsdpc_comm_hosts_messages(void)
                                   .header = sizeof(fsdpc_hosts_header)};
 }
 
-/* Writes a sentence about this rank for other hosts to read later. */
+/* Formats a description of this rank that other hosts can read after it has left. */
 static void write_farewell(const fsdpc_hosts_comm *self, char *text, size_t bytes)
 {
     char host[64] = "", where[192] = "";
@@ -231,7 +233,7 @@ static void write_farewell(const fsdpc_hosts_comm *self, char *text, size_t byte
              where[0] ? ", last seen " : "", where);
 }
 
-/* A reason that names a rank concerns another rank, or a wait for one. */
+/* Returns whether the reason names a rank: it then concerns another rank, or a wait for one. */
 static bool names_a_rank(const char *reason)
 {
     for (const char *at = reason; (at = strstr(at, "rank"));) {
@@ -264,7 +266,7 @@ static void hosts_leave(fsdpc_comm *comm)
         return;
     end_watch(self);
     if (fsdpc_comm_look(self->host, note, sizeof note) != FSDPC_OK)
-        /* Peers that wait for this rank learn what failed, not just that it left. */
+        /* Peers waiting for this rank learn what failed, not just that it left. */
         fsdpc_transport_abort(self->transport, fsdpc_last_error());
     fsdpc_comm_leave(self->host);
     if (self->group != 0)
@@ -301,8 +303,8 @@ static bool is_named(const fsdpc_hosts_op *op, int i)
     return false;
 }
 
-/* Names the peers that this rank waits for.  A peer may itself be waiting for a rank of its host,
- * which this host cannot know. */
+/* Lists the peers that this rank is waiting for. A peer may itself be waiting for another rank on
+ * its host; this host cannot tell. */
 static void hosts_describe(fsdpc_comm *comm, char *text, size_t bytes)
 {
     fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
@@ -338,7 +340,7 @@ typedef struct wish {
     int64_t color, key, groups;
 } wish;
 
-/* Lists the ranks of this rank's colour, ordered by key and rank. */
+/* Lists the ranks with this rank's colour, ordered by key and rank. */
 static int members_of(const fsdpc_hosts_comm *self, const wish *wishes, int *members)
 {
     int n = 0;
@@ -353,7 +355,8 @@ static int members_of(const fsdpc_hosts_comm *self, const wish *wishes, int *mem
     return n;
 }
 
-/* Returns how many ranks it has per host; 0: not the same number on each. */
+/* Returns the number of members per host, or 0 if the members are not the same local ranks on each
+ * host. */
 static int local_size_of(const fsdpc_hosts_comm *self, const int *members, int n)
 {
     int local_size = 0;
@@ -392,7 +395,7 @@ static fsdpc_status split_here(fsdpc_hosts_comm *self, const wish *wishes, fsdpc
     const wish *mine = &wishes[self->base.rank];
     int local_size = mine->color < 0 ? 1 : local_size_of(self, members, n);
     fsdpc_comm *host = NULL;
-    /* Collective on the host, even if its ranks ask for different groups. */
+    /* The split is collective on the host, even if its ranks ask for different groups. */
     FSDPC_TRY(fsdpc_comm_split(self->host, (int)mine->color, (int)mine->key, &host));
     if (mine->color < 0)
         return FSDPC_OK;

@@ -6,21 +6,20 @@
 #include "comm/transport.h"
 #include "comm/host_watch.h"
 
-/* Collective.  `config` contains the world rank and size; every host has the same number of
- * consecutive ranks.  `host` is this host's communicator (shm, even for one rank), `transport`
- * connects all ranks of the world.  The function takes over both, even on failure. */
+/* Collective. `config` contains the world rank and size; every host has the same number of
+ * consecutive ranks. `host` is this host's communicator (shm, even for one rank), `transport`
+ * connects all ranks of the world. The function takes ownership of both, even on failure. */
 fsdpc_status fsdpc_comm_hosts_create(const fsdpc_comm_config *config, fsdpc_comm *host,
                                      fsdpc_transport *transport, fsdpc_comm **out);
 
-/* Connects the ranks of a world: over shared memory on one host, or on several hosts with a
- * transport, which the function takes over even on failure.  Without an address, peers and
- * transport are simulated, to measure this rank by itself. */
+/* Connects the ranks of a world, over shared memory on one host or over a transport between
+ * several. The function takes ownership of the transport, even on failure. Without an address, it
+ * simulates the peers and the transport, so that this rank can be measured by itself. */
 fsdpc_status fsdpc_comm_world_create(const fsdpc_comm_config *config, int hosts,
                                      fsdpc_transport *transport, fsdpc_comm **out);
 
-/* Returns the extra bytes that reducing a buffer needs on each rank for sums in transit, in a
- * multi-host group with this many ranks per host.  They are kept with the buffer, and counted as
- * REDUCE. */
+/* Returns the number of extra bytes that each rank needs for sums in transit when a multi-host
+ * group reduces a buffer. This memory is kept with the buffer and counted as REDUCE. */
 size_t fsdpc_comm_hosts_staging_bytes(fsdpc_coll_kind kind, fsdpc_dtype dtype, size_t buffer_bytes,
                                       int hosts, int local_size);
 
@@ -32,8 +31,8 @@ typedef struct fsdpc_hosts_messages {
 
 fsdpc_hosts_messages fsdpc_comm_hosts_messages(void);
 
-/* Starts the watch over the other hosts, once, on the first rank of a host; the watch ends when
- * this rank leaves.
+/* Starts the watch over the other hosts. Call it once, on the first rank of each host; the watch
+ * ends when that rank leaves.
  */
 fsdpc_status fsdpc_comm_hosts_watch(fsdpc_comm *comm, const fsdpc_host_watch_config *config);
 

@@ -1,15 +1,15 @@
-/* A simulated communicator: one process acts as any rank of any world, and every peer has always
- * just done the same as this rank.
+/* A simulated communicator: one process acts as any rank of a world of any size, and its peers
+ * appear to do exactly what it does.
  *
- * It exists to run schedules in one process, in tests and simulations.  It records its calls in
- * order: a "post" when an operation is posted, a "done" when its owner first finds it done.  Waits
- * return at once.  With `lazy` an operation is done only after a wait, so the records and the
- * engine's trace show where the program needs it.  All peers appear to have the same values.
- * Gathers do not touch the parameter buffer.  A sum over n ranks is n times this rank's
- * contribution, computed by the kernels of the config's device (which device_null makes empty).
+ * It exists to run schedules in one process, in tests and simulations. It records its calls in
+ * order: "post" when an operation is posted, and "done" when its owner first sees that it is done.
+ * Waits return at once. With `lazy`, an operation is done only after a wait, so the records and the
+ * engine's trace show where the program needs its result. All peers appear to have the same values.
+ * Gathers do not touch the parameter buffer. A sum over n ranks is n times this rank's
+ * contribution, computed with the kernels of the configured device (which device_null makes empty).
  *
- * Parameter buffers and reduce buffers are the device's memory, counted as shm counts them:
- * parameter buffers by rank 0.
+ * Parameter buffers and reduce buffers use the device's memory and are counted as in shm: only rank
+ * 0 counts parameter buffers.
  */
 #include <stdio.h>
 #include <stdlib.h>

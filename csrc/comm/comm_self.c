@@ -1,14 +1,14 @@
-/* A world of one: the template for new communicators.
+/* A communicator for a world of one rank, and the template for new communicators.
  *
- * Parameter buffers and reduce buffers are private memory, and every epoch is complete as soon as
- * it begins.  For one rank a collective is a copy, or a sum of one term.  The sum still uses the
+ * Parameter buffers and reduce buffers are in private memory, and every epoch is complete as soon
+ * as it begins. With one rank, a collective is a copy or a sum of one term. The sum still uses the
  * reduce kernel, because scaling and rounding must be the same at every world size.
  *
- * Post does all the work; only a reduction on an asynchronous stream finishes later, on the stream.
- * Its result reaches the driving thread through work->state (released by the stream's thread after
- * all its writes, acquired by test) and work->status.
+ * A post does all the work, except that a reduction on an asynchronous stream finishes later, on
+ * the stream. Its result reaches the driving thread through work->state (released by the stream's
+ * thread after all its writes, acquired by test) and work->status.
  *
- * On a remote device everything is enqueued on the main stream, before any use of the result,
+ * On a remote device, everything is enqueued on the main stream before any use of the result,
  * because a sum of one term has nothing to overlap with.
  */
 #include <stdio.h>

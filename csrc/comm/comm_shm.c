@@ -1,8 +1,9 @@
-/* The ranks of one host, over shared memory.
+/* A communicator for the ranks of one host, over shared memory.
  *
- * Ranks meet over Unix sockets, share a life page (shm_world.c) and, per group, a control page
- * (shm_control.h).  Splitting makes a new control page for each part and shares the world.  No
- * object has a name in a file system, and no socket listens after all ranks have met.
+ * Ranks meet over Unix sockets. They share a life page (shm_world.c) and, in each group, a control
+ * page (shm_control.h). A split creates a new control page for each part; the parts share one
+ * world. No object has a name in a file system, and no socket keeps listening after all ranks have
+ * met.
  *
  * shm_internal.h lists the other files of this communicator.
  */
@@ -131,7 +132,8 @@ static void comm_detach(fsdpc_shm_comm *self)
         *at = self->next_group;
 }
 
-/* The leader creates the control page and the others receive it; `waiter` waits until then. */
+/* The leader creates the control page and passes it to the other ranks, which use `waiter` to wait
+ * for it. */
 static fsdpc_status comm_join(fsdpc_shm_comm *self, fsdpc_comm *waiter,
                               const fsdpc_shm_comm *parent)
 {
@@ -161,7 +163,7 @@ static fsdpc_status comm_join(fsdpc_shm_comm *self, fsdpc_comm *waiter,
     return status;
 }
 
-/* A rank that leaves the first group leaves all groups.  Groups split from it may outlive the call,
+/* A rank that leaves the first group leaves all groups. Groups split from it may outlive the call,
  * and their peers would otherwise treat the end of the process as a death. */
 static void shm_leave(fsdpc_comm *comm)
 {
@@ -292,7 +294,7 @@ fsdpc_status fsdpc_comm_shm_create(const fsdpc_comm_config *config, fsdpc_comm *
     fsdpc_shm_early early;
     fsdpc_shm_early_init(&early, world, config);
     FSDPC_TRY_GOTO(status, comm_join(self, &early.comm, NULL), destroy);
-    /* Lets no rank continue before all have arrived and registered in the life page. */
+    /* No rank continues before all have arrived and registered in the life page. */
     FSDPC_TRY_GOTO(
         status,
         fsdpc_comm_run(&self->base,

@@ -1,9 +1,9 @@
-/* The table of guarded descriptors and the handler that empties it in a child.
+/* Implements the table of guarded descriptors and the handler that empties it in a child.
  *
- * The handler runs in the child before fork returns.  The child has one thread, and threads that no
- * longer exist may hold locks, so the handler only loads, stores and closes.  A slot holds the
- * descriptor plus one, or 0 if free.  If there are more descriptors than slots, children inherit
- * the rest.
+ * The handler runs in the child before fork returns. The child has one thread, and threads that no
+ * longer exist may hold locks, so the handler only loads, stores and closes. A slot holds the
+ * descriptor plus one, or 0 if it is free. Children inherit any descriptors that do not fit in the
+ * table.
  */
 #include "comm/fork_guard.h"
 

@@ -1,23 +1,22 @@
-/* A thread that sleeps in poll.
+/* The watch is a thread that sleeps in poll.
  *
- * It checks the ranks of its host every TICK, and at once when a rank's process has ended.  It must
- * be quick: a launcher that sees the same death ends the other ranks, including this one.  The
- * peers would then learn only that this rank ended.  For the same reason it logs the failure.
+ * It checks its host's ranks every TICK, and immediately when a rank's process ends. It must be
+ * quick, because a launcher that sees the same death ends the other ranks, including this one. The
+ * peers would then learn only that this rank ended. For the same reason it logs the failure.
  *
- * Every BEAT it sends each peer a beat.  All messages have the same size.  It skips a beat while an
- * earlier message is not acknowledged, so that the socket's buffer never fills.  If a message
- * cannot be sent in full, the connection counts as broken.
+ * It sends each peer a heartbeat (a beat) every BEAT. All messages have the same size. It skips a
+ * beat while an earlier message is unacknowledged, so that the socket's buffer never fills. If a
+ * message cannot be sent in full, the watch treats the connection as broken.
  *
  * The kernel detects silence: TCP_USER_TIMEOUT ends a connection if sent data is not acknowledged
- * for that long, and beats ensure that there is always sent data.
+ * for that long, and the beats ensure that there is always data to acknowledge.
  *
- * A closed connection may also be a consequence: that host's launcher may have ended the rank
- * because another rank failed.  It therefore counts as a failure only after GRACE, if no other
- * cause is known by then.
+ * A closed connection may be a consequence of another failure, after which that host's launcher
+ * ended the rank. It therefore counts as a failure only if no other cause is known after GRACE.
  *
- * Only the first failure counts: the thread reports it to this host and the peers, and treats all
- * later ones as consequences.  The thread continues, because peers would treat a lost connection as
- * a death.
+ * Only the first failure counts: the thread reports it to this host and to the peers, and treats
+ * all later failures as consequences. The thread keeps running, because peers would treat a lost
+ * connection as a death.
  */
 #include "comm/host_watch.h"
 
@@ -114,7 +113,7 @@ static void warn(fsdpc_host_watch *self, const peer *from, const char *text)
     send_all(self, from, WARNING, FSDPC_OK, text);
 }
 
-/* Reports a failure.  `from` is the peer that reported it; NULL: this host, whose ranks already
+/* Reports a failure. `from` is the peer that reported it; NULL: this host, whose ranks already
  * know. */
 static void fail(fsdpc_host_watch *self, const peer *from, fsdpc_status status, const char *text)
 {

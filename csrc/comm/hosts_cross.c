@@ -1,16 +1,16 @@
 /* Exchanges the messages of one operation between hosts.
  *
- * Each rank exchanges messages only with its peer, the same local rank, on the other hosts.  Every
+ * Each rank exchanges messages only with its peer, the same local rank, on the other hosts. Every
  * operation between hosts begins with a header in each direction, and headers are compared before
- * any received data is used.  The host's communicator has compared the operation within the host,
- * so each local rank represents its host.
+ * any received data is used. The host's communicator has already compared the operation among the
+ * host's ranks, so each local rank represents its host.
  *
- * A tag combines the group, the operation's number and its part, modulo the transport's limit.  Far
- * fewer operations are in flight than there are distinct tags.
+ * A tag combines the group, the operation's sequence number and the part, modulo the transport's
+ * limit. Far fewer operations are in flight than there are distinct tags.
  *
- * Storage.  A reduction's transit storage stays with its buffer, its only user.  Its size thus
- * depends on the buffers, not on the number of operations in flight.  Spare operations are reused
- * in creation order, whichever ended first.
+ * Storage. A reduction's transit memory belongs to its buffer, and nothing else uses it. The amount
+ * therefore depends on the buffers, not on the number of operations in flight. Spare operations are
+ * reused in the order they were created, not the order in which they ended.
  */
 #include "comm/hosts_internal.h"
 

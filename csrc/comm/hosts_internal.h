@@ -6,7 +6,7 @@
  *     hosts_values.c   all-reduce, all-gather, broadcast and barrier of values
  *     hosts_cross.c    headers and data that one operation sends between hosts
  *
- * No file includes those above it.
+ * No file uses those listed above it.
  */
 #ifndef FSDPC_COMM_HOSTS_INTERNAL_H
 #define FSDPC_COMM_HOSTS_INTERNAL_H
@@ -17,13 +17,14 @@
 
 typedef struct fsdpc_hosts_comm fsdpc_hosts_comm;
 
-/* Shared by all groups that were split from one. */
+/* State shared by a group and every group split from it. */
 typedef struct fsdpc_hosts_world {
     int refs; /* number of groups */
     fsdpc_transport *transport;
     fsdpc_hosts_comm *groups;
     uint32_t groups_made, fork_count;
-    /* Run by this host's first rank, over the first group's; NULL: none. */
+    /* Runs on this host's first rank, over the first group's host communicator; NULL if there is
+     * none. */
     fsdpc_host_watch *watch;
 } fsdpc_hosts_world;
 
@@ -37,14 +38,14 @@ typedef struct fsdpc_hosts_header {
 
 enum { FSDPC_HOSTS_PARTS = 4 }; /* messages per operation and peer, each with its own tag */
 
-/* Memory that an operation needs in transit, kept for the next operation.  It counts as REDUCE for
- * reductions, otherwise as OTHER. */
+/* Memory for an operation's data in transit, kept for the next operation. It counts as REDUCE for
+ * reductions and as OTHER otherwise. */
 typedef struct fsdpc_hosts_staging {
     unsigned char *data;
     size_t bytes;
 } fsdpc_hosts_staging;
 
-/* Bytes that a reduction needs of each kind. */
+/* Number of bytes that a reduction needs in each staging buffer. */
 typedef struct fsdpc_hosts_staging_bytes {
     size_t here, there, all;
 } fsdpc_hosts_staging_bytes;
@@ -89,7 +90,7 @@ struct fsdpc_hosts_comm {
     struct fsdpc_hosts_comm *next_group; /* of world->groups */
 };
 
-/* Rows from other hosts, for the gather at this offset of the parameter buffer. */
+/* Rows received from other hosts for the gather at this offset in the parameter buffer. */
 typedef struct fsdpc_hosts_rows {
     size_t offset;
     uint64_t generation; /* the generation that was received */
@@ -126,16 +127,16 @@ static inline fsdpc_hosts_comm *fsdpc_hosts_of(fsdpc_comm *comm)
 
 /* ---- hosts_cross.c ---- */
 
-/* Returns the number of header messages, with which every operation begins. */
+/* Returns the number of header messages that every operation begins with. */
 static inline int fsdpc_hosts_headers(const fsdpc_hosts_comm *self)
 {
     return 2 * (self->n_hosts - 1);
 }
 
-/* Posts the headers to and from every host at once. */
+/* Posts all header messages, to and from every other host, at once. */
 fsdpc_status fsdpc_hosts_begin(fsdpc_hosts_comm *self, fsdpc_hosts_op *op);
-/* Sends (or receives) one message of a part (1 to FSDPC_HOSTS_PARTS - 1) to (or from) this local
- * rank on another host. */
+/* Sends (or receives) the message for one part (1 to FSDPC_HOSTS_PARTS - 1) to (or from) the same
+ * local rank on another host. */
 fsdpc_status fsdpc_hosts_send(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, int host, int part,
                               const void *data, size_t bytes);
 fsdpc_status fsdpc_hosts_receive(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, int host, int part,
@@ -143,12 +144,12 @@ fsdpc_status fsdpc_hosts_receive(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, int
 /* Returns FSDPC_IN_PROGRESS until everything has been sent and received; fails if headers
  * differ. */
 fsdpc_status fsdpc_hosts_crossed(fsdpc_hosts_comm *self, fsdpc_hosts_op *op);
-/* Returns the tag for a part of the operation or epoch with this number. */
+/* Returns the tag for one part of the operation or epoch with this sequence number. */
 uint32_t fsdpc_hosts_tag(const fsdpc_hosts_comm *self, uint64_t sequence, int part);
-/* Ensures memory for at least this many bytes. */
+/* Ensures that the staging memory holds at least `bytes` bytes. */
 fsdpc_status fsdpc_hosts_staging_for(fsdpc_hosts_comm *self, fsdpc_mem_kind kind,
                                      fsdpc_hosts_staging *staging, size_t bytes);
-/* Takes the first spare operation or creates one; the other function returns it. */
+/* Takes the first spare operation or creates one; fsdpc_hosts_op_return puts it back. */
 fsdpc_status fsdpc_hosts_op_take(fsdpc_hosts_comm *self, fsdpc_hosts_op **home,
                                  fsdpc_hosts_op **out);
 void fsdpc_hosts_op_return(fsdpc_hosts_op *op);
@@ -166,8 +167,8 @@ fsdpc_hosts_staging_bytes fsdpc_hosts_staging_bytes_for(fsdpc_coll_kind kind, fs
                                                         int local_size);
 fsdpc_status fsdpc_hosts_post(fsdpc_work *work);
 fsdpc_status fsdpc_hosts_test(fsdpc_work *work);
-/* Advances operations in flight in all groups of this rank except those set apart.  A failure is
- * reported in its own group. */
+/* Advances this rank's operations in flight in all groups except those set apart. A failure is
+ * reported in the group where it occurred. */
 void fsdpc_hosts_carry_on(void *world);
 /* Does the same, but only for this group if it is set apart; returns this group's result. */
 fsdpc_status fsdpc_hosts_progress(fsdpc_hosts_comm *self);

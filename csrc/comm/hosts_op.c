@@ -1,10 +1,10 @@
-/* Runs an operation over several hosts, from its post to its end.
+/* Runs an operation across several hosts, from its post to its completion.
  *
  * Every operation is posted in program order on the host's communicator, where the host's ranks
  * compare it; data moves between ranks with the same local rank.
  *
  *     GATHER          own slices go to the other hosts, theirs into the parameter buffer; done
- *                     when all ranks of the host have received.  Rows are transferred once after
+ *                     when all ranks of the host have received. Rows are transferred once after
  *                     each change
  *     REDUCE_SCATTER  the host sums every rank's slices, wide, and exchanges these sums with the
  *                     other hosts; each rank adds the hosts' sums in host order
@@ -14,19 +14,20 @@
  *     agree_only      headers cross, and nothing else
  *
  * If the transport supports runs, rows move directly from parameter buffer to parameter buffer.
- * That is safe as soon as the operation is posted.  When a rank continues from an epoch, all reads
- * of the parameter buffer in earlier epochs are over.  It completes its gathers before it arrives
- * in the next epoch.  Its own rows are therefore not written while the transport reads them.  Only
- * the owner's local rank writes rows of another host's rank, and no rank of this host reads them
- * before the local ranks have met.
+ * That is safe as soon as the operation is posted. When a rank continues from an epoch, all reads
+ * of the parameter buffer in earlier epochs have finished. It completes its gathers before it
+ * arrives in the next epoch. Its own rows are therefore not written while the transport reads them.
+ * Only the matching local rank writes the rows of a rank on another host, and no rank of this host
+ * reads them before the local ranks have met.
  *
- * Sums.  A host's ranks are consecutive.  If their number is a power of two, a pairwise tree over
- * the hosts' sums is the tree over all ranks, with the bits of a single host.  To keep them, sums
- * travel in fp32 or fp64, and are scaled and rounded once, at the end.
+ * Sums. A host's ranks are consecutive. If a host has a power-of-two number of ranks, a pairwise
+ * tree over the hosts' sums gives the same bits as one tree over all ranks. To preserve those bits,
+ * sums travel in fp32 or fp64 and are scaled and rounded only once, at the end.
  *
- * Order.  All ranks of a communicator post in the same order.  First phases are posted with the
- * operation.  Later phases wait for messages, which arrive in any order.  Second phases therefore
- * have a separate communicator, on which they are posted in the order of their operations.
+ * Order. All ranks of a communicator post in the same order. An operation's first phase is posted
+ * together with the operation. Later phases wait for messages, which may arrive in any order.
+ * Second phases therefore use a separate communicator and are posted on it in the order of their
+ * operations.
  */
 #include "comm/hosts_internal.h"
 
@@ -51,7 +52,8 @@ static fsdpc_dtype wide(fsdpc_dtype dtype)
 
 /* ---- Gathers ---- */
 
-/* Finds the rows in the parameter buffer of this local rank on a host; returns their bytes. */
+/* Finds the rows in the parameter buffer that belong to this local rank on a host, and returns
+ * their size in bytes. */
 static size_t rows_of(const fsdpc_hosts_comm *self, const fsdpc_coll *coll, int host,
                       fsdpc_transport_run *rows)
 {
@@ -66,8 +68,8 @@ static size_t rows_of(const fsdpc_hosts_comm *self, const fsdpc_coll *coll, int 
     return bytes;
 }
 
-/* Sends this rank's rows and receives the others' in place, or through `here` and `there` if the
- * transport does not support runs. */
+/* Sends this rank's rows and receives its peers' rows in place, or through `here` and `there` if
+ * the transport does not support runs. */
 static fsdpc_status cross_rows(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
@@ -106,7 +108,7 @@ static fsdpc_status cross_rows(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     return FSDPC_OK;
 }
 
-/* Copies received rows into the unsharded parameters, if they are not there already. */
+/* Copies received rows into the unsharded parameters unless they are already there. */
 static void place_rows(fsdpc_hosts_comm *self, const fsdpc_hosts_op *op)
 {
     const unsigned char *from = op->there.data;
@@ -119,8 +121,8 @@ static void place_rows(fsdpc_hosts_comm *self, const fsdpc_hosts_op *op)
     }
 }
 
-/* Finds the record of received rows.  Gathers repeat in order, so the search begins after the last
- * hit. */
+/* Finds the record of the rows received for the gather at `offset`. Gathers repeat in order, so the
+ * search begins after the last hit. */
 static fsdpc_status rows_at(fsdpc_hosts_param_buffer *param_buffer, size_t offset,
                             fsdpc_hosts_rows **out)
 {
@@ -141,8 +143,8 @@ static fsdpc_status rows_at(fsdpc_hosts_param_buffer *param_buffer, size_t offse
     return FSDPC_OK;
 }
 
-/* Checks whether rows of other hosts have changed since they were last received; the same on all
- * ranks. */
+/* Checks whether other hosts' rows have changed since they were last received; all ranks get the
+ * same result. */
 static fsdpc_status needs_rows(const fsdpc_coll *coll, bool *needs_out)
 {
     fsdpc_hosts_param_buffer *param_buffer = (fsdpc_hosts_param_buffer *)coll->param_buffer;
@@ -165,8 +167,8 @@ static size_t sums_for(const fsdpc_hosts_comm *self, const fsdpc_coll *coll, int
     return numel;
 }
 
-/* Builds the operation on the host: reduces the slices of this local rank on every host, with the
- * hosts' sums consecutive in `here`. */
+/* Builds the host's own reduction: it reduces this local rank's slices on every host and stores the
+ * sums consecutively in `here`. */
 static fsdpc_status slices_of_host(const fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
@@ -193,8 +195,8 @@ static fsdpc_status slices_of_host(const fsdpc_hosts_comm *self, fsdpc_hosts_op 
     return FSDPC_OK;
 }
 
-/* Returns a rank's memory for reducing `numel` elements, if no rank gets more than `share` of
- * them. */
+/* Returns the memory that a rank needs to reduce `numel` elements if no rank receives more than
+ * `share` of them. */
 fsdpc_hosts_staging_bytes fsdpc_hosts_staging_bytes_for(fsdpc_coll_kind kind, fsdpc_dtype dtype,
                                                         size_t numel, size_t share, int n_hosts,
                                                         int local_size)
@@ -209,8 +211,8 @@ fsdpc_hosts_staging_bytes fsdpc_hosts_staging_bytes_for(fsdpc_coll_kind kind, fs
                                        .all = local_size > 1 ? part * (size_t)local_size : 0};
 }
 
-/* Takes memory for any reduction of the buffer in this dtype, so that it depends only on the
- * buffer.  It is larger if one rank has more than its share because of whole parameters. */
+/* Allocates enough memory for any reduction of the buffer in this dtype, so that the size depends
+ * only on the buffer. More is needed if whole parameters give one rank more than its share. */
 static fsdpc_status take_staging(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
@@ -270,7 +272,8 @@ static fsdpc_status cross_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     return FSDPC_OK;
 }
 
-/* REDUCE_ALL: this rank's part of all sums, cut evenly; the last parts may be short or empty. */
+/* This rank's part of a REDUCE_ALL's sums, which are divided evenly; the last parts may be short or
+ * empty. */
 typedef struct lane_part {
     size_t first, numel;
     size_t bytes; /* size of a full-length part */
@@ -299,7 +302,7 @@ static fsdpc_status cross_parts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     return FSDPC_OK;
 }
 
-/* Performs the last step: adds this many hosts' sums, scales and rounds. */
+/* Performs the last step: adds the sums of `n_sums` hosts, then scales and rounds the result. */
 static fsdpc_status add_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op,
                              const unsigned char *const *sums, int n_sums)
 {
@@ -335,7 +338,8 @@ static fsdpc_status finish_scatter(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     return add_sums(self, op, sums, self->n_hosts);
 }
 
-/* Returns the memory for a part's final sum: this host's own place, which receives nothing. */
+/* Returns where a part's final sum is stored: in this host's own place, which receives no
+ * message. */
 static unsigned char *sum_of_part(const fsdpc_hosts_comm *self, const fsdpc_hosts_op *op)
 {
     return op->there.data + (size_t)self->this_host * part_of(self, &op->work->op).bytes;
@@ -361,7 +365,7 @@ static fsdpc_status add_parts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
                              &stream);
 }
 
-/* Shares parts among the ranks of a host, so that each rank has all sums over all hosts. */
+/* Shares the parts among a host's ranks, so that each rank has every sum over all hosts. */
 static fsdpc_status show_parts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;

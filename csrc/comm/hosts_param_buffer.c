@@ -1,12 +1,12 @@
 /* Parameter buffers, epochs and buffers over several hosts.
  *
  * A host has one copy of the weights: its ranks share the parameter buffer, and gathers bring other
- * hosts' rows into it.  Ranks thus copy in, read and arrive as on one host.
+ * hosts' rows into it. Ranks therefore copy in, read and arrive as they do on a single host.
  *
- * An epoch is one message in each direction.  When all ranks of the host have arrived, each local
- * rank sends the host's note to the same local rank on the other hosts, and receives theirs.  A
- * rank that continues from an epoch therefore knows that every rank of the world has arrived.
- * Publishing is local to the host: rows leave it in gathers, which are posted later.
+ * An epoch sends one message in each direction. When all ranks of the host have arrived, each local
+ * rank sends the host's note to the same local rank on the other hosts, and receives theirs. A rank
+ * that continues from an epoch therefore knows that every rank of the world has arrived. Publishing
+ * is local to the host: rows leave the host in gathers, which are posted later.
  */
 #include "comm/hosts_internal.h"
 
@@ -59,7 +59,7 @@ void fsdpc_hosts_param_buffer_destroy(fsdpc_param_buffer *param_buffer)
     param_buffer_free((fsdpc_hosts_param_buffer *)param_buffer);
 }
 
-/* Also reports a failure of the host's communicator to the other hosts. */
+/* Reports a failure of the host's communicator to the other hosts too, and returns `status`. */
 static fsdpc_status of_host(fsdpc_hosts_comm *self, fsdpc_status status)
 {
     return status < 0 && self->host->poison[0] ? fsdpc_comm_poison(&self->base, status) : status;

@@ -1,15 +1,15 @@
 /* Collectives on values over several hosts: all-reduce, all-gather, broadcast and barrier.
  *
- * They work in rounds, so memory stays small for any number of ranks.  In a round of an all-gather
- * a rank sends its elements to its peer on every host.  The ranks of each host then all-gather the
- * elements they received, which gives each all of them:
+ * They work in rounds, so memory use stays small for any number of ranks. In each round of an
+ * all-gather, a rank sends its elements to its peer on every host. The ranks of each host then
+ * all-gather the elements they received, which gives each all of them:
  *
  *     rank (h, l)   sends x(h, l) to (h', l)      has x(0, l), x(1, l), ...
  *     host h        all-gathers these             has x(0, 0), x(1, 0), ..., x(0, 1), ...
  *
- * An all-reduce combines them in rank order, as on one host, and thus gives the same bits.  In a
- * round of a broadcast the root broadcasts its elements on its host, and each local rank sends a
- * part to the other hosts.
+ * An all-reduce combines them in rank order, as on one host, and therefore gives the same bits. In
+ * each round of a broadcast, the root broadcasts its elements on its host, and each local rank
+ * sends a part to the other hosts.
  */
 #include "comm/hosts_internal.h"
 
@@ -22,7 +22,7 @@ enum { ROUND_BYTES = 4 << 20 };
 
 enum { BEGIN, ROUND, CROSSING, SHOWING }; /* phases */
 
-/* Returns the number of elements of each rank in this round. */
+/* Returns the number of elements that each rank contributes to this round. */
 static size_t round_numel(const fsdpc_hosts_comm *self, const fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;

@@ -1,13 +1,13 @@
 /* The mesh of sockets.
  *
- * Every rank listens under its own name and connects to all lower ranks.  If a rank is not
- * listening yet, the connection fails, and the other retries after 1, 2, 4 ... 20 ms.  Both sides
+ * Every rank listens under its own name and connects to all lower ranks. If a rank is not
+ * listening yet, the connection fails, and the other retries after 1, 2, 4 ... 20 ms. Both sides
  * send a hello (magic, secret, rank, size, pid); the accepting side replies to the other side's
- * hello.  Sequenced packets keep message boundaries.
+ * hello. Sequenced packets keep message boundaries.
  *
  * An accepted socket remains a guest until its hello arrives, so that a silent stranger cannot
- * delay any rank.  If there are too many guests, the oldest is dropped.  A wrong uid is rejected
- * silently, a wrong magic or secret with a warning.  A wrong size or a duplicate rank is an error,
+ * delay any rank. If there are too many guests, the oldest is dropped. A wrong uid is rejected
+ * silently; a wrong magic or secret causes a warning. A wrong size or a duplicate rank is an error,
  * because it means a misconfigured rank of this run.
  *
  * comm.c does the waiting: the meeting acts as a communicator whose idle is ppoll and whose
@@ -104,7 +104,8 @@ fsdpc_status fsdpc_rendezvous_listen(const char *address, int rank, int *fd_out)
     return FSDPC_OK;
 }
 
-/* Returns the process at the other end; uid and pid are -1 if the kernel does not know them. */
+/* Returns the credentials of the process at the other end; uid and pid are -1 if the kernel does
+ * not know them. */
 static struct ucred peer_of(int fd)
 {
     struct ucred who = {.pid = -1, .uid = (uid_t)-1};
@@ -195,7 +196,7 @@ static fsdpc_status say_hello(const meeting *m, int fd)
                                        : status;
 }
 
-/* Returns FSDPC_OK for a valid hello, FSDPC_ERR_TYPE for a stranger. */
+/* Returns FSDPC_OK for a valid hello, or FSDPC_ERR_TYPE for a stranger. */
 static fsdpc_status hear_hello(const meeting *m, int fd, hello *out)
 {
     int passed = -1;
@@ -239,8 +240,8 @@ static fsdpc_status left_early(meeting *m, int rank)
         rank, m->pids[rank], m->address, missing[0] ? ", still missing: " : "", missing);
 }
 
-/* Checks whether a rank has hung up after sending its hello.  Leaves any data that it has already
- * sent for later. */
+/* Checks whether a rank has hung up after sending its hello. Any data that the rank has already
+ * sent is left for later. */
 static fsdpc_status watch(meeting *m, int rank)
 {
     char byte;
@@ -359,8 +360,8 @@ static fsdpc_status hear_answer(meeting *m, int rank)
     return FSDPC_OK;
 }
 
-/* Fails if a rank ended before it connected, since it will never come.  Ignores a file that is not
- * from a launcher. */
+/* Fails if a rank ended before it connected, because it will never arrive. Ignores a file that is
+ * not from a launcher. */
 static fsdpc_status news_check(const meeting *m)
 {
     char text[256];

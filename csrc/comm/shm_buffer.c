@@ -1,9 +1,9 @@
 /* Reduce buffers: each rank's own memfd, mapped read-only by its peers.
  *
- * After the data, on a separate page, the rank counts the reductions with this buffer's id that it
- * has read.  Every rank has a buffer with the same id, so each keeps its count in its own buffer,
- * and peers need no write access to each other's memory.  A mapping outlives the creator's, so
- * ranks may destroy their buffers at any time.
+ * On a separate page after the data, the rank counts the reductions with this buffer's id whose
+ * inputs it has read. Every rank has a buffer with the same id, so each keeps its count in its own
+ * buffer, and peers need no write access to each other's memory. A peer's mapping outlives the
+ * owner's, so ranks may destroy their buffers at any time.
  */
 #include "comm/shm_buffer.h"
 

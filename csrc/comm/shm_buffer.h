@@ -1,4 +1,4 @@
-/* Reduce buffers of the shm communicator: functions for its table. */
+/* The shm communicator's reduce buffers: functions for its table. */
 #ifndef FSDPC_COMM_SHM_BUFFER_H
 #define FSDPC_COMM_SHM_BUFFER_H
 

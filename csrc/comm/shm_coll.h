@@ -6,8 +6,8 @@
 
 fsdpc_status fsdpc_shm_post(fsdpc_work *work);
 fsdpc_status fsdpc_shm_test(fsdpc_work *work);
-/* Advances all inline operations in flight, in any group of this rank (peers may be waiting for
- * them while this rank waits for another operation), then checks health. */
+/* Advances every inline operation in flight in any of this rank's groups, because peers may be
+ * waiting for them, and then checks health. */
 fsdpc_status fsdpc_shm_progress(fsdpc_shm_comm *self);
 
 #endif

@@ -1,4 +1,4 @@
-/* The bell, naps and the poison message. */
+/* Implements the bell, naps and the poison message. */
 #include "comm/shm_control.h"
 
 #include <stdio.h>
@@ -65,8 +65,8 @@ void fsdpc_shm_poison_set(fsdpc_shm_control *control, int rank, fsdpc_status sta
 bool fsdpc_shm_poison_get(fsdpc_shm_control *control, int *rank_out, fsdpc_status *status_out,
                           char *text, size_t bytes)
 {
-    /* A message that is still being written does not count yet.  Its writer finishes within a few
-     * stores, or died between them; callers that continue to wait find out which. */
+    /* A message that is still being written does not count yet. Its writer either finishes within a
+     * few stores or has died between them; callers that keep waiting find out which. */
     if (!fsdpc_shm_poisoned(control))
         return false;
     *status_out = (fsdpc_status)atomic_load_explicit(&control->poison_status, memory_order_relaxed);

@@ -1,13 +1,14 @@
 /* The control page of a group, through which its ranks see each other's state.
  *
- * It is one segment, which all ranks map writable.  It has a bell (which wakes sleepers), the
- * poison message, one slot per rank, and after the slots two staging chunks per rank for
- * collectives that copy.  Only its own rank writes a slot.
+ * It is one segment that every rank maps with write access. It contains a bell (which wakes
+ * sleepers), the poison message, one slot per rank and, after the slots, two staging chunks per
+ * rank for collectives that copy. Each slot is written only by its own rank.
  *
- * Waking.  A rank that is about to sleep first increments `sleepers` and reads `bell`.  It then
- * checks its condition again, and sleeps while `bell` is unchanged.  A rank that has written
- * something rings: a full fence and, only if a rank sleeps, bell + 1 and the system call.  Either
- * the sleeper's last check sees the write, or the writer sees the sleeper.
+ * Waking. A rank that is about to sleep first increments `sleepers` and reads `bell`. It then
+ * checks its condition again, and sleeps while `bell` is unchanged. A rank that has written
+ * something rings the bell: it issues a full fence and, only if a rank sleeps, increments `bell`
+ * and makes the system call. Either the sleeper's last check sees the write, or the writer sees the
+ * sleeper.
  */
 #ifndef FSDPC_COMM_SHM_CONTROL_H
 #define FSDPC_COMM_SHM_CONTROL_H
@@ -54,7 +55,7 @@ typedef struct fsdpc_shm_control {
 } fsdpc_shm_control;
 
 size_t fsdpc_shm_control_bytes(int size);
-/* Returns the memory that rank `rank` uses as its staging area for step `step`. */
+/* Returns the memory that `rank` uses as its staging area for `step`. */
 unsigned char *fsdpc_shm_control_staging(fsdpc_shm_control *control, int size, int rank,
                                          uint64_t step);
 
@@ -77,7 +78,7 @@ typedef struct fsdpc_shm_nap {
 void fsdpc_shm_nap_take(fsdpc_shm_control *control, fsdpc_shm_nap *nap, int64_t max_ns);
 void fsdpc_shm_nap_end(fsdpc_shm_control *control, fsdpc_shm_nap *nap);
 
-/* Sets the reason, unless there is one.  Never blocks. */
+/* Sets the reason unless one is already set. Never blocks. */
 void fsdpc_shm_poison_set(fsdpc_shm_control *control, int rank, fsdpc_status status,
                           const char *text);
 /* Returns true if a poison message exists. */

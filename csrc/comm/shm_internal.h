@@ -7,7 +7,7 @@
  *     shm_buffer.c    reduce buffers
  *     comm_shm.c      creation and end, split, waiting
  *
- * Each file calls those above it in this list.
+ * Each file calls only files above it in this list.
  */
 #ifndef FSDPC_COMM_SHM_INTERNAL_H
 #define FSDPC_COMM_SHM_INTERNAL_H
@@ -16,7 +16,7 @@
 #include "comm/shm_control.h"
 #include "comm/shm_world.h"
 
-/* One rank's words of a parameter buffer, after its data. */
+/* One rank's words in a parameter buffer, stored after the data. */
 typedef struct fsdpc_shm_param_buffer_words {
     _Atomic uint64_t arrived, copied_in; /* epochs */
     struct {
@@ -33,8 +33,8 @@ typedef struct fsdpc_shm_param_buffer {
     struct fsdpc_shm_param_buffer *next;
 } fsdpc_shm_param_buffer;
 
-/* Written by a buffer's rank after its data: the number of reductions with this buffer's id whose
- * inputs this rank has read. */
+/* The words that a rank writes after its buffer's data: the number of reductions with this buffer's
+ * id whose inputs it has read. */
 typedef struct fsdpc_shm_buffer_words {
     _Atomic uint64_t read;
 } fsdpc_shm_buffer_words;
@@ -69,8 +69,8 @@ typedef struct fsdpc_shm_comm {
     fsdpc_shm_segment *segment;
     fsdpc_shm_control *control;
     fsdpc_shm_slot *mine;
-    /* The bell that wakes this rank: the first communicator's, so a rank that waits in one group is
-     * woken for all its groups. */
+    /* The bell that wakes this rank. It is the first communicator's bell, so a rank waiting in one
+     * group is woken for all its groups. */
     fsdpc_shm_segment *bell_segment;
     fsdpc_shm_control *bell;
     struct fsdpc_shm_comm *next_group; /* of world->groups */
@@ -83,9 +83,8 @@ typedef struct fsdpc_shm_comm {
     fsdpc_work *pending; /* inline operations in flight, linked by `impl`, in posting order */
     fsdpc_shm_param_buffer *param_buffers;
 
-    /* Collectives that stage run one at a time, in posting order; `turn` is the current one.
-     * Everything below it belongs to the thread that has the turn: the driving thread or a
-     * stream's. */
+    /* Staged collectives run one at a time, in posting order; `turn` is the current one. Everything
+     * below it belongs to the thread that has the turn: the driving thread or a stream's thread. */
     uint64_t turns_given;
     _Atomic uint64_t turn;
     uint64_t step;
@@ -97,7 +96,7 @@ typedef struct fsdpc_shm_comm {
     int64_t checked_ns;
 } fsdpc_shm_comm;
 
-/* Returns a rank's number in messages. */
+/* Returns the number that messages use for a rank. */
 static inline int fsdpc_shm_name(const fsdpc_shm_comm *self, int rank)
 {
     return self->world->first_rank + self->members[rank];

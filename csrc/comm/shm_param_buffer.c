@@ -1,16 +1,17 @@
 /* Parameter buffers and epochs.
  *
- * The group has one memfd or file: data, then a cache line of words per rank.  Every rank maps it
- * twice, read-only for the modules and writable for its own slices and words.  Threads share one
- * mapping.
+ * The group has one memfd or file: the data, followed by a cache line of words for each rank. Every
+ * rank maps it twice, read-only for the modules and writable for its own slices and words. Threads
+ * share one mapping.
  *
  * The epoch protocol (docs/design/communication.md; model-checked over every interleaving of 2-3
  * ranks): a rank writes its note into the half selected by the epoch's parity and raises `arrived`.
- * When all have arrived, every rank sees the same notes and makes the same decision.  A note is
- * overwritten two epochs later.  Its writer gets there only after all have arrived in the epoch
- * between, and have thus read the note.  The exception is a rank that abandoned an epoch (an
- * exception in user code) and continued without its peers.  A rank still waiting in the old epoch
- * finds it two epochs ahead, or ahead without having copied in, and reports it.
+ * When all ranks have arrived, they see the same notes and make the same decision. A note is
+ * overwritten two epochs later. Its writer gets that far only after all ranks have arrived in the
+ * epoch between, and have therefore read the note. The exception is a rank that abandoned an epoch
+ * (because of an exception in user code) and continued without its peers. A rank still waiting in
+ * the old epoch sees that the other is two epochs ahead, or ahead without having copied in, and
+ * reports it.
  */
 #include "comm/shm_param_buffer.h"
 
@@ -32,7 +33,7 @@ static fsdpc_status param_buffer_bytes(const fsdpc_shm_comm *self, size_t bytes,
                           all_out);
 }
 
-/* Creates one file or memfd for all ranks; `tier` NULL: a memfd. */
+/* Creates one file for all ranks, or a memfd if `tier` is NULL. */
 static fsdpc_status create_segment(const fsdpc_shm_comm *self, fsdpc_tier *tier, size_t bytes,
                                    fsdpc_shm_segment **out)
 {
@@ -75,7 +76,7 @@ static fsdpc_status share(fsdpc_shm_comm *self, fsdpc_shm_param_buffer *param_bu
     return FSDPC_OK;
 }
 
-/* Counts its bytes, as memory or as a file. */
+/* Counts the buffer's bytes, as memory or as a file. */
 static void count(const fsdpc_shm_param_buffer *param_buffer, int64_t bytes)
 {
     const fsdpc_comm *comm = param_buffer->base.comm;
@@ -186,8 +187,9 @@ static fsdpc_status abandoned(fsdpc_shm_comm *self, int rank, uint64_t epoch, ui
     return fsdpc_shm_fail(self, FSDPC_ERR_PEER);
 }
 
-/* Detects a rank that has not arrived here but has begun another parameter buffer's epoch that we
- * have not: each would wait for the other.  (Checks again that it has not arrived here first.) */
+/* Detects a rank that has not arrived here but has begun an epoch of another parameter buffer that
+ * we have not begun: each would wait for the other. (Checks again that it has not arrived here
+ * first.) */
 static fsdpc_status crossed_check(const fsdpc_shm_param_buffer *param_buffer, int rank,
                                   uint64_t epoch)
 {

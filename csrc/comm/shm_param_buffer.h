@@ -1,4 +1,4 @@
-/* Parameter buffers and epochs of the shm communicator: functions for its table. */
+/* The shm communicator's parameter buffers and epochs: functions for its table. */
 #ifndef FSDPC_COMM_SHM_PARAM_BUFFER_H
 #define FSDPC_COMM_SHM_PARAM_BUFFER_H
 

@@ -1,13 +1,13 @@
 /* Failures and joint creation: how the shm files interact with the peers.
  *
- * The control page's poison message reports a failure; the first one wins.  Peers find it at their
- * next call or poll.  To detect deaths, waits check the life page now and then (about 20 ns per
- * peer).
+ * A failure is reported in the control page's poison message; the first failure wins. Peers find it
+ * at their next call or poll. To detect deaths, waits check the life page now and then (about 20 ns
+ * per peer).
  *
- * A collective creation has three steps: a barrier, passing the memory, and an agreement that all
- * succeeded.  The barrier's fingerprint includes the object and its size, so a disagreement is
- * detected at once.  If one rank failed, every rank gets its error and the communicator stays
- * usable.
+ * Creating an object collectively takes three steps: a barrier, passing the memory, and an
+ * agreement that all ranks succeeded. The barrier's fingerprint includes the object and its size,
+ * so a disagreement is detected at once. If one rank fails, every rank gets its error and the
+ * communicator stays usable.
  */
 #include "comm/shm_peers.h"
 
@@ -32,8 +32,8 @@ void fsdpc_shm_pending_drop(fsdpc_shm_comm *self, fsdpc_status status)
     self->pending = NULL;
 }
 
-/* Poisons a rank's other groups, where peers may be waiting: a failure in one group ends the
- * run. */
+/* Poisons this rank's other groups, where peers may be waiting, because a failure in one group ends
+ * the run. */
 static void spread(const fsdpc_shm_comm *self, int rank, fsdpc_status status, const char *text)
 {
     for (fsdpc_shm_comm *group = self->world->groups; group; group = group->next_group)
@@ -41,7 +41,7 @@ static void spread(const fsdpc_shm_comm *self, int rank, fsdpc_status status, co
     fsdpc_shm_ring_bell(self->bell);
 }
 
-/* Reports the error of a poison message, which then poisons another group. */
+/* Sets the error for a poison message and names the rank that wrote it. */
 static fsdpc_status poison_error(int rank, fsdpc_status status, const char *text)
 {
     if (status != FSDPC_ERR_MISMATCH && status != FSDPC_ERR_PEER)
@@ -179,7 +179,8 @@ bool fsdpc_shm_is_late(const fsdpc_shm_comm *self, int p)
     return false;
 }
 
-/* A watch informs only the first group; a rank that waits in another group checks there. */
+/* The watch informs only the first group, so a rank that waits in another group checks all of its
+ * groups. */
 static fsdpc_status adopt_from_groups(fsdpc_shm_comm *self)
 {
     int rank;
@@ -193,10 +194,10 @@ static fsdpc_status adopt_from_groups(fsdpc_shm_comm *self)
     return FSDPC_OK;
 }
 
-/* The death of any rank of the world counts, member or not: the run cannot continue, and a member
- * that detected it elsewhere may never get here.  Leaving counts in the group that the rank left.
- * But a communicator above this one may be waiting for other hosts; then a rank that has done its
- * part may leave. */
+/* The death of any rank in the world counts, even of a non-member: the run cannot continue, and a
+ * member that detected it elsewhere may never get here. A departure counts only in the group that
+ * the rank left. If a communicator above this one is waiting for other hosts, however, a rank that
+ * has done its part may leave. */
 fsdpc_status fsdpc_shm_peers_check(fsdpc_shm_comm *self)
 {
     for (int p = 0; p < self->base.size; p++)

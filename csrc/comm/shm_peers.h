@@ -8,16 +8,17 @@
 
 /* ---- Failure ---- */
 
-/* Checks whether the group was poisoned, here or by a peer.  A function that begins something
- * checks first.  A poll checks only after it finds that it must wait longer, so that an operation
+/* Checks whether the group was poisoned, here or by a peer. A function that starts an operation
+ * checks first. A poll checks only after it finds that it must wait longer, so that an operation
  * completes if all its ranks have done their part. */
 fsdpc_status fsdpc_shm_health(fsdpc_shm_comm *self);
 /* Adopts a poison message, if there is one, and returns its error. */
 fsdpc_status fsdpc_shm_adopt_poison(fsdpc_shm_comm *self);
 void fsdpc_shm_abort(fsdpc_comm *comm, const char *reason); /* for the table */
-/* Sends this thread's last error to the peers, from any thread; returns `status`. */
+/* Sends this thread's last error to the peers and returns `status`. May be called from any
+ * thread. */
 fsdpc_status fsdpc_shm_tell(fsdpc_shm_comm *self, fsdpc_status status);
-/* Does the same on the driving thread; also closes this communicator, and those that share its
+/* Does the same on the driving thread, and also closes this communicator and those that share its
  * world. */
 fsdpc_status fsdpc_shm_fail(fsdpc_shm_comm *self, fsdpc_status status);
 /* Returns FSDPC_ERR_PEER if a member died or left. */
@@ -27,7 +28,7 @@ bool fsdpc_shm_is_late(const fsdpc_shm_comm *self, int p);
 fsdpc_status fsdpc_shm_look(fsdpc_comm *comm, char *note, size_t bytes); /* for the table */
 void fsdpc_shm_be_told(fsdpc_comm *comm, fsdpc_status status, const char *text);
 int fsdpc_shm_end_fd(fsdpc_comm *comm, int rank);
-/* After a failure: ends operations in flight with `status` and does not touch them again. */
+/* After a failure, ends the operations in flight with `status` and no longer touches them. */
 void fsdpc_shm_pending_drop(fsdpc_shm_comm *self, fsdpc_status status);
 /* Returns a parameter buffer on which `rank` is in a later epoch than this rank, or NULL. */
 const fsdpc_shm_param_buffer *fsdpc_shm_param_buffer_ahead(const fsdpc_shm_comm *self, int rank);
@@ -37,7 +38,7 @@ const fsdpc_shm_param_buffer *fsdpc_shm_param_buffer_ahead(const fsdpc_shm_comm 
 /* Begins creating the same object on all ranks; returns the tag for passing its memory. */
 fsdpc_status fsdpc_shm_creation_begin(fsdpc_shm_comm *self, const char *what, size_t bytes,
                                       uint64_t *tag_out);
-/* The world's functions, but with group ranks. */
+/* These wrap the world's functions and use group ranks. */
 fsdpc_status fsdpc_shm_give_all(fsdpc_shm_comm *self, uint64_t tag, fsdpc_shm_segment *segment,
                                 fsdpc_status status);
 fsdpc_status fsdpc_shm_given_all(fsdpc_shm_comm *self);

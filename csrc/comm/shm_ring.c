@@ -1,14 +1,14 @@
 /* Fingerprints: they show whether all ranks have posted the same operation.
  *
  * A rank that posts operation s writes entry s % RING of its slot and then raises `posted` to s +
- * 1.  A peer that has also posted operation s compares one word: `chain` hashes the entry and all
- * before it, so equal chains mean equal histories.  If chains differ, the message names the first
- * entry still in the ring that differs.
+ * 1. A peer that has also posted operation s compares one word: `chain` hashes the entry and all
+ * before it, so equal chains mean equal histories. If the chains differ, the error message names
+ * the first differing entry that is still in the ring.
  *
- * An entry may be overwritten while a slow peer reads it (gathers let a rank run ahead).  The
+ * An entry may be overwritten while a slow peer reads it (gathers let a rank run ahead). The
  * reader therefore checks `posted` again afterwards: entry s is overwritten only once posted has
- * reached s + RING.  Loads are acquire and stores release (free on x86), so that this second check
- * cannot come early.
+ * reached s + RING. Loads acquire and stores release (both free on x86), so this second check
+ * cannot happen too early.
  */
 #include "comm/shm_ring.h"
 

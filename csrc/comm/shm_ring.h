@@ -14,11 +14,11 @@ typedef struct fsdpc_shm_fingerprint {
 uint64_t fsdpc_shm_ring_post(fsdpc_shm_slot *mine, uint64_t sequence, uint64_t chain,
                              const fsdpc_coll *op, size_t bytes, uint64_t object);
 
-/* Compares operation `sequence`, which both have posted.  If the entry was overwritten meanwhile,
- * the comparison passes: a later chain still covers it. */
+/* Compares operation `sequence`, which both ranks have posted. If the entry was overwritten
+ * meanwhile, the comparison passes: a later chain still covers it. */
 bool fsdpc_shm_ring_same(const fsdpc_shm_slot *mine, const fsdpc_shm_slot *peer, uint64_t sequence);
 
-/* Describes a rank's post of this operation, for messages. */
+/* Describes a rank's post of operation `sequence`, for use in messages. */
 void fsdpc_shm_ring_describe(const fsdpc_shm_slot *slot, int rank, uint64_t sequence, char *text,
                              size_t bytes);
 

@@ -1,11 +1,11 @@
 /* Sealed memfds, and unnamed files.
  *
  * A memfd has no name in any file system: it disappears with its last descriptor and mapping, no
- * matter how its users end.  Seals forbid resizing, so that no peer can cause a SIGBUS in another's
+ * matter how its users end. Seals forbid resizing, so that no peer can cause a SIGBUS in another's
  * mapping.
  *
  * Reserving first checks the free memory: an fallocate of more than the machine has would trigger
- * the out-of-memory killer before it fails.  The check is an estimate (other processes allocate
+ * the out-of-memory killer before it fails. The check is an estimate (other processes allocate
  * too); fallocate's own error covers what it misses.
  */
 #include "comm/shm_segment.h"
@@ -54,8 +54,8 @@ static bool number_in_file(const char *path, const char *label, uint64_t *out)
     return found;
 }
 
-/* Returns the bytes that can be reserved now: the machine's, or this control group's if lower.  A
- * control group counts cached files as used, although they can be reclaimed. */
+/* Returns how many bytes can be reserved now: the machine's free memory, or this control group's if
+ * that is lower. A control group counts cached files as used, although they can be reclaimed. */
 static uint64_t free_bytes(void)
 {
     uint64_t available, swap = 0, limit, used, active = 0, inactive = 0;

@@ -1,13 +1,13 @@
 /* A segment of shared memory: a sealed memfd, an unnamed file, or plain memory that the threads of
  * a process share.
  *
- * create -> (pass the descriptor to peers, who adopt it) -> map -> close_fd -> release.  Memory is
- * reserved before it is mapped, so that a shortage is an error here, not a SIGBUS later.  Size and
- * seals of an adopted descriptor are checked for the same reason.  Mappings are populated at once,
- * except those of files, and are left out of core dumps.
+ * create -> (pass the descriptor to peers, who adopt it) -> map -> close_fd -> release. Memory is
+ * reserved before it is mapped, so that a shortage is an error here, not a SIGBUS later. The size
+ * and seals of an adopted descriptor are checked for the same reason. Mappings are populated at
+ * once, except those of files, and are left out of core dumps.
  *
- * Segments have reference counts.  Any thread may retain and release; other calls are for one
- * thread at a time.
+ * Segments have reference counts. Any thread may call retain and release; other calls must come
+ * from one thread at a time.
  */
 #ifndef FSDPC_COMM_SHM_SEGMENT_H
 #define FSDPC_COMM_SHM_SEGMENT_H
@@ -25,11 +25,11 @@ typedef struct fsdpc_shm_segment {
     const unsigned char *readable; /* plain memory: equal to writable */
 } fsdpc_shm_segment;
 
-/* `shared`: creates an unmapped memfd named `name`; otherwise mapped plain memory.  Zeroed. */
+/* `shared`: creates an unmapped memfd named `name`; otherwise mapped plain memory. Zeroed. */
 fsdpc_status fsdpc_shm_segment_create(const char *name, size_t bytes, bool shared,
                                       fsdpc_shm_segment **out);
-/* Takes over `fd`, from a peer or a file created here, even on failure.  `bytes` as passed to
- * create. */
+/* Takes ownership of `fd`, even on failure. It comes from a peer or from a file created here.
+ * `bytes` as passed to create. */
 fsdpc_status fsdpc_shm_segment_adopt(int fd, size_t bytes, fsdpc_shm_segment **out);
 fsdpc_status fsdpc_shm_segment_map(fsdpc_shm_segment *segment, bool writable);
 void fsdpc_shm_segment_close_fd(fsdpc_shm_segment *segment); /* mappings stay */

@@ -1,17 +1,17 @@
 /* Tracks which ranks are alive, and passes memory between them.
  *
- * Each rank holds a robust mutex in the life page from creation on.  The kernel marks the mutex
- * when its holder dies, before it releases the process's memory.  That takes 62 ms per gigabyte,
- * and only then would a pidfd or a socket report the death. trylock on a live peer's mutex fails in
- * user space, so checking is nearly free.
+ * From its creation on, each rank holds a robust mutex in the life page. The kernel marks the mutex
+ * when its holder dies, before it releases the process's memory. Releasing the memory takes 62 ms
+ * per gigabyte, and only then would a pidfd or a socket report the death. trylock on a live peer's
+ * mutex fails in user space, so checking is nearly free.
  *
- * A robust mutex belongs to a thread, though, and the thread that created a communicator may end
- * before its process (a notebook's worker).  If trylock succeeds, only the thread is known to have
- * ended.  The process is then checked: its pidfd, and the exiting flag in /proc/<pid>/stat, which
- * is set before the mutex is marked.  If the process is alive, the peer is an orphan and is always
- * checked this way from then on.
+ * However, a robust mutex belongs to a thread, and the thread that created a communicator (a
+ * notebook's worker, for example) may end before its process. If trylock succeeds, only the thread
+ * is known to have ended. The process is then checked through its pidfd and the exiting flag in
+ * /proc/<pid>/stat, which is set before the mutex is marked. If the process is alive, the peer is
+ * an orphan and is always checked this way from then on.
  *
- * Only the thread that locked the mutex can unlock it.  If another thread releases the world, its
+ * Only the thread that locked the mutex can unlock it. If another thread releases the world, its
  * life page stays mapped. glibc keeps the mutex in a list of the locking thread, and unmapping it
  * would leave a dangling pointer there.
  */
@@ -322,9 +322,9 @@ static bool process_exiting(const fsdpc_shm_world *world, int rank)
     return state == 'Z' || state == 'X';
 }
 
-/* Returns the waitpid status of a dead rank; 0: unknown.  It is in the last field of its stat from
- * before its mutex is marked until its parent waits for it, and in its pidfd after that (Linux
- * 6.15). */
+/* Returns the waitpid status of a dead rank, or 0 if it is unknown. The last field of its stat
+ * contains it from before its mutex is marked until its parent waits for it; from then on, its
+ * pidfd does (Linux 6.15). */
 static int wait_status(const fsdpc_shm_world *world, int rank)
 {
     enum { EXIT = 8 };
@@ -467,7 +467,8 @@ fsdpc_status fsdpc_shm_world_give(fsdpc_shm_world *world, fsdpc_comm *comm, cons
     return FSDPC_OK;
 }
 
-/* Processes need no answer; a mailbox may be reused only after all takers are done. */
+/* Processes need no acknowledgement, but a thread's mailbox may be reused only after all takers are
+ * done. */
 fsdpc_status fsdpc_shm_world_given(fsdpc_shm_world *world, fsdpc_comm *comm, int n_to)
 {
     passage p = {.world = world, .n_takers = n_to};

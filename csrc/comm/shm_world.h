@@ -1,8 +1,8 @@
-/* A rank's view of the ranks of its host: their identity, whether they are alive, and passing
- * memory to them.  A communicator and all that were split from it share one world.
+/* A rank's view of the ranks on its host: it identifies them, detects whether they are alive, and
+ * passes memory to them. A communicator and all those split from it share one world.
  *
- * Ranks here are world ranks.  There are two kinds: processes, connected by sockets, and threads of
- * one process (for sanitizers), connected by mailboxes.
+ * Ranks here are world ranks. There are two kinds of ranks: processes connected by sockets, and
+ * threads of one process (for sanitizers) connected by mailboxes.
  */
 #ifndef FSDPC_COMM_SHM_WORLD_H
 #define FSDPC_COMM_SHM_WORLD_H
@@ -61,17 +61,18 @@ void fsdpc_shm_world_leave(fsdpc_shm_world *world);
 bool fsdpc_shm_world_dead(fsdpc_shm_world *world, int rank);
 bool fsdpc_shm_world_stopped(const fsdpc_shm_world *world, int rank); /* e.g. by a signal or a
                                                                        * debugger */
-/* Describes how a dead rank's process ended, " of signal 9 (Killed)", if the kernel still knows, or
- * "". */
+/* Describes how a dead rank's process ended, such as " of signal 9 (Killed)", or writes "" if the
+ * kernel no longer knows. */
 void fsdpc_shm_world_ending(const fsdpc_shm_world *world, int rank, char *out, size_t bytes);
 int32_t fsdpc_shm_world_pid(const fsdpc_shm_world *world, int rank);
 void fsdpc_shm_world_locate(fsdpc_shm_world *world, const char *phase, const char *unit);
-/* Sets the call that this rank sleeps in; "": it continues. */
+/* Sets the call that this rank is sleeping in, or "" when it wakes. */
 void fsdpc_shm_world_waits(fsdpc_shm_world *world, const char *what);
 /* "in forward of 'layers.3'", "in user code, waiting in barrier of 'end'", or "" */
 void fsdpc_shm_world_where(const fsdpc_shm_world *world, int rank, char *text, size_t bytes);
 
-/* A communicator that can only wait, for use before a group exists: it sleeps on the sockets. */
+/* A communicator that can only wait, by sleeping on the sockets. It is used before a group
+ * exists. */
 typedef struct fsdpc_shm_early {
     fsdpc_comm comm;
     fsdpc_shm_world *world;
@@ -79,8 +80,9 @@ typedef struct fsdpc_shm_early {
 void fsdpc_shm_early_init(fsdpc_shm_early *early, fsdpc_shm_world *world,
                           const fsdpc_comm_config *config);
 
-/* Sends a segment, or the error `status` if there is none, to some ranks.  Takers name the
- * giver and the same tag; `given` waits until all have taken it.  `comm` does the waiting. */
+/* Sends a segment to the ranks in `to`, or the error `status` if there is none. Takers specify the
+ * giver and the same tag; `given` waits until all have taken the segment. `comm` does the
+ * waiting. */
 fsdpc_status fsdpc_shm_world_give(fsdpc_shm_world *world, fsdpc_comm *comm, const int *to, int n_to,
                                   uint64_t tag, fsdpc_shm_segment *segment, fsdpc_status status);
 fsdpc_status fsdpc_shm_world_given(fsdpc_shm_world *world, fsdpc_comm *comm, int n_to);
@@ -88,8 +90,8 @@ fsdpc_status fsdpc_shm_world_given(fsdpc_shm_world *world, fsdpc_comm *comm, int
 fsdpc_status fsdpc_shm_world_take(fsdpc_shm_world *world, fsdpc_comm *comm, int from, uint64_t tag,
                                   size_t bytes, fsdpc_shm_segment **out);
 
-/* Text in atomic words that may be read while they are written: 8 characters each,
- * zero-terminated. */
+/* Stores and loads text in atomic words that may be read while they are written: 8 characters per
+ * word, zero-terminated. */
 void fsdpc_shm_text_store(_Atomic uint64_t *words, size_t n_words, const char *text);
 void fsdpc_shm_text_load(const _Atomic uint64_t *words, size_t n_words, char *text, size_t bytes);
 

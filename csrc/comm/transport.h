@@ -1,32 +1,33 @@
 /* A transport: moves bytes between ranks of different hosts.
  *
- * Ranks of a host share memory (comm/shm_*.c).  Between hosts a transport moves messages.  A
- * transport knows nothing of parameter buffers, epochs or reductions, which comm_hosts.c builds on
- * it.  Implementations:
+ * Ranks on the same host share memory (comm/shm_*.c). Between hosts, a transport carries messages.
+ * A transport knows nothing about parameter buffers, epochs or reductions, which comm_hosts.c
+ * builds on top of it. Implementations:
  *
  *     transport_relay      the program's threads carry the messages, e.g. over a process group of
  *                     torch (python/fsdpc/torch/_transport.py); in tests, ranks are threads
  *     transport_mpi        a plugin, over MPI (csrc/mpi)
  *     transport_null       carries nothing; one rank simulates a world of any size
  *
- * Messages.  A message has a peer and a tag, and both sides specify its size.  Messages with the
- * same pair and tag arrive in the order in which they were sent; others may overtake each other.  A
- * receive may be posted before or after its send.  If a message and its receive differ in size, the
- * receive fails, and nothing is written past its memory.  A message may be empty.  If a transport
- * supports runs, either side's memory may consist of several runs.
+ * Messages. A message has a peer and a tag, and both sides specify its size. Messages between the
+ * same two ranks with the same tag arrive in the order in which they were sent; other messages may
+ * overtake each other. A receive may be posted before or after its send. If a message and its
+ * receive differ in size, the receive fails, and nothing is written past the end of its memory. A
+ * message may be empty. If a transport supports runs, either side's memory may consist of several
+ * runs.
  *
- * Operations.  fsdpc_transport_op is the caller's storage, zeroed before its first use; a post's
- * allocations do not grow with its bytes.  Storage and memory belong to the transport until test
- * reports that the operation is done.  When a send is done, its memory may be written again, but
- * the peer may not have received it yet.
+ * Operations. fsdpc_transport_op is the caller's storage, zeroed before its first use; a post's
+ * allocations do not grow with its bytes. The storage and the memory belong to the transport until
+ * test reports that the operation is done. When a send is done, its memory may be written again,
+ * but the peer may not have received it yet.
  *
- * Threads.  Any thread may post, and each tests its own posts, because groups that are set apart
- * have their own thread.  A transport may also have a thread; it calls `wake` when an operation is
- * done, so that sleeping threads check again.  Transports without a thread move bytes only inside
- * `progress`, which every poll calls, and only one thread may use them.
+ * Threads. Any thread may post, and each thread tests its own posts, because groups that are set
+ * apart have their own thread. A transport may have its own thread, which calls `wake` when an
+ * operation is done, so that sleeping threads check again. Transports without a thread move bytes
+ * only inside `progress`, which every poll calls, and only one thread may use them.
  *
- * Failure.  After an abort, by this rank or reported by a peer, every operation fails with
- * FSDPC_ERR_PEER and the reason.  The transport then no longer touches the operations' memory.
+ * Failure. After this rank aborts, or a peer reports an abort, every operation fails with
+ * FSDPC_ERR_PEER and the reason. The transport then no longer touches the operations' memory.
  * Destroying never waits for peers.
  */
 #ifndef FSDPC_COMM_TRANSPORT_H
@@ -76,12 +77,12 @@ typedef struct fsdpc_transport_ops {
     void (*progress)(fsdpc_transport *transport); /* NULL: it has its own thread */
     void (*abort)(fsdpc_transport *transport,
                   const char *reason); /* informs the peers, if it can */
-    /* Ends this rank's sending.  Earlier messages still arrive; receives that can get no message
-     * fail.  NULL: peers wait until their deadline. */
+    /* Ends this rank's sending. Earlier messages still arrive, and receives for which no message
+     * can come fail. If it is NULL, peers wait until their deadline. */
     void (*leave)(fsdpc_transport *transport);
-    /* Sets the function that any thread calls when an operation is done; NULL: none.  After the
-     * call returns, the previous function is no longer called.  NULL for transports without a
-     * thread. */
+    /* Sets the function that is called, on any thread, when an operation is done; NULL removes it.
+     * After the call returns, the previous function is no longer called. This is NULL for
+     * transports without a thread. */
     void (*set_wake)(fsdpc_transport *transport, void (*wake)(void *arg), void *arg);
     /* Describes the transport's library and its path to the peers, in one line. */
     void (*describe)(const fsdpc_transport *transport, char *text, size_t bytes);
@@ -99,8 +100,9 @@ struct fsdpc_transport {
     fsdpc_log log;       /* the same */
     _Atomic bool failed; /* release after writing poison; acquire before reading it */
     char poison[256];    /* the reason; written once */
-    /* Each rank's last position, for ranks that wait for it after it has left.  A rank writes its
-     * own entry before it leaves; NULL: the transport does not transmit it. */
+    /* Each rank's last position, for ranks that are still waiting for it after it has left. A rank
+     * writes its own entry before it leaves; the array is NULL if the transport does not transmit
+     * it. */
     char (*farewells)[FSDPC_TRANSPORT_FAREWELL];
 };
 
@@ -117,7 +119,8 @@ fsdpc_status fsdpc_transport_post_runs(fsdpc_transport *transport, bool sends, i
                                        uint32_t tag, const fsdpc_transport_run *runs, size_t n_runs,
                                        fsdpc_transport_op *op);
 fsdpc_status fsdpc_transport_test(fsdpc_transport_op *op); /* idle storage is done */
-/* Words a rank's abort reason for its peers: prefixed with that rank, unless it names a rank. */
+/* Formats a rank's abort reason for its peers, prefixed with that rank unless the reason already
+ * names one. */
 void fsdpc_transport_name_reason(int rank, const char *why, size_t length, char *text,
                                  size_t bytes);
 /* Sets the error for a receive from a rank that has left. */

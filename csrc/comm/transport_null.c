@@ -1,6 +1,7 @@
-/* Every operation is done when it is posted.  A receive is zeroed and added to a list.  A send with
- * the same peer, tag and size fills it if posted before the receive is tested.  Peers thus agree in
- * every header, and sums are those of ranks with identical contents.
+/* Every operation is done as soon as it is posted. A receive's memory is zeroed, and the receive is
+ * added to a list. A send with the same peer, tag and size fills it if the send is posted before
+ * the receive is tested. Peers therefore agree on every header, and sums are those of ranks with
+ * identical contents.
  */
 #include "comm/transport_null.h"
 

@@ -1,5 +1,5 @@
-/* A simulated transport, for worlds of any size in one process.  Each peer has always just sent the
- * same bytes that this rank sends to it; data that this rank does not send in return is zero.
+/* A simulated transport, for worlds of any size in one process. Each peer appears to have sent the
+ * same bytes that this rank sends to it; a receive without a matching send is filled with zeros.
  */
 #ifndef FSDPC_COMM_TRANSPORT_NULL_H
 #define FSDPC_COMM_TRANSPORT_NULL_H

@@ -1,21 +1,21 @@
 /* Lists of operations under one lock: sends to be carried, waiting receives, and early messages.
  *
- * Copies.  A message is copied once on each side.  The sender's side copies it from the send's
- * memory into the carrier's, which ends the send.  The receiver's side copies it from a carrier's
- * memory into the receive's.  Small sends are copied, and done, when they are posted.  A large
- * message that arrives before its receive is posted keeps its buffer, and the carrier allocates a
- * new one. Copies happen under the lock, since memory is much faster than a network.  No thread can
- * thus access an operation's memory after an abort.
+ * Copies. A message is copied once on each side. The sender's side copies it from the send's memory
+ * to the carrier's, which completes the send. The receiver's side copies it from a carrier's memory
+ * to the receive's. Small sends are copied, and therefore done, when they are posted. If a large
+ * message arrives before its receive is posted, it keeps its buffer and the carrier allocates
+ * another. Copies happen under the lock, since memory is much faster than a network. This also
+ * prevents any thread from accessing an operation's memory after an abort.
  *
  * Closing keeps the outbox; an abort keeps sends that are done, since peers rely on them, and drops
- * the others.  Carriers get the remaining messages, and then the end.  After these, an abort sends
- * its reason to every peer that this rank has exchanged messages with.  A peer that is waiting for
- * one of these messages thus learns why it will not come.
+ * the others. Carriers take the remaining messages and are then told that there are no more. After
+ * those messages, an abort sends its reason to every peer that this rank has exchanged messages
+ * with. A peer that is waiting for a dropped message therefore learns why it will not come.
  *
- * The end.  A rank sends a last message to each peer that it has exchanged messages with.  It
- * reports that the rank has left or why it aborted, or, if the peer was first, acknowledges the
- * peer's last message.  A carrier that has delivered all peers' last messages is therefore done,
- * and no carrier sleeps in a receive that never ends.
+ * The end. A rank sends a last message to each peer that it has exchanged messages with. This
+ * message reports that the rank has left or why it aborted, or it acknowledges the peer's last
+ * message if that came first. A carrier that has delivered the last messages of all peers is
+ * therefore done, and never sleeps in a receive that cannot end.
  */
 #include "comm/transport_relay.h"
 
@@ -25,8 +25,8 @@
 #include <string.h>
 #include <time.h>
 
-/* KEPT in `request` marks an operation that the relay owns: a done send or an early message.  Its
- * memory is freed with it. */
+/* KEPT in `request` marks an operation that the relay owns: a done send or an early message.
+ * Freeing the operation also frees its memory. */
 enum { SMALL = 4096, KEPT = 1 };
 
 typedef struct list {
@@ -63,7 +63,7 @@ static void push(list *l, fsdpc_transport_op *op)
     l->end = &op->next;
 }
 
-/* Removes the operation at this position of a list. */
+/* Removes and returns the operation at this position in a list. */
 static fsdpc_transport_op *take_out(list *l, fsdpc_transport_op **at)
 {
     fsdpc_transport_op *op = *at;
@@ -73,7 +73,7 @@ static fsdpc_transport_op *take_out(list *l, fsdpc_transport_op **at)
     return op;
 }
 
-/* Removes the oldest operation with this peer and tag; NULL: none. */
+/* Removes and returns the oldest operation with this peer and tag, or NULL if there is none. */
 static fsdpc_transport_op *pull(list *l, int peer, uint32_t tag)
 {
     for (fsdpc_transport_op **at = &l->first; *at; at = &(*at)->next) {
@@ -112,7 +112,8 @@ void fsdpc_message_free(fsdpc_message *message)
     message->capacity = 0;
 }
 
-/* Copies between an operation's memory and a carrier's: to the carrier's for a send. */
+/* Copies between an operation's memory and a carrier's: to the carrier for a send, otherwise from
+ * it. */
 static void copy(const fsdpc_transport_op *op, unsigned char *room)
 {
     const fsdpc_transport_run whole = {op->data, op->bytes}, *runs = op->runs ? op->runs : &whole;
@@ -122,8 +123,8 @@ static void copy(const fsdpc_transport_op *op, unsigned char *room)
     }
 }
 
-/* Creates an operation that the relay owns and that takes over a carrier's memory; NULL: no
- * memory. */
+/* Creates an operation that the relay owns and that takes over a carrier's memory. Returns NULL if
+ * memory runs out. */
 static fsdpc_transport_op *keep(const fsdpc_message *message)
 {
     fsdpc_transport_op *op = calloc(1, sizeof *op);
@@ -167,7 +168,7 @@ static void wake(const fsdpc_transport *transport)
         transport->wake(transport->wake_arg);
 }
 
-/* Copies a message to its receive. */
+/* Copies a message into its receive's memory. */
 static void receive(fsdpc_transport_op *op, unsigned char *data, size_t bytes)
 {
     op->moved = bytes;
@@ -225,7 +226,7 @@ static fsdpc_status test(fsdpc_transport_op *op)
     return fsdpc_transport_left(op);
 }
 
-/* Fails and removes the user's operations with one rank, or with all (-1). */
+/* Fails and removes the user's operations with one peer, or with all peers if `peer` is -1. */
 static void give_up(list *l, int peer)
 {
     for (fsdpc_transport_op **at = &l->first; *at;) {
@@ -387,9 +388,9 @@ static void hear_reason(relay *self, const fsdpc_message *message)
     fail(self, text);
 }
 
-/* Handles a peer's last message; returns whether any peer has not sent its own yet.  Holds the lock
- * throughout: a receive that is posted meanwhile must find the reason, not that the peer is
- * gone. */
+/* Handles a peer's last message; returns whether any peer's last message is still missing. It holds
+ * the lock throughout, so that a receive posted meanwhile fails with the reason, not because the
+ * peer is gone. */
 static bool hear_last(relay *self, const fsdpc_message *message)
 {
     pthread_mutex_lock(&self->lock);
@@ -412,7 +413,8 @@ static bool hear_last(relay *self, const fsdpc_message *message)
     return others;
 }
 
-/* Keeps a message without a receive: copies a small message, takes over a large one's memory. */
+/* Keeps a message that has no receive yet: it copies a small one, and takes over the memory of a
+ * large one. */
 static fsdpc_transport_op *keep_early(fsdpc_message *message)
 {
     fsdpc_transport_op small = {.sends = true, .peer = message->peer, .tag = message->tag}, *early;

@@ -1,18 +1,18 @@
 /* cuDNN attention: plans, cached by shape, and their workspace.
  *
- * Building a plan is slow, so it is built at the first attention of its shape and kept as long as
- * the device, because running kernels and graphs use it.  A shape that cuDNN does not support is
- * also remembered; our own kernel then computes it.  Some shapes never reach cuDNN: 32- and 64-bit
+ * Building a plan is slow, so each is built at the first attention of its shape. It is kept until
+ * the device is destroyed, because running kernels and graphs use it. Unsupported shapes are
+ * remembered too, and our own kernel computes them. Some shapes never reach cuDNN: 32- and 64-bit
  * dtypes, rows that are not 16-byte aligned, heads of more than DIM elements, and scales that
- * reverse the order of scores.  Queries that see no keys do not either: cuDNN rejects those, and we
- * store an lse of minus infinity for them.
+ * reverse the order of scores. Nor do shapes in which some queries see no keys: cuDNN rejects them,
+ * and our kernel stores an lse of minus infinity.
  *
  * Workspace comes from the pool; it is acquired for each call and freed as soon as the kernels are
- * enqueued.  On Hopper, the deterministic backward needs a workspace that grows with Tq x Tk.  If
- * the environment sets CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT=0, it is slower and grows with Tq
- * (cuDNN 9.25 or newer).  Plans that need more than WORKSPACE_BYTES, and more than a few times the
- * queries' bytes, are not used.  The backward in any order needs four times those bytes: a wide dq,
- * and dk and dv of every query head.
+ * enqueued. On Hopper, the deterministic backward needs a workspace that grows with Tq x Tk. With
+ * CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT=0 in the environment, the backward pass is slower but its
+ * workspace grows only with Tq (cuDNN 9.25 or newer). Plans whose workspace exceeds both
+ * WORKSPACE_BYTES and a few times the queries' size are not used. The any-order backward needs four
+ * times the queries' size, for a wide dq and the dk and dv of every query head.
  */
 #include "cuda/attention_cudnn.h"
 
@@ -173,7 +173,7 @@ static void attention_init(fsdpc_cuda_attentions *all, const fsdpc_cudnn_shape *
     }
 }
 
-/* Returns NULL in *out if too many plans exist, because none may be freed. */
+/* Sets *out to NULL if too many plans exist, because no plan may be freed. */
 static fsdpc_status attention_of(fsdpc_cuda_attentions *all, const fsdpc_cudnn_shape *shape,
                                  const fsdpc_device *device, attention **out)
 {

@@ -1,8 +1,8 @@
-/* Connects ranks on GPUs: they exchange their GPUs' addresses over the control, and start NCCL.
+/* Connects ranks on GPUs: they exchange their GPUs' addresses over the control, then start NCCL.
  *
  * NCCL 2.30 and newer lets ranks share a GPU if an environment variable is set before its first
- * init.  This file sets it if ranks share a GPU.  With an older NCCL every rank fails, and the
- * message names the ranks and the GPU.
+ * init. This file sets that variable if ranks share a GPU. With an older NCCL, every rank fails,
+ * and the message names the ranks and the GPU.
  */
 #include "cuda/comm_cuda.h"
 
@@ -44,8 +44,8 @@ static fsdpc_status addresses_tell(const fsdpc_control_config *config, gpu_addre
     return status;
 }
 
-/* Returns the lowest rank that shares its GPU with a lower rank on its host, the peer; 0 if every
- * rank has its own GPU.
+/* Returns the lowest rank that shares its GPU with a lower rank on its host (*peer_out), or 0 if
+ * every rank has its own GPU.
  */
 static int sharer(const gpu_address *all, const fsdpc_comm *control, int *peer_out)
 {

@@ -1,19 +1,20 @@
 /* The NCCL communicator's lifetime, and the tasks that it delegates to its control.
  *
- * Buffers are memory of one GPU: NCCL moves slices between the ranks' buffers, so no rank reads
- * another's.  With several ranks, parameter buffers have no memory; gathers write to the caller's
- * memory.  A parameter buffer uses the epochs of an empty parameter buffer in the control, which
- * needs only a few words of shared memory.  A buffer is idle as soon as its own operations are
+ * Each buffer is in one GPU's memory: NCCL moves slices between the ranks' buffers, so no rank
+ * reads another's. With several ranks, parameter buffers have no memory; gathers write to the
+ * caller's memory. A parameter buffer uses the epochs of an empty parameter buffer in the control,
+ * which needs only a few words of shared memory. A buffer is idle as soon as its own operations are
  * done.
  *
- * Failure.  A failing rank first closes the controls, which tells the peers the reason.  Then it
- * aborts all its channels at once; otherwise kernels that wait for a peer would block their streams
- * for ever.  While peers wait for the GPU, the control's waits look for the reason and for dead
- * ranks.  If they find either, they abort too.  All groups of a rank end together.
+ * Failure. A failing rank first closes the controls, which tells the peers the reason. It then
+ * aborts all its channels at once; otherwise, kernels waiting for a peer would block their streams
+ * for ever. A peer that is waiting for its GPU uses the control's waits to look for the reason and
+ * for dead ranks. If it finds either, it aborts too. All groups of a rank end together.
  *
  * A kernel that waits for a dead peer never ends, and a host that only waits for the GPU would
- * never learn the reason.  The first communicator of a device therefore becomes its watch.  Every
- * sync polls the GPU as our own waits do, and checks the deadline, the interrupt and the peers.
+ * never learn the reason. The first communicator of a device therefore provides the device's peer
+ * check. Every sync then polls the GPU, as our own waits do, and checks for the deadline,
+ * interrupts and dead peers.
  */
 #include "cuda/comm_nccl.h"
 
@@ -75,8 +76,8 @@ static fsdpc_status comm_new(const fsdpc_control_config *config, fsdpc_nccl_worl
     return FSDPC_OK;
 }
 
-/* First finishes the work that peers need from this rank's GPU, because the GPU's work stops when
- * the process ends. */
+/* First finishes the work that peers need from this rank's GPU, because that work stops when the
+ * process ends. */
 static void nccl_leave(fsdpc_comm *comm)
 {
     fsdpc_comm_nccl *self = fsdpc_nccl_of(comm);
@@ -137,8 +138,8 @@ static fsdpc_status nccl_split(fsdpc_comm *comm, int color, int key, fsdpc_comm 
 
 /* ---- Parameter buffers and epochs ---- */
 
-/* Peers may wait for operations that we have not launched while we wait for them here.  If `out` is
- * NULL, only checks that the sizes agree. */
+/* While we wait for peers here, they may be waiting for operations that we have not launched. If
+ * `out` is NULL, it only checks that the sizes agree. */
 static fsdpc_status memory_create(fsdpc_comm_nccl *self, const char *what, fsdpc_mem_kind kind,
                                   size_t bytes, void **out)
 {
@@ -224,7 +225,7 @@ static void nccl_buffer_destroy(fsdpc_buffer *buffer)
     free(buffer);
 }
 
-/* Peers never read the buffer, so it is idle once its work is done, or ordered, if the next writer
+/* Peers never read the buffer, so it is idle once its work is done, or ordered if the next writer
  * follows that order. */
 static fsdpc_status nccl_buffer_idle(fsdpc_buffer *buffer)
 {
@@ -263,9 +264,9 @@ static bool gpu_needs_peers(const fsdpc_comm_nccl *self)
     return false;
 }
 
-/* Returns whether a wait may continue although a peer is gone.  It may if it does not need the
- * peer, or if all ranks have posted the operation: a rank that finishes its part first also leaves
- * first. */
+/* Returns whether a wait may continue even though a peer is gone. It may if it does not need the
+ * peer, or if all ranks have posted the operation, because a rank that finishes its part first also
+ * leaves first. */
 static bool goes_on_alone(fsdpc_comm_nccl *self)
 {
     if (!gpu_needs_peers(self))
@@ -304,7 +305,7 @@ typedef struct watched {
     void *arg;
 } watched;
 
-/* If the device has finished an operation with its peers, they have agreed on it.  The second
+/* If the device has finished an operation with its peers, they have agreed on it. The second
  * check, after the poll, therefore sees their agreement. */
 static fsdpc_status poll_watched(void *arg)
 {
@@ -321,7 +322,8 @@ static fsdpc_status poll_watched(void *arg)
     return FSDPC_OK;
 }
 
-/* Used after a failure has ended all waits for peers, because earlier results may still be read. */
+/* Waits for the GPU's remaining work after a failure has ended all waits for peers, because earlier
+ * results may still be read. */
 static fsdpc_status wait_for_rest(const fsdpc_comm_nccl *self, fsdpc_status (*poll)(void *arg),
                                   void *arg)
 {

@@ -11,9 +11,9 @@
 #include "cuda/control.h"
 
 /* Collective over config->control, which may be any communicator of the same ranks over host
- * memory.  On success, ownership passes to the new communicator; otherwise the caller keeps it.
+ * memory. On success, the new communicator owns the control; otherwise, the caller keeps it.
  * config->comm.device is a GPU, which ranks may share if NCCL is 2.30 or newer (comm_cuda.c).
- * Returns FSDPC_ERR_UNSUPPORTED on all ranks if one has no NCCL. */
+ * Returns FSDPC_ERR_UNSUPPORTED on all ranks if any rank has no NCCL. */
 fsdpc_status fsdpc_comm_nccl_create(const fsdpc_control_config *config, fsdpc_comm **out);
 
 #endif

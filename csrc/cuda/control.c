@@ -1,7 +1,7 @@
 /* Tasks that the NCCL communicator delegates to its control.
  *
  * A parameter buffer uses the epochs of a parameter buffer in the control, so the shared-memory
- * protocol and its proofs apply.  This file does not use streams.
+ * protocol and its proofs apply. This file does not use streams.
  */
 #include "cuda/control.h"
 

@@ -1,23 +1,23 @@
-/* The NCCL communicator's control: another communicator of the same ranks, over host memory, which
- * the NCCL communicator owns.  It uses shared memory on each host, and a transport between hosts.
+/* The NCCL communicator's control: another communicator of the same ranks, over host memory, owned
+ * by the NCCL communicator. It uses shared memory on each host, and a transport between hosts.
  *
- * A communicator over a control owns it (comm.h).  Small messages use the control: epochs,
- * agreement on posts, reports of dead and late ranks.  If the control is closed, so is the
- * communicator, with the same reason.
+ * A communicator owns the control that it is built on (comm.h). Small messages use the control:
+ * epochs, agreement on posts, and reports of dead and late ranks. If the control is closed, the
+ * communicator is closed too, with the same reason.
  */
 #ifndef FSDPC_CUDA_CONTROL_H
 #define FSDPC_CUDA_CONTROL_H
 
 #include "comm/comm.h"
 
-/* The first member of a communicator over a control. */
+/* The configuration of a communicator over a control. */
 typedef struct fsdpc_control_config {
     fsdpc_comm_config comm;
     fsdpc_comm *control;      /* taken over if create succeeds; NULL: this rank is in no group */
     const char *library_path; /* the preferred NCCL, or NULL; borrowed only by create */
 } fsdpc_control_config;
 
-/* Returns the number of hosts that its ranks are on. */
+/* Returns the number of hosts that the control's ranks run on. */
 static inline int fsdpc_control_hosts(const fsdpc_control_config *config)
 {
     return config->control->size / config->control->host_size;
@@ -30,16 +30,16 @@ fsdpc_status fsdpc_control_check(const fsdpc_control_config *config);
  * `comm` too. */
 fsdpc_status fsdpc_control_settle(fsdpc_comm *comm, fsdpc_status status);
 
-/* Collective.  Splits the control; *config_out is the new group's configuration.  Its control is
+/* Collective. Splits the control; *config_out is the new group's configuration. Its control is
  * NULL if this rank is in no group. */
 fsdpc_status fsdpc_control_split(fsdpc_comm *comm, int color, int key,
                                  fsdpc_control_config *config_out);
 
-/* Collective.  Checks that an object created by all ranks has the same size on each. */
+/* Collective. Checks that an object created by all ranks has the same size on each. */
 fsdpc_status fsdpc_control_sizes(fsdpc_comm *comm, const char *what, size_t bytes);
 
-/* Collective.  Allocates zeroed GPU memory on all ranks: the sizes must agree, and either all ranks
- * get it or none does. */
+/* Collective. Allocates zeroed GPU memory on all ranks. The sizes must agree, and either every rank
+ * gets its memory or none does. */
 fsdpc_status fsdpc_control_memory(fsdpc_comm *comm, const char *what, fsdpc_mem_kind kind,
                                   size_t bytes, void **out);
 

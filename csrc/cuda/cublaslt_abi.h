@@ -1,7 +1,7 @@
 /* The part of cuBLASLt's binary interface that we use, as in CUDA 12 and 13: codes and functions.
  *
- * Declared here so that the plugin is the same wherever it is built, with or without cublasLt.h;
- * tests/gpu/test_cublaslt_abi.py checks it against a real header.
+ * These declarations make the plugin the same wherever it is built, with or without cublasLt.h;
+ * tests/gpu/test_cublaslt_abi.py checks them against a real header.
  */
 #ifndef FSDPC_CUDA_CUBLASLT_ABI_H
 #define FSDPC_CUDA_CUBLASLT_ABI_H
@@ -28,7 +28,7 @@ typedef enum fsdpc_lt_compute {
     FSDPC_LT_COMPUTE_F64 = 70,
 } fsdpc_lt_compute;
 
-/* Attributes of a product; comments give the types of the values. */
+/* Attributes of a product; the comments give the types of their values. */
 typedef enum fsdpc_lt_desc_attribute {
     FSDPC_LT_DESC_TRANS_A = 3, /* int32_t: 0, 1 */
     FSDPC_LT_DESC_TRANS_B = 4,

@@ -1,13 +1,13 @@
 /* GPU streams, events and memory.
  *
  * A table entry makes one or two CUDA runtime calls and translates their errors, with three
- * exceptions.  The main stream replaces streams that are not ours.  The first error of submitted
- * work is kept until sync.  Kernels report faults in pinned memory, because they cannot return an
- * error (queue.h).  Events carry no timing, so recording one is cheap, and waiting for one does not
- * involve the host.
+ * exceptions. The main stream replaces streams that are not ours. The first error of submitted work
+ * is kept until the next sync. Kernels report faults in pinned memory, because they cannot return
+ * an error (queue.h). Events carry no timing, so recording one is cheap, and waiting for one does
+ * not involve the host.
  *
- * If the device has a peer check, only wait.h waits for a stream.  Copies into ordinary memory,
- * during which CUDA itself waits for the stream, therefore come after such a wait.
+ * If the device has a peer check, only wait.h waits for a stream. CUDA itself waits for the stream
+ * during copies into ordinary memory, so such copies come after a wait through wait.h.
  */
 #include "cuda/device_cuda.h"
 
@@ -211,8 +211,8 @@ static void cuda_free(fsdpc_device *device, void *pointer)
     fsdpc_cuda_pool_free(((fsdpc_cuda_device *)device)->pinned, pointer);
 }
 
-/* Returns whether CUDA would wait for the stream in this copy: if it writes ordinary memory, or
- * reads more of it than CUDA's staging buffer holds. */
+/* Returns whether CUDA would wait for the stream during this copy: it does if the copy writes
+ * ordinary memory, or reads more of it than CUDA's staging buffer holds. */
 static fsdpc_status copy_waits(const void *to, const void *from, size_t bytes, bool *out)
 {
     enum { SET_ASIDE_BYTES = 64 << 10 };

@@ -1,5 +1,5 @@
-/* Checks why no GPU is available, in this order: no driver library, a driver that does not start, a
- * driver too old for the linked runtime, no visible GPU.
+/* Determines why no GPU is available, in this order: no driver library, a driver that does not
+ * start, a driver too old for the linked runtime, no visible GPU.
  */
 #include "cuda/driver.h"
 

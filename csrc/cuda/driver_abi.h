@@ -1,8 +1,8 @@
 /* The part of the driver's interface that we use: virtual memory, which the runtime does not
  * provide.
  *
- * Declared here so that the plugin is the same wherever it is built, with or without cuda.h;
- * tests/gpu/test_driver_abi.py checks it against a real header.
+ * These declarations make the plugin the same wherever it is built, with or without cuda.h;
+ * tests/gpu/test_driver_abi.py checks them against a real header.
  */
 #ifndef FSDPC_CUDA_DRIVER_ABI_H
 #define FSDPC_CUDA_DRIVER_ABI_H

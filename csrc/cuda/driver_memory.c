@@ -1,4 +1,4 @@
-/* Creation takes several driver calls.  If one fails, the earlier ones are undone, so running out
+/* Creation takes several driver calls. If one fails, the earlier ones are undone, so running out
  * of memory leaves nothing behind.
  */
 #include "cuda/driver_memory.h"

@@ -1,11 +1,11 @@
-/* The driver's physical memory and its mappings, from which windows are created.
+/* The driver's physical memory and its mappings, which windows are built from.
  *
- * Memory is pinned on the GPU.  A mapping is an address range mapped to an entire memory, with
- * access granted.  A memory whose handle was released exists as long as it is mapped.
+ * Memory is pinned on the GPU. A mapping is an address range that is mapped to an entire allocation
+ * and may be accessed. An allocation whose handle was released exists as long as it is mapped.
  *
- * Every call returns FSDPC_ERR_NOMEM if memory is short, FSDPC_ERR_UNSUPPORTED if the driver or a
- * container forbids it, and FSDPC_ERR_INTERNAL for other failures, mostly faults in earlier work.
- * A call that fails leaves nothing behind.
+ * Every call returns FSDPC_ERR_NOMEM if memory runs out, FSDPC_ERR_UNSUPPORTED if the driver or a
+ * container forbids the call, and FSDPC_ERR_INTERNAL for other failures, mostly faults in earlier
+ * work. A call that fails leaves nothing behind.
  */
 #ifndef FSDPC_CUDA_DRIVER_MEMORY_H
 #define FSDPC_CUDA_DRIVER_MEMORY_H
@@ -27,8 +27,8 @@ typedef struct fsdpc_driver_memory {
  * so that NCCL can register the memory. */
 fsdpc_status fsdpc_driver_memory_init(fsdpc_driver_memory *driver, fsdpc_device *device);
 
-/* Converts the `result` of a call in driver->cu to a status: "the driver failed to <what> <bytes>
- * bytes". */
+/* Converts the `result` of a call through driver->cu to a status with the message "the driver
+ * failed to <what> <bytes> bytes". */
 fsdpc_status fsdpc_driver_memory_check(const fsdpc_driver_memory *driver, fsdpc_cu_result result,
                                        const char *what, size_t bytes);
 

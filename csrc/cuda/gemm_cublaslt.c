@@ -1,21 +1,21 @@
 /* cuBLASLt matrix products: descriptors and the heuristic's choice, cached by shape.
  *
- * Our matrices are row-major and cuBLASLt's column-major, so it computes C^T = B'^T A'^T: the
- * operands are swapped and nothing is transposed.  The bias per column of C is then a bias per row
+ * Our matrices are row-major and cuBLASLt's are column-major, so it computes C^T = B'^T A'^T: the
+ * operands are swapped and nothing is transposed. The bias per column of C is then a bias per row
  * for cuBLASLt, whose epilogue adds it. fp32 inputs are multiplied in fp32 (no TF32); sums are
- * fp32.  Splitting k is only allowed if the partial sums are added in a fixed order.  Before a
- * 16-bit C or a bias is added, cuBLASLt may round the product to 16 bits, as torch also does.  The
- * plain kernel rounds once; calling it only for this reason took 73 % of a LLaMA step.
+ * fp32. Splitting k is allowed only if the partial sums are added in a fixed order. Before a 16-bit
+ * C or a bias is added, cuBLASLt may round the product to 16 bits, as torch also does. The plain
+ * kernel rounds once; calling it only for this reason took 73 % of a LLaMA step.
  *
- * Epilogues compute gelu on the sums before they are rounded, and gelu's slope in the product that
- * computes gelu's gradient; `aux` is gelu's input.  They only support tanh gelu and are never asked
- * for erf gelu.  The epilogue that sums a bias gradient is not used: it rounds the sum to the
- * product's dtype and cannot add to a reduce buffer.
+ * One epilogue computes gelu on the sums before they are rounded; another multiplies the product by
+ * gelu's slope, for gelu's gradient. `aux` is gelu's input. They only support tanh gelu and are
+ * never asked for erf gelu. The epilogue that sums a bias gradient is not used: it rounds the sum
+ * to the product's dtype and cannot add to a reduce buffer.
  *
  * A small hash table is keyed by everything that a product's descriptors depend on: sizes, strides,
- * dtypes and address alignment.  The heuristic may only choose kernels that match them.  A
- * steady-state product is one lookup and one call.  The workspace is one pool block, used only by
- * the main stream; products on other streams use kernels that need none.
+ * dtypes and address alignment. The heuristic may only choose kernels that match them. In the
+ * steady state, a product takes one lookup and one call. The workspace is one pool block, used only
+ * by the main stream; products on other streams use kernels that need none.
  */
 #include "cuda/gemm_cublaslt.h"
 
@@ -79,8 +79,8 @@ static bool has_all(void *library, cublaslt_api *api)
     return complete;
 }
 
-/* Loads the first library that is complete and, if a handle is requested, returns one.  A library
- * from a CUDA version newer than the driver may be present but not start.  A copy already in the
+/* Loads the first library that is complete and, if a handle is requested, returns one. A library
+ * from a CUDA version newer than the driver may be present but not start. A copy already in the
  * process is tried first. */
 static bool load_api(cublaslt_api *api, fsdpc_lt_handle *handle_out)
 {
@@ -268,7 +268,7 @@ static bool preference_set(const cublaslt_api *api, fsdpc_lt_preference preferen
            FSDPC_LT_SUCCESS;
 }
 
-/* Takes the heuristic's first choice; false if none exists. */
+/* Takes the heuristic's first choice; returns false if it has none. */
 static bool choose(fsdpc_cuda_products *gemm, product *p)
 {
     const cublaslt_api *api = &gemm->api;
@@ -300,7 +300,8 @@ static bool choose(fsdpc_cuda_products *gemm, product *p)
     return true;
 }
 
-/* The heuristic assumes the alignment of the epilogue's addresses, hence `bias` and `aux`. */
+/* The heuristic assumes the alignment of the epilogue's addresses, so `bias` and `aux` are passed
+ * too. */
 static void product_init(fsdpc_cuda_products *gemm, const product_key *key, const void *bias,
                          const void *aux, product *p)
 {
@@ -387,7 +388,7 @@ fsdpc_status fsdpc_cuda_gemm(const fsdpc_gemm_args *g, fsdpc_stream *stream)
 }
 
 /* cuBLASLt does not document the accuracy of tanh in its epilogues, so they are only used for
- * 16-bit results.  Without tensor cores, gelu costs little compared to the product anyway.  Rows of
+ * 16-bit results. Without tensor cores, gelu costs little compared to the product anyway. Rows of
  * aux must be multiples of 8.
  */
 static bool gelu_suits(const fsdpc_gemm_gelu_args *args)

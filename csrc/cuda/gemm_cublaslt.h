@@ -2,7 +2,7 @@
  * own kernel.
  *
  * cuBLASLt is never linked: it is opened with dlopen at the first product, preferring the copy
- * already in the process (torch's).  Gelu is fused into a product of 16-bit floats if cuBLASLt
+ * already in the process (torch's). Gelu is fused into a product of 16-bit floats if cuBLASLt
  * supports that; otherwise it is a separate kernel.
  */
 #ifndef FSDPC_CUDA_GEMM_CUBLASLT_H

@@ -1,7 +1,7 @@
 /* Graphs of GPU work: csrc/device/device.h's table slots, and checks that other slots need during a
  * capture.
  *
- * One thread begins and ends a capture.  Other threads may use other streams meanwhile.
+ * The same thread begins and ends a capture. Other threads may use other streams meanwhile.
  */
 #ifndef FSDPC_CUDA_GRAPH_H
 #define FSDPC_CUDA_GRAPH_H
@@ -16,15 +16,15 @@ fsdpc_status fsdpc_cuda_graph_launch(fsdpc_graph *graph);
 void fsdpc_cuda_graph_destroy(fsdpc_graph *graph);
 
 /* Must be called before NCCL's communicators are aborted, because the abort does not return while a
- * graph or a capture holds their operations.  From then on, using the device's graphs is an error,
- * until they are destroyed. */
+ * graph or a capture holds their operations. From then on, the device's graphs may only be
+ * destroyed; any other use is an error. */
 void fsdpc_cuda_graphs_give_up(fsdpc_device *device);
 
 /* Returns an error inside a capture, in which another library's stream must not wait for the main
  * stream. */
 fsdpc_status fsdpc_cuda_capture_check_other(const fsdpc_device *device);
 
-/* Copies inside a capture; `stream` NULL: the caller wanted to wait for the copy. */
+/* Copies inside a capture; `stream` is NULL if the caller wanted to wait for the copy. */
 fsdpc_status fsdpc_cuda_capture_copy(fsdpc_device *device, void *to, const void *from, size_t bytes,
                                      cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-/* Stages results: one pool block, a copy in, a copy out, a wait.
+/* Stages results in a pool block: one copy in, one copy out, and a wait.
  *
  * CUDA reports which memory a pointer belongs to; the query takes well under a microsecond.
  */

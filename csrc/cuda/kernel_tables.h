@@ -1,8 +1,8 @@
 /* A GPU's kernel tables.
  *
- * Flat kernels return results through a pointer (a norm's accumulator, a flag).  In device or
- * pinned memory, results appear when the stream has run the kernel; ordinary host memory requires a
- * wait for the stream.
+ * Flat kernels return results through a pointer (a norm's accumulator, a flag). In device or pinned
+ * memory, a result is available once the stream has run the kernel; in ordinary host memory, it
+ * requires a wait for the stream.
  */
 #ifndef FSDPC_CUDA_KERNEL_TABLES_H
 #define FSDPC_CUDA_KERNEL_TABLES_H

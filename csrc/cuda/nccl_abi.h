@@ -1,10 +1,10 @@
 /* The part of NCCL's binary interface that we use, as of 2.18: types, codes, functions.
  *
- * Declared here so that the plugin is the same wherever it is built, with or without nccl.h;
- * tests/gpu/test_nccl.py checks it against a real header.  We only declare the first fields of the
- * versioned config.  NCCL reads `size` bytes, and uses its own defaults for fields that `version`
- * did not have.  Both must therefore match a version whose config ends there: 2.17, 2.27 to set a
- * policy, or 2.31 to set the launch order of posts.
+ * These declarations make the plugin the same wherever it is built, with or without nccl.h;
+ * tests/gpu/test_nccl.py checks them against a real header. We only declare the first fields of the
+ * versioned config. NCCL reads `size` bytes and uses its own defaults for fields that `version` did
+ * not have. Both must therefore match a version whose config ends there: 2.17, or 2.31 to set the
+ * launch order of posts.
  */
 #ifndef FSDPC_CUDA_NCCL_ABI_H
 #define FSDPC_CUDA_NCCL_ABI_H
@@ -131,7 +131,7 @@ static inline fsdpc_nccl_config fsdpc_nccl_nonblocking(int version)
       (const void *send, void *recv, size_t numel, fsdpc_nccl_type type, int root,                 \
        fsdpc_nccl_comm comm, cudaStream_t stream))
 
-/* The same, for functions that an old NCCL may lack: windows came with 2.27. */
+/* The same list, for functions that an old NCCL may lack; windows were added in 2.27. */
 #define FSDPC_NCCL_OPTIONAL(X)                                                                     \
     X(fsdpc_nccl_result, ncclCommRegister,                                                         \
       (fsdpc_nccl_comm comm, void *memory, size_t bytes, void **handle_out))                       \

@@ -1,16 +1,16 @@
 /* Ends NCCL communicators at once, whatever they are doing.
  *
  * ncclCommAbort tells GPU work to stop and then, even for a nonblocking communicator, waits until
- * it has stopped and no graph holds any of its operations.  One communicator may wait on its stream
+ * it has stopped and no graph holds any of its operations. One communicator may wait on its stream
  * for another that waits for a dead peer, so aborting them one after the other could block at the
- * first.  Graphs are therefore abandoned first.  Then one NCCL group aborts all the rank's
- * communicators, so all are told before any is waited for.
+ * first. Graphs are therefore abandoned first. Then one NCCL group aborts all the rank's
+ * communicators, so all are told to stop before any is waited for.
  *
- * A GPU may hang in work that no abort reaches.  Gathers by copy engines are an example: they wait
- * for memory that only peers write, and are therefore disabled (nccl_env.c).  The group thus runs
- * on a separate thread, and the aborting thread waits for it for a few seconds at most.  After that
- * time, the streams count as blocked for ever, and the device (device_cuda.h) and the thread are
- * lost.  The thread's data is reference counted.
+ * A GPU may hang in work that no abort reaches. Gathers by copy engines are an example: they wait
+ * for memory that only peers write, and are therefore disabled (nccl_env.c). The group therefore
+ * runs on a separate thread, and the aborting thread waits for it for a few seconds at most. After
+ * that, the streams are considered blocked for ever, and the device (device_cuda.h) and the thread
+ * are lost. The thread's data is reference counted.
  */
 #include <pthread.h>
 #include <stdatomic.h>
@@ -38,8 +38,8 @@ static void let_go(ending *it)
         free(it);
 }
 
-/* NCCL returns to the GPU that the thread had selected: without one, it would create a context on
- * GPU 0. */
+/* NCCL switches back to the GPU that the thread had selected; without one, it would create a
+ * context on GPU 0. */
 static void abort_all(const ending *it)
 {
     (void)cudaSetDevice(it->ordinal);
@@ -58,7 +58,7 @@ static void *run(void *arg)
     return NULL;
 }
 
-/* Returns whether all of them ended in time. */
+/* Returns whether all the communicators ended in time. */
 static bool run_in_time(ending *it)
 {
     const struct timespec pause = {0, LOOK_NS};
@@ -102,8 +102,8 @@ static void take(fsdpc_comm_nccl *group, fsdpc_nccl_channel channel, ending *int
     group->channels[channel] = NULL;
 }
 
-/* If the gather channel is gone (`over`), so are NCCL's registrations; otherwise NCCL may still
- * write to our entries, so they stay. */
+/* Frees our entries for NCCL's registrations if the gather channel is gone (`over`). Otherwise,
+ * NCCL may still write to them, so they are kept. */
 static void forget(fsdpc_comm_nccl *group, bool over)
 {
     if (over)
@@ -112,7 +112,7 @@ static void forget(fsdpc_comm_nccl *group, bool over)
         group->registered = NULL;
 }
 
-/* Returns whether it ended; otherwise the device is lost. */
+/* Ends the collected channels; returns false if the device is lost. */
 static bool end(fsdpc_comm_nccl *self, ending *it)
 {
     if (it->count == 0) {
@@ -132,7 +132,7 @@ static bool end(fsdpc_comm_nccl *self, ending *it)
     return false;
 }
 
-/* Allocates memory for the channels of `groups` groups.  If that fails, no channel can be ended and
+/* Allocates memory for the channels of `groups` groups. If that fails, no channel can be ended and
  * the GPU is lost. */
 static ending *ending_new(fsdpc_comm_nccl *self, size_t groups)
 {

@@ -1,12 +1,12 @@
 /* Limits how far the host may run ahead of the GPU, and checks for failures meanwhile.
  *
- * A host that only orders streams and never waits would not notice a dead peer.  It would enqueue
- * more and more work after an operation that never ends.  After about a thousand kernels, the
- * driver blocks the host, which then cannot check for dead peers, interrupts or the deadline.  A
+ * A host that only orders streams and never waits would not notice a dead peer. It would enqueue
+ * more and more work after an operation that never ends. After about a thousand kernels, the
+ * driver blocks the host, which then cannot check for dead peers, interrupts or the deadline. A
  * post therefore waits, with all those checks, while the group has AHEAD_MAX operations in flight.
  * The driver's queue must have room for the work that a program enqueues between that many
- * operations.  If the oldest has run for long, a post checks once whether it can still end: whether
- * the peers are alive and the deadline has not passed.
+ * operations. If the oldest operation has been running for long, a post checks once whether it can
+ * still end: whether the peers are alive and the deadline has not passed.
  */
 #include "cuda/nccl_internal.h"
 

@@ -1,6 +1,6 @@
-/* Issues an operation as NCCL calls, in one group: one per slice, or one for values.
+/* Issues an operation as one group of NCCL calls: one call per slice, or one for values.
  *
- * Gathers write the unsharded parameters; reductions are in place.  A slice that one rank owns
+ * Gathers write the unsharded parameters; reductions are in place. A slice that one rank owns
  * entirely is broadcast from that rank, or reduced to it.
  */
 #include "base/size.h"

@@ -1,19 +1,19 @@
 /* Creates NCCL's communicators without ever blocking in NCCL.
  *
  * Rank 0 generates a unique id, the control sends its 128 bytes to the other ranks, and every rank
- * calls NCCL's nonblocking init.  Before waiting for the init itself, the ranks agree over the
- * control that the call succeeded, because the control can name a missing rank.  From then on, the
- * init's state is polled like any operation, with the communicator's checks of deadline, interrupt
- * and peers.
+ * calls NCCL's nonblocking init. Before waiting for the init itself, the ranks agree over the
+ * control that the call succeeded, because the control can name a missing rank. From then on, the
+ * init's state is polled like any operation, with the communicator's checks for the deadline,
+ * interrupts and dead peers.
  *
- * Split groups start like the world, with a new unique id: communicators are always created in the
- * same way, and none depends on its parent's.
+ * Split groups start like the world, with a new unique id, so communicators are always created in
+ * the same way and none depends on its parent's.
  *
- * Gathers and reductions run concurrently on one GPU, each over its own communicator.  NCCL must
- * then know that ranks post in the same order.  Otherwise, if kernels of two communicators do not
- * fit on the GPU together, they may start in different orders on two ranks and wait for each other
- * for ever.  From NCCL 2.31 on, the config contains this setting; for older versions, the
- * environment does (nccl_env.c).
+ * Gathers and reductions run concurrently on one GPU, each over its own communicator. NCCL must
+ * then be told that all ranks post in the same order. Otherwise, if kernels of two communicators do
+ * not fit on the GPU together, they may start in different orders on two ranks and wait for each
+ * other for ever. From NCCL 2.31 on, a config field tells it; for older versions, an environment
+ * variable does (nccl_env.c).
  *
  * Until NCCL reports that a call is done, only an abort is allowed on that channel.
  */

@@ -1,34 +1,35 @@
 /* Collectives over NCCL, from the launch to the event after the last kernel.
  *
- * A posted operation is in flight (fsdpc_nccl_op).  Its agreement is posted to the control at once:
- * the same operation without data, so that peers compare it like any other.  It is only done when
- * both the GPU and the agreement are.  Values in host memory go over the control.
+ * A posted operation is in flight (fsdpc_nccl_op). Its agreement is posted to the control at once:
+ * the same operation without data, so that peers compare it like any other. It is done only when
+ * both the GPU and the agreement are. Values in host memory go over the control.
  *
- * Launching.  NCCL launches on one of its own threads and may still be connecting when the call
- * returns; until it reports success, the channel must not be used.  A post waits for that; once
- * ranks are connected, the wait takes a few microseconds.  Inside a capture, no other thread may
- * use the graph while NCCL adds to it.  A rank launches its operations one by one in posting order,
- * across both channels and all groups.  All ranks thus pass operations to NCCL in the same order.
- * Otherwise two ranks of a mesh that ordered row and column differently would wait for each other
- * on the GPU.  Launched operations of different channels still overlap on the GPU.
+ * Launching. NCCL launches on one of its own threads and may still be connecting when the call
+ * returns; until it reports success, the channel must not be used. A post waits for that; once
+ * ranks are connected, the wait takes a few microseconds. Inside a capture, no other thread may
+ * use the graph while NCCL adds to it. A rank launches its operations one by one in posting order,
+ * across both channels and all groups. All ranks therefore pass operations to NCCL in the same
+ * order. Otherwise, two ranks of a mesh that issued their row and column operations in different
+ * orders would wait for each other on the GPU. Launched operations of different channels still
+ * overlap on the GPU.
  *
- * Ordered.  Once an operation is on its stream, another stream can wait for the event after it, and
- * the caller's work is idle.  The operation stays in flight until the host sees that it is done,
+ * Ordered. Once an operation is on its stream, another stream can wait for the event after it, and
+ * the caller's work is idle. The operation stays in flight until the host sees that it is done,
  * which every wait checks. nccl_ahead.c limits how far the host may run ahead of the device.
  *
- * Captured.  While the device captures, operations are also put on their streams, and become part
- * of a graph.  The host may not test events then, so a captured operation ends when it is ordered.
- * It posts no agreement, so that one rank can abandon a capture.  A graph is launched in its turn
- * as one operation, and is in flight like any other.
+ * Captured. While the device captures, operations are also put on their streams, and become part
+ * of a graph. The host may not test events then, so a captured operation ends when it is ordered.
+ * It posts no agreement, so that one rank can abandon a capture. A graph is launched in its turn as
+ * a single operation, and is then in flight like any other.
  *
- * Sums are ncclSum, in NCCL's order and the operation's dtype, in place in the buffer.  The
- * engine's part follows on the same stream.  It reuses the kernel that sums over ranks, here with a
- * single rank.  The kernel scales this rank's slices in fp32, rounds them through the reduce dtype,
- * and writes or adds them to the shard.  The sum is thus not the pairwise tree of comm_shm. If a
- * tree is required, and for float values, our own kernels compute the sums (nccl_join.c).
+ * Sums use ncclSum, in NCCL's order and the operation's dtype, in place in the buffer. The engine's
+ * part follows on the same stream. It reuses the kernel that sums over ranks, here with a single
+ * rank. The kernel scales this rank's slices in fp32, rounds them through the reduce dtype, and
+ * writes or adds them to the shard. The sum is therefore not comm_shm's pairwise tree. If a tree is
+ * required, and for float values, our own kernels compute the sums (nccl_join.c).
  *
- * While a rank waits, it advances the operations of all its groups, because peers may wait for
- * those.
+ * While a rank waits, it advances the operations of all its groups, because peers may be waiting
+ * for them.
  */
 #include <sched.h>
 #include <stdio.h>
@@ -116,7 +117,7 @@ static void advance_behind(const fsdpc_comm_nccl *group, uint64_t turn)
         op->turn -= op->turn > turn;
 }
 
-/* Removes it from the order; later operations move up. */
+/* Removes an operation from the launch order; later operations move up. */
 static void turn_forget(fsdpc_comm_nccl *self, const fsdpc_nccl_op *op)
 {
     turns_of(self)->posted--;
@@ -193,7 +194,7 @@ static fsdpc_status launch(fsdpc_comm_nccl *self, fsdpc_nccl_op *op)
     return fsdpc_nccl_is_accepted(result) ? FSDPC_OK : fsdpc_nccl_check(c.nccl, result, "take it");
 }
 
-/* Enqueues our part after NCCL's, which is on the stream. */
+/* Enqueues our part on the stream, after NCCL's. */
 static fsdpc_status follow(fsdpc_comm_nccl *self, fsdpc_nccl_op *op)
 {
     const fsdpc_coll *coll = &op->coll;
@@ -230,7 +231,7 @@ static fsdpc_status captured(const fsdpc_comm_nccl *self, fsdpc_nccl_op *op)
     return FSDPC_OK;
 }
 
-/* Checks whether an operation has run; a graph uses the channels of all groups. */
+/* Checks NCCL's state for an operation on the GPU; a graph uses the channels of all groups. */
 static fsdpc_status running(const fsdpc_comm_nccl *self, const fsdpc_nccl_op *op)
 {
     fsdpc_status status = FSDPC_OK;
@@ -243,7 +244,8 @@ static fsdpc_status running(const fsdpc_comm_nccl *self, const fsdpc_nccl_op *op
     return status;
 }
 
-/* Advances it as far as possible.  `busy`: whether an earlier operation runs, per channel. */
+/* Advances an operation as far as possible. `busy`: whether an earlier operation runs, per
+ * channel. */
 static fsdpc_status gpu_step(fsdpc_comm_nccl *self, fsdpc_nccl_op *op, bool *busy)
 {
     fsdpc_nccl_turns *turns = turns_of(self);
@@ -271,7 +273,7 @@ static fsdpc_status gpu_step(fsdpc_comm_nccl *self, fsdpc_nccl_op *op, bool *bus
 }
 
 /* When NCCL reports that a peer is gone, the control may know which and why, perhaps a little
- * later.  Returns FSDPC_OK if it does not. */
+ * later. Returns FSDPC_OK if the control does not know. */
 static fsdpc_status name_death(fsdpc_comm_nccl *self)
 {
     enum { LOOKS = 80, LOOK_NS = 10000000 }; /* longer than a tick of the watch between hosts */

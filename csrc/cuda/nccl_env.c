@@ -1,17 +1,17 @@
-/* The only file that sets the process's environment variables for NCCL.
+/* This is the only file that sets the process's environment variables for NCCL.
  *
  * NCCL reads each variable only once, on first use, so all are set when the library is opened,
- * before the first unique id is generated.  Variables that are already set stay, because the user
- * chose them.
+ * before the first unique id is generated. Variables that are already set are left unchanged,
+ * because the user chose them.
  *
- * A copy already in the process (torch's) may have been used.  Its socket variables are then left
- * unchanged, because it may communicate with other hosts.  Before 2.31, the config has no launch
- * order field.  A variable that is set now may be too late, hence a warning.
+ * An NCCL that is already in the process (torch's) may have been used. Its socket variables are
+ * then left unchanged, because it may communicate with other hosts. Before 2.31, the config has no
+ * launch order field. Setting the variable at this point may be too late, so a warning is logged.
  *
- * If all ranks are on one host, their sockets only need its loopback interface.  NCCL does not use
- * that interface's IPv6 address, and fails if it has no other.  For several hosts, NCCL selects the
- * interface, unless the user does.  If NCCL was opened before the number of hosts was known (only
- * to describe it), loopback, which cannot connect hosts, is then unset.
+ * If all ranks are on one host, their sockets only need its loopback interface. NCCL does not use
+ * that interface's IPv6 address, and fails if it has no other. With several hosts, NCCL selects the
+ * interface unless the user does. If NCCL was opened before the number of hosts was known (only to
+ * describe it), the loopback setting is then removed, because loopback cannot connect hosts.
  */
 #include "cuda/nccl_env.h"
 
@@ -48,7 +48,7 @@ static fsdpc_status set(const char *name, const char *value)
     return FSDPC_OK;
 }
 
-/* Returns whether NCCL can use only the loopback interface. */
+/* Returns whether the loopback interface is up and has the IPv4 address that NCCL needs. */
 static bool has_loopback(void)
 {
     struct ifaddrs *all = NULL;

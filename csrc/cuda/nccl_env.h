@@ -7,11 +7,11 @@
 #include "base/log.h"
 #include "base/status.h"
 
-/* Sets the environment for NCCL at opening, and reports to `log` if that is too late.  `was_here`:
- * the process had NCCL before. */
+/* Sets NCCL's environment variables when the library is opened, and warns in `log` if that may be
+ * too late. `was_here`: the process had NCCL before. */
 fsdpc_status fsdpc_nccl_environment(int version, bool was_here, bool several_hosts,
                                     const fsdpc_log *log);
-/* Allows ranks to share a GPU, which NCCL supports from 2.30 on; must be called before the first
+/* Allows ranks to share a GPU, which NCCL supports from 2.30 on. Must be called before the first
  * channel is created. */
 fsdpc_status fsdpc_nccl_allow_sharing(void);
 

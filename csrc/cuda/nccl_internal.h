@@ -23,9 +23,10 @@
 #include "cuda/control.h"
 #include "cuda/nccl_load.h"
 
-/* A group's channels: its NCCL communicators.  Each runs one operation at a time, so gathers and
- * reductions have one each.  (NCCL's own "channels" are parts of one communicator.)  NULL until
- * first needed: groups that only exchange host values use no GPU resources. */
+/* A group's channels, which are its NCCL communicators. Each channel runs one operation at a time,
+ * so gathers and reductions have separate channels. (NCCL's own "channels" are parts of one
+ * communicator.) NULL until first needed: groups that only exchange host values use no GPU
+ * resources. */
 typedef enum fsdpc_nccl_channel {
     FSDPC_NCCL_GATHERS,
     FSDPC_NCCL_REDUCES,
@@ -55,7 +56,7 @@ typedef struct fsdpc_nccl_op {
     void *contributions; /* the others' or all ranks', if our kernels join them; otherwise NULL */
 } fsdpc_nccl_op;
 
-/* The group's memory for peers' parts of sums (nccl_join.c). */
+/* The group's staging memory for its peers' parts of sums (nccl_join.c). */
 typedef struct fsdpc_nccl_staging {
     void *at;
     size_t bytes;
@@ -68,7 +69,7 @@ typedef struct fsdpc_nccl_turns {
     uint64_t posted, launched;
 } fsdpc_nccl_turns;
 
-/* Shared by a communicator and all communicators split from it. */
+/* State shared by a communicator and all communicators split from it. */
 typedef struct fsdpc_nccl_world {
     _Atomic int refs;
     int pid; /* process that created it */
@@ -104,7 +105,7 @@ typedef struct fsdpc_comm_nccl {
     bool fails_to_register; /* registration failed on all ranks: no more attempts */
 } fsdpc_comm_nccl;
 
-/* In a forked child, neither CUDA nor NCCL may be called. */
+/* Returns whether this is a forked child, which must call neither CUDA nor NCCL. */
 static inline bool fsdpc_nccl_is_forked(const fsdpc_comm_nccl *self)
 {
     return self->world->pid != getpid();
@@ -135,11 +136,11 @@ static inline bool fsdpc_nccl_is_accepted(fsdpc_nccl_result result)
 
 fsdpc_nccl_result fsdpc_nccl_call_op(const fsdpc_nccl_call *c);
 
-/* For an in-place gather: copies this rank's slices to their places among the unsharded parameters.
+/* For an in-place gather, copies this rank's slices to their places among the unsharded parameters.
  */
 fsdpc_status fsdpc_nccl_place_own(const fsdpc_nccl_call *c);
-/* For contributions to a reduction: the number of elements that one peer sends, which is also the
- * stride between peers, and the start of those from `peer` to `rank`.  Slices have the same offsets
+/* For contributions to a reduction, returns the number of elements that one peer sends (also the
+ * stride between peers), and where those from `peer` to `rank` start. Slices have the same offsets
  * as in the shard. */
 size_t fsdpc_nccl_staging_stride(const fsdpc_coll *op);
 unsigned char *fsdpc_nccl_staging_at(void *contributions, size_t stride, int rank, int peer);
@@ -154,45 +155,47 @@ struct fsdpc_nccl_registered {
     void *handle;
 };
 
-/* Collective, when the gather channel is created: sets `registers`. */
+/* Collective. Sets `registers` when the gather channel is created. */
 fsdpc_status fsdpc_nccl_learn(fsdpc_comm_nccl *self);
-/* Returns the entry that contains `memory`; NULL: it is not registered. */
+/* Returns the entry that contains `memory`, or NULL if it is not registered. */
 fsdpc_nccl_registered *fsdpc_nccl_registered_find(const fsdpc_comm_nccl *self, const void *memory);
-/* Removes and frees the entry.  `tell`: also deregisters it with NCCL. */
+/* Removes and frees the entry. `tell`: also deregisters it with NCCL. */
 void fsdpc_nccl_registered_drop(fsdpc_comm_nccl *self, fsdpc_nccl_registered *known, bool tell);
 /* Drops all registrations, which ended with the gather channel. */
 void fsdpc_nccl_forget(fsdpc_comm_nccl *self);
 
 /* ---- nccl_abort.c ---- */
 
-/* Immediately ends all work on the channel, on both channels, or on those of all groups that end
- * with this one, even if unfinished.  Takes a few seconds at most, or the device is lost. */
+/* Immediately aborts the work on one channel, on both, or on those of all groups that end with this
+ * one. If this takes more than a few seconds, the device is lost. */
 void fsdpc_nccl_channel_abort(fsdpc_comm_nccl *self, fsdpc_nccl_channel channel);
 void fsdpc_nccl_channels_abort(fsdpc_comm_nccl *self);
 void fsdpc_nccl_groups_abort(fsdpc_comm_nccl *self);
-/* Iterates over the groups that a failure of `self` ends, including `self`: returns the group after
- * `last`, or the first; NULL at the end. */
+/* Iterates over the groups that a failure of `self` ends, including `self`. Returns the group after
+ * `last` (the first if `last` is NULL), or NULL at the end. */
 fsdpc_comm_nccl *fsdpc_nccl_ending(const fsdpc_comm_nccl *self, const fsdpc_comm_nccl *last);
 
 /* ---- nccl_channel.c ---- */
 
 /* Collective: creates the channel if it does not exist. */
 fsdpc_status fsdpc_nccl_channel_open(fsdpc_comm_nccl *self, fsdpc_nccl_channel channel);
-/* FSDPC_IN_PROGRESS while NCCL works on the last call; an error if the channel has failed since it
- * was created. */
+/* Returns FSDPC_IN_PROGRESS while NCCL works on the last call, or an error if the channel has
+ * failed since it was created. */
 fsdpc_status fsdpc_nccl_channel_state(const fsdpc_comm_nccl *self, fsdpc_nccl_channel channel,
                                       const char *what);
-/* Closes them in order, if the peers allow it within seconds. */
+/* Closes the channels in order if the peers do so within a few seconds, and aborts them
+ * otherwise. */
 void fsdpc_nccl_channels_close(fsdpc_comm_nccl *self);
 
 /* ---- nccl_join.c ---- */
 
 /* Returns whether NCCL only collects contributions and our kernels join them. */
 bool fsdpc_nccl_is_joined(const fsdpc_coll *coll);
-/* Returns whether the staging memory is too small for `coll`.  Before join_open enlarges the
+/* Returns whether the staging memory is too small for `coll`. Before join_open enlarges the
  * memory, it must not be in use and all posts must have been launched. */
 bool fsdpc_nccl_staging_is_short(const fsdpc_comm_nccl *self, const fsdpc_coll *coll);
-/* At the post: allocates memory for the contributions; the memory is freed after they were read. */
+/* Called at the post. Allocates memory for the contributions, which is freed after they have been
+ * read. */
 fsdpc_status fsdpc_nccl_join_open(fsdpc_comm_nccl *self, fsdpc_nccl_op *op);
 void fsdpc_nccl_join_close(fsdpc_comm_nccl *self, fsdpc_nccl_op *op);
 /* Called before NCCL's part is put on `stream`. */
@@ -204,10 +207,10 @@ void fsdpc_nccl_staging_free(fsdpc_comm_nccl *self);
 
 /* ---- nccl_coll.c ---- */
 
-/* Returns storage for an operation, which is free when it is not in the list `in_flight`. */
+/* Returns storage for an operation; storage is free while it is not in the `in_flight` list. */
 fsdpc_status fsdpc_nccl_op_take(fsdpc_comm_nccl *self, fsdpc_nccl_op **out);
 void fsdpc_nccl_op_give(fsdpc_comm_nccl *self, fsdpc_nccl_op *op);
-/* Appends the operation, in its turn. */
+/* Appends the operation to the list and gives it its turn in the launch order. */
 void fsdpc_nccl_op_add(fsdpc_comm_nccl *self, fsdpc_nccl_op *op);
 bool fsdpc_nccl_is_launched(const fsdpc_nccl_op *op);
 bool fsdpc_nccl_is_capturing(const fsdpc_comm_nccl *self);
@@ -216,10 +219,10 @@ void fsdpc_nccl_work_end(fsdpc_work *work, fsdpc_status status);
 /* Advances this rank's operations in flight in all groups, as every wait of this communicator
  * does. */
 fsdpc_status fsdpc_nccl_carry_on(fsdpc_comm_nccl *self);
-/* Waits until NCCL has put all posts on their streams.  Must be called before a wait in the
+/* Waits until NCCL has put all posts on their streams. Must be called before a wait in the
  * control, which advances no operations: peers may wait for one that we have not launched. */
 fsdpc_status fsdpc_nccl_launched(fsdpc_comm_nccl *self);
-/* Waits, for a few seconds at most, until ordered operations are done. */
+/* Waits a few seconds at most for ordered operations to finish. */
 void fsdpc_nccl_ops_finish(fsdpc_comm_nccl *self);
 /* Ends operations in flight with `status`; they are not accessed again. */
 void fsdpc_nccl_ops_drop(fsdpc_comm_nccl *self, fsdpc_status status);
@@ -227,7 +230,7 @@ void fsdpc_nccl_ops_free(fsdpc_comm_nccl *self);
 
 /* ---- nccl_ahead.c ---- */
 
-/* Before a post: waits until the host is not too far ahead of the GPU, and checks whether old
+/* Before a post, waits until the host is not too far ahead of the GPU and checks whether old
  * operations can still end. */
 fsdpc_status fsdpc_nccl_stay_near(fsdpc_comm_nccl *self);
 

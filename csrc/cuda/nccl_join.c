@@ -1,22 +1,23 @@
-/* Our own kernels, which reduce contributions that NCCL only collects.
+/* Reduces contributions with our own kernels when NCCL only collects them.
  *
- * NCCL chooses its own order of sums, and its extrema lose NaN.  If a fixed order is required, this
- * rank receives the contributions and joins them after NCCL's part on the same stream.  The kernels
- * and the bits are those of ranks that share memory (comm/coll_math.h).
+ * NCCL chooses its own summation order, and its minimum and maximum lose NaN. If a fixed order is
+ * required, this rank receives the contributions and joins them after NCCL's part on the same
+ * stream. The kernels and the resulting bits are the same as for ranks that share memory
+ * (comm/coll_math.h).
  *
  * Float values, usually few, are gathered from all ranks into memory that is freed when the
- * operation is done.  For integers, the order does not matter, so NCCL sums them.
+ * operation is done. For integers, the order does not matter, so NCCL sums them.
  *
- * Sums in tree order (deterministic mode) are an exchange.  Every rank sends each peer that peer's
- * slices, directly from its buffer.  It receives its own slices from all others into staging
- * memory, in the layout of a shard.  While it has buffers, a group has one staging memory, large
- * enough for its largest reduction.  Reductions use it one after the other; an event orders those
- * on different streams.  For replicas, every rank receives everything.  That needs more traffic and
- * memory than NCCL's own sum: ranks - 1 times the buffer.
+ * Sums in tree order (deterministic mode) use an exchange. Every rank sends each peer that peer's
+ * slices, directly from its buffer. It receives its own slices from all others into staging memory,
+ * in the layout of a shard. As long as a group has buffers, it keeps one staging buffer, large
+ * enough for its largest reduction. Reductions use it one at a time; an event orders those on
+ * different streams. For replicas, every rank receives every contribution in full. That needs more
+ * traffic and memory than NCCL's own sum: ranks - 1 times the buffer.
  *
- * Memory comes from the pool, which hands it out in main-stream order (pool.h).  Values on another
+ * Memory comes from the pool, which hands it out in main-stream order (pool.h). Values on another
  * stream are ordered after the main stream's work at the time of the post; for staging memory, the
- * host waits, as for a buffer.  Memory is freed when the host has seen that the operation is done,
+ * host waits, as for a buffer. Memory is freed when the host has seen that the operation is done,
  * or when the buffers are destroyed.
  */
 #include "comm/coll_math.h"
@@ -80,8 +81,8 @@ void fsdpc_nccl_staging_free(fsdpc_comm_nccl *self)
     *staging = (fsdpc_nccl_staging){0};
 }
 
-/* Happens only in early steps, on all ranks at the same reduction; either all ranks get the memory
- * or none does. */
+/* Memory grows only in early steps, at the same reduction on all ranks. Either every rank gets the
+ * memory or none does. */
 static fsdpc_status staging_grow(fsdpc_comm_nccl *self, size_t bytes)
 {
     fsdpc_nccl_staging *staging = &self->staging;
@@ -96,7 +97,7 @@ static fsdpc_status staging_grow(fsdpc_comm_nccl *self, size_t bytes)
     return FSDPC_OK;
 }
 
-/* Returns 0 for one rank, which has only one order. */
+/* Returns 0 for a single rank, for which there is only one order. */
 static size_t sums_bytes(const fsdpc_comm_nccl *self, const fsdpc_coll *op)
 {
     return (size_t)(self->base.size - 1) * fsdpc_nccl_staging_stride(op);

@@ -1,4 +1,4 @@
-/* Selects the NCCL library; the header explains the order.
+/* Selects the NCCL library; nccl_load.h explains the search order.
  *
  * Every call opens the library again; the loader counts references and returns the same one, so no
  * state is kept here.
@@ -34,7 +34,7 @@ static fsdpc_status open_library(const char *path, void **out, bool *was_here_ou
                           "no NCCL: %s (looked for in this process, FSDPC_NCCL_LIB, pip's "
                           "nvidia-nccl-cu13 and the system); ranks on GPUs need 2.26 or newer, "
                           "and 2.30 where they share one: pip install nvidia-nccl-cu13, or name "
-                          "one in FSDPC_NCCL_LIB (one rank alone needs none)",
+                          "one in FSDPC_NCCL_LIB (a single rank needs none)",
                           dlerror());
     *out = library;
     return FSDPC_OK;

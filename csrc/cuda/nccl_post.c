@@ -1,7 +1,7 @@
 /* Post, test and order: the caller's side of an operation; nccl_coll.c does the rest.
  *
  * A post first waits until the host is not too far ahead of the GPU, and then until the operation
- * has been launched.  Its agreement is posted to the control; test and order advance all
+ * has been launched. Its agreement is posted to the control; test and order advance all
  * operations.
  */
 #include "cuda/error.h"
@@ -72,7 +72,7 @@ static fsdpc_status agreement_post(fsdpc_comm_nccl *self, fsdpc_nccl_op *op, boo
                                 fsdpc_comm_post(self->base.control, &coll, &op->agreement));
 }
 
-/* Returns the outcome of a work that is not in flight. */
+/* Returns the result of work that is not in flight. */
 static fsdpc_status outcome(const fsdpc_work *work)
 {
     if (work->status == FSDPC_OK)
@@ -85,7 +85,7 @@ static bool is_in_flight(const fsdpc_work *work)
     return atomic_load_explicit(&work->state, memory_order_relaxed);
 }
 
-/* Polls the launch; test later reports a failure, which the work stores. */
+/* Polls the launch. A failure is stored in the work, and test reports it later. */
 static fsdpc_status poll_launch(void *arg)
 {
     const fsdpc_work *work = arg;
@@ -96,7 +96,7 @@ static fsdpc_status poll_launch(void *arg)
     return fsdpc_nccl_is_launched(work->impl) ? FSDPC_OK : FSDPC_IN_PROGRESS;
 }
 
-/* Waits for the launch of a post.  An interrupted post continues by itself, like an ordered one. */
+/* Waits for the launch of a post. An interrupted post continues by itself, like an ordered one. */
 static fsdpc_status wait_for_launch(fsdpc_work *work)
 {
     fsdpc_status status = fsdpc_comm_wait_for(work->comm, poll_launch, work,

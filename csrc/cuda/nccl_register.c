@@ -1,19 +1,19 @@
 /* Registers memory with NCCL before gathers write to it.
  *
- * NCCL gathers into any memory, through its own buffers.  If all ranks have registered a symmetric
- * window together, peers write to it directly.  Slots, and unsharded parameters with a whole device
- * window, are therefore registered once each with the gather communicator, by the address of their
- * first mapping.  NCCL registers the memory behind one driver handle, which it only finds by the
- * first mapping.  Reduce buffers are in the device's pooled memory, for which NCCL cannot create a
- * window, and are not registered.
+ * NCCL can gather into any memory, through its own buffers. If all ranks have registered a
+ * symmetric window together, peers write to it directly. Slots, and unsharded parameters with a
+ * whole device window, are therefore registered once each with the gather communicator, by the
+ * address of their first mapping. NCCL registers the memory behind one driver handle, which it can
+ * find only by the first mapping. Reduce buffers are in the device's pooled memory, for which NCCL
+ * cannot create a window, and are not registered.
  *
  * If NCCL cannot create a window, because GPUs cannot access each other, each rank registers the
- * memory separately.  An old NCCL, or a GPU without windows, works without registration.
+ * memory separately. An old NCCL, or a GPU without windows, works without registration.
  *
- * Registration continues in the background, as an init does.  A failure does not end the run, but
- * NCCL's communicator also fails, and a peer may wait in the same call for ever.  Ranks therefore
- * agree on the call and on its end, and wait a bounded time for both.  After a failure, they create
- * a new communicator, with nothing registered.
+ * Registration continues in the background, as an init does. A failure does not end the run, but it
+ * also breaks NCCL's communicator, and a peer may wait in the same call for ever. Ranks therefore
+ * agree on the call and on its end, and wait for both for a bounded time. After a failure, they
+ * create a new communicator, with nothing registered.
  *
  * A gather into registered memory is in place: this rank's slices are first copied to their places
  * among the unsharded parameters, so both source and destination are registered.
@@ -49,7 +49,8 @@ static fsdpc_status poll_registered(void *arg)
     return status;
 }
 
-/* Returns at most half of the deadline, because the following agreement may take the whole. */
+/* Returns at most half of the deadline, because the agreement that follows may take a whole
+ * deadline. */
 static int64_t patience_ns(const fsdpc_comm *comm)
 {
     double s = comm->timeout_s / 2;
@@ -62,7 +63,7 @@ static fsdpc_status accepted(const fsdpc_nccl *nccl, fsdpc_nccl_result result)
                                           : fsdpc_nccl_check(nccl, result, "register memory");
 }
 
-/* Collective.  Ranks agree on whether NCCL still works. */
+/* Collective. Ranks agree on whether NCCL still works. */
 static fsdpc_status make_window(fsdpc_comm_nccl *self, fsdpc_nccl_registered *made)
 {
     static const char what[] = "registering memory";
@@ -96,7 +97,7 @@ static void keep(fsdpc_comm_nccl *self, fsdpc_nccl_registered *made)
     self->registered = made;
 }
 
-/* An unfinished call may still write to `made`, which is kept until the channels are closed. */
+/* An unfinished call may still write to `made`, so it is kept until the channels are closed. */
 static fsdpc_status go_on_without(fsdpc_comm_nccl *self, fsdpc_nccl_registered *made)
 {
     fsdpc_status status = fsdpc_comm_health(&self->base);

@@ -7,7 +7,7 @@
 
 #include "cuda/nccl_internal.h"
 
-/* An old NCCL may lack either call. */
+/* An old NCCL may lack either of these calls. */
 fsdpc_status fsdpc_nccl_learn(fsdpc_comm_nccl *self)
 {
     const fsdpc_nccl *nccl = &self->world->nccl;

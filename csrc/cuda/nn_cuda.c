@@ -1,9 +1,9 @@
-/* The GPU's table of neural network kernels: checks arguments before the launchers.
+/* The GPU's table of neural network kernels, which checks arguments before calling the launchers.
  *
- * The CPU's kernels have the same argument checks.  Kernels report data errors (ids and targets out
- * of range) at the next sync.  Products use cuBLASLt if it is available and supports them,
- * otherwise the plain kernel (gemm_cublaslt.h).  Attention uses cuDNN if it is requested, is
- * available and supports the shape (attention_cudnn.h).
+ * The CPU's kernels have the same argument checks. Kernels report data errors (ids and targets out
+ * of range) at the next sync. Products use cuBLASLt if it is available and supports them, and the
+ * plain kernel otherwise (gemm_cublaslt.h). Attention uses cuDNN if it is requested, is available
+ * and supports the shape (attention_cudnn.h).
  */
 #include "cuda/attention_cudnn.h"
 #include "cuda/gemm_cublaslt.h"
@@ -26,7 +26,7 @@ static fsdpc_status check_ids(fsdpc_dtype dtype, const char *what)
                       fsdpc_dtype_name(dtype));
 }
 
-/* Defines a slot that checks its dtype and launches. */
+/* Defines a table slot that checks the dtype and launches the kernel. */
 #define FLOAT_SLOT(name, args_type, what)                                                          \
     static fsdpc_status name(const args_type *args, fsdpc_stream *stream)                          \
     {                                                                                              \

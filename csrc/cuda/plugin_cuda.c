@@ -31,7 +31,7 @@ static void describe(char *text, size_t bytes)
              count, products, attention);
 }
 
-/* Device options: "cudnn", FSDPC_CUDNN's setting for attention (base/env.h). */
+/* Device option "cudnn": the FSDPC_CUDNN setting for attention (base/env.h). */
 static fsdpc_status device_create(fsdpc_mem *mem, int ordinal, const fsdpc_plugin_option *options,
                                   fsdpc_device **out)
 {
@@ -46,7 +46,7 @@ static fsdpc_status device_create(fsdpc_mem *mem, int ordinal, const fsdpc_plugi
     return FSDPC_OK;
 }
 
-/* Communicator option "library": path of the NCCL library to prefer. */
+/* Communicator option "library": path of the preferred NCCL library. */
 static fsdpc_status comm_create(const fsdpc_comm_config *config, fsdpc_comm *control,
                                 const fsdpc_plugin_option *options, fsdpc_comm **out)
 {

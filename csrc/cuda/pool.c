@@ -1,14 +1,14 @@
-/* Size classes over cudaMalloc or cudaHostAlloc.
+/* Implements size classes on top of cudaMalloc or cudaHostAlloc.
  *
- * Up to 1 MiB, each power of two is divided into eight classes.  Larger sizes are multiples of 2
- * MiB, the granularity in which the driver maps memory.  A block never changes its class and is
+ * Up to 1 MiB, each power of two is divided into eight classes. Larger sizes are multiples of 2
+ * MiB, the granularity in which the driver maps memory. A block never changes its class and is
  * never split: every training step requests the same sizes, so more elaborate schemes gain nothing.
  *
  * Two hash tables of chains hold live blocks by address and free blocks by class; the free block
  * with the lowest address is used first.
  *
- * A block counts its holds, and each hold lists its blocks.  A held block that was freed is
- * `parked`: it stays in the table of live blocks, but has no owner.  While a hold is being created,
+ * A block counts its holds, and each hold lists its blocks. A held block that has been freed is
+ * `parked`: it stays in the table of live blocks, but has no owner. While a hold is being created,
  * it includes every live block; a block that is freed and has no other hold can be reused by the
  * capture.
  */
@@ -99,7 +99,7 @@ void fsdpc_cuda_pool_destroy(fsdpc_cuda_pool *pool)
     free(pool);
 }
 
-/* Removes the block with this address from the chain; NULL if none has it. */
+/* Removes the block with this address from its chain; returns NULL if there is none. */
 static block *take(block **chain, const void *pointer)
 {
     for (block **transport = chain; *transport; transport = &(*transport)->next) {
@@ -112,8 +112,8 @@ static block *take(block **chain, const void *pointer)
     return NULL;
 }
 
-/* Takes the class's block with the lowest address.  If a step starts with the same free blocks as
- * the previous one, it thus gets the same addresses. */
+/* Takes the class's block with the lowest address. A step that starts with the same free blocks as
+ * the previous one therefore gets the same addresses. */
 static block *take_lowest(block **chain, size_t class_bytes)
 {
     const void *lowest = NULL;
@@ -130,10 +130,11 @@ static fsdpc_status no_memory(fsdpc_cuda_pool *pool, fsdpc_mem_kind kind, size_t
     size_t free_bytes = 0, total = 0;
     char held[256] = ", nothing";
     if (pool->pinned)
-        return fsdpc_fail(FSDPC_ERR_NOMEM,
-                          "no host memory to pin for %zu bytes (%s), beside %zu that are: use more "
-                          "ranks or hosts, or leave a class out of the offload policy",
-                          bytes, fsdpc_mem_kind_name(kind), pool->held_bytes[kind]);
+        return fsdpc_fail(
+            FSDPC_ERR_NOMEM,
+            "no host memory to pin for %zu bytes (%s), with %zu pinned already: use more "
+            "ranks or hosts, or leave a class out of the offload policy",
+            bytes, fsdpc_mem_kind_name(kind), pool->held_bytes[kind]);
     (void)cudaMemGetInfo(&free_bytes, &total);
     (void)cudaGetLastError();
     for (size_t k = 0, at = 0; k < FSDPC_MEM_COUNT && at < sizeof held; k++) {
@@ -187,8 +188,9 @@ static void push(block **chain, block *it)
     *chain = it;
 }
 
-/* The blocks are taken out before the wait, which runs without the lock.  The wait may need
- * progress on another thread, and does not cover blocks that the other thread frees meanwhile. */
+/* The free blocks are removed from the pool before the wait, which runs without the lock. The wait
+ * may need progress on another thread, and does not cover blocks that the other thread frees
+ * meanwhile. */
 fsdpc_status fsdpc_cuda_pool_trim(fsdpc_cuda_pool *pool, fsdpc_status (*wait)(fsdpc_device *),
                                   fsdpc_device *device)
 {
@@ -236,7 +238,7 @@ static fsdpc_status add_kept(fsdpc_cuda_keep *keep, block *it)
     return FSDPC_OK;
 }
 
-/* Takes a block that the capture itself freed, otherwise any free block. */
+/* Takes a block that the capture itself freed, or any other free block if there is none. */
 static fsdpc_status take_for_capture(fsdpc_cuda_pool *pool, size_t class_bytes, block **out)
 {
     size_t bucket = bucket_of(class_bytes);

@@ -1,7 +1,7 @@
 /* Bounded waits for a GPU.
  *
- * A collective with a dead peer never finishes.  If the device has a peer check, a wait therefore
- * polls an event through it.  Without one, CUDA itself waits.
+ * A collective with a dead peer never finishes. If the device has a peer check, a wait therefore
+ * polls an event through it. Without one, CUDA itself waits.
  */
 #include "cuda/wait.h"
 
@@ -38,7 +38,8 @@ static fsdpc_status held_for_ever(void)
                       "runs on it: end this process");
 }
 
-/* Used for a lost device: a stream that is not blocked may still finish. */
+/* Polls a stream of a lost device briefly, because a stream that is not blocked may still
+ * finish. */
 static fsdpc_status has_run(fsdpc_cuda_stream *stream)
 {
     const int64_t patience_ns = 200000000;
@@ -70,8 +71,8 @@ fsdpc_status fsdpc_cuda_wait(fsdpc_device *device)
                                       : fsdpc_cuda_wait_stream(((fsdpc_cuda_device *)device)->main);
 }
 
-/* Waits only for the main stream: its work comes before the free, and work on other streams that
- * used a block is ordered before the block's free (pool.h). */
+/* It waits only for the main stream, because work on other streams that used a block is ordered
+ * before the block's free (pool.h). */
 fsdpc_status fsdpc_cuda_make_room(fsdpc_device *device)
 {
     if (device->reclaim)

@@ -1,4 +1,4 @@
-/* Waiting for a GPU, and waiting in order to free memory.
+/* Waits for a GPU, including the waits that precede freeing memory.
  *
  * All host waits for a GPU use this file, so that a dead peer, a lost device or a capture causes an
  * error instead of a hang.
@@ -11,16 +11,16 @@
 /* Returns an error inside a capture, in which the host must not wait for the GPU. */
 fsdpc_status fsdpc_cuda_may_wait(const fsdpc_device *device);
 
-/* Waits until everything on the stream has run.  Not allowed inside a capture. */
+/* Waits until everything on the stream has run. Not allowed inside a capture. */
 fsdpc_status fsdpc_cuda_wait_stream(fsdpc_cuda_stream *stream);
 
-/* Waits until everything on the main stream has run, before memory is freed.  Errors of submitted
- * work remain for the next sync.  Returns an error inside a capture and on a lost device, whose
+/* Waits until everything on the main stream has run, before memory is freed. Errors from submitted
+ * work are left for the next sync. Returns an error inside a capture and on a lost device, whose
  * other streams may still use the memory, which then stays allocated. */
 fsdpc_status fsdpc_cuda_wait(fsdpc_device *device);
 
-/* After a failed allocation: waits, and returns the memory kept for reuse to CUDA.  The caller then
- * tries once more.  Returns an error inside a capture. */
+/* After a failed allocation, waits and then returns the memory kept for reuse to CUDA. The caller
+ * then retries once. Returns an error inside a capture. */
 fsdpc_status fsdpc_cuda_make_room(fsdpc_device *device);
 
 #endif

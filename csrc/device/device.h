@@ -1,53 +1,54 @@
 /* A device: memory, streams and events, and the kernels that run on it.
  *
- * Three implementations fill in the table: `cpu`, `null` (records, computes nothing) and, as a
- * plugin, `cuda`.  Callers use the inline wrappers below the table, never its entries.
+ * Three implementations fill in the table: `cpu`, `null` (which records calls and computes nothing)
+ * and, as a plugin, `cuda`. Callers use the inline wrappers below the table, never its entries
+ * directly.
  *
- * Streams.  Work submitted to one stream runs in order.  A CPU stream is either inline (submit runs
- * the work at once, in the caller) or a FIFO worker thread.  Streams are created inline if the
- * ranks of this host leave no spare core.  Kernels in the tables of csrc/ops take their stream as
- * the last argument.  On the CPU they run in the calling thread, with the device's team; on CUDA
- * they are enqueued.  To run a CPU kernel on a worker stream, submit a function that calls it.
+ * Streams. Work submitted to one stream runs in order. A CPU stream is either inline (submit runs
+ * the work at once, in the caller) or a FIFO worker thread. Streams are created inline if the
+ * ranks of this host leave no spare core. Kernels in the tables of csrc/ops take their stream as
+ * the last argument. On the CPU they run in the calling thread, with the device's team; on CUDA
+ * they are enqueued. To run a CPU kernel on a worker stream, submit a function that calls it.
  *
  * A remote device (CUDA) has memory that the host cannot touch, and kernels that run
- * asynchronously.  The host accesses its memory through copies.  A copy with a stream runs in that
+ * asynchronously. The host accesses its memory through copies. A copy with a stream runs in that
  * stream's order: data copied out is valid after a sync, and the source of a copy-in may change at
- * once.  A copy without a stream runs in the main stream's order, and the host waits for it.  All
- * streams that are not async are the main stream, so work on them needs no events.
- * FSDPC_MEM_PINNED memory is host memory with one address for both sides; kernels access it over
- * the bus.  Work sees the host's writes from before it was enqueued; the host sees the device's
- * writes after a wait.
+ * once. A copy without a stream runs in the main stream's order, and the host waits for it. Every
+ * stream that is not async is the main stream, so work on it needs no events. FSDPC_MEM_PINNED
+ * memory is host memory with one address for both sides; kernels access it over the bus. Work sees
+ * everything that the host wrote before enqueuing it; the host sees the device's writes after a
+ * wait.
  *
  * Events order streams: record marks a point in a stream, and stream_wait makes later work on
- * another stream wait for it.  An event that has never been recorded counts as complete.  Recording
+ * another stream wait for it. An event that has never been recorded counts as complete. Recording
  * it again moves it to the new point; earlier waits keep the old one.
  *
  * Other libraries in the process (torch) have their own streams, identified by a raw handle (CUDA's
- * cudaStream_t).  The main stream can become one of them, so that their work and ours run in a
- * single order.  It then continues after the work of the previous main stream.  If device memory
+ * cudaStream_t). The main stream can become one of them, so that their work and ours run in a
+ * single order. It then continues after the work of the previous main stream. If device memory
  * runs out, the other libraries are asked to release cached memory (`reclaim`).
  *
- * Graphs.  On a device that supports them, work submitted to its streams from capture_begin to
- * capture_end is recorded instead of run.  A launch runs all of it again, on the same memory.  The
- * capture records the main stream and streams that wait for its events; the main stream must wait
- * for these streams before the end.  Meanwhile the main stream is the device's own, even if another
- * was adopted.  Nothing may wait during a capture.  These calls are errors: a sync; testing an
- * event; a copy from or to host memory, except single constants of up to 8 bytes, whose value the
- * graph keeps.  It is also an error to make another library's stream follow ours, or to use memory
- * that no earlier step allocated.  After such an error the capture is dropped.  A graph keeps its
- * memory.  Blocks that were live when the capture began, or acquired during it, are not reused
- * while the graph exists, even if freed.
+ * Graphs. On a device that supports them, work submitted to its streams from capture_begin to
+ * capture_end is recorded instead of run. Launching the graph runs all of that work again, on the
+ * same memory. The capture records the main stream and streams that wait for its events; the main
+ * stream must wait for these streams before the end. During the capture, the main stream is the
+ * device's own, even if another was adopted. Nothing may wait during a capture. These calls are
+ * errors: a sync, testing an event, and a copy from or to host memory. The exception is a constant
+ * of up to 8 bytes, whose value the graph keeps. It is also an error to make another library's
+ * stream follow ours, or to use memory that no earlier step allocated. After such an error the
+ * capture is dropped. A graph keeps its memory. Blocks that were live when the capture began, or
+ * acquired during it, are not reused while the graph exists, even if freed.
  *
  * Windows are address ranges over memory that several windows may share; each keeps its address for
- * life.  They are created, moved and destroyed while nothing on the device uses them.  Data written
- * through one address is visible through another once streams and events order the two.  If waiting
+ * life. They are created, moved and destroyed while nothing on the device uses them. Data written
+ * through one address is visible through another once streams and events order the two. If waiting
  * for the main stream fails, the window stays as it is.
  *
- * Errors: submit fails only if the work cannot be accepted.  Work that fails does not stop later
+ * Errors: submit fails only if the work cannot be accepted. Work that fails does not stop later
  * work; the stream keeps the first error with its text, and the next sync returns it once.
  *
- * Threads: only one thread at a time submits to a stream or uses an event.  A forked child cannot
- * use the parent's worker streams.  Ownership: a device outlives its streams, events and memory;
+ * Threads: only one thread at a time may submit to a stream or use an event. A forked child cannot
+ * use the parent's worker streams. Ownership: a device outlives its streams, events and memory;
  * destroy(NULL) is a no-op everywhere.
  */
 #ifndef FSDPC_DEVICE_DEVICE_H
@@ -75,7 +76,7 @@ typedef struct fsdpc_window {
     unsigned char *memory;  /* for communicators: common to all windows that share the memory */
 } fsdpc_window;
 
-/* Work for a stream.  `arg` stays valid until the work has run. */
+/* Work for a stream. `arg` stays valid until the work has run. */
 typedef fsdpc_status (*fsdpc_stream_fn)(void *arg, fsdpc_stream *stream);
 
 /* Allowed access to memory; any other access ends the process. */
@@ -107,15 +108,16 @@ typedef struct fsdpc_device_ops {
                          fsdpc_stream *stream);
     fsdpc_status (*fill)(fsdpc_device *device, void *to, int byte, size_t bytes,
                          fsdpc_stream *stream);
-    /* Optional; NULL: memory can always be read and written. */
+    /* Optional: if NULL, memory can always be read and written. */
     fsdpc_status (*protect)(fsdpc_device *device, void *pages, size_t bytes, fsdpc_access access);
 
-    /* Streams of other libraries, by raw handle.  Optional, all three; NULL: not supported. */
+    /* Streams of other libraries, by raw handle. All three are optional, and NULL if not
+     * supported. */
     fsdpc_status (*adopt)(fsdpc_device *device, uintptr_t raw);
     fsdpc_status (*precede)(fsdpc_device *device, uintptr_t raw);
     uintptr_t (*handle)(const fsdpc_device *device);
 
-    /* Graphs.  Optional, all or none; NULL: not supported. */
+    /* Graphs. These are either all set or, if graphs are not supported, all NULL. */
     fsdpc_status (*capture_begin)(fsdpc_device *device); /* waits for the main stream */
     fsdpc_status (*capture_end)(fsdpc_device *device, fsdpc_graph **out); /* out NULL: drop it */
     fsdpc_status (*graph_launch)(fsdpc_graph *graph);                     /* on the main stream */
@@ -128,7 +130,7 @@ typedef struct fsdpc_device_ops {
     fsdpc_status (*window_destroy)(fsdpc_window *window);
 } fsdpc_device_ops;
 
-/* Waits, on the host, for a remote device whose work may depend on dead ranks.  It polls until the
+/* Waits, on the host, for a remote device whose work may depend on dead ranks. It polls until the
  * result is not IN_PROGRESS, or until the deadline, an interrupt or a failure. */
 typedef struct fsdpc_peer_check {
     fsdpc_status (*wait_for)(void *arg, fsdpc_status (*poll)(void *poll_arg), void *poll_arg);
@@ -160,14 +162,14 @@ struct fsdpc_device {
     void *reclaim_arg;
 };
 
-/* Returns the default stream for kernels and copies: on the host the caller itself, on a remote
- * device the main stream. */
+/* Returns the default stream for kernels and copies: the caller itself on the host, or the main
+ * stream on a remote device. */
 static inline fsdpc_stream *fsdpc_device_main(fsdpc_device *device)
 {
     return device->main;
 }
 
-/* Common head of every stream; implementations embed it first. */
+/* Common header of every stream; implementations embed it as their first member. */
 struct fsdpc_stream {
     fsdpc_device *device;
     const char *name;
@@ -182,12 +184,12 @@ struct fsdpc_graph {
     fsdpc_device *device;
 };
 
-/* `mem` and `team` are borrowed and outlive the device.  `spare_cores`: cores this rank may use for
+/* `mem` and `team` are borrowed and outlive the device. `spare_cores`: cores this rank may use for
  * worker streams; 0 makes every stream inline. */
 fsdpc_status fsdpc_device_cpu_create(fsdpc_mem *mem, fsdpc_team *team, fsdpc_isa isa,
                                      int spare_cores, fsdpc_device **out);
 
-/* Returns the number of threads that its streams have in this process. */
+/* Returns the number of threads that the device's streams have in this process. */
 int fsdpc_device_cpu_workers(const fsdpc_device *device);
 
 /* The calls that the null device received, in order; borrowed until the next call on the device. */
@@ -197,11 +199,12 @@ typedef struct fsdpc_null_record {
     const void *object; /* the event, the function's arg, or the address written */
 } fsdpc_null_record;
 
-/* Creates a device that records submitted functions, and calls them only if `run_host_work`. */
+/* Creates a device that records submitted functions, and calls them only if `run_host_work` is
+ * set. */
 fsdpc_status fsdpc_device_null_create(fsdpc_mem *mem, bool run_host_work, fsdpc_device **out);
 size_t fsdpc_device_null_records(const fsdpc_device *device, const fsdpc_null_record **out);
 /* Returns the total floating-point operations of the products submitted to the null device; its
- * kernels (ops/nn_null.c) count them.  Other devices count nothing. */
+ * kernels (ops/nn_null.c) count them. Other devices count nothing. */
 const int64_t *fsdpc_device_null_flops(const fsdpc_device *device);
 void fsdpc_device_null_add_flops(fsdpc_device *device, double flops);
 
@@ -261,7 +264,7 @@ static inline fsdpc_status fsdpc_event_test(fsdpc_event *event)
     return event->device->ops->event_test(event);
 }
 
-/* Makes the host wait for an event, through the device's watch if there is one. */
+/* Makes the host wait for an event, through the device's peer check if it has one. */
 fsdpc_status fsdpc_event_await(fsdpc_event *event);
 
 static inline fsdpc_status fsdpc_device_alloc(fsdpc_device *device, fsdpc_mem_kind kind,
@@ -301,14 +304,15 @@ static inline fsdpc_status fsdpc_device_alloc_zeroed(fsdpc_device *device, fsdpc
     return status;
 }
 
-/* Protects whole pages at once, not in stream order; set ACCESS_WRITE again before freeing them. */
+/* Protects whole pages immediately rather than in stream order; set ACCESS_WRITE again before
+ * freeing them. */
 static inline fsdpc_status fsdpc_device_protect(fsdpc_device *device, void *pages, size_t bytes,
                                                 fsdpc_access access)
 {
     return device->ops->protect ? device->ops->protect(device, pages, bytes, access) : FSDPC_OK;
 }
 
-/* Makes `raw` the main stream, and lets the calling thread use the device.  The stream must live
+/* Makes `raw` the main stream, and lets the calling thread use the device. The stream must live
  * until another is adopted. */
 static inline fsdpc_status fsdpc_device_adopt(fsdpc_device *device, uintptr_t raw)
 {
@@ -321,7 +325,7 @@ static inline fsdpc_status fsdpc_device_precede(fsdpc_device *device, uintptr_t 
     return device->ops->precede ? device->ops->precede(device, raw) : FSDPC_OK;
 }
 
-/* Returns the main stream's handle; 0 for CUDA's default stream, or if the device has no
+/* Returns the main stream's handle, which is 0 for CUDA's default stream or if the device has no
  * handles. */
 static inline uintptr_t fsdpc_device_handle(const fsdpc_device *device)
 {
@@ -366,15 +370,15 @@ static inline fsdpc_status fsdpc_window_create(fsdpc_device *device, fsdpc_mem_k
     return device->ops->window_create(device, kind, bytes, like, out);
 }
 
-/* Gives a window separate memory at the same address, with undefined contents.  An error leaves it
- * as it was. */
+/* Gives a window separate memory at the same address, with undefined contents. If this fails, the
+ * window is unchanged. */
 static inline fsdpc_status fsdpc_window_part(fsdpc_window *window)
 {
     return window->device->ops->window_part(window);
 }
 
-/* Waits for the main stream.  If that fails, returns the error and leaves the window unchanged;
- * callers that cannot retry leak it.  Errors of submitted work remain for the next sync. */
+/* Waits for the main stream. If that fails, returns the error and leaves the window unchanged;
+ * callers that cannot retry leak it. Errors from submitted work are left for the next sync. */
 static inline fsdpc_status fsdpc_window_destroy(fsdpc_window *window)
 {
     return window ? window->device->ops->window_destroy(window) : FSDPC_OK;

@@ -1,19 +1,19 @@
 /* The CPU as a device.
  *
- * Memory is counted memory (base/mem).  Kernels, copies and fills run in the calling thread.  There
- * are two kinds of stream.  Inline: submit calls the function before returning, and every point of
- * the stream has always been reached.  Worker: a thread takes entries from a FIFO, a ring that
- * doubles when full (it stops growing after the first steps).
+ * Memory is counted memory (base/mem). Kernels, copies and fills run in the calling thread. There
+ * are two kinds of stream. Inline: submit calls the function before it returns, so every point on
+ * the stream has already been reached. Worker: a thread takes entries from a FIFO, a ring buffer
+ * that doubles when full and stops growing after the first few steps.
  *
- * Note [progress].  Other threads see a worker stream's progress: how many entries it has finished.
- * The progress is a small object with its own reference count, so that an event, or a wait in
- * another stream's ring, may outlive the stream.  An event is a progress and the number to reach;
- * recording needs no entry.  Waits only ever refer to entries submitted before them, so streams
- * cannot deadlock in a cycle.
+ * Note [progress]. Other threads can see a worker stream's progress, which is the number of entries
+ * it has finished. The progress is a small reference-counted object, so an event or a wait in
+ * another stream's ring can outlive the stream. An event consists of a progress and the count it
+ * must reach, so recording one adds no entry. Waits only ever refer to entries submitted before
+ * them, so streams cannot deadlock in a cycle.
  *
- * A sleeper on progress spins for some microseconds, then sleeps on a futex.  This file has no
- * deadlines: the work in a stream has its own (comm), and a caller that can be interrupted polls
- * event_test instead of calling sync.
+ * A thread waiting on a progress spins for a few microseconds, then sleeps on a futex. This file
+ * sets no deadlines: collectives have their own (comm), and a caller that must be interruptible
+ * polls event_test instead of calling sync.
  */
 #include "device/device.h"
 
@@ -230,7 +230,7 @@ static fsdpc_status check_process(const progress *p, const char *stream_name)
     return FSDPC_OK;
 }
 
-/* Reserves space for one more entry.  The caller holds the lock. */
+/* Reserves space for one more entry. The caller holds the lock. */
 static fsdpc_status reserve_entry(cpu_stream *stream)
 {
     if (stream->submitted - stream->taken < stream->capacity)
@@ -284,7 +284,7 @@ static void free_stream(cpu_stream *stream)
     free(stream);
 }
 
-/* A forked child has none of its parent's workers. */
+/* A forked child inherits none of its parent's worker threads. */
 static void count_worker(cpu_device *device, int change)
 {
     if (device->workers_pid != getpid())

@@ -1,10 +1,10 @@
 /* A device that records its calls and does nothing.
  *
- * It serves tests of the schedule itself: which copy came before which wait, on which stream.
- * Every point of every stream counts as reached at once.  Memory is real (counted, but without
- * pages until touched), so pointers in the record are distinct; copies and fills do not touch it.
- * With `run_host_work` the device calls submitted functions in order, since the host's schedule may
- * depend on their effects.
+ * It is used to test the schedule itself: which copy came before which wait, and on which stream.
+ * Every point on every stream counts as reached immediately. Memory is allocated and counted, so
+ * pointers in the record are distinct, but copies and fills never touch it. With `run_host_work`
+ * the device calls submitted functions in order, since the host's schedule may depend on their
+ * effects.
  *
  * Stream names outlive their streams, because records point to them.
  */
@@ -53,7 +53,7 @@ static fsdpc_status add_record(fsdpc_device *base, const fsdpc_stream *stream, c
     return FSDPC_OK;
 }
 
-/* Returns the device's own copy of a name; NULL if memory runs out. */
+/* Returns the device's own copy of a name, or NULL if memory runs out. */
 static const char *keep_name(null_device *device, const char *name)
 {
     for (const name_entry *known = device->names; known; known = known->next)

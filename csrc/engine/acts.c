@@ -5,7 +5,7 @@
 
 #include <stdlib.h>
 
-/* If memory runs out, the step shows no acts. */
+/* If memory runs out, the step's acts are dropped. */
 static void note_act(fsdpc_root *root, fsdpc_act act)
 {
     fsdpc_acts *acts = &root->acts;
@@ -27,7 +27,8 @@ void fsdpc_root_trace(const fsdpc_unit *unit, fsdpc_trace_kind kind, size_t byte
 {
     fsdpc_root *root = unit->root;
     fsdpc_trace_add(unit->trace, kind, unit->id, bytes, root->param_buffer->epoch, backward);
-    /* A shard group of one rank never gathers or reshards, and only its replicas compute sums. */
+    /* A shard group of one rank never gathers or reshards, and only the all-reduce over its
+     * replicas produces sums. */
     bool of_shards =
         kind == FSDPC_TRACE_GATHER || kind == FSDPC_TRACE_RESHARD || kind == FSDPC_TRACE_REDUCE;
     bool shown = of_shards ? root->comm->size > 1

@@ -1,4 +1,5 @@
-/* Records the engine's actions on units, in the trace and as a step's acts for schedule(). */
+/* Records the engine's actions on units, both in the trace and as the acts that schedule()
+ * returns. */
 #ifndef FSDPC_ENGINE_ACTS_H
 #define FSDPC_ENGINE_ACTS_H
 

@@ -1,11 +1,11 @@
-/* A backward ends with one small all-reduce over the replicas and one over the shard group.
+/* Each backward ends with two small all-reduces, one over the replicas and one over the shard
+ * group.
  *
- * Both compute the maximum of each byte.  For usage marks, the maximum means "any rank".  Each
- * checksum travels with its complement: the two maxima are complements of each other only if all
- * checksums are equal.
+ * Both take the byte-wise maximum. For usage marks, the maximum means "any rank". Each checksum is
+ * sent with its complement, and the two maxima are complementary only if all checksums are equal.
  *
- * The position of the next slice is compared too.  A rank that abandoned a backward early may be at
- * a different position from its replicas.  In that case this backward compares nothing, and all
+ * The position of the next slice is compared too. A rank that abandoned a backward early may be at
+ * a different position from its replicas. In that case this backward skips the comparison, and all
  * ranks continue from the same position.
  */
 #include "engine/agree.h"
@@ -91,7 +91,7 @@ static void walk_group(const fsdpc_unit *unit, const fsdpc_unit_group *group, wa
     }
 }
 
-/* Marks the slice of all masters that begins at the root's position. */
+/* Computes the mark of the slice of the masters that begins at the root's position. */
 static mark mark_slice(const fsdpc_root *root, uint64_t bytes)
 {
     walk w = {.skip = root->compared, .bytes = bytes};
@@ -102,7 +102,7 @@ static mark mark_slice(const fsdpc_root *root, uint64_t bytes)
     return (mark){root->compared, ~root->compared, sum, ~sum};
 }
 
-/* All ranks of a replica group call this and find the same parameter, or none. */
+/* All ranks of a replica group call this and either find the same parameter or all find none. */
 static fsdpc_status name_difference(fsdpc_root *root)
 {
     for (int u = 0; u < root->n_units; u++) {
@@ -118,7 +118,7 @@ static fsdpc_status name_difference(fsdpc_root *root)
                 return fsdpc_fail(FSDPC_ERR_MISMATCH,
                                   "replicas drifted apart: '%s' of unit '%s' has other values on "
                                   "rank %d than on its replicas; its values or the optimizer's "
-                                  "options were changed on one rank alone: change them on every "
+                                  "options were changed on only one rank: change them on every "
                                   "rank, and load the last checkpoint",
                                   unit->layout->params[p].name, unit->name, root->comm->world_rank);
         }
@@ -201,7 +201,7 @@ fsdpc_status fsdpc_backward_agree(fsdpc_root *root)
 
 /* ---- What is trained ---- */
 
-/* Words the change for a peer that has not made it; keeps only the end of a long name. */
+/* Describes the change to a peer that has not made it, keeping only the end of a long name. */
 static void say_change(const fsdpc_unit *unit, int param, char *text, size_t bytes)
 {
     char whole[512];

@@ -1,13 +1,13 @@
-/* One call of a unit's module: the steps that both frontends take around forward, above the
- * schedule.
+/* One call of a unit's module: the steps that both frontends perform around its forward, on top of
+ * the schedule.
  *
- *     begin_recomputed?  enter  -> forward ->  leave | failed            (a call)
+ *     begin_recomputed? enter  -> forward ->  leave | failed            (a call)
  *     begin_backward  post_backward (sched.h)  end_backward              (its backward)
  *
- * A frontend keeps the modules, tensors and graph of its framework.  It passes facts that the
- * engine cannot see: whether gradients are recorded, whether backward is running, and how far its
- * graph has grown (`clock`).  This file decides everything else about a call: which of a unit's
- * modules runs, which weights a recomputation must see, and where random streams begin.
+ * A frontend manages its framework's modules, tensors and graph. It passes facts that the engine
+ * cannot see: whether gradients are recorded, whether backward is running, and how far its graph
+ * has grown (`clock`). This file decides everything else about a call: which of a unit's modules
+ * runs, which weights a recomputation must see, and where random streams begin.
  */
 #ifndef FSDPC_ENGINE_CALL_H
 #define FSDPC_ENGINE_CALL_H
@@ -26,13 +26,13 @@ typedef struct fsdpc_call {
                             * does not key it */
 } fsdpc_call;
 
-/* Returns true for a recomputation that has met no boundary yet (a checkpoint around the outermost
- * unit).  The frontend then begins the unit's backward, with weights of this generation, before
- * entering. */
+/* Returns true if this is a recomputation that has not passed a boundary yet (a checkpoint around
+ * the outermost unit). The frontend must then begin the unit's backward with weights of this
+ * generation before it enters. */
 bool fsdpc_call_begins_backward(const fsdpc_unit *unit, const fsdpc_call *call,
                                 uint64_t *generation_out);
 
-/* On return the unit is FULL.  `first_out`: this module is the first of its unit to run in this
+/* On return the unit is FULL. `first_out`: this module is the first of its unit to run in this
  * forward, so the unit's backward ends at the module's inputs. */
 fsdpc_status fsdpc_call_enter(fsdpc_unit *unit, const fsdpc_call *call, bool *first_out);
 
@@ -45,11 +45,11 @@ typedef enum fsdpc_left {
 
 fsdpc_status fsdpc_call_leave(fsdpc_unit *unit, fsdpc_left *left_out);
 
-/* Replaces leave after an exception.  The outermost call resets the root, so that the next call
- * starts clean; in a recomputation, the running backward resets it. */
+/* Replaces leave after an exception. A failed outermost call resets the root, so that the next call
+ * starts from a clean state; in a recomputation, the running backward does that. */
 void fsdpc_call_failed(fsdpc_unit *unit);
 
-/* Overrides which weights the next recomputation must see. */
+/* Overrides the generation that the next recomputation must see. */
 void fsdpc_call_set_seen(fsdpc_unit *unit, uint64_t generation);
 
 /* Returns whether the frontend must arrange, before a backward's first unit begins, for
@@ -57,7 +57,7 @@ void fsdpc_call_set_seen(fsdpc_unit *unit, uint64_t generation);
 bool fsdpc_call_wants_end(const fsdpc_unit *unit);
 /* Idempotent (fsdpc_pre_backward). */
 fsdpc_status fsdpc_call_begin_backward(fsdpc_unit *unit, uint64_t generation);
-/* `status`: the result of the backward.  A failure resets the root. */
+/* `status`: the result of the backward. A failure resets the root. */
 fsdpc_status fsdpc_call_end_backward(fsdpc_root *root, fsdpc_status status);
 
 #endif

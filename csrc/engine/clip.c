@@ -1,16 +1,16 @@
-/* Clips in two steps: one small collective for the norm, and no pass for the scale.
+/* Clipping takes two steps: a small collective for the norm, and a scale that needs no extra pass.
  *
- * The norm costs one read of the gradient shards and an all-reduce of 70 integers.  Per-parameter
- * norms use the same read and the same all-reduce, with 70 integers each.  The scale is not applied
- * here: the optimizer applies it as it reads the gradients.  If any gradient is NaN or infinite, so
- * is the norm, on all ranks.
+ * The norm costs one read of the gradient shards and an all-reduce of 70 integers. Per-parameter
+ * norms use the same read and a single all-reduce, with 70 integers for each parameter. The scale
+ * is not applied here: the optimizer applies it as it reads the gradients. If any gradient is NaN
+ * or infinite, so is the norm, on all ranks.
  *
- * On a remote device neither step waits.  Norms, their values and the clipping factor stay in
- * device memory.  Each unit has a copy of the factor, for the optimizer's kernels.  Ranks combine
- * norms there if their communicator supports it.
+ * On a remote device, neither step makes the host wait. Norms, their values and the clipping factor
+ * stay in device memory. Each unit has a copy of the factor, for the optimizer's kernels. Ranks
+ * combine norms in device memory if their communicator supports it.
  *
- * Some ranks may apply a pending scale first, others later to the sums (if only some have read
- * .grad).  Their contributions to the all-reduce are the same either way.
+ * Some ranks may apply a pending scale first, and others later to the sums (if only some have read
+ * .grad). Their contributions to the all-reduce are the same either way.
  */
 #include "engine/clip.h"
 
@@ -18,7 +18,8 @@
 #include "engine/unit_internal.h"
 #include "ops/flat_ops.h"
 
-/* Consecutive gradients in a shard with the same leaf size; one kernel pass covers them all. */
+/* A run of consecutive gradients in a shard with the same leaf size, read by a single kernel
+ * pass. */
 typedef struct grad_run {
     const unsigned char *at;
     size_t numel, leaf; /* numel is 0 before the first */
@@ -34,7 +35,8 @@ static fsdpc_status run_end(grad_run *run, double p, fsdpc_norm *norm, fsdpc_str
     return fsdpc_norm_add(norm, p, run->at, run->dtype, numel, run->leaf, stream);
 }
 
-/* Returns whether `next` begins at the end of the run and joining the two keeps their leaves. */
+/* Returns whether `next` begins where the run ends and can be joined to it without changing any
+ * leaf. */
 static bool run_goes_on(const grad_run *run, const grad_run *next)
 {
     return run->numel > 0 && run->numel % run->leaf == 0 && run->leaf == next->leaf &&
@@ -108,7 +110,7 @@ static fsdpc_status group_norms(fsdpc_unit *const *units, int n_units, fsdpc_com
     return fsdpc_norm_all_reduce(norms, each ? n : 1, p, comm, main);
 }
 
-/* Adds the norms of one shard group to the total.  `params_out`: receives per-parameter norms, for
+/* Adds the norms of one shard group to the total. `params_out`: receives per-parameter norms, for
  * which `norms` has space; or NULL. */
 static fsdpc_status group_total(fsdpc_unit *const *units, int n_units, fsdpc_comm *comm, double p,
                                 fsdpc_norm *norms, fsdpc_norm *total_io, fsdpc_norm *params_out)

@@ -1,11 +1,11 @@
 /* Exact gradient norms, and clipping by the global norm.
  *
- * A norm is summed exactly (engine/norm.h) over leaves that no cut splits, so its bits do not
- * depend on world size, layout or order.  Tied parameters occur once in a layout and count once; a
+ * A norm is an exact sum (engine/norm.h) over leaves that are never split, so its bits do not
+ * depend on world size, layout or order. Tied parameters occur once in a layout and count once; a
  * replicated shard counts once, because only shard groups are summed.
  *
- * The norm includes a scale that is pending on the gradients.  A power of two below 1 (a loss
- * scaler's) is applied to the norm and stays pending, if p is 1, 2 or INFINITY.  Any other scale is
+ * The norm includes a scale that is pending on the gradients. If p is 1, 2 or INFINITY, a power of
+ * two below 1 (from a loss scaler) is applied to the norm and stays pending. Any other scale is
  * applied to the gradients first.
  */
 #ifndef FSDPC_ENGINE_CLIP_H
@@ -14,10 +14,10 @@
 #include "engine/norm.h"
 #include "engine/unit.h"
 
-/* Collective, with one operation for each shard group among the units.  Adds the p-norm of all
+/* Collective, with one operation for each shard group among the units. Adds the p-norm of all
  * gradients to `total_io`, and writes each parameter's norm to `params_out`; both are in device
- * memory.  `params_out` may be NULL.  It has one value per parameter, in unit order, which is 0
- * without a gradient. */
+ * memory. `params_out` may be NULL. `params_out` has one value per parameter, in unit order; a
+ * parameter without a gradient gets 0. */
 fsdpc_status fsdpc_clip_norms(fsdpc_unit *const *units, int n_units, double p, fsdpc_norm *total_io,
                               fsdpc_norm *params_out);
 

@@ -1,6 +1,6 @@
-/* Pieces are runs of whole rows in rank order.  If all ranks have the same number of elements, an
- * all-gather puts them where they belong.  Otherwise each rank sends its shard, padded to the
- * largest one, part by part through a staging buffer whose size does not depend on the parameter's.
+/* Pieces are runs of whole rows in rank order. If all ranks have the same number of elements, an
+ * all-gather puts the pieces in their final positions. Otherwise each rank sends its shard, padded
+ * to the size of the largest, in parts through a staging buffer of fixed size.
  */
 #include "engine/collect.h"
 
@@ -19,8 +19,8 @@
 
 enum { STAGING_BYTES = 4 << 20, POPULATED_FROM_BYTES = 1 << 20 };
 
-/* Users often receive fresh memory.  One call maps its pages; otherwise ranks would fault in turn,
- * each while its peers wait for a chunk. */
+/* Users often receive fresh memory. A single call maps its pages; otherwise each rank in turn would
+ * take page faults while its peers wait for a chunk. */
 static void populate(const fsdpc_device *device, void *out, size_t bytes)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -108,7 +108,7 @@ fsdpc_status fsdpc_unit_collect_rows(const fsdpc_unit *unit, int param, fsdpc_dt
                      .recv = out,
                      .numel = largest};
     populate(unit->device, out, unit->layout->params[param].numel * fsdpc_dtype_bytes(dtype));
-    /* With a remote device the local shard may be in host memory, and staging brings it to the
+    /* On a remote device, the local shard may be in host memory; staging then copies it to the
      * device. */
     if (!unit->device->remote && is_even(unit->layout, param, largest))
         return say_collective(fsdpc_comm_run(unit->mesh.shard, &op));

@@ -1,4 +1,4 @@
-/* Collects whole parameters and gradients from the rows of all ranks. */
+/* Collects whole parameters and gradients from the ranks' local shards. */
 #ifndef FSDPC_ENGINE_COLLECT_H
 #define FSDPC_ENGINE_COLLECT_H
 

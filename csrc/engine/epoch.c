@@ -1,25 +1,26 @@
 /* Epochs keep the parameter buffer consistent with the masters.
  *
- * docs/design/communication.md explains the protocol, and tests/model models it.  In short: a rank
- * that arrives has finished all reads of earlier epochs.  Once all have arrived, no rank reads, and
- * ranks that changed masters may write.  If no rank changed masters, all continue at once.
+ * docs/design/communication.md explains the protocol, and tests/model models it. In short, a rank
+ * that arrives in an epoch has finished all reads of earlier epochs. Once all ranks have arrived,
+ * none is reading, and ranks whose masters changed may write. If no masters changed on any rank,
+ * all ranks continue at once.
  *
- * An optimizer's epoch always changes masters.  It copies in without waiting for the others.  The
- * next reader begins another epoch, in which a rank arrives only after it has copied in here.
- * Waiting for that arrival is therefore enough.
+ * An optimizer's epoch always changes masters. It copies in slices without waiting for the other
+ * ranks. The next reader begins another epoch, and a rank arrives in that epoch only after
+ * finishing its copy-in. Waiting for that arrival is therefore enough.
  *
- * Its slices may come even later, if a unit's step is pending until the unit is needed.  This epoch
- * then informs all ranks that slices are copied in later.  The next gather of each unit is complete
- * only when all ranks have posted it, which each does after writing its slices.
+ * If a unit's step stays pending until the unit is needed, its slices are copied in even later.
+ * In that case the epoch tells all ranks that the copy-in will come later. Each unit's next gather
+ * then completes only after every rank has posted it, which a rank does after writing its slices.
  *
- * An interrupt may end a wait between the arrival and the end of an epoch.  The peers rely on the
- * announcement, so the next epoch first completes the interrupted one, from its `stage` on.  An
+ * An interrupt may end a wait between the arrival and the end of an epoch. The peers rely on the
+ * announcement, so the next epoch first completes the interrupted one, from its `stage` on. An
  * interrupted optimizer step cannot be completed without its pass, so it closes the communicator.
  *
- * An exception on any rank makes the next epoch a reset for all: every rank drops the execution
- * order, so that all continue from the same state.  If the exception was raised in a backward,
- * ranks also drop unreduced gradients, which may be incomplete.  A forward leaves no gradients, so
- * those of earlier micro-steps are kept.
+ * An exception on any rank turns the next epoch into a reset on all ranks: each drops its execution
+ * order, so all continue from the same state. If the exception was raised in a backward, ranks also
+ * drop unreduced gradients, which may be incomplete. A forward leaves no gradients, so those of
+ * earlier micro-steps are kept.
  */
 #include "engine/epoch.h"
 
@@ -43,8 +44,8 @@ const char *fsdpc_epoch_text(uint32_t kind)
     return kind < sizeof texts / sizeof *texts ? texts[kind] : "something unknown";
 }
 
-/* Completes gathers: a rank that arrives has finished all its reads.  Units that stay unsharded
- * after backward remain so until weights change. */
+/* Completes any gathers in flight, since a rank must finish its reads before it arrives. Units that
+ * stay unsharded after backward remain so until weights change. */
 static fsdpc_status begin_sharded(fsdpc_root *root)
 {
     FSDPC_TRY(fsdpc_reduce_wait_all(root)); /* needed only after an interrupted backward or one that
@@ -140,7 +141,7 @@ static fsdpc_status announce(fsdpc_root *root, fsdpc_epoch_kind kind, const fsdp
     return FSDPC_OK;
 }
 
-/* Keeps the stage after an interrupted wait, which may be resumed; any other error ends the
+/* Keeps the stage if a wait was interrupted, so that it can be resumed; any other error ends the
  * epoch. */
 static fsdpc_status keep_progress(fsdpc_root *root, fsdpc_status status)
 {
@@ -149,7 +150,7 @@ static fsdpc_status keep_progress(fsdpc_root *root, fsdpc_status status)
     return status;
 }
 
-/* Reads what the peers are about to do, and decides whether the parameter buffer is written. */
+/* Reads the peers' announcements and decides whether the parameter buffer must be written. */
 static fsdpc_status decide(fsdpc_root *root, const fsdpc_unit *called)
 {
     fsdpc_epoch_note all = root->note;
@@ -203,8 +204,8 @@ static fsdpc_status complete(fsdpc_root *root, const fsdpc_unit *called)
     return FSDPC_OK;
 }
 
-/* Call before a new epoch.  It is not an error if all ranks refused the interrupted one (weights
- * changed under unshard()). */
+/* Call before a new epoch. If all ranks refused the interrupted epoch because weights changed under
+ * unshard(), that is not an error. */
 static fsdpc_status complete_interrupted(fsdpc_root *root)
 {
     fsdpc_status status = complete(root, root->units[0]);

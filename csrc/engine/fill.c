@@ -1,27 +1,28 @@
 /* The pool of reduce buffers.
  *
- * Kernels write gradients directly into an open buffer, in the unit's reduce dtype, each parameter
- * at its position among the unsharded parameters.  Posting a reduction is therefore one call over
- * the bands.  Parts that no kernel wrote (unused or frozen parameters) are zeroed first, because
- * the peers read the whole buffer.  Padding is not cleared; it is reduced into the shard's padding,
- * which is never read.
+ * Kernels write gradients directly into an open buffer, in the unit's reduce dtype, with each
+ * parameter at its offset among the unsharded parameters. Posting a reduction is therefore one call
+ * over the bands. Parts that no kernel wrote (unused or frozen parameters) are zeroed first,
+ * because the peers read the whole buffer. Padding is not cleared; it is reduced into the shard's
+ * padding, which is never read.
  *
- * A unit takes the least recently posted pooled buffer that no unit is filling, and waits for its
- * reduction.  A wait for a buffer is thus always a wait for a posted reduction, never for another
- * unit's half-filled buffer.  If both are half filled, the unit gets a buffer that it keeps.  All
- * ranks must make the same choice, since peers read each other's buffers by name.  The choice
- * therefore depends on the order of opens and posts, which the program determines, and never on
- * which reduction happens to be complete.  For the same reason a buffer, whose creation is
- * collective, is created only while no reduction is in flight.
+ * A unit takes the least recently posted pooled buffer that no unit is filling, after waiting for
+ * that buffer's reduction. A unit therefore waits only for posted reductions, never for another
+ * unit's half-filled buffer. If both pooled buffers are half filled, the unit gets a permanent
+ * buffer of its own. All ranks must make the same choice, since peers read each other's buffers by
+ * name. The choice therefore depends on the order of opens and posts, which the program determines,
+ * and never on which reduction happens to be complete. Creating a buffer is collective, so for the
+ * same reason it happens only while no reduction is in flight.
  *
- * On a single rank the shard has the layout of the unsharded parameters, and a reduction would be a
- * copy.  That copy took 1 % of a LLaMA 1B step on an H200.  Kernels write into the shard instead,
- * unless it already has gradients, or the sums have another dtype, are scaled or are not kept.  A
- * single rank therefore creates a buffer on first use, and most runs never need one.
+ * On a single rank the shard has the same layout as the unsharded parameters, so a reduction would
+ * be a plain copy. That copy took 1 % of a LLaMA 1B step on an H200. Kernels therefore write into
+ * the shard, unless it already holds gradients, or the sums are scaled, not synchronised yet or of
+ * a different dtype. A single rank therefore creates a buffer on first use, and most runs never
+ * need one.
  *
- * Partials (meshes with replicas) follow the buffers: each pooled buffer has a pooled partial, and
- * a unit's own buffer has its own partial.  A unit that postpones its all-reduce also has its own
- * partial.
+ * Partials (for meshes with replicas) are paired with buffers: each pooled buffer has a pooled
+ * partial, and a unit's own buffer has its own. A unit that postpones its all-reduce also has its
+ * own partial.
  */
 #include "engine/fill.h"
 
@@ -74,7 +75,7 @@ static fsdpc_status create_pooled(fsdpc_root *root, int i)
 
 fsdpc_status fsdpc_fill_create_buffers(fsdpc_root *root, const bool *encloses)
 {
-    bool alone = root->reduce_comm->ops->any_buffer;
+    bool own = root->reduce_comm->ops->any_buffer;
     for (int i = 0; i < root->n_units; i++) {
         fsdpc_unit *unit = root->units[i];
         unit->stays_open = fsdpc_unit_owns_buffer(&unit->settings, i == 0 || encloses[i]);
@@ -82,10 +83,10 @@ fsdpc_status fsdpc_fill_create_buffers(fsdpc_root *root, const bool *encloses)
             continue;
         if (!unit->stays_open)
             fsdpc_pool_plan_add(&root->pooled, unit->reduce_bytes, unit->grad_bytes);
-        else if (!alone)
+        else if (!own)
             FSDPC_TRY(create_own(unit));
     }
-    for (int i = 0; !alone && i < root->pooled.n; i++)
+    for (int i = 0; !own && i < root->pooled.n; i++)
         FSDPC_TRY(create_pooled(root, i));
     return FSDPC_OK;
 }

@@ -1,8 +1,9 @@
-/* Only ranks that compute on CPUs use files.  Their main stream is the caller itself, so all
- * earlier work is complete here.
+/* Only ranks that compute on CPUs keep gradients in files. Their main stream is the caller itself,
+ * so all earlier work is complete here.
  *
- * A pending step may have stepped the unit without using all of its gradients, and its pass may be
- * reading the others.  A unit therefore leaves the pass before its gradients are written.
+ * A pending step may have updated the unit without using all of its gradients, and the step's pass
+ * may still be reading the unused ones. The unit is therefore removed from the pass before its
+ * gradients are written.
  */
 #include "engine/grad_file.h"
 

@@ -1,23 +1,24 @@
 /* Checksums of gradient shards in a file.
  *
  * The engine writes the shards through memory: it opens them first, and seals them when they are
- * complete.  In between, and while other code may write them, they have no checksum.  If the shards
- * are in memory, all these functions do nothing.
+ * complete. The shards have no checksum while they are open, or while other code may write to them.
+ * If the shards are in memory, all these functions do nothing.
  */
 #ifndef FSDPC_ENGINE_GRAD_FILE_H
 #define FSDPC_ENGINE_GRAD_FILE_H
 
 #include "engine/unit_internal.h"
 
-/* Call before writing the shards.  `keep`: the write adds to the contents, which are verified
+/* Call before writing the shards. `keep`: the write adds to the contents, which are verified
  * first. */
 fsdpc_status fsdpc_grad_file_open(const fsdpc_unit *unit, bool keep);
 void fsdpc_grad_file_seal(const fsdpc_unit *unit); /* after that */
 
-/* Call before reading this rank's rows of a parameter; `write`: before other code writes them. */
+/* Call before reading this rank's rows of a parameter, or with `write` before other code writes
+ * them. */
 fsdpc_status fsdpc_grad_file_check(const fsdpc_unit *unit, int param, bool write);
-/* Call before a pass reads and verifies the shards: skips shards that other code may have
- * written. */
+/* Call before a pass reads and verifies the shards; shards that other code may have written are not
+ * verified. */
 void fsdpc_grad_file_release(const fsdpc_unit *unit);
 
 #endif

@@ -1,8 +1,8 @@
 /* Manages the contents of gradient shards, from the reductions that write them to zero_grad.
  *
  * Zeroing touches no memory: it only marks the shards as empty, and the result of a reduction in
- * flight as unwanted.  A pending step has fixed its parameters and scale, so gradients may be
- * zeroed meanwhile.  Code that reads or writes shards advances the step first.
+ * flight as unwanted. A pending step's parameters and scale are already fixed, so gradients may be
+ * zeroed before it ends. Code that reads or writes shards advances the step first.
  */
 #include "engine/grads.h"
 

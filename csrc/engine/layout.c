@@ -1,20 +1,21 @@
 /* Plans a layout: bands of equal row length, cut into equal slices of whole rows.
  *
- * Why bands.  FSDP2 pads every parameter to a multiple of the rank count, which multiplies the size
- * of small ones at large world sizes.  A flat buffer that is cut anywhere splits rows, so that
- * optimizers and checkpoints need a planner.  Parameters with equal rows, placed end to end, can be
- * cut at any row.  The padding of a band is therefore less than one row per rank, regardless of its
- * number of parameters.  A rank's shard of each parameter is a run of whole rows.
+ * Why bands. FSDP2 pads every parameter to a multiple of the rank count, which inflates small
+ * parameters many times over at large world sizes. A flat buffer that is cut at arbitrary positions
+ * splits rows, so optimizers and checkpoints need a planner. Parameters with rows of equal length,
+ * placed end to end, can be cut at any row. A band is therefore padded by less than one row per
+ * rank, regardless of how many parameters it contains. A rank's shard of each parameter is a run of
+ * whole rows.
  *
  * Some rows are so long that even a band wastes more than 1 % of the unit and 65,536 elements
- * (fused three-dimensional experts, convolutions over many ranks).  Then the parameters in that
- * band with three or more dimensions are cut by rows of dim 1, if those are multiples of 256.
- * Otherwise they are cut into chunks of 256 elements, the blocks of 8-bit codes.  The rule uses
+ * (fused three-dimensional experts, convolutions over many ranks). In such a band, parameters with
+ * three or more dimensions are cut between rows of dim 1, if the length of these is a multiple of
+ * 256. Otherwise they are cut into chunks of 256 elements, the blocks of 8-bit codes. The rule uses
  * only shapes, so every rank makes the same decision.
  *
- * A 1-D parameter has rows of one element, so its cuts are those of torch.chunk.  Alignment gaps
- * are padding, like the tail of a slice.  Padding is part of shard and unsharded parameters; its
- * contents never reach a parameter.
+ * A 1-D parameter has rows of one element, so it is cut at the same positions as by torch.chunk.
+ * Alignment gaps count as padding, as does the unused end of a slice. Shards and unsharded
+ * parameters include the padding, but its contents never reach a parameter.
  */
 #include "engine/layout.h"
 
@@ -61,8 +62,9 @@ static size_t finer_row_of(const fsdpc_place *place)
     return row % FINE_ROW == 0 && row < place->row_numel ? row : FINE_ROW;
 }
 
-/* Depends only on the shape, because norms must not depend on the number of ranks.  Rows may be
- * refined at some world sizes and not at others, so a leaf divides both the row and the chunk. */
+/* The result depends only on the shape because norms must not depend on the number of ranks. Rows
+ * may be refined at some world sizes and not at others, so a leaf divides both the row and the
+ * chunk. */
 size_t fsdpc_layout_leaf(int ndim, const size_t *shape)
 {
     size_t row = row_of(ndim, shape);
@@ -119,7 +121,7 @@ static size_t band_rows(const fsdpc_layout *layout, const fsdpc_place *first, si
     return rows;
 }
 
-/* Removes parameters of three or more dimensions from bands that pad too much.  Each pass makes
+/* Removes parameters of three or more dimensions from bands that pad too much. Each pass makes
  * rows strictly finer, so the loop ends. */
 static void refine_rows(fsdpc_layout *layout)
 {

@@ -1,16 +1,16 @@
 /* The layout of a unit: the position of each parameter, and the rows that each rank owns.
  *
- * It is pure data, computed only from names, shapes, dtypes and the number of ranks.  It is the
- * same on every rank, and immutable.  Offsets and lengths are in elements, so the same numbers
+ * It is pure data, computed only from names, shapes, dtypes and the number of ranks. It is the
+ * same on every rank, and immutable. Offsets and lengths are in elements, so the same numbers
  * apply to master, parameter buffer and reduce buffer, regardless of dtype.
  *
  * A flat group contains either the trainable or the frozen parameters of one original dtype;
- * trainable groups come first.  A group's parameters of equal row length form a band.  They are
+ * trainable groups come first. A group's parameters of equal row length form a band. They are
  * placed end to end in declaration order, each beginning at a multiple of lcm(row, 64) elements.
- * The band's rows are cut into `ranks` equal slices of whole rows.  A parameter that must stay
- * whole has its own band, which one rank owns.  A group's unsharded parameters are its bands laid
- * end to end; a shard is this rank's slices of them, in the same order.  Both begin each band at a
- * multiple of 64.
+ * The band's rows are cut into `ranks` equal slices of whole rows. A parameter that must stay
+ * whole has its own band, which one rank owns. A group's unsharded parameters are the concatenation
+ * of its bands; a shard is this rank's slices of them, in the same order. In both, each band begins
+ * at a multiple of 64 elements.
  *
  * A row is the elements at one index of dim 0; a row of a 0-D or 1-D parameter is one element.
  */
@@ -40,9 +40,9 @@ typedef struct fsdpc_place {
     size_t shape[FSDPC_LAYOUT_MAX_DIMS];
     size_t numel;
     size_t row_numel; /* never split by a cut */
-    /* How many elements a norm sums at a time, the same at every world size: 64.  If the row is not
-     * a multiple of 64, the whole row (one element if 1-D); with three or more dimensions gcd(row,
-     * 64). */
+    /* The number of elements that a norm sums at a time, usually 64, which is the same at every
+     * world size. If the row length is not a multiple of 64, this is the row length (1 for 1-D), or
+     * gcd(row, 64) with three or more dimensions. */
     size_t leaf_numel;
     int group, band;         /* band within the group */
     size_t unsharded_offset; /* among the group's unsharded parameters */
@@ -56,7 +56,7 @@ typedef struct fsdpc_group {
     size_t unsharded_numel, shard_numel;
 } fsdpc_group;
 
-/* A rank's part of one parameter: its elements [first, first + numel), whole rows. */
+/* One rank's part of a parameter: whole rows, containing the elements [first, first + numel). */
 typedef struct fsdpc_local_shard {
     size_t first, numel;
     size_t shard_offset; /* in the group's shard; meaningless if numel is 0 */
@@ -73,13 +73,14 @@ typedef struct fsdpc_layout {
 
 typedef struct fsdpc_layout_options {
     int first_owner; /* owns the first whole parameter; later ones are assigned round robin */
-    /* Every parameter has its own band, and its rows are never cut finer.  With R rows and C =
-     * ceil(R / ranks), rank r has rows [r C, (r + 1) C), the cuts of torch.chunk.  A unit pads
+    /* If set, every parameter has its own band, and its rows are never split further. With R rows
+     * and C = ceil(R / ranks), rank r owns rows [r C, (r + 1) C), as with torch.chunk. A unit pads
      * more. */
     bool band_per_param;
 } fsdpc_layout_options;
 
-/* Dtypes must be floats; any shape is allowed: 0-D, empty, fewer rows than ranks. */
+/* Dtypes must be floating point; any shape is allowed, even 0-D, empty, or with fewer rows than
+ * ranks. */
 fsdpc_status fsdpc_layout_create(const fsdpc_param_spec *specs, int n_specs, int ranks,
                                  const fsdpc_layout_options *options, fsdpc_layout **out);
 void fsdpc_layout_destroy(fsdpc_layout *layout);
@@ -96,8 +97,8 @@ static inline bool fsdpc_slice_is_of(const fsdpc_slice *band, int rank)
     return band->owner < 0 || band->owner == rank;
 }
 
-/* Returns the position among the unsharded parameters of element `shard_offset` of a rank's shard,
- * in `band`. */
+/* Returns the position among the unsharded parameters of the element at `shard_offset` in a rank's
+ * shard, within `band`. */
 static inline size_t fsdpc_slice_unsharded(const fsdpc_slice *band, int rank, size_t shard_offset)
 {
     size_t begin = band->owner < 0 ? band->unsharded_offset + (size_t)rank * band->numel

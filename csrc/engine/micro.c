@@ -1,17 +1,18 @@
-/* A stack of sums, highest first: heights[0] belongs to the gradient shard, heights[k] to sums[k -
- * 1].  A sum of height h is over 2^h leaves.  The heights are the set bits of the number of leaves
- * so far, so they also determine the next leaf's position in the tree.
+/* The sums form a stack, highest first: heights[0] is the height of the gradient shard, heights[k]
+ * that of sums[k - 1]. A sum of height h covers 2^h leaves. The heights are the set bits of the
+ * number of leaves so far, so they also determine the next leaf's position in the tree.
  *
- * The reduction itself adds a run whose sum would merge at once (it is as high as the top).  A new
- * level is thus opened only below higher ones; each further merge is one pass over a shard.  If a
- * reduction leaves one sum, that pass follows it.  If it leaves several, the next run may merge
- * with the result, so the passes are part of the operation's list of sums.  Levels are allocated
- * when first needed and kept, because every step needs the same ones.
+ * If a run's sum has the same height as the top of the stack, the reduction itself adds the run to
+ * the top. A new level is thus opened only below higher ones; each further merge is one pass over a
+ * shard. If a reduction leaves a single sum, that pass runs after the reduction. If it leaves
+ * several, the next run may merge with the result, so the passes are part of the operation's list
+ * of sums. Levels are allocated when first needed and kept, because every step needs the same ones.
  *
- * This is simpler if the ranks of a micro-step count as one leaf.  They do if their number is a
- * power of two, which changes no bit, or if their contributions cannot be told apart.
+ * The procedure is simpler if all ranks of a micro-step count as a single leaf. They do if their
+ * number is a power of two, which does not change any bits, or if their contributions cannot be
+ * separated.
  *
- * A gradient shard that was folded and divided is no longer a node of a tree.  Its height is then
+ * A gradient shard that was folded and divided is no longer a node of a tree. Its height is then
  * FSDPC_MICRO_CLOSED, which differs from all others, and the next tree begins above it.
  *
  * A posted reduction's target is already chosen, so the next post waits for it (reduce.c): a unit
@@ -71,7 +72,7 @@ static uint64_t leaves_in(const fsdpc_micro_sums *stack)
     return leaves;
 }
 
-/* One of the sums that a micro-step leaves, described by levels. */
+/* One addition in a micro-step: leaves to a level, or one level to another. */
 typedef struct act {
     int n_leaves; /* 0: the level `from` is added */
     int to, from;
@@ -120,7 +121,7 @@ int fsdpc_micro_most(int leaves, int n_steps)
 
 /* ---- Warnings ---- */
 
-/* Warns that the sums are correct, but splitting the batch differently gives different bits. */
+/* Warns that the sums are correct but that their bits depend on how the batch is split. */
 static void warn_once(const fsdpc_unit *unit, bool *warned, const char *why, const char *cure)
 {
     if (!*warned)
@@ -182,7 +183,7 @@ static fsdpc_status make_level(fsdpc_unit *unit, int level)
     return FSDPC_OK;
 }
 
-/* Lists the acts as the sums of each group's operation. */
+/* Converts the acts to each group's list of sums for the operation. */
 static fsdpc_status list_sums(fsdpc_unit *unit, const act *acts, int n)
 {
     for (int g = 0; g < unit->n_trained; g++) {
@@ -201,8 +202,8 @@ static fsdpc_status list_sums(fsdpc_unit *unit, const act *acts, int n)
     return FSDPC_OK;
 }
 
-/* Returns the fold's scale.  Dividing by a power of two is exact, so reductions do that.  Otherwise
- * sums stay undivided until the fold. */
+/* Returns the fold's scale. Dividing by a power of two is exact, so reductions do that. For any
+ * other divisor, the sums stay undivided until the fold. */
 static double fold_scale_of(const fsdpc_unit *unit)
 {
     int exponent;
@@ -261,7 +262,7 @@ static fsdpc_status merge(const fsdpc_unit *unit, int level)
     return FSDPC_OK;
 }
 
-/* Counts a micro-step.  If a backward reduces a unit twice, the two reductions are different
+/* Counts a micro-step. If a backward reduces a unit twice, the two reductions are different
  * leaves. */
 static void count_micro_step(fsdpc_unit *unit)
 {

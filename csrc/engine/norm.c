@@ -1,11 +1,10 @@
 /* One interface to exact sums and maxima, on any device.
  *
- * The maximum is kept as bits.  The empty norm is thus all zeros for both kinds, and an integer
- * all-reduce works for both.  Unused words stay zero.
+ * The maximum is stored as its bit pattern. An empty norm is therefore all zeros for both kinds,
+ * and an integer all-reduce works for both. Unused words stay zero.
  *
- * A norm can be scaled only by powers of two (ops/flat_norm_rules_body.h).  Other factors are
- * excluded: libm's pow does not guarantee that a scaled argument gives the scaled result to the
- * last bit.
+ * A norm can be scaled only by powers of two (ops/flat_norm_rules_body.h). With other factors,
+ * libm's pow does not guarantee that scaling the argument scales the result exactly.
  */
 #include "engine/norm.h"
 

@@ -1,9 +1,9 @@
-/* A p-norm: its accumulation over tensors and ranks, and its value.
+/* A p-norm: how it is accumulated over tensors and ranks, and how its value is read.
  *
  * For finite p above 0 it is an exact sum of |x|^p over leaves (ops/exact_sum.h), whose bits do not
- * depend on cuts or order.  For p = INFINITY it is the largest |x|, as the bits of a double: these
- * are ordered as integers, with a NaN above infinity.  Either way it is FSDPC_NORM_WORDS integers,
- * initially zero.  Ranks combine many norms with one integer all-reduce.
+ * depend on cuts or order. For p = INFINITY, it is the largest |x| as the bits of a double, which
+ * sort correctly as integers, with NaN above infinity. In both cases it is an array of
+ * FSDPC_NORM_WORDS integers, initially zero. Ranks combine many norms with one integer all-reduce.
  *
  * Norms are in the memory of the device whose gradients they measure, so that adding, joining and
  * combining them does not wait; only fsdpc_norm_read does.
@@ -22,8 +22,8 @@ fsdpc_status fsdpc_norm_check(double p);
 
 /* -- memory ------------------------------------------------------------------------------------ */
 
-/* Norms in a device's memory.  A single norm on the host is inside the struct, which must not
- * move. */
+/* Norms in a device's memory. A single norm on the host is stored inside the struct, which must not
+ * be moved. */
 typedef struct fsdpc_norm_scratch {
     fsdpc_device *device;
     fsdpc_norm here, *at;
@@ -35,12 +35,12 @@ void fsdpc_norm_scratch_fini(fsdpc_norm_scratch *scratch);
 
 /* -- on a stream ------------------------------------------------------------------------------- */
 
-/* Adds elements that begin at a leaf (layout.h). */
+/* Adds elements, the first of which begins a leaf (layout.h). */
 fsdpc_status fsdpc_norm_add(fsdpc_norm *norm, double p, const void *x, fsdpc_dtype dtype,
                             size_t numel, size_t leaf, fsdpc_stream *stream);
 
-/* Returns whether scaling a norm is exact: if `factor` is a power of two and p is 1, 2 or
- * INFINITY. */
+/* Returns whether scaling a norm is exact, which requires that `factor` is a power of two and p is
+ * 1, 2 or INFINITY. */
 bool fsdpc_norm_can_scale(double p, double factor);
 
 /* Adds `from` as if its elements were multiplied by `factor`, which is 1 or satisfies can_scale. */
@@ -51,20 +51,20 @@ fsdpc_status fsdpc_norm_join(fsdpc_norm *into, const fsdpc_norm *from, double p,
 fsdpc_status fsdpc_norm_all_reduce(fsdpc_norm *norms, size_t n, double p, fsdpc_comm *comm,
                                    fsdpc_stream *stream);
 
-/* Writes its value to *out, also in device memory.  If p is not 1, 2 or INFINITY, waits for a
- * remote device, since the host computes the root. */
+/* Writes the value of a norm to *out, which is also in device memory. If p is not 1, 2 or INFINITY,
+ * waits for a remote device, since the host computes the root. */
 fsdpc_status fsdpc_norm_put(const fsdpc_norm *norm, double p, double *out, fsdpc_stream *stream);
 
 /* -- on the host
  * -------------------------------------------------------------------------------- */
 
-/* Copies n norms to host memory; waits. */
+/* Copies n norms to host memory, waiting for the device. */
 fsdpc_status fsdpc_norm_fetch(fsdpc_norm *out, const fsdpc_norm *norms, size_t n,
                               fsdpc_device *device);
 
 double fsdpc_norm_value(const fsdpc_norm *norm, double p); /* for a norm in host memory */
 
-/* Reads the value of a norm in device memory; waits. */
+/* Reads the value of a norm in device memory, waiting for the device. */
 fsdpc_status fsdpc_norm_read(const fsdpc_norm *norm, double p, fsdpc_device *device, double *out);
 
 #endif

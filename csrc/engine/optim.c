@@ -1,7 +1,7 @@
 /* An optimizer's data: parameters in groups, hyper-parameters, states.
  *
- * For each unit it contains each parameter's group and step count, and one state buffer per flat
- * group and state.  A buffer is as large as the shard and is created before the first step that
+ * For each unit, it stores the group and step count of every parameter, and one state buffer per
+ * flat group and state. A buffer is as large as the shard and is created before the first step that
  * uses it.
  *
  * optim_step.c contains the steps, optim_graph.c captured steps, and optim_host.c CPU steps for a
@@ -227,7 +227,7 @@ static fsdpc_status find_states(const fsdpc_optim *optim, const fsdpc_unit *unit
     return FSDPC_OK;
 }
 
-/* Does the same after the last step has produced them. */
+/* Does the same once any pending step has produced them. */
 static fsdpc_status open_states(fsdpc_optim *optim, const fsdpc_unit *unit, int param,
                                 unit_states **out)
 {

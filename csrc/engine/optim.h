@@ -1,17 +1,17 @@
 /* Optimizers over flat shards.
  *
  * An optimizer has states as large as its parameters' shards, and a step count for each parameter.
- * A step is one pass over memory, in its own epoch.  It reads the gradient shard (with the scale
- * that clipping left), updates master and states, and writes the parameter buffer.  Parameters of
+ * A step is one pass over memory, in its own epoch. It reads the gradient shard (with the scale
+ * left by clipping), updates the masters and states, and writes the parameter buffer. Parameters of
  * one group share hyper-parameters; neighbours in a shard with the same group and step count are
- * updated as one run.  ops/flat_step.h defines the steps.
+ * updated as one run. ops/flat_step.h defines the steps.
  *
- * The first step creates only the states that the hyper-parameters need: none for SGD without
- * momentum, a third one for amsgrad.  They are fp64 for fp64 parameters, else fp32, or bf16 rounded
- * stochastically by (seed, parameter, step, element), independent of the number of ranks.
+ * The first step creates only the states that the hyper-parameters require: none for SGD without
+ * momentum, three for amsgrad. States are fp64 for fp64 parameters, otherwise fp32, or bf16 rounded
+ * stochastically by (seed, parameter, step, element), independently of the number of ranks.
  *
  * As in PyTorch, a parameter without a gradient is skipped: its unit was not reduced since
- * zero_grad, or it is frozen.  step() is collective over the ranks of the units' roots.
+ * zero_grad, or it is frozen. step() is collective over the ranks of the units' roots.
  */
 #ifndef FSDPC_ENGINE_OPTIM_H
 #define FSDPC_ENGINE_OPTIM_H
@@ -25,14 +25,15 @@ fsdpc_status fsdpc_optim_create(fsdpc_optim_kind kind, fsdpc_device *device, fsd
                                 fsdpc_optim **out);
 void fsdpc_optim_destroy(fsdpc_optim *optim);
 
-/* Sets F32 (the default), or BF16 with its rounding seed; call before adding parameters. */
+/* Sets the state dtype to F32 (the default) or BF16 with a rounding seed; call before adding
+ * parameters. */
 fsdpc_status fsdpc_optim_set_state_dtype(fsdpc_optim *optim, fsdpc_dtype dtype, uint64_t seed);
 
-/* Adds a parameter to hyper-parameter group `group`.  A parameter belongs to one group. */
+/* Adds a parameter to hyper-parameter group `group`. A parameter belongs to one group. */
 fsdpc_status fsdpc_optim_add(fsdpc_optim *optim, fsdpc_unit *unit, int param, int group);
 fsdpc_status fsdpc_optim_set_hyper(fsdpc_optim *optim, int group, const fsdpc_hyper *hyper);
 
-/* Returns NULL before it is set. */
+/* Returns NULL if the hyper-parameters are not set. */
 const fsdpc_hyper *fsdpc_optim_hyper(const fsdpc_optim *optim, int group);
 
 fsdpc_status fsdpc_optim_step(fsdpc_optim *optim);
@@ -40,12 +41,12 @@ fsdpc_status fsdpc_optim_step(fsdpc_optim *optim);
 /* -- parameters outside of units
  * ---------------------------------------------------------------- */
 
-/* Returns a number for one such parameter.  All parameters, including these, are numbered in the
- * order in which they are added.  A model's states are thus rounded identically, whether or not it
- * is sharded. */
+/* Returns a number for a parameter outside of units. All parameters, including those in units, are
+ * numbered in the order in which they are added. A model's states are therefore rounded identically
+ * whether or not the model is sharded. */
 uint32_t fsdpc_optim_take_number(fsdpc_optim *optim);
 
-/* Fills in the optimizer's values (kind, hyper-parameters of `group`, seed), and steps. */
+/* Fills in the optimizer's values (kind, seed, hyper-parameters of `group`) and runs the step. */
 fsdpc_status fsdpc_optim_step_alone(const fsdpc_optim *optim, int group, fsdpc_step_args *args,
                                     fsdpc_stream *stream);
 
@@ -53,13 +54,13 @@ fsdpc_status fsdpc_optim_step_alone(const fsdpc_optim *optim, int group, fsdpc_s
 
 typedef struct fsdpc_optim_graph fsdpc_optim_graph; /* optim_graph.h */
 
-/* Captures subsequent steps.  Call it before the device's capture.  Waits only to create missing
- * states.  All units must belong to the root. */
+/* Captures subsequent steps. Call it before the device's capture. Waits only to create missing
+ * states. All units must belong to the root. */
 fsdpc_status fsdpc_optim_capture_begin(fsdpc_optim *optim, const fsdpc_root *root,
                                        fsdpc_optim_graph **out);
 /* -- states ------------------------------------------------------------------------------------ */
 
-/* This rank's rows of a state, laid out like the master's local shard.  `write`: they may be
+/* This rank's rows of a state, laid out like the master's local shard. `write`: they may be
  * written until the next step. */
 typedef struct fsdpc_optim_view {
     fsdpc_local_shard local;
@@ -70,18 +71,18 @@ typedef struct fsdpc_optim_view {
 fsdpc_status fsdpc_optim_state(fsdpc_optim *optim, const fsdpc_unit *unit, int param, int state,
                                bool write, fsdpc_optim_view *out);
 
-/* Creates the missing states that the parameter's hyper-parameters need, as zeros. */
+/* Creates any missing states that the parameter's hyper-parameters require, filled with zeros. */
 fsdpc_status fsdpc_optim_make_states(fsdpc_optim *optim, const fsdpc_unit *unit, int param);
 
 fsdpc_status fsdpc_optim_step_count(fsdpc_optim *optim, const fsdpc_unit *unit, int param,
                                     int64_t *out);
 
-/* A count of 0 resets the parameter to its initial condition, with zero states.  Any other count
+/* A count of 0 resets the parameter to its initial condition, with zero states. Any other count
  * declares that the states are the result of that many steps. */
 fsdpc_status fsdpc_optim_set_step_count(fsdpc_optim *optim, const fsdpc_unit *unit, int param,
                                         int64_t steps);
 
-/* Copies this rank's rows from a state's unsharded value, of any float dtype. */
+/* Copies this rank's rows from the unsharded value of a state, which may have any float dtype. */
 fsdpc_status fsdpc_optim_write(fsdpc_optim *optim, const fsdpc_unit *unit, int param, int state,
                                const void *unsharded, fsdpc_dtype dtype);
 

@@ -1,10 +1,11 @@
 /* A slot is a block of scalars in device memory for one captured (group, step).
  *
- * A captured call knows its slot by address.  The optimizer owns the memory and creates it with its
- * first step.  All its graphs share it: each writes its own slots before it is launched.  Before a
- * launch the host computes the scalars of all slots, as for an eager step, and copies them in one
- * piece.  The capture joined calls into runs by their step counts.  Replays increase all counts
- * together, so the runs stay valid unless the user changes single counts, which is an error.
+ * A captured call refers to its slot by address. The optimizer owns the slots' memory and allocates
+ * it at its first step. All of its graphs share that memory, and each writes its own slots before
+ * being launched. Before a launch, the host computes the scalars of all slots as in an eager step
+ * and uploads them in a single copy. The capture joined calls into runs by their step counts.
+ * Replays increase all counts together, so the runs stay valid unless the user changes single
+ * counts, which is an error.
  *
  * There is one slot per parameter, which is always enough.
  */
@@ -26,7 +27,7 @@ struct fsdpc_optim_graph {
     slot *slots;
     size_t n_slots, capacity;
     fsdpc_step_scalars *scalars; /* the slots' scalars, on the host */
-    /* For all parameters of all units, in sequence. */
+    /* Indexed by parameter, over all units in sequence. */
     int64_t *before; /* step counts at the beginning of the capture */
     int64_t *added;  /* steps per replay */
     size_t n_params;
@@ -146,7 +147,7 @@ fsdpc_status fsdpc_optim_graph_take(const fsdpc_optim *optim, int group, fsdpc_s
         return fsdpc_fail(
             FSDPC_ERR_STATE,
             "a parameter that no unit holds is stepped inside a captured step: a graph "
-            "takes steps of sharded parameters alone");
+            "takes steps of sharded parameters only");
     const slot wanted = {.group = group, .step = args->step, .grad_scale = args->grad_scale};
     size_t s = 0;
     while (s < graph->n_slots &&
@@ -163,7 +164,7 @@ fsdpc_status fsdpc_optim_graph_take(const fsdpc_optim *optim, int group, fsdpc_s
     return FSDPC_OK;
 }
 
-/* Sends the scalars of each group's current step. */
+/* Copies the scalars of each group's current step to the device. */
 static fsdpc_status send_scalars(fsdpc_optim_graph *graph)
 {
     const fsdpc_optim *optim = graph->optim;
@@ -205,7 +206,7 @@ fsdpc_status fsdpc_optim_capture_end(fsdpc_optim_graph *graph, bool keep)
     return send_scalars(graph);
 }
 
-/* Checks that a step would now make the captured calls, apart from their scalars. */
+/* Checks that a step taken now would make the captured calls, apart from their scalars. */
 static fsdpc_status check_groups(const fsdpc_optim_graph *graph)
 {
     const fsdpc_optim *optim = graph->optim;

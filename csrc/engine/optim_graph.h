@@ -1,28 +1,28 @@
 /* Scalars of captured steps (learning rates, bias corrections, step number).
  *
  * From capture_begin to capture_end, steps of this optimizer read these scalars from the device's
- * memory.  Before each replay, advance writes those of the next step there, in stream order.
+ * memory. Before each replay, advance writes the next step's scalars there, in stream order.
  */
 #ifndef FSDPC_ENGINE_OPTIM_GRAPH_H
 #define FSDPC_ENGINE_OPTIM_GRAPH_H
 
 #include "engine/optim_internal.h"
 
-/* Allocates the scalars of captured steps, on devices with graphs. */
+/* On devices with graphs, allocates the scalars of captured steps. */
 fsdpc_status fsdpc_optim_graph_room(fsdpc_optim *optim);
 
-/* Steps until capture_end write into it; the optimizer's states must exist. */
+/* Steps are recorded in it until capture_end; the optimizer's states must already exist. */
 fsdpc_status fsdpc_optim_graph_create(fsdpc_optim *optim, const fsdpc_root *root,
                                       fsdpc_optim_graph **out);
 /* Inside a capture: points a step's arguments to scalars in the device's memory. */
 fsdpc_status fsdpc_optim_graph_take(const fsdpc_optim *optim, int group, fsdpc_step_args *args);
-/* `keep`: the captured step is about to be launched for the first time.  Otherwise restores the
- * earlier step counts, without an error. */
+/* `keep`: the captured step is about to be launched for the first time. Otherwise restores the
+ * previous step counts; this is not an error. */
 fsdpc_status fsdpc_optim_capture_end(fsdpc_optim_graph *graph, bool keep);
 /* Fails if parameters, groups or counts have changed so that the captured calls no longer match the
  * next step. */
 fsdpc_status fsdpc_optim_graph_check(fsdpc_optim_graph *graph);
-/* Call before each launch except the first, after the check: counts the step. */
+/* Counts a step; call before each launch except the first, after the check. */
 fsdpc_status fsdpc_optim_graph_advance(fsdpc_optim_graph *graph);
 void fsdpc_optim_graph_destroy(fsdpc_optim_graph *graph); /* NULL is fine */
 

@@ -1,22 +1,24 @@
-/* Per element, 4 bytes of gradient come down, and the master goes up for the device to cast.  The
- * bus carries both directions at once, so casting on the CPU, to send 2 bytes instead of 4, would
- * save no time.  States and masters stay on the host.  If this rank's slices of the parameter
- * buffer are also in host memory, the step writes them in its pass, and gathers bring them up.
+/* Each element costs 4 bytes of gradient on the way down and a master on the way up, which the
+ * device casts. The bus carries both directions at once, so casting on the CPU, to send 2 bytes
+ * instead of 4, would save no time. States and masters stay on the host. If this rank's slices of
+ * the parameter buffer are also in host memory, the step writes them in its pass and gathers copy
+ * them to the device.
  *
  *     main      backward, norm, factor ─┬─ (step of A) ── copy-in A ── (step of B) ── copy-in B ──
  *     down                    computed  └─► A's chunks ─► B's chunks ─►
  *     host                                  arrived ▲ step A ─────► step B ─────►
  *
- * A separate stream copies chunks into a ring of pinned memory, in the order of the steps.  Each
- * chunk's header contains the factor, so clipping does not wait.  If gradients are in host memory,
- * reductions have written them there; a chunk is then only a header, one per group.
+ * A separate stream copies chunks into a ring in pinned memory, in the order in which the step uses
+ * them. Each chunk's header contains the factor, so clipping does not wait. If gradients are in
+ * host memory, the reductions have already written them there, and each group has one chunk that is
+ * only a header.
  *
- * The host waits for a chunk before using it in a step.  By then main has finished all work before
- * the step, so the last publication no longer reads masters.  A ring entry is reused once the host
- * has stepped with its contents.  When a step ends, all requested chunks have arrived, so later
- * writes of gradients cannot overtake a copy.
+ * The host waits for a chunk before using it in a step. By then main has finished all work before
+ * the step, so the previous copy-in has stopped reading the masters. A ring entry is reused once
+ * the host has stepped with its contents. When a step ends, all requested chunks have arrived, so
+ * later writes of gradients cannot overtake a copy.
  *
- * If a step fails here, part of the model is updated, as with a file (optim.c).
+ * If a step fails here, only part of the model is updated, as when data is in a file (optim.c).
  */
 #include "engine/optim_host.h"
 

@@ -1,4 +1,4 @@
-/* The struct of an optimizer, for optim.c, optim_step.c, optim_host.c and optim_graph.c. */
+/* The optimizer's struct, shared by optim.c, optim_step.c, optim_host.c and optim_graph.c. */
 #ifndef FSDPC_ENGINE_OPTIM_INTERNAL_H
 #define FSDPC_ENGINE_OPTIM_INTERNAL_H
 
@@ -21,8 +21,8 @@ typedef struct param_states {
 typedef struct unit_states {
     fsdpc_unit *unit;
     param_states *params;
-    /* [flat group * FSDPC_OPTIM_MAX_STATES + state]; NULL: not used yet.  A state in a file is the
-     * memory of its extent. */
+    /* [flat group * FSDPC_OPTIM_MAX_STATES + state]; NULL: not used yet. For a state in a file,
+     * this is the memory of its extent. */
     void **states;
     fsdpc_extent **extents;
     /* The current or pending step. */
@@ -44,7 +44,8 @@ struct fsdpc_optim {
     fsdpc_hyper *hypers;
     int n_hypers;
     fsdpc_optim_graph *capture; /* being made; NULL: none */
-    /* Device memory that captured steps read; NULL before the first step, and without graphs. */
+    /* Device memory that captured steps read; NULL before the first step and on devices without
+     * graphs. */
     fsdpc_step_scalars *scalars;
     size_t n_scalars;
     fsdpc_pending pending; /* the step, while its units point to this */
@@ -75,7 +76,7 @@ static inline bool fsdpc_optim_steps_group(const unit_states *states, int flat_g
 
 unit_states *fsdpc_optim_unit(const fsdpc_optim *optim, const fsdpc_unit *unit); /* NULL: none */
 
-/* Call before announcing anything to the peers: checks hyper-parameters and creates states. */
+/* Checks hyper-parameters and creates states; call before announcing anything to the peers. */
 fsdpc_status fsdpc_optim_prepare(fsdpc_optim *optim);
 
 /* Ends a pending step; call before changing anything that it uses. */

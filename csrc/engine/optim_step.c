@@ -1,25 +1,27 @@
 /* A step updates a flat shard in runs, each with one call to a fused kernel.
  *
- * Every step joins parameters of a band that can be updated together into runs.  That costs
- * nanoseconds per parameter, and needs no bookkeeping when parameters are frozen or unfrozen.  With
- * bf16 states a run is one parameter, since the random bits of the rounding depend on the
+ * Every step joins parameters of a band into runs if they can be updated together. That costs
+ * nanoseconds per parameter, and needs no bookkeeping when parameters are frozen or unfrozen. With
+ * bf16 states, each run is a single parameter because the rounding's random bits depend on the
  * parameter's elements.
  *
- * The same pass writes the parameter buffer.  That is legal because the step first opens an epoch
- * on every root: all ranks have arrived, so none reads.  A unit without a root (no forward has run)
- * has no parameter buffer; its masters are updated, and the first epoch copies them in.
+ * The same pass writes the parameter buffer. This is safe because the step first opens an epoch on
+ * every root: all ranks have arrived, so none is reading. A unit without a root (no forward has
+ * run) has no parameter buffer; its masters are updated, and the first epoch copies them in.
  *
- * If masters or states are in a file, a step walks through it in a pass (tier/tier.h).  Runs can be
- * cut at the end of a chunk, because an element's step does not depend on its neighbours.
+ * If masters or states are in a file, the step processes the file in one pass (tier/tier.h). Runs
+ * can be cut at the end of a chunk, because an element's step does not depend on its neighbours.
  *
- * Pending steps.  The call decides what to step (parameters, scales, counts), opens an epoch and
- * steps the units in memory.  Units in a file wait.  The tier's threads read ahead while the
- * program continues, and the unit's next gather steps it, in the order of the pass.  The slices are
- * then copied in later, so that gather is complete when all ranks have posted it (epoch.h).  This
- * thread does all the work without its peers, so it may do it at any time.  Code that uses masters
- * or states first ends the whole step: stepped values are then in the file, not in the ring.
+ * Pending steps. The call decides what to step (parameters, scales, counts), opens an epoch and
+ * steps the units in memory. Units in a file wait. The tier's threads read ahead while the program
+ * continues, and each unit is stepped at its next gather, in the order of the pass. The unit's
+ * slices are then copied in later, so that gather completes only when all ranks have posted it
+ * (epoch.h). The calling thread does all this work without its peers, so it may do it at any time.
+ * Code that uses masters or states first ends the whole step, which writes the updated values from
+ * the ring to the file.
  *
- * A pending step that fails also fails for all later callers, and aborts the roots' communicators.
+ * If a pending step fails, all later callers get the same error and the roots' communicators are
+ * aborted.
  */
 #include "engine/optim.h"
 
@@ -42,7 +44,8 @@ typedef struct run {
     size_t first; /* begin, as an offset in that parameter */
 } run;
 
-/* Finds the address of element `at` of an array; lowers the end to the end of contiguous memory. */
+/* Finds the address of element `at` of an array, and lowers *end to the end of the contiguous
+ * memory. */
 static fsdpc_status locate(fsdpc_extent *extent, unsigned char *memory, size_t element, size_t at,
                            size_t *end, void **out)
 {
@@ -55,7 +58,7 @@ static fsdpc_status locate(fsdpc_extent *extent, unsigned char *memory, size_t e
     return FSDPC_OK;
 }
 
-/* Updates the contiguous front of a run in a parameter's band, and removes it from the run. */
+/* Updates the contiguous part at the front of a run, and removes that part from the run. */
 static fsdpc_status step_front(const fsdpc_optim *optim, const unit_states *states, run *rest)
 {
     run part = *rest;
@@ -121,8 +124,8 @@ static bool joins(const fsdpc_optim *optim, const unit_states *states, int a, in
            optim->state_dtype == FSDPC_F32;
 }
 
-/* A band's parameters are in declaration order, so the walk meets neighbours consecutively.  Pieces
- * of other bands in between must not end a run of this one, hence one walk per band. */
+/* A band's parameters are in declaration order, so the walk meets neighbours consecutively. Parts
+ * of other bands in between must not end a run, so each band has its own walk. */
 static fsdpc_status step_band(const fsdpc_optim *optim, const unit_states *states, int flat_group,
                               int band)
 {
@@ -186,7 +189,7 @@ static fsdpc_status each_root(const fsdpc_optim *optim, fsdpc_status (*fn)(fsdpc
 
 /* ---- Data in a file ---- */
 
-/* Returns a unit's tier if no earlier unit has it, else NULL. */
+/* Returns the unit's tier, or NULL if an earlier unit has the same tier. */
 static fsdpc_tier *tier_of(const fsdpc_optim *optim, int i)
 {
     fsdpc_tier *tier = optim->units[i].unit->offload.tier;
@@ -230,8 +233,8 @@ static fsdpc_status add_to_pass(const unit_states *states)
     return FSDPC_OK;
 }
 
-/* Starts to read everything that the step will need, in order of use: either for the units that
- * wait, or for the others. */
+/* Starts reading the data that the step will need, in order of use, for either the waiting units or
+ * the others. */
 static fsdpc_status begin_pass(fsdpc_optim *optim, bool waiting)
 {
     fsdpc_status status = FSDPC_OK;
@@ -256,7 +259,7 @@ static fsdpc_status abort_root(fsdpc_root *root)
     return FSDPC_OK;
 }
 
-/* Ends a step that can update only part of the model: no rank may continue. */
+/* Ends a step that could update only part of the model, and stops all ranks. */
 static fsdpc_status give_up(fsdpc_optim *optim, fsdpc_status status)
 {
     snprintf(optim->reason, sizeof optim->reason, "%s", fsdpc_last_error());
@@ -354,7 +357,8 @@ fsdpc_status fsdpc_optim_step_alone(const fsdpc_optim *optim, int group, fsdpc_s
     return fsdpc_flat_step(args, stream);
 }
 
-/* Sorts units as forward will use them: a root's units by number, the outermost one first. */
+/* Sorts units in the order in which forward will use them: for each root, the outermost first, then
+ * by id. */
 static void sort_units(const fsdpc_optim *optim)
 {
     for (int i = 1; i < optim->n_units; i++) {
@@ -376,8 +380,9 @@ static bool lies_in_file(const fsdpc_unit *unit)
     return offload->tier && (offload->masters || offload->states || offload->gradients);
 }
 
-/* Decides which parameters are stepped, the scale, and which units wait; later changes to gradients
- * do not affect this.  Units do not wait if other code has tensors on their memory. */
+/* Decides which parameters are stepped, with what scale, and which units wait; later changes to the
+ * gradients do not affect the decision. Units do not wait if other code has tensors on their
+ * memory. */
 static fsdpc_status decide(fsdpc_optim *optim)
 {
     sort_units(optim);
@@ -402,7 +407,7 @@ static fsdpc_status decide(fsdpc_optim *optim)
     return FSDPC_OK;
 }
 
-/* Call when all ranks have arrived: counts the step, and steps the units that do not wait. */
+/* Counts the step and steps the units that do not wait; call after all ranks have arrived. */
 static fsdpc_status step_units(fsdpc_optim *optim, bool *waits_out)
 {
     *waits_out = false;

@@ -9,13 +9,14 @@
  *     a CPU step's input       main computes (computed) -> a copy brings (arrived) -> host reads
  *     masters of a CPU step    main copies in (computed) -> (arrived) the host writes
  *
- * Arrows that begin at main are events of this file.  The communicator handles arrows that begin at
- * a collective, since it knows when an operation is on its stream (fsdpc_comm_order).  Main waits
- * for them only when it needs the unsharded parameters or the sum, so it overlaps with both.
+ * This file creates the events for arrows that begin at main. The communicator handles arrows that
+ * begin at a collective, since it knows when an operation is on its stream (fsdpc_comm_order). Main
+ * waits for collectives only when it needs the unsharded parameters or the sum, so compute overlaps
+ * with both.
  *
  * A gather waits only for its unit's own `released`, and for that of the unit that last used the
- * same slot (slots.h).  It may thus run while main computes with other units.  `filled` is recorded
- * when a reduction is posted, after all of main's work on the buffer and the shard.
+ * same slot (slots.h). It can therefore run while main computes with other units. `filled` is
+ * recorded when a reduction is posted, after all of main's work on the buffer and the shard.
  */
 #include "engine/order.h"
 
@@ -32,7 +33,7 @@ fsdpc_status fsdpc_order_create(fsdpc_root *root)
 }
 
 /* Between steps all ranks have posted the same operations, so the stream finishes unless a peer has
- * died, which the sync detects.  Within a step, peers may never post the operation that this rank
+ * died, which the sync detects. Within a step, peers may never post the operation that this rank
  * waits for. */
 static void run_dry(const fsdpc_root *root, fsdpc_stream *stream)
 {

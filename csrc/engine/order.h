@@ -1,12 +1,12 @@
-/* Orders the streams of a remote device, for the files of csrc/engine.
+/* Orders the streams of a remote device on behalf of the engine.
  *
  * There are four streams: main, which computes, and one each for gathers, reductions and sums over
- * replicas.  The host waits for none of them.  A stream waits for an event before it reads data
- * that another stream wrote, or overwrites data that another stream read; order.c lists these
+ * replicas. The host does not wait for any of them. A stream waits for an event before it reads
+ * data that another stream wrote, or overwrites data that another stream read; order.c lists these
  * events.
  *
- * If the device is not remote, or a single rank's communicator keeps all work on main, they are one
- * stream, which needs no ordering.
+ * If the device is not remote, or a single rank's communicator runs everything on main, there is
+ * only one stream, which needs no ordering.
  */
 #ifndef FSDPC_ENGINE_ORDER_H
 #define FSDPC_ENGINE_ORDER_H
@@ -18,7 +18,7 @@ fsdpc_status fsdpc_order_create(fsdpc_root *root); /* the units must know their 
  * peers. */
 void fsdpc_order_destroy(fsdpc_root *root);
 
-/* Makes `stream` wait until main reaches this point, which the event marks. */
+/* Records the event on the main stream, and makes `stream` wait for it. */
 fsdpc_status fsdpc_order_behind(fsdpc_device *device, fsdpc_event *event, fsdpc_stream *stream);
 void fsdpc_order_note_released(fsdpc_unit *unit);
 
@@ -31,7 +31,8 @@ static inline fsdpc_status fsdpc_order_copied_in(fsdpc_root *root)
     return root->overlaps ? fsdpc_order_behind(root->device, root->copied_in, root->gather_stream)
                           : FSDPC_OK;
 }
-/* Call when main has filled a reduce buffer and no longer uses the gradient shard for its sums. */
+/* Call after main has filled a reduce buffer and has stopped using the gradient shard that will
+ * receive the sums. */
 static inline fsdpc_status fsdpc_order_filled(fsdpc_root *root)
 {
     return root->overlaps ? fsdpc_order_behind(root->device, root->filled, root->reduce_stream)
@@ -49,13 +50,13 @@ static inline fsdpc_status fsdpc_order_gather(fsdpc_unit *unit)
     const fsdpc_root *root = unit->root;
     return root->overlaps ? fsdpc_stream_wait(root->gather_stream, unit->released) : FSDPC_OK;
 }
-/* Every stream waits for main, and every event is recorded there.  A capture begins with this, to
- * include the streams.  It also ends with this call, because events recorded in a capture are
- * invalid outside it.
+/* Makes every stream wait for main and records every event there. Each capture begins with this
+ * call, to include the other streams. It also ends with this call, because events recorded in a
+ * capture are invalid outside it.
  */
 fsdpc_status fsdpc_order_fork(fsdpc_root *root);
-/* Call after launching a graph: only makes the streams wait. */
+/* Call after launching a graph; only makes the other streams wait for main. */
 fsdpc_status fsdpc_order_follow(fsdpc_root *root);
-/* Main waits for all other streams. */
+/* Makes main wait for all other streams. */
 fsdpc_status fsdpc_order_join(fsdpc_root *root);
 #endif

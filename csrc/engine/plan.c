@@ -1,5 +1,5 @@
-/* Sizes of groups and arrays.  Groups begin at page boundaries in parameter buffer and reduce
- * buffers, so that pages can be protected, and at multiples of 64 bytes in partials.
+/* Sizes of groups and arrays. Groups begin at page boundaries in the parameter buffer and the
+ * reduce buffers, which allows pages to be protected, and at multiples of 64 bytes in partials.
  */
 #include "engine/plan.h"
 

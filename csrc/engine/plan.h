@@ -1,8 +1,8 @@
 /* The sizes of a unit's arrays and buffers, computed only from shapes and options.
  *
- * The engine allocates what these functions return, and plan_root.h adds up the same sizes for
- * memory_plan(), so both agree to the byte.  Bytes are counted as in fsdpc_mem: blocks rounded up
- * to 64.
+ * The engine allocates exactly these sizes, and plan_root.h adds them up for memory_plan(), so the
+ * plan is exact to the byte. Bytes are counted as in fsdpc_mem, with blocks rounded up to multiples
+ * of 64.
  */
 #ifndef FSDPC_ENGINE_PLAN_H
 #define FSDPC_ENGINE_PLAN_H
@@ -18,7 +18,7 @@ typedef struct fsdpc_mesh {
     fsdpc_comm *replicate;
 } fsdpc_mesh;
 
-/* Which of a unit's arrays are in a file, and what fraction of each (its rear, 0 to 1); or which
+/* Which of a unit's arrays are in a file, and what fraction at the end of each (0 to 1), or which
  * are in a remote device's host memory. */
 typedef struct fsdpc_offload {
     fsdpc_tier *tier; /* held by its extents; NULL while nothing is allocated yet, as in a plan */
@@ -42,7 +42,7 @@ typedef struct fsdpc_unit_options {
     fsdpc_offload offload;
 } fsdpc_unit_options;
 
-/* Returns how many ranks contribute to its gradients. */
+/* Returns the number of ranks that contribute to a unit's gradients. */
 static inline int fsdpc_mesh_ranks(const fsdpc_mesh *mesh)
 {
     return mesh->shard->size * (mesh->replicate ? mesh->replicate->size : 1);
@@ -65,7 +65,7 @@ typedef struct fsdpc_group_plan {
 fsdpc_status fsdpc_plan_group(const fsdpc_group *group, const fsdpc_unit_options *options,
                               fsdpc_group_plan *out);
 
-/* Returns the bytes of this rank's slices of a group. */
+/* Returns the size of this rank's slices of a group, in bytes. */
 static inline size_t fsdpc_plan_slice_bytes(const fsdpc_group *group, fsdpc_dtype param_dtype)
 {
     return fsdpc_mem_counted(group->shard_numel * fsdpc_dtype_bytes(param_dtype));
@@ -96,8 +96,8 @@ static inline fsdpc_dtype fsdpc_plan_state_dtype(fsdpc_dtype param, fsdpc_dtype 
     return param == FSDPC_F64 ? FSDPC_F64 : state_dtype;
 }
 
-/* Returns whether masters can be pages of a parameter buffer: modules read them as they are, and no
- * step changes them. */
+/* Returns whether masters can be pages of a parameter buffer: modules must read them without a
+ * cast, and no step may change them. */
 static inline bool fsdpc_plan_shares_masters(const fsdpc_group *group, fsdpc_dtype param_dtype,
                                              const fsdpc_offload *offload)
 {
@@ -112,10 +112,10 @@ static inline bool fsdpc_offload_steps_on_host(const fsdpc_offload *offload)
     return offload->host && offload->masters && offload->states;
 }
 
-/* Returns the bytes that one chunk of a group occupies, a multiple of 64. */
+/* Returns the size of one chunk of a group in bytes, which is a multiple of 64. */
 size_t fsdpc_plan_host_bytes(const fsdpc_offload *offload, size_t numel, size_t element);
 
-/* Number of reduce buffers (fill.h) that the units of a root share; fewer if fewer units share. */
+/* The maximum number of reduce buffers (fill.h) that the units of a root share. */
 enum { FSDPC_POOLED_BUFFERS = 2 };
 
 typedef struct fsdpc_pool_plan {
@@ -131,13 +131,13 @@ static inline void fsdpc_pool_plan_add(fsdpc_pool_plan *pool, size_t bytes, size
     pool->partial_bytes = fsdpc_max_size(pool->partial_bytes, partial_bytes);
 }
 
-/* Returns whether sums go through a partial: only if a reduction has two stages. */
+/* Returns whether sums pass through a partial, which happens only if reductions have two stages. */
 static inline bool fsdpc_plan_has_partials(int replicate, int shard)
 {
     return replicate > 1 && shard > 1;
 }
 
-/* Returns whether a single rank's kernels can fill the gradient shard directly.  The dtypes are
+/* Returns whether a single rank's kernels can fill the gradient shard directly. The dtypes are
  * those of the unit's first group. */
 static inline bool fsdpc_plan_fits_shard(int n_trained, fsdpc_dtype reduce_dtype,
                                          fsdpc_dtype grad_dtype, const fsdpc_offload *offload,

@@ -11,10 +11,10 @@
 #include "engine/micro.h"
 #include "engine/slots.h"
 
-/* A reduction's stages, and what they read: a reduce buffer, and a partial. */
+/* The stages of a reduction: the first reads a reduce buffer, the second a partial. */
 enum { FIRST, SECOND, N_STAGES };
 
-/* A unit's part of shared memory. */
+/* The sizes that a unit needs in shared memory. */
 typedef struct unit_sizes {
     size_t param_buffer, slices, buffer[N_STAGES];   /* bytes; a reduce buffer and a partial */
     int n_trained;                                   /* flat groups; at most one for each dtype */
@@ -53,7 +53,7 @@ static fsdpc_status plan_array(planner *p, const char *name, fsdpc_mem_kind kind
     return emit(p, name, kind, array->file_bytes, n, FSDPC_PLAN_FILE);
 }
 
-/* Note [spread masters] (unit.c): only if there is a parameter buffer that others share. */
+/* See Note [spread masters] in unit.c; it applies only if ranks share a parameter buffer. */
 static bool shares_masters(const planner *p, const fsdpc_plan_unit *unit, const fsdpc_group *group,
                            const fsdpc_group_plan *plan)
 {
@@ -133,9 +133,9 @@ static fsdpc_status plan_slots(const planner *p, fsdpc_slot_want *wants)
     for (int i = 0; i < p->n; i++) {
         const fsdpc_plan_unit *unit = &p->units[i];
         const fsdpc_offload *offload = &unit->options.offload;
-        wants[i] =
-            (fsdpc_slot_want){.bytes = p->sizes[i].param_buffer,
-                              .alone = fsdpc_unit_owns_unsharded(&unit->settings, unit->encloses)};
+        wants[i] = (fsdpc_slot_want){
+            .bytes = p->sizes[i].param_buffer,
+            .unshared = fsdpc_unit_owns_unsharded(&unit->settings, unit->encloses)};
         FSDPC_TRY(emit(p, "slices", FSDPC_MEM_UNSHARDED, p->sizes[i].slices, 1,
                        offload->params && offload->host ? FSDPC_PLAN_PINNED : FSDPC_PLAN_MEMORY));
     }
@@ -167,7 +167,7 @@ static bool owns_buffer(const planner *p, int unit)
 }
 
 /* Returns the memory that sums of a unit's flat group need in transit between hosts, if they are in
- * a buffer of this size.  The reduction of each group of a buffer has its own. */
+ * a buffer of this size. Each group in a buffer has its own reduction and its own memory for it. */
 static size_t transit_bytes(const planner *p, int stage, int unit, int g, size_t buffer_bytes)
 {
     const unit_sizes *sizes = &p->sizes[unit];
@@ -187,7 +187,7 @@ static fsdpc_status emit_buffers(const planner *p, const char *name, size_t byte
     return emit(p, "sums in transit", FSDPC_MEM_REDUCE, transit, count, FSDPC_PLAN_MEMORY);
 }
 
-/* Plans what fill.c creates.  A single rank creates a buffer when it first fills it. */
+/* Plans what fill.c creates. A single rank creates a buffer when it first fills it. */
 static fsdpc_status plan_stage(const planner *p, int stage)
 {
     fsdpc_pool_plan pool = {0};
@@ -234,7 +234,7 @@ static fsdpc_status plan_buffers(const planner *p)
     return FSDPC_OK;
 }
 
-/* Sums of micro-steps in addition to the gradient shard, which is the first. */
+/* Plans the sums of micro-steps beyond the first, which is in the gradient shard. */
 static fsdpc_status plan_sums(const planner *p)
 {
     const fsdpc_root_options *options = p->options;

@@ -1,9 +1,9 @@
-/* The memory that a root of planned units will have on a rank, and the sizes of its messages.
+/* The memory that a planned root will use on each rank, and the sizes of its messages.
  *
- * Nothing is created: no unit, communicator or device needs to exist.  Each row is memory that the
- * engine will allocate.  Its size comes from the function that the engine allocates it with
- * (plan.h, slots.h, micro.h, comm_hosts.h).  The caller adds rows up.  The sums are the peaks of
- * steps that follow the recorded schedule and keep no gradients over several backwards (no_sync).
+ * Nothing is created: no unit, communicator or device needs to exist. Each row is memory that the
+ * engine will allocate. The engine uses the same functions (plan.h, slots.h, micro.h, comm_hosts.h)
+ * to compute the allocation sizes. The caller adds rows up. The sums are the peaks of steps that
+ * follow the recorded schedule and keep no gradients over several backwards (no_sync).
  */
 #ifndef FSDPC_ENGINE_PLAN_ROOT_H
 #define FSDPC_ENGINE_PLAN_ROOT_H
@@ -18,7 +18,7 @@ typedef struct fsdpc_plan_unit {
     bool encloses;                /* it is the root, or contains other units */
 } fsdpc_plan_unit;
 
-/* The ranks of one stage of a reduction: hosts, and ranks on each of them. */
+/* The hosts in one stage of a reduction, and the number of ranks on each. */
 typedef struct fsdpc_plan_hosts {
     int hosts, local_size;
 } fsdpc_plan_hosts;

@@ -4,31 +4,33 @@
  *     only replicas    buffers --all-reduce--> gradient shard (which covers the whole unit)
  *     both             buffers --reduce-scatter--> partial --all-reduce--> gradient shard
  *
- * A partial is wide and neither scaled nor rounded.  The two stages together therefore form the
- * tree over all ranks (if the shard group's size is a power of two) and round once.  Postponing the
- * all-reduce leaves a partial to which the next reduce-scatter adds.
+ * A partial is in the wide dtype, neither scaled nor rounded. The two stages together therefore
+ * form the tree over all ranks (if the shard group's size is a power of two), with a single
+ * rounding. If the all-reduce is postponed, the sums stay in a partial, and the next reduce-scatter
+ * adds to it.
  *
- * Ranks must post in the same order, across all their groups.  A GPU runs the operations of several
- * communicators in post order, and two ranks with different orders would wait for each other.  A
- * first stage completes at different times on different ranks.  Second stages therefore have fixed
- * points in the program: before the next post of a reduction, at the end of backward, and before
- * any wait for this reduction.  There the rank waits for the first stage; polling for completed
- * reductions in between posts nothing.
+ * Ranks must post in the same order, across all their groups. A GPU runs the operations of several
+ * communicators in post order, and two ranks with different orders would wait for each other. A
+ * first stage completes at different times on different ranks. Second stages are therefore posted
+ * at fixed points in the program: before the next reduction is posted, at the end of backward, and
+ * before any wait for this reduction. At these points the rank waits for the first stage; in
+ * between, polling for completed reductions posts nothing.
  *
- * That costs no time on one host with pooled buffers.  The next reduction is posted a whole unit's
- * backward after this one.  If a first stage is not complete by then, a peer is that far behind.
- * The next unit's first gradient would wait for this reduction's buffer anyway.
+ * That costs no time on one host with pooled buffers. A whole unit's backward runs before the next
+ * reduction is posted. If a first stage is not complete by then, a peer is that far behind. The
+ * next unit's first gradient would wait for this reduction's buffer anyway.
  *
- * Between hosts it would leave the network idle for that long, and delay two units' sums until
- * after the last unit.  There each group's messages reach their peers regardless of other groups.
- * Polling for completed reductions therefore posts second stages too, oldest first: the replicas'
- * group sees them in the same order on every rank.
+ * Between hosts, waiting that long would leave the network idle and delay two units' sums until
+ * after the last unit. Between hosts, however, each group's messages reach their peers
+ * independently of other groups. Polling for completed reductions therefore also posts second
+ * stages, oldest first, so that the replica group sees the same order on every rank.
  *
- * If the communicator orders streams, the host does not wait, and a second stage follows its first
- * at once, on its own stream.  The main stream waits instead, when it needs the sum or the buffer.
+ * If the communicator orders streams, the host does not wait, and each second stage follows its
+ * first immediately on a separate stream. The main stream waits instead, when it needs the sum or
+ * the buffer.
  *
- * In deterministic mode every micro-step is reduced, and its sum is stored at the level that
- * micro.h chooses; no_sync then only hides it.
+ * In deterministic mode, every micro-step is reduced and its sum is stored at the level chosen by
+ * micro.h; no_sync then only hides the sum.
  */
 #include "engine/reduce.h"
 
@@ -97,7 +99,8 @@ static fsdpc_status post_first(fsdpc_unit *unit, fsdpc_buffer *buffer)
 {
     fsdpc_root *root = unit->root;
     bool replicas_alone = root->reduce_comm == root->replicate;
-    /* Replicas have separate epochs (one may evaluate by itself); their steps must agree. */
+    /* Replicas have separate epochs, since one may run an evaluation by itself, but their steps
+     * must agree. */
     uint64_t epoch = replicas_alone ? root->steps : root->param_buffer->epoch;
     if (!unit->partial)
         FSDPC_TRY(begin_final(unit));
@@ -192,13 +195,13 @@ static fsdpc_status finish(fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-/* Returns whether the reduction is in its first stage and a second one will follow. */
+/* Returns whether the reduction is still in its first stage and will have a second one. */
 static bool awaits_second(const fsdpc_unit *unit)
 {
     return unit->reduction == FSDPC_REDUCTION_SHARD && unit->partial && !unit->postpone;
 }
 
-/* Waits for the posted stage; then posts the next one, or finishes. */
+/* Waits for the posted stage, then posts the next stage or finishes the reduction. */
 static fsdpc_status wait_stage(fsdpc_unit *unit)
 {
     fsdpc_root *root = unit->root;
@@ -209,8 +212,8 @@ static fsdpc_status wait_stage(fsdpc_unit *unit)
     return awaits_second(unit) ? post_second(unit) : finish(unit);
 }
 
-/* Posts second stages that are not posted yet, in the order of the first ones, up to that of `last`
- * (NULL: all). */
+/* Posts the outstanding second stages in the order of their first stages, up to that of `last`, or
+ * all of them if it is NULL. */
 static fsdpc_status post_seconds(const fsdpc_root *root, const fsdpc_unit *last)
 {
     for (int r = 0; r < root->n_reducing; r++) {
@@ -313,7 +316,7 @@ static bool crosses_hosts(const fsdpc_comm *comm)
     return comm && comm->host_size < comm->size;
 }
 
-/* Also tests first stages that precede a second one, which makes them progress. */
+/* Also tests first stages that will have a second stage, because testing lets them progress. */
 fsdpc_status fsdpc_reduce_progress(fsdpc_root *root)
 {
     if (fsdpc_comm_orders(root->reduce_comm)) /* the device orders first stages, so no wait is

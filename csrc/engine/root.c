@@ -1,6 +1,6 @@
 /* The parameter buffer contains the unsharded parameters of all units end to end, each group on a
- * page boundary.  If a gather moves bytes, the parameter buffer only defines these offsets
- * (unsharded.h).  Reduce buffers are sized for the largest unit that uses them.
+ * page boundary. If a gather moves bytes, the parameter buffer only defines these offsets
+ * (unsharded.h). Reduce buffers are sized for the largest unit that uses them.
  */
 #include "engine/root_internal.h"
 
@@ -42,8 +42,8 @@ static fsdpc_status adopt_units(fsdpc_root *root, fsdpc_unit *const *units,
     return FSDPC_OK;
 }
 
-/* Creates the parameter buffer in device memory, in host memory or on a disk, the same for all
- * units.  It contains their unsharded parameters, or this rank's slices of them. */
+/* Creates the parameter buffer for all units in device memory, in host memory or on disk. It
+ * contains either whole unsharded parameters or this rank's slices of them. */
 static fsdpc_status create_param_buffer(fsdpc_root *root, size_t bytes)
 {
     const fsdpc_unit *first = root->units[0];
@@ -149,9 +149,9 @@ static void disown_unit(fsdpc_unit *unit)
         unit->groups[g].param_buffer_offset -= offset;
 }
 
-/* An operation in flight refers to memory that is about to be freed.  With one rank it finishes
- * with its streams.  Otherwise peers may never post it, so the communicator ends together with the
- * operation. */
+/* An operation in flight refers to memory that is about to be freed. On a single rank, it finishes
+ * when its streams do. Otherwise the peers may never post it, so the communicator is shut down
+ * along with the operation. */
 static void abandon_work(fsdpc_work *work)
 {
     fsdpc_comm *comm = work->comm;

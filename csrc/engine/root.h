@@ -1,9 +1,10 @@
 /* A root: the outermost unit with all units inside it, their parameter buffer and reduce buffers.
  *
- * The first forward creates it, collectively.  The parameter buffer is one memory for the unsharded
- * parameters of all units, shared by the ranks of a host.  Units that close during backward share
- * two pooled reduce buffers. Units that stay open have their own: the root, units that enclose
- * others, and units that keep gradients.  With replicas, each buffer is paired with a partial.
+ * It is created by the first forward, collectively. The parameter buffer is a single block of
+ * memory for the unsharded parameters of all units, shared by the ranks on a host. Units that close
+ * during backward share two pooled reduce buffers. Units that stay open have their own buffers: the
+ * root, units that enclose others, and units that keep gradients. With replicas, each buffer is
+ * paired with a partial.
  */
 #ifndef FSDPC_ENGINE_ROOT_H
 #define FSDPC_ENGINE_ROOT_H
@@ -11,7 +12,7 @@
 #include "base/trace.h"
 #include "engine/unit.h"
 
-/* Collective.  units[0] is the outermost; children follow in module order.  `encloses` specifies
+/* Collective. units[0] is the outermost; children follow in module order. `encloses` specifies
  * whether each unit contains others. */
 fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, int n_units,
                                fsdpc_root **out);
@@ -41,7 +42,7 @@ typedef struct fsdpc_act {
     bool backward; /* the phase that it belongs to */
 } fsdpc_act;
 
-/* Borrowed from the root until its next step. */
+/* Owned by the root and valid until its next step. */
 typedef struct fsdpc_schedule {
     const fsdpc_exec_entry *uses;
     const fsdpc_act *acts; /* from the last whole step */

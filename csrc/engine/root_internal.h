@@ -1,12 +1,12 @@
-/* The struct of a root, for the files of csrc/engine and their C tests. */
+/* The root's struct, shared by the files of csrc/engine and their C tests. */
 #ifndef FSDPC_ENGINE_ROOT_INTERNAL_H
 #define FSDPC_ENGINE_ROOT_INTERNAL_H
 
 #include "engine/root.h"
 #include "engine/unit_internal.h"
 
-/* How far the last epoch got.  Ctrl-C may interrupt any stage's wait.  The next epoch then first
- * completes this one as announced, since the peers rely on it. */
+/* How far the last epoch got. Ctrl-C may interrupt the wait in any stage. The next epoch then
+ * begins by completing the interrupted one as announced, because the peers rely on it. */
 typedef enum fsdpc_epoch_progress {
     FSDPC_EPOCH_AT_IDLE,
     FSDPC_EPOCH_AT_ARRIVED,   /* announced; waits for all arrivals */

@@ -6,27 +6,28 @@
  *     post_backward  reduce, reshard
  *
  * Everything happens on demand: a unit is gathered when it is needed, so any order of calls is
- * correct if all ranks make the same calls.  The execution order only adds gathers ahead of demand.
+ * correct if all ranks make the same calls. The execution order only adds gathers ahead of demand.
  *
- * The execution order.  The first step with gradients records each (unit, phase) in order.  While
+ * The execution order. The first step with gradients records each (unit, phase) in order. While
  * later steps repeat it, the next `prefetch` entries are gathered before the current unit computes.
- * The first entry that differs cuts the execution order there, and the remainder of the step is
- * recorded instead.  Switching branches permanently thus costs one on-demand step; taking a branch
- * just once costs two.
+ * At the first entry that differs, the execution order is cut off and the remainder of the step is
+ * recorded again. A permanent switch to another branch therefore costs one on-demand step; taking a
+ * branch just once costs two.
  *
- * Only post_backward releases weights; the arrival of all gradients does not.  A frozen layer after
+ * Only post_backward releases weights; the arrival of all gradients does not. A frozen layer after
  * the last trainable one still needs its weight for the gradient of its input.
  *
- * Gradients may come after their unit's reduction was posted (a unit used twice): they open another
- * reduction, which adds to the first.  Buffers that are still open at the end of backward are
- * posted there, in the order of units.
+ * A gradient may arrive after its unit's reduction was posted (if a unit is used twice); it opens
+ * another reduction, which adds to the first. Buffers that are still open at the end of backward
+ * are posted then, in unit order.
  *
- * Rank-dependent units (experts that some ranks' data does not select) take part even if they did
- * not run.  All of them are gathered when an epoch begins and stay unsharded until the next; the
- * execution order omits them.  Their gradients, zeros if there are none, are reduced at the end of
+ * Rank-dependent units (such as experts that no data on some ranks selects) take part even if they
+ * did not run. All of them are gathered when an epoch begins and stay unsharded until the next; the
+ * execution order omits them. Their gradients, zeros if there are none, are reduced at the end of
  * backward.
  *
- * Inside backward a forward is a recomputation (activation checkpointing): no epoch, no reshard.
+ * A forward inside backward is a recomputation (activation checkpointing): it begins no epoch and
+ * does not reshard.
  */
 #include "engine/sched.h"
 
@@ -73,7 +74,7 @@ static void begin_step(fsdpc_exec_order *exec_order)
     exec_order->ended = false;
 }
 
-/* Records that a unit is used now: follows the execution order or writes it. */
+/* Records that a unit is being used, by following the execution order or appending to it. */
 static fsdpc_status note_use(fsdpc_root *root, const fsdpc_unit *unit, bool backward)
 {
     fsdpc_exec_order *exec_order = &root->exec_order;
@@ -128,7 +129,7 @@ static fsdpc_status gather_ahead(fsdpc_root *root, const fsdpc_unit *unit, bool 
     return FSDPC_OK;
 }
 
-/* Call when an epoch has begun: gathers on all ranks the units that any rank may need. */
+/* Gathers the units that any rank may need, on all ranks; call when an epoch has begun. */
 static fsdpc_status gather_rank_dependent(fsdpc_root *root)
 {
     for (int i = 0; i < root->n_units; i++) {
@@ -224,8 +225,8 @@ fsdpc_status fsdpc_pre_backward(fsdpc_unit *unit, uint64_t generation)
     return FSDPC_OK;
 }
 
-/* Returns whether filled gradients are reduced at the end of this backward; else they stay in the
- * buffer. */
+/* Returns whether filled gradients are reduced at the end of this backward, rather than staying in
+ * the buffer. */
 static bool reduces_now(const fsdpc_unit *unit)
 {
     const fsdpc_root *root = unit->root;
@@ -299,7 +300,7 @@ fsdpc_status fsdpc_grad_wait(fsdpc_unit *unit)
     return fsdpc_reduce_wait(unit);
 }
 
-/* Call after recording a whole step: checks that all ranks will replay the same. */
+/* Call after recording a whole step: checks that all ranks recorded the same order. */
 static fsdpc_status complete_record(fsdpc_root *root)
 {
     const fsdpc_exec_order *exec_order = &root->exec_order;
@@ -388,7 +389,7 @@ fsdpc_status fsdpc_reshard(fsdpc_unit *unit)
 }
 
 /* Also drops gradients that this backward has reduced, unless they were added to earlier ones.
- * Other units have no such gradients, and which units have some differs between ranks. */
+ * Other units have no gradients to drop; which units do may differ between ranks. */
 static void drop_backward(fsdpc_root *root)
 {
     fsdpc_fill_drop_failed(root);

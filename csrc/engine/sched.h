@@ -2,15 +2,15 @@
  *
  *     pre_forward  post_forward  pre_backward  post_backward  grad_target  backward_end
  *
- * Both frontends call these through call.h, and add gradients.  Only the schedule decides when a
- * unit is gathered, resharded and reduced.  The first step runs on demand and is recorded; later
+ * Both frontends call these through call.h, and add gradients. Only the schedule decides when a
+ * unit is gathered, resharded and reduced. The first step runs on demand and is recorded; later
  * steps follow the execution order and gather `prefetch` units ahead, in forward and in backward.
  * A step that departs from the execution order falls back to gathering on demand, stays correct,
  * and is recorded again.
  *
  * Reductions are posted in post_backward, or in backward_end for units whose inputs needed no
  * gradient, and completed at later entry points. backward_end waits for all of them, unless
- * set_is_last_backward(false) announced another backward.  A unit that does not synchronise keeps
+ * set_is_last_backward(false) announced another backward. A unit that does not synchronise keeps
  * its gradients in its reduce buffer, and the next backward adds to them.
  */
 #ifndef FSDPC_ENGINE_SCHED_H
@@ -18,26 +18,27 @@
 
 #include "engine/root.h"
 
-/* `grad`: gradients are recorded.  The outermost call begins an epoch.  On return the unit is FULL.
+/* `grad`: gradients are recorded. The outermost call begins an epoch. On return the unit is FULL.
  */
 fsdpc_status fsdpc_pre_forward(fsdpc_unit *unit, bool grad);
 fsdpc_status fsdpc_post_forward(fsdpc_unit *unit);
 
-/* `generation` is the root's at the time of the forward (fsdpc_unit_generation).  Idempotent. */
+/* `generation` is the root's at the time of the forward (fsdpc_unit_generation). Idempotent. */
 fsdpc_status fsdpc_pre_backward(fsdpc_unit *unit, uint64_t generation);
 fsdpc_status fsdpc_post_backward(fsdpc_unit *unit);
 
-/* Tells where the next contribution to a parameter's gradient goes.  Unless the caller writes it
- * there, the backward fails. */
+/* Returns where the next contribution to a parameter's gradient must be written. Unless the caller
+ * writes it there, the backward fails. */
 fsdpc_status fsdpc_grad_target_of(fsdpc_unit *unit, int param, void **data_out,
                                   fsdpc_dtype *dtype_out, bool *accumulate_out);
-/* Returns whether the unit's reduce buffer is open.  The first gradient opens it, and may wait for
- * peers. */
+/* Returns whether the unit's reduce buffer is open. The first gradient opens the buffer, which may
+ * require waiting for peers. */
 bool fsdpc_grad_is_open(const fsdpc_unit *unit);
-/* Adds the contribution in `data`: whole, dense, in the unsharded parameter's dtype. */
+/* Adds the contribution in `data`, which must be whole, dense, and in the unsharded parameter's
+ * dtype. */
 fsdpc_status fsdpc_grad_add(fsdpc_unit *unit, int param, const void *data);
 
-/* Returns whether the unit's reduction is in flight, as after set_is_last_backward(false).
+/* Returns whether the unit's reduction is in flight, for example after set_is_last_backward(false).
  * grad_wait completes it; every rank must have posted it. */
 bool fsdpc_grad_is_posted(const fsdpc_unit *unit);
 fsdpc_status fsdpc_grad_wait(fsdpc_unit *unit);
@@ -45,8 +46,8 @@ fsdpc_status fsdpc_grad_wait(fsdpc_unit *unit);
 /* Closes units that are still open and waits for every reduction. */
 fsdpc_status fsdpc_backward_end(fsdpc_root *root);
 
-/* The generation of the weights.  A backward or recomputation passes the generation that its
- * forward saw, and fails if the weights have changed since.  FSDPC_GENERATION_PAST is older than
+/* The generation of the weights. A backward or recomputation passes the generation that its
+ * forward saw, and fails if the weights have changed since. FSDPC_GENERATION_PAST is older than
  * any. */
 #define FSDPC_GENERATION_PAST UINT64_MAX
 uint64_t fsdpc_unit_generation(const fsdpc_unit *unit);
@@ -57,13 +58,13 @@ fsdpc_status fsdpc_unit_check_generation(const fsdpc_unit *unit, uint64_t genera
 fsdpc_status fsdpc_unshard_begin(fsdpc_unit *unit);
 fsdpc_status fsdpc_unshard_wait(fsdpc_unit *unit);
 fsdpc_status fsdpc_reshard(fsdpc_unit *unit);
-/* Fixes the weights: until hold_end, no-grad forwards communicate nothing, so ranks may run
- * different numbers of them; steps and forwards with gradients are refused.  Both are collective,
- * and they nest. */
+/* Fixes the weights until hold_end: no-grad forwards do not communicate, so ranks may run different
+ * numbers of them; steps and forwards with gradients fail. Both functions are collective, and calls
+ * to them nest. */
 fsdpc_status fsdpc_hold_begin(fsdpc_root *root);
 fsdpc_status fsdpc_hold_end(fsdpc_root *root);
-/* After an exception in user code: brings all units back to SHARDED.  In backward it also drops
- * gradients that are not reduced, here and, in the next epoch, on every rank. */
+/* Call after an exception in user code: resets all units to SHARDED. In backward, this also drops
+ * unreduced gradients, on this rank at once and on every rank in the next epoch. */
 void fsdpc_root_reset(fsdpc_root *root);
 
 #endif

@@ -1,12 +1,12 @@
-/* Decides who shares: units of the same size take turns if that needs less memory than one slot
- * each. */
+/* Decides which units share memory: units of the same size take turns if that needs less memory
+ * than a slot for each. */
 #include "engine/slots.h"
 
 #include "base/size.h"
 
 static bool same_class(const fsdpc_slot_want *a, const fsdpc_slot_want *b)
 {
-    return !a->alone && !b->alone && a->bytes == b->bytes;
+    return !a->unshared && !b->unshared && a->bytes == b->bytes;
 }
 
 /* Returns how many of the first `n` units are the same size as this one. */
@@ -43,7 +43,7 @@ int fsdpc_slots_assign(fsdpc_slot_want *wants, int n, int per_class, size_t gran
         want->slot = -1;
         want->block_bytes = fsdpc_slots_is_windowed(want->bytes, granule) ? whole : want->bytes;
         want->n_blocks = 1;
-        if (want->alone || want->bytes == 0 || granule == 0)
+        if (want->unshared || want->bytes == 0 || granule == 0)
             continue;
         size_t all = members(wants, n, want), before = members(wants, i, want);
         if (all <= each || each * whole >= all * want->bytes)

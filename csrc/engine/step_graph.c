@@ -1,20 +1,20 @@
 /* Records, at the capture, the state that a step's decisions depend on, and compares it at every
  * replay.
  *
- * There are two kinds of state.  Counters (steps, generation) grow by the same amount in every
- * step; a replay adds the captured step's increments.  Everything else determines which work is
- * enqueued, and must not have changed.  For example, an eager step would copy in a unit whose
+ * There are two kinds of state. Counters (steps, generation) grow by the same amount in every
+ * step; a replay adds the captured step's increments. All other state determines which work is
+ * enqueued, so it must not have changed. For example, an eager step would copy in a unit whose
  * masters were written, and a replay does not.
  *
- * Ranks do not communicate inside a capture.  Operations are captured and epochs are local, so a
- * rank that gives up leaves no peer waiting.  They meet in one epoch before the capture and one
- * after it, and continue only if all are able to and captured the same work.  A replay is one epoch
- * and one operation.  The epoch detects ranks that do not or cannot replay.  The operation launches
- * the graph in its turn among all others, and the communicator watches it.
+ * Ranks do not communicate inside a capture. Operations are captured and epochs are local, so a
+ * rank that gives up leaves no peer waiting. The ranks meet in one epoch before the capture and one
+ * after it, and continue only if all are able to and all captured the same work. A replay is one
+ * epoch and one operation. The epoch detects ranks that do not or cannot replay. The operation
+ * launches the graph in order with all other operations, and the communicator monitors it.
  *
- * The host has processed an abandoned step; the device has not.  Step counts are restored.  The
- * generation is not: a loss made inside refers to memory that was never filled, so its backward
- * must be refused.
+ * The host has already processed an abandoned step, but the device has not run it. Step counts are
+ * restored. The generation is not restored: a loss computed in the capture refers to memory that
+ * was never filled, so its backward must be refused.
  */
 #include "engine/step_graph.h"
 
@@ -92,7 +92,7 @@ static fsdpc_status check_root(const fsdpc_root *root)
     return FSDPC_OK;
 }
 
-/* Checks that the unit's parameter buffer is known to match its masters. */
+/* Checks that the parameter buffer is known to match the unit's masters. */
 static fsdpc_status check_unit(const fsdpc_unit *unit)
 {
     if (unit->held)
@@ -114,7 +114,7 @@ static fsdpc_status check_unit(const fsdpc_unit *unit)
     if (unit->offload.host || unit->offload.tier)
         return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
                           "unit '%s' has an offload_policy, and the CPU takes part in its steps: "
-                          "graphs of steps take models that lie on the device alone",
+                          "graphs of steps take models that are on the device only",
                           unit->name);
     return FSDPC_OK;
 }

@@ -1,21 +1,21 @@
-/* A whole training step as one graph of the device.
+/* Captures a whole training step as one graph of the device.
  *
  *     begin  - a normal step: forward, backward, clipping, the optimizer's step -  end  replay*
  *
- * Between begin and end the device computes nothing; it only records.  End launches the recording,
- * so that afterwards one step has run.  A replay runs another step on the same memory.  Each replay
- * makes a step's changes on the host (step counts, generations) and uses the optimizer's scalars of
- * its own step.
+ * Between begin and end the device computes nothing; it only records. Calling end launches the
+ * recording, which completes one step. A replay runs another step on the same memory. A replay also
+ * makes the step's changes on the host (step counts, generations) and uses the optimizer's scalars
+ * for that step.
  *
- * A replay repeats the recorded step, so the host must make the same decisions.  The end of the
- * capture and each replay compare pending gradients, settings, and whether weights match the
- * parameter buffer. A difference is an error that names the unit, and nothing is launched.  An
- * error between begin and end abandons the step.  The host's state is restored, gradients made in
- * the step are dropped, and tensors made in it have no contents.
+ * A replay repeats the recorded work, so the host must make the same decisions again. The end of
+ * the capture and each replay compare pending gradients, settings, and whether weights match the
+ * parameter buffer. If anything differs, the call launches nothing and returns an error that names
+ * the unit. An error between begin and end abandons the step. This restores the host's state and
+ * drops gradients computed in the step; tensors created in the step have no contents.
  *
  * All functions are collective if operations are ordered on the device (fsdpc_comm_order);
- * otherwise only a single rank may use them.  An error on one rank is an error on all, except for a
- * graph inside a graph.
+ * otherwise only a single rank may use them. An error on one rank is returned on all ranks, except
+ * for an attempt to nest graphs.
  */
 #ifndef FSDPC_ENGINE_STEP_GRAPH_H
 #define FSDPC_ENGINE_STEP_GRAPH_H
@@ -24,8 +24,8 @@
 
 typedef struct fsdpc_step_graph fsdpc_step_graph;
 
-/* Root and optimizer are borrowed and outlive the graph.  All units of the optimizer must belong to
- * the root. */
+/* The root and the optimizer are borrowed and must outlive the graph. All units of the optimizer
+ * must belong to the root. */
 fsdpc_status fsdpc_step_graph_begin(fsdpc_root *root, fsdpc_optim *optim, fsdpc_step_graph **out);
 /* An error abandons the step. */
 fsdpc_status fsdpc_step_graph_end(fsdpc_step_graph *step);

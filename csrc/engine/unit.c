@@ -1,9 +1,9 @@
 /* Manages a unit's private memory, and copies single parameters into and out of it.
  *
  * Masters are allocated once, with the unit, and never move: optimizers and exported local shards
- * may keep pointers.  So are gradient shards, but they may move while they are empty (place_grads
- * here, and grads.h).  The kernels of flat_ops loop over elements; this file only determines which
- * elements.
+ * may keep pointers. Gradient shards are also allocated with the unit, but may move while they are
+ * empty (place_grads here, and grads.h). The kernels of flat_ops loop over elements; this file only
+ * determines which elements.
  */
 #include "engine/unit_internal.h"
 
@@ -38,11 +38,11 @@ void fsdpc_unit_destroy_array(const fsdpc_unit *unit, fsdpc_extent *extent, void
         fsdpc_device_free(unit->device, memory);
 }
 
-/* Note [spread masters].  If modules of a frozen group read the masters directly, a host needs only
- * one copy, not two.  The masters have address space for all unsharded parameters, but touch only
- * their own rows.  When the parameter buffer exists, its pages replace theirs at the same addresses
- * (unsharded_shared.c).  A write to a master then copies its page first, so peers do not see it
- * before its copy-in. */
+/* Note [spread masters]. If the modules of a frozen group read the masters directly, each host
+ * needs only one copy of them, not two. The masters' address range covers all unsharded parameters,
+ * but each rank touches only its own rows. When the parameter buffer is created, its pages replace
+ * those of the masters at the same addresses (unsharded_shared.c). A write to a master then copies
+ * the page first, so peers do not see the write before it is copied in. */
 static bool can_spread(const fsdpc_unit *unit, const fsdpc_unit_group *group)
 {
     return fsdpc_plan_shares_masters(group->plan, group->param_dtype, &unit->offload) &&
@@ -126,7 +126,8 @@ void fsdpc_unit_drop_copies(fsdpc_unit *unit)
             fsdpc_param_buffer_drop_copies(unit->groups[g].master, spread_bytes(&unit->groups[g]));
 }
 
-/* Creates a gradient shard for the first group without one, and assigns its place in buffers. */
+/* Creates a gradient shard for the first group that has none, and assigns its offset in the
+ * buffers. */
 static fsdpc_status add_grads(fsdpc_unit *unit, const fsdpc_group_plan *sizes)
 {
     fsdpc_unit_group *group = &unit->groups[unit->n_trained];
@@ -165,9 +166,9 @@ static fsdpc_status create_group(fsdpc_unit *unit, int g, const fsdpc_unit_optio
     return group->plan->frozen ? FSDPC_OK : add_grads(unit, &sizes);
 }
 
-/* With one unit ahead, the network between hosts is idle from the end of one gather until the next
- * is posted.  On CPU ranks unsharded parameters are in the parameter buffer's memory, so a second
- * one is free; a GPU needs a slot for it. */
+/* If only one unit is gathered ahead, the network between hosts is idle from the end of one gather
+ * until the next is posted. On CPU ranks a second unit costs nothing, since unsharded parameters
+ * are in the parameter buffer's memory; on a GPU it needs another slot. */
 static int default_prefetch(const fsdpc_unit *unit)
 {
     const fsdpc_comm *shard = unit->mesh.shard;
@@ -433,7 +434,7 @@ fsdpc_unit_flat fsdpc_unit_flat_with(const fsdpc_unit *unit, int param)
     return fsdpc_unit_flat_of(unit, unit->layout->params[param].group);
 }
 
-/* Invalidates a pass's checksums of the masters. */
+/* Invalidates the checksums that a pass keeps for the masters. */
 static void forget_masters(fsdpc_unit *unit)
 {
     for (int g = 0; g < unit->layout->n_groups; g++)

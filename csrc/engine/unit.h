@@ -1,24 +1,24 @@
 /* A unit: modules whose parameters are gathered, freed and reduced together.
  *
  * A unit owns its layout and this rank's private memory: masters (original dtype) and gradient
- * shards (fp32, or fp64 for fp64 parameters).  Its unsharded parameters are in the parameter buffer
- * of its root, which is found at the first forward; until then a unit has only masters.
+ * shards (fp32, or fp64 for fp64 parameters). Its unsharded parameters are in the parameter buffer
+ * of its root, which the first forward creates; until then a unit has only masters.
  *
- * Its gradients go into a reduce buffer and from there into the gradient shard.  On a mesh with
- * replicas the sums of the shard group first go into a `partial`, which is then summed over the
- * replicas.  If the shard group is one rank, the buffer itself is summed over the replicas.
+ * Its gradients are written to a reduce buffer and reduced from there into the gradient shard. On a
+ * mesh with replicas the sums of the shard group first go into a `partial`, which is then summed
+ * over the replicas. If the shard group is one rank, the buffer itself is summed over the replicas.
  *
- * Optimizers, initialisation and loading write masters and mark the unit as written.  Users may
- * write masters through exported local shards; each epoch begins by comparing such a unit with the
- * parameter buffer. Only the copy-in and gathers write unsharded parameters.  Reductions write
- * gradient shards.
+ * Optimizers, initialisation and loading write to the masters and mark the unit as written. Users
+ * may write to the masters through exported local shards, so each epoch begins by comparing such
+ * units with the parameter buffer. Only the copy-in and gathers write unsharded parameters.
+ * Reductions write gradient shards.
  *
- * Frozen groups have only masters and unsharded parameters.  A group gets gradient shards, and
- * keeps them, once one of its parameters becomes trainable.
+ * Frozen groups have only masters and unsharded parameters. A group gets gradient shards when one
+ * of its parameters first becomes trainable, and keeps them from then on.
  *
- * Zeroing gradients touches no memory: the unit records which parameters have one.  A parameter has
- * a gradient on every rank if any rank used it, and on none otherwise.  Clipping leaves a pending
- * factor, which the next reader of the gradients applies.
+ * Zeroing gradients touches no memory; the unit only records which parameters have a gradient. A
+ * parameter has a gradient on every rank if any rank used it, and on none otherwise. Clipping
+ * leaves a pending factor, which the next reader of the gradients applies.
  */
 #ifndef FSDPC_ENGINE_UNIT_H
 #define FSDPC_ENGINE_UNIT_H
@@ -34,7 +34,7 @@ typedef enum fsdpc_unit_state {
     FSDPC_UNIT_UNSHARDED,
 } fsdpc_unit_state;
 
-/* User settings, which may change at any time unless marked. */
+/* User settings, which can be changed at any time unless marked otherwise. */
 typedef struct fsdpc_unit_settings {
     bool reshard_after_forward, reshard_after_backward;
     bool requires_sync;       /* gradients are reduced at the end of this backward */
@@ -49,14 +49,15 @@ typedef struct fsdpc_unit_settings {
     bool rank_dependent; /* it runs only on some ranks (sched.c) */
 } fsdpc_unit_settings;
 
-/* What a unit shares with others of its root.  `encloses`: it is the root, or contains other units.
- * Its buffer is its own if it stays open while other units' backwards run, or keeps gradients. */
+/* Whether a unit shares memory with the other units of its root. `encloses`: it is the root, or
+ * contains other units. A unit has its own buffer if it stays open while other units' backwards
+ * run, or if it keeps gradients. */
 static inline bool fsdpc_unit_owns_buffer(const fsdpc_unit_settings *settings, bool encloses)
 {
     return encloses || settings->keep_grads || settings->rank_dependent;
 }
 
-/* Its unsharded parameters are in memory of its own (slots.h). */
+/* Returns whether the unit's unsharded parameters have their own memory (slots.h). */
 static inline bool fsdpc_unit_owns_unsharded(const fsdpc_unit_settings *settings, bool encloses)
 {
     return encloses || settings->rank_dependent || !settings->reshard_after_forward;
@@ -85,20 +86,21 @@ bool fsdpc_unit_in_backward(const fsdpc_unit *unit); /* its backward has begun a
 const fsdpc_unit_settings *fsdpc_unit_settings_of(const fsdpc_unit *unit);
 /* Fails and changes nothing if a setting that is already fixed would change. */
 fsdpc_status fsdpc_unit_configure(fsdpc_unit *unit, const fsdpc_unit_settings *settings);
-/* Takes effect in the next forward or backward with gradients.  Ranks must agree; the frontend's
- * graph decides which parameters get a gradient.  Making the first parameter of a frozen group
- * trainable allocates memory for gradients, which is an error while the unit has gradients. */
+/* Takes effect in the next forward or backward with gradients. All ranks must make the same call;
+ * the frontend's graph decides which parameters get a gradient. Making the first parameter of a
+ * frozen group trainable allocates memory for gradients, which is an error while the unit has
+ * gradients. */
 fsdpc_status fsdpc_unit_set_trainable(fsdpc_unit *unit, int param, bool trainable);
-/* Returns how many flat groups have gradients; they come first. */
+/* Returns the number of flat groups that have gradients, which come first. */
 int fsdpc_unit_trained_groups(const fsdpc_unit *unit);
-/* Sets which units to gather ahead when this unit runs, in forward or in backward.  `units` have
+/* Sets which units to gather ahead when this unit runs, in forward or in backward. `units` have
  * the same root; NULL: follow the execution order. */
 fsdpc_status fsdpc_unit_set_ahead(fsdpc_unit *unit, bool backward, fsdpc_unit *const *units, int n);
 
 /* ---- Memory ---- */
 
-/* One flat group: dtypes, sizes and addresses of this rank's masters and gradient shard (NULL:
- * none), and of the unsharded parameters (NULL before there is a root). */
+/* One flat group: dtypes, sizes, and the addresses of this rank's masters, gradient shard (NULL if
+ * none) and unsharded parameters (NULL before the root exists). */
 typedef struct fsdpc_unit_flat {
     fsdpc_dtype dtype, param_dtype, reduce_dtype, grad_dtype;
     size_t shard_numel, unsharded_numel,
@@ -110,8 +112,8 @@ fsdpc_unit_flat fsdpc_unit_flat_of(const fsdpc_unit *unit, int group);
 fsdpc_unit_flat fsdpc_unit_flat_with(const fsdpc_unit *unit, int param); /* the group of this
                                                                           * parameter */
 
-/* Returns this rank's shard of a parameter's master, without marking it.  Call check_master or
- * mark_written first. */
+/* Returns this rank's shard of a parameter's master without marking it as written. Call
+ * check_master or mark_written first. */
 void *fsdpc_unit_master(const fsdpc_unit *unit, int param, fsdpc_local_shard *local_out);
 /* Returns the local shard's offset in its flat group's masters, in elements; meaningless for an
  * empty local shard. */
@@ -119,61 +121,64 @@ size_t fsdpc_unit_master_offset(const fsdpc_unit *unit, int param);
 /* Call before reading the master: ends a pending step, and verifies data that is in a file. */
 fsdpc_status fsdpc_unit_check_master(const fsdpc_unit *unit, int param);
 
-/* Call mark_written before writing masters.  Call mark_shared before giving a caller a writable
- * local shard: each epoch then compares the masters with the parameter buffer.  Both fail if a
+/* Call mark_written before writing masters. Call mark_shared before giving a caller a writable
+ * local shard: each epoch then compares the masters with the parameter buffer. Both fail if a
  * pending step cannot end. */
 fsdpc_status fsdpc_unit_mark_written(fsdpc_unit *unit);
 fsdpc_status fsdpc_unit_mark_shared(fsdpc_unit *unit);
 
-/* Counts tensors on the unit's gradient shards or states: 1 for a new one, -1 for one that is gone.
- * Any thread may call it.  While any exist, no step defers the unit. */
+/* Counts tensors that use the unit's gradient shards or states: pass 1 when one is created and -1
+ * when one is released. Any thread may call it. While any such tensor exists, steps do not defer
+ * the unit. */
 void fsdpc_unit_export(fsdpc_unit *unit, int change);
 
-/* Returns the address of this rank's gradient rows, whatever they contain; NULL if the group has no
- * gradients. */
+/* Returns the address of this rank's gradient rows, which may have any contents, or NULL if the
+ * group has no gradients. */
 void *fsdpc_unit_grad_rows(const fsdpc_unit *unit, int param, fsdpc_local_shard *local_out);
 
 /* Allocates zeroed memory for a flat group's gradient shard; the caller frees it. */
 fsdpc_status fsdpc_unit_alloc_grad(const fsdpc_unit *unit, int group, void **out);
 
 /* Places gradient shards in the caller's memory, with one address per group that has gradients,
- * until the next call.  NULL: they have no memory while they are empty.  Not for shards that a
- * policy offloads.  The caller keeps the memory until it calls again or the unit is destroyed. */
+ * until the next call. If NULL, the shards have no memory while they are empty. Not allowed for
+ * shards that are offloaded. The caller must keep the memory until its next call or until the unit
+ * is destroyed. */
 void fsdpc_unit_place_grads(fsdpc_unit *unit, void *const *groups);
 
-/* A frontend's memory for unsharded parameters.  `take` calls place_unsharded with an address for
- * each flat group; the addresses are valid until `give`.  Both may run on any thread. */
+/* A frontend's memory for unsharded parameters. `take` calls place_unsharded with an address for
+ * each flat group; the addresses are valid until `give`. Both functions may run on any thread. */
 typedef struct fsdpc_frontend_memory {
     fsdpc_status (*take)(void *of);
     void (*give)(void *of);
     void *of;
 } fsdpc_frontend_memory;
 
-/* Call before there is a root.  If the shard group is one rank, its unsharded parameters will be in
- * this memory (unsharded_frontend.c).  NULL: withdraws the memory, and none of those unsharded
- * parameters is used again. */
+/* Call before the root is created. If the shard group is one rank, its unsharded parameters will be
+ * in this memory (unsharded_frontend.c). NULL withdraws the memory, after which none of those
+ * unsharded parameters is used again. */
 void fsdpc_unit_set_frontend_memory(fsdpc_unit *unit, const fsdpc_frontend_memory *room);
 bool fsdpc_unit_unsharded_in_frontend(const fsdpc_unit *unit); /* it has a root, and they are */
 bool fsdpc_unit_reads_masters(const fsdpc_unit *unit); /* and its unsharded parameters are the
                                                         * masters: no cast is needed */
 void fsdpc_unit_place_unsharded(fsdpc_unit *unit, void *const *groups);
 
-/* Returns whether backwards of other units run between its gradients.  False before the root
+/* Returns whether other units' backwards run between this unit's gradients. False before the root
  * exists. */
 bool fsdpc_unit_stays_open(const fsdpc_unit *unit);
 
-/* Returns the whole parameter as modules read it; NULL before the root exists.  Its address is
- * fixed unless a frontend provides their memory. */
+/* Returns the whole parameter as modules read it; NULL before the root exists. The address is fixed
+ * unless a frontend provides the memory. */
 void *fsdpc_unit_unsharded(const fsdpc_unit *unit, int param);
 
 /* Writes this rank's rows of `value` (the whole tensor, any float dtype) into the master. */
 fsdpc_status fsdpc_unit_write(fsdpc_unit *unit, int param, const void *value, fsdpc_dtype dtype);
 
-/* Initialises this rank's rows to the values that the whole tensor would have. */
+/* Initialises this rank's rows to the values they would have if the whole tensor were
+ * initialised. */
 fsdpc_status fsdpc_unit_init_param(fsdpc_unit *unit, int param, int kind, double a, double b,
                                    uint64_t seed, uint64_t stream);
 
-/* Fails, naming parameter and unit, unless it is unsharded now. */
+/* Fails, naming the parameter and the unit, unless the unit is currently unsharded. */
 fsdpc_status fsdpc_unit_check_unsharded(fsdpc_unit *unit, int param);
 
 #endif

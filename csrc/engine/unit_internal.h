@@ -1,4 +1,4 @@
-/* The struct of a unit, for the files of csrc/engine and their C tests. */
+/* The unit's struct, shared by the files of csrc/engine and their C tests. */
 #ifndef FSDPC_ENGINE_UNIT_INTERNAL_H
 #define FSDPC_ENGINE_UNIT_INTERNAL_H
 
@@ -7,14 +7,14 @@
 
 #include "engine/unit.h"
 
-/* The stage of a reduction; a posted one has taken over `buffer`. */
+/* The stage of a reduction, which owns `buffer` once it is posted. */
 typedef enum fsdpc_reduction {
     FSDPC_REDUCTION_NONE,
     FSDPC_REDUCTION_SHARD,     /* over the shard group, or over replicas if that is one rank */
     FSDPC_REDUCTION_REPLICATE, /* the partial, over the replicas */
 } fsdpc_reduction;
 
-/* For one parameter; ranks agree on the highest. */
+/* The state of a parameter's gradient; ranks agree on the highest value. */
 typedef enum fsdpc_grad_state {
     FSDPC_GRAD_NONE,
     FSDPC_GRAD_OLD, /* the frontend has seen it */
@@ -28,8 +28,9 @@ typedef struct fsdpc_micro_sums {
     int heights[FSDPC_MICRO_LEVELS], n;
 } fsdpc_micro_sums;
 
-/* An optimizer step that continues after its call: a unit is stepped when it is next needed
- * (optim_step.c).  Until the step ends, masters and states of its units may be out of date. */
+/* An optimizer step that continues after the call returns, stepping each unit when it is next
+ * needed (optim_step.c). Until the step ends, masters and states of its units may be out of
+ * date. */
 typedef struct fsdpc_pending fsdpc_pending;
 struct fsdpc_pending {
     fsdpc_pass_hook pass; /* steps the remaining units, and writes everything back */
@@ -61,7 +62,7 @@ typedef struct fsdpc_unit_group {
 } fsdpc_unit_group;
 
 struct fsdpc_unit {
-    /* Identity.  Written by unit.c; id, root and offsets by root.c. */
+    /* Identity. Written by unit.c; root.c writes id, root and offsets. */
     int id; /* order within the root; -1 before there is one */
     char *name;
     fsdpc_layout *layout;
@@ -74,7 +75,7 @@ struct fsdpc_unit {
     fsdpc_offload offload;
     size_t reduce_bytes, param_buffer_bytes, grad_bytes;
 
-    /* Settings.  Written by unit.c. */
+    /* Settings. Written by unit.c. */
     fsdpc_unit_settings settings;
     bool no_alias;
     bool *trainable;       /* per parameter, compared by ranks; `grads` tells which have a
@@ -83,14 +84,14 @@ struct fsdpc_unit {
     fsdpc_unit **ahead[2]; /* gathered ahead of forward [0] and backward [1]; NULL: as recorded */
     int n_ahead[2];
 
-    /* Memory if gathers move bytes, written by unsharded_slots.c; if a frontend provides the
-     * memory, by unit.c. */
+    /* Memory. Written by unsharded_slots.c if gathers move bytes, or by unit.c if a frontend
+     * provides the memory. */
     int slot;                              /* -1: it shares with no unit */
     fsdpc_window *window;                  /* the memory that it shares, or shared */
     unsigned char *room;                   /* the unit's own memory */
     fsdpc_frontend_memory frontend_memory; /* take is NULL: none */
 
-    /* Gather.  Written by gather.c, unsharded.c and sched.c; code that changes masters sets `dirty`
+    /* Gather. Written by gather.c, unsharded.c and sched.c; code that changes masters sets `dirty`
      * and `foreign`.
      */
     fsdpc_unit_state state;
@@ -100,7 +101,7 @@ struct fsdpc_unit {
     bool foreign;           /* masters may differ: a caller has a writable local shard */
     uint32_t copied_in_crc; /* unsharded_file.c: checksum of this rank's own slices */
 
-    /* A pending step.  Written by optim_step.c; `copy_in_later` by epoch.c and gather.c. */
+    /* A pending step. Written by optim_step.c; epoch.c and gather.c write `copy_in_later`. */
     fsdpc_pending *pending; /* NULL: none */
     bool puts_off;          /* the step that is about to begin will be pending on this rank */
     bool copy_in_later;     /* until the next gather: slices may be copied in after the step's
@@ -108,7 +109,7 @@ struct fsdpc_unit {
     _Atomic int exports;    /* tensors on its gradients and states, which keep its steps from being
                              * deferred */
 
-    /* Calls.  Written by sched.c and call.c. */
+    /* Calls. Written by sched.c and call.c. */
     bool stays;       /* more of its modules will run in this forward */
     bool in_backward; /* between pre_backward and post_backward */
     int running;      /* nesting depth of its forwards */
@@ -117,7 +118,7 @@ struct fsdpc_unit {
     uint64_t seen_generation; /* generation of the weights in the last forward outside backward */
     uint64_t seen_from;       /* when that generation was first seen, on the frontend's clock */
 
-    /* Reduce.  Written by fill.c and reduce.c; `forget` by grads.c. */
+    /* Reduce. Written by fill.c and reduce.c; grads.c writes `forget`. */
     bool *filled; /* per parameter: the open reduce buffer holds a contribution */
     int n_filled;
     bool keeps; /* the open buffer holds sums of whole backwards that did not synchronise */
@@ -135,7 +136,7 @@ struct fsdpc_unit {
     bool forget;       /* gradients were zeroed meanwhile: the sum is discarded */
     bool fresh;        /* this backward has reduced, and had no earlier gradient to add to */
 
-    /* Accumulate.  Written by reduce.c, grads.c, micro.c and clip.c. */
+    /* Accumulate. Written by reduce.c, grads.c, micro.c and clip.c. */
     bool grad_live;
     bool grads_in_frontend;                  /* the shards are in the caller's memory, */
     bool grads_away;                         /* or have no memory while they are empty */
@@ -160,39 +161,40 @@ static inline bool fsdpc_grad_exists(const fsdpc_unit *unit, int param)
     return unit->grad_live && unit->grads[param] != FSDPC_GRAD_NONE;
 }
 
-/* Returns whether other code has tensors on its masters, gradients or states, so that these may
- * change at any time. */
+/* Returns whether other code has tensors on the unit's masters, gradients or states, which may
+ * therefore change at any time. */
 static inline bool fsdpc_unit_is_shared(const fsdpc_unit *unit)
 {
     return unit->foreign || atomic_load_explicit(&unit->exports, memory_order_relaxed) > 0;
 }
 
-/* Returns whether a factor is pending on its gradients. */
+/* Returns whether a factor is pending on the unit's gradients. */
 static inline bool fsdpc_unit_is_scaled(const fsdpc_unit *unit)
 {
     return unit->pending_scale != 1 || unit->clipped;
 }
 
-/* Returns the part of the factor in device memory; NULL: none. */
+/* Returns the address of the clipping factor in device memory, or NULL if none is pending. */
 static inline const double *fsdpc_unit_scale_at(const fsdpc_unit *unit)
 {
     return unit->clipped ? unit->clip_factor : NULL;
 }
 
-/* Returns whether the end of its forward reshards it.  Not if more of its modules will run, or if
- * other ranks may run it. */
+/* Returns whether the unit is resharded at the end of its forward. It is not resharded if more of
+ * its modules will run, or if other ranks may run it. */
 static inline bool fsdpc_unit_reshards(const fsdpc_unit *unit)
 {
     return unit->settings.reshard_after_forward && !unit->stays && !unit->settings.rank_dependent;
 }
 
-/* Call before reading its rows of the parameter buffer or using its gradient shards. */
+/* Call before reading this rank's rows of the parameter buffer or using the unit's gradient
+ * shards. */
 static inline fsdpc_status fsdpc_unit_advance(fsdpc_unit *unit)
 {
     return unit->pending ? unit->pending->advance(unit->pending, unit) : FSDPC_OK;
 }
 
-/* Call before using its masters or its parameters' states. */
+/* Call before using the unit's masters or its parameters' states. */
 static inline fsdpc_status fsdpc_unit_end_step(const fsdpc_unit *unit)
 {
     return unit->pending ? unit->pending->pass.end(&unit->pending->pass) : FSDPC_OK;
@@ -203,15 +205,15 @@ static inline int fsdpc_unit_rank(const fsdpc_unit *unit)
     return unit->mesh.shard->rank;
 }
 
-/* Creates a zeroed array as long as the group's shard, in device memory, in host memory or in a
- * file (then it has an extent).  Messages use `what`, which outlives it. */
+/* Creates a zeroed array as long as the group's shard in device memory, in host memory, or in a
+ * file (in which case it has an extent). Messages refer to `what`, which must outlive the array. */
 fsdpc_status fsdpc_unit_create_array(const fsdpc_unit *unit, const fsdpc_group *group,
                                      bool offloaded, fsdpc_mem_kind kind, const char *what,
                                      fsdpc_dtype dtype, fsdpc_extent **extent_out, void **out);
 void fsdpc_unit_destroy_array(const fsdpc_unit *unit, fsdpc_extent *extent, void *memory);
 
-/* Maps spread masters to the parameter buffer, which has room for the group; does nothing to
- * others. */
+/* Maps spread masters to the group's space in the parameter buffer; does nothing for other
+ * masters. */
 fsdpc_status fsdpc_unit_join_param_buffer(fsdpc_unit *unit, fsdpc_unit_group *group,
                                           const fsdpc_param_buffer *param_buffer);
 void fsdpc_unit_leave_param_buffer(fsdpc_unit *unit); /* the parameter buffer is about to go;
@@ -220,7 +222,7 @@ void fsdpc_unit_leave_param_buffer(fsdpc_unit *unit); /* the parameter buffer is
  * buffer. */
 void fsdpc_unit_drop_copies(fsdpc_unit *unit);
 
-/* Returns the master of this rank's slice of a band, starting at element `at` of the shard.  Only
+/* Returns the master of this rank's slice of a band, starting at element `at` of the shard. Only
  * for the step itself, which may be pending. */
 static inline unsigned char *fsdpc_unit_stepped(const fsdpc_unit *unit,
                                                 const fsdpc_unit_group *group,

@@ -1,4 +1,4 @@
-/* Code shared by all ways of making unsharded parameters: creation order, watched addresses,
+/* Code shared by all implementations of unsharded parameters: creation order, watched addresses and
  * dropping. */
 #include "engine/unsharded.h"
 

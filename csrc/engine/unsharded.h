@@ -1,4 +1,4 @@
-/* Unsharded parameters: how a unit's unsharded parameters are made, and their memory.
+/* Unsharded parameters: how they are produced for each unit, and where their memory is.
  *
  * A root chooses one way for all its units, once, as a table of functions:
  *
@@ -9,14 +9,14 @@
  *                               frontend
  *     fsdpc_unsharded_private   no-alias mode: the unit's own pages, unreadable while it is SHARDED
  *
- * A new way is a new table.  The simplest, unsharded_shared.c, is the template.
+ * To add another method, add another table. The simplest, unsharded_shared.c, is the template.
  *
  * The address of an unsharded parameter is fixed from place to remove, unless a frontend provides
  * its memory. place and remove announce it to base/fault.h, so that the report of a bad write, or
  * of a read after reshard, names rank, unit and parameter.
  *
- * Publishing writes a rank's own slices, after all ranks have arrived in an epoch and before the
- * rank reports its copy-in (epoch.h).  Modules read between reveal and drop.
+ * Copy-in writes a rank's own slices, after all ranks have arrived in an epoch and before this rank
+ * reports its copy-in (epoch.h). Modules may read the parameters between reveal and drop.
  */
 #ifndef FSDPC_ENGINE_UNSHARDED_H
 #define FSDPC_ENGINE_UNSHARDED_H
@@ -38,11 +38,11 @@ struct fsdpc_unsharded_ops {
     bool (*has_room)(const fsdpc_unit *unit);    /* without evicting another; NULL: always */
     fsdpc_status (*make_room)(fsdpc_unit *unit); /* collective; NULL: it always has room */
 
-    /* Before the first reader, and after the last one. */
+    /* Called before the first reader and after the last one. */
     fsdpc_status (*reveal)(fsdpc_unit *unit); /* NULL: gathered memory is readable */
     void (*hide)(fsdpc_unit *unit);           /* cannot fail; NULL: it stays readable */
 
-    /* After this rank's copy-in; NULL: only this rank can change them. */
+    /* Called after this rank's copy-in; NULL if only this rank can change the slices. */
     void (*seal)(fsdpc_unit *unit);
 };
 
@@ -52,7 +52,7 @@ extern const fsdpc_unsharded_ops fsdpc_unsharded_shared, fsdpc_unsharded_file,
 /* A `place` function for unsharded parameters that modules read in the parameter buffer. */
 fsdpc_status fsdpc_unsharded_place_in_param_buffer(fsdpc_unit *unit, fsdpc_unit_group *group);
 
-/* Call when the parameter buffer exists; units are SHARDED.  Collective. */
+/* Call when the parameter buffer exists; units are SHARDED. Collective. */
 fsdpc_status fsdpc_unsharded_create(fsdpc_root *root, const bool *encloses);
 void fsdpc_unsharded_remove(
     fsdpc_unit *unit); /* also for a unit that was not placed, or only partly */
@@ -83,7 +83,7 @@ static inline unsigned char *fsdpc_unsharded_own_slice(const fsdpc_unit *unit,
            fsdpc_slice_unsharded(band, fsdpc_unit_rank(unit), at) * element;
 }
 
-/* Casts masters into this rank's own slices; writes `bytes_out` bytes. */
+/* Casts masters into this rank's own slices and stores the number of bytes in *bytes_out. */
 fsdpc_status fsdpc_unsharded_cast(fsdpc_unit *unit, size_t *bytes_out);
 
 /* Call when the copy-in is complete. */

@@ -1,10 +1,10 @@
-/* Like unsharded_shared.c, with a parameter buffer in a file: the kernel loads pages when they are
- * read and evicts them when memory is short.  A gather prefetches them.
+/* Works like unsharded_shared.c, but the parameter buffer is in a file: the kernel loads pages when
+ * they are read and evicts them when memory is short. A gather prefetches them.
  *
  * Each rank keeps the CRC-32C of its own slices and checks it at every gather, since the
- * kernel may have reread pages.  All ranks gather every unit, and ranks of a host have the same
- * pages, so together they compare everything.  A rank whose slices have changed fails, and with it
- * the step on all ranks.
+ * kernel may have reread pages. All ranks gather every unit, and the ranks of a host share the same
+ * pages, so together they check the whole file. If a rank's slices have changed, that rank fails,
+ * and with it the step on all ranks.
  */
 #include <stdio.h>
 #include <sys/mman.h>

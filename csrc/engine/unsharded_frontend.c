@@ -1,16 +1,16 @@
-/* Unsharded parameters of a shard group of one rank, in memory of a frontend whose users may write
- * masters at any time.
+/* Unsharded parameters of a single-rank shard group, in memory of a frontend whose users may write
+ * to the masters at any time.
  *
  * Such a rank is the only reader of its slices, and it would have to compare them with the masters
- * before each step.  It therefore copies nothing in.  Unsharded parameters are a cast of the
- * masters, made when the unit begins to use them; their memory is returned after the use.  This is
- * what FSDP2 does on one rank.  With a copy-in, SmolLM3-3B under torch on an H200 kept 5.8 GiB of
- * unsharded parameters at all times and spent 4.9 ms of each 464 ms step comparing them.  If no
- * cast is needed, the masters themselves are the unsharded parameters.
+ * before each step. It therefore copies nothing in. The unsharded parameters are cast from the
+ * masters when the unit is about to be used, and their memory is returned after use. This is what
+ * FSDP2 does on one rank. With a copy-in, SmolLM3-3B under torch on an H200 kept 5.8 GiB of
+ * unsharded parameters at all times and spent 4.9 ms of each 464 ms step comparing them. If no cast
+ * is needed, the masters themselves are the unsharded parameters.
  *
- * A write between a forward and its backward is an error in the backward, which casts the weights
- * again.  If the frontend does not see the write (for example, through `.data`), the new values are
- * used, as in FSDP2.
+ * If masters are written between a forward and its backward, the backward fails, because it casts
+ * the weights again. If the frontend does not see the write (for example, through `.data`), the new
+ * values are used, as in FSDP2.
  */
 #include "engine/unsharded.h"
 
@@ -38,7 +38,7 @@ void fsdpc_unit_place_unsharded(fsdpc_unit *unit, void *const *groups)
 
 static fsdpc_status place(fsdpc_unit *unit, fsdpc_unit_group *group)
 {
-    /* On one rank, shard and unsharded parameters have the same layout. */
+    /* On a single rank, the shard and the unsharded parameters have the same layout. */
     if (fsdpc_unit_reads_masters(unit))
         group->unsharded = group->own_slices =
             fsdpc_unit_masters(unit, group, &group->plan->bands[0], 0);

@@ -1,10 +1,10 @@
 /* No-alias mode: unsharded parameters in private pages that are readable only while the unit is
  * UNSHARDED.
  *
- * This is slower, but a read that comes too early or too late ends the process at once.  The pages
- * belong to an ordinary block that is two pages larger, so that its bytes are counted and protected
- * pages contain nothing else.  A device that cannot protect memory still fills it with NaN, which a
- * read that comes too early or too late then returns.
+ * This is slower, but a read that comes too early or too late ends the process at once. The pages
+ * are part of an ordinary block that is two pages larger, so their bytes are counted and the
+ * protected pages contain nothing else. If the device cannot protect memory, the memory is filled
+ * with NaN, which reads that come too early or too late then return.
  *
  * If ranks share a parameter buffer, reveal copies from it; otherwise gathers write the pages.
  */
@@ -70,8 +70,8 @@ static fsdpc_status reveal(fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-/* If the kernel has no memory to split the mapping, or the device cannot do the fill, the memory
- * stays readable and keeps its contents. */
+/* If the kernel lacks memory to split the mapping, or the device cannot run the fill, the pages
+ * stay readable and keep their contents. */
 static void hide(fsdpc_unit *unit)
 {
     fsdpc_stream *main = fsdpc_device_main(unit->device);

@@ -1,16 +1,16 @@
 /* Unsharded parameters that gathers fill by moving bytes, in shared slots or in a unit's own memory
  * (slots.h).
  *
- * A slot records the unit that was last gathered into it.  A gather ahead of demand takes a slot
- * only if that unit is sharded again (sched.c).  A gather on demand may also evict a unit that was
- * gathered but not used, but never an unsharded one.  The gather waits for the last read of the
+ * A slot records the unit that was last gathered into it. A gather ahead of demand may use a slot
+ * only if that unit has been resharded (sched.c). A gather on demand may also evict a unit that was
+ * gathered but not used, but never an unsharded one. The gather waits for the last read of the
  * previous unit's parameters, just as the previous unit's next gather would (order.h).
  *
- * Two units that share a slot may be unsharded together (held by unshard(), used inside each
- * other's forward, kept unsharded after backward).  The first time that happens, they are
- * separated.  The code waits for this rank's operations, then for the stream that reads unsharded
- * parameters, and gives the second unit its own memory at the same address.  All ranks do this at
- * the same point of the program, so they agree on the result.
+ * Two units that share a slot may need to be unsharded at the same time (held by unshard(), nested
+ * in forward, kept unsharded after backward). The first time that happens, they are separated. The
+ * code waits for this rank's operations, then for the stream that reads unsharded parameters, and
+ * gives the second unit its own memory at the same address. All ranks do this at the same point of
+ * the program, so they agree on the result.
  */
 #include <stdlib.h>
 
@@ -21,7 +21,8 @@
 
 /* ---- Memory ---- */
 
-/* Agrees on a granule that all ranks support; if their devices differ, units share nothing. */
+/* Agrees on a granule that all ranks support; if their devices' granules differ, units share
+ * nothing. */
 static fsdpc_status agree_granule(const fsdpc_root *root, size_t *granule_out)
 {
     int64_t mine = (int64_t)root->device->window_granule, ends[2] = {mine, -mine};
@@ -46,7 +47,7 @@ static fsdpc_status assign(fsdpc_root *root, const bool *encloses, size_t granul
         for (int i = 0; i < root->n_units; i++) {
             const fsdpc_unit *unit = root->units[i];
             wants[i].bytes = unit->param_buffer_bytes;
-            wants[i].alone = fsdpc_unit_owns_unsharded(&unit->settings, i == 0 || encloses[i]);
+            wants[i].unshared = fsdpc_unit_owns_unsharded(&unit->settings, i == 0 || encloses[i]);
         }
         n_slots = fsdpc_slots_assign(wants, root->n_units, root->prefetch + 1, granule);
         root->slot_users = calloc((size_t)n_slots + 1, sizeof(fsdpc_unit *));

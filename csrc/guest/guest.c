@@ -1,8 +1,8 @@
 /* Forwarders to the host table, under the names that the headers declare.
  *
- * The table's address is a plugin's only mutable global.  The loading thread writes it once, before
- * any other thread can know of the plugin.  Callers cannot pass the address: sources that core and
- * plugins share call these functions by name, some before any object exists.  Linking to the core's
+ * The table's address is a plugin's only mutable global. The loading thread writes it once, before
+ * any other thread can know of the plugin. Callers cannot pass the address: sources that core and
+ * plugins share call these functions by name, some before any object exists. Linking to the core's
  * symbols would require exporting them, but Python loads the extension with local symbols.
  */
 #include "guest/guest.h"

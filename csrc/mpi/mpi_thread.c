@@ -1,34 +1,35 @@
 /* The thread that calls MPI.
  *
- * Messages.  A message travels in segments of SEGMENT bytes and ends with a shorter one, which may
- * be empty.  If two ranks post different sizes, some pair of segments therefore differs in size.
- * MPI sends a segment of this size at once.  For a larger segment it would first ask the peer,
- * whose thread sleeps; that made steps over 1 Gbit/s take 1.3 times as long.  UCX, MPICH's usual
- * transport, would also ask for smaller segments, so we raise its threshold unless UCX_RNDV_THRESH
- * is set.  At most WINDOW segments of a message are in flight.  MPI keeps segments with the same
- * pair and tag in order.  A message waits until all segments of earlier messages with its pair, tag
- * and direction have been posted.
+ * Messages. A message travels in segments of SEGMENT bytes and ends with a shorter one, which may
+ * be empty. If two ranks post different sizes, some pair of segments therefore differs in size.
+ * MPI sends a segment of this size immediately. For a larger segment, MPI would first ask the peer,
+ * whose thread is asleep; steps over 1 Gbit/s then took 1.3 times as long. UCX, MPICH's usual
+ * transport, would ask first even when segments are smaller, so we raise its threshold unless
+ * UCX_RNDV_THRESH is set. At most WINDOW segments of a message are in flight. MPI preserves the
+ * order of segments with the same ranks and tag. A message waits until all segments of earlier
+ * messages with its pair, tag and direction have been posted.
  *
- * Receives probe first (MPI_Improbe), and give MPI memory only for a segment that has arrived with
- * the expected size.  MPI reports a longer segment as an error too, but Open MPI 4.1 has by then
- * written past the end of the memory.
+ * Receives probe first (MPI_Improbe) and pass memory to MPI only after a segment of the expected
+ * size has arrived. MPI also reports a longer segment as an error, but by then Open MPI 4.1 has
+ * written past the end of the buffer.
  *
- * Sleeping.  MPI progresses only inside its calls and offers no way to sleep until a message
- * arrives.  Between two polls this thread sleeps for an eighth of the time since an operation was
- * last posted or ended.  This makes a wait at most an eighth longer, and a long wait occupies no
- * core.  The longest sleep is 1 ms while operations are in flight, and 100 ms otherwise, when only
- * news can arrive.  A post wakes the thread.  A few finished segments neither reset the sleep nor
- * wake a waiter.  On a core that also computes, polling after each segment made a step over 1
- * Gbit/s take 570 ms instead of 496 ms.  After many segments the thread polls again at once.
+ * Sleeping. MPI progresses only inside its calls and offers no way to sleep until a message
+ * arrives. Between two polls this thread sleeps for an eighth of the time since an operation was
+ * last posted or ended. This lengthens a wait by an eighth at most and keeps long waits from
+ * occupying a core. The longest sleep is 1 ms while operations are in flight and 100 ms otherwise,
+ * when only an abort reason can arrive. A post wakes the thread. Completing a few segments neither
+ * resets the sleep nor wakes a waiting caller. On a core that also computes, polling after each
+ * segment lengthened a step over 1 Gbit/s from 496 ms to 570 ms. After many segments the thread
+ * polls again at once.
  *
- * News.  Every process posts a receive for the abort reason, which the first process to abort
- * sends.  An MPI error is also such a reason, unless the watch (comm/host_watch.h) soon finds a
+ * News. Every process posts a receive for the abort reason, which the first process to abort
+ * sends. An MPI error is also such a reason, unless the watch (comm/host_watch.h) soon finds a
  * better one: MPI knows that a connection broke, but not why.
  *
- * Leaving.  A process that will post no more operations sends a farewell to all peers with which it
- * has exchanged messages.  The farewell has a separate tag and comes after all other messages.  A
- * receive that has waited long checks for it: if only the farewell has arrived, no more messages
- * will come.
+ * Leaving. A process that will post no more operations sends a farewell to all peers with which it
+ * has exchanged messages. The farewell has a separate tag and comes after all other messages. A
+ * receive that has waited for a long time checks for it: if the farewell is the only message, no
+ * others will come.
  */
 #include "mpi/transport_mpi.h"
 
@@ -132,9 +133,9 @@ static fsdpc_status start_mpi(fsdpc_mpi_transport *self)
     return FSDPC_OK;
 }
 
-/* Removes MPICH 5's name in /dev/shm, which it keeps until MPI_Finalize; a killed rank never calls
- * that.  Once a collective has returned, all ranks have mapped the memory, and none opens it by
- * name again. */
+/* Removes the file that MPICH 5 keeps in /dev/shm until MPI_Finalize, which a killed rank never
+ * calls. After the first collective, all ranks have mapped the memory, and no rank opens the file
+ * by name again. */
 static void unlink_early(void)
 {
     static const char SHARED[] = "/dev/shm/mpich_shm_";
@@ -238,8 +239,8 @@ static bool send_segment(fsdpc_mpi_transport *self, fsdpc_transport_op *op, unsi
     return true;
 }
 
-/* Takes a segment of the wrong size off the network.  The operation ends once its segments in
- * flight have; later messages with its tag may not match. */
+/* Receives and discards a segment of the wrong size. The operation ends when its segments in flight
+ * have completed; later messages with its tag may not match. */
 static void refuse_segment(fsdpc_mpi_transport *self, fsdpc_transport_op *op, MPI_Message *message,
                            int bytes)
 {
@@ -275,7 +276,7 @@ static bool receive_segment(fsdpc_mpi_transport *self, fsdpc_transport_op *op, u
     return true;
 }
 
-/* Returns whether there may be another segment to post. */
+/* Posts a segment, and returns whether there may be another to post. */
 static bool post_segment(fsdpc_mpi_transport *self, fsdpc_transport_op *op)
 {
     if (!grow(self))
@@ -321,7 +322,7 @@ static void post_backlog(fsdpc_mpi_transport *self)
     }
 }
 
-/* Takes over newly posted operations, in order; returns whether there were any. */
+/* Moves newly posted operations to the backlog, in order, and returns whether there were any. */
 static bool take_queue(fsdpc_mpi_transport *self)
 {
     fsdpc_transport_op *newest = atomic_exchange(&self->queue, NULL), *oldest = NULL, **end;
@@ -383,7 +384,7 @@ static bool idle(fsdpc_mpi_transport *self)
     return self->n == 1 && !self->backlog && !atomic_load(&self->queue);
 }
 
-/* Sends farewells to the peers with which operations were posted, or to the others. */
+/* Sends farewells, either to the peers for which operations were posted or to all others. */
 static void send_goodbyes(fsdpc_mpi_transport *self, bool met)
 {
     const char *text = self->base.farewells[self->base.rank];
@@ -428,7 +429,7 @@ static bool said_goodbye(fsdpc_mpi_transport *self, int peer)
                    "MPI_Recv");
 }
 
-/* Ends receives that no peer will answer. */
+/* Ends receives whose peer has left and will send nothing. */
 static void end_orphans(fsdpc_mpi_transport *self)
 {
     for (fsdpc_transport_op **at = &self->backlog; *at && !*self->reason;) {
@@ -454,7 +455,7 @@ static int64_t rest_ns(int64_t since, int64_t most)
     return ns < SHORTEST_NS ? SHORTEST_NS : ns > most ? most : ns;
 }
 
-/* Carries operations until `wanted` changes or there is a reason to stop. */
+/* Carries out operations until `wanted` changes or there is a reason to stop. */
 static void carry(fsdpc_mpi_transport *self)
 {
     int64_t last = fsdpc_clock_ns(), now = last;
@@ -485,8 +486,8 @@ static void carry(fsdpc_mpi_transport *self)
     }
 }
 
-/* Sends the reason to the peers until all have received it or time runs out.  A dead peer must not
- * keep the reason from the others. */
+/* Sends the reason to the peers until all have received it or time runs out. A dead peer must not
+ * prevent the others from receiving the reason. */
 static void tell_peers(fsdpc_mpi_transport *self)
 {
     MPI_Request *requests = malloc((size_t)self->base.size * sizeof *requests);
@@ -504,7 +505,8 @@ static void tell_peers(fsdpc_mpi_transport *self)
     free(requests);
 }
 
-/* Ends MPI together with all other processes; returns false if one of them aborted instead. */
+/* Shuts MPI down together with all other processes; returns false if one of them aborted
+ * instead. */
 static bool end_mpi(fsdpc_mpi_transport *self)
 {
     int all = 0;
@@ -551,7 +553,7 @@ static void stop(fsdpc_mpi_transport *self)
 {
     if (*self->reason && !*self->heard)
         await_watch(self);
-    /* News may have arrived unseen; this rank's own reason is then just as good. */
+    /* A peer's reason may have arrived unnoticed; this rank's own reason is then just as good. */
     if ((!*self->heard || !*self->reason) && atomic_load(&self->wanted) == FSDPC_MPI_ABORT)
         memcpy(self->reason, self->asked, sizeof self->asked);
     if (!*self->reason)

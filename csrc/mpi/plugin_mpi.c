@@ -2,9 +2,9 @@
  * symbol.
  *
  * Before version 5, MPI has no standard ABI: programs and libraries are compatible only within a
- * family.  A process may already have loaded the other family's library (through mpi4py or
- * LD_PRELOAD), which would then receive the plugin's calls.  Opening the plugin therefore asks the
- * library for its name, which MPI allows before MPI_Init, and rejects the other family.
+ * family. A process may already have loaded the other family's library (through mpi4py or
+ * LD_PRELOAD), which would then receive the plugin's calls. When the plugin is opened, it therefore
+ * queries the library's name, which MPI allows before MPI_Init, and rejects the other family.
  */
 #include <stdio.h>
 #include <string.h>

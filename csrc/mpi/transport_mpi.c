@@ -1,34 +1,35 @@
-/* The caller's half of a transport over MPI: posts, tests, aborts, and the end of the process.
+/* The caller's half of the MPI transport: posting, testing, aborting, and ending the process.
  *
- * Nothing here calls MPI except to get its version.  A post pushes the operation onto a lock-free
+ * Nothing here calls MPI except to get its version. A post pushes the operation onto a lock-free
  * list and wakes the transport's thread if it sleeps.
  *
- * Aborts.  The thread tells the peers and then makes no more MPI calls.  Only this keeps MPI from
- * writing to the memory of receives, since MPI cannot cancel a matched receive.  An abort therefore
- * waits until the thread has stopped.  (A network adapter may still write data that a peer had
- * begun to put.)
+ * Aborts. The thread tells the peers and then makes no more MPI calls. This is the only way to keep
+ * MPI from writing to receive buffers, since MPI cannot cancel a matched receive. An abort
+ * therefore waits until the thread has stopped. (A network adapter may still write data that a peer
+ * had begun to put.)
  *
- * The end.  MPI_Finalize waits for all processes, and a launcher treats a process that exits
- * without it as failed.  A clean destroy therefore returns at once, and the thread continues: it
- * meets the other processes in a barrier that it polls, then calls MPI_Finalize.  If the process
- * exits with status 0 meanwhile, the exit waits for the thread, as in any MPI program.  It waits as
- * long as the other processes run.  Once all have met, MPI_Finalize has a deadline.  After the
+ * The end. MPI_Finalize waits for all processes, and a launcher treats a process that exits
+ * without it as failed. A clean destroy therefore returns immediately while the thread continues:
+ * it polls a barrier with the other processes, then calls MPI_Finalize. If the process exits with
+ * status 0 meanwhile, the exit waits for the thread, as in any MPI program. It waits as long as the
+ * other processes run. Once all have reached the barrier, MPI_Finalize has a deadline. After the
  * deadline the process ends at once, with its status and a warning, because MPI's exit handlers may
  * hang too.
  *
- * MPICH over UCX flushes connections in MPI_Finalize: it sends a request to each peer that it has
- * sent to.  Once these answer, it waits for the launcher and answers no more requests, so a later
- * request from a peer hangs.  Each process therefore finally sends a message to every other, so
- * that all send and receive requests.  It then waits a moment between the barrier and MPI_Finalize,
- * so that the others also leave the barrier.  Every process that answers is then in MPI_Finalize,
- * and has already sent its requests.
+ * MPICH over UCX flushes its connections in MPI_Finalize by sending a request to each peer to which
+ * it has sent messages. After these peers have answered, it waits for the launcher and answers no
+ * more requests, so a later request from a peer hangs. Each process therefore ends by sending a
+ * message to every other process, so that all of them send and receive requests. It then pauses
+ * briefly between the barrier and MPI_Finalize so that the other processes can leave the barrier
+ * too. By then, every process that answers a request is in MPI_Finalize and has already sent its
+ * own requests.
  *
  * After an abort, with operations in flight, or with a nonzero exit status, the process does not
- * wait.  Launchers end a run when a process fails; Open MPI's also does so when a process exits
- * without MPI_Finalize.
+ * wait. Launchers end a run when any process fails; Open MPI's launcher also does so when a process
+ * exits without calling MPI_Finalize.
  *
  * The thread and the exit handler use the transport's memory until the process ends, so it is never
- * freed.  MPI starts once per process, so this leak happens only once.
+ * freed. MPI starts once per process, so this leak happens only once.
  */
 #include "mpi/transport_mpi.h"
 
@@ -81,8 +82,8 @@ static fsdpc_status mpi_post(fsdpc_transport_op *op)
     op->request = 0;
     atomic_store_explicit(&op->state, 1, memory_order_relaxed);
     op->next = atomic_load_explicit(&self->queue, memory_order_relaxed);
-    /* Must come before reading `asleep`, which the thread sets before its last look at the
-     * queue. */
+    /* Must come before `asleep` is read, because the thread sets it before checking the queue a
+     * last time. */
     while (!atomic_compare_exchange_weak(&self->queue, &op->next, op))
         ;
     wake_thread(self);
@@ -158,7 +159,7 @@ void fsdpc_mpi_version(char *text, size_t bytes)
     snprintf(text, bytes, "%.100s", whole);
 }
 
-/* See the top of the file: a successful exit waits for the thread to end MPI. */
+/* At a successful exit, waits for the thread to shut MPI down; see the top of the file. */
 static void at_exit(int exit_status, void *arg)
 {
     fsdpc_mpi_transport *self = arg;

@@ -1,9 +1,10 @@
 /* A transport over MPI: declarations that its two halves share.
  *
- * The posting thread calls transport_mpi.c, which posts and tests. mpi_thread.c is the transport's
- * thread, the only one that calls MPI.  Operations go to it through `queue`, and results come back
- * in their `state`.  `wanted` (written by the posting thread) and `phase` (written by the
- * transport's thread) control the lifetime of the transport.
+ * The posting thread calls functions of transport_mpi.c, which post and test operations.
+ * mpi_thread.c is the transport's thread, the only one that calls MPI. Operations are passed to the
+ * thread through `queue`, and results are returned in their `state`. `wanted` (written by the
+ * posting thread) and `phase` (written by the transport's thread) control the lifetime of the
+ * transport.
  */
 #ifndef FSDPC_MPI_TRANSPORT_MPI_H
 #define FSDPC_MPI_TRANSPORT_MPI_H
@@ -37,7 +38,8 @@ typedef struct fsdpc_mpi_transport {
     pthread_t thread;
     pthread_mutex_t waking; /* guards the choice of `wake` */
 
-    /* From the posting thread to ours.  Release and acquire on each make earlier writes visible. */
+    /* Passed from the posting thread to the transport's thread. Each is accessed with release and
+     * acquire, which makes earlier writes visible. */
     _Atomic(fsdpc_transport_op *) queue; /* newest first */
     _Atomic uint32_t asleep; /* 1 while our thread sleeps on it; the thread that sets it to 0
                                      * wakes ours */
@@ -46,7 +48,7 @@ typedef struct fsdpc_mpi_transport {
     char asked[256];      /* for ABORT: the reason */
     _Atomic bool failing; /* taken by the thread that writes the transport's poison */
 
-    /* From our thread to the posting thread. */
+    /* Passed from the transport's thread to the posting thread. */
     _Atomic uint32_t phase;
     fsdpc_status status; /* the result of STARTING */
     char reason[256];
@@ -67,7 +69,8 @@ typedef struct fsdpc_mpi_transport {
     MPI_Status *statuses;
 } fsdpc_mpi_transport;
 
-/* Collective over all MPI processes, of which there must be `size`; waits for all of them. */
+/* Collective over all MPI processes; there must be exactly `size` of them, and the call waits for
+ * all. */
 fsdpc_status fsdpc_transport_mpi_create(int rank, int size, fsdpc_transport **out);
 
 /* Marks the transport as failed; keeps the first reason. */
@@ -75,10 +78,11 @@ void fsdpc_mpi_fail(fsdpc_mpi_transport *transport, const char *reason);
 /* Calls `wake`, if set. */
 void fsdpc_mpi_wake(fsdpc_mpi_transport *transport);
 
-/* Gets the first line of MPI's library version: "Open MPI v4.1.4, package: ...". */
+/* Gets the first line of the MPI library's version, such as "Open MPI v4.1.4, package: ...". */
 void fsdpc_mpi_version(char *text, size_t bytes);
 
-/* The thread's function: starts MPI, carries operations while `wanted` is RUN, then ends MPI. */
+/* The thread's function: starts MPI, carries out operations while `wanted` is RUN, then shuts MPI
+ * down. */
 void *fsdpc_mpi_thread(void *transport);
 
 #endif

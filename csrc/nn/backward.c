@@ -2,14 +2,14 @@
  *
  * A frame is one call of backward: a heap of the nodes that have a gradient, highest number first.
  * A node's consumers have higher numbers than the node, so its gradient is complete when the node
- * is popped.  Frames nest (a recomputation runs one inside another); nodes are pushed to the
+ * is popped. Frames nest (a recomputation runs one inside another); nodes are pushed to the
  * innermost frame.
  *
- * Leaves with hooks need to know when their last contribution has arrived.  If any leaf has ever
- * had a hook, a frame first walks the graph and counts the edges to every such leaf.  Each node
- * subtracts its edges after it has run.  All frames share one count, so a hook does not fire in a
- * recomputation while the enclosing backward still uses the leaf.  When the outermost frame ends,
- * it flushes leaves whose remaining nodes never got a gradient.
+ * Leaves with hooks need to know when their last contribution has arrived. If any leaf has ever
+ * had a hook, a frame first walks the graph and counts the edges to every such leaf. After a node
+ * has run, its edges are subtracted from the count. All frames share one count, so a hook does not
+ * fire in a recomputation while the enclosing backward still uses the leaf. When the outermost
+ * frame ends, it flushes the leaves for which some nodes never received a gradient.
  *
  * If a frame fails, gradients in its heap are dropped; leaves keep the gradients that they already
  * have.
@@ -28,7 +28,8 @@ typedef struct fsdpc_tape_end {
 
 /* ---- hooks ---- */
 
-/* Runs all hooks in a list; their results replace *gradient_io (owned). */
+/* Runs all hooks in a list and stores any replacement they return in *gradient_io, which owns a
+ * reference. */
 static fsdpc_status run_hooks(fsdpc_hook *first, fsdpc_tensor **gradient_io)
 {
     for (fsdpc_hook *hook = first; hook; hook = hook->next) {
@@ -142,8 +143,7 @@ static fsdpc_status settle_leaves(fsdpc_tape *tape, const fsdpc_node *node)
     return FSDPC_OK;
 }
 
-/* Ends a frame: the outermost flushes the remaining leaves; an inner frame leaves that to the
- * outermost. */
+/* Ends a frame; only the outermost frame flushes the remaining leaves. */
 static fsdpc_status finish_leaves(fsdpc_tape *tape, fsdpc_frame *frame, fsdpc_status st)
 {
     for (size_t i = 0; i < frame->n_hooked; i++) {

@@ -1,7 +1,7 @@
-/* A frame: one call of backward, with the nodes that have a gradient and did not run yet.
+/* A frame: one call of backward, with the nodes that have a gradient but have not run yet.
  *
- * Frames nest (a recomputation runs one inside another).  The tape pushes nodes to the innermost;
- * nn/backward.c runs them.
+ * Frames nest (a recomputation runs one inside another). The tape pushes nodes onto the innermost
+ * frame, and nn/backward.c runs them.
  */
 #ifndef FSDPC_NN_FRAME_H
 #define FSDPC_NN_FRAME_H
@@ -21,7 +21,7 @@ fsdpc_status fsdpc_frame_push(fsdpc_frame *frame, fsdpc_node *node);
 /* Removes the node with the highest number; the caller then owns the reference. */
 fsdpc_node *fsdpc_frame_pop(fsdpc_frame *frame);
 
-/* Makes room for one more element of `element` bytes in an array of backward's. */
+/* Grows one of backward's arrays, if needed, to fit one more element of `element` bytes. */
 fsdpc_status fsdpc_frame_grow(void *array_io, size_t n, size_t *capacity_io, size_t element);
 
 #endif

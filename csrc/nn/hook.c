@@ -1,7 +1,8 @@
-/* Hooks form singly linked lists in registration order, in which they run.
+/* Hooks are kept in singly linked lists and run in the order in which they were registered.
  *
- * A removed hook stays in its list, without a function, until the list is freed.  Removal therefore
- * needs no pointer from the handle to the tensor, and a hook may remove itself while it runs.
+ * A removed hook loses its function but stays in its list until the list is freed. Removal
+ * therefore needs no pointer from the handle to the tensor, and a hook may remove itself while it
+ * runs.
  */
 #include "nn/hook.h"
 

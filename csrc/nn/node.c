@@ -1,8 +1,8 @@
-/* Nodes: created by fsdpc_tape_record; held by their output tensors, later nodes' edges and a
- * running backward.
+/* Nodes are created by fsdpc_tape_record and held by their output tensors, by the edges of later
+ * nodes, and by a running backward.
  *
- * Dropping the last reference to the loss frees a whole graph.  Recursion would need a stack as
- * deep as the graph is long.  Nodes whose count falls to zero are therefore put on a list (linked
+ * Dropping the last reference to the loss frees a whole graph. Freeing it recursively would need a
+ * stack as deep as the graph. Nodes whose count falls to zero are therefore put on a list (linked
  * through the nodes themselves) and freed one after the other.
  */
 #include "nn/node.h"
@@ -16,7 +16,7 @@ fsdpc_node *fsdpc_node_acquire(fsdpc_node *node)
     return node;
 }
 
-/* Releases one reference; at zero, the node is added to the list. */
+/* Releases one reference; when the count reaches zero, adds the node to the list. */
 static void node_drop(fsdpc_node *node, fsdpc_node **doomed)
 {
     if (!node || atomic_fetch_sub_explicit(&node->refs, 1, memory_order_acq_rel) != 1)

@@ -13,7 +13,7 @@ typedef struct fsdpc_edge {
 
 typedef struct fsdpc_node_ops {
     const char *name;
-    /* Gives every wanted input its gradient; dy has the output's dtype and shape. */
+    /* Passes a gradient to each input that needs one; dy has the output's dtype and shape. */
     fsdpc_status (*backward)(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy);
     void (*release)(fsdpc_node *node); /* frees node->extra; NULL: free(extra) */
 } fsdpc_node_ops;
@@ -43,12 +43,13 @@ struct fsdpc_node {
 fsdpc_node *fsdpc_node_acquire(fsdpc_node *node);
 void fsdpc_node_release(fsdpc_node *node); /* may be NULL */
 
-/* Saves a tensor for backward (acquired).  If it is written in place before then, backward
- * fails. */
+/* Saves a tensor for backward and acquires a reference to it. If it is written in place before
+ * then, backward fails. */
 void fsdpc_node_save(fsdpc_node *node, int slot, fsdpc_tensor *t);
-/* Saves the node's own output, as a view without a node to avoid a reference cycle. */
+/* Saves the node's own output as a view without a node, which avoids a reference cycle. */
 fsdpc_status fsdpc_node_save_output(fsdpc_node *node, int slot, const fsdpc_tensor *out);
-/* Checks that all saved tensors may be read: not freed, not overwritten, and their guards agree. */
+/* Checks that all saved tensors may be read: they have not been freed or overwritten, and their
+ * guards agree. */
 fsdpc_status fsdpc_node_check(const fsdpc_node *node);
 /* Releases saved tensors and the operation's parameters; the edges stay. */
 void fsdpc_node_free(fsdpc_node *node);

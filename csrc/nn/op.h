@@ -17,22 +17,23 @@ fsdpc_status fsdpc_op_check_float(const char *op, const char *what, const fsdpc_
 fsdpc_status fsdpc_op_check_ids(const char *op, const char *what, const fsdpc_tensor *t);
 fsdpc_status fsdpc_op_check_same_dtype(const char *op, const char *what_a, const fsdpc_tensor *a,
                                        const char *what_b, const fsdpc_tensor *b);
-/* Returns the error for two mismatched shapes; `rule` describes the required ones. */
+/* Returns the error for two mismatched shapes; `rule` describes the shapes that are required. */
 fsdpc_status fsdpc_op_fail_shapes(const char *op, const char *what_a, const fsdpc_tensor *a,
                                   const char *what_b, const fsdpc_tensor *b, const char *rule);
 /* Maps a dimension, which may be negative, to [0, ndim). */
 fsdpc_status fsdpc_op_dim(const char *op, int dim, int ndim, int *out);
 
-/* Calls fsdpc_tape_record, with `extra_bytes` (0: none) of zeroed memory in node->extra.  If it
- * fails, releasing `out` undoes everything. */
+/* Calls fsdpc_tape_record with `extra_bytes` of zeroed memory in node->extra, or none if it is 0.
+ * If it fails, releasing `out` undoes everything. */
 fsdpc_status fsdpc_op_record(fsdpc_tape *tape, const fsdpc_node_ops *ops, int n,
                              fsdpc_tensor *const *inputs, fsdpc_tensor *out, size_t extra_bytes,
                              fsdpc_node **node_out);
 
-/* Computes `a kind b`, both of one dtype, into new memory; records no node. */
+/* Computes `a kind b` into new memory, without recording a node; both have the same dtype. */
 fsdpc_status fsdpc_op_binary_compute(fsdpc_tape *tape, fsdpc_binary kind, const fsdpc_tensor *a,
                                      const fsdpc_tensor *b, fsdpc_tensor **out);
-/* Applies the operation to x and the number as a tensor of `dtype`; `reversed`: number first. */
+/* Applies the operation to x and the number, converted to `dtype`; if `reversed`, the number is the
+ * first operand. */
 fsdpc_status fsdpc_op_with_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
                                   fsdpc_scalar s, fsdpc_dtype dtype, bool reversed,
                                   fsdpc_tensor **out);
@@ -44,18 +45,18 @@ fsdpc_status fsdpc_op_integer_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_
  */
 fsdpc_status fsdpc_op_unary_record(fsdpc_tape *tape, fsdpc_unary kind, double scalar,
                                    fsdpc_tensor *x, fsdpc_tensor *y);
-/* Returns the input of a tanh gelu node; NULL for any other node. */
+/* Returns the input of a tanh GELU node, or NULL for any other node. */
 const fsdpc_tensor *fsdpc_op_gelu_input(const fsdpc_node *node);
 
-/* Counts the windows of `kernel` elements, `dilation` apart, that fit into one dimension of an
- * image. */
+/* Counts the positions along one image dimension at which a window of `kernel` elements, `dilation`
+ * apart, fits. */
 fsdpc_status fsdpc_op_places(const char *op, size_t extent, size_t kernel, size_t stride,
                              const size_t padding[2], size_t dilation, size_t *out);
 
 /* Computes the strides of a dense tensor. */
 void fsdpc_op_strides(int ndim, const size_t *shape, size_t *strides_out);
 
-/* Returns the dtype of the input that a wanted edge leads to. */
+/* Returns the dtype of an edge's input, which must need a gradient. */
 fsdpc_dtype fsdpc_edge_dtype(const fsdpc_edge *edge);
 int fsdpc_edge_ndim(const fsdpc_edge *edge);
 const size_t *fsdpc_edge_shape(const fsdpc_edge *edge);
@@ -63,19 +64,20 @@ const size_t *fsdpc_edge_shape(const fsdpc_edge *edge);
 /* Returns the input's gradient target, with its shape and dtype filled in. */
 fsdpc_status fsdpc_op_target(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_grad_target *out);
 
-/* Runs the product described by args (c, c_dtype, ldc, accumulate unset) into the input's
- * gradient. */
+/* Computes the product described by args (with c, c_dtype, ldc and accumulate unset) directly into
+ * the input's gradient. */
 fsdpc_status fsdpc_op_gemm_into(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_gemm_args *args);
 
 /* Accumulates g into the input's gradient, summed over broadcast dimensions and scaled. */
 fsdpc_status fsdpc_op_give_summed(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_tensor *g,
                                   double scale);
 
-/* Gives a tensor to the edge unless `st` is an error, and releases it; returns the first error. */
+/* Passes a tensor to the edge, unless `st` is an error, and releases it; returns the first
+ * error. */
 fsdpc_status fsdpc_op_give_owned(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_tensor *g,
                                  fsdpc_status st);
 
-/* Ends a forward: on success *out = y; on failure y is released. */
+/* Ends a forward: sets *out to y on success, or releases y on failure. */
 static inline fsdpc_status fsdpc_op_return(fsdpc_status st, fsdpc_tensor *y, fsdpc_tensor **out)
 {
     if (st == FSDPC_OK)

@@ -1,11 +1,11 @@
-/* Attention, and the rotation of its queries and keys.
+/* Attention, and the rotary embedding of its queries and keys.
  *
- * The kernel takes a stride per batch, token and head, so both layouts work in place: PyTorch's (B,
- * H, T, D), and (B, T, H, D).  The latter is the layout of a projection and saves the transposes.
- * Backward keeps the inputs, the output and one float per row and head.
+ * The kernel accepts a stride for each of batch, token and head, so PyTorch's layout (B, H, T, D)
+ * and (B, T, H, D) both work in place. The second is the layout of a projection's output and avoids
+ * the transposes. Backward needs the inputs, the output, and one float per row and head.
  *
- * Documents that share a row need one kernel call each, over their part of the same memory.  No
- * mask and no computation between documents is therefore needed.  The floats kept for backward are
+ * If several documents share a row, each gets its own kernel call over its part of the same memory.
+ * This needs no mask, and nothing is computed between documents. The floats kept for backward are
  * stored document by document, so they use no more memory than those of whole rows.
  */
 #include "nn/op.h"
@@ -17,14 +17,14 @@
 
 enum { SAVED_Q, SAVED_K, SAVED_V, SAVED_OUT, SAVED_LSE, SAVED_MASK };
 
-/* A node's saved state; without documents, queries see their whole row. */
+/* A node's saved state; without documents, each query attends over its whole row. */
 typedef struct attention_kept {
     fsdpc_attention_options options;
     size_t documents;
     size_t lengths[]; /* (documents): tokens per document, row by row */
 } attention_kept;
 
-/* Returns the token and head dimensions in a layout's shape. */
+/* Returns the index of the token dimension in a layout's shape. */
 static int token_dim(const fsdpc_attention_options *options)
 {
     return options->tokens_first ? 1 : 2;
@@ -85,7 +85,7 @@ static void *moved(const fsdpc_attention_args *x, const void *base, const size_t
     return base ? (char *)base + elements * fsdpc_dtype_bytes(x->dtype) : NULL;
 }
 
-/* Selects `rows` x `tokens`, starting at token number `first` of all rows. */
+/* Selects `rows` x `tokens`, beginning at token index `first`, which is counted over all rows. */
 static fsdpc_attention_args part_of(const fsdpc_attention_args *x, size_t first, size_t rows,
                                     size_t tokens)
 {
@@ -107,7 +107,8 @@ static fsdpc_attention_args part_of(const fsdpc_attention_args *x, size_t first,
 
 typedef fsdpc_status (*attention_fn)(const fsdpc_attention_args *args, fsdpc_stream *stream);
 
-/* Runs the kernel on whole rows, or on each document; rows with a single document run together. */
+/* Runs the kernel on whole rows or on individual documents; consecutive single-document rows run
+ * together. */
 static fsdpc_status run(fsdpc_tape *tape, const attention_kept *kept, attention_fn kernel,
                         const fsdpc_attention_args *x)
 {

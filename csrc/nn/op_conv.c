@@ -1,7 +1,7 @@
 /* Convolutions: matrix products of weights or gradients with image patches.
  *
- * The patches are not stored: the product kernel creates the block of them that it packs next
- * (ops/gemm_patches.h).  With K = channels x kernel per group and P = patches per image,
+ * Patches are not stored: the product kernel generates each block of them just before packing it
+ * (ops/gemm_patches.h). With K = channels x kernel per group and P = patches per image,
  *
  *     y  (out, P)       = weight (out, K) . patches of x (K, P) + bias
  *     dweight (out, K) += dy (out, P) . patches of x, transposed; image by image, in fp32
@@ -9,7 +9,7 @@
  *
  * Only every stride / gcd(stride, dilation)-th kernel element contributes to element r + stride u
  * of dx. dx therefore consists of stride x stride phases r, each an image whose patches in dy are
- * one apart and reversed.  With a stride of one the only phase is dx itself.
+ * one apart and reversed. With a stride of one the only phase is dx itself.
  */
 #include "nn/op.h"
 
@@ -39,8 +39,8 @@ static const char *at(const fsdpc_tensor *t, size_t element)
     return (const char *)t->data + element * fsdpc_dtype_bytes(t->dtype);
 }
 
-/* Runs one product per group; each advances the operands by `a`, `b`, `c` and the bias by m
- * elements. */
+/* Runs one product per group, advancing the operands by `a`, `b` and `c` and the bias by m elements
+ * for each. */
 static fsdpc_status multiply_groups(fsdpc_tape *tape, fsdpc_gemm_args args, size_t groups, size_t a,
                                     size_t b, size_t c)
 {
@@ -102,7 +102,7 @@ static fsdpc_status turn_weight(fsdpc_tape *tape, const fsdpc_tensor *w, size_t 
     return fsdpc_op_kernels(tape)->copy(&args, tape->stream);
 }
 
-/* Two buffers, as large as the largest phase needs. */
+/* Two buffers that are large enough for the largest phase. */
 typedef struct phase_memory {
     fsdpc_tensor *weight, *image; /* image: NULL if dx is the only phase */
 } phase_memory;

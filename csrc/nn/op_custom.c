@@ -1,9 +1,9 @@
-/* Operations with a caller-supplied backward: recomputation, Python functions.
+/* Operations whose backward the caller supplies, such as recomputation and Python functions.
  *
- * A node has one output, but an operation here may have several.  A hidden node therefore has the
- * edges to the inputs, and each output has a node whose only edge leads to the hidden one.  An
- * output's node stores its gradient in a shared array and gives the hidden node an empty one.  The
- * hidden node was created first, so it runs after all its outputs' nodes.
+ * A node has one output, but an operation here may have several. A hidden node therefore holds the
+ * edges to the inputs, and each output gets a node whose only edge leads to the hidden node. Each
+ * output's node stores its gradient in a shared array and passes an empty gradient to the hidden
+ * node. The hidden node is created first, so its backward runs after those of all output nodes.
  */
 #include "nn/op.h"
 
@@ -111,7 +111,7 @@ static const fsdpc_node_ops hidden_ops = {
     .release = hidden_release,
 };
 
-/* Creates a tensor that only represents the hidden node while edges to it are created. */
+/* Creates a temporary tensor that represents the hidden node while the edges to it are created. */
 static fsdpc_status make_hidden(fsdpc_tape *tape, int n_in, fsdpc_tensor *const *inputs, int n_out,
                                 fsdpc_tensor **out)
 {

@@ -1,9 +1,9 @@
 /* Dropout (Srivastava et al. 2014), scaled during training.
  *
- * The mask is not kept: it is a function of (seed, stream, element), and backward recomputes it.
- * Each call takes the tape's next random stream, so a recomputation that restores the stream draws
- * the same masks.  Inside a captured step, kernels read the offset of the replay's random streams
- * from the capture's in device memory.
+ * The mask is not stored: it is a function of (seed, stream, element), so backward recomputes it.
+ * Each call uses the tape's next random stream, so a recomputation that restores the stream draws
+ * the same masks. In a captured step, kernels read from device memory how far the replay's random
+ * streams are offset from the capture's.
  */
 #include "nn/op.h"
 
@@ -28,8 +28,8 @@ static fsdpc_status run_kernel(fsdpc_tape *tape, const dropout_extra *extra, con
     return fsdpc_op_return(fsdpc_op_kernels(tape)->dropout(&args, tape->stream), y, out);
 }
 
-/* Allocates the key before any capture, which must not need memory that no earlier step
- * allocated. */
+/* Allocates the key before any capture, because a captured step may only use memory that an earlier
+ * step has allocated. */
 static fsdpc_status make_key(fsdpc_tape *tape)
 {
     void *memory;

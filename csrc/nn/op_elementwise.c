@@ -1,12 +1,14 @@
-/* Elementwise operations: one node kind for all unary ones, one for all binary ones.
+/* Elementwise operations, with one node kind for all unary operations and one for all binary
+ * operations.
  *
- * Promotion is a cast recorded before the operation, so a kernel sees only one dtype.  PyTorch's
- * rules: equal dtypes stay; bf16 with fp16 gives fp32; otherwise the wider one wins; a float with
- * an integer gives the float.  A zero-dimensional tensor changes the dtype of one with dimensions
- * only if it is a float and the other is not, or an integer and the other is bool.
+ * Promotion is a cast recorded before the operation, so a kernel sees only one dtype. Promotion
+ * follows PyTorch's rules: bf16 with fp16 gives fp32, a float with an integer gives the float, and
+ * otherwise the wider dtype wins. A zero-dimensional tensor promotes a tensor with dimensions only
+ * to a higher category: from bool or integer to float, or from bool to integer.
  *
- * A node saves its input or its output, whichever is cheaper (the output, if the next operation
- * saves it anyway).  A binary operation only saves the operands that the wanted gradients need.
+ * A node saves its input or its output, whichever is cheaper: the output costs nothing if the next
+ * operation saves it anyway. A binary operation saves only the operands that the requested
+ * gradients need.
  */
 #include "nn/op.h"
 
@@ -170,8 +172,8 @@ static fsdpc_status promote(fsdpc_binary kind, const fsdpc_tensor *a, const fsdp
         *out = a->dtype;
     else
         *out = fsdpc_op_result_type(a, b);
-    /* A narrower integer dtype would change a zero-dimensional number in a comparison, and bytes do
-     * not support arithmetic. */
+    /* A narrower integer dtype could change the value of a zero-dimensional operand in a
+     * comparison, and U8 does not support arithmetic. */
     if (!fsdpc_dtype_is_float(*out) && (compares || *out == FSDPC_U8))
         *out = wider(a->dtype, b->dtype);
     if (*out != FSDPC_U8 && *out != FSDPC_BOOL)
@@ -186,7 +188,7 @@ static fsdpc_status promote(fsdpc_binary kind, const fsdpc_tensor *a, const fsdp
 
 /* ---- binary ---- */
 
-/* Computes out's shape and both strides; false if the shapes do not broadcast. */
+/* Computes out's shape and both operands' strides; returns false if the shapes do not broadcast. */
 static bool broadcast(const fsdpc_tensor *a, const fsdpc_tensor *b, fsdpc_binary_args *args)
 {
     int ndim = a->ndim > b->ndim ? a->ndim : b->ndim;
@@ -263,7 +265,7 @@ static fsdpc_status sum_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tenso
     return FSDPC_OK;
 }
 
-/* Returns 1 for each element for which `a kind b` holds, otherwise 0, in dy's dtype. */
+/* Sets each element of the result to 1 if `a kind b` holds and to 0 otherwise, in dy's dtype. */
 static fsdpc_status compared(fsdpc_tape *tape, fsdpc_binary kind, const fsdpc_node *node,
                              fsdpc_dtype dtype, fsdpc_tensor **out)
 {

@@ -1,7 +1,7 @@
-/* Selects table rows by ids, and sums rows by ids: each is the other's gradient.  A table's
- * gradient is written directly to its target.  The kernel sums rows in the order of ids, so the
- * result is the same in every run.  Rows of any dtype can be selected, but only floats can be
- * summed.
+/* Selects table rows by id, and sums rows by id; each operation is the other's gradient. A table's
+ * gradient is written directly to its target. The kernel sums rows in the order in which their ids
+ * occur, so the result is the same in every run. Rows of any dtype can be selected, but only floats
+ * can be summed.
  */
 #include "nn/op.h"
 
@@ -26,7 +26,7 @@ static fsdpc_status add_rows(fsdpc_tape *tape, fsdpc_node *node, const fsdpc_ten
     return fsdpc_op_kernels(tape)->embedding_backward(&args, tape->stream);
 }
 
-/* Copies dy, with zeros in the rows whose id is `padding`. */
+/* Copies dy, zeroing the rows whose id is `padding`. */
 static fsdpc_status without_padding(fsdpc_tape *tape, fsdpc_tensor *ids, int64_t padding,
                                     const fsdpc_tensor *dy, fsdpc_tensor **out)
 {
@@ -152,8 +152,8 @@ fsdpc_status fsdpc_op_scatter_rows(fsdpc_tape *tape, fsdpc_tensor *ids, fsdpc_te
         }                                                                                          \
     } while (0)
 
-/* Computes the positions, in a tensor of this shape, of the elements that the index selects along
- * dim; false if an index is out of range. */
+/* Computes the positions of the elements that the index selects along dim, in a tensor of this
+ * shape; returns false if an index is out of range. */
 static bool place_all(const fsdpc_tensor *index, const size_t *shape, int dim, int64_t *places)
 {
     size_t strides[FSDPC_MAX_DIMS], at[FSDPC_MAX_DIMS] = {0};

@@ -1,8 +1,7 @@
-/* Reorders elements along their dimensions: reversed (flip), or shifted (roll).
+/* Reorders elements along dimensions: flip reverses them, and roll shifts them.
  *
- * Both copy: flip is one strided copy that starts at the end of the source, with negative strides;
- * roll copies two pieces, one after the other.  The gradient of either is the same operation,
- * reversed.
+ * Flip is one strided copy with negative strides that starts at the end of the source; roll copies
+ * two pieces, one after the other. The gradient of each is its inverse, another flip or roll.
  */
 #include "nn/op.h"
 

@@ -1,20 +1,20 @@
-/* Linear layers, plain and followed by gelu.
+/* Linear layers, with or without a gelu after them.
  *
- * A weight is (out, in), or (in, out) if the caller requests it.  Products read either layout in
- * place and sum in the same order.  The bits are therefore the same, except in products with few
- * rows or columns.
+ * A weight is (out, in), or (in, out) if the caller requests it. Products read either layout in
+ * place and sum in the same order. Both layouts therefore give the same bits, except in products
+ * with few rows or columns.
  *
- * The gradient of a weight is a separate product, dy^T x, which is written directly to its target
- * with beta = 1.  The target is a reduce buffer in fp32 even when x is bf16.  This avoids a
- * temporary and a second pass.
+ * A weight's gradient is a separate product, dy^T x, which is written directly to its target with
+ * beta = 1. The target is a reduce buffer in fp32 even when x is bf16. This avoids a temporary and
+ * a second pass.
  *
- * In forward, gelu is fused with the preceding product; in backward, with the following product.
- * If the input of a linear layer is gelu's result, its gradient is immediately multiplied by gelu's
- * slope.  On the tape the two stay separate: linear_gelu records a linear node and a gelu node.  A
- * linear layer that is the only user of a gelu node runs that node's backward together with its
- * own, and passes the gradient to the preceding node.  Any other reader of the intermediate tensor
- * (a hook, a second use) still gets it, from separate operations.  If the kernel fuses the two, the
- * bits are those of gelu(linear(x)).
+ * Forward fuses gelu with the preceding product, and backward fuses it with the following one. If a
+ * linear layer's input is gelu's result, the input's gradient is multiplied by gelu's slope as soon
+ * as it is computed. On the tape, the linear layer and gelu stay separate: linear_gelu records a
+ * node for each. If a linear layer is the only user of a gelu node, it runs both backwards together
+ * and passes the gradient to the node before gelu. If the intermediate tensor has another reader,
+ * such as a hook or a second use, the operations run separately. The bits are those of
+ * gelu(linear(x)), except that a fused kernel may skip the rounding in between.
  */
 #include "nn/op.h"
 
@@ -51,9 +51,10 @@ static fsdpc_status give_bias(fsdpc_tape *tape, const fsdpc_edge *edge, const fs
     return fsdpc_op_kernels(tape)->sum(&args, tape->stream);
 }
 
-/* Returns the gelu node whose gradient comes only from this linear node, or NULL, judging by
- * reference counts.  Known references are our edge's, and gelu's result's if we keep the result for
- * the weight's gradient.  Any other may belong to a user whose gradient has not arrived yet. */
+/* Returns the gelu node whose gradient comes only from this linear node, judging by reference
+ * counts, or NULL if there is none. The known references are that of our edge and, if we keep
+ * gelu's result for the weight's gradient, that of the result. Any other reference may belong to a
+ * user whose gradient has not arrived yet. */
 static fsdpc_node *gelu_before(const fsdpc_node *linear)
 {
     fsdpc_node *node = linear->inputs[0].node;
@@ -64,8 +65,8 @@ static fsdpc_node *gelu_before(const fsdpc_node *linear)
     return atomic_load_explicit(&node->refs, memory_order_relaxed) == known ? node : NULL;
 }
 
-/* Computes dx = dy w, as described by `gemm`, through gelu: the gradient that gelu's node would
- * pass to its predecessor. */
+/* Computes dx = dy w, as described by `gemm`, times gelu's slope: the gradient that gelu's node
+ * would pass to its predecessor. */
 static fsdpc_status give_through_gelu(fsdpc_tape *tape, fsdpc_node *gelu, fsdpc_gemm_args gemm)
 {
     FSDPC_TRY(fsdpc_node_check(gelu));
@@ -142,7 +143,7 @@ static fsdpc_status linear_check(const char *op, fsdpc_tensor *x, fsdpc_tensor *
     return FSDPC_OK;
 }
 
-/* Allocates a result, and describes the product that computes it. */
+/* Allocates a result and describes the product that computes it. */
 static fsdpc_status linear_prepare(fsdpc_tape *tape, const fsdpc_tensor *x, const fsdpc_tensor *w,
                                    const fsdpc_tensor *bias, bool in_out, fsdpc_gemm_args *gemm_out,
                                    fsdpc_tensor **out)

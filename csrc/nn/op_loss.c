@@ -1,25 +1,27 @@
-/* Cross entropy, plain and fused with the product that computes its logits.
+/* Cross entropy, either plain or fused with the product that computes its logits.
  *
- * Note [chunked loss].  The logits of a long batch over a large vocabulary are the largest tensor
- * in a training step, and their gradient is equally large.  The fused form processes a chunk of
- * rows at a time: the chunk's logits, the loss, and the logits' gradient in place.  The gradient of
- * the weight may only reach its sink in backward, so the kept data depends on the number of chunks:
+ * Note [chunked loss]. The logits of a long batch over a large vocabulary are the largest tensor
+ * in a training step, and their gradient is equally large. The fused form processes a chunk of rows
+ * at a time: it computes the chunk's logits, then the loss, then the logits' gradient in place. The
+ * gradient of the weight may only reach its sink in backward, so the kept data depends on the
+ * number of chunks:
  *
  *     one chunk   (the usual case: chunks hold 64 MiB or more) the chunk itself, now the gradient
  *                 of the logits; backward computes dx and dW from it, dW directly into the target
  *     several     dx (as big as x) and a private dW in fp32, summed chunk by chunk in forward and
  *                 added to the target in backward
  *
- * Each chunk is another pass over all of dW, so a batch has at most eight chunks.  In a LLaMA 1B
- * step on an H200, dW for 32,000 tokens took 5.1 ms with sixteen chunks and takes 3.6 ms with
- * eight.
+ * Each chunk costs another pass over all of dW, so a batch is split into at most eight chunks. In a
+ * LLaMA 1B step on an H200, dW for 32,000 tokens took 5.1 ms with sixteen chunks and takes 3.6 ms
+ * with eight.
  *
- * Recomputing the logits instead would cost a third more arithmetic for the head; a private dW
- * costs one more pass over memory the size of the weight.
+ * Recomputing the logits instead would add a third to the head's arithmetic, whereas a private dW
+ * costs one more pass over memory of the weight's size.
  *
- * Gradients are kept for the SUM over rows: softmax - onehot, without small factors before rounding
- * to bf16.  Backward scales them by incoming gradient / counted rows.  Sums, counts and incoming
- * gradients stay in device memory, so the host never waits for a kernel here.
+ * Gradients are stored for the SUM over rows (softmax - onehot), so that no small factor is applied
+ * before they are rounded to bf16. Backward multiplies them by the incoming gradient and divides by
+ * the number of counted rows. Sums, counts and incoming gradients stay in device memory, so the
+ * host never waits for a kernel here.
  */
 #include "nn/op.h"
 
@@ -101,7 +103,8 @@ static fsdpc_status cross_entropy_backward(fsdpc_tape *tape, fsdpc_node *node, f
     args.dlogits = dx->data;
     fsdpc_status st = fsdpc_op_kernels(tape)->cross_entropy_backward(&args, tape->stream);
     if (dx == logits) {
-        /* The node gives it up, so it is exclusive again once the node's reference is released. */
+        /* The node gives up the logits, which become exclusive again when the node's reference is
+         * released. */
         node->saved[SAVED_LOGITS] = NULL;
         node->freed = true;
         fsdpc_tensor *view = NULL;
@@ -257,7 +260,8 @@ static fsdpc_status all_chunks(fused *f)
     return st;
 }
 
-/* Computes the products for a single chunk, which was kept as the gradient of the logits. */
+/* Computes the products of a batch with a single chunk, from the logits' gradient that forward
+ * kept. */
 static fsdpc_status fused_backward_products(fsdpc_tape *tape, fsdpc_node *node,
                                             const fsdpc_tensor *dloss)
 {
@@ -289,7 +293,8 @@ static fsdpc_status fused_backward_products(fsdpc_tape *tape, fsdpc_node *node,
     return st;
 }
 
-/* Writes a gradient computed in forward to its target, as a gradient of the mean. */
+/* Scales a gradient computed in forward to the gradient of the mean, and writes it to its
+ * target. */
 static fsdpc_status give_kept(fsdpc_tape *tape, const fsdpc_edge *edge, const fsdpc_tensor *kept,
                               const fsdpc_tensor *sum, const fsdpc_tensor *dloss)
 {

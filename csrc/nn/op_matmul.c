@@ -1,7 +1,7 @@
 /* Matrix products.
  *
- * Each product is one GEMM call.  Operands that broadcast over a batch are first expanded (a copy):
- * that is rare, and expand's backward then sums their gradients.
+ * Each product is one GEMM call. Operands that broadcast over a batch, which is rare, are first
+ * copied by expand, whose backward sums their gradients.
  */
 #include "nn/op.h"
 
@@ -119,7 +119,7 @@ static fsdpc_status batch_shape(const fsdpc_tensor *a, const fsdpc_tensor *b, in
     return FSDPC_OK;
 }
 
-/* Expands x's batch dimensions to `shape`; returns x itself if they are equal. */
+/* Expands x's batch dimensions to `shape`, or returns x itself if they already match. */
 static fsdpc_status expand_batch(fsdpc_tape *tape, fsdpc_tensor *x, int ndim, size_t *shape,
                                  fsdpc_tensor **out)
 {
@@ -151,7 +151,7 @@ static fsdpc_status batched(fsdpc_tape *tape, fsdpc_tensor *a, fsdpc_tensor *b, 
     return st;
 }
 
-/* Converts a vector to a matrix: a row on the left, a column on the right. */
+/* Converts a vector to a matrix: a left operand becomes a row, a right operand a column. */
 static fsdpc_status as_matrix(fsdpc_tape *tape, fsdpc_tensor *x, bool left, fsdpc_tensor **out)
 {
     if (x->ndim > 1) {

@@ -1,12 +1,11 @@
-/* Moments of rows and affine maps of rows, without gradients.
+/* Row moments and row-wise affine maps, without gradients.
  *
- * Python builds group and batch norm from these (functional/normalization.py).  Between the forward
- * and backward of a batch norm, small tensors may be summed over ranks, which no operation here can
- * do.  They therefore use custom nodes, which call these functions for the passes over the large
- * tensors.
+ * Python builds group and batch norm from these (functional/normalization.py). Within a batch norm,
+ * small tensors may be summed over ranks, which no operation here can do. The norms are therefore
+ * custom nodes that call these functions for the passes over the large tensors.
  *
- * A tensor of any shape is treated as `rows` rows.  Row values are fp32, or float64 for float64
- * tensors.  If there are fewer values than rows, they repeat.
+ * A tensor of any shape is treated as `rows` rows. Row values are fp32, or float64 for float64
+ * tensors. If there are fewer values than rows, the values repeat.
  */
 #include "nn/op.h"
 
@@ -20,7 +19,7 @@ static fsdpc_status check_rows(const char *op, const fsdpc_tensor *x, size_t row
     return FSDPC_OK;
 }
 
-/* Checks another tensor with x's number of elements, or NULL. */
+/* Checks that another tensor has x's dtype and number of elements; accepts NULL. */
 static fsdpc_status check_beside(const char *op, const fsdpc_tensor *x, const fsdpc_tensor *y)
 {
     if (!y)
@@ -36,8 +35,8 @@ static fsdpc_dtype dtype_of_rows(const fsdpc_tensor *x)
     return x->dtype == FSDPC_F64 ? FSDPC_F64 : FSDPC_F32;
 }
 
-/* Checks row values, or NULL.  All must have the same number of values, `values_io`, which is 0
- * before the first check. */
+/* Checks row values, or NULL. All tensors of row values must have the same length, `values_io`,
+ * which is 0 before the first check. */
 static fsdpc_status check_values(const char *op, const fsdpc_tensor *x, size_t rows,
                                  const fsdpc_tensor *t, size_t *values_io)
 {

@@ -1,10 +1,11 @@
-/* Layer normalisation and RMS normalisation: one node kind; the kernel's flag selects which.
+/* Layer normalisation and RMS normalisation share one node kind; a flag tells the kernel which to
+ * compute.
  *
- * Forward keeps the input, and the mean and 1/deviation of each row, two floats per row.  The
- * kernel writes gradients directly to their targets.  A residual's gradient, which bypasses the
- * norm, is thus added in the same pass.  The kernel has one dtype for the gradients of weight and
- * bias.  If their targets differ, or it cannot write that dtype, an fp32 temporary is used; for x's
- * gradient, a temporary in x's dtype.
+ * Forward saves the input and two floats per row, the mean and 1/deviation. The kernel writes
+ * gradients directly to their targets. It thus adds a residual's gradient, which bypasses the norm,
+ * in the same pass. The kernel uses a single dtype for the weight and bias gradients. If the
+ * targets' dtypes differ or the kernel cannot write them, it writes an fp32 temporary; for x's
+ * gradient, the temporary has x's dtype.
  */
 #include "nn/op.h"
 
@@ -61,7 +62,7 @@ static fsdpc_status side_divert(fsdpc_tape *tape, side *s, fsdpc_dtype dtype, in
     return fsdpc_tensor_create(tape->device, dtype, ndim, fsdpc_edge_shape(s->edge), &s->temporary);
 }
 
-/* Copies the temporary, if there was one, to the target. */
+/* Copies the temporary, if any, to the target. */
 static fsdpc_status side_close(fsdpc_tape *tape, side *s)
 {
     if (!s->temporary)

@@ -1,7 +1,7 @@
 /* Pooling: the maximum or mean of each window of an image.
  *
- * The kernel finds the maxima again in backward.  Max pooling therefore saves no indices, only its
- * input, which the preceding operation usually saves anyway.
+ * Backward finds the maxima again. Max pooling therefore saves no indices, only its input, which
+ * the preceding operation usually saves anyway.
  */
 #include "nn/op.h"
 

@@ -1,7 +1,7 @@
 /* Sums, means, sums of squares, cumulative sums, softmax and logsumexp.
  *
  * Sums and means share one kernel with a scale; their backward broadcasts the gradient with zero
- * strides.  Softmax keeps its output, from which its backward follows.
+ * strides. Softmax saves its output, from which backward computes the gradient.
  */
 #include "nn/op.h"
 
@@ -72,7 +72,8 @@ static fsdpc_status sum_record(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_su
     return FSDPC_OK;
 }
 
-/* Creates y over the remaining dimensions, and the arguments of the sum that computes it. */
+/* Creates y over the remaining dimensions, and fills in the arguments of the sum that computes
+ * it. */
 static fsdpc_status sum_begin(fsdpc_tape *tape, const fsdpc_tensor *x, fsdpc_dtype out_dtype,
                               const bool *reduced, bool keepdim, fsdpc_sum_args *args,
                               fsdpc_tensor **y_out)
@@ -95,7 +96,7 @@ static fsdpc_status sum_begin(fsdpc_tape *tape, const fsdpc_tensor *x, fsdpc_dty
     return FSDPC_OK;
 }
 
-/* Sums integers as I64 (for BOOL: the number of true elements). */
+/* Sums integers as I64; for BOOL, this counts the true elements. */
 static fsdpc_status sum_integers(fsdpc_tape *tape, fsdpc_tensor *x, const bool *reduced,
                                  bool keepdim, fsdpc_tensor **out)
 {
@@ -143,7 +144,7 @@ fsdpc_status fsdpc_op_sum(fsdpc_tape *tape, fsdpc_tensor *x, const bool *reduced
 
 /* ---- sums of squares ---- */
 
-/* Gives 2 x dy, rounded once to x's dtype. */
+/* Computes the gradient 2 x dy, rounded once to x's dtype. */
 static fsdpc_status squares_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
 {
     const sum_extra *extra = node->extra;
@@ -335,7 +336,7 @@ static fsdpc_status logsumexp_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc
 
 static const fsdpc_node_ops logsumexp_ops = {.name = "logsumexp", .backward = logsumexp_backward};
 
-/* Reduces the last dimension, which is removed. */
+/* Reduces the last dimension and removes it. */
 static fsdpc_status logsumexp_rows(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor **out)
 {
     fsdpc_tensor *y;

@@ -1,13 +1,14 @@
-/* Arithmetic and comparisons of a tensor with a number.
+/* Arithmetic and comparisons between a tensor and a number.
  *
- * For float tensors, the number is a kernel argument if the kernel has one, otherwise a
- * zero-dimensional tensor.  For integer tensors, an integer is passed exactly, as such a tensor.
+ * For float tensors, the number is passed as the kernel's scalar argument if it has one, and
+ * otherwise as a zero-dimensional tensor. For integer tensors, an integer is passed exactly, as a
+ * zero-dimensional tensor.
  */
 #include "nn/op.h"
 
 #include <math.h>
 
-/* Returns the comparison with its operands swapped. */
+/* Returns the comparison to use when the operands are swapped. */
 static fsdpc_binary mirrored(fsdpc_binary kind)
 {
     static const fsdpc_binary kinds[] = {
@@ -17,8 +18,8 @@ static fsdpc_binary mirrored(fsdpc_binary kind)
     return kinds[kind];
 }
 
-/* Compares floats with a number rounded to their dtype.  A number between the largest finite float
- * and infinity equals no float, and is beyond all floats except infinity. */
+/* Compares a float tensor with a number rounded to its dtype. A finite number beyond the dtype's
+ * range equals no float, and only an infinity exceeds its magnitude. */
 static fsdpc_status compare_float(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
                                   fsdpc_scalar s, fsdpc_tensor **out)
 {
@@ -36,7 +37,7 @@ static fsdpc_status compare_float(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_ten
     return fsdpc_op_with_scalar(tape, kind, x, fsdpc_scalar_real(rounded), x->dtype, false, out);
 }
 
-/* Compares integers with any number, exactly: a fraction is rounded in the direction that preserves
+/* Compares integers exactly with any number: a fraction is rounded in the direction that preserves
  * the result. */
 static fsdpc_status compare_integer(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
                                     fsdpc_scalar s, fsdpc_tensor **out)
@@ -67,7 +68,7 @@ static fsdpc_status compare_integer(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_t
     return st;
 }
 
-/* Multiplies by the reciprocal, unless it underflows or overflows. */
+/* Multiplies by the reciprocal, unless the reciprocal underflows or overflows. */
 static fsdpc_status divide(fsdpc_tape *tape, fsdpc_tensor *x, double s, fsdpc_tensor **out)
 {
     double by = 1 / s, size = fabs(by);

@@ -1,9 +1,9 @@
-/* Shapes: reshape only changes the shape and shares memory; an operation that moves elements is a
- * strided copy.
+/* Shape operations: reshape shares memory and only changes the shape, whereas an operation that
+ * moves elements is a strided copy.
  *
- * The copy kernel walks a box with one stride per dimension for source and destination.  A
- * permutation permutes strides, an expansion sets them to zero, and a slice offsets the pointer.  A
- * copy's backward is the copy with source and destination swapped.  A slice's gradient is added to
+ * The copy kernel walks a box, with one source stride and one destination stride per dimension. A
+ * permutation permutes strides, an expansion sets them to zero, and a slice offsets the pointer. A
+ * copy's backward is the copy with source and destination swapped. A slice's gradient is added to
  * its box of the input's gradient, so splitting one tensor into n parts costs one zeroed gradient,
  * not n.
  */
@@ -241,8 +241,8 @@ static fsdpc_status slice_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_ten
 
 static const fsdpc_node_ops slice_ops = {.name = "slice", .backward = slice_backward};
 
-/* Returns whether the slice is contiguous: all counts above the cut dimension are 1, and the
- * dimensions below it are whole. */
+/* Returns whether the slice is contiguous: all counts before the sliced dimension are 1, and later
+ * dimensions are whole. */
 static bool is_contiguous(const fsdpc_tensor *x, const fsdpc_range *slices)
 {
     int d = 0;
@@ -301,8 +301,7 @@ typedef struct concat_extra {
     size_t extents[]; /* extents of dim, for all inputs */
 } concat_extra;
 
-/* Copies `part` from or to its place in `whole`; `before` is the extent of dim before that
- * place. */
+/* Copies `part` to or from its place in `whole`, which starts at index `before` of dim. */
 static fsdpc_status concat_copy(fsdpc_tape *tape, fsdpc_tensor *whole, fsdpc_tensor *part, int dim,
                                 size_t before, bool to_whole)
 {

@@ -1,19 +1,19 @@
-/* Writing into a tensor in place, as an operation.
+/* An operation that writes to a tensor in place.
  *
- * A write changes memory, but a node belongs to a tensor.  The written memory therefore gets a new
- * tensor, whose node connects the previous contents and the value.  Tensors that were saved for a
- * backward keep the old node, which keeps the graph free of cycles; the storage's version tells
- * their nodes that the memory has changed.
+ * A write changes memory, but a node belongs to a tensor. The written memory therefore gets a new
+ * tensor, whose node connects the previous contents and the value. Tensors saved for a backward
+ * keep the old node, so the graph stays acyclic; the storage's version tells their nodes that the
+ * memory has changed.
  *
- * Backward splits the gradient: the value receives the box, and the previous contents receive the
- * remainder, with zeros in the box.
+ * Backward splits the gradient: the value receives the part inside the box, and the previous
+ * contents receive the remainder, with zeros in the box.
  */
 #include "nn/op.h"
 
 enum { BEFORE, VALUE };
 
-/* Sets up the copy between a box of a dense tensor and values that are broadcast to it; false if
- * the value's shape does not fit. */
+/* Sets up the copy between a box of a dense tensor and values that broadcast to it; returns false
+ * if the value's shape does not fit. */
 static bool broadcast(const fsdpc_box *box, const fsdpc_tensor *value, fsdpc_copy_args *args)
 {
     size_t stride = 1;
@@ -31,7 +31,7 @@ static bool broadcast(const fsdpc_box *box, const fsdpc_tensor *value, fsdpc_cop
     return value->ndim <= box->ndim;
 }
 
-/* Gives the value the gradient's box, in separate memory. */
+/* Passes the gradient inside the box to the value, in separate memory. */
 static fsdpc_status give_value(fsdpc_tape *tape, fsdpc_node *node, const fsdpc_tensor *dy)
 {
     const fsdpc_box *box = node->extra;
@@ -54,8 +54,8 @@ static fsdpc_status give_value(fsdpc_tape *tape, fsdpc_node *node, const fsdpc_t
     return st;
 }
 
-/* Gives the previous contents the gradient with zeros in the box.  Reuses the gradient's memory if
- * it has no other reader, so each write in a loop over rows costs only its row. */
+/* Passes the gradient, with zeros in the box, to the previous contents. Reuses the gradient's
+ * memory if nothing else reads it, so that each write in a loop over rows costs only one row. */
 static fsdpc_status give_before(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
 {
     fsdpc_tensor *rest, *zero;
@@ -101,8 +101,7 @@ static fsdpc_status record(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_box *b
     return fsdpc_op_return(st, y, out);
 }
 
-/* Returns the value without extra leading extents of 1, which the box need not have, as in
- * NumPy. */
+/* Removes the value's extra leading dimensions of size 1, which the box may lack, as NumPy does. */
 static fsdpc_status fitted(fsdpc_tape *tape, const fsdpc_box *box, fsdpc_tensor *value,
                            fsdpc_tensor **out)
 {
@@ -132,7 +131,7 @@ bool fsdpc_box_overlaps(const fsdpc_tensor *x, const fsdpc_box *box, const fsdpc
            first < from + fsdpc_tensor_bytes(value);
 }
 
-/* Copies a value that the write would change while reading it. */
+/* Copies the value if the write would overwrite it while reading it. */
 static fsdpc_status apart(fsdpc_tape *tape, const fsdpc_tensor *x, const fsdpc_box *box,
                           fsdpc_tensor **value_io)
 {

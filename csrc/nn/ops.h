@@ -1,13 +1,13 @@
 /* Operations on tensors, each with its backward.
  *
- * Every function checks its inputs (memory valid, dtypes, shapes) and runs a kernel of the device.
- * If an input requires grad and recording is on, the function creates a node.  *out is a new
- * reference, written only on success.  Elementwise operations promote floats as PyTorch does and
- * broadcast as NumPy does; matrix products and normalisations require equal dtypes.  Errors name
- * the operation and show both shapes or dtypes.
+ * Every function checks its inputs (valid memory, dtypes, shapes) and runs one of the device's
+ * kernels. If an input requires grad and recording is on, the function creates a node. *out is a
+ * new reference, written only on success. Elementwise operations promote floats as PyTorch does and
+ * broadcast as NumPy does; matrix products and normalisations require equal dtypes. Errors name the
+ * operation and show both shapes or dtypes.
  *
- * Views (shared memory): reshape, detach, a contiguous slice, a cast to the same dtype, dropout
- * that does nothing.  Every other result has new memory.
+ * The views, which share memory, are reshape, detach, a contiguous slice, a cast to the same dtype,
+ * and dropout that does nothing. Every other result has new memory.
  */
 #ifndef FSDPC_NN_OPS_H_
 #define FSDPC_NN_OPS_H_
@@ -23,16 +23,16 @@ fsdpc_status fsdpc_op_binary(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *
                              fsdpc_tensor **out);
 /* Returns the common dtype of a and b, by PyTorch's rules. */
 fsdpc_dtype fsdpc_op_result_type(const fsdpc_tensor *a, const fsdpc_tensor *b);
-/* x kind s, or s kind x if `reversed`: op_scalar.c.  If s is integral, an integer tensor keeps its
- * dtype; arithmetic with an integer that the dtype cannot hold is an error, comparisons are
- * exact. */
+/* x kind s, or s kind x if `reversed`: op_scalar.c. If s is integral, an integer tensor keeps its
+ * dtype: comparisons are exact, and arithmetic with an integer that the dtype cannot hold is an
+ * error. */
 fsdpc_status fsdpc_op_binary_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
                                     fsdpc_scalar s, bool reversed, fsdpc_tensor **out);
 fsdpc_status fsdpc_op_cast(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_dtype dtype,
                            fsdpc_tensor **out);
 fsdpc_status fsdpc_op_swiglu(fsdpc_tape *tape, fsdpc_tensor *gate, fsdpc_tensor *up,
                              fsdpc_tensor **out);
-/* Takes the tape's next random stream. */
+/* Uses the tape's next random stream. */
 fsdpc_status fsdpc_op_dropout(fsdpc_tape *tape, fsdpc_tensor *x, double p, bool training,
                               fsdpc_tensor **out);
 
@@ -75,9 +75,9 @@ typedef struct fsdpc_box {
 /* Returns whether the value overlaps the memory between the box's first and last elements. */
 bool fsdpc_box_overlaps(const fsdpc_tensor *x, const fsdpc_box *box, const fsdpc_tensor *value);
 /* x[box] = value, broadcast (extra leading extents of 1 are allowed) and converted; the value may
- * be part of x.  Increments the version.  `out` may be given if x has floats.  The write is then
- * recorded if x or the value requires grad: *out is a tensor over x's memory with the write's node,
- * and replaces x.  Otherwise *out is unchanged. */
+ * be part of x. Increments the version. `out` may be given if x has floats. The write is then
+ * recorded if x or the value requires grad: *out, which replaces x, is a tensor over x's memory
+ * with the write's node. Otherwise *out is unchanged. */
 fsdpc_status fsdpc_op_write(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_box *box,
                             fsdpc_tensor *value, fsdpc_tensor **out);
 
@@ -86,15 +86,15 @@ fsdpc_status fsdpc_op_write(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_box *
 /* Sums over the dimensions whose flag is set (ndim flags). */
 fsdpc_status fsdpc_op_sum(fsdpc_tape *tape, fsdpc_tensor *x, const bool *reduced, bool keepdim,
                           bool mean, fsdpc_tensor **out);
-/* The same for squares; the result for 16-bit floats is F32. */
+/* Sums squares in the same way; the result for 16-bit floats is F32. */
 fsdpc_status fsdpc_op_sum_squares(fsdpc_tape *tape, fsdpc_tensor *x, const bool *reduced,
                                   bool keepdim, fsdpc_tensor **out);
-/* Cumulative sum along a dimension; for floats, I32 and I64. */
+/* Computes a cumulative sum along a dimension of floats, I32 or I64. */
 fsdpc_status fsdpc_op_cumsum(fsdpc_tape *tape, fsdpc_tensor *x, int dim, fsdpc_tensor **out);
-/* Logarithms of sums of exponentials along a dimension. */
+/* Computes the logarithm of the sum of exponentials along a dimension. */
 fsdpc_status fsdpc_op_logsumexp(fsdpc_tape *tape, fsdpc_tensor *x, int dim, bool keepdim,
                                 fsdpc_tensor **out);
-/* Along a dimension; any but the last costs two copies. */
+/* Works along any dimension, but any except the last costs two copies. */
 fsdpc_status fsdpc_op_softmax(fsdpc_tape *tape, fsdpc_tensor *x, int dim, bool log,
                               fsdpc_tensor **out);
 
@@ -117,8 +117,8 @@ typedef struct fsdpc_conv_options { /* for height and width */
     size_t padding[2][2]; /* zeros before and after */
     size_t groups;
 } fsdpc_conv_options;
-/* x (N, C, H, W), weight (out, C / groups, kH, kW), bias (out) or NULL -> (N, out, oH, oW).  Only
- * for the CPU and the null device. */
+/* x (N, C, H, W), weight (out, C / groups, kH, kW), bias (out) or NULL -> (N, out, oH, oW).
+ * Supported only on the CPU and the null device. */
 fsdpc_status fsdpc_op_conv2d(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *weight,
                              fsdpc_tensor *bias, const fsdpc_conv_options *options,
                              fsdpc_tensor **out);
@@ -133,12 +133,12 @@ fsdpc_status fsdpc_op_pool2d(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_pool
 
 /* ---- layers: op_norm.c, op_moments.c, op_attention.c, op_embedding.c ---- */
 
-/* Over the last dimension; weight, bias (cols) may be NULL. */
+/* Normalises over the last dimension; weight and bias (cols) may be NULL. */
 fsdpc_status fsdpc_op_norm(fsdpc_tape *tape, bool layer, fsdpc_tensor *x, fsdpc_tensor *weight,
                            fsdpc_tensor *bias, double eps, fsdpc_tensor **out);
-/* Treats x as `rows` rows and returns (2, rows) of F32 (F64 for F64), without gradients: means,
- * then sums of squared distances from them.  With dy: sums of dy, then of dy * (x - shift). dy,
- * shift may be NULL. */
+/* Treats x as `rows` rows and returns their means, then their sums of squared distances from the
+ * mean, as (2, rows) of F32 (F64 for F64), without gradients. With dy, returns the sums of dy, then
+ * of dy * (x - shift). dy, shift may be NULL. */
 fsdpc_status fsdpc_op_row_moments(fsdpc_tape *tape, fsdpc_tensor *x, size_t rows, fsdpc_tensor *dy,
                                   fsdpc_tensor *shift, fsdpc_tensor **out);
 typedef struct fsdpc_row_values { /* in the dtype of moments; all but a may be NULL */
@@ -159,14 +159,14 @@ typedef struct fsdpc_attention_options {
     bool tokens_first; /* (B, T, H, D) instead of (B, H, T, D) */
     size_t window;     /* keys that a query sees, including its own; 0: all; requires causal */
 } fsdpc_attention_options;
-/* mask may be NULL, bool, or floats, which are added and get no gradient.  It has up to four
+/* mask may be NULL, bool, or floats, which are added and get no gradient. The mask has up to four
  * dimensions, which broadcast to (B, H, Tq, Tk) in either layout. */
 fsdpc_status fsdpc_op_attention(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_tensor *k, fsdpc_tensor *v,
                                 fsdpc_tensor *mask, const fsdpc_attention_options *options,
                                 fsdpc_tensor **out);
-/* The same for rows of several documents, which do not see each other. q, k and v have the same
- * number of tokens; `lengths` contains the number of tokens per document, row by row, and no
- * document crosses a row's end. */
+/* Does the same for rows of several documents, which do not attend to each other. q, k and v have
+ * the same number of tokens; `lengths` contains the number of tokens per document, row by row, and
+ * no document crosses a row's end. */
 fsdpc_status fsdpc_op_varlen_attention(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_tensor *k,
                                        fsdpc_tensor *v, const fsdpc_attention_options *options,
                                        size_t documents, const size_t *lengths, fsdpc_tensor **out);
@@ -174,15 +174,15 @@ fsdpc_status fsdpc_op_varlen_attention(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_
  * gets no gradient */
 fsdpc_status fsdpc_op_embedding(fsdpc_tape *tape, fsdpc_tensor *ids, fsdpc_tensor *weight,
                                 int64_t padding, fsdpc_tensor **out);
-/* On the host: the positions (I64), in a tensor of this shape, of the elements that an index
- * selects along dim.  *out is NULL if an index is out of range. */
+/* Computes on the host the positions (I64), in a tensor of this shape, of the elements that an
+ * index selects along dim. *out is NULL if an index is out of range. */
 fsdpc_status fsdpc_op_element_places(fsdpc_tape *tape, const fsdpc_tensor *index, int ndim,
                                      const size_t *shape, int dim, fsdpc_tensor **out);
 /* ids (...), x (..., dim) -> (rows, dim): row r is the sum of the x whose id is r, or zeros. */
 fsdpc_status fsdpc_op_scatter_rows(fsdpc_tape *tape, fsdpc_tensor *ids, fsdpc_tensor *x,
                                    size_t rows, fsdpc_tensor **out);
 
-/* ---- losses: op_loss.c.  The result is always an F32 scalar. ---- */
+/* ---- losses: op_loss.c. The result is always an F32 scalar. ---- */
 
 /* logits (..., classes), targets (...); with `logs`, logits are log-probabilities. */
 fsdpc_status fsdpc_op_cross_entropy(fsdpc_tape *tape, fsdpc_tensor *logits, fsdpc_tensor *targets,
@@ -204,8 +204,8 @@ typedef struct fsdpc_custom_ops {
     void (*release)(void *arg);
 } fsdpc_custom_ops;
 
-/* Connects outputs, which must have no node and no other users, to inputs.  If no gradients flow
- * (unless `always`), release(arg) is called at once.  On failure the caller keeps arg. */
+/* Connects the outputs, which must have no node and no other users, to the inputs. If no gradients
+ * flow, it calls release(arg) at once, unless `always` is set. On failure the caller keeps arg. */
 fsdpc_status fsdpc_op_custom(fsdpc_tape *tape, const fsdpc_custom_ops *ops, void *arg, bool always,
                              int n_in, fsdpc_tensor *const *inputs, int n_out,
                              fsdpc_tensor *const *outputs);

@@ -21,7 +21,7 @@ static fsdpc_status fail_integer(fsdpc_scalar s, fsdpc_dtype dtype, int64_t low,
                       text, fsdpc_dtype_name(dtype), (long long)low, (long long)high);
 }
 
-/* Truncates a float towards 0; false if it does not fit int64. */
+/* Truncates a float towards 0; returns false if it does not fit in int64. */
 static bool whole_of(fsdpc_scalar s, int64_t *out)
 {
     if (s.integral) {

@@ -1,13 +1,13 @@
-/* Recording, and gradients from a node's backward.
+/* Records operations and accumulates the gradients from their backwards.
  *
- * The gradient of an intermediate tensor accumulates in its node.  The first contribution is kept
- * without a copy, shared with its other holders.  The second is added in place if the memory has no
- * other holder, otherwise into new memory.  The user may keep a leaf's gradient, so it is copied
+ * The gradient of an intermediate tensor accumulates in its node. The first contribution is stored
+ * without a copy and shared with its other holders. The second is added in place if the memory has
+ * no other holder, otherwise into new memory. The user may keep a leaf's gradient, so it is copied
  * unless it is exclusive.
  *
- * Operations that can write their gradient anywhere request a target: a reduce buffer, a leaf's
- * `grad`, or the node's gradient, and whether to add to it.  For every weight of a model, that
- * saves a temporary and a pass over memory.
+ * Operations that can write their gradient anywhere request a target (a reduce buffer, a leaf's
+ * `grad` or the node's gradient) and are told whether to add to it. For each of a model's weights,
+ * this saves a temporary and a pass over memory.
  *
  * Execution order, hooks of leaves and nesting are in nn/backward.c.
  */
@@ -91,8 +91,8 @@ fsdpc_status fsdpc_tape_record(fsdpc_tape *tape, const fsdpc_node_ops *ops, int 
 
 /* ---- gradients ---- */
 
-/* Returns whether a leaf needs a gradient: if frozen after forward, only for its hooks, as in
- * PyTorch. */
+/* Returns whether a leaf needs a gradient; one that was frozen after forward needs it only for its
+ * hooks, as in PyTorch. */
 static bool takes(const fsdpc_tensor *leaf)
 {
     return leaf->requires_grad || fsdpc_tensor_has_hooks(leaf);
@@ -117,7 +117,7 @@ static fsdpc_status clone_as(fsdpc_tape *tape, const fsdpc_tensor *t, fsdpc_dtyp
     return FSDPC_OK;
 }
 
-/* Makes *slot safe to add to in place: no other tensor reads its memory. */
+/* Ensures that no other tensor reads the memory of *slot, so that it can be added to in place. */
 static fsdpc_status own_slot(fsdpc_tape *tape, fsdpc_tensor **slot)
 {
     if (fsdpc_tensor_is_exclusive(*slot))
@@ -188,7 +188,7 @@ fsdpc_status fsdpc_edge_give(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_ten
     return give_slot(tape, &edge->node->grad, gradient);
 }
 
-/* Returns the tensor in *slot as a target; creates it if missing. */
+/* Returns the tensor in *slot as a target, creating it if it is missing. */
 static fsdpc_status slot_target(fsdpc_tape *tape, fsdpc_tensor **slot, bool exclusive,
                                 fsdpc_dtype dtype, int ndim, const size_t *shape,
                                 fsdpc_grad_target *out)

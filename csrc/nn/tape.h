@@ -1,17 +1,17 @@
 /* The tape: reverse-mode automatic differentiation.
  *
  * An operation on tensors that require gradients creates a node, which holds the data that its
- * backward needs and an edge to each input.  Nodes are numbered in creation order, and a node's
- * consumers are always created after it.  Backward therefore runs the reachable nodes by descending
- * number: a topological order that is the same in every run.  A node has one output.
+ * backward needs and an edge to each input. Nodes are numbered in creation order, and a node's
+ * consumers are always created after it. Backward therefore runs the reachable nodes in descending
+ * order, a topological order that is the same in every run. A node has one output.
  *
  * Boundaries mark places on the tape: a boundary is an identity whose backward first calls a
- * function.  They tell the engine that a unit's backward begins (a boundary on its outputs: the
- * first call) or ends (a boundary on its inputs).  The boundary on the inputs is created before all
- * nodes inside, so its backward runs after theirs.
+ * function. A boundary on a unit's outputs tells the engine, at its first call, that the unit's
+ * backward begins; one on its inputs tells it that backward ends. The boundary on the inputs is
+ * created before all nodes inside the unit, so its backward runs after theirs.
  *
  * Backward frees a node's saved tensors as it goes unless the graph is retained; using them again
- * is an error.  Backward may be nested (activation checkpointing runs one inside another).
+ * is an error. Backward may be nested (activation checkpointing runs one inside another).
  */
 #ifndef FSDPC_NN_TAPE_H
 #define FSDPC_NN_TAPE_H
@@ -31,8 +31,8 @@ struct fsdpc_tape {
     _Atomic uint64_t next_number; /* atomic: operations run outside the GIL on several threads */
     int backward_depth;           /* > 0 inside backward */
     uint64_t seed, next_stream;   /* for dropout and initialisation */
-    /* In device memory, for captured steps; NULL before the first dropout, or if the device has no
-     * graphs. */
+    /* Kept in device memory for captured steps; NULL before the first dropout or if the device has
+     * no graphs. */
     struct fsdpc_dropout_key *dropout_key;
     uint64_t recomputing; /* next_number when the running recomputation first ran */
 
@@ -50,26 +50,27 @@ struct fsdpc_tape {
 fsdpc_status fsdpc_tape_create(fsdpc_device *device, fsdpc_stream *stream, fsdpc_tape **out);
 void fsdpc_tape_destroy(fsdpc_tape *tape);
 
-/* Computes gradients of `root` (scalar unless `grad` is given) for every leaf it depends on. */
+/* Computes the gradient of `root`, a scalar unless `grad` is given, with respect to every leaf that
+ * it depends on. */
 fsdpc_status fsdpc_tape_backward(fsdpc_tape *tape, fsdpc_tensor *root, fsdpc_tensor *grad,
                                  bool retain_graph);
 
-/* The same from several roots at once; grads[i] and grads may be NULL. */
+/* Does the same for several roots at once; grads and any grads[i] may be NULL. */
 fsdpc_status fsdpc_tape_backward_many(fsdpc_tape *tape, int n, fsdpc_tensor *const *roots,
                                       fsdpc_tensor *const *grads, bool retain_graph);
 
-/* y = x (shared storage).  In backward fn(arg) runs, then dy passes through unchanged.
- * release(arg), if given, runs when the node is freed.  If no gradients flow, y is a plain view.
+/* y = x (shared storage). Backward calls fn(arg), then passes dy through unchanged. release(arg),
+ * if given, runs when the node is freed. If no gradients flow, y is a plain view.
  */
 fsdpc_status fsdpc_tape_boundary(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_boundary_fn fn, void *arg,
                                  void (*release)(void *arg), fsdpc_tensor **out);
 
-/* Runs fn(arg, status) once when the outermost running backward ends, even if it fails.  Functions
- * run in the order of these calls, each (fn, arg) once. */
+/* Runs fn(arg, status) once when the outermost running backward ends, even if it fails. Functions
+ * run in the order in which they were added, and each (fn, arg) runs only once. */
 fsdpc_status fsdpc_tape_at_end(fsdpc_tape *tape, fsdpc_status (*fn)(void *arg, fsdpc_status status),
                                void *arg);
 
-/* Adds a hook to a tensor that requires grad.  On failure, the caller keeps `arg`. */
+/* Adds a hook to a tensor that requires grad. On failure, the caller keeps `arg`. */
 fsdpc_status fsdpc_tape_add_hook(fsdpc_tape *tape, fsdpc_tensor *t, fsdpc_hook_fn fn, void *arg,
                                  void (*release)(void *arg), fsdpc_hook **out);
 
@@ -78,25 +79,28 @@ fsdpc_status fsdpc_tape_add_hook(fsdpc_tape *tape, fsdpc_tensor *t, fsdpc_hook_f
 /* Returns whether any input needs a gradient and gradients are enabled. */
 bool fsdpc_tape_wants(const fsdpc_tape *tape, int n, fsdpc_tensor *const *inputs);
 
-/* Creates out's node with edges to the inputs.  The caller then fills node->saved and
+/* Creates out's node with edges to the inputs. The caller then fills node->saved and
  * node->extra. */
 fsdpc_status fsdpc_tape_record(fsdpc_tape *tape, const fsdpc_node_ops *ops, int n,
                                fsdpc_tensor *const *inputs, fsdpc_tensor *out,
                                fsdpc_node **node_out);
 
-/* Backward: does input i need a gradient?  A leaf that was frozen after forward needs none. */
+/* Backward: does input i need a gradient? A leaf that was frozen after forward needs no
+ * gradient. */
 bool fsdpc_edge_wanted(const fsdpc_edge *edge);
 
-/* Backward: hands over a finished gradient (acquired by the call), which is stored or added to the
- * existing one.  It has the input's shape and dtype and must no longer be written. */
+/* In backward, hands over a finished gradient, which the call acquires and stores or adds to the
+ * existing one. The gradient must have the input's shape and dtype, and must not be written
+ * afterwards. */
 fsdpc_status fsdpc_edge_give(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_tensor *gradient);
 
-/* Backward: stores a leaf's finished gradient, after hooks, in its sink or in `grad`. */
+/* In backward, stores a leaf's finished gradient in its sink or in `grad`, after its hooks have
+ * run. */
 fsdpc_status fsdpc_leaf_give(fsdpc_tape *tape, fsdpc_tensor *leaf, fsdpc_tensor *gradient);
 
-/* Backward: a target for this edge's gradient, for operations whose kernels support `accumulate`
- * and any output dtype.  The operation must then write it, or fail.  `shape` and `dtype` are the
- * input's; the target's dtype may differ (a reduce buffer's). */
+/* In backward, returns a target for this edge's gradient, for operations whose kernels support
+ * `accumulate` and any output dtype. The operation must then write the target or fail. `shape` and
+ * `dtype` are the input's; the target's dtype may differ (a reduce buffer's). */
 fsdpc_status fsdpc_edge_target(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_dtype dtype,
                                int ndim, const size_t *shape, fsdpc_grad_target *out);
 /* Copies or adds a contribution from other memory to its target. */

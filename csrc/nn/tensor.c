@@ -1,12 +1,13 @@
-/* Tensors: two small structs, the tensor and its storage, each reference counted.
+/* A tensor consists of two small structs, each with a reference count: the tensor itself and its
+ * storage.
  *
  * A tensor's memory comes from the device (category ACTIVATION) and is freed with the last tensor
- * over its storage, on any thread.  The count is atomic, and foreign memory's `release` takes any
- * lock that its owner needs.  Shapes are small arrays inside the struct, so creating a view only
+ * over its storage, on any thread. The count is atomic, and foreign memory's `release` takes any
+ * lock that its owner needs. Shapes are small arrays inside the struct, so creating a view only
  * costs one malloc.
  *
  * Releasing a tensor may release the node that created it, which releases other tensors and nodes.
- * The node's `release_node` does that with a list (nn/node.c), so that a long chain does not
+ * The node's `release_node` uses a list for this (nn/node.c), so that a long chain does not
  * overflow the stack.
  */
 #include "nn/tensor.h"
@@ -264,8 +265,8 @@ bool fsdpc_tensor_is_exclusive(const fsdpc_tensor *t)
 
 int fsdpc_tensor_sharers(const fsdpc_tensor *t)
 {
-    /* acquire: a former holder's writes are complete.  A node that another thread frees first
-     * removes itself from `kept`, so the difference is never too small. */
+    /* acquire: a former holder's writes are complete. A node freed on another thread removes itself
+     * from `kept` before it drops its reference, so the difference is never too small. */
     int kept = atomic_load_explicit(&t->storage->kept, memory_order_acquire);
     return atomic_load_explicit(&t->storage->refs, memory_order_acquire) - kept;
 }

@@ -1,15 +1,15 @@
 /* Tensors: dense, row-major, reference counted.
  *
- * A tensor combines a shape and a storage.  Views (reshape, a row range, a boundary) share the
- * storage of another tensor; every other tensor owns its storage.  Data is always dense: transposes
- * and inner slices copy.  Leaves are tensors that no operation created; a leaf with requires_grad
+ * A tensor combines a shape and a storage. Views (reshape, a row range, a boundary) share the
+ * storage of another tensor; every other tensor owns its storage. Data is always dense: transposes
+ * and inner slices copy. Leaves are tensors that no operation created; a leaf with requires_grad
  * accumulates its gradient in `grad`, or passes it to its sink (a sharded parameter's reduce
  * buffer).
  *
- * A guard protects memory that is not always valid (a sharded parameter's full).  Every operation
- * calls fsdpc_tensor_check on its inputs before reading.
+ * A guard protects memory that is not always valid, such as an unsharded parameter's. Every
+ * operation calls fsdpc_tensor_check on its inputs before reading.
  *
- * Writing to a tensor in place increments its storage's version.  A node refuses to run if a saved
+ * Writing to a tensor in place increments its storage's version. A node refuses to run if a saved
  * tensor's version has changed since it was saved (fsdpc_node_save).
  *
  * Threads: a tensor is used by one thread at a time (Python's GIL); reference counts are atomic,
@@ -41,8 +41,8 @@ typedef struct fsdpc_storage {
     bool exported;    /* may be accessed without a reference to it */
 } fsdpc_storage;
 
-/* Destination of a leaf's gradient other than `grad`.  `target` returns the memory for the next
- * contribution, which the caller then writes.  `accumulate` is false for a backward's first
+/* A destination for a leaf's gradient other than `grad`. `target` returns the memory for the next
+ * contribution, which the caller then writes. `accumulate` is false for a backward's first
  * contribution (overwrite) and true for later ones. */
 typedef struct fsdpc_grad_target {
     void *data;
@@ -77,23 +77,23 @@ struct fsdpc_tensor {
     fsdpc_leaf_hooks *hooks; /* of a leaf; NULL: it never had one */
 };
 
-/* Creates a tensor with uninitialised memory, category ACTIVATION. */
+/* Creates a tensor with uninitialised memory of category ACTIVATION. */
 fsdpc_status fsdpc_tensor_create(fsdpc_device *device, fsdpc_dtype dtype, int ndim,
                                  const size_t *shape, fsdpc_tensor **out);
 /* Creates a tensor without memory; reading it is an error until fsdpc_tensor_bind. */
 fsdpc_status fsdpc_tensor_create_deferred(fsdpc_dtype dtype, int ndim, const size_t *shape,
                                           fsdpc_tensor **out);
-/* Creates a tensor over foreign memory; release(storage) is called once, with the last tensor over
- * it. */
+/* Creates a tensor over foreign memory; release(storage) is called once, when the last tensor over
+ * it is released. */
 fsdpc_status fsdpc_tensor_wrap(fsdpc_device *device, fsdpc_dtype dtype, int ndim,
                                const size_t *shape, void *data, void (*release)(fsdpc_storage *),
                                void *owner, fsdpc_tensor **out);
-/* Creates a tensor of another shape (same numel) over `data` within t's storage, without autograd,
- * which operations add.
+/* Creates a tensor with another shape but the same numel over `data` within t's storage; it has no
+ * autograd, which operations add.
  */
 fsdpc_status fsdpc_tensor_view(const fsdpc_tensor *t, int ndim, const size_t *shape, void *data,
                                fsdpc_tensor **out);
-/* Changes a leaf's memory in place: its old storage is released. */
+/* Replaces a leaf's memory in place and releases its old storage. */
 fsdpc_status fsdpc_tensor_bind(fsdpc_tensor *t, fsdpc_dtype dtype, fsdpc_storage *storage,
                                void *data);
 
@@ -103,25 +103,25 @@ void fsdpc_tensor_release(fsdpc_tensor *t);          /* NULL is fine */
  * the node to release, if any. */
 fsdpc_node *fsdpc_tensor_drop(fsdpc_tensor *t);
 fsdpc_storage *fsdpc_storage_acquire(fsdpc_storage *storage);
-/* Acquires a storage to which the caller has no reference; false if the last reference is gone and
- * its release is in progress.  The caller must prevent the release from finishing. */
+/* Acquires a storage to which the caller has no reference; returns false if the last reference is
+ * gone and its release is in progress. The caller must prevent the release from finishing. */
 bool fsdpc_storage_try_acquire(fsdpc_storage *storage);
 void fsdpc_storage_release(fsdpc_storage *storage);
 
 size_t fsdpc_tensor_bytes(const fsdpc_tensor *t);
 fsdpc_status fsdpc_tensor_check(const fsdpc_tensor *t); /* fails if deferred or its guard does */
-/* Checks that it may be written in place: valid, not read-only. */
+/* Checks that the tensor may be written in place: its memory is valid and not read-only. */
 fsdpc_status fsdpc_tensor_check_writable(const fsdpc_tensor *t);
-/* The same before a write; also increments the version. */
+/* Does the same check before a write, and increments the version. */
 fsdpc_status fsdpc_tensor_check_write(fsdpc_tensor *t);
 /* Returns whether the caller holds the only references: one to the tensor, one to its storage. */
 bool fsdpc_tensor_is_exclusive(const fsdpc_tensor *t);
-/* Returns the number of usable tensors that share its memory; those kept only by nodes do not
- * count. */
+/* Returns the number of usable tensors that share its memory, not counting those kept only by
+ * nodes. */
 int fsdpc_tensor_sharers(const fsdpc_tensor *t);
-/* Returns whether it is a leaf with a hook that was not removed. */
+/* Returns whether the tensor is a leaf that still has a hook. */
 bool fsdpc_tensor_has_hooks(const fsdpc_tensor *t);
-/* Creates a leaf over the same memory: no node, no gradient, no hooks. */
+/* Creates a leaf over the same memory, without a node, gradient or hooks. */
 fsdpc_status fsdpc_tensor_detach(const fsdpc_tensor *t, fsdpc_tensor **out);
 
 /* "(2, 3)" for error messages; `text` is returned. */

@@ -1,22 +1,22 @@
 /* Blocked attention: arguments, kernel choice, and the split over threads.
  *
- * The algorithm is FlashAttention-2 (Dao 2023).  For a block of 64 queries, forward visits the keys
- * in blocks of 128.  Scores, running maximum and sum, and the unnormalised output are in a scratch
- * buffer of a few hundred KiB.  Backward recomputes the probabilities from lse and needs one more
- * number per query, D = rowsum(dO * O).  Blocks whose keys are all hidden by order, a window or a
- * mask are skipped.
+ * The algorithm is FlashAttention-2 (Dao 2023). For a block of 64 queries, forward visits the keys
+ * in blocks of 128. The scores, the running maximum and sum, and the unnormalised output are kept
+ * in a scratch buffer of a few hundred KiB. Backward recomputes the probabilities from lse and
+ * needs one more number per query, D = rowsum(dO * O). Blocks whose keys are all hidden by
+ * causality, a window or a mask are skipped.
  *
  * Forward is split over (batch, head, run of query blocks), backward over (batch, key-value head).
  * Every result therefore has one writer, and dk, dv are summed over the query heads of a group and
- * their blocks in ascending order.  Threads take units from a counter; the assignment does not
- * change results.  If backward has fewer (batch, key-value head) pairs than threads, some threads
- * stay idle.
+ * their blocks in ascending order. Threads take units of work from a shared counter, and the
+ * assignment does not change the results. If backward has fewer (batch, key-value head) pairs than
+ * threads, some threads stay idle.
  *
- * Kernels: attention_body.h compiled per instruction set, attention_f64.c for F64.  On processors
- * with bf16 products, BF16 inputs are multiplied without conversion.  The probabilities P and the
- * score gradients dS are rounded to bf16 before they are multiplied, as FlashAttention and PyTorch
- * do.  Everything else is fp32.  Other paths, and F16, convert to fp32 during packing and only
- * round results.
+ * The kernels are attention_body.h, compiled once per instruction set, and attention_f64.c for F64.
+ * On processors with bf16 product instructions, BF16 inputs are multiplied without conversion. The
+ * probabilities P and the score gradients dS are rounded to bf16 before they are multiplied, as
+ * FlashAttention and PyTorch do. Everything else is fp32. The other paths, and all paths for F16,
+ * convert inputs to fp32 during packing and round only the results.
  */
 #include "ops/attention.h"
 

@@ -1,21 +1,21 @@
 /* Blocked attention, forward and backward; compiled once per instruction set.
  *
  * Scores are computed transposed, S^T = K Q^T, with one row per key and the 64 queries of a block
- * in its lanes.  Maxima and sums over keys are then plain vector operations, the causal mask is a
- * prefix of a row, and only Q's block needs a transpose.  In the same way O^T = V^T P^T and dQ^T =
- * K^T dS^T; dV = P^T dO and dK = dS^T Q already have one row per key.  Operands are packed as units
- * (attention_units.h); with pairs, P^T is packed in both layouts as it is computed.
+ * in its lanes. Maxima and sums over keys are then plain vector operations, the causal mask is a
+ * prefix of a row, and only Q's block needs a transpose. In the same way O^T = V^T P^T and dQ^T =
+ * K^T dS^T; dV = P^T dO and dK = dS^T Q already have one row per key. Operands are packed as units
+ * (attention_units.h); if these are pairs, P^T is packed in both layouts as it is computed.
  *
- * Softmax: references m are raised, and the output so far rescaled, only if P would exceed 2^8 in
+ * Softmax raises the references m, and rescales the output so far, only if P would exceed 2^8 in
  * some lane. m is thus not always the maximum, which only changes rounding: P is at most 2^8, and
- * the sum is at least about 1.  Exponents are base 2, with scale * log2 e folded in.  Hidden scores
+ * the sum is at least about 1. Exponents are base 2, with scale * log2 e folded in. Hidden scores
  * are -inf before exp2. m is initially finite, so rows that see no keys have sum 0 and no NaN.
  *
  * T(Q) carries the sign of scale, so that hidden scores are -inf for negative scales as well.
  *
  * With a mask, scores are scaled before the mask is added, and c is then 1 (attention_mask.h).
  * Backward subtracts m and the log of l separately, because a mask's large numbers would absorb the
- * log in lse.  Blocks that a mask or a window hides completely are skipped.
+ * log in lse. Blocks that a mask or a window hides completely are skipped.
  */
 #ifndef FSDPC_OPS_ATTENTION_BODY_H
 #define FSDPC_OPS_ATTENTION_BODY_H
@@ -55,7 +55,8 @@ static attention_plan make_plan(const fsdpc_attention_args *x)
     return plan;
 }
 
-/* Allocates `count` four-byte items from the scratch; if `base` is NULL, only counts. */
+/* Allocates `count` four-byte items from the scratch buffer, or only counts them if `base` is
+ * NULL. */
 static void *carve(char *base, size_t *used, size_t count)
 {
     void *at = base ? base + *used : NULL;
@@ -72,7 +73,7 @@ static size_t offset_of(const size_t stride[3], size_t b, size_t t, size_t h)
 
 #if ATTENTION_PAIR == 2
 /* For each block of KEYS keys, packs the transpose of I(X), out_rows x KEYS / 2, for sums over
- * keys.  `temporary` holds a block's I(X). */
+ * keys. `temporary` holds a block's I(X). */
 static void pack_summed(const attention_plan *plan, unit *to, const unit *rows, size_t keys,
                         unit *temporary)
 {
@@ -86,9 +87,9 @@ static void pack_summed(const attention_plan *plan, unit *to, const unit *rows, 
 
 /* -- products over a block of keys ------------------------------------------------------------- */
 
-/* A block of keys.  The upper half of the queries may see all of them, the lower half only the
- * first `full` (rounded up).  Half of the scores hidden on a causal mask's diagonal are thus never
- * computed. */
+/* A block of keys. The upper half of the queries may see all of the block's keys, the lower half
+ * only the first `full` (rounded up). Half of the scores hidden on a causal mask's diagonal are
+ * thus never computed. */
 typedef struct key_block {
     size_t k0, keys, full;
 } key_block;
@@ -122,7 +123,7 @@ static void gemm_scores(const attention_plan *plan, key_block block, const unit 
     gemm(&shape, rows + block.full * plan->du, columns + half, c + block.full * QUERIES + half);
 }
 
-/* c (out_rows x 64) = or += X^T B over the keys of the block.  `summed` is from pack_summed or,
+/* c (out_rows x 64) = or += X^T B over the keys of the block. `summed` is from pack_summed or,
  * with single units, is R(X), transposed by its strides; b is keys / PAIR x 64. */
 static void gemm_summed(const attention_plan *plan, key_block block, const unit *summed,
                         const unit *b, float *c, bool accumulate)
@@ -161,7 +162,7 @@ static void gemm_by_key(const attention_plan *plan, key_block block, const unit 
 
 /* -- results ----------------------------------------------------------------------------------- */
 
-/* Row t of `to` = lane t of from (out_rows x 64) times factor[t], rounded. */
+/* Writes lane t of `from` (out_rows x 64), times factor[t] and rounded, to row t of `to`. */
 FSDPC_INLINE void write_lanes_as(void *to, size_t first, size_t stride, const float *from,
                                  const float *factor, size_t rows, size_t dim, fsdpc_dtype dtype)
 {
@@ -197,7 +198,7 @@ static void write_lanes(void *to, size_t first, size_t stride, const float *from
         write_lanes_as(to, first, stride, from, factor, rows, dim, FSDPC_F32);
 }
 
-/* Rows of `to` = rows of from (rows x dn) times factor, rounded. */
+/* Writes the rows of `from` (rows x dn), times `factor` and rounded, to the rows of `to`. */
 static void write_rows(void *to, size_t first, size_t stride, const float *from, size_t dn,
                        float factor, size_t rows, size_t dim, fsdpc_dtype dtype)
 {
@@ -374,7 +375,7 @@ static size_t backward_bytes(const fsdpc_attention_args *x)
     return carve_backward(x, NULL, &s);
 }
 
-/* Loads a query block's lse and D, and with a mask also m. */
+/* Loads a query block's lse and D, and also m if there is a mask. */
 static void load_gradient_state(const fsdpc_attention_args *x, size_t b, size_t h, size_t q0,
                                 gradient_state *state)
 {

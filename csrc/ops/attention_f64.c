@@ -1,6 +1,6 @@
-/* Attention in double precision, for tests and gradient checks: plain, row by row.
+/* Attention in double precision, computed row by row, for tests and gradient checks.
  *
- * A scratch row holds a query's scores; sums run over keys in ascending order.  Backward does not
+ * A scratch row holds a query's scores; sums run over keys in ascending order. Backward does not
  * read lse (a float would lose half the digits) and recomputes the row's softmax.
  */
 #include "ops/attention_kernels.h"
@@ -42,7 +42,8 @@ static double bias_of(const fsdpc_attention_args *x, size_t b, size_t h, size_t 
     return ((const double *)x->mask)[at];
 }
 
-/* Writes query t's softmax over its first n keys to p, 0 if it sees none; returns log-sum-exp. */
+/* Writes query t's softmax over its first n keys to p, or zeros if it sees none; returns the
+ * log-sum-exp. */
 static double probabilities(const fsdpc_attention_args *x, size_t b, size_t h, size_t t, size_t n,
                             double *p)
 {

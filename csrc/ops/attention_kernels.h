@@ -1,10 +1,10 @@
 /* The attention kernels' interface to attention.c: one table per instruction set.
  *
  * A unit of work is a run of query blocks of one head (forward), or one key-value head with all
- * queries of its group (backward).  Units never write to the same memory, and a query block's
- * arithmetic does not depend on its run, so any split into units gives the same bits.  A kernel
+ * queries of its group (backward). Units never write to the same memory, and a query block's
+ * arithmetic does not depend on its run, so any split into units gives the same bits. A kernel
  * works in `scratch` (64-byte aligned); its *_bytes function returns the required size, which is
- * proportional to the number of keys.  It needs no other memory.
+ * proportional to the number of keys. It needs no other memory.
  */
 #ifndef FSDPC_OPS_ATTENTION_KERNELS_H
 #define FSDPC_OPS_ATTENTION_KERNELS_H
@@ -42,7 +42,7 @@ extern const fsdpc_attention_kernels fsdpc_attention_amx;
 /* F64 only */
 extern const fsdpc_attention_kernels fsdpc_attention_f64;
 
-/* Returns the number of keys that query t sees, counted from the first key. */
+/* Returns how many keys, counted from the first, query t sees. */
 static inline size_t fsdpc_attention_visible(const fsdpc_attention_args *args, size_t t)
 {
     if (!args->causal)

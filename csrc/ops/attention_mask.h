@@ -1,10 +1,10 @@
-/* The mask operand of attention: one block, transposed and in base 2 like the scores.
+/* One block of attention's mask operand, transposed and in base 2 like the scores.
  *
  * Scores have keys as rows and queries as lanes (attention_body.h), but masks have queries as rows.
- * Each block is therefore transposed in squares of vectors, or splat if all queries share a row.
- * bool becomes 0 or -inf.  Added floats are bounded from below by -FLT_MAX, so only -inf hides a
- * key.  If all of a query's keys have the lowest finite number, the query sees them all equally, as
- * in PyTorch.
+ * Each block is therefore transposed in vector-sized squares, or broadcast if all queries share a
+ * row. bool becomes 0 or -inf. Added floats are clamped to at least -FLT_MAX, so only -inf hides a
+ * key. If the mask is the lowest finite number for all of a query's keys, the query sees them all
+ * equally, as in PyTorch.
  */
 #ifndef FSDPC_OPS_ATTENTION_MASK_H
 #define FSDPC_OPS_ATTENTION_MASK_H
@@ -37,7 +37,7 @@ FSDPC_INLINE fsdpc_vf mask_load(const void *mask, size_t at, size_t n, fsdpc_dty
     return fsdpc_vf_select(v == hidden, hidden, bias);
 }
 
-/* Loads a square of queries by keys, of which only `queries` and `keys` exist. */
+/* Loads a square of queries by keys, of which only the first `queries` and `keys` exist. */
 FSDPC_INLINE void mask_square(const fsdpc_attention_args *x, size_t at, size_t queries, size_t keys,
                               fsdpc_vf v[FSDPC_LANES], fsdpc_dtype dtype)
 {
@@ -88,7 +88,7 @@ FSDPC_INLINE bool load_mask_as(const fsdpc_attention_args *x, size_t at, size_t 
 }
 
 /* Loads the mask of keys k0 .. k0 + keys for the queries starting at q0 into bias (keys x 64),
- * without keys beyond the last.  Returns whether any query sees any of these keys. */
+ * without keys beyond the last. Returns whether any query sees any of these keys. */
 static bool load_mask(const fsdpc_attention_args *x, size_t b, size_t h, size_t q0, size_t k0,
                       size_t keys, float *bias)
 {
@@ -108,7 +108,7 @@ static bool load_mask(const fsdpc_attention_args *x, size_t b, size_t h, size_t 
     }
 }
 
-/* Scores become c S + bias - m in base 2; m (64) may be NULL, for 0. */
+/* Replaces the scores by c S + bias - m in base 2; a NULL m (64) means 0. */
 static void apply_mask(const float *bias, const float *m, size_t keys, float c, float *s)
 {
     const fsdpc_vf factor = fsdpc_vf_splat(c), hidden = fsdpc_vf_splat(-INFINITY);

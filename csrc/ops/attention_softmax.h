@@ -1,5 +1,5 @@
 /* Operations on a block of scores between attention's products: the mask, the running softmax and
- * its gradient.  Rows are keys; the 64 lanes of a row are queries.
+ * its gradient. Rows are keys; the 64 lanes of a row are queries.
  */
 #ifndef FSDPC_OPS_ATTENTION_SOFTMAX_H
 #define FSDPC_OPS_ATTENTION_SOFTMAX_H
@@ -21,8 +21,8 @@ typedef struct softmax_state {
     float m[QUERIES], l[QUERIES];
 } softmax_state;
 
-/* Returns 2^x for x <= 127, 0 below -126 (subnormals are slow); NaN is preserved.  Relative error
- * 7.5e-8; with pairs 2.6e-6, because P is rounded to 8 bits anyway. */
+/* Returns 2^x for x <= 127, or 0 below -126, because subnormals are slow; preserves NaN. The
+ * relative error is 7.5e-8, or 2.6e-6 with pairs, because P is rounded to 8 bits anyway. */
 FSDPC_INLINE fsdpc_vf exp2_lanes(fsdpc_vf x)
 {
 #if defined(FSDPC_VEC_AVX512)
@@ -63,8 +63,8 @@ static void hide_scores(const fsdpc_attention_args *x, size_t q0, size_t k0, siz
 {
     size_t visible = fsdpc_attention_visible(x, q0); /* visible to all of the block's queries */
     for (size_t j = visible > k0 ? visible - k0 : 0; j < keys; j++) {
-        /* Query q sees q + 1 + tokens_k - tokens_q keys: those below k0 + j + tokens_q - tokens_k
-         * do not see key k0 + j. */
+        /* Query q sees q + 1 + tokens_k - tokens_q keys, so queries below k0 + j + tokens_q -
+         * tokens_k do not see key k0 + j. */
         size_t hidden = QUERIES, edge = k0 + j + x->tokens_q;
         if (k0 + j < x->tokens_k && edge < q0 + QUERIES + x->tokens_k)
             hidden = edge - q0 - x->tokens_k;
@@ -80,7 +80,7 @@ static void hide_scores(const fsdpc_attention_args *x, size_t q0, size_t k0, siz
     }
 }
 
-/* Raises m if a score leaves P's range, and rescales l and the contents of o (rows x 64). */
+/* If a score leaves P's range, raises m and rescales l and the contents of o (rows x 64). */
 static void raise_reference(softmax_state *state, const float *s, size_t keys, float c, float *o,
                             size_t rows)
 {
@@ -110,7 +110,7 @@ static void raise_reference(softmax_state *state, const float *s, size_t keys, f
     }
 }
 
-/* Computes I(P^T) of scores s, and adds P's sum to l. p may be s. */
+/* Computes I(P^T) from the scores s, and adds P's sum to l. p may be s. */
 static void make_probabilities(softmax_state *state, const float *s, size_t keys, float c, unit *p)
 {
     for (int v = 0; v < QUERY_VECTORS; v++) {

@@ -1,8 +1,9 @@
 /* C (m x n) = or += A B on small packed operands, in AMX tiles.
  *
- * The same contract as attention_vector_gemm.h, but units are pairs of bf16, a_col is 1, and m, n
- * and k are multiples of 16.  Tiles 0-3 hold a 32 x 32 square of C while k runs in ascending order;
- * 4, 5 hold A's rows and 6, 7 B's columns. gemm_begin configures the calling thread's tiles.
+ * The contract is that of attention_vector_gemm.h, except that units are pairs of bf16, a_col is 1,
+ * and m, n and k are multiples of 16. Tiles 0-3 hold a 32 x 32 square of C while k ascends; tiles 4
+ * and 5 hold rows of A, and tiles 6 and 7 columns of B. gemm_begin configures the calling thread's
+ * tiles.
  */
 #ifndef FSDPC_OPS_ATTENTION_TILE_GEMM_H
 #define FSDPC_OPS_ATTENTION_TILE_GEMM_H

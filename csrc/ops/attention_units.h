@@ -1,14 +1,15 @@
 /* The units of attention's small matrix products, and the conversion of rows to units.
  *
- * ATTENTION_PAIR 1: a unit is a float; F32, BF16 and F16 rows are converted as they are packed.
- * ATTENTION_PAIR 2: a unit is two bf16 that are neighbours along the dimension a product sums over;
- * BF16 only.  A matrix X (rows x d) is packed in up to three layouts, all padded with zeros:
+ * With ATTENTION_PAIR 1, a unit is a float, and F32, BF16 and F16 rows are converted as they are
+ * packed. With ATTENTION_PAIR 2, a unit is two bf16 that are neighbours along the dimension that a
+ * product sums over; this supports only BF16. A matrix X (rows x d) is packed in up to three
+ * layouts, all padded with zeros:
  *
  *   R(X)  rows x du            pairs along d: X's rows unchanged
  *   T(X)  du x rows            R(X) transposed
  *   I(X)  rows / PAIR x dn     pairs along rows: rows 2r and 2r + 1 interleaved
  *
- * dn is d rounded up, du = dn / PAIR.  With PAIR 1, I(X) and R(X) are the same.
+ * dn is d rounded up, du = dn / PAIR. With PAIR 1, I(X) and R(X) are the same.
  */
 #ifndef FSDPC_OPS_ATTENTION_UNITS_H
 #define FSDPC_OPS_ATTENTION_UNITS_H
@@ -21,7 +22,7 @@ typedef uint32_t unit;
 typedef float unit;
 #endif
 
-/* C (m x n) = or += A B, k in units; see the gemm headers. */
+/* The shape of C (m x n) = or += A B, with k in units; see the gemm headers. */
 typedef struct gemm_shape {
     size_t m, n, k;
     size_t a_row, a_col, b_row, c_row; /* units, units, units, floats */
@@ -69,7 +70,7 @@ FSDPC_INLINE void pack_rows_as(unit *to, size_t dn, const void *base, size_t fir
         pack_row_as(to + r * (dn / ATTENTION_PAIR), dn, base, first + r * stride, dim, dtype);
 }
 
-/* Packs R(X) of `rows` rows, which start at element `first` of base, then zero rows up to
+/* Packs R(X) for `rows` rows, which start at element `first` of base, followed by zero rows up to
  * `padded`. */
 static void pack_rows(unit *to, size_t dn, const void *base, size_t first, size_t stride,
                       size_t rows, size_t padded, size_t dim, fsdpc_dtype dtype)
@@ -119,7 +120,7 @@ FSDPC_INLINE void transpose_square(fsdpc_vf v[FSDPC_LANES])
     }
 }
 
-/* to (cols x rows) = transpose of from (rows x cols), both multiples of 16.  Each unit's bits are
+/* to (cols x rows) = transpose of from (rows x cols), both multiples of 16. Each unit's bits are
  * ANDed with `keep` and XORed with `flip`. */
 static void transpose_units(unit *to, size_t to_row, const unit *from, size_t from_row, size_t rows,
                             size_t cols, uint32_t keep, uint32_t flip)
@@ -140,7 +141,7 @@ static void transpose_units(unit *to, size_t to_row, const unit *from, size_t fr
 
 #if ATTENTION_PAIR == 2
 
-/* 16 lanes each of two rows: unit i holds (low[i], high[i]) rounded to bf16.  The instruction
+/* 16 lanes each of two rows: unit i holds (low[i], high[i]) rounded to bf16. The instruction
  * flushes subnormals to zero, which is negligible for probabilities and their gradients. */
 FSDPC_INLINE fsdpc_vf pair_rows(fsdpc_vf low, fsdpc_vf high)
 {
@@ -157,7 +158,7 @@ FSDPC_INLINE fsdpc_vf pair_lanes(fsdpc_vf first, fsdpc_vf second)
     return (fsdpc_vf)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
 }
 
-/* I(X) from R(X); rows even, dn a multiple of 32. */
+/* Computes I(X) from R(X); `rows` must be even and dn a multiple of 32. */
 static void interleave_rows(unit *to, const unit *from, size_t rows, size_t dn)
 {
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40,

@@ -1,8 +1,8 @@
 /* C (m x n) = or += A B on small packed operands, in vector registers.
  *
- * A unit is a float or (ATTENTION_PAIR 2) two bf16 that are neighbours along k, the lower address
- * in the lower half.  A's unit (i, kk) is a[i * a_row + kk * a_col], with any strides; B's row kk
- * holds n units; n is a multiple of 16.  C stays in registers while k runs in ascending order.  A
+ * A unit is a float or, with ATTENTION_PAIR 2, two bf16 that are neighbours along k, with the first
+ * in the lower half. A's unit (i, kk) is a[i * a_row + kk * a_col], with any strides; B's row kk
+ * holds n units; n is a multiple of 16. C stays in registers while k runs in ascending order. A
  * tile has 6 rows and as many columns as registers allow: 24 accumulators with AVX-512's 32
  * registers, 12 with 16.
  */
@@ -63,7 +63,7 @@ FSDPC_INLINE void tile_run(int rows, int vectors, const gemm_shape *g, const uni
             fsdpc_vf_store(c + (size_t)i * g->c_row + j * FSDPC_LANES, sum[i][j]);
 }
 
-/* Computes all rows of `vectors` vectors of columns. */
+/* Computes all rows of a strip of C that is `vectors` vectors wide. */
 FSDPC_INLINE void tile_columns(int vectors, const gemm_shape *g, const unit *a, const unit *b,
                                float *c)
 {

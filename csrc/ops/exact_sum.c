@@ -1,4 +1,4 @@
-/* Exact sums as functions; the arithmetic is in exact_sum_rules_body.h. */
+/* Functions for exact sums; the arithmetic is in exact_sum_rules_body.h. */
 #include "ops/exact_sum.h"
 
 #include <math.h>

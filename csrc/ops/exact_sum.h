@@ -1,13 +1,13 @@
-/* An exact sum of fp64 values, with the same bits for any order, split and number of ranks.
+/* An exact sum of fp64 values has the same bits for any order, split and number of ranks.
  *
- * The sum is kept as 68 signed words, each a 32-bit digit with 31 bits for carries.  Together they
+ * The sum is kept as 68 signed words, each a 32-bit digit with 31 bits for carries. Together they
  * are a fixed-point number that spans the whole fp64 range (digit d has weight 2^(32 d - 1074)).
- * Adding a value changes three words.  Two sums are added word by word, as integers, so ranks
- * combine theirs with an integer all-reduce of fsdpc_exact_sum (560 bytes) and get the same double.
- * Values must be non-negative.  A NaN or a negative value is counted in `nans`, an infinity in
- * `infinities`; the sum's value is then NaN or infinity.  At most 2^31 additions are allowed
- * between two normalisations (fsdpc_exact_sum_normalize); merging a normalised sum counts as one.
- * After normalisation, two sums of the same values have the same words.
+ * Adding a value changes three words. Sums are added word by word, as integers, so an integer
+ * all-reduce of fsdpc_exact_sum (560 bytes) gives every rank the same double. Values must be
+ * non-negative. A NaN or a negative value is counted in `nans` and an infinity in `infinities`; the
+ * sum's value is then NaN or infinity. At most 2^31 additions are allowed between two
+ * normalisations (fsdpc_exact_sum_normalize); merging a normalised sum counts as one. After
+ * normalisation, two sums of the same values have the same words.
  */
 #ifndef FSDPC_OPS_EXACT_SUM_H
 #define FSDPC_OPS_EXACT_SUM_H
@@ -26,7 +26,7 @@ void fsdpc_exact_sum_merge(fsdpc_exact_sum *sum, const fsdpc_exact_sum *other);
 void fsdpc_exact_sum_normalize(fsdpc_exact_sum *sum);
 double fsdpc_exact_sum_value(const fsdpc_exact_sum *sum); /* rounded once, to nearest even */
 
-/* Inline because norms add one value per 64 elements that they read. */
+/* Inline, because norms add one value per 64 elements that they read. */
 static inline void fsdpc_exact_sum_add(fsdpc_exact_sum *sum, double value)
 {
     uint64_t bits;

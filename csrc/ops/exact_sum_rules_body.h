@@ -1,14 +1,14 @@
 /* Carries and the final rounding of exact sums.
  *
  * Digits are added without carrying, so between two normalisations a word may hold any value up to
- * 2^63 (and, after an integer all-reduce, the sum of all ranks' words).  Normalising moves the bits
- * above 32 into the next digit, from the lowest digit up.  Afterwards every digit but the last is
+ * 2^63 (and, after an integer all-reduce, the sum of all ranks' words). Normalising moves the bits
+ * above 32 into the next digit, from the lowest digit up. Afterwards every digit but the last is
  * in [0, 2^32), and the words are a canonical form of the number: equal sums have equal words.
  *
- * Reading takes the 53 bits from the leading one down.  It rounds by the next bit and by whether
- * any lower bit is set.  That is the only rounding of a sum.  The number is an integer times
- * 2^-1074, the smallest subnormal.  A sum of fewer than 54 bits is therefore exact, and its bit
- * pattern is the integer itself, so subnormals need no special case.
+ * Reading a sum takes the 53 bits that start with its leading one. It rounds them according to the
+ * next bit and whether any lower bit is set. A sum is rounded nowhere else. The number is an
+ * integer times 2^-1074, the smallest subnormal. A sum of fewer than 54 bits is therefore exact,
+ * and its bit pattern is the integer itself, so subnormals need no special case.
  *
  * Written once for CPU and GPU: the including file first includes ops/exact_sum.h and math.h and
  * defines RULE, which precedes each function.
@@ -38,7 +38,7 @@ RULE void put_digit(fsdpc_exact_sum *sum, int digit, uint64_t value)
         sum->digits[digit] += (int64_t)value;
 }
 
-/* Multiplies the sum by 2^bits and normalises it.  Digits below 2^-1074 are truncated; a sum beyond
+/* Multiplies the sum by 2^bits and normalises it. Digits below 2^-1074 are truncated; a sum beyond
  * fp64 becomes infinity. */
 RULE void exact_sum_shift(fsdpc_exact_sum *sum, int bits)
 {

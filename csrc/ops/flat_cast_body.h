@@ -1,7 +1,7 @@
 /* Elementwise kernels on one or two buffers: cast, accumulate, scale, equal.
  *
- * Included by flat_cpu_body.h.  The *_run functions receive dtypes as constants, so each is one
- * tight loop.  The *_range functions select one of them, and the slots check arguments and run the
+ * Included by flat_cpu_body.h. The *_run functions receive dtypes as constants, so each is one
+ * tight loop. The *_range functions select one of them, and the slots check arguments and run the
  * team.
  */
 
@@ -25,7 +25,7 @@ FSDPC_INLINE void cast_run(void *dst, fsdpc_dtype dst_dtype, const void *src, fs
     }
 }
 
-/* Copies bytes, as fp32 because fp32 has streaming stores. */
+/* Copies bytes as fp32, for which there are streaming stores. */
 static void copy_range(void *dst, const void *src, size_t bytes, bool stream)
 {
     size_t moved = stream ? bytes / 4 * 4 : 0;
@@ -226,8 +226,8 @@ static fsdpc_status flat_scale(void *x, fsdpc_dtype dtype, size_t numel, double 
 
 /* -- equal ------------------------------------------------------------------------------------- */
 
-/* Number of elements compared between checks of the other threads' result; as fp64 they fit into
- * L1. */
+/* Number of elements to compare before checking whether another thread has found a difference; as
+ * fp64, they fit in L1. */
 enum { EQUAL_BLOCK = 2048 };
 
 static void equal_part(void *arg, size_t begin, size_t end)

@@ -1,5 +1,5 @@
-/* Requirements of flat kernels: checks shared by all tables, so that a program fails with the same
- * message on every device.
+/* Argument checks shared by all flat kernel tables, so that a program fails with the same message
+ * on every device.
  */
 #ifndef FSDPC_OPS_FLAT_CHECK_H
 #define FSDPC_OPS_FLAT_CHECK_H
@@ -14,7 +14,7 @@ fsdpc_status fsdpc_flat_check_dtype(const char *operation, fsdpc_dtype dtype);
 fsdpc_status fsdpc_flat_check_in_place(const void *dst, fsdpc_dtype dst_dtype, const void *src,
                                        fsdpc_dtype src_dtype);
 
-/* Checks both dtypes, and an in-place cast. */
+/* Checks both dtypes and, if the cast is in place, their sizes. */
 fsdpc_status fsdpc_flat_check_pair(const char *operation, const void *dst, fsdpc_dtype dst_dtype,
                                    const void *src, fsdpc_dtype src_dtype);
 

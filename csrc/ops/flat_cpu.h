@@ -2,7 +2,7 @@
  *
  * The kernels are written once, in flat_*_body.h, and compiled once per instruction set:
  * flat_cpu.c, flat_cpu_avx2.c and flat_cpu_avx512.c each include flat_cpu_body.h and export one
- * table.  Functions without vector code are compiled once and shared by all tables.
+ * table. Functions without vector code are compiled once and shared by all tables.
  */
 #ifndef FSDPC_OPS_FLAT_CPU_H
 #define FSDPC_OPS_FLAT_CPU_H
@@ -21,12 +21,12 @@ extern const fsdpc_flat_ops fsdpc_flat_ops_avx512;
 /* Processes elements begin .. end - 1 of the range passed to fsdpc_flat_split. */
 typedef void (*fsdpc_flat_range_fn)(void *arg, size_t begin, size_t end);
 
-/* Runs fn over [0, numel), split at multiples of `unit` elements between the threads of the
- * device's team; in one piece if the range is short or there is only one thread. */
+/* Runs fn over [0, numel), split at multiples of `unit` between the device team's threads, or in
+ * one piece if the range or the team is small. */
 void fsdpc_flat_split(fsdpc_stream *stream, size_t numel, size_t unit, fsdpc_flat_range_fn fn,
                       void *arg);
 
-/* The same on every path, because it is the same code. */
+/* All paths share these functions, so their results are the same. */
 fsdpc_status fsdpc_flat_norm_join_cpu(const fsdpc_norm_join_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_flat_norm_value_cpu(const fsdpc_norm *norm, double p, double *out,
                                        fsdpc_stream *stream);
@@ -38,8 +38,8 @@ static inline void *fsdpc_flat_at(const void *base, size_t i, fsdpc_dtype dtype)
     return (char *)base + i * fsdpc_dtype_bytes(dtype);
 }
 
-/* fp64 to fp32, rounded to odd.  A second rounding, to bf16 or fp16, then gives the same result as
- * a single one: fp32 has more than two extra bits, and the odd bit records the loss. */
+/* fp64 to fp32, rounded to odd. Rounding again, to bf16 or fp16, then equals a single rounding:
+ * fp32 has more than two extra bits, and the odd bit records the loss. */
 static inline float fsdpc_f64_to_f32_odd(double x)
 {
     float rounded = (float)x;
@@ -50,7 +50,8 @@ static inline float fsdpc_f64_to_f32_odd(double x)
     return fsdpc_f32_from_bits(bits | 1);
 }
 
-/* Load and store element i as fp64; with a constant dtype, the selection costs nothing. */
+/* Load and store element i as fp64; if the dtype is constant, selecting the conversion costs
+ * nothing. */
 static inline double fsdpc_f64_load_as(const void *base, size_t i, fsdpc_dtype dtype)
 {
     switch (dtype) {

@@ -1,4 +1,4 @@
-/* Flat kernels for AVX2, FMA and F16C.  The kernels are in flat_cpu_body.h. */
+/* Flat kernels for AVX2, FMA and F16C. The kernels are in flat_cpu_body.h. */
 #if defined(__x86_64__)
 #define FSDPC_FLAT_TABLE fsdpc_flat_ops_avx2
 #define FSDPC_FLAT_NAME "avx2"

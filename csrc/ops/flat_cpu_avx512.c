@@ -1,4 +1,4 @@
-/* Flat kernels for AVX-512 (F, BW, DQ, VL).  The kernels are in flat_cpu_body.h. */
+/* Flat kernels for AVX-512 (F, BW, DQ, VL). The kernels are in flat_cpu_body.h. */
 #if defined(__x86_64__)
 #define FSDPC_FLAT_TABLE fsdpc_flat_ops_avx512
 #define FSDPC_FLAT_NAME "avx512"

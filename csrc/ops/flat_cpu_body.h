@@ -1,8 +1,8 @@
 /* The CPU's flat kernels for one instruction set.
  *
  * Included once by each flat_cpu*.c, which defines FSDPC_FLAT_TABLE and FSDPC_FLAT_NAME; everything
- * here is static, so the copies do not conflict.  All arithmetic is per element and written once
- * for full vectors and tails, so splits and alignment cannot change a bit.  Every copy uses the
+ * here is static, so the copies do not conflict. All arithmetic is per element and written once
+ * for full vectors and tails, so splits and alignment cannot change a bit. Every copy uses the
  * same operations (a fused multiply-add only if the source names one), so the instruction sets also
  * agree.
  */
@@ -11,10 +11,10 @@
 #include "ops/flat_cpu.h"
 #include "ops/vec.h"
 
-/* Two dtypes as one switch label. */
+/* Combines two dtypes into one switch label. */
 #define FLAT_PAIR(a, b) ((int)(a)*FSDPC_DTYPE_COUNT + (int)(b))
 
-/* Every (first, second) pair computed in fp32, in vectors. */
+/* The (first, second) pairs that are computed in fp32 vectors. */
 #define FLAT_F32_PAIRS(X)                                                                          \
     X(F32, F32)                                                                                    \
     X(F32, BF16)                                                                                   \
@@ -26,7 +26,8 @@
     X(F16, BF16)                                                                                   \
     X(F16, F16)
 
-/* Every pair computed in fp64, element by element: these are rare, so plain loops suffice. */
+/* The pairs that are computed in fp64, element by element: they are rare, so plain loops
+ * suffice. */
 #define FLAT_F64_PAIRS(X)                                                                          \
     X(F64, F32)                                                                                    \
     X(F64, BF16)                                                                                   \

@@ -1,8 +1,8 @@
 /* init: constant, normal and uniform values, each a function of its absolute index.
  *
- * Element i comes from Philox block i / 4 of its stream.  A uniform value is word i mod 4.  Normal
+ * Element i comes from Philox block i / 4 of its stream. A uniform value uses word i mod 4. Normal
  * values come in pairs: words 0 and 1 give elements 0 and 1, and words 2 and 3 give elements 2 and
- * 3.  (Box and Muller 1958: radius sqrt(-2 log u), angle 2 pi w, cosine first.)  Any slice can
+ * 3. (Box and Muller 1958: radius sqrt(-2 log u), angle 2 pi w, cosine first.) Any slice can
  *    therefore be computed independently.
  *
  * Initial weights are the same on every machine and instruction set (ops/flat_init_rules_body.h).

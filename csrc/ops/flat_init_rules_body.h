@@ -2,9 +2,9 @@
  * including file defines RULE, which precedes each function.
  *
  * Initial weights should be the same on every machine, but libm's functions are not: glibc selects
- * variants by processor, and versions differ in the last bits.  These are therefore written in fp64
- * with plain operations (both builds forbid contraction to fused ones), so that only IEEE
- * arithmetic determines the bits.  Their error is below 1e-12, far below fp32 rounding.
+ * variants by processor, and versions differ in the last bits. The functions here therefore use
+ * plain fp64 operations, which both builds forbid contracting to fused ones, so only IEEE
+ * arithmetic determines the bits. Their error is below 1e-12, far below fp32 rounding.
  */
 
 /* log of k / 2^32 for k in 1 .. 2^32 */

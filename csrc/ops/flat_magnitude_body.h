@@ -1,12 +1,13 @@
 /* absmax and clamp: the largest magnitude, and clamping by magnitude.
  *
- * Included by flat_cpu_body.h.  Magnitudes are compared as integers, using the bits without the
- * sign.  Non-negative floats sort like their bit patterns, and NaN sorts above infinity, so a
- * maximum propagates NaN without a check.  The order does not matter for a maximum, so threads and
- * paths agree. clamp compares as floats: a NaN is neither above nor below, and stays unchanged.
+ * Included by flat_cpu_body.h. Magnitudes are compared as integers, using the bits without the
+ * sign. Non-negative floats sort like their bit patterns, and NaN sorts above infinity, so a
+ * maximum propagates NaN without a check. A maximum does not depend on the order of its elements,
+ * so threads and paths agree. clamp compares as floats: a NaN is neither above nor below, and stays
+ * unchanged.
  */
 
-/* Bit patterns as wide as the registers; a comparison selects the maximum per lane. */
+/* Processes whole registers of bit patterns, selecting the maximum in each lane by a comparison. */
 #define ABSMAX_RUN(name, type, mask)                                                               \
     typedef type name##_vec __attribute__((vector_size(4 * FSDPC_LANES)));                         \
     typedef type name##_loose                                                                      \

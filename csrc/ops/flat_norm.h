@@ -1,9 +1,10 @@
-/* Norms under construction, in device memory; arguments of the table's norm_join and clip.
+/* Norms that are being computed in device memory, and the arguments of the table's norm_join and
+ * clip.
  *
- * A norm begins as zeros; sumsq, sumpow or absmax add elements to it.  The host should not need to
- * read it before the optimizer does.  Table calls therefore also combine norms, compute their
- * value, and derive the clipping factor.  All of them use fp64 without fused operations, so every
- * device has the same bits.
+ * A norm starts as zeros; sumsq, sumpow or absmax adds elements to it. The host should not have to
+ * read the norm before the optimizer does. Table calls therefore also combine norms, compute their
+ * value, and derive the clipping factor. All of them use fp64 without fused operations, so every
+ * device computes the same bits.
  */
 #ifndef FSDPC_OPS_FLAT_NORM_H
 #define FSDPC_OPS_FLAT_NORM_H
@@ -14,7 +15,7 @@
 
 #include "ops/exact_sum.h"
 
-/* For 0 < p < infinity, an exact sum of |x|^p.  For p = INFINITY, the largest |x|, whose bits are
+/* For 0 < p < infinity, an exact sum of |x|^p. For p = INFINITY, the largest |x|, whose bits are
  * ordered as integers, with NaN above infinity. */
 typedef union fsdpc_norm {
     fsdpc_exact_sum sum;
@@ -33,8 +34,8 @@ typedef struct fsdpc_norm_join_args {
     int exponent; /* may be nonzero only for p of 1, 2 and INFINITY */
 } fsdpc_norm_join_args;
 
-/* The clipping factor, on any device.  A NaN norm makes every gradient NaN, as in PyTorch, so a
- * nonfinite gradient affects all parameters alike.  An infinite limit only measures.
+/* The clipping factor, the same on every device. A NaN norm makes every gradient NaN, as in
+ * PyTorch, so a nonfinite gradient affects all parameters alike. An infinite limit only measures.
  */
 #define FSDPC_CLIP_FACTOR(norm, max_norm)                                                          \
     ((max_norm) == (double)INFINITY || (max_norm) / ((norm) + 1e-6) >= 1                           \

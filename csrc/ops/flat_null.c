@@ -1,7 +1,8 @@
 /* Flat kernels that compute nothing: device_null's table.
  *
- * Every call is accepted, and memory is neither read nor written.  Callers only branch on one
- * output, whether two ranges are equal.  It stays unchanged, because memory never changes.
+ * Every call is accepted, and memory is neither read nor written. Callers branch on only one
+ * output, which reports whether two ranges are equal. That output stays unchanged, because memory
+ * never changes.
  */
 #include "ops/flat_ops.h"
 

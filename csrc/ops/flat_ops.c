@@ -1,10 +1,10 @@
 /* The flat kernel table for each instruction set, and code shared by the CPU's tables.
  *
- * A kernel passes its range to fsdpc_flat_split, which divides it among the team's threads.  The
+ * A kernel passes its range to fsdpc_flat_split, which divides it among the team's threads. The
  * split points depend on the number of threads, but results do not: every kernel is elementwise or,
- * for norms, sums whole leaves into an exact accumulator.  There are several times more parts than
- * threads, so that a delayed thread does not delay the others.  Each part is long enough to justify
- * waking a thread.
+ * for norms, sums whole leaves into an exact accumulator. There are several times more parts than
+ * threads, so that one delayed thread does not hold up the others. Each part is long enough to
+ * justify waking a thread.
  */
 #include "ops/flat_cpu.h"
 

@@ -1,13 +1,13 @@
 /* Flat kernels: casts, reductions over ranks, norms, optimizers.
  *
- * One table per device and instruction set.  Callers use fsdpc_flat_*(…, stream), never a slot.
- * Lengths are in elements; dtypes are F32, BF16, F16 and F64 unless stated otherwise.  Buffers need
- * only be aligned to their elements, but are fastest if aligned to 64 bytes.  `dst` and `src` may
+ * One table per device and instruction set. Callers use fsdpc_flat_*(…, stream), never a slot.
+ * Lengths are in elements; dtypes are F32, BF16, F16 and F64 unless stated otherwise. Buffers need
+ * only be aligned to their elements, but are fastest if aligned to 64 bytes. `dst` and `src` may
  * be equal (in place) if their elements have equal size, but must not partly overlap.
  *
- * Casts round to nearest even in integer arithmetic (NaN stays NaN, subnormals are kept).  Sums are
- * in fp32 or wider.  Results do not depend on the number of threads, on alignment, or on how the
- * caller splits the range into calls, except that norms are summed over whole leaves (see sumsq).
+ * Casts round to nearest even in integer arithmetic (NaN stays NaN, subnormals are kept). Sums are
+ * in fp32 or wider. Results do not depend on threads, alignment or how the caller splits the range
+ * into calls, except that norms are summed over whole leaves (see sumsq).
  */
 #ifndef FSDPC_OPS_FLAT_OPS_H
 #define FSDPC_OPS_FLAT_OPS_H
@@ -16,12 +16,12 @@
 #include "ops/flat_norm.h"
 #include "ops/flat_step.h"
 
-/* out = cast(scale * (tree sum over srcs)) [+ out].  The tree is pairwise over the index:
- * ((0+1)+(2+3))+..., and a node without a partner passes up unchanged.  Partial sums are in the
- * wider of fp32 and `dtype`.  The scaled sum is rounded once through `round_dtype`: the reduce
- * dtype, so that a single rank rounds as several do, or the wide dtype for partial sums, which are
- * not rounded.  Then it is cast to out_dtype and, if `accumulate`, added to out in fp32 (F64 if out
- * is F64). */
+/* out = cast(scale * (tree sum over srcs)) [+ out]. The tree is pairwise over the index:
+ * ((0+1)+(2+3))+..., and a node without a partner passes up unchanged. Partial sums are in the
+ * wider of fp32 and `dtype`. The scaled sum is rounded once through `round_dtype`: the reduce
+ * dtype, so that one rank rounds as several do, or the wide dtype for partial sums, which stay
+ * unrounded. The sum is then cast to out_dtype and, with `accumulate`, added to out in fp32 (F64 if
+ * out is F64). */
 typedef struct fsdpc_reduce_args {
     const void *const *srcs; /* n_srcs pointers to numel elements of dtype */
     int n_srcs;              /* >= 1 */
@@ -64,13 +64,14 @@ typedef struct fsdpc_flat_ops {
      * read, otherwise unchanged. */
     fsdpc_status (*scale)(void *x, fsdpc_dtype dtype, size_t numel, double scale,
                           const double *scale_at, int *nonfinite_io, fsdpc_stream *stream);
-    /* Adds sums of squares of whole leaves to an exact accumulator.  The range begins at a leaf; a
-     * leaf is `leaf` consecutive elements (the last may be short), summed in fp64 in a fixed order.
+    /* Adds the sums of squares of whole leaves to an exact accumulator. The range begins at a leaf;
+     * a leaf is `leaf` consecutive elements (the last may be short), summed in fp64 in a fixed
+     * order.
      */
     fsdpc_status (*sumsq)(const void *x, fsdpc_dtype dtype, size_t numel, size_t leaf,
                           fsdpc_exact_sum *sum_io, fsdpc_stream *stream);
-    /* The same for |x|^p, where p is positive and finite; p = 2 gives sumsq.  Optional, like absmax
-     * and clamp: if missing, the call returns FSDPC_ERR_UNSUPPORTED. */
+    /* Does the same for |x|^p, where p is positive and finite; p = 2 gives sumsq. This slot, like
+     * absmax and clamp, is optional: if it is missing, the call returns FSDPC_ERR_UNSUPPORTED. */
     fsdpc_status (*sumpow)(const void *x, fsdpc_dtype dtype, size_t numel, size_t leaf, double p,
                            fsdpc_exact_sum *sum_io, fsdpc_stream *stream);
     /* *max_io = max(*max_io, the largest |x|); NaN if either is NaN */
@@ -84,9 +85,9 @@ typedef struct fsdpc_flat_ops {
     fsdpc_status (*clamp)(void *x, fsdpc_dtype dtype, size_t numel, double limit,
                           fsdpc_stream *stream);
     fsdpc_status (*step)(const fsdpc_step_args *args, fsdpc_stream *stream);
-    /* *equal_io becomes false unless every cast(src) has the same bits as dst.  The kernel may stop
-     * at the first difference, and does nothing if it is already false.  If equal_io is in device
-     * memory, the host does not wait. */
+    /* *equal_io becomes false unless every cast(src) has the same bits as dst. The kernel may stop
+     * at the first difference, and does nothing if *equal_io is already false. If equal_io is in
+     * device memory, the host does not wait. */
     fsdpc_status (*equal)(const void *dst, fsdpc_dtype dst_dtype, const void *src,
                           fsdpc_dtype src_dtype, size_t numel, bool *equal_io,
                           fsdpc_stream *stream);
@@ -96,7 +97,7 @@ typedef struct fsdpc_flat_ops {
 /* Returns the CPU's table for an instruction set (the best kernels up to that set). */
 const fsdpc_flat_ops *fsdpc_flat_ops_cpu(fsdpc_isa isa);
 
-/* A table whose kernels compute nothing and succeed; for device_null. */
+/* Returns device_null's table, whose kernels compute nothing and always succeed. */
 const fsdpc_flat_ops *fsdpc_flat_ops_null(void);
 
 /* Returns the error for an optional slot that a device lacks. */

@@ -1,14 +1,14 @@
 /* reduce: a tree sum over many sources, scaled, rounded and stored, in one pass over memory.
  *
- * Included by flat_cpu_body.h.  Up to four sources are added in registers and stored directly.
- * More are added in groups of four, a block of REDUCE_BLOCK elements at a time.  Group sums are
- * written to blocks that stay in L1 and are merged like a binary counter (equal heights merge), so
- * at most log2 of them exist at a time.  That is the header's pairwise tree, level by level.
- * Reading a block from each source in turn, instead of a vector from every source, limits the
- * prefetchers to few streams.
+ * Included by flat_cpu_body.h. Up to four sources are added in registers and stored directly.
+ * More sources are added in groups of four, a block of REDUCE_BLOCK elements at a time. Group sums
+ * are written to blocks in L1, which are merged like the digits of a binary counter (equal heights
+ * merge), so at most log2 of them exist at once. The result is the header's pairwise tree, level by
+ * level. Reading a block from each source in turn, instead of a vector from every source, limits
+ * the prefetchers to few streams.
  *
- * If any dtype is F64, elements are added one by one with the same counter; that is only for tests
- * and rare models.
+ * If any dtype is F64, as in tests and rare models, elements are added one by one with the same
+ * counter.
  */
 
 enum { REDUCE_BLOCK = 1024, REDUCE_GROUP = 4, REDUCE_HEIGHT_MAX = 32 };
@@ -153,7 +153,7 @@ FSDPC_INLINE void reduce_many(const fsdpc_reduce_args *a, size_t begin, size_t e
 
 /* -- with F64 ---------------------------------------------------------------------------------- */
 
-/* Returns a partial sum, in fp32 unless the sources are F64.  (A sum of two floats, rounded to fp64
+/* Returns a partial sum, in fp32 unless the sources are F64. (A sum of two floats, rounded to fp64
  * and then to fp32, equals the sum rounded once.) */
 static inline double add_wide(double left, double right, fsdpc_dtype dtype)
 {

@@ -1,9 +1,9 @@
 /* Stochastic rounding to bf16, and its random bits.
  *
- * Included by flat_cpu_body.h.  The words are those of base/random.h: element e has word e mod 4 of
- * Philox block e / 4, so any slice can be computed independently.  Two vectors of blocks are
+ * Included by flat_cpu_body.h. The words are those of base/random.h: element e uses word e mod 4 of
+ * Philox block e / 4, so any slice can be computed independently. Two vectors of blocks are
  * computed concurrently, which hides the latency of multiplications; integer arithmetic is the same
- * on every path.  (For a Lion step with bf16 states of 2^18 elements, plain loops, which the
+ * on every path. (For a Lion step with bf16 states of 2^18 elements, plain loops, which the
  * compiler also vectorises, took 1.22 ns per element with AVX-512, instead of 0.87.)
  */
 enum { PHILOX_CHAINS = 2, PHILOX_BLOCKS = PHILOX_CHAINS * FSDPC_LANES };
@@ -91,8 +91,8 @@ static const uint32_t *random_words(uint32_t *words, uint64_t seed, uint64_t str
     return words + skip;
 }
 
-/* Rounds to bf16 with 16 bits of each word, starting at bit `shift`.  These bits are added below
- * the kept bits, and carry with a probability proportional to the truncated part.  NaN and infinity
+/* Rounds to bf16 with 16 bits of each word, starting at bit `shift`. These bits are added below
+ * the kept bits, and carry with a probability proportional to the truncated part. NaN and infinity
  * are unchanged. */
 static void round_stochastically(float *x, const uint32_t *words, int shift, size_t n)
 {

@@ -1,8 +1,8 @@
-/* The optimizer step of fp64 parameters.
+/* The optimizer step for fp64 parameters.
  *
  * fp32 steps are vectorised in flat_step_body.h. fp64 parameters are rare, so their steps are plain
- * loops, shared by all tables, with states also in fp64.  They use the same order of operations,
- * without fused ones.
+ * loops, shared by all tables, with states also in fp64. The loops use the same order of operations
+ * as fp32 steps, but without fused ones.
  */
 #include "ops/flat_cpu.h"
 

@@ -1,7 +1,7 @@
-/* One step of an optimizer over a contiguous run of a flat shard: arguments of the table's `step`.
+/* The arguments of the table's `step`: one optimizer step over a contiguous run of a flat shard.
  *
  * The step is one pass over memory: it reads the gradient, applies pending clipping and unscaling
- * factors, updates parameter and states, and writes the parameter buffer if there is one.  The
+ * factors, updates parameter and states, and writes the parameter buffer if there is one. The
  * definitions are those of torch.optim.AdamW, Adam and SGD, and the paper's for Lion (Chen et al.
  * 2023); with g = grad * grad_scale, negated to maximize:
  *
@@ -13,13 +13,13 @@
  *            p -= lr b;  nesterov: p -= lr (g + momentum b);  without momentum: p -= lr g
  *     Lion   p -= lr decay p;  p -= lr sign(b1 m + (1 - b1) g);  m = b2 m + (1 - b2) g
  *
- * Arithmetic is fp32 for parameters of F32, BF16 and F16, fp64 for those of F64.  Parameters are
- * rounded to nearest even, and the parameter buffer gets the cast of the stored parameter.
+ * Arithmetic is fp32 for F32, BF16 and F16 parameters, and fp64 for F64 parameters. Parameters are
+ * rounded to nearest even, and the parameter buffer receives the cast of the stored parameter.
  *
- * States are fp32, fp64 for F64 parameters, or BF16 rounded stochastically: x is rounded up to the
- * next number of that dtype with the probability that preserves its mean.  The 16 random bits
- * depend on (seed, number, step, first + i, state), so splitting a parameter does not change a
- * result. amsgrad's maximum is that of the rounded values.
+ * States are fp32, fp64 for F64 parameters, or BF16 rounded stochastically: x is rounded up with
+ * the probability that preserves its mean. The 16 random bits depend on (seed, number, step, first
+ * + i, state), so splitting a parameter does not change a result. amsgrad's maximum is that of the
+ * rounded values.
  */
 #ifndef FSDPC_OPS_FLAT_STEP_H
 #define FSDPC_OPS_FLAT_STEP_H
@@ -42,7 +42,7 @@ typedef struct fsdpc_hyper {
     bool nesterov, amsgrad, maximize;
 } fsdpc_hyper;
 
-/* A step's scalars, in fp64; arithmetic rounds each to its own width. */
+/* A step's scalars in fp64, each of which the arithmetic rounds to its own width. */
 typedef struct fsdpc_step_scalars {
     double grad_scale; /* negative to maximize */
     double keep;       /* 1 - lr * decay if decay is decoupled */
@@ -72,9 +72,9 @@ typedef struct fsdpc_step_args {
     uint64_t seed;               /* for BF16 states, as are the next two */
     uint32_t number;             /* of the parameter */
     uint64_t first;              /* index in the parameter of the run's first element */
-    /* Only for devices with graphs: scalars in device memory, read when the step runs, which
-     * replace the current ones.  The rule (with or without momentum, amsgrad) is selected now.
-     * NULL: not used. */
+    /* Scalars in device memory, only for devices with graphs; they are read when the step runs and
+     * replace the current ones. The rule (with or without momentum or amsgrad) is selected at the
+     * call. NULL: not used. */
     const fsdpc_step_scalars *scalars;
 } fsdpc_step_args;
 
@@ -90,7 +90,7 @@ static inline const char *fsdpc_optim_kind_name(fsdpc_optim_kind kind)
 /* Returns the number of states that a step uses: 0 to FSDPC_OPTIM_MAX_STATES. */
 int fsdpc_optim_states(fsdpc_optim_kind kind, const fsdpc_hyper *hyper);
 
-/* Returns the name, for example "exp_avg"; NULL if the optimizer has no such state. */
+/* Returns the name, for example "exp_avg", or NULL if the optimizer has no such state. */
 const char *fsdpc_optim_state_name(fsdpc_optim_kind kind, int state);
 
 #endif

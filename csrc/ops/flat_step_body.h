@@ -1,13 +1,13 @@
 /* Optimizer steps in one pass, which reads the gradient, updates parameter and states, and writes
  * the parameter buffer.
  *
- * Included by flat_cpu_body.h after the rules.  The common case in training has specialised loops
+ * Included by flat_cpu_body.h after the rules. The common case in training has specialised loops
  * (step_run): fp32 states, fp32 or bf16 parameters, and no parameter buffer or one in fp32 or bf16.
- * All other cases are processed block by block in L1 (step_blocks).  Dtypes other than fp32 are
+ * All other cases are processed block by block in L1 (step_blocks). Dtypes other than fp32 are
  * widened into buffers, stepped there, and written back, so a step is still one pass over memory.
  *
- * The value that is copied in is the cast of the stored (rounded) parameter, so `equal` of
- * parameter buffer and master is true directly after the step.
+ * The value copied in is the cast of the stored (rounded) parameter, so parameter buffer and master
+ * are `equal` directly after the step.
  */
 
 typedef struct step_memory {
@@ -24,7 +24,7 @@ typedef struct step_part_args {
     bool stream_copy_in;
 } step_part_args;
 
-/* Parameters of a vector step, all constants; NO_COPY_IN: no parameter buffer. */
+/* Parameters of a vector step, all constants; NO_COPY_IN is used without a parameter buffer. */
 enum { NO_COPY_IN = FSDPC_DTYPE_COUNT };
 
 typedef struct step_kind {
@@ -151,7 +151,7 @@ static void step_run_part(void *arg, size_t begin, size_t end)
 
 enum { STEP_BLOCK = 512 }; /* six buffers of it fill half of L1 */
 
-/* Returns an array's elements, starting at `at`, as fp32: in place, or a copy in `buffer`. */
+/* Returns an array's elements from `at` on as fp32, either in place or as a copy in `buffer`. */
 static float *widened(float *buffer, const void *base, fsdpc_dtype dtype, size_t at, size_t n)
 {
     if (dtype == FSDPC_F32)
@@ -176,9 +176,9 @@ static void step_block(step_rule rule, const step_memory *at, const step_scalars
     }
 }
 
-/* The low half of an element's random word is used to round the first state, the high half the
- * others. amsgrad's maximum is v or the stored maximum, so it becomes v's rounded value or stays
- * unchanged. */
+/* The low half of an element's random word is used to round the first state, and the high half to
+ * round the other states. amsgrad's maximum is v or the stored maximum, so it becomes v's rounded
+ * value or stays unchanged. */
 static void store_rounded(const fsdpc_step_args *a, int n_states, float (*states)[STEP_BLOCK],
                           size_t at, size_t n)
 {

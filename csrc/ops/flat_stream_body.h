@@ -1,12 +1,12 @@
 /* Memory streams: prefetching ahead, and stores that bypass the cache.
  *
- * Included by flat_cpu_body.h.  An ordinary store first reads the line that it overwrites; a
- * streaming store does not.  With prefetching and streaming, at 2^22 elements and one thread, a
- * cast to bf16 moved 28 GB/s instead of 17, and a sum of two sources 25 instead of 18.  Without
- * streaming stores, prefetching makes a norm of 2^26 elements a fifth faster.  Below
+ * Included by flat_cpu_body.h. An ordinary store first reads the line that it overwrites; a
+ * streaming store does not. With prefetching and streaming, at 2^22 elements and one thread, a
+ * cast to bf16 moved 28 GB/s instead of 17, and a sum of two sources 25 instead of 18. Without
+ * streaming stores, prefetching makes a norm of 2^26 elements a fifth faster. Below
  * STREAM_NUMEL_MIN elements, a reader may find the output in cache, so ordinary stores are used.
  *
- * Streaming stores need aligned addresses, only pay off if whole lines are written at once (hence
+ * Streaming stores need aligned addresses, pay off only if whole lines are written at once (hence
  * pairs of vectors), and are not ordered with later stores. stream_end() must be called before the
  * data is declared complete.
  */
@@ -22,7 +22,7 @@ static inline bool can_stream(const void *dst, size_t numel)
 #endif
 }
 
-/* Prefetches data about 2 KiB ahead.  The hardware prefetcher stops at every page, and streams that
+/* Prefetches data about 2 KiB ahead. The hardware prefetcher stops at every page, and streams that
  * begin together reach page ends together. */
 FSDPC_INLINE void prefetch_ahead(const void *base, size_t i, fsdpc_dtype dtype, size_t numel)
 {
@@ -65,7 +65,7 @@ FSDPC_INLINE void stream_pair(void *base, size_t i, fsdpc_dtype dtype, fsdpc_vf 
 #endif
 }
 
-/* Stores the pair, streamed if the constant is true. */
+/* Stores the pair, with streaming stores if the constant `stream` is true. */
 FSDPC_INLINE void store_pair(void *base, size_t i, fsdpc_dtype dtype, fsdpc_vf low, fsdpc_vf high,
                              bool stream)
 {

@@ -1,14 +1,13 @@
 /* sumsq and sumpow: sums of squares, magnitudes, or powers of magnitudes over whole leaves, each
  * added to an exact accumulator.
  *
- * Included by flat_cpu_body.h.  A leaf is summed in sixteen fp64 partial sums, element i of the
- * leaf into partial i mod 16, which are then folded: j with j + 8, 4, 2, 1.  The order is part of
- * the result, so it is the same on every instruction set.  The square of an fp32, bf16 or fp16
- * number is exact in fp64, so fusing the addition would change nothing.  Integer powers up to
- * WHOLE_POWER_MAX are products of repeated squares, from the lowest bit of p up.  Other powers use
- * libm's pow, one element at a time and a hundred times slower, on every path.  A short leaf
- * behaves as if padded with zeros.  Each thread sums into its own accumulator, and the accumulators
- * are merged exactly.
+ * Included by flat_cpu_body.h. A leaf is summed into sixteen fp64 partial sums, element i into
+ * partial i mod 16, which are then folded: j with j + 8, 4, 2, 1. The order is part of the result,
+ * so it is the same on every instruction set. The square of an fp32, bf16 or fp16 number is exact
+ * in fp64, so fusing the addition would change nothing. Integer powers up to WHOLE_POWER_MAX are
+ * products of repeated squares, from the lowest bit of p up. On every path, other powers use libm's
+ * pow, one element at a time, which is a hundred times slower. A short leaf behaves as if padded
+ * with zeros. Each thread sums into its own accumulator, and the accumulators are merged exactly.
  *
  * Leaves of one element are added to the accumulator a block of terms at a time: see Note [exact
  * blocks].
@@ -113,17 +112,18 @@ FSDPC_INLINE double leaf_sum(const void *x, size_t begin, size_t numel, fsdpc_dt
     return fold_partials(partial);
 }
 
-/* Note [exact blocks].  One addition to the accumulator costs as much as reading a leaf of 64.
- * Leaves of one element are therefore first added in fp64, a block at a time, without rounding.
+/* Note [exact blocks]. One addition to the accumulator costs as much as reading a leaf of 64
+ * elements. Leaves of one element are therefore first added in fp64, a block at a time, without
+ * rounding.
  *
  * Sigma is a power of two above the block's sum. (term + sigma) - sigma rounds a term to a multiple
- * of 2^-52 sigma: its high part.  Any sum of high parts is also a multiple of that, and below 2
- * sigma, so it is exact in fp64.  The remainder of each term is at most 2^-53 sigma; the remainders
- * sum to less than half of low = 2^-44 sigma.  With low for sigma, the same step extracts a low
- * part from each remainder.  If every low part equals its remainder, both sums are exact.  Squares
- * of fp32 have 48 bits, so this holds for elements down to 2^-24 of the block's norm.  Other
- * blocks, and those with a NaN or infinity, add their terms one by one.  Both methods add the same
- * number to the accumulator. */
+ * of 2^-52 sigma: its high part. Any sum of high parts is also a multiple of 2^-52 sigma and below
+ * 2 sigma, so it is exact in fp64. The remainder of each term is at most 2^-53 sigma; the
+ * remainders sum to less than half of low = 2^-44 sigma. The same step, with low in place of sigma,
+ * extracts a low part from each remainder. If every low part equals its remainder, both sums are
+ * exact. Squares of fp32 have 48 bits, so this holds for elements down to 2^-24 of the block's
+ * norm. Other blocks, including those with a NaN or an infinity, add their terms one by one. Both
+ * methods add the same number to the accumulator. */
 enum { EXACT_BLOCK = 256 };
 
 /* Adds the high and low parts of the first n terms, a multiple of PARTIALS; returns false, adding
@@ -246,8 +246,8 @@ static void sumpow_range(const sumpow_args *a, size_t begin, size_t end, fsdpc_e
     fsdpc_exact_sum_normalize(sum);
 }
 
-/* Number of leaves between normalisations: far fewer than a digit can hold, and enough to hide the
- * cost.
+/* Number of leaves between normalisations: far fewer than a digit can hold, but enough to hide the
+ * cost of normalising.
  */
 enum { SUMPOW_LEAVES = 1 << 20 };
 

@@ -1,28 +1,29 @@
 /* The CPU's matrix product: checks, kernel choice, blocking and threads.
  *
  * The blocking is that of GotoBLAS (Goto & van de Geijn 2008) with the roles swapped so that C is
- * written along its rows.  C is split into blocks of columns.  For each, B' is packed for one pass
- * over k (a few blocks of k), so that it stays in L2.  Each panel of A' is multiplied by the panels
- * of B in turn, one block of k after the other.  The path (gemm_path.h) multiplies two panels.
+ * written along its rows. C is split into blocks of columns. For each block, B' is packed for one
+ * pass over k (a few blocks of k), so that it stays in L2. Each panel of A' is multiplied by the
+ * panels of B in turn, one block of k after another. The path (gemm_path.h) multiplies two panels.
  *
- * A' is packed first, a slab of at most SLAB_BYTES at a time.  If the path supports it and A is
- * contiguous along k, A' is not packed at all.  The first tile of a row then reads A from memory
- * and packs its panel for the others.  All tiles of the row prefetch the next panel's memory.  That
- * avoids writing and reading A through L3 at 30 GB/s, a quarter of a bf16 product at 1024.
+ * A' is packed first, a slab of at most SLAB_BYTES at a time. If the path supports it and A is
+ * contiguous along k, A' is not packed at all. The first tile of a row then reads A from memory
+ * and packs its panel for the others. All tiles of the row prefetch the next panel's memory.
+ * Writing A to L3 and reading it back would take a quarter of a bf16 product's time at n = 1024.
  *
- * With one block of k, a tile's sums are written directly to C.  With several blocks in one pass, a
- * row of tiles keeps its sums in fp32 between blocks.  With several passes (k above the path's
- * blocks x kc, 128 for at most FEW_ROWS rows), at most ROWS rows keep theirs in a private area.
- * Partial sums are thus never rounded to bf16, and C is read and written once.  A sum is one chain
- * over ascending k, so its bits do not depend on how m, n and k are split.
+ * With one block of k, a tile's sums are written directly to C. With several blocks in one pass, a
+ * row of tiles keeps its sums in fp32 between blocks. With several passes (k above the path's
+ * blocks x kc, or above 128 for at most FEW_ROWS rows), at most ROWS rows keep their sums in a
+ * private area. Partial sums are thus never rounded to bf16, and C is read and written once. A sum
+ * is one chain over ascending k, so its bits do not depend on how m, n and k are split.
  *
- * Threads take panels of A to pack, then blocks of C to compute, from a counter.  Each has its own
- * memory for B's block and the sums.  C is split over columns first, because splitting rows makes
- * threads pack the same columns twice.  In a batch, each small product uses one thread.
+ * Threads take panels of A to pack, then blocks of C to compute, from a shared counter. Each thread
+ * has its own memory for its block of B and for the sums. C is split over columns first, because
+ * splitting rows makes threads pack the same columns twice. In a batch, each small product uses one
+ * thread.
  *
  * If B' consists of image patches, each thread computes WINDOWS_BYTES of them before it packs them.
  *
- * Products with at most four rows or columns use gemm_skinny.h.  A call's workspace is one block of
+ * Products with at most four rows or columns use gemm_skinny.h. A call's workspace is one block of
  * counted memory (category "other"): at most SLAB_BYTES for A (or one panel, if k is large) and
  * about 2 MB per thread.
  */
@@ -71,7 +72,7 @@ typedef struct plan {
 /* -- choice ------------------------------------------------------------------------------------ */
 
 #if defined(__x86_64__)
-/* Returns `few` if it saves an eighth of the computed rows. */
+/* Returns `few` if it saves at least an eighth of the computed rows, otherwise `path`. */
 static const fsdpc_gemm_path *path_for_rows(const fsdpc_gemm_path *path, const fsdpc_gemm_path *few,
                                             size_t m)
 {
@@ -97,8 +98,7 @@ static const fsdpc_gemm_path *path_of(fsdpc_isa isa, fsdpc_dtype dtype, size_t m
     return &fsdpc_gemm_f32_portable;
 }
 
-/* Returns the size of roughly equal blocks of `count` items, each at most `most`.  Makes at least
- * `least` blocks if `count` allows. */
+/* Returns the size of at least `least` (if `count` allows) roughly equal blocks of at most `most`. */
 static size_t even_block(size_t count, size_t most, size_t least)
 {
     size_t blocks = fsdpc_max_size(fsdpc_ceil_div(count, fsdpc_max_size(most, 1)), least);
@@ -164,8 +164,8 @@ static size_t plan_bytes(const plan *p)
 
 /* -- one product ------------------------------------------------------------------------------- */
 
-/* A slab of a product in progress.  `next` is the next unit of work.  It is relaxed, because the
- * start and end of fsdpc_team_run order the data. */
+/* A slab of a product in progress. `next` is the next unit of work. Accesses to it are relaxed,
+ * because the start and end of fsdpc_team_run order the data. */
 typedef struct job {
     const plan *plan;
     const product *product;
@@ -241,7 +241,7 @@ static fsdpc_gemm_target target_of(const worker *w, size_t panel, size_t q)
     return to;
 }
 
-/* Multiplies a panel of A with those of B, for one block of k.  A tile is finished after the next
+/* Multiplies a panel of A with those of B, for one block of k. A tile is finished after the next
  * one has started: by then its sums are complete, and the processor overlaps the two. */
 static void multiply_row(worker *w, char *a, size_t panel, size_t block,
                          fsdpc_gemm_prefetch *prefetch)
@@ -427,7 +427,7 @@ static size_t skinny_bytes(size_t m, size_t n, size_t k)
     return fsdpc_round_up(rows * k * sizeof(float), 64);
 }
 
-/* x: skinny_bytes().  If there are few columns instead of few rows, computes C^T = B'^T A'^T. */
+/* x: skinny_bytes(). If there are few columns instead of few rows, computes C^T = B'^T A'^T. */
 static void run_skinny(const fsdpc_gemm_path *path, const product *it, float *x, fsdpc_team *team)
 {
     bool few_rows = it->m <= it->n;
@@ -587,8 +587,8 @@ fsdpc_status fsdpc_gemm_cpu(const fsdpc_gemm_args *args, fsdpc_stream *stream)
     j.workspace_bytes = product_bytes(&p, &folded);
     size_t bytes;
     FSDPC_TRY(fsdpc_mul_size(j.workspace_bytes, parts, &bytes));
-    /* From 4 MiB on, memory uses huge pages, without which address translation costs up to a fifth.
-     * Request that much; only the used part is accessed. */
+    /* From 4 MiB on, memory uses huge pages, without which address translation costs up to a fifth
+     * of the time. Request at least that much; only the used part is accessed. */
     if (bytes >= HUGE_FROM_BYTES)
         bytes = fsdpc_max_size(bytes, HUGE_BYTES);
     void *workspace;

@@ -1,13 +1,12 @@
 /* The bf16 matrix product with vdpbf16ps: 14 x 32 sums, two k per instruction.
  *
- * Arithmetic: each step adds the products of two k to a sum with its own fused rounding (the two
- * products are added in turn, nearest even).  Subnormal inputs, sums and results count as zero.
- * Results therefore differ in the last bits from those of the fp32 kernels on widened inputs, and
- * are zero below 2^-126.
+ * Each step adds the products of two k to a sum in turn, each with its own fused rounding to
+ * nearest even. Subnormal inputs, sums and results are treated as zero. Results therefore differ in
+ * the last bits from those of the fp32 kernels on widened inputs, and are zero below 2^-126.
  *
- * Zen 4 and 5 run this at twice the rate of fp32 FMA.  Intel's cores with AMX run vdpbf16ps at a
- * quarter of FMA's rate, which is half its flops.  If tiles are unavailable on such a core, "auto"
- * selects the avx512 path (packing widens bf16 to fp32; see base/cpu.c).
+ * Zen 4 and 5 run this at twice the rate of fp32 FMA. Intel cores with AMX run vdpbf16ps at a
+ * quarter of the rate of FMA, and thus at half its flops. If tiles are unavailable on such a core,
+ * "auto" selects the avx512 path (packing widens bf16 to fp32; see base/cpu.c).
  */
 #include "base/cpu.h"
 #if defined(__x86_64__)

@@ -1,4 +1,5 @@
-/* A path with vdpbf16ps, two k per instruction.  Included with MR, NR and ROWS. */
+/* A path that uses vdpbf16ps, with two k per instruction. The including file defines MR, NR and
+ * ROWS. */
 #include "ops/gemm_pack_pairs.h"
 #include "ops/gemm_skinny.h"
 

@@ -1,20 +1,20 @@
-/* The fp32 matrix product with AVX-512: 14 x 32 sums.
+/* The fp32 matrix product with AVX-512, in tiles of 14 x 32 sums.
  *
  * 28 registers hold sums, two hold a row of B's panel, and one holds an element of A. 14 broadcasts
- * and two loads feed 28 FMAs, so neither load port limits.  At 13 bytes per cycle for both panels,
- * L2 is not a bottleneck either.  Blocks of k are therefore so long that a panel of A (43 KB)
- * nearly fills L1: fewer blocks mean fewer passes over the sums.  B is packed for up to four
- * blocks, which takes half of L2.  Then only one row of tiles (14 KB of sums) waits between blocks,
- * instead of 512 rows; this gains 3 % at n = 1024 and 2048.  Using a quarter more of L2 cost 4 %
- * with a short A (256 x 768, k 2048).
+ * and two loads feed 28 FMAs, so neither load port limits. Reading both panels takes 13 bytes per
+ * cycle, so L2 is not a bottleneck either. Blocks of k are therefore so long that a panel of A (43
+ * KB) nearly fills L1: fewer blocks mean fewer passes over the sums. B is packed for up to four
+ * blocks, which takes half of L2. Only one row of tiles (14 KB of sums), instead of 512 rows, then
+ * waits between blocks, which gains 3 % at n = 1024 and 2048. Using a quarter more of L2 cost 4 %
+ * for a small A (256 x 768, k 2048).
  *
- * Limits, sampled on a busy machine.  If rows of k are packed (dy W, dy^T x), packing B takes 8-11
- * % of the product at n = 1024 and 2048.  Packing A takes 7 % of dy^T x.  Such rows are read from
- * L3 at 10 GB/s, contiguous memory at 30.  Three changes made no measurable difference: blocks of
- * 384 k by 512 columns; prefetching C; and, while a panel is packed, prefetching the next one's
- * lines to L2 (as weave_two does).
+ * The limits were sampled on a busy machine. If rows of k are packed (dy W, dy^T x), packing B
+ * takes 8-11 % of the product at n = 1024 and 2048. Packing A takes 7 % of dy^T x. Such rows are
+ * read from L3 at 10 GB/s, whereas contiguous memory is read at 30 GB/s. Three changes made no
+ * measurable difference: blocks of 384 k by 512 columns; prefetching C; and, while a panel is
+ * packed, prefetching the next one's lines to L2 (as weave_two does).
  *
- * Also used for bf16 and fp16, which packing widens.
+ * This path also serves bf16 and fp16, which packing widens.
  */
 #include "base/cpu.h"
 #if defined(__x86_64__)

@@ -1,4 +1,5 @@
-/* An fp32 path: tiles of fp32 vectors; packing widens operands.  Included with MR, NR, ROWS. */
+/* An fp32 path with tiles of fp32 vectors; packing widens the operands. Included with MR, NR,
+ * ROWS. */
 #include "ops/gemm_pack.h"
 #include "ops/gemm_skinny.h"
 

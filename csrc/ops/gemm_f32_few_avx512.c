@@ -1,6 +1,6 @@
-/* The fp32 matrix product with AVX-512 for an A' with few rows: 8 x 32 sums.
+/* The fp32 matrix product with AVX-512 for an A' with few rows, in tiles of 8 x 32 sums.
  *
- * 16 rows use 57 % of two tiles of 14, and convolutions often have 16 filters.  Sums have the same
+ * 16 rows use 57 % of two tiles of 14, and convolutions often have 16 filters. Sums have the same
  * bits as in gemm_f32_avx512.c, so the choice does not change results.
  */
 #include "base/cpu.h"

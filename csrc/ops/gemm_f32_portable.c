@@ -1,7 +1,7 @@
-/* The fp32 matrix product for any processor: 4 x 8 sums in vectors of four.
+/* The fp32 matrix product for any processor, in tiles of 4 x 8 sums in vectors of four.
  *
- * GCC and clang compile the vector type to SSE2, NEON or other baseline instructions.  Eight
- * vectors of sums, two of B and one of A fit into the smallest baseline's sixteen registers.  The
+ * GCC and clang compile the vector type to SSE2, NEON or other baseline instructions. Eight
+ * vectors of sums, two of B and one of A fit into the smallest baseline's sixteen registers. The
  * baseline of x86-64 has no fused multiply-add, so products are rounded before they are added.
  */
 enum { MR = 4, NR = 8 };

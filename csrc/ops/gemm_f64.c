@@ -1,4 +1,5 @@
-/* The fp64 matrix product: 4 x 8 sums in plain vectors, more for checks and tests than for speed.
+/* The fp64 matrix product, in tiles of 4 x 8 sums in plain vectors; it is meant for checks and
+ * tests rather than speed.
  *
  * It has the structure of the fp32 kernels but uses no specific instruction set; sums are fp64
  * throughout, rounded once to C (F64 or F32).

@@ -1,5 +1,5 @@
-/* The bf16 matrix product with vdpbf16ps for an A' with few rows: 8 x 32 sums.  See
- * gemm_avx512bf16.c; sums have the same bits. */
+/* The bf16 matrix product with vdpbf16ps for an A' with few rows, in tiles of 8 x 32 sums. The sums
+ * have the same bits as in gemm_avx512bf16.c. */
 #include "base/cpu.h"
 #if defined(__x86_64__)
 

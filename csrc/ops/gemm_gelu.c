@@ -1,7 +1,7 @@
 /* A product and gelu, computed by the table's separate kernels: see nn_ops.h.
  *
- * The intermediate value is rounded to its dtype, so results have the bits of two calls.  Gelu
- * works in place, or reads `before` if that is kept, so it needs no extra memory.
+ * The intermediate value is rounded to its dtype, so results have the same bits as two separate
+ * calls. Gelu works in place, or reads `before` if that is kept, so it needs no extra memory.
  */
 #include <assert.h>
 

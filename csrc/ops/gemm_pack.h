@@ -1,8 +1,8 @@
 /* Packing into fp32 panels, and finishing tiles: one source, compiled once per instruction set.
  *
- * An fp32 panel is [k][width].  Operands of any float dtype except F64 are widened during packing.
+ * An fp32 panel is [k][width]. Operands of any float dtype except F64 are widened during packing.
  * If memory is contiguous along k, the panel is a transpose, performed in squares of SQUARE x
- * SQUARE 32-bit words.  Partial squares and other dtypes are first copied to a small zero-padded
+ * SQUARE 32-bit words. Partial squares and other dtypes are first copied to a small zero-padded
  * buffer.
  */
 #ifndef FSDPC_OPS_GEMM_PACK_H
@@ -15,7 +15,8 @@ enum { SQUARE = FSDPC_LANES };
 
 #if defined(FSDPC_VEC_AVX512)
 
-/* Words to[i * to_stride + j] = row j, word i of `from` (rows from_bytes apart), i, j < SQUARE.
+/* Stores word j of row i of the transposed square: to[i * to_stride + j] = row j, word i of `from`,
+ * whose rows are from_bytes apart.
  *
  * The half rows of j and j + 8 share a register from the start, so 48 shuffles suffice (whole rows
  * need 64).
@@ -108,8 +109,8 @@ FSDPC_INLINE void transpose_widened(float *to, size_t width, const fsdpc_gemm_op
     transpose_square((uint32_t *)to, width, copy, sizeof copy[0]);
 }
 
-/* Transposes a whole square of bf16, twice as deep: words of two k are transposed, then split and
- * widened. */
+/* Transposes a whole square of bf16, twice as deep: it transposes words of two k, then splits and
+ * widens them. */
 FSDPC_INLINE void transpose_pairs(float *to, size_t width, const uint16_t *from, size_t ld)
 {
     _Alignas(64) uint32_t words[SQUARE * SQUARE];
@@ -122,7 +123,7 @@ FSDPC_INLINE void transpose_pairs(float *to, size_t width, const uint16_t *from,
 }
 
 /* Prefetches lines in address order, starting at `first`, because squares read one cache line from
- * each of many rows, which hardware does not prefetch.  `done` elements were requested before. */
+ * each of many rows, which hardware does not prefetch. `done` elements were requested before. */
 FSDPC_INLINE void prefetch_panel(const fsdpc_gemm_operand *from, size_t first, size_t done,
                                  size_t count, size_t bytes)
 {
@@ -131,11 +132,11 @@ FSDPC_INLINE void prefetch_panel(const fsdpc_gemm_operand *from, size_t first, s
         __builtin_prefetch(at + byte, 0, 2);
 }
 
-/* Note [whole vectors].  Panels of A are 14 or 6 wide and vectors 16 or 8.  Packers store whole
- * vectors in ascending k, so that the next row overwrites elements beyond the width (the panel has
- * space after its last row).  The values of these elements do not matter, so a full panel also
- * reads whole vectors, which extend into the next panel's lines, if the operand has that many
- * lines. */
+/* Note [whole vectors]. Panels of A are 14 or 6 lines wide, whereas vectors have 16 or 8 lanes.
+ * Packers store whole vectors in ascending k, so that the next row overwrites elements beyond the
+ * width (the panel has space after its last row). The values of these elements do not matter, so a
+ * full panel also reads whole vectors, which extend into the next panel's lines if the operand has
+ * them. */
 FSDPC_INLINE void pack_f32_as(float *panel, size_t width, const fsdpc_gemm_operand *from,
                               size_t first, size_t count, size_t k_first, size_t k_count,
                               fsdpc_dtype dtype)

@@ -1,9 +1,9 @@
-/* Packing bf16 for instructions that multiply pairs of k: vdpbf16ps and TDPBF16PS.
+/* Packs bf16 for the instructions that multiply pairs of k, vdpbf16ps and TDPBF16PS.
  *
- * The unit is a block of 16 lines and 32 k.  A pair is elements k and k + 1 (k even) of one line in
- * one 32-bit word, with k in the low half.  A block is written as [pair][line] or [line][pair].
- * Depending on the operand's memory layout, that is a plain move, an interleave or a transpose of
- * words.  Missing lines and k are zeros.
+ * The unit is a block of 16 lines and 32 k. A pair is elements k and k + 1 (k even) of one line, in
+ * one 32-bit word with k in the low half. A block is written as [pair][line] or [line][pair].
+ * Depending on the operand's memory layout, this takes a plain move, an interleave or a transpose
+ * of words. Missing lines and missing k are filled with zeros.
  */
 #ifndef FSDPC_OPS_GEMM_PACK_PAIRS_H
 #define FSDPC_OPS_GEMM_PACK_PAIRS_H
@@ -25,7 +25,7 @@ FSDPC_INLINE const uint16_t *block_at(const block *b, size_t line, size_t k)
                             : data + (b->k_first + k) * b->from->ld + b->first + line;
 }
 
-/* For memory along k: moves each line's words unchanged. */
+/* For memory that is contiguous along k, moves each line's words unchanged. */
 FSDPC_INLINE void move_rows(uint32_t *to, const block *b)
 {
     __mmask32 mask = b->k_count >= 32 ? 0xffffffffu : (1u << b->k_count) - 1;
@@ -37,7 +37,7 @@ FSDPC_INLINE void move_rows(uint32_t *to, const block *b)
     }
 }
 
-/* For memory along lines: interleaves rows k and k + 1 into words. */
+/* For memory that is contiguous along lines, interleaves rows k and k + 1 into words. */
 FSDPC_INLINE void weave_pairs(uint32_t *to, size_t to_stride, const block *b)
 {
     __mmask16 mask = (__mmask16)((1u << b->lines) - 1);
@@ -54,9 +54,10 @@ FSDPC_INLINE void weave_pairs(uint32_t *to, size_t to_stride, const block *b)
     }
 }
 
-/* The same for two neighbouring blocks, up to 32 lines, so that each cache line is read only once.
- * Rows are often pages apart, which hardware does not prefetch.  The next 32 k are therefore
- * prefetched, and the next 32 lines, which are read after a whole panel, are prefetched to L2. */
+/* Does the same for two neighbouring blocks, up to 32 lines, so that each cache line is read only
+ * once. Rows are often pages apart, so the hardware does not prefetch them. The next 32 k are
+ * therefore prefetched, and the next 32 lines, which are read after a whole panel, are prefetched
+ * to L2. */
 FSDPC_INLINE void weave_two(uint32_t *to, uint32_t *to_next, const block *b, size_t lines)
 {
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
@@ -93,8 +94,9 @@ FSDPC_INLINE void pairs_block(uint32_t *to, size_t to_stride, const block *b)
     }
 }
 
-/* Returns the block of a panel that begins at line j and k (both relative to the panel).  A full
- * panel uses whole blocks if the operand continues: see Note [whole vectors] in gemm_pack.h. */
+/* Returns the block of a panel that begins at line j and k (both relative to the panel). A full
+ * panel uses whole blocks if the operand has more lines: see Note [whole vectors] in
+ * gemm_pack.h. */
 FSDPC_INLINE block block_of(const fsdpc_gemm_operand *from, size_t width, size_t first,
                             size_t count, size_t k_first, size_t k_count, size_t j, size_t k)
 {
@@ -107,11 +109,11 @@ FSDPC_INLINE block block_of(const fsdpc_gemm_operand *from, size_t width, size_t
                    .k_count = fsdpc_min_size(k_count - k, BLOCK_K)};
 }
 
-/* Most tiles are whole bf16 tiles, which are rounded by the instruction.  It treats subnormals as
- * zero, but vdpbf16ps and TDPBF16PS leave none in the sums.  Otherwise it gives the bits of
- * base/dtype.h, as finish_f32 does (the test of extremes verifies that).  Rounding with integers
- * here cost 12 % of a product at n = 512, 8 % at 1024.  Bias and C, which may contain subnormals,
- * use finish_f32. */
+/* Most tiles are whole bf16 tiles, which the conversion instruction rounds. The instruction treats
+ * subnormals as zero, but vdpbf16ps and TDPBF16PS leave none in the sums. Its other results have
+ * the same bits as base/dtype.h, as do those of finish_f32 (the test of extremes verifies this).
+ * Rounding with integer operations here cost 12 % of a product at n = 512 and 8 % at n = 1024.
+ * Tiles with a bias or an accumulated C, which may contain subnormals, use finish_f32. */
 FSDPC_INLINE void finish_pairs(const fsdpc_gemm_target *t, const float *sums, size_t nr)
 {
     enum { WIDTH = 32 };

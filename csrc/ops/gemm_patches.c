@@ -1,8 +1,8 @@
 /* Image patches as rows and columns: see ops/gemm_patches.h.
  *
- * A row of the matrix consists of a few runs.  A run covers one row of patches, which reads one row
- * of the image.  A run is zeros, then elements `step` apart, then zeros again; with a step of one,
- * it is a copy.
+ * A row of the matrix consists of a few runs. A run covers one row of patches and reads one row of
+ * the image. A run consists of zeros, then elements `step` apart (with a step of one, a copy), then
+ * zeros again.
  */
 #include "ops/gemm_patches.h"
 
@@ -11,7 +11,7 @@
 
 #include "base/size.h"
 
-/* Returns the number of steps, at most n, from `at` to 0 or more. */
+/* Returns the number of steps, at most n, that take `at` to 0 or above. */
 static size_t steps_to(ptrdiff_t at, ptrdiff_t step, size_t n)
 {
     if (at >= 0)

@@ -1,10 +1,10 @@
 /* Image patches as a matrix, by which convolutions multiply without storing it (implicit im2col;
  * Chetlur et al. 2014).
  *
- * Row (c, i, j) contains element (i, j) of every patch in channel c, with one column for each
- * patch place (y, x).  That element is in the channel's row y step[0] + i spread[0] + origin[0]
- * and column x step[1] + j spread[1] + origin[1], or is 0 outside the image.  A negative spread
- * reverses patches, as image gradients require.
+ * Row (c, i, j) contains element (i, j) of every patch in channel c, with one column for each patch
+ * position (y, x). That element is in the channel's row y step[0] + i spread[0] + origin[0] and
+ * column x step[1] + j spread[1] + origin[1], or is 0 outside the image. A negative spread reverses
+ * patches, as image gradients require.
  */
 #ifndef FSDPC_OPS_GEMM_WINDOWS_H
 #define FSDPC_OPS_GEMM_WINDOWS_H
@@ -31,12 +31,14 @@ static inline size_t fsdpc_patches_cols(const fsdpc_patches *w)
     return w->places[0] * w->places[1];
 }
 
-/* A rectangle of the matrix, by its first row and column and their counts. */
+/* A rectangle of the matrix, given by its first row and column and by its numbers of rows and
+ * columns. */
 typedef struct fsdpc_patches_tile {
     size_t row, rows, col, cols;
 } fsdpc_patches_tile;
 
-/* Writes a rectangle: `to` is (tile->rows, tile->cols), dense, with elements of 2, 4 or 8 bytes. */
+/* Writes a rectangle to `to`, a dense (tile->rows, tile->cols) array with elements of 2, 4 or 8
+ * bytes. */
 void fsdpc_patches_copy(const fsdpc_patches *w, const void *image, size_t element_bytes,
                         const fsdpc_patches_tile *tile, void *to);
 

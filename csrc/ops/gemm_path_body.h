@@ -1,8 +1,8 @@
-/* A path with tiles of MR x NR: its packing and finishing, panel by panel.
+/* The panel-by-panel packing and finishing of a path with MR x NR tiles.
  *
- * Included with MR, NR and ROWS (see ops/gemm_tile_body.h), `pack_lines` and `finish_sums`.
- * pack_lines packs lines of an operand into a panel of a given width; finish_sums writes a tile's
- * sums, also of a given width, to C.
+ * The including file defines MR, NR and ROWS (see ops/gemm_tile_body.h), `pack_lines` and
+ * `finish_sums`. pack_lines packs lines of an operand into a panel of a given width; finish_sums
+ * writes a tile's sums, also of a given width, to C.
  */
 
 static void pack_a(void *panel, const fsdpc_gemm_operand *a, size_t first, size_t count,

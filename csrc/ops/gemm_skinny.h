@@ -1,10 +1,10 @@
 /* Products with at most four rows: one source, compiled once per instruction set.
  *
  * Such products (generation, a single column) read every weight once, so packing would double the
- * work.  Here x is widened to fp32 once, and each element of w is read once, in memory order.  If w
- * is contiguous along k, a column of the product is a dot product: 4 x 16 partial sums over k in a
- * fixed order.  If w is contiguous along columns, sums of up to STRIP columns stay in L1 while rows
- * of w are added four at a time.  Neither depends on how the columns are split.
+ * work. Instead, x is widened to fp32 once, and each element of w is read once, in memory order. If
+ * w is contiguous along k, a column of the product is a dot product: 4 x 16 partial sums over k in
+ * a fixed order. If w is contiguous along columns, sums of up to STRIP columns stay in L1 while
+ * rows of w are added four at a time. Neither result depends on how the columns are split.
  */
 #ifndef FSDPC_OPS_GEMM_SKINNY_H
 #define FSDPC_OPS_GEMM_SKINNY_H
@@ -89,8 +89,8 @@ FSDPC_INLINE void skinny_sums(const fsdpc_gemm_skinny *p, size_t first, size_t c
     }
 }
 
-/* One row, as in generation, has its own code; two to four rows are computed as four, for which the
- * caller has padded x with zeros. */
+/* A single row, as in generation, has its own code; two to four rows are computed as four, for
+ * which the caller pads x with zeros. */
 FSDPC_INLINE void skinny_as(const fsdpc_gemm_skinny *p, size_t first, size_t count,
                             fsdpc_dtype dtype)
 {

@@ -1,9 +1,9 @@
 /* a + b, a - b, a * b, a / b, powers, maxima and minima of floats with broadcasting;
- * nn_compare_body.h has the others.  (See nn_internal.h for how bodies are compiled.)
+ * nn_compare_body.h has the others. (See nn_internal.h for how bodies are compiled.)
  *
  * The shape is first collapsed, so equal shapes become one long row, and a broadcast bias becomes a
- * loop over rows.  If an operand is dense or repeated along the innermost dimension, it uses vector
- * loops; any other stride (a transposed view) uses a scalar loop.
+ * loop over rows. Operands that are dense or repeated along the innermost dimension use vector
+ * loops; any other stride, as in a transposed view, uses a scalar loop.
  */
 
 FSDPC_INLINE fsdpc_vf binary_value(fsdpc_binary kind, fsdpc_vf a, fsdpc_vf b)

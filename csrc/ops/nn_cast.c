@@ -1,8 +1,8 @@
-/* Casts between any two dtypes, element by element, for all rare cases.
+/* Casts between any two dtypes, element by element, for the rare cases.
  *
- * A row is processed in blocks.  A block is widened to int64 (integer sources) or double (float
- * sources), both exact, and then stored.  There is thus one loop per source or destination dtype,
- * not one per pair.  Float to integer truncates towards zero, saturates, and makes NaN 0; integer
+ * A row is processed in blocks. A block is widened to int64 (integer sources) or double (float
+ * sources), both exact, and then stored. There is thus one loop per source or destination dtype,
+ * not one per pair. Float to integer truncates towards zero, saturates and maps NaN to 0; integer
  * to narrower integer wraps; anything to bool is x != 0. double to a 16-bit float is first rounded
  * to fp32, as in PyTorch.
  */
@@ -47,7 +47,7 @@ void fsdpc_nn_store_f64(void *base, size_t i, fsdpc_dtype dtype, double x)
     }
 }
 
-/* Truncates; values out of range become the nearest limit. */
+/* Truncates, and clamps out-of-range values to the nearest limit. */
 static int64_t truncate_to(double x, double low, double high)
 {
     if (!(x > low))
@@ -72,7 +72,7 @@ static int64_t truncate_to(double x, double low, double high)
     } while (0);                                                                                   \
     break
 
-/* Returns true if the block holds integers. */
+/* Returns whether the block holds integers. */
 static bool load_block(cast_block *block, const void *src, fsdpc_dtype dtype, size_t at,
                        size_t step, size_t numel)
 {
@@ -154,7 +154,7 @@ static void store_reals(const double *x, void *dst, fsdpc_dtype dtype, size_t at
 }
 
 /* block += old, as integers if both are integers, otherwise as doubles (sums of two floats are then
- * rounded as if computed in fp32).  Returns true if the block holds integers. */
+ * rounded as if computed in fp32). Returns true if the block holds integers. */
 static bool add_block(cast_block *block, bool ints, const cast_block *old, bool old_ints,
                       size_t numel)
 {

@@ -1,9 +1,9 @@
 /* Comparisons and masks of any dtype, and arithmetic of integers and doubles (see nn_internal.h for
  * how bodies are compiled).
  *
- * Each kind and type is one dense loop, which the compiler vectorises.  Operands that are not dense
- * along the innermost dimension (repeated or strided) are first copied into a block.  So are 16-bit
- * floats in comparisons, as fp32, and bool, as 0 or 1.
+ * Each combination of kind and type is one dense loop, which the compiler vectorises. Operands that
+ * are not dense along the innermost dimension (repeated or strided) are first copied into a block.
+ * In comparisons, 16-bit floats are also copied, as fp32, and bool is copied as 0 or 1.
  */
 
 typedef struct binary_row {
@@ -14,7 +14,7 @@ typedef struct binary_row {
     size_t numel;
 } binary_row;
 
-/* Returns the elements from output element `at` to `last` or the end of its row. */
+/* Returns the elements from output element `at` up to `last` or the end of its row. */
 static binary_row binary_row_at(const nn_binary_plan *plan, size_t at, size_t last)
 {
     const nn_box *box = &plan->box;

@@ -1,7 +1,7 @@
 /* Copies over strided boxes: casts, slices, transposes (see nn_internal.h for how bodies are
  * compiled).
  *
- * Dimensions are ordered by the destination's strides and merged if both sides allow it.  Then one
+ * Dimensions are ordered by the destination's strides and merged if both sides allow it. Then one
  * of these forms is used:
  *
  *     rows     both sides dense along the innermost dimension: memcpy, or a vector cast
@@ -15,8 +15,8 @@
 
 enum { COPY_TILE = 64, TILE_ROW = COPY_TILE + 16 /* not a power of two, which would share sets */ };
 
-/* Replaces memcpy, whose rep movsb runs at a tenth of its speed on some processors if both sides
- * begin at nearly the same offset in a page. */
+/* Replaces memcpy: on some processors, its rep movsb is ten times slower if both sides begin at
+ * nearly the same offset in a page. */
 FSDPC_INLINE void copy_row(char *dst, const char *src, size_t bytes)
 {
     enum { STEP = sizeof(fsdpc_vf), MOST = 1 << 16 };
@@ -238,7 +238,7 @@ static void copy_numbers_range(const void *arg, size_t first, size_t last)
 #define ZIP_HIGH 2, 6, 3, 7
 #endif
 
-/* Interleaving row i with row i + LANES/2 rotates the bits of (row, lane) by one.  After one
+/* Interleaving row i with row i + LANES/2 rotates the bits of (row, lane) by one. After one
  * rotation per bit of the lane index, row and lane are swapped. */
 #define COPY_TURN(rows, type)                                                                      \
     for (int bit = 1; bit < FSDPC_LANES; bit *= 2) {                                               \
@@ -288,7 +288,7 @@ FSDPC_INLINE void copy_square(char *dst, size_t dst_row, const char *src, size_t
                 memcpy(dst + (r * dst_row + c) * bytes, src + (c * src_row + r) * bytes, bytes);
 }
 
-/* Copies the tile's source rows next to each other; far apart, they would share a few cache
+/* Copies the tile's source rows next to each other, because rows far apart would share a few cache
  * sets. */
 FSDPC_INLINE void copy_pack(char *tile, const char *src, size_t src_row, size_t n_cols,
                             size_t n_rows, size_t bytes)
@@ -301,7 +301,7 @@ FSDPC_INLINE void copy_pack(char *tile, const char *src, size_t src_row, size_t 
             memcpy(tile + c * TILE_ROW * bytes, src + c * src_row * bytes, n_rows * bytes);
 }
 
-/* Items are strips: COPY_TILE indices of the second to last dimension, and all of the last. */
+/* Each item is a strip: COPY_TILE indices of the second-to-last dimension, and all of the last. */
 FSDPC_INLINE void copy_tiles_range(const nn_copy_plan *plan, size_t first, size_t last,
                                    size_t bytes)
 {

@@ -1,4 +1,4 @@
-/* One instruction set's kernels and their table, named by NN_OPS_TABLE and NN_OPS_NAME.  Included
+/* One instruction set's kernels and their table, named by NN_OPS_TABLE and NN_OPS_NAME. Included
  * once by nn_cpu.c, nn_cpu_avx2.c and nn_cpu_avx512.c. */
 #include "ops/attention.h"
 #include "ops/nn_internal.h"

@@ -1,9 +1,9 @@
 /* Embedding rows and rotary position embedding (see nn_internal.h for how bodies are compiled).
  *
  * embedding_backward sorts the positions by id (a counting sort, which keeps equal ids in order).
- * It then computes each table row once: the sum over its positions in order, in fp32, rounded once.
- * Any split of the table thus gives the same bits, and rows without ids only cost one comparison or
- * one fill.
+ * It then computes each table row once, summing over the row's positions in order in fp32 and
+ * rounding once. Any split of the table thus gives the same bits, and a row without ids costs only
+ * one comparison or one fill.
  */
 
 #define EMBEDDING_PICK(type, id_type)                                                              \
@@ -87,8 +87,8 @@ FSDPC_INLINE void embedding_backward_range(const nn_embedding_plan *plan, size_t
             memset((char *)args->dtable + row * bytes, 0, bytes);
 }
 
-/* Single elements, as in scatter_add, are added directly to their rows, in the order of the ids:
- * the same sums as above, without sorting.  Each part scans all ids for those in its row range.
+/* Single elements, as in scatter_add, are added directly to their rows in the order of the ids,
+ * which gives the same sums without sorting. Each part scans all ids for those in its row range.
  * `sums` is fp32 memory for all rows. */
 typedef struct embedding_adding {
     const fsdpc_embedding_args *args;

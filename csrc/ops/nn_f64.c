@@ -1,7 +1,7 @@
 /* F64 (and, for powers, integer) forms of the elementwise and data movement kernels.
  *
- * Plain loops in double, used to check gradients to many digits.  The corresponding fp32 forms are
- * in nn_unary_body.h, nn_binary_body.h, nn_gate_body.h, nn_sum_body.h and nn_embedding_body.h.
+ * Plain loops in double, used for precise gradient checks. The corresponding fp32 forms are in
+ * nn_unary_body.h, nn_binary_body.h, nn_gate_body.h, nn_sum_body.h and nn_embedding_body.h.
  */
 #include "ops/nn_internal.h"
 
@@ -120,7 +120,7 @@ static void sum_finish_wide(const fsdpc_sum_args *args, size_t i, double total)
     fsdpc_nn_store_f64(args->out, i, args->out_dtype, total);
 }
 
-/* Computes n outputs of one row; adds x's rows concurrently. */
+/* Computes n outputs of one row, adding x's rows concurrently. */
 static void sum_columns_wide(const nn_sum_plan *plan, size_t x_at, size_t first, size_t n)
 {
     double total[WIDE_RUN] = {0}, block[WIDE_RUN];
@@ -135,7 +135,8 @@ static void sum_columns_wide(const nn_sum_plan *plan, size_t x_at, size_t first,
         sum_finish_wide(plan->args, first + c, total[c]);
 }
 
-/* Computes one output from runs: sums of every eighth element, which are added in order. */
+/* Computes one output from eight partial sums, each over every eighth element, which are then added
+ * in order. */
 static double sum_runs_wide(const nn_sum_plan *plan, size_t x_at)
 {
     double sums[WIDE_SUMS] = {0}, block[WIDE_RUN], total = 0;

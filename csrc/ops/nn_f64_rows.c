@@ -1,6 +1,6 @@
 /* F64 forms of the row kernels: softmax, norms, moments, cross entropy, pooling.
  *
- * Plain loops in double; see nn_f64.c.  Statistics that the arguments store as fp32 (mean, rstd,
+ * Plain loops in double; see nn_f64.c. Statistics that the arguments store as fp32 (mean, rstd,
  * lse) are written for other readers, but backward recomputes them in double.
  */
 #include "ops/nn_internal.h"
@@ -208,7 +208,7 @@ void fsdpc_nn_cross_entropy_backward_f64(const void *arg, size_t first, size_t l
     }
 }
 
-/* Returns a window's maximum, with its index in *at_out, or its mean, with SIZE_MAX. */
+/* Returns a window's maximum, with its index in *at_out, or its mean, with SIZE_MAX in *at_out. */
 static double pool_window(const fsdpc_pool_args *args, const double *x, const nn_span *rows,
                           const nn_span *cols, size_t *at_out)
 {

@@ -1,6 +1,6 @@
 /* SwiGLU, forward and backward, and dropout (see nn_internal.h for how bodies are compiled).
  *
- * Dropout uses word first + i of a Philox stream for element i.  FSDPC_LANES blocks of four words
+ * For element i, dropout uses word first + i of a Philox stream. FSDPC_LANES blocks of four words
  * are computed concurrently; the words are those of base/random.h.
  */
 

@@ -1,9 +1,8 @@
-/* Shared by the CPU's nn kernels: splitting work between threads, iterating over strided boxes, and
- * the kernels that are compiled once because training does not use them (F64, integers, mixed
- * casts).
+/* Shared by the CPU's nn kernels: work splitting, iteration over strided boxes, and the kernels
+ * compiled only once because training does not use them (F64, integers, mixed casts).
  *
  * A kernel is a range function: it only computes elements (or rows, or columns) [first, last) of
- * its output, so the split cannot change a result.  The *_body.h files hold the vector forms; each
+ * its output, so the split cannot change a result. The *_body.h files hold the vector forms; each
  * is compiled three times, by nn_cpu.c, nn_cpu_avx2.c and nn_cpu_avx512.c.
  */
 #ifndef FSDPC_OPS_NN_INTERNAL_H
@@ -64,7 +63,7 @@ static inline fsdpc_status nn_check_float(fsdpc_dtype dtype, const char *what)
     return FSDPC_OK;
 }
 
-/* Defines name_kernels from an inlined `name(args, first, last, dtype)` and the F64 form.  The
+/* Defines name_kernels from an inlined `name(args, first, last, dtype)` and its F64 form. The
  * arguments are copied first: a kernel's stores cannot alias the copy, so it stays in registers. */
 #define NN_FLOAT_KERNELS(name, args_type, f64)                                                     \
     NN_FLOAT_KERNEL(name, args_type, f32, FSDPC_F32)                                               \
@@ -101,7 +100,8 @@ static inline size_t nn_box_numel(const nn_box *box)
     return numel;
 }
 
-/* Drops dimensions of size one and merges neighbours that both operands step through evenly. */
+/* Drops dimensions of size one, and merges neighbouring dimensions that both operands step through
+ * evenly. */
 static inline void nn_box_collapse(nn_box *box)
 {
     int kept = 0;
@@ -184,7 +184,8 @@ static inline nn_span nn_span_meet(const nn_span *a, const nn_span *b)
     return (nn_span){fsdpc_max_size(a->first, b->first), fsdpc_min_size(a->end, b->end)};
 }
 
-/* Returns the image elements of window `place` along dimension d; may be empty. */
+/* Returns the range of image elements that window `place` covers along dimension d; it may be
+ * empty. */
 static inline nn_span nn_pool_span(const fsdpc_pool_args *args, int d, size_t place)
 {
     size_t begin = place * args->stride[d], pad = args->padding[d];
@@ -193,7 +194,7 @@ static inline nn_span nn_pool_span(const fsdpc_pool_args *args, int d, size_t pl
     return (nn_span){first, fsdpc_max_size(fsdpc_min_size(end, args->image[d]), first)};
 }
 
-/* Returns the windows along dimension d that may overlap any of the image's `elements`. */
+/* Returns the range of windows along dimension d that may overlap any of the image's `elements`. */
 static inline nn_span nn_pool_places(const fsdpc_pool_args *args, int d, const nn_span *elements)
 {
     size_t kernel = args->kernel[d], first = elements->first + args->padding[d] + 1;

@@ -1,12 +1,12 @@
-/* Moments of rows, sums of gradients over rows, and affine maps of rows: the parts of group and
- * batch norm (see nn_internal.h for how bodies are compiled).
+/* Row moments, sums of gradients over rows, and row-wise affine maps: the parts of group and batch
+ * norm (see nn_internal.h for how bodies are compiled).
  *
- * A row's moments are computed in chunks that stay in the first-level cache.  A chunk's mean is
- * computed in fp32; distances from that mean are squared, so a mean far from 0 loses no precision.
- * The sum of the distances, which is the rounding error of the mean, corrects both.  Chunks are
- * combined in double by the formula of Chan, Golub & LeVeque (1979).  One thread computes a row,
- * and only the row's length determines where chunks begin, so the number of threads does not change
- * the result.
+ * A row's moments are computed in chunks that stay in the first-level cache. A chunk's mean is
+ * computed in fp32, and distances from that mean are squared, so a mean far from 0 loses no
+ * precision. The sum of the distances, which is the mean's rounding error, corrects both the mean
+ * and the sum of squares. Chunks are combined in double by the formula of Chan, Golub & LeVeque
+ * (1979). One thread computes a row, and only the row's length determines where chunks begin, so
+ * the number of threads does not change the result.
  */
 
 enum { MOMENTS_CHUNK = 4096, MOMENTS_SIDES = 4 /* sums side by side */ };
@@ -28,7 +28,7 @@ FSDPC_INLINE void moments_step(const fsdpc_row_moments_args *args, size_t at, si
     *second = fsdpc_vf_fma(other, away, *second);
 }
 
-/* Sums n elements starting at `at`, at most MOMENTS_CHUNK. */
+/* Sums n elements, at most MOMENTS_CHUNK, starting at `at`. */
 FSDPC_INLINE moment_sums moments_of(const fsdpc_row_moments_args *args, size_t at, size_t n,
                                     float shift, fsdpc_dtype dtype, bool products)
 {
@@ -58,8 +58,8 @@ FSDPC_INLINE float moments_mean(const fsdpc_row_moments_args *args, size_t at, s
     return fsdpc_vf_sum((sum[0] + sum[1]) + (sum[2] + sum[3])) / (float)n;
 }
 
-/* Combines the mean and squared distances of the row's first `seen` elements with those of n
- * more. */
+/* Combines the mean and squared distances of the row's first `seen` elements with those of the next
+ * n. */
 FSDPC_INLINE void moments_join(const fsdpc_row_moments_args *args, size_t row, size_t seen,
                                size_t n, fsdpc_dtype dtype, moment_sums *total)
 {

@@ -2,7 +2,7 @@
  * compiled).
  *
  * Forward: statistics in fp32 (the variance from centred values), then the result, from a row that
- * stays in cache.  Backward, with xhat = (x - mean) * rstd, g = dy * w and means over the row:
+ * stays in cache. Backward, with xhat = (x - mean) * rstd, g = dy * w and means over the row:
  *     dx = rstd * (g - mean(g) - xhat * mean(g * xhat))        (RMSNorm: without mean(g))
  *     dweight = sum over rows of dy * xhat,  dbias = sum over rows of dy
  * The sums over rows are computed per block of rows, whose size only depends on the number of rows.
@@ -167,7 +167,7 @@ FSDPC_INLINE void norm_backward_row(norm_row *row, fsdpc_dtype dtype, bool weigh
     FSDPC_EACH_VECTOR(c, n, cols, norm_backward_step(row, c, n, dtype, weight));
 }
 
-/* Processes blocks [first, last) of rows. */
+/* Processes the row blocks [first, last). */
 FSDPC_INLINE void norm_backward_range(const norm_plan *plan, size_t first, size_t last,
                                       fsdpc_dtype dtype)
 {

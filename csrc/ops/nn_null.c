@@ -1,12 +1,12 @@
 /* Neural network kernels that compute nothing: device_null's table.
  *
  * Every call is accepted, and memory is neither read nor written, so a model of any size can be
- * scheduled in no time.  One function per argument type serves forward and backward.
+ * scheduled almost instantly. One function per argument type serves forward and backward.
  *
- * The operations of matrix products and attention are counted as kernels execute them.  Causal
- * attention counts half, a window counts only visible keys, a mask counts everything.  Attention's
- * backward recomputes the scores, so it has five products, and forward two.  Memory-bound
- * operations count as zero.
+ * Operations in matrix products and attention are counted as real kernels would execute them.
+ * Causal attention counts half of the operations, a window counts only visible keys, and a mask
+ * counts everything. Attention's forward consists of two products, and its backward of five,
+ * because it recomputes the scores. Memory-bound operations count as zero.
  */
 #include "ops/nn_ops.h"
 

@@ -1,11 +1,11 @@
 /* Neural network kernels, forward and backward.
  *
  * One table per device and instruction set; callers use stream->device->nn through
- * fsdpc_nn_ops_of().  Tensors are dense and row-major unless strides are given; strides and lengths
- * are in elements.  Float dtypes are F32 and BF16 (fast), F16 (by upcast) and F64 (portable).  All
- * inner arithmetic is fp32 (F64 for F64); results are rounded to their dtype once.  A gradient's
- * target is (pointer, dtype, accumulate): accumulate adds to the target's contents.  Zero lengths
- * are always allowed.  Results do not depend on the number of threads.  All pointers are to device
+ * fsdpc_nn_ops_of(). Tensors are dense and row-major unless strides are given; strides and lengths
+ * are in elements. Float dtypes are F32 and BF16 (fast), F16 (by upcast) and F64 (portable). All
+ * inner arithmetic is fp32 (F64 for F64); results are rounded to their dtype once. A gradient's
+ * target is (pointer, dtype, accumulate): accumulate adds to the target's contents. Zero lengths
+ * are always allowed. Results do not depend on the number of threads. All pointers are to device
  * memory, even to single numbers, so the host does not wait for a kernel.
  */
 #ifndef FSDPC_OPS_NN_OPS_H
@@ -87,7 +87,7 @@ static inline bool fsdpc_binary_masks(fsdpc_binary kind)
     return kind == FSDPC_BINARY_MASK || kind == FSDPC_BINARY_KEEP;
 }
 
-/* Whether backward reads y, and whether it reads x; unused arguments may be NULL. */
+/* Return whether backward reads y or x, respectively; unused arguments may be NULL. */
 static inline bool fsdpc_unary_reads_y(fsdpc_unary kind)
 {
     return kind == FSDPC_UNARY_EXP || kind == FSDPC_UNARY_SQRT || kind == FSDPC_UNARY_TANH ||
@@ -113,10 +113,11 @@ typedef struct fsdpc_unary_args {
     void *out;      /* forward: y; backward: dx = dy * f'(x); may be x or dy */
 } fsdpc_unary_args;
 
-/* A matrix product followed by GELU_TANH.  Forward: before = A'B' + bias, C = gelu(before).
- * Backward of both at once, with A'B' as the gradient of gelu's result: C = A'B' gelu'(before).
- * Kernels may round to dtype between the two steps, so results may differ by that one rounding.  C
- * has the inputs' dtype and is dense; no batch and no accumulation. */
+/* A matrix product followed by GELU_TANH. Forward: before = A'B' + bias, C = gelu(before).
+ * Backward does both steps at once, with A'B' as the gradient of gelu's result: C = A'B'
+ * gelu'(before). Kernels may round to dtype between the two steps, so results may differ by that
+ * one rounding. C is dense and has the inputs' dtype; batches and accumulation are not
+ * supported. */
 typedef struct fsdpc_gemm_gelu_args {
     fsdpc_gemm_args gemm;
     bool backward;
@@ -135,8 +136,8 @@ typedef struct fsdpc_binary_args {
 } fsdpc_binary_args;
 
 /* out (dense over the kept dimensions, in order) = scale * sum of x over the other dimensions.
- * Used for sum, mean and the gradient of broadcasting.  I64 gives I64, which wraps; scale is then
- * 1. */
+ * Used for sums, means and the gradients of broadcasts. I64 gives I64, which wraps around; scale
+ * must then be 1. */
 typedef struct fsdpc_sum_args {
     fsdpc_dtype dtype, out_dtype;
     int ndim;
@@ -187,7 +188,7 @@ typedef struct fsdpc_softmax_args {
 } fsdpc_softmax_args;
 
 /* RMSNorm (Zhang & Sennrich 2019): y = x / sqrt(mean(x^2) + eps) * w;  LayerNorm (Ba et al. 2016):
- * y = (x - mean) / sqrt(var + eps) * w + b.  All of x, y, w, b have `dtype`. */
+ * y = (x - mean) / sqrt(var + eps) * w + b. The tensors x, y, w and b all have `dtype`. */
 typedef struct fsdpc_norm_args {
     bool layer; /* false: RMSNorm */
     fsdpc_dtype dtype;
@@ -204,8 +205,8 @@ typedef struct fsdpc_norm_args {
 } fsdpc_norm_args;
 
 /* Row moments. out (2, rows), F32 (F64 for F64), receives each row's mean, then its sum of squared
- * distances from the mean.  With dy: the sums of dy, then of dy * (x - shift).  Row r uses value r
- * % values of `shift`. */
+ * distances from the mean. With dy, out receives the sums of dy, then of dy * (x - shift). Row r
+ * uses the value of `shift` at index r % values. */
 typedef struct fsdpc_row_moments_args {
     fsdpc_dtype dtype; /* of x and dy */
     size_t rows, cols;
@@ -238,13 +239,13 @@ typedef struct fsdpc_rotary_args {
 } fsdpc_rotary_args;
 
 /* softmax(scale * Q K^T + mask) V, where head h of Q reads head h / (heads / kv_heads) of K and V.
- * Blocked as in FlashAttention (Dao et al. 2022): no T x T matrix is stored.  Causal: query t of Tq
- * sees keys up to t + (Tk - Tq); with a window, its own and the window - 1 keys before it.  The
- * last dimension is dense; the strides of the others are {batch, token, head}.
+ * Blocked as in FlashAttention (Dao et al. 2022): no T x T matrix is stored. With causal attention,
+ * query t of Tq sees keys up to t + (Tk - Tq); with a window, only its own and the window - 1 keys
+ * before it. The last dimension is dense; the strides of the others are {batch, token, head}.
  *
  * A mask specifies whether a query sees a key (bool), or is added to the scaled products (floats).
- * A query that sees no key gives zeros.  Only the CPU and the null device support windows and
- * masks. */
+ * The output of a query that sees no key is zero. Only the CPU and the null device support windows
+ * and masks. */
 typedef struct fsdpc_attention_args {
     fsdpc_dtype dtype;
     size_t batch, tokens_q, tokens_k, heads, kv_heads, dim;
@@ -257,16 +258,16 @@ typedef struct fsdpc_attention_args {
     fsdpc_dtype mask_dtype; /* BOOL or a float dtype; F64 inputs: BOOL or F64, others: not F64 */
     size_t stride_mask[4];  /* {batch, head, query, key}, 0 if shared; key: 0 or 1 */
     void *out;              /* forward: written; backward: read */
-    /* (B, H, Tq): log-sum-exp; written forward, read backward.  With a mask (2, B, H, Tq): the log
-     * of the sum of exponentials relative to a reference, then the reference, in base 2. */
+    /* (B, H, Tq): log-sum-exp; written forward, read backward. With a mask, (2, B, H, Tq): the log
+     * of the sum of exponentials relative to a reference, then the reference, both in base 2. */
     float *lse;
     const void *dout;   /* backward from here on; strides as out */
     void *dq, *dk, *dv; /* strides as q, k, v; written, not added to */
 } fsdpc_attention_args;
 
-/* Windows of images, each {height, width}.  Padding is never the maximum and counts as zeros in the
- * mean.  The maximum is NaN if any element is; of equal maxima, the first counts.  Only for the CPU
- * and the null device. */
+/* Pooling over windows of images; each pair is {height, width}. Padding is never the maximum and
+ * counts as zeros in the mean. The maximum is NaN if any element is NaN; among equal maxima, the
+ * first counts. Supported only on the CPU and the null device. */
 typedef struct fsdpc_pool_args {
     bool max; /* otherwise the mean */
     fsdpc_dtype dtype;
@@ -298,8 +299,8 @@ typedef struct fsdpc_loss_sum {
     uint64_t count; /* rows that counted */
 } fsdpc_loss_sum;
 
-/* The mean of -log softmax(logits)[target] over the rows whose target is not ignore_index.  If
- * every row is ignored, the loss is NaN, as in PyTorch.  Rows may be passed in several consecutive
+/* The mean of -log softmax(logits)[target] over the rows whose target is not ignore_index. If
+ * every row is ignored, the loss is NaN, as in PyTorch. Rows may be passed in several consecutive
  * calls on a stream, which add to one sum. */
 typedef struct fsdpc_cross_entropy_args {
     fsdpc_dtype dtype; /* of logits and dlogits */
@@ -328,7 +329,8 @@ typedef struct fsdpc_loss_gradient_args {
     void *out; /* may be x */
 } fsdpc_loss_gradient_args;
 
-/* The key of a captured step, whose replays draw the same values as the steps they replace. */
+/* The dropout key of a captured step, whose replays draw the same values as the steps they
+ * replace. */
 typedef struct fsdpc_dropout_key {
     uint64_t seed;
     uint64_t shift; /* added to streams */
@@ -391,11 +393,11 @@ typedef struct fsdpc_nn_ops {
 /* Returns the CPU's table for an instruction set (the best kernels up to that set). */
 const fsdpc_nn_ops *fsdpc_nn_ops_cpu(fsdpc_isa isa);
 
-/* The gemm_gelu slot, composed of the table's gemm and unary: for tables without a better kernel,
- * and for arguments that better kernels do not support. */
+/* The gemm_gelu slot, composed from the table's gemm and unary, for tables and arguments that a
+ * better kernel does not support. */
 fsdpc_status fsdpc_gemm_gelu_by_parts(const fsdpc_gemm_gelu_args *args, fsdpc_stream *stream);
 
-/* A table whose kernels compute nothing and succeed; for device_null. */
+/* Returns device_null's table, whose kernels compute nothing and always succeed. */
 const fsdpc_nn_ops *fsdpc_nn_ops_null(void);
 
 static inline const fsdpc_nn_ops *fsdpc_nn_ops_of(const fsdpc_stream *stream)

@@ -1,7 +1,7 @@
 /* Argument checks and work plans of the nn kernels: decisions made once per call.
  *
- * Indices are checked before a kernel starts.  Kernels then read them without checks, and an
- * invalid index leaves the outputs unchanged.  Plans only depend on shapes, never on the number of
+ * Indices are checked before a kernel starts. Kernels then read them without checks, and an
+ * invalid index leaves the outputs unchanged. Plans only depend on shapes, never on the number of
  * threads.
  */
 #include "ops/nn_internal.h"
@@ -94,7 +94,7 @@ static fsdpc_status check_id_dtype(fsdpc_dtype dtype, const char *what)
     return FSDPC_OK;
 }
 
-/* Returns the largest id; negative ids are above all others. */
+/* Returns the largest id, treating negative ids as larger than all others. */
 static uint64_t most_id(const fsdpc_embedding_args *args)
 {
     const int32_t *narrow = args->ids;

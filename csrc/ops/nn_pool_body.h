@@ -1,11 +1,11 @@
 /* Pooling: the maximum or mean of each window of an image (see nn_internal.h for how bodies are
  * compiled).
  *
- * Forward processes a row of windows.  Windows whose columns are all inside the image are computed
- * a vector at a time, and the few at the borders one by one.  Both visit a window's elements row by
- * row, so the bits are equal.
+ * Forward processes one row of windows at a time. Windows whose columns are all inside the image
+ * are computed a vector at a time, and the few at the borders one by one. Both methods visit a
+ * window's elements row by row, so their results have the same bits.
  *
- * Backward finds the maximum again instead of storing indices.  It computes dx in image tiles,
+ * Backward finds the maximum again instead of storing indices. It computes dx in image tiles,
  * whose fp32 sums stay in cache, from all windows that overlap the tile, and rounds once.
  */
 
@@ -103,7 +103,7 @@ static fsdpc_status pool(const fsdpc_pool_args *args, fsdpc_stream *stream)
 
 enum { POOL_TILE = 4096 };
 
-/* Elements rows x cols of dx, and their sums, with room for a vector after the last. */
+/* A tile of rows x cols elements of dx, and their sums, with space for a vector after the last. */
 typedef struct pool_tile {
     nn_span rows, cols;
     float sums[POOL_TILE + FSDPC_LANES];

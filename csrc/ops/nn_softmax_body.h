@@ -2,7 +2,7 @@
  *
  * Three passes over a row that stays in cache compute the maximum, the sum of exponentials, and the
  * result. exp(x - max) * (1 / sum) is used instead of exp(x - lse), whose error grows with |lse|.
- * Short rows keep their exponentials in fp32 on the stack from the second pass to the third.
+ * For short rows, the second pass keeps the exponentials in fp32 on the stack for the third.
  */
 
 enum { SOFTMAX_KEPT = 2048 };
@@ -37,8 +37,8 @@ FSDPC_INLINE fsdpc_vf exp_step(const void *x, size_t i, size_t n, fsdpc_dtype dt
     return FSDPC_WHOLE(n) ? e : fsdpc_vf_select(fsdpc_vi_first(n), e, (fsdpc_vf){0});
 }
 
-/* Returns the sum of exp(x - max) over [first, last); also stores the exponentials in `keep`,
- * unless NULL. */
+/* Returns the sum of exp(x - max) over [first, last), and stores the exponentials in `keep` unless
+ * it is NULL. */
 FSDPC_INLINE float row_exp_sum(const void *x, size_t first, size_t last, fsdpc_dtype dtype,
                                float max, float *keep)
 {

@@ -1,11 +1,11 @@
-/* Sums over some dimensions, of elements or of their squares (see nn_internal.h for how bodies are
+/* Sums of elements, or of their squares, over some dimensions (see nn_internal.h for how bodies are
  * compiled).
  *
- * Neighbouring dimensions that are both kept or both reduced are merged first.  If the innermost is
- * kept, an item is up to NN_SUM_COLS columns of the output, added row by row (the gradient of a
- * bias).  If it is reduced, an item is one output, summed along rows (a mean over features).  Long
- * sums consist of short ones with fixed boundaries, which reduces the error and makes the result
- * independent of how threads split the work.
+ * Neighbouring dimensions that are both kept or both reduced are merged first. If the innermost
+ * dimension is kept, an item is up to NN_SUM_COLS columns of the output, added row by row, as for a
+ * bias gradient. If it is reduced, an item is one output, summed along rows, as for a mean over
+ * features. Long sums consist of short ones with fixed boundaries, which reduces the error and
+ * makes the result independent of how threads split the work.
  */
 
 enum { SUM_ROWS = 64, SUM_RUN = 4096 };
@@ -140,7 +140,7 @@ FSDPC_INLINE void sum_range(const nn_sum_plan *plan, size_t first, size_t last, 
 
 NN_FLOAT_KERNELS(sum_range, nn_sum_plan, fsdpc_nn_sum_wide)
 
-/* Sums all elements: partial sums of fixed blocks, added in order. */
+/* Sums all elements as partial sums over fixed blocks, which are added in order. */
 static fsdpc_status sum_all(nn_sum_plan *plan, fsdpc_stream *stream)
 {
     size_t blocks = fsdpc_ceil_div(plan->inner, NN_SUM_BLOCK);

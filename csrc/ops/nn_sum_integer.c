@@ -3,7 +3,7 @@
 
 enum { COLS = 512 };
 
-/* Computes neighbouring outputs; adds x's rows concurrently. */
+/* Computes neighbouring outputs, adding x's rows concurrently. */
 static void sum_columns(const nn_sum_plan *plan, const uint64_t *x, uint64_t *out, size_t n)
 {
     uint64_t total[COLS] = {0};

@@ -86,7 +86,7 @@ FSDPC_INLINE fsdpc_vf unary_value(fsdpc_unary kind, fsdpc_vf x, float s)
     return x;
 }
 
-/* dy * f'(x).  y = f(x). */
+/* dy * f'(x). y = f(x). */
 FSDPC_INLINE fsdpc_vf unary_slope(fsdpc_unary kind, fsdpc_vf x, fsdpc_vf y, fsdpc_vf dy, float s)
 {
     const fsdpc_vf zero = {0};

@@ -1,8 +1,8 @@
-/* Unary functions and their slopes, one element at a time, in one type.
+/* Unary functions and their slopes, for one element of one type.
  *
- * Included with RULE_T, the type, and RULE, which precedes each function: by nn_f64.c for double,
- * and by kernels/unary.cu for float and double.  In the latter, names are overloaded, and `kind` is
- * a constant, so only one case remains.
+ * The including file defines RULE_T, the type, and RULE, which precedes each function: nn_f64.c for
+ * double, and kernels/unary.cu for float and double. In unary.cu, names are overloaded and `kind`
+ * is a constant, so only one case remains.
  */
 
 RULE RULE_T sigmoid(RULE_T x)
@@ -76,7 +76,7 @@ RULE RULE_T unary_value(fsdpc_unary kind, RULE_T x, RULE_T s)
     return x;
 }
 
-/* dy * f'(x).  y = f(x). */
+/* dy * f'(x). y = f(x). */
 RULE RULE_T unary_slope(fsdpc_unary kind, RULE_T x, RULE_T y, RULE_T dy, RULE_T s)
 {
     switch (kind) {

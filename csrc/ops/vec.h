@@ -1,9 +1,9 @@
 /* fp32 vectors, for kernels compiled from one source once per instruction set.
  *
  * fsdpc_vf is a GCC/clang vector of FSDPC_LANES floats, as wide as the registers the file is
- * compiled for: 16 with AVX-512, 8 with AVX2, 4 elsewhere.  (A fixed width of 16 was tried: gcc
+ * compiled for: 16 with AVX-512, 8 with AVX2, 4 elsewhere. (A fixed width of 16 was tried: gcc
  * spills every vector wider than its registers, which is five times slower.)  Vectors support + - *
- * / and comparisons, which return an fsdpc_vi of 0 or -1, also with a scalar on one side.  A
+ * / and comparisons, which return an fsdpc_vi of 0 or -1, also with a scalar on one side. A
  * typical loop is
  *
  *     FSDPC_EACH_VECTOR(i, n, numel,
@@ -13,8 +13,8 @@
  * fused multiply-add, sums in a fixed order, and (ops/vec_math.h) exp, log, sin, pow.
  *
  * On every path, conversions give the same bits as their scalar twins in base/dtype.h (NaN and
- * subnormals kept, nearest even).  Sums over lanes add the upper half to the lower until one lane
- * is left. fma is fused if the instruction set supports it.  Paths may thus differ from each other
+ * subnormals kept, nearest even). Sums over lanes add the upper half to the lower until one lane
+ * is left. fma is fused if the instruction set supports it. Paths may thus differ from each other
  * in the last bits, but each is reproducible.
  *
  * Everything is force-inlined: the linker must never keep a function's AVX-512 copy for baseline
@@ -51,7 +51,7 @@ typedef int32_t fsdpc_vi __attribute__((vector_size(FSDPC_LANES * 4)));
 typedef uint32_t fsdpc_vu __attribute__((vector_size(FSDPC_LANES * 4)));
 typedef uint16_t fsdpc_vh __attribute__((vector_size(FSDPC_LANES * 2))); /* bf16 or fp16 bits */
 
-/* The same without alignment, for loads and stores. */
+/* The same types without alignment, for loads and stores. */
 typedef float fsdpc_vf_loose __attribute__((vector_size(FSDPC_LANES * 4), aligned(4), may_alias));
 typedef uint16_t fsdpc_vh_loose
     __attribute__((vector_size(FSDPC_LANES * 2), aligned(2), may_alias));
@@ -115,10 +115,11 @@ FSDPC_INLINE void fsdpc_vf_store(float *p, fsdpc_vf v)
     *(fsdpc_vf_loose *)p = (fsdpc_vf_loose)v;
 }
 
-/* True if a count is known at compile time to be a whole vector; _n functions then cost nothing. */
+/* True if a count is known at compile time to be a whole vector, in which case _n functions cost
+ * nothing extra. */
 #define FSDPC_WHOLE(n) (__builtin_constant_p(n) && (n) == FSDPC_LANES)
 
-/* Runs the statement from i to `last`: for each whole vector, with a constant n, and for the
+/* Runs the statement from i to `last`, once per whole vector with a constant n, and once for the
  * remaining `n` elements. */
 #define FSDPC_EACH_VECTOR(i, n, last, ...)                                                         \
     for (; (i) + FSDPC_LANES <= (last); (i) += FSDPC_LANES) {                                      \
@@ -130,7 +131,7 @@ FSDPC_INLINE void fsdpc_vf_store(float *p, fsdpc_vf v)
         __VA_ARGS__;                                                                               \
     }
 
-/* Loads the first n lanes; the others are zero, and their memory is not accessed. */
+/* Loads the first n lanes without accessing the memory of the others, which become zero. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_load_n(const float *p, size_t n)
 {
     if (FSDPC_WHOLE(n))
@@ -277,7 +278,7 @@ FSDPC_INLINE fsdpc_vh fsdpc_vf_to_f16(fsdpc_vf v)
 #endif
 }
 
-/* Loads elements i .. i + FSDPC_LANES - 1 of an F32, BF16 or F16 array as fp32.  Kernels call these
+/* Loads elements i .. i + FSDPC_LANES - 1 of an F32, BF16 or F16 array as fp32. Kernels call these
  * functions with a constant dtype, for which the selection costs nothing. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_load_as(const void *base, size_t i, fsdpc_dtype dtype)
 {

@@ -2,9 +2,9 @@
  *
  * exp(x) = 2^n exp(r) with n = round(x / ln 2) and |r| <= ln 2 / 2. r is computed by subtracting n
  * ln 2 in two pieces (the first has nine bits, so its product with n is exact), and exp(r) by a
- * minimax polynomial.  Scaling takes two steps, so that subnormal results are correct. tanh uses
+ * minimax polynomial. Scaling takes two steps, so that subnormal results are correct. tanh uses
  * exp(2|x|) - 1, which keeps all bits near zero, as does expm1. erf is a polynomial below 0.93 and
- * 1 - exp(polynomial) above (after N.  Juffa's), or, with AVX2, one of eight polynomials, with
+ * 1 - exp(polynomial) above (after N. Juffa's), or, with AVX2, one of eight polynomials, with
  * AVX-512 one of sixteen.
  *
  * log(x) = k ln 2 + log(1 + f) with x = 2^k (1 + f) and 1 + f from sqrt(1/2) to sqrt 2, by a
@@ -59,8 +59,9 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_scale_(fsdpc_vf y, fsdpc_vf power)
 #endif
 }
 
-/* At most 2 ulp everywhere; exp(-inf) = 0, overflow gives infinity, NaN stays.  Results that round
- * to 0 are selected, not computed, because a product that underflows takes a hundred cycles. */
+/* The error is at most 2 ulp; exp(-inf) is 0, overflow gives infinity, and NaN is preserved.
+ * Results that round to 0 are selected instead of computed, because a product that underflows takes
+ * a hundred cycles. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_exp(fsdpc_vf x)
 {
     const fsdpc_vf zero = {0};
@@ -75,7 +76,7 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_sigmoid(fsdpc_vf x)
     return 1.0f / (1.0f + fsdpc_vf_exp(-x));
 }
 
-/* At most 3 ulp; odd, keeps -0 and NaN. */
+/* The error is at most 3 ulp; the function is odd and preserves -0 and NaN. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_tanh(fsdpc_vf x)
 {
     fsdpc_vf a = fsdpc_vf_min(fsdpc_vf_splat(10.0f), fsdpc_vf_abs(x));
@@ -87,9 +88,9 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_tanh(fsdpc_vf x)
 }
 
 #if defined(FSDPC_VEC_AVX512) || defined(FSDPC_VEC_AVX2)
-/* Computes erf(t) / t by a polynomial in t's distance to the nearest quarter (with AVX2, half),
- * whose coefficients are looked up.  This is half the work of one polynomial near zero and another
- * with exp. */
+/* Computes erf(t) / t by a polynomial in t's distance to the nearest multiple of 1/4 (1/2 with
+ * AVX2), with coefficients from a table. This is half the work of one polynomial near zero and
+ * another with exp. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_erf_table_(fsdpc_vf x)
 {
 #if defined(FSDPC_VEC_AVX512)
@@ -154,7 +155,7 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_erf_table_(fsdpc_vf x)
 }
 #endif
 
-/* At most 3 ulp; odd, keeps NaN. */
+/* The error is at most 3 ulp; the function is odd and preserves NaN. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_erf(fsdpc_vf x)
 {
 #if defined(FSDPC_VEC_AVX512) || defined(FSDPC_VEC_AVX2)
@@ -181,7 +182,7 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_erf(fsdpc_vf x)
 #endif
 }
 
-/* Returns y, but fn(x) in lanes selected by `far`. */
+/* Returns fn(x) in the lanes selected by `far`, and y in the others. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_by_lane_(fsdpc_vi far, fsdpc_vf x, fsdpc_vf y, float (*fn)(float))
 {
     if (__builtin_expect(fsdpc_vi_any(far), 0))
@@ -191,7 +192,8 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_by_lane_(fsdpc_vi far, fsdpc_vf x, fsdpc_vf y, fl
     return y;
 }
 
-/* At most 2 ulp; keeps -0 and NaN, -inf gives -1, overflow gives infinity. */
+/* The error is at most 2 ulp; -0 and NaN are preserved, -inf gives -1, and overflow gives
+ * infinity. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_expm1(fsdpc_vf x)
 {
     fsdpc_vf a = fsdpc_vf_min(fsdpc_vf_splat(88.75f), fsdpc_vf_max(fsdpc_vf_splat(-30.0f), x));
@@ -226,7 +228,8 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_log_parts_(fsdpc_vi k, fsdpc_vf f)
     return fsdpc_vf_fma(power, fsdpc_vf_splat(0.693359375f), y);
 }
 
-/* At most 2 ulp; log(0) = -inf, NaN for negative numbers; infinity and NaN are preserved. */
+/* The error is at most 2 ulp; log(0) is -inf, negative numbers give NaN, and infinity and NaN are
+ * preserved. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_log(fsdpc_vf x)
 {
     const fsdpc_vf zero = {0}, infinity = fsdpc_vf_splat(INFINITY);
@@ -240,7 +243,7 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_log(fsdpc_vf x)
     return fsdpc_vf_select((x > zero) & (x < infinity), y, other);
 }
 
-/* At most 2 ulp; keeps -0. */
+/* The error is at most 2 ulp; -0 is preserved. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_log1p(fsdpc_vf x)
 {
     const fsdpc_vf zero = {0};
@@ -275,7 +278,7 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_sine_(fsdpc_vf x, int quarters, float (*fn)(float
     return fsdpc_vf_by_lane_(fsdpc_vf_abs(x) > fsdpc_vf_splat(6400.0f), x, y, fn);
 }
 
-/* At most 2 ulp; keeps -0 and NaN; NaN for infinity. */
+/* The error is at most 2 ulp; -0 and NaN are preserved, and infinity gives NaN. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_sin(fsdpc_vf x)
 {
     return fsdpc_vf_select(x == (fsdpc_vf){0}, x, fsdpc_vf_sine_(x, 0, sinf));
@@ -356,7 +359,7 @@ FSDPC_INLINE fsdpc_vd fsdpc_vd_pow_(fsdpc_vd k, fsdpc_vd f, fsdpc_vd b, fsdpc_vd
 
 #endif
 
-/* At most 1 ulp; special cases as in C's pow. */
+/* The error is at most 1 ulp; special cases are those of C's pow. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_pow(fsdpc_vf a, fsdpc_vf b)
 {
 #if defined(FSDPC_VEC_AVX512) || defined(FSDPC_VEC_AVX2)

@@ -1,8 +1,9 @@
 /* The loaded plugins: one of the few globals, guarded by a lock.
  *
- * A library is opened with local symbols, so that those of two plugins (or of a plugin and torch)
- * never clash.  It is never closed: its code may be on any thread's stack, and CUDA does not
- * survive unloading.  A library that opened but did not match also stays open, unused.
+ * A library is opened with local symbols, so that the symbols of two plugins (or of a plugin and
+ * torch) never clash. It is never closed, because its code may be on any thread's stack and CUDA
+ * does not survive unloading. A library that opened but did not match also stays open but is not
+ * used.
  */
 #include "plugin/plugin.h"
 

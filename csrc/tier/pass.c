@@ -1,13 +1,13 @@
-/* The ring: buffers that threads fill ahead of the user and write back afterwards.
+/* The ring of buffers, which threads fill before the user needs them and write back afterwards.
  *
  *     FREE -> READING -> READY -> USED -> CHANGED -> WRITING -> FREE
  *
- * The list of entries defines the order, row by row.  Threads read the next entry whenever a buffer
- * is free, since the user waits for reads first, and otherwise write changed buffers.  A row that
- * the user skips is dropped.
+ * The list of entries defines the order, row by row. Threads read the next entry whenever a buffer
+ * is free, because the user waits for reads first; otherwise, they write changed buffers. A row
+ * that the user skips is dropped.
  *
- * The ring always has space for a row in use, one row ahead and chunks to be written, for any
- * number of columns.  Waiting for a read therefore never waits for the user.
+ * For any number of columns, the ring has space for a row in use, one row ahead and chunks that are
+ * yet to be written. The user and the reading threads therefore never wait for each other.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -46,7 +46,8 @@ static fsdpc_tier_buffer *in_state(fsdpc_tier *tier, fsdpc_buffer_state state)
     return NULL;
 }
 
-/* Returns the next buffer to read into, and finds its entry; NULL: nothing to read now. */
+/* Returns the next buffer to read into and finds its entry; returns NULL if there is nothing to
+ * read now. */
 static fsdpc_tier_buffer *next_to_read(fsdpc_tier *tier)
 {
     if (!tier->started) /* until then the user may still change the list */

@@ -1,12 +1,12 @@
 /* The file, and its extents.
  *
- * Each extent occupies a range at the end of the file and reserves it at once, so that a full disk
- * is detected before any computation.  A destroyed extent releases its blocks and leaves a hole:
- * offsets are never reused, since a file has plenty.
+ * Each extent occupies a range at the end of the file, which it reserves at once, so that a full
+ * disk is detected before any computation. A destroyed extent releases its blocks and leaves a
+ * hole; offsets are never reused, because a file has more than enough.
  *
- * An extent's addresses are one private mapping, whose rear part maps the file.  The kernel keeps
- * the two access paths coherent: a direct read finds data written through the mapping, and a direct
- * write drops pages that it makes stale.
+ * An extent's addresses are one private mapping, the last part of which maps the file. The kernel
+ * keeps the two access paths coherent: a direct read finds data written through the mapping, and a
+ * direct write drops pages that it makes stale.
  */
 #include <errno.h>
 #include <stdio.h>
@@ -22,7 +22,7 @@
 
 /* ---- The file ---- */
 
-/* File systems that are not on one of this host's disks, by their statfs(2) numbers. */
+/* Numbers, as in statfs(2), of the file systems that are not on one of this host's disks. */
 static const struct {
     long magic;
     const char *name;
@@ -154,7 +154,7 @@ fsdpc_status fsdpc_tier_make_file(fsdpc_tier *tier, size_t bytes, int *fd_out)
 
 size_t fsdpc_tier_kept(size_t numel, double on_disk)
 {
-    /* Whole pages for every element size. */
+    /* This gives whole pages for every element size. */
     size_t kept = (size_t)((double)numel * (1 - on_disk)) / FSDPC_TIER_PAGE * FSDPC_TIER_PAGE;
     return on_disk <= 0 ? numel : fsdpc_min_size(kept, numel);
 }
@@ -310,7 +310,7 @@ fsdpc_status fsdpc_tier_health(fsdpc_tier *tier)
     return status;
 }
 
-/* Finds the chunks that contain these elements: [*chunk_out, the return value). */
+/* Finds the range of chunks that contain these elements: [*chunk_out, the return value). */
 static size_t chunks_of(const fsdpc_extent *extent, size_t first, size_t numel, size_t *chunk_out)
 {
     size_t end = first + numel;

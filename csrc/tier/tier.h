@@ -1,27 +1,30 @@
-/* Arrays in a file, and passes that walk through them in order.
+/* Arrays in a file, and passes that visit them in order.
  *
- * A rank whose states are larger than its memory keeps them on a disk.  A tier is one unnamed file
- * of this rank, so it leaves no trace, however the process ends.  An extent is an array of
- * elements, initially zero, that can be accessed in two ways:
+ * A rank whose states are larger than its memory keeps them on a disk. A tier is one unnamed file
+ * per rank, so it leaves no trace, however the process ends. An extent is an array of elements,
+ * initially zero, that can be accessed in two ways:
  *
  *     memory   for any code, at a fixed address: a mapping of the file, whose pages the kernel
  *              brings and takes away
  *     a pass   for code that walks through extents in order: a ring of buffers holds data read
  *              ahead of its use, past the page cache, and data still to be written behind it
  *
- * Both ways access the first `kept` elements of an extent in ordinary memory.
+ * With both, the first `kept` elements of an extent are in ordinary memory.
  *
- * Rows.  A pass walks through extents of equal length together, such as one optimizer's states; a
- * row is one chunk of each.  Chunks are counted from the first element that is not kept.
+ * Rows. A pass walks through extents of equal length together, such as one optimizer's states; a
+ * row is one chunk of each. Chunks are counted from the first element that is not kept.
  *
- * Checksums.  The CRC-32C of each chunk that a pass wrote stays in memory.  Reading the chunk in a
- * pass compares it, and so does fsdpc_extent_check.  Bytes that changed on the disk cause an error
- * that names file, array and chunk.  Code that writes through `memory` must therefore announce it
- * first.  The data then has no checksum until a pass writes it or the writer seals it.
+ * Checksums. The CRC-32C of each chunk written by a pass stays in memory. A pass compares this
+ * checksum when it reads the chunk, as does fsdpc_extent_check. If bytes have changed on the disk,
+ * the error names the file, the array and the chunk. Code that writes through `memory` must
+ * therefore announce the write first. The data then has no checksum until a pass writes it or the
+ * caller seals the extent.
  *
- * Errors.  The first read or write that fails is the tier's failure, and all later calls return it.
+ * Errors. The first read or write that fails puts the tier into a failed state, and all later calls
+ * return that error.
  *
- * Threads.  One thread uses a tier; the tier has its own threads that read and write for a pass.
+ * Threads. Only one thread may use a tier, but the tier has its own threads that read and write for
+ * a pass.
  */
 #ifndef FSDPC_TIER_TIER_H
 #define FSDPC_TIER_TIER_H
@@ -52,7 +55,7 @@ void fsdpc_tier_release(fsdpc_tier *tier);           /* extents hold a reference
                                                       * fine */
 const char *fsdpc_tier_path(const fsdpc_tier *tier); /* for messages */
 
-/* Creates another file in the same folder, of whole pages, for memory that ranks share; the caller
+/* Creates another file of whole pages in the same folder, for memory that ranks share; the caller
  * owns it. */
 fsdpc_status fsdpc_tier_make_file(fsdpc_tier *tier, size_t bytes, int *fd_out);
 void fsdpc_tier_count_file(fsdpc_tier *tier, int64_t bytes); /* created elsewhere, or gone */
@@ -86,35 +89,37 @@ typedef struct fsdpc_extent {
     uint64_t pass;              /* the pass that it is in */
 } fsdpc_extent;
 
-/* Returns how many elements stay in memory if this fraction (0 to 1) is to be on the disk. */
+/* Returns how many elements stay in memory if this fraction (0 to 1) is to be on disk. */
 size_t fsdpc_tier_kept(size_t numel, double on_disk);
-/* These return an array's bytes in the file and in the ring; the ring is as large as its largest
- * array needs. */
+/* Return the bytes that an array needs in the file and in the ring; the ring is as large as its
+ * largest array needs. */
 size_t fsdpc_tier_file_bytes(size_t numel, size_t element, double on_disk);
 size_t fsdpc_tier_ring_bytes(size_t numel, size_t element, double on_disk);
 
-/* Counts kept memory as `kind`.  Messages use `what` and the unit's name; both outlive the extent,
- * and the name may change outside passes.  NULL: no unit.  Fails if the disk is full.
+/* Counts kept memory as `kind`. Messages use `what` and the unit's name; both must outlive the
+ * extent, and the name may change outside passes. NULL: no unit. Fails if the disk is full.
  */
 fsdpc_status fsdpc_extent_create(fsdpc_tier *tier, const char *what, char *const *unit,
                                  fsdpc_mem_kind kind, size_t numel, size_t element, double on_disk,
                                  fsdpc_extent **out);
 void fsdpc_extent_destroy(fsdpc_extent *extent); /* NULL is fine */
 
-/* Call outside a pass, before reading these elements through `memory`: checks the chunks that have
- * not been checked since they were written. */
+/* Checks the chunks that have not been checked since they were written; call it outside a pass,
+ * before reading these elements through `memory`. */
 fsdpc_status fsdpc_extent_check(fsdpc_extent *extent, size_t first, size_t numel);
-/* Does the same before writing them through `memory`; the next pass accepts the new contents. */
+/* Does the same before these elements are written through `memory`; the next pass accepts the new
+ * contents. */
 fsdpc_status fsdpc_extent_written(fsdpc_extent *extent, size_t first, size_t numel);
-/* Does the same for all elements, without checking any. */
+/* Announces a write of all elements, without checking any. */
 void fsdpc_extent_forget(fsdpc_extent *extent);
-/* Call after writing all elements through `memory`: computes checksums of the current contents. */
+/* Computes checksums of the current contents; call it after writing all elements through
+ * `memory`. */
 void fsdpc_extent_seal(fsdpc_extent *extent);
 
 /* ---- A pass ---- */
 
-/* A pass may stay open while other code runs.  The next pass first ends it with `end`, which calls
- * fsdpc_pass_end. */
+/* A pass may stay open while other code runs. The next pass first calls `end`, which ends the open
+ * pass with fsdpc_pass_end. */
 typedef struct fsdpc_pass_hook fsdpc_pass_hook;
 struct fsdpc_pass_hook {
     fsdpc_status (*end)(fsdpc_pass_hook *hook);
@@ -123,21 +128,22 @@ struct fsdpc_pass_hook {
 fsdpc_status fsdpc_pass_begin(fsdpc_tier *tier, fsdpc_pass_hook *hook); /* NULL: the caller ends the
                                                                          * pass before another
                                                                          * begins */
-/* Adds the next rows: all of these extents, of equal length, each at most once per pass. */
+/* Adds the next rows, over all of these extents, which have equal length; each is added at most
+ * once per pass. */
 fsdpc_status fsdpc_pass_add(fsdpc_tier *tier, fsdpc_extent *const *extents, int n);
-/* Starts reading the added extents ahead. */
+/* Starts to read the added extents ahead of their use. */
 fsdpc_status fsdpc_pass_start(fsdpc_tier *tier);
-/* Gives write access to element `at`: its address, and how many elements are contiguous from there.
- * It is valid until a call for another row, or the end of the pass.  Rows come in order; some may
- * be skipped. */
+/* Gives write access to element `at`: returns its address and the number of contiguous elements
+ * from there. The address is valid until a call for another row or the end of the pass. Rows must
+ * be accessed in order, but some may be skipped. */
 fsdpc_status fsdpc_pass_at(fsdpc_extent *extent, size_t at, void **out, size_t *numel_out);
-/* Call before using an array through `memory` while the pass stays open: drops the remaining array,
- * and the remainder of earlier rows, from the pass. */
+/* Drops the remainder of the array, and of earlier rows, from the pass; call it before using the
+ * array through `memory` while the pass stays open. */
 fsdpc_status fsdpc_pass_leave(fsdpc_extent *extent);
-/* Writes all data that pass_at made accessible to the file.  Fails if anything in the pass
+/* Writes to the file all data that pass_at made accessible. Fails if anything in the pass
  * failed. */
 fsdpc_status fsdpc_pass_end(fsdpc_tier *tier);
-/* Fails in a forked child, because threads and file belong to the parent. */
+/* Fails in a forked child, because the threads and the file belong to the parent. */
 fsdpc_status fsdpc_tier_check_process(fsdpc_tier *tier);
 
 #endif

@@ -1,4 +1,4 @@
-/* The struct of a tier, shared by tier.c and pass.c. */
+/* The tier's struct, shared by tier.c and pass.c. */
 #ifndef FSDPC_TIER_TIER_INTERNAL_H
 #define FSDPC_TIER_TIER_INTERNAL_H
 
@@ -73,8 +73,8 @@ struct fsdpc_tier {
     fsdpc_pass_hook *hook; /* the open pass's hook; NULL: none open, or it ends by itself */
 };
 
-/* These return a chunk's elements and bytes; the last chunk may be short.  Files are read and
- * written in whole pages. */
+/* Return the number of elements and of bytes in a chunk; the last chunk may be short. Files are
+ * read and written in whole pages. */
 size_t fsdpc_chunk_numel(const fsdpc_extent *extent, size_t chunk);
 size_t fsdpc_chunk_bytes(const fsdpc_extent *extent, size_t chunk);
 
@@ -82,7 +82,7 @@ size_t fsdpc_chunk_bytes(const fsdpc_extent *extent, size_t chunk);
 uint64_t fsdpc_chunk_offset(const fsdpc_extent *extent, size_t chunk);
 uint32_t fsdpc_chunk_crc(const fsdpc_extent *extent, size_t chunk, const void *data);
 
-/* The name of an extent in messages. */
+/* An extent's name, for messages. */
 typedef struct fsdpc_extent_name {
     char text[192];
 } fsdpc_extent_name;
@@ -92,7 +92,7 @@ fsdpc_extent_name fsdpc_extent_name_of(const fsdpc_extent *extent);
 /* Reads a chunk and checks its checksum; any thread that owns the chunk may call it. */
 fsdpc_status fsdpc_chunk_read(fsdpc_extent *extent, size_t chunk, void *to);
 
-/* Report the tier's failure on the calling thread; the first requires the lock. */
+/* Report the tier's failure on the calling thread; the first must be called with the lock held. */
 static inline fsdpc_status fsdpc_tier_failure(const fsdpc_tier *tier)
 {
     return tier->status == FSDPC_OK ? FSDPC_OK : fsdpc_fail(tier->status, "%s", tier->reason);

@@ -2,7 +2,7 @@
  *
  *     cc -O3 -fPIC -shared -o libbias_gelu.so bias_gelu.c -lm
  *
- * Arrays are of float32, dense, row by row.  None of them overlap.  Nothing is checked here:
+ * Arrays are of float32, dense, row by row. None of them overlap. Nothing is checked here:
  * bias_gelu.py checks shapes and dtypes.
  */
 #include <math.h>
@@ -28,7 +28,7 @@ void bias_gelu_forward(size_t rows, size_t cols, const float *x, const float *bi
     }
 }
 
-/* dy, x, dx: (rows, cols); bias, dbias: (cols).  dbias is the sum of dx over rows, row after row. */
+/* dy, x, dx: (rows, cols); bias, dbias: (cols). dbias is the sum of dx over rows, row after row. */
 void bias_gelu_backward(size_t rows, size_t cols, const float *dy, const float *x,
                         const float *bias, float *dx, float *dbias)
 {

@@ -17,7 +17,7 @@ The loop is PyTorch's::
         optimizer.step()
         optimizer.zero_grad()
 
-Importing fsdpc starts no thread, opens no socket and needs only NumPy.
+Importing fsdpc requires only NumPy, starts no threads and opens no sockets.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ if TYPE_CHECKING:
 
 
 
-# Hooks that higher packages add to lower ones: notebook pictures, plans in errors, fault drills.
+# Hooks that higher-level packages install in lower-level ones: notebook pictures, plans in errors,
+# fault drills.
 def _drill(name: str) -> Callable[..., None]:
     def drill(*args: Any) -> None:
         if "FSDPC_FAULT" in os.environ:

@@ -1,7 +1,7 @@
-"""The extension: tensors, autograd, operations and, at the end, the engine.
+"""The extension module: tensors, autograd, operations and the engine.
 
-The build takes signatures and docstrings from this file (tools/stub_docs.py), and what parses
-arguments (tools/stub_args.py): rebuild after a change.
+The build generates signatures and docstrings (tools/stub_docs.py) and argument parsers
+(tools/stub_args.py) from this file, so rebuild after a change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Index = Any  # int, slice, None, ..., arrays of integers or bool, or a tuple of 
 DTypeLike = dtype | str | type | np.dtype[Any]
 
 class PeerError(RuntimeError):
-    """Another rank ended or left; the message names it, its process, and the awaited operation.
+    """Another rank ended or left; the message names it, its process and the awaited operation.
 
     The page docs/troubleshooting.md#exceptions explains what to do.
 
@@ -35,7 +35,7 @@ class PeerError(RuntimeError):
     """
 
 class MismatchError(RuntimeError):
-    """Ranks run different operations; raised before a wrong number is used, naming both.
+    """Ranks called different operations; raised before a wrong result is used, naming both.
 
     The page docs/troubleshooting.md#exceptions explains what to do.
 
@@ -48,7 +48,7 @@ class MismatchError(RuntimeError):
     """
 
 class dtype:
-    """An element type. Each type has only one object, so compare with `is`.
+    """An element type. There is only one object per type, so compare with `is`.
 
     Examples
     --------
@@ -64,7 +64,7 @@ class dtype:
         """Bytes per element."""
     @property
     def is_floating_point(self) -> bool:
-        """Whether it is a float dtype."""
+        """Whether this is a floating-point dtype."""
 
 float32: dtype
 bfloat16: dtype
@@ -85,7 +85,7 @@ class RemovableHandle:
         """Remove the hook; further calls do nothing."""
 
 class Tensor:
-    """A dense row-major array that autograd can record.
+    """A dense, row-major array whose operations autograd can record.
 
     ``Tensor(data)`` shares memory with a tensor of the same dtype and copies anything else.
     Subclasses may add attributes (they have a ``__dict__``; Tensor itself has none).
@@ -118,7 +118,7 @@ class Tensor:
         """The memory's device: "cpu", or the name of the plugin that provides the device."""
     @property
     def nbytes(self) -> int:
-        """Size of all elements in bytes."""
+        """Total size of the elements in bytes."""
     @property
     def requires_grad(self) -> bool:
         """Whether backward computes this tensor's gradient."""
@@ -126,18 +126,18 @@ class Tensor:
     def requires_grad(self, value: bool) -> None: ...
     @property
     def grad(self) -> Tensor | None:
-        """A leaf's gradient, in its shape and dtype, or None."""
+        """The gradient of a leaf, with the leaf's shape and dtype, or None."""
     @grad.setter
     def grad(self, value: Tensor | None) -> None: ...
     @property
     def is_leaf(self) -> bool:
-        """Whether the tensor was not computed by a recorded operation."""
+        """Whether the tensor is a leaf, that is, not the result of a recorded operation."""
     @property
     def grad_fn(self) -> str | None:
         """The name of the operation that computed the tensor, or None."""
     @property
     def _version(self) -> int:
-        """The number of in-place writes to its memory."""
+        """The number of in-place writes to the tensor's memory."""
     @property
     def is_deferred(self) -> bool:
         """Whether the tensor has no memory yet."""
@@ -146,7 +146,7 @@ class Tensor:
         """The address of the first element."""
     @property
     def T(self) -> Tensor:
-        """The tensor with its last two dimensions transposed; a copy."""
+        """A copy of the tensor with its last two dimensions transposed."""
     def size(self, dim: int | None = None) -> Any:
         """Return the shape, or the size of one dimension.
 
@@ -184,8 +184,8 @@ class Tensor:
     def backward(self, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
         """Compute the gradients of all leaves that this tensor was computed from.
 
-        They are added to ``.grad``.  A tensor with several elements needs ``gradient``, in its
-        shape and dtype.  ``retain_graph`` keeps the data for a second backward.  Raises
+        They are added to ``.grad``. A tensor with several elements requires ``gradient``, with the
+        same shape and dtype. ``retain_graph`` keeps the data for a second backward. Raises
         RuntimeError if nothing requires grad, and ValueError if a gradient is missing or does not
         match.
 
@@ -199,7 +199,7 @@ class Tensor:
         """
 
     def detach(self) -> Tensor:
-        """Return an unrecorded tensor over the same memory.
+        """Return an unrecorded tensor that shares this tensor's memory.
 
         Examples
         --------
@@ -212,8 +212,8 @@ class Tensor:
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
         """Set whether backward computes this tensor's gradient; return the tensor.
 
-        Raises TypeError unless its dtype is a float, and RuntimeError if disabled for an
-        operation's result.
+        Raises TypeError unless the dtype is a float, and RuntimeError when disabled for the result
+        of an operation.
 
         Examples
         --------
@@ -225,8 +225,8 @@ class Tensor:
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
         """Call ``hook(gradient)`` in backward when this tensor's gradient is complete.
 
-        Its result, unless None, replaces the gradient and must have its shape and dtype.  Raises
-        RuntimeError if the tensor does not require grad.
+        If the hook returns a tensor, it replaces the gradient and must have the same shape and
+        dtype. Raises RuntimeError if the tensor does not require grad.
 
         Examples
         --------
@@ -241,9 +241,9 @@ class Tensor:
 
     # out of the tensor
     def item(self) -> Any:
-        """Return the only element as a Python number.
+        """Return the tensor's only element as a Python number.
 
-        Raises ValueError if there are several elements.
+        Raises ValueError if the tensor has several elements.
 
         Examples
         --------
@@ -263,10 +263,10 @@ class Tensor:
         """
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """Return an array that shares the memory, or a copy if the tensor is on a GPU.
+        """Return an array that shares the tensor's memory, or a copy if the tensor is on a GPU.
 
         bfloat16 becomes ml_dtypes' type if that is installed, otherwise a float32 copy. Raises
-        RuntimeError if the tensor requires grad: ``detach()`` it first.
+        RuntimeError if the tensor requires grad; call ``detach()`` first.
 
         Examples
         --------
@@ -278,7 +278,7 @@ class Tensor:
         """
 
     def bits(self) -> np.ndarray[Any, Any]:
-        """Return the same memory as an array of unsigned integers: uint16 for bfloat16.
+        """Return an array of unsigned integers that shares the memory, such as uint16 for bfloat16.
 
         Examples
         --------
@@ -288,9 +288,9 @@ class Tensor:
         """
 
     def __format__(self, spec: str, /) -> str:
-        """Format a 0-d tensor like its number, and any other tensor like ``str``."""
+        """Format a 0-d tensor as a number, and any other tensor as ``str`` does."""
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        """Return an array for ``numpy.asarray``, over the same memory as :meth:`numpy`."""
+        """Return an array for ``numpy.asarray`` that shares the memory as :meth:`numpy` does."""
     def __dlpack__(
         self,
         *,
@@ -299,11 +299,11 @@ class Tensor:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """Return a DLPack capsule over the same memory, for other libraries' ``from_dlpack``."""
+        """Return a DLPack capsule that shares the memory, for other libraries' ``from_dlpack``."""
     def __dlpack_device__(self) -> tuple[int, int]:
-        """Return DLPack's device numbers: (1, 0) for the CPU."""
+        """Return DLPack's device type and index: (1, 0) for the CPU."""
     def __buffer__(self, flags: int, /) -> memoryview:
-        """Return the memory for ``memoryview``; raises BufferError on a GPU and for bfloat16."""
+        """Return a ``memoryview`` of the memory; raises BufferError on a GPU and for bfloat16."""
     def __float__(self) -> float: ...
     def __int__(self) -> int: ...
     def __bool__(self) -> bool: ...
@@ -314,7 +314,7 @@ class Tensor:
     def to(self, dtype: DTypeLike) -> Tensor:
         """Convert to another dtype; return the tensor itself if it already has that dtype.
 
-        Rounds to nearest.  Raises TypeError if the dtype is unknown.
+        Rounds to nearest. Raises TypeError if the dtype is unknown.
 
         Examples
         --------
@@ -364,7 +364,7 @@ class Tensor:
         """
 
     def clone(self) -> Tensor:
-        """Copy the elements; the gradient flows to this tensor.
+        """Return a copy of the elements; its gradient flows to this tensor.
 
         Examples
         --------
@@ -387,11 +387,11 @@ class Tensor:
 
     # in place (leaves that require grad: only inside no_grad); gradients flow
     def copy_(self, source: Any) -> Tensor:
-        """Copy values from a tensor, array or number, broadcast and converted; return the tensor.
+        """Copy from a tensor, array or number, with broadcasting and conversion; return the tensor.
 
-        Raises RuntimeError if this is a leaf that requires grad, except inside ``no_grad``, or if
-        another tensor shares its memory and gradients flow.  Raises ValueError if the shape does
-        not match.
+        Raises RuntimeError for a leaf that requires grad, except inside ``no_grad``, or if a
+        gradient would flow into memory that another tensor shares. Raises ValueError if the shapes
+        do not match.
 
         Examples
         --------
@@ -403,7 +403,7 @@ class Tensor:
     def fill_(self, value: Number) -> Tensor:
         """Set every element to a number; return the tensor.
 
-        Raises RuntimeError as for ``copy_``, and TypeError for anything but a number.
+        Raises RuntimeError as ``copy_`` does, and TypeError if the value is not a number.
 
         Examples
         --------
@@ -425,9 +425,9 @@ class Tensor:
         """
 
     def set_data_(self, source: Tensor, /) -> Tensor:
-        """Use another tensor's memory and dtype from now on.
+        """Make this tensor use another tensor's memory and dtype.
 
-        Raises ValueError if its shape differs.
+        Raises ValueError if the shapes differ.
 
         Examples
         --------
@@ -448,10 +448,10 @@ class Tensor:
 
     # shapes
     def reshape(self, *shape: int | Sequence[int]) -> Tensor:
-        """Return the elements in another shape, over the same memory.
+        """Return a tensor of another shape that shares this tensor's memory.
 
-        One size may be -1, in which case it is inferred.  Raises ValueError if the numbers of
-        elements differ.
+        One size may be -1, in which case it is inferred. Raises ValueError if the number of
+        elements differs.
 
         Examples
         --------
@@ -461,7 +461,7 @@ class Tensor:
         """
 
     def view(self, *shape: int | Sequence[int]) -> Tensor:
-        """Return the elements in another shape, over the same memory: the same as :meth:`reshape`.
+        """Return a tensor of another shape that shares this tensor's memory, like :meth:`reshape`.
 
         Examples
         --------
@@ -471,7 +471,7 @@ class Tensor:
         """
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Tensor:
-        """Flatten the dimensions from start_dim to end_dim into one, over the same memory.
+        """Flatten the dimensions from start_dim to end_dim into one, sharing the memory.
 
         Raises IndexError if the dimension does not exist.
 
@@ -483,7 +483,7 @@ class Tensor:
         """
 
     def unsqueeze(self, dim: int) -> Tensor:
-        """Insert a dimension of size 1 before another, over the same memory.
+        """Insert a dimension of size 1 at the given index, sharing the memory.
 
         Raises IndexError if dim is not in [-ndim - 1, ndim].
 
@@ -495,7 +495,7 @@ class Tensor:
         """
 
     def squeeze(self, dim: int) -> Tensor:
-        """Remove a dimension if its size is 1, over the same memory.
+        """Remove a dimension if its size is 1, sharing the memory.
 
         Raises IndexError if the dimension does not exist.
 
@@ -509,7 +509,7 @@ class Tensor:
     def permute(self, *dims: int | Sequence[int]) -> Tensor:
         """Permute the dimensions; a copy.
 
-        Raises ValueError or IndexError unless each dimension occurs once.
+        Raises ValueError or IndexError unless each dimension occurs exactly once.
 
         Examples
         --------
@@ -519,9 +519,9 @@ class Tensor:
         """
 
     def expand(self, *shape: int | Sequence[int]) -> Tensor:
-        """Broadcast to a shape; a copy.
+        """Return a copy that is broadcast to a shape.
 
-        -1 keeps a size.  Raises ValueError if the tensor cannot be broadcast to the shape.
+        -1 keeps a size. Raises ValueError if the tensor cannot be broadcast to the shape.
 
         Examples
         --------
@@ -636,7 +636,7 @@ class Tensor:
 # ---- creating tensors ----
 
 def tensor(data: Any, dtype: DTypeLike | None = None, requires_grad: bool = False) -> Tensor:
-    """Copy numbers, nested sequences of them or an array into a new tensor.
+    """Copy a number, a nested sequence of numbers or an array into a new tensor.
 
     Parameters
     ----------
@@ -654,7 +654,7 @@ def tensor(data: Any, dtype: DTypeLike | None = None, requires_grad: bool = Fals
     """
 
 def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
-    """Return a tensor over an array's memory; on a GPU, a copy.
+    """Return a tensor that shares an array's memory, or a copy of it on a GPU.
 
     Examples
     --------
@@ -668,7 +668,7 @@ def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
     """
 
 def from_dlpack(source: Any) -> Tensor:
-    """Return a tensor over the memory of another library's tensor, through DLPack.
+    """Return a tensor that shares the memory of another library's tensor, through DLPack.
 
     Parameters
     ----------
@@ -727,7 +727,7 @@ def full(
 ) -> Tensor:
     """Create a tensor filled with one value.
 
-    Integers are exact.  Raises ValueError if the dtype cannot represent the value: an integer
+    Integers are exact. Raises ValueError if the dtype cannot represent the value: an integer
     beyond its range, or a finite number that would become infinite.
 
     Examples
@@ -743,9 +743,9 @@ def arange(
     step: Number = 1,
     dtype: DTypeLike | None = None,
 ) -> Tensor:
-    """Count from start (by default 0) to stop, excluding stop.
+    """Return the numbers from start (0 by default) up to, but excluding, stop.
 
-    Integers are exact.  Raises ValueError if the dtype cannot represent the first or last number.
+    Integers are exact. Raises ValueError if the dtype cannot represent the first or last number.
 
     Examples
     --------
@@ -757,7 +757,7 @@ def arange(
 def linspace(
     start: float, stop: float, steps: int, dtype: DTypeLike | None = None
 ) -> Tensor:
-    """Return equally spaced numbers, including both ends, rounded once.
+    """Return equally spaced numbers that include both endpoints, each rounded once.
 
     Examples
     --------
@@ -769,10 +769,10 @@ def linspace(
 def randint(
     low: int, high: int, shape: int | Sequence[int], dtype: DTypeLike | None = None
 ) -> Tensor:
-    """Draw integers uniformly from [low, high), int64 unless a dtype is given.
+    """Draw integers uniformly from [low, high), as int64 unless a dtype is given.
 
-    Some values are more likely than others, by a factor of at most 1 + 2^-11 while there are fewer
-    than 2^53.
+    For ranges of fewer than 2^53 integers, the probabilities differ by a factor of at most 1 +
+    2^-11.
 
     Raises
     ------
@@ -793,7 +793,7 @@ def randn(
     seed: int | None = None,
     requires_grad: bool = False,
 ) -> Tensor:
-    """Draw normal numbers with mean 0 and variance 1, from a separate seed if one is given.
+    """Draw from the standard normal distribution, with a separate seed if one is given.
 
     Examples
     --------
@@ -817,8 +817,8 @@ def init_(
 def add(a: Operand, b: Operand) -> Tensor:
     """Return a + b, element by element.
 
-    Shapes broadcast as in NumPy.  int32, int64 and floats promote as in PyTorch; a number takes the
-    tensor's dtype.  Raises ValueError if shapes cannot be broadcast, and TypeError for bool, uint8
+    Shapes broadcast as in NumPy. int32, int64 and floats promote as in PyTorch; a number takes the
+    tensor's dtype. Raises ValueError if shapes cannot be broadcast, and TypeError for bool, uint8
     and objects other than tensors and numbers.
 
     Examples
@@ -831,8 +831,8 @@ def add(a: Operand, b: Operand) -> Tensor:
 def sub(a: Operand, b: Operand) -> Tensor:
     """Return a - b, element by element.
 
-    Shapes broadcast as in NumPy.  int32, int64 and floats promote as in PyTorch; a number takes the
-    tensor's dtype.  Raises ValueError if shapes cannot be broadcast, and TypeError for bool, uint8
+    Shapes broadcast as in NumPy. int32, int64 and floats promote as in PyTorch; a number takes the
+    tensor's dtype. Raises ValueError if shapes cannot be broadcast, and TypeError for bool, uint8
     and objects other than tensors and numbers.
 
     Examples
@@ -845,8 +845,8 @@ def sub(a: Operand, b: Operand) -> Tensor:
 def mul(a: Operand, b: Operand) -> Tensor:
     """Return a * b, element by element.
 
-    Shapes broadcast as in NumPy.  int32, int64 and floats promote as in PyTorch; a number takes the
-    tensor's dtype.  Raises ValueError if shapes cannot be broadcast, and TypeError for bool, uint8
+    Shapes broadcast as in NumPy. int32, int64 and floats promote as in PyTorch; a number takes the
+    tensor's dtype. Raises ValueError if shapes cannot be broadcast, and TypeError for bool, uint8
     and objects other than tensors and numbers.
 
     Examples
@@ -859,8 +859,8 @@ def mul(a: Operand, b: Operand) -> Tensor:
 def div(a: Operand, b: Operand) -> Tensor:
     """Return a / b, element by element; integers become float32.
 
-    Shapes broadcast as in NumPy.  int32, int64 and floats promote as in PyTorch; a number takes the
-    tensor's dtype.  Raises ValueError if shapes cannot be broadcast, and TypeError for bool, uint8
+    Shapes broadcast as in NumPy. int32, int64 and floats promote as in PyTorch; a number takes the
+    tensor's dtype. Raises ValueError if shapes cannot be broadcast, and TypeError for bool, uint8
     and objects other than tensors and numbers.
 
     Examples
@@ -871,10 +871,10 @@ def div(a: Operand, b: Operand) -> Tensor:
     """
 
 def maximum(a: Operand, b: Operand) -> Tensor:  # method
-    """Return the elementwise maximum; NaN if either element is NaN.
+    """Return the elementwise maximum, or NaN if either element is NaN.
 
-    Shapes broadcast as in NumPy.  int32, int64 and floats promote as in PyTorch; a number takes the
-    tensor's dtype.  Raises ValueError if shapes cannot be broadcast, and TypeError for bool, uint8
+    Shapes broadcast as in NumPy. int32, int64 and floats promote as in PyTorch; a number takes the
+    tensor's dtype. Raises ValueError if shapes cannot be broadcast, and TypeError for bool, uint8
     and objects other than tensors and numbers.
 
     Examples
@@ -885,10 +885,10 @@ def maximum(a: Operand, b: Operand) -> Tensor:  # method
     """
 
 def minimum(a: Operand, b: Operand) -> Tensor:  # method
-    """Return the elementwise minimum; NaN if either element is NaN.
+    """Return the elementwise minimum, or NaN if either element is NaN.
 
-    Shapes broadcast as in NumPy.  int32, int64 and floats promote as in PyTorch; a number takes the
-    tensor's dtype.  Raises ValueError if shapes cannot be broadcast, and TypeError for bool, uint8
+    Shapes broadcast as in NumPy. int32, int64 and floats promote as in PyTorch; a number takes the
+    tensor's dtype. Raises ValueError if shapes cannot be broadcast, and TypeError for bool, uint8
     and objects other than tensors and numbers.
 
     Examples
@@ -899,7 +899,7 @@ def minimum(a: Operand, b: Operand) -> Tensor:  # method
     """
 
 def mask(x: Operand, keep: Operand) -> Tensor:
-    """Return x where keep is true, and elsewhere a negative zero, which does not change sums."""
+    """Return x where keep is true and negative zero elsewhere, which leaves sums unchanged."""
 
 def keep(x: Operand, keep: Operand) -> Tensor:
     """Return x where keep is true, and 0 elsewhere."""
@@ -907,8 +907,8 @@ def keep(x: Operand, keep: Operand) -> Tensor:
 def pow(x: Operand, exponent: Operand) -> Tensor:  # method
     """Return x ** exponent, element by element.
 
-    Shapes broadcast as in NumPy.  int32, int64 and floats promote as in PyTorch; a number takes the
-    tensor's dtype.  Raises ValueError if shapes cannot be broadcast, and TypeError for bool, uint8
+    Shapes broadcast as in NumPy. int32, int64 and floats promote as in PyTorch; a number takes the
+    tensor's dtype. Raises ValueError if shapes cannot be broadcast, and TypeError for bool, uint8
     and objects other than tensors and numbers.
 
     Examples
@@ -921,7 +921,7 @@ def pow(x: Operand, exponent: Operand) -> Tensor:  # method
 def neg(x: Tensor) -> Tensor:  # method
     """Return -x, element by element.
 
-    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps. Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -933,7 +933,7 @@ def neg(x: Tensor) -> Tensor:  # method
 def abs(x: Tensor) -> Tensor:  # method
     """Return the absolute value of each element.
 
-    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps. Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -945,7 +945,7 @@ def abs(x: Tensor) -> Tensor:  # method
 def exp(x: Tensor) -> Tensor:  # method
     """Return e ** x, element by element.
 
-    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps. Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -955,9 +955,9 @@ def exp(x: Tensor) -> Tensor:  # method
     """
 
 def log(x: Tensor) -> Tensor:  # method
-    """Return the natural logarithm of each element; NaN below 0.
+    """Return the natural logarithm of each element, or NaN for negative elements.
 
-    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps. Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -967,9 +967,9 @@ def log(x: Tensor) -> Tensor:  # method
     """
 
 def sqrt(x: Tensor) -> Tensor:  # method
-    """Return the square root of each element; NaN below 0.
+    """Return the square root of each element, or NaN for negative elements.
 
-    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps. Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -981,7 +981,7 @@ def sqrt(x: Tensor) -> Tensor:  # method
 def tanh(x: Tensor) -> Tensor:  # method
     """Return the hyperbolic tangent of each element.
 
-    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps. Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -993,7 +993,7 @@ def tanh(x: Tensor) -> Tensor:  # method
 def sigmoid(x: Tensor) -> Tensor:  # method
     """Return 1 / (1 + e ** -x), element by element.
 
-    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps. Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -1005,7 +1005,7 @@ def sigmoid(x: Tensor) -> Tensor:  # method
 def rsqrt(x: Tensor) -> Tensor:  # method
     """Return 1 / sqrt(x), element by element.
 
-    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps. Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -1015,9 +1015,9 @@ def rsqrt(x: Tensor) -> Tensor:  # method
     """
 
 def sin(x: Tensor) -> Tensor:  # method
-    """Return the sine of each element, in radians.
+    """Return the sine of each element, given in radians.
 
-    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps. Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -1027,9 +1027,9 @@ def sin(x: Tensor) -> Tensor:  # method
     """
 
 def cos(x: Tensor) -> Tensor:  # method
-    """Return the cosine of each element, in radians.
+    """Return the cosine of each element, given in radians.
 
-    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps. Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -1041,7 +1041,7 @@ def cos(x: Tensor) -> Tensor:  # method
 def log1p(x: Tensor) -> Tensor:  # method
     """Return log(1 + x), element by element, accurate near 0.
 
-    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps. Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -1053,7 +1053,7 @@ def log1p(x: Tensor) -> Tensor:  # method
 def expm1(x: Tensor) -> Tensor:  # method
     """Return e ** x - 1, element by element, accurate near 0.
 
-    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps. Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -1065,7 +1065,7 @@ def expm1(x: Tensor) -> Tensor:  # method
 def erf(x: Tensor) -> Tensor:  # method
     """Return the error function of each element.
 
-    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps. Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -1077,7 +1077,7 @@ def erf(x: Tensor) -> Tensor:  # method
 def sign(x: Tensor) -> Tensor:  # method
     """Return the sign of each element: -1, 0 or 1.
 
-    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps. Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -1096,14 +1096,14 @@ def clamp_max(x: Tensor, bound: float) -> Tensor:
     """Return the minimum of each element and a bound; NaN stays NaN."""
 
 def huber(x: Tensor, beta: float) -> Tensor:
-    """Return x ** 2 / (2 beta) below beta and abs(x) - beta / 2 above it."""
+    """Return x ** 2 / (2 beta) if abs(x) is below beta, and abs(x) - beta / 2 otherwise."""
 
 def silu(x: Tensor) -> Tensor:
     """Return x * sigmoid(x), element by element.
 
     Source: Elfwing, Uchibe & Doya 2017.
 
-    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps. Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -1115,7 +1115,7 @@ def silu(x: Tensor) -> Tensor:
 def relu(x: Tensor) -> Tensor:  # method
     """Return max(x, 0), element by element.
 
-    x has any shape and a float dtype, which the result keeps.  Raises TypeError for other dtypes.
+    x has any shape and a float dtype, which the result keeps. Raises TypeError for other dtypes.
 
     Examples
     --------
@@ -1158,8 +1158,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:  # method
     """Multiply matrices.
 
     a is (..., n, k) and b is (..., k, m), with the same float dtype; leading dimensions broadcast.
-    A vector counts as a row on the left or a column on the right, and the result lacks that
-    dimension.  Raises TypeError if dtypes differ, and ValueError if shapes do not match.
+    A vector is treated as a row on the left or a column on the right, and the result lacks that
+    dimension. Raises TypeError if the dtypes differ, and ValueError if the shapes do not match.
 
     Examples
     --------
@@ -1234,9 +1234,9 @@ def linear_gelu(
     Notes
     -----
     GPUs can compute gelu with tanh, as in GPT-2, inside the matrix product's kernel, for bf16 and
-    fp16, if cuBLASLt has such a kernel for the shape.  It rounds once instead of twice.  Otherwise
-    the bits equal those of two operations.  For gelu with erf, write ``gelu(linear(x, weight,
-    bias))``.  If only a :func:`linear` uses the result of a tanh gelu (this one or ``gelu(x,
+    fp16, if cuBLASLt has such a kernel for the shape. It rounds once instead of twice. Otherwise
+    the bits equal those of two operations. For gelu with erf, write ``gelu(linear(x, weight,
+    bias))``. If only a :func:`linear` uses the result of a tanh gelu (this one or ``gelu(x,
     "tanh")``), its backward computes the gradient of gelu's input in the same way.
 
     Examples
@@ -1248,7 +1248,7 @@ def linear_gelu(
     """
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:  # method
-    """Return softmax along a dimension; any dimension but the last costs two copies.
+    """Return the softmax along a dimension; any dimension but the last requires two copies.
 
     Examples
     --------
@@ -1305,11 +1305,11 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
 def row_moments(
     x: Tensor, rows: int, dy: Tensor | None = None, shift: Tensor | None = None
 ) -> Tensor:
-    """Compute each row's mean and sum of squared deviations; with dy, two other sums.
+    """Compute each row's mean and sum of squared deviations or, with dy, two other sums.
 
-    With dy, these are the sums of dy and of ``dy * (x - shift)``. x and dy have the same shape and
-    are treated as rows; shift has one value per row, or fewer, which repeat. The result is (2,
-    rows) in float32 (float64 for float64), like shift. It has no gradient.
+    The two sums with dy are those of dy and of ``dy * (x - shift)``. x and dy have the same shape
+    and are treated as rows; shift has one value per row, or fewer, which repeat. The result has
+    shape (2, rows) and, like shift, dtype float32 (float64 if x is float64). It has no gradient.
     """
 
 def row_affine(
@@ -1321,7 +1321,7 @@ def row_affine(
     y: Tensor | None = None,
     b: Tensor | None = None,
 ) -> Tensor:
-    """Compute ``(x - shift) * a + y * b + c``, rounded once; without gradient.
+    """Compute ``(x - shift) * a + y * b + c``, rounded once and without a gradient.
 
     x and y have the same shape and are treated as rows; the other tensors have per-row values, as
     in :func:`row_moments`.
@@ -1365,19 +1365,19 @@ def conv2d(
     dilation: Pair,
     groups: int,
 ) -> Tensor:
-    """Convolve images with filters; padding lists before and after rows, then columns."""
+    """Convolve images with filters; ``padding`` is (top, bottom, left, right)."""
 
 def pool2d(x: Tensor, max: bool, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
-    """Return the maximum of each window, or the mean."""
+    """Return the maximum or the mean of each window."""
 
 def element_places(index: Tensor, shape: int | Sequence[int], dim: int) -> Tensor | None:
-    """Return the memory positions of elements selected by an index along a dimension.
+    """Return the memory positions of the elements that an index selects along a dimension.
 
-    Returns None if an index is out of range.  Only on the host.
+    Returns None if an index is out of range. Only on the host.
     """
 
 def scatter_rows(ids: Tensor, x: Tensor, rows: int) -> Tensor:
-    """Return zeros (rows, dim), with each row of x (..., dim) added at its index from ids (...).
+    """Add the rows of x (..., dim) to zeros (rows, dim), at the indices in ids (...).
 
     Raises IndexError if an id is out of range.
     """
@@ -1412,7 +1412,7 @@ def scaled_dot_product_attention(
     mask: Tensor | None = None,
     window: int = 0,
 ) -> Tensor:
-    """Compute attention with the fused kernel, within a window of this many keys if nonzero."""
+    """Compute attention with the fused kernel; a nonzero ``window`` limits the number of keys."""
 
 def varlen_attention(
     q: Tensor,
@@ -1424,13 +1424,13 @@ def varlen_attention(
     layout: Literal["bhtd", "bthd"] = "bhtd",
     window: int = 0,
 ) -> Tensor:
-    """Attend within each document of a row, within a window of this many keys if nonzero."""
+    """Attend within each document of a row; a nonzero ``window`` limits the number of keys."""
 
 def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
-    """Compute the cross entropy of class ids, like the functional version with default options."""
+    """Compute the cross entropy of class ids, as the functional version does by default."""
 
 def nll_loss(log_p: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
-    """Compute the negative log likelihood, like the functional version with default options."""
+    """Compute the negative log likelihood, as the functional version does by default."""
 
 def linear_cross_entropy(
     x: Tensor,
@@ -1488,9 +1488,9 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
 def sum(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:  # method
     """Sum elements over dimensions.
 
-    x has any shape and dtype.  dim is one or several dimensions, or None for all; keepdim keeps
-    them with size 1.  Raises IndexError if x has no such dimension.  Floats keep their dtype and
-    are summed in float32; integers and bool become int64.
+    x has any shape and dtype. dim is one or several dimensions, or None for all; keepdim keeps
+    them with size 1. Raises IndexError if x has no such dimension. Floats keep their dtype and are
+    summed in float32 or float64; integers and bool become int64.
 
     Examples
     --------
@@ -1509,13 +1509,13 @@ def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     """Return the log of the sum of exponentials along a dimension."""
 
 def result_type(x: Tensor, y: Tensor) -> dtype:
-    """Return the result dtype of an operation on both, like PyTorch's function with this name."""
+    """Return the dtype of the result of an operation on both, like PyTorch's ``result_type``."""
 
 def mean(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:  # method
     """Average elements over dimensions.
 
-    x has any shape and dtype.  dim is one or several dimensions, or None for all; keepdim keeps
-    them with size 1.  Raises IndexError if x has no such dimension.  Floats keep their dtype;
+    x has any shape and dtype. dim is one or several dimensions, or None for all; keepdim keeps
+    them with size 1. Raises IndexError if x has no such dimension. Floats keep their dtype;
     integers and bool become float32.
 
     Examples
@@ -1528,7 +1528,7 @@ def mean(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:  # metho
 def cast(x: Tensor, dtype: DTypeLike) -> Tensor:
     """Convert to another dtype, rounding to nearest; the gradient has x's dtype.
 
-    x has any shape and dtype.  Raises TypeError if the dtype is unknown.
+    x has any shape and dtype. Raises TypeError if the dtype is unknown.
 
     Examples
     --------
@@ -1540,8 +1540,8 @@ def cast(x: Tensor, dtype: DTypeLike) -> Tensor:
 def array_equal(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors have the same dtype, shape and bytes.
 
-    Any dtype is allowed.  NaN equals itself; 0.0 and -0.0 differ.  Raises TypeError for anything
-    but tensors.
+    Any dtype is allowed. NaN equals itself, but 0.0 and -0.0 differ. Raises TypeError if either
+    argument is not a tensor.
 
     Examples
     --------
@@ -1555,7 +1555,7 @@ def array_equal(a: Tensor, b: Tensor) -> bool:
 def reshape(x: Tensor, shape: int | Sequence[int]) -> Tensor:
     """Return the elements in another shape, over the same memory.
 
-    x has any dtype; one size may be -1, in which case it is inferred.  Raises ValueError if the
+    x has any dtype; one size may be -1, in which case it is inferred. Raises ValueError if the
     numbers of elements differ.
 
     Examples
@@ -1568,7 +1568,7 @@ def reshape(x: Tensor, shape: int | Sequence[int]) -> Tensor:
 def transpose(x: Tensor, dim0: int, dim1: int) -> Tensor:  # method
     """Transpose two dimensions; a copy.
 
-    x has any shape and dtype.  Raises IndexError if it has no such dimension.
+    x has any shape and dtype. Raises IndexError if x has no such dimension.
 
     Examples
     --------
@@ -1580,7 +1580,7 @@ def transpose(x: Tensor, dim0: int, dim1: int) -> Tensor:  # method
 def permute(x: Tensor, dims: int | Sequence[int]) -> Tensor:
     """Permute the dimensions; a copy.
 
-    x has any dtype.  Raises ValueError or IndexError unless dims lists each dimension once.
+    x has any dtype. Raises ValueError or IndexError unless dims lists each dimension exactly once.
 
     Examples
     --------
@@ -1592,7 +1592,7 @@ def permute(x: Tensor, dims: int | Sequence[int]) -> Tensor:
 def expand(x: Tensor, shape: int | Sequence[int]) -> Tensor:
     """Broadcast to a shape; a copy.
 
-    x has any dtype; -1 keeps a size.  Raises ValueError if x cannot be broadcast to the shape.
+    x has any dtype; -1 keeps a size. Raises ValueError if x cannot be broadcast to the shape.
 
     Examples
     --------
@@ -1602,15 +1602,16 @@ def expand(x: Tensor, shape: int | Sequence[int]) -> Tensor:
     """
 
 def flip(x: Tensor, dims: Dims) -> Tensor:
-    """Return a copy of x, reversed along dimensions."""
+    """Return a copy of x that is reversed along the given dimensions."""
 
 def roll(x: Tensor, shift: int, dim: int) -> Tensor:
-    """Return a copy of x, shifted along a dimension; elements wrap around."""
+    """Return a copy of x that is shifted along a dimension; elements wrap around."""
 
 def concat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Join tensors along a dimension.
 
-    Raises TypeError if the tensors' dtypes differ, and ValueError if sizes in other dimensions do.
+    Raises TypeError if the tensors' dtypes differ, and ValueError if their sizes in other
+    dimensions do.
 
     Examples
     --------
@@ -1648,7 +1649,7 @@ def is_grad_enabled() -> bool:
     """
 
 def in_backward() -> bool:
-    """Return whether a backward is running."""
+    """Return whether a backward pass is running."""
 
 def boundary(x: Tensor, callback: Callable[[], Any]) -> Tensor:
     """Return x, and call a function in backward when the result's gradient is complete.
@@ -1686,7 +1687,7 @@ def custom(
     outputs: Sequence[Tensor],
     backward: Callable[..., Tensor | Sequence[Tensor | None] | None],
 ) -> tuple[Tensor, ...]:
-    """Record outputs as computed from inputs, with a backward written in Python.
+    """Record that outputs were computed from inputs, with a backward written in Python.
 
     Parameters
     ----------
@@ -1736,10 +1737,10 @@ def backward(
     gradients: Sequence[Tensor | None] | None = None,
     retain_graph: bool = False,
 ) -> None:
-    """Compute the gradients of all leaves that several tensors were computed from."""
+    """Compute the gradients of all leaves from which several tensors were computed."""
 
 def manual_seed(seed: int) -> None:
-    """Set the seed for dropout and initialisation, and restart their streams at 0.
+    """Set the seed for dropout and initialisation, and restart their random streams at 0.
 
     Examples
     --------
@@ -1752,7 +1753,7 @@ def manual_seed(seed: int) -> None:
     """
 
 def initial_seed() -> int:
-    """Return the seed set by ``manual_seed``, initially 0."""
+    """Return the seed set by ``manual_seed``, or 0 if none was set."""
 
 def next_stream() -> int:
     """Take the next random stream and return its index."""
@@ -1773,7 +1774,7 @@ def set_num_threads(threads: int) -> None:
     """
 
 def set_ordered(ordered: bool, /) -> None:
-    """Choose the same order of sums in every run, or the fastest order."""
+    """Choose whether sums use the same order in every run or the fastest order."""
 
 def num_threads() -> int:
     """Return this rank's number of compute threads.
@@ -1786,10 +1787,10 @@ def num_threads() -> int:
     """
 
 def engine_threads() -> int:
-    """Return the current number of the engine's kernel and stream threads in this process."""
+    """Return how many kernel and stream threads the engine currently has in this process."""
 
 def usable_cores() -> int:
-    """Return how many cores this process may use, by affinity and quota; starts no threads."""
+    """Return how many cores affinity and quota allow this process, without starting threads."""
 
 def memory_stats() -> dict[str, int]:
     """Return current and peak bytes by category, and the number of system allocations."""
@@ -1816,25 +1817,25 @@ def plugin_config(path: str, /) -> dict[str, Any]:
     """Open the plugin at a path; return its "description" and its number of "devices"."""
 
 def plugin_library(path: str, library: str | None, /) -> str:
-    """Open the library that a plugin's transport uses, and describe it."""
+    """Open the library that a plugin's transport uses, and return its description."""
 
 def set_device(path: str | None, /) -> None:
-    """Select the device of the plugin at a path, or the CPU, before the first tensor."""
+    """Select the CPU or a plugin's device; call it before creating the first tensor."""
 
 def device_name() -> str:
     """Return "cpu", or the name of the selected plugin."""
 
 def adopt_stream(handle: int, /) -> None:
-    """Make the stream with this raw handle the main stream, after the current stream's work."""
+    """Make the stream with this raw handle the main stream, ordered after the current one."""
 
 def set_reclaim(callable: Callable[[], object] | None, /) -> None:
-    """Set a function to call if the device's memory runs out, before one more attempt."""
+    """Set a function to call when device memory runs out, before the allocation is retried once."""
 
 def stream_handle() -> int:
-    """Return the raw handle of the main stream; 0 on the CPU."""
+    """Return the raw handle of the main stream, or 0 on the CPU."""
 
 def device_ordinal() -> int:
-    """Return the index of the GPU; 0 on the CPU."""
+    """Return the index of the GPU, or 0 on the CPU."""
 
 # ---- the engine ----
 
@@ -1842,7 +1843,7 @@ def listen_for_rank(address: str, rank: int, /) -> int:
     """Open the socket that a launcher passes to a rank."""
 
 class Transport:
-    """Messages between hosts, carried by the caller's threads or by the plugin at a path."""
+    """Carries messages between hosts, with the caller's threads or the plugin at a path."""
 
     def __init__(self, rank: int, size: int, plugin: str | None = None) -> None: ...
     @property
@@ -1859,16 +1860,16 @@ class Transport:
         """Tags at or above this value mark a peer's last message."""
     @property
     def failed(self) -> bool:
-        """Whether the transport was aborted, by this rank or another."""
+        """Whether this rank or another has aborted the transport."""
     def take(self, buffer: int, seconds: float, /) -> tuple[int, int, memoryview] | None:
-        """Return (peer, tag, memory) of the next message to send, valid until its buffer is reused;
-        None if there is none yet.  Raises PeerError at the end.
+        """Return the (peer, tag, memory) of the next message to send, or None if there is none yet.
+        The memory is valid until its buffer is reused. Raises PeerError at the end.
         """
 
     def buffer(self, buffer: int, size: int, /) -> memoryview:
-        """Return the memory for the next message to receive, valid until it is delivered."""
+        """Return memory for the next incoming message, valid until the message is delivered."""
     def deliver(self, buffer: int, peer: int, tag: int, /) -> bool:
-        """Deliver the message in the buffer; return False if no more will come."""
+        """Deliver the message in the buffer; return False if no more messages will arrive."""
     def abort(self, reason: str, /) -> None:
         """Make every operation fail with this reason."""
     def close(self) -> None:
@@ -1879,16 +1880,17 @@ class Tier:
 
     def __init__(self, folder: str | bytes, rank: int, chunk: int = 0) -> None: ...
     def stats(self) -> dict[str, int]:
-        """Return the file size, bytes read and written, and whether it bypasses the page cache."""
+        """Return the file size, the bytes read and written, and whether it bypasses the page
+        cache."""
 
 #: (file or None, params, masters, states, gradients, fraction of the latter three): which arrays
 #: are in a file; ("host", ...): in host memory next to a GPU.
 Offload = tuple[Tier | str | None, bool, bool, bool, bool, float]
 
 class Comm:
-    """A group of ranks that know ``secret``; ``transport`` carries bytes between hosts.
+    """A group of ranks that share ``secret``; ``transport`` carries bytes between hosts.
 
-    ``library`` is the preferred NCCL.  Without an address, peers and transports are simulated.
+    ``library`` is the preferred NCCL. Without an address, peers and transports are simulated.
     """
 
     def __init__(
@@ -1909,34 +1911,34 @@ class Comm:
         """This process's rank in the group."""
     @property
     def world_rank(self) -> int:
-        """This process's rank in the group from which this one was first split."""
+        """This process's rank in the original group, from which this one was split."""
     @property
     def size(self) -> int:
         """Number of ranks."""
     @property
     def hosts(self) -> int:
-        """Number of hosts, or 0 if the group was split off."""
+        """Number of hosts, or 0 if the group was created by :meth:`split`."""
     @property
     def waited_ns(self) -> int:
-        """Nanoseconds spent waiting for other ranks so far."""
+        """Time spent waiting for other ranks so far, in nanoseconds."""
     @property
     def transport(self) -> str:
         """"self", "shm", "hosts" or "nccl"."""
     def all_reduce(self, tensor: Tensor, op: str = "sum", /) -> None:
         """Reduce a tensor over the ranks, in place."""
     def all_gather(self, tensor: Tensor, /) -> Tensor:
-        """Return all ranks' tensors, (size, ...)."""
+        """Return all ranks' tensors, stacked as (size, ...)."""
     def broadcast(self, tensor: Tensor, root: int = 0, /) -> None:
-        """Copy the root's values, in place."""
+        """Copy the root's values to all ranks, in place."""
     def barrier(self) -> None:
         """Wait for all ranks."""
     def split(self, color: int, key: int, /) -> Comm:
         """Return the group of ranks with the same color, ordered by key."""
     def watch(self, peers: list[tuple[int, int, int, str]], host: str, /) -> None:
-        """Watch other hosts from the first rank of this host, whose name is ``host``.
+        """Watch other hosts from the first rank of this host, which is named ``host``.
 
-        Peers are tuples: a connected socket, whose ownership is taken, first rank, number of ranks,
-        host name.
+        A peer is a tuple: a connected socket, whose ownership passes to the group, first rank,
+        number of ranks, host name.
         """
 
     def abort(self, reason: str, /) -> None:
@@ -1945,7 +1947,7 @@ class Comm:
         """Leave without waiting for peers."""
 
 class Unit:
-    """The unit of one fully_shard call."""
+    """The unit that one fully_shard call creates."""
 
     def __init__(
         self,
@@ -1983,15 +1985,15 @@ class Unit:
         """(name, original dtype, shape) of each parameter."""
     @property
     def param_dtype(self) -> dtype | None:
-        """The dtype of unsharded parameters, or None for the original."""
+        """The dtype of unsharded parameters, or None for the original dtype."""
     @property
     def reduce_dtype(self) -> dtype | None:
-        """The dtype of gradients, or None for that of unsharded parameters."""
+        """The dtype of gradients, or None to use that of unsharded parameters."""
     rank_dependent: bool
     """Whether the unit may run on only some ranks."""
     @property
     def offload(self) -> Offload | None:
-        """The arrays in a file or, if ("host", ...), in host memory next to a GPU."""
+        """The arrays that are in a file or, for ("host", ...), in host memory next to a GPU."""
     @property
     def keep_grads(self) -> bool:
         """Whether the unit has its own reduce buffer."""
@@ -2015,22 +2017,23 @@ class Unit:
     def local(self, i: int, /) -> Tensor:
         """Return this rank's rows of parameter i in the original dtype."""
     def grad(self, i: int, /) -> Tensor | None:
-        """Return the gradient of these rows, or None."""
+        """Return the gradient of this rank's rows, or None if there is none."""
     def write(self, i: int, full: Tensor, /) -> None:
-        """Write this rank's rows of a full value."""
+        """Write this rank's rows, taken from a full value."""
     def init(self, i: int, kind: str, a: Number, b: Number, seed: int, stream: int, /) -> None:
         """Initialise this rank's rows, as ``init_`` does."""
     def collect(self, i: int, what: bool | Tensor, out: Tensor | None = None, /) -> Tensor:
-        """Return the full value (False), the full gradient (True), or the tensor of which every
-        rank passes its rows, in `out` if given; collective.
+        """Return the full value (False), the full gradient (True), or the full tensor whose rows
+        the ranks pass. The result is in `out` if given; collective.
         """
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
     def bind(self, i: int, full: Tensor | None, /) -> None:
-        """Make parameter i use a private full tensor or, with None, the unit's again."""
+        """Make parameter i use a private full tensor or, with None, the unit's tensor again."""
     def unshard(self) -> None:
-        """Begin to gather and keep parameters; collective.  ``unshard_wait`` completes it."""
+        """Start to gather parameters and keep them unsharded; collective. ``unshard_wait``
+        completes it."""
     def unshard_wait(self) -> None:
         """Wait for ``unshard`` to complete."""
     def reshard(self) -> None:
@@ -2040,14 +2043,14 @@ class Unit:
     def hold(self, begin: bool, /) -> None:
         """Freeze or unfreeze the root's weights."""
     def set_is_last_backward(self, flag: bool, /) -> bool:
-        """Set whether the end of the root's backward waits for reductions; return the old value."""
+        """Set whether the root's backward ends by waiting for reductions; return the old value."""
     def set_ahead(self, backward: bool, units: list[Unit], /) -> None:
         """Set the units to prefetch when this unit runs."""
     def schedule(
         self,
     ) -> tuple[list[tuple[int, bool]] | None, list[tuple[int, str, bool]] | None, int]:
-        """Return the recorded uses as (unit, backward), the last step's acts as (unit, kind,
-        backward) (both may be None), and the distance.
+        """Return the recorded uses as (unit, backward), the last step's actions as (unit, kind,
+        backward), and the prefetch distance. The uses and actions may be None.
         """
 
     def take_options(self, other: Unit, /) -> None:
@@ -2060,7 +2063,7 @@ class Optimizer:
     def add(self, unit: Unit, i: int, group: int, /) -> None:
         """Add a unit's parameter."""
     def take_number(self) -> int:
-        """Return an index for a parameter without a unit."""
+        """Return an index for a parameter that belongs to no unit."""
     def set_hyper(
         self,
         group: int,
@@ -2075,7 +2078,7 @@ class Optimizer:
         amsgrad: bool = False,
         maximize: bool = False,
     ) -> None:
-        """Set a group's options; missing ones are 0."""
+        """Set a group's options; omitted options are 0."""
     def step(self) -> None:
         """Make one update; collective."""
     def step_alone(
@@ -2089,15 +2092,15 @@ class Optimizer:
         states: tuple[Tensor, ...],
         /,
     ) -> None:
-        """Make one update of a parameter without a unit."""
+        """Update a parameter that belongs to no unit."""
     def state_names(self, group: int, /) -> tuple[str, ...]:
         """Return the names of the states that a group's options require."""
     def state(self, unit: Unit, i: int, which: int, write: bool = False, /) -> Tensor | None:
-        """Return this rank's rows of a state, or None before a step has used it."""
+        """Return this rank's rows of a state, or None if no step has used it yet."""
     def make_states(self, unit: Unit, i: int, /) -> None:
         """Create the missing states."""
     def write(self, unit: Unit, i: int, which: int, full: Tensor, /) -> None:
-        """Write this rank's rows of a full state."""
+        """Write this rank's rows, taken from a full state."""
     def collect(self, unit: Unit, i: int, which: int, /) -> Tensor:
         """Return a full state; collective."""
     def step_count(self, unit: Unit, i: int, /) -> int:
@@ -2106,13 +2109,13 @@ class Optimizer:
         """Set a parameter's step count; 0 clears its states."""
 
 class StepGraph:
-    """A captured training step for these units' model; the constructor begins the capture."""
+    """A captured training step of these units' model; the constructor begins the capture."""
 
     def __init__(self, units: list[Unit], optimizer: Optimizer) -> None: ...
     def end(self) -> None:
         """End the capture and run the step once."""
     def abandon(self, why: str, /) -> None:
-        """End the capture, discarding everything called in it."""
+        """End the capture and discard everything that was called in it."""
     def replay(self) -> None:
         """Run the step once more."""
 
@@ -2122,18 +2125,19 @@ def is_capturing() -> bool:
 def dry_run(
     params: list[Any], dtypes: list[dtype], fn: Callable[[], Any], /
 ) -> tuple[int, int]:
-    """Return the peak bytes that ``fn()`` would use, without computing anything, and the bytes that
-    it left behind.
+    """Return the peak bytes that ``fn()`` would use and the bytes that it left behind, without
+    computing anything.
     """
 
 def in_dry_run() -> bool:
     """Return whether ``dry_run`` is running its function."""
 
 def play(fn: Callable[[], Any], orders: bool, /) -> tuple[Any, int]:
-    """Call ``fn()`` on a device that computes nothing; return its result and the bytes left behind.
+    """Call ``fn()`` on a device that computes nothing; return its result and the bytes it left
+    behind.
 
-    Groups without an address may have any size and, if ``orders``, order streams like GPUs.  The
-    trace counts floating point operations instead of nanoseconds.
+    Groups without an address may have any size and, with ``orders``, order streams as GPUs do. The
+    trace records floating-point operation counts instead of nanoseconds.
     """
 
 pooled_buffers: int
@@ -2150,9 +2154,9 @@ def plan_root(
     micro_steps: int,
     /,
 ) -> list[tuple[str, str, int, int, str]]:
-    """Return (name, class, bytes, count, where) of all memory of a rank, creating nothing.
+    """Return (name, class, bytes, count, where) for all of a rank's memory; allocates none of it.
 
-    Each unit is (parameters, param_dtype, reduce_dtype, offload, whether it encloses others,
+    Each unit is (parameters, param_dtype, reduce_dtype, offload, whether it encloses other units,
     keep_grads, rank_dependent, reshard_after_forward); each parameter is (dtype, shape, frozen).
     ``groups`` is (hosts, ranks per host) of the shard group and of the replicas. ``where`` is
     "memory", "pinned", "file" or "message" (bytes sent to a rank of each other host).
@@ -2161,13 +2165,13 @@ def plan_root(
 def plan_unsharded(
     units: list[tuple[int, int, bool]], ranks: int, prefetch: int, remote: bool, /
 ) -> int:
-    """Return the bytes of the units' unsharded parameters on a rank's GPU, or on a CPU host.
+    """Return how many bytes the units' unsharded parameters need on a rank's GPU or a CPU host.
 
     Each unit is (bytes, bytes of the rank's own slices, whether its memory is never shared).
     """
 
 class TorchUnit:
-    """A unit for a frontend over foreign tensors: schedule, dictionaries and gradients."""
+    """A unit over another framework's tensors: schedule, dictionaries and gradients."""
 
     def __init__(
         self,
@@ -2182,16 +2186,17 @@ class TorchUnit:
         grad_of: Any,
     ) -> None: ...
     def place(self, grads: list[Any], lent: list[Any] | None, /) -> None:
-        """Use these gradients, which are rows of this memory, or of the unit's own if None."""
+        """Use these gradients, which are rows of ``lent`` or, without it, of the unit's own
+        memory."""
     @property
     def in_backward(self) -> bool:
         """Whether the root's backward is running."""
     @property
     def depth(self) -> int:
-        """Number of the root's running forwards."""
+        """Number of the root's forwards that are running."""
     @property
     def has_factor(self) -> bool:
-        """Whether clipping has deferred a factor."""
+        """Whether gradient clipping has deferred a factor."""
     @property
     def lends_unsharded(self) -> bool:
         """Whether unsharded parameters are in memory passed to :meth:`bind`."""
@@ -2207,7 +2212,7 @@ class TorchUnit:
         mates: list[TorchUnit],
         /,
     ) -> None:
-        """Start work: create the root for these frontends."""
+        """Start operation by creating the root for these frontends."""
     def enter(self, grad: bool, in_task: bool, /) -> bool:
         """Begin a module's forward."""
     def leave(self) -> None:
@@ -2219,9 +2224,9 @@ class TorchUnit:
     def guard(self, modules: list[tuple[dict[str, Any], Callable[..., Any]]], /) -> None:
         """Make modules that read the unit's parameters refuse calls from outside."""
     def lift(self, begin: bool, /) -> None:
-        """Allow or forbid calls of guarded modules."""
+        """Allow or forbid calls to guarded modules."""
     def finish(self) -> None:
-        """End the root's backward: wait for reductions."""
+        """End the root's backward after waiting for reductions."""
     def catch_up(self) -> None:
         """Take gradients, unless this backward has already done so."""
     def follow(self, i: int = ..., /) -> None:
@@ -2240,13 +2245,13 @@ class TorchUnit:
     def apply_scale(self) -> None:
         """Apply the factor that clipping deferred."""
     def reset(self) -> None:
-        """Shard all units of the root, after an exception."""
+        """Shard all of the root's units after an exception."""
     def hide(self, gave_up: bool, /) -> None:
-        """Show pieces, and forget an incomplete backward."""
+        """Show the local pieces again, and discard an incomplete backward."""
     def pin(self) -> None:
         """Record that ``Unit.unshard`` was called."""
     def hold(self, begin: bool, /) -> None:
-        """Keep showing unsharded parameters, or stop."""
+        """Start or stop keeping the unsharded parameters visible."""
 
 def unit_places(unit: Unit, /) -> list[tuple[int, int, int, int, int, int]]:
     """Return (group, full_offset, first, numel, shard_offset, master_offset) per parameter."""
@@ -2255,10 +2260,10 @@ def unit_memory(unit: Unit, kind: str, /) -> list[Tensor]:
     """Return the "master", "grad" or "unsharded" memory of each flat group that has it."""
 
 def grad_memory(unit: Unit, /) -> list[Tensor]:
-    """Return new zeroed memory for the gradient shards of groups that have them."""
+    """Return new zeroed memory for the gradient shards of each group that has any."""
 
 def rebuild(value: Any, kind: type, change: Callable[[Any], Any], /) -> Any:
-    """Return a structure with changed tensors of this type, or the same object if none changes.
+    """Return a structure with tensors of this type replaced, or the same object if none changes.
 
     ``change`` maps a tensor to its replacement; None keeps it.
     """
@@ -2276,7 +2281,7 @@ def product(
     dtype: dtype | str,
     /,
 ) -> None:
-    """Write A' B' + bias, (m, n), from dense memory at these addresses; bias 0 means none."""
+    """Write A' B' + bias, (m, n), from dense memory at these addresses; bias 0 means no bias."""
 
 def make_root(units: list[Unit], encloses: list[bool], /) -> None:
     """Join units, outermost first; collective."""
@@ -2287,19 +2292,18 @@ def grad_norm(units: list[Unit], tensors: list[Tensor], p: float = 2.0, /) -> fl
 def grad_norms(
     units: list[Unit], tensors: list[Tensor], p: float = 2.0, /
 ) -> tuple[list[list[float | None]], list[float]]:
-    """Return the norms of each parameter of each unit, and of each tensor; collective."""
+    """Return the norm of every parameter of the units, and of every tensor; collective."""
 
 def norms_of_rows(
     units: list[Unit], indices: list[int], tensors: list[Tensor], p: float, /
 ) -> list[float]:
-    """Return the norms of whole parameters, given this rank's rows; collective in their shard
-    group.
+    """Return the norms of full parameters, given this rank's rows; collective in their shard group.
     """
 
 def clip_grads(
     units: list[Unit], tensors: list[Tensor], p: float, max_norm: float, /
 ) -> Tensor:
-    """Return the norm as a tensor, and defer its clipping factor; collective."""
+    """Return the norm as a tensor, and defer multiplying by its clipping factor; collective."""
 
 def scale_grads(
     units: list[Unit], tensors: list[Tensor], norm: float, max_norm: float, /
@@ -2307,16 +2311,16 @@ def scale_grads(
     """Defer the clipping factor."""
 
 def multiply_grads(units: list[Unit], tensors: list[Tensor], factor: float, /) -> bool:
-    """Defer a factor; return whether the tensors contain NaN or infinity."""
+    """Defer multiplying by a factor; return whether the tensors contain NaN or infinity."""
 
 def clamp_(tensors: list[Tensor], limit: float, /) -> None:
     """Clamp tensors to [-limit, limit], in place."""
 
 def crc32c(crc: int, buffer: Any, /) -> int:
-    """Continue a CRC-32C; start with 0."""
+    """Extend a CRC-32C with a buffer; start with 0."""
 
 def trace_events() -> list[tuple[str, int, int, int, int, bool]]:
-    """Return the trace, oldest first: (kind, unit, epoch, bytes, ns, in_backward)."""
+    """Return the events, oldest first, as (kind, unit, epoch, bytes, ns, in_backward)."""
 
 def trace_reset() -> None:
     """Empty the trace."""
@@ -2347,9 +2351,9 @@ class Save:
     def run(self) -> None:
         """Save now; collective."""
     def start(self) -> None:
-        """Copy the pieces and save them on a thread; collective."""
+        """Copy the pieces and save them in a background thread; collective."""
     def wait(self) -> None:
-        """Wait for the thread; raise its error."""
+        """Wait for the thread and raise its error, if any."""
     @property
     def done(self) -> bool:
         """Whether the thread has finished."""
@@ -2373,16 +2377,16 @@ def read_shards(
     """Read file pieces into tensors; return this rank's checksums."""
 
 def sum_runs(paths: list[bytes], runs: list[tuple[int, int, int]], /) -> list[int]:
-    """Return the checksum of each run (file, offset, bytes)."""
+    """Return the checksum of each range of bytes (file, offset, bytes)."""
 
 def master_shard(unit: Unit, i: int, write: bool, /) -> tuple[Tensor, int, int, int]:
-    """Return (flat tensor, first element, replica, replicas) for a parameter's master."""
+    """Return (flat tensor, first element, replica, number of replicas) for a parameter's master."""
 
 def crc32c_combine(crc_a: int, crc_b: int, bytes_b: int, /) -> int:
-    """Return the CRC-32C of A followed by B."""
+    """Return the CRC-32C of the concatenation of A and B."""
 
 def rng_state() -> tuple[int, int]:
-    """Return the seed for dropout and initialisation, and the next stream."""
+    """Return the seed for dropout and initialisation, and the index of the next stream."""
 
 def set_rng_state(seed: int, next_stream: int, /) -> None:
     """Restore a result of :func:`rng_state`."""

@@ -97,7 +97,7 @@ class LoraProjection(_Adapted, Projection):
 
 
 class LoraExpansion(_Adapted, Expansion):
-    """GPT-2's projection before its activation, with an adapter.
+    """GPT-2's projection with an adapter, followed by its activation.
 
     Examples
     --------
@@ -130,7 +130,7 @@ def apply(
 ) -> list[str]:
     """Freeze a model and add adapters to some of its linear layers, in place.
 
-    Call it before :func:`fsdpc.fully_shard`; the model may be deferred.
+    Call it before :func:`fsdpc.fully_shard`; the model's initialisation may be deferred.
 
     Parameters
     ----------
@@ -187,7 +187,7 @@ def apply(
                 raise ValueError(f"no linear layer is called '{target}'; there are {known}")
         layers = {n: m for n, m in layers.items() if any(_ends(n, t) for t in wanted)}
     if not layers:
-        raise ValueError("the model has no linear layers to put adapters beside")
+        raise ValueError("the model has no linear layers to add adapters to")
     model.requires_grad_(False)
     for layer in layers.values():
         out, into = layer.weight.shape
@@ -239,7 +239,7 @@ def is_applied(model: Module) -> bool:
 
 
 def parameters(model: Module) -> list[Parameter]:
-    """Return the adapters' parameters, for the optimizer.
+    """Return the adapters' parameters, to pass to an optimizer.
 
     Examples
     --------
@@ -254,7 +254,7 @@ def parameters(model: Module) -> list[Parameter]:
 
 
 def merge(model: Module) -> None:
-    """Merge the adapters into the weights, in place, and remove them; not for a sharded model.
+    """Merge the adapters into an unsharded model's weights in place, and remove them.
 
     Raises
     ------
@@ -297,7 +297,7 @@ def merge(model: Module) -> None:
 
 
 def save(model: Module, folder: str | os.PathLike[str], *, base: str | None = None) -> None:
-    """Write the adapters in PEFT's format; collective for a sharded model.
+    """Write the adapters in PEFT's format (collective for a sharded model).
 
     Parameters
     ----------
@@ -372,7 +372,7 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def load(model: Module, folder: str | os.PathLike[str]) -> list[str]:
-    """Read PEFT adapters into a model; collective if there are several ranks.
+    """Read PEFT adapters into a model (collective if there are several ranks).
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 /* The C tests' whole framework: CHECK counts and reports, check_report() ends main.
  *
  * A test is a main() that calls functions, each of which CHECKs; it prints what failed with file
- * and line and returns 1 if anything did.  TEST_STREAM gives a CPU device and stream to run kernels
+ * and line and returns 1 if anything did. TEST_STREAM gives a CPU device and stream to run kernels
  * on.
  */
 #ifndef FSDPC_TESTS_CHECK_H

@@ -1,7 +1,7 @@
 /* Running a function as several ranks: as threads of this process, or as forked processes.
  *
- * Each rank gets a `rank_context` with a communicator and a CPU device.  Ranks check with EXPECT
- * (CHECK's counters belong to the main thread); ranks_run adds what they counted to CHECK's.  A
+ * Each rank gets a `rank_context` with a communicator and a CPU device. Ranks check with EXPECT
+ * (CHECK's counters belong to the main thread); ranks_run adds what they counted to CHECK's. A
  * process that hangs is ended by an alarm, a thread by the communicator's deadline.
  */
 #ifndef FSDPC_TESTS_COMM_RANKS_H

@@ -1,7 +1,7 @@
 /* What tests of csrc/engine share: a rank with its own memory, device, trace and units, a step
  * driven as a frontend drives it, and ranks as threads.
  *
- * A rig is a model of `n_units` units: unit 0 encloses the others, which run in order.  CHECK is
+ * A rig is a model of `n_units` units: unit 0 encloses the others, which run in order. CHECK is
  * for the main thread alone; a rank's function returns a status, and rigs_run says which rank
  * failed.
  */

@@ -2,8 +2,8 @@
  * sets and thread counts.
  *
  * Tolerances are absolute, as a part of the largest value of the reference (or 1, if that is more):
- * sums of products cancel, so elements near zero carry the error of their neighbours.  F32 2e-5:
- * some 300 rounded additions of 6e-8 and exponents of about 1e1.  BF16 and F16: half a unit of
+ * sums of products cancel, so elements near zero carry the error of their neighbours. F32 2e-5:
+ * some 300 rounded additions of 6e-8 and exponents of about 1e1. BF16 and F16: half a unit of
  * rounding of the result, 2^-9 (2^-12), plus for BF16 the rounding of P, dS and out before they are
  * used: 2^-6 in all (seen: 0.6 of it).
  */

@@ -2,7 +2,7 @@
  * than wrote it; and whichever call fails on whichever rank, all ranks say so and nothing is left.
  *
  * Two tensors in a file each: `a` is fp32 there and in memory and larger than two chunks, `b` is
- * bf16 in the file.  Another file, `own`, is all header.
+ * bf16 in the file. Another file, `own`, is all header.
  */
 #include "ckpt/save.h"
 
@@ -158,7 +158,7 @@ static void *save_thread(void *arg)
     return NULL;
 }
 
-/* All ranks save; `victim`'s call number `fail_at` fails.  Returns that rank's number of calls. */
+/* All ranks save; `victim`'s call number `fail_at` fails. Returns that rank's number of calls. */
 static int save_all(const place *p, int world, int victim, int fail_at, float *const *values,
                     saver *savers)
 {

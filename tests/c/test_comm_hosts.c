@@ -54,7 +54,7 @@ static size_t rooms_of(const rank_context *self)
     return stats.now_bytes[FSDPC_MEM_OTHER];
 }
 
-/* Every third epoch changes nothing.  Half of each rank's row, and one slice that rank 1 owns. */
+/* Every third epoch changes nothing. Half of each rank's row, and one slice that rank 1 owns. */
 static void epochs(rank_context *self)
 {
     fsdpc_param_buffer *param_buffer;
@@ -289,7 +289,7 @@ static void one_leaves_early(rank_context *self)
     EXPECT(self, strstr(fsdpc_last_error(), "left (it shut"), "%s", fsdpc_last_error());
 }
 
-/* The last rank gives up, and its own messages are slow.  The others of its host hear of it on the
+/* The last rank gives up, and its own messages are slow. The others of its host hear of it on the
  * host, where they begin an epoch, and leave: other hosts learn from them what happened. */
 static void those_who_heard_leave(rank_context *self)
 {

@@ -6,7 +6,7 @@ enum { SLICE = 3000, EPOCHS = 60 };
 
 static const fsdpc_epoch_note forward = {.kind = 1, .unit = 3};
 
-/* Does `rank` change its masters before epoch e?  Known to all, so that all can check. */
+/* Does `rank` change its masters before epoch e? Known to all, so that all can check. */
 static bool changes(int rank, int epoch)
 {
     return epoch == 1 || (epoch * 7 + rank * 3) % 5 == 0;

@@ -1,4 +1,4 @@
-/* Ranks that die, leave, come late or never, and what is left behind.  Ranks are processes. */
+/* Ranks that die, leave, come late or never, and what is left behind. Ranks are processes. */
 #include "comm_ranks.h"
 
 #include <dirent.h>

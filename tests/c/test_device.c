@@ -126,7 +126,7 @@ static fsdpc_status read_value(void *arg, fsdpc_stream *stream)
     return FSDPC_OK;
 }
 
-/* A writes behind a gate, B reads after an event of A.  TSan sees a race if the wait is missing. */
+/* A writes behind a gate, B reads after an event of A. TSan sees a race if the wait is missing. */
 static void test_events(void)
 {
     rig r = make_rig(2);

@@ -40,7 +40,7 @@ static void test_round_trips(void)
 }
 
 /* Between every two neighbours of one sign: the middle goes to the even one, a step beside it to
- * the nearer.  The magnitude grows with the bits, so neighbours are bits and bits + 1. */
+ * the nearer. The magnitude grows with the bits, so neighbours are bits and bits + 1. */
 static int wrong_middles(uint32_t infinity, float (*widen)(uint16_t), uint16_t (*narrow)(float))
 {
     int wrong = 0;

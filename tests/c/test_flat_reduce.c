@@ -4,7 +4,7 @@
 
 enum { SRCS_MAX = 70 };
 
-/* The header's tree, as recursion: level by level, an odd one passes up unchanged.  That splits n
+/* The header's tree, as recursion: level by level, an odd one passes up unchanged. That splits n
  * at the largest power of two below it. */
 static double tree(const double *values, int n, fsdpc_dtype dtype)
 {

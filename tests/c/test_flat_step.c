@@ -1,6 +1,6 @@
 /* step of every optimizer: against the definitions in fp64, the same bits for any cut, number of
  * threads and instruction set with every dtype, and states in bf16: their bits by a second
- * spelling, their mean, and what the random bits depend on.  AdamW has test_flat_adamw.c besides.
+ * spelling, their mean, and what the random bits depend on. AdamW has test_flat_adamw.c besides.
  */
 #include "test_flat_common.h"
 

@@ -1,10 +1,10 @@
 /* Matrix products against an fp64 reference, on every instruction set this machine has.
  *
- * Tolerance.  A sum of k products in fp32, in any order, with or without fused steps, differs from
+ * Tolerance. A sum of k products in fp32, in any order, with or without fused steps, differs from
  * the exact one by at most gamma = n u / (1 - n u) times the sum of magnitudes, u = 2^-24 (2^-53
- * for F64), n = k + 3 with product, bias and C (Higham, Accuracy and Stability, 3.1).  Rounding to
- * the dtype of C adds half a unit in its last place.  AMX and vdpbf16ps flush subnormals: 2^-120
- * covers it.  Nothing is fitted to what the kernels happen to give.
+ * for F64), n = k + 3 with product, bias and C (Higham, Accuracy and Stability, 3.1). Rounding to
+ * the dtype of C adds half a unit in its last place. AMX and vdpbf16ps flush subnormals: 2^-120
+ * covers it. Nothing is fitted to what the kernels happen to give.
  */
 #include <math.h>
 
@@ -133,7 +133,7 @@ typedef struct reference {
     double sum, size; /* and the sum of magnitudes */
 } reference;
 
-/* Adds the product of two rows.  All of the test's time is here, in memory of its own: no place for
+/* Adds the product of two rows. All of the test's time is here, in memory of its own: no place for
  * a sanitizer's calls, which made the test three times as long. */
 __attribute__((no_sanitize("address"), no_sanitize("thread"))) static void
 add_dot(reference *r, const double *a, const double *b, size_t k)
@@ -147,7 +147,7 @@ add_dot(reference *r, const double *a, const double *b, size_t k)
     *r = (reference){sum, size};
 }
 
-/* How many elements of C's matrix z are further from the reference than they may be.  Marks all of
+/* How many elements of C's matrix z are further from the reference than they may be. Marks all of
  * them in `expected`. */
 static size_t wrong_in(const problem *p, size_t z, char *expected)
 {
@@ -387,7 +387,7 @@ static void test_infinity(rig *r)
 
 /* Results around 2^-126, made of normal operands, and NaN and infinity: bf16 results are the
  * rounded ones of fp32 as base/dtype.h rounds, bit by bit, in tiles that are whole and in those
- * that are not; so a row does not tell of how many rows C is.  (Up to four rows have kernels of
+ * that are not; so a row does not tell of how many rows C is. (Up to four rows have kernels of
  * their own.)
  */
 static void test_extremes(rig *r)

@@ -1,8 +1,8 @@
 /* bf16 products of great depth against an fp64 reference.
  *
  * AMX and AVX2 pack B for at most 2048 k at a time, AVX-512 for four blocks of 768; a deeper
- * product makes several passes, in which up to 512 rows keep their sums.  A product of up to 16
- * rows makes a pass every 128 k.  Here are products of several passes, in the forms of a layer.
+ * product makes several passes, in which up to 512 rows keep their sums. A product of up to 16
+ * rows makes a pass every 128 k. Here are products of several passes, in the forms of a layer.
  * fp32 results are held to the bound that test_gemm.c explains, bf16 results must be their
  * rounding, whatever the number of threads.
  */

@@ -1,5 +1,5 @@
 /* comm/host_watch: what one host learns all hosts know; a connection that closes is a death, unless
- * it said goodbye; a host that is silent is warned of.  Hosts are worlds of two threads.
+ * it said goodbye; a host that is silent is warned of. Hosts are worlds of two threads.
  */
 #include "comm/host_watch.h"
 

@@ -1,6 +1,6 @@
 /* nn/op_linear: gelu beside products; when it goes with them, and that nothing else can tell.
  *
- * Kernels are the CPU's behind a table that counts; weights are (out, in), then (in, out).  A chain
+ * Kernels are the CPU's behind a table that counts; weights are (out, in), then (in, out). A chain
  * w1, gelu, w2 is run with gelu fused and apart, and what comes out has to have the same bits; who
  * alone uses gelu's result, and who does not, shows in the counts.
  */
@@ -126,7 +126,7 @@ static bits bits_of(chain *c, const fsdpc_tensor *y)
     return b;
 }
 
-/* Forward and backward of a chain.  `keep`: gelu's result is held until after backward. */
+/* Forward and backward of a chain. `keep`: gelu's result is held until after backward. */
 static bits chain_run(chain *c, bool fused, bool keep)
 {
     fsdpc_tensor *gelu = first_half(c, fused), *y = second_half(c, gelu);

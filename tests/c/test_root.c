@@ -217,7 +217,7 @@ static fsdpc_status different_calls(rig *r)
     return FSDPC_OK;
 }
 
-/* A reset on one rank: all follow one record.  If it was in backward, all drop what they
+/* A reset on one rank: all follow one record. If it was in backward, all drop what they
  * accumulated; else it stays. */
 static fsdpc_status reset_of_one(rig *r)
 {

@@ -1,4 +1,4 @@
-/* Which units share memory for their unsharded parameters: sizes alone decide.  (That it works out
+/* Which units share memory for their unsharded parameters: sizes alone decide. (That it works out
  * when they are used is tests/gpu/test_engine_windows.c's to show, on a device that has windows.)
  */
 #include "check.h"

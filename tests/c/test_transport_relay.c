@@ -222,7 +222,7 @@ static void *carry_busily(void *arg)
 }
 
 /* The memory of sends and receives is its owner's again, and may go, while a carrier is at work
- * (for sanitizers).  What was done before arrives, and then the reason. */
+ * (for sanitizers). What was done before arrives, and then the reason. */
 static void test_nothing_is_touched_after_an_abort(void)
 {
     enum { ROUNDS = 100, OPS = 8 };

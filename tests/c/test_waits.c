@@ -1,17 +1,17 @@
 /* What every wait of the schedule is for: a vector-clock checker over what ranks read and write.
  *
  * A rank is three threads of happening: the driver, its gather stream and its reduce stream, each
- * with a clock of its own.  A table in front of comm_shm's sees every release (arrive, publish,
- * post, the end of an operation) and every wait that succeeds, which joins clocks.  Reads and
+ * with a clock of its own. A table in front of comm_shm's sees every release (arrive, publish,
+ * post, the end of an operation) and every wait that succeeds, which joins clocks. Reads and
  * writes are noted per resource: slices of the parameter buffer, unsharded parameters (which a
- * communicator that copies would write), reduce buffers, gradient shards.  Two accesses, one a
+ * communicator that copies would write), reduce buffers, gradient shards. Two accesses, one a
  * write, that no chain of releases and waits orders are a race, whether or not they met in this
  * run.
  *
- * The whole program first runs with all waits: no race.  Then once for every wait, which still
+ * The whole program first runs with all waits: no race. Then once for every wait, which still
  * waits but joins nothing, as if it were not there: the races are what it is for, and must be those
- * of the table below.  The storage of an operation counts as written while it is in flight.  A wait
- * is a kind and the entry point it happens in.  Progress never completes a reduction here (it need
+ * of the table below. The storage of an operation counts as written while it is in flight. A wait
+ * is a kind and the entry point it happens in. Progress never completes a reduction here (it need
  * not, and then hides no wait).
  */
 #include <stdatomic.h>
@@ -459,7 +459,7 @@ static const struct {
     {"idle buffer in a later gradient's target", "buffer", "the same, of a unit used twice"},
     {"reduction in a later gradient's target", "operation", "it is posted while in flight"},
     {"reduction in the end of backward", "gradient", "the optimizer reads what is being reduced"},
-    /* Nothing on one row of a mesh: that the buffer is idle says all.  With replicas the slot's
+    /* Nothing on one row of a mesh: that the buffer is idle says all. With replicas the slot's
      * partial holds sums whose all-reduce is not posted before this wait, so that no other wait
      * would see it. */
     {"reduction in a gradient's target", NULL, "sums over replicas"},

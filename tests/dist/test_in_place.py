@@ -75,7 +75,7 @@ def test_a_sharded_parameter_names_its_rows() -> None:
         weight -= 1.0
     with pytest.raises(AttributeError, match="in place"):
         weight.local = fsdpc.ones(1)
-    with pytest.raises(ValueError, match="written by reductions alone"):
+    with pytest.raises(ValueError, match="written only by reductions"):
         weight.grad = fsdpc.ones(1)
     weight.grad *= 0.0
     assert not weight.grad.any()

@@ -146,7 +146,7 @@ def test_too_many_operations_are_told(tmp_path: Path) -> None:
     with redirect_stderr(io.StringIO()) as said:
         with fsdpc.profile(tmp_path / "trace.json", events=4) as found:
             step(model, optimizer)
-    assert "the last 4 operations of this rank alone" in said.getvalue()
+    assert "the last 4 operations of only this rank" in said.getvalue()
     assert found.flight is not None and len(found.flight.operations) == 4
     assert drawn(tmp_path / "trace.json")
 

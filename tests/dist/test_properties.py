@@ -1,6 +1,6 @@
 """Random models and scripts against an unsharded twin: random_cases draws, random_run compares.
 
-A failure prints the shrunken model and script, and every rank's traceback.  `make soak` runs ten
+A failure prints the shrunken model and script, and every rank's traceback. `make soak` runs ten
 thousand cases more, from new seeds.
 """
 

@@ -1,7 +1,7 @@
 /* The part of CUDA's runtime that the back end uses, for a device that is this processor.
  *
- * Found instead of CUDA's own header by -Itests/emu.  Names, types and meanings are CUDA's; codes
- * are the few that are looked at.  emu_runtime.cpp and its neighbours implement it: streams are
+ * Found instead of CUDA's own header by -Itests/emu. Names, types and meanings are CUDA's; codes
+ * are the few that are looked at. emu_runtime.cpp and its neighbours implement it: streams are
  * threads, memory is the heap or, behind the gate, pages that the host may not touch.
  */
 #ifndef FSDPC_TESTS_EMU_CUDA_RUNTIME_API_H
@@ -153,7 +153,7 @@ unsigned long long emu_allocations(void);
 void emu_stall(int yes);
 
 /* A line in a file for everything that the host asks of the device from now on: memory, waits,
- * copies, fills, launches, graphs, with every address in the device's memory.  NULL: no more. */
+ * copies, fills, launches, graphs, with every address in the device's memory. NULL: no more. */
 void emu_set_trace(const char *path);
 
 #ifdef __cplusplus

@@ -1,9 +1,9 @@
 /* Races between the addresses of one memory, for ThreadSanitizer, which knows memory by address.
  *
  * Linked into programs under it alone, with --wrap for every name below: what compiled code calls
- * before it reads or writes, and the functions that copy and fill.  Each is told the address where
+ * before it reads or writes, and the functions that copy and fill. Each is told the address where
  * the memory was mapped first instead of the one that was used, so that a gather into a slot and a
- * kernel that reads the slot by another address meet.  Not compiled with the sanitizer itself.
+ * kernel that reads the slot by another address meet. Not compiled with the sanitizer itself.
  */
 #include <stddef.h>
 

@@ -1,7 +1,7 @@
 /* What the emulated runtime's files share: streams that capture, and the trace.
  *
  * A stream that takes part in a capture does not run what it is given: it adds nodes to the
- * capture's graph.  A node comes after the last ones of its stream, and after those of events that
+ * capture's graph. A node comes after the last ones of its stream, and after those of events that
  * the stream was told to wait for.
  */
 #ifndef FSDPC_TESTS_EMU_EMU_CAPTURE_H
@@ -47,7 +47,7 @@ emu_part &emu_part_of(cudaStream_t stream);
 void emu_post_graph(cudaStream_t stream, std::function<void()> run);
 bool emu_is_device_memory(uintptr_t address);
 
-/* emu_graph.cpp.  May this thread now do what no capture of its own, and no global one, allows?  If
+/* emu_graph.cpp. May this thread now do what no capture of its own, and no global one, allows? If
  * not, those captures are broken and the error is CUDA's. */
 cudaError_t emu_check_unsafe(void);
 /* The same for what no capture of this stream allows. */

@@ -1,18 +1,18 @@
 /* The driver beneath an emulated device: always there, with one GPU (or as many as
  * EMU_GPUS says, all of them this processor), whose memory is gated.
  *
- * Stands in the emulated plugin for csrc/cuda/driver.c, which asks NVIDIA's.  Programs that
+ * Stands in the emulated plugin for csrc/cuda/driver.c, which asks NVIDIA's. Programs that
  * must find device memory in their reach do not ask for a driver (C tests that look at it), or set
  * EMU_OPEN (Python, where torch's tensors of the CPU stand for those of the GPU).
  *
  * Virtual memory is the processor's: physical memory is a memfd, an address range a mapping that
  * nobody may touch, and mapping the one beneath the other is mmap, so what is written by one
- * address is there by all others.  New memory is full of NaN.  What CUDA forbids is refused and
+ * address is there by all others. New memory is full of NaN. What CUDA forbids is refused and
  * counted: mapping other than the whole of a handle, mapping twice, reading without access or
  * writing without it (which end the process), freeing addresses that something
- * is mapped at.  Handles of a fabric are announced and then not permitted, as in a container.
+ * is mapped at. Handles of a fabric are announced and then not permitted, as in a container.
  *
- * Addresses come from one arena and are not used again.  Of each granule mapped there a table says
+ * Addresses come from one arena and are not used again. Of each granule mapped there a table says
  * how far it is to the first address of the same memory, its home, so that who has one of several
  * addresses finds the memory by a look (emu_home).
  */

@@ -1,9 +1,9 @@
 /* A block's threads as fibers of the stream's thread.
  *
- * A stream's thread keeps as many fibers as its largest block had threads.  It resumes them in
+ * A stream's thread keeps as many fibers as its largest block had threads. It resumes them in
  * ascending or descending order; a fiber comes back when its thread has ended or waits in a barrier
- * that others have not reached.  A warp runs as far ahead of the others as barriers let it, so that
- * what a barrier should have kept apart meets.  A round in which nobody got further is an error of
+ * that others have not reached. A warp runs as far ahead of the others as barriers let it, so that
+ * what a barrier should have kept apart meets. A round in which nobody got further is an error of
  * the kernel.
  */
 #include "emu_fibers.h"

@@ -1,9 +1,9 @@
 /* The gate between the host and the emulated device's memory.
  *
  * A GPU's memory is out of the host's reach, this processor's is not, and a host that reads a
- * tensor by a pointer would work here and end the process there.  Once emu_gate_memory was called,
+ * tensor by a pointer would work here and end the process there. Once emu_gate_memory was called,
  * device memory lies in pages that nobody may touch, but for the time that the host spends inside a
- * call that waits for the device; and only then streams run what touches memory.  So the mistake
+ * call that waits for the device; and only then streams run what touches memory. So the mistake
  * ends the process here too, every time and at its place, and kernels run as late as a GPU may run
  * them.
  */

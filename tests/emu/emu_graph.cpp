@@ -1,6 +1,6 @@
 /* Graphs of the emulated device, and a trace of what the host asked of it.
  *
- * A capture keeps the work of its streams as nodes, with what each comes after.  A launch is one
+ * A capture keeps the work of its streams as nodes, with what each comes after. A launch is one
  * piece of work that runs all nodes, each after those that it names and otherwise in the order in
  * which they were captured or, where threads descend too, as far in the reverse of it as that
  * allows: so an order that no event asked for does not come by itself.

@@ -1,12 +1,12 @@
 /* CUDA C++ on this processor, as far as kernels/ speaks it.
  *
- * Included by kernels/common.cuh where FSDPC_EMU is defined.  A launch becomes work of the stream's
+ * Included by kernels/common.cuh where FSDPC_EMU is defined. A launch becomes work of the stream's
  * thread, which runs the blocks one after the other; the threads of a block are fibers of that
- * thread and change places only in barriers and warp operations.  In ascending and in descending
+ * thread and change places only in barriers and warp operations. In ascending and in descending
  * order of threads every missing barrier shows as a wrong result one way or the other.
  *
  * A warp operation is a barrier of the warp's threads that have not ended, with one exchange; masks
- * are taken to be full.  What cannot go on (a barrier that some threads do not reach) ends the
+ * are taken to be full. What cannot go on (a barrier that some threads do not reach) ends the
  * process with a line on stderr.
  */
 #ifndef FSDPC_TESTS_EMU_EMU_KERNEL_H

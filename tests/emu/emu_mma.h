@@ -2,7 +2,7 @@
  * kernels/mma.cuh.
  *
  * A copy may be made at any time between its issue and the wait for it: in ascending order of
- * threads it is made at once, in descending order at the wait.  Who ends without waiting has the
+ * threads it is made at once, in descending order at the wait. Who ends without waiting has the
  * process end.
  */
 #ifndef FSDPC_TESTS_EMU_EMU_MMA_H

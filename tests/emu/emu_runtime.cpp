@@ -1,9 +1,9 @@
 /* A CUDA device that is this processor: streams as threads, a block's threads as fibers
  * (emu_fibers.cpp), memory behind a gate (emu_gate.h).
  *
- * Streams.  Each is a thread with a queue.  The host hands work over by a release store that the
+ * Streams. Each is a thread with a queue. The host hands work over by a release store that the
  * thread acquires, and takes nothing back but in a wait that CUDA has too (synchronize, query,
- * an event's wait).  So ThreadSanitizer sees exactly the order that CUDA promises: no lock that
+ * an event's wait). So ThreadSanitizer sees exactly the order that CUDA promises: no lock that
  * both sides take hides a missing event.
  */
 #include "cuda_runtime_api.h"
@@ -58,7 +58,7 @@ void futex(std::atomic<uint32_t> *word, int operation, uint32_t value,
     syscall(SYS_futex, reinterpret_cast<uint32_t *>(word), operation, value, at_most, NULL, 0);
 }
 
-/* A place in a stream's work.  Who waits for it sleeps: most ranks here have no core of their own.
+/* A place in a stream's work. Who waits for it sleeps: most ranks here have no core of their own.
  */
 class place
 {
@@ -83,7 +83,7 @@ class place
     }
 };
 
-/* Random delays of one stream.  Some streams are much slower than others, by the seed, so that what
+/* Random delays of one stream. Some streams are much slower than others, by the seed, so that what
  * should have waited for a slow one comes long before it. */
 struct delays {
     unsigned state, slower;

@@ -1,11 +1,11 @@
 /* A cuBLASLt for the emulated device: column-major products by loops, and what callers have wrong.
  *
  * Built as a libcublasLt.so.13 of its own, so that the loader finds in it what it would find in
- * cuBLASLt.  It keeps what it was told of the last product for tests to look at, and counts calls
+ * cuBLASLt. It keeps what it was told of the last product for tests to look at, and counts calls
  * that break cuBLASLt's rules: attributes of the wrong size; a heuristic asked before the addresses
  * of an epilogue are known, which it takes for what they are aligned to; an aux whose rows are no
  * multiple of 8 or overlap; a product whose addresses are aligned to less than the heuristic was
- * told, or that has another descriptor's algorithm.  One host thread calls it.
+ * told, or that has another descriptor's algorithm. One host thread calls it.
  *
  * FAKE_CUBLASLT_REFUSES=name in the environment keeps the copy of that file name from starting.
  */

@@ -4,8 +4,8 @@
  * Built as a libnccl.so.2 of its own, so that the loader finds in it what it would find in NCCL.
  * It keeps NCCL's rules and complains about who breaks them: nonblocking, so that inits and groups
  * stay in progress for some polls; no call on a communicator that is in progress; collectives run
- * in the order of their stream and meet the peers' there.  The environment counts as it was at the
- * first call.  An abort ends what runs, and waits until it has, and until no graph holds any of it;
+ * in the order of their stream and meet the peers' there. The environment counts as it was at the
+ * first call. An abort ends what runs, and waits until it has, and until no graph holds any of it;
  * those of a group end together.
  *
  * It is NCCL 2.30.7, or what FAKE_NCCL_VERSION or a test says, and lets ranks share a GPU where the

@@ -3,7 +3,7 @@
  * What NCCL would refuse or get wrong is a complaint: memory that no handle of the driver's backs
  * from its first mapping on, other sizes on other ranks, memory that went before it was
  * deregistered, a communicator destroyed with windows left, a gather that writes a slot by another
- * address than its first.  A window's call says that it succeeded and goes on in the background
+ * address than its first. A window's call says that it succeeded and goes on in the background
  * until all ranks have come.
  */
 #include <stdint.h>

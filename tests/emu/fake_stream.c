@@ -1,9 +1,9 @@
 /* What groups of the fake NCCL do on their streams, and how ranks meet there.
  *
  * Chunk by chunk every rank leaves what it sends in the memory that all have mapped, waits for all,
- * computes its own result, and waits again before the next may begin.  Waits look at atomics, so
+ * computes its own result, and waits again before the next may begin. Waits look at atomics, so
  * that a rank which is killed holds no lock, and are work of the stream that touches no memory of
- * the device, so that a host which asks for an event is not kept.  Host threads read atomics alone,
+ * the device, so that a host which asks for an event is not kept. Host threads read atomics alone,
  * so that ThreadSanitizer sees no order between host and stream that CUDA would not give.
  *
  * Sends and receives of a group are one chunk, an exchange, in which every rank has a part: what
@@ -11,7 +11,7 @@
  * the same order.
  *
  * A group on a stream that captures becomes part of a graph and runs whenever that does; it and
- * its communicator are kept until the graph goes.  It has no place among the groups launched since,
+ * its communicator are kept until the graph goes. It has no place among the groups launched since,
  * so events must keep it apart from them: two groups of a communicator at once end the process.
  *
  * NCCL launches on a thread of its own, between the end of a group and the poll that says so, and

@@ -3,9 +3,9 @@
     hosts.py WHAT [ARGUMENT]
 
 Its environment is torchrun's, with STORE, a file by which gloo's ranks find each other; or that of
-mpiexec.  With PRETEND it is on a host of LOCAL_WORLD_SIZE ranks, else on the one that it sees.
+mpiexec. With PRETEND it is on a host of LOCAL_WORLD_SIZE ranks, else on the one that it sees.
 With HERE, numbers of ranks, it is all of these, forked once torch is imported, which takes longer
-than most of what they do.  They write to files of the folder SAID, and it prints how they ended.
+than most of what they do. They write to files of the folder SAID, and it prints how they ended.
 WHAT is a function of this file, of ranks.py or of graph_ranks.py.
 """
 

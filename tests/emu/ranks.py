@@ -84,7 +84,7 @@ def strategies(names: str) -> dict[str, Any]:
 def deterministic(argument: str) -> dict[str, Any]:
     """Contributions to a step, however many ranks give them, by strategies of theirs.
 
-    The argument is dtypes, and after a colon how many there are (four).  Returns norms and digest,
+    The argument is dtypes, and after a colon how many there are (four). Returns norms and digest,
     and bytes of reduce buffers as held at most and as planned.
     """
     dtypes, _, total = argument.partition(":")
@@ -116,7 +116,7 @@ def ahead(_: str) -> dict[str, Any]:
 def one_ahead(still: int, p: float, **options: Any) -> dict[str, Any]:
     """Make three steps, the last while the device stands still if so; what came of that.
 
-    They are clipped by a p-norm.  Waits are those of the host in the last one.
+    They are clipped by a p-norm. Waits are those of the host in the last one.
     """
     plugin = ctypes.CDLL(os.environ["FSDPC_CUDA_PLUGIN"])
     model = build("perceptron", **options)

@@ -53,8 +53,7 @@ for stream, read in ((cuda.stream(), "new"), (1, "new"), (None, "new"), (-1, "ol
     reader = stream if stream and stream > 2 else 1 if stream != -1 else cuda.stream()
     copied = (ctypes.c_float * 1000).from_address(cuda.pinned(4000))
     cuda.copy(ctypes.addressof(copied), t.data_ptr, 4000, reader)
-    if stream == -1:
-        cuda.synchronize(reader)
+    cuda.synchronize(reader) if stream == -1 else None
     held.set()
     cuda.synchronize(reader)
     assert list(copied) == (values + (read == "new")).tolist(), (stream, copied[:3])

@@ -1,7 +1,7 @@
 """Ranks of several hosts over the fake NCCL: the bits of one host, and who failed on another.
 
 Hosts are pretended (their ranks share no memory, and NCCL is told that they are apart), or are
-network namespaces.  gloo carries what the engine's control says between them.
+network namespaces. gloo carries what the engine's control says between them.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def test_four_ranks_over_nccl_have_the_bits_of_their_sums(nccl: dict[str, str]) 
 
 @EMULATION_ALONE
 def test_runs_of_three_over_nccl_have_the_same_bits(nccl: dict[str, str]) -> None:
-    """The fake has one order of sums.  NCCL 2.30 on an H100 has another for each strategy here."""
+    """The fake has one order of sums. NCCL 2.30 on an H100 has another for each strategy here."""
     for rank in ranks(nccl, "strategies", "cuda", "3", "weighted"):
         assert rank.pop("transport") == "nccl"
         for variants in rank.values():

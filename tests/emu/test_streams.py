@@ -1,6 +1,6 @@
 """The engine on several streams: races are found, and what each kind of wait is for is missed.
 
-tests/gpu/test_streams.c says what runs.  ThreadSanitizer sees the order that the emulated device
+tests/gpu/test_streams.c says what runs. ThreadSanitizer sees the order that the emulated device
 gives to its streams, which is the order that CUDA promises, so it reports two accesses that no
 event orders whether or not they met, by whatever addresses of one memory (tests/emu/emu_alias.c).
 """

@@ -175,7 +175,7 @@ print(model._fsdpc_unit.offload)
 def test_each_phase_needs_its_order_point(environment: dict[str, str]) -> None:
     """With it the engine goes on behind its old stream, and torch behind the engine.
 
-    Without it the engine stays where it was, and torch reads what was there before.  A thread that
+    Without it the engine stays where it was, and torch reads what was there before. A thread that
     runs backward selects the device.
     """
     assert show(environment, "-c", ORDER).splitlines() == [

@@ -1,8 +1,8 @@
 /* What the GPU tests share: a GPU and a CPU side by side, buffers that exist on both, comparison.
  *
  * Every kernel is run by both tables on the same fresh random numbers; the CPU's is the twin that
- * says what is right.  A test is a main() like those of tests/c.  Without a GPU it says so and ends
- * well, unless FSDPC_TEST_GPU=1 demands one.  On the emulated device (tests/emu) every test runs
+ * says what is right. A test is a main() like those of tests/c. Without a GPU it says so and ends
+ * well, unless FSDPC_TEST_GPU=1 demands one. On the emulated device (tests/emu) every test runs
  * twice, with the threads of a block in ascending and in descending order.
  */
 #ifndef FSDPC_TESTS_GPU_GPU_RIG_H

@@ -1,6 +1,6 @@
 /* Attention by cuDNN against exact numbers and against our own kernels; which shapes are not its.
  *
- * Tolerances as in test_attention_kernels.c, of the CPU's kernels in fp64.  Where the tests were
+ * Tolerances as in test_attention_kernels.c, of the CPU's kernels in fp64. Where the tests were
  * built without cuDNN's headers, or cuDNN is not there, they say so and check what does without.
  */
 #include "attention_case.h"

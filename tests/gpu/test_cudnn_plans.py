@@ -1,7 +1,7 @@
 """Graphs of attention, as the plugin describes them, are plans of cuDNN's; no GPU is needed.
 
-cuDNN builds plans for a device that is described to it: an H100, here.  Its driver is a library
-whose functions load nothing.  Needs nvcc and pip's nvidia-cudnn-frontend, nvidia-cudnn-cu13 and
+cuDNN builds plans for a device that is described to it: an H100, here. Its driver is a library
+whose functions load nothing. Needs nvcc and pip's nvidia-cudnn-frontend, nvidia-cudnn-cu13 and
 nvidia-cuda-nvrtc, beside a shared CUDA runtime.
 """
 

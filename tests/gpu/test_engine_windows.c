@@ -2,7 +2,7 @@
  * the memory that was promised, all of it known to NCCL.
  *
  * Ranks are threads with a GPU each; on the emulated device all have the same, and NCCL is the
- * fake. A model is a root and blocks of one size.  Forward adds each unit's weights into an
+ * fake. A model is a root and blocks of one size. Forward adds each unit's weights into an
  * activation, backward makes gradients of weights and activation, AdamW steps: whoever reads
  * another unit's weights, or old ones, ends with other numbers.
  */

@@ -1,6 +1,6 @@
 /* The flat kernels of the GPU against the CPU's, to the bit.
  *
- * Steps of optimizers have a file of their own.  Sizes around the width of a vector and long enough
+ * Steps of optimizers have a file of their own. Sizes around the width of a vector and long enough
  * for several rounds of the grid; buffers at their alignment, off it together, and off it apart, so
  * that every path of the elementwise loop runs.
  */

@@ -1,5 +1,5 @@
 /* The NCCL communicator refused, and, over the fake, at fault: ranks that never come, give up, get
- * stuck or disagree.  Whatever happens, every rank learns why and nothing holds the GPU.
+ * stuck or disagree. Whatever happens, every rank learns why and nothing holds the GPU.
  */
 #include "nccl_rig.h"
 

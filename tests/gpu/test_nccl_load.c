@@ -2,7 +2,7 @@
  * GPU.
  *
  * Arguments: the path of a libnccl.so.2, and, to show that a copy which the process has is taken
- * before it, the path of another that is loaded first.  Without a path nothing but the refusals is
+ * before it, the path of another that is loaded first. Without a path nothing but the refusals is
  * tested.
  */
 #include <dlfcn.h>

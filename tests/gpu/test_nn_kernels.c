@@ -219,7 +219,7 @@ static void test_sum(void)
                 args.x = x.on_gpu, args.out = out.on_gpu;
                 CHECK_OK(on(gpu_stream)->sum(&args, gpu_stream));
                 /* Sums of up to 50021 numbers below 1, in two orders: errors grow by chance, as the
-                 * root of the terms, and one in some hundreds is 8 times that.  fp32 inside unless
+                 * root of the terms, and one in some hundreds is 8 times that. fp32 inside unless
                  * all is F64. */
                 bool wide = floats[d] == FSDPC_F64 && floats[o] == FSDPC_F64;
                 double terms = outputs ? (double)numel / (double)outputs : 0;

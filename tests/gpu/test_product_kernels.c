@@ -1,7 +1,7 @@
 /* Matrix products of the GPU against the CPU's, alone and with gelu: sums have another order, and
  * tensor cores round where the CPU does not, so within the roundings that the dtype leaves.
  *
- * On a GPU they are cuBLASLt's where it is found.  On the emulated device they are the plain
+ * On a GPU they are cuBLASLt's where it is found. On the emulated device they are the plain
  * kernel's first, and then those of the fake of tests/emu, which also says what it was told.
  */
 #include "gpu_rig.h"

@@ -6,11 +6,11 @@
  *     test_streams without KIND races   the same in all of these runs, for ThreadSanitizer to end
  *
  * A model of a few units, whose blocks take turns in two slots, trains on the GPU over NCCL and on
- * the CPU over shared memory, by the engine that both frontends drive.  Its modules are flat
+ * the CPU over shared memory, by the engine that both frontends drive. Its modules are flat
  * kernels: forward adds unsharded parameters to the activations, and each gradient is full +
  * activations + data, so that a full read too early or too late, a sum taken too early and a step
  * on a stale sum all end up in the weights, whoever steps them, the GPU or the CPU beside it. Their
- * bits must be the CPU's where sums have the same order (two ranks, or two by two).  On the
+ * bits must be the CPU's where sums have the same order (two ranks, or two by two). On the
  * emulated device streams are threads, each operation begins after a random delay, and a gather in
  * flight leaves noise in the full.
  *

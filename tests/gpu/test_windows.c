@@ -81,7 +81,7 @@ static void test_one_memory_at_several_addresses(void)
 }
 
 /* As units are gathered and read: a stream fills the memory by the slot's address, over what it was
- * poisoned with when it was given up; another reads it by the window's.  Events alone order them.
+ * poisoned with when it was given up; another reads it by the window's. Events alone order them.
  */
 static void test_replays_see_no_poison(void)
 {

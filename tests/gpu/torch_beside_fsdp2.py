@@ -1,6 +1,6 @@
 """Trains one model under the torch frontend, under torch's FSDP2 and plainly; prints JSON.
 
-On the device that argv[1] names, at a world of one.  On "cuda" the frontend's steps run on a
+On the device that argv[1] names, at a world of one. On "cuda" the frontend's steps run on a
 stream that is not torch's default one, and it chooses the device by itself.
 """
 

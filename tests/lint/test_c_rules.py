@@ -215,7 +215,7 @@ DEFINED = re.compile(
 def uses(folder: Path) -> dict[str, dict[str, list[str]]]:
     """Map each file of a folder, x.c with x.h, to the files it needs, with the reasons.
 
-    A file needs those whose functions it calls; its header needs those that it includes.  An
+    A file needs those whose functions it calls; its header needs those that it includes. An
     x_internal.h is a file of its own, below x.
     """
     paths = [path for path in SOURCES if path.parent == folder]

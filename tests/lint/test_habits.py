@@ -18,12 +18,12 @@ OPENS = r"(?:^|[.;:] |/?\*\*? |# |\"\"\")"
 #: habit -> (pattern, how often it may occur in csrc, kernels, python and docs)
 HABITS = {
     "a clause of place for a condition": (rf"\bwhere ({WHERE})\b", 30),
-    '"alone" for only': (r"\balone\b", 48),
-    '"beside" for besides, with, next to': (r"\bbeside\b", 44),
-    '"is no X" for is not an X': (r"\b(is|are|was|were) no (?!longer|more)[a-z]", 51),
+    '"alone" for only': (r"\balone\b", 1),
+    '"beside" for besides, with, next to': (r"\bbeside\b", 3),
+    '"is no X" for is not an X': (r"\b(is|are|was|were) no (?!longer|more)[a-z]", 50),
     "no actor": (r"\b([Ss]omebody|[Nn]obody|[Ww]hoever)\b", 3),
-    "things that stand or lie": (r"\b(stands?|lies?)\b(?! for)", 37),
-    "a fragment that opens with Of": (OPENS + r"Of (a|an|one|the|those|each|every)\b", 2),
+    "things that stand or lie": (r"\b(stands?|lies?)\b(?! for)", 35),
+    "a fragment that opens with Of": (OPENS + r"Of (a|an|one|the|those|each|every)\b", 1),
     "a sentence that opens with So": (r"(?:^|[.] |\* |# )So [a-z]", 0),
 }
 

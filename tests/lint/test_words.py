@@ -49,7 +49,7 @@ def test_prose_is_wrapped(path: Path) -> None:
         assert in_program or line.startswith("|") or len(line) <= 110, f"{label(path)}:{number}"
 
 
-# Phrases that a native writer would not use.  Error texts are not held: tests assert them.
+# Phrases that a native writer would not use. Error texts are not held: tests assert them.
 NOT_ENGLISH = [
     r"\bfor good\b",
     r"\b[Ll]ikewise\b",

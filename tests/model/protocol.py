@@ -1,22 +1,22 @@
 """The epoch protocol (docs/design/communication.md) as a machine whose steps can be enumerated.
 
 A *world* is what all ranks are and what they share; a *step* is something that one rank does at one
-moment: raise its arrival word, decide once all have arrived, begin to write its slice.  A rank's
-program is a list of operations (``Op``), an operation a fixed sequence of steps (``STEPS``).  Each
+moment: raise its arrival word, decide once all have arrived, begin to write its slice. A rank's
+program is a list of operations (``Op``), an operation a fixed sequence of steps (``STEPS``). Each
 step is a function below: it yields the world that follows, or none while the rank must wait.
 ``explore.py`` runs every interleaving.
 
-What is left out: the data.  A rank's weights are one number, ``master``, that grows with every
+What is left out: the data. A rank's weights are one number, ``master``, that grows with every
 change; its slice of the parameter buffer shows the number that was written last. So a full that is
 read is one number a rank, and it is right if each is what that rank announced when it arrived in
 the epoch.
 
 What must never be raises ``Wrong``: a read while somebody writes (torn), a read of other numbers
-than were announced (stale), steps that some ranks took and others did not.  Errors that the
+than were announced (stale), steps that some ranks took and others did not. Errors that the
 protocol promises to name raise ``Named`` if they close the communicator for all ranks, ``Refused``
 if the rank alone gets an exception (from which its program, as most user code, ends).
 
-Not in the model: fingerprints of gathers.  It finds disagreement later than the library does.
+Not in the model: fingerprints of gathers. It finds disagreement later than the library does.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Machine:
         return program[at] if at < len(program) and not world.ranks[r].error else None
 
     def successors(self, world: World, r: int) -> Next:
-        """All that rank r may do next; nothing while it waits.  Wrong and Named pass through."""
+        """All that rank r may do next; nothing while it waits. Wrong and Named pass through."""
         op = self.op_of(world, r)
         if op is None:
             return

@@ -2,14 +2,14 @@
  *
  *     record_traces [none|arrivals|publications|late] < programs
  *
- * A line of input is a seed and a program a rank, separated by tabs.  Ranks are threads over
+ * A line of input is a seed and a program a rank, separated by tabs. Ranks are threads over
  * comm_shm; a table of operations in front of the communicator's own delays them at random before
- * and after every call and notes when each began and ended.  Weights are one number a rank, which
+ * and after every call and notes when each began and ended. Weights are one number a rank, which
  * fills its master, so a read of a full shows a number a rank, or 0 where a slice is not uniform.
  * The argument names a wait that is left out: traces of that must be found to be impossible.
  *
  * Output: "event RANK NAME ROOT BEGIN_NS END_NS SEEN..." in the order of each rank, and "end"
- * behind each program.  What an error says stands in the place of NAME, behind "!".
+ * behind each program. What an error says stands in the place of NAME, behind "!".
  */
 #include <ctype.h>
 #include <sched.h>

@@ -7,7 +7,7 @@ that goes on behind what comes next, ``D`` a
 loss dropped (also by an exception), ``C`` a forward of a child alone, ``R`` recomputation inside
 backward, ``U``/``S`` unshard and reshard, ``H``/``X`` enter and leave hold(), ``V`` a forward
 without gradients and ``G`` one with, both inside hold(), ``T`` full_tensor, ``|`` a barrier of
-ours, ``!`` one of another library.  Lower case is the same of a second root.  ``*`` behind a word:
+ours, ``!`` one of another library. Lower case is the same of a second root. ``*`` behind a word:
 Ctrl-C may end any wait of it.
 """
 

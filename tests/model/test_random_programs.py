@@ -1,7 +1,7 @@
 """Random programs: what no scenario thought of.
 
 Ranks that do the same must come to a right end; where one rank makes calls of its own that change
-no weights, the end is right or an error that names what happened.  Short programs are run in every
+no weights, the end is right or an error that names what happened. Short programs are run in every
 interleaving, long ones in a random one each.
 """
 

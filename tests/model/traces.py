@@ -1,9 +1,9 @@
 """Whether what ranks were seen to do is a run of the model.
 
-Every rank's events stand in its own order, each with the moments at which it began and ended.  The
+Every rank's events stand in its own order, each with the moments at which it began and ended. The
 events are a run of the model if they can be put into one order that (1) keeps every rank's own, (2)
 puts what ended before something else began in front of it, and (3) the model can take, seeing what
-the rank saw.  Steps that nobody sees (a write to the own slice) may come whenever the model lets
+the rank saw. Steps that nobody sees (a write to the own slice) may come whenever the model lets
 them.
 """
 

@@ -1,6 +1,6 @@
 """What a rank does: python train.py RANKS_OF_HOST|launcher [OPTION ...].
 
-Hosts are pretended, of so many ranks, or those that the launcher names.  Options: raise or kill
+Hosts are pretended, of so many ranks, or those that the launcher names. Options: raise or kill
 (rank 3, in the third step), deterministic, bf16 or fp16, name of a strategy, no_sync (every other
 micro-step is not reduced), late (only its all-reduce is postponed), hold (after it each rank
 evaluates, some more often than others), save=FOLDER, unshared (FOLDER is another one on the second

@@ -1,11 +1,11 @@
 """Random cases of operations, beside torch.
 
 A row of the table (drawn_rows.py) draws one case: tensors, and the operation on them by fsdpc and
-by torch.  Shapes are 0-d, empty, of one element or small; some tensors are views.  Values are
+by torch. Shapes are 0-d, empty, of one element or small; some tensors are views. Values are
 ordinary, or have NaN, infinities, -0.0 or a dtype's extremes among them.
 
-torch computes twice.  With the case's own dtypes it says which shape, dtype or error is right.
-With floats as float64 it says which values and gradients are.  Cases depend on their number only.
+torch computes twice. With the case's own dtypes it says which shape, dtype or error is right.
+With floats as float64 it says which values and gradients are. Cases depend on their number only.
 
 Tolerances are in units of the last place of the result's dtype: of each element for operations of
 single elements, else of the largest element in the case.

@@ -1,14 +1,14 @@
 """Operations against NumPy in float64, gradients against central differences.
 
 An operation runs in a dtype on inputs that were rounded to it; the reference is a NumPy function of
-the same (rounded) values in float64.  The gradient of ``sum(f(x) * g)`` for a random g is compared
+the same (rounded) values in float64. The gradient of ``sum(f(x) * g)`` for a random g is compared
 with central differences of the reference: of every element where there are few, else along random
 directions.
 
-Tolerances.  Kernels compute in fp32 (fp64 for float64) and round once, so an operation of k rounded
+Tolerances. Kernels compute in fp32 (fp64 for float64) and round once, so an operation of k rounded
 inputs is off by a few units in the last place of its dtype: 2^-24, 2^-9 (bf16), 2^-11 (fp16),
-2^-53.  Sums of n products add about sqrt(n) of fp32's.  Central differences with h = 1e-4 are good
-to about 1e-7 of the values that enter.  TOLERANCE holds the bound relative to the largest value of
+2^-53. Sums of n products add about sqrt(n) of fp32's. Central differences with h = 1e-4 are good
+to about 1e-7 of the values that enter. TOLERANCE holds the bound relative to the largest value of
 the array; cases that chain several rounded steps pass a larger `scale`.
 """
 

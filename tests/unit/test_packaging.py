@@ -25,7 +25,7 @@ from fsdpc import _core
 WHEEL_BYTES = 10 << 20  # without the plugin for GPUs
 NOT_SHIPPED = {".gitignore", ".github"}
 
-# As a front end without isolation asks the backend.  The extension is the one that runs these
+# As a front end without isolation asks the backend. The extension is the one that runs these
 # tests: compiling it again would take minutes.
 BUILD = """
 import shutil, sys

@@ -298,7 +298,7 @@ def test_unshard_holds_fulls() -> None:
 def test_gradients_are_not_assigned() -> None:
     model = fsdpc.fully_shard(nn.Linear(8, 8))
     model(ones()).sum().backward()
-    with pytest.raises(ValueError, match="written by reductions alone"):
+    with pytest.raises(ValueError, match="written only by reductions"):
         model.weight.grad = ones()
     model.weight.grad = None
     assert model.weight.grad is None

@@ -52,7 +52,7 @@ def test_shards_come_in_the_order_of_the_description(tmp_path: Path) -> None:
     data = TokenDataset(tmp_path, 2)
     assert data.run(0, 5).tolist() == [1, 2, 3, 4, 5]
     np.array([3, 4], np.uint16).tofile(tmp_path / "a.bin")
-    with pytest.raises(ValueError, match=r"a.bin has 2 tokens, and tokens.json beside it says 3"):
+    with pytest.raises(ValueError, match=r"a.bin has 2 tokens, and its tokens.json says 3"):
         TokenDataset(tmp_path, 2)
     (tmp_path / "a.bin").unlink()
     with pytest.raises(FileNotFoundError, match=r"a.bin: No such file"):

@@ -1,14 +1,14 @@
-/* Calling a module as a unit: the steps around forward.
+/* Calls a module as a unit, with the engine's steps before and after its forward.
  *
  *     enter -> cast and mark the inputs -> forward -> mark and cast the outputs -> leave
  *
- * The marks are boundaries on the tape.  A mark on each output that needs gradients tells the
- * engine that the unit's backward begins; a mark on each input tells it that the backward has
- * ended.  Each mark records the generation of the weights used by this forward, and keeps the unit
- * alive as long as the graph.  bind/walk.h finds the tensors.  Other objects pass through
- * unchanged; it is an error if forward returns one that contains a tensor that needs gradients.
+ * The marks are boundaries on the tape. A mark on each output that requires grad tells the engine
+ * that the unit's backward begins; a mark on each input tells it that the backward has ended. Each
+ * mark records the generation of the weights used by this forward, and keeps the unit alive for as
+ * long as the graph. bind/walk.h finds the tensors. Other objects pass through unchanged; it is an
+ * error if forward returns one that contains a tensor that needs gradients.
  *
- * engine/call.h decides how a call, or an exception in it, affects the schedule.  It recognises
+ * engine/call.h decides how a call, or an exception in it, affects the schedule. It recognises
  * recomputations by the tape's node numbers, which serve as a clock.
  */
 #include "bind/engine.h"
@@ -21,7 +21,7 @@ typedef struct mark {
     uint64_t generation;
 } mark;
 
-/* What to do with every tensor in a structure. */
+/* The settings for processing every tensor in a structure. */
 typedef struct walk {
     fsdpc_py_walk base;
     PyObject *module;
@@ -112,7 +112,7 @@ static PyObject *visit_tensor(fsdpc_py_walk *base, PyObject *object)
     return cast ? fsdpc_py_tensor_wrap(w->module, cast) : Py_NewRef(object);
 }
 
-/* Checks an object that is not searched: if forward returns one, it must not contain a tensor whose
+/* Checks an object that is not searched: if forward returns it, it must not contain a tensor whose
  * backward belongs to the unit. */
 static int visit_other(fsdpc_py_walk *base, PyObject *object)
 {
@@ -187,8 +187,8 @@ static PyObject *call(fsdpc_py_unit *self, PyObject *forward, PyObject *args, Py
     }
     if (fsdpc_py_unit_check_open(self) < 0)
         return NULL;
-    /* Only if gradients are enabled: in hold(), ranks may evaluate and freeze parameters
-     * differently. */
+    /* This runs only if gradients are enabled, because in hold() ranks may evaluate and freeze
+     * parameters differently. */
     fsdpc_status status = FSDPC_OK;
     for (Py_ssize_t i = 0; runtime->tape->grad_enabled && i < self->n_params; i++) {
         status = fsdpc_unit_set_trainable(unit, (int)i, self->params[i]->requires_grad);

@@ -1,7 +1,7 @@
 /* Safetensors headers and reading: a thin layer over csrc/ckpt.
  *
- * Headers are passed in and out as lists of tuples.  Shards are also tuples; their memory belongs
- * to tensors, which the caller keeps alive.  All file access runs without the GIL.
+ * Headers are passed in and out as lists of tuples. Shards are also tuples; their memory belongs
+ * to tensors, which the caller keeps alive. All file access runs without the GIL.
  */
 #include "bind/engine/ckpt.h"
 
@@ -161,7 +161,7 @@ int fsdpc_py_ckpt_shard(PyObject *item, size_t n_tensors, fsdpc_ckpt_shard *out)
     return 0;
 }
 
-/* Places a shard by its tensor's (file, dtype, begin, end). */
+/* Sets a shard's place in a file from its tensor's (file, dtype, begin, end). */
 static int place_piece(PyObject *tensors, Py_ssize_t n_files, fsdpc_ckpt_shard *shard)
 {
     int file;

@@ -9,13 +9,15 @@
 #include "ckpt/safetensors.h"
 
 /* Returns a Python callable (call, path) as a hook, or an empty hook for None; borrows the
- * callable.  An exception raised by the callable makes the call fail. */
+ * callable. An exception raised by the callable makes the call fail. */
 fsdpc_fs fsdpc_py_fs(PyObject *hook);
 
-/* Parses a list of (name, dtype, shape), whose strings are borrowed; -1 with an exception. */
+/* Parses a list of (name, dtype, shape), whose strings are borrowed; returns -1 with an
+ * exception. */
 int fsdpc_py_ckpt_tensors(PyObject *list, fsdpc_st_tensor *out);
 
-/* Parses (tensor, first element, Tensor) to a shard without a place; -1 with an exception. */
+/* Parses (tensor, first element, Tensor) into a shard without a place; returns -1 with an
+ * exception. */
 int fsdpc_py_ckpt_shard(PyObject *item, size_t n_tensors, fsdpc_ckpt_shard *out);
 
 /* Host memory for shards of a remote device. */
@@ -24,8 +26,8 @@ typedef struct fsdpc_py_ckpt_host {
     bool pinned;
 } fsdpc_py_ckpt_host;
 
-/* Describes the same `n` shards in host memory (`mirrored`); copies nothing yet.  The caller frees
- * the block with unmirror.  `repeats`: more mirrors of the same size will follow. */
+/* Describes the same `n` shards in host memory (`mirrored`) without copying anything yet. The
+ * caller frees the block with unmirror. `repeats`: more mirrors of the same size will follow. */
 fsdpc_status fsdpc_py_ckpt_mirror(fsdpc_runtime *runtime, const fsdpc_ckpt_shard *shards, size_t n,
                                   bool repeats, fsdpc_ckpt_shard *mirrored,
                                   fsdpc_py_ckpt_host *out);

@@ -1,14 +1,13 @@
-/* Shards in memory that the host cannot access: they are copied through host memory.
+/* Copies shards through host memory if the host cannot access their own memory.
  *
- * csrc/ckpt only knows files and host memory.  On a remote device, a save first copies all shards
- * to the host and then works on the copy.  A load reads into host memory and copies it to the
- * device once everything has been read.  Each needs host memory equal to the total size of the
- * shards.
+ * csrc/ckpt only knows files and host memory. On a remote device, a save first copies all shards to
+ * the host and then saves the copy. A load reads into host memory and copies it to the device once
+ * everything has been read. Each needs host memory equal to the total size of the shards.
  *
- * Saves are repeated, and training waits while they copy.  Their host memory is therefore pinned,
- * if enough is available.  Copies into it run at bus speed (55 GB/s on an H200, against 6 GB/s into
- * ordinary memory), and the device keeps it for the next save.  Pinning takes longer than the copy,
- * so loads do not pin.
+ * Saves happen repeatedly, and training waits for their copies. Their host memory is therefore
+ * pinned, if enough is available. Copies into pinned memory run at bus speed (55 GB/s on an H200,
+ * against 6 GB/s into ordinary memory), and the device keeps the memory for the next save. Loads do
+ * not pin, because pinning takes longer than the copy.
  */
 #include "bind/engine/ckpt.h"
 

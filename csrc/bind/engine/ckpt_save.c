@@ -1,15 +1,15 @@
 /* Save: the Python object for one running save; a thin layer over csrc/ckpt/save.c.
  *
- * The object lays out the files.  It copies paths, and keeps alive the tensors whose memory is
- * saved and the strings that go into the files.  run() saves on the calling thread, without the
+ * The object lays out the files. It copies paths and keeps alive the tensors whose memory is saved
+ * and the strings that are written to the files. run() saves on the calling thread, without the
  * GIL. start() copies the shards, in the file's dtype, into a staging buffer from the runtime's
- * counted memory, which the next save reuses.  It then hands them to a thread that never takes the
- * GIL (except for a test's hook).  wait() joins the thread and raises its error; after Ctrl-C, the
- * save continues.  Shards of a remote device were copied to the host when the object was created,
+ * counted memory, which the next save reuses. It then hands them to a thread that never takes the
+ * GIL (except for a test's hook). wait() joins the thread and raises its error; after Ctrl-C, the
+ * save continues. Shards of a remote device were copied to the host when the object was created,
  * and are not copied again.
  *
- * Only the save's thread uses the communicator that Python splits off for such a save.  The
- * communicator's interrupt callback and trace belong to the main thread and are removed.
+ * Only the save's thread uses its communicator, which Python splits off for each background save.
+ * The communicator's interrupt callback and trace belong to the main thread and are removed.
  */
 #include "bind/engine/ckpt.h"
 
@@ -80,7 +80,7 @@ static int read_tensors(py_save *self, PyObject *model, PyObject *optimizer)
                : -1;
 }
 
-/* Reads a dict of str; borrows the strings. */
+/* Reads a dict of strings, which are borrowed. */
 static int read_pairs(PyObject *dict, fsdpc_st_pair **out, size_t *n_out)
 {
     PyObject *key, *value;
@@ -175,8 +175,8 @@ static PyObject *save_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 /* ---- running ---- */
 
-/* Returns -1 with KeyboardInterrupt, or another exception from a signal handler, while the thread
- * continues. */
+/* Returns -1 with KeyboardInterrupt, or any other exception from a signal handler, while the thread
+ * keeps running. */
 static int join(py_save *self)
 {
     enum { LOOK_NS = 100000000, SECOND_NS = 1000000000 }; /* how often waits check for Ctrl-C */
@@ -251,7 +251,8 @@ static PyObject *save_start(PyObject *object, PyObject *Py_UNUSED(unused))
         return NULL;
     fsdpc_comm_set_apart(comm);
     Py_BEGIN_ALLOW_THREADS;
-    /* If a rank cannot stage, its thread tells the others, as for any other failure. */
+    /* If a rank cannot make its staging copy, its thread reports that to the others like any other
+     * failure. */
     self->status = stage(self);
     if (self->status != FSDPC_OK)
         snprintf(self->text, sizeof self->text, "%s", fsdpc_last_error());

@@ -2,9 +2,9 @@
  * random state.
  *
  * The tensors are flat views of the engine's own memory, so local shards are saved and loaded
- * without a copy.  Requesting a writable local shard marks its unit as written, as loading does.  A
- * user may write to `local` at any time, so `local` makes later epochs compare values; a local
- * shard does not.
+ * without a copy. Requesting a writable local shard marks its unit as written, as loading does.
+ * Users may write to `local` at any time, so it makes later epochs compare values; a local shard
+ * does not.
  */
 #include "bind/engine/ckpt.h"
 

@@ -1,8 +1,8 @@
 /* Gradient norms and scaling: a thin layer over csrc/engine/clip.c.
  *
  * Every function accepts units, whose gradients are sharded, and plain tensors, which are the
- * gradients of unsharded modules.  Both are summed over the same norm leaves, so a sharded model
- * and its unsharded twin have bitwise equal norms.
+ * gradients of unsharded modules. Both are summed over the same norm leaves, so the norms of a
+ * sharded model and its unsharded twin are bitwise equal.
  */
 #include "bind/engine.h"
 
@@ -173,8 +173,8 @@ static PyObject *grad_norms(PyObject *module, PyObject *args)
     return result;
 }
 
-/* Computes the norms of tensors that hold this rank's rows of parameters; `leaves` contains each
- * tensor's unit and leaf. */
+/* Computes the norms of tensors that hold this rank's rows of parameters; `leaves` identifies the
+ * unit and the leaf of each tensor. */
 static fsdpc_status rows_norms(const gradients *g, const size_t *leaves, double p, fsdpc_norm *out)
 {
     size_t n = g->n_plain;
@@ -244,8 +244,9 @@ static PyObject *norms_of_rows(PyObject *module, PyObject *args)
     return result;
 }
 
-/* Multiplies by `factor` and by `factor_at`, in device memory (may be NULL).  Unless NULL,
- * `nonfinite_io` becomes 1 if a NaN or infinity was read; this waits for a remote device. */
+/* Multiplies by `factor` and by the value at `factor_at`, which is in device memory and may be
+ * NULL. If `nonfinite_io` is not NULL, sets it to 1 if a NaN or infinity was read, which requires
+ * waiting for a remote device. */
 static fsdpc_status multiply_plain(const gradients *g, double factor, const double *factor_at,
                                    int *nonfinite_io)
 {

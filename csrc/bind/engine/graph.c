@@ -1,11 +1,11 @@
 /* StepGraph: a captured training step, a thin layer over csrc/engine/step_graph.c.
  *
  * The object keeps units and the optimizer alive, and with them most of the memory that the graph
- * uses.  The device holds the caller's tensors (csrc/device/device.h); this object holds tensors
- * over other libraries' memory.  Replays call no module, so this file checks whether parameters
- * require gradients, as a unit's call does.
+ * uses. The device keeps the caller's tensors alive (csrc/device/device.h); this object keeps
+ * tensors over other libraries' memory alive. A replay calls no module, so this file checks whether
+ * parameters require gradients, as a call to a unit does.
  *
- * Each dropout operation takes the next random stream.  A replay starts from the program's current
+ * Each dropout operation takes the next random stream. A replay starts from the program's current
  * stream, so its distance from the stream at capture is sent to the device before each replay.
  */
 #include "bind/engine.h"
@@ -21,7 +21,7 @@ typedef struct py_graph {
     fsdpc_py_kept held;
 } py_graph;
 
-/* Returns the outermost of the units, which must be the whole model's; NULL with an exception. */
+/* Returns the outermost of the units, which must cover the whole model; NULL with an exception. */
 static fsdpc_py_unit *model_of(PyObject *module, PyObject *units)
 {
     if (PyList_GET_SIZE(units) == 0) {
@@ -140,7 +140,7 @@ static void graph_dealloc(PyObject *object)
     fsdpc_py_free(object);
 }
 
-/* Returns the capture's random streams, and releases the memory held for it. */
+/* Rewinds the random streams to the start of the capture, and releases the memory held for it. */
 static void forget(py_graph *self)
 {
     self->runtime->tape->next_stream = self->first_stream;

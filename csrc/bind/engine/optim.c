@@ -1,8 +1,8 @@
 /* Optimizer: a thin layer over csrc/engine/optim.c.
  *
  * An Optimizer keeps its units alive, and the tensors over its states keep the Optimizer alive.
- * Plain tensors (of unsharded modules) use the same kernels through step_alone, so a sharded model
- * and its unsharded twin agree bit for bit.
+ * Plain tensors (those of unsharded modules) use the same kernels through step_alone, so a sharded
+ * model and its unsharded twin match bit for bit.
  */
 #include "bind/engine.h"
 
@@ -80,14 +80,15 @@ fsdpc_optim *fsdpc_py_optim_of(PyObject *module, PyObject *object)
     return NULL;
 }
 
-/* Returns the argument's unit, which must have a parameter `param`; NULL with an exception. */
+/* Returns the unit passed as the argument, which must have a parameter `param`; NULL with an
+ * exception. */
 static fsdpc_py_unit *unit_arg(PyObject *self, PyObject *object, int param)
 {
     fsdpc_py_unit *unit = fsdpc_py_unit_of(PyType_GetModule(Py_TYPE(self)), object);
     return unit && fsdpc_py_unit_check_param(unit, param) == 0 ? unit : NULL;
 }
 
-/* Parses (unit, param); NULL with an exception. */
+/* Parses (unit, param); returns NULL with an exception. */
 static fsdpc_unit *param_args(PyObject *object, PyObject *args, int *param)
 {
     PyObject *unit_object;
@@ -214,7 +215,7 @@ static PyObject *optimizer_step_alone(PyObject *object, PyObject *args)
 
 /* ---- states ---- */
 
-/* Objects kept alive by a state's tensor: the optimizer, and with it the unit. */
+/* The objects that a state's tensor keeps alive: the optimizer and, through it, the unit. */
 typedef struct exported_state {
     PyObject *optimizer;
     fsdpc_unit_ref *unit;
@@ -231,7 +232,7 @@ static void release_state(fsdpc_storage *storage)
     PyGILState_Release(gil);
 }
 
-/* Parses (unit, i, which, write=False); NULL with an exception. */
+/* Parses (unit, i, which, write=False); returns NULL with an exception. */
 static fsdpc_unit *state_args(PyObject *object, PyObject *args, int *param, int *which, int *write)
 {
     PyObject *unit_object;

@@ -1,13 +1,13 @@
 /* plan_root(units, mesh, groups, remote, single, prefetch, n_states, state_dtype, micro_steps): the
- * rows of plan_root.h.  plan_unsharded(units, ranks, prefetch, remote): the bytes of unsharded
+ * rows of plan_root.h. plan_unsharded(units, ranks, prefetch, remote): the bytes of unsharded
  * parameters, for estimates that have sizes instead of shapes. */
 #include "bind/engine/tier.h"
 
 #include "engine/plan_root.h"
 #include "engine/slots.h"
 
-/* Returns the granule of this process's GPU.  Without a GPU, no runtime is created.  Returns false
- * with an exception on failure. */
+/* Gets the granule of this process's GPU. Does not create a runtime if the process has no GPU.
+ * Returns false with an exception on failure. */
 static bool slot_granule(fsdpc_py_state *state, size_t *out)
 {
     *out = FSDPC_SLOT_GRANULE;
@@ -141,11 +141,12 @@ static PyObject *plan_unsharded(PyObject *module, PyObject *args)
     bool fine = wants;
     for (Py_ssize_t i = 0; fine && i < n; i++) {
         Py_ssize_t unsharded, own_slices;
-        int alone;
-        fine = PyArg_ParseTuple(PyList_GET_ITEM(list, i), "nnp", &unsharded, &own_slices, &alone);
+        int unshared;
+        fine =
+            PyArg_ParseTuple(PyList_GET_ITEM(list, i), "nnp", &unsharded, &own_slices, &unshared);
         if (!fine)
             break;
-        wants[i] = (fsdpc_slot_want){.bytes = (size_t)unsharded, .alone = alone};
+        wants[i] = (fsdpc_slot_want){.bytes = (size_t)unsharded, .unshared = unshared};
         bytes += moves ? (size_t)own_slices : 0;
     }
     if (fine)

@@ -1,4 +1,4 @@
-/* Tier, for units whose arrays are stored in it; see bind/engine/tier.c. */
+/* The Tier type, for units whose arrays are stored in one; see bind/engine/tier.c. */
 #ifndef FSDPC_BIND_ENGINE_TIER_H
 #define FSDPC_BIND_ENGINE_TIER_H
 
@@ -6,7 +6,7 @@
 #include "bind/state.h"
 
 /* Parses (Tier, "host" or None, params, masters, states, gradients, part); None leaves `out`
- * unchanged.  Returns -1 with an exception. */
+ * unchanged. Returns -1 with an exception. */
 int fsdpc_py_offload_parse(PyObject *module, PyObject *object, fsdpc_offload *out);
 
 #endif

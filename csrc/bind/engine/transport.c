@@ -1,10 +1,10 @@
 /* Transport: the Python object that carries bytes between hosts.
  *
  * Python threads carry a relay's messages: one takes outgoing messages, others deliver incoming
- * ones.  They release the GIL while they wait or copy.  They work on views of this object's
- * buffers.  Each direction has several buffers, so several messages can be in flight; a carrier
- * passes the index of its buffer.  Other transports belong to a plugin and carry their own
- * messages.  A multi-host communicator takes over the transport; the relay's object remains for the
+ * ones. They release the GIL while they wait or copy. They work on views of this object's
+ * buffers. Each direction has several buffers, so several messages can be in flight; a carrier
+ * passes the index of its buffer. Other transports belong to a plugin and carry their own
+ * messages. A multi-host communicator takes over the transport; the relay's object remains for the
  * carriers.
  */
 #include "bind/engine/transport.h"
@@ -84,7 +84,7 @@ fsdpc_transport *fsdpc_py_transport_give(PyObject *module, PyObject *object)
     return self->transport;
 }
 
-/* Returns the transport, if the caller carries its messages. */
+/* Returns the transport, which must be a relay; NULL with TypeError. */
 static fsdpc_transport *relay_of(PyObject *object)
 {
     const py_transport *self = (py_transport *)object;
@@ -98,7 +98,7 @@ static PyObject *view_of(const fsdpc_message *message)
     return PyMemoryView_FromMemory((char *)message->data, (Py_ssize_t)message->bytes, PyBUF_WRITE);
 }
 
-/* Returns the buffer with this index; NULL if there is none. */
+/* Returns the buffer with this index, or NULL if it does not exist. */
 static fsdpc_message *buffer_of(fsdpc_message *buffers, int number)
 {
     if (number >= 0 && number < BUFFERS)

@@ -1,7 +1,7 @@
 /* Unit: manual unshard, settings, and recorded history.
  *
  * Each setting is an attribute: a getter reads a copy of the unit's settings, and a setter passes a
- * changed copy back.  The engine decides when each setting may change.
+ * changed copy back. The engine decides when each setting may change.
  *
  * Collective calls release the GIL because they wait for the other ranks.
  */
@@ -78,7 +78,7 @@ static PyObject *get_flag(PyObject *object, void *offset)
     return PyBool_FromLong(*(const bool *)(settings + (uintptr_t)offset));
 }
 
-/* Returns 1 or 0, or -1 with an exception: attributes cannot be deleted. */
+/* Returns 1 or 0, or -1 with an exception if the attribute is being deleted. */
 static int truth(PyObject *value)
 {
     if (value)

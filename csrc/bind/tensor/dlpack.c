@@ -1,14 +1,14 @@
 /* DLPack export and import (dmlc.github.io/dlpack, versions 0 and 1).
  *
- * Export: a capsule whose managed tensor holds our Python object; its deleter takes the GIL, as the
- * consumer may call it from any thread.  Import: the producer's managed tensor stays alive as the
- * owner of our storage.  Strided or read-only memory is copied.  The structs below are the
- * standard's.
+ * Export returns a capsule whose managed tensor holds our Python object; its deleter acquires the
+ * GIL, because the consumer may call it from any thread. On import, the producer's managed tensor
+ * stays alive as the owner of our storage. Strided or read-only memory is copied. The structs below
+ * are the standard's.
  *
- * GPU memory can be shared in both directions by libraries on the same GPU, and work stays in
- * order.  A consumer's stream waits for our main stream when it takes a tensor; a producer receives
- * our main stream's handle and orders its work before it.  Later work is not ordered: a consumer
- * that uses our tensor on another stream must keep it until that stream has run.  We return
+ * Libraries on the same GPU can share GPU memory in both directions, and work stays in order. A
+ * consumer's stream waits for our main stream when it takes a tensor; a producer receives our main
+ * stream's handle and orders its work before it. Later work is not ordered: a consumer that uses
+ * our tensor on another stream must keep the tensor until that stream has finished. We return
  * imported memory when our main stream has finished with it (bind/import.h).
  */
 #include "bind/tensor/ops.h"
@@ -68,7 +68,7 @@ static int device_type(const fsdpc_device *device)
 
 /* ---- out ---- */
 
-/* One allocation: either managed form, then shape and strides. */
+/* A single allocation that contains either managed form, followed by the shape and strides. */
 typedef struct exported {
     dl_managed plain;
     dl_versioned versioned;
@@ -94,7 +94,8 @@ static void delete_versioned(dl_versioned *self)
     release_export(self->context);
 }
 
-/* A consumer renames a capsule when it takes it over; an unrenamed one was never taken. */
+/* A consumer renames a capsule when it takes it over, so a capsule that still has its name was
+ * never taken. */
 static void capsule_destroy(PyObject *capsule)
 {
     if (PyCapsule_IsValid(capsule, "dltensor"))
@@ -136,7 +137,7 @@ static PyObject *export_tensor(PyObject *object, bool versioned, bool copied)
     return capsule;
 }
 
-/* Makes the consumer's stream (`stream`, None or NULL: CUDA's default) wait for our work. */
+/* Makes the consumer's stream wait for our work; None or NULL means CUDA's default stream. */
 static int lead(fsdpc_device *device, PyObject *stream)
 {
     long long handle = DEFAULT_STREAM;
@@ -157,7 +158,8 @@ static int lead(fsdpc_device *device, PyObject *stream)
     return fsdpc_py_check(status);
 }
 
-/* Raises unless the memory is on the device `wanted`: (type, ordinal); None or NULL: any. */
+/* Raises unless the memory is on the device `wanted`, given as (type, ordinal); None or NULL allows
+ * any device. */
 static int check_wanted(const fsdpc_device *device, PyObject *wanted)
 {
     int type, ordinal;
@@ -299,7 +301,7 @@ static const char *device_text(int type, int ordinal, char text[64])
     return text;
 }
 
-/* Raises unless type and ordinal show that `device` owns the memory. */
+/* Raises unless type and ordinal identify memory of `device`. */
 static int check_home(const fsdpc_device *device, int type, int ordinal)
 {
     char there[64], here[64];
@@ -316,7 +318,7 @@ static int check_home(const fsdpc_device *device, int type, int ordinal)
     return -1;
 }
 
-/* Creates a tensor over `d`.  Sets *taken_out if the tensor now owns `lender`. */
+/* Creates a tensor over `d`. Sets *taken_out if the tensor now owns `lender`. */
 static fsdpc_tensor *import_tensor(fsdpc_py_state *state, const dl_tensor *d, bool readonly,
                                    fsdpc_py_lender lender, bool *taken_out)
 {
@@ -373,7 +375,8 @@ static fsdpc_tensor *import_capsule(fsdpc_py_state *state, PyObject *capsule)
     return t;
 }
 
-/* Checked before asking for the memory: a producer on another device would not know our stream. */
+/* This is checked before the memory is requested, because a producer on another device would not
+ * know our stream. */
 static int check_source(const fsdpc_device *device, PyObject *source)
 {
     int type, ordinal;

@@ -1,8 +1,8 @@
-/* Indexing by integers, slices, None and an ellipsis, for reading and writing.  Indices with arrays
+/* Indexing by integers, slices, None and an ellipsis, for reading and writing. Indices with arrays
  * or masks are handled by methods that fsdpc.functional adds to the type.
  *
- * An index becomes one fsdpc_range per dimension.  Reading returns a view if the box is contiguous
- * (rows of the leading dimension), otherwise a copy.  Each None then adds a dimension of size one.
+ * An index becomes one fsdpc_range per dimension. Reading returns a view if the box is contiguous
+ * (rows of the leading dimension), otherwise a copy. Each None then adds a dimension of size one.
  */
 #include "bind/tensor/tensor.h"
 

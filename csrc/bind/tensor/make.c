@@ -45,7 +45,7 @@ static fsdpc_status convert(fsdpc_runtime *runtime, fsdpc_tensor *t, const fsdpc
     return runtime->device->nn->copy(&args, runtime->compute);
 }
 
-/* Sets every element to `value`, which is stored once in t's dtype, then repeated. */
+/* Sets every element to `value`, which is converted to t's dtype once and then repeated. */
 static fsdpc_status fill(fsdpc_runtime *runtime, fsdpc_tensor *t, fsdpc_scalar value)
 {
     if (value.real == 0 && !signbit(value.real))
@@ -199,7 +199,7 @@ static fsdpc_status check_ends(const fsdpc_tensor *t, fsdpc_scalar first, fsdpc_
     return t->numel > 1 ? fsdpc_scalar_store(last, t->dtype, &element) : FSDPC_OK;
 }
 
-/* Counts exactly, in integers, if all numbers are integers. */
+/* If all numbers are integers, the count is computed exactly, in integers. */
 static fsdpc_status count_up(fsdpc_runtime *runtime, fsdpc_tensor *t, double start, double step,
                              double last)
 {

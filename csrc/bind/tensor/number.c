@@ -50,7 +50,7 @@ PyObject *fsdpc_py_tensor_compare(PyObject *a, PyObject *b, int op)
     return fsdpc_py_tensor_number(a, b, kinds[op]);
 }
 
-/* Formats a zero-dimensional tensor as its number. */
+/* Formats a zero-dimensional tensor like the number it contains. */
 static PyObject *tensor_format(PyObject *object, PyObject *spec)
 {
     const fsdpc_tensor *t = fsdpc_py_self(object)->tensor;

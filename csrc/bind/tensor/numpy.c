@@ -1,13 +1,13 @@
 /* Conversion to and from NumPy, by Python calls and the buffer protocol.
  *
  * The buffer protocol passes dtype, shape and ownership in both directions without a copy, so
- * NumPy's headers are not needed.  The extension runs with any NumPy version, and `import
+ * NumPy's headers are not needed. The extension runs with any NumPy version, and `import
  * fsdpc._core` does not import NumPy. bfloat16 has no format letter, so it is exported as bytes,
- * not elements: NumPy would read its bits as integers.  If ml_dtypes is installed, numpy() views
- * the bits as its bfloat16; otherwise it returns a float32 copy. bits() returns the bits.
+ * not elements: NumPy would read its bits as integers. If ml_dtypes is installed, numpy() returns
+ * the bits as its bfloat16 type; otherwise it returns a float32 copy. bits() returns the bits.
  *
- * A remote device's memory is copied in both directions.  It is not exported as a buffer, because a
- * buffer must be the tensor's own memory.
+ * Memory of a remote device is copied in both directions. It is not exported as a buffer, because a
+ * buffer must refer to the tensor's own memory.
  */
 #include "bind/tensor/ops.h"
 
@@ -26,7 +26,8 @@ static const char *format_of(fsdpc_dtype dtype)
     return formats[dtype];
 }
 
-/* State of an exported buffer; keeps the memory even if the object switches to another tensor. */
+/* The state of an exported buffer, which keeps the memory alive even if the object switches to
+ * another tensor. */
 typedef struct exported {
     fsdpc_tensor *tensor;
     Py_ssize_t extents[]; /* the shape, then strides */
@@ -128,8 +129,8 @@ static PyObject *bytes_of_copy(const fsdpc_tensor *t)
     return fsdpc_py_raise(status);
 }
 
-/* Returns an array over the tensor's memory, or over a copy of remote memory; `type` is a NumPy
- * dtype. */
+/* Returns an array that shares the tensor's memory, or a copy if that memory is remote; `type` is a
+ * NumPy dtype. */
 static PyObject *array_as(PyObject *object, const char *type)
 {
     const fsdpc_tensor *t = fsdpc_py_self(object)->tensor;
@@ -162,7 +163,7 @@ PyObject *fsdpc_py_tensor_plain(PyObject *object)
     return wide;
 }
 
-/* Returns a float32 copy, read-only because it is a copy. */
+/* Returns a float32 copy, marked read-only because writes to it would not reach the tensor. */
 static PyObject *wide_copy(PyObject *object)
 {
     PyObject *wide = fsdpc_py_tensor_plain(object);
@@ -281,8 +282,8 @@ static int dtype_of_format(const char *format, Py_ssize_t itemsize)
     }
 }
 
-/* Creates a tensor over the buffer, which it then owns (*taken_out), or over a copy on a remote
- * device.
+/* Creates a tensor that takes over the buffer (*taken_out) or, on a remote device, a tensor with a
+ * copy of it.
  */
 static fsdpc_status tensor_of_buffer(fsdpc_device *device, fsdpc_dtype dtype, const size_t *shape,
                                      Py_buffer *view, bool *taken_out, fsdpc_tensor **out)
@@ -306,7 +307,8 @@ static fsdpc_status tensor_of_buffer(fsdpc_device *device, fsdpc_dtype dtype, co
     return FSDPC_OK;
 }
 
-/* Wraps a C-contiguous, writable buffer; as_bf16: its uint16 elements are bfloat16. */
+/* Wraps a C-contiguous, writable buffer; if `as_bf16` is true, its uint16 elements are bfloat16
+ * values. */
 static fsdpc_tensor *wrap_buffer(fsdpc_runtime *runtime, PyObject *object, bool as_bf16)
 {
     Py_buffer *view = PyMem_Malloc(sizeof *view);
@@ -343,8 +345,8 @@ static fsdpc_tensor *wrap_buffer(fsdpc_runtime *runtime, PyObject *object, bool 
     return t;
 }
 
-/* Clears a missing attribute's error, because the attribute is optional.  Other errors stay set,
- * such as Ctrl-C during NumPy's own Python code (dtype.name).  Returns whether an error is set. */
+/* Clears a missing attribute's error, because the attribute is optional. Other errors stay set,
+ * such as Ctrl-C during NumPy's own Python code (dtype.name). Returns whether an error is set. */
 static bool clear_missing(void)
 {
     if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_AttributeError))
@@ -370,7 +372,8 @@ static int is_bfloat16(PyObject *array)
     return clear_missing() ? -1 : result;
 }
 
-/* Returns the one-character array.dtype.kind, or 0 if it is missing, perhaps with an exception. */
+/* Returns array.dtype.kind, which is one character, or 0 if it is missing, in which case an
+ * exception may be set. */
 static char dtype_kind(PyObject *array)
 {
     PyObject *kind = dtype_attribute(array, "kind");
@@ -396,7 +399,7 @@ static fsdpc_tensor *from_array(fsdpc_runtime *runtime, PyObject *array)
     fsdpc_tensor *t = wrap_buffer(runtime, plain, bf16);
     if (!t &&
         (PyErr_ExceptionMatches(PyExc_ValueError) || PyErr_ExceptionMatches(PyExc_BufferError))) {
-        /* Not contiguous, or read-only: NumPy makes a copy. */
+        /* The array is not contiguous or is read-only, so NumPy makes a copy. */
         PyErr_Clear();
         PyObject *copy = PyObject_CallMethod(plain, "copy", NULL);
         t = copy ? wrap_buffer(runtime, copy, bf16) : NULL;
@@ -480,8 +483,8 @@ static bool only_integers(PyObject *data, PyObject **wide_out)
     return true;
 }
 
-/* Returns 0, or -1 with ValueError: NumPy converts integers to floats if no integer dtype can hold
- * them all. */
+/* Returns 0, or -1 with ValueError if no integer dtype can hold all the integers, which NumPy would
+ * convert to floats. */
 static int check_integers(PyObject *data)
 {
     PyObject *wide = NULL;
@@ -492,7 +495,7 @@ static int check_integers(PyObject *data)
     return -1;
 }
 
-/* Converts Python numbers and lists.  Floats become float32. */
+/* Converts Python numbers and lists. Floats become float32. */
 static PyObject *as_array(PyObject *data, int dtype, bool *python_io)
 {
     *python_io = !dtype_kind(data);

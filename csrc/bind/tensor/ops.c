@@ -1,9 +1,8 @@
-/* The operations on values: module functions and, some of them, methods of Tensor.
+/* Operations on values: functions of the module, some of which are also methods of Tensor.
  *
  * Each calls one function of csrc/nn, without the GIL if there is enough work, and wraps the
- * result.  Results are plain Tensors, whatever subclass the inputs have.  The stub lists the
- * operations (bind/tensor/ops.h); one that it declares and that is not defined here does not
- * compile.
+ * result. Results are plain Tensors, even if the inputs belong to a subclass. The stub lists the
+ * operations (bind/tensor/ops.h); declaring one there without defining it here is a compile error.
  */
 #include "bind/tensor/ops.h"
 
@@ -197,7 +196,7 @@ FSDPC_PY_OP(element_places)
     return fsdpc_py_result(state, status, out);
 }
 
-/* Completes options with a scale, NULL for the default; returns 0, or -1. */
+/* Sets the scale in the options; NULL means the default; returns 0, or -1 with an exception. */
 static int set_scale(PyObject *scale, fsdpc_attention_options *inout)
 {
     inout->default_scale = !scale;

@@ -1,18 +1,19 @@
-/* Arguments of functions and methods, as python/fsdpc/_core.pyi declares them.
+/* Arguments of functions and methods, as declared in python/fsdpc/_core.pyi.
  *
  * A function in that file is a row of a table: its name, its arguments with types and defaults, and
- * its docstring.  For `def flip(x: Tensor, dims: Dims) -> Tensor`, the build (tools/stub_args.py)
+ * its docstring. For `def flip(x: Tensor, dims: Dims) -> Tensor`, the build (tools/stub_args.py)
  * writes a struct, fsdpc_args_flip, with members `fsdpc_tensor *x` and `bool dims[]`, and a
- * signature that tells fsdpc_py_parse how to fill the struct.  C then needs one function,
+ * signature that tells fsdpc_py_parse how to fill the struct. C then needs one function,
  *
  *     FSDPC_PY_OP(flip)
  *     {
  *         FSDPC_PY_RETURN(a->x->numel, fsdpc_op_flip(r->tape, a->x, a->dims, &y));
  *     }
  *
- * which FSDPC_PY_RETURNS shortens to one line.  It receives the module's `state`, whose runtime is
- * ready, and the arguments `a`, with `a->object`, the first argument as given.  It returns a new
- * reference, or NULL with an exception.  A method of Tensor is FSDPC_PY_TENSOR_OP(flatten).
+ * which FSDPC_PY_RETURNS shortens to one line. It receives the module's `state`, whose runtime is
+ * ready, and the arguments `a`, where `a->object` is the first argument as passed. It returns a new
+ * reference, or NULL with an exception. A method of Tensor is written as
+ * FSDPC_PY_TENSOR_OP(flatten).
  */
 #ifndef FSDPC_BIND_TENSOR_OPS_H
 #define FSDPC_BIND_TENSOR_OPS_H
@@ -21,7 +22,7 @@
 
 /* ---- arguments: bind/tensor/ops_args.c ---- */
 
-/* The types of arguments; tools/stub_args.py lists the stub's name and the C type of each. */
+/* The argument types; tools/stub_args.py lists each with its name in the stub and its C type. */
 typedef enum fsdpc_py_kind {
     FSDPC_PY_OBJECT,         /* as given; NULL if omitted */
     FSDPC_PY_OBJECT_OR_NONE, /* NULL for None */
@@ -71,8 +72,8 @@ typedef struct fsdpc_py_extents {
 #define FSDPC_PY_FASTCALL(self)                                                                    \
     PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *keywords
 
-/* Parses a call's arguments into a struct that holds the defaults.  For a method, `self` is the
- * first argument; for a function, NULL.  Returns 0, or -1 with an exception. */
+/* Parses a call's arguments into a struct that holds the defaults. `self` is the first argument of
+ * a method, or NULL for a function. Returns 0, or -1 with an exception. */
 int fsdpc_py_parse(const fsdpc_py_signature *signature, PyObject *self, PyObject *const *args,
                    Py_ssize_t nargs, PyObject *keywords, void *out);
 
@@ -81,8 +82,8 @@ int fsdpc_py_parse(const fsdpc_py_signature *signature, PyObject *self, PyObject
 #define FSDPC_PY_OP(name)                                                                          \
     static PyObject *op_##name(fsdpc_py_state *state, const fsdpc_args_##name *a)
 
-/* Returns the tensor `y` that `expression` writes; it may use the runtime `r`.  `work` is the
- * number of elements that it accesses. */
+/* Returns the tensor `y` that `expression` computes; the expression may use the runtime `r`. `work`
+ * is the number of elements that it accesses. */
 #define FSDPC_PY_RETURN(work, expression)                                                          \
     do {                                                                                           \
         fsdpc_runtime *r = &state->runtime;                                                        \
@@ -92,7 +93,7 @@ int fsdpc_py_parse(const fsdpc_py_signature *signature, PyObject *self, PyObject
         return fsdpc_py_result(state, status, y);                                                  \
     } while (0)
 
-/* Defines an operation that does only this. */
+/* Defines an operation that does nothing else. */
 #define FSDPC_PY_RETURNS(name, work, expression)                                                   \
     FSDPC_PY_OP(name)                                                                              \
     {                                                                                              \
@@ -114,7 +115,8 @@ int fsdpc_py_parse(const fsdpc_py_signature *signature, PyObject *self, PyObject
 #define FSDPC_PY_DEFINE_METHOD(name)                                                               \
     FSDPC_PY_DEFINE(method, name, self, ((fsdpc_py_tensor *)self)->state)
 
-/* FSDPC_PY_OP together with this, for a function or a method that no list of the stub names. */
+/* Use FSDPC_PY_OP with this macro for a function or a method that is not in one of the stub's
+ * lists. */
 #define FSDPC_PY_FUNCTION_OP(name)                                                                 \
     FSDPC_PY_OP(name);                                                                             \
     FSDPC_PY_DEFINE_FUNCTION(name)                                                                 \
@@ -128,8 +130,8 @@ int fsdpc_py_parse(const fsdpc_py_signature *signature, PyObject *self, PyObject
 #define FSDPC_PY_FUNCTION_ROW(name) FSDPC_PY_FUNCTION(name, function_##name, FSDPC_PY_FAST)
 #define FSDPC_PY_TENSOR_ROW(name) FSDPC_PY_METHOD(Tensor, name, method_Tensor_##name, FSDPC_PY_FAST)
 
-/* For lists that the build makes of the stub, FSDPC_OPERATIONS(F, M): definitions of what calls
- * op_NAME, and rows. */
+/* For FSDPC_OPERATIONS(F, M), the lists that the build generates from the stub: definitions of the
+ * callers of op_NAME, and table rows. */
 #define FSDPC_PY_DEFINE_BOTH(name) FSDPC_PY_DEFINE_FUNCTION(name) FSDPC_PY_DEFINE_METHOD(name)
 #define FSDPC_PY_FUNCTIONS_ROW(name) FSDPC_PY_FUNCTION_ROW(name),
 #define FSDPC_PY_METHODS_ROW(name) FSDPC_PY_METHOD(Tensor, name, method_##name, FSDPC_PY_FAST),
@@ -145,21 +147,22 @@ PyObject *fsdpc_py_checkpoint(FSDPC_PY_FASTCALL(module));
 /* These return 0, or -1 with an exception. */
 int fsdpc_py_arg_double(PyObject *object, double *out);
 int fsdpc_py_arg_int64(PyObject *object, int64_t *out);
-/* Reads a tensor; None gives NULL. */
+/* Reads a tensor; None is read as NULL. */
 int fsdpc_py_arg_tensor(PyObject *object, fsdpc_tensor **out);
 
 int fsdpc_py_arg_number(const char *function, const char *name, PyObject *object,
                         fsdpc_scalar *out);
-/* Reads a Python or NumPy number, integers exactly.  False: not a number. */
+/* Reads a Python or NumPy number; integers are exact. False: not a number. */
 bool fsdpc_py_number(PyObject *object, fsdpc_scalar *out);
 
-/* Reads a sequence of nonnegative numbers into an array that the caller frees; NULL with an
+/* Reads a sequence of nonnegative numbers into an array that the caller must free; NULL with an
  * exception. */
 size_t *fsdpc_py_sizes(const char *what, PyObject *sequence, size_t *n_out);
-/* Returns the extents as sizes; -1 with an exception if one is negative, otherwise their number. */
+/* Converts the extents to sizes and returns their number; -1 with an exception if one is
+ * negative. */
 int fsdpc_py_shape(const char *function, const fsdpc_py_extents *extents, size_t *out);
-/* Converts a sequence of tensors to a list or tuple, new reference.  A single tensor is an error,
- * although it has rows. */
+/* Converts a sequence of tensors to a list or tuple and returns a new reference. A single tensor is
+ * an error, although it could be iterated by rows. */
 PyObject *fsdpc_py_tensors(PyObject *sequence);
 
 #endif

@@ -53,7 +53,8 @@ static bool whole_number(PyObject *object, fsdpc_scalar *out)
     return !PyErr_Occurred();
 }
 
-/* Returns the number in a NumPy scalar or a zero-dimensional array or tensor; otherwise NULL. */
+/* Returns the number in a NumPy scalar or a zero-dimensional array or tensor; NULL for any other
+ * object. */
 static PyObject *item_of(PyObject *object)
 {
     if (!PyObject_CheckBuffer(object) || !PyNumber_Check(object) || PyComplex_Check(object))
@@ -254,7 +255,7 @@ static int sizes(const char *function, const fsdpc_py_param *p, PyObject *object
     return 0;
 }
 
-/* Converts one argument; `x`: the first one, if it is a tensor. */
+/* Converts one argument; `x` is the first argument if that is a tensor. */
 static int convert(const char *function, const fsdpc_py_param *p, PyObject *object, fsdpc_tensor *x,
                    void *out)
 {
@@ -325,7 +326,8 @@ static int find(const fsdpc_py_signature *s, int from, int to, PyObject *keyword
     return from;
 }
 
-/* Adds keyword arguments to those from `begin` to `taken` in `out`; omitted ones stay NULL. */
+/* Adds keyword arguments to `out`, where those from `begin` to `taken` were passed by position;
+ * omitted ones stay NULL. */
 static int add_keywords(const fsdpc_py_signature *s, int begin, int taken, PyObject *keywords,
                         PyObject *const *values, PyObject **out)
 {

@@ -1,13 +1,13 @@
 /* checkpoint(fn, *args, **kwargs): recomputes activations instead of keeping them.
  *
  * Forward runs fn without recording and connects its outputs to its tensor arguments with a custom
- * node (nn/op_custom.c).  The node's backward restores the random stream, runs fn again on fresh
- * leaves with recording on, and runs a nested backward from the new outputs.  That backward also
- * passes gradients directly to the parameters that fn reads, so the node is created even if no
+ * node (nn/op_custom.c). The node's backward restores the random stream, runs fn again on fresh
+ * leaves with recording on, and runs a nested backward from the new outputs. The nested backward
+ * also passes gradients directly to the parameters that fn reads, so the node is created even if no
  * argument requires grad.
  *
- * Tensors are recognised among args and the values of kwargs, not inside containers.  Both times,
- * fn must return the same tensor or tuple of tensors (other values in the tuple pass through).
+ * Tensors are recognised among args and the values of kwargs, not inside containers. Both runs of
+ * fn must return the same tensor or tuple of tensors; other values in the tuple pass through.
  */
 #include "bind/tensor/ops.h"
 #include "bind/tensor/tensor.h"
@@ -62,7 +62,7 @@ static PyObject *call_on_leaves(checkpoint *c, fsdpc_tensor **leaves, int *n_io)
     return result;
 }
 
-/* Collects the arguments that are tensors, borrowed. */
+/* Collects the tensor arguments as borrowed references. */
 static int tensor_arguments(const checkpoint *c, fsdpc_tensor **out)
 {
     int n = 0;
@@ -89,7 +89,8 @@ static Py_ssize_t result_size(PyObject *result)
 
 /* ---- backward ---- */
 
-/* Collects the recomputed outputs as roots, with their gradients; returns their number, or -1. */
+/* Collects the recomputed outputs and their gradients as roots; returns the number of roots, or
+ * -1. */
 static int pair_outputs(PyObject *result, int n_out, fsdpc_tensor *const *dys, fsdpc_tensor **roots,
                         fsdpc_tensor **grads)
 {
@@ -215,7 +216,7 @@ static PyObject *rebuild_result(fsdpc_py_state *state, PyObject *result, fsdpc_t
     return tuple;
 }
 
-/* Connects the outputs to the tape; takes over c. */
+/* Connects the outputs to the tape; takes ownership of c. */
 static PyObject *join(checkpoint *c, PyObject *result)
 {
     fsdpc_py_state *state = c->state;

@@ -1,6 +1,6 @@
-/* Python's access to the tape: turning recording on and off, boundaries, custom backwards.
+/* Python's access to the tape: enabling recording, boundaries and custom backwards.
  *
- * Functions that backward calls run without the GIL and take it themselves.  An exception raised by
+ * Functions that backward calls run without the GIL and take it themselves. An exception raised by
  * a Python function stays set in its thread and passes through C as FSDPC_ERR_CALLBACK.
  */
 #include "bind/tensor/ops.h"
@@ -103,7 +103,8 @@ FSDPC_PY_FUNCTION_OP(boundary)
 
 /* ---- several roots ---- */
 
-/* Reads the tensors of a sequence (None: NULL), borrowed from it; *fast_out keeps them alive. */
+/* Reads the tensors of a sequence as borrowed references (NULL for None); *fast_out keeps them
+ * alive. */
 static int tensors_of(PyObject *sequence, fsdpc_tensor ***out, PyObject **fast_out)
 {
     PyObject *fast = fsdpc_py_tensors(sequence);
@@ -173,7 +174,8 @@ static PyObject *wrap_all(fsdpc_py_state *state, int n, fsdpc_tensor *const *ten
     return tuple;
 }
 
-/* Reads backward's result (a tensor, a sequence, or None) as the inputs' gradients. */
+/* Reads the gradients of the inputs from backward's result, which is a tensor, a sequence or
+ * None. */
 static int take_gradients(PyObject *returned, int n, fsdpc_tensor **out)
 {
     fsdpc_tensor **list;

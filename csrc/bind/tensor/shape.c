@@ -1,4 +1,4 @@
-/* Operations on shapes, and joining tensors: functions, methods of Tensor, or both. */
+/* Operations that change shapes or join tensors, as functions, methods of Tensor, or both. */
 #include "bind/tensor/ops.h"
 
 #include "bind/stub_args.h"
@@ -33,7 +33,7 @@ static PyObject *method_contiguous(PyObject *object, PyObject *Py_UNUSED(unused)
 
 /* ---- other shapes of the same elements, and copies in another order ---- */
 
-/* The function and the method of a name.  The result may share the memory. */
+/* Defines the function and the method with this name. The result may share the input's memory. */
 #define SHAPED(name, shape)                                                                        \
     FSDPC_PY_OP(name)                                                                              \
     {                                                                                              \
@@ -142,7 +142,7 @@ FSDPC_PY_RETURNS(roll, a->x->numel, fsdpc_op_roll(r->tape, a->x, a->shift, a->di
 
 /* ---- sequences of tensors ---- */
 
-/* Collects the tensors of a sequence, each with a new dimension for stack. */
+/* Collects the tensors of a sequence, adding a dimension to each for stack. */
 static int collect(fsdpc_runtime *r, PyObject *fast, int dim, bool stack, fsdpc_tensor **out)
 {
     Py_ssize_t n = PySequence_Fast_GET_SIZE(fast);

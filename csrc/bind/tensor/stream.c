@@ -25,7 +25,7 @@ static PyObject *device_ordinal(PyObject *module, PyObject *Py_UNUSED(unused))
     return runtime ? PyLong_FromLong(runtime->device->ordinal) : NULL;
 }
 
-/* Called on any thread that allocates memory, with or without the GIL. */
+/* May be called on any thread that allocates memory, with or without the GIL. */
 static void reclaim(void *arg)
 {
     const fsdpc_py_state *state = arg;

@@ -1,7 +1,8 @@
-/* Tensor: the Python object over an fsdpc_tensor, from and to C.
+/* Tensor: conversion between the Python object and the fsdpc_tensor that it refers to.
  *
- * Several objects may refer to one tensor (each `p.grad` creates one).  Their common state
- * (gradient, hooks, node) is in the C tensor, so they agree.  bind/tensor/type.c has the type.
+ * Several objects may refer to one tensor (each `p.grad` creates one). Their common state
+ * (gradient, hooks, node) is in the C tensor, so they always agree. bind/tensor/type.c has the
+ * type.
  */
 #include "bind/tensor/tensor.h"
 

@@ -4,7 +4,7 @@
 
 #include "bind/state.h"
 
-/* Creates an object of the type or a subclass; takes over the reference, even on failure. */
+/* Creates an object of the type or a subclass; takes over the reference to `t`, even on failure. */
 PyObject *fsdpc_py_tensor_make(PyTypeObject *type, fsdpc_py_state *state, fsdpc_tensor *t);
 void fsdpc_py_tensor_dealloc(PyObject *object);
 
@@ -31,13 +31,13 @@ static inline fsdpc_py_tensor *fsdpc_py_self(PyObject *object)
 int fsdpc_py_hooks_traverse(const fsdpc_tensor *t, visitproc visit, void *arg);
 void fsdpc_py_hooks_clear(fsdpc_tensor *t);
 
-/* NumPy through Python calls and the buffer protocol: no NumPy header is needed. */
+/* NumPy through Python calls and the buffer protocol, without NumPy's headers. */
 PyObject *fsdpc_py_tensor_numpy(PyObject *self, PyObject *unused);
-/* Returns a tensor with the same values in a NumPy dtype: itself, or a converted copy of
- * bfloat16. */
+/* Returns a tensor with the same values in a dtype that NumPy has: the tensor itself, or a
+ * converted copy if it is bfloat16. */
 PyObject *fsdpc_py_tensor_plain(PyObject *self);
-/* Returns whether it is a NumPy array or array-like; if not, an exception other than a missing
- * attribute may be set.
+/* Returns whether the object is a NumPy array or array-like; if not, an exception may be set, but
+ * never for a missing attribute.
  */
 bool fsdpc_py_is_array(PyObject *object);
 /* Converts any object to a new tensor that owns its memory; if dtype < 0, the dtype is inferred
@@ -49,14 +49,14 @@ fsdpc_tensor *fsdpc_py_tensor_from_data(fsdpc_py_state *state, PyObject *data, i
 /* Returns -1 with an exception if this tensor must not be written in place now. */
 int fsdpc_py_tensor_check_inplace(fsdpc_py_tensor *self, const char *what);
 /* x[box] = value, broadcast and converted, and recorded if gradients flow; 0, or -1 with an
- * exception that begins with `what`.  `operand`: the operand that the value was computed from, or
+ * exception that begins with `what`. `operand`: the operand that the value was computed from, or
  * NULL. */
 int fsdpc_py_tensor_assign(fsdpc_py_tensor *self, const char *what, const fsdpc_box *box,
                            PyObject *value, PyObject *operand);
-/* Returns `result`, a new Tensor made from `object`, or NULL; if the two share memory, it refers to
- * `object`. */
+/* Returns `result`, a new Tensor made from `object`, or NULL; if they share memory, the result
+ * keeps a reference to `object`. */
 PyObject *fsdpc_py_tensor_over(PyObject *object, PyObject *result);
-/* Releases the objects that this one was made from and that have no other reference. */
+/* Releases the objects that this one was made from, if nothing else refers to them. */
 void fsdpc_py_tensor_drop_unseen(fsdpc_py_tensor *self);
 void fsdpc_py_tensor_whole(const fsdpc_tensor *t, fsdpc_box *out);
 /* Switches the object to another tensor, whose reference it takes over. */
@@ -78,7 +78,7 @@ FSDPC_PY_INPLACE(X)
 #undef X
 PyObject *fsdpc_py_tensor_inplace_power(PyObject *a, PyObject *b, PyObject *modulus);
 
-/* Compares the bytes of two tensors of equal size; waits for their computation. */
+/* Compares the bytes of two tensors of equal size, waiting until they have been computed. */
 fsdpc_status fsdpc_py_tensor_same_bytes(const fsdpc_tensor *x, const fsdpc_tensor *y,
                                         bool *equal_out);
 

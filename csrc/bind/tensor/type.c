@@ -1,8 +1,8 @@
 /* Tensor's type: its attributes and operators.
  *
- * An object has no __dict__, but subclasses defined in Python have one.  If no other reference to a
- * tensor exists, the garbage collector visits its Python hooks through it, so a hook that refers
- * back to its tensor is collected.
+ * A Tensor has no __dict__, but instances of subclasses defined in Python have one. If nothing else
+ * refers to a C tensor, the garbage collector visits its Python hooks, so a hook that refers back
+ * to its tensor can be collected.
  */
 #include "bind/tensor/tensor.h"
 
@@ -251,7 +251,7 @@ static PyObject *tensor_int(PyObject *object)
     return result;
 }
 
-/* Equality compares elements, but a dict finds a tensor by identity. */
+/* Equality compares elements, but a dict looks up a tensor by identity. */
 static Py_hash_t tensor_hash(PyObject *object)
 {
     return PyBaseObject_Type.tp_hash(object);

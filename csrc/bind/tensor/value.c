@@ -119,7 +119,7 @@ static PyObject *method_clone(PyObject *object, PyObject *Py_UNUSED(unused))
     return fsdpc_py_result(STATE(object), status, y);
 }
 
-/* The copy of a leaf is a leaf, which copy.deepcopy of a module requires. */
+/* The copy of a leaf must be a leaf for copy.deepcopy of a module to work. */
 static PyObject *method_deepcopy(PyObject *object, PyObject *Py_UNUSED(memo))
 {
     fsdpc_runtime *runtime = fsdpc_py_state_runtime(STATE(object));

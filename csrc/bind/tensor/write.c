@@ -1,14 +1,14 @@
 /* In-place changes to tensors' values, or to the memory that they use.
  *
- * A leaf that requires grad may only be changed inside no_grad(), and an unsharded parameter never;
- * only check_inplace decides that.  Values may come from tensors, arrays, lists and numbers; they
- * are broadcast and cast as needed.
+ * A leaf that requires grad can be changed only inside no_grad(), and an unsharded parameter never;
+ * only check_inplace decides that. Values can be tensors, arrays, lists and numbers, and are
+ * broadcast and cast as needed.
  *
  * If gradients flow into or through a write, the write is recorded (nn/op_write.c), and the Python
- * object switches to the tensor with the new node.  Other tensors over the memory would keep their
- * old history.  Rows and reshaped tensors refer to the object that they were made from.  A write
- * therefore updates together the object, the value, the other operand of `x[0] += y`, and every
- * object whose rows these are.  If further tensors share the memory, the write is refused.
+ * object switches to the tensor with the new node. Other tensors over the memory would keep their
+ * old history. Rows and reshaped tensors refer to the object that they were made from. A write
+ * therefore updates the object, the value, the other operand of `x[0] += y`, and every object of
+ * which these are rows. If further tensors share the memory, the write is refused.
  */
 #include "bind/tensor/ops.h"
 
@@ -48,8 +48,8 @@ void fsdpc_py_tensor_whole(const fsdpc_tensor *t, fsdpc_box *out)
     fsdpc_op_strides(t->ndim, t->shape, out->strides);
 }
 
-/* Returns the value as a tensor, new reference.  A number is stored in self's dtype, which must be
- * able to hold it. */
+/* Returns the value as a tensor, new reference. A number is converted to self's dtype, which must
+ * be able to represent it. */
 static fsdpc_tensor *value_tensor(fsdpc_py_tensor *self, PyObject *value)
 {
     fsdpc_tensor *t = fsdpc_py_tensor_peek(NULL, value);
@@ -75,7 +75,7 @@ static fsdpc_tensor *value_tensor(fsdpc_py_tensor *self, PyObject *value)
     return fsdpc_tensor_acquire(t);
 }
 
-/* Returns whether the value is already the box's memory: `x[0] += y` ends with such a write. */
+/* Returns whether the value is already in the box's memory; `x[0] += y` ends with such a write. */
 static bool is_place(const fsdpc_tensor *t, const fsdpc_box *box, const fsdpc_tensor *value)
 {
     size_t dense[FSDPC_MAX_DIMS], numel = 1;
@@ -89,8 +89,8 @@ static bool is_place(const fsdpc_tensor *t, const fsdpc_box *box, const fsdpc_te
            (char *)value->data == (char *)t->data + box->offset * fsdpc_dtype_bytes(t->dtype);
 }
 
-/* Returns the object of which `self` is rows or a reshaped view.  NULL if `self` has its own memory
- * or, as a leaf that requires grad, its own gradient. */
+/* Returns the object from which `self` was made as rows or as a reshaped view. Returns NULL if
+ * `self` has its own memory or is a leaf that requires grad, which has its own gradient. */
 static fsdpc_py_tensor *above(fsdpc_py_tensor *self)
 {
     const fsdpc_tensor *t = self->tensor;
@@ -100,7 +100,7 @@ static fsdpc_py_tensor *above(fsdpc_py_tensor *self)
     return base && !is_leaf && base->tensor->storage == t->storage ? base : NULL;
 }
 
-/* Returns the object whose memory `self` is part of, or `self`. */
+/* Returns the object that owns the memory of `self`, which may be `self`. */
 static fsdpc_py_tensor *root_of(fsdpc_py_tensor *self)
 {
     for (fsdpc_py_tensor *next = above(self); next; next = above(self))
@@ -111,7 +111,8 @@ static fsdpc_py_tensor *root_of(fsdpc_py_tensor *self)
 PyObject *fsdpc_py_tensor_over(PyObject *object, PyObject *result)
 {
     fsdpc_py_tensor *self = fsdpc_py_self(object), *over = fsdpc_py_self(result);
-    /* Without gradients, no history needs an update, and the base would keep its graph alive. */
+    /* If gradients are disabled, no history needs an update, and a reference to the base would keep
+     * its graph alive. */
     if (result && over->tensor->storage == self->tensor->storage && self->tensor->storage &&
         self->state->runtime.tape->grad_enabled) {
         fsdpc_py_tensor_drop_unseen(self); /* otherwise a loop of views would keep them all */
@@ -120,13 +121,13 @@ PyObject *fsdpc_py_tensor_over(PyObject *object, PyObject *result)
     return result;
 }
 
-/* Returns the number of elements before t in the tensor of which it is rows. */
+/* Returns the number of elements that precede t in `root`, of which t is rows. */
 static size_t rows_before(const fsdpc_tensor *root, const fsdpc_tensor *t)
 {
     return (size_t)((char *)t->data - (char *)root->data) / fsdpc_dtype_bytes(t->dtype);
 }
 
-/* Creates a tensor for t's place in `root`, which has a new history. */
+/* Recreates t from its place in `root`, which has a new history. */
 static fsdpc_status rows_again(fsdpc_tape *tape, fsdpc_tensor *root, const fsdpc_tensor *t,
                                fsdpc_tensor **out)
 {
@@ -144,7 +145,7 @@ static fsdpc_status rows_again(fsdpc_tape *tape, fsdpc_tensor *root, const fsdpc
     return st;
 }
 
-/* The objects over the written memory that a write updates. */
+/* The objects over the written memory whose history a write updates. */
 enum { MOST_KNOWN = 16 };
 typedef struct known {
     fsdpc_py_tensor *root;

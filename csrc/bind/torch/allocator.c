@@ -1,21 +1,21 @@
 /* TorchUnit: memory owned by the foreign library.
  *
- * Gradient shards use the memory of foreign tensors, whose rows are the pieces' gradients.  A
- * gradient that its user keeps after zero_grad therefore keeps its values, as in the foreign
- * library: the next backward uses other memory.  A gradient counts as kept if its tensor has more
- * references than at creation, or its memory has more tensors, which the frontend counts.
+ * Gradient shards use the memory of foreign tensors, whose rows are the pieces' gradients. As in
+ * the foreign library, a gradient that the user keeps after zero_grad therefore retains its values:
+ * the next backward uses other memory. A gradient counts as kept if its tensor has more references
+ * than at creation, or if more tensors use its memory, which the frontend counts.
  *
  * If the foreign library has its own allocator on the device, memory that the user does not keep is
- * returned to that allocator when a forward begins.  The unit takes memory again at its first
- * gradient.  In between, that forward's activations can use the memory.  On other devices the unit
- * keeps the memory: mapping it again costs more than it saves.
+ * returned to it when a forward begins. The unit takes memory again when its first gradient
+ * arrives. Until then, the activations of that forward can use the memory. On other devices the
+ * unit keeps the memory: mapping it again costs more than it saves.
  *
- * A unit that encloses others gets its first gradients long before its last: those of a model's
- * head and norm when backward begins, that of its embedding when it ends.  With such an allocator,
- * small gradients wait for the last one.
+ * A unit that encloses others gets some gradients when backward begins (a model's head and norm)
+ * and others only when it ends (the embedding). With such an allocator, small gradients therefore
+ * wait until the last one arrives.
  *
- * On such a device, a single rank also takes unsharded parameters from that allocator while their
- * unit is in use (engine/unsharded_frontend.c).
+ * On such a device, a single rank also takes memory for unsharded parameters from that allocator
+ * while their unit is in use (engine/unsharded_frontend.c).
  *
  * The frontend has an object for each piece of memory. take() returns its address, give() releases
  * it, and `is_kept` tells whether the user has created other tensors over it.
@@ -52,7 +52,7 @@ static int give(const fsdpc_py_torch_unit *self, PyObject *foreign)
 
 /* ---- gradients ---- */
 
-/* Returns false while a half-filled buffer waits to be reduced, possibly before the unit's
+/* Returns false while a half-filled buffer waits to be reduced, which may be before the unit's
  * backward. */
 static bool can_give(const fsdpc_py_torch_unit *self)
 {
@@ -67,7 +67,7 @@ static int give_grads(fsdpc_py_torch_unit *self)
 }
 
 /* place(grads, foreign): passes the gradients' tensors, which only this list refers to, and the
- * memory of each flat group that contains them; None: the engine's memory.  Gradients of frozen
+ * memory of each flat group that contains them; None: the engine's memory. Gradients of frozen
  * groups are empty. */
 static PyObject *place_method(PyObject *object, PyObject *args)
 {
@@ -93,8 +93,8 @@ static PyObject *place_method(PyObject *object, PyObject *args)
     bool away = can_give(self);
     if (!away && take(self, foreign, fsdpc_unit_place_grads) < 0)
         return NULL;
-    /* The unit keeps the memory: if a model is dropped, a reduction in flight still writes
-     * there. */
+    /* The unit keeps a reference to the memory, because a reduction in flight still writes there
+     * after the model is dropped. */
     Py_XSETREF(self->unit->ref->foreign, Py_NewRef(foreign));
     if (away && give_grads(self) < 0)
         return NULL;
@@ -122,8 +122,8 @@ int fsdpc_torch_provide_grads(fsdpc_py_torch_unit *self)
     return self->away ? -1 : 0;
 }
 
-/* Waiting gradients may use at most a third of the shard's size.  The gradient of a model's head
- * waits for that of its embedding in half precision, but not if it is as wide as the shard. */
+/* Waiting gradients may use at most a third of the shard's size. In half precision, the gradient of
+ * a model's head waits for that of its embedding, but not if it is as wide as the shard. */
 bool fsdpc_torch_can_wait(const fsdpc_py_torch_unit *self, size_t bytes)
 {
     const fsdpc_unit *unit = fsdpc_torch_unit(self);

@@ -87,7 +87,7 @@ static PyObject *torch_unit_mark(PyObject *object, PyObject *Py_UNUSED(unused))
     return mark;
 }
 
-/* enter(grad, in_task): `in_task` is true if the foreign autograd is running backward.  Returns
+/* enter(grad, in_task): `in_task` is true if the foreign autograd is running backward. Returns
  * True for the first of the unit's modules to run. */
 static PyObject *torch_unit_enter(PyObject *object, PyObject *const *args, Py_ssize_t n)
 {
@@ -181,9 +181,9 @@ static PyObject *torch_unit_reset(PyObject *object, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
-/* hide(gave_up): shows pieces again.  After an aborted backward, different reductions have
- * completed on different ranks.  All ranks therefore drop them, unless the user is accumulating
- * onto earlier gradients. */
+/* hide(gave_up): shows pieces again. After an aborted backward, different ranks have completed
+ * different reductions. All ranks therefore drop the reduced gradients, unless the user is
+ * accumulating onto earlier ones. */
 static PyObject *torch_unit_hide(PyObject *object, PyObject *gave_up)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;

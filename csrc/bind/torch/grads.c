@@ -1,27 +1,29 @@
-/* Gradients between foreign tensors and the engine.
+/* Gradients passed between foreign tensors and the engine.
  *
- * In backward, the foreign autograd puts a gradient into an unsharded parameter's `.grad` and calls
- * our hook, which casts it into the reduce buffer (later ones are added) and drops it.  The
- * gradient therefore exists once, during one parameter's backward only, unless it is delayed until
- * the shard has memory (bind/torch/allocator.c).
+ * In backward, the foreign autograd stores a gradient in an unsharded parameter's `.grad` and calls
+ * our hook, which casts or adds it into the reduce buffer and drops it. The gradient therefore
+ * exists only once and only during that parameter's backward, unless it is delayed until the shard
+ * has memory (bind/torch/allocator.c).
  *
- * Between backwards, the `.grad` of a piece belongs to the user.  We hand out a tensor over the
- * gradient shard itself, so the engine sees an in-place scale directly.  It does not see a gradient
- * that is dropped or assigned; those are detected here by identity.  If no piece has a gradient,
- * the unit's shard is dropped without touching memory.  If some pieces have none, their rows are
- * zeroed.  A tensor that is not ours is copied into the shard.
+ * Between backwards, the `.grad` of a piece belongs to the user. We hand out a tensor over the
+ * gradient shard itself, so in-place scaling takes effect in the engine directly. The engine does
+ * not see that a gradient was dropped or assigned, so this file detects it by comparing identities.
+ * If no piece has a gradient, the unit's shard is dropped without writing to memory. If only some
+ * pieces have none, the rows of those pieces are set to zero. A `.grad` tensor that is not ours is
+ * copied into the shard.
  *
- * A piece may itself be part of the graph, as for a parameter penalty; the foreign autograd then
- * puts a gradient into its `.grad`.  Before the unit's backward, that gradient is taken like any
- * other.  Later, reductions may be writing the shard.  Pieces therefore have no gradient when a
- * backward begins, and any gradient that they have at its end is then added to the shard.
+ * A piece may itself be part of the graph, for example for a parameter penalty; the foreign
+ * autograd then stores a gradient in the piece's `.grad`. Before the unit's backward, that gradient
+ * is taken like any other. Later, a reduction may already be writing to the shard. Pieces therefore
+ * have no gradient when a backward begins, and any gradient that they have when it ends is then
+ * added to the shard.
  */
 #include "bind/torch/unit.h"
 
 #include "ops/flat_ops.h"
 
-/* Returns the gradient as a dense tensor of the unsharded parameter's dtype: nearly always the
- * gradient itself. */
+/* Returns the gradient as a dense tensor in the unsharded parameter's dtype, which is nearly always
+ * the gradient itself. */
 static PyObject *dense(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *param,
                        PyObject *grad)
 {
@@ -68,8 +70,8 @@ static int add(fsdpc_py_torch_unit *self, int index, PyObject *grad)
     return fsdpc_py_check(status);
 }
 
-/* Runs on the stream of the delayed gradients, so the next user of their memory on that stream
- * comes later in stream order. */
+/* Runs on the stream of the delayed gradients, so any later use of their memory on that stream is
+ * ordered after it. */
 int fsdpc_torch_add_early(fsdpc_py_torch_unit *self)
 {
     if (self->early_bytes == 0)
@@ -157,8 +159,8 @@ static int write_rows(fsdpc_py_torch_unit *self, const fsdpc_torch_param *p, PyO
     return done ? 0 : -1;
 }
 
-/* Copies in a piece's `.grad` that is not the shard itself.  For a narrow piece, both that `.grad`
- * and the shard are kept. */
+/* Copies a piece's `.grad` into the shard if it is not the shard itself. For a narrow piece, both
+ * its `.grad` and the shard are kept. */
 static int copy_in(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, PyObject *grad)
 {
     PyObject *given = p->narrow ? grad : p->grad;
@@ -191,7 +193,7 @@ static int take_one(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, bool live)
     return result < 0 ? -1 : 1;
 }
 
-/* Takes the gradient of parameter i; if it has none, its rows are zeroed. */
+/* Takes the gradient of parameter i, or sets its rows to zero if it has none. */
 static int take_param(fsdpc_py_torch_unit *self, int i, bool live)
 {
     int has = take_one(self, &self->params[i], live);
@@ -239,8 +241,8 @@ int fsdpc_torch_take_grads(fsdpc_py_torch_unit *self)
     return 0;
 }
 
-/* Takes only one parameter's gradient, if it has one, so that a loop over parameters stays
- * linear. */
+/* Takes only one parameter's gradient if the unit already has gradients, so a loop over parameters
+ * stays linear. */
 static int take_grad(fsdpc_py_torch_unit *self, int i)
 {
     fsdpc_unit *unit = fsdpc_torch_unit(self);
@@ -264,8 +266,8 @@ static PyObject *grad_for(const fsdpc_py_torch_unit *self, const fsdpc_torch_par
 }
 
 /* Hands out the sum of the reduced gradient and the one that the graph gave to the piece itself.
- * `new`: the gradient has grown.  Returns 1 if the piece's hooks wait for its gradient, otherwise
- * 0, or -1. */
+ * `new`: the gradient has grown. Returns 1 if the piece has hooks that wait for its gradient, 0 if
+ * not, or -1 on error. */
 static int give_one(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, bool new)
 {
     if (p->own && write_rows(self, p, self->names.add_, p->own) < 0)
@@ -289,8 +291,8 @@ static void forget_own(fsdpc_py_torch_unit *self)
         Py_CLEAR(self->params[i].own);
 }
 
-/* Finds pieces' gradients that were not handed out; returns 1 if there are any, otherwise 0, or
- * -1. */
+/* Looks for pieces' gradients that were not handed out; returns 1 if there are any, 0 if not, or -1
+ * on error. */
 static int find_own(fsdpc_py_torch_unit *self)
 {
     PyObject *plain = fsdpc_torch_plain_begin(self);
@@ -341,7 +343,7 @@ static int give_found(fsdpc_py_torch_unit *self, bool *left_out)
     return waiting;
 }
 
-/* Hands out the reduced gradients; `left_out`: pieces also have gradients of their own.  `ended`: a
+/* Hands out the reduced gradients; `left_out`: pieces also have gradients of their own. `ended`: a
  * backward has ended. */
 static int give_grads(fsdpc_py_torch_unit *self, bool ended, bool *left_out)
 {

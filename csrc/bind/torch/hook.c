@@ -1,4 +1,4 @@
-/* The hook of an unsharded parameter: takes the gradient that the foreign autograd has put into its
+/* The hook of an unsharded parameter takes the gradient that the foreign autograd has stored in its
  * `.grad`. */
 #include "bind/torch/unit.h"
 

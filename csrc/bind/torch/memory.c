@@ -1,9 +1,9 @@
-/* The memory that foreign tensors use: a unit's memory and its parameters' offsets.
+/* The memory that foreign tensors use: a unit's memory, and the offsets of its parameters.
  *
  * A frontend slices the flat tensors from unit_memory at the offsets from unit_places: it gets
  * pieces and unsharded parameters without copying, and all of a flat group's unsharded parameters
- * are views of one tensor.  The tensors keep the unit's memory alive, but none of the model's
- * Python objects.  Gradients are in memory owned by the tensors over it (grad_memory, or the
+ * are views of one tensor. The tensors keep the unit's memory alive, but none of the model's
+ * Python objects. Gradients are in memory owned by the tensors over it (grad_memory, or the
  * foreign library's): bind/torch/allocator.c.
  */
 #include "bind/torch/unit.h"

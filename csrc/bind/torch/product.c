@@ -1,8 +1,8 @@
 /* Matrix products for a foreign frontend, on the engine's kernels.
  *
- * Operands are addresses of dense row-major matrices of one dtype; the caller has checked shapes
- * and keeps the tensors alive.  The gradient of a unit's weight is written into the unit's reduce
- * buffer, so no other copy of it exists.
+ * Operands are addresses of dense row-major matrices of one dtype; the caller must check shapes and
+ * keep the tensors alive. The gradient of a unit's weight is written directly into the unit's
+ * reduce buffer, so no other copy exists.
  */
 #include "bind/torch/unit.h"
 
@@ -19,7 +19,7 @@ static fsdpc_status run_product(const product *p)
     return fsdpc_nn_ops_of(main)->gemm(&p->args, main);
 }
 
-/* Returns the arguments of a product of dense matrices. */
+/* Returns the gemm arguments for a product of dense matrices. */
 static fsdpc_gemm_args dense_args(Py_ssize_t m, Py_ssize_t n, Py_ssize_t k, bool trans_a,
                                   bool trans_b, fsdpc_dtype dtype)
 {

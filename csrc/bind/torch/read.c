@@ -1,4 +1,5 @@
-/* Streams, plain reads and gradients of the foreign library, for all files here. */
+/* Helpers that all files in this folder use: the foreign library's streams, plain reads, and
+ * gradients. */
 #include "bind/torch/unit.h"
 
 #include <stddef.h>

@@ -1,22 +1,23 @@
 /* TorchUnit: which tensors modules see.
  *
- * The dictionaries of a unit's modules hold the unsharded parameters while the unit is in use, and
- * otherwise the pieces.  Only dictionaries are written, never the tensors, which are created once.
+ * The dictionaries of a unit's modules contain the unsharded parameters while the unit is in use,
+ * and the pieces otherwise. Only the dictionaries change; the tensors are created once and never
+ * replaced.
  *
- * Stale reads.  All unsharded parameters of a flat group are views of one base tensor and share its
- * version counter.  Showing unsharded parameters sets it to the weights' generation, and resharding
- * sets it to an unreachable value, so the foreign autograd refuses a saved unsharded parameter that
- * has changed since forward. Any other version change means that the user wrote into an unsharded
- * parameter, and no master receives that write.
+ * Stale reads. All unsharded parameters of a flat group are views of one base tensor and share its
+ * version counter. Showing unsharded parameters sets it to the weights' generation, and resharding
+ * to an unreachable value, so the foreign autograd refuses a saved unsharded parameter that has
+ * changed since forward. Any other version change means that the user wrote to an unsharded
+ * parameter, a write that no master receives.
  *
- * Trainable or not.  Users set requires_grad on pieces, and unsharded parameters copy it whenever
- * they are shown. Each forward thus records which parameters are trainable, and each backward
- * computes gradients for the parameters that are trainable when it begins, as in the foreign
- * library.  A frozen forward in between (the reference of a policy with adapters) has no effect.
+ * Trainable or not. Users set requires_grad on pieces, and unsharded parameters copy it whenever
+ * they are shown. Each forward therefore records which parameters are trainable; as in the foreign
+ * library, a backward computes gradients for those that are trainable when it begins. A frozen
+ * forward in between, such as that of a policy's reference with adapters disabled, has no effect.
  *
- * Pieces must not be read as weights: a submodule that is called outside its unit (a head from a
- * loss function) would compute with this rank's rows only.  While pieces are shown, modules that
- * read parameters therefore have a forward that raises.  A forward set by the user is left
+ * Pieces must not be used as weights: a submodule called outside its unit, such as a head called
+ * from a loss function, would compute with only this rank's rows. While pieces are shown, modules
+ * that read parameters therefore have a forward that raises. A forward set by the user is left
  * unchanged.
  */
 #include "bind/torch/unit.h"
@@ -100,7 +101,7 @@ static int listen(const fsdpc_py_torch_unit *self, fsdpc_torch_param *p)
     return handle ? 0 : -1;
 }
 
-/* Returns a foreign tensor's flag: 1 or 0; -1 on error. */
+/* Returns a flag of a foreign tensor: 1 or 0, or -1 on error. */
 static int requires_grad(const fsdpc_py_torch_unit *self, PyObject *tensor)
 {
     PyObject *flag = PyObject_GetAttr(tensor, self->names.requires_grad);
@@ -108,7 +109,7 @@ static int requires_grad(const fsdpc_py_torch_unit *self, PyObject *tensor)
     return flag ? flag == Py_True : -1;
 }
 
-/* A forward without gradients freezes nothing: ranks may evaluate differently.  A backward that
+/* A forward without gradients freezes nothing: ranks may evaluate differently. A backward that
  * bypasses the unit's outputs shows no unsharded parameters before it needs the flags. */
 static int follow_trainable(fsdpc_py_torch_unit *self, bool grad)
 {
@@ -155,8 +156,8 @@ int fsdpc_torch_show(fsdpc_py_torch_unit *self, bool unsharded, bool grad)
     return set_guards(self);
 }
 
-/* Detects whether the user has written into shown unsharded parameters.  On read-only memory the
- * processor detects a write; a single rank and GPUs have no such memory. */
+/* Detects whether the user has written to the unsharded parameters that are shown. If the memory is
+ * read-only, the processor detects the write; single ranks and GPUs have no such memory. */
 static int find_writes(const fsdpc_py_torch_unit *self)
 {
     for (Py_ssize_t i = 0; self->shown && i < PyTuple_GET_SIZE(self->bases); i++) {
@@ -184,7 +185,7 @@ int fsdpc_torch_hide(fsdpc_py_torch_unit *self)
         return -1;
     if (!written)
         return 0;
-    /* The next publication from the masters overwrites the user's write. */
+    /* The next copy-in from the masters overwrites the user's write. */
     if (fsdpc_py_check(fsdpc_unit_mark_written(unit)) < 0)
         return -1;
     PyErr_Format(PyExc_RuntimeError,
@@ -222,7 +223,7 @@ static PyObject *lift_method(PyObject *object, PyObject *arg)
     return set_guards(self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* pin(): after Unit.unshard.  The pin is released by reshard or by the unit's own next forward or
+/* pin(): after Unit.unshard. The pin is released by reshard or by the unit's own next forward or
  * backward, whichever frees the parameters. */
 static PyObject *pin_method(PyObject *object, PyObject *Py_UNUSED(unused))
 {

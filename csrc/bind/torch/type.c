@@ -11,7 +11,7 @@ static bool init_names(fsdpc_torch_names *names)
     return true;
 }
 
-/* Reads every parameter's pieces and its places in modules. */
+/* Reads the pieces of every parameter and their places in modules. */
 static int fill(fsdpc_py_torch_unit *self, PyObject *slots, PyObject *pieces)
 {
     fsdpc_unit *unit = fsdpc_torch_unit(self);
@@ -108,8 +108,8 @@ static PyObject *torch_unit_bind(PyObject *object, PyObject *args)
     Py_XSETREF(self->at_end, Py_NewRef(at_end));
     Py_XSETREF(self->mates, Py_NewRef(mates));
     /* In the foreign library, gradients replace activations at the end of malloc's heap and stay
-     * allocated.  Our gradients are freed at once, so malloc would return that memory to the system
-     * in each backward and page-fault it in again. */
+     * allocated. Our gradients are freed immediately, so in each backward malloc would return that
+     * memory to the system and page-fault it in again. */
     if (!self->gives_back)
         fsdpc_mem_keep_heap();
     self->bound = true;

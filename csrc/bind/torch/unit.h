@@ -1,18 +1,19 @@
-/* TorchUnit: the interface, for one unit, of a frontend over foreign tensors (torch).
+/* TorchUnit: the per-unit interface for a frontend over foreign tensors (torch).
  *
  * Once per unit, the frontend creates a foreign tensor for every piece and unsharded parameter,
- * over the unit's own memory (unit_memory, unit_places).  It also creates one for every piece of
- * the gradient shard, over the foreign library's memory (bind/torch/allocator.c).  A TorchUnit
- * keeps these and performs the operations that must be cheap.  It drives the schedule, swaps pieces
- * and unsharded parameters in the modules' dictionaries, and takes gradients by pointer.  It keeps
- * the pieces' `.grad` consistent with the engine's gradient shard.  It knows only a few names of
- * torch's attributes and methods.
+ * over the unit's own memory (unit_memory, unit_places). It also creates a tensor for every piece
+ * of the gradient shard, over the foreign library's memory (bind/torch/allocator.c). A TorchUnit
+ * keeps these and performs the operations that must be cheap. It drives the schedule, swaps pieces
+ * and unsharded parameters in the modules' dictionaries, and reads gradients through their
+ * pointers. It keeps the pieces' `.grad` consistent with the engine's gradient shard. It uses only
+ * a few names of torch's attributes and methods.
  *
- * Gradients.  The `.grad` of a piece belongs to the user.  It is None after zero_grad, the
- * TorchUnit's own tensor over the shard after a backward, or the user's own assignment. take_grads
+ * Gradients. The `.grad` of a piece belongs to the user. It is None after zero_grad, TorchUnit's
+ * own tensor over the shard after a backward, or a tensor that the user assigned. take_grads
  * updates the engine from it (before the first reduction of a backward, before clipping and
- * stepping); settle hands out the reduced gradients after a backward.  In between, `.grad` is None
- * unless the graph computes a gradient for the piece itself, for example from a parameter penalty.
+ * stepping); settle hands out the reduced gradients after a backward. In between, `.grad` is None
+ * unless the graph computes a gradient for the piece itself, for example through a parameter
+ * penalty.
  */
 #ifndef FSDPC_BIND_TORCH_UNIT_H
 #define FSDPC_BIND_TORCH_UNIT_H
@@ -39,19 +40,19 @@ typedef struct fsdpc_torch_param {
     bool listening;    /* the hook is registered */
 } fsdpc_torch_param;
 
-/* A parameter's place in a module: dict[name] is the piece or the unsharded parameter. */
+/* The place of a parameter in a module: dict[name] is the piece or the unsharded parameter. */
 typedef struct fsdpc_torch_slot {
     PyObject *dict, *name;
     int param;
 } fsdpc_torch_slot;
 
-/* A module that reads parameters of the unit.  While its dictionary would show pieces, it holds
- * `refuse` as its forward, so that a call outside the unit raises. */
+/* A module that reads parameters of the unit directly. While its dictionary contains pieces, its
+ * forward is `refuse`, so that a call outside the unit raises an error. */
 typedef struct fsdpc_torch_guard {
     PyObject *dict, *refuse;
 } fsdpc_torch_guard;
 
-/* Attributes and methods of foreign tensors, and of modules, interned. */
+/* Interned names of attributes and methods of foreign tensors and modules. */
 #define FSDPC_TORCH_NAMES(X)                                                                       \
     X(grad)                                                                                        \
     X(dtype)                                                                                       \
@@ -121,23 +122,25 @@ static inline const fsdpc_place *fsdpc_torch_place(const fsdpc_py_torch_unit *se
     return &fsdpc_unit_layout(fsdpc_torch_unit(self))->params[param];
 }
 
-/* Orders the engine's next work after the foreign library's current stream, also in this thread.
- * Every method that uses the schedule calls this first. */
+/* Orders the engine's next work after the foreign library's current stream, and lets this thread
+ * use the device. Every method that uses the schedule calls this first. */
 int fsdpc_torch_join(const fsdpc_py_torch_unit *self);
-/* Returns the parameter passed to a method; -1 (all) if none was passed, or with an exception.
+/* Returns the parameter index passed to a method; -1 if none was passed (meaning all), or with an
+ * exception.
  */
 int fsdpc_torch_param_arg(const fsdpc_py_torch_unit *self, PyObject *const *args, Py_ssize_t n);
 
-/* Before an epoch copies masters in, follows the user's changes between steps: the pieces' memory
- * and gradients, for all the root's units.  Does nothing inside an epoch. */
+/* Before an epoch copies in masters, follows the user's changes between steps to the memory and
+ * gradients of the pieces, for all units of the root. Does nothing inside an epoch. */
 int fsdpc_torch_follow_root(fsdpc_py_torch_unit *self);
-/* If nothing is copied in, values cannot be compared; instead, the pieces' versions reveal
- * writes. */
+/* If nothing is copied in, values cannot be compared, so writes are detected by the pieces' version
+ * counters. */
 int fsdpc_torch_follow_writes(fsdpc_py_torch_unit *self);
 
-/* Pieces intercept reads, which is slow.  Between begin and end, this thread reads them as cheaply
- * as plain tensors; end preserves a pending exception. begin returns NULL with an exception.
- * Gradients do not intercept reads in between either, so they must not be used in computations. */
+/* Pieces intercept attribute reads, which is slow. Between begin and end, this thread reads pieces
+ * as cheaply as plain tensors; end preserves a pending exception. begin returns NULL with an
+ * exception. During that time gradients do not intercept reads either, so they must not be used in
+ * computations. */
 PyObject *fsdpc_torch_plain_begin(const fsdpc_py_torch_unit *self);
 void fsdpc_torch_plain_end(PyObject *context);
 
@@ -145,29 +148,31 @@ void fsdpc_torch_plain_end(PyObject *context);
 PyObject *fsdpc_torch_read_grad(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *p);
 /* Returns whether any piece has a `.grad`; -1 with an exception. */
 int fsdpc_torch_has_grads(const fsdpc_py_torch_unit *self);
-/* Passes the pieces' `.grad` to the engine; 0, or -1 with an exception. */
+/* Passes the pieces' `.grad` to the engine; returns 0, or -1 with an exception. */
 int fsdpc_torch_take_grads(fsdpc_py_torch_unit *self);
-/* Begins a backward: takes gradients; pieces have none until it ends. */
+/* Begins a backward by taking the pieces' gradients; pieces have none until it ends. */
 int fsdpc_torch_begin_grads(fsdpc_py_torch_unit *self);
 /* After an abandoned backward, restores the gradients that pieces had when it began. */
 int fsdpc_torch_restore_grads(fsdpc_py_torch_unit *self);
 
-/* As in engine/unit.h; gradients of formerly frozen parameters get tensors. */
+/* Does the same as in engine/unit.h, and creates tensors for the gradients of formerly frozen
+ * parameters. */
 int fsdpc_torch_set_trainable(fsdpc_py_torch_unit *self, int param, bool trainable);
 /* Provides memory for the gradient shards. */
 int fsdpc_torch_provide_grads(fsdpc_py_torch_unit *self);
-/* Returns whether a gradient of `bytes` bytes should wait for that memory. */
+/* Returns whether a gradient of this size should wait until that memory is available. */
 bool fsdpc_torch_can_wait(const fsdpc_py_torch_unit *self, size_t bytes);
-/* Writes the waiting gradients, before any other is written and when the unit's backward ends. */
+/* Writes the waiting gradients; called before any other gradient is written and when the unit's
+ * backward ends. */
 int fsdpc_torch_add_early(fsdpc_py_torch_unit *self);
 /* Drops the waiting gradients. */
 void fsdpc_torch_drop_early(fsdpc_py_torch_unit *self);
-/* Drops gradients.  Gradients that users keep are clipped and then belong only to them.  `idle`: a
- * forward begins. */
+/* Drops gradients. Gradients that the user keeps are clipped and from then on belong only to the
+ * user. `idle`: a forward begins. */
 int fsdpc_torch_zero_grad(fsdpc_py_torch_unit *self, bool idle);
-/* The same if gradients may no longer exist; does nothing if they do. */
+/* Does the same if gradients may no longer exist; does nothing if they do. */
 int fsdpc_torch_renew(fsdpc_py_torch_unit *self, bool idle);
-/* When a forward begins: drops gradients that no piece holds any longer. */
+/* Called when a forward begins: drops gradients that no piece holds any longer. */
 int fsdpc_torch_drop_grads(fsdpc_py_torch_unit *self);
 /* Makes unsharded parameters use foreign memory, if the foreign library takes memory back. */
 void fsdpc_torch_provide_unsharded(fsdpc_py_torch_unit *self);
@@ -185,14 +190,14 @@ int fsdpc_torch_hide(fsdpc_py_torch_unit *self);
 /* Begins the unit's backward, for the weights of `generation`. */
 int fsdpc_torch_begin_backward(fsdpc_py_torch_unit *self, uint64_t generation);
 
-/* Called before a gradient is taken, in the order of the foreign stream.  Begins the unit's
- * backward if no mark did, because the backward bypassed the unit's outputs. */
+/* Called in foreign-stream order before a gradient is taken. Begins the unit's backward if no mark
+ * did so because the backward bypassed the unit's outputs. */
 int fsdpc_torch_reach_backward(fsdpc_py_torch_unit *self);
 
 /* Writes a gradient of the running backward into the reduce buffer, or keeps it until there is
  * memory. */
 int fsdpc_torch_accept_grad(fsdpc_py_torch_unit *self, int index, PyObject *grad);
-/* Creates a callable for one unsharded parameter: takes its `.grad` and drops it. */
+/* Creates a callable that takes one unsharded parameter's `.grad` and drops it. */
 PyObject *fsdpc_torch_hook_new(fsdpc_py_torch_unit *self, int param);
 /* Detaches the hook, which a graph may keep, from a TorchUnit that is being freed. */
 void fsdpc_torch_hook_part(PyObject *callable);

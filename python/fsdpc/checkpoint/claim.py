@@ -1,9 +1,9 @@
-"""The lock by which one run claims a folder, and cleanup next to a checkpoint.
+"""The lock with which a run claims a folder, and the cleanup next to a checkpoint.
 
-The lock is a POSIX file lock. The system drops it however its process ends, forked children do not
-inherit it, and it works across hosts if the file system supports that (NFS with locks). It belongs
-to the process, and any ``close`` of the file drops it. A process therefore never reopens a claimed
-file: all its claims on one file share one object.
+The lock is a POSIX file lock. The system releases it whenever its process ends. Forked children do
+not inherit it, and it works across hosts if the file system supports that (NFS with locks). It
+belongs to the process, and any ``close`` of the file releases it. A process therefore never reopens
+a claimed file; all its claims on a file share one object.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def claim_name(path: Path) -> Claim:
 
 
 def remove_remains(parent: Path) -> None:
-    """Remove everything that killed saves left in a folder."""
+    """Remove the leftovers of killed saves from a folder."""
     for file in list(parent.glob(".?*.lock")):
         if not _is_left_behind(file):
             continue
@@ -128,7 +128,7 @@ def remove_remains(parent: Path) -> None:
 
 
 def _is_left_behind(file: Path) -> bool:
-    """Return whether a claim wrote this file and its process has ended; keeps our own locks."""
+    """Return whether a claim whose process has ended wrote this file; keeps our own locks."""
     mine = _claims.get(file.parent.resolve() / file.name)
     if mine is not None and mine.is_held():
         return False
@@ -181,7 +181,7 @@ def _find(file: Path, text: bytes) -> None:
 
 
 def claim_folder(folder: Path) -> Claim:
-    """Create and claim a checkpoint folder; remove what killed saves left behind."""
+    """Create and claim a checkpoint folder; remove the leftovers of killed saves."""
     folder.mkdir(parents=True, exist_ok=True)
     own = claim(folder / ".lock", folder)
     for entry in list(folder.glob(".step-*")):

@@ -18,7 +18,7 @@ writers: list[Callable[[Any], dict[str, Any] | None]] = []
 def of_model(model: Any) -> str | None:
     """Return the file's content for a transformers model, or for a model known to a writer.
 
-    The model may be sharded. None for models that transformers does not know.
+    The model may be sharded. Returns None for models that transformers does not know.
     """
     content: dict[str, Any] | None = None
     known = [(c.__module__, c.__name__) for c in type(model).__mro__]

@@ -1,4 +1,4 @@
-"""A checkpoint's contents, for people: `inspect`, and the tables of ``fsdpc ckpt ls``."""
+"""Human-readable checkpoint contents: `inspect`, and the tables of ``fsdpc ckpt ls``."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class CheckpointInfo:
 
     @property
     def nbytes(self) -> int:
-        """Size of all tensors in bytes."""
+        """Total size of the tensors in bytes."""
         return sum(t.nbytes for t in self.tensors)
 
     def damaged(self) -> list[str]:
@@ -125,7 +125,7 @@ class CheckpointInfo:
         return damaged(self._source)
 
     def facts(self) -> dict[str, str]:
-        """Return all facts except the tensors, as text."""
+        """Return all facts about the checkpoint except its tensors, as text."""
         found = {"tensors": f"{len(self.tensors)}, {size(self.nbytes)}"}
         if self.step is not None:
             found["step"] = str(self.step)
@@ -146,7 +146,7 @@ class CheckpointInfo:
         return "\n  ".join([f"checkpoint {self.path}", *lines])
 
     def _repr_html_(self) -> str:
-        """Return tables of the contents, shown by notebooks."""
+        """Return tables of the contents, for display in notebooks."""
         rows = [t.cells() for t in self.tensors[:ROWS]]
         more = len(self.tensors) - len(rows)
         return html.fields(f"checkpoint {self.path}", self.facts(), TITLES, rows,

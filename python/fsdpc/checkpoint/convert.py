@@ -1,6 +1,6 @@
 """Convert checkpoints between formats, in one process, without loading them into memory.
 
-Files are mapped, not read: tensors are byte ranges, copied from the page cache to their
+Files are mapped, not read: tensors are byte ranges that are copied from the page cache to their
 destination. PyTorch's formats do not always allow mapping; data that cannot be mapped go through a
 scratch folder next to the target, on the same disk.
 """
@@ -150,7 +150,7 @@ def _map(source: Source) -> dict[str, _Tensors]:
 
 
 def _mapped(path: Path) -> Any:
-    """Return a file's bytes as an array, writable only because DLPack requires it."""
+    """Return a file's bytes as an array, which is writable only because DLPack requires it."""
     flags = mmap.MAP_PRIVATE | _NORESERVE
     with path.open("rb") as file:
         bytes_ = os.fstat(file.fileno()).st_size

@@ -1,7 +1,8 @@
 """Per-rank random number generators: Python's, NumPy's, and any that a frontend registers.
 
-A checkpoint contains every rank's states. They are restored if the number of ranks is the same as
-in the save. Otherwise they cannot be assigned to ranks, and the generators stay unchanged.
+A checkpoint contains the generator states of every rank. They are restored only if the number of
+ranks is the same as when they were saved. Otherwise, the states cannot be assigned to ranks, and
+the generators stay unchanged.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ def register(kind: str, get: Callable[[], Any], put: Callable[[Any], None]) -> N
 
 
 def words(array: Any) -> str:
-    """Return an array's bytes as text."""
+    """Return an array's bytes as base64 text."""
     return base64.b64encode(array.tobytes()).decode()
 
 
 def from_words(text: str, dtype: Any) -> Any:
-    """Return the array that :func:`words` converted."""
+    """Return the array that :func:`words` encoded."""
     return np.frombuffer(base64.b64decode(text), dtype).copy()
 
 

@@ -55,7 +55,7 @@ class LoadReport:
     unexpected: list[str] = field(default_factory=list)
 
     def _repr_html_(self) -> str:
-        """Return a table, which notebooks show."""
+        """Return a table for display in notebooks."""
         return html.fields("a load", {
             "extra": repr(self.extra), "missing": ", ".join(self.missing) or "nothing",
             "unexpected": ", ".join(self.unexpected) or "nothing",
@@ -107,7 +107,7 @@ def load(
     so that a run cannot use them by accident. ``fsdpc ckpt verify`` can check the files before a
     load, and takes as long as the load.
 
-    If the state has an optimizer, the load continues a run and restores the random number
+    If the state contains an optimizer, loading resumes a run and restores the random number
     generators. Per-rank states of Python, NumPy and torch are restored only if the number of ranks
     is the same.
 
@@ -241,7 +241,7 @@ class _Load:
             self.reads.append((shard, source))
 
     def read(self) -> list[int]:
-        """Read this rank's shards and return its part of every checksum."""
+        """Read this rank's shards and return its contribution to every checksum."""
         paths = self.source.paths()
         number_of = {name: i for i, name in enumerate(paths)}
         folder = self.source.folder
@@ -277,13 +277,13 @@ class _Load:
             )
 
     def spoil(self) -> None:
-        """Overwrite all values, so that no corrupt value looks right."""
+        """Fill all floats with NaN, so that corrupt values cannot be mistaken for valid ones."""
         for shard, _ in self.reads:
             if shard.dtype in FLOATS and shard.numel:
                 shard.memory.fill_(float("nan"))
 
     def apply(self) -> None:
-        """Set everything that is not a tensor."""
+        """Restore everything that is not a tensor."""
         content = self.source.content
         if "model" in self.state:
             self.held.loaded(self.filled)

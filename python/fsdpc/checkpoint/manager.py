@@ -47,7 +47,7 @@ class Found:
 
     @property
     def renamed(self) -> bool:
-        """Whether the folder's name contains a different step."""
+        """Whether the folder's name does not match its step."""
         return self.path.name != _name_of(self.step)
 
 
@@ -135,7 +135,7 @@ class CheckpointManager:
     def claim(self) -> None:
         """Claim the folder for this run until the manager or the process ends.
 
-        Removes what killed saves left behind. Raises early if the folder is not writable.
+        Removes the leftovers of killed saves. Raises early if the folder is not writable.
 
         Raises
         ------
@@ -155,7 +155,8 @@ class CheckpointManager:
             )
 
     def _on_rank_0(self, work: Any) -> Any:
-        """Return rank 0's result of ``work``, and None elsewhere; raise its error on all ranks."""
+        """Return the result of ``work`` on rank 0 and None elsewhere; raise its error on all
+        ranks."""
         return agreed(work if distributed.rank() == 0 else lambda: None)
 
     def path(self, step: int) -> Path:
@@ -167,8 +168,8 @@ class CheckpointManager:
     def stop_at_signals(self) -> None:
         """Make :meth:`step` save and set ``stopped`` after SIGTERM or SIGUSR1.
 
-        A signal to one rank counts for all ranks, which save at the same step; the loop should end
-        when ``stopped`` is True. Batch schedulers send such a signal before a time limit. The
+        If any rank receives a signal, all ranks save at the same step. The loop should end when
+        ``stopped`` is True. Batch schedulers send such signals shortly before a time limit. The
         handlers stay installed.
 
         Raises
@@ -206,7 +207,7 @@ class CheckpointManager:
         return due
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Save now, and delete checkpoints that need not be kept.
+        """Save now, and delete checkpoints that are no longer needed.
 
         Parameters
         ----------
@@ -232,14 +233,14 @@ class CheckpointManager:
             self._on_rank_0(self._delete_old)
 
     def wait(self) -> None:
-        """Wait for the save in progress, if there is one; raise its error."""
+        """Wait for the save in progress, if any; raise its error."""
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()
             self._on_rank_0(self._delete_old)
 
     def _make_room(self, step: int) -> None:
-        """Claim the folder; move a damaged or misnamed checkpoint away from this step's name."""
+        """Claim the folder; free this step's name from a damaged or misnamed checkpoint."""
         self._claim_here()
         found = _look_at(self.path(step))
         if found is not None and (found.problem is not None or found.path in self._damaged):
@@ -267,21 +268,22 @@ class CheckpointManager:
     # ---- finding ----
 
     def list(self) -> list[Found]:
-        """Return the folder's checkpoints by ascending step, with the problems of broken ones."""
+        """Return the folder's checkpoints in ascending order of step, with any problems found."""
         return checkpoints_in(self.folder)
 
     def latest(self) -> Path | None:
         """Return the newest checkpoint with a valid manifest, sizes and headers, or None.
 
         Rank 0 reports newer broken checkpoints on stderr. Only the newest folders' manifests are
-        read, so older checkpoints cost no time. A folder renamed to an earlier step than its own
-        may therefore be missed; :meth:`list` reads all manifests.
+        read, so older checkpoints cost no time. A folder that was renamed to an earlier step may
+        therefore be missed; :meth:`list` reads all manifests.
         """
         found = self._newest(0)
         return None if found is None else found.path
 
     def _newest(self, skip: int) -> Found | None:
-        """Return the newest usable checkpoint after skipping some, as seen by rank 0."""
+        """Return the newest usable checkpoint after skipping some; all ranks use rank 0's
+        result."""
 
         def newest() -> tuple[int, int]:
             left = skip
@@ -343,20 +345,20 @@ class CheckpointManager:
 
 
 def checkpoints_in(folder: Path) -> list[Found]:
-    """Return a folder's checkpoints by ascending step, with the problems of broken ones.
+    """Return a folder's checkpoints in ascending order of step, with any problems found.
 
     The folder is only read, because a run may be saving to it.
     """
     found = [_look_at(path) for _, path in _folders_in(folder)]
-    # If two have the same step, the one with that step in its name counts as newer.
+    # If two checkpoints have the same step, the one with that step in its name counts as newer.
     return sorted((f for f in found if f), key=_age)
 
 
 def newest_first(folder: Path) -> Iterator[Found]:
     """Yield a folder's checkpoints, newest first, reading a manifest only if it may be next.
 
-    Names are bounds: a folder whose step is earlier than its name is deferred; one whose step is
-    later is placed by its name.
+    A folder whose step is earlier than the one in its name is deferred; one whose step is later is
+    placed by its name.
     """
     waiting: list[Found] = []
     for named, path in reversed(_folders_in(folder)):
@@ -380,12 +382,12 @@ def _age(found: Found) -> tuple[int, bool, str]:
 
 
 def _folders_in(folder: Path) -> list[tuple[int, Path]]:
-    """Return possible checkpoints by the steps in their names, without opening anything."""
+    """Return possible checkpoints, sorted by the steps in their names, without opening them."""
     return sorted((named, path) for path in folder.iterdir() if (named := _named(path)) >= 0)
 
 
 def _misnamed(folder: Path) -> list[Found]:
-    """Return the checkpoints whose names contain later steps than the newest checkpoint."""
+    """Return the checkpoints whose names contain a later step than that of the newest one."""
     found = []
     for named, path in reversed(_folders_in(folder)):
         each = _look_at(path)

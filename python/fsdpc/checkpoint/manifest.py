@@ -1,7 +1,7 @@
 """``manifest.json``, which describes a checkpoint's contents and marks it complete.
 
 Python encodes most members; ``csrc/ckpt/layout.c`` adds files and tensors with their checksums, and
-writes the text. The last key is the checksum of all text before its own digits.
+writes the text. The last key is a checksum of all the text that precedes its digits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CHECKSUM = '"checksum":"'
 
 @raised_together
 class CheckpointError(ValueError):
-    """A checkpoint is damaged, incomplete, or does not match; the message lists the problems.
+    """A checkpoint is damaged, incomplete or mismatched; the message lists the problems.
 
     The page docs/troubleshooting.md#exceptions explains what to do.
     """
@@ -121,19 +121,19 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def step_of(content: dict[str, Any]) -> int | None:
-    """Return a manifest's step, or None if it was saved without one."""
+    """Return a manifest's step, or None if no step was saved."""
     extra = content.get("extra")
     step = content.get("step", extra.get("step") if isinstance(extra, dict) else None)
     return step if type(step) is int and step >= 0 else None
 
 
 def plain_name(name: str, what: str) -> str:
-    """Return the name of a file in a folder; raise if it leads outside.
+    """Return the name of a file inside a folder; raise if it points outside the folder.
 
     ``what`` specifies, for messages, where the name was found.
     """
     if not isinstance(name, str) or not name or name in (".", "..") or set(name) & set("/\\\0"):
-        raise CheckpointError(f"{what}: {name!r} is not the name of a file beside it")
+        raise CheckpointError(f"{what}: {name!r} is not the name of a file next to it")
     return name
 
 

@@ -16,7 +16,7 @@ def file_names(
     wanted: Iterable[str],
     given: dict[str, Any],
 ) -> dict[str, str]:
-    """Return the name in the file for each name in the model.
+    """Map each name in the model to the name in the file.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def file_names(
 
 
 def _with_or_without(prefix: str, name: str, given: Mapping[str, Any]) -> str:
-    """Handle base models, which are stored without the prefix of models with a head."""
+    """Handle base models, which are stored without the prefix that models with a head use."""
     short = name.removeprefix(prefix)
     return short if name not in given and short in given else name
 

@@ -1,6 +1,6 @@
 """Saving: what goes into a checkpoint, and this rank's shards of it.
 
-The C engine lays out the files, the same on all ranks, and each rank writes its own byte ranges.
+The C engine computes the same file layout on all ranks, and each rank writes its own byte ranges.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fsdpc.distributed.agree import agree
 
 KINDS = ("model", "optimizer", "scheduler", "scaler", "data", "extra")
 
-# For tests: called at every file system call, and may raise or end the process.
+# A hook for tests: called at every file system call, it may raise or end the process.
 _hook: Callable[[str, str], Any] | None = None
 
 
@@ -54,7 +54,7 @@ class SaveHandle:
         return self._running is None or self._running.done
 
     def wait(self) -> None:
-        """Wait until the checkpoint is committed; raise its error, but only once."""
+        """Wait until the checkpoint is committed; raise the save's error, but only once."""
         if self._running is None:
             return
         try:
@@ -88,7 +88,7 @@ _flight = _Flight()
 
 @atexit.register
 def finish() -> None:
-    """Wait for the save in progress, if there is one; raise its error."""
+    """Wait for the save in progress, if any; raise its error."""
     if _flight.handle is not None:
         _flight.handle.wait()
 
@@ -160,7 +160,7 @@ def save(
 def save_step(
     path: Path, state: Mapping[str, Any], step: int, *, async_: bool
 ) -> SaveHandle | None:
-    """Save as :func:`save` does, with the step in the manifest."""
+    """Save as :func:`save` does, and record the step in the manifest."""
     return _save(path, state, None, 5e9, async_, False, step)
 
 
@@ -208,7 +208,7 @@ def _save(
 
 
 def check_kinds(state: Mapping[str, Any], doing: str) -> None:
-    """Raise ValueError if a checkpoint cannot contain these kinds together."""
+    """Raise ValueError if a checkpoint cannot contain this combination of kinds."""
     unknown = set(state) - set(KINDS)
     if unknown:
         raise ValueError(f"a checkpoint holds {', '.join(KINDS)}, not {sorted(unknown)}")
@@ -231,7 +231,7 @@ def save_pieces(
     content: Mapping[str, Any],
     config: str | None = None,
 ) -> None:
-    """Write tensors that belong to no module or optimizer, with other manifest contents.
+    """Write tensors that belong to no module or optimizer, along with other manifest contents.
 
     Parameters
     ----------
@@ -257,7 +257,7 @@ def save_pieces(
 
 
 def _apart() -> _core.Comm:
-    """Return a communicator for the writing threads of all ranks."""
+    """Return a communicator for the threads that write on all ranks."""
     world = distributed.world()
     if _flight.world is not world or _flight.apart is None:
         _flight.world, _flight.apart = world, world.split(0, world.rank)
@@ -279,7 +279,7 @@ class _Plan:
             raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
         self.folder, self.max_shard_bytes = folder, max_shard_bytes
         self.overwrite = False
-        # Name, dtype and shape in files, equal on all ranks.
+        # Name, dtype and shape of the tensors in the files; the same on all ranks.
         self.tensors: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {
             "model": [],
             "optimizer": [],
@@ -347,7 +347,7 @@ class _Plan:
         self.members |= {key: manifest.encoded(key, value) for key, value in members.items()}
 
     def mark(self) -> int:
-        """Return a checksum of everything that must be equal on all ranks."""
+        """Return a checksum of everything that must be the same on all ranks."""
         equal = self.tensors, self.folder, self.max_shard_bytes, self.overwrite
         return _core.crc32c(0, repr(equal).encode("utf-8", "surrogatepass"))
 
@@ -371,12 +371,12 @@ class _Plan:
                 raise _core.MismatchError(
                     f"replicas drifted apart: '{shard.name}' of unit '{shard.unit}' has other "
                     f"values on {', '.join(found)}: its values or the optimizer's options were "
-                    "changed on one rank alone; change them on every rank, and load the last "
+                    "changed on only one rank; change them on every rank, and load the last "
                     "checkpoint"
                 )
 
     def make_save(self, comm: _core.Comm) -> _core.Save:
-        """Return the save, whose files are laid out."""
+        """Create the save and lay out its files."""
         parent, name = os.path.split(self.folder)
         temp = os.path.join(parent, f".{name}.saving")
         return _core.Save(

@@ -1,8 +1,7 @@
-"""The schema of a manifest, whichever program wrote it.
+"""The manifest schema, regardless of which program wrote the manifest.
 
 The manifest's checksum proves that it is unchanged, not that fsdpc wrote it. This module checks,
-once, everything that loading relies on. The state dicts of users' objects are checked by these
-objects.
+once, everything that loading relies on. Users' objects check their own state dicts.
 """
 
 from __future__ import annotations

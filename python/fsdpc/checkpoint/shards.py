@@ -1,6 +1,6 @@
 """A rank's part of a model and an optimizer, as shards of named tensors.
 
-This is all that saving and loading know about frontends: another frontend registers its functions
+Saving and loading know frontends only through this module; another frontend registers its functions
 with ``shards_of.register`` and ``access_of.register``.
 """
 
@@ -57,7 +57,7 @@ class Shard:
 
 
 def _nothing(names: Collection[str]) -> None:
-    """The default callback after a model's shards were read."""
+    """The default callback, called after a model's shards have been read."""
 
 
 @dataclass(frozen=True)
@@ -130,19 +130,19 @@ def _parameter(name: str, p: Any, write: bool) -> Shard:
 def master_shard(
     name: str, shape: Sequence[int], unit: _core.Unit, index: int, write: bool
 ) -> Shard:
-    """Return this rank's rows of a unit's parameter with this full shape."""
+    """Return this rank's rows of a unit's parameter, whose full shape is ``shape``."""
     memory, first, replica, _ = _core.master_shard(unit, index, write)
     return Shard(name, tuple(shape), first, memory.numel(), memory, replica, unit=unit.name)
 
 
 def plain_shard(name: str, tensor: Tensor) -> Shard:
-    """Return the shard for a tensor that every rank has in full; rank 0 writes its copy."""
+    """Return the shard of a tensor that every rank holds in full; rank 0 writes its copy."""
     count = tensor.numel()
     return Shard(name, tuple(tensor.shape), 0, count, tensor, distributed.rank())
 
 
 class Saved:
-    """A checkpoint's optimizer data: steps by parameter, and tensor names.
+    """A checkpoint's optimizer data: step counts by parameter, and tensor names.
 
     The names are "<parameter>.<state>".
     """
@@ -180,7 +180,7 @@ class StateAccess:
         return self.optimizer.step_count(p)
 
     def views(self, p: Any, wanted: Collection[str] | None) -> dict[str, Tensor]:
-        """Return the memory of this rank's rows of the states, creating missing ones.
+        """Return the memory of this rank's state rows, creating missing states.
 
         Parameters
         ----------
@@ -191,18 +191,18 @@ class StateAccess:
         return self.optimizer.state_views(p, write=wanted is not None)
 
     def place(self, p: Any) -> tuple[tuple[int, ...], int, int]:
-        """Return a parameter's whole shape, this rank's first element, and its copy's index."""
+        """Return a parameter's full shape, this rank's first element and the replica's index."""
         if p._unit is None:
             return tuple(p.shape), 0, distributed.rank()
         _, first, replica, _ = _core.master_shard(p._unit, p._index, False)
         return tuple(p.shape), first, replica
 
     def options(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a group's options as JSON."""
+        """Return a group's options as values that JSON supports."""
         return {key: value for key, value in group.items() if key != "params"}
 
     def apply(self, groups: list[dict[str, Any]], steps: Mapping[str, int]) -> None:
-        """Set options and step counts after the states were read into memory.
+        """Set options and step counts after the states have been read into memory.
 
         Parameters
         ----------

@@ -34,7 +34,7 @@ class SourceTensor:
 
 @dataclass
 class Source:
-    """An open checkpoint, whose headers, but not data, have been read and checked."""
+    """An open checkpoint; its headers, but not its data, have been read and checked."""
 
     folder: Path
     content: dict[str, Any]
@@ -46,7 +46,7 @@ class Source:
         return list(dict.fromkeys(t.file for _, _, t in self.tensors()))
 
     def tensors(self) -> list[tuple[str, str, SourceTensor]]:
-        """Return the kind, name and tensor of all tensors, sorted by kind and name."""
+        """Return (kind, name, tensor) for every tensor, sorted by kind and name."""
         tables = (("model", self.model), ("optimizer", self.optimizer))
         return [(kind, name, t) for kind, table in tables for name, t in sorted(table.items())]
 
@@ -85,7 +85,7 @@ def checksums(source: Source) -> dict[tuple[str, str], int]:
 
 
 def damaged(source: Source) -> list[str]:
-    """Read a whole checkpoint; return the tensors with wrong checksums, with their files."""
+    """Read a whole checkpoint; return the tensors with wrong checksums, and their files."""
     found = checksums(source)
     return [
         f"'{name}' in {t.file}"
@@ -163,7 +163,7 @@ def _table(content: dict[str, Any], kind: str) -> dict[str, SourceTensor]:
 
 
 def _check_against_headers(source: Source) -> None:
-    """Raise if the manifest and the files' own headers differ."""
+    """Raise if the manifest and the files' own headers disagree."""
     told: dict[str, dict[str, tuple[str, tuple[int, ...], int, int]]] = {}
     for _, name, t in source.tensors():
         told.setdefault(t.file, {})[name] = (t.dtype, t.shape, t.begin, t.end)

@@ -1,8 +1,8 @@
 """Convert state dicts to JSON and back, without loss.
 
 Values that JSON cannot represent become a dict with a single key that begins with a dollar sign.
-These are tuples, non-finite numbers, counters, and dicts with non-text keys (``MultiStepLR`` counts
-milestones by number, ``ReduceLROnPlateau`` starts at infinity).
+These are tuples, non-finite numbers, counters, and dicts with non-text keys. (``MultiStepLR``
+counts milestones by number, and ``ReduceLROnPlateau`` starts at infinity.)
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _pairs(value: dict[Any, Any]) -> list[list[Any]]:
 
 
 def decode(value: Any) -> Any:
-    """Return the value that :func:`encode` converted."""
+    """Return the value that :func:`encode` encoded."""
     if isinstance(value, list):
         return [decode(each) for each in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The argument parser for all ``fsdpc`` commands: 80 columns, and suggestions for typos."""
+"""The argument parser for all ``fsdpc`` commands, with 80 columns and suggestions for typos."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 
 class _Format(argparse.RawDescriptionHelpFormatter):
-    """Wraps a one-line description and keeps an epilog's lines."""
+    """Wraps one-line descriptions and preserves the line breaks of epilogs."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if "\n" in text.strip():

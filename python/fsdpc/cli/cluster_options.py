@@ -62,7 +62,7 @@ def cluster_parser(
 
 
 def add_step_options(p: argparse.ArgumentParser) -> None:
-    """Add the options about a step's computation, for commands that examine one configuration."""
+    """Add the options for a step's computation, for commands that examine one configuration."""
     step = p.add_argument_group("step")
     add_number(step, "--accumulate", 1, "micro-steps in a step of the optimizer")
     step.add_argument(
@@ -75,7 +75,7 @@ def add_step_options(p: argparse.ArgumentParser) -> None:
 
 
 def add_rates(p: argparse.ArgumentParser) -> None:
-    """Add the options about the cluster's compute and network speed."""
+    """Add the options for the cluster's compute and network speed."""
     rates = p.add_argument_group("rates")
     add_number(rates, "--tflops", 1.0, "TFLOP/s that a rank reaches in products")
     add_number(rates, "--bandwidth", 100.0, "Gbit/s that a host sends to others")
@@ -128,7 +128,7 @@ def check_numbers(options: argparse.Namespace) -> None:
 
 
 def model_of(o: argparse.Namespace) -> Any:
-    """Return the model that the options describe, without memory."""
+    """Return the model that the options describe, without allocating its memory."""
     return make_model(o, models.preset(o.preset) if o.config is None else read_config(o.config))
 
 

@@ -1,9 +1,9 @@
-"""Ctrl-C while the ``fsdpc`` command imports its modules.
+"""Handle Ctrl-C while the ``fsdpc`` command imports its modules.
 
 Python imports this package before any code of ``fsdpc`` or ``python -m fsdpc`` runs, and until then
-Ctrl-C raises KeyboardInterrupt in the middle of an import.  The package therefore imports this
-module first.  If the process is the command, SIGINT ends it without a traceback until `answer` is
-called.  Other programs keep their signal handling.
+Ctrl-C raises KeyboardInterrupt in the middle of an import. The package therefore imports this
+module first. If the process is the command, SIGINT ends it without a traceback until `answer` is
+called. Other programs keep their signal handling.
 """
 
 import os
@@ -24,6 +24,6 @@ if _ENDS:
 
 
 def answer() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again, because the command now handles it."""
+    """Let Ctrl-C raise KeyboardInterrupt again, now that the command handles it."""
     if _ENDS:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -23,7 +23,7 @@ _EPILOG = """\
 example:
   fsdpc estimate --preset 70B --hosts 256 --ranks-per-host 8 --device cuda
 
-Nothing is started, and neither hosts nor GPUs need be here.
+Nothing is started, and neither hosts nor GPUs are needed.
 """
 
 

@@ -23,7 +23,8 @@ examples:
       --max-new-tokens 100
   cat story.txt | fsdpc generate gpt2/ - --temperature 0
 
-The text goes to stdout as it is made, the number of tokens a second to stderr.
+The text goes to stdout as it is generated, and the tokens per second go to
+stderr.
 """
 
 
@@ -123,7 +124,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def find_model(folder: Path) -> Path:
-    """Return a model's folder: this one, or the newest checkpoint if it is a run.
+    """Return a model's folder: this one or, for a run, the newest checkpoint's.
 
     Raises
     ------

@@ -56,8 +56,8 @@ examples:
   fsdpc simulate --preset 70B --hosts 256 --ranks-per-host 8 --tflops 400
   fsdpc info
 
-Ranks are processes. They find each other without a TCP port, and none outlives
-this command.
+Ranks are processes. They find each other without a TCP port, and all of them
+end with this command.
 """
 
 

@@ -30,13 +30,13 @@ example:
 
   fsdpc plan --gpus 4x24GB --batch 1   # what can I train here?
 
-All ways train on the same batch, so the fastest step is the best. Memory is
-planned to the byte, and what fits is simulated; nothing is started, and
-neither hosts nor GPUs need be here.
+All configurations train on the same batch, so the fastest step is the best.
+Memory is planned to the byte, and what fits is simulated; nothing is started,
+and neither hosts nor GPUs are needed.
 
-The last lines are advice: if nothing fits, or only just, they say which other
-changes make it fit, from the least costly on: --state-dtype bf16, --offload,
-shorter --seq, --lora.
+The last lines are advice. If nothing fits, or only just, they list changes
+that would make it fit, starting with the least costly: --state-dtype bf16,
+--offload, shorter --seq, --lora.
 """
 
 
@@ -54,7 +54,7 @@ def plan_parser() -> argparse.ArgumentParser:
     add_number(p, "--top", 10, "rows to show")
     p.add_argument("--html", type=Path, metavar="FILE",
                    help="write a page: who owns which rows, the memory, the fastest step over time "
-                   "and beside another strategy")  # fmt: skip
+                   "and of a second strategy")  # fmt: skip
     add_storage_options(p)
     add_rates(p)
     return p
@@ -106,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _common(o: argparse.Namespace) -> str:
-    """Return the ``fsdpc train`` options that all choices share."""
+    """Return the ``fsdpc train`` options that all configurations share."""
     words = [] if o.lora is None else [f"--lora {o.lora} --init-from FOLDER"]
     words += [] if o.state_dtype == "fp32" else [f"--state-dtype {o.state_dtype}"]
     return " ".join(words)

@@ -28,7 +28,7 @@ example:
       --local-latency 2 --batch 1 --seq 4096
 
 The engine records its own schedule on a device that computes nothing. Nothing
-is started, and neither hosts nor GPUs need be here. docs/simulate.md explains
+is started, and neither hosts nor GPUs are needed. docs/simulate.md explains
 the times.
 """
 

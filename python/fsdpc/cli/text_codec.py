@@ -1,4 +1,4 @@
-"""Text to ids and back, as a model's folder defines it: bytes, or tokenizer.json tokens."""
+"""Convert between text and ids: bytes, or tokens of the tokenizer.json in a model's folder."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ByteText:
         return self._decoder.decode(bytes([token]) if token < BYTES else b"?")
 
     def end(self) -> str:
-        """Return the remaining text, complete or not."""
+        """Return the remaining text, whether or not it is complete."""
         return self._decoder.decode(b"", True)
 
 
@@ -66,7 +66,7 @@ class TokenText:
         self.begin([])
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Return the ids of a text; ``special`` adds the tokenizer's special first tokens."""
+        """Return the ids of a text; ``special`` prepends the tokenizer's special tokens."""
         return self._tokenizer.encode(text, add_special_tokens=special).ids
 
     def begin(self, prompt: list[int]) -> None:
@@ -152,7 +152,7 @@ def open_text(
 
 
 def render_chat(folders: list[Path], messages: list[dict[str, str]]) -> str:
-    """Render messages with a folder's chat template, up to the answer.
+    """Render messages with a folder's chat template, up to the start of the answer.
 
     Parameters
     ----------

@@ -53,7 +53,7 @@ from fsdpc.tensors.device import set_default_device
 from fsdpc.tensors.grad_mode import no_grad
 
 PLOT_S = 60.0  # between two drawings; all ranks wait for each
-# Control characters in samples: an undertrained model may generate terminal escapes.
+# Control characters in samples are replaced: an undertrained model may print terminal escapes.
 _SHOWN = {**dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\ufffd"), ord("\r"): None}
 
 
@@ -79,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "RANK" not in os.environ:  # only one rank reports the error
             check_resources(options, most_ranks(options))
             check_unclaimed(options)
-        alone = options.ranks in (None, 1) and not options.max_restarts
-        if not alone and "RANK" not in os.environ:
+        single = options.ranks in (None, 1) and not options.max_restarts
+        if not single and "RANK" not in os.environ:
             from fsdpc.launching import launcher
 
             return launcher.run(
@@ -128,7 +128,7 @@ def check_resources(options: argparse.Namespace, ranks: int) -> None:
             model = f"--init-from {options.init_from}"
         raise ValueError(
             f"{model} on {ranks} rank{'s' if ranks > 1 else ''} needs "
-            f"{needed / 2**30:,.1f} GiB beside its activations, {available / 2**30:,.1f} GiB are "
+            f"{needed / 2**30:,.1f} GiB without its activations, {available / 2**30:,.1f} GiB are "
             "available: take a smaller model, or a strategy that shards more"
         )
     found = make_source(options).check()
@@ -184,7 +184,7 @@ def make_model(options: argparse.Namespace, config: models.ModelConfig | None = 
 
 
 def make_policy(options: argparse.Namespace) -> MixedPrecisionPolicy:
-    """Return the policy with the compute and reduction dtypes."""
+    """Return the mixed-precision policy with the compute and reduction dtypes."""
     return MixedPrecisionPolicy(
         param_dtype=None if options.dtype == "fp32" else DTYPES[options.dtype],
         reduce_dtype=DTYPES[options.reduce_dtype],
@@ -240,7 +240,7 @@ class Trainer:
             self.loggers.loggers.append(self._plot())
 
     def _plot(self) -> LivePlot:
-        """Return the plotting logger; a resumed run starts with its earlier measurements."""
+        """Return the plotting logger, which includes a resumed run's earlier measurements."""
         plot, metrics = LivePlot(self.options.plot, every=PLOT_S), self.options.metrics
         if self.options.resume and metrics and metrics.stat().st_size:
             plot.add_file(metrics)
@@ -386,7 +386,7 @@ class Trainer:
         seconds = time.perf_counter() - begin
         return {
             "skipped": skipped,
-            # Summed in global batch order, so that ranks and micro-steps do not change the result.
+            # Sum in global batch order, so that the result does not depend on ranks or micro-steps.
             "loss": float(np.mean(distributed.all_gather(np.array(losses)).T.ravel())),
             "grad_norm": float(norm),
             "lr": lr,
@@ -399,7 +399,7 @@ class Trainer:
     def validate(self) -> tuple[float, int, int]:
         """Return the mean loss in nats over ``--eval-bytes``, and the numbers of targets and bytes.
 
-        The number of bytes is 0 without a tokenizer to count them.
+        The number of bytes is 0 if there is no tokenizer to count them.
         """
         o, data = self.options, self.val_data
         length = min(len(data), max(1, o.eval_bytes // o.seq))
@@ -417,7 +417,7 @@ class Trainer:
                 found[i] = loss * targets, targets, self.source.text_bytes(y)
             self.progress.show_validation(i + 1, rounds)
         self.model.train()
-        # Summed in batch order, so that the sum does not depend on the number of ranks.
+        # Sum in batch order, so that the result does not depend on the number of ranks.
         everyones = distributed.all_gather(found).swapaxes(0, 1).reshape(-1, 3)
         sums = everyones[: len(batches)].sum(axis=0)
         return float(sums[0] / sums[1]), int(sums[1]), int(sums[2])

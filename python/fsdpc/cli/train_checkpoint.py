@@ -96,8 +96,9 @@ def _check_elastic(options: argparse.Namespace) -> None:
 class TrainCheckpoints:
     """The checkpoints of one ``fsdpc train`` run; does nothing without ``--checkpoint``.
 
-    The state is as for :func:`fsdpc.checkpoint.save`, with ``"tokenizer"`` and ``"options"`` in its
-    ``"extra"``. ``text`` contains the run's options and is saved next to its checkpoints.
+    The state is the same as for :func:`fsdpc.checkpoint.save`, with ``"tokenizer"`` and
+    ``"options"`` in its ``"extra"``. ``text`` contains the run's options and is saved next to its
+    checkpoints.
     """
 
     def __init__(self, options: argparse.Namespace, state: dict[str, Any], text: str) -> None:
@@ -187,7 +188,8 @@ class TrainCheckpoints:
         return step
 
     def after(self, step: int, healthy: bool) -> bool:
-        """Save a healthy state if one is due; return whether the run must stop. Collective."""
+        """Save the state if it is healthy and a save is due; return whether the run must stop.
+        Collective."""
         if self._manager is None:
             return False
         self.stopped = self._signals.agree()

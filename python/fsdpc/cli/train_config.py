@@ -1,7 +1,8 @@
 """Sources of options for ``fsdpc train``: the command line, a file, a checkpoint.
 
 Options on the command line override those of the ``--config`` file. In a resumed run, options in
-`KEPT` that neither specifies come from the checkpoint. All other options have their defaults.
+`KEPT` that neither one specifies come from the checkpoint. All other options have their default
+values.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _OF_THE_COMMAND = ("config", "live", "no_progress", "resume")  # not written to 
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options for ``fsdpc train``; a resumed run's also come from its checkpoint.
+    """Return the options for ``fsdpc train``, including those from a resumed run's checkpoint.
 
     Raises
     ------
@@ -86,7 +87,7 @@ def _refuse_changes(path: Path, kept: Mapping[str, Any], given: Mapping[str, Any
 
 
 def kept_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that a checkpoint keeps, as JSON; paths become absolute."""
+    """Return the options that a checkpoint keeps, as JSON values with absolute paths."""
     found: dict[str, Any] = {}
     for name in KEPT:
         value = getattr(options, name)
@@ -109,7 +110,7 @@ def options_in(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value has the option's type; the file may be hand-written."""
+    """Return whether a value can be an option's value; the file may be hand-written."""
     if isinstance(value, list):
         return bool(value) and all(_is_plain(v) and not isinstance(v, list) for v in value)
     return isinstance(value, (bool, int, float)) or (
@@ -120,8 +121,8 @@ def _is_plain(value: Any) -> bool:
 def changes(content: Mapping[str, Any], now: Mapping[str, Any], ranks: int) -> str:
     """Describe how the kept options and the number of ranks differ from a manifest's.
 
-    A default is compared by its value. The vocabulary is equal, because it comes from the loaded
-    model.
+    Defaults are compared by their actual values. The vocabulary is not compared, because it comes
+    from the loaded model.
     """
     kept = options_in(content)
     found = [
@@ -213,7 +214,7 @@ def _word(value: Any) -> str:
 
 
 def as_toml(options: argparse.Namespace) -> str:
-    """Return the options in ``--config`` format, without unset ones."""
+    """Return the options that are set, in ``--config`` format."""
     lines = ["# As fsdpc train --config takes it; options on the command line override it.\n"]
     for name, value in sorted(vars(options).items()):
         option = name.replace("_", "-")

@@ -1,4 +1,4 @@
-"""The options of ``fsdpc train``: the choices, and the invalid combinations."""
+"""The options of ``fsdpc train``: their choices and invalid combinations."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ DTYPES = {"fp32": _core.float32, "bf16": _core.bfloat16, "fp16": _core.float16}
 # Options without a value, and the subset that --no-NAME turns off.
 SWITCHES = ("deterministic", "separate-documents", "stabilize")
 FLAGS = (*SWITCHES, "no-progress", "resume")
-# Options that a resume cannot change: the state in the checkpoint depends on them.
+# Options that a resumed run cannot change, because the checkpoint's state depends on them.
 FIXED = ("model", "preset", "lora", "lora_alpha", "lora_targets", "optimizer", "seq", "seed")
-# Options stored in checkpoints: a resume takes them from there unless they are passed.
+# Options stored in checkpoints, which a resumed run uses unless they are passed.
 KEPT = (
     *FIXED, "steps", "lr", "betas", "weight_decay", "clip", "schedule", "warmup", "decay",
     "min_lr_ratio", "batch", "accumulate", "dtype", "reduce_dtype", "state_dtype",
@@ -51,17 +51,17 @@ examples:
       --log tensorboard:board
 
 The data are bytes of text, or tokens (docs/data.md). The last 500,000 of them
-(at most a tenth) are held out for the validation loss, which is printed at the
-end, with a sample of generated text.
+(at most a tenth) are held out for the validation loss. This loss is printed at
+the end, with a sample of generated text.
 
 with --resume:
   from the checkpoint, and refused if given otherwise:
     {fixed}
   from the checkpoint unless given (the run then says what changed):
     {kept}
-  all other options are those of this command. A switch is turned off by
-  --no-deterministic, --no-stabilize, --no-separate-documents. Options in a
-  --config file count as given.
+  all other options are those of this command. Turn off a switch with
+  --no-deterministic, --no-stabilize or --no-separate-documents. Options in a
+  --config file count as given on the command line.
 """
 
 
@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--log",
         metavar="WORDS",
-        help="loggers beside it: tensorboard:DIR, csv:FILE, wandb:PROJECT, mlflow:DIR, with commas "
+        help="more loggers: tensorboard:DIR, csv:FILE, wandb:PROJECT, mlflow:DIR, with commas "
         "between",
     )
     run.add_argument(
@@ -147,7 +147,7 @@ def parser() -> argparse.ArgumentParser:
     )
     train_tokens.add_options(data)
     add_switch(data, "--separate-documents",
-               "tokens see their own document alone, where several share a sequence")  # fmt: skip
+               "if several documents share a sequence, tokens see only their own")  # fmt: skip
     add_number(data, "--batch", 2, "sequences in a micro-step of one rank")
     add_number(data, "--eval-bytes", train_tokens.HELD_OUT,
             "held-out bytes, or tokens, to validate on; 0 skips it", shown="all")  # fmt: skip
@@ -169,7 +169,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def add_number(group: Any, name: str, default: float, text: str, shown: str = "") -> None:
-    """Add a numeric option with its default's type."""
+    """Add a numeric option whose type is that of its default."""
     group.add_argument(
         name,
         type=type(default),
@@ -182,7 +182,7 @@ def add_number(group: Any, name: str, default: float, text: str, shown: str = ""
 def add_choice(
     group: Any, name: str, choices: Iterable[str], default: str | None, text: str, **options: Any
 ) -> None:
-    """Add an option with fixed choices; if the default is None, the text explains it."""
+    """Add an option with fixed choices; if the default is None, the help text explains it."""
     group.add_argument(
         name,
         choices=tuple(choices),
@@ -202,7 +202,7 @@ def add_switch(group: Any, name: str, text: str) -> None:
 
 
 def add_sharding_options(p: argparse.ArgumentParser) -> None:
-    """Add the options about sharding a model over ranks."""
+    """Add the options for sharding a model across ranks."""
     sharding = p.add_argument_group("sharding")
     names = [each.name for each in ShardingStrategy]
     add_choice(sharding, "--strategy", names, "FULL_SHARD", ", ".join(names),
@@ -230,7 +230,7 @@ def add_sharding_options(p: argparse.ArgumentParser) -> None:
 
 
 def add_storage_options(group: Any) -> None:
-    """Add the options about the dtype and location of the engine's arrays."""
+    """Add the options for the dtype and location of the engine's arrays."""
     add_choice(group, "--reduce-dtype", DTYPES, "fp32",
                "in which gradients are written and sent")  # fmt: skip
     add_choice(group, "--state-dtype", STATE_DTYPES, "fp32", "of the optimizer's states")
@@ -239,7 +239,7 @@ def add_storage_options(group: Any) -> None:
         type=_offload,
         metavar="WHAT=disk:PATH",
         help="what lies on a disk: optimizer=disk:/var/tmp, or masters=...,optimizer=...; "
-        "fraction=X: how much of it; or in host memory beside a GPU: masters=host,optimizer=host",
+        "fraction=X: how much of it; or in a GPU's host memory: masters=host,optimizer=host",
     )
 
 
@@ -466,7 +466,7 @@ def most_ranks(options: argparse.Namespace) -> int:
 
 
 def keep_global_batch(options: argparse.Namespace, ranks: int) -> str:
-    """Adapt batch and micro-steps to the current number of ranks; return a message about it."""
+    """Adapt batch and micro-steps to the current number of ranks; return a message about that."""
     if options.elastic is None or ranks == options.elastic.most:
         return ""
     whole = options.elastic.most * options.batch * options.accumulate
@@ -498,7 +498,7 @@ def mesh_shape(options: argparse.Namespace, ranks: int) -> tuple[int, int]:
 
 
 def check_sharding(options: argparse.Namespace, ranks: int) -> None:
-    """Raise errors once, before any rank starts, that every rank would otherwise raise."""
+    """Raise errors that every rank would otherwise raise, before any rank starts."""
     if options.mesh is None and options.strategy.startswith("HYBRID"):
         raise ValueError(f"--strategy {options.strategy} needs --mesh RxS, replicas x shards")
     shape = mesh_shape(options, ranks)

@@ -20,7 +20,7 @@ _BESIDE = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "specia
 
 
 def add_options(group: Any) -> None:
-    """Add the ``fsdpc train`` options about published models."""
+    """Add the ``fsdpc train`` options for published models."""
     group.add_argument(
         "--init-from",
         type=Path,
@@ -38,7 +38,7 @@ def add_options(group: Any) -> None:
         "--lora",
         type=int,
         metavar="RANK",
-        help="train adapters of this rank beside the frozen model of --init-from",
+        help="train adapters of this rank on the frozen model of --init-from",
     )
     group.add_argument(
         "--lora-alpha", type=float, metavar="X", help="their scale times RANK (default: 2 RANK)"
@@ -99,7 +99,7 @@ def _check_lora(options: argparse.Namespace) -> None:
     if options.lora_alpha is not None and not options.lora_alpha > 0:
         raise ValueError(f"--lora-alpha must be above 0, got {options.lora_alpha}")
     if options.init_from is None:
-        raise ValueError("--lora needs --init-from DIR, the model to put adapters beside")
+        raise ValueError("--lora needs --init-from DIR, the model to add adapters to")
 
 
 def adapt(options: argparse.Namespace, model: Any) -> None:
@@ -148,13 +148,13 @@ def config_for(options: argparse.Namespace) -> models.ModelConfig:
 
 
 def keep_tokenizer(tokenizer: Any, folder: Path | None) -> None:
-    """Save a run's tokenizer, if any, in a folder; on rank 0."""
+    """On rank 0, save a run's tokenizer, if it has one, in a folder."""
     if tokenizer is not None and folder is not None and distributed.rank() == 0:
         (folder / "tokenizer.json").write_bytes(tokenizer.data)
 
 
 def export(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
-    """Write the model for transformers, with the other files from its source; collective."""
+    """Export the model for transformers, with the other files from its source; collective."""
     if options.export is None:
         return
     if options.lora is not None:

@@ -1,7 +1,7 @@
 """The progress display of ``fsdpc train``.
 
-In a terminal it is one line at the bottom: a tqdm bar, or text if tqdm is not installed. Otherwise,
-or with ``--no-progress``, it prints a line every few seconds.
+In a terminal, it is one line at the bottom: a tqdm bar, or text if tqdm is not installed.
+Otherwise, or with ``--no-progress``, it prints a line every few seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BAR = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}, ETA {rema
 
 
 def live(options: argparse.Namespace) -> list[str]:
-    """Return the options that tell ranks this terminal's width, if this is a terminal."""
+    """Return the options that pass this terminal's width to the ranks, if this is a terminal."""
     if options.no_progress or not sys.stdout.isatty():
         return []
     return ["--live", str(columns(sys.stdout) - PREFIX_WIDTH)]
@@ -60,7 +60,7 @@ class Progress:
         self.stack.close()
 
     def show(self, step: int, m: dict[str, Any]) -> None:
-        """Record a step's measurements; write metrics and, if one is due, the line."""
+        """Record a step's measurements; write metrics and, if due, the progress line."""
         t, steps = self.trainer, self.trainer.options.steps
         if step > min(WARM_STEPS, steps - 1):
             self.rated_steps += 1
@@ -140,7 +140,7 @@ class Progress:
 
 
 def _find_meter() -> Callable[..., str] | None:
-    """Return tqdm's function that draws a bar, or None if tqdm is not installed."""
+    """Return the tqdm function that draws a bar, or None if tqdm is not installed."""
     try:
         from tqdm import tqdm
     except ImportError:

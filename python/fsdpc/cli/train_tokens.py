@@ -1,7 +1,7 @@
 """The training data of ``fsdpc train``: bytes of text, or a tokenizer's tokens.
 
-The options select a source. It provides the sequences, the model's vocabulary size, the number of
-text bytes that targets represent, and the conversion of ids to text.
+The options select a source. The source provides the sequences, the model's vocabulary size, the
+number of text bytes that targets represent, and the conversion of ids to text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Parts = tuple[SequenceDataset, SequenceDataset]
 
 
 def add_options(data: Any) -> None:
-    """Add the ``fsdpc train`` options about tokens."""
+    """Add the ``fsdpc train`` options for tokens."""
     data.add_argument(
         "--tokenizer",
         type=Path,
@@ -82,7 +82,8 @@ def make_source(options: argparse.Namespace) -> Bytes | Tokens:
 def with_vocabulary(options: argparse.Namespace, config: Any) -> Any:
     """Return a model's shape with the vocabulary size from ``--vocab`` or the tokenizer.
 
-    A model that starts from a published one keeps its vocabulary, which must be large enough.
+    A model that starts from a published one keeps that model's vocabulary, which must be large
+    enough.
     """
     if not hasattr(options, "tokenizer"):  # a command that reads no data
         return config
@@ -103,7 +104,7 @@ def with_vocabulary(options: argparse.Namespace, config: Any) -> Any:
 def check_resumed(
     path: Path, content: dict[str, Any], identity: dict[str, str] | None, sequences: int
 ) -> None:
-    """Raise if the checkpoint was trained with another tokenizer or other data.
+    """Raise if the checkpoint was trained with a different tokenizer or different data.
 
     Parameters
     ----------
@@ -147,7 +148,7 @@ def _split(data: SequenceDataset) -> Parts:
 
 
 class Bytes:
-    """Bytes of text files as ids."""
+    """The bytes of text files, used as ids."""
 
     unit = "byte"
     title = "bytes"
@@ -242,7 +243,7 @@ class Tokens:
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        """Name and hash of the tokenizer, as in checkpoints."""
+        """Name and hash of the tokenizer, as stored in checkpoints."""
         return self._identity()
 
     @property
@@ -253,7 +254,7 @@ class Tokens:
         return self.tokenizer.find_end()
 
     def check(self) -> Parts | None:
-        """Raise if the data cannot be trained on; return the sequences if that is cheap."""
+        """Raise if the data cannot be used for training; return the sequences if that is cheap."""
         if self.described is not None:
             return self.datasets()
         refuse_binary(self.options.data or default_corpus())
@@ -315,7 +316,7 @@ class Tokens:
 def _tokenizer(
     given: Path | None, described: list[tuple[Path, TokenDescription | None]]
 ) -> Tokenizer | None:
-    """Return the tokenizer from the options, or the copy next to the tokens."""
+    """Return the tokenizer from the options, or the copy stored with the tokens."""
     if given is not None:
         return _read(given)
     for folder, _ in described:

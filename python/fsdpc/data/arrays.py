@@ -1,4 +1,4 @@
-"""Array rows as training items, from memory or from memory-mapped .npy files."""
+"""Arrays whose rows are training items, held in memory or memory-mapped from .npy files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Batch = tuple[np.ndarray, ...]
 
 
 class ArrayDataset:
-    """Parallel arrays: item i contains row i of each array.
+    """A dataset of parallel arrays, in which item i contains row i of each array.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ class ArrayDataset:
         return len(self._arrays[0])
 
     def __getitem__(self, index: int) -> Batch:
-        """Return row `index` of each array, with integers as int64."""
+        """Return row `index` of each array, converting integers to int64."""
         return tuple(rows[0] for rows in self.batch([index]))
 
     def batch(self, indices: Sequence[int], dtype: npt.DTypeLike = np.int64) -> Batch:
@@ -114,7 +114,7 @@ def _check(name: str, array: np.ndarray) -> None:
 def _converted(
     name: str, rows: np.ndarray, chosen: np.ndarray, dtype: np.dtype[np.generic]
 ) -> np.ndarray:
-    """Return the rows in native byte order, with integers as `dtype`."""
+    """Return the rows in native byte order, converting integers to `dtype`."""
     if rows.dtype.kind == "f":
         return np.ascontiguousarray(rows, rows.dtype.newbyteorder("="))
     if not np.can_cast(rows.dtype, dtype):

@@ -1,7 +1,8 @@
-"""Datasets: one long run of ids, cut into sequences.
+"""Datasets that cut one long stream of ids into sequences.
 
 Item i is a pair (x, y) of ``seq_len`` ids each. y is x shifted by one id, so every id in the run
-except the first is predicted once. Files are read in sorted order, so every rank sees the same run.
+except the first is predicted once. Files are read in sorted order, so every rank sees the same
+stream.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _MAPPED_BYTES = 1 << 20  # larger files are mapped, smaller ones are read and jo
 
 
 class SequenceDataset:
-    """A run of ids cut into sequences; the base of all datasets here.
+    """A stream of ids cut into sequences; the base class of all datasets in this module.
 
     Parameters
     ----------
@@ -66,11 +67,11 @@ class SequenceDataset:
 
     @property
     def tokens(self) -> int:
-        """The number of ids in the run."""
+        """The number of ids in the stream."""
         return self._end - self._begin
 
     def __len__(self) -> int:
-        """Return the number of sequences; trailing ids that do not fill one are dropped."""
+        """Return the number of sequences; leftover ids at the end are dropped."""
         return (self.tokens - 1) // self.seq_len
 
     def __getitem__(self, index: int) -> Batch:
@@ -108,7 +109,7 @@ class SequenceDataset:
         return x, y
 
     def run(self, begin: int, count: int) -> np.ndarray:
-        """Return `count` ids, starting at position `begin`, across pieces."""
+        """Return `count` ids starting at position `begin`, joining pieces if necessary."""
         begin += self._begin
         end = begin + count
         parts = []
@@ -122,7 +123,7 @@ class SequenceDataset:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def split(self, held_out: int) -> tuple[SequenceDataset, SequenceDataset]:
-        """Return two datasets over the same memory: all but the last ids, and the last ids.
+        """Split off the last ids as a second dataset that shares the same memory.
 
         Parameters
         ----------
@@ -148,7 +149,7 @@ class SequenceDataset:
 
 
 class ByteDataset(SequenceDataset):
-    """The bytes of files as ids 0 to 255.
+    """A dataset of the bytes in files, with ids 0 to 255.
 
     Parameters
     ----------
@@ -253,7 +254,7 @@ class PackedSequences(SequenceDataset):
 
 
 def _join(small: list[bytes], pieces: list[np.ndarray]) -> None:
-    """Concatenate the contents of small files into an additional piece."""
+    """Concatenate small files and append them as one additional piece."""
     if small:
         pieces.append(np.frombuffer(b"".join(small), np.uint8))
         small.clear()

@@ -66,7 +66,7 @@ class TokenDescription:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in all listed shards."""
+        """Total number of tokens in the listed shards."""
         return sum(shard["tokens"] for shard in self.shards)
 
     def write(self, folder: Path) -> None:
@@ -113,10 +113,10 @@ def read_description(folder: Path) -> TokenDescription | None:
 
 
 def check_shard(path: Path, ids: np.ndarray, description: TokenDescription | None) -> None:
-    """Raise ValueError if a file's number of tokens differs from its description."""
+    """Raise ValueError if a file's token count differs from the one in its description."""
     for shard in description.shards if description else ():
         if shard["file"] == path.name and shard["tokens"] != len(ids):
             raise ValueError(
-                f"token file {path} has {len(ids):,} tokens, and {NAME} beside it says "
+                f"token file {path} has {len(ids):,} tokens, and its {NAME} says "
                 f"{shard['tokens']:,}: it was cut, or is of another folder"
             )

@@ -1,4 +1,4 @@
-"""Find and open data files, with errors that state the file and the reason."""
+"""Find and open data files; errors name the file and the reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PathLike = str | os.PathLike[str]
 def default_corpus() -> list[Path]:
     """Return the sorted .py files of this Python's standard library, about 12 MB of text.
 
-    Its tests and additionally installed packages are excluded.
+    The library's tests and third-party packages are excluded.
 
     Raises
     ------
@@ -59,7 +59,7 @@ class explained:
 
 
 def find_files(paths: PathLike | Sequence[PathLike], suffixes: tuple[str, ...]) -> list[Path]:
-    """Return the non-empty files that these paths stand for."""
+    """Return the non-empty files that these paths refer to."""
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     if not given:
         raise ValueError("no data: give at least one file or folder")
@@ -94,7 +94,7 @@ _HEAD_BYTES = 1 << 16  # bytes to check in each file
 
 
 def refuse_binary(paths: PathLike | Sequence[PathLike]) -> None:
-    """Raise ValueError for the first of these files that is not text."""
+    """Raise ValueError if any of these files is binary, naming the first."""
     for path in find_files(paths, ()):
         with explained(path), open(path, "rb") as file:
             head = file.read(_HEAD_BYTES)
@@ -105,7 +105,7 @@ def refuse_binary(paths: PathLike | Sequence[PathLike]) -> None:
             raise ValueError(
                 f"data file {path} is {kind or 'binary (it holds NUL bytes)'}, and training takes "
                 "text, UTF-8 or the like: leave it out, or name the files that are text; token "
-                "files (.npy, .bin) need a tokens.json beside them, or a script with "
+                "files (.npy, .bin) need a tokens.json next to them, or a script with "
                 "fsdpc.data.TokenDataset"
             )
 
@@ -130,7 +130,7 @@ def _walk(top: Path, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def map_tokens(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
-    """Map a token file and return its ids; `dtype` applies to .bin files."""
+    """Memory-map a token file and return its ids; `dtype` applies to .bin files."""
     if path.suffix == ".npy":
         return _map_token_npy(path)
     if path.suffix != ".bin":
@@ -143,7 +143,7 @@ def map_tokens(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def map_npy(path: Path, kind: str = "data") -> np.ndarray:
-    """Map a .npy file and return its array."""
+    """Memory-map a .npy file and return its array."""
     try:
         with explained(path):
             return np.load(path, mmap_mode="r", allow_pickle=False)
@@ -164,5 +164,5 @@ def _map_token_npy(path: Path) -> np.ndarray:
 
 
 def describe(files: list[Path]) -> str:
-    """Return a common name for these files."""
+    """Return a short description of these files for messages."""
     return str(files[0]) if len(files) == 1 else f"{len(files)} files from {files[0]} on"

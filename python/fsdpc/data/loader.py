@@ -1,7 +1,7 @@
-"""Sampling across ranks, and batches prefetched by threads, which start with the first batch.
+"""Sampling across ranks, and batches that threads prefetch once the first batch is requested.
 
-The rank's own thread chooses the sequences, the other threads only read them, and batches are
-returned in order. The order and the cursor therefore do not depend on the number of threads.
+The rank's own thread chooses the sequences and returns batches in order; the other threads only
+read data. The order and the cursor therefore do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class DistributedSampler:
         self.order: int = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration."""
+        """Set the epoch for the next iteration."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -113,7 +113,7 @@ class DistributedSampler:
 
 
 class GlobalBatchSampler(DistributedSampler):
-    """Orders sequences by the global batch only, independently of how ranks share it.
+    """Orders sequences by global batch, so that the order does not depend on the number of ranks.
 
     Parameters
     ----------
@@ -174,7 +174,7 @@ class GlobalBatchSampler(DistributedSampler):
 
 
 class Loader:
-    """Batches of a dataset, epoch after epoch, prefetched by threads.
+    """Iterates over a dataset in batches, epoch after epoch, prefetching with threads.
 
     Parameters
     ----------
@@ -208,11 +208,11 @@ class Loader:
     -----
     Sequences at the end of an epoch are dropped if they do not fill a batch.
 
-    If `dataset` raises, the ``next()`` for that batch raises the exception after all earlier
-    batches. The cursor does not advance: the next call tries the same batch again.
+    If `dataset` raises for a batch, ``next()`` first returns all earlier batches and then raises
+    the exception. The cursor does not advance: the next call tries the same batch again.
 
-    Threads end on ``stop()``, at the end of a ``with`` block, on an exception, after the last
-    epoch, and when the loader is deleted.
+    The threads end on ``stop()``, on leaving a ``with`` block, on an exception, after the last
+    epoch, or when the loader is deleted.
 
     Examples
     --------
@@ -272,7 +272,7 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next batch: (x, y) of shape (batch_size, seq_len), or rows of arrays."""
+        """Return the next batch, either (x, y) of shape (batch_size, seq_len) or rows of arrays."""
         if self._ended(self._next):
             self.stop()
             raise StopIteration
@@ -293,10 +293,10 @@ class Loader:
         return result
 
     def state_dict(self) -> dict[str, int]:
-        """Return the cursor: the epoch, and how much of it was returned on all ranks together.
+        """Return the cursor: the epoch, and how many of its sequences all ranks have returned.
 
         It can be loaded with a different batch size or number of ranks. The ranks then continue
-        with the next sequences in the epoch's order, no matter which rank took the earlier ones.
+        with the next sequences in the epoch's order, even if other ranks read the earlier ones.
         """
         epoch, batch = self._next
         taken = self._taken(epoch) + batch * self.batch_size * self.sampler.world
@@ -331,7 +331,7 @@ class Loader:
         self._next = self._advance((state["epoch"], 0), batch)
 
     def reorder(self, order: int) -> None:
-        """Continue from here in a different order of the same data; a cursor restores the order.
+        """Continue with the same data in a different order; loading a cursor restores its order.
 
         Parameters
         ----------
@@ -352,7 +352,7 @@ class Loader:
             self._pool = None
 
     def __enter__(self) -> Loader:
-        """Return itself; leaving stops the threads."""
+        """Return the loader; leaving the block stops its threads."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -362,7 +362,7 @@ class Loader:
         return self.epochs is not None and position[0] >= self.epochs
 
     def _taken(self, epoch: int) -> int:
-        """Return how many of an epoch's sequences were taken before its first batch here."""
+        """Return how many of the epoch's sequences were read before this loader's first batch."""
         return self._begun[1] if epoch == self._begun[0] else 0
 
     def _advance(self, position: tuple[int, int], batches: int) -> tuple[int, int]:
@@ -380,7 +380,7 @@ class Loader:
         return own[batch * self.batch_size : (batch + 1) * self.batch_size]
 
     def _indices_of(self, epoch: int) -> np.ndarray:
-        """Return this rank's sequences in an epoch, starting with the first batch here."""
+        """Return this rank's sequences in an epoch, from this loader's first batch on."""
         if self._order[0] != epoch:
             self.sampler.set_epoch(epoch)
             start = self._taken(epoch)
@@ -391,7 +391,7 @@ class Loader:
         return self.dataset.batch(indices.tolist(), self._dtype)
 
     def _fill(self) -> None:
-        """Request batches from the threads until enough are in progress."""
+        """Submit batches to the threads until enough are in progress."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._workers, "fsdpc-loader")
         while len(self._ahead) < self._most_ahead:

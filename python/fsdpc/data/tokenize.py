@@ -1,4 +1,4 @@
-"""Convert text to token files, with memory that does not grow with the text.
+"""Convert text to token files in constant memory.
 
 The output is written to a hidden folder next to its target and renamed when it is complete. A
 killed run leaves only the hidden folder, which the next run removes.
@@ -123,7 +123,7 @@ def tokenize(
 def encode_files(
     paths: Sequence[Path], tokenizer: Tokenizer, field: str = "text"
 ) -> list[np.ndarray]:
-    """Tokenize text files in memory; return one array per document, including its end token.
+    """Tokenize text files in memory and return one array per document, including its end token.
 
     Parameters
     ----------
@@ -191,7 +191,7 @@ def train_tokenizer(
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Yield lists of pieces, each list with about as many characters as the largest piece."""
+    """Group pieces into lists, each with about as many characters as the largest piece."""
     batch: list[Piece] = []
     held = 0
     for piece in pieces:
@@ -214,7 +214,7 @@ def _pieces(files: Sequence[Path], field: str) -> Iterator[Piece]:
 
 
 def _text(path: Path) -> Iterator[str]:
-    """Yield a file's text in parts, with line ends unchanged."""
+    """Yield a file's text in chunks, preserving line endings."""
     taken = 0
     with explained(path), open(path, encoding="utf-8", newline="") as file:
         while True:
@@ -251,7 +251,7 @@ def _json_lines(path: Path, field: str) -> Iterator[str]:
 
 
 def _cut(parts: Iterator[str]) -> Iterator[Piece]:
-    """Cut a document's parts at line ends; an empty document yields nothing."""
+    """Split a document at line ends; an empty document yields nothing."""
     held = ""
     for part in parts:
         held += part
@@ -271,7 +271,7 @@ def _cut(parts: Iterator[str]) -> Iterator[Piece]:
 
 
 class _Shards:
-    """Files with an equal number of ids each."""
+    """Writes token files with the same number of ids each; the last may have fewer."""
 
     def __init__(self, folder: Path, dtype: np.dtype[Any], each: int) -> None:
         self.folder, self.dtype, self.each = folder, dtype, each
@@ -306,7 +306,7 @@ class _Shards:
 
 
 class _Output:
-    """A folder that appears when it is complete."""
+    """An output folder that does not appear until it is complete."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(os.path.abspath(folder))

@@ -1,8 +1,7 @@
-"""Tokenizers, as files of the ``tokenizers`` package.
+"""Tokenizers, stored as files of the ``tokenizers`` package.
 
-Training reads what it needs from the file as JSON: the vocabulary, the id that ends documents, and
-the number of text bytes that each id represents. Only conversion between text and ids requires the
-package.
+Training reads the file as JSON to get the vocabulary, the id that ends documents, and the number of
+text bytes per id. The package is needed only to convert between text and ids.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class Tokenizer:
 
     @property
     def dtype(self) -> str:
-        """The smallest dtype for ids, "uint16" or "uint32"."""
+        """The smallest dtype that can hold the ids, either "uint16" or "uint32"."""
         return "uint16" if self.vocab_size <= 1 << 16 else "uint32"
 
     @property
@@ -107,10 +106,10 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> np.ndarray:
-        """Return the number of UTF-8 text bytes that each id represents, int64 (vocab_size,).
+        """Return the number of UTF-8 bytes of text per id, as int64 of shape (vocab_size,).
 
         Special tokens have 0 bytes. The result is exact if the pre-tokenizer is ByteLevel;
-        otherwise it counts the tokens' text, without anything a normalizer removed.
+        otherwise it excludes any text that a normalizer removed.
         """
         found = np.zeros(self.vocab_size, np.int64)
         byte_level = '"ByteLevel"' in json.dumps([
@@ -149,7 +148,7 @@ class Tokenizer:
         return [np.array(each.ids, np.uint32) for each in found]
 
     def decoder(self) -> Callable[[int], str]:
-        """Return a function that maps each successive id to the text that it completes.
+        """Return a function that takes successive ids and returns the text that each id completes.
 
         Raises
         ------
@@ -176,7 +175,7 @@ class Tokenizer:
 
 
 def import_tokenizers(what: str) -> Any:
-    """Return the tokenizers package; an ImportError explains what needs it."""
+    """Import and return the tokenizers package; an ImportError names the feature that needs it."""
     try:
         import tokenizers
     except ImportError:
@@ -187,7 +186,7 @@ def import_tokenizers(what: str) -> Any:
 
 
 def _tokens_of(found: dict[str, Any]) -> tuple[dict[int, str], set[int]]:
-    """Return the tokens by id, and the set of special ones."""
+    """Return a dict from id to token, and the set of special ids."""
     vocab = found["model"]["vocab"]
     if isinstance(vocab, dict):
         tokens = {int(number): text for text, number in vocab.items()}

@@ -1,7 +1,8 @@
-"""Token files as training sequences: many files form one run of concatenated documents.
+"""Training sequences from token files, which together form one stream of documents.
 
-Files are mapped, so ids are read from the disk when a batch needs them. They are checked against
-the vocabulary only then: checking a large run in advance would take as long as reading it.
+Files are memory-mapped, so ids are read from disk only when a batch needs them. Ids are checked
+against the vocabulary at that point, because checking a large dataset in advance would take as long
+as reading it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _SCANNED = 1 << 22  # ids checked at a time
 
 
 class TokenDataset(SequenceDataset):
-    """Token ids from memory-mapped files, as one run of ids.
+    """A dataset of token ids from memory-mapped files, read as one stream.
 
     Parameters
     ----------
@@ -118,7 +119,7 @@ class TokenDataset(SequenceDataset):
         return x, y
 
     def _refuse(self, position: int) -> None:
-        """Raise ValueError about the id at a position in this run."""
+        """Raise ValueError for an invalid id at a position in the stream."""
         position += self._begin
         piece = int(np.searchsorted(self._starts, position, "right")) - 1
         inside = position - self._starts[piece]
@@ -130,7 +131,7 @@ class TokenDataset(SequenceDataset):
         )
 
     def document_starts(self) -> np.ndarray:
-        """Return the positions in this run where documents begin; reads the whole run.
+        """Return the positions in the stream where documents begin; reads the whole stream.
 
         Returns
         -------
@@ -153,7 +154,7 @@ class TokenDataset(SequenceDataset):
 
 
 def documents_in(x: np.ndarray, end_of_document: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return each token's document within its sequence, and the token's position in it.
+    """Return each token's document number within its sequence, and its position in that document.
 
     Parameters
     ----------
@@ -207,7 +208,7 @@ def document_lengths(x: np.ndarray, end_of_document: int) -> list[int]:
 
 
 def token_files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
-    """Return the token files that paths stand for, in order."""
+    """Return the token files that these paths refer to, in order."""
     given = [paths] if not isinstance(paths, (list, tuple)) else paths
     files: list[Path] = []
     for path in map(Path, given):
@@ -222,7 +223,7 @@ def token_files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
 def _common(
     name: str, given: int | None, folders: dict[Path, TokenDescription | None]
 ) -> int | None:
-    """Return the given value, or the value that all descriptions share."""
+    """Return the given value or, by default, the value that all descriptions share."""
     if given is not None:
         return given
     said = {folder: getattr(found, name) for folder, found in folders.items() if found}

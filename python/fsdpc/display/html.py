@@ -1,4 +1,4 @@
-"""Notebook display of small objects: tensors, meshes, differences and load reports."""
+"""Notebook display of small objects such as tensors, meshes, differences and load reports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def drawn(what: str, value: Any) -> str:
 
 
 def tensor(t: _core.Tensor) -> str:
-    """Return a tensor's description and the corner values of its last two dimensions."""
+    """Describe a tensor and show the corner values of its last two dimensions."""
     words = [f"{type(t).__name__} {t.dtype.name} {tuple(t.shape)}", size(t.nbytes), t.device]
     words += ["requires_grad"] * t.requires_grad
     unit = getattr(t, "_unit", None)
@@ -66,7 +66,7 @@ def _owned(t: Any, unit: _core.Unit) -> str:
 
 
 def mesh(m: DeviceMesh) -> str:
-    """Return a picture of a mesh with one row per shard group."""
+    """Draw a mesh with one row per shard group."""
     replicate, shard = (1, *m.shape)[-2:]
     me = None
     if all(comm.size == n for comm, n in zip(m._comms, m.shape, strict=True)):
@@ -98,7 +98,7 @@ def fields(
     rows: Sequence[Sequence[str]] = (),
     end: str = "",
 ) -> str:
-    """Return a title and a table of names and values, then a table of rows and a closing line."""
+    """Return a title, a table of names and values, a second table, and a closing line."""
     pairs = table((), [(name, str(value)) for name, value in values.items()])
     return _lines(title, pairs, table(head, rows) if rows else "", end)
 

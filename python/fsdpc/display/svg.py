@@ -1,4 +1,4 @@
-"""Shared picture parts: SVG without scripts, in colours for light and dark pages.
+"""Shared building blocks for pictures, as SVG without scripts for light and dark pages.
 
 A picture paints its own background, so it is readable in a notebook whose theme differs from the
 system's. ``prefers-color-scheme`` sets the variables for text and background. Rank colours are
@@ -61,7 +61,7 @@ STYLE = _style()
 
 
 def text(x: float, y: float, words: str, kind: str = "", title: str = "") -> str:
-    """Return a line of text; ``kind`` lists CSS classes, ``title`` is shown on hover."""
+    """Return a line of text; ``kind`` lists CSS classes and ``title`` is shown on hover."""
     inside = f"<title>{escape(title)}</title>" if title else ""
     named = f' class="{kind}"' if kind else ""
     return f'<text x="{_number(x)}" y="{_number(y)}"{named}>{inside}{escape(words)}</text>'
@@ -70,7 +70,7 @@ def text(x: float, y: float, words: str, kind: str = "", title: str = "") -> str
 def rect(
     x: float, y: float, width: float, height: float, kind: str, title: str = "", more: str = ""
 ) -> str:
-    """Return a rectangle; ``kind`` lists CSS classes, ``title`` is shown on hover."""
+    """Return a rectangle; ``kind`` lists CSS classes and ``title`` is shown on hover."""
     box = f'x="{_number(x)}" y="{_number(y)}" width="{_number(width)}" height="{_number(height)}"'
     if not title:
         return f'<rect {box} class="{kind}"{more}/>'
@@ -78,13 +78,13 @@ def rect(
 
 
 def path(points: str, kind: str, title: str = "", more: str = "") -> str:
-    """Return a path; ``points`` is its commands."""
+    """Return a path; ``points`` contains its drawing commands."""
     inside = f"<title>{escape(title)}</title>" if title else ""
     return f'<path d="{points}" class="{kind}"{more}>{inside}</path>'
 
 
 def picture(height: float, title: str, parts: Iterable[str], width: int = WIDTH) -> str:
-    """Return a picture made of these parts on a background; ``title`` is for screen readers."""
+    """Combine these parts into a picture with a background; screen readers announce ``title``."""
     high = _number(height)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="fsdpc-picture" role="img" '
@@ -147,13 +147,13 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], numbers: Container
 
 
 def milliseconds(seconds: float) -> str:
-    """Format a time to four significant digits, or in whole milliseconds."""
+    """Format a time in milliseconds, to four significant digits or as a whole number."""
     ms = 1e3 * seconds
     return f"{ms:,.4g} ms" if ms < 9999.5 else f"{ms:,.0f} ms"
 
 
 def size(n: float) -> str:
-    """Format bytes in a suitable unit."""
+    """Format a number of bytes in a suitable unit."""
     for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if n >= unit:
             return f"{n / unit:,.2f} {name}"
@@ -161,7 +161,7 @@ def size(n: float) -> str:
 
 
 def short(words: str, width: float) -> str:
-    """Return text that fits into this many pixels, omitting its middle if necessary."""
+    """Shorten text to this many pixels by omitting its middle, if necessary."""
     room = max(4, int(width / CHAR))
     if len(words) <= room:
         return words

@@ -1,4 +1,4 @@
-"""Agreement: all ranks raise if one rank has an error, or if ranks differ."""
+"""Agreement between ranks: if one rank fails or ranks differ, all of them raise an error."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _KNOWN: dict[str, type[Exception]] = {}
 
 
 def raised_together(kind: type[E]) -> type[E]:
-    """Make ranks raise this class, not RuntimeError, if another rank raises it; a decorator."""
+    """Class decorator: other ranks raise this class too, instead of RuntimeError."""
     _KNOWN[kind.__name__] = kind
     return kind
 
 
 def agreed(work: Callable[[], T]) -> T:
-    """Return ``work()``, or raise on all ranks if it raises on any; collective."""
+    """Return ``work()``, or raise on all ranks if it raises on any (collective)."""
     error: BaseException | None = None
     try:
         result = work()
@@ -39,7 +39,7 @@ def agreed(work: Callable[[], T]) -> T:
 
 
 def agree(error: BaseException | None, mark: int = 0, what: str = "a checkpoint") -> None:
-    """Raise an error on all ranks if any rank has one; collective.
+    """Raise an error on all ranks if any rank passes one (collective).
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ def agree(error: BaseException | None, mark: int = 0, what: str = "a checkpoint"
 
 
 def gather_bytes(comm: _core.Comm, data: bytes) -> list[bytes]:
-    """Return every rank's bytes, which may differ in length; collective."""
+    """Return every rank's bytes, which may differ in length (collective)."""
     lengths = comm.all_gather(_core.tensor(np.array([len(data)]))).numpy().ravel().tolist()
     padded = np.frombuffer(data.ljust(max(1, *lengths), b"\0"), np.uint8)
     rows = comm.all_gather(_core.tensor(padded)).numpy()
@@ -104,9 +104,10 @@ def check_agreement(
     comms: Sequence[_core.Comm],
     cure: str = "build and shard the same model, with the same seed, on every rank",
 ) -> None:
-    """Compare what all ranks are about to shard; all of them report the same difference.
+    """Compare what the ranks are about to shard; all of them report the same difference.
 
-    If the mesh contains the world, all ranks compare at once; otherwise first rows, then columns.
+    If the mesh spans the whole world, all ranks compare at once; otherwise each row compares first,
+    then each column.
     """
     world = distributed.world() if distributed.is_initialized() else None
     if world is not None and world.size == prod(comm.size for comm in comms):

@@ -1,4 +1,4 @@
-"""Threads that carry a transport's messages (``_core.Transport``) and end with the world."""
+"""Threads that carry a transport's messages (``_core.Transport``) until the world ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def start(
 ) -> None:
     """Run each on a thread until the transport ends; call ``close`` after the world is left.
 
-    If one of these raises, the transport ends.
+    If a function raises an exception, the transport ends.
     """
 
     def guarded(work: Work) -> None:

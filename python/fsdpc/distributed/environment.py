@@ -1,4 +1,4 @@
-"""A rank's environment, and the number of ranks that fit on a machine."""
+"""A rank's environment variables, and the number of ranks that fit on a machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RANK_BYTES = 24 << 20  # private memory of an interpreter with NumPy, without a 
 
 
 def _number(path: str, label: str = "") -> int | None:
-    """Return the number that follows a label in a kernel file."""
+    """Return the number after a label in a file from /proc or /sys."""
     try:
         with open(path, encoding="ascii") as lines:
             for line in lines:
@@ -28,7 +28,7 @@ def _number(path: str, label: str = "") -> int | None:
 
 
 def available_bytes() -> int | None:
-    """Return the memory available on the machine or in this control group, whichever is less.
+    """Return the memory available on the machine or in its control group, whichever is less.
 
     A control group counts cached files as used, although they can be reclaimed.
     """
@@ -43,7 +43,7 @@ def available_bytes() -> int | None:
 
 
 def check_ranks(ranks: int) -> int:
-    """Return `ranks` as an int, or raise with the reason if this machine cannot run so many.
+    """Return `ranks` as an int; raise an error if this machine cannot run that many.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ def rank_environments(ranks: int) -> list[dict[str, str]]:
     Two more variables contain descriptors; supervisor.py sets them when it forks the rank.
 
     MASTER_PORT is part of a name, not a TCP port. Ranks on one host meet at a socket whose name
-    contains it and the run's ID, so that simultaneous runs never meet each other.
+    contains that number and the run's ID, so simultaneous runs never collide.
     """
     shared = {
         "WORLD_SIZE": str(ranks),
@@ -97,7 +97,7 @@ def rank_environments(ranks: int) -> list[dict[str, str]]:
 
 
 class Scheduler(NamedTuple):
-    """The variables with which another launcher passes a task its rank."""
+    """The environment variables in which another launcher tells a task its rank."""
 
     name: str
     rank: str
@@ -115,12 +115,13 @@ SCHEDULERS = (
 )  # fmt: skip
 TORCHRUN = Scheduler("torchrun", "RANK", "WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE")
 PMI2 = Scheduler("srun", "PMI_RANK", "PMI_SIZE", "PMI_RANK", "")  # srun --mpi=pmi2, and SLURM's
-# SLURM uses numbers from here on for anything but an srun step, such as a batch script or shell.
+# SLURM uses step numbers from here on for everything except srun steps, such as batch scripts and
+# shells.
 SLURM_SPECIAL_STEPS = 0xFFFFFF00
 
 
 def find_scheduler(environment: Mapping[str, str]) -> Scheduler | None:
-    """Return the launcher that started this process as one of several tasks, or None.
+    """Return the launcher that started this process as one of several tasks, if any.
 
     None also stands for torchrun. An sbatch script and a shell from salloc or ``srun --pty`` have
     SLURM's variables but are not such tasks: they have no step, a special step, or a terminal.
@@ -144,9 +145,9 @@ def find_scheduler(environment: Mapping[str, str]) -> Scheduler | None:
 def refuse_contradictions(environment: Mapping[str, str]) -> None:
     """Raise ValueError if two launchers contradict each other about this process's rank.
 
-    One launcher may have started another: torchrun numbers its ranks freely, mpirun and mpiexec
-    start their own daemons with srun, and the launcher that set RANK may run once per host. None of
-    these is a contradiction.
+    Launchers may be nested: torchrun assigns its own ranks, mpirun and mpiexec start their daemons
+    with srun, and the launcher that set RANK may run once per host. None of these cases counts as a
+    disagreement.
     """
     if "TORCHELASTIC_RUN_ID" in environment or "FSDPC_LAUNCHER_PID" in environment:
         return
@@ -177,7 +178,7 @@ def _who(environment: Mapping[str, str], scheduler: Scheduler) -> tuple[int, int
 
 
 def _size(environment: Mapping[str, str], scheduler: Scheduler) -> int:
-    """Return the number of tasks from the scheduler's variables, or 0 if they do not contain it."""
+    """Return the number of tasks from the scheduler's variables, or 0 if they are not set."""
     names = scheduler[1:4]
     if not all(environment.get(name, "").isdigit() for name in names):
         return 0
@@ -185,7 +186,7 @@ def _size(environment: Mapping[str, str], scheduler: Scheduler) -> int:
 
 
 def adopt_scheduler(environment: MutableMapping[str, str]) -> None:
-    """Set torchrun's variables from those of srun or mpirun if either started this process.
+    """Set torchrun's variables from srun's or mpirun's, if either started this process.
 
     Raises
     ------
@@ -210,7 +211,7 @@ def adopt_scheduler(environment: MutableMapping[str, str]) -> None:
 
 
 def _slurm_tasks_a_host(environment: Mapping[str, str], size: int) -> int:
-    """Return the number of tasks per host from a list such as "4(x2)" or "4,4"."""
+    """Parse the number of tasks per host from a list such as "4(x2)" or "4,4"."""
     names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     name = next((name for name in names if environment.get(name)), "")
     if not name:
@@ -227,9 +228,10 @@ def _slurm_tasks_a_host(environment: Mapping[str, str], size: int) -> int:
 
 
 def _launcher(variable: str) -> str:
-    """Describe the process that set a variable: the nearest ancestor that lacks it.
+    """Identify the process that set a variable, which is the nearest ancestor without it.
 
-    Ancestors that we may not read (another user's, or hidden) count as lacking it.
+    An ancestor whose environment is unreadable (another user's process, or a hidden one) counts as
+    lacking the variable.
     """
     pid = os.getpid()
     while True:
@@ -256,7 +258,7 @@ def process_stat(pid: int) -> list[str]:
 
 
 def run_address(environment: Mapping[str, str]) -> tuple[str, str]:
-    """Return the base of a run's socket names and a secret, both unique to the run.
+    """Return a prefix for the run's socket names and a secret, both unique to the run.
 
     Anyone can read the names. The secret is known to processes that know FSDPC_RUN_ID, which child
     processes inherit, or that have the same torchrun as an ancestor.
@@ -277,7 +279,7 @@ def run_address(environment: Mapping[str, str]) -> tuple[str, str]:
 
 
 def find_mpi(environment: Mapping[str, str], size: int) -> tuple[str, ...]:
-    """Return the MPI families that may have started this process as one of ``size``; () if none.
+    """Return the MPI families that may have started this process in a world of ``size``, or ().
 
     srun reports only the protocol (PMIx), which several families understand.
     """
@@ -303,7 +305,7 @@ def this_host() -> tuple[str, str]:
 
 
 def count_hosts(ranks: Sequence[tuple[str, str]]) -> int:
-    """Return the number of hosts that the ranks are on, given each rank's :func:`this_host`.
+    """Count the hosts on which the ranks run, given each rank's :func:`this_host`.
 
     Raises
     ------
@@ -328,11 +330,11 @@ def count_hosts(ranks: Sequence[tuple[str, str]]) -> int:
 
 
 def inherited_socket(address: str, rank: int) -> int:
-    """Return the listening socket that the launcher opened for this rank, but only once; else -1.
+    """Return the listening socket that the launcher opened for this rank, or -1; works only once.
 
-    The number in FSDPC_RANK_SOCKET is used only if that descriptor's name is this rank's in this
-    run. The program may have changed the address, or may be the rank's child, which inherits its
-    variables but not its descriptors.
+    The descriptor in FSDPC_RANK_SOCKET is used only if its socket has the name of this rank in this
+    run. The program may have changed the address, or this process may be a child of the rank that
+    inherited its variables but not its descriptors.
     """
     text = os.environ.pop("FSDPC_RANK_SOCKET", "")
     try:

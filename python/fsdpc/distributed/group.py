@@ -1,11 +1,11 @@
-"""Ranks: this process's identity, and collectives for your own values.
+"""This process's rank, and collectives for your own values.
 
 Ranks come from torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
 MASTER_PORT), which ``fsdpc run`` and ``launch`` set too. :func:`init` derives it from the variables
-of ``srun`` or ``mpirun``, or from its arguments. Without any of them there is one rank. Ranks on a
-host share memory; no port is opened and nothing is left behind. With GPUs
+of ``srun`` or ``mpirun``, or from its arguments. If none of these is available, the world has a
+single rank. Ranks on a host share memory; no port is opened and nothing is left behind. With GPUs
 (:func:`fsdpc.set_default_device`), a rank uses the GPU of its LOCAL_RANK, or shares one if there
-are too few. NCCL carries bytes between them; ranks that share a GPU need NCCL 2.30 or newer.
+are too few. NCCL transfers data between GPUs; ranks that share a GPU need NCCL 2.30 or newer.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def init(
     local_size = _environment_int("LOCAL_WORLD_SIZE", world_size)
     _local_rank = _environment_int("LOCAL_RANK", rank % max(local_size, 1))
     hosts = _hosts(rank, world_size, _local_rank, local_size)
-    # Torch's process group joins hosts, and ranks that no launcher has numbered.
+    # Torch's process group connects several hosts, and ranks that were not numbered by a launcher.
     if given or named and hosts == 1 or _join_torch is None or not _join_torch():
         _world = _meet(rank, world_size, hosts)
     _deterministic = bool(deterministic)
@@ -118,7 +118,7 @@ def init(
 
 
 def _meet(rank: int, world_size: int, hosts: int) -> _core.Comm:
-    """Join ranks whose numbers come from the environment or :func:`init`."""
+    """Join the other ranks, with the rank given by the environment or :func:`init`."""
     address, secret = run_address(os.environ)
     listening = inherited_socket(address, rank)
     news = _environment_int("FSDPC_NEWS_FD", -1)
@@ -143,7 +143,7 @@ def _meet(rank: int, world_size: int, hosts: int) -> _core.Comm:
 
 
 def _hosts(rank: int, world_size: int, local_rank: int, local_size: int) -> int:
-    """Return the number of hosts from the variables set by a launcher."""
+    """Compute the number of hosts from the launcher's variables."""
     said = f"RANK {rank}, WORLD_SIZE {world_size}, LOCAL_RANK {local_rank}, "
     said += f"LOCAL_WORLD_SIZE {local_size}"
     if not 0 <= local_rank < local_size:
@@ -159,7 +159,7 @@ def _hosts(rank: int, world_size: int, local_rank: int, local_size: int) -> int:
 
 
 def _transport(rank: int, world_size: int, hosts: int) -> _core.Transport:
-    """Return the transport between hosts, over the MPI whose launcher started the ranks."""
+    """Return the transport between hosts, which uses the MPI that started the ranks."""
     if environment.pretended_host is not None:
         from fsdpc.distributed import pretend
 
@@ -180,7 +180,7 @@ def _transport(rank: int, world_size: int, hosts: int) -> _core.Transport:
 
 
 def world() -> _core.Comm:
-    """Return the communicator of all ranks; joins them first if :func:`init` was not called.
+    """Return the communicator of all ranks, joining them first if :func:`init` was not called.
 
     Examples
     --------
@@ -196,7 +196,9 @@ def world() -> _core.Comm:
 
 @atexit.register
 def shutdown() -> None:
-    """Leave without waiting for other ranks. Models sharded here cannot be used afterwards.
+    """Leave the world without waiting for other ranks.
+
+    Models that were sharded in it can no longer be used.
 
     Examples
     --------
@@ -232,7 +234,7 @@ def is_deterministic() -> bool:
 
 
 def is_initialized() -> bool:
-    """Return whether this process has joined the others.
+    """Return whether this process has joined the other ranks.
 
     Examples
     --------
@@ -282,7 +284,7 @@ def local_rank() -> int:
 
 
 def _as_tensor(value: Any, floating: bool = False) -> Tensor:
-    """Copy a user's value, or raise, before anything is sent, if it cannot be sent."""
+    """Copy a user's value; raise before any communication if it cannot be sent."""
     if isinstance(value, Tensor):
         tensor = value.detach().clone()
     elif isinstance(value, (np.ndarray, np.generic, float, int)):
@@ -306,7 +308,7 @@ def _like(result: Tensor, value: V) -> V:
 
 
 def all_reduce(value: V, op: str = "sum") -> V:
-    """Combine one value from each rank; every rank gets the same bits.
+    """Combine one value from each rank; the result is bitwise identical on all ranks.
 
     Parameters
     ----------
@@ -358,7 +360,7 @@ def all_gather(value: Any) -> Any:
 
 
 def broadcast(value: V, root: int = 0) -> V:
-    """Send ``root``'s value to every rank (same shape and dtype on all).
+    """Send ``root``'s value to every rank; shape and dtype must be the same on all ranks.
 
     Examples
     --------

@@ -1,7 +1,7 @@
-"""Ranks on several hosts: the mpirun or mpiexec command that starts them.
+"""Builds the mpirun or mpiexec command that starts ranks on several hosts.
 
 MPI's launchers know how to start processes on hosts, end them together, and forward signals, output
-and exit codes. This process therefore replaces itself with such a launcher.
+and exit codes. This process therefore replaces itself with an MPI launcher.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fsdpc import _core
 if TYPE_CHECKING:
     import argparse  # the package avoids this import at startup
 
-# Families, by the text that a launcher prints about itself.
+# MPI families, identified by a string in the launcher's version output.
 FAMILIES = {"Open MPI": "openmpi", "OpenRTE": "openmpi", "HYDRA": "mpich"}
 PROGRAMS = ("mpirun", "mpiexec", "mpirun.openmpi", "mpiexec.mpich", "mpiexec.hydra")
 TIMEOUT = "MPIEXEC_TIMEOUT"  # both families read it; Hydra's mpiexec rejects it as an option
@@ -43,7 +43,7 @@ def add_options(group: argparse._ActionsContainer) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raise ValueError for options that require ``--hosts``, and for options that exclude it."""
+    """Raise ValueError for options that require ``--hosts`` or conflict with it."""
     if options.hosts is None:
         names = ("launcher", "agent", "ranks_per_host")
         wrong = [name for name in names if getattr(options, name, None) is not None]
@@ -56,7 +56,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def check_hosts(text: str, ranks: int | None, ranks_per_host: int | None) -> tuple[list[str], int]:
-    """Return the hosts and the number of ranks on each.
+    """Parse the hosts, and compute the number of ranks on each.
 
     Parameters
     ----------
@@ -85,14 +85,14 @@ def check_hosts(text: str, ranks: int | None, ranks_per_host: int | None) -> tup
 
 
 def families() -> list[str]:
-    """Return the MPI families that fsdpc was built with."""
+    """Return the MPI families for which fsdpc was built."""
     folder = Path(_core.__file__).parent
     known = sorted(set(FAMILIES.values()))
     return [family for family in known if (folder / f"libfsdpc_mpi_{family}.so").exists()]
 
 
 def find_launcher(name: str | None) -> tuple[str, str]:
-    """Return an MPI launcher's path and its family, which must be one that fsdpc was built with.
+    """Return an MPI launcher's path and family, for which fsdpc must have been built.
 
     Raises
     ------
@@ -103,9 +103,9 @@ def find_launcher(name: str | None) -> tuple[str, str]:
     if not built:
         raise ValueError("fsdpc was installed without MPI: install one with its mpicc, then fsdpc")
     seen = []
-    beside = sysconfig.get_path("scripts")  # where pip puts the launchers of its wheels
+    scripts = sysconfig.get_path("scripts")  # where pip puts the launchers of its wheels
     programs = [name] if name else PROGRAMS
-    for path in (shutil.which(each, path=p) for each in programs for p in (None, beside)):
+    for path in (shutil.which(each, path=p) for each in programs for p in (None, scripts)):
         if path is None:
             continue
         said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
@@ -124,7 +124,7 @@ def command_line(
     agent: str | None,
     environment: Mapping[str, str],
 ) -> list[str]:
-    """Return the arguments that precede the command that each rank runs."""
+    """Return the launcher's arguments up to the command that each rank runs."""
     path, family = launcher
     size = str(len(hosts) * ranks_per_host)
     if family == "mpich":

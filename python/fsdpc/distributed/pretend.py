@@ -1,8 +1,8 @@
-"""Pretended hosts, for tests: groups of ranks on this machine that share no memory.
+"""Simulated hosts for tests: groups of ranks on this machine that share no memory.
 
-Only :mod:`fsdpc.testing` uses this. A rank reports a made-up host identifier, and Python threads
-carry the bytes between hosts over Unix sockets that connect all ranks. The speed is therefore not
-that of real networks. To the engine it is a transport like any other.
+Only :mod:`fsdpc.testing` uses this. Each rank reports a made-up host identifier, and Python threads
+carry data between hosts over Unix sockets that connect all ranks. The speed therefore differs from
+that of a real network. The engine treats it like any other transport.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MEET_S = 30.0
 
 
 def on_hosts(hosts: int) -> None:
-    """Assign this rank to one of ``hosts`` hosts; call it before the ranks meet."""
+    """Assign this rank to one of ``hosts`` simulated hosts; call it before the ranks meet."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if hosts < 1 or size % hosts:
         raise ValueError(f"{size} ranks on {hosts} hosts: every host must have as many")
@@ -33,7 +33,7 @@ def on_hosts(hosts: int) -> None:
 
 
 def carry(rank: int, size: int, address: str) -> _core.Transport:
-    """Create a transport between the ranks that share this ``address``; collective."""
+    """Create a transport between the ranks that share this ``address`` (collective)."""
     peers = _meet(rank, size, f"\0fsdpc-pretend-{os.geteuid()}-{address}-")
     transport = _core.Transport(rank, size)
 
@@ -47,7 +47,7 @@ def carry(rank: int, size: int, address: str) -> _core.Transport:
 
 
 def _meet(rank: int, size: int, name: str) -> dict[int, socket.socket]:
-    """Return connections to all other ranks; each rank connects to those before it."""
+    """Connect to all other ranks; each rank connects to those before it and accepts the others."""
     peers = {}
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"{name}{rank}")

@@ -1,8 +1,8 @@
-"""The watch between hosts: how each host's first rank connects.
+"""Sets up the watch between hosts by connecting each host's first rank.
 
 Rank 0 listens only while the ranks meet. The first rank of every other host connects to it. Both
-prove that they know a key, which the ranks received over the transport and which is not in any
-argument, environment or file. The engine's thread then owns the connections
+sides prove that they know a key, which was sent over the transport and is never in an argument, an
+environment variable or a file. The engine's thread then takes over the connections
 (csrc/comm/host_watch.h).
 """
 
@@ -37,7 +37,7 @@ SIOCGIFADDR = 0x8915
 
 
 def start(comm: _core.Comm, hosts: int) -> None:
-    """Connect all hosts' first ranks and begin to watch; collective.
+    """Connect all hosts' first ranks and start watching (collective).
 
     If that fails, rank 0 reports why, and training continues with deadlines but without a watch.
     """
@@ -91,7 +91,7 @@ def start(comm: _core.Comm, hosts: int) -> None:
 
 
 def _tell(comm: _core.Comm, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """Exchange a text from every rank with all ranks."""
+    """Gather a small JSON object from every rank on all ranks."""
     text = json.dumps(mine).encode()[:TOLD]
     if len(text) == TOLD:
         text = json.dumps({"problem": "what a rank says of itself is too long"}).encode()
@@ -103,7 +103,7 @@ def _tell(comm: _core.Comm, mine: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _listen() -> socket.socket | None:
-    """Listen at one address; return None if no watch is wanted."""
+    """Open a listening socket; return None if the watch is disabled."""
     environment = _core.check_environment()
     if not environment["FSDPC_WATCH"]:
         return None
@@ -118,7 +118,7 @@ def _listen() -> socket.socket | None:
 
 
 def _addresses() -> Iterator[str]:
-    """Yield this host's addresses, the most likely reachable one first."""
+    """Yield this host's addresses, most likely reachable first."""
     names = [name for _, name in socket.if_nameindex() if name != "lo"]
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
     for name in sorted(names, key=lambda name: name not in chosen):
@@ -154,7 +154,7 @@ def _proof(key: bytes, who: bytes, host: int, hosts: int, nonces: bytes) -> byte
 
 
 def call(at: tuple[str, int], key: bytes, host: int, hosts: int) -> socket.socket:
-    """Connect to rank 0 for this host.
+    """Connect to rank 0 on behalf of this host.
 
     Raises
     ------
@@ -187,7 +187,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 class _Caller:
-    """A connection that has not yet proved which host it comes from."""
+    """A connection from a caller that has not yet been authenticated."""
 
     def __init__(self, connection: socket.socket, address: Any) -> None:
         self.connection = connection
@@ -198,7 +198,7 @@ class _Caller:
         connection.setblocking(False)
 
     def host(self, key: bytes, hosts: int) -> int | None:
-        """Return the proved host; None if the answer is incomplete."""
+        """Return the caller's host number once proved, or None if the answer is incomplete."""
         said = self.connection.recv(ANSWER.size - len(self.said))
         self.said += said
         if not said:
@@ -214,7 +214,7 @@ class _Caller:
 
 
 class _Door:
-    """Accepts callers' connections until every other host has connected."""
+    """Accepts connections until every other host has connected."""
 
     def __init__(self, listening: socket.socket, key: bytes, hosts: int) -> None:
         self.listening = listening
@@ -231,7 +231,7 @@ class _Door:
         return [host for host in range(1, self.hosts) if host not in self.found]
 
     def look(self) -> None:
-        """Accept waiting callers and read from them, for at most a tenth of a second."""
+        """Accept waiting callers and read their answers, for at most a tenth of a second."""
         for key, _ in self.ready.select(0.1):
             try:
                 if key.fileobj is self.listening:
@@ -278,7 +278,7 @@ class _Door:
         self.ready.unregister(caller.connection)
 
     def close(self) -> None:
-        """Close all other connections, and log them."""
+        """Close the unauthenticated connections and log the refused ones."""
         self.ready.close()
         for caller in self.callers:
             caller.connection.close()
@@ -292,7 +292,7 @@ class _Door:
 
 
 def accept(listening: socket.socket, key: bytes, hosts: int) -> dict[int, socket.socket]:
-    """Wait for every other host to connect; refuse and log all other callers.
+    """Wait for every other host to connect; refuse all other callers and log them.
 
     Raises
     ------

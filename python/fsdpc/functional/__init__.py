@@ -1,6 +1,6 @@
 """Operations on tensors, each with its backward; docs/operations.md lists them.
 
-Elementwise operations broadcast as in NumPy and promote floats as in PyTorch; products and
+Elementwise operations broadcast as in NumPy and promote floats as in PyTorch; matrix products and
 normalisations require equal dtypes. All operations compute in fp32 internally (fp64 for float64)
 and round once to the result's dtype. No result depends on the number of threads.
 """

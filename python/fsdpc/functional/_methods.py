@@ -1,7 +1,7 @@
-"""Add operations composed in Python to Tensor, as methods and operators.
+"""Add the operations that are composed in Python to Tensor, as methods and operators.
 
-The extension's table defines methods for its own operations. The others are functions of this
-package that accept the tensor as first argument; they are set on the type once.
+The extension defines the methods of its own operations. The others are functions in this package
+whose first argument is the tensor; they are added to the type once.
 """
 
 from __future__ import annotations

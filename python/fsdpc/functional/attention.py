@@ -1,4 +1,4 @@
-"""Attention: one kernel call, or one per document; composed if a mask needs a gradient."""
+"""Attention as one kernel call, or one per document; composed if a mask needs a gradient."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def scaled_dot_product_attention(
     layout: str = "bhtd",
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Mix values by the softmax of query-key products, without keeping a T x T matrix.
+    """Weight values by the softmax of query-key products, without storing a T x T matrix.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ def attention_weights(
     scale: float | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Compute the weights by which attention multiplies the values.
+    """Compute the attention weights, by which the values are multiplied.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ def varlen_attention(
     scale: float | None = None,
     layout: str = "bhtd",
 ) -> Tensor:
-    """Compute attention within each document of rows that contain several documents.
+    """Compute attention separately for each document in rows of packed documents.
 
     Parameters
     ----------
@@ -183,7 +183,7 @@ def varlen_attention(
 
 
 def _to_add(mask: Tensor, q: Tensor) -> Tensor:
-    """Convert the mask to numbers in a dtype that the kernel can add to q's products."""
+    """Convert a mask to a float dtype in which the kernel can add it to the scores."""
     if q.dtype is _core.float64:
         return mask.to(_core.float64)
     halves = (_core.float32, _core.bfloat16, _core.float16)
@@ -191,7 +191,7 @@ def _to_add(mask: Tensor, q: Tensor) -> Tensor:
 
 
 def _groups(q: Tensor, k: Tensor) -> int:
-    """Return how many query heads share one key head."""
+    """Return the number of query heads per key head."""
     heads, shared = q.shape[1], k.shape[1]
     if shared == 0 or heads % shared:
         raise ValueError(f"attention: {heads} query heads and {shared} of keys; make it divide")

@@ -1,8 +1,9 @@
-"""Convolutions and pooling over height and width; 1-D inputs have a height of one.
+"""Convolutions and pooling over height and width; 1-D inputs are treated as having height 1.
 
-CPUs have kernels for them. On GPUs they are composed: a window of k elements is k strided slices of
-the padded input. Convolutions join the slices as columns for one matrix product (im2col), so they
-keep k times the input for backward. Pooling compares or adds the slices.
+CPUs have kernels for them. On GPUs they are composed of other operations: a window of k elements
+becomes k strided slices of the padded input. Convolutions join these slices as columns for one
+matrix product (im2col), and therefore keep k times the input for backward. Pooling compares or adds
+these slices.
 """
 
 from __future__ import annotations
@@ -177,7 +178,7 @@ def _max_pool(name: str, x: Tensor, kernel: Pair, stride: Pair | None, padding: 
 
 
 def avg_pool2d(x: Tensor, kernel: Pair, stride: Pair | None = None, padding: Pair = 0) -> Tensor:
-    """Average each window, including padding zeros; see :func:`max_pool2d`.
+    """Average each window, counting padding as zeros; see :func:`max_pool2d`.
 
     Examples
     --------
@@ -202,7 +203,7 @@ def _avg_pool(name: str, x: Tensor, kernel: Pair, stride: Pair | None, padding: 
 
 
 def max_pool1d(x: Tensor, kernel: int, stride: int | None = None, padding: int = 0) -> Tensor:
-    """Take the maximum of each window of (batch, channels, length).
+    """Take the maximum of each window, for input of shape (batch, channels, length).
 
     Examples
     --------
@@ -216,7 +217,7 @@ def max_pool1d(x: Tensor, kernel: int, stride: int | None = None, padding: int =
 
 
 def avg_pool1d(x: Tensor, kernel: int, stride: int | None = None, padding: int = 0) -> Tensor:
-    """Average each window of (batch, channels, length), including padding zeros.
+    """Average each window of (batch, channels, length), counting padding as zeros.
 
     Examples
     --------
@@ -237,7 +238,7 @@ def _check_rows(name: str, x: Tensor) -> None:
 def _check_convolution(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int
 ) -> None:
-    """Check shapes; errors name the operation and show the shapes that the caller passed."""
+    """Check shapes; errors name the operation and show the shapes passed by the caller."""
     ndim = 3 if name == "conv1d" else 4
     if x.ndim != ndim or weight.ndim != ndim:
         raise ValueError(
@@ -256,7 +257,7 @@ def _check_convolution(
 
 
 def pair(value: Pair) -> tuple[int, int]:
-    """Return the values for height and width, given one number or two."""
+    """Expand one number or two into a pair for height and width."""
     both = tuple(value) if isinstance(value, Iterable) else (value, value)
     if len(both) != 2:
         raise ValueError(f"{value} for height and width: give one number or two")
@@ -271,7 +272,7 @@ def _sides(
     steps: tuple[int, int],
     spread: tuple[int, int],
 ) -> Sides:
-    """Return the padding of (batch, channels, height, width); check that a window fits."""
+    """Return the padding for each dimension of the input, and check that a window fits."""
     reach = [d * (k - 1) for k, d in zip(kernel, spread, strict=True)]
     if isinstance(padding, str):
         if padding not in ("same", "valid") or (padding == "same" and steps != (1, 1)):
@@ -309,7 +310,7 @@ def _on_cuda(
     spread: tuple[int, int],
     groups: int,
 ) -> Tensor:
-    """Join shifted slices as columns (im2col), for one product per group."""
+    """Join shifted slices as columns (im2col) and compute one matrix product per group."""
     (out, part), kernel = weight.shape[:2], weight.shape[2:]
     padded = _padded(x, sides, 0.0).permute(0, 2, 3, 1)
     windows = _windows(padded, kernel, steps, spread, (1, 2))
@@ -333,7 +334,7 @@ def _windows(
     spread: tuple[int, int],
     dims: tuple[int, int],
 ) -> list[Tensor]:
-    """Yield element (i, j) of every window, for each i and j."""
+    """Return one strided slice per (i, j), which contains that element of every window."""
     found = []
     for at in np.ndindex(*kernel):
         index = [slice(None)] * x.ndim

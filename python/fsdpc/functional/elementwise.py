@@ -1,4 +1,4 @@
-"""Elementwise selection and logic, composed of mask and comparison kernels."""
+"""Elementwise selection and logic, built from mask and comparison kernels."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def where(condition: Any, x: Operand, y: Operand) -> Tensor:
 
 
 def clamp(x: Tensor, min: Operand | None = None, max: Operand | None = None) -> Tensor:
-    """Clamp elements to [min, max]; only unchanged elements get gradients.
+    """Clamp elements to [min, max]; only elements that do not change get gradients.
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ def clamp(x: Tensor, min: Operand | None = None, max: Operand | None = None) -> 
 
 
 def isnan(x: Tensor) -> Tensor:
-    """Return a bool tensor: whether each element is NaN.
+    """Return a bool tensor that is True where an element is NaN.
 
     Examples
     --------
@@ -113,7 +113,7 @@ def isnan(x: Tensor) -> Tensor:
 
 
 def isfinite(x: Tensor) -> Tensor:
-    """Return a bool tensor: whether each element is neither infinite nor NaN.
+    """Return a bool tensor that is True where an element is neither infinite nor NaN.
 
     Examples
     --------
@@ -127,7 +127,7 @@ def isfinite(x: Tensor) -> Tensor:
 
 
 def isinf(x: Tensor) -> Tensor:
-    """Return a bool tensor: whether each element is infinite.
+    """Return a bool tensor that is True where an element is infinite.
 
     Examples
     --------
@@ -141,7 +141,7 @@ def isinf(x: Tensor) -> Tensor:
 
 
 def logical_not(x: Any) -> Tensor:
-    """Return a bool tensor: whether each element is 0 or false.
+    """Return a bool tensor that is True where an element is 0 or False.
 
     Examples
     --------
@@ -153,7 +153,7 @@ def logical_not(x: Any) -> Tensor:
 
 
 def logical_and(x: Any, y: Any) -> Tensor:
-    """Return a bool tensor: whether both elements are true (not 0); the inputs broadcast.
+    """Compute the logical AND of two tensors, which broadcast; nonzero elements count as true.
 
     Examples
     --------
@@ -165,7 +165,7 @@ def logical_and(x: Any, y: Any) -> Tensor:
 
 
 def logical_or(x: Any, y: Any) -> Tensor:
-    """Return a bool tensor: whether at least one element is true (not 0); the inputs broadcast.
+    """Compute the logical OR of two tensors, which broadcast; nonzero elements count as true.
 
     Examples
     --------
@@ -177,7 +177,7 @@ def logical_or(x: Any, y: Any) -> Tensor:
 
 
 def logical_xor(x: Any, y: Any) -> Tensor:
-    """Return a bool tensor: whether exactly one element is true (not 0); the inputs broadcast.
+    """Compute the logical XOR of two tensors, which broadcast; nonzero elements count as true.
 
     Examples
     --------
@@ -209,7 +209,7 @@ def _truth(x: Any) -> Tensor:
 
 
 def _is_zero_beside(value: Any, x: Any) -> bool:
-    """Return whether the value is a 0 that x's dtype, of more than one byte, accepts."""
+    """Return whether the value is a 0 that fits x's dtype, which must be wider than a byte."""
     if not isinstance(value, (int, float)) or not isinstance(x, Tensor) or x.dtype.itemsize == 1:
         return False
     fits = x.dtype.is_floating_point or isinstance(value, int)
@@ -217,13 +217,13 @@ def _is_zero_beside(value: Any, x: Any) -> bool:
 
 
 def plain_number(value: Any) -> Any:
-    """Convert NumPy numbers to Python numbers, which must fit the dtype; others unchanged."""
+    """Convert a NumPy scalar to a Python number, so its range is checked; keep other values."""
     is_number = isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0
     return value.item() if is_number else value
 
 
 def fitted(value: Tensor, dtype: _core.dtype) -> Tensor:
-    """Cast a tensor; a 0-d tensor's value must fit, as for numbers, except on a GPU."""
+    """Cast a tensor; the value of a 0-d tensor must fit the dtype, except on a GPU."""
     if value.dtype is dtype:
         return value
     if value.ndim == 0 and _core.device_name() == "cpu" and not _core.in_dry_run():
@@ -232,7 +232,7 @@ def fitted(value: Tensor, dtype: _core.dtype) -> Tensor:
 
 
 def _pair(x: Operand, y: Operand) -> tuple[Tensor, Tensor]:
-    """Convert both to tensors; numbers get the dtype that arithmetic with the other would use."""
+    """Convert both to tensors; a number gets the dtype that arithmetic with the other would use."""
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         return x, y
     if isinstance(x, Tensor):
@@ -243,10 +243,10 @@ def _pair(x: Operand, y: Operand) -> tuple[Tensor, Tensor]:
     return x, _number(y, x)
 
 
-def _number(value: Any, beside: Tensor) -> Tensor:
+def _number(value: Any, other: Tensor) -> Tensor:
     if not isinstance(value, (int, float)):
         return _core.tensor(value)  # accepts an array, or raises TypeError
-    if beside.dtype is _core.bool_ and not isinstance(value, bool):
+    if other.dtype is _core.bool_ and not isinstance(value, bool):
         return _core.full((), value, dtype="int64" if isinstance(value, int) else "float32")
-    fits = beside.dtype.is_floating_point or isinstance(value, int)
-    return _core.full((), value, dtype=beside.dtype if fits else "float32")
+    fits = other.dtype.is_floating_point or isinstance(value, int)
+    return _core.full((), value, dtype=other.dtype if fits else "float32")

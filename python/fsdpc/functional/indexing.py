@@ -1,8 +1,8 @@
 """Access elements by index: gather, scatter, sort, and ``x[array]``.
 
-Everything is composed of two operations, each the other's gradient: picking rows by ids
-(:func:`embedding`, for any dtype) and adding rows by ids (`_core.scatter_rows`). Sums follow the
-order of the ids, in float32 for 16-bit floats, so results are the same in every run.
+All of them are composed of two operations, each of which is the other's gradient: picking rows by
+id (:func:`embedding`, for any dtype) and adding rows by id (`_core.scatter_rows`). Sums follow the
+order of the ids and use float32 for 16-bit floats, so results are the same in every run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def gather(x: Tensor, dim: int, index: Tensor) -> Tensor:
 
 
 def scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
-    """Add elements of src at the indexed positions: the counterpart of :func:`gather`.
+    """Add elements of src at the indexed positions; the counterpart of :func:`gather`.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ def scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
 
 
 def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
-    """Pick whole slices along a dimension, in the order of a 1-D index.
+    """Pick whole slices along a dimension, in the order given by a 1-D index.
 
     Parameters
     ----------
@@ -125,7 +125,7 @@ def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
 
 
 def take_along(x: Tensor, index: Any) -> Tensor:
-    """Read ``x[index]`` as a copy, with arrays or masks in the index, as in NumPy."""
+    """Copy ``x[index]``, where the index contains arrays or masks, as in NumPy."""
     index = _plain(index)
     lead = _reach(x, index)
     rows = np.arange(math.prod(x.shape[:lead]), dtype=np.int64).reshape(x.shape[:lead])
@@ -135,7 +135,7 @@ def take_along(x: Tensor, index: Any) -> Tensor:
 
 
 def put_along(x: Tensor, index: Any, value: Any) -> None:
-    """Write ``x[index] = value`` with arrays or masks; the last of equal indices wins."""
+    """Assign ``x[index] = value`` with arrays or masks; for repeated indices, the last wins."""
     value = plain_number(value)
     number = isinstance(value, (int, float)) and x.dtype.is_floating_point
     if number and isinstance(index, Tensor) and index.dtype is _core.bool_:
@@ -170,9 +170,9 @@ def put_along(x: Tensor, index: Any, value: Any) -> None:
 
 
 def argsort(x: Tensor, dim: int = -1, descending: bool = False) -> Tensor:
-    """Return the int64 indices that sort a dimension; equal elements keep their order.
+    """Return the int64 indices that sort a dimension; the sort is stable.
 
-    It is computed on the host, so a GPU has to wait.
+    The host computes them, so a GPU has to wait.
 
     Examples
     --------
@@ -196,7 +196,7 @@ def argsort(x: Tensor, dim: int = -1, descending: bool = False) -> Tensor:
 
 
 def sort(x: Tensor, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
-    """Sort along a dimension; NaN counts as largest, equal elements keep their order.
+    """Sort along a dimension; NaN counts as largest, and equal elements keep their order.
 
     Parameters
     ----------
@@ -221,7 +221,7 @@ def sort(x: Tensor, dim: int = -1, descending: bool = False) -> tuple[Tensor, Te
 
 
 def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True) -> tuple[Tensor, Tensor]:
-    """Find the k largest (or smallest) elements along a dimension, in order.
+    """Find the k largest or smallest elements along a dimension, in sorted order.
 
     Parameters
     ----------
@@ -264,7 +264,7 @@ def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True) -> tuple[Tensor
 
 
 def nonzero(x: Tensor) -> Tensor:
-    """Return (count, ndim) int64 indices of nonzero elements; waits for a GPU.
+    """Return the int64 indices of nonzero elements, as (count, ndim); waits for a GPU.
 
     Examples
     --------
@@ -276,10 +276,10 @@ def nonzero(x: Tensor) -> Tensor:
 
 
 def masked_fill(x: Tensor, mask: Any, value: float | Tensor) -> Tensor:
-    """Return x with a number where the (broadcast) mask is true; there, x gets no gradient.
+    """Replace elements of x with a number where the mask is true; they get no gradient.
 
-    The number may be a 0-d tensor, which gets a gradient. The result has x's dtype; raises
-    ValueError if the number does not fit it.
+    The number may be a 0-d tensor, in which case it gets a gradient. The result has x's dtype; a
+    number that does not fit it raises ValueError.
 
     Examples
     --------
@@ -300,7 +300,7 @@ def masked_fill(x: Tensor, mask: Any, value: float | Tensor) -> Tensor:
 
 
 def masked_select(x: Tensor, mask: Tensor) -> Tensor:
-    """Return the elements where the mask is true, as a 1-D tensor; waits for a GPU.
+    """Return the elements where the mask is true as a 1-D tensor; waits for a GPU.
 
     Examples
     --------
@@ -323,12 +323,12 @@ def count(n: int) -> Tensor:
 
 
 def host(x: Tensor) -> np.ndarray[Any, Any]:
-    """Return the values as an array that NumPy can sort; waits for a GPU."""
+    """Copy the values to an array that NumPy can sort; waits for a GPU."""
     return np.asarray(wide(x.detach()).numpy())
 
 
 def dimension(name: str, x: Tensor, dim: int, least: int = 0) -> int:
-    """Return a dimension counted from the first; IndexError if it does not exist.
+    """Return a dimension as a nonnegative index; raise IndexError if it does not exist.
 
     With ``least`` 1, a 0-d tensor counts as one-dimensional, as in PyTorch.
     """
@@ -347,9 +347,9 @@ _PLACES = 0xFFFFFFFF
 
 
 def _keys(array: np.ndarray[Any, Any], axis: int, descending: bool) -> Any:
-    """Return integers that sort like the elements, with the index in the low 32 bits.
+    """Return integers that sort like the elements and contain the index in their low 32 bits.
 
-    Returns None for dtypes whose elements need more than 32 bits. Sorting these integers is several
+    Returns None if the dtype's elements need more than 32 bits. Sorting these integers is several
     times faster than a stable sort of the elements.
     """
     if array.dtype == np.float32:
@@ -367,7 +367,7 @@ def _keys(array: np.ndarray[Any, Any], axis: int, descending: bool) -> Any:
 
 
 def _first_places(array: np.ndarray[Any, Any], k: int, axis: int, descending: bool) -> Any:
-    """Return indices of the first k elements, in order; None as for :func:`_keys`."""
+    """Return the sorted indices of the first k elements, or None if :func:`_keys` returns None."""
     first = (*(slice(None),) * axis, slice(0, k))
     if axis == array.ndim - 1 and array.dtype == np.float32:  # a search by value is faster
         at = array.shape[axis] - k if descending else k - 1
@@ -385,9 +385,9 @@ def _first_places(array: np.ndarray[Any, Any], k: int, axis: int, descending: bo
 
 
 def _linear(name: str, x: Tensor, dim: int, index: Tensor) -> Tensor:
-    """Return the memory positions of the elements that an index selects.
+    """Return the memory positions of the elements that the index selects.
 
-    Raises IndexError if one is out of range; on a GPU it becomes -1, which fails there.
+    An index out of range raises IndexError; on a GPU it becomes -1, and the kernel reports a fault.
     """
     axis = dimension(name, x, dim, 1)
     fits = index.ndim == x.ndim and all(
@@ -423,7 +423,7 @@ def _linear(name: str, x: Tensor, dim: int, index: Tensor) -> Tensor:
 
 
 def _plain(index: Any) -> Any:
-    """Return the index with tensors and lists replaced by arrays."""
+    """Convert the tensors and lists in an index to arrays."""
     items = index if isinstance(index, tuple) else (index,)
     plain = []
     for item in items:
@@ -440,7 +440,7 @@ def _plain(index: Any) -> Any:
 
 
 def _reach(x: Tensor, index: tuple[Any, ...]) -> int:
-    """Return how many leading dimensions the index uses; the others stay whole."""
+    """Return how many leading dimensions the index covers; the others are kept whole."""
     named = sum(
         0 if item is None or item is Ellipsis
         else item.ndim if isinstance(item, np.ndarray) and item.dtype == np.bool_

@@ -1,4 +1,4 @@
-"""Losses. Results are float32 (float64 for float64), because they sum many small numbers.
+"""Losses. Results are float32 (float64 for float64), because they are sums of many small numbers.
 
 ``reduction`` is "mean", "sum" or "none", as in PyTorch. Classes are the last dimension.
 """
@@ -136,7 +136,7 @@ def nll_loss(
 
 
 def mse_loss(x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    """Average the squared difference of two tensors (broadcast).
+    """Compute the mean squared difference of two tensors, which broadcast.
 
     Examples
     --------
@@ -150,7 +150,7 @@ def mse_loss(x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
 
 
 def l1_loss(x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    """Average the absolute difference of two tensors (broadcast).
+    """Compute the mean absolute difference of two tensors, which broadcast.
 
     Examples
     --------
@@ -163,7 +163,7 @@ def l1_loss(x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
 
 
 def smooth_l1_loss(x: Tensor, target: Tensor, reduction: str = "mean", beta: float = 1.0) -> Tensor:
-    """Average differences, squared below ``beta`` and absolute above it (Girshick 2015).
+    """Average the differences, squared below ``beta`` and absolute above (Girshick 2015).
 
     Examples
     --------
@@ -223,7 +223,7 @@ def binary_cross_entropy_with_logits(
 def kl_div(
     log_p: Tensor, target: Tensor, reduction: str = "mean", log_target: bool = False
 ) -> Tensor:
-    """Average ``target * (log(target) - log_p)``, the terms of a Kullback-Leibler divergence.
+    """Average the terms of a Kullback-Leibler divergence, ``target * (log(target) - log_p)``.
 
     Parameters
     ----------
@@ -271,7 +271,7 @@ def _reduced(loss: Tensor, reduction: str) -> Tensor:
 def _counted(
     targets: Tensor, ignore_index: int, weight: Tensor | None, dtype: _core.dtype
 ) -> Tensor:
-    """Return the number of rows that are not ignored, or the sum of their targets' weights."""
+    """Return the number of rows that are not ignored or, with weights, the sum of their weights."""
     counts = targets != ignore_index
     if weight is None:
         return counts.sum().to(dtype)
@@ -283,7 +283,7 @@ def _counted(
 def _of_probabilities(
     log_p: Tensor, target: Tensor, reduction: str, weight: Tensor | None, smoothing: float
 ) -> Tensor:
-    """Compute the cross entropy of distributions; the mean is over rows, as in PyTorch."""
+    """Compute the cross entropy of two distributions, averaged over rows as in PyTorch."""
     if log_p.shape != target.shape:
         raise ValueError(f"cross_entropy: logits {log_p.shape} and targets {target.shape}")
     if smoothing:

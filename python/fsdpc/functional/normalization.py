@@ -1,7 +1,7 @@
-"""Group and batch normalisation, also over ranks.
+"""Group and batch normalisation, optionally over ranks.
 
-Passes over x are kernels on rows, one row per channel and batch: moments, an affine map, and sums
-of gradients. Intermediate results are small tensors, which other operations combine.
+Each pass over x is a kernel with one row per channel and batch element: moments, an affine map, or
+sums of gradients. Intermediate results are small tensors, which other operations combine.
 """
 
 from __future__ import annotations
@@ -108,11 +108,11 @@ def batch_norm(
 def counted_batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, over_ranks: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute :func:`batch_norm` with the batch's own statistics, and also return those.
+    """Compute :func:`batch_norm` with the batch's own statistics, and return both.
 
-    The statistics are the mean and the variance, without gradients, and the per-channel element
-    count, which has shape (1). With ``over_ranks``, forward makes two small sums over ranks,
-    backward one.
+    The statistics are each channel's mean and variance, without gradients, and the number of
+    elements per channel, of shape (1). With ``over_ranks``, forward performs two small all-reduces
+    and backward one.
     """
     _check_batch(x, over_ranks)
     if not over_ranks and math.prod(x.shape) == x.shape[1]:
@@ -167,7 +167,7 @@ def batch_statistics(x: Tensor, over_ranks: bool = False) -> tuple[Tensor, Tenso
 
 
 def sum_over_ranks(x: Tensor) -> Tensor:
-    """Sum a tensor over all ranks; backward sums the gradients. Both are collective.
+    """Sum a tensor over all ranks; backward sums its gradient over all ranks. Both are collective.
 
     With a single rank, before :func:`fsdpc.init`, or in a dry run, the result is x.
 
@@ -186,7 +186,7 @@ def sum_over_ranks(x: Tensor) -> Tensor:
 
 
 class _Sets(NamedTuple):
-    """Rows, one per channel and batch, and which of them share a mean and variance."""
+    """A layout of rows, one per channel and batch element, and the sets that share statistics."""
 
     shape: tuple[int, int, int]  # batch, groups, channels per group
     dim: int  # dimension of the shape whose rows share statistics; 0 or 2
@@ -197,15 +197,15 @@ class _Sets(NamedTuple):
         return math.prod(self.shape)
 
     def values(self, t: Tensor) -> Tensor:
-        """Expand values per set or channel to values per row."""
+        """Expand per-set or per-channel values to one value per row."""
         return t if self.dim == 0 else t.expand(self.shape)
 
     def of_channels(self, t: Tensor, dtype: Any) -> Tensor:
-        """Return per-channel values in a shape that broadcasts with per-set values."""
+        """Reshape per-channel values so that they broadcast with per-set values."""
         return t.to(dtype).reshape(1, *self.shape[1:])
 
     def total(self, t: Tensor) -> Tensor:
-        """Sum per-row values over each set, on all ranks: (..., *shape)."""
+        """Sum per-row values over each set, across ranks if enabled; t has shape (..., *shape)."""
         total = t.sum(t.ndim - 3 + self.dim, True)
         return sum_over_ranks(total) if self.over_ranks else total
 
@@ -232,10 +232,11 @@ def _moments(x: Tensor, sets: _Sets) -> tuple[Tensor, Tensor, Tensor]:
 def _normalized(
     x: Tensor, sets: _Sets, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Normalise sets, scale and shift channels; mean, variance and count have no gradient.
+    """Normalise sets, then scale and shift channels; mean, variance and count get no gradient.
 
-    Let scale be a channel's weight divided by the deviation. Backward sums ``dy`` and
-    ``dy * (x - mean)`` over each row, times scale. With m and n, their means over a set::
+    Let scale be a channel's weight divided by the standard deviation. Backward sums ``dy`` and ``dy
+    * (x - mean)`` over each row and multiplies them by scale. With m and n, their means over a
+    set::
 
         dx = dy * scale - m - (x - mean) / variance * n
     """
@@ -285,7 +286,7 @@ def _mapped(x: Tensor, mean: Tensor, scale: Tensor, bias: Tensor | None) -> Tens
 
 
 def _check_of(*kept: Tensor) -> Callable[[], None]:
-    """Return a function that raises RuntimeError if a tensor has been written in place since."""
+    """Return a function that raises RuntimeError if a tensor has since been modified in place."""
     versions = [t._version for t in kept]
 
     def check() -> None:
@@ -308,10 +309,10 @@ def _is_single(x: Tensor) -> bool:
 
 
 def _long_rows(x: Tensor) -> Tensor:
-    """Return x, reshaped to (1, channels, batch) if rows would have only one element."""
+    """Reshape x to (1, channels, batch) if its rows would have only one element."""
     return x.transpose(0, 1).reshape(1, *x.shape[1::-1]) if _is_single(x) else x
 
 
 def _short_rows(y: Tensor, x: Tensor) -> Tensor:
-    """Invert :func:`_long_rows` for a result with x's shape."""
+    """Undo :func:`_long_rows`, returning a result with x's shape."""
     return y.reshape(*x.shape[1::-1]).transpose(0, 1).reshape(x.shape) if _is_single(x) else y

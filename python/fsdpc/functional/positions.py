@@ -9,7 +9,7 @@ from fsdpc._core import Tensor
 
 
 def rotary_tables(tokens: int, dim: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """Compute the cosines and sines for :func:`rotary`: (tokens, dim/2), float32.
+    """Compute the cosines and sines for :func:`rotary`, as float32 of shape (tokens, dim/2).
 
     Examples
     --------

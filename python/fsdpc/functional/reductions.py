@@ -1,8 +1,8 @@
 """Reductions other than sum and mean, and cumulative sums.
 
-The host finds extrema (a GPU has to wait) and :func:`gather` picks them, so only the picked
-element, the first of equal ones, gets a gradient. Everything else is composed of sums. 16-bit
-floats are computed in float32 and rounded once.
+The host finds extrema, for which a GPU has to wait, and :func:`gather` picks them, so only the
+picked element (the first among equals) gets a gradient. All other reductions are composed of sums.
+16-bit floats are computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def min(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
 
 
 def amax(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """Find the largest elements over one dimension, several or all; see :func:`max`.
+    """Find the largest elements over one, several or all dimensions; see :func:`max`.
 
     Examples
     --------
@@ -100,7 +100,7 @@ def amax(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
 
 
 def amin(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """Find the smallest elements over one dimension, several or all; see :func:`max`.
+    """Find the smallest elements over one, several or all dimensions; see :func:`max`.
 
     Examples
     --------
@@ -154,7 +154,7 @@ def argmin(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
 
 
 def any(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """Return whether any element is true (not 0), as bool, over some or all dimensions.
+    """Test whether any element is nonzero, over some or all dimensions.
 
     Examples
     --------
@@ -166,7 +166,7 @@ def any(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
 
 
 def all(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """Return whether every element is true (not 0), as bool, over some or all dimensions.
+    """Test whether all elements are nonzero, over some or all dimensions.
 
     Examples
     --------
@@ -209,7 +209,7 @@ def var(x: Tensor, dim: Dims = None, correction: float = 1, keepdim: bool = Fals
 
 
 def std(x: Tensor, dim: Dims = None, correction: float = 1, keepdim: bool = False) -> Tensor:
-    """Compute the standard deviation, the square root of :func:`var`; its gradient at 0 is 0.
+    """Compute the standard deviation, the square root of :func:`var`, with gradient 0 at 0.
 
     Examples
     --------
@@ -221,7 +221,7 @@ def std(x: Tensor, dim: Dims = None, correction: float = 1, keepdim: bool = Fals
 
 
 def norm(x: Tensor, p: float = 2, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """Compute a vector norm over some or all dimensions: ``sum(abs(x) ** p) ** (1 / p)``.
+    """Compute the vector norm ``sum(abs(x) ** p) ** (1 / p)`` over some or all dimensions.
 
     Parameters
     ----------
@@ -285,7 +285,7 @@ def cumsum(x: Tensor, dim: int) -> Tensor:
 
 
 def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    """Compute the logarithm of the sum of exponentials along a dimension, without overflow.
+    """Compute ``log(sum(exp(x)))`` along a dimension without overflow.
 
     The result is -inf if all elements are -inf or the dimension is empty.
 
@@ -299,7 +299,7 @@ def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
 
 
 def _root(total: Tensor, p: float) -> Tensor:
-    """Compute the p-th root; its gradient at 0 is 0."""
+    """Compute the p-th root, with gradient 0 at 0."""
     positive = where(total == 0, 1.0, total)  # the root's slope is finite there
     root = _core.sqrt(positive) if p == 2 else _core.pow(positive, 1 / p)
     return where(total == 0, 0.0, root)

@@ -1,4 +1,4 @@
-"""Split, join, pad, reorder and repeat tensors, and multiply two by named indices."""
+"""Split, join, pad, reorder and repeat tensors, and compute einsum of two."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdpc.functional.indexing import count, dimension, index_select
 
 
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Join tensors of one dtype along a dimension; this is PyTorch's name for :func:`concat`.
+    """Join tensors of the same dtype along a dimension; PyTorch's name for :func:`concat`.
 
     Examples
     --------
@@ -71,7 +71,7 @@ def split(x: Tensor, sizes: int | Sequence[int], dim: int = 0) -> list[Tensor]:
 
 
 def chunk(x: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
-    """Split a tensor into at most ``chunks`` equal parts; the last may be smaller.
+    """Split a tensor into at most ``chunks`` equal parts; the last part may be smaller.
 
     An empty dimension is split into ``chunks`` empty parts.
 
@@ -213,7 +213,7 @@ def repeat(x: Tensor, *counts: int | Sequence[int]) -> Tensor:
 
 
 def repeat_interleave(x: Tensor, repeats: int, dim: int) -> Tensor:
-    """Repeat each element along a dimension, keeping copies adjacent.
+    """Repeat each element along a dimension, with its copies next to each other.
 
     Examples
     --------
@@ -231,7 +231,7 @@ def repeat_interleave(x: Tensor, repeats: int, dim: int) -> Tensor:
 
 
 def outer(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply each element of one vector by each element of another: (n), (m) -> (n, m).
+    """Compute the outer product of two vectors: (n), (m) -> (n, m).
 
     Examples
     --------
@@ -245,7 +245,7 @@ def outer(a: Tensor, b: Tensor) -> Tensor:
 
 
 def tril(x: Tensor, diagonal: int = 0) -> Tensor:
-    """Keep the lower triangle of (..., rows, cols), up to a diagonal; set the remainder to 0.
+    """Keep the lower triangle of (..., rows, cols), up to a diagonal, and zero the others.
 
     Examples
     --------
@@ -258,7 +258,7 @@ def tril(x: Tensor, diagonal: int = 0) -> Tensor:
 
 
 def triu(x: Tensor, diagonal: int = 0) -> Tensor:
-    """Keep the upper triangle of (..., rows, cols), from a diagonal on; set the remainder to 0.
+    """Keep the upper triangle of (..., rows, cols), from a diagonal on, and zero the others.
 
     Examples
     --------
@@ -271,7 +271,7 @@ def triu(x: Tensor, diagonal: int = 0) -> Tensor:
 
 
 def lower(rows: int, cols: int, diagonal: int = 0) -> Tensor:
-    """Return a (rows, cols) bool tensor: whether the column is at most row + diagonal."""
+    """Return a (rows, cols) bool mask that is True where the column is at most row + diagonal."""
     return count(cols) <= count(rows).reshape(-1, 1) + diagonal
 
 
@@ -282,9 +282,9 @@ def _matrix(name: str, x: Tensor) -> tuple[int, int]:
 
 
 def one_hot(ids: Tensor, num_classes: int) -> Tensor:
-    """Encode class ids as int64 vectors of 0 and 1: (...) -> (..., num_classes).
+    """Encode class ids as one-hot int64 vectors: (...) -> (..., num_classes).
 
-    On a GPU, ids are not checked, to avoid waiting: an invalid id gives zeros.
+    On a GPU, ids are not checked, because that would require waiting; an invalid id gives zeros.
 
     Raises
     ------
@@ -310,7 +310,7 @@ def one_hot(ids: Tensor, num_classes: int) -> Tensor:
 
 
 def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
-    """Multiply two tensors and sum over named indices, in one (batched) matrix product.
+    """Multiply two tensors and sum over named indices with one (batched) matrix product.
 
     Parameters
     ----------
@@ -359,7 +359,7 @@ def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _parse(equation: str, a: Tensor, b: Tensor) -> tuple[str, str, str]:
-    """Return a letter for each dimension of a, b and the result; digits replace "..."."""
+    """Return the letters for the dimensions of a, b and the result; digits replace "..."."""
     operands, arrow, out = equation.replace(" ", "").partition("->")
     left, comma, right = operands.partition(",")
     if not arrow:
@@ -389,7 +389,7 @@ def _parse(equation: str, a: Tensor, b: Tensor) -> tuple[str, str, str]:
 
 
 def _broadcast(a: Tensor, left: str, b: Tensor, right: str) -> tuple[Tensor, Tensor]:
-    """Expand dimensions of size 1 to the other operand's size for the same index."""
+    """Expand dimensions of size 1 to the size that the other operand has for that index."""
     sizes: dict[str, int] = {}
     for x, letters in ((a, left), (b, right)):
         for c, n in zip(letters, x.shape, strict=True):

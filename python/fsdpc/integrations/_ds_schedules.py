@@ -1,7 +1,7 @@
 """DeepSpeed's learning rate schedules, as torch schedulers.
 
-The first step has the smallest rate; step k uses DeepSpeed's rate for iteration k - 1.
-Source: ``deepspeed/runtime/lr_schedules.py``.
+The first step has the lowest rate; step k, counted from 0, uses DeepSpeed's rate for iteration k -
+1. Source: ``deepspeed/runtime/lr_schedules.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fsdpc.optim.lr_scheduler import warmup_share
 
 
 class _Schedule(LRScheduler):
-    """Computes rates from (iteration, group's own rate); iteration -1 precedes the first."""
+    """Computes the rate from the iteration (-1 before the first) and the group's base rate."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, rate: Callable[[int, float], float]):
         self._rate = rate

@@ -1,4 +1,4 @@
-"""How a trainer chooses units when it shards a model, and how a folder stores the model."""
+"""How a trainer divides a model into units, and how a folder stores the model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def shard(module: nn.Module, units: Units, inner: Mapping[str, Any], options: Any) -> None:
-    """Make a module and some of its submodules units; collective.
+    """Turn a module and some of its submodules into units (collective).
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ def shard(module: nn.Module, units: Units, inner: Mapping[str, Any], options: An
 
 
 def plan_of(units: Units, module: nn.Module) -> Any:
-    """Return a plan in the form that ``fully_shard`` accepts.
+    """Return the plan in a form that ``fully_shard`` accepts.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ def plan_of(units: Units, module: nn.Module) -> Any:
 
 
 def _materialise(module: nn.Module) -> None:
-    """Initialise parameters on the meta device if their modules can draw the values."""
+    """Initialise parameters on the meta device if their modules have ``reset_parameters``."""
     from fsdpc.torch import _device
 
     module.to_empty(device=_device.home())
@@ -108,7 +108,7 @@ def _materialise(module: nn.Module) -> None:
 
 
 def no_sync(module: nn.Module) -> ExitStack:
-    """Return a context in which the gradients of all inner units stay local."""
+    """Return a context in which no inner unit reduces its gradients."""
     stack = ExitStack()
     for m in module.modules():
         if isinstance(m, FSDPModule):
@@ -117,7 +117,7 @@ def no_sync(module: nn.Module) -> ExitStack:
 
 
 def move(optimizer: torch.optim.Optimizer, places: Places) -> None:
-    """Make an optimizer created before sharding update the pieces.
+    """Make an optimizer that was created before sharding update the sharded pieces.
 
     Raises
     ------
@@ -135,12 +135,12 @@ META = "meta.pt"
 
 
 def is_folder_of_parts(path: Path) -> bool:
-    """Return whether a path is a complete result of :func:`save_parts`."""
+    """Return whether a path is a complete folder written by :func:`save_parts`."""
     return path.is_dir() and (path / META).is_file()
 
 
 def save_parts(path: Path, state: dict[str, Any], rest: Any) -> None:
-    """Save each rank's model and optimizer rows, and other data as rank 0's file; collective.
+    """Save each rank's model and optimizer rows, and other data from rank 0 (collective).
 
     Parameters
     ----------
@@ -167,7 +167,7 @@ def save_parts(path: Path, state: dict[str, Any], rest: Any) -> None:
 def load_parts(
     path: Path, model: tuple[str, nn.Module], optimizers: Any, strict: bool = True
 ) -> None:
-    """Load a model and optimizers on any number of ranks; collective.
+    """Load a model and optimizers, on any number of ranks (collective).
 
     Parameters
     ----------

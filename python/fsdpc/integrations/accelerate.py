@@ -6,8 +6,8 @@
     model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, loader, scheduler)
 
 The rest of the script does not change, and no part of Accelerate is replaced. The model is prepared
-as for evaluation (only autocast) because units reduce gradients themselves. The optimizer is an
-``AcceleratedOptimizer`` with a full state dict.
+as for evaluation, with autocast only, because units reduce gradients themselves. The optimizer is
+an ``AcceleratedOptimizer`` whose state dict contains full tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OTHERS = {
 
 
 class WholeStateOptimizer(AcceleratedOptimizer):
-    """Accelerate's optimizer, whose state dict has unsharded tensors by index; collective.
+    """Accelerate's optimizer with unsharded tensors, by index, in its state dict (collective).
 
     An optimizer for the unsharded model can load this state dict, and vice versa, on any number of
     ranks.
@@ -67,7 +67,7 @@ class WholeStateOptimizer(AcceleratedOptimizer):
         self._is_accelerate_prepared = True  # so that Accelerate does not wrap it again
 
     def state_dict(self) -> dict[str, Any]:
-        """Return unsharded states on rank 0, and an empty dict on other ranks; collective."""
+        """Return unsharded states on rank 0 and an empty dict on the other ranks (collective)."""
         if self._gathered is not None:
             return self._gathered
         states = optim_state.get_optimizer_state_dict(self._model, self.optimizer, rank0_only=True)
@@ -75,7 +75,7 @@ class WholeStateOptimizer(AcceleratedOptimizer):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Gather now, on all ranks; inside, any rank may call ``state_dict()`` independently."""
+        """Gather the states on all ranks; inside, any rank may call ``state_dict()`` on its own."""
         self._gathered = self.state_dict()
         try:
             yield
@@ -83,13 +83,13 @@ class WholeStateOptimizer(AcceleratedOptimizer):
             self._gathered = None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load this rank's rows from unsharded states, which every rank must pass."""
+        """Load this rank's rows from unsharded states, which must be passed on every rank."""
         states = optim_state.rekey(state_dict, self._model, self.optimizer, by_name=True)
         optim_state.set_optimizer_state_dict(self._model, self.optimizer, states)
 
 
 def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options: Any) -> Any:
-    """Shard a model and prepare it with its optimizers, loaders and schedulers; collective.
+    """Shard a model and prepare it with its optimizers, loaders and schedulers (collective).
 
     Parameters
     ----------
@@ -173,7 +173,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
 
 
 def check(accelerator: Accelerator) -> None:
-    """Raise ValueError if an accelerator is configured to shard or split models in other ways."""
+    """Raise ValueError if the accelerator is configured to shard or split models itself."""
     engine = _OTHERS.get(accelerator.distributed_type)
     if getattr(accelerator, "parallelism_config", None) is not None:
         engine = "a parallelism_config"
@@ -184,7 +184,7 @@ def check(accelerator: Accelerator) -> None:
             "mp_policy=MixedPrecisionPolicy(reduce_dtype=...) says in what dtype"
         )
     if accelerator.project_configuration.save_on_each_node:
-        raise ValueError("save_on_each_node: rank 0 alone has whole states, for all hosts' folder")
+        raise ValueError("save_on_each_node: only rank 0 has whole states, for all hosts' folder")
     if engine is not None:
         raise ValueError(
             f"the accelerator was made for {engine}, and fsdpc shards the model itself: leave it "
@@ -194,7 +194,7 @@ def check(accelerator: Accelerator) -> None:
 
 
 def _check_ranks(accelerator: Accelerator) -> None:
-    """Raise if every rank would train on the same data, as if it were the only one."""
+    """Raise ValueError if the accelerator would give every rank the same data."""
     ranks = join().size
     if ranks != accelerator.num_processes:
         raise ValueError(
@@ -205,7 +205,7 @@ def _check_ranks(accelerator: Accelerator) -> None:
 
 
 def _check_new(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """Raise if states for whole parameters would be lost."""
+    """Raise ValueError if sharding would discard existing optimizer states."""
     for p in optimizer.state:
         if id(p) in names and optimizer.state[p]:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""DeepSpeed's ``initialize`` and engine over :mod:`fsdpc.torch`; DeepSpeed itself is not needed.
+"""DeepSpeed's ``initialize`` and engine on top of :mod:`fsdpc.torch`, without DeepSpeed itself.
 
 In a script, replace ``import deepspeed`` with ``from fsdpc.integrations import deepspeed``. The
 table :data:`KEYS`, shown in the docs, specifies how each configuration key is handled.
@@ -56,7 +56,7 @@ def init_distributed(
     world_size: int = -1,
     **_: Any,
 ) -> None:
-    """Join torch's process group if a launcher set its variables, unless it is already joined.
+    """Join torch's process group if a launcher set its variables and it is not yet joined.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ def initialize(
     units: _units.Units = None,
     **others: Any,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """Shard a model as a DeepSpeed configuration specifies, and create its engine; collective.
+    """Shard a model according to a DeepSpeed configuration, and create its engine (collective).
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ def initialize(
 
 
 def _batch_sizes(said: Mapping[str, Any], ranks: int) -> tuple[int, int, int]:
-    """Return sequences per step, sequences per rank and backward, and backwards per step."""
+    """Return the global batch size, the micro-batch size, and the micro-batches per step."""
     total = said.get("train_batch_size")
     micro = said.get("train_micro_batch_size_per_gpu")
     steps = said.get("gradient_accumulation_steps")
@@ -216,7 +216,7 @@ def _shard_options(said: Mapping[str, Any]) -> dict[str, Any]:
 def _optimizer(
     said: Mapping[str, Any], given: Any, model: nn.Module, groups: Any, places: Any
 ) -> Any:
-    """Return the optimizer for the pieces."""
+    """Return an optimizer for the sharded pieces."""
     params: Any = [p for p in model.parameters() if p.requires_grad]
     if groups is not None and groups and isinstance(groups[0], Mapping):
         params = [{**g, "params": moved(g["params"], places)} for g in groups]
@@ -264,9 +264,9 @@ def _scheduler(said: Mapping[str, Any], given: Any, optimizer: Any) -> Any:
 
 
 class DeepSpeedEngine:
-    """The first result of :func:`initialize`: a sharded model that counts its backwards.
+    """The engine that :func:`initialize` returns: a sharded model that counts its backward passes.
 
-    Other attributes and methods come from the model. It is not an ``nn.Module``.
+    Any other attribute or method is the model's. It is not an ``nn.Module``.
 
     Attributes
     ----------
@@ -341,15 +341,15 @@ class DeepSpeedEngine:
     forward = __call__
 
     def train_batch_size(self) -> int:
-        """Return the number of sequences per step over all ranks."""
+        """Return the number of sequences per step, over all ranks."""
         return self._batch[0]
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the number of sequences per backward on each rank."""
+        """Return the number of sequences per backward pass on each rank."""
         return self._batch[1]
 
     def gradient_accumulation_steps(self) -> int:
-        """Return the number of backwards per step."""
+        """Return the number of backward passes per step."""
         return self._batch[2]
 
     def get_batch_info(self) -> tuple[int, int, int]:
@@ -358,7 +358,7 @@ class DeepSpeedEngine:
 
     @property
     def global_samples(self) -> int:
-        """The number of sequences over all ranks and all steps so far."""
+        """The number of sequences so far, over all ranks and steps."""
         return self.global_steps * self._batch[0]
 
     def fp16_enabled(self) -> bool:
@@ -378,7 +378,7 @@ class DeepSpeedEngine:
         return int(self._said.get("zero_optimization.stage", 0))
 
     def gradient_clipping(self) -> float:
-        """Return the maximum gradient norm, or 0 without clipping."""
+        """Return the maximum gradient norm, or 0 if clipping is off."""
         return self._clip
 
     def get_lr(self) -> list[float]:
@@ -386,7 +386,7 @@ class DeepSpeedEngine:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the last step's gradient norm before clipping, or None before the first step."""
+        """Return the last step's gradient norm, before clipping, or None before the first step."""
         return self._norm
 
     def was_step_applied(self) -> bool:
@@ -403,12 +403,12 @@ class DeepSpeedEngine:
         return 1.0 if self._scaler is None else self._scaler.get_scale()
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether the next :meth:`step` completes a step."""
+        """Return whether the next call to :meth:`step` completes a step."""
         return (self.micro_steps + 1) % self._batch[2] == 0
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients local inside; :meth:`step` raises there."""
+        """Keep gradients local inside the block, where calling :meth:`step` raises an error."""
         context: AbstractContextManager[Any] = _units.no_sync(self.module)
         with context:
             self._in_no_sync = True
@@ -420,7 +420,7 @@ class DeepSpeedEngine:
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
-        """Run backward on this rank's loss divided by the number of backwards per step.
+        """Run backward on this rank's loss, divided by the number of backward passes per step.
 
         Parameters
         ----------
@@ -448,7 +448,7 @@ class DeepSpeedEngine:
         return loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """End a micro-step; after the last one, clip, step and clear gradients; collective.
+        """End a micro-step; after the last one, clip, step and clear gradients (collective).
 
         Parameters
         ----------
@@ -478,7 +478,7 @@ class DeepSpeedEngine:
         self.optimizer.zero_grad()
 
     def _apply(self) -> bool:
-        """Clip and step, unless gradients overflowed."""
+        """Clip and step, unless the gradients overflowed."""
         params = [p for g in self.optimizer.param_groups for p in g["params"]]
         scale = self.cur_scale
         limit = self._clip * scale if self._clip > 0 else math.inf
@@ -533,7 +533,7 @@ class DeepSpeedEngine:
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load what :meth:`save_checkpoint` wrote, on any number of ranks; collective.
+        """Load a checkpoint from :meth:`save_checkpoint`, on any number of ranks (collective).
 
         Returns
         -------
@@ -565,7 +565,7 @@ class DeepSpeedEngine:
     def save_16bit_model(
         self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin"
     ) -> bool:
-        """Write full parameters in the compute dtype, with ``torch.save`` on rank 0; collective.
+        """Write full parameters in the compute dtype, using ``torch.save`` on rank 0 (collective).
 
         Parameters
         ----------

@@ -1,9 +1,9 @@
 """Strategies for Lightning's Trainer and Fabric over :mod:`fsdpc.torch`.
 
-Use ``Trainer(strategy=FsdpcStrategy())`` and ``Fabric(strategy=FsdpcFabricStrategy())``, or
-``"fsdpc"`` for either after importing this module. Both launch processes and communicate like
-Lightning's DDP strategies, because its FSDP and model-parallel strategies reject CPUs or loss
-scaling. Tested with lightning 2.6.
+Pass ``Trainer(strategy=FsdpcStrategy())`` or ``Fabric(strategy=FsdpcFabricStrategy())``; after
+importing this module, ``"fsdpc"`` also works for either. Both launch processes and communicate like
+Lightning's DDP strategies, because its FSDP and model-parallel strategies do not support CPUs or
+loss scaling. Tested with lightning 2.6.
 
 A LightningModule is the outermost unit, so its steps can read any of its parameters. With manual
 optimization, backward runs inside a step, so each child is an outermost unit instead.
@@ -103,16 +103,16 @@ class FsdpcStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Return True: parameters are loaded into units, after sharding."""
+        """Return True, because parameters are loaded into units after sharding."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Return False: :meth:`load_checkpoint` restores optimizers, by name."""
+        """Return False, because :meth:`load_checkpoint` restores optimizers by name."""
         return False
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard the module, if necessary, and create optimizers for its pieces; collective."""
+        """Shard the module if necessary, and create optimizers for its pieces (collective)."""
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         _refuse_callbacks(trainer)
@@ -131,7 +131,7 @@ class FsdpcStrategy(DDPStrategy):
         self.setup_precision_plugin()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's method as the outermost unit's forward."""
+        """Run the module's method as the forward of the outermost unit."""
         with self.precision_plugin.train_step_context():
             return self._run("training_step", args, kwargs)
 
@@ -165,12 +165,12 @@ class FsdpcStrategy(DDPStrategy):
             yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return full parameters on rank 0, or every rank's rows; collective."""
+        """Return full parameters on rank 0, or every rank's rows (collective)."""
         assert self.lightning_module is not None
         return _model_state(self.lightning_module, self._sharded)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return full states on rank 0, indexed as in torch, or the optimizer; collective."""
+        """Return full states on rank 0, indexed as in torch, or every rank's rows (collective)."""
         assert self.lightning_module is not None
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
@@ -179,7 +179,7 @@ class FsdpcStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Write a file on rank 0, or a folder from all ranks; collective."""
+        """Write a file from rank 0, or a folder from all ranks (collective)."""
         assert self.lightning_module is not None
         path = Path(self.broadcast(filepath))
         if not self._sharded:
@@ -195,7 +195,7 @@ class FsdpcStrategy(DDPStrategy):
         _units.save_parts(path, state, checkpoint)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        """Load the model and, when fitting, optimizers from either checkpoint type; collective."""
+        """Load the model and, if fitting, optimizers from either checkpoint type (collective)."""
         module = self.lightning_module
         assert module is not None
         path = Path(self.broadcast(checkpoint_path))
@@ -213,15 +213,15 @@ class FsdpcStrategy(DDPStrategy):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a file's full parameters; a folder's are already loaded."""
+        """Load full parameters from a file; those in a folder are already loaded."""
         if "state_dict" in checkpoint:
             super().load_model_state_dict(checkpoint, strict)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Do nothing: the engine reports where ranks are waiting."""
+        """Do nothing, because the engine itself reports where ranks are waiting."""
 
     def teardown(self) -> None:
-        """Leave the module and optimizers in place: units stay on their device."""
+        """Do not move the module or the optimizers, because units stay on their device."""
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -230,7 +230,7 @@ class FsdpcStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register "fsdpc"; the base class keeps its own names."""
+        """Register "fsdpc"; the base class registers its own names."""
         strategy_registry.register("fsdpc", cls, description="units sharded by fsdpc")
 
 
@@ -280,7 +280,7 @@ class FsdpcFabricStrategy(FabricDDPStrategy):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Any], scheduler: Any = None
     ) -> Any:
-        """Shard a module and make optimizers update its pieces; collective."""
+        """Shard a module and make the optimizers update its pieces (collective)."""
         places = places_of(module)
         self.setup_module(module)
         for optimizer in optimizers:
@@ -316,7 +316,7 @@ class FsdpcFabricStrategy(FabricDDPStrategy):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load the entries of ``state`` in place, on any number of ranks; return the others."""
+        """Load entries of ``state`` in place, on any number of ranks, and return the others."""
         path = Path(self.broadcast(path))
         if not _units.is_folder_of_parts(path) and (not state or isinstance(state, nn.Module)):
             return super().load_checkpoint(path, state, strict, weights_only)
@@ -358,7 +358,7 @@ class _NoSync:
 
 
 def _environment() -> ClusterEnvironment | None:
-    """Return the environment that reads torchrun's variables if fsdpc's launchers set them."""
+    """Return an environment that reads torchrun's variables, if fsdpc's launchers set them."""
     return TorchElasticEnvironment() if "FSDPC_LAUNCHER_PID" in os.environ else None
 
 
@@ -369,7 +369,7 @@ def _is_sharded_type(state_dict_type: str) -> bool:
 
 
 def _inner_options(precision: Any, mixed: type, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return inner units' options for a precision plugin; none if the user passed a policy."""
+    """Derive inner units' options from a precision plugin, unless the user passed a policy."""
     if "mp_policy" in options or not isinstance(precision, mixed):
         return {}
     dtype = torch.float16 if precision.precision == "16-mixed" else torch.bfloat16  # type: ignore[attr-defined]
@@ -377,7 +377,7 @@ def _inner_options(precision: Any, mixed: type, options: Mapping[str, Any]) -> d
 
 
 def _children(module: LightningModule) -> list[nn.Module]:
-    """Return the modules to shard if backward runs inside a step."""
+    """Return the child modules to shard if backward runs inside a step."""
     own = [name for name, p in module.named_parameters(recurse=False)]
     if own:
         raise ValueError(
@@ -391,20 +391,20 @@ def _refuse_callbacks(trainer: Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise NotImplementedError(
-                f"{type(callback).__name__} keeps a copy of the whole model beside units, which "
+                f"{type(callback).__name__} keeps a copy of the whole model, and units "
                 "have rows: keep an average of the parameters in on_train_batch_end instead"
             )
 
 
 def _model_state(module: nn.Module, sharded: bool) -> dict[str, Any]:
-    """Return every rank's rows, or full parameters on rank 0; collective."""
+    """Return every rank's rows, or full parameters on rank 0 (collective)."""
     if sharded:
         return get_model_state_dict(module, sharded=True)
     return get_model_state_dict(module, rank0_only=True)
 
 
 def _optimizer_state(module: nn.Module, optimizer: Any, sharded: bool) -> dict[str, Any]:
-    """Return every rank's rows, or an unsharded optimizer's full states on rank 0; collective."""
+    """Return every rank's rows, or the unsharded optimizer's full states on rank 0 (collective)."""
     if sharded:
         return get_optimizer_state_dict(module, optimizer, sharded=True)
     states = get_optimizer_state_dict(module, optimizer, rank0_only=True)
@@ -412,14 +412,14 @@ def _optimizer_state(module: nn.Module, optimizer: Any, sharded: bool) -> dict[s
 
 
 def _named(module: nn.Module, optimizer: Any, states: dict[str, Any]) -> dict[str, Any]:
-    """Return a file's states by parameter name; a consolidated folder's already are."""
+    """Return the states in a file by parameter name; a consolidated folder's already have names."""
     if all(isinstance(name, str) for group in states["param_groups"] for name in group["params"]):
         return states
     return rekey(states, module, optimizer, by_name=True)
 
 
 def _parts_of(state: Mapping[str, Any]) -> tuple[str, nn.Module, dict[str, Any]]:
-    """Return a state's only sharded model, its key, and the optimizers."""
+    """Return the only sharded model in a state, its key, and the optimizers."""
     models = [(k, m) for k, m in state.items() if isinstance(m, nn.Module) and _units.is_sharded(m)]
     if len(models) != 1:
         raise ValueError(

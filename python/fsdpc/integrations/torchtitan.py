@@ -1,8 +1,8 @@
-"""Support for torchtitan's decoders over :mod:`fsdpc.torch`: a model's ``parallelize_fn``.
+"""Support for torchtitan's decoders, through a model's ``parallelize_fn`` over :mod:`fsdpc.torch`.
 
 ``model_spec = use(model_spec)`` makes a torchtitan trainer shard with fsdpc. This module does not
 import torchtitan; it reads arguments by their names in version 0.3. Tensor, context, pipeline and
-expert parallelism are refused.
+expert parallelism are not supported.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def parallelize(
     ac_config: Any,
     dump_folder: str,
 ) -> nn.Module:
-    """Checkpoint activations and shard, as torchtitan's own function does; collective.
+    """Checkpoint activations and shard, like torchtitan's own function (collective).
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ def parallelize(
     """
     asked = [name for name in _OTHERS if getattr(parallel_dims, f"{name}_enabled", False)]
     if asked:
-        raise NotImplementedError(f"parallel dimensions {asked}: fsdpc shards over data alone")
+        raise NotImplementedError(f"parallel dimensions {asked}: fsdpc shards only over data")
     if getattr(parallelism, "spmd_backend", "default") in ("full_dtensor", "spmd_types"):
         raise NotImplementedError(
             f"spmd_backend {parallelism.spmd_backend!r}: there are no DTensors here; set "
@@ -89,7 +89,7 @@ def parallelize(
 
 
 def _shard(model: Any, options: dict[str, Any], reshard: str) -> None:
-    """Make units of the embedding, each layer, norm and head together, and everything else."""
+    """Make units of the embedding, each layer, the norm with the head, and everything else."""
     if reshard not in ("default", "always", "never"):
         raise ValueError(f"fsdp_reshard_after_forward is default, always or never: {reshard!r}")
     inner = {**options, "reshard_after_forward": reshard != "never"}
@@ -107,6 +107,6 @@ def _shard(model: Any, options: dict[str, Any], reshard: str) -> None:
 
 
 def _init_weights(model: nn.Module, **kwargs: Any) -> None:
-    """Call the model's method on full parameters and keep this rank's rows; collective."""
+    """Call the model's method on full parameters, then keep this rank's rows (collective)."""
     with full_values(states_of(model)):
         type(model).init_weights(model, **kwargs)  # type: ignore[operator]

@@ -5,7 +5,7 @@
     trainer = Trainer(model=model, args=args, train_dataset=data)
     trainer.train()
 
-The model is sharded when ``train()`` or ``evaluate()`` first needs it, by its ``fsdp_plan`` or by
+The model is sharded when ``train()`` or ``evaluate()`` first needs it, using its ``fsdp_plan`` or
 the classes that transformers does not split. Checkpoints have the format of transformers' Trainer
 on one process: ``model.safetensors``, and an ``optimizer.pt`` with unsharded states. Either Trainer
 can resume from the other's checkpoints, on any number of ranks.
@@ -27,7 +27,7 @@ from fsdpc.torch import get_model_state_dict
 
 #: Arguments that would train differently, or fail on only some ranks.
 _REFUSED = {
-    "auto_find_batch_size": "a rank that runs out of memory alone would leave the others waiting",
+    "auto_find_batch_size": "a single rank that runs out of memory would leave the others waiting",
     "ddp_broadcast_buffers": "units send no buffers; each rank keeps its own",
     "torch_compile": "compile the layers of the model before it is given to the Trainer",
     "save_on_each_node": "checkpoints lie in one folder that all hosts see",
@@ -35,7 +35,7 @@ _REFUSED = {
 
 
 class ShardedTrainer:
-    """The class that shards; list it before any ``transformers.Trainer`` subclass, such as TRL's.
+    """Mixin class that shards; list it before any ``transformers.Trainer`` subclass, such as TRL's.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ class ShardedTrainer:
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create a plain data-parallel accelerator: fsdpc handles the FSDP settings."""
+        """Create a plain data-parallel accelerator, because fsdpc handles the FSDP settings."""
         for name, why in _REFUSED.items():
             if getattr(self.args, name, False):
                 raise ValueError(f"{type(self).__name__} with args.{name}: {why}")
@@ -90,7 +90,7 @@ class ShardedTrainer:
         check(self.accelerator)
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Shard the model and create the optimizer for its pieces; collective."""
+        """Shard the model and create an optimizer for its pieces (collective)."""
         self._shard()
         optimizer = super().create_optimizer(model)  # type: ignore[misc]
         if not isinstance(optimizer, WholeStateOptimizer):
@@ -98,12 +98,12 @@ class ShardedTrainer:
         return self.optimizer
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Shard the model, if it is not sharded, and evaluate or predict; collective."""
+        """Shard the model if necessary, then evaluate or predict (collective)."""
         self._shard()
         return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Return transformers' value for the whole model."""
+        """Return the value that transformers computes for the unsharded model."""
         name = getattr(self.model, "main_input_name", "input_ids")
         return 6 * inputs[name].numel() * self._numel if name in inputs else 0
 
@@ -129,7 +129,7 @@ class ShardedTrainer:
 
 
 def _numel(model: nn.Module) -> int:
-    """Count the elements of unsharded parameters, without embeddings, as transformers does."""
+    """Count the elements of unsharded parameters, excluding embeddings as transformers does."""
     looked_up = {
         id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()
     }

@@ -24,7 +24,7 @@ class Channel:
         self._read = bytearray()
 
     def send(self, message: Message) -> None:
-        """Write a message, waiting until it fits into the socket pair."""
+        """Write a message, waiting for space in the socket pair if necessary."""
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         view = memoryview(LENGTH.pack(len(data)) + data)
         while view:
@@ -38,7 +38,7 @@ class Channel:
         return message
 
     def available(self) -> tuple[list[Message], bool]:
-        """Read once; return the complete messages and whether the other end is open."""
+        """Read once; return the complete messages, and whether the other end is still open."""
         try:
             is_open = self._fill()
         except ConnectionError:

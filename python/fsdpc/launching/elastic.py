@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Elastic:
-    """The minimum and maximum number of ranks in a run; prints as ``MIN:MAX``."""
+    """The minimum and maximum number of ranks in a run, printed as ``MIN:MAX``."""
 
     least: int
     most: int
@@ -35,7 +35,7 @@ def parse_elastic(text: str) -> Elastic:
 
 
 def share_batch(sequences: int, ranks: int, batch: int) -> tuple[int, int] | None:
-    """Return the per-rank batch and micro-steps for a global batch of this many sequences.
+    """Return the per-rank batch size and the number of micro-steps for a global batch size.
 
     The per-rank batch is at most ``batch``, so no rank needs more memory. Returns None if
     the sequences cannot be divided evenly among the ranks.

@@ -22,14 +22,14 @@ SHOWN_LINES = 30
 
 
 class Report(NamedTuple):
-    """A rank's message: `kind` is "ok" (`value`: its result), "error" or "skip" (`value`: text)."""
+    """A rank's message: `kind` is "ok" (`value` is the result), or "error" or "skip" (a text)."""
 
     kind: str
     value: object
 
 
 class Failure(NamedTuple):
-    """Why a rank failed: its traceback, or how it ended and its last output."""
+    """Why a rank failed: its traceback or, if there is none, how it ended and its last output."""
 
     rank: int
     text: str
@@ -37,14 +37,14 @@ class Failure(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How all ranks ended: each rank's report (None if it sent none), failures, and the timeout."""
+    """How the ranks ended: their reports (None if there is none), failures, and any timeout."""
 
     reports: list[Report | None]
     failures: list[Failure]
     timed_out: bool
 
     def describe(self) -> str:
-        """Return the failed ranks' texts, the first failure on top, without duplicates."""
+        """Join the failed ranks' texts without duplicates, the first failure on top."""
         first = next((failure.rank for failure in self.failures if failure.first), None)
         alike: dict[str, list[int]] = {}
         for failure in sorted(self.failures, key=lambda failure: (not failure.first, failure.rank)):
@@ -70,11 +70,12 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def refuse_unsafe_fork() -> None:
-    """Raise RuntimeError, with the reason, if a forked child would not work.
+    """Raise RuntimeError with the reason if forking this process is unsafe.
 
     The engine's threads do not survive a fork, although the child's memory lists them, and a CUDA
-    context is unusable there. NumPy's BLAS threads are safe: OpenBLAS restarts them. Torch's pool
-    is neither safe nor visible, so :func:`use_no_torch_threads` keeps ranks from needing it.
+    context is unusable there. NumPy's BLAS threads are safe: OpenBLAS restarts them. Torch's thread
+    pool is not safe and cannot be detected, so :func:`use_no_torch_threads` keeps ranks from using
+    it.
     """
     core = sys.modules.get("fsdpc._core")
     count = core.engine_threads() if hasattr(core, "engine_threads") else 0
@@ -97,7 +98,8 @@ def use_no_torch_threads() -> None:
     """Make torch compute without its OpenMP pool in a forked rank.
 
     A child that enters a parallel region of its parent's pool waits forever for threads that do not
-    exist. With one thread, torch never enters such a region (its DataLoader workers do the same).
+    exist. With a single thread, torch never enters such a region; its DataLoader workers use the
+    same setting.
     """
     torch = sys.modules.get("torch")
     if hasattr(torch, "set_num_threads"):
@@ -113,7 +115,7 @@ def run_forked(
     env: dict[str, str] | None = None,
     tick: Callable[[], object] | None = None,
 ) -> Outcome:
-    """Fork `ranks` processes, each of which calls ``fn()`` and sends its report; wait for all."""
+    """Fork `ranks` processes that each call ``fn()`` and send a report; wait for all."""
 
     def body(result: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
@@ -133,7 +135,7 @@ def run_forked(
 
 
 def _watch_until_interrupted(supervisor: Supervisor) -> None:
-    """Forward Ctrl-C and let the ranks end; a second Ctrl-C kills them at once."""
+    """Forward Ctrl-C and wait for the ranks to end; a second Ctrl-C kills them immediately."""
     try:
         supervisor.watch()
     except KeyboardInterrupt:
@@ -150,9 +152,10 @@ def error_report(error: BaseException) -> Report:
 
 
 def _leave() -> None:
-    """Shut down a rank's world, as the exit of a separate process would.
+    """Shut down the rank's world, as a separate process would on exit.
 
-    A forked rank runs no exit handlers; peers that still run would see it die.
+    A forked rank runs no exit handlers, so without this call its running peers would report it as
+    dead.
     """
     ours = sys.modules.get("fsdpc.distributed")
     if ours is not None:
@@ -207,7 +210,7 @@ def _last_words(supervisor: Supervisor, rank: Rank) -> str:
 
 
 def _without_our_frames(lines: Iterable[str]) -> list[str]:
-    """Cut each stack that faulthandler printed below the user's function."""
+    """Remove the launcher's frames from each stack that faulthandler printed."""
     kept, ours = [], False
     for line in lines:
         ours = line.startswith("  File ") and (ours or (__file__ in line and " in body" in line))

@@ -1,12 +1,12 @@
-"""A process without threads that forks ranks for tests.
+"""A single-threaded process that forks ranks for tests.
 
-A pytest process soon acquires threads that do not survive a fork: those of its own engine at world
-size 1 and of torch's OpenMP pool. The server is therefore forked after collection, before any test
-runs. By then all modules are imported and all test functions are known, so none need to be pickled.
-Requests arrive over an inherited socket, and the server answers with the outcome.
+A pytest process soon has threads that do not survive a fork, from its own engine at world size 1
+and from torch's OpenMP pool. The server is therefore forked after collection, before any test runs.
+By then all modules are imported and all test functions are known, so no function needs to be
+pickled. Requests arrive over an inherited socket, and the server answers with the outcome.
 
-The server leads a separate process group and is tied to pytest as ranks are to a launcher (see Note
-[leash] in process.py). The server and its ranks therefore end with pytest.
+The server leads its own process group and is tied to pytest in the same way as ranks are to a
+launcher (see Note [leash] in process.py). The server and its ranks therefore end with pytest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fsdpc.launching.process import STOPS, Started, fork_rank
 
 
 class Job(NamedTuple):
-    """One test to run: its function, number of ranks and hosts, fixtures, and working directory."""
+    """A test to run: its function, number of ranks and hosts, fixtures, and working directory."""
 
     name: str
     ranks: int
@@ -42,9 +42,9 @@ Call = Callable[[Job], Report]
 
 
 class ForkServer:
-    """The parent's handle for the server, which runs :func:`_serve`.
+    """The parent's handle to the server process, which runs :func:`_serve`.
 
-    In the server, ``call(job)`` runs on every rank and returns its report.
+    The server runs ``call(job)`` on every rank; its return value is the rank's report.
     """
 
     def __init__(self, call: Call) -> None:
@@ -75,7 +75,7 @@ class ForkServer:
         return pickle.loads(answer)
 
     def close(self) -> None:
-        """End the server and wait for it."""
+        """Tell the server to end, and wait for it."""
         self._socket.close()
         try:
             os.waitpid(self._started.pid, 0)

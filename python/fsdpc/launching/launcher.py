@@ -1,8 +1,8 @@
-"""Start ranks on this machine, from a script (:func:`run`) or a function (:func:`launch`).
+"""Start ranks on this machine to run a script (:func:`run`) or a function (:func:`launch`).
 
-Both give every rank torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, ...), which
-:func:`fsdpc.init` reads. They print the ranks' output as it arrives, prefixing each line with
-its rank. However they end, no process is left behind.
+Both functions set torchrun's variables on every rank (RANK, WORLD_SIZE, LOCAL_RANK, ...), which
+:func:`fsdpc.init` reads. They print the ranks' output as it arrives, prefixing each line with its
+rank. However the ranks end, no process is left behind.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BAD_USAGE = 2  # the exit code for invalid arguments
 
 
 class LaunchError(RuntimeError):
-    """One or more :func:`launch` ranks failed: docs/troubleshooting.md#exceptions.
+    """Raised if at least one :func:`launch` rank fails: docs/troubleshooting.md#exceptions.
 
     Attributes
     ----------
@@ -110,10 +110,10 @@ def launch(
     arrives, each line prefixed with its rank. Ctrl-C stops all ranks. If one rank fails, the
     others have 5 s to report.
 
-    OMP_NUM_THREADS, unless already set, is each rank's share of the cores; torch uses it if the
-    rank imports torch. If this process has already imported torch, torch operations run on one
-    thread in the ranks, because a thread pool does not survive a fork. If that is too slow, use
-    ``fsdpc run``.
+    Unless OMP_NUM_THREADS is already set, it is set to each rank's share of the cores; torch uses
+    it if the rank imports torch. If this process has already imported torch, the ranks run torch
+    operations on a single thread, because a thread pool does not survive a fork. If that is too
+    slow, use ``fsdpc run``.
 
     Examples
     --------
@@ -153,7 +153,7 @@ def run(
     again: Sequence[str] = (),
     least: int | None = None,
 ) -> int:
-    """Run a Python script on several ranks on this machine; implements ``fsdpc run``.
+    """Run a Python script on several ranks on this machine, as ``fsdpc run`` does.
 
     Parameters
     ----------
@@ -242,7 +242,7 @@ class _Ending(NamedTuple):
 
     @property
     def died(self) -> bool:
-        """Whether a signal killed the rank that failed first, or a fork failed."""
+        """Whether the first rank to fail was killed by a signal, or a fork failed."""
         first = self.supervisor.first_failure()
         return self.refused is not None or (first is not None and (first.code or 0) < 0)
 
@@ -254,7 +254,8 @@ def _run_once(
     program = [sys.executable, *command]
 
     def body(_: int) -> None:
-        # Our own command enables Ctrl-C when it can handle it, not in the middle of imports.
+        # fsdpc train unblocks SIGINT once it can handle it, rather than in the middle of its
+        # imports.
         ours = list(command[:3]) == ["-m", "fsdpc", "train"]
         answered = STOPS - {signal.SIGINT} if ours else STOPS
         signal.pthread_sigmask(signal.SIG_UNBLOCK, answered)
@@ -289,7 +290,7 @@ def _run_once(
 
 
 def _share_of_cores(ranks: int) -> dict[str, str]:
-    """Return OMP_NUM_THREADS for each of `ranks`, or nothing if it is already set here.
+    """Return OMP_NUM_THREADS for each of `ranks`, or an empty dict if it is already set.
 
     The engine chooses the same number itself. By default OpenMP (torch) uses all cores on every
     rank, and its threads spin: with two ranks on two cores, small models' steps took 100 times as

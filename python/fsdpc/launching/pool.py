@@ -1,15 +1,15 @@
 """Persistent ranks, which process requests one at a time until their launcher ends them.
 
 The launcher serves them in the calling thread, and only during a request. Between requests it does
-not read their output; it notices a death at its next call.
+not read their output, and it does not notice a rank's death until the next call.
 
 Note [stopping]. Ctrl-C sends SIGINT only to ranks that have reported the start of a request but not
 its end. The signal therefore cannot arrive too early or hit the next request. If a rank does not
-stop within ``STOP_S``, the caller ends all ranks. If a rank answers with an error, others may be
-waiting for it, so they are stopped after ``FAIL_S``.
+stop within ``STOP_S``, the caller ends all ranks. If a rank replies with an error, other ranks may
+be waiting for it, so they are stopped after ``FAIL_S``.
 
-Note [order]. A rank prints to a pipe and displays objects through its channel. It flushes all
-printed text before it displays an object, then waits until the object is displayed.
+Note [order]. A rank prints to a pipe and displays objects through its channel. Before displaying an
+object, it flushes all printed text; then it waits until the object is displayed.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Pool(Supervisor):
         return [rank for rank in self.ranks if not rank.running]
 
     def look(self) -> list[Rank]:
-        """Check for deaths since the last request, and return the ranks that have ended."""
+        """Check for ranks that died since the last request; return all that have ended."""
         for key, _ in self._selector.select(0):
             rank, serve = key.data
             if key.fileobj == rank.started.pidfd:
@@ -129,7 +129,7 @@ class Pool(Supervisor):
         return self.ended()
 
     def ask(self, requests: Mapping[int, Message], output: Output) -> dict[int, Message]:
-        """Send each rank its request and wait for the answers; Ctrl-C interrupts the ranks.
+        """Send requests to ranks and wait for their answers; Ctrl-C interrupts the ranks.
 
         Returns
         -------
@@ -251,7 +251,7 @@ class Pool(Supervisor):
         self._forget(self._channels[rank.rank].fd)
 
     def _emit(self, rank: Rank, text: bytes) -> None:
-        """Do nothing: output was forwarded when it was read."""
+        """Do nothing, because output was already forwarded when it was read."""
 
     def _descriptors(self, rank: Rank) -> Sequence[int]:  # type: ignore[override]
         return [*rank.started[1:], self._channels[rank.rank].fd]

@@ -1,4 +1,4 @@
-"""One rank process, from the fork until its own code starts.
+"""A rank process, from the fork until its own code starts.
 
 Every rank leads its own process group, so that ending a rank also ends its child processes. Its
 stdout and stderr go through one pipe to the parent, in the order written; stdin is empty.
@@ -44,9 +44,10 @@ class Started(NamedTuple):
 
 
 def fill_standard_descriptors() -> list[int]:
-    """Open the null device if stdin, stdout or stderr is closed; return the opened descriptors.
+    """Open the null device for any closed standard stream; return the new descriptors.
 
-    Otherwise a pipe could get one of these numbers and be closed when a rank gets its own streams.
+    Otherwise a pipe could get one of these descriptors, which a rank closes when it sets up its own
+    streams.
     """
     filled = []
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -56,7 +57,7 @@ def fill_standard_descriptors() -> list[int]:
 
 
 def fork_rank(env: Mapping[str, str], body: Body, inherited: Iterable[int]) -> Started:
-    """Fork a process that runs ``body(result_fd)`` and ends; return the parent's side.
+    """Fork a process that runs ``body(result_fd)`` and exits; return the parent's record of it.
 
     Parameters
     ----------
@@ -77,7 +78,7 @@ def fork_rank(env: Mapping[str, str], body: Body, inherited: Iterable[int]) -> S
         for stream in filter(None, (sys.stdout, sys.stderr)):  # a daemon may have none
             stream.flush()
         with warnings.catch_warnings():
-            # Python 3.12 warns about threads in the process. NumPy's BLAS threads survive a
+            # Python 3.12 warns if a process with threads forks. NumPy's BLAS threads survive a
             # fork; engine and CUDA threads were ruled out earlier.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
@@ -124,7 +125,7 @@ def _tie_to_parent(leash: int) -> None:
 
 def _take_over(output: int, env: Mapping[str, str]) -> None:
     """Give the child its own streams, signals and environment."""
-    # If the parent was started without streams, streams it created may use our descriptors.
+    # If the parent had no standard streams, streams that it opened itself may use our descriptors.
     _parents_streams.extend((sys.stdin, sys.stdout, sys.stderr))
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

@@ -5,9 +5,9 @@ would break that line. A :class:`Screen` handles both: it clears the line, print
 redraws the line below. :func:`rank_lines` does this for a launcher's ranks, and :func:`above`
 for this process's ``sys.stdout`` and ``sys.stderr``.
 
-A rank writes its line, also ending in a carriage return, to a pipe; the launcher draws it.
-Text that bypasses Python (written to descriptors 1 and 2) appears above the line only if a
-launcher prints it.
+A rank writes its progress line to a pipe, again with a carriage return, and the launcher draws it.
+Text that bypasses Python (written to descriptors 1 and 2) appears above the line only if a launcher
+prints it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def columns(stream: TextIO) -> int:
 
 
 class Screen:
-    """A stream whose last line can be rewritten; other text goes above it."""
+    """A stream whose last line can be rewritten, with other text printed above it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._is_terminal = stream, stream.isatty()
@@ -46,7 +46,7 @@ class Screen:
         self.update("", line)
 
     def update(self, text: str, line: str) -> None:
-        """Print text above, and make ``line`` the last line."""
+        """Print ``text`` above the last line, and replace that line with ``line``."""
         with self._lock:
             self._line = line
             cleared = self._clear() + self._above(text) if text else ""
@@ -61,7 +61,7 @@ class Screen:
             self._put(self._draw())
 
     def close(self) -> None:
-        """Leave the last line as it is, and continue below it."""
+        """Keep the last line, and continue on the next one."""
         with self._lock:
             if self._drawn:
                 self._put(self._line[: self._width()] + "\n")
@@ -81,12 +81,12 @@ class Screen:
         return columns(self._stream) - 1 if self._is_terminal else len(self._line)
 
     def _clear(self) -> str:
-        """Return the text that clears the line; in a pipe the next line replaces it."""
+        """Return the text that clears the line, which is empty if the stream is not a terminal."""
         drawn, self._drawn = self._drawn, 0
         return " " * drawn + "\r" if drawn and self._is_terminal else ""
 
     def _draw(self) -> str:
-        """Return the text that draws the line below finished lines, and returns to its start."""
+        """Return text that draws the line and moves to its start; "" after unfinished output."""
         if not self._at_start:
             return ""
         shown, before = self._line[: self._width()], self._drawn
@@ -95,7 +95,7 @@ class Screen:
 
 
 class _Above:
-    """Replaces ``sys.stdout`` or ``sys.stderr`` if a screen uses the same terminal."""
+    """Replaces ``sys.stdout`` or ``sys.stderr`` if it writes to the same terminal as a screen."""
 
     def __init__(self, screen: Screen, stream: TextIO) -> None:
         self._screen, self._stream = screen, stream
@@ -113,7 +113,7 @@ class _Above:
 
 @contextmanager
 def above(screen: Screen) -> Iterator[None]:
-    """Make Python print above the last line of this ``sys.stdout`` screen; close it afterwards."""
+    """Make Python print above the last line of a ``sys.stdout`` screen, and finally close it."""
     before = sys.stdout, sys.stderr
     alike = sys.stderr is not None and sys.stderr.isatty() == sys.stdout.isatty()
     sys.stdout = _Above(screen, sys.stdout)
@@ -128,9 +128,9 @@ def above(screen: Screen) -> Iterator[None]:
 
 @contextmanager
 def rank_lines() -> Iterator[Callable[[str], object]]:
-    """Yield a function that prints a rank's lines, each prefixed with its number.
+    """Yield a function that prints ranks' lines, each prefixed with the rank.
 
-    In a terminal, a line ending in a carriage return stays at the bottom until its rank writes
+    On a terminal, a line that ends in a carriage return stays at the bottom until its rank writes
     again. Elsewhere the text is printed unchanged.
     """
     if sys.stdout is None or not sys.stdout.isatty():

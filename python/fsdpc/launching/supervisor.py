@@ -11,12 +11,12 @@ One loop in the calling thread waits for all ranks' output, results and exits. T
 - a stop (Ctrl-C, SIGTERM, SIGUSR1) is forwarded to all groups, which are killed after `grace`; a
   second Ctrl-C kills at once;
 - ranks that catch SIGTERM or SIGUSR1 have unlimited time to save: `grace` begins when the first of
-  them ends, or at a second SIGTERM. Only the rank itself gets the signal, which would kill its data
-  loader workers.
+  them ends, or at a second SIGTERM. The signal goes only to the rank process, because it would kill
+  data loader workers.
 
 The first rank to end is not always the one that failed *first*. A rank that dies with gigabytes of
 memory ends only once they are freed, and peers that noticed its death may end before it. A rank
-that reports a lost peer is therefore named only if no other rank failed.
+that reports a lost peer is therefore named as the first to fail only if no other rank failed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LINE = re.compile(r"[^\r\n]*[\r\n]|[^\r\n]+")
 
 @dataclass
 class Rank:
-    """One rank: its process, its last output and how it ended."""
+    """A rank's process, its last output, and how it ended."""
 
     rank: int
     started: Started
@@ -57,7 +57,7 @@ class Rank:
 
     @property
     def running(self) -> bool:
-        """Whether the process, as far as is known, is still running."""
+        """Whether the process is still running, as far as the supervisor knows."""
         return self.code is None
 
     def ending(self) -> str:
@@ -70,11 +70,11 @@ class Rank:
 
 
 class CannotStart(OSError):
-    """A process, memory or descriptor for a rank was not available."""
+    """Raised if a process, memory or a descriptor for a rank is not available."""
 
 
 class Supervisor:
-    """Starts ranks with :meth:`start`, serves them in :meth:`watch`, ends them in :meth:`close`.
+    """Starts ranks in :meth:`start`, serves them in :meth:`watch`, and ends them in :meth:`close`.
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ class Supervisor:
         self._check_deadlines()
 
     def stop(self, signum: int) -> None:
-        """Forward a signal to all ranks and kill those that do not end, by this module's rules."""
+        """Forward a signal to all ranks; kill those that do not end, by this module's rules."""
         again = self._stopping not in (None, signal.SIGUSR1)
         if not again:
             self._stopping = signum
@@ -166,7 +166,7 @@ class Supervisor:
             for rank in self.ranks
             if rank.running and signum in SAVES and _catches(rank.started.pid, signum)
         }
-        self._signal_groups(signum, alone=saving)
+        self._signal_groups(signum, only=saving)
         if not saving or (again and signum != signal.SIGUSR1):
             patience = 0.0 if again and signum == signal.SIGINT else self.grace
             self._kill_within(patience)
@@ -230,16 +230,16 @@ class Supervisor:
                 self.killed.add(rank.rank)
                 os.killpg(rank.started.pid, signal.SIGKILL)
 
-    def _signal_groups(self, signum: int, alone: Collection[int] = ()) -> None:
+    def _signal_groups(self, signum: int, only: Collection[int] = ()) -> None:
         for rank in self.ranks:
             if rank.running:  # not reaped, so the group id is still valid
                 try:
-                    (os.kill if rank.rank in alone else os.killpg)(rank.started.pid, signum)
+                    (os.kill if rank.rank in only else os.killpg)(rank.started.pid, signum)
                 except ProcessLookupError:
                     pass
 
     def _reap(self, rank: Rank) -> None:
-        """End the rank's group, and read its exit code and what remains in the pipes."""
+        """End the rank's process group; read its exit code and the remaining data in its pipes."""
         pid = rank.started.pid
         rank.code = 255  # if other code reaped it
         try:
@@ -285,7 +285,7 @@ class Supervisor:
     def _read_output(self, rank: Rank) -> bool:
         chunk = self._read(rank.started.output)
         rank.pending += chunk
-        # A carriage return also ends a line: a live progress line ends in one.
+        # A carriage return also ends a line, because progress lines end in one.
         end = 1 + max(rank.pending.rfind(b"\n"), rank.pending.rfind(b"\r", 0, -1))
         if end == 0 and len(rank.pending) > PENDING_BYTES:
             end = len(rank.pending)
@@ -309,7 +309,7 @@ class Supervisor:
 
 
 def _catches(pid: int, signum: int) -> bool:
-    """Return whether the process has its own handler for a signal."""
+    """Return whether the process has installed a handler for a signal."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as status:
             caught = next(line.split()[1] for line in status if line.startswith("SigCgt:"))

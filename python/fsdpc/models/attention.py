@@ -1,4 +1,4 @@
-"""Attention for models: fused, or composed for weight dropout and for windows on GPUs."""
+"""Attention for models; fused, except for weight dropout and for windows on GPUs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def attend(
 
 
 def positions_of(lengths: Sequence[int], shape: tuple[int, ...]) -> np.ndarray:
-    """Return each token's position in its document: int64, in `shape`, which is (B, T)."""
+    """Return each token's position in its document, as int64 with the given `shape` (B, T)."""
     if sum(lengths) != math.prod(shape):
         raise ValueError(f"lengths {list(lengths)} add up to {sum(lengths)}, not to {shape} tokens")
     return np.concatenate([np.arange(n, dtype=np.int64) for n in lengths]).reshape(shape)
@@ -83,7 +83,7 @@ def positions_of(lengths: Sequence[int], shape: tuple[int, ...]) -> np.ndarray:
 def _each_document(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, dropout: float, lengths: Sequence[int]
 ) -> Tensor:
-    """Attend to documents one by one, each as a separate row."""
+    """Apply attention to documents one by one, treating each as a separate row."""
     batch, tokens = q.shape[:2]
     ends = np.cumsum(lengths)
     borders = set(range(tokens, batch * tokens + 1, tokens))
@@ -98,7 +98,7 @@ def _each_document(
 
 
 def weighted(q: Tensor, k: Tensor, v: Tensor, seen: np.ndarray, dropout: float = 0.0) -> Tensor:
-    """Apply attention over the unmasked keys.
+    """Apply attention over the keys that are not masked.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""A cache of earlier keys and values, so that the next token costs only one row."""
+"""A cache of past keys and values, so that each new token requires computing only one row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fsdpc.models.attention import attend, weighted
 
 
 class KeyValueCache:
-    """Every block's keys and values, for a batch of sequences with different lengths.
+    """The keys and values of every block, for a batch of sequences of different lengths.
 
     Parameters
     ----------
@@ -34,11 +34,11 @@ class KeyValueCache:
 
     @property
     def positions(self) -> np.ndarray:
-        """The position of the next token in each sequence, (B,)."""
+        """The position of each sequence's next token, of shape (B,)."""
         return self.lengths
 
     def advance(self) -> None:
-        """Advance positions by the tokens that the last forward added."""
+        """Advance the positions past the tokens added by the last forward."""
         if self.begun:
             self.lengths += 1
         self.begun = True
@@ -51,7 +51,7 @@ class KeyValueCache:
         return _core.stack(rows).unsqueeze(1)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate (B, T, heads, D) by tables (T, D / 2) for positions, or (B, D / 2) for new tokens.
+        """Rotate (B, T, heads, D) by (T, D / 2) tables or, for new tokens, by (B, D / 2) tables.
 
         New tokens each have their own position: the batch replaces the token dimension.
         """

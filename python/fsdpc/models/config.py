@@ -14,7 +14,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of a decoder-only transformer.
+    """The configuration of a decoder-only transformer.
 
     Parameters
     ----------
@@ -126,13 +126,13 @@ class ModelConfig:
             raise ValueError(f"attention_dropout must be in [0, 1), got {self.attention_dropout}")
 
     def rotates(self, layer: int) -> bool:
-        """Return whether the block with this index has positions."""
+        """Return whether the block with this index uses rotary positions."""
         if self.no_rope_layers is not None:
             return layer not in self.no_rope_layers
         return not self.no_rope_every or (layer + 1) % self.no_rope_every != 0
 
     def window_of(self, layer: int) -> int | None:
-        """Return how many tokens a block's queries see, or None if they see all up to their own."""
+        """Return a block's window in tokens, or None if queries see all earlier tokens."""
         inside = self.window_layers is None or layer in self.window_layers
         return self.sliding_window if inside else None
 
@@ -152,8 +152,8 @@ class ModelConfig:
         """Return the training FLOPs per token in a causal sequence of ``seq`` tokens.
 
         6 x (matmul parameters, including a tied head) + attention 6 L d s, where d is the total
-        size of all heads. It counts forward and backward, and the causal half of the attention
-        matrix; it ignores windows.
+        size of all heads. It counts forward and backward with only the causal half of the attention
+        matrix, and ignores windows.
         """
         width = self.heads * self.head_dim
         return 6.0 * self.matmul_parameters() + 6.0 * self.layers * width * seq
@@ -169,7 +169,7 @@ _THEIRS = {
 
 
 def of_transformers(found: Mapping[str, Any]) -> ModelConfig:
-    """Return a LLaMA-like model's shape from the fields of its transformers configuration.
+    """Return a LLaMA-like model's configuration, given its transformers configuration.
 
     Raises
     ------

@@ -17,7 +17,7 @@ Prompts = Sequence[int] | Sequence[Sequence[int]] | np.ndarray
 
 
 class LanguageModel(nn.Module):
-    """A model that can generate text: its forward takes ids (B, T) and a cache."""
+    """A model that can generate text; its forward must accept ids (B, T) and a cache."""
 
     config: ModelConfig
 
@@ -103,7 +103,7 @@ class LanguageModel(nn.Module):
         stop: int | Iterable[int] | None = None,
         seed: int = 0,
     ) -> Iterator[list[int | None]]:
-        """Yield new tokens as they are generated; parameters as for :meth:`generate`.
+        """Yield new tokens as they are generated; accepts the same arguments as :meth:`generate`.
 
         Yields
         ------
@@ -162,7 +162,7 @@ class LanguageModel(nn.Module):
             yield words
 
     def _evaluate(self, ids: np.ndarray, cache: KeyValueCache) -> np.ndarray:
-        """Return the logits for each sequence's next token, float64 (B, vocab_size)."""
+        """Return the logits for each sequence's next token, as float64 of shape (B, vocab_size)."""
         was_training = self.training
         if was_training:
             self.eval()
@@ -176,7 +176,7 @@ class LanguageModel(nn.Module):
 
 
 class Sampler:
-    """Chooses the next token; parameters as for :meth:`LanguageModel.generate`."""
+    """Chooses the next token; has the same parameters as :meth:`LanguageModel.generate`."""
 
     def __init__(
         self, temperature: float, top_k: int | None, top_p: float | None, seed: int
@@ -194,7 +194,7 @@ class Sampler:
         self._generators: dict[int, np.random.Generator] = {}
 
     def pick(self, row: int, logits: np.ndarray) -> int:
-        """Return the next token of a sequence, given float64 logits (vocab_size,)."""
+        """Return a sequence's next token, given float64 logits of shape (vocab_size,)."""
         if self.temperature == 0:
             return int(logits.argmax())
         weights = np.exp((logits - logits.max()) / self.temperature)
@@ -210,7 +210,7 @@ class Sampler:
 
 
 def as_prompts(tokens: Prompts) -> tuple[list[np.ndarray], bool]:
-    """Return prompts as int64 arrays, and whether the argument was a single prompt.
+    """Return prompts as int64 arrays, and whether a single prompt was passed.
 
     Raises
     ------
@@ -228,7 +228,7 @@ def as_prompts(tokens: Prompts) -> tuple[list[np.ndarray], bool]:
 
 
 def is_collective(model: nn.Module) -> bool:
-    """Return whether a model's forwards gather parameters over several ranks."""
+    """Return whether the model's forward gathers parameters over several ranks."""
     if not distributed.is_initialized() or distributed.world_size() == 1:
         return False
     units = [m for m in model.modules() if isinstance(m, FSDPModule)]

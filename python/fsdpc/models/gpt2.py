@@ -142,7 +142,8 @@ class TiedEmbedding(nn.Embedding):
     def forward(  # type: ignore[override]
         self, x: Tensor, targets: Tensor | None = None, *, as_head: bool = False
     ) -> Tensor:
-        """Return rows of the table or, as the head, logits or a loss. It may be a separate unit."""
+        """Return rows of the table or, if used as the head, logits or a loss. The module may be a
+        separate unit."""
         return logits_or_loss(x, self.weight, targets) if as_head else super().forward(x)
 
 
@@ -159,7 +160,7 @@ class Transformer(nn.Module):
 
 
 class GPT2(LanguageModel):
-    """A GPT-2 language model; the output layer is the embedding.
+    """A GPT-2 language model, whose output layer shares the embedding table.
 
     Parameters
     ----------
@@ -199,9 +200,9 @@ class GPT2(LanguageModel):
     ) -> Tensor:
         """Return logits (B, T, vocab_size), or the mean loss if targets (B, T) are given.
 
-        With a cache, which the call extends, the logits are (B, 1, vocab_size) of the newest
-        tokens. With document lengths, documents do not attend to each other, and positions restart
-        in each.
+        With a cache, which the call extends, it returns the newest tokens' logits, (B, 1,
+        vocab_size). With document lengths, documents do not attend to each other, and positions
+        restart in each.
         """
         ids = as_ids(ids, self.config)
         t = self.transformer

@@ -22,7 +22,7 @@ INIT_STD = 0.02
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions (or none) and grouped queries."""
+    """Causal self-attention with grouped queries and optional rotary positions."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Attention(nn.Module):
 
 
 def activate(x: Tensor, name: str) -> Tensor:
-    """Apply the activation function with this name in transformers."""
+    """Apply the activation function that transformers calls `name`."""
     if name == "relu":
         return _core.relu(x)
     if name == "silu":
@@ -121,7 +121,7 @@ class Block(nn.Module):
 
 
 def as_ids(ids: Tensor | np.ndarray, config: ModelConfig) -> Tensor:
-    """Return ids (B, T) as a tensor; raise ValueError if T exceeds the model's maximum."""
+    """Return ids (B, T) as a tensor; raise ValueError if T exceeds the model's limit."""
     ids = ids if isinstance(ids, Tensor) else _core.tensor(ids)
     if ids.shape[-1] > config.max_seq:
         raise ValueError(
@@ -140,10 +140,10 @@ def logits_or_loss(x: Tensor, weight: Tensor, targets: Tensor | None) -> Tensor:
 
 
 class Head(nn.Linear):
-    """The output layer; its loss keeps one chunk of logits at a time."""
+    """The output layer, whose loss keeps only one chunk of logits at a time."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return logits, or the mean loss: computed here, as the layer may be a separate unit."""
+        """Return logits or the mean loss; computed here, as the layer may be a separate unit."""
         return logits_or_loss(x, self.weight, targets)
 
 

@@ -1,4 +1,4 @@
-"""Published models, as folders in transformers' format."""
+"""Load and save published models, as folders in transformers' format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def from_config(source: PathLike | Mapping[str, Any], *, dtype: Any = None) -> Llama | GPT2:
-    """Create a newly initialised model with the shape of a published one.
+    """Create a newly initialised model with a published model's configuration.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ def from_config(source: PathLike | Mapping[str, Any], *, dtype: Any = None) -> L
 
 
 def from_pretrained(folder: PathLike, *, dtype: Any = None) -> Llama | GPT2:
-    """Create a published model and load its values; collective if there are several ranks.
+    """Create a published model and load its weights (collective if there are several ranks).
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ def from_pretrained(folder: PathLike, *, dtype: Any = None) -> Llama | GPT2:
 
 
 def load_pretrained(model: Llama | GPT2, folder: PathLike) -> None:
-    """Load a published model's values into an fsdpc model, sharded or not; collective.
+    """Load a published model's weights into an fsdpc model, sharded or not (collective).
 
     Parameters
     ----------
@@ -181,7 +181,7 @@ def save_pretrained(
     max_shard_bytes: float = 5e9,
     overwrite: bool = False,
 ) -> None:
-    """Write a folder that transformers' ``from_pretrained`` reads; collective.
+    """Write a folder that transformers' ``from_pretrained`` can read (collective).
 
     Parameters
     ----------
@@ -261,7 +261,7 @@ def read_json(folder: PathLike) -> dict[str, Any]:
 
 
 def config_of(folder: PathLike) -> ModelConfig:
-    """Return the shape of the model in a folder; raises as :func:`from_config` does."""
+    """Return the configuration of a folder's model; raises the errors of :func:`from_config`."""
     return read_config(read_json(folder))
 
 
@@ -280,7 +280,7 @@ def _float_dtype(given: Any) -> _core.dtype:
 
 
 def _change_dtype(model: Module, dtype: _core.dtype) -> None:
-    """Replace deferred parameters by ones of another dtype, tied ones together."""
+    """Recreate deferred parameters in another dtype, keeping tied parameters tied."""
     made: dict[int, Parameter] = {}
     with deferred_init():
         for module in model.modules():
@@ -294,9 +294,9 @@ def _change_dtype(model: Module, dtype: _core.dtype) -> None:
 
 
 def _content_of(model: Llama | GPT2) -> dict[str, Any]:
-    """Return the content of ``config.json``; ValueError if transformers has no such model."""
+    """Return the content of ``config.json``; raise ValueError if transformers has no such model."""
     if adapters_of(model):
-        raise ValueError("the model has adapters: lora.merge() them, or lora.save() them alone")
+        raise ValueError("the model has adapters: lora.merge() them, or lora.save() only them")
     return written_config(model.config, "gpt2" if isinstance(model, GPT2) else None)
 
 

@@ -1,7 +1,7 @@
-"""Convert the ``config.json`` of published models to a shape, and a shape to ``config.json``.
+"""Convert between published models' ``config.json`` and our configuration.
 
-An unknown key that may affect results raises an error that names it, so that a loaded model
-computes the same results as transformers.
+An unknown key that may affect results raises an error that names it, so every loaded model computes
+the same results as in transformers.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _ROPE = {
 
 
 def read_config(found: Mapping[str, Any]) -> ModelConfig:
-    """Return the shape that a published model's configuration describes.
+    """Return the configuration that a published model's file describes.
 
     Parameters
     ----------
@@ -111,7 +111,7 @@ def read_config(found: Mapping[str, Any]) -> ModelConfig:
 
 
 def _refuse_others(found: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise on keys that may affect results, unless they are disabled or empty."""
+    """Raise ValueError for keys that may affect results, unless they are disabled or empty."""
     for name, value in found.items():
         if name in known or name in _SILENT or name.startswith(("_", "summary_")):
             continue
@@ -174,7 +174,7 @@ def _llama(
 
 
 def _rope(found: Mapping[str, Any], values: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Return theta and the scaling, from the current or older configuration formats."""
+    """Return theta and the scaling, read from the current or an older configuration format."""
     given = dict(found.get("rope_scaling") or found.get("rope_parameters") or {})
     theta = given.pop("rope_theta", values["rope_theta"])
     kind, old = given.pop("rope_type", None), given.pop("type", None)
@@ -199,7 +199,7 @@ def _rope(found: Mapping[str, Any], values: dict[str, Any]) -> tuple[float, Rope
 def _window(
     family: str, values: dict[str, Any], layers: int
 ) -> tuple[int | None, tuple[int, ...] | None]:
-    """Return the window and the blocks that use it (None: all blocks)."""
+    """Return the window and the blocks that use it; None for the blocks means all of them."""
     window = values.get("sliding_window")
     if window is None or not values.get("use_sliding_window", family == "mistral"):
         return None, None
@@ -237,7 +237,7 @@ def _no_rope(values: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def written_config(c: ModelConfig, family: str | None = None) -> dict[str, Any]:
-    """Return the ``config.json`` from which transformers builds this shape.
+    """Return a ``config.json`` from which transformers builds the same model.
 
     Parameters
     ----------
@@ -275,7 +275,7 @@ _LLAMA_ONLY = {
 
 
 def differences(a: ModelConfig, b: ModelConfig, gpt2: bool) -> list[str]:
-    """Return the fields, with both values, that make two shapes compute differently."""
+    """Return the fields, with both values, by which two configurations differ in their results."""
     left_out = _QUIET | (_LLAMA_ONLY if gpt2 else _GPT2_ONLY)
     a, b = _plain(a, gpt2), _plain(b, gpt2)
     names = [f.name for f in fields(ModelConfig) if f.name not in left_out]
@@ -287,7 +287,7 @@ def differences(a: ModelConfig, b: ModelConfig, gpt2: bool) -> list[str]:
 
 
 def _plain(c: ModelConfig, gpt2: bool) -> ModelConfig:
-    """Return the canonical form of a shape."""
+    """Return the canonical form of a configuration."""
     still = () if gpt2 else tuple(i for i in range(c.layers) if not c.rotates(i))
     inside = tuple(i for i in range(c.layers) if c.window_of(i) is not None)
     tanh = {"gelu_pytorch_tanh": "gelu_new", None: "gelu_new" if gpt2 else "silu"}

@@ -1,8 +1,8 @@
 """Check that gradients are correct and weights equal: one unit per check, against plain sums.
 
-The engine reduces in its own order, buffers and dtype. A check recomputes the result: hooks capture
-each rank's autograd gradients for the unit's unsharded parameters, and a plain all-reduce sums them
-in float64. The result must equal the reduced gradient, except for rounding.
+The engine reduces in its own order, buffers and dtype. A check recomputes the result independently:
+hooks capture each rank's autograd gradients for the unit's unsharded parameters, and a plain
+all-reduce sums them in float64. The result must equal the reduced gradient, except for rounding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fsdpc._core import MismatchError
 from fsdpc.nn.module import Module
 from fsdpc.nn.parameter import full_grad
 
-# Number of roundings of a gradient assumed to have the same sign, in units in the last place.
+# Number of rounding errors in a gradient, in units in the last place, that may add up.
 _ROUNDINGS = 8.0
 _PLACES = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 _SMALLEST = {"float16": 2.0**-24}  # for dtypes in which small gradients vanish
@@ -26,7 +26,7 @@ _SMALLEST = {"float16": 2.0**-24}  # for dtypes in which small gradients vanish
 
 @dataclass(frozen=True, kw_only=True)
 class Audited:
-    """The result of a check, equal on all ranks; ``text`` is empty if no fault was found.
+    """The result of a check, equal on all ranks; ``text`` is empty if the check passed.
 
     ``unit`` is the unit whose gradients were compared, ``largest`` the largest difference as a
     fraction of what rounding explains.
@@ -83,7 +83,7 @@ def audit(model: Any, every: int = 100, *, raises: bool = True) -> Auditor:
 
 
 class Auditor:
-    """The result of :func:`audit`; call :meth:`step` after the last backward in each step.
+    """An auditor from :func:`audit`; call :meth:`step` after the last backward in each step.
 
     Notes
     -----
@@ -130,7 +130,7 @@ class Auditor:
         return list(found.values())
 
     def step(self) -> Audited | None:
-        """Check if a check is due; collective in that case.
+        """Run a check if one is due, in which case the call is collective.
 
         Returns
         -------
@@ -153,7 +153,7 @@ class Auditor:
         return found
 
     def _watch(self) -> None:
-        """Hook the next unit's gradients for all micro-steps in the next step."""
+        """Hook the next unit's gradients in every micro-step of the next step."""
         held = self._units[self.checks % len(self._units)]
         for one in held:
             if self._native:
@@ -196,7 +196,7 @@ class Auditor:
         return Audited(unit=held[0].unit.name, largest=largest, text=texts[0] if texts else "")
 
     def _compare(self, one: _Held) -> tuple[float, str]:
-        """Return the largest difference in a parameter's gradient, and a text about the first."""
+        """Return a gradient's largest difference, and a text that describes the first one."""
         _, dtype, shape = one.unit.params[one.index]
         mine = self._seen.get(one.index, np.zeros((2, *shape)))
         factor = one.unit.divide_factor or distributed.world_size()
@@ -233,7 +233,7 @@ class Auditor:
         return of_torch(p)
 
     def _owners(self, one: _Held, at: tuple[int, ...]) -> str:
-        """Return the ranks that have an element's row."""
+        """Describe which ranks hold the row that contains an element."""
         rows, first, _, _ = _core.master_shard(one.unit, one.index, False)
         _, _, shape = one.unit.params[one.index]
         flat = int(np.ravel_multi_index(at, shape)) if shape else 0
@@ -242,7 +242,7 @@ class Auditor:
         return f"held by rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
     def _replicas(self) -> list[str]:
-        """Compare checksums of rows held by several ranks; describe the first difference."""
+        """Compare checksums of replicated rows, and describe the first difference."""
         held = [one for unit in self._units for one in unit]
         marks = np.zeros((len(held), 3), np.int64)
         for mark, one in zip(marks, held, strict=True):

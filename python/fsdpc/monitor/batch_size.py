@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 from fsdpc.launching.launcher import LaunchError, launch
 
-# How a rank ends when it runs out of memory: errors from Python or torch, or the kernel's SIGKILL.
+# What a rank reports when it runs out of memory: an error from Python or torch, or the kernel's
+# SIGKILL.
 _SIGNS = re.compile(
     r"^(?:[\w.]*MemoryError\b|[\w.]*RuntimeError: .*(?:out of memory|n't allocate memory)"
     r"|killed by SIGKILL)",
@@ -28,7 +29,7 @@ def find_batch_size(
     limit: int = 1024,
     timeout: float | None = None,
 ) -> int:
-    """Find the largest batch size for which all ranks have enough memory.
+    """Find the largest batch size that fits into memory on all ranks.
 
     Parameters
     ----------

@@ -24,7 +24,7 @@ def show_config(print_: bool = True) -> dict[str, Any]:
     Returns
     -------
     dict
-        Values by name. Bitwise claims hold for equal ``isa``.  ``cuda`` and ``nccl`` describe the
+        Values by name. Bitwise claims hold for equal ``isa``. ``cuda`` and ``nccl`` describe the
         GPUs and NCCL found, or why there are none; ``mpi`` lists the MPI families that it was built
         with. ``transport``, present after initialization, is how ranks communicate.
 

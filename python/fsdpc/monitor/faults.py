@@ -1,10 +1,10 @@
-"""Inject faults for drills: a rank dies, stalls, raises or miscomputes at a given point.
+"""Inject faults for drills: a rank dies, hangs, raises or miscomputes at a chosen point.
 
     FSDPC_FAULT_ENABLE=1 FSDPC_FAULT="rank 2: kill at backward of layers.3 in step 7" \\
         fsdpc run --ranks 4 train.py
 
-Scripts need no change. If the variable is not set, nothing is checked. If it is set without
-FSDPC_FAULT_ENABLE, sharding raises an error, so that a forgotten variable cannot end a real run.
+Scripts need no change. If FSDPC_FAULT is not set, nothing is checked. If it is set but
+FSDPC_FAULT_ENABLE is not, sharding raises an error, so a forgotten variable cannot end a real run.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _WRONG = 1e4  # added to a gradient
 
 
 class InjectedFault(RuntimeError):
-    """Raised by the fault "raise", only in drills: docs/troubleshooting.md#exceptions."""
+    """Raised by the injected fault "raise" in drills: docs/troubleshooting.md#exceptions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What happens to a rank, and at which point.
+    """A fault: what happens to a rank, and at which point.
 
     ``kind`` is "kill" (SIGKILL), "stall" (sleeps ``seconds``), "raise" (:class:`InjectedFault`),
     "corrupt" or "drop the launcher". "corrupt" adds 10,000 to the first element of this rank's
@@ -63,7 +63,7 @@ class Fault:
 
 
 def read_faults(environment: Mapping[str, str] = os.environ) -> tuple[Fault, ...]:
-    """Return the faults in ``FSDPC_FAULT``, separated by semicolons; none if it is not set.
+    """Parse the semicolon-separated faults in ``FSDPC_FAULT``; return () if it is not set.
 
     Raises
     ------
@@ -100,9 +100,10 @@ def read_faults(environment: Mapping[str, str] = os.environ) -> tuple[Fault, ...
 
 
 def watch(modules: Iterable[Any], frontend: Frontend) -> None:
-    """Install this rank's faults in a unit's modules; called by sharding.
+    """Install this rank's faults in a unit's modules; sharding calls it.
 
-    Ranks restarted after a failure have no faults: the drill tests how they continue.
+    Ranks that restart after a failure inject no faults, because the drill tests whether they
+    continue.
     """
     planned = _planned()
     if any(f.kind == DROP for f in planned):
@@ -119,7 +120,7 @@ def _planned() -> tuple[Fault, ...]:
 
 
 def name_missing(module: Any) -> None:
-    """Report, on rank 0, faults whose unit is not in the model, and suggest similar names.
+    """Report faults whose unit does not exist, on rank 0, and suggest similar unit names.
 
     The outermost module calls it after its units are named.
     """
@@ -135,7 +136,7 @@ def name_missing(module: Any) -> None:
 
 
 def _close(name: str, units: list[str]) -> list[str]:
-    """Return up to three units that may have been meant, or the first units if none is similar."""
+    """Return up to three unit names similar to this one, or the first three if none is similar."""
     inside = [unit for unit in units if unit.endswith(f".{name}")]
     found = dict.fromkeys([*inside, *difflib.get_close_matches(name, units)])
     return (list(found) or units)[:3]

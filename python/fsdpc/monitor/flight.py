@@ -1,8 +1,8 @@
-"""A flight recorder: each rank's last operations, written after a failure, a signal or a call.
+"""A flight recorder that writes each rank's last operations on a failure, a signal or request.
 
-The engine always keeps its last FSDPC_TRACE operations, so recording costs nothing. Each rank
-writes its own file without a collective, because its peers may be gone. :func:`merge` combines the
-files of all ranks on one clock.
+The engine always keeps its last FSDPC_TRACE operations, so recording adds no cost. Each rank writes
+its own file without a collective, because its peers may be gone. :func:`merge` combines the files
+of all ranks on one clock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fsdpc.sharding import rules
 
 
 class FlightRecorder:
-    """Write this rank's last operations when something goes wrong.
+    """Writes this rank's last operations when something goes wrong.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ class FlightRecorder:
         self._is_writing = False
 
     def install(self) -> FlightRecorder:
-        """Write at failures and signals from now on; return self. Call it in the main thread."""
+        """Start writing files on failures and signals; return self. Call it in the main thread."""
         if self._hook is None:
             self._before = [signal.signal(number, self._on_signal) for number in self.signals]
             self._hook, sys.excepthook = sys.excepthook, self._on_exception
@@ -106,7 +106,7 @@ class FlightRecorder:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Record the operations inside the block, in a healthy run, and write them at its end."""
+        """Record the operations of a healthy step, and write them when the block ends."""
         since = time.monotonic_ns()
         yield
         self._write("step", since, [])
@@ -120,7 +120,7 @@ class FlightRecorder:
         self._hook(kind, error, trace)
 
     def _try_to_write(self, reason: str, stack: list[str]) -> None:
-        """Write unless a write is in progress; report errors, as a full disk must not end a run."""
+        """Write unless a write is in progress; report errors: a full disk must not end a run."""
         if self._is_writing:
             return
         self._is_writing = True
@@ -135,14 +135,14 @@ class FlightRecorder:
         record = take(self.model, reason, since, stack)
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"flight-rank-{record['rank']}.json"
-        beside = path.with_suffix(f".{os.getpid()}.part")
-        beside.write_text(json.dumps(record), encoding="utf-8")
-        beside.replace(path)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        part.write_text(json.dumps(record), encoding="utf-8")
+        part.replace(path)
         return path
 
 
 def take(model: Any, reason: str, since: int, stack: list[str]) -> dict[str, Any]:
-    """Return this rank's operations since a :func:`time.monotonic_ns` time, ready for JSON.
+    """Return this rank's operations since a :func:`time.monotonic_ns` time, as JSON-ready values.
 
     Parameters
     ----------
@@ -166,7 +166,7 @@ def take(model: Any, reason: str, since: int, stack: list[str]) -> dict[str, Any
 
 
 class Operation(NamedTuple):
-    """An operation on the common clock: nanoseconds since the earliest recorded operation."""
+    """An operation; times are nanoseconds since the earliest operation, on the common clock."""
 
     at: int
     rank: int
@@ -179,7 +179,7 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Flight:
-    """The result of :func:`merge`: operations in time order, and each rank's reason and stack."""
+    """Recordings combined by :func:`merge`: operations in time order, ranks' reasons and stacks."""
 
     operations: tuple[Operation, ...]
     ranks: tuple[dict[str, Any], ...]
@@ -189,14 +189,14 @@ class Flight:
         return self.timeline()
 
     def by_rank(self) -> list[tuple[dict[str, Any], list[Operation]]]:
-        """Return each rank's record with its operations in time order."""
+        """Return each rank's record, with its operations in time order."""
         own: dict[int, list[Operation]] = {r["rank"]: [] for r in self.ranks}
         for o in self.operations:
             own[o.rank].append(o)
         return [(r, own[r["rank"]]) for r in self.ranks]
 
     def timeline(self, rows: int | None = None) -> str:
-        """Return the last rows as text, preceded by a line for each rank."""
+        """Format the last rows as text, preceded by one line per rank."""
         lines = []
         end = max((r["at"] for r in self.ranks), default=0)
         for r, own in self.by_rank():
@@ -247,7 +247,7 @@ def merge(folder: str | os.PathLike[str]) -> Flight:
 
 
 def join(records: list[dict[str, Any]]) -> Flight:
-    """Align the ranks' operations, from :func:`take`, to one clock.
+    """Align the operations that ranks recorded with :func:`take` to one clock.
 
     Parameters
     ----------

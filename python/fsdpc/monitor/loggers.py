@@ -1,4 +1,4 @@
-"""Write a run's measurements as JSON lines or CSV, or to TensorBoard, W&B or MLflow.
+"""Write a run's metrics as JSON lines or CSV, or to TensorBoard, W&B or MLflow.
 
 Only rank 0 writes. On other ranks a logger does nothing, so loops need not check the rank. Each
 call passes its record to the kernel in one write before it returns, so nothing is lost if the
@@ -39,7 +39,7 @@ class Logger:
     """
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write a step's values on rank 0; other ranks return at once.
+        """Log a step's values on rank 0; on other ranks, return immediately.
 
         Parameters
         ----------
@@ -51,14 +51,14 @@ class Logger:
             self.write(int(step), {name: _plain(value) for name, value in values.items()})
 
     def write(self, step: int, values: dict[str, Value]) -> None:
-        """Write plain values; called only on rank 0."""
+        """Write values as plain numbers or text; called only on rank 0."""
         raise NotImplementedError("a logger defines write(step, values)")
 
     def close(self) -> None:
         """Close the logger; everything logged is already written."""
 
     def __enter__(self) -> Logger:
-        """Return self; leaving the context closes the logger."""
+        """Return the logger, which is closed at the end of the block."""
         return self
 
     def __exit__(
@@ -71,7 +71,7 @@ class Logger:
 
 
 class JsonLines(Logger):
-    """One JSON object per line: ``step``, ``time`` (clock time) and the values; NaN becomes null.
+    """Writes one JSON object per line: ``step``, ``time`` (clock time) and values, NaN as null.
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ class JsonLines(Logger):
 
 
 class Csv(Logger):
-    """A table with one column per name; a new name adds a column.
+    """Writes a CSV table with one column per name; a new name adds a column.
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ class Csv(Logger):
         self._names: list[str] | None = None
 
     def write(self, step: int, values: dict[str, Value]) -> None:
-        """Write a line, rewriting the file if there are new names."""
+        """Write a line; if there are new names, rewrite the file first."""
         row: dict[str, Any] = {"step": step, **values}
         if self._names is None:
             self._names = self._found()
@@ -154,12 +154,12 @@ class Csv(Logger):
             with self.path.open(newline="", encoding="utf-8") as file:
                 rows = list(csv.DictReader(file))
         self._file.close()
-        beside = _Appended(self.path.with_name(f".{self.path.name}.wider"), fresh=True)
-        beside.append(_csv_line(names))
+        wider = _Appended(self.path.with_name(f".{self.path.name}.wider"), fresh=True)
+        wider.append(_csv_line(names))
         for row in rows:
-            beside.append(_csv_line(row.get(name) or "" for name in names))
-        beside.close()
-        beside.path.replace(self.path)
+            wider.append(_csv_line(row.get(name) or "" for name in names))
+        wider.close()
+        wider.path.replace(self.path)
         self._names = names
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ class Csv(Logger):
 
 
 class TensorBoard(Logger):
-    """Scalars in an event file, written by the package ``tensorboard``.
+    """Writes scalars to an event file, using the ``tensorboard`` package.
 
     Parameters
     ----------
@@ -209,7 +209,7 @@ class TensorBoard(Logger):
         self._make, self._event, self._summary = EventFileWriter, event_pb2.Event, summary_pb2
 
     def write(self, step: int, values: dict[str, Value]) -> None:
-        """Write an event with all numbers among the values."""
+        """Write an event that contains all numeric values."""
         if self._writer is None:
             self._writer = self._make(self._folder)
         numbers = [
@@ -229,7 +229,7 @@ class TensorBoard(Logger):
 
 
 class Wandb(Logger):
-    """A run of Weights & Biases, written by the package ``wandb``.
+    """Logs to a run in Weights & Biases, using the ``wandb`` package.
 
     Parameters
     ----------
@@ -279,7 +279,7 @@ class Wandb(Logger):
 
 
 class MLflow(Logger):
-    """A run of MLflow, written by the package ``mlflow-skinny`` or ``mlflow``.
+    """Logs to a run in MLflow, using the ``mlflow-skinny`` or ``mlflow`` package.
 
     Parameters
     ----------
@@ -343,7 +343,7 @@ class MLflow(Logger):
         self.run = self._client.create_run(number).info.run_id
 
     def write(self, step: int, values: dict[str, Value]) -> None:
-        """Log all numbers among the values to the run."""
+        """Log all numeric values to the run."""
         now = time.time_ns() // 1_000_000
         numbers = [
             self._metric(name, float(value), now, step)
@@ -395,7 +395,7 @@ class Loggers(Logger):
 
 
 def open_loggers(text: str) -> Loggers:
-    """Create loggers from an option's text.
+    """Create loggers from the text of a command-line option.
 
     Parameters
     ----------
@@ -418,7 +418,7 @@ def open_loggers(text: str) -> Loggers:
 
 
 def read_words(text: str) -> list[tuple[str, str]]:
-    """Return each logger's kind and destination from the text; raises like `open_loggers`.
+    """Parse each logger's kind and destination; raises the same errors as `open_loggers`.
 
     Examples
     --------
@@ -457,7 +457,7 @@ def _is_odd(value: Value) -> bool:
 
 
 class _Appended:
-    """A file to which whole records are appended, each in one write; the first creates it."""
+    """A file to which each record is appended in one write; the first record creates the file."""
 
     def __init__(self, path: str | os.PathLike[str], fresh: bool = False) -> None:
         self.path, self._fresh, self._fd = Path(path), fresh, -1

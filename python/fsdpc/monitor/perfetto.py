@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Style(NamedTuple):
-    """How one kind of operation is drawn: the event that ends it, its track, and its colour."""
+    """How a kind of operation is drawn: the event that ends it, its track, and its colour."""
 
     end: str
     track: str
@@ -37,7 +37,7 @@ _TRACKS = list(dict.fromkeys(style.track for style in STYLES.values()))
 
 
 class Span(NamedTuple):
-    """An operation from its beginning to its end, in nanoseconds."""
+    """An operation with its begin and end times in nanoseconds."""
 
     begin: int
     end: int
@@ -45,14 +45,14 @@ class Span(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The first word: "wait" of "wait for gather"."""
+        """The operation's first word, such as "wait" for "wait for gather"."""
         return _kind(self.operation)
 
 
 def spans(own: Iterable[Operation]) -> tuple[list[Span], list[Operation]]:
     """Pair one rank's begin and end events, in time order; also return unpaired events."""
     found: list[Span] = []
-    alone: list[Operation] = []
+    single: list[Operation] = []
     open_: dict[tuple[str, str], list[Operation]] = {}
     for o in own:
         style = STYLES.get(_kind(o))
@@ -65,13 +65,13 @@ def spans(own: Iterable[Operation]) -> tuple[list[Span], list[Operation]]:
                 if o.what != "reduce_done":  # reduce_done ends both stages of a reduction
                     break
         else:
-            alone.append(o)
-    return found, alone + [o for begun in open_.values() for o in begun]
+            single.append(o)
+    return found, single + [o for begun in open_.values() for o in begun]
 
 
 def events(rank: int, host: str, own: Iterable[Operation]) -> list[dict[str, Any]]:
-    """Return a rank's operations as trace events."""
-    found, alone = spans(own)
+    """Convert a rank's operations to trace events."""
+    found, single = spans(own)
     drawn = [_meta(rank, "process_name", name=f"rank {rank} ({host})"),
              _meta(rank, "process_sort_index", sort_index=rank)]  # fmt: skip
     line = 0
@@ -85,13 +85,13 @@ def events(rank: int, host: str, own: Iterable[Operation]) -> list[dict[str, Any
                       _meta(rank, "thread_sort_index", line, sort_index=line)]  # fmt: skip
             drawn += [_drawn(span, line) for span in row]
             if track == "computing" and number == 0:
-                drawn += [{**_event(o, line), "ph": "i", "s": "t"} for o in alone]
+                drawn += [{**_event(o, line), "ph": "i", "s": "t"} for o in single]
             line += 1
     return drawn
 
 
 def busy(found: Iterable[Span], *kinds: str) -> int:
-    """Return the nanoseconds during which any span of these kinds was open."""
+    """Return the total time, in nanoseconds, during which any span of these kinds was open."""
     total, until = 0, -1
     for begin, end in sorted((s.begin, s.end) for s in found if s.kind in kinds):
         total += max(0, end - max(begin, until))
@@ -104,7 +104,7 @@ def _kind(o: Operation) -> str:
 
 
 def _lines(found: list[Span], nests: bool) -> list[list[Span]]:
-    """Spread spans over lines so that none overlap; they may nest only if `nests`."""
+    """Distribute spans over lines so that none overlap; nesting is allowed if `nests` is set."""
     lines: list[tuple[list[Span], list[int]]] = []  # with the ends of the open spans
     for span in sorted(found, key=lambda s: (s.begin, -s.end)):
         line = next((each for each in lines if _fits(span, each[1], nests)), None)

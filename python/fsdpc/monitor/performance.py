@@ -1,8 +1,8 @@
-"""A run's speed: tokens and floating point operations per second, and the fraction of the peak.
+"""Measure a run's speed in tokens and FLOPs per second, and as a fraction of the peak.
 
 There are several ways to count FLOPs. :data:`FORMULAS` contains ours and those from published
 studies. They differ in whether they count the output layer and the half of the attention matrix
-that is masked. Compare MFU values only if formula and peak are the same.
+that is masked. Compare MFU values only if they use the same formula and peak.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from fsdpc import _core, distributed
 from fsdpc.tensors.grad_mode import no_grad
 
-# Matrix products of doubling sizes are timed until one takes this long.
+# Matrix products of doubling size are timed until one takes at least this long.
 _PRODUCT_SECONDS = 2e-3
 _PRODUCT_SIZES = (96, 4096)
 
@@ -48,7 +48,7 @@ FORMULAS: dict[str, Callable[[_Shape, int], float]] = {
 
 
 def flops_per_token(config: Any, seq: int, formula: str = "fsdpc") -> float:
-    """Count the floating point operations per training token.
+    """Count the training FLOPs per token.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ def _shape(config: Any) -> _Shape:
 
 @no_grad()
 def measure_peak(dtype: Any = None) -> float:
-    """Measure this rank's FLOP/s in matrix products with fsdpc's kernels.
+    """Measure the FLOP/s that this rank reaches in matrix products with fsdpc's kernels.
 
     Parameters
     ----------
@@ -135,7 +135,7 @@ def measure_peak(dtype: Any = None) -> float:
 
 
 def peak_of(name: str) -> float:
-    """Return the peak of a device whose name contains one of :data:`PEAKS`.
+    """Return the peak FLOP/s of a device whose name contains a key of :data:`PEAKS`.
 
     Raises
     ------
@@ -155,7 +155,7 @@ def peak_of(name: str) -> float:
 
 
 class PerformanceTracker:
-    """Measures a run's speed, excluding its first steps.
+    """Measures a run's speed, leaving out its first steps.
 
     Parameters
     ----------
@@ -197,7 +197,7 @@ class PerformanceTracker:
         self.restart()
 
     def restart(self) -> None:
-        """Start again, for example after a pause for validation."""
+        """Restart the measurement, for example after a pause for validation."""
         self._calls = self._tokens = 0
         self._begun = self._last = time.perf_counter()
 
@@ -239,7 +239,7 @@ class PerformanceTracker:
 
 
 def memory_use() -> dict[str, int]:
-    """Return this rank's peak memory under PyTorch's names.
+    """Return this rank's peak memory, using PyTorch's names.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Plot runs with matplotlib (``pip install matplotlib``): losses and rates by step.
+"""Plot losses and rates by step with matplotlib (``pip install matplotlib``).
 
 :func:`plot_runs` draws the metrics of one or more runs in one picture. :class:`LivePlot` draws a
 run in progress, either in a notebook cell, updated in place, or to a file. :func:`plot_memory` and
@@ -40,19 +40,19 @@ MISSING = "plots need matplotlib: pip install matplotlib"
 
 
 class Run(NamedTuple):
-    """A run: its name, and each value's steps and numbers."""
+    """A run's name, and the steps and numbers of each of its values."""
 
     name: str
     values: dict[str, dict[int, float]]
 
     def add(self, step: int, values: Iterable[tuple[str, Value]]) -> None:
-        """Add a step's numbers; a repeated step replaces its earlier numbers."""
+        """Add a step's numbers, replacing any earlier ones for the same step."""
         for name, value in values:
             if isinstance(value, (int, float)):
                 self.values.setdefault(name, {})[step] = float(value)
 
     def add_line(self, line: str) -> None:
-        """Add a line of JSON; a line without a step belongs to the newest step.
+        """Add a line of JSON; a line without a step belongs to the most recent step.
 
         Raises
         ------
@@ -68,7 +68,7 @@ class Run(NamedTuple):
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Read a run's metrics, written by ``fsdpc train --metrics`` or ``JsonLines``.
+    """Read a run's metrics from a file written by ``fsdpc train --metrics`` or ``JsonLines``.
 
     Parameters
     ----------
@@ -144,7 +144,7 @@ def plot_memory(
     *,
     limit: float | None = None,
 ) -> Figure:
-    """Draw memory per rank by strategy, for papers: one bar per plan, stacked by class.
+    """Draw memory per rank by strategy, as a figure for papers: one bar per plan, stacked by class.
 
     Parameters
     ----------
@@ -209,7 +209,7 @@ def plot_scaling(
     runs: Mapping[int, Run | str | os.PathLike[str]],
     path: str | os.PathLike[str] | None = None,
 ) -> Figure:
-    """Draw tokens per second by number of ranks, with perfect scaling, for papers.
+    """Draw tokens per second by number of ranks, next to perfect scaling, for papers.
 
     Parameters
     ----------
@@ -283,7 +283,7 @@ def _save_paper(figure: Figure, path: str | os.PathLike[str] | None) -> None:
 
 
 class LivePlot(Logger):
-    """A plot of a run in progress: a logger that draws its values on rank 0.
+    """A live plot of a run: a logger that draws its values on rank 0.
 
     Parameters
     ----------
@@ -338,7 +338,7 @@ class LivePlot(Logger):
         self._shown: Any = None  # the notebook's output
 
     def write(self, step: int, values: dict[str, Value]) -> None:
-        """Add a step's values; draw if a drawing is due."""
+        """Add a step's values, and redraw if it is time."""
         self._run.add(step, values.items())
         self._is_new = True
         if self._is_due():
@@ -381,7 +381,7 @@ class LivePlot(Logger):
         return tick
 
     def add_file(self, path: str | os.PathLike[str]) -> None:
-        """Add a run's metrics so far, for example when it is resumed.
+        """Add the metrics that a run has written so far, for example before resuming it.
 
         Parameters
         ----------
@@ -392,7 +392,7 @@ class LivePlot(Logger):
             self._run.values.setdefault(name, {}).update(values)
 
     def draw(self) -> None:
-        """Draw now, if there are any values."""
+        """Draw immediately, if there are any values."""
         if not any(name in self._run.values for _, names in self._panels for name in names):
             return
         figure = _draw([self._run], self._panels)
@@ -420,13 +420,13 @@ class LivePlot(Logger):
 
 
 def check_format(path: str | os.PathLike[str] | None) -> None:
-    """Raise ValueError if this file name has no picture format."""
+    """Raise ValueError if the file name does not have the suffix of a picture format."""
     if path is not None and Path(path).suffix not in FORMATS:
         raise ValueError(f"a plot is written as {', '.join(FORMATS)}, got '{os.fspath(path)}'")
 
 
 def check_installed() -> None:
-    """Raise ImportError, with instructions, if matplotlib is not installed."""
+    """Raise ImportError, with installation instructions, if matplotlib is missing."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -434,7 +434,7 @@ def check_installed() -> None:
 
 
 def _in_notebook() -> bool:
-    """Return whether this is a kernel or a %%ranks rank, but not a rank forked from a kernel."""
+    """Return whether this is a notebook kernel, not a fork of one, or a %%ranks rank."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if getattr(shell, "shows_in_notebook", False):
         return True
@@ -488,8 +488,8 @@ def _draw_values(ax: Any, values: dict[int, float], colour: str, name: str, titl
 
 
 def _replace(path: Path, figure: Figure) -> None:
-    """Write a picture to a second file, then replace the first, which a viewer may be reading."""
+    """Write a picture to a second file, then replace the first, which may be open in a viewer."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.part")
-    figure.savefig(beside, format=path.suffix[1:])
-    beside.replace(path)
+    part = path.with_name(f".{path.name}.part")
+    figure.savefig(part, format=path.suffix[1:])
+    part.replace(path)

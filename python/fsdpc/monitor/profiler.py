@@ -1,7 +1,7 @@
-"""Profile some steps: all ranks' computation, transfers and waits, on one clock in one file.
+"""Profile some steps: record all ranks' computation, transfers and waits in one file, on one clock.
 
-The engine always traces its operations. During a profile it keeps more of them, and records what
-the host waits for. :mod:`fsdpc.monitor.flight` is for runs that fail: each rank writes a file.
+The engine always traces its operations. During a profile it keeps more of them, and also records
+what the host waits for. :mod:`fsdpc.monitor.flight` is for runs that fail: each rank writes a file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Event = tuple[str, int, int, int, int, bool]
 
 
 class Profile:
-    """The result of :func:`profile`; prints how each rank spent its time.
+    """A profile, from :func:`profile`; printing it shows how each rank spent its time.
 
     Attributes
     ----------
@@ -71,7 +71,7 @@ class Profile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End and write the file. Collective, unless an exception leaves the block."""
+        """End and write the file. The call is collective, unless an exception leaves the block."""
         taken = None
         if error is None:
             taken = flight.take(self.model, "profile", self._since, traceback.format_stack())
@@ -83,12 +83,12 @@ class Profile:
         if taken is not None:
             self._write(taken)
             if lost:
-                say(f"the profile has the last {self.events:,} operations of this rank alone; "
+                say(f"the profile has the last {self.events:,} operations of only this rank; "
                     "profile fewer steps, or give events= more")  # fmt: skip
 
     @contextmanager
     def mark(self, name: str) -> Iterator[None]:
-        """Draw the code inside the block as a span with this name, on a separate track.
+        """Show the code inside the block as a span with this name, on a separate track.
 
         Parameters
         ----------
@@ -163,8 +163,8 @@ def profile(
     leaves the block, nothing is written. Times are host times. On a GPU, a span ends when the work
     has been submitted to the device; for kernel times use :mod:`torch.profiler`.
 
-    Only one profile runs at a time. Waits are recorded only if a rank actually waits for its peers.
-    Steps outside the block run at their usual speed.
+    Only one profile runs at a time. A wait is recorded only if the rank actually waits for its
+    peers. Steps outside the block run at full speed.
 
     Examples
     --------
@@ -208,7 +208,7 @@ class ProfiledSteps:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Run the step inside, profiled if selected; collective at the last selected step."""
+        """Run the step inside, profiled if selected (collective at the last selected step)."""
         if number not in self.steps or self._profile.flight is not None:
             yield
             return
@@ -221,7 +221,7 @@ class ProfiledSteps:
             self.end()
 
     def end(self) -> None:
-        """Write the profile so far, and report it on rank 0; collective."""
+        """Write the profile so far and report it on rank 0 (collective)."""
         if not self._begun or self._profile.flight is not None:
             return
         self._profile.__exit__(None, None, None)

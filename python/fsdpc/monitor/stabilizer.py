@@ -1,9 +1,10 @@
 """Skip harmful steps on all ranks together, and return to a checkpoint if they persist.
 
-A rank whose loss jumps must tell the others, which costs nothing here. That rank's loss becomes
-infinite before backward, on the device and without being read. Its gradients, all reductions that
-include them, and the norm measured by clipping are then infinite or NaN on all ranks, over shards
-and replicas. Only afterwards do the ranks determine whose loss jumped.
+A rank whose loss jumps must tell the other ranks; here that costs no extra communication. That
+rank's loss becomes infinite on the device before backward, and the host does not read it. As a
+result, its gradients, every reduction that includes them, and the norm measured by clipping are
+infinite or NaN on all ranks, over shards and replicas. Only then do the ranks find out whose loss
+jumped.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fsdpc.sharding import clip
 
 @dataclass(frozen=True, kw_only=True)
 class StabilizerOptions:
-    """Options for when :class:`TrainingStabilizer` skips a step, and when it gives up.
+    """Options that control when :class:`TrainingStabilizer` skips a step, and when it gives up.
 
     Parameters
     ----------
@@ -90,7 +91,7 @@ class Stabilized:
 
 
 class TrainingStabilizer:
-    """Skips steps whose loss jumps, or whose gradients are too large or not finite.
+    """Skips steps in which the loss jumps, or the gradients are too large or not finite.
 
     Parameters
     ----------
@@ -120,7 +121,7 @@ class TrainingStabilizer:
     to find the reason. The window contains this rank's own losses, so a jump on any rank skips the
     step on all ranks.
 
-    Use bfloat16: with a loss scaler (float16), an infinite loss would shrink the scale.
+    Use it with bfloat16: in float16, an infinite loss would make the loss scaler shrink the scale.
 
     Examples
     --------
@@ -166,27 +167,27 @@ class TrainingStabilizer:
 
     @property
     def gave_up(self) -> bool:
-        """Whether the last step was skipped and exhausted :attr:`StabilizerOptions.patience`."""
+        """Whether the last step was skipped and used up :attr:`StabilizerOptions.patience`."""
         return self.in_a_row > 0 and self.in_a_row % self.options.patience == 0
 
     @property
     def limit(self) -> float:
-        """The largest loss that is not a jump."""
+        """The largest loss that does not count as a jump."""
         if len(self._window) < self.options.least:
             return math.inf
         return self.options.loss_factor * sum(self._window) / len(self._window)
 
     def watch(self, loss: Any) -> Any:
-        """Return the loss for ``backward``, without reading it; call it in each micro-step.
+        """Return the loss to call ``backward`` on, without reading it; call it in each micro-step.
 
-        The result equals the loss, or is infinite if the loss is above :attr:`limit`.
+        The result equals the loss, or is infinite if the loss exceeds :attr:`limit`.
         """
         kept = loss.detach()
         self._losses.append(kept)
         return loss / (kept <= self.limit).to(loss.dtype)
 
     def step(self) -> Stabilized:
-        """Clip the gradients and step the optimizer, or drop them; collective.
+        """Clip the gradients and step the optimizer, or skip the step (collective).
 
         Returns
         -------
@@ -223,7 +224,7 @@ class TrainingStabilizer:
         return self._skip(norm, **found)
 
     def _diagnose(self, loss: float, limit: float, error: Exception) -> dict[str, Any]:
-        """Collect all ranks' losses and, if none jumped, check their gradients."""
+        """Collect the losses of all ranks and, if none jumped, check the gradients."""
         rows = distributed.all_gather(np.array([loss, limit], np.float64))
         bad = [
             f"{value:.4g} on rank {rank} (above {most:.4g})"
@@ -254,7 +255,7 @@ class TrainingStabilizer:
                           go_back=self.gave_up)  # fmt: skip
 
     def go_back(self, manager: Any, state: Mapping[str, Any], **options: Any) -> int:
-        """Load the newest checkpoint and continue from it with a different data order; collective.
+        """Load the newest checkpoint, and continue from it in a different data order (collective).
 
         Parameters
         ----------
@@ -290,11 +291,11 @@ class TrainingStabilizer:
         return step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts for a checkpoint's ``"extra"``; loading starts with an empty window."""
+        """Return the counts to save in a checkpoint's ``"extra"``; the window is not saved."""
         return {"skipped": dict(self.skipped), "went_back": self.went_back}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the result of :meth:`state_dict`."""
+        """Restore the counts that :meth:`state_dict` returned."""
         self.skipped.update(state["skipped"])
         self.went_back = int(state["went_back"])
 
@@ -304,7 +305,7 @@ def _badness(loss: float) -> float:
 
 
 def _nonfinite(model: Any) -> list[str]:
-    """Name the parameters whose gradients contain NaN or infinity on any rank; collective."""
+    """Name the parameters whose gradients have NaN or infinity on any rank (collective)."""
     if isinstance(model, Module):
         norms = clip.grad_norms(model, math.inf)
         return [name for name, norm in norms.items() if not math.isfinite(norm)]

@@ -1,7 +1,7 @@
 """Module hooks: functions called around forward and backward.
 
-Backward hooks are recorded on the tape: identity operations around the module, over its arguments
-and its output, call them in backward. In a sharded module they therefore run inside the unit, while
+Backward hooks are recorded on the tape: identity operations on the module's arguments and on its
+output call them in backward. In a sharded module they therefore run inside the unit, while its
 parameters are gathered, and again in each recomputation.
 """
 
@@ -16,7 +16,7 @@ from fsdpc._core import Tensor
 
 
 class HookHandle:
-    """A handle to a registered module hook.
+    """A handle that can remove a module hook.
 
     Examples
     --------
@@ -39,7 +39,7 @@ class HookHandle:
 
 
 class Hooked:
-    """Base class that registers hooks and calls them around forward."""
+    """Base class that registers hooks and calls them around forward and backward."""
 
     forward: Callable[..., Any]
 
@@ -167,7 +167,7 @@ class Hooked:
         return handle
 
     def _method(self) -> Callable[..., Any]:
-        """Return the function that a call runs: forward, surrounded by its hooks."""
+        """Return the function that a call runs, which is forward with any hooks around it."""
         return self._hooked if self.__dict__.get("_call_hooks") else self.forward
 
     def _hooked(self, *args: Any, **kwargs: Any) -> Any:
@@ -191,7 +191,7 @@ class Hooked:
 
 
 class _Backward:
-    """The backward hooks for one call."""
+    """Runs the backward hooks for one call."""
 
     def __init__(self, module: Any, hooks: Sequence[Any]) -> None:
         on = _core.is_grad_enabled()
@@ -203,14 +203,14 @@ class _Backward:
         self._grad_output: tuple[Tensor | None, ...] | None = None
 
     def arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments, with aliases that intercept gradients."""
+        """Return the arguments, replacing tensors by aliases that intercept gradients."""
         self._count = len(args)
         if self._after:
             args, self._joined = _joined(args, self._leave)
         return args
 
     def output(self, output: Any) -> Any:
-        """Return the output, as tensors whose gradients are intercepted."""
+        """Return the output, replacing tensors by aliases that intercept gradients."""
         if not (self._before or self._after):
             return output
         if type(output) is not tuple and not isinstance(output, Tensor):
@@ -251,9 +251,10 @@ class _Backward:
 
 
 def _joined(values: tuple[Any, ...], call: Callable[..., Any]) -> tuple[tuple[Any, ...], bool]:
-    """Return the values, with aliases of those that require gradients, and whether any does.
+    """Alias the values that require gradients; return all values, and whether any was aliased.
 
-    Backward passes `call` a gradient, or None, for each value; it returns those to propagate.
+    Backward passes `call` a gradient or None for each value; `call` returns the gradients to
+    propagate.
     """
     at = [i for i, v in enumerate(values) if isinstance(v, Tensor) and v.requires_grad]
     if not at:

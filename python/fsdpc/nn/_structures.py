@@ -19,7 +19,7 @@ MOST = 10_000
 
 
 def children(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the contents of a container or other object, with keys, indices or attribute names."""
+    """Return a container's or object's items, with their keys, indices or attribute names."""
     if isinstance(value, (tuple, list, deque, set, frozenset)):
         return enumerate(value)
     if isinstance(value, dict):
@@ -55,14 +55,14 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def contents(value: Any) -> Any:
-    """Return a list of a sequence's items, or a dict of a mapping's or dataclass's values."""
+    """Return a sequence's items as a list, or a mapping's or dataclass's values as a dict."""
     if isinstance(value, (tuple, list)):
         return list(value)
     return dict(value) if isinstance(value, dict) else attributes(value)
 
 
 def copy_with(value: Any, contents: Any) -> Any:
-    """Return a copy of a structure with other contents."""
+    """Return a copy of a structure with different contents."""
     if isinstance(contents, list):
         return type(value)(*contents) if hasattr(value, "_fields") else type(value)(contents)
     copied = copy.copy(value)
@@ -75,10 +75,10 @@ def copy_with(value: Any, contents: Any) -> Any:
 
 
 def refuse_hidden(value: Any, unit: str) -> None:
-    """Raise if an object that a native unit returns contains a tensor that requires grad.
+    """Raise TypeError if an object returned by a native unit contains a tensor that requires grad.
 
     A unit's backward begins at the tensors in the tuples, lists, dicts and dataclasses that it
-    returned. The engine calls this function for all other objects.
+    returns. The engine calls this function for objects of all other types.
     """
     from fsdpc.nn import Module
 

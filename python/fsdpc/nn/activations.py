@@ -44,7 +44,7 @@ class ReLU(Module):
 
 
 class GELU(Module):
-    """Multiply x by the normal cumulative distribution function at x (Hendrycks & Gimpel 2016).
+    """Multiply x by the standard normal CDF at x (Hendrycks & Gimpel 2016).
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ class SiLU(Module):
 
 
 class Sigmoid(Module):
-    """Return 1 / (1 + e ** -x).
+    """Return the sigmoid of x, 1 / (1 + e ** -x).
 
     Examples
     --------
@@ -116,7 +116,7 @@ class Tanh(Module):
 
 
 class Softmax(Module):
-    """Divide exponentials by their sum along a dimension.
+    """Divide the exponentials of the elements by their sum along a dimension.
 
     Examples
     --------
@@ -138,7 +138,7 @@ class Softmax(Module):
 
 
 class Flatten(Module):
-    """Flatten dimensions into one, by default all except the first.
+    """Flatten a range of dimensions into one, by default all except the first.
 
     Examples
     --------

@@ -29,13 +29,13 @@ class ModuleList(Module):
         self.extend(modules)
 
     def append(self: L, module: Module) -> L:
-        """Add a module at the end."""
+        """Append a module."""
         names = (str(i) for i in itertools.count(len(self)))
         self._put(next(name for name in names if name not in self._modules), module)
         return self
 
     def insert(self: L, index: int, module: Module) -> L:
-        """Insert a module before an index; later modules, and their names, shift by one."""
+        """Insert a module before an index; the names of later modules shift by one."""
         if not isinstance(module, Module):
             raise TypeError(f"{type(self).__name__} holds modules, not {type(module).__name__}")
         modules, index = list(self), operator.index(index)
@@ -46,7 +46,7 @@ class ModuleList(Module):
         return self
 
     def pop(self, index: int | slice) -> Any:
-        """Remove a module; later modules, and their names, shift."""
+        """Remove a module; the names of later modules shift."""
         module = self[index]
         del self[index]
         return module
@@ -211,7 +211,7 @@ class ParameterList(Module):
         self.extend(parameters)
 
     def append(self, parameter: Any) -> ParameterList:
-        """Add a parameter at the end."""
+        """Append a parameter."""
         p = parameter if isinstance(parameter, Parameter) else Parameter(parameter)
         self.register_parameter(str(len(self)), p)
         return self

@@ -129,7 +129,7 @@ class _Pool(Module):
 
 
 class MaxPool1d(_Pool):
-    """The maximum of each window; see :func:`fsdpc.functional.max_pool1d`.
+    """Take the maximum of each window; see :func:`fsdpc.functional.max_pool1d`.
 
     Examples
     --------
@@ -144,7 +144,7 @@ class MaxPool1d(_Pool):
 
 
 class MaxPool2d(_Pool):
-    """The maximum of each window; see :func:`fsdpc.functional.max_pool2d`.
+    """Take the maximum of each window; see :func:`fsdpc.functional.max_pool2d`.
 
     Examples
     --------
@@ -160,7 +160,7 @@ class MaxPool2d(_Pool):
 
 
 class AvgPool1d(_Pool):
-    """The mean of each window; see :func:`fsdpc.functional.avg_pool1d`.
+    """Average each window; see :func:`fsdpc.functional.avg_pool1d`.
 
     Examples
     --------
@@ -175,7 +175,7 @@ class AvgPool1d(_Pool):
 
 
 class AvgPool2d(_Pool):
-    """The mean of each window; see :func:`fsdpc.functional.avg_pool2d`.
+    """Average each window; see :func:`fsdpc.functional.avg_pool2d`.
 
     Examples
     --------

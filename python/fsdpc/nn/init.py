@@ -1,7 +1,7 @@
 """Counter-based initialisation: element i of a parameter depends only on (seed, stream, i).
 
-Every call uses the next stream of the generator that :func:`fsdpc.manual_seed` seeds. A program
-therefore produces the same full parameters at any world size, deferred or not.
+Every call uses the next stream of the generator that :func:`fsdpc.manual_seed` seeded. The full
+parameters are therefore the same at any world size, whether deferred or not.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def normal_(p: P, mean: float = 0.0, std: float = 1.0) -> P:
 
 
 def uniform_(p: P, low: float = 0.0, high: float = 1.0) -> P:
-    """Fill with independent values, uniformly distributed in [low, high).
+    """Fill with independent values from a uniform distribution on [low, high).
 
     Examples
     --------
@@ -127,7 +127,7 @@ _GAINS = {
 
 
 def calculate_gain(nonlinearity: str, a: float | None = None) -> float:
-    """Return the factor by which a function shrinks values of variance 1.
+    """Return the recommended gain for a nonlinearity.
 
     Parameters
     ----------
@@ -232,7 +232,7 @@ def kaiming_normal_(
 
 
 def trunc_normal_(p: P, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0) -> P:
-    """Fill with normal values; redraw those outside [a, b].
+    """Fill with normal values, redrawing those outside [a, b].
 
     Raises
     ------
@@ -255,7 +255,7 @@ def trunc_normal_(p: P, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b:
 
 
 def orthogonal_(p: P, gain: float = 1.0) -> P:
-    """Fill with a (semi-)orthogonal matrix, times a gain; dimensions after the first count as one.
+    """Fill with a (semi-)orthogonal matrix times a gain; dimensions after the first are flattened.
 
     Raises
     ------
@@ -282,7 +282,7 @@ def orthogonal_(p: P, gain: float = 1.0) -> P:
 
 
 def eye_(p: P) -> P:
-    """Fill with the part of an identity matrix that fits.
+    """Fill with an identity matrix, cut to the parameter's shape.
 
     Raises
     ------
@@ -315,7 +315,7 @@ def _kaiming(p: Tensor, a: float, mode: str, nonlinearity: str) -> float:
 
 
 def _host_generator(p: Tensor, name: str) -> np.random.Generator:
-    """Return a generator for the next stream, for parameters that are drawn as a whole."""
+    """Return a generator for the next stream, for parameters that must be drawn as a whole."""
     if p.is_deferred or getattr(p, "_unit", None) is not None:
         raise RuntimeError(
             f"{name} draws a parameter as a whole: use it before fully_shard, outside of "

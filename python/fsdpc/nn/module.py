@@ -77,7 +77,7 @@ class Module(Hooked):
             object.__setattr__(self, name, value)  # through the class's property, if there is one
 
     def _enter(self, table: str, name: str, value: Any) -> None:
-        """Put a parameter or module into its table and remove its name from the others."""
+        """Add a parameter or module to its table, and remove its name from the other tables."""
         d = self.__dict__
         known = d["_parameters"].get(name)
         known = d["_modules"].get(name) if known is None else known
@@ -111,12 +111,12 @@ class Module(Hooked):
         return sorted({*super().__dir__(), *self._parameters, *self._modules, *self._buffers})
 
     def _refuse_method(self, name: str) -> None:
-        """Raise if a name would hide a method, as PyTorch does."""
+        """Raise KeyError if a name would hide a method, as PyTorch does."""
         if callable(getattr(type(self), name, None)):
             raise KeyError(f"attribute '{name}' already exists: a method of {type(self).__name__}")
 
     def _refuse_name(self, table: str, name: str) -> None:
-        """Raise on names that state dicts cannot contain, and on names of other attributes."""
+        """Reject names that state dicts cannot contain, and names of existing attributes."""
         if table not in self.__dict__:
             raise AttributeError(
                 f"{type(self).__name__}: call super().__init__() before registering '{name}'"
@@ -130,7 +130,7 @@ class Module(Hooked):
             raise KeyError(f"attribute '{name}' already exists: delete it first, or take another")
 
     def _put(self, name: str, module: Module) -> None:
-        """Add a module under a name, for lists and dictionaries of modules."""
+        """Add a module under a name; used by lists and dictionaries of modules."""
         if not isinstance(module, Module):
             raise TypeError(f"{type(self).__name__} holds modules, not {type(module).__name__}")
         self._refuse_name("_modules", name)
@@ -143,7 +143,7 @@ class Module(Hooked):
         self._enter("_parameters", name, value)
 
     def register_buffer(self, name: str, value: Tensor | None, persistent: bool = True) -> None:
-        """Add a tensor that is not trained; a persistent one is part of ``state_dict``."""
+        """Add a tensor that is not trained; ``state_dict`` contains it if it is persistent."""
         self._refuse_name("_buffers", name)
         _check_kind("buffer", name, value, Tensor)
         self._buffers[name] = value
@@ -151,7 +151,7 @@ class Module(Hooked):
         (transient.discard if persistent else transient.add)(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the module's output; subclasses define it."""
+        """Compute the module's output; subclasses must define this method."""
         raise NotImplementedError(f"{type(self).__name__} does not define forward()")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -208,7 +208,7 @@ class Module(Hooked):
                     yield (f"{path}.{name}" if path else name), b
 
     def _persistent(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield state dict entries with ungathered parameters; tied ones under every name."""
+        """Yield state dict entries without gathering; a tied parameter appears under every name."""
         for path, module in self.named_modules():
             prefix = f"{path}." if path else ""
             transient = module.__dict__.get("_transient", ())
@@ -218,7 +218,7 @@ class Module(Hooked):
                         yield prefix + name, t
 
     def get_submodule(self, path: str) -> Module:
-        """Return the module at a dotted path; AttributeError if there is none."""
+        """Return the module at a dotted path; raise AttributeError if it does not exist."""
         module: Module | None = self
         for part in filter(None, path.split(".")):
             module = module._modules.get(part) if module is not None else None
@@ -227,14 +227,14 @@ class Module(Hooked):
         return module
 
     def apply(self: M, fn: Callable[[Module], Any]) -> M:
-        """Call fn on every module, children first."""
+        """Call fn on every module, children before parents."""
         for child in self.children():
             child.apply(fn)
         fn(self)
         return self
 
     def train(self: M, mode: bool = True) -> M:
-        """Switch training behaviour, such as dropout, on or off."""
+        """Enable or disable training behaviour, such as dropout."""
         for module in self.modules():
             module.__dict__["training"] = bool(mode)
         return self
@@ -326,7 +326,7 @@ class Module(Hooked):
     # ---- state ----
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return full values by dotted name; collective over the ranks of a sharded module.
+        """Return full values by dotted name (collective over the ranks of a sharded module).
 
         Returns
         -------
@@ -392,7 +392,7 @@ class Module(Hooked):
         return missing, unexpected
 
     def _optional_states(self) -> set[str]:
-        """Return the names that may be missing in a strict load; they keep their values."""
+        """Return names that a strict load does not require; the module keeps their values."""
         return {
             f"{name}.{each}" if name else each
             for name, module in self.named_modules()
@@ -402,11 +402,11 @@ class Module(Hooked):
     # ---- repr ----
 
     def extra_repr(self) -> str:
-        """Return the text between the parentheses of repr."""
+        """Return the text to show between the parentheses of the repr."""
         return ""
 
     def _shown(self, children: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Return the name and text of each child's line in repr."""
+        """Return the name and text to show for each child in the repr."""
         return children
 
     def __repr__(self) -> str:
@@ -417,7 +417,7 @@ class Module(Hooked):
 
 
 def _check_kind(what: str, name: str, value: Any, kind: type | None) -> None:
-    """Raise, as PyTorch does, on a value that would remove a registered name from its table."""
+    """Raise TypeError, as PyTorch does, if assigning the value would unregister a name."""
     if value is None or (kind is not None and isinstance(value, kind)):
         return
     wanted = {"parameter": "Parameter", "child module": "Module", "buffer": "Tensor"}[what]
@@ -440,7 +440,7 @@ def _parameters_of(name: str, value: Any) -> list[tuple[str, Parameter]]:
 
 
 def check_sharded(owner: Module, name: str, known: Any, value: Any) -> None:
-    """Raise if a parameter is added or removed without the knowledge of enclosing units.
+    """Raise RuntimeError if adding or removing a parameter would bypass the enclosing units.
 
     A module that is added to a unit's module becomes part of that unit.
     """
@@ -466,7 +466,7 @@ def mark_inside(modules: Iterable[Module]) -> None:
 
 
 def refuse_fresh(owner: Module, named: Iterable[tuple[str, Parameter]]) -> None:
-    """Raise on parameters in a sharded module that belong to no unit and are not ignored."""
+    """Raise RuntimeError for parameters in a sharded module that are in no unit and not ignored."""
     for name, p in named:
         if p._unit is None and not p._ignored:
             raise RuntimeError(
@@ -477,7 +477,7 @@ def refuse_fresh(owner: Module, named: Iterable[tuple[str, Parameter]]) -> None:
 
 
 def _converted(p: Parameter, target: _core.dtype, made: dict[int, Parameter]) -> Parameter:
-    """Return the parameter in a dtype; a deferred one is recreated, only once."""
+    """Convert a parameter to a dtype; a deferred parameter is recreated, but only once."""
     if p.dtype is target:
         return p
     if p.is_deferred:
@@ -494,7 +494,7 @@ def _converted(p: Parameter, target: _core.dtype, made: dict[int, Parameter]) ->
 
 
 def check_real(values: Mapping[str, Any]) -> None:
-    """Raise on values that are not numbers, or would lose an imaginary part."""
+    """Raise TypeError for values that are not numbers or would lose an imaginary part."""
     dtypes = {n: np.asarray(v).dtype for n, v in values.items() if not isinstance(v, Tensor)}
     known = "bfloat16"  # from ml_dtypes
     wrong = [f"{n}: {d}" for n, d in dtypes.items() if d.kind not in "fiub" and d.name != known]

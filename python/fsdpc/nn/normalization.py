@@ -1,4 +1,4 @@
-"""Normalise groups of channels, or batches of one rank or all ranks."""
+"""Normalise over groups of channels, or over the batch of one rank or of all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdpc.tensors.grad_mode import no_grad
 
 
 class GroupNorm(Module):
-    """Normalise groups of channels to mean 0 and variance 1, scale and shift (Wu & He 2018).
+    """Normalise groups of channels to mean 0 and variance 1, then scale and shift (Wu & He 2018).
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ class GroupNorm(Module):
 
 
 class _BatchNorm(Module):
-    """Base class of batch norms; eval() uses running statistics, which are in buffers."""
+    """Base class of batch norms; in eval mode they use running statistics, stored as buffers."""
 
     _dims: tuple[int, ...] = ()
     _over_ranks = False

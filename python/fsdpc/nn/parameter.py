@@ -1,4 +1,4 @@
-"""Parameters, and deferred initialisation of those without memory."""
+"""Parameters, and deferred initialisation for parameters that have no memory yet."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _deferring = False
 class deferred_init:
     """Build modules without allocating their parameters.
 
-    Inside the context, a new parameter has a shape and a dtype, and records its initialisation.
-    ``fully_shard`` then initialises only each rank's rows; ``Module.materialize`` initialises an
-    unsharded module. Both produce the values that parameters get without the context.
+    Inside the context, a new parameter has only a shape and a dtype, and records how to initialise
+    itself. ``fully_shard`` then initialises only each rank's rows; ``Module.materialize``
+    initialises an unsharded module. Both produce the same values as parameters created outside the
+    context.
 
     Examples
     --------
@@ -45,7 +46,7 @@ def is_deferring() -> bool:
 
 
 class Recipe(NamedTuple):
-    """How to draw a parameter's initial values; row ``zero_row`` gets zeros."""
+    """How to draw a parameter's initial values; ``zero_row`` is the index of a row to set to 0."""
 
     kind: str
     a: float
@@ -117,9 +118,9 @@ class Parameter(Tensor):
 
     @property
     def local(self) -> Tensor:
-        """This rank's rows in the original dtype (the whole parameter before it is sharded).
+        """This rank's rows in the original dtype, or the whole parameter before it is sharded.
 
-        The engine shares the memory: the next forward sees values that you write here.
+        It shares the engine's memory, so the next forward sees values that you write to it.
         """
         return self if self._unit is None else self._unit.local(self._index)
 
@@ -130,10 +131,10 @@ class Parameter(Tensor):
 
     @property
     def grad(self) -> Tensor | None:
-        """The local rows' gradient, averaged over ranks; None if there is none.
+        """The gradient of the local rows, averaged over ranks, or None if there is none.
 
-        A gradient that you keep after ``zero_grad()`` does not change, unless gradients are
-        offloaded or a step was captured (:func:`fsdpc.graph_step`): backward then overwrites it.
+        A gradient kept after ``zero_grad()`` does not change, unless gradients are offloaded or a
+        step was captured (:func:`fsdpc.graph_step`), in which case backward overwrites it.
         """
         if self._unit is None:
             return Tensor.grad.__get__(self)
@@ -147,7 +148,7 @@ class Parameter(Tensor):
             self._unit.zero_grad()
         elif not _is_same(value, self.grad):  # `p.grad *= y` assigns here; it is already written
             raise ValueError(
-                "the gradient of a sharded parameter is written by reductions alone; assign None "
+                "the gradient of a sharded parameter is written only by reductions; assign None "
                 "to drop its unit's gradients, or write into p.grad in place"
             )
 
@@ -160,14 +161,14 @@ class Parameter(Tensor):
 
 
 def _is_same(x: Any, own: Tensor | None) -> bool:
-    """Return whether x is the tensor that a property returned, perhaps as a new object."""
+    """Return whether x is the tensor that a property returned, possibly wrapped in a new object."""
     if not isinstance(x, Tensor) or own is None:
         return False
     return (x.data_ptr, x.shape, x.dtype) == (own.data_ptr, own.shape, own.dtype)
 
 
 def full_tensor(p: Tensor) -> Tensor:
-    """Return a parameter's full value in its original dtype; collective if it is sharded.
+    """Return a parameter's full value in its original dtype (collective if it is sharded).
 
     Examples
     --------
@@ -181,7 +182,7 @@ def full_tensor(p: Tensor) -> Tensor:
 
 
 def full_grad(p: Tensor) -> Tensor | None:
-    """Return a parameter's full averaged gradient, or None; collective if it is sharded.
+    """Return a parameter's full averaged gradient, or None (collective if it is sharded).
 
     Examples
     --------

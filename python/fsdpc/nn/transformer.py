@@ -1,6 +1,6 @@
 """Attention and the encoder layer, with PyTorch's names, arguments and state.
 
-Masks follow PyTorch's modules: True in a bool mask excludes a key, the opposite of
+Masks work as in PyTorch's modules: True in a bool mask excludes a key, unlike in
 :func:`fsdpc.functional.scaled_dot_product_attention`.
 """
 
@@ -88,10 +88,10 @@ class MultiheadAttention(Module):
         """query (tokens, batch, embed_dim); key and value may have a different number of tokens.
 
         ``key_padding_mask`` is (batch, key tokens). ``attn_mask`` is (tokens, key tokens), or per
-        batch and head (batch * heads, tokens, key tokens). A bool mask excludes keys at True
-        values; a float mask is added. Returns the result, in query's shape, and the weights (batch,
-        tokens, key tokens), averaged over heads, or None unless needed. Without weights, masks and
-        dropout, no such matrix is stored.
+        batch and head (batch * heads, tokens, key tokens). A bool mask excludes keys where it is
+        True; a float mask is added to the scores. Returns the result, in query's shape, and the
+        weights (batch, tokens, key tokens) averaged over heads, or None if they are not needed.
+        Without weights, masks and dropout, the weights matrix is never stored.
         """
         q, k, v = self._projected(query, key, value)
         mask = self._mask(key_padding_mask, attn_mask, q.shape[0])
@@ -142,7 +142,7 @@ class MultiheadAttention(Module):
 
 
 class TransformerEncoderLayer(Module):
-    """Self-attention and two linear layers, each with a residual and a normalisation.
+    """Self-attention and two linear layers, each with a residual connection and normalisation.
 
     Parameters
     ----------

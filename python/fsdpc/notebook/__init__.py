@@ -14,14 +14,14 @@ __all__ = ["RankError", "load_ipython_extension", "unload_ipython_extension"]
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Add the ``%ranks`` and ``%%ranks`` magics to an IPython shell; ``%load_ext fsdpc`` does."""
+    """Add the ``%ranks`` and ``%%ranks`` magics to a shell; called by ``%load_ext fsdpc``."""
     from fsdpc.notebook._magics import RankMagics
 
     shell.register_magics(RankMagics)
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """End the ranks and remove the magics; ``%unload_ext fsdpc`` does."""
+    """End the ranks and remove the magics; called by ``%unload_ext fsdpc``."""
     magics = shell.magics_manager.registry.pop("RankMagics", None)
     if magics is not None:
         magics.stop()

@@ -1,10 +1,10 @@
-"""The error raised for a failed cell."""
+"""The error raised when a cell fails."""
 
 from __future__ import annotations
 
 
 class RankError(RuntimeError):
-    """A cell failed on one or more ranks: docs/troubleshooting.md#exceptions.
+    """Raised when a cell fails on one or more ranks: docs/troubleshooting.md#exceptions.
 
     Attributes
     ----------
@@ -18,5 +18,5 @@ class RankError(RuntimeError):
         self._lines = lines
 
     def _render_traceback_(self) -> list[str]:
-        """Return the text that IPython shows in place of this process's frames."""
+        """Return the traceback for IPython to show, without this process's frames."""
         return self._lines

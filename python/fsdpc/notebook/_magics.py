@@ -1,4 +1,4 @@
-"""The magics ``%ranks`` and ``%%ranks``: how a notebook controls its ranks."""
+"""The magics ``%ranks`` and ``%%ranks``, with which a notebook controls its ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ READ_HERE = "bring numbers or arrays back, or import what it needs in the notebo
 
 
 def why_not_fork() -> str | None:
-    """Return why ranks must be separate programs, or None if they can be forked."""
+    """Return the reason that ranks cannot be forked, or None if they can."""
     try:
         refuse_unsafe_fork()
     except RuntimeError as error:
@@ -56,7 +56,7 @@ class RankMagics(Magics):
 
     @line_cell_magic
     def ranks(self, line: str, cell: str | None = None) -> None:
-        """Start and end ranks (``%ranks``), and run cells on them (``%%ranks``).
+        """Start and stop ranks (``%ranks``), and run cells on them (``%%ranks``).
 
         ``%ranks 2``
             Start two persistent ranks, ending earlier ones. ``--spawn`` starts them as separate
@@ -177,7 +177,7 @@ class RankMagics(Magics):
             self.shell.user_ns[name] = values[0] if len(values) == 1 else values
 
     def _which(self, text: str | None) -> list[int]:
-        """Return the ranks specified by a text such as "0,2-3"."""
+        """Parse a list of ranks such as "0,2-3"."""
         if text is None:
             return list(range(self._count))
         found: set[int] = set()
@@ -222,7 +222,7 @@ class RankMagics(Magics):
         self.stop()
 
     def _raise(self, ranks: list[int], answers: dict[int, Any], shown: bool) -> None:
-        """Raise the cell's error if it failed."""
+        """Raise an error if the cell failed."""
         pool = self._pool
         assert pool is not None
         errors = {rank: answers[rank]["error"] for rank in ranks if rank in answers}
@@ -267,7 +267,7 @@ class RankMagics(Magics):
 
 
 def _stopped(text: str) -> KeyboardInterrupt:
-    """Return an interrupt that is shown without this process's frames."""
+    """Return a KeyboardInterrupt that is shown without this process's frames."""
     error = KeyboardInterrupt(text)
     error._render_traceback_ = lambda: [f"KeyboardInterrupt: {text}"]  # type: ignore[attr-defined]
     return error
@@ -279,7 +279,7 @@ def _is_echo(error: Any) -> bool:
 
 
 def _told(errors: dict[int, Any]) -> list[str]:
-    """Return each traceback once, headed by its ranks; ranks that only echo it get one line."""
+    """Return each distinct traceback once, under its ranks, and one line for any echoes of it."""
     alike: dict[Any, list[int]] = {}
     for rank, error in errors.items():
         alike.setdefault((error["type"], tuple(error["frames"])), []).append(rank)

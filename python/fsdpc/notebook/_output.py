@@ -1,8 +1,8 @@
-"""The ranks' printed and displayed output in one cell, with equal output shown only once.
+"""Shows what the ranks print and display in one cell, without repeating identical output.
 
-By default the first rank's output appears as it arrives, and a final line reports whether the
-others' was the same. With ``--all``, all ranks' output appears line by line, prefixed with the
-ranks.
+By default, the first rank's output appears as it arrives, and a final line reports whether the
+other ranks printed the same. With ``--all``, every rank's output appears line by line, and each
+line is prefixed with its ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def write(text: str) -> None:
 
 
 def show(shell: Any, message: Message) -> None:
-    """Display a rank's object in this process."""
+    """Display an object from a rank in this process."""
     if message.get("clear"):
         shell.display_pub.clear_output(wait=message["wait"])
         return
@@ -42,12 +42,12 @@ def show(shell: Any, message: Message) -> None:
 
 
 def _compared(message: Message) -> str:
-    """Return a key by which to compare two ranks' displays."""
+    """Return a key for comparing two ranks' displays."""
     return ADDRESS.sub("0x", repr(sorted(message.get("data", {}).items())))
 
 
 class _Said:
-    """A digest of a rank's printed and displayed output, without overwritten progress lines."""
+    """A digest of everything a rank prints and displays, except overwritten progress lines."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -74,7 +74,7 @@ class _Said:
 
 
 class First:
-    """Shows only the first rank's output and, at the end, a comparison with the others'."""
+    """Shows only the first rank's output, and finally whether the other ranks printed the same."""
 
     def __init__(self, ranks: Sequence[int], shell: Any) -> None:
         self._lead, self._shell = ranks[0], shell
@@ -99,7 +99,7 @@ class First:
     def tick(self) -> None: ...
 
     def close(self) -> None:
-        """Write the final line if other ranks printed anything."""
+        """Write the final line if any other rank printed something."""
         digests = {rank: said.digest() for rank, said in self._said.items() if not said.is_empty}
         others = [rank for rank in digests if rank != self._lead]
         if not others:
@@ -113,7 +113,7 @@ class First:
 
 
 class All:
-    """Shows all ranks' output line by line, and lines that several print together only once."""
+    """Shows every rank's output line by line, merging lines that several ranks print."""
 
     def __init__(self, ranks: Sequence[int], shell: Any) -> None:
         self._shell = shell
@@ -125,7 +125,7 @@ class All:
     def text(self, rank: int, text: str) -> None:
         if rank not in self._lines:
             return
-        # A rewritten progress line is shown in its final state.
+        # A progress line that is rewritten appears only in its final state.
         *lines, self._lines[rank] = (self._lines[rank] + text).split("\n")
         self._lines[rank] = self._lines[rank][self._lines[rank].rfind("\r", 0, -1) + 1 :]
         now = time.monotonic()
@@ -150,7 +150,7 @@ class All:
         self._merge(float("inf"))
 
     def _merge(self, now: float) -> None:
-        """Write each rank's oldest item, only once for ranks with the same item."""
+        """Write each rank's oldest item, merging identical items."""
         while waiting := [rank for rank, items in self._items.items() if items]:
             oldest = min(waiting, key=lambda rank: (self._items[rank][0][0], rank))
             since, text, message = self._items[oldest][0]

@@ -1,7 +1,7 @@
-"""The rank's side: an IPython shell that runs received cells.
+"""The rank side of the notebook: an IPython shell that runs the cells it receives.
 
-Each rank has its own shell and namespace, in a module ``__main__``. A cell works there as in a
-notebook: its last expression is shown, magics and ``await`` work, and figures are shown as PNG.
+Each rank has its own shell, whose namespace is the module ``__main__``. Cells work as in a
+notebook: the last expression is displayed, magics and ``await`` work, and figures appear as PNG.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ CELL = re.compile(r"<ipython-input-")
 
 
 def pickler() -> Any:
-    """Return cloudpickle if installed, because it supports notebook functions; otherwise pickle.
+    """Return cloudpickle if installed, because it can pickle notebook functions; otherwise pickle.
 
-    Each can read the other's output.
+    Each module can load what the other dumps.
     """
     try:
         import cloudpickle
@@ -47,9 +47,9 @@ def pickler() -> Any:
 
 
 class _Host:
-    """The rank's view of the notebook: messages to it, and Ctrl-C from it.
+    """The rank's connection to the notebook: sends messages to it and receives Ctrl-C from it.
 
-    Ctrl-C raises only while a cell runs, and never in the middle of a message.
+    Ctrl-C raises an exception only while a cell runs, and never in the middle of a message.
     """
 
     def __init__(self, fd: int) -> None:
@@ -81,7 +81,7 @@ class _Host:
         return message
 
     def send(self, message: Message) -> None:
-        """Send a message; wait if the main thread is displaying an object."""
+        """Send a message, after waiting for the main thread to finish displaying an object."""
         if threading.current_thread() is not threading.main_thread():
             with self._lock:
                 self._channel.send(message)
@@ -99,7 +99,7 @@ class _Host:
             raise KeyboardInterrupt
 
     def show(self, **content: Any) -> None:
-        """Make the notebook show an object below the printed text."""
+        """Show an object in the notebook, below the printed text."""
         sys.stdout.flush()
         sys.stderr.flush()
         self.send({"kind": "show", **content})
@@ -119,7 +119,7 @@ class _Publisher(DisplayPublisher):
 
 class _Hook(DisplayHook):
     def write_output_prompt(self) -> None:
-        """Leave the cell number to the notebook."""
+        """Do nothing: the notebook prints the cell number."""
 
     def write_format_data(self, format_dict, md_dict=None) -> None:  # type: ignore[no-untyped-def]
         self.shell.host.show(data=format_dict, metadata=md_dict or {}, transient={}, update=False)
@@ -141,11 +141,11 @@ class RankShell(InteractiveShell):
         self.caught = [str(line) for line in stb]
 
     def enable_gui(self, gui: Any = None) -> None:
-        """Do nothing: there are no windows."""
+        """Do nothing: ranks have no windows."""
 
     @classmethod
     def make(cls, host: _Host, colors: str) -> RankShell:
-        """Return this process's only shell, even if a forked copy of another shell exists."""
+        """Return this process's only shell, replacing any shell inherited through fork."""
         if InteractiveShell.initialized():
             type(InteractiveShell.instance()).clear_instance()
         main = ModuleType("__main__")
@@ -182,7 +182,7 @@ def serve(fd: int, colors: str) -> None:
 
 
 def main(fd: int, colors: str) -> None:
-    """Serve, as a separate program started by the notebook."""
+    """Run cells as a separate program that the notebook started."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
     enable_stacks()
@@ -191,7 +191,7 @@ def main(fd: int, colors: str) -> None:
 
 
 def _run(shell: RankShell, request: Message) -> Message:
-    """Run a cell; return how it ended, and the requested values."""
+    """Run a cell; return how it ended and the values that the notebook requested."""
     shell.caught = []
     answer: Message = {"error": None, "values": {}}
     try:
@@ -216,12 +216,12 @@ def _run(shell: RankShell, request: Message) -> Message:
 
 
 def _numbered(code: str) -> str:
-    """Replace the magic with a line, so that tracebacks have the notebook's line numbers."""
+    """Replace the magic with a single line, so that tracebacks show the notebook's line numbers."""
     return code if code.lstrip().startswith("%%") else f"# %%ranks\n{code}"
 
 
 def load(name: str, data: bytes, where: str, advice: str) -> Any:
-    """Return a pickled value, or raise ValueError that explains where it failed and what to do."""
+    """Pickle a value, or raise a ValueError that says what failed and what to do about it."""
     try:
         return pickle.loads(data)
     except Exception as error:
@@ -256,10 +256,10 @@ def _describe(error: BaseException, shown: list[str]) -> Message:
 
 
 def _has_ended_world(error: BaseException, frames: list[tuple[str, int | None]]) -> bool:
-    """Return whether no collective can follow: the engine reported so, or Ctrl-C interrupted one.
+    """Return whether the world is unusable: the engine reported it, or Ctrl-C hit a collective.
 
-    Ctrl-C in a training step is different: the next forward completes or drops the step, or reports
-    that it cannot.
+    Ctrl-C in a training step is different: the next forward completes or discards that step, or
+    raises if it can do neither.
     """
     if type(error).__name__ in ("PeerError", "MismatchError"):
         return True

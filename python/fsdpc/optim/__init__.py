@@ -1,4 +1,4 @@
-"""Optimizers that step whole flat shards in C: AdamW, Adam, SGD, Lion."""
+"""Optimizers that update whole flat shards in C: AdamW, Adam, SGD and Lion."""
 
 from fsdpc.optim.adam import Adam, AdamW
 from fsdpc.optim.lion import Lion

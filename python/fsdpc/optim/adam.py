@@ -9,7 +9,7 @@ from fsdpc.optim.optimizer import Optimizer, bounded, check_betas
 
 
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay, as torch.optim.AdamW defines it.
+    """Adam with decoupled weight decay, as in torch.optim.AdamW.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ class AdamW(Optimizer):
 
 
 class Adam(AdamW):
-    """Adam, with weight decay added to the gradient, as torch.optim.Adam defines it.
+    """Adam with weight decay added to the gradient, as in torch.optim.Adam.
 
     Parameters
     ----------

@@ -1,9 +1,9 @@
 """Learning rate schedules.
 
 A scheduler multiplies each parameter group's initial learning rate by a factor that depends on the
-step. It works with any optimizer that has ``param_groups``, a list of dicts that contain ``"lr"``.
-Call ``step()`` once after every optimizer step. After its last step, a schedule stays at its
-minimum.
+step. It works with any optimizer whose ``param_groups`` is a list of dicts that contain ``"lr"``.
+Call ``step()`` once after every optimizer step. After its last step, a schedule keeps the minimum
+learning rate.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = [
 
 
 class LRScheduler:
-    """Base class of all schedules; a subclass overrides :meth:`factor`.
+    """Base class for all schedules; subclasses override :meth:`factor`.
 
     Parameters
     ----------
@@ -81,12 +81,12 @@ class LRScheduler:
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the schedule's position as plain numbers and lists."""
+        """Return the schedule's state as plain numbers and lists."""
         first = [group["initial_lr"] for group in self.optimizer.param_groups]
         return {"last_step": self.last_step, "initial_lrs": first}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a schedule's position, including the initial learning rates of its groups.
+        """Restore a schedule's state, including the initial learning rate of each group.
 
         Raises
         ------
@@ -110,7 +110,7 @@ class LRScheduler:
 
 
 class WarmupCosine(LRScheduler):
-    """Linear warm-up, then a cosine decay to a minimum, once or several times.
+    """Linear warm-up followed by one or more cosine decays to a minimum.
 
     Parameters
     ----------
@@ -164,12 +164,12 @@ class WarmupCosine(LRScheduler):
         super().__init__(optimizer)
 
     def factor(self, step: int, group: int) -> float:
-        """Return the multiplier at a step; see :meth:`LRScheduler.factor`."""
+        """Return the factor at a step; see :meth:`LRScheduler.factor`."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         if step >= self.total:
             return self.min_ratio
-        # Integer arithmetic before the division, so that a cycle begins at exactly 1.
+        # Use integer arithmetic before dividing, so that each cycle begins at exactly 1.
         phase = (step - self.warmup) * self.cycles % (self.total - self.warmup)
         cosine = math.cos(math.pi * phase / (self.total - self.warmup))
         return self.min_ratio + (1 - self.min_ratio) * (1 + cosine) / 2
@@ -246,7 +246,7 @@ class WarmupStableDecay(LRScheduler):
 
 
 class WarmupLinearDecay(WarmupStableDecay):
-    """Linear warm-up, then a linear decay to a minimum.
+    """Linear warm-up followed by a linear decay to a minimum.
 
     Parameters
     ----------
@@ -328,7 +328,7 @@ def warmup_share(steps: int, kind: str, total: int | None = None) -> Callable[[i
 
 
 class WarmupDecayLR(LRScheduler):
-    """DeepSpeed's schedule of this name: warm-up to a rate, then linear decay to 0.
+    """DeepSpeed's WarmupDecayLR: warm-up to a maximum rate, then linear decay to 0.
 
     Parameters
     ----------
@@ -396,7 +396,7 @@ class WarmupDecayLR(LRScheduler):
 
 
 class LambdaLR(LRScheduler):
-    """A schedule from any function of the step.
+    """A schedule defined by any function of the step.
 
     Parameters
     ----------
@@ -443,7 +443,7 @@ class LambdaLR(LRScheduler):
 
 
 def schedule_by_name(name: str, optimizer: Any, **options: Any) -> LRScheduler:
-    """Create a schedule from its name in a configuration.
+    """Create a schedule by name, as a configuration specifies it.
 
     Parameters
     ----------
@@ -489,7 +489,7 @@ def scale_lr(
     batch: float | None = None,
     base_batch: float | None = None,
 ) -> float:
-    """Scale a learning rate to a larger batch.
+    """Scale a learning rate for a larger batch.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The optimizers' base class: parameter groups, steps, states."""
+"""The base class of all optimizers: parameter groups, steps and states."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdpc.optim import state as _state
 
 
 class Optimizer:
-    """The optimizers' base class; use one of its subclasses.
+    """Base class of all optimizers; use one of its subclasses.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ class Optimizer:
         return "\n".join([*lines, ")"])
 
     def add_param_group(self, group: dict[str, Any]) -> None:
-        """Add parameters with their own options.
+        """Add a group of parameters with its own options.
 
         Parameters
         ----------
@@ -123,7 +123,7 @@ class Optimizer:
         raise NotImplementedError("an optimizer says what its options may be")
 
     def _refuse_strays(self) -> None:
-        """Raise if each rank would train some parameters separately, next to sharded ones."""
+        """Raise if each rank would train its own copies of some parameters next to sharded ones."""
         strays = [
             self._plain[id(p)].label
             for p in self._params()
@@ -152,7 +152,7 @@ class Optimizer:
     # ---- training ----
 
     def step(self) -> None:
-        """Update every parameter that has a gradient; collective for sharded ones."""
+        """Update every parameter that has a gradient; collective if any is sharded."""
         self._refuse_late_sharding()
         self._set_options()
         for i, group in enumerate(self.param_groups if self._plain else ()):
@@ -170,7 +170,7 @@ class Optimizer:
         own.momentum = own.momentum or "momentum_buffer" in states
 
     def _plain_states(self, p: Parameter) -> dict[str, _core.Tensor]:
-        """Return the states of a parameter without a unit; create missing ones."""
+        """Return the states of a parameter without a unit, creating any that are missing."""
         own = self._plain[id(p)]
         names = self._core.state_names(self._group_of[id(p)])
         dtype = _core.float64 if p.dtype is _core.float64 else self._state_dtype
@@ -180,7 +180,7 @@ class Optimizer:
         return {name: own.states[name] for name in names}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients without writing memory.
+        """Drop all gradients, without writing to their memory.
 
         Parameters
         ----------
@@ -202,7 +202,7 @@ class Optimizer:
     # ---- states ----
 
     def state(self, p: Parameter) -> dict[str, Any]:
-        """Return the step count and copies of this rank's state rows; None before the first step.
+        """Return the step count and copies of this rank's state rows, or None before a step.
 
         Parameters
         ----------
@@ -215,7 +215,7 @@ class Optimizer:
         return states
 
     def state_views(self, p: Parameter, write: bool = True) -> dict[str, _core.Tensor]:
-        """Return this rank's state rows without copying; see set_step_count.
+        """Return views of this rank's state rows; see set_step_count.
 
         Parameters
         ----------
@@ -237,7 +237,7 @@ class Optimizer:
         return {name: view for name, view in views.items() if view is not None}
 
     def step_count(self, p: Parameter) -> int:
-        """Return how many times a parameter has been stepped.
+        """Return a parameter's step count.
 
         Parameters
         ----------
@@ -248,7 +248,7 @@ class Optimizer:
         return self._plain_of(p).step
 
     def set_step_count(self, p: Parameter, steps: int) -> None:
-        """Set how many times a parameter has been stepped, after writing its states.
+        """Set a parameter's step count, after its states have been written.
 
         Parameters
         ----------
@@ -268,7 +268,7 @@ class Optimizer:
         own.momentum = "momentum_buffer" in own.states
 
     def state_dict(self) -> dict[str, Any]:
-        """Return states and options by parameter name; collective for sharded parameters.
+        """Return states and options by parameter name; collective if any parameter is sharded.
 
         Returns
         -------
@@ -286,7 +286,7 @@ class Optimizer:
         return _state.gather(self, self._names)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load states and options; each rank keeps its own rows of sharded parameters' states.
+        """Load states and options; each rank keeps its own rows of sharded states.
 
         Parameters
         ----------
@@ -329,7 +329,7 @@ class _Plain:
 
 
 def bounded(group: dict[str, Any], *names: str, low: float | None = 0.0) -> None:
-    """Raise on options that are not finite numbers, or are below ``low``."""
+    """Raise if an option is not a finite number or is below ``low``."""
     for name in names:
         value = group[name]
         try:
@@ -341,7 +341,7 @@ def bounded(group: dict[str, Any], *names: str, low: float | None = 0.0) -> None
 
 
 def check_betas(group: dict[str, Any]) -> None:
-    """Raise on betas that are not two numbers in [0, 1)."""
+    """Raise unless betas is a pair of numbers in [0, 1)."""
     betas = group["betas"]
     try:
         first, second = (float(beta) for beta in betas)

@@ -9,7 +9,7 @@ from fsdpc.optim.optimizer import Optimizer, bounded
 
 
 class SGD(Optimizer):
-    """Stochastic gradient descent with momentum, as torch.optim.SGD defines it.
+    """Stochastic gradient descent with momentum, as in torch.optim.SGD.
 
     Parameters
     ----------

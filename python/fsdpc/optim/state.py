@@ -1,4 +1,4 @@
-"""Optimizer states by parameter name: full values that fit any number of ranks."""
+"""Optimizer states by parameter name, as full values that load on any number of ranks."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _named(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, Par
 
 
 def gather(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """Return states and options by name, as full values; collective for sharded parameters."""
+    """Return states and options by name, as full values; collective if any parameter is sharded."""
     groups = _named(optimizer, names)
     state = {
         name: {"step": optimizer.step_count(p), **dict(full_states(optimizer, p))}
@@ -125,7 +125,7 @@ def gather(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
 def full_states(
     optimizer: Optimizer, p: Parameter, wanted: str | None = None
 ) -> Iterator[tuple[str, _core.Tensor]]:
-    """Yield (name, full value) for a parameter's states, or only for the requested one."""
+    """Yield (name, full value) for each state of a parameter, or only for ``wanted``."""
     for k, name in enumerate(optimizer._state_names(p)):
         own = optimizer._view(p, k, name)
         if own is not None and wanted in (None, name):
@@ -134,7 +134,7 @@ def full_states(
 
 
 def load(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[int, str]) -> None:
-    """Invert :func:`gather`; change nothing if a value does not fit."""
+    """Load the result of :func:`gather`, or change nothing if any value does not fit."""
     missing = {"state", "param_groups"} - set(state)
     if missing:
         raise KeyError(f"an optimizer's state has 'state' and 'param_groups'; missing {missing}")
@@ -190,7 +190,7 @@ def _check_states(
     for name, entry in given.items():
         p = parameters[name]
         needed = {"step", *optimizer._state_names(p)}
-        # Momentum is missing if it was enabled after the last step.
+        # The momentum is missing if it was enabled after the last step.
         missing = sorted(needed - set(entry) - {"momentum_buffer"})
         surplus = sorted(set(entry) - needed)
         if missing or surplus:

@@ -1,8 +1,8 @@
-"""Advice on making a model fit: changes that a plan does not try by itself.
+"""Advice on making a model fit: changes that a plan does not try on its own.
 
-Each ladder yields changes of one kind in increasing degree; only the first that fits is advised. If
-no single change is enough, two from different ladders are combined, and so on. Memory comes from
-:func:`fsdpc.memory_plan`, time from :func:`fsdpc.simulate`.
+Each ladder yields increasingly drastic changes of one kind, and only the first one that fits is
+advised. If no single change is enough, changes from two ladders are combined, then from three, and
+so on. Memory is computed by :func:`fsdpc.memory_plan` and time by :func:`fsdpc.simulate`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OF_MODEL = {"lora", "seq"}
 
 
 class Change(NamedTuple):
-    """One change: the fields it sets, its command-line option, and its costs other than time."""
+    """A change: the fields it sets, its command-line option, and what it costs besides time."""
 
     sets: dict[str, Any]
     option: str
@@ -53,7 +53,7 @@ def _offloads(case: Case) -> Iterator[Change]:
             **dict.fromkeys(classes[:most], tier),
             path=case.options.folder if tier == "disk" else None,
         )
-        price = f"{{beside}} {where}" + ("" if timed else "; the time is without the copies")
+        price = f"{{offloaded}} {where}" + ("" if timed else "; the time is without the copies")
         yield Change({"offload_policy": policy}, f"--offload {policy}", price, timed=timed)
 
 
@@ -75,7 +75,7 @@ def _adapters(case: Case) -> Iterator[Change]:
     model = case.model
     if isinstance(model, (Llama, GPT2)) and all(p.requires_grad for p in model.parameters()):
         yield Change({"lora": 16}, "--lora 16",
-                     "trains adapters alone; fsdpc train takes --init-from DIR too",
+                     "trains only adapters; fsdpc train takes --init-from DIR too",
                      alters=True)  # fmt: skip
 
 
@@ -84,23 +84,23 @@ LADDERS = (_states, _offloads, _shorter, _adapters)
 
 @dataclass(frozen=True, kw_only=True)
 class Advised:
-    """Changes that make the model fit, and the resulting way to train."""
+    """Changes that make the model fit, with the choice that results from them."""
 
     changes: tuple[Change, ...]
     choice: Choice
     tokens: int
-    beside: int  # a rank's bytes on a disk or in host memory
+    offloaded: int  # a rank's bytes on a disk or in host memory
 
     @property
     def options(self) -> str:
-        """Options of ``fsdpc train``, those for the changes first."""
+        """The ``fsdpc train`` options for the changes, followed by those for the choice."""
         own, changes = self.choice.options, [each.option for each in self.changes]
         for each in changes:
             own = own.replace(f"{each} ", "")
         return " ".join([*changes, own])
 
     def cost(self) -> tuple[bool, bool, float]:
-        """Return a sort key: altered runs last, then unknown times, then by time per token."""
+        """Return a sort key: unaltered runs first, then known times, then time per token."""
         assert self.choice.simulation is not None
         a_token = self.choice.simulation.step / self.tokens
         return (any(c.alters for c in self.changes), not all(c.timed for c in self.changes),
@@ -109,7 +109,7 @@ class Advised:
     def __str__(self) -> str:
         assert self.choice.simulation is not None
         step = self.choice.simulation.step
-        prices = "; ".join(c.price.format(beside=size(self.beside)) for c in self.changes)
+        prices = "; ".join(c.price.format(offloaded=size(self.offloaded)) for c in self.changes)
         head = f"{size(self.choice.memory)} a rank, {milliseconds(step)}, " + (
             f"{self.tokens / step:,.0f} tokens/s:"
         )
@@ -119,7 +119,7 @@ class Advised:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Recommended changes, cheapest first; printing lists them."""
+    """Recommended changes, cheapest first; prints as a list."""
 
     title: str
     advised: tuple[Advised, ...] = ()
@@ -130,7 +130,7 @@ class Advice:
 
 
 def advise(plans: Plans) -> Advice:
-    """Return changes that make the model fit; none if it fits with room to spare."""
+    """Return changes that make the model fit, or none if it already fits comfortably."""
     limit = plans.limit
     fitting = [c.memory for c in plans.choices if c.fits]
     if fitting and min(fitting) <= (1 - ROOM) * limit:
@@ -162,7 +162,7 @@ def _search(case: Case) -> tuple[Advised, ...]:
 
 
 class _Tries:
-    """Plans for changed configurations; parts that several share are planned once."""
+    """Plans changed configurations, and computes only once what several of them share."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -185,7 +185,7 @@ class _Tries:
         return case, self.activations[rank, seq]
 
     def first(self, changes: Sequence[Change]) -> Advised | None:
-        """Return the way that fits with the least recomputation and the largest micro-batches."""
+        """Return the fitting choice with the least recomputation and the largest micro-batches."""
         sets = {name: value for change in changes for name, value in change.sets.items()}
         case, activations = self._changed(sets)
         ranks = case.hosts * case.per_host
@@ -199,6 +199,6 @@ class _Tries:
                 return Advised(
                     changes=tuple(changes), choice=choice,
                     tokens=case.options.batch * (case.options.seq or 0) * ranks,
-                    beside=way.held.file + way.held.pinned,
+                    offloaded=way.held.file + way.held.pinned,
                 )  # fmt: skip
         return None

@@ -1,4 +1,4 @@
-"""Which models fit on some GPUs: the table of ``fsdpc plan --gpus``."""
+"""Which models fit on given GPUs: the table printed by ``fsdpc plan --gpus``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def gpus(text: str) -> tuple[int, float]:
 
 
 def _memory(preset: str, ranks: int, shape: tuple[int, int], policy: Any) -> tuple[float, ...]:
-    """Return bytes per GPU for full training, with the optimizer on the host, and for adapters."""
+    """Return bytes per GPU for full training, for an optimizer on the host, and for adapters."""
     host = OffloadPolicy(masters="host", optimizer="host")
     found = []
     for adapters in (False, True):
@@ -51,7 +51,7 @@ def _memory(preset: str, ranks: int, shape: tuple[int, int], policy: Any) -> tup
 
 
 def table(ranks: int, memory: float, batch: int, seq: int, policy: Any) -> str:
-    """Return one row per preset: the GPU memory it needs, and whether it fits.
+    """Return one row per preset, with the GPU memory it needs and whether it fits.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """The clock that plays a recorded step: the bytes each operation moves over each link, and when.
 
-:mod:`fsdpc.simulate` passes a step that the engine recorded. The clock computes the step's
-duration, the rank's waits, and when each operation was in progress.
+:mod:`fsdpc.simulate` passes a step that the engine recorded. From it, the clock computes the step's
+duration, the rank's waits, and the times at which each operation ran.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Load(NamedTuple):
-    """An operation: bytes between hosts and within a host, messages per rank, and seconds.
+    """The cost of an operation: bytes between and within hosts, messages per rank, and seconds.
 
     ``core`` is the seconds that the rank's own core spends on it instead of computing.
     """
@@ -37,7 +37,7 @@ class Load(NamedTuple):
 
 
 class Network:
-    """The bytes that an operation moves over each link, and its duration if no other runs."""
+    """Computes the bytes an operation sends over each link, and how long it takes by itself."""
 
     def __init__(
         self, *, bandwidth: float, latency: float, options: SimulateOptions, device: str,
@@ -95,7 +95,7 @@ class Network:
         )
 
     def values(self, group: HostGroup, message: str, header: bool = True) -> Load:
-        """Return the load of a note or agreement, which each rank sends to one on each host."""
+        """Return the load of a note or agreement, which each rank sends to one rank per host."""
         if self.is_ring:  # the clock for GPUs does not count these
             return Load(0.0, 0.0, 0, 0.0, 0.0)
         return self._crossing(group, group.local_size * self.messages[message], header=header)
@@ -106,7 +106,7 @@ class Network:
 
 @dataclass
 class Operation:
-    """An operation in progress: seconds of latency, and of its link if no other shares it.
+    """An operation in progress: seconds of latency, then seconds on its link if nothing shares it.
 
     ``kind`` is what the engine posted for ``unit``, "" for notes; ``begin`` and ``end`` are the
     times when it began and ended.
@@ -125,7 +125,7 @@ class Operation:
 
 
 class Wait(NamedTuple):
-    """Seconds for which the rank only waits: for a gather, a reduction or an agreement."""
+    """Seconds a rank spends only waiting for gathers, reductions and agreements."""
 
     what: str
     begin: float
@@ -140,9 +140,10 @@ class _Sent:
 
 
 class Clock:
-    """Plays a record: one thread that computes and waits, with concurrent operations.
+    """Plays a recorded step: one thread computes and waits while operations run concurrently.
 
-    Operations of one kind run in order. Different kinds run at the same time and share a link.
+    Operations of one kind run in order. Operations of different kinds run concurrently and share
+    the links.
     """
 
     def __init__(
@@ -186,10 +187,10 @@ class Clock:
                 handler(event.unit, event.bytes)
 
     def _find_seconds(self) -> deque[int]:
-        """Return, for each reduction, the bytes of the second stage that starts when it ends.
+        """Return the bytes of the second stage that each reduction starts when it ends.
 
-        CPUs on several hosts start it then (csrc/engine/reduce.c), although in the record it
-        appears where the program must wait for it. 0 means that there is no second stage.
+        CPUs on several hosts start it at that point (csrc/engine/reduce.c), but the record shows it
+        where the program must wait for it. 0 means that there is no second stage.
         """
         crosses = not self.network.is_ring and self.replicas.hosts > 1
         found: list[int] = []

@@ -15,16 +15,16 @@ from fsdpc.tensors.device import check_device, get_default_device
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Estimate:
-    """Bytes per rank and per step, without activations.
+    """Bytes per rank, and bytes sent per step, excluding activations.
 
     ``parts`` follows the arithmetic of the ZeRO paper: parameters and gradients in the compute
     dtype and fp32 states, each either whole or divided by the world size; ``published`` is their
     sum. ``mixed`` is the usual count in publications for mixed precision: fp32 gradients, and fp32
     masters sharded like the states. ``held`` is this engine's memory: the parameter buffer,
-    masters, fp32 gradients and states, and reduce buffers. On CPUs the parameter buffer is one copy
-    per host, counted in full here. On a GPU it is the rank's own slices and the units that are
-    unsharded at the same time. ``sent`` is the bytes that a rank sends over links per step; ranks
-    on the same host gather without copies.
+    masters, fp32 gradients and states, and reduce buffers. On CPUs there is one parameter buffer
+    per host, counted here in full. On a GPU, the parameter buffer contains the rank's own slices
+    and the units that are unsharded at the same time. ``sent`` is the bytes that a rank sends over
+    links per step; ranks on the same host gather without copies.
     """
 
     strategy: str
@@ -44,7 +44,7 @@ class Estimate:
         return sum(self.held.values())
 
     def seconds(self, bandwidth: float) -> float:
-        """Return the seconds per step that a rank sends at this bandwidth, without overlap."""
+        """Return the seconds a rank spends sending per step at this bandwidth, without overlap."""
         if not bandwidth > 0:
             raise ValueError(f"bandwidth must be above 0 bytes a second, got {bandwidth}")
         return self.sent / bandwidth
@@ -60,10 +60,10 @@ class Estimate:
         )
 
     def _repr_html_(self) -> str:
-        """Return a picture of the memory, shown by notebooks."""
-        beside = [("published", int(self.published)), ("sent a step", int(self.sent))]
+        """Return a picture of the memory to display in notebooks."""
+        more = [("published", int(self.published)), ("sent a step", int(self.sent))]
         held = [(name, int(n)) for name, n in self.held.items()]
-        return memory_picture.picture(f"{self.strategy}: held by a rank", held, beside)
+        return memory_picture.picture(f"{self.strategy}: held by a rank", held, more)
 
 
 def estimate(
@@ -115,7 +115,8 @@ def estimate(
     sharded over CPUs, it needs one whole parameter buffer per host and a share of everything else.
 
     Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-    Models". Sent: 3 P b (N-1)/N for FULL_SHARD (two all-gathers, one reduce-scatter), otherwise 2.
+    Models". The traffic is 3 P b (N-1)/N for FULL_SHARD (two all-gathers and a reduce-scatter), and
+    2 P b (N-1)/N otherwise.
     """
     strategy = as_strategy(strategy)
     name = strategy.name
@@ -151,7 +152,7 @@ def estimate(
 def estimate_activations(
     *, batch: int, seq: int, dim: int, layers: int, heads: int | None = None, dtype: Any = None
 ) -> float:
-    """Estimate the bytes per rank that forward keeps for backward, without recomputation.
+    """Estimate the bytes per rank that forward saves for backward, without recomputation.
 
     Parameters
     ----------
@@ -169,8 +170,8 @@ def estimate_activations(
     >>> import fsdpc
     >>> at = {"batch": 4, "seq": 2048, "dim": 4096, "layers": 32}
     >>> kept = estimate_activations(**at)
-    >>> alone = fsdpc.estimate(params=7e9, world=1, dtype="bfloat16", strategy="NO_SHARD")
-    >>> [round(x / 1e9, 1) for x in (*alone.parts.values(), kept, alone.published + kept)]
+    >>> ddp = fsdpc.estimate(params=7e9, world=1, dtype="bfloat16", strategy="NO_SHARD")
+    >>> [round(x / 1e9, 1) for x in (*ddp.parts.values(), kept, ddp.published + kept)]
     [14.0, 14.0, 56.0, 21.5, 105.5]
     >>> round(estimate_activations(**at, heads=32) / 1e9, 1)
     122.4
@@ -214,7 +215,7 @@ class TrainingCost:
         )
 
     def _repr_html_(self) -> str:
-        """Return a table, which notebooks show."""
+        """Return a table to display in notebooks."""
         return html.fields("cost of a run", {
             "hours": f"{self.hours:,.1f}", "hours of all ranks": f"{self.rank_hours:,.0f}",
             "money": f"{self.cost:,.0f}",

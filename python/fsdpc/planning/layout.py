@@ -1,7 +1,7 @@
 """The parameter rows that each rank owns, for any model and number of ranks.
 
-The numbers come from the engine: for every rank, a unit with the same shapes is created on a
-device that computes and stores nothing, and its tables are read (csrc/engine/layout.h).
+The engine computes the layout: for each rank, a unit with the same shapes is created on a device
+that computes and stores nothing, and its tables are read (csrc/engine/layout.h).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterLayout:
-    """A unit's parameter, and which rank owns which part.
+    """A parameter of a unit, and the part of it that each rank owns.
 
     ``dtype`` is the masters' dtype. ``pieces`` are non-empty, in order, and together make up the
     parameter.
@@ -58,7 +58,7 @@ class ParameterLayout:
         return self.numel * self.itemsize
 
     def rows(self, piece: Piece) -> str:
-        """Describe a piece's rows, or its elements if the cut is inside a row."""
+        """Describe a piece by its rows, or by its elements if it begins or ends inside a row."""
         row = prod(self.shape[1:]) if len(self.shape) > 1 else 1
         end = piece.first + piece.numel
         if row == 0 or piece.first % row or end % row:
@@ -68,7 +68,7 @@ class ParameterLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitLayout:
-    """A unit: its parameters, and its bytes on each rank of a shard group.
+    """A unit's parameters, and its bytes on each rank of a shard group.
 
     ``name`` is the dotted name of its module, "" for the model itself. ``shard`` is equal on all
     ranks; ``padding`` lists, for each rank, the bytes that belong to no parameter.
@@ -82,13 +82,13 @@ class UnitLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the unit's parameters, without padding."""
+        """The size of the unit's parameters in bytes, without padding."""
         return sum(p.nbytes for p in self.parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingLayout:
-    """A model's units, outermost first, and the part of their parameters that each rank owns.
+    """A model's units, outermost first, with the part of each parameter that every rank owns.
 
     ``mesh`` is (replicate, shard). A piece's ``rank`` is the rank within a shard group; world ranks
     ``rank + k * shard`` hold the same rows. It prints as a table; in a notebook it shows a picture.
@@ -107,7 +107,7 @@ class ShardingLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parameters, without padding."""
+        """The size of all parameters in bytes, without padding."""
         return sum(u.nbytes for u in self.units)
 
     @property
@@ -117,7 +117,7 @@ class ShardingLayout:
 
     @property
     def padding(self) -> int:
-        """Bytes, over all ranks of a shard group, that belong to no parameter."""
+        """Bytes of padding on all ranks of a shard group together."""
         return sum(sum(u.padding) for u in self.units)
 
     def owned(self, rank: int) -> Iterator[tuple[str, ParameterLayout, Piece]]:
@@ -146,7 +146,7 @@ class ShardingLayout:
         save(path, self.title, self._repr_html_())
 
     def _repr_html_(self) -> str:
-        """Return a picture, which notebooks show."""
+        """Return a picture to display in notebooks."""
         return sharding_picture.picture(self)
 
     def __str__(self) -> str:

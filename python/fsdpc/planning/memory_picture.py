@@ -1,6 +1,6 @@
-"""Memory by class, as a picture for notebooks: one bar, with the numbers next to it.
+"""Draws memory by category for notebooks: one bar, labelled with numbers.
 
-The picture is SVG without scripts or styles. Text takes on the surrounding page's colour, so it is
+The picture is an SVG image without scripts or styles. Text inherits the page's colour, so it is
 readable on light and dark pages.
 """
 
@@ -17,7 +17,7 @@ FILLS = CLASSES
 Part = tuple[str, int]
 
 
-def picture(title: str, parts: Sequence[Part], beside: Sequence[Part] = ()) -> str:
+def picture(title: str, parts: Sequence[Part], more: Sequence[Part] = ()) -> str:
     """Return an SVG image.
 
     Parameters
@@ -26,11 +26,11 @@ def picture(title: str, parts: Sequence[Part], beside: Sequence[Part] = ()) -> s
         Title line.
     parts : sequence of (str, int)
         Names from ``FILLS`` and their bytes, which add up to the bar.
-    beside : sequence of (str, int)
+    more : sequence of (str, int)
         Memory not in the bar, listed only as numbers.
     """
     total = sum(n for _, n in parts)
-    rows = [*parts, ("total", total), *beside]
+    rows = [*parts, ("total", total), *more]
     height = 3 * MARGIN + BAR + ROW * (1 + len(rows))
     words = ", ".join(f"{name} {size(n, total)}" for name, n in rows)
     drawn = [
@@ -65,7 +65,7 @@ def picture(title: str, parts: Sequence[Part], beside: Sequence[Part] = ()) -> s
 
 
 def size(n: int, total: int) -> str:
-    """Format bytes in the total's unit: GiB for 10 GiB or more, KiB below 1 MiB, otherwise MiB."""
+    """Format bytes in the total's unit: GiB from 10 GiB on, KiB below 1 MiB, otherwise MiB."""
     if total < 2**20:
         return f"{n / 2**10:,.2f} KiB"
     return f"{n / 2**30:,.2f} GiB" if total >= 10 * 2**30 else f"{n / 2**20:,.2f} MiB"

@@ -28,7 +28,7 @@ STATES = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0}
 
 
 class HostGroup(NamedTuple):
-    """The ranks in one operation: number of hosts, ranks per host, and such groups per host."""
+    """The ranks of one operation: hosts, ranks per host, and how many such groups share a host."""
 
     hosts: int
     local_size: int
@@ -38,7 +38,7 @@ class HostGroup(NamedTuple):
 def groups_on_hosts(
     mesh: tuple[int, int], hosts: int, local_size: int
 ) -> tuple[HostGroup, HostGroup]:
-    """Return the shard group and the replicas, on hosts with ``local ranks`` ranks each."""
+    """Return the shard group and the replica group, on hosts with ``local_size`` ranks each."""
     shard = mesh[1]
     if shard <= local_size and local_size % shard == 0:
         columns = local_size // shard
@@ -53,17 +53,17 @@ def groups_on_hosts(
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class MemoryPlan:
-    """Bytes that the engine will use on a rank, by the categories of :func:`memory_stats`.
+    """The bytes that the engine will use on a rank, by :func:`memory_stats` category.
 
-    ``unsharded`` is the gathered parameters in the compute dtype. On CPUs it is one copy per host,
-    shared by the ranks of a shard group; all other categories are per rank. On ``device`` "cuda"
-    the parameter buffer is per rank too: the rank's slices of all units, plus memory for the units
-    that are unsharded at the same time. On CPUs on several ``hosts``, ``reduce`` includes memory
-    for sums in transit between hosts; in deterministic mode over NCCL, it includes memory for the
-    peers' contributions to a sum. ``staging`` is memory for transfers to and from a disk. ``file``
-    is on the disk and ``pinned`` in host memory next to a GPU; neither counts in the total.
-    ``activation`` is the peak of forward and backward, if a batch was given. ``units`` lists the
-    modules that are units. The plan prints as a table; in a notebook it shows a picture.
+    ``unsharded`` is the gathered parameters in the compute dtype. On CPUs there is one copy per
+    host, which the ranks of a shard group share; all other categories are per rank. On ``device``
+    "cuda", the parameter buffer is per rank too: the rank's slices of all units, plus memory for
+    the units unsharded at the same time. On CPUs on several ``hosts``, ``reduce`` includes sums in
+    transit between hosts; in deterministic mode over NCCL, it includes the peers' contributions to
+    a sum. ``staging`` is memory for transfers to and from a disk. ``file`` is on the disk and
+    ``pinned`` in host memory next to a GPU; neither counts in the total. ``activation`` is the peak
+    of forward and backward, if a batch was given. ``units`` lists the modules that are units. The
+    plan prints as a table; in a notebook it shows a picture.
 
     Examples
     --------
@@ -93,8 +93,8 @@ class MemoryPlan:
     def for_device(self, device: str) -> MemoryPlan:
         """Return the plan for ranks on device "cpu" or "cuda", even if this machine has no GPU.
 
-        If this machine has no GPU, the plan assumes one that maps memory in pieces of 2 MiB, as
-        NVIDIA's do, and uses NCCL.
+        If this machine has no GPU, the plan assumes one that uses NCCL and maps memory in 2 MiB
+        pieces, as NVIDIA GPUs do.
 
         Raises
         ------
@@ -137,13 +137,13 @@ class MemoryPlan:
     def for_micro_steps(self, n: int) -> MemoryPlan:
         """Return the plan for deterministic mode with n micro-steps per step, including its sums.
 
-        A step that reads gradients between its micro-steps may keep one more sum.
+        A step that reads gradients between micro-steps may keep one sum more than this.
         """
         return replace(self, _micro_steps=n).for_device(self.device)
 
     @property
     def total(self) -> int:
-        """The sum of all categories, on the rank for which the parameter buffer is counted."""
+        """The sum of all categories, on the rank that the parameter buffer is charged to."""
         engine = self.unsharded + self.master + self.grad + self.state + self.reduce + self.staging
         return engine + (self.activation or 0)
 
@@ -174,13 +174,13 @@ class MemoryPlan:
         return "\n".join([*lines, self._described()])
 
     def _repr_html_(self) -> str:
-        """Return a picture, shown by notebooks."""
+        """Return a picture to display in notebooks."""
         title = f"memory of a rank, {self._described()}"
         return memory_picture.picture(title, self._parts(), self._beside())
 
 
 class _PlannedUnit(NamedTuple):
-    """A unit as the engine plans it, except that ``offload`` is by device."""
+    """A unit as the engine plans it, except that ``offload`` has one entry per device."""
 
     specs: list[tuple[_core.dtype, tuple[int, ...], bool]]  # dtype, shape, frozen
     param_dtype: Any
@@ -193,7 +193,7 @@ class _PlannedUnit(NamedTuple):
 
 
 class _Question(NamedTuple):
-    """What a plan asks the engine, again for each device and number of hosts."""
+    """The engine's inputs for a plan, to ask again for other devices and host counts."""
 
     units: list[_PlannedUnit]
     mesh: tuple[int, int]
@@ -367,7 +367,7 @@ def _sharded_units(model: Any) -> list[_PlannedUnit]:
 
 
 def _sharded_offload(offload: _core.Offload | None) -> dict[str, _core.Offload | None]:
-    """Return a sharded unit's offload by device; on a CPU, "host" is the same as "device"."""
+    """Return a sharded unit's offload policy per device; on a CPU, "host" means "device"."""
     on_host = offload is not None and offload[0] == "host"
     return {name: None if on_host and name == "cpu" else offload for name in DEVICES}
 
@@ -411,7 +411,7 @@ def _planned_units(
 def _activation_bytes(
     model: Any, shape: tuple[int, ...], policy: MixedPrecisionPolicy | None
 ) -> int:
-    """Return the peak activation bytes of forward and backward, from a dry run."""
+    """Return the peak activation bytes of a forward and backward, measured in a dry run."""
     words = hasattr(getattr(model, "config", None), "vocab_size")
     params = list(model.parameters())
     dtypes = [_compute_dtype(p, policy) for p in params]
@@ -435,7 +435,7 @@ def _activation_bytes(
 
 
 def check_left(model: Any, left: int) -> None:
-    """Raise if a forward on a device that computes nothing left tensors behind."""
+    """Raise if a planning forward, which computes nothing, left tensors behind."""
     if left:
         raise RuntimeError(
             f"the forward of {type(model).__name__} keeps {left} bytes of tensors outside of the "

@@ -1,4 +1,4 @@
-"""The page of a plan: its table, and pictures of the fastest way to train."""
+"""The HTML page for a plan: its table, and pictures of the fastest choice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def summary(plans: Plans, rows: int) -> str:
-    """Return a table of the first choices and, if any fits, the fastest step's timeline."""
+    """Return a table of the best choices and, if any fits, a timeline of the fastest step."""
     parts = [f"<p>{escape(plans.title)}</p>", _table(plans, rows)]
     best = plans.choices[0]
     if best.simulation is not None:

@@ -1,8 +1,8 @@
 """Recommend the strategy, mesh, recomputation, offload and micro-batch for a training run.
 
-Every choice is planned to the byte, and those that fit are simulated on the engine's own
-schedule. This module has no memory or time model of its own. All choices train on the same
-batch, so the fastest step is the best.
+Every choice's memory is planned to the byte, and those that fit are simulated on the engine's own
+schedule. This module does not model memory or time itself. All choices train on batches of the same
+size, so the fastest step is the best.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fsdpc.tensors.device import check_device, get_default_device
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plans:
-    """All choices: fitting ones, fastest first, then the others by memory; prints as a table.
+    """All choices, as a table: those that fit, fastest first, then the others by memory.
 
     ``tokens`` is the number of tokens per step over all ranks, ``limit`` the memory limit per rank
     in bytes. In a notebook it shows a table and a picture of the fastest step.
@@ -72,7 +72,7 @@ class Plans:
         Path(path).write_text(text, encoding="utf-8")
 
     def _repr_html_(self) -> str:
-        """Return a table and a picture, which notebooks show."""
+        """Return a table and a picture to display in notebooks."""
         return plan_page.summary(self, 10)
 
     @property
@@ -93,15 +93,15 @@ class Plans:
         return first
 
     def advise(self) -> Advice:
-        """Look for changes that make the model fit, if it does not or only barely does.
+        """Look for changes that make the model fit, if it does not fit or only just does.
 
-        Changes include bf16 optimizer states, offload (gradients too), shorter sequences and
-        LoRA, and combinations if one is not enough. Printing the result lists them.
+        Changes include bf16 optimizer states, offload (also of gradients), shorter sequences and
+        LoRA, and combinations of these if one is not enough. Printing the result lists them.
         """
         return advise(self)
 
     def table(self, rows: int | None = None) -> str:
-        """Return the first rows as text; by default all rows."""
+        """Return the first rows as text, or all rows by default."""
         head = f"{'step':>11} {'tokens/s':>10} {'memory':>10}  options of fsdpc train"
         lines = [*wrap(self.title, 80), head]
         for c in self.choices[:rows]:
@@ -272,7 +272,7 @@ def _offloads(case: Case) -> list[OffloadPolicy | None]:
 
 
 def _rank(c: Choice) -> tuple[bool, float, float]:
-    """Return the sort key; steps equal to four significant digits are ordered by memory."""
+    """Return the sort key: step time to four significant digits, then memory."""
     step = c.simulation.step if c.simulation is not None else 0.0
     return not c.fits, float(f"{step:.4g}"), c.memory
 

@@ -1,9 +1,9 @@
-"""Record a step of the engine for any world size, on a device that computes nothing.
+"""Record one of the engine's steps for any world size, on a device that computes nothing.
 
 Only kernels and peers are replaced; units, epochs, prefetches, reductions and the optimizer's step
 are the engine's own. Peers are simulated, and memory is counted but never touched. The trace
-records the order in which operations were posted, where the program had to wait for them, and the
-number of preceding floating point operations.
+records the order in which operations were posted, where the program waited for them, and how many
+floating point operations came before.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STEPS = 3  # the first records; the second is the first to replay the record
 
 
 class Event(NamedTuple):
-    """An engine event on a unit (a kind from csrc/base/trace.h), after this many operations."""
+    """An engine event on a unit (a kind from csrc/base/trace.h) and the FLOPs before it."""
 
     kind: str
     unit: int
@@ -61,7 +61,7 @@ class Played:
 
     @property
     def flops(self) -> int:
-        """Floating point operations in the step."""
+        """The number of floating point operations in the step."""
         return self.events[-1].flops - self.events[0].flops
 
 
@@ -75,7 +75,7 @@ def play_step(
     accumulate: int,
     orders: bool,
 ) -> Played:
-    """Record a step on rank 0 without other ranks, then restore the model.
+    """Record a step of rank 0 without other ranks, then restore the model.
 
     Parameters
     ----------
@@ -147,9 +147,9 @@ def _play(
 
 
 class _Sampler:
-    """Samples the trace and the memory when a unit's forward ends and when its backward begins.
+    """Samples trace and memory when a unit's forward ends and when its backward begins.
 
-    Each sample resets the peaks, so the maximum of all samples is the peak of the steps.
+    Each sample resets the peaks; the maximum over all samples is the peak of the recorded steps.
     """
 
     def __init__(self, model: Any) -> None:
@@ -192,7 +192,7 @@ class _Sampler:
 
 
 def _without_memory(model: Module) -> None:
-    """Replace the model's own parameters by deferred ones."""
+    """Replace the model's own parameters with deferred ones."""
     made: dict[int, Parameter] = {}
     with deferred_init():
         for m in model.modules():
@@ -206,7 +206,7 @@ def _without_memory(model: Module) -> None:
 
 
 def _inputs(model: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return token ids and targets for the models of :mod:`fsdpc.models`, otherwise floats."""
+    """Return token ids and targets for models from :mod:`fsdpc.models`, and floats for others."""
     if hasattr(getattr(model, "config", None), "vocab_size"):
         ids = np.zeros(shape, np.int64)
         return ids, ids

@@ -10,14 +10,14 @@ from fsdpc.sharding.rules import units_of
 
 
 class Use(NamedTuple):
-    """A unit's computation: its name and the phase, "forward" or "backward"."""
+    """The computation of a unit: the unit's name and the phase, "forward" or "backward"."""
 
     unit: str
     phase: str
 
 
 class Act(NamedTuple):
-    """An engine's act on a unit: the unit's name, the act, and the phase it belongs to.
+    """An action of the engine: the unit's name, the action, and its phase.
 
     ``what`` is "gather" (posted), "forward" or "backward" (the unit computes), "reshard", "reduce"
     (posted: a reduce-scatter over the shard group) or "all_reduce" (posted: over replicas).
@@ -30,17 +30,17 @@ class Act(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Schedule:
-    """The order of units in a step, their prefetch distance, and the engine's acts.
+    """The order of units in a step, the prefetch distance, and the engine's actions.
 
     ``prefetch`` counts uses. ``acts`` are the engine's acts in the last complete step, in order:
     one forward with gradients and its backwards, up to the next forward. With one rank per shard
-    group nothing is gathered, resharded or reduced; if there are replicas, the only act is
+    group, nothing is gathered, resharded or reduced; with replicas, the only action is
     "all_reduce".
 
-    Two schedules are equal if the order, the distance, and each unit's acts in each phase are
-    equal. When a gather or a sum begins relative to other units is ignored: it depends on the
-    distance and on when the ranks arrive. ``diff`` describes the first difference. A schedule
-    prints as a list; in a notebook it shows a picture.
+    Two schedules are equal if they have the same order and distance, and the same actions for each
+    unit and phase. The comparison ignores when a gather or a sum begins relative to other units,
+    because that depends on the distance and on when ranks arrive. ``diff`` describes the first
+    difference. A schedule prints as a list; in a notebook it shows a picture.
 
     Examples
     --------
@@ -59,7 +59,7 @@ class Schedule:
     acts: tuple[Act, ...] = ()
 
     def of(self, use: Use) -> tuple[str, ...]:
-        """Return the engine's acts on a unit in one phase, in order."""
+        """Return the engine's actions on a unit in one phase, in order."""
         return tuple(a.what for a in self.acts if (a.unit, a.phase) == use)
 
     def __eq__(self, other: object) -> bool:
@@ -69,11 +69,11 @@ class Schedule:
         return hash((self.uses, self.prefetch))
 
     def ahead(self, index: int) -> tuple[Use, ...]:
-        """Return the uses whose gathers begin before use ``index`` computes."""
+        """Return the uses whose gathers are posted before use ``index`` computes."""
         return self.uses[index + 1 : index + 1 + self.prefetch]
 
     def diff(self, other: Schedule) -> str:
-        """Describe the first difference from another schedule; return "" if they are equal."""
+        """Describe the first difference from another schedule, or return "" if they are equal."""
         if self.prefetch != other.prefetch:
             return f"prefetch {self.prefetch} and {other.prefetch}"
         for i in range(max(len(self.uses), len(other.uses))):
@@ -89,7 +89,7 @@ class Schedule:
         return ""
 
     def _repr_html_(self) -> str:
-        """Return a picture of the acts, which notebooks show."""
+        """Return a picture of the actions to display in notebooks."""
         return schedule_picture.picture(self)
 
     def __repr__(self) -> str:

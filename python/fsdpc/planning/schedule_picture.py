@@ -1,4 +1,4 @@
-"""The picture of a recorded schedule: one line per unit, with the engine's acts in order."""
+"""Draws a recorded schedule: one line per unit, with the engine's actions in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLOURS = {"gather": 4, "forward": 0, "backward": 1, "reshard": 7, "reduce": 3, 
 
 
 def picture(schedule: Schedule) -> str:
-    """Return an SVG image of a step's acts, or of its uses if no acts are known."""
+    """Return an SVG image of a step's actions, or of its uses if no actions were recorded."""
     acts = [(a.unit, a.what, a.phase) for a in schedule.acts]
     acts = acts or [(use.unit, use.phase, use.phase) for use in schedule.uses]
     names = list(dict.fromkeys(unit for unit, _, _ in acts))

@@ -1,7 +1,7 @@
-"""The picture of a sharding layout: one strip per parameter, coloured by owning rank.
+"""Draws a sharding layout: one strip per parameter, coloured by owning rank.
 
-To keep large models readable, equal neighbours are drawn once. With many ranks, one piece of a
-strip represents several ranks, which its tooltip lists.
+To keep pictures of large models readable, identical neighbours are drawn once. With many ranks,
+each piece of a strip represents several ranks, which its tooltip lists.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INDENT = 14
 
 
 class Folded(NamedTuple):
-    """A unit drawn once for all ``names``: neighbours with equal parameters and inner units."""
+    """A unit drawn once for all its ``names``, which have equal parameters and inner units."""
 
     unit: UnitLayout
     names: tuple[str, ...]
@@ -62,7 +62,7 @@ def picture(layout: ShardingLayout) -> str:
 
 
 def words(layout: ShardingLayout) -> str:
-    """Return a layout as text: one line per parameter, equal neighbours only once."""
+    """Return a layout as text, with one line per parameter and identical neighbours merged."""
     lines = [_title(layout)]
     for each in _flat(_folded(layout.units)):
         unit, indent = each.unit, "  " * each.depth
@@ -82,7 +82,7 @@ def words(layout: ShardingLayout) -> str:
 
 
 def _folded(units: Sequence[UnitLayout], depth: int = 0) -> tuple[Folded, ...]:
-    """Build a tree of units from their names, and merge equal neighbours."""
+    """Build a tree of units from their names, merging identical neighbours."""
     found = []
     rest = list(units)
     while rest:
@@ -99,7 +99,7 @@ def _folded(units: Sequence[UnitLayout], depth: int = 0) -> tuple[Folded, ...]:
 
 
 def _signature(each: Folded) -> object:
-    """Return a key that is equal for two units if they are drawn as one."""
+    """Return a key that is equal for units that can be drawn as one."""
     unit = each.unit
     inside = tuple((len(f.names), _signature(f)) for f in each.inside)
     return unit.kind, unit.parameters, unit.shard, inside
@@ -204,7 +204,7 @@ def _strip(
 
 
 def _told(layout: ShardingLayout, p: ParameterLayout, run: list[Piece]) -> str:
-    """Return the tooltip text for pieces that belong to one rank or to neighbouring ranks."""
+    """Return the tooltip for pieces owned by one rank or by a range of ranks."""
     first, last = run[0].rank, run[-1].rank
     held = size(sum(piece.numel for piece in run) * p.itemsize)
     rows = p.rows(run[0]._replace(numel=sum(piece.numel for piece in run)))
@@ -219,7 +219,7 @@ def _told(layout: ShardingLayout, p: ParameterLayout, run: list[Piece]) -> str:
 def _padding(
     layout: ShardingLayout, unit: UnitLayout, depth: int, y: float, together: int
 ) -> list[str]:
-    """Return a strip with the unit's shards end to end and the padding highlighted."""
+    """Return a strip of the unit's shards, end to end, with the padding highlighted."""
     x, at = 16 + INDENT * (depth + 1), LABELS + 12
     total = sum(unit.padding)
     share = 100 * total / (unit.shard * layout.mesh[1])

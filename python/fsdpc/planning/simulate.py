@@ -1,9 +1,9 @@
-"""Simulate a step on hosts that you do not have: the engine's own schedule, with times.
+"""Simulate a step on hosts you do not have, from the engine's own schedule.
 
 The engine runs a step of rank 0 on a device that computes nothing (played.py). The recorded
-schedule contains the gathers and reductions, when each is posted, and where the program waits for
-it. A clock (clock.py) assigns a duration to every computation and to every operation between
-ranks.
+schedule contains every gather and reduction, with the points where it is posted and where the
+program waits for it. A clock (clock.py) assigns a duration to every computation and to every
+operation between ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fsdpc.tensors.device import check_device, get_default_device
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions:
-    """Options of :func:`simulate` in addition to the cluster.
+    """Options for :func:`simulate` besides the cluster.
 
     Parameters
     ----------
@@ -162,7 +162,7 @@ class Simulation:
         return Comparison(a=self, b=other, limit=limit)
 
     def _repr_html_(self) -> str:
-        """Return a picture of the step, shown by notebooks."""
+        """Return a picture of the step to display in notebooks."""
         return self.timeline._repr_html_()
 
     @property
@@ -180,7 +180,7 @@ class Simulation:
                  "reduce": plan.reduce, "activation": plan.activation or 0}  # fmt: skip
         parts = parts if shared else {"unsharded": plan.unsharded, **parts}
         parts |= {"staging": plan.staging} if plan.staging else {}
-        beside = {"on a disk": plan.file, "pinned": plan.pinned}
+        elsewhere = {"on a disk": plan.file, "pinned": plan.pinned}
         lines = {
             "step": f"{1e3 * self.step:.4g} ms: compute {1e3 * self.compute:.4g}, exposed "
             f"{1e3 * self.exposed_total:.4g} ({waits})",
@@ -190,7 +190,7 @@ class Simulation:
             + ", ".join(f"{name} {size(n)}" for name, n in parts.items())
             + (f"; unsharded {size(plan.unsharded)}, "
                f"which {self.sharing_ranks} ranks of a host share" if shared else "")
-            + "".join(f"; {name} {size(n)}" for name, n in beside.items() if n),
+            + "".join(f"; {name} {size(n)}" for name, n in elsewhere.items() if n),
             "padding": f"{100 * self.padding:.3g} % of the parameters",
             "products": f"{self.flops / 1e12:.4g} TFLOP a rank",
         }  # fmt: skip
@@ -380,7 +380,7 @@ def _batch_shape(model: Any, shape: Sequence[int] | None) -> tuple[int, ...]:
 
 
 def _units(model: Any, o: SimulateOptions) -> tuple[WrapPolicy, str]:
-    """Return the modules that are units; calls the policy once per module, since it may count."""
+    """Return the modules that are units; call the policy only once each because it may count."""
     own = {} if o.reshard_after_forward is None else {
         "reshard_after_forward": o.reshard_after_forward
     }  # fmt: skip

@@ -1,12 +1,12 @@
 """Save and restore the contents of Python objects: attributes, dicts, lists, sets and generators.
 
-Planning runs a model's forward on memory that is never filled. Anything that modules keep from
-it must be removed afterwards, whatever container holds it, including garbage in reference
+Planning runs a model's forward on memory that is never written. Anything that modules keep from
+that forward must be removed afterwards, whatever container it is in, including garbage in reference
 cycles.
 
-A full garbage collection would visit all objects in the process: half a second each time if torch
-and transformers are imported, and `plan` would need dozens. Automatic collection is therefore off
-meanwhile: all new objects stay in the youngest generation, and only that one is collected.
+A full garbage collection visits every object in the process, which takes half a second if torch and
+transformers are imported, and `plan` would need dozens. Automatic collection is therefore disabled
+meanwhile: new objects stay in the youngest generation, and only that generation is collected.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _LEAVES = (Tensor, type, ModuleType, FunctionType, MethodType, BuiltinFunctionTy
 
 
 class Snapshot:
-    """The state of everything reachable from an object; restores it when the block ends.
+    """Saves the state of everything reachable from an object, and restores it when the block ends.
 
-    It keeps references, not copies: in-place writes to arrays are not undone. Tensors, arrays,
-    classes, functions and imported modules are not searched. Objects that the block created
-    and dropped are freed afterwards, including cycles.
+    It keeps references rather than copies, so in-place writes to arrays are not undone. Tensors,
+    arrays, classes, functions and imported modules are not searched. Objects that the block created
+    and dropped are freed afterwards, including those in cycles.
     """
 
     def __init__(self, root: Any) -> None:

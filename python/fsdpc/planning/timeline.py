@@ -23,7 +23,7 @@ HELD = ("unsharded", "master", "grad", "state", "reduce", "staging")
 
 
 class Span(NamedTuple):
-    """An interval in a step: seconds from the step's beginning, and bytes if any are sent.
+    """An interval of a step, in seconds from its beginning, and any bytes sent.
 
     ``lane`` is "compute" (``what``: forward, recompute, backward, optimizer), "wait" (gather,
     reduce, agree), "gather", "reduce" (reduce, all_reduce) or "free" (reshard; an instant).
@@ -38,7 +38,7 @@ class Span(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """The peak of activation bytes between two times in a step, in seconds."""
+    """The peak activation bytes between two times in a step, in seconds."""
 
     begin: float
     end: float
@@ -46,7 +46,7 @@ class Activations(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """Bytes of gathered parameters in use from a given time (seconds); a part of ``unsharded``."""
+    """Bytes of gathered parameters in use from a time, in seconds; included in ``unsharded``."""
 
     begin: float
     bytes: float
@@ -54,7 +54,7 @@ class Gathered(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """Rank 0's step, in seconds and bytes; shown as a picture in notebooks.
+    """Rank 0's step, in seconds and bytes; displayed as a picture in notebooks.
 
     ``held`` is the bytes, by class, that are constant during the step; ``sharing_ranks`` ranks on a
     host share the parameter buffer. ``limit``, in bytes per rank including its share of the
@@ -72,17 +72,17 @@ class Timeline:
 
     @property
     def shared(self) -> float:
-        """Bytes of the parameter buffer that count towards the other ranks' memory."""
+        """Bytes of the parameter buffer that are charged to other ranks."""
         return self.held.get("unsharded", 0) * (1 - 1 / self.sharing_ranks)
 
     @property
     def peak(self) -> int:
-        """The peak of all bytes, equal to the memory plan's total."""
+        """The peak of all memory in bytes, which equals the memory plan's total."""
         most = max((each.bytes for each in self.activations), default=0)
         return sum(self.held.values()) + most
 
     def with_limit(self, limit: float | None) -> Timeline:
-        """Return this timeline with a limit line at this many bytes per rank.
+        """Return this timeline with a line that marks a limit in bytes per rank.
 
         Raises
         ------
@@ -111,7 +111,7 @@ class Timeline:
         save(path, self.title, self._repr_html_())
 
     def _repr_html_(self) -> str:
-        """Return a picture, which notebooks show."""
+        """Return a picture to display in notebooks."""
         return timeline_picture.picture([self])
 
     def __str__(self) -> str:
@@ -123,7 +123,7 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two simulated steps: their timelines on the same axes, and their differences.
+    """The timelines of two simulated steps on the same axes, and their differences.
 
     ``rows`` lists the compared quantity, both numbers, and their unit: "s", "B", or "" for a count.
     """
@@ -134,7 +134,7 @@ class Comparison:
 
     @property
     def rows(self) -> tuple[tuple[str, float, float, str], ...]:
-        """The compared quantities: times, a rank's bytes by class, and traffic."""
+        """The compared quantities: times, bytes per rank by category, and traffic."""
 
         def pair(name: str, read: str, unit: str) -> tuple[str, float, float, str]:
             return name, getattr(self.a, read), getattr(self.b, read), unit
@@ -157,7 +157,7 @@ class Comparison:
         save(path, "Two ways to train", self._repr_html_())
 
     def _repr_html_(self) -> str:
-        """Return a picture, shown by notebooks."""
+        """Return a picture to display in notebooks."""
         both = [each.timeline.with_limit(self.limit) for each in (self.a, self.b)]
         return timeline_picture.picture(both, self.rows)
 
@@ -171,7 +171,7 @@ class Comparison:
 def of_clock(
     clock: Clock, step: float, memory: MemoryPlan, sharing_ranks: int, title: str
 ) -> Timeline:
-    """Return the timeline of a record played by a clock.
+    """Return the timeline of a recorded step that a clock has played.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The picture of a step: lanes of operations above the memory in use, on a common time axis."""
+"""Draws a step: lanes of operations above the memory in use, on one time axis."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Row = tuple[str, float, float, str]
 
 
 def picture(timelines: Sequence[Timeline], rows: Sequence[Row] = ()) -> str:
-    """Return an SVG image with timelines on common axes and a table of rows."""
+    """Return an SVG image of timelines on common axes, with a table of rows."""
     step = max(each.step for each in timelines) or 1e-9
     most = max(max(each.peak, _line(each)) for each in timelines) or 1
     parts: list[str] = []
@@ -48,7 +48,7 @@ def picture(timelines: Sequence[Timeline], rows: Sequence[Row] = ()) -> str:
 
 
 def cells(row: Row) -> tuple[str, str, str, str]:
-    """Format a comparison row: its name, both numbers, and their difference."""
+    """Format one row of a comparison: its name, both numbers, and their difference."""
     name, a, b, unit = row
     shown = {"s": _milliseconds, "B": size, "": lambda n: f"{n:,.0f}"}[unit]
     sign = "" if a == b else "+" if b > a else "-"
@@ -56,7 +56,7 @@ def cells(row: Row) -> tuple[str, str, str, str]:
 
 
 def _line(each: Timeline) -> float:
-    """Return the limit for a picture with the whole parameter buffer, or 0 without a limit."""
+    """Return the limit plus the other ranks' share of the parameter buffer, or 0 if unlimited."""
     return each.limit + each.shared if each.limit else 0.0
 
 
@@ -88,7 +88,7 @@ def _one(each: Timeline, top: float, step: float, most: float, letter: str) -> l
 
 
 def _merged(spans: list[Span], scale: float) -> Iterator[tuple[float, float, list[Span]]]:
-    """Yield (begin, end, spans), merging neighbours of the same kind that are too narrow."""
+    """Yield (begin, end, spans), merging spans of the same kind that are too narrow to draw."""
     run: list[Span] = []
     for span in sorted(spans, key=lambda s: s.begin):
         narrow = (span.end - span.begin) * scale < SMALLEST
@@ -126,7 +126,7 @@ def _span(lane: str, x: float, width: float, run: list[Span], y: float) -> list[
 
 
 def _keys(each: Timeline, top: float) -> list[str]:
-    """Return the legend for the lanes' colours, drawn to their right."""
+    """Return a legend for the lane colours, to draw on the right of the lanes."""
     used = {s.what for s in each.spans if s.lane != "wait"}
     shown = [[n for n in ("forward", "backward") if n in used],
              [n for n in ("recompute", "optimizer") if n in used],
@@ -190,7 +190,7 @@ def _memory(each: Timeline, top: float, scale: float, high: float) -> list[str]:
 
 
 def _gathered(each: Timeline, bottom: float, scale: float, tall: float) -> list[str]:
-    """Return the shape of the gathered parameters in use, drawn inside the parameter buffer."""
+    """Return an outline of the gathered parameters in use, to draw inside the parameter buffer."""
     if not any(g.bytes for g in each.gathered):
         return []
     points = [f"M{LEFT} {bottom:.1f}"]
@@ -201,7 +201,7 @@ def _gathered(each: Timeline, bottom: float, scale: float, tall: float) -> list[
 
 
 def _steps(each: Timeline, scale: float) -> Iterator[tuple[float, float, int]]:
-    """Yield (begin, end, peak) for activation bytes, merging intervals that are too narrow."""
+    """Yield (begin, end, peak) of activation bytes, merging intervals too narrow to draw."""
     begin = end = 0.0
     most = 0
     for a in each.activations:
@@ -222,7 +222,7 @@ def _steps(each: Timeline, scale: float) -> Iterator[tuple[float, float, int]]:
 
 
 def _ticks(most: float) -> Iterable[float]:
-    """Return round numbers of bytes, at most five above 0."""
+    """Return round byte counts for the axis: 0 and at most five more."""
     unit = next(u for u in (2**40, 2**30, 2**20, 2**10, 1) if most >= u or u == 1)
     step = _round(most / unit / 5) * unit
     return [k * step for k in range(int(most / step) + 1)]
@@ -245,6 +245,6 @@ def _times(step: float, y: float, scale: float) -> list[str]:
 
 
 def _round(value: float) -> float:
-    """Return the smallest number not below ``value`` that is 1, 2 or 5 times a power of ten."""
+    """Return the smallest 1, 2 or 5 times a power of ten that is at least ``value``."""
     power = 10.0 ** math.floor(math.log10(value))
     return next(k * power for k in (1, 2, 5, 10) if k * power >= value * (1 - 1e-9))

@@ -1,4 +1,4 @@
-"""One way to train: how it shards, recomputes and offloads, its memory, and its simulation.
+"""A way to train: how it shards, recomputes and offloads, its memory, and its simulation.
 
 :mod:`fsdpc.planning.planner` tries many ways; :mod:`fsdpc.planning.advice` tries changed runs.
 """
@@ -23,7 +23,7 @@ CHECKPOINTS: tuple[str | float | None, ...] = (None, 0.5, "all")
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Options of :func:`plan` besides memory, ranks and bandwidths.
+    """Options for :func:`plan` besides memory, ranks and bandwidths.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ class PlanOptions:
 
 
 class Case(NamedTuple):
-    """What all choices of a plan have in common."""
+    """The inputs that all choices of a plan share."""
 
     model: Any
     memory: float
@@ -67,7 +67,7 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One way to train, and the resources it needs.
+    """A way to train and the resources it needs.
 
     ``memory`` is the bytes per rank, including its share of memory shared by the host's ranks.
     ``simulation`` is None if that exceeds the limit. ``reason`` explains the choice's ranking in
@@ -87,11 +87,11 @@ class Choice:
 
     @property
     def fits(self) -> bool:
-        """Whether the choice fits into memory."""
+        """Whether the choice fits in memory."""
         return self.simulation is not None
 
     def cells(self, tokens: int) -> tuple[str, str, str]:
-        """Return step time, tokens per second and memory as text, for ``tokens`` per step."""
+        """Return step time, tokens per second and memory as text, given the ``tokens`` per step."""
         if self.simulation is None:
             return "-", "-", size(self.memory)
         step = self.simulation.step
@@ -99,7 +99,7 @@ class Choice:
 
     @property
     def options(self) -> str:
-        """Return the ``fsdpc train`` options that select it."""
+        """Return the ``fsdpc train`` options that select this choice."""
         words = [f"--strategy {self.strategy}"]
         if self.strategy.startswith("HYBRID"):
             words += [f"--mesh {self.mesh[0]}x{self.mesh[1]}"]
@@ -111,14 +111,14 @@ class Choice:
 
 
 def wrapped(options: str, width: int = 76) -> list[str]:
-    """Wrap options to lines, keeping each option and its value on the same line."""
+    """Wrap options into lines, without separating an option from its value."""
     pairs = options.replace(" ", "\0").replace("\0--", " --")
     lines = wrap(pairs, width, break_on_hyphens=False, break_long_words=False)
     return [line.replace("\0", " ") for line in lines]
 
 
 def activations(case: Case) -> dict[tuple[Any, int], int]:
-    """Return bytes by recomputation and micro-batch, the least and the largest first."""
+    """Return bytes by recomputation (least first) and micro-batch (largest first)."""
     found = {}
     for which in _checkpoints(case.model):
         with _recomputing(case.model, which):
@@ -130,7 +130,7 @@ def activations(case: Case) -> dict[tuple[Any, int], int]:
 
 
 def _checkpoints(model: Any) -> tuple[str | float | None, ...]:
-    """Return the recomputation to try: only None if blocks are already recomputed or absent."""
+    """Return the recomputation to try, only None if blocks recompute already or do not exist."""
     blocks = _blocks(model)
     plain = blocks and not any("forward" in block.__dict__ for block in blocks)
     return CHECKPOINTS if plain else CHECKPOINTS[:1]
@@ -156,7 +156,7 @@ def _recomputing(model: Any, which: Any) -> Iterator[None]:
 
 
 class Sharding(NamedTuple):
-    """How a choice distributes a model."""
+    """How a choice distributes the model."""
 
     strategy: str
     mesh: tuple[int, int]
@@ -164,7 +164,7 @@ class Sharding(NamedTuple):
 
 
 class Way:
-    """One way to shard: the engine's memory, and choices of recomputation and micro-batch."""
+    """A way to shard: the engine's memory, and the choices of recomputation and micro-batch."""
 
     def __init__(self, case: Case, sharding: Sharding) -> None:
         self.case = case

@@ -17,9 +17,9 @@ FACTOR = 2.0  # factor by which a dynamic scale grows and shrinks
 class LossScaler:
     """Scale the loss so that float16 gradients neither vanish nor overflow.
 
-    The loss is multiplied by a power of two, and gradients are later divided by it. If gradients
-    contain NaN or infinity on any rank, the step is skipped on all ranks. Overflows shrink the
-    scale; ``loss_scale_window`` steps without overflow double it.
+    The loss is multiplied by a power of two, and gradients are later divided by it. If a gradient
+    contains NaN or infinity on any rank, all ranks skip the step. Overflows shrink the scale;
+    ``loss_scale_window`` steps without overflow double it.
 
     Parameters
     ----------
@@ -107,11 +107,11 @@ class LossScaler:
         self._found = False
 
     def get_scale(self) -> float:
-        """Return the factor for the next loss."""
+        """Return the factor to multiply the next loss by."""
         return self._scale
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss times the scale, to call ``backward`` on."""
+        """Return the loss times the scale; call ``backward`` on the result."""
         if not isinstance(loss, Tensor):
             raise TypeError(f"scale takes the loss as a Tensor, got {type(loss).__name__}")
         if _core.is_capturing():
@@ -122,7 +122,7 @@ class LossScaler:
         return loss * self._scale
 
     def unscale_(self, target: Any) -> None:
-        """Divide gradients by the scale, before they are clipped or read.
+        """Divide gradients by the scale, before anything clips or reads them.
 
         Parameters
         ----------
@@ -209,7 +209,7 @@ class LossScaler:
         self._adjust(found)
 
     def _adjust(self, found: bool) -> None:
-        """Grow or shrink the scale after a step with or without overflow."""
+        """Grow or shrink the scale after a step, depending on whether it overflowed."""
         if not self.dynamic:
             return
         if found:
@@ -245,7 +245,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the result of :meth:`state_dict`; the constructor's options are kept.
+        """Restore a :meth:`state_dict`, but keep the constructor's options.
 
         Raises
         ------

@@ -56,8 +56,8 @@ def clip_grad_norm_(
     Powers must fit in float64: for a large ``norm_type``, the norm of finite gradients can be
     infinite or 0.
 
-    On a GPU, the norm and the factor stay in its memory, and reading the norm synchronises. A
-    ``norm_type`` other than 1, 2 and ``inf``, or a :class:`fsdpc.amp.LossScaler`, synchronises
+    On a GPU, the norm and the factor stay in GPU memory, and reading the norm synchronises. A
+    ``norm_type`` other than 1, 2 or ``inf``, or a :class:`fsdpc.amp.LossScaler`, synchronises
     immediately.
 
     Examples
@@ -97,7 +97,7 @@ def clip_grad_norm_(
 
 
 def grad_norms(module: Module | Iterable[Parameter], norm_type: float = 2.0) -> dict[str, float]:
-    """Compute each parameter's gradient norm over all ranks; collective.
+    """Compute the norm of each parameter's gradient over all ranks; collective.
 
     Parameters
     ----------
@@ -182,12 +182,12 @@ def _named(module: Module | Iterable[Parameter]) -> list[tuple[str, Parameter]]:
 
 
 def _is_plain(p: Parameter) -> bool:
-    """Return whether a parameter is unsharded and has a gradient to count."""
+    """Return whether a parameter is unsharded and has a gradient that counts towards the norm."""
     return p._unit is None and not getattr(p, "_ignored", False) and p.grad is not None
 
 
 def _gradients(named: list[tuple[str, Parameter]]) -> tuple[list[Any], list[Tensor]]:
-    """Return units and unsharded gradients; with units, the latter could differ between ranks."""
+    """Return units and unsharded gradients; raise if both exist, because ranks would disagree."""
     units = list(dict.fromkeys(p._unit for _, p in named if p._unit is not None))
     plain = [(name, p) for name, p in named if _is_plain(p)]
     if units and plain:

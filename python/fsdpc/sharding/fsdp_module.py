@@ -1,4 +1,4 @@
-"""The methods of a sharded module, which are PyTorch FSDP2's, over the engine's schedule."""
+"""The methods of a sharded module, as in PyTorch FSDP2, on top of the engine's schedule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdpc.sharding.rules import ShardedError, enclosing, name_units, outermost,
 
 
 class UnshardHandle:
-    """An all-gather in progress, which :meth:`wait` completes.
+    """An all-gather in progress; :meth:`wait` completes it.
 
     Examples
     --------
@@ -31,7 +31,7 @@ class UnshardHandle:
         self._end: Callable[[], None] | None = end
 
     def wait(self) -> None:
-        """Wait until the parameters are readable."""
+        """Wait until the parameters can be read."""
         if self._end is not None:
             self._end()
             self._end = None
@@ -74,7 +74,7 @@ class FSDPModule:
         return unit.call(method, args, kwargs)
 
     def _repr_html_(self) -> str:
-        """Return a picture of the parts that each rank owns, shown by notebooks."""
+        """Return a picture of the parts each rank owns, to display in notebooks."""
         return html.drawn("sharded module", self)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -113,9 +113,9 @@ class FSDPModule:
     def hold(self) -> Iterator[None]:
         """Freeze the whole model's weights; entering and leaving are collective.
 
-        Inside, forwards under ``no_grad()`` do not communicate, so ranks may run different numbers
-        of them, for example to evaluate on one rank or generate different lengths. Optimizer steps
-        and forwards with gradients raise an error.
+        Inside, forwards under ``no_grad()`` do not communicate, so each rank may run a different
+        number of them, for example to evaluate or to generate text. Optimizer steps and forwards
+        with gradients raise an error.
         """
         self._fsdpc_join()
         self._fsdpc_unit.hold(True)
@@ -162,11 +162,11 @@ class FSDPModule:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether parameters are resharded after backward, or only when weights change."""
+        """Set whether to reshard parameters after backward, or only when the weights change."""
         self._set("reshard_after_backward", reshard_after_backward, recurse)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Set the modules to prefetch during this one's forward, instead of the recorded order."""
+        """Set modules to prefetch in this module's forward, instead of in the recorded order."""
         self._set_ahead(False, modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
@@ -178,8 +178,8 @@ class FSDPModule:
 
         The default is 1, or 2 if CPU ranks on several hosts share a model.
 
-        Call it before the first forward, in which GPUs allocate memory for prefetched units. If it
-        is called later, they prefetch only as far as that memory allows.
+        Call it before the first forward, in which GPUs allocate memory for prefetched units. If
+        called later, GPUs prefetch only as far as that memory allows.
         """
         if int(distance) < 0:
             raise ValueError(f"the prefetch distance is 0 or more, got {distance}")
@@ -189,22 +189,22 @@ class FSDPModule:
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by ``factor`` instead of the number of ranks.
 
-        Deterministic mode divides the sum over micro-steps once; otherwise each micro-step is
-        divided.
+        Deterministic mode divides the sum over all micro-steps once; otherwise each micro-step's
+        sum is divided.
         """
         if not factor > 0:
             raise ValueError(f"the divide factor must be above 0, got {factor}")
         self._fsdpc_unit.divide_factor = float(factor)
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Raise: the engine orders gathers after optimizer steps by epochs, on every device."""
+        """Raise an error: epochs already order gathers after optimizer steps, on every device."""
         raise NotImplementedError(
             "set_post_optim_event: gathers are ordered after optimizer steps by the engine's "
             "epochs, so there is no event to wait for; drop the call"
         )
 
     def reset_iter_state(self) -> None:
-        """Return every unit to its sharded state after an exception in forward or backward."""
+        """Reshard every unit after an exception in forward or backward."""
         self._fsdpc_unit.reset()
 
     def _set(self, flag: str, value: bool, recurse: bool) -> None:
@@ -239,12 +239,12 @@ class FSDPModule:
 
 
 def plain_class(cls: type) -> type:
-    """Return the class from which ``fully_shard`` derived this one, or a plain class itself."""
+    """Return the class that ``fully_shard`` derived this one from, or the class itself if plain."""
     return next(c for c in cls.__mro__ if not issubclass(c, FSDPModule))
 
 
 def make_root(module: Any) -> None:
-    """Join all units of the outermost module around this one, at the first call to any unit."""
+    """Join all units of the outermost module around this one, when any unit is first called."""
     module = outermost(module)
     refuse_fresh(module, module.named_parameters())
     name_units(module)

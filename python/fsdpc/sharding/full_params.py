@@ -1,4 +1,4 @@
-"""Full values of sharded parameters: reading them and writing them back."""
+"""Read and write the full values of sharded parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdpc.sharding.fsdp_module import FSDPModule
 def summon_full_params(
     module: Module, *, recurse: bool = True, writeback: bool = True
 ) -> Iterator[None]:
-    """Replace every parameter by a private full copy in its original dtype; collective.
+    """Replace each parameter with a private full copy in its original dtype; collective.
 
     Parameters
     ----------

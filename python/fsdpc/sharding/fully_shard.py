@@ -1,8 +1,8 @@
 """``fully_shard``: shard parameters, gradients and optimizer states over ranks.
 
-A sharded module is a unit: its parameters are gathered when its forward or backward runs and freed
-afterwards. The engine (csrc/engine) decides when; this file creates the unit, by the rules in
-rules.py, and connects the module's call to the engine.
+A sharded module is a unit, whose parameters are gathered for its forward and backward and freed
+afterwards. The engine (csrc/engine) decides when; this file creates the unit according to rules.py
+and routes the module's calls through the engine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def fully_shard(
     """Shard a module's parameters over ranks, in place; collective.
 
     Call it on submodules first (each becomes a unit with its own all-gather), then on the whole
-    model, then create the optimizer.
+    model; create the optimizer afterwards.
 
     Parameters
     ----------
@@ -150,7 +150,8 @@ def _make_unit(
     lines = [rules.describe(name, p, _value(p)) for name, p, _ in found]
     lines.append(f"{policy}, {where}{offload.words(offload_policy)}")
     check_agreement([title, *lines], where.comms)
-    # A parameter with memory has values, perhaps read from a file after deferred creation.
+    # A parameter that has memory also has values, perhaps loaded from a file after deferred
+    # creation.
     recipes = [p._recipe if p.is_deferred else None for p in params]
     unit = _core.Unit(
         title,

@@ -1,4 +1,4 @@
-"""Whole training steps, launched as one GPU graph."""
+"""Launch whole training steps as one GPU graph."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fsdpc.tensors import device
 
 
 class GraphStep:
-    """A training step that a ``with`` block captures and :meth:`replay` repeats.
+    """A training step that a ``with`` block captures and :meth:`replay` runs again.
 
-    Create it with :func:`graph_step`. Dropping it frees the graph's memory.
+    Create it with :func:`graph_step`. Dropping the object frees the graph's memory.
 
     Examples
     --------
@@ -56,11 +56,11 @@ class GraphStep:
             self._core.abandon(f"{kind.__name__ if kind else ''}: {error}")
 
     def replay(self) -> None:
-        """Repeat the step with the current contents of its tensors.
+        """Run the step again on the current contents of its tensors.
 
-        It uses the new step's optimizer options, such as a scheduled learning rate, and step
-        counts. It waits for the other ranks to begin the same replay, but not for the GPU; reading
-        a loss waits for the GPU.
+        It uses the current optimizer options, such as a scheduled learning rate, and advances the
+        step counts. It waits for the other ranks to begin the same replay but not for the GPU;
+        reading the loss does.
 
         Raises
         ------
@@ -74,7 +74,7 @@ class GraphStep:
               momentum changed;
             - the last step was incomplete, or another step is being captured.
 
-            In this case nothing was done, and steps without the graph can continue.
+            Nothing has run in this case, and training can continue without the graph.
         NotImplementedError
             The caller, on any rank, got a piece of the model for writing (``p.local``). Again
             nothing was done.
@@ -90,7 +90,7 @@ class GraphStep:
 
 
 def graph_step(model: Any, optimizer: Optimizer) -> GraphStep:
-    """Capture a training step as a GPU graph, which is launched as a whole.
+    """Capture a training step as a GPU graph that a single call launches.
 
     Parameters
     ----------
@@ -128,14 +128,15 @@ def graph_step(model: Any, optimizer: Optimizer) -> GraphStep:
     -----
     Entering, leaving and replaying are collective; a failure on one rank is raised on all.
 
-    A replay repeats the same work on the same memory, bitwise equal to the step that it replaces.
-    Use ``copy_`` to copy each new batch into the tensors that the block read; a loss or norm
-    created by the block contains the last replay's value. Dropout draws the new step's numbers.
-    Python code in the block is not repeated: schedulers, counters and data loading belong outside.
-    Until the graph is dropped, only the graph can use memory that existed when the block began or
-    was allocated in it (``other_bytes`` of :func:`memory_stats`). A graph therefore needs about as
-    much additional memory as a normal step. Other libraries' memory behind tensors at the block's
-    start (DLPack) is returned when the graph is dropped.
+    A replay does the same work on the same memory, and its result is bitwise equal to that of the
+    step it replaces. Use ``copy_`` to copy each new batch into the tensors that the block read; a
+    loss or norm that the block created contains the last replay's value. Dropout draws new random
+    numbers in each replay. Python code in the block does not run again, so schedulers, counters and
+    data loading belong outside. Until the graph is dropped, it reserves the memory that existed
+    when the block began or that the block allocated (``other_bytes`` of :func:`memory_stats`). A
+    graph therefore needs about as much extra memory as an ordinary step. If another library owns
+    the memory of tensors that existed at the block's start (DLPack), it gets the memory back when
+    the graph is dropped.
 
     Examples
     --------

@@ -37,7 +37,7 @@ class DeviceMesh:
         return len(self.shape)
 
     def size(self, dim: int | None = None) -> int:
-        """Return the number of ranks along a dimension, or in the whole mesh."""
+        """Return the number of ranks along a dimension, or in the whole mesh by default."""
         return prod(self.shape) if dim is None else self.shape[dim]
 
     def get_local_rank(self, dim: int | str = 0) -> int:
@@ -45,7 +45,7 @@ class DeviceMesh:
         return self.comm(dim).rank
 
     def comm(self, dim: int | str) -> _core.Comm:
-        """Return the communicator of the ranks that differ from this one only along ``dim``."""
+        """Return the communicator of this rank and those that differ from it only along ``dim``."""
         if isinstance(dim, str):
             dim = self._index(dim)
         return self._comms[dim]
@@ -67,7 +67,7 @@ class DeviceMesh:
         return f"DeviceMesh({sizes})"
 
     def _repr_html_(self) -> str:
-        """Return a picture of the grid, shown by notebooks."""
+        """Return a picture of the grid to display in notebooks."""
         return html.mesh(self)
 
 

@@ -1,4 +1,4 @@
-"""Offload: a sharded model's arrays that are on a disk, or in host memory next to a GPU."""
+"""Offload parts of a sharded model to a disk or, with a GPU, to host memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLASSES = ("params", "masters", "optimizer", "gradients")
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadPolicy:
-    """Where a unit's arrays are kept; by default on the compute device, as in FSDP2.
+    """Where to keep a unit's arrays; by default on the compute device, as in FSDP2.
 
     Parameters
     ----------
@@ -88,12 +88,12 @@ class OffloadPolicy:
 
     @property
     def on_disk(self) -> tuple[str, ...]:
-        """The classes that are on a disk."""
+        """The classes that this policy keeps on a disk."""
         return self._of("disk")
 
     @property
     def on_host(self) -> tuple[str, ...]:
-        """The classes that are in CPU memory."""
+        """The classes that this policy keeps in CPU memory."""
         return self._of("host")
 
     def _of(self, tier: str) -> tuple[str, ...]:
@@ -104,7 +104,7 @@ _tiers: weakref.WeakValueDictionary[tuple[str, int], _core.Tier] = weakref.WeakV
 
 
 def planned(policy: Any, device: str) -> _core.Offload | None:
-    """Return a policy for a device in the form that units accept, without a file; None if unset."""
+    """Return a device's policy as units expect it, without a file, or None if it has no effect."""
     on_disk, on_host = getattr(policy, "on_disk", ()), getattr(policy, "on_host", ())
     if on_disk:
         return None, *(name in on_disk for name in CLASSES), float(policy.fraction)
@@ -114,15 +114,16 @@ def planned(policy: Any, device: str) -> _core.Offload | None:
 
 
 def opened(policy: Any, comm: _core.Comm) -> _core.Offload | None:
-    """Return the same, with this rank's file in the policy's folder, shared by its units.
+    """Like :func:`planned`, but with this rank's file in the policy's folder, shared by its units.
 
-    The rank is counted among the unit's ranks: a rank that shards nothing may not have joined.
+    The rank comes from the unit's communicator, because a rank that shards nothing may not have
+    joined the world.
     """
     device = get_default_device()
     plan = planned(policy, device)
     if device != "cpu" and plan is not None and policy.on_disk:
         raise NotImplementedError(
-            f"offload to 'disk' where ranks compute on {device}: it works on CPUs alone"
+            f"offload to 'disk' where ranks compute on {device}: it works only on CPUs"
         )
     if plan is not None and plan[0] == "host" and plan[1] and comm.size == 1:
         raise NotImplementedError(
@@ -139,7 +140,7 @@ def opened(policy: Any, comm: _core.Comm) -> _core.Offload | None:
 
 
 def words(policy: Any) -> str:
-    """Return a line by which ranks compare policies; folders may differ."""
+    """Return a line that ranks compare to check that their policies agree; folders may differ."""
     plan = planned(policy, get_default_device())
     if plan is None:
         return ""
@@ -148,7 +149,7 @@ def words(policy: Any) -> str:
 
 
 def file_stats() -> dict[str, int]:
-    """Return the total bytes of this rank's files, and the bytes read and written."""
+    """Return the total size of this rank's files, and the bytes read and written."""
     found = [tier.stats() for tier in _tiers.values()]
     return {
         f"disk_{name}": sum(each[name] for each in found)

@@ -1,8 +1,8 @@
 """Track, between ``unscale_`` and the optimizer's step, whether gradients are finite.
 
-A loss scaler must know whether any gradient overflowed. A global norm shows this: it is NaN or
+A loss scaler must know whether any gradient overflowed. A global norm reveals this: it is NaN or
 infinite if and only if one did. A scaler that has unscaled a unit's gradients therefore registers
-here for norms, and only measures units that no norm has covered.
+here to learn of norms, and measures only the units that no norm has covered.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _watched: WeakKeyDictionary[Any, dict[int, bool]] = WeakKeyDictionary()
 
 
 def watch(unit: Any, notes: dict[int, bool]) -> None:
-    """Record in ``notes`` the norms that cover the unit."""
+    """Start recording in ``notes`` the norms that cover the unit."""
     _watched[unit] = notes
 
 
@@ -27,12 +27,12 @@ def forget(units: Iterable[Any]) -> None:
 
 
 def is_watching(units: Iterable[Any]) -> bool:
-    """Return whether a scaler needs norms that cover one of these units."""
+    """Return whether a scaler is waiting for norms that cover any of these units."""
     return bool(_watched) and any(unit in _watched for unit in units)
 
 
 def report(units: Iterable[Any], overflowed: bool) -> None:
-    """Record whether a norm over all these units and all ranks was not finite."""
+    """Record whether a norm over these units and all ranks was NaN or infinite."""
     for unit in units if _watched else ():
         notes = _watched.get(unit)
         if notes is not None:

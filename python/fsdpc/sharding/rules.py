@@ -1,7 +1,7 @@
-"""The rules of ``fully_shard`` that both frontends share, for native and torch modules.
+"""The rules of ``fully_shard`` that the native and torch frontends share.
 
-Modules come from ``fsdpc.nn`` or torch. Both have ``named_modules()``, ``named_children()``,
-``_parameters`` and ``forward``. A sharded module also has ``_fsdpc_unit`` in its dictionary.
+Modules are from ``fsdpc.nn`` or torch. Both have ``named_modules()``, ``named_children()``,
+``_parameters`` and ``forward``. A sharded module also has ``_fsdpc_unit`` in its ``__dict__``.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Found = list[tuple[str, Any, list[tuple[dict[str, Any], str]]]]
 
 
 class Frontend(NamedTuple):
-    """What a frontend tells fault drills about its sharded modules."""
+    """The callbacks with which a frontend describes its sharded modules to fault drills."""
 
     records: Callable[[], bool]  # a backward will follow this forward, which recomputes nothing
     parameters: Callable[[Any], list[Any]]  # those of a module's unit, as its forward reads them
 
 
 class Drill(NamedTuple):
-    """Hooks of fault drills for each new unit's modules, and for a model whose units are named."""
+    """A fault drill's hooks, called with each new unit's modules and with each named model."""
 
     sharded: Callable[[Sequence[Any], Frontend], None]
     named: Callable[[Any], None]
@@ -40,10 +40,10 @@ drills: list[Drill] = []
 
 
 class ShardedError(AssertionError, TypeError, ValueError):
-    """A module is sharded but must not be, or vice versa.
+    """Raised if a module is sharded but must not be, or the reverse.
 
     The page docs/troubleshooting.md#exceptions explains what to do.
-    PyTorch raises AssertionError for some of these and ValueError for others; Python raises
+    PyTorch raises AssertionError for some of these cases and ValueError for others; Python raises
     TypeError for objects that cannot be copied.
     """
 
@@ -103,7 +103,7 @@ def as_modules(module: Any, base: type, takes: str, elsewhere: str) -> list[Any]
 
 
 def as_params(option: str, params: Any, base: type) -> list[Any]:
-    """Return the parameters that an option lists; raise if any entry is not a parameter."""
+    """Return the parameters listed in an option; raise if an entry is not a parameter."""
     if params is None:
         return []
     if isinstance(params, base) or not hasattr(params, "__iter__"):
@@ -126,7 +126,7 @@ def shard_by_plan(
     options: Mapping[str, Any],
     shard: Callable[..., Any],
 ) -> None:
-    """Shard a plan's units, inner ones first, each with its own options overriding ``options``.
+    """Shard the units of a plan, inner ones first; their own options override ``options``.
 
     Modules that are already sharded are left unchanged.
 
@@ -144,7 +144,7 @@ def shard_by_plan(
 
 
 def outside_units(module: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield (path, module) for a module and its submodules that belong to no inner unit."""
+    """Yield (path, module) for a module and for all its submodules outside inner units."""
     seen.add(id(module))
     yield path, module
     for name, child in module.named_children():
@@ -164,7 +164,7 @@ def inside_of(modules: Sequence[Any]) -> Inside:
 
 
 def collect(inside: Inside, ignored: Iterable[Any], check: Callable[[str, Any], None]) -> Found:
-    """Return a future unit's parameters, excluding ignored ones; tied parameters appear once.
+    """Return a future unit's parameters without the ignored ones; tied parameters appear once.
 
     ``check`` is called with a name and a parameter, and raises if it cannot be sharded.
     """
@@ -199,7 +199,7 @@ class Placement(NamedTuple):
 
     @property
     def replicate(self) -> _core.Comm | None:
-        """The ranks that hold the same rows; None if there are no others."""
+        """The ranks that own the same rows, or None if there are no replicas."""
         return self.comms[1] if len(self.comms) > 1 else None
 
     def __str__(self) -> str:
@@ -233,7 +233,7 @@ def place(
 
 
 def check_reshard(value: bool | int | None, ranks: int) -> bool | None:
-    """Return True, False or None for ``reshard_after_forward``."""
+    """Normalise ``reshard_after_forward`` to True, False or None."""
     if value is None or isinstance(value, bool):
         return value
     if not isinstance(value, int) or value < 1 or ranks % value != 0:
@@ -245,7 +245,7 @@ def check_reshard(value: bool | int | None, ranks: int) -> bool | None:
 
 
 def describe(name: str, p: Any, value: str) -> str:
-    """Return a line by which ranks compare a parameter; ``value`` describes its contents."""
+    """Return a line that ranks compare to check a parameter; ``value`` describes its contents."""
     dtype = str(getattr(p.dtype, "name", p.dtype)).removeprefix("torch.")
     return f"{name} {tuple(p.shape)} {dtype} requires_grad={p.requires_grad} {value}".rstrip()
 
@@ -254,22 +254,22 @@ def describe(name: str, p: Any, value: str) -> str:
 
 
 def is_sharded(module: Any) -> bool:
-    """Whether a module is a unit or part of one."""
+    """Return whether a module is a unit or part of one."""
     return "_fsdpc_unit" in module.__dict__
 
 
 def sharded_modules(module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, module) for a module and its submodules if sharded, outermost first."""
+    """Yield (name, module) for each sharded module in a tree of modules, outermost first."""
     return ((name, m) for name, m in module.named_modules() if is_sharded(m))
 
 
 def units_of(module: Any) -> list[_core.Unit]:
-    """Return the units of a module and its submodules, each once, outermost first."""
+    """Return the distinct units of a module and its submodules, outermost first."""
     return list(dict.fromkeys(m._fsdpc_unit for _, m in sharded_modules(module)))
 
 
 def enclosing(module: Any) -> dict[_core.Unit, bool]:
-    """Return a module's units, outermost first, and whether each contains others."""
+    """Return a module's units, outermost first, and whether each one encloses others."""
     found: dict[_core.Unit, bool] = {}
     for _, m in sharded_modules(module):
         inner = any(c._fsdpc_unit is not m._fsdpc_unit for _, c in sharded_modules(m))
@@ -278,7 +278,7 @@ def enclosing(module: Any) -> dict[_core.Unit, bool]:
 
 
 def enclose(modules: Sequence[Any], frontend: Frontend) -> None:
-    """Record, in sharded modules inside these, which modules now enclose them."""
+    """Record in each sharded submodule which module now encloses it."""
     for outer in modules:
         for _, m in sharded_modules(outer):
             known = m.__dict__.get("_fsdpc_outer")
@@ -296,7 +296,7 @@ def outermost(module: Any) -> Any:
 
 
 def name_units(module: Any) -> None:
-    """Name inner units by their modules' dotted paths; a root keeps its name."""
+    """Name inner units after the dotted paths of their modules; a root keeps its name."""
     named: set[int] = set()
     for name, m in sharded_modules(module):
         if id(m._fsdpc_unit) not in named and name:

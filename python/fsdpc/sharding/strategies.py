@@ -1,4 +1,4 @@
-"""Sharding strategies by name: their meshes, and when parameters and gradients are freed."""
+"""Sharding strategies by name: the mesh of each, and when it frees parameters and gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fsdpc.sharding.mesh import DeviceMesh, init_device_mesh
 
 
 class ShardingStrategy(Enum):
-    """What is sharded, under PyTorch's names where they exist.
+    """What to shard, named as in PyTorch where possible.
 
     ====================  =========================  =======================================
     name                  mesh                       shared out
@@ -24,8 +24,8 @@ class ShardingStrategy(Enum):
     HYBRID_SHARD_ZERO2    replicate x shard, given   optimizer, gradients, within ``shard``
     ====================  =========================  =======================================
 
-    On several hosts the mesh is optional: by default hosts are replicas, and each host's ranks are
-    a shard group.
+    On several hosts the mesh is optional: by default, each host is a replica and its ranks form a
+    shard group.
 
     Examples
     --------
@@ -44,7 +44,7 @@ class ShardingStrategy(Enum):
 
     @property
     def keeps_params(self) -> bool:
-        """Whether parameters stay gathered after forward."""
+        """Whether parameters remain gathered after forward."""
         return self.name not in ("FULL_SHARD", "HYBRID_SHARD")
 
 
@@ -62,7 +62,7 @@ def as_strategy(value: ShardingStrategy | str) -> ShardingStrategy:
 def apply_strategy(
     value: ShardingStrategy | str | None, mesh: DeviceMesh | None, reshard_after_forward: Any
 ) -> tuple[DeviceMesh | None, Any, bool]:
-    """Return the mesh, ``reshard_after_forward`` and whether full gradients are kept; None: unset.
+    """Return mesh, ``reshard_after_forward`` (None if unset), and whether to keep full gradients.
 
     Raises
     ------
@@ -97,7 +97,7 @@ def apply_strategy(
 def strategy_name(
     value: ShardingStrategy | str | None, replicas: int, shards: int, reshard: bool | None
 ) -> str:
-    """Return the name of a unit's strategy, even if it was specified by mesh and flag."""
+    """Return the name of a unit's strategy, even if a mesh and a flag specified it."""
     if value is not None:
         return as_strategy(value).name
     if shards == 1 and replicas > 1:
@@ -111,7 +111,7 @@ _made: list[tuple[_core.Comm, int, DeviceMesh]] = []  # created once for all uni
 
 
 def _replicas_of(comm: _core.Comm, replicas: int) -> DeviceMesh:
-    """Return the mesh of a group's ranks with this many replicas; collective on the first call."""
+    """Return a mesh of a group's ranks with this many replicas; collective on the first call."""
     for known, number, made in _made:
         if known is comm and number == replicas:
             return made
@@ -119,19 +119,19 @@ def _replicas_of(comm: _core.Comm, replicas: int) -> DeviceMesh:
         _made[:] = [each for each in _made if each[0] is comm]  # drops meshes of an earlier world
         made = init_device_mesh("cpu", (replicas, comm.size // replicas))
     else:
-        alone = _core.Comm(0, 1, "")
-        made = DeviceMesh([comm, alone], ("replicate", "shard"), (comm.size, 1))
+        single = _core.Comm(0, 1, "")
+        made = DeviceMesh([comm, single], ("replicate", "shard"), (comm.size, 1))
     _made.append((comm, replicas, made))
     return made
 
 
 def host_mesh() -> DeviceMesh:
-    """Return the mesh whose replicas are this run's hosts."""
+    """Return the mesh in which each host of this run is a replica."""
     return _replicas_of(distributed.world(), distributed.world().hosts)
 
 
 def replicated_mesh(mesh: DeviceMesh | None = None) -> DeviceMesh:
-    """Return a mesh that only replicates.
+    """Return a mesh that replicates without sharding.
 
     Parameters
     ----------

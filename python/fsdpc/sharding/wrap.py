@@ -1,4 +1,4 @@
-"""Policies that choose the submodules to make units: by class, by size or by name."""
+"""Policies that choose which submodules become units, by class, size or name."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def by_size(min_params: int) -> WrapPolicy:
 
 
 def by_name(plan: Mapping[str, Mapping[str, Any]]) -> WrapPolicy:
-    """Make a unit, with options, of each module whose dotted name matches a shell pattern.
+    """Make a unit, with options, of each module whose dotted name matches a shell-style pattern.
 
     Examples
     --------
@@ -81,7 +81,7 @@ def by_name(plan: Mapping[str, Mapping[str, Any]]) -> WrapPolicy:
 
 
 def check_names(plan: Mapping[str, Any], modules: Iterable[Module]) -> None:
-    """Raise ValueError if a plan's pattern matches no submodule, which is a likely typo.
+    """Raise ValueError if a pattern matches no submodule, because it is probably a typo.
 
     Examples
     --------
@@ -104,9 +104,9 @@ def check_names(plan: Mapping[str, Any], modules: Iterable[Module]) -> None:
 def units_by(
     policy: Callable[[str, Any], dict[str, Any] | None], modules: Iterable[Any]
 ) -> list[tuple[list[Any], dict[str, Any]]]:
-    """Return the units that a policy chooses, each a submodule with its options.
+    """Return the units chosen by a policy: a submodule and its options for each.
 
-    Children come first; the list is completed before any unit is sharded.
+    Children come first, and the list is complete before any unit is sharded.
 
     Examples
     --------

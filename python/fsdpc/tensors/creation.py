@@ -1,9 +1,8 @@
-"""Create tensors from data, or from a shape: filled, numbered or random.
+"""Create tensors from data, or from a shape with constant, consecutive or random values.
 
-Each function accepts ``dtype`` (float32 by default, with exceptions) and ``requires_grad``.
-Random functions use the next stream of the generator seeded by :func:`fsdpc.manual_seed`. The
-same program therefore draws the same numbers on every rank; give ranks different seeds if they
-should differ.
+Each function accepts ``requires_grad`` and ``dtype``, which is usually float32 by default. Random
+functions use the next stream of the generator seeded by :func:`fsdpc.manual_seed`. A program
+therefore draws the same numbers on every rank; to avoid this, seed ranks differently.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""GPU support in this installation and GPUs on this machine.
+"""Report the GPU support of this installation and the GPUs of this machine.
 
 The plugin ``libfsdpc_cuda.so`` is at ``FSDPC_CUDA_PLUGIN``, next to the extension if fsdpc was
-built with ``FSDPC_CUDA=1``, or in the package ``fsdpc-cuda13`` of the same version. ``import
-fsdpc`` does not open it; the first call here does. It provides a device, its kernels and a
-transport, which :func:`fsdpc.set_default_device` selects for this process.
+built with ``FSDPC_CUDA=1``, or in a ``fsdpc-cuda13`` package of the same version. ``import fsdpc``
+does not open it; the first call here does. It provides a device, its kernels and a transport, which
+:func:`fsdpc.set_default_device` selects for this process.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def plugin_path() -> Path:
 
 @cache
 def _found() -> dict[str, Any]:
-    """Return the plugin's self-description, or the reason why there is no plugin."""
+    """Return the plugin's description of itself, or the reason that there is no plugin."""
     try:
         path = plugin_path()
     except RuntimeError as error:
@@ -76,7 +76,7 @@ def _found() -> dict[str, Any]:
 
 
 def device_count() -> int:
-    """Return how many GPUs this process sees; if 0, :func:`describe` returns the reason.
+    """Return the number of GPUs this process can see; if it is 0, :func:`describe` explains why.
 
     Returns
     -------
@@ -92,7 +92,7 @@ def device_count() -> int:
 
 
 def describe() -> str:
-    """Return one line: the plugin's build and the GPUs it found, or why there is no GPU.
+    """Return one line about the plugin's build and the GPUs it found, or why there is no GPU.
 
     Returns
     -------
@@ -108,7 +108,7 @@ def describe() -> str:
 
 
 def describe_nccl() -> str:
-    """Return one line: which NCCL was found, or why none was.
+    """Return one line about the NCCL library that was found, or why none was.
 
     Returns
     -------
@@ -131,5 +131,5 @@ def describe_nccl() -> str:
 
 
 def _driver_runs() -> bool:
-    """Return whether this process has already started the driver through the plugin."""
+    """Return whether the plugin has already started the GPU driver in this process."""
     return _found.cache_info().currsize > 0 and device_count() > 0

@@ -9,7 +9,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def set_default_device(device: str) -> None:
-    """Choose the device for all tensors of this process, before the first one is created.
+    """Choose the device for all tensors of this process, before creating the first one.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ def set_default_device(device: str) -> None:
     computations and copy back. DLPack shares memory with other libraries on the same GPU, in
     stream order. Checkpoints are staged in host memory.
 
-    Setting the current device again does nothing.
+    Choosing the current device again has no effect.
 
     Examples
     --------

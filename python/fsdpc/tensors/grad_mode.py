@@ -1,4 +1,4 @@
-"""Switch the recording of gradients on and off."""
+"""Enable and disable gradient recording."""
 
 from __future__ import annotations
 

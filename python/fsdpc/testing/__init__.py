@@ -1,4 +1,4 @@
-"""A pytest plugin that runs a test's body on new ranks, and a comparison of two models.
+"""A pytest plugin that runs tests on new ranks, and a function that compares two models.
 
     @pytest.mark.ranks(2)
     def test_sum():
@@ -10,7 +10,8 @@ Every rank is a new process; the plugin calls :func:`fsdpc.init` before the body
 sockets replace the network.
 
 If a rank fails, all ranks' tracebacks are shown and the other ranks are stopped. If a test exceeds
-its timeout (``ranks(2, timeout=10)``, else ``--ranks-timeout``), every rank's stack is shown.
+its timeout (``ranks(2, timeout=10)`` or, by default, ``--ranks-timeout``), every rank's stack is
+shown.
 
 Installing fsdpc registers the plugin. The module also provides :func:`compare`, which trains
 two models side by side and returns the first difference:
@@ -40,7 +41,7 @@ _SERVER = "_fsdpc_fork_server"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare the option for the default timeout."""
+    """Add the command-line option for the default timeout."""
     parser.getgroup("fsdpc").addoption(
         "--ranks-timeout",
         type=float,
@@ -61,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Turn a list of sizes into one test each."""
+    """Expand a list of sizes into one test per size."""
     marker = metafunc.definition.get_closest_marker("ranks")
     if marker and isinstance(_sizes(marker), (list, tuple)):
         metafunc.fixturenames.append(_SIZE)
@@ -69,7 +70,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the fork server after all tests are imported and before any runs."""
+    """Start the fork server after importing all tests and before running any."""
     marked = {item.nodeid: item for item in session.items if item.get_closest_marker("ranks")}
     if marked and not session.config.option.collectonly:
         server = ForkServer(functools.partial(_call_on_rank, marked))
@@ -78,7 +79,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a marked test's body on ranks instead of here."""
+    """Run the body of a marked test on ranks, not in this process."""
     import pytest
 
     marker = pyfuncitem.get_closest_marker("ranks")
@@ -118,7 +119,7 @@ def _sizes(marker: pytest.Mark) -> object:
 
 
 def _call_on_rank(items: dict[str, pytest.Function], job: Job) -> Report:
-    """Run the body on this rank; called in a process that the server forked."""
+    """Run the test's body on this rank, in a process that the fork server created."""
     import pytest
 
     from fsdpc import distributed
@@ -130,7 +131,7 @@ def _call_on_rank(items: dict[str, pytest.Function], job: Job) -> Report:
         if job.init:
             distributed.init()
         items[job.name].obj(**job.arguments)
-        # Not after a failure: peers waiting for this rank must see it leave at once.
+        # Do not shut down after a failure: peers that wait for this rank must see it exit at once.
         if job.init:
             distributed.shutdown()
     except pytest.skip.Exception as skipped:

@@ -1,8 +1,8 @@
 """Train two models side by side and find their first difference.
 
 A side is a native or torch model, sharded or not. Both sides' full values are converted to NumPy
-one tensor at a time, in order of computation: loss, gradients, norm, parameters, optimizer states.
-This module never imports torch: a caller with a torch model has already done so.
+one tensor at a time, in the order they are computed: loss, gradients, norm, parameters, optimizer
+states. This module never imports torch: a caller with a torch model has already done so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KINDS = ("parameter", "loss", "gradient", "norm", "state")
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One of the two models with its optimizer and loss.
+    """One of two models to compare, with its optimizer and loss.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """How far two values may differ; a value passes if any of these allows it.
+    """How much two values may differ; a value passes if any of these limits allows it.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ class Tolerance:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Difference:
-    """The first place where two models differ.
+    """The first difference between two models.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ class Difference:
         )
 
     def _repr_html_(self) -> str:
-        """Return a table, shown by notebooks."""
+        """Return a table to display in notebooks."""
         ulp = "not finite" if self.ulp is None else f"{self.ulp:,} ulp of {self.dtype}"
         return html.fields("the first difference", {
             "where": f"step {self.step}, rank {self.rank}: {self.what} {self.name}".rstrip(),
@@ -158,7 +158,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class _Value:
-    """Numbers as float64, which can represent every dtype used here, and their original dtype."""
+    """Numbers as float64, which represents every dtype used here exactly, and their dtype."""
 
     numbers: np.ndarray
     dtype: str
@@ -176,7 +176,7 @@ def compare(
     tolerance: Tolerance | Mapping[str, Tolerance] | None = None,
     max_norm: float | None = None,
 ) -> Difference | None:
-    """Train two models side by side, and return the first difference beyond a tolerance.
+    """Train two models side by side, and return the first difference that exceeds a tolerance.
 
     Parameters
     ----------
@@ -294,7 +294,7 @@ def _check_names(a: _Model, b: _Model) -> None:
 
 
 class _Model:
-    """Adapts a side of either library to the operations that `compare` needs."""
+    """Gives native and torch models the interface that `compare` needs."""
 
     def __init__(self, side: Side) -> None:
         self.model, self.optimizer, self.arrange = side.model, side.optimizer, side.arrange
@@ -320,14 +320,14 @@ class _Model:
         return _Value(np.asarray(self.arrange(name, value.numbers)), value.dtype)
 
     def read(self, value: Any) -> _Value:
-        """Return the value of a tensor or number, or None."""
+        """Return the value of a tensor or number; None counts as missing."""
         if value is None:
             return _MISSING
         if isinstance(value, (int, float)):
             return _Value(np.array(value, np.float64), "float32")
         return self.value(value)
 
-    # Operations that differ between the libraries. Reading a sharded model is collective.
+    # Each library implements these operations differently. Reading a sharded model is collective.
     tensor: Callable[[Any], Any]  # converts an array of the batch
     value: Callable[[Any], _Value]  # converts a tensor
     full: Callable[[str], _Value]
@@ -419,7 +419,7 @@ def _first(
     sides: tuple[_Model, _Model],
     read: Callable[[_Model, str], _Value],
 ) -> Difference | None:
-    """Compare all tensors of one kind, in the order of a's parameters."""
+    """Compare all tensors of one kind, in the order of the first model's parameters."""
     allowed = tolerances.get(what.split()[0])
     if allowed is None:
         return None
@@ -431,7 +431,7 @@ def _first(
 
 
 def _agreed(sides: tuple[_Model, _Model], found: Difference | None) -> Difference | None:
-    """Return the first rank's difference, so that either all ranks stop or none does."""
+    """Return the first rank's difference on all ranks, so that they stop together."""
     if not any(side.is_sharded() for side in sides) or distributed.world_size() == 1:
         return found
     text = b"" if found is None else json.dumps(asdict(found)).encode()
@@ -492,7 +492,7 @@ def _steps_between(x: np.ndarray, y: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _ordered(numbers: np.ndarray, dtype: str) -> np.ndarray:
-    """Map a dtype's numbers to ordered integers: zero to 0, neighbours one step apart."""
+    """Map numbers of a dtype to integers in the same order: 0 to 0, and neighbours 1 apart."""
     with np.errstate(over="ignore"):
         if dtype == "float64":
             bits, low = numbers.view(np.int64), 63

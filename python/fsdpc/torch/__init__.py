@@ -1,4 +1,4 @@
-"""The torch frontend: FSDP2's calls over the engine, for any ``torch.nn.Module``.
+"""The torch frontend: FSDP2's API on top of the engine, for any ``torch.nn.Module``.
 
 A script changes one import::
 
@@ -9,7 +9,7 @@ A script changes one import::
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # or fsdpc.torch.optim.AdamW
 
-Importing this module imports torch; nothing else of fsdpc does.
+Importing this module imports torch, which fsdpc's native modules never do.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import FSDP1's options and policies, which are torch's own, on first use."""
+    """Import FSDP1's options and policies from torch on first use."""
     if name not in __all__:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     theirs = import_module("fsdpc.torch.fully_sharded_data_parallel")

@@ -1,4 +1,4 @@
-"""Fill buffers that ``to_empty()`` left empty: modules recompute them, or an error names them.
+"""Recompute the buffers that ``to_empty()`` left empty, or raise an error that names them.
 
 State dicts do not contain non-persistent buffers, such as rotary tables. Without this module, users
 of meta-device models would have to fill them in.
@@ -26,11 +26,10 @@ def _blank(state: UnitState) -> list[tuple[str, dict[str, Any], str]]:
 
 
 def fill_blank(top: nn.Module, state: UnitState) -> None:
-    """Let modules inside ``top`` compute a unit's blank buffers; raise if any remain.
+    """Make modules inside ``top`` compute a unit's empty buffers; raise if any remain empty.
 
-    A module without parameters computes them with ``reset_parameters()`` or ``rope_init()``.
-    Otherwise the enclosing model's ``_init_weights()`` does, as when transformers initialises
-    modules.
+    A module without parameters fills them in ``reset_parameters()`` or ``rope_init()``. For other
+    modules, the enclosing model's ``_init_weights()`` fills them, as transformers does.
     """
     found: Blank = {}
     for _, owner, key in _blank(state):

@@ -1,9 +1,9 @@
-"""The torch side of ``fsdpc.checkpoint``: modules, optimizers, random numbers.
+"""The torch part of ``fsdpc.checkpoint``: modules, optimizers and random number generators.
 
-Unit parameters are pieces over the engine's masters; they are read and written like those of
-native modules. Every other parameter, and every buffer, is whole on every rank. Options that choose
-an implementation (``foreach``, ``fused``) are not saved, so checkpoints of one frontend load into
-the other.
+A unit's parameters are pieces over the engine's masters, and are read and written like those of
+native modules. All other parameters and all buffers are whole on every rank. Options that select an
+implementation (``foreach``, ``fused``) are not saved, so that the checkpoints of one frontend load
+in the other.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HOW = {
 
 
 def _units(model: nn.Module) -> dict[int, tuple[UnitState, int]]:
-    """Map the ``id()`` of each piece and unsharded parameter to the parameter's unit and index."""
+    """Map the ``id()`` of each piece and unsharded parameter to its unit and index."""
     _device.join()
     found: dict[int, tuple[UnitState, int]] = {}
     for state in states_of(model):
@@ -63,7 +63,7 @@ def _units(model: nn.Module) -> dict[int, tuple[UnitState, int]]:
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers by ``state_dict()`` name; tied ones appear under each name."""
+    """Return parameters and buffers by ``state_dict()`` name; tied tensors have several names."""
     named = local_state_dict(model, keep_vars=True)
     known = {id(t) for t in (*model.parameters(), *model.buffers())}
     for name, value in named.items():
@@ -113,7 +113,7 @@ def _piece(name: str, state: UnitState, i: int, write: bool) -> Shard:
 
 
 def _memory(name: str, t: torch.Tensor) -> _core.Tensor:
-    """Return an engine tensor over a torch tensor's memory."""
+    """Wrap a torch tensor's memory in an engine tensor."""
     if t.device != _device.home():
         raise TypeError(
             f"'{name}' is on {t.device}: checkpoints hold tensors of {_device.home()}, where the "
@@ -176,9 +176,9 @@ class _FlatAccess(_Access):
 
 
 class _TorchAccess(_Access):
-    """Torch's own optimizers over pieces or whole parameters, if they are elementwise.
+    """Access to torch's own elementwise optimizers, over pieces or whole parameters.
 
-    If an optimizer does not count steps (SGD), the checkpoint records one step if it has states.
+    If an optimizer does not count its steps (SGD), the checkpoint records one step if states exist.
     """
 
     def __init__(self, optimizer: Any, model: nn.Module) -> None:

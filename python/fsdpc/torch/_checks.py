@@ -25,7 +25,7 @@ from fsdpc.torch.policies import CPUOffloadPolicy, MixedPrecisionPolicy, core_dt
 
 @cache
 def log_once(text: str) -> None:
-    """Log once, on rank 0, that an option has no effect; call this after sharding, which joins."""
+    """Warn once, on rank 0, that an option has no effect; call after sharding joins the ranks."""
     rank = distributed.rank() if distributed.is_initialized() else torch.distributed.get_rank()
     if rank == 0:
         logging.getLogger("fsdpc.torch").warning(text)
@@ -37,7 +37,7 @@ _warned = False
 
 
 def warn_of_slow_products(modules: list[nn.Module], dtypes: set[torch.dtype | None]) -> None:
-    """Log once, on rank 0, that torch's bfloat16 products are slow on this processor.
+    """Warn once, on rank 0, that torch's bfloat16 products are slow on this processor.
 
     Parameters
     ----------
@@ -90,13 +90,13 @@ _WRAPPERS = {
 
 
 def _wrapper(module: nn.Module) -> str:
-    """Return the wrapper's name if a module is one of those wrappers, else an empty string."""
+    """Return the wrapper's name if a module is one of the known wrappers, or ""."""
     found = ((c.__module__, c.__name__) for c in type(module).__mro__)
     return next((".".join(each) for each in found if each in _WRAPPERS), "")
 
 
 def refuse_wrapper(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
-    """Raise if a sharded module is inside a wrapper that treats pieces as whole parameters."""
+    """Raise if a wrapper around a sharded module treats pieces as whole parameters."""
     if name not in ("module", "_fsdp_wrapped_module") or not isinstance(inner, nn.Module):
         return
     wrapper = _wrapper(outer)
@@ -119,7 +119,7 @@ def refuse_wrapper(outer: nn.Module, name: str, inner: nn.Module | None) -> None
 
 
 def refuse_resizing(modules: list[nn.Module]) -> None:
-    """Make transformers models report that their embeddings cannot be resized."""
+    """Make transformers models raise an error if their embeddings are resized."""
     for m in modules:
         if hasattr(type(m), "resize_token_embeddings"):
             m.__dict__["resize_token_embeddings"] = partial(_refuse_resize, type(m).__name__)
@@ -133,7 +133,7 @@ def _refuse_resize(name: str, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def check_whole(whole: list[nn.Parameter], found: list[tuple[str, nn.Parameter]], of: str) -> None:
-    """Raise if no parameter in the list belongs to the modules; it may list a whole model's."""
+    """Raise if none of the listed parameters, which may be a whole model's, is in the modules."""
     cut = next((p.fsdpc for p in whole if getattr(p, "fsdpc", None) and p.fsdpc.is_cut), None)  # type: ignore[attr-defined]
     if cut is not None:
         raise ValueError(
@@ -149,7 +149,7 @@ def check_whole(whole: list[nn.Parameter], found: list[tuple[str, nn.Parameter]]
 
 
 def check_sync_norms(inside: Inside, comms: list[_core.Comm]) -> None:
-    """Raise if a SyncBatchNorm has no process group and would use per-rank statistics."""
+    """Raise if a SyncBatchNorm has no process group, because it would use per-rank statistics."""
     ranks = math.prod(comm.size for comm in comms)
     if ranks == 1 or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return  # torch's own forward rejects tensors on CPUs
@@ -178,7 +178,7 @@ def check_apart(params: list[tuple[str, nn.Parameter]]) -> None:
 
 
 def as_offload(policy: Any) -> Any:
-    """Convert torch's offload policy to ours and return ours unchanged; raise on anything else."""
+    """Convert torch's offload policy to fsdpc's; raise unless it is one of the two or None."""
     if policy is not None and all(c.__name__ != "OffloadPolicy" for c in type(policy).__mro__):
         raise TypeError(
             "offload_policy takes an OffloadPolicy or a CPUOffloadPolicy, got "
@@ -195,7 +195,7 @@ def as_offload(policy: Any) -> Any:
 
 
 def check_policy(policy: Any) -> None:
-    """Raise unless this is our mixed precision policy or that of torch's ``fully_shard``."""
+    """Raise unless this is a mixed precision policy of fsdpc or of torch's ``fully_shard``."""
     for field in fields(MixedPrecisionPolicy):
         if not hasattr(policy, field.name):
             raise TypeError(
@@ -211,7 +211,7 @@ _RUNNING = (_forward.run.__code__, nn.Module._call_impl.__code__)
 
 
 def check_place(modules: list[nn.Module]) -> None:
-    """Raise if called in backward, or in the forward of a module or of an enclosing one."""
+    """Raise if called in backward, or in the forward of a module or of one that encloses it."""
     if torch._C._current_graph_task_id() != -1:
         raise RuntimeError("fully_shard inside backward: shard before training")
     frame = sys._getframe()
@@ -312,7 +312,7 @@ _STATE_DICT, _ACCELERATE = "torch.distributed.checkpoint.state_dict", "accelerat
 
 
 def refuse_reader(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if a caller requests states and would treat this rank's rows as whole states."""
+    """Raise if the caller would mistake this rank's rows of the states for whole states."""
     frame = sys._getframe(1)
     for _ in range(8):
         if frame is None:
@@ -331,13 +331,13 @@ def refuse_reader(optimizer: torch.optim.Optimizer) -> None:
 
 
 class _Sharded:
-    """The unit count; an optimizer checked at a lower count may hold replaced parameters."""
+    """The number of units; an optimizer checked at a lower count may hold replaced parameters."""
 
     units = 0
 
 
 def mark_replaced(params: list[tuple[str, nn.Parameter]], state: UnitState) -> None:
-    """Tell optimizers that a unit's pieces have replaced these parameters."""
+    """Record for optimizers that a unit's pieces have replaced these parameters."""
     _Sharded.units += 1
     for i, (name, p) in enumerate(params):
         p._fsdpc_sharded = f"'{name}' of unit '{state.unit.name}'"  # type: ignore[attr-defined]
@@ -345,7 +345,7 @@ def mark_replaced(params: list[tuple[str, nn.Parameter]], state: UnitState) -> N
 
 
 def _refuse_states(optimizer: torch.optim.Optimizer, info: PieceInfo) -> None:
-    """Raise if the offload policy moves states, because this optimizer allocates its own."""
+    """Raise if the offload policy moves states, because this optimizer allocates its own states."""
     offload = info.unit.offload
     if offload is not None and offload[3]:  # states
         on_host = offload[0] == "host"
@@ -358,7 +358,7 @@ def _refuse_states(optimizer: torch.optim.Optimizer, info: PieceInfo) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise before a step that would be lost or would differ from an unsharded step."""
+    """Raise before a step that would have no effect or would differ from an unsharded step."""
     checked = (len(optimizer.param_groups), _Sharded.units)
     if getattr(optimizer, "_fsdpc_checked", None) == checked:
         return

@@ -1,7 +1,7 @@
-"""Functions that ``torch.compile`` skips in a sharded model.
+"""Exclude functions of a sharded model from ``torch.compile``.
 
-The compiler examines every Python frame that runs. In frames around a unit's forward, it would warn
-about each call into the extension and compile fragments that save no time.
+The compiler examines every Python frame that runs. In the frames around a unit's forward, it would
+warn about every call into the extension and compile fragments that save no time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch._C._dynamo import eval_frame
 
 
 def leave_out(*functions: Callable[..., Any], inside: bool = False) -> None:
-    """Make the compiler skip these functions and, with ``inside``, the functions that they call."""
+    """Make the compiler skip these functions and, if ``inside``, the functions they call."""
     for function in functions:
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
         code = function.__code__  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
 """Apply ``.to()``, ``.double()`` and other ``nn.Module._apply`` calls to pieces.
 
-Changing the dtype changes the layout, so the unit is rebuilt: each parameter is gathered and
-converted. This is possible only before the first forward, when units begin to share a parameter
-buffer, and only if no optimizer steps the unit's memory. All other changes are written to the
+A new dtype changes the layout, so the unit is rebuilt from its parameters, which are gathered and
+converted. This is possible only before the first forward, when the units get a common parameter
+buffer, and only if no optimizer uses the unit's memory. All other changes are written to the
 pieces.
 """
 
@@ -58,7 +58,7 @@ def convert(module: Any, apply: Callable[..., Any], fn: Change, recurse: bool) -
 
 
 def _buffers(module: torch.nn.Module) -> list[tuple[str, dict[str, Any], str, torch.Tensor]]:
-    """Return (dotted name, dictionary, key, buffer) of the buffers inside."""
+    """Return (dotted name, dictionary, key, buffer) for each buffer inside a module."""
     return [
         (f"{path}.{key}".lstrip("."), m._buffers, key, buffer)
         for path, m in module.named_modules()

@@ -1,4 +1,4 @@
-"""Copies of pieces, and state dict values, with DTensor's ``full_tensor()``."""
+"""Copies of pieces and values of state dicts, both with DTensor's ``full_tensor()``."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ _disabled: Callable[..., Any] = torch._C._disabled_torch_function_impl
 def on_rows(
     cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> Any:
-    """Run an operation on a piece or a copy of one; this is their ``__torch_function__``.
+    """Run an operation on a piece or its copy; the ``__torch_function__`` of both classes.
 
-    Optimizers call it several times for each parameter, so the common cases come first.
+    Optimizers call it several times per parameter, so it checks the common cases first.
     """
     if func in _NOTED or len(types) > 1 or RUNNING.modules or (args[1:] and _is_grad_enabled()):
         return _looked_at(func, types, args, kwargs or {})
@@ -92,7 +92,7 @@ class PieceCopy(LocalRows):
 
 
 def _like(args: Any, result: Any) -> Any:
-    """Return the result as rows of the same parameter as the first argument."""
+    """Return the result as rows of the first argument's parameter."""
     if isinstance(result, (list, tuple)):
         if not isinstance(args[0], (list, tuple)):
             return result  # where(mask): indices of elements
@@ -104,7 +104,7 @@ def _like(args: Any, result: Any) -> Any:
 
 
 def at_home(rows: torch.Tensor, home: Home) -> PieceCopy:
-    """Wrap a copy of a parameter's rows as a PieceCopy, over the same memory."""
+    """Wrap a copy of a parameter's rows in a PieceCopy that shares its memory."""
     found = rows.as_subclass(PieceCopy)
     found._fsdpc = home
     return found

@@ -1,12 +1,12 @@
-"""The interface that ``torch.distributed.checkpoint`` (DCP) needs from rows of a larger tensor.
+"""Lets ``torch.distributed.checkpoint`` (DCP) save and load rows of a larger tensor.
 
-DCP's planners get a tensor's pieces from three methods, as with DTensor, and compare ``size()``
-with the full shape in the file. They drop duplicate writes, which have equal (name, offsets).
-Replicas are therefore written once, and rows are all written because their offsets differ. A rank
-without rows writes and reads nothing.
+As with DTensor, DCP's planners get a tensor's pieces from three methods and compare ``size()`` with
+the full shape in the file. They drop duplicate writes, which have the same name and offsets.
+Replicas are therefore written once, whereas the ranks' rows are all written because their offsets
+differ. A rank without rows writes and reads nothing.
 
-Asynchronous saves copy tensors first, so ``new_empty()`` keeps the class. Operations that would
-return plain tensors are refused, because DCP would treat those as whole tensors.
+Asynchronous saves copy tensors first, so ``new_empty()`` preserves the class. Operations that would
+return plain tensors raise an error, because DCP would mistake the results for whole tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Part:
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        """Raise and suggest a replacement if a program uses DTensor's attributes."""
+        """Raise if a program uses DTensor's attributes, and suggest a replacement."""
         kind = type(self).__name__
         if name in ("device_mesh", "placements"):
             raise AttributeError(
@@ -50,11 +50,11 @@ class Part:
         raise AttributeError(f"'{kind}' object has no attribute '{name}'")
 
     def _fsdpc_info(self) -> Any:
-        """Return which rows these are; None if they are not a parameter's rows."""
+        """Return which rows of a parameter these are, or None if they belong to no parameter."""
         raise NotImplementedError
 
     def _fsdpc_home(self) -> Any:
-        """Return the whole tensor that a copy of these rows belongs to."""
+        """Return the identity of the whole tensor that a copy of these rows belongs to."""
         raise NotImplementedError
 
     def _fsdpc_plain(self) -> torch.Tensor:
@@ -63,7 +63,7 @@ class Part:
             return torch.Tensor.detach(self).as_subclass(torch.Tensor)  # type: ignore[arg-type]
 
     def size(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the tensor's size or, to DCP's planner, the whole tensor's size."""
+        """Return the tensor's size, or the whole tensor's size if DCP's planner calls."""
         caller = sys._getframe(1).f_globals.get("__name__")
         if caller == _PLANNER and not args and not kwargs:
             return self._fsdpc_part()[1]
@@ -78,7 +78,7 @@ class Part:
         return super().size(*args, **kwargs)  # type: ignore[misc]
 
     def new_empty(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Create a plain tensor; for the stager of an asynchronous save, one of this class."""
+        """Create a plain tensor, or one of this class for the stager of an asynchronous save."""
         made = super().new_empty(*args, **kwargs)  # type: ignore[misc]
         if sys._getframe(1).f_globals.get("__name__") == _STAGER:
             return self._fsdpc_staged(made)

@@ -1,9 +1,9 @@
-"""The units' device in torch's terms, and how torch's tensors and streams work with the engine's.
+"""The engine's device in torch's terms, and the order of the two libraries' work on it.
 
-A CPU needs no synchronisation. GPU kernels run asynchronously, torch's on its current stream.
-Whenever torch calls the engine, that stream therefore becomes the engine's main stream
-(:func:`join`; TorchUnit does this itself, also in backward's threads). The work of both libraries
-is then ordered, and neither waits for the other.
+A CPU needs no synchronisation. GPU kernels run asynchronously, and torch's run on its current
+stream. Whenever torch calls the engine, its current stream therefore becomes the engine's main
+stream (:func:`join`; TorchUnit does this itself, also in backward's threads). This orders the work
+of both libraries without making either wait for the other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def on_cpu() -> bool:
 
 
 def home() -> torch.device:
-    """Return the device of every piece and unsharded parameter."""
+    """Return the device that all pieces and unsharded parameters are on."""
     return torch.device("cpu") if on_cpu() else torch.device("cuda", _core.device_ordinal())
 
 
@@ -40,7 +40,7 @@ def raw_stream() -> int:
 
 
 def streams() -> Callable[[], int] | None:
-    """Return a function that returns torch's current stream; None if there are no streams."""
+    """Return a function that returns torch's current stream, or None on a CPU."""
     return None if on_cpu() else raw_stream
 
 
@@ -58,9 +58,9 @@ def to_torch(memory: _core.Tensor) -> torch.Tensor:
 def gathered(state: UnitState, index: int, what: bool | torch.Tensor) -> torch.Tensor:
     """Gather a parameter (False), its gradient (True) or the tensor with these rows; collective.
 
-    The memory is torch's, since users keep the result. Torch's allocator often reuses memory, such
-    as that of the unsharded parameters. The engine would allocate new pages, and first touching a
-    page costs several times as much as copying it.
+    The memory comes from torch, because users keep the result. Torch's allocator can often reuse
+    memory, for example that of the unsharded parameters. The engine would allocate new pages, and
+    touching a page for the first time costs several times as much as copying it.
     """
     if isinstance(what, torch.Tensor):
         dtype, rows = what.dtype, to_engine(what)
@@ -73,32 +73,32 @@ def gathered(state: UnitState, index: int, what: bool | torch.Tensor) -> torch.T
 
 
 def _grad_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the engine sums gradients of masters of this dtype."""
+    """Return the dtype in which the engine sums the gradients of masters of a given dtype."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def to_engine(t: torch.Tensor) -> _core.Tensor:
-    """Return an engine tensor over torch's memory, or over a copy if it is on another device."""
+    """Return an engine tensor over a torch tensor's memory, or a copy from another device."""
     join()
     at = home()
     return _under(t if t.device == at else t.to(at))
 
 
 def takes_back() -> bool:
-    """Return whether torch's allocator can reuse memory that units free temporarily."""
+    """Return whether torch's allocator can reuse memory while a unit does not need it."""
     return not on_cpu()
 
 
 def like(memory: _core.Tensor) -> torch.Tensor:
-    """Return a tensor in torch's memory."""
+    """Allocate a torch tensor with the same shape and dtype."""
     dtype = getattr(torch, memory.dtype.name)
     return torch.empty(memory.shape, dtype=dtype, device=home())
 
 
 def grad_memory(unit: _core.Unit, masters: list[torch.Tensor]) -> list[torch.Tensor] | None:
-    """Allocate memory for the gradient shards of a unit with these masters.
+    """Allocate memory for a unit's gradient shards, given its masters.
 
-    Return None if a policy offloads them; the unit's own memory then contains them.
+    Return None if a policy offloads the gradients, which are then in the unit's own memory.
     """
     if unit.offload and unit.offload[4]:
         return None
@@ -111,7 +111,7 @@ def grad_memory(unit: _core.Unit, masters: list[torch.Tensor]) -> list[torch.Ten
 
 
 class Lent:
-    """Torch memory that the engine uses; the extension calls these methods."""
+    """Torch memory that the engine borrows; the extension calls these methods."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         self.storage: torch.UntypedStorage = flat.untyped_storage()
@@ -119,27 +119,27 @@ class Lent:
         self.users: int | None = None  # before the first count
 
     def count_users(self) -> int:
-        """Return how many tensors and Python objects refer to the memory."""
+        """Return the number of tensors and Python objects that refer to the memory."""
         return torch._C._storage_Use_Count(self.storage._cdata)
 
     @property
     def is_kept(self) -> bool:
-        """Return whether the memory has more users than ``users``."""
+        """Return whether more objects refer to the memory than ``users``."""
         return self.users is not None and self.count_users() > self.users
 
     def take(self) -> int:
-        """Return the memory's address, which may have changed since it was given back."""
+        """Return the memory's address, allocating the memory again if :meth:`give` released it."""
         if self.storage.nbytes() != self.bytes:
             self.storage.resize_(self.bytes)
         return self.storage.data_ptr()
 
     def give(self) -> None:
-        """Return the memory to torch; tensors remain, without storage."""
+        """Release the memory to torch's allocator; the tensors survive, without storage."""
         self.storage.resize_(0)
 
 
 def choose(params: Sequence[tuple[str, nn.Parameter]], asked: str | None = None) -> None:
-    """Raise unless parameters are on the engine's device; the first unit on a GPU determines it.
+    """Raise unless parameters are on the engine's device, which the first unit on a GPU chooses.
 
     Parameters
     ----------

@@ -1,12 +1,13 @@
 """Detect parameters that were initialised piece by piece from identical generators.
 
-After sharding, ``for p in model.parameters(): nn.init.normal_(p)`` starts with the same random
-numbers on every rank. Different rows, or different parameters where pieces are whole, then get the
-same values. Such a model would train, but poorly. Before the first forward, ranks therefore compare
-the first elements of pieces that were written directly instead of from a full parameter. If two
-ranks have the same elements up to a scale factor, and these are not constant, this error occurred.
+After sharding, ``for p in model.parameters(): nn.init.normal_(p)`` draws from the same random
+numbers on every rank. Different rows then get the same values, and so do different parameters if
+pieces are whole. The model would train, but badly. Before the first forward, ranks therefore
+compare the first elements of all pieces that were written directly rather than from a full
+parameter. If two ranks' elements are the same up to a scale factor, and not constant, the ranks
+raise an error.
 
-Writes through ``.data``, and values that narrow dtypes round differently, are not detected.
+This misses writes through ``.data``, and values that narrow dtypes round differently.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def check_drawn(states: list[UnitState]) -> None:
 
 
 def _mark(piece: torch.Tensor) -> int:
-    """Return a positive hash of a piece's first elements; 0 if they are constant."""
+    """Return a positive hash of a piece's first elements, or 0 if they are constant."""
     begin = piece.detach().reshape(-1)[:_BEGIN].cpu().double()
     if begin.numel() < 2 or bool((begin == begin[0]).all()):
         return 0

@@ -2,15 +2,16 @@
 
     enter -> cast and mark the inputs -> forward -> mark and cast the outputs -> leave
 
-A mark on an output's node notifies the schedule that the unit's backward begins. A Function over
-the inputs that need gradients reports its end. ``_core.rebuild`` and _structures.py find the
-tensors.
+A mark on an output's autograd node tells the schedule when the unit's backward begins. An autograd
+Function over the inputs that need gradients tells it when the backward ends. ``_core.rebuild`` and
+_structures.py find the tensors.
 
-Inside backward, a forward is a recomputation (activation checkpointing). It may stop early, with an
+A forward inside backward is a recomputation (activation checkpointing). It may stop early, with an
 exception that torch raises.
 
-A reentrant checkpoint runs forward without gradients, so no output carries a mark with the weights'
-version. If an outermost forward runs in one, the checkpoint's context records the version.
+A reentrant checkpoint runs its forward without gradients, so its outputs carry no mark with the
+version of the weights. If an outermost forward runs inside such a checkpoint, the checkpoint's
+context records that version instead.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _REPLACING = {
 
 
 class _EndBackward(torch.autograd.Function):
-    """The identity; its backward runs after the gradients of all inputs exist."""
+    """The identity function, whose backward runs once the gradients of all inputs exist."""
 
     @staticmethod
     def forward(
@@ -73,7 +74,7 @@ class _EndBackward(torch.autograd.Function):
 
 
 def _check_second(state: UnitState, grads: Any) -> None:
-    """In a second backward, raise an error that names a resharded unit; autograd's would not."""
+    """Make a second backward through a resharded unit raise an error that names the unit."""
     seen = [p._version for p in state.unsharded]
 
     def check(_: Any) -> None:
@@ -161,7 +162,7 @@ def _refuse_transform(module: Any) -> NoReturn:
 
 
 def _explain(module: Any, state: UnitState, error: BaseException) -> None:
-    """If a torch feature replaced parameters, raise an error that names it."""
+    """Raise an error that names the torch feature, if one has replaced parameters."""
     own = {id(p) for p in (*state.pieces, *state.unsharded)}
     if all(id(owner.get(key)) in own for owner, key, _ in state.slots):
         return
@@ -180,17 +181,17 @@ def _explain(module: Any, state: UnitState, error: BaseException) -> None:
 def _run_on_copies(
     module: Any, state: UnitState, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
 ) -> Any:
-    """Run a forward with private copies from ``summon_full_params``, without communication."""
+    """Run a forward on the private copies of ``summon_full_params``, without communication."""
     name = type(module).__name__
     if any(owner[key] is state.pieces[i] for owner, key, i in state.slots):
         raise RuntimeError(
             f"{name} was called inside summon_full_params(rank0_only=True) on a rank that keeps "
-            "its rows there: call it on rank 0 alone, or summon on all ranks"
+            "its rows there: call it only on rank 0, or summon on all ranks"
         )
     if _is_grad_enabled():
         raise RuntimeError(
             f"{name} was called while its parameters stand on private copies, inside "
-            "summon_full_params() or apply(), where gradients would reach the copies alone: call "
+            "summon_full_params() or apply(), where gradients would reach only the copies: call "
             "it under torch.no_grad(), or after"
         )
     if state.root is None and not all(s.summoned for s in states_of(module)):
@@ -211,7 +212,7 @@ def _run_on_copies(
 
 
 def _contexts(of: Any) -> Iterator[Any]:
-    """Yield the contexts of running checkpoints, in forward or backward, innermost first."""
+    """Yield the contexts of all running checkpoints, in forward or backward, innermost first."""
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_code is of:
@@ -220,13 +221,13 @@ def _contexts(of: Any) -> Iterator[Any]:
 
 
 def _remember(root: Root, torch_unit: _core.TorchUnit) -> None:
-    """Record the weights' version in the checkpoints around this forward."""
+    """Record the current version of the weights in each checkpoint around this forward."""
     for ctx in _contexts(_FORWARD):
         ctx.__dict__.setdefault("_fsdpc_seen", {})[id(root)] = torch_unit.generation
 
 
 def _recall(root: Root, torch_unit: _core.TorchUnit) -> None:
-    """Begin the backward with the weights' version of the recomputed forward."""
+    """Begin the backward with the version of the weights that the recomputed forward used."""
     for ctx in _contexts(_BACKWARD):
         seen = ctx.__dict__.get("_fsdpc_seen", {}).get(id(root))
         if seen is not None:

@@ -1,12 +1,12 @@
-"""Gradients of pieces: tensors of this rank's rows with the norm of the whole parameter.
+"""Gradients of pieces: tensors of this rank's rows that report the whole gradient's norm.
 
 A piece's gradient contains only this rank's rows, so the norm of a plain tensor would silently
-differ between ranks. The engine therefore computes global norms. The first read computes the norms
-of all the model's gradients in one small collective. Later reads return those results until the
-gradient changes. Whether to compute depends only on the program, never on this rank's rows, so all
-ranks decide alike. All other operations behave as on a plain tensor.
+differ between ranks. The engine therefore computes the norms over all ranks. The first read
+computes the norms of all gradients of the model in one small collective. Later reads return those
+results until the gradient changes. The decision to compute depends only on the program and never on
+this rank's rows, so all ranks decide alike. All other operations behave as on a plain tensor.
 
-Clipping may have deferred a factor to the optimizer; any operation here applies it first.
+If clipping has deferred a factor to the optimizer, any operation here applies it first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _Pending:
-    """Live units whose gradients clipping has not scaled yet."""
+    """Live units whose gradients have a clipping factor that is still to be applied."""
 
     def __init__(self) -> None:
         self.states: weakref.WeakSet[UnitState] = weakref.WeakSet()
@@ -53,11 +53,12 @@ class _Pending:
 
 
 class Measured:
-    """Tracks a model's known norms, and whether the next miss measures one norm or all.
+    """Tracks which norms of a model are known, and whether the next miss computes one norm or all.
 
-    If half of the norms are outdated, all are measured. With n gradients, one miss in n/8 checks
-    this, so a loop that changes each gradient after reading it stays linear. Reads of known norms
-    do not count, because ranks may differ in their number.
+    If at least half of the norms are outdated, all of them are computed. With n gradients, this is
+    checked once every n/8 misses, so a loop that changes each gradient after reading it takes
+    linear time. Reads of known norms are not counted, because their number may differ between
+    ranks.
     """
 
     def __init__(self) -> None:
@@ -75,7 +76,7 @@ class Measured:
         return known is not None and known[0] == (order, self.age, grad._version)
 
     def missing(self, one: Held, order: float, root: Root) -> list[Held]:
-        """Return the gradients to measure if ``one`` is not known."""
+        """Return the gradients whose norms to compute if the norm of ``one`` is unknown."""
         if self.misses > 0:
             self.misses -= 1
             return [one]
@@ -90,7 +91,7 @@ PENDING = _Pending()
 
 
 class PieceGrad(LocalRows):
-    """This rank's rows of a gradient; norms are those of the whole gradient."""
+    """This rank's rows of a gradient, whose norms are those of the whole gradient."""
 
     _fsdpc_what = "a gradient"
     _fsdpc_cure = ", or take norm() of the gradient, which is the whole's"
@@ -119,7 +120,7 @@ class PieceGrad(LocalRows):
         return result
 
     def full_tensor(self) -> torch.Tensor:
-        """Gather the whole averaged gradient, or a tensor derived from one; collective."""
+        """Gather the whole averaged gradient, or a whole tensor computed from it; collective."""
         state, index = self.home()
         if state.pieces[index].grad is not self:
             return gather_rows(self.to_local(), state, index)
@@ -127,7 +128,7 @@ class PieceGrad(LocalRows):
         return _device.gathered(state, index, True)
 
     def to_local(self) -> torch.Tensor:
-        """Return the rows as a plain tensor, whose norm covers only these rows."""
+        """Return the rows as a plain tensor, whose norm covers only them."""
         if PENDING.any:
             PENDING.settle()
         return super().to_local()
@@ -140,12 +141,12 @@ class PieceGrad(LocalRows):
 
 
 def as_piece_grad(rows: torch.Tensor, state: UnitState, index: int) -> PieceGrad:
-    """Return the rows as a gradient of parameter ``index``, with its own version counter."""
+    """Return rows as the gradient of parameter ``index``, with a version counter of their own."""
     return at_home(rows.data, (weakref.ref(state), index))
 
 
 def at_home(rows: torch.Tensor, home: Home, of: PieceGrad | None = None) -> PieceGrad:
-    """Return rows as a gradient of a parameter, over their memory."""
+    """Return rows as a gradient of a parameter, sharing their memory."""
     with torch._C.DisableTorchFunctionSubclass():
         grad = rows.as_subclass(PieceGrad)
     grad._fsdpc = home
@@ -166,7 +167,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _keep(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation that returns a gradient of the same parameter, perhaps converted."""
+    """Run an operation whose result, perhaps converted, is a gradient of the same parameter."""
     result = _plain(func, args, kwargs)
     if result is args[0] or not isinstance(args[0], PieceGrad):
         return result
@@ -174,9 +175,10 @@ def _keep(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _like(args: tuple[Any, ...], result: Any) -> Any:
-    """Return the result of elementwise arithmetic as rows of the same gradient.
+    """Return the result of elementwise arithmetic as rows of the gradient it was computed from.
 
-    If one rank owns the whole parameter, the result is plain: only that rank computes (Muon).
+    If one rank owns the whole parameter, the result is a plain tensor, because only that rank
+    computes it (Muon).
     """
     if isinstance(result, (list, tuple)):
         if not isinstance(args[0], (list, tuple)):
@@ -242,7 +244,7 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _by_root(tensors: Sequence[torch.Tensor]) -> Iterable[list[tuple[int, Held]]]:
-    """Yield a list's gradients with their indices, grouped by model."""
+    """Yield the gradients in a list with their positions, grouped by model."""
     found: dict[int, list[tuple[int, Held]]] = {}
     for k, grad in enumerate(tensors):
         if isinstance(grad, PieceGrad):
@@ -252,7 +254,7 @@ def _by_root(tensors: Sequence[torch.Tensor]) -> Iterable[list[tuple[int, Held]]
 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Implement GradScaler's unscaling; infinities on any rank count on all ranks."""
+    """Implement GradScaler's unscaling; an infinity on one rank is reported on all ranks."""
     _plain(func, args, kwargs)
     _count_writes(args[0])
     found = args[1]
@@ -265,7 +267,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _measure(grads: list[Held], order: float) -> torch.Tensor:
-    """Compute norms of whole gradients from this rank's rows, exactly, in float64; collective."""
+    """Compute whole gradients' norms exactly, in float64, from each rank's rows; collective."""
     values = _core.norms_of_rows(
         [state.unit for state, _, _ in grads],
         [index for _, index, _ in grads],
@@ -301,7 +303,7 @@ def global_norm(grad: PieceGrad, order: float) -> torch.Tensor:
 
 
 def _count_writes(tensors: Iterable[torch.Tensor]) -> None:
-    """Count a write to each tensor, which list operations omit under FLOP counters, for example."""
+    """Count a write to each tensor: list operations under FLOP counters, for example, do not."""
     torch.autograd.graph.increment_version([t for t in tensors if isinstance(t, PieceGrad)])
 
 
@@ -323,5 +325,5 @@ _HANDLERS: dict[Any, Handler] = {
     torch.Tensor.data.__get__: _view,
 }
 
-# Clipping then calls list operations, as for DTensor, which torch registers the same way.
+# Clipping then calls list operations; torch registers DTensor in the same way.
 _foreach_utils._foreach_supported_types.append(PieceGrad)

@@ -1,10 +1,10 @@
-"""Initialise sharded modules: code that reads shapes and draws numbers sees full parameters.
+"""Initialise sharded modules by running their initialisation code on full parameters.
 
 ``nn.init`` on pieces would give ranks the same numbers for different rows, and would use the wrong
-fan-in. Therefore parameters are private full copies inside ``reset_parameters()`` of a unit's
-modules, inside ``apply(fn)``, and while adapters are merged. Afterwards ranks compare the copies
-(or use rank 0's, with ``sync_module_states``) and keep their rows. With identical generators, the
-values are those of the plain model.
+fan-in. Parameters are therefore private full copies inside ``reset_parameters()`` of a unit's
+modules, inside ``apply(fn)``, and while adapters are merged. Afterwards, ranks compare their copies
+(or use rank 0's, with ``sync_module_states``) and keep their own rows. If the ranks' generators are
+identical, the values equal those of the plain model.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ CURE = (
 
 
 def offer_full(state: UnitState, modules: list[nn.Module]) -> None:
-    """Give methods that write parameters of a unit's modules full parameters.
+    """Make methods that write a unit's parameters run on full parameters.
 
-    These are ``reset_parameters()``, and ``merge()`` and ``unmerge()`` in PEFT's adapters.
+    These methods are ``reset_parameters()`` and, in PEFT's adapters, ``merge()`` and ``unmerge()``.
     """
     for m in modules:
         names = ["reset_parameters"]
@@ -56,9 +56,9 @@ def _with_full(state: UnitState, module: nn.Module, name: str, *args: Any, **kwa
 
 @contextmanager
 def full_values(states: list[UnitState]) -> Iterator[None]:
-    """Replace units' parameters with private full copies and keep the new values; collective.
+    """Replace parameters of units with private full copies, and keep their new values; collective.
 
-    Does nothing inside forward and backward, or for units that already use copies.
+    This does nothing inside forward and backward, or for units that already use copies.
     """
     states = [s for s in states if not (s.summoned or s.is_running)]
     with on_copies(states, [[_full(s, i) for i in range(len(s.pieces))] for s in states]) as now:
@@ -97,5 +97,5 @@ def _take(state: UnitState, unsharded: list[nn.Parameter]) -> None:
 
 
 def checksum(full: torch.Tensor) -> int:
-    """Compute a checksum of a value's bytes, on any device."""
+    """Return a checksum of a value's bytes, on any device."""
     return _core.crc32c(0, full.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy())

@@ -1,9 +1,10 @@
-"""Detect parameters added to a sharded module after ``fully_shard``, and name them.
+"""Detect and name parameters that were added to a sharded module after ``fully_shard``.
 
-No unit contains them, so their gradients would not be reduced, and every rank would train its own
-copy. They come from replaced modules (a resized embedding, a new head) and from adapters. The first
-forward searches the modules, and so does the first one after a registration in any of them. Frozen
-parameters are allowed, and checked again at each forward.
+No unit contains such parameters, so their gradients would not be reduced and each rank would train
+its own copy. They come from replaced modules (such as a resized embedding or a new head) and from
+adapters. The modules are searched at the first forward, and again at the first forward after
+something was registered in one of them. Frozen parameters are allowed, but checked again at every
+forward.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class Registered:
-    """Counts modules and parameters registered inside units."""
+    """Counts the modules and parameters that were registered inside units."""
 
     count = 0
 
@@ -38,7 +39,7 @@ def _note(module: nn.Module, name: str, value: Any) -> None:
 
 
 def watch(state: UnitState, inside: Inside) -> None:
-    """Record the places of a unit's parameters, sharded or ignored."""
+    """Record where the modules hold a unit's sharded and ignored parameters."""
     for _, m in inside:
         _inside.add(m)
         state.known += [(m._parameters, key) for key, p in m._parameters.items() if p is not None]

@@ -1,4 +1,4 @@
-"""Give pieces to optimizers that were created before their model was sharded."""
+"""Put pieces into optimizers that were created before their model was sharded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Places = Mapping[int, tuple[dict[str, Any], str]]
 
 
 def places_of(module: nn.Module) -> Places:
-    """Return the place of each parameter by its ``id()``, for :func:`moved` after sharding."""
+    """Map the ``id()`` of each parameter to its place, for :func:`moved` after sharding."""
     return {
         id(p): (owner._parameters, key)
         for owner in module.modules()
@@ -24,7 +24,7 @@ def places_of(module: nn.Module) -> Places:
 
 
 def moved(params: Iterable[Any], places: Places) -> list[Any]:
-    """Return the parameters now in these places, and unchanged those without a place."""
+    """Return the parameters that are now in these places; those without a place are unchanged."""
     found = [(p, places.get(id(p))) for p in params]
     return [p if at is None else at[0][at[1]] for p, at in found]
 
@@ -36,9 +36,10 @@ def give_pieces(optimizer: torch.optim.Optimizer, places: Places) -> None:
 
 
 def optimizers_over(places: Places) -> list[torch.optim.Optimizer]:
-    """Return this process's optimizers that contain one of these parameters.
+    """Return all optimizers in this process that contain any of these parameters.
 
-    It visits every object that Python tracks, which takes about 50 ms, once per model.
+    It visits all objects that Python's garbage collector tracks, which takes about 50 ms, once per
+    model.
     """
     made = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
     return [
@@ -48,7 +49,7 @@ def optimizers_over(places: Places) -> list[torch.optim.Optimizer]:
 
 
 def give_whole_pieces(optimizer: torch.optim.Optimizer, places: Places) -> None:
-    """Do as :func:`give_pieces` for pieces that are whole parameters, and keep the states."""
+    """Like :func:`give_pieces`, but for pieces that are whole parameters; the states are kept."""
     states = optimizer.state
     held = [p for p in states if id(p) in places]
     for p, piece in zip(held, moved(held, places), strict=True):

@@ -1,8 +1,8 @@
 """Convert torch's meshes and process groups to meshes of the engine's communicators.
 
-A mesh that contains every rank is split off the world: its messages name world ranks, and all of
-them learn of a failure. In any other mesh (a pipeline's data parallel dimension, a group from
-``new_group``), the ranks join each other without the remaining ones.
+A mesh that contains every rank is split off from the world: its messages name world ranks, and all
+ranks learn of a failure. In any other mesh (a pipeline's data parallel dimension, or a group from
+``new_group``), only the mesh's ranks join one another.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from fsdpc.torch._transport import carry
 
 
 def join() -> _core.Comm:
-    """Return the world: fsdpc's, else that of torch.distributed, else of the environment."""
+    """Return the world; if there is none, create it from torch.distributed or the environment."""
     if not distributed.is_initialized():
         _join_group()
     return distributed.world()
 
 
 def _join_group() -> bool:
-    """Use the ranks of torch.distributed as the world, if it is initialized."""
+    """Use the ranks of torch.distributed, if it is initialized, as the world."""
     if not (dist.is_available() and dist.is_initialized()):
         return False
     world = _meet(dist.group.WORLD)
@@ -46,10 +46,10 @@ ranks._join_torch = _join_group
 
 
 def as_mesh(mesh: Any) -> DeviceMesh:
-    """Return the engine's mesh for a torch mesh, an engine mesh, or None (all ranks).
+    """Return the engine's mesh for a torch mesh, an engine mesh, or None, which means all ranks.
 
-    A process group also counts as a mesh; a pair of groups is (shard, replicate). Collective over
-    the mesh.
+    A process group is accepted too, as is a pair of groups (shard, replicate). Collective over the
+    mesh.
 
     Raises
     ------
@@ -95,7 +95,7 @@ def _dimensions(mesh: Any) -> tuple[list[Any], Sequence[str]]:
         )
     if mesh.get_coordinate() is None:
         raise ValueError(
-            f"rank {dist.get_rank()} is not in the mesh {mesh}: call fully_shard on its ranks alone"
+            f"rank {dist.get_rank()} is not in the mesh {mesh}: call fully_shard only on its ranks"
         )
     return [mesh.get_group(dim) for dim in range(mesh.ndim)], mesh.mesh_dim_names or ("shard",)
 
@@ -106,7 +106,7 @@ _known: WeakKeyDictionary[Any, dict[_core.Comm | None, _core.Comm]] = WeakKeyDic
 
 
 def _comms(groups: list[Any]) -> list[_core.Comm]:
-    """Return the communicators of process groups, one for each dimension of a mesh."""
+    """Return one communicator per process group; the groups are a mesh's dimensions."""
     whole = prod(map(dist.get_world_size, groups)) == dist.get_world_size()
     world = join() if whole else None
     comms = []

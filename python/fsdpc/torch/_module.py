@@ -80,10 +80,10 @@ class FSDPModule(fsdp_module.FSDPModule):
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Freeze the weights: inside, no-grad forwards do not communicate, as in the native module.
+        """Freeze the weights: inside, no-grad forwards do not communicate, as with native modules.
 
         Entering and leaving are collective. Inside, optimizer steps and forwards with gradients
-        raise.
+        raise an error.
         """
         root = _root_of(self)
         _device.join()
@@ -105,22 +105,23 @@ class FSDPModule(fsdp_module.FSDPModule):
             self._fsdpc_state.when_rooted.append(action)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Divide summed gradients by ``factor``, under FSDP2's older method name."""
+        """Call :meth:`set_gradient_divide_factor`, under FSDP2's older name for it."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accept the option: reductions already compute float32 sums and scale them once."""
+        """Accept but ignore the option: reductions already sum in float32 and scale only once."""
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Accept either value: skipping the all-gather in backward saves nothing here.
+        """Accept but ignore the option: skipping the all-gather in backward saves nothing here.
 
-        Ranks of a host share the gathered memory, so a gather in backward copies nothing.
+        Ranks on the same host share the gathered memory, so an all-gather in backward copies
+        nothing.
         """
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether units, such as experts, may run on only some ranks, forward or backward.
+        """Set whether units such as experts may run on only some ranks, in forward or backward.
 
         Parameters
         ----------
@@ -138,21 +139,21 @@ class FSDPModule(fsdp_module.FSDPModule):
         self._set("rank_dependent", reduce_scatter_unused_params, recurse)
 
     def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
-        """Refuse: the engine sums over replicas without a tensor that a hook could get."""
+        """Raise an error: the engine sums over replicas without a tensor to pass to a hook."""
         raise NotImplementedError(
             "set_all_reduce_hook: replicas are summed inside the engine; read .grad after backward"
         )
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Refuse: the engine does all-gathers itself."""
+        """Raise an error: all-gathers are implemented by the engine."""
         raise NotImplementedError("set_custom_all_gather: gathers are looks at shared memory here")
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Refuse: the engine does reductions itself."""
+        """Raise an error: reductions are implemented by the engine."""
         raise NotImplementedError("set_custom_reduce_scatter: reductions are the engine's")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accept either value; log that there is no process group to allocate from."""
+        """Accept but ignore the option, and log that communication uses the engine's memory."""
         if enable:
             log_once(
                 "set_allocate_memory_from_process_group_for_comm changes nothing: communication "
@@ -160,13 +161,13 @@ class FSDPModule(fsdp_module.FSDPModule):
             )
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Refuse: symmetric memory belongs to CUDA; ranks of a host always use shared memory."""
+        """Raise an error: symmetric memory needs CUDA, and ranks on a host share memory anyway."""
         raise NotImplementedError("set_symm_mem_for_comm: there is no NCCL on the CPU")
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Accept 1 or more; log a value other than 2, the number of pooled reduce buffers."""
+        """Accept 1 or more; for numbers other than 2, log that the pool always has 2 buffers."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers takes an int, got {max_input_buffers!r}")
         if max_input_buffers < 1:
@@ -177,7 +178,7 @@ class FSDPModule(fsdp_module.FSDPModule):
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Accept any group: all-gathers and reductions never wait for each other here."""
+        """Accept but ignore the option: all-gathers and reductions never wait for each other."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return full tensors under the plain model's names; collective."""
@@ -199,10 +200,10 @@ class FSDPModule(fsdp_module.FSDPModule):
         return module_load_state_dict(self, state_dict, strict, assign)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
-        """Call ``fn`` on every module inside with full parameters; collective.
+        """Call ``fn`` on every submodule and on this module, with full parameters; collective.
 
-        Each rank keeps its own rows of the values that ``fn`` leaves. Inside forward and backward,
-        full parameters are read-only and not copied.
+        Each rank keeps its own rows of the values that ``fn`` assigns. In a forward or backward,
+        the full parameters are read-only and not copied.
 
         Parameters
         ----------
@@ -218,7 +219,7 @@ class FSDPModule(fsdp_module.FSDPModule):
 
 # torch.compile of a model compiles the user code that these call.
 _compiled.leave_out(FSDPModule.__call__, _forward.run)
-# It must not compile any of ours.
+# The compiler must skip these functions and everything they call.
 _compiled.leave_out(
     make_root,
     Root.reset,

@@ -1,10 +1,11 @@
-"""Find the submodules that a plan makes units, and their options.
+"""Find the submodules that a plan turns into units, and their options.
 
-A plan is either a function of (dotted name, module) that returns options or None, or a mapping of
-name patterns to options; a star matches one part of a name. transformers' plans are accepted
-unchanged. A tuple of patterns is one unit; ``"free_full_weight"`` and ``"keep_full_weight"`` set
-whether forward reshards its parameters. Modules of a plan that share a parameter become one unit. A
-module that shares a parameter with an unmatched module belongs to the enclosing module's unit.
+A plan is either a function of (dotted name, module) that returns options or None, or a mapping from
+name patterns to options, where a star matches one part. transformers' plans are accepted unchanged.
+A tuple of patterns makes one unit; ``"free_full_weight"`` and ``"keep_full_weight"`` specify
+whether to reshard its parameters after forward. Modules of a plan that share a parameter become one
+unit. A module that shares a parameter with an unmatched module belongs to the enclosing module's
+unit.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _by_patterns(module: nn.Module, plan: Mapping[Any, Any]) -> list[Group]:
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Return whether each part of a dotted name matches the pattern's."""
+    """Return whether each part of a dotted name matches the same part of a pattern."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
@@ -79,7 +80,7 @@ def _options(key: Any, value: Any) -> dict[str, Any]:
 
 
 def _tied_together(root: nn.Module, groups: list[Group]) -> list[Group]:
-    """Join groups that share a parameter; drop a group that shares one with an unmatched module."""
+    """Join groups that share a parameter; drop those that share one with an unmatched module."""
     owners: dict[int, set[int]] = {}  # parameter -> modules that contain it
     for m in root.modules():
         for p in m._parameters.values():

@@ -1,10 +1,10 @@
-"""Ranges in profiler traces, named after unit operations; inactive unless a profiler runs.
+"""Label unit operations in profiler traces; does nothing unless a profiler runs.
 
     FSDP::forward (layers.0)    the whole forward; inside, FSDP::unshard is the wait for parameters
     FSDP::backward (layers.0)   from the first gradient of its outputs to the last of its inputs
     FSDP::reduce (Net)          the wait for reductions at the end of backward
 
-If a unit's inputs need no gradients, its range ends with the whole backward.
+If a unit's inputs need no gradients, its backward range ends when the whole backward ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fsdpc.torch._unit import Root, UnitState
 
 
 def enter(state: UnitState, grad: bool, in_task: bool) -> tuple[Any, bool]:
-    """Begin a forward; return its range and the result of ``TorchUnit.enter``."""
+    """Begin a forward; return its profiler range and the result of ``TorchUnit.enter``."""
     span = _begin(state, "forward")
     with record_function(f"FSDP::unshard ({state.unit.name})"):
         return span, state.torch_unit.enter(grad, in_task)
@@ -40,7 +40,7 @@ def leave(span: Any) -> None:
 
 
 class Marks:
-    """Wraps a TorchUnit for one forward; its marks open and close the backward range."""
+    """Wraps a TorchUnit for one forward, whose marks open and close the backward range."""
 
     def __init__(self, state: UnitState) -> None:
         assert state.root is not None
@@ -48,7 +48,7 @@ class Marks:
         self._span: Any = None
 
     def mark(self) -> Any:
-        """Return the mark for output nodes."""
+        """Return the mark to attach to output nodes."""
         mark = self._state.torch_unit.mark()
 
         def begin(grads: Any) -> None:
@@ -70,7 +70,7 @@ class Marks:
 
 
 def finish(root: Root) -> None:
-    """End the open ranges, then wait for reductions inside a range of their own."""
+    """End all open ranges, then wait for reductions in a separate range."""
     while root.spans:
         leave(root.spans.pop())
     with record_function(f"FSDP::reduce ({root.states[0].unit.name})"):
@@ -78,7 +78,7 @@ def finish(root: Root) -> None:
 
 
 def mark_optimizers(note: Callable[[str], None]) -> list[Any]:
-    """Report later steps of torch's own optimizers; return handles with ``remove()``.
+    """Report each step of torch's own optimizers from now on; return handles with ``remove()``.
 
     The engine's trace already contains the steps of ``fsdpc.torch.optim``.
     """

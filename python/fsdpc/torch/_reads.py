@@ -1,16 +1,17 @@
-"""Refuse operations whose result would cover only this rank's rows.
+"""Raise on operations whose result would cover only this rank's rows.
 
-A rank has some rows of a parameter and of its gradient. Elementwise arithmetic on them is correct.
-A sum over rows or a matrix product would be silently wrong, because it covers only this rank's
-rows. Tensors of rows therefore pass each operation to :func:`check` first. Row-wise results are
-correct too: ``p.norm(dim=1)`` is allowed, ``p.norm(dim=0)`` is not.
+Each rank has some rows of a parameter and of its gradient. Elementwise arithmetic on them is
+correct. A sum over rows or a matrix product would be silently wrong, because it covers only this
+rank's rows. Tensors of rows therefore call :func:`check` before each operation. Operations within
+rows are correct too: ``p.norm(dim=1)`` is allowed, ``p.norm(dim=0)`` is not.
 
-While a unit's module runs, rows of other units cannot replace weights, and writes to them come too
-late for this forward. Any use of their values therefore raises in the thread that runs the module.
+While a unit's module runs, the rows of other units cannot serve as its weights, and a write to them
+is too late for this forward. Any use of their values therefore raises an error in the thread that
+runs the module.
 
-Results of arithmetic on rows, including masks, are checked like rows. With gradients enabled, the
-sum and mean of all elements are those of the whole tensor (``whole_sum``), so penalties are
-correct. Other results are not checked.
+Results of arithmetic on rows, including masks, are checked like rows. With gradients enabled, sums
+and means over all elements cover the whole tensor (``whole_sum``), so penalties are correct. Other
+results are not checked.
 """
 
 from __future__ import annotations
@@ -222,7 +223,7 @@ def _is_over_rows(
 
 
 def _is_some_rows(index: Any, rows: Any) -> bool:
-    """Return whether an index selects rows by position; a mask refers to this rank's rows."""
+    """Return whether an index selects rows by position; a mask does not."""
     index = [i for i in (index if isinstance(index, tuple) else (index,)) if i is not None]
     if not index or (index[0] is Ellipsis and len(index) <= rows.ndim):
         return False
@@ -233,7 +234,7 @@ def _is_some_rows(index: Any, rows: Any) -> bool:
 
 
 def refuse_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    """Make a backward through some rows raise, because each rank selected different rows."""
+    """Make backward raise through a selection of rows, which differs between ranks."""
     rows, info = next(_rows_in(args, kwargs), (None, None))
     if info is None or not (info.is_cut and rows.requires_grad):
         return
@@ -292,8 +293,8 @@ def _refuse(func: Any, rows: Any, info: Any) -> NoReturn:
 def check_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise if recorded arithmetic mixes rows with other rows, or with values from a batch.
 
-    It would fail on ranks with a different number of rows, or give gradients that are not reduced.
-    Values computed from these rows have the same shape.
+    It would fail on ranks with a different number of rows, or produce gradients that are never
+    reduced. Values computed from the same rows have the same shape, and are allowed.
     """
     if func in _LIKE:
         return
@@ -318,7 +319,7 @@ def check_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 
 
 def _stepping() -> str:
-    """Return the class name of the optimizer that is stepping in this thread, or ""."""
+    """Return the class name of the optimizer that is stepping in this thread, or "" if none is."""
     frame = sys._getframe(2)
     while frame is not None:
         own = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None

@@ -1,6 +1,7 @@
-"""The data from which a unit is built, so that it can be rebuilt with different dtypes.
+"""The inputs from which a unit is built, kept to rebuild it with different dtypes.
 
-It lives as long as the unit and therefore does not keep the original parameters, which are freed.
+A recipe lives as long as its unit, so it does not refer to the original parameters, which are
+freed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fsdpc.torch.policies import MixedPrecisionPolicy, core_dtype
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A unit without the dtypes and values of its parameters.
+    """A unit's description, without the dtypes and values of its parameters.
 
     Parameters
     ----------
@@ -78,7 +79,7 @@ class Recipe:
 def widened(
     params: Found, policy: MixedPrecisionPolicy, master_dtype: torch.dtype | None
 ) -> tuple[list[torch.dtype], MixedPrecisionPolicy]:
-    """Return the masters' dtypes, and a policy that leaves the compute dtypes unchanged.
+    """Return the dtypes of the masters, and a policy that preserves the compute dtypes.
 
     Raises
     ------
@@ -102,7 +103,7 @@ def widened(
 
 
 def values_of(p: torch.Tensor, comms: list[_core.Comm], synced: bool) -> _core.Tensor:
-    """Return a full value for the engine; if ``synced``, rank 0's (collective)."""
+    """Return a full value for the engine, or rank 0's if ``synced``, which is collective."""
     if not synced:
         return _device.to_engine(p.detach().contiguous())
     values = _device.to_engine(p.detach().clone(memory_format=torch.contiguous_format))

@@ -1,9 +1,9 @@
-"""Record in optimizer state dicts which rows their tensors belong to.
+"""Record in an optimizer's state dict which rows each tensor contains.
 
-The keys are the same on all ranks, but each rank's tensors contain different rows. If row counts
-match, another rank could load them as the states of its own rows. Tensors in a state dict therefore
-carry their row range, also through ``torch.save``. Loading compares it, and
-``torch.distributed.checkpoint`` saves and loads such tensors as parts of a whole.
+The keys are the same on all ranks, but each rank's tensors contain different rows. If the numbers
+of rows match, a rank could load another rank's rows as its own. Tensors in a state dict therefore
+carry their row range, which ``torch.save`` preserves. Loading checks the range, and
+``torch.distributed.checkpoint`` saves and loads these tensors as parts of a whole.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
 class Whole(torch.Tensor):
-    """A norm or value that is already whole, with DTensor's methods; saved as a plain tensor."""
+    """A norm or value that is already whole, with DTensor's methods; pickled as a plain tensor."""
 
     def full_tensor(self) -> torch.Tensor:
-        """Return a plain tensor over the same memory, without communication."""
+        """Return a plain tensor that shares the memory, without communication."""
         return self.as_subclass(torch.Tensor)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -51,12 +51,12 @@ class Whole(torch.Tensor):
 
 
 class LocalRows(Part, torch.Tensor):
-    """This rank's rows of a parameter or of a tensor like it; saved as a plain tensor."""
+    """This rank's rows of a parameter or of a similar tensor; pickled as a plain tensor."""
 
     _fsdpc: Home
 
     def home(self) -> tuple[UnitState, int]:
-        """Return the unit state and the index of the parameter that these rows belong to."""
+        """Return the unit state and the index of the parameter whose rows these are."""
         state, index = self._fsdpc[0](), self._fsdpc[1]
         if state is None:
             raise RuntimeError(
@@ -66,7 +66,7 @@ class LocalRows(Part, torch.Tensor):
         return state, index
 
     def to_local(self) -> torch.Tensor:
-        """Return the rows as a plain tensor, whose norm covers only these rows."""
+        """Return the rows as a plain tensor, whose norm covers only them."""
         return self.as_subclass(torch.Tensor)
 
     def _fsdpc_home(self) -> Home:
@@ -97,7 +97,7 @@ def gather_rows(rows: torch.Tensor, state: UnitState, index: int) -> torch.Tenso
 
 
 class _Sum(torch.autograd.Function):
-    """A sum over ranks; each rank's part gets the gradient of the sum."""
+    """A sum over ranks, whose gradient is passed unchanged to each rank's part."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, comm: Any) -> torch.Tensor:
@@ -111,9 +111,9 @@ class _Sum(torch.autograd.Function):
 
 
 def whole_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the sum or mean of all elements of a whole tensor, from its rows; collective.
+    """Return the sum or mean of a whole tensor's elements, computed from its rows; collective.
 
-    Returns None for masks, sums along dimensions, and tensors that are already whole.
+    Return None for masks, sums along a dimension, and tensors that are already whole.
     """
     rows = args[0] if len(args) == 1 else None
     info = rows._fsdpc_info() if isinstance(rows, Part) and not kwargs.keys() - {"dtype"} else None
@@ -125,7 +125,7 @@ def whole_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch
 
 
 def check_file(rows: str) -> None:
-    """Raise if ``torch.save`` writes rows to a file without the rank in its name.
+    """Raise if ``torch.save`` is writing rows to a file whose name does not contain the rank.
 
     Otherwise the checkpoint would contain only rank 0's rows, or all ranks would write one file.
     """
@@ -150,7 +150,7 @@ def check_file(rows: str) -> None:
 
 
 def as_number(func: Any, rows: Any) -> Any:
-    """Implement ``float()`` and similar calls for a one-element parameter; collective if sharded.
+    """Implement ``float()`` and the like for one-element parameters; collective if sharded.
 
     Raises
     ------
@@ -169,7 +169,7 @@ def as_number(func: Any, rows: Any) -> Any:
 
 
 class Rows(LocalRows):
-    """A state dict tensor, over a plain tensor's memory; operations return plain tensors."""
+    """A state dict tensor that shares a plain tensor's memory; operations return plain tensors."""
 
     fsdpc_rows: str
     _begin: int
@@ -192,7 +192,7 @@ class Rows(LocalRows):
         return self._begin, self._whole
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Convert as any tensor does; a copy in host memory keeps this class."""
+        """Convert like any tensor; the result keeps this class and its row range."""
         return Rows._of(plain(self).to(*args, **kwargs), self._begin, self._whole)
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
@@ -200,7 +200,7 @@ class Rows(LocalRows):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a plain tensor with a rows attribute, which ``weights_only`` also loads."""
+        """Pickle a plain tensor with its row range, which ``weights_only`` also loads."""
         if sys._getframe(1).f_globals.get("__name__") == _PROCESSES:
             return self._reduce_as(Rows)
         check_file(f"a state of {self.fsdpc_rows}")
@@ -213,12 +213,12 @@ class Rows(LocalRows):
 
 
 def plain(value: Any) -> Any:
-    """Return a tensor without its row range, over the same memory; other values unchanged."""
+    """Return a tensor without its row range, sharing its memory; return other values unchanged."""
     return value.as_subclass(torch.Tensor) if isinstance(value, Rows) else value
 
 
 def _spread(p: Any) -> Any:
-    """Return a parameter's row information; None if each rank has all rows."""
+    """Return information about a parameter's rows, or None if each rank has all of them."""
     info = getattr(p, "fsdpc", None)
     return info if info is not None and info.is_spread else None
 
@@ -232,7 +232,7 @@ def mark(p: Any, value: Any) -> Any:
 
 
 def check(p: Any, key: str, value: Any) -> Any:
-    """Return a state without its row range; raise if the parameter's range differs.
+    """Return a state without its row range; raise if the range is not the parameter's.
 
     Raises
     ------
@@ -265,12 +265,12 @@ def keys_of(state_dict: dict[str, Any]) -> list[Any]:
 
 
 def mark_all(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Mark the rows in an optimizer's ``state_dict()``; a hook for torch."""
+    """Mark the rows in an optimizer's ``state_dict()``; registered as a hook with torch."""
     return _changed(optimizer, state_dict, lambda p, _, value: mark(p, value))
 
 
 def check_all(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Check that a state dict to load has this rank's rows, and remove marks; a hook for torch."""
+    """Check that a state dict contains this rank's rows, and remove the marks; a hook for torch."""
     return _changed(optimizer, state_dict, check)
 
 

@@ -1,8 +1,8 @@
 """Find the tensors in modules' results.
 
 ``_core.rebuild`` passes objects other than tuples, lists, dicts and dataclasses through unchanged.
-If a forward returns them (a distribution, a cache, a deque), they are searched too, because a
-unit's backward begins at its outputs.
+If a forward returns such objects (a distribution, a cache, a deque), they are searched too, because
+a unit's backward begins at its outputs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _CLOSED = (nn.Module, torch.optim.Optimizer)
 def returned(value: Any, since: int) -> list[torch.Tensor]:
     """Return the tensors in a forward's result.
 
-    In objects, only those that this forward created: a cache also contains older ones.
+    In objects, return only tensors that this forward created, because a cache also contains older
+    ones.
 
     Parameters
     ----------

@@ -1,15 +1,16 @@
-"""Bytes between hosts over torch's process groups.
+"""Send bytes between hosts over torch's process groups.
 
-The engine's transport (``_core.Transport``) stores messages, and three threads carry them. One
-sends this rank's messages. One receives frames from any rank and posts receives for their messages.
-The third waits for those receives and delivers the messages. (They call the groups' methods, which
-``torch.distributed.send`` and ``recv`` wrap; this takes a fifth less time.) Each message has a
-fixed-size frame, which can contain a whole small message, so an epoch note is a single send.
+The engine's transport (``_core.Transport``) queues messages, which three threads carry. One sends
+this rank's messages. Another receives frames from any rank and posts receives for the messages they
+announce. The third waits for those receives and delivers the messages. (They call the groups'
+methods, which ``torch.distributed.send`` and ``recv`` wrap; this takes a fifth less time.) Each
+message has a fixed-size frame, which can contain a whole small message, so an epoch note is a
+single send.
 
-Gloo sends a message only after the peer has announced, on the same connection, that it is waiting.
-That announcement would queue behind the peer's own data, and the connection would carry data in one
-direction at a time. Therefore frames, messages to higher ranks and messages to lower ranks each use
-a separate group.
+Gloo sends a message only after the peer has announced over the same connection that it is ready to
+receive. If that announcement queued behind the peer's own data, the connection would carry data in
+only one direction at a time. Frames, messages to higher ranks and messages to lower ranks therefore
+use separate groups.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ FOR_EVER = timedelta(days=3650)  # traffic may pause between steps; the engine e
 
 
 def carry(group: Any) -> _core.Transport:
-    """Create a transport between a process group's ranks, over groups of its own; collective."""
+    """Create a transport between the ranks of a process group, over new groups; collective."""
     ranks = dist.get_process_group_ranks(group)
     transport = _core.Transport(dist.get_rank(group), len(ranks))
-    # Gloo, because messages are in host memory, whatever backend the given group uses.
+    # Use gloo whatever the given group's backend is, because messages are in host memory.
     options: dict[str, Any] = {"timeout": FOR_EVER, "backend": "gloo"}
     carrier = _Carrier(transport, *(
         dist.new_group(ranks, use_local_synchronization=True, **options) for _ in range(3)
@@ -65,7 +66,7 @@ class _Carrier:
         return self._up if higher else self._down
 
     def send(self) -> None:
-        """Send the messages that the engine posts; wait for the oldest if there are several."""
+        """Send the messages that the engine posts; when out of buffers, wait for the oldest."""
         under_way: list[list[Any]] = [[] for _ in range(self._transport.buffers)]
         buffer = 0
         try:
@@ -92,7 +93,7 @@ class _Carrier:
             raise
 
     def frames(self) -> None:
-        """Receive frames and post receives for their messages, until the last frame."""
+        """Receive frames and post receives for the messages they announce, until the last frame."""
         frame = torch.empty(FRAME, dtype=torch.uint8)
         head = memoryview(frame.numpy())
         try:

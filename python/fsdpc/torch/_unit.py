@@ -1,8 +1,9 @@
-"""A unit over torch parameters: pieces, unsharded parameters, and the root that joins units.
+"""Units of torch parameters: pieces, unsharded parameters, and the root that joins units.
 
-The engine owns the memory; the tensors here are views of it and are created once. Pieces and their
-gradients are created with the unit, unsharded parameters once the root exists. TorchUnit
-(csrc/bind/torch/unit.h) does the work of each step; this file runs at setup or once per backward.
+The engine owns the memory, and the tensors here are views of it that are created only once. Pieces
+and their gradients are created with the unit, and unsharded parameters when the root exists.
+TorchUnit (csrc/bind/torch/unit.h) does each step's work; this file runs only at setup or once per
+backward.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ except TypeError:  # torch 2.6 and older accept one tensor
 
 
 class PieceInfo:
-    """The parameter of a piece: ``name``, full ``shape``, and the piece's ``rows`` (begin, end).
+    """Describes a piece: its parameter's ``name`` and full ``shape``, and ``rows`` (begin, end).
 
     ``is_cut`` is whether its rows are divided among ranks; otherwise one rank has all of them.
     ``is_spread`` is whether other ranks have different rows, or none.
@@ -76,7 +77,7 @@ class PieceInfo:
 
     @property
     def unit(self) -> _core.Unit:
-        """The unit that holds the parameter."""
+        """The unit that the parameter belongs to."""
         return self._state.unit
 
     def __repr__(self) -> str:
@@ -118,10 +119,10 @@ class Piece(Part, nn.Parameter):
         )
 
     def view_as(self, other: torch.Tensor) -> torch.Tensor:
-        """View as any tensor does; raise in pipelines that compute weight gradients separately.
+        """Return a view; raise in pipeline schedules that compute weight gradients separately.
 
-        Their schedules use a view to find a weight in autograd's graph. The graph never contains
-        pieces, so they would get no gradient.
+        These schedules find a weight in autograd's graph through a view. Pieces are never in the
+        graph, so they would get no gradients.
         """
         if sys._getframe(1).f_globals.get("__name__") == _SPLIT_BACKWARD:
             raise NotImplementedError(
@@ -147,7 +148,7 @@ class Piece(Part, nn.Parameter):
     grad = property(_get_grad, _set_grad, _grad.__delete__)  # type: ignore[assignment]
 
     def register_hook(self, hook: Any) -> NoReturn:
-        """Refuse: pieces get gradients from reductions, which do not run tensor hooks."""
+        """Raise an error: pieces get gradients from reductions, which do not run tensor hooks."""
         raise NotImplementedError(
             f"register_hook on {self.fsdpc}, where it would never run: "
             "register_post_accumulate_grad_hook runs when the rows have their gradient"
@@ -163,9 +164,9 @@ class Piece(Part, nn.Parameter):
 
 
 class BarePiece(Piece):
-    """A piece of a parameter on the meta device, until ``to_empty()`` or values arrive.
+    """A piece of a meta-device parameter, until ``to_empty()`` is called or it gets values.
 
-    The engine has allocated its memory already; the piece only reports the meta device.
+    The engine has already allocated its memory; the piece only claims to be on the meta device.
     """
 
     device = torch.device("meta")
@@ -173,7 +174,7 @@ class BarePiece(Piece):
 
 
 class UnitState:
-    """The data of a sharded module: its two engine units, tensors and options."""
+    """The data of a sharded module: its Unit and TorchUnit, its tensors and its options."""
 
     def __init__(
         self, recipe: Recipe, params: Found, dtypes: list[torch.dtype], readers: Inside
@@ -257,7 +258,7 @@ class UnitState:
         return flats[group][offset : offset + numel].view(self.unit.local(i).shape)
 
     def _make_grads(self) -> None:
-        """Allocate new gradient memory; callers that kept earlier gradients keep their memory."""
+        """Allocate new gradient memory; earlier gradients that a caller has kept stay valid."""
         flats = _device.grad_memory(self.unit, self.masters)
         self.lent: list[_device.Lent] = [_device.Lent(flat) for flat in flats or ()]
         if flats is None:
@@ -280,27 +281,27 @@ class UnitState:
         piece._local_tensor = self.rows[i]  # type: ignore[attr-defined]  # as DTensors have
 
     def write(self, i: int, full: torch.Tensor) -> None:
-        """Write this rank's rows of a full value."""
+        """Write this rank's rows of a full value into the piece."""
         self.torch_unit.follow(i)  # otherwise a replaced `.data` would be adopted later
         self.unit.write(i, _device.to_engine(full.detach().contiguous()))
         self.trust(i)
 
     def trust(self, i: int) -> None:
-        """Record that a piece's values are rows of a full value."""
+        """Record that a piece's values came from a full value."""
         self.missing.discard(i)
         self.give_memory(i)
         self.trusted[i] = self.pieces[i]._version
 
     def give_memory(self, i: int) -> None:
-        """Give a piece its memory, so that it has an address."""
+        """Make a piece report its real device, so that it has an address."""
         self.pieces[i].__class__ = Piece
 
     def written(self) -> list[int]:
-        """Return the pieces that were written after they last got rows of a full value."""
+        """Return the pieces that have been written since their rows last came from a full value."""
         return [i for i, p in enumerate(self.pieces) if p._version != self.trusted[i]]
 
     def check_slots(self) -> None:
-        """Raise if a parameter was replaced by another object."""
+        """Raise if a parameter has been replaced with another object."""
         for owner, key, i in self.slots:
             value = owner.get(key)
             own = (self.pieces[i], *self.unsharded[i : i + 1])
@@ -312,9 +313,10 @@ class UnitState:
                 )
 
     def show(self, unsharded: Sequence[nn.Parameter] | None) -> None:
-        """Put private full copies into modules and make these callable, or put pieces back (None).
+        """Put full copies into modules and let them be called, or restore the pieces if given None.
 
-        Passing the pieces themselves marks them as summoned, and modules cannot be called.
+        If given the pieces themselves, mark them as summoned and keep the modules from being
+        called.
         """
         if not self.summoned:
             if unsharded is None:
@@ -355,7 +357,7 @@ class UnitState:
                 owner[key] = p
 
     def adopt(self, i: int) -> None:
-        """Copy in the tensor that replaced a piece's ``.data``."""
+        """Copy the tensor that was assigned to a piece's ``.data`` into the piece's memory."""
         piece, rows = self.pieces[i], self.rows[i]
         if piece.shape != rows.shape:
             raise ValueError(
@@ -369,7 +371,7 @@ class UnitState:
         self.give_memory(i)
 
     def bind(self, root: Root) -> None:
-        """Create the unsharded parameters, once the parameter buffer exists."""
+        """Create the unsharded parameters after the parameter buffer has been created."""
         self.root = root
         with torch.inference_mode(False), torch.no_grad():
             flats = _core.unit_memory(self.unit, "unsharded")
@@ -389,7 +391,8 @@ class UnitState:
         self.torch_unit.bind(self.unsharded, bases, lent, set_version, at_end, units)
 
 
-# Optimizers use this to choose list operations; torch registers DTensor the same way.
+# Optimizers check these types to decide whether to use list operations; torch registers DTensor
+# here too.
 _optimizer._foreach_supported_types.append(Piece)
 
 
@@ -397,7 +400,7 @@ _optimizer._foreach_supported_types.append(Piece)
 def on_copies(
     states: Sequence[UnitState], copies: Sequence[Sequence[nn.Parameter]]
 ) -> Iterator[Callable[[], list[list[nn.Parameter]]]]:
-    """Put private copies of each unit's parameters into modules, and afterwards the pieces.
+    """Put private copies of the units' parameters into modules; restore the pieces on exit.
 
     Yields a function that returns the current copies, including replacements.
     """
@@ -424,7 +427,7 @@ def _local(piece: nn.Parameter) -> nn.Parameter:
 
 
 def _is_contiguous(piece: nn.Parameter, *args: Any, **kwargs: Any) -> bool:
-    """Answer as any tensor does; raise if torch's own ``fully_shard`` is about to cut the piece."""
+    """Return what any tensor would, but raise if torch's own ``fully_shard`` is the caller."""
     caller = str(sys._getframe(1).f_globals.get("__name__"))
     if caller.startswith("torch.distributed.fsdp"):
         raise RuntimeError(
@@ -462,7 +465,7 @@ class Root:
         self.ending: Callable[[], Any] = _none  # the live callback that autograd will call
 
     def grads(self) -> list[tuple[UnitState, int, PieceGrad]]:
-        """Return unit, index and tensor of each piece's gradient."""
+        """Return (unit, index, gradient) for each piece that has a gradient."""
         return [
             (s, i, p.grad)
             for s in self.states
@@ -471,7 +474,7 @@ class Root:
         ]
 
     def at_end(self) -> None:
-        """Make autograd call :meth:`finish` once, when the running backward ends."""
+        """Make autograd call :meth:`finish` once, at the end of the current backward."""
         if self.ending() is not None:
             return
         if self.head.in_backward:
@@ -481,7 +484,7 @@ class Root:
         self.ending = weakref.ref(finish, self._lost)
 
     def _lost(self, _: Any) -> None:
-        """Reset, because an exception ended backward: autograd dropped :meth:`finish` uncalled."""
+        """Reset after an exception in backward, when autograd has dropped :meth:`finish`."""
         if self.head.in_backward:
             self.reset()
 
@@ -522,13 +525,13 @@ def _run_hooks(state: UnitState) -> None:
 
 
 def states_of(module: nn.Module) -> list[UnitState]:
-    """Return the states of all units inside, each once."""
+    """Return the distinct states of all units in a module."""
     states = (m._fsdpc_state for _, m in sharded_modules(module))
     return list({id(s): s for s in states}.values())
 
 
 def refuse_missing(state: UnitState) -> NoReturn:
-    """Raise because parameters have no values; PyTorch reports only those without memory."""
+    """Raise an error that names the parameters without values; PyTorch checks only for memory."""
     names = [state.pieces[i].fsdpc.name for i in sorted(state.missing)]
     meta = all(state.pieces[i].is_meta for i in state.missing)
     raise RuntimeError(
@@ -567,7 +570,7 @@ def make_root(module: nn.Module) -> Root:
 
 
 def take_grads(states: list[UnitState]) -> None:
-    """Report changes of the pieces' gradients to the engine; clean up abandoned backwards."""
+    """Report changed gradients of pieces to the engine, and clean up after abandoned backwards."""
     for state in states:
         if state.torch_unit.in_backward and torch._C._current_graph_task_id() == -1 and state.root:
             state.root.reset()

@@ -1,4 +1,4 @@
-"""Check the torch version; the first module that this frontend imports."""
+"""Check the torch version; this frontend imports this module first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def torch_version() -> tuple[int, ...]:
 
 
 def check_torch() -> None:
-    """Raise if torch is older than the tested versions.
+    """Raise if torch is older than the oldest tested version.
 
     Raises
     ------

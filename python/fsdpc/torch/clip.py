@@ -1,4 +1,4 @@
-"""Gradient clipping of torch models by the global norm."""
+"""Clip the gradients of torch models by their global norm."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def clip_grad_norm_(
     held = [getattr(p, "fsdpc", None) for p in with_grad]
     states = list({id(info._state): info._state for info in held if info is not None}.values())
     whole = None not in held and _hold_whole_units(states, with_grad)
-    # Gradients of narrow pieces are copies, which a factor deferred to the shards would not reach.
+    # Gradients of narrow pieces are copies, so a factor deferred to the shards would not reach
+    # them.
     if not states or not whole or any(s.is_narrow for s in states):
         return torch.nn.utils.clip_grad_norm_(
             with_grad, max_norm, norm_type, error_if_nonfinite, foreach
@@ -90,6 +91,6 @@ def clip_grad_norm_(
 
 
 def _hold_whole_units(states: list[Any], params: list[Any]) -> bool:
-    """Return whether the parameters include all gradients of these units."""
+    """Return whether the parameters include every piece of these units that has a gradient."""
     held = {id(p) for p in params}
     return all(p.grad is None or id(p) in held for s in states for p in s.pieces)

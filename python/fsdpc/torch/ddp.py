@@ -134,7 +134,7 @@ class DistributedDataParallel(FullyShardedDataParallel):
 
     @property
     def broadcast_buffers(self) -> bool:
-        """Whether forwards send buffers, under torch's older name for ``forward_sync_buffers``."""
+        """Whether forwards broadcast buffers; torch's older name for ``forward_sync_buffers``."""
         return self.forward_sync_buffers
 
     @broadcast_buffers.setter
@@ -142,7 +142,7 @@ class DistributedDataParallel(FullyShardedDataParallel):
         self.forward_sync_buffers = value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Skip recomputations and forwards with a rank's private copies.
+        # Skip recomputations, and forwards on a rank's private copies.
         counts = torch._C._current_graph_task_id() == -1 and not self._fsdpc_state.summoned
         if counts:
             self._sync_buffers()
@@ -173,11 +173,11 @@ class DistributedDataParallel(FullyShardedDataParallel):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> NoReturn:
-        """Refuse: all ranks must run the same number of steps."""
+        """Raise an error: all ranks must run the same number of steps."""
         raise NotImplementedError(_NO_JOIN)
 
     def join_hook(self, **kwargs: Any) -> NoReturn:
-        """Refuse, as :meth:`join` does: ``torch.distributed.algorithms.Join`` calls it."""
+        """Raise an error, as :meth:`join` does; ``torch.distributed.algorithms.Join`` calls it."""
         raise NotImplementedError(_NO_JOIN)
 
 
@@ -192,13 +192,13 @@ _compiled.leave_out(DistributedDataParallel._sync_buffers, inside=True)
 
 
 def _buffers_of(module: Any) -> list[torch.Tensor]:
-    """Return the buffers that forwards send; modules may replace them between calls."""
+    """Return the buffers to broadcast in forwards; modules may replace them between calls."""
     left = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     return [buffer for name, buffer in module.named_buffers() if name not in left]
 
 
 def _when_buffers_are_sent(options: dict[str, Any]) -> tuple[bool, bool, bool]:
-    """Derive from torch's three options whether construction and forwards send buffers."""
+    """Convert torch's options to whether construction and forwards broadcast buffers."""
     synced = bool(options.pop("init_sync", True))
     older, forward = (
         options.pop("broadcast_buffers", None),
@@ -211,7 +211,7 @@ def _when_buffers_are_sent(options: dict[str, Any]) -> tuple[bool, bool, bool]:
 
 
 def _refuse_sync_batch_norm(module: nn.Module) -> None:
-    """Raise as torch's DDP does: SyncBatchNorm has kernels only for accelerators."""
+    """Raise as torch's DDP does, because SyncBatchNorm has kernels only for accelerators."""
     for name, m in module.named_modules():
         at = {t.device.type for t in (*m.parameters(False), *m.buffers(False))}
         if isinstance(m, nn.SyncBatchNorm) and "cpu" in at:

@@ -1,8 +1,8 @@
 """``FullyShardedDataParallel``: FSDP1's call over the same units.
 
 ``FullyShardedDataParallel(module, ...)`` shards the module in place and returns it. Its class
-becomes a subclass of ``FullyShardedDataParallel``, of :class:`fsdpc.torch.FSDPModule` and of its
-previous class. Names are therefore the plain module's, and nested calls need no special handling.
+changes to a subclass of ``FullyShardedDataParallel``, :class:`fsdpc.torch.FSDPModule` and its
+previous class. Parameter names therefore do not change, and nested calls need no special treatment.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class FullyShardedDataParallel(FSDPModule):
-    """Shard a module as FSDP1 does, with its arguments in its order; collective.
+    """Shard a module with FSDP1's arguments, in the same order; collective.
 
     Parameters
     ----------
@@ -138,23 +138,23 @@ class FullyShardedDataParallel(FSDPModule):
         return _without_class(self)[key]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip gradients by the global norm and return it; collective."""
+        """Clip gradients by their global norm, and return the norm; collective."""
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)  # type: ignore[attr-defined]
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
-        """Refuse: the engine reduces gradients without a tensor that it could pass to a hook."""
+        """Raise an error: the engine reduces gradients without a tensor to pass to a hook."""
         raise NotImplementedError(
             "register_comm_hook: gradients are summed inside the engine; read .grad after backward"
         )
 
     def check_is_root(self) -> bool:
-        """Return whether this is the outermost unit; known after the first forward."""
+        """Return whether this unit is the outermost, which is known after the first forward."""
         root = self._fsdpc_state.root
         return root is not None and root.head is self._fsdpc_state.torch_unit
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
-        """Return the sharded modules inside, including this one, outermost first."""
+        """Return all sharded modules in a module, including itself, outermost first."""
         found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
         if root_only:
             inner = {id(c) for m in found for c in m.modules() if c is not m}
@@ -166,7 +166,7 @@ class FullyShardedDataParallel(FSDPModule):
     # ---- state dicts ----
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a state dict as set by :meth:`state_dict_type`, full by default; collective."""
+        """Return the state dict that :meth:`state_dict_type` selects, or a full one; collective."""
         rows, rank0_only = _wanted(self, "state_dict_config")
         if state_dict._Option.depth:
             return super().state_dict(*args, **kwargs)
@@ -180,7 +180,7 @@ class FullyShardedDataParallel(FSDPModule):
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load what :meth:`state_dict` returned: full tensors, or this rank's pieces.
+        """Load a :meth:`state_dict` result: full tensors or this rank's pieces.
 
         Parameters
         ----------
@@ -200,7 +200,7 @@ class FullyShardedDataParallel(FSDPModule):
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
     ) -> StateDictSettings:
-        """Set what ``state_dict()`` returns from now on; return the previous settings."""
+        """Set the type of state dict that ``state_dict()`` returns; return the old settings."""
         from torch.distributed import fsdp
 
         before = FullyShardedDataParallel.get_state_dict_type(module)
@@ -244,7 +244,7 @@ class FullyShardedDataParallel(FSDPModule):
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
     ) -> Iterator[None]:
-        """Set what ``state_dict()`` returns inside the context."""
+        """Set the type of state dict that ``state_dict()`` returns within the context."""
         cls = FullyShardedDataParallel
         before = cls.set_state_dict_type(
             module, state_dict_type, state_dict_config, optim_state_dict_config
@@ -264,7 +264,7 @@ class FullyShardedDataParallel(FSDPModule):
         optim_state_dict: Any = None,
         group: Any = None,
     ) -> dict[str, Any]:
-        """Return states by parameter name, as set by :meth:`state_dict_type`; collective."""
+        """Return optimizer states by name, as :meth:`state_dict_type` specifies; collective."""
         source = optim if optim_state_dict is None else optim_state.Saved(optim, optim_state_dict)
         rows, rank0 = _wanted(model, "optim_state_dict_config")
         if rows:
@@ -327,7 +327,7 @@ class FullyShardedDataParallel(FSDPModule):
         optim_input: Any = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Return this rank's part of full states that every rank passes."""
+        """Return this rank's part of full states; every rank passes all of them."""
         return optim_state.to_load(model, _given(optim), full_optim_state_dict)
 
     @staticmethod
@@ -336,7 +336,7 @@ class FullyShardedDataParallel(FSDPModule):
         model: nn.Module,
         optim: torch.optim.Optimizer,
     ) -> dict[str, Any]:
-        """Convert the result of :meth:`sharded_optim_state_dict` for ``optim.load_state_dict``."""
+        """Convert a :meth:`sharded_optim_state_dict` result for ``optim.load_state_dict``."""
         return optim_state.to_load(model, optim, sharded_optim_state_dict)
 
     @staticmethod
@@ -347,7 +347,7 @@ class FullyShardedDataParallel(FSDPModule):
         optim: torch.optim.Optimizer | None = None,
         group: Any = None,
     ) -> dict[str, Any]:
-        """Return this rank's part of full states that rank 0 passes; collective."""
+        """Return this rank's part of full states, which only rank 0 passes; collective."""
         return optim_state.to_load(model, _given(optim), full_optim_state_dict, rank0_only=True)
 
     @staticmethod
@@ -358,7 +358,7 @@ class FullyShardedDataParallel(FSDPModule):
         optim_input: Any = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Return the states by parameter name instead of index, or vice versa.
+        """Convert states keyed by index to states keyed by parameter name, or the reverse.
 
         Parameters
         ----------
@@ -377,7 +377,7 @@ class FullyShardedDataParallel(FSDPModule):
 
 
 def _settings(module: nn.Module) -> StateDictSettings | None:
-    """Return a module's state dict settings; None means full tensors on all ranks."""
+    """Return a module's state dict settings, or None for full tensors on all ranks."""
     found = FullyShardedDataParallel.fsdp_modules(module)
     return found[0].__dict__.get("_fsdp1_settings") if found else None
 
@@ -397,7 +397,7 @@ def _given(optim: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
 
 
 def _without_class(module: Any) -> Any:
-    """Return the same module without FSDP1's class, so that loops over ``.module`` end."""
+    """Return the module under a class without FSDP1, so that loops over ``.module`` end."""
     face = object.__new__(sharded_class(FSDPModule, plain_class(type(module))))
     face.__dict__ = module.__dict__
     return face
@@ -490,7 +490,7 @@ def _shard(
 
 
 def _move(module: nn.Module, device_id: Any) -> None:
-    """Move parameters and buffers with values to ``device_id``, as FSDP1 does."""
+    """Move a module that has values to ``device_id``, as FSDP1 does."""
     if device_id is None or (isinstance(device_id, int) and not torch.cuda.is_available()):
         return  # without GPUs, a GPU index has no meaning
     at = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
@@ -500,13 +500,13 @@ def _move(module: nn.Module, device_id: Any) -> None:
 
 
 def _offloads(offload: Any, module: nn.Module) -> bool:
-    """Return whether the option requests host memory and the module is on another device."""
+    """Return whether the option offloads to host memory and the module computes elsewhere."""
     on_gpu = not _device.on_cpu() or any(p.is_cuda for p in module.parameters())
     return bool(getattr(offload, "offload_params", False)) and on_gpu
 
 
 def _hints(module: nn.Module, offload: Any, backward: Any, ahead: bool) -> list[str]:
-    """Check ``backward_prefetch`` and return messages about options that have no effect."""
+    """Check ``backward_prefetch``, and return messages about options without effect."""
     found = []
     if getattr(offload, "offload_params", False) and not _offloads(offload, module):
         found.append("cpu_offload changes nothing: masters are in host memory")
@@ -529,7 +529,7 @@ def _ignored(modules: Any, states: Any) -> list[nn.Parameter]:
 
 
 def _mesh(strategy: Any, group: Any, mesh: Any) -> tuple[Any, ShardingStrategy]:
-    """Convert FSDP1's arguments to a mesh and the engine's strategy."""
+    """Convert FSDP1's arguments to a mesh and one of the engine's strategies."""
     name = getattr(strategy or ShardingStrategy.FULL_SHARD, "name", strategy).lstrip("_")
     if group is not None and mesh is not None:
         raise ValueError("give process_group or device_mesh, not both")
@@ -559,7 +559,7 @@ def _materialize(module: nn.Module, init: Callable[[nn.Module], None] | None) ->
 
 
 def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast floating point buffers; state dicts contain them in the original dtype."""
+    """Cast floating point buffers; state dicts keep the original dtype."""
     originals = {}
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_floating_point() and buffer.dtype is not dtype:

@@ -1,9 +1,9 @@
 """Run linear layers of torch modules on the engine's matrix products.
 
-On a CPU, torch's matrix products take most of a step. The engine's are faster in float32 and write
-weight gradients directly into the unit's reduce buffer, so these are never separate tensors. The
-engine sums in a different order, so results are not bitwise equal to torch's. A model must
-therefore opt in.
+On a CPU, torch's matrix products take most of a step. The engine's are faster in float32, and they
+write weight gradients directly into the unit's reduce buffer instead of into separate tensors. The
+engine sums in a different order, so results are not bitwise equal to torch's. Models therefore have
+to opt in.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _will_run = torch._C._will_engine_execute_node
 
 
 def use_kernels(module: nn.Module) -> nn.Module:
-    """Make a module's linear layers compute with the engine's matrix products.
+    """Make the linear layers of a module use the engine's matrix products.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ def use_kernels(module: nn.Module) -> nn.Module:
 
 
 class KernelLinear(nn.Linear):
-    """An ``nn.Linear`` on the engine's matrix products; see :func:`use_kernels`.
+    """An ``nn.Linear`` that uses the engine's matrix products; see :func:`use_kernels`.
 
     Examples
     --------
@@ -107,7 +107,7 @@ def _fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> b
 
 
 def target(full: nn.Parameter, state: Any, index: int) -> None:
-    """Set the target of an unsharded parameter's gradient: parameter ``index`` of the unit."""
+    """Make an unsharded parameter's gradient go to parameter ``index`` of the unit."""
     full._fsdpc_target = (weakref.ref(state), index)  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""Optimizers that step whole flat shards in C, as subclasses of ``torch.optim.Optimizer``.
+"""Optimizers that update whole flat shards in C, as subclasses of ``torch.optim.Optimizer``.
 
 Schedulers, GradScaler and ``state_dict`` work as with torch's own optimizers. The engine owns the
 states; ``state_dict()`` and ``piece_state`` return this rank's rows.
@@ -21,8 +21,8 @@ from fsdpc.torch._unit import PieceInfo, UnitState, take_grads
 class _States(dict[Any, Any]):
     """``optimizer.state``, read-only: ``[p]`` returns :meth:`FlatOptimizer.piece_state`.
 
-    It is true if states exist, but iterates over nothing: torch's functions iterate to move, cast
-    or drop states, and the engine owns these.
+    It is true if there are states, but iterating over it yields nothing, because torch's functions
+    would move, cast or drop states that the engine owns.
     """
 
     def __init__(self, optimizer: FlatOptimizer) -> None:
@@ -38,7 +38,7 @@ class _States(dict[Any, Any]):
 
 
 class FlatOptimizer(torch.optim.Optimizer):
-    """Base class of the optimizers in this module: one pass over memory per step."""
+    """Base class of this module's optimizers, which make one pass over memory per step."""
 
     _kind = "AdamW"
     _hypers: tuple[str, ...] = ()  # options that the engine reads
@@ -51,7 +51,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with their own options."""
+        """Add a group of parameters with its own options."""
         super().add_param_group(param_group)
         index = len(self.param_groups) - 1
         group = self.param_groups[index]
@@ -111,7 +111,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return self._core.step_count(p.fsdpc.unit, p.fsdpc._index)
 
     def piece_state(self, p: Any) -> dict[str, torch.Tensor]:
-        """Return this rank's rows of a piece's states, and ``step``; empty before a step."""
+        """Return this rank's rows of a piece's states, and ``step``; {} before the first step."""
         steps = self._steps_of(p)
         if steps == 0:
             return {}
@@ -119,7 +119,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return {"step": torch.tensor(float(steps)), **states}
 
     def set_piece_state(self, p: Any, values: Mapping[str, Any]) -> None:
-        """Load this rank's rows of a piece's states, and ``step``."""
+        """Load ``step`` and this rank's rows of a piece's states."""
         unit, i = p.fsdpc.unit, p.fsdpc._index
         held = {name: v for name, v in values.items() if name != "step" and v is not None}
         if held:
@@ -127,18 +127,19 @@ class FlatOptimizer(torch.optim.Optimizer):
         for name, rows in self.state_rows(p, write=bool(held)).items():
             if name in held:
                 _device.to_torch(rows).reshape(-1).copy_(held[name].reshape(-1))
-        # Set last, because this marks the states as valid. torch's SGD does not count steps.
+        # Set the step count last, because it marks the states as valid. torch's SGD does not count
+        # steps.
         self._core.set_step_count(unit, i, int(values.get("step", bool(held))))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the options and this rank's rows of the states, as torch's optimizers do."""
+        """Return the options and this rank's rows of the states, in torch's format."""
         result = super().state_dict()
         states = ((i, self.piece_state(p)) for i, p in enumerate(_rows.params_of(self)))
         result["state"] = {i: {k: v.clone() for k, v in s.items()} for i, s in states if s}
         return _rows.mark_all(self, result)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load this rank's result of :meth:`state_dict`, saved with the same number of ranks."""
+        """Load a :meth:`state_dict` that this rank saved in a run with the same number of ranks."""
         state_dict = _rows.check_all(self, state_dict)
         super().load_state_dict({**state_dict, "state": {}})
         for key, p in zip(_rows.keys_of(state_dict), _rows.params_of(self), strict=True):

@@ -1,4 +1,4 @@
-"""Optimizer states of sharded models: full tensors by parameter name, for any optimizer."""
+"""Get and set optimizer states of sharded models as full tensors by name, for any optimizer."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def get_optimizer_state_dict(
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:
-    """Create an optimizer's states, unless some exist or a parameter has a gradient."""
+    """Create an optimizer's states, unless it has some or any parameter has a gradient."""
     groups = optimizer.param_groups
     params = [p for p in params_of(optimizer) if p.requires_grad]
     if optimizer.state or any(p.grad is not None for p in params):
@@ -98,7 +98,7 @@ def make_states(optimizer: torch.optim.Optimizer) -> None:
 def _by_name(
     model: nn.Module, optimizer: Any, change: Callable[[Any, torch.Tensor], torch.Tensor]
 ) -> dict[str, Any]:
-    """Return states and groups by parameter name; ``change`` converts each tensor."""
+    """Return states and groups by parameter name, after applying ``change`` to each tensor."""
     names = _names(model)
     groups = [
         {**g, "params": [_name_of(names, p) for p in g["params"]]} for g in optimizer.param_groups
@@ -115,7 +115,7 @@ def _by_name(
 def set_optimizer_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
 ) -> None:
-    """Load the result of :func:`get_optimizer_state_dict`; each rank keeps its own rows.
+    """Load a :func:`get_optimizer_state_dict` result; each rank keeps its own rows.
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ def set_optimizer_state_dict(
 
 
 def _own(p: Any, key: str, value: Any) -> Any:
-    """Return this rank's part of a parameter's state: its rows of a full tensor, or a copy."""
+    """Return this rank's part of a parameter's state: rows of a full tensor, or else a copy."""
     if not isinstance(value, torch.Tensor):
         return value
     info = getattr(p, "fsdpc", None)
@@ -168,7 +168,7 @@ def _own(p: Any, key: str, value: Any) -> Any:
 
 
 class Saved:
-    """Wraps the result of ``optimizer.state_dict()`` with an optimizer's read methods.
+    """Gives the result of ``optimizer.state_dict()`` the interface for reading an optimizer.
 
     Its indices refer to the parameters of ``optimizer``, in order.
     """
@@ -198,7 +198,7 @@ def to_load(
     *,
     rank0_only: bool = False,
 ) -> dict[str, Any]:
-    """Convert states by name to this rank's part, in the format of ``optimizer.load_state_dict``.
+    """Convert states by name to this rank's part of them, for ``optimizer.load_state_dict``.
 
     Parameters
     ----------
@@ -287,9 +287,10 @@ def rekey(
     optimizer: torch.optim.Optimizer | None,
     by_name: bool,
 ) -> dict[str, Any]:
-    """Return states by parameter name instead of index, or vice versa.
+    """Convert states keyed by index to states keyed by parameter name, or the reverse.
 
-    Indices are positions in the optimizer's parameter order, or the model's if there is none.
+    Indices are positions in the optimizer's parameter order, or in the model's if no optimizer is
+    given.
     """
     known = _names(model)
     names = list(known.values())

@@ -1,8 +1,8 @@
 """``shard_by_plan``: shard a whole model by its own plan, or by its layer classes.
 
-A transformers model has a plan: ``fsdp_plan`` maps name patterns to whether parameters are freed
-after forward. Configurations inherit a plan whose names many models lack; a plan is used only if it
-matches the model's layers.
+Transformers models have a plan: ``fsdp_plan`` maps name patterns to whether the parameters are
+freed after forward. Configurations inherit a plan whose names do not exist in many models, so a
+plan is used only if it matches the model's layers.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def shard_by_plan(
 
 
 def _gather_in_generate(model: Any) -> None:
-    """Make ``generate()`` gather, and allow per-rank step counts if possible."""
+    """Make ``generate()`` gather parameters, with per-rank step counts if possible."""
     if not _device.on_cpu():
         for m in model.modules():
             if hasattr(type(m), "fsdp_plan"):
@@ -88,7 +88,7 @@ def _gather_in_generate(model: Any) -> None:
 
 
 def layer_classes(model: nn.Module) -> list[str]:
-    """Return the classes that transformers does not split over devices."""
+    """Return the names of the classes that transformers never splits across devices."""
     found: set[str] = set()
     for m in model.modules():
         found.update(getattr(m, "_no_split_modules", None) or ())
@@ -102,7 +102,7 @@ def has_plan(model: nn.Module) -> bool:
 
 
 def _plans(model: nn.Module) -> list[dict[Any, Any]]:
-    """Return the plans of the outermost transformers models inside, with names from ``model``."""
+    """Return the plans of the outermost transformers models, with names relative to ``model``."""
     found = []
     todo = [("", model)]
     while todo:
@@ -116,7 +116,7 @@ def _plans(model: nn.Module) -> list[dict[Any, Any]]:
 
 
 def _last_norm_and_head(path: str, model: Any, plan: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the last norm and the head as one unit if the plan keeps both."""
+    """Return the plan with the last norm and the head joined into a unit, if it keeps both."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     kept = [key for key, value in plan.items() if value == "keep_full_weight"]
     named = {path + name: m for name, m in model.named_modules()}
@@ -128,7 +128,7 @@ def _last_norm_and_head(path: str, model: Any, plan: dict[Any, Any]) -> dict[Any
 
 
 def _finds_layers(model: nn.Module, plan: dict[Any, Any]) -> bool:
-    """Return whether a pattern with a star matches a module; without stars, whether any matches."""
+    """Return whether a starred pattern, or any pattern if none has a star, matches a module."""
     patterns = [p for key in plan for p in (key if isinstance(key, tuple) else (key,))]
     layers = [p for p in patterns if "*" in p] or patterns
     return any(fits(name, p) for name, _ in model.named_modules() for p in layers)
@@ -147,7 +147,7 @@ def _plan_of(model: nn.Module) -> dict[Any, Any]:
 
 
 def _by_classes(model: nn.Module, classes: tuple[type | str, ...]) -> dict[Any, Any]:
-    """Return a plan that names each module with one of these classes."""
+    """Return a plan with the name of each module of these classes."""
     plan: dict[Any, Any] = {}
     for cls in classes:
         inside = [

@@ -1,4 +1,4 @@
-"""Precision and offload policies for torch, with FSDP2's names and torch's dtypes."""
+"""Precision and offload policies for torch, with the names of FSDP2 and the dtypes of torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Keep masters, gradients and optimizer states in host memory, where CPUs always have them.
+    """Keep masters, gradients and optimizer states in host memory, as CPUs always do.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 def core_dtype(dtype: torch.dtype | None) -> _core.dtype | None:
-    """Return the extension's dtype of the same name."""
+    """Return the engine's dtype with the same name."""
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")

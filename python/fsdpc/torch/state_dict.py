@@ -1,7 +1,7 @@
 """Save and load state dicts of sharded torch models as full tensors.
 
 ``model.state_dict()`` of a sharded module returns full tensors under the plain model's names, and
-``load_state_dict`` accepts them. This module implements both, with their options.
+``load_state_dict`` accepts them. This module implements both methods and their options.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Replace every parameter by a private full copy in its original dtype; collective.
+    """Replace each parameter with a private full copy in its original dtype; collective.
 
     Parameters
     ----------
@@ -95,7 +95,7 @@ def summon_full_params(
 
 
 def _write_grad(state: UnitState, index: int, full: torch.Tensor | None) -> None:
-    """Store this rank's rows of a full gradient; None removes the gradient."""
+    """Store this rank's rows of a full gradient, or remove the gradient if it is None."""
     grad = state.pieces[index].grad
     if full is None or grad is None:
         state.pieces[index].grad = None
@@ -129,7 +129,7 @@ def full_grad(p: torch.Tensor) -> torch.Tensor | None:
 
 
 def module_state_dict(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
-    """Implement a sharded module's ``state_dict``: the plain module's, from full copies."""
+    """Implement ``state_dict`` of a sharded module by calling the plain module's on full copies."""
     if _Option.depth:
         return call(*args, **kwargs)
     _Option.depth += 1
@@ -146,7 +146,7 @@ def module_state_dict(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _as_full(value: torch.Tensor) -> torch.Tensor:
-    """Give a full value ``full_tensor()``, like the values in FSDP2's state dicts."""
+    """Add ``full_tensor()`` to a full value, which FSDP2's state dict values also have."""
     return value if isinstance(value, nn.Parameter) else value.as_subclass(FullValue)
 
 
@@ -220,7 +220,7 @@ def _give_full(
 
 
 def _take_full(state: UnitState, places: dict[str, int], given: Any, prefix: str, *_: Any) -> None:
-    """Write rows of full tensors, then have torch check the piece's new values."""
+    """Write this rank's rows of full tensors, then let torch check each piece's new values."""
     if state.summoned:
         return
     for key, i in places.items():
@@ -350,8 +350,8 @@ def _broadcast(state: UnitState, value: torch.Tensor) -> None:
 def sync_buffers(state: UnitState, buffers: Sequence[torch.Tensor]) -> None:
     """Broadcast rank 0's buffers to every rank, in one message per dtype and device.
 
-    Their version counters do not change, as under torch's DDP, because a pending backward may have
-    saved them.
+    Their version counters do not change, as with torch's DDP, because a pending backward may have
+    saved the buffers.
     """
     if all(comm.size == 1 for comm in state.comms):
         return
@@ -380,7 +380,7 @@ def _check_names(
     state_dict: Mapping[str, Any],
     strict: bool,
 ) -> list[bool]:
-    """Return which of the model's tensors rank 0 has; all ranks raise the same error."""
+    """Return which of the model's tensors rank 0 provides; all ranks raise the same error."""
     marks = torch.zeros(len(own) + 1, dtype=torch.uint8, device=_device.home())
     if _rank(units) == 0:
         for k, ((name, here), shape) in enumerate(zip(own.items(), shapes, strict=True)):

@@ -1,4 +1,4 @@
-"""FSDP1's policies, which select the submodules that become units.
+"""FSDP1's policies for selecting the submodules that become units.
 
 They are torch's own (``torch.distributed.fsdp.wrap``), imported on first use.
 """
