@@ -1,4 +1,4 @@
-/* Which units share memory for their unsharded parameters: sizes alone decide. (That it works out
+/* Which units share memory for their unsharded parameters: only sizes decide. (That it works out
  * when they are used is tests/gpu/test_engine_windows.c's to show, on a device that has windows.)
  */
 #include "check.h"
@@ -10,7 +10,7 @@ enum { MOST = 12, GRANULE = 1000 };
 static int assign(const int *bytes, int n, int per_class, size_t granule, fsdpc_slot_want *wants)
 {
     for (int i = 0; i < n; i++)
-        wants[i] = (fsdpc_slot_want){.bytes = (size_t)abs(bytes[i]), .alone = bytes[i] < 0};
+        wants[i] = (fsdpc_slot_want){.bytes = (size_t)abs(bytes[i]), .unshared = bytes[i] < 0};
     return fsdpc_slots_assign(wants, n, per_class, granule);
 }
 
@@ -40,9 +40,9 @@ static void test_each_size_has_slots_of_its_own(void)
 
 static void test_the_others_have_memory_of_their_own(void)
 {
-    const int alone[] = {5000, -5000, 5000, 5000, -5000, 5000, 0};
-    CHECK_SLOTS(2, GRANULE, 2, alone, {0, -1, 1, 0, -1, 1, -1});
-    CHECK_SLOTS(2, 0, 0, alone, {-1, -1, -1, -1, -1, -1, -1}); /* a device without windows */
+    const int unshared[] = {5000, -5000, 5000, 5000, -5000, 5000, 0};
+    CHECK_SLOTS(2, GRANULE, 2, unshared, {0, -1, 1, 0, -1, 1, -1});
+    CHECK_SLOTS(2, 0, 0, unshared, {-1, -1, -1, -1, -1, -1, -1}); /* a device without windows */
     const int few[] = {-9000, 5000, 5000};
     CHECK_SLOTS(2, GRANULE, 0, few, {-1, -1, -1});
 }
